@@ -1,0 +1,52 @@
+"""One way to choose GPUs and one way to train on several, for every multi-backend Keras code base.
+
+    import compat
+    compat.configure_gpu(gpus=2)          # once, at script top
+    model = compat.parallelize(model)     # the same model object, now on both GPUs
+"""
+
+from ._api import configure_gpu, parallelize
+from ._version import __version__
+from .backend import Backend
+from .errors import (
+    AlreadyConfiguredError,
+    AmbiguousBackendError,
+    BrokenInstallError,
+    CompatError,
+    CompatWarning,
+    ConfigurationFileError,
+    DeviceFailedError,
+    DevicesNotFoundError,
+    InvalidArgumentError,
+    NotAModelError,
+    NotInstalledError,
+    TooLateError,
+    UnknownOptionError,
+    UnsupportedError,
+)
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from ._settings import Configuration
+
+__all__ = [
+    "AlreadyConfiguredError",
+    "AmbiguousBackendError",
+    "Backend",
+    "BrokenInstallError",
+    "CompatError",
+    "CompatWarning",
+    "Configuration",
+    "ConfigurationFileError",
+    "DeviceFailedError",
+    "DevicesNotFoundError",
+    "InvalidArgumentError",
+    "NotAModelError",
+    "NotInstalledError",
+    "TooLateError",
+    "UnknownOptionError",
+    "UnsupportedError",
+    "__version__",
+    "configure_gpu",
+    "parallelize",
+]

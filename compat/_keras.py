@@ -1,0 +1,85 @@
+"""The one module that knows the Kerases apart: keras 2, keras-mxnet, tf.keras and Keras 3."""
+
+import sys
+
+from . import _detect, errors
+
+
+def keras_of(model):
+    """The Keras (its top module) whose class ``model`` is an instance of, or None.
+
+    Only modules that are imported already are looked at: a model's Keras is.
+    """
+    for parent in type(model).__mro__:
+        if parent.__name__ not in ("Model", "Network", "Container"):
+            continue
+        for prefix, keras in (
+            ("tensorflow.python.keras.", "tensorflow.keras"),
+            ("tensorflow_core.python.keras.", "tensorflow.keras"),  # TensorFlow 1.15 and 2.0
+            ("tf_keras.", "tf_keras"),
+            ("keras.", "keras"),
+        ):
+            if parent.__module__.startswith(prefix):
+                return _module(keras)
+    return None
+
+
+def _module(name):
+    if name == "tensorflow.keras":  # a lazily loaded attribute, not always in sys.modules
+        return sys.modules["tensorflow"].keras
+    return sys.modules[name]
+
+
+def backend_name(keras):
+    """What this Keras calls the backend it runs on."""
+    return keras.backend.backend() if hasattr(keras.backend, "backend") else "tensorflow"
+
+
+def set_floatx(floatx, backend):
+    """Set the float type of every Keras on this backend, importing those that are installed.
+
+    Keras reads its float type from its own file when it is imported, whatever the backend was
+    told, so the two would disagree (keras#3772).
+
+    Returns:
+        Lines for the report.
+    """
+    lines = []
+    for name in _names(backend):
+        keras = _import(name)
+        keras.backend.set_floatx(floatx)
+        lines.append("{}.backend.set_floatx({!r})".format(name, floatx))
+    return lines
+
+
+def versions(backend):
+    """Versions of the backend's framework and of the standalone Keras, as installed."""
+    found = [
+        (backend.framework, _detect.installed_version(backend)),
+        ("keras", _detect.distribution_version("keras")),
+        ("keras-mxnet", _detect.distribution_version("keras-mxnet")),
+    ]
+    return {name: version for name, version in found if version}
+
+
+def _names(backend):
+    """The installed Kerases that run on this backend."""
+    names = []
+    if any(map(_detect.distribution_version, ("keras", "keras-mxnet"))):
+        running = backend_name(_import("keras"))
+        if running in (backend.name, backend.framework):
+            names.append("keras")
+    if backend.framework == "tensorflow":
+        names.append("tensorflow.keras")
+    return names
+
+
+def _import(name):
+    import importlib
+
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        if name == "tensorflow.keras":
+            return _module(name)
+        raise errors.broken_install(name, error) from error

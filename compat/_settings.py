@@ -1,0 +1,158 @@
+"""What ``configure_gpu()`` was asked, normalised once, and the report of what it did."""
+
+from . import _devices, errors
+
+FLOATX = ("float16", "float32", "float64")
+_UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+
+
+class Memory:
+    """``memory=``, normalised: exactly one of ``grow``, ``fraction`` and ``size`` (bytes) is set."""
+
+    __slots__ = ("grow", "fraction", "size")
+
+    def __init__(self, grow=False, fraction=None, size=None):
+        self.grow = grow
+        self.fraction = fraction
+        self.size = size
+
+    def __eq__(self, other):
+        return isinstance(other, Memory) and str(self) == str(other)
+
+    def __str__(self):
+        if self.grow:
+            return "grow"
+        if self.size:
+            return "{:g} MiB per GPU".format(self.size / 2.0**20)
+        return "{:g} of each GPU".format(self.fraction)
+
+
+def parse_memory(memory):
+    """Normalise ``memory=`` to a ``Memory``, or None.
+
+    Raises:
+        InvalidArgumentError: a ``ValueError`` that lists the forms.
+    """
+    if memory is None:
+        return None
+    if isinstance(memory, bool):
+        raise errors.invalid_memory(memory, "True and False name no amount")
+    if isinstance(memory, (int, float)):
+        if not 0 < memory <= 1:
+            raise errors.invalid_memory(memory, "a number is a fraction, above 0 and at most 1")
+        return Memory(fraction=float(memory))
+    if not isinstance(memory, str):
+        raise errors.invalid_memory(memory, "it is a {}".format(type(memory).__name__))
+    text = memory.strip().lower()
+    if text in ("grow", "growth"):
+        return Memory(grow=True)
+    digits = text.rstrip("bgikm ")
+    unit = text[len(digits) :].strip()
+    try:
+        size = int(float(digits) * _UNITS[unit])
+    except (KeyError, ValueError, OverflowError):
+        raise errors.invalid_memory(memory, "it is no size with a unit") from None
+    if size <= 0:
+        raise errors.invalid_memory(memory, "a size is above 0")
+    return Memory(size=size)
+
+
+def parse_floatx(floatx):
+    """Check ``floatx=``: one of ``FLOATX``, or None."""
+    if floatx is not None and floatx not in FLOATX:
+        raise errors.invalid_floatx(floatx)
+    return floatx
+
+
+def parse_simulate(simulate):
+    """Check ``simulate=``: a number of devices, 1 or more, or None."""
+    if simulate is None:
+        return None
+    if isinstance(simulate, bool) or not hasattr(simulate, "__index__") or simulate < 1:
+        raise errors.invalid_simulate(simulate)
+    return simulate.__index__()
+
+
+class Settings:
+    """What a backend is to apply: the devices chosen, and the rest as it was asked."""
+
+    __slots__ = ("devices", "memory", "floatx", "persist", "strict", "options")
+
+    def __init__(
+        self, devices, memory=None, floatx=None, persist=False, strict=False, options=None
+    ):
+        self.devices = devices
+        self.memory = memory
+        self.floatx = floatx
+        self.persist = persist
+        self.strict = strict
+        self.options = dict(options or {})
+
+    def __eq__(self, other):
+        return all(getattr(self, name) == getattr(other, name) for name in self.__slots__)
+
+    def __str__(self):
+        parts = ["devices: {}".format(self.devices)]
+        for name in ("memory", "floatx"):
+            if getattr(self, name) is not None:
+                parts.append("{}: {}".format(name, getattr(self, name)))
+        for name in ("persist", "strict"):
+            if getattr(self, name):
+                parts.append(name)
+        parts += ["{}={!r}".format(*option) for option in sorted(self.options.items())]
+        return ", ".join(parts)
+
+
+class Configuration:
+    """What ``configure_gpu()`` chose and set; printing it gives a report.
+
+    Attributes:
+        backend: the backend's name, e.g. "tensorflow2".
+        reason: why that backend was chosen.
+        versions: framework and Keras versions, by name.
+        devices: the devices to train on, as the framework names them.
+        settings: what was asked, normalised.
+        environ: the environment variables that were set, and their values (None: removed).
+        applied: what was set in the framework or in files, a line each.
+        warnings: what is not as it was asked, a sentence each.
+    """
+
+    def __init__(self, backend, reason, versions, devices, settings, environ, applied, warnings):
+        self.backend = backend
+        self.reason = reason
+        self.versions = versions
+        self.devices = list(devices)
+        self.settings = settings
+        self.environ = dict(environ)
+        self.applied = list(applied)
+        self.warnings = list(warnings)
+
+    def __repr__(self):
+        return "<Configuration {} on {}>".format(self.backend, ", ".join(self.devices))
+
+    def __str__(self):
+        variables = [
+            "{} removed".format(name) if value is None else "{}={}".format(name, value)
+            for name, value in sorted(self.environ.items())
+        ]
+        return report(
+            [
+                ("backend", ["{} ({})".format(self.backend, self.reason)]),
+                ("versions", [", ".join("%s %s" % pair for pair in self.versions.items())]),
+                ("asked", [str(self.settings)]),
+                ("devices", [", ".join(self.devices)]),
+                ("variables", variables or ["none set"]),
+                ("applied", self.applied or ["nothing"]),
+                ("warnings", self.warnings or ["none"]),
+            ]
+        )
+
+
+def report(sections):
+    """Lay out (heading, lines) pairs in two columns."""
+    width = max(len(heading) for heading, _ in sections) + 2
+    return "\n".join(
+        "{:<{}}{}".format(heading if index == 0 else "", width, line)
+        for heading, lines in sections
+        for index, line in enumerate(lines)
+    )

@@ -1,0 +1,97 @@
+"""The contract between compat and a backend: what third parties subclass.
+
+A backend answers in two phases, since that is this field's central difficulty: what can be
+set before the framework is imported (``environ``, pure), and what afterwards (``configure``).
+Methods not overridden raise ``UnsupportedError``; overriding one *is* the capability.
+"""
+
+from . import errors
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, Dict, List, Mapping, Optional, Sequence
+
+    from ._settings import Settings
+
+
+class Backend:
+    """One framework that Keras runs on. Creating one imports nothing."""
+
+    #: The name users pass as ``backend=``: the name of the backend's file.
+    name = ""  # type: str
+    #: The module to import, and what Keras calls the backend (``KERAS_BACKEND``).
+    framework = ""  # type: str
+    #: Distributions that install the framework; the first one found tells its version.
+    distributions = ()  # type: Sequence[str]
+    #: The extra of ``keras-gpu-compat`` that installs it.
+    extra = ""  # type: str
+    #: Keyword options of ``configure_gpu()`` that this backend knows.
+    options = ()  # type: Sequence[str]
+    #: Environment variables worth showing in a report.
+    variables = ()  # type: Sequence[str]
+
+    def accepts(self, version: str) -> bool:
+        """Whether this backend is the one for ``version`` of its framework."""
+        return True
+
+    def import_framework(self) -> "Any":
+        """Import the framework.
+
+        Raises:
+            BrokenInstallError: it is installed, but importing it fails.
+        """
+        import importlib
+
+        try:
+            return importlib.import_module(self.framework)
+        except Exception as error:  # whatever an installation can do wrong
+            raise errors.broken_install(self.framework, error) from error
+
+    def environ(
+        self, settings: "Settings", environ: "Mapping[str, str]"
+    ) -> "Dict[str, Optional[str]]":
+        """Environment variables to set before the framework is imported. Pure.
+
+        Arguments:
+            settings: what was asked, normalised, and the devices chosen.
+            environ: the environment as it is.
+
+        Returns:
+            Variables and their new values; ``None`` removes a variable.
+        """
+        return settings.devices.environ(environ)
+
+    def initialised(self) -> "Optional[str]":
+        """Why environment variables come too late now, or None while they still work."""
+        raise errors.unsupported(self.name, "be configured", "Use another backend.")
+
+    def configure(self, settings: "Settings") -> "List[str]":
+        """Apply to the framework what only it can take, importing it if needed.
+
+        Returns:
+            Lines for the report: what was set, and in which of the framework's own names.
+
+        Raises:
+            TooLateError: something that must change can no longer be changed.
+        """
+        raise errors.unsupported(self.name, "be configured", "Use another backend.")
+
+    def devices(self) -> "List[str]":
+        """The devices to train on, as the framework names them, in the order configured.
+
+        GPUs where there are any, simulated devices under ``simulate=``, else one CPU.
+        """
+        raise errors.unsupported(self.name, "list its devices", "Use another backend.")
+
+    def parallelize(self, model: "Any", devices: "Sequence[str]") -> "Any":
+        """Run ``model`` on ``devices`` (one or more of ``self.devices()``) and return it.
+
+        One device gives the plain behaviour back.
+        """
+        raise errors.unsupported(
+            self.name, "run one model on several devices", "Use one device: gpus=1."
+        )
+
+    def problems(self, environ: "Mapping[str, str]") -> "List[str]":
+        """What is wrong with this environment for this backend, a sentence each. Pure."""
+        return []

@@ -1,0 +1,248 @@
+"""Every exception class of compat and every message text.
+
+Each text says what was asked, what was found and what to do. Each class is a
+``CompatError`` and the built-in exception a caller would catch. The functions below build
+the exceptions, so that a text stands once and its test (``tests/test_errors.py``) knows it whole.
+"""
+
+
+class CompatError(Exception):
+    """Base class of every error that compat raises by itself."""
+
+
+class InvalidArgumentError(CompatError, ValueError):
+    """An argument has a form or a value that compat does not know."""
+
+
+class UnknownOptionError(CompatError, TypeError):
+    """A keyword option that no backend knows."""
+
+
+class UnsupportedError(CompatError, NotImplementedError):
+    """The backend cannot do what was asked."""
+
+
+class NotInstalledError(CompatError, ImportError):
+    """The framework that was asked for is not installed."""
+
+
+class BrokenInstallError(CompatError, ImportError):
+    """The framework is installed, but importing it fails."""
+
+
+class AmbiguousBackendError(CompatError, RuntimeError):
+    """Several backends fit, and compat does not guess."""
+
+
+class TooLateError(CompatError, RuntimeError):
+    """The framework has already fixed what was to be set."""
+
+
+class AlreadyConfiguredError(CompatError, RuntimeError):
+    """A second ``configure_gpu()`` contradicts the first."""
+
+
+class DevicesNotFoundError(CompatError, RuntimeError):
+    """Fewer devices than asked for, under ``strict=True``."""
+
+
+class DeviceFailedError(CompatError, RuntimeError):
+    """A device that was asked for did not come up in the framework."""
+
+
+class NotAModelError(CompatError, TypeError):
+    """``parallelize()`` was given something that is not a model of an installed Keras."""
+
+
+class ConfigurationFileError(CompatError, OSError):
+    """A configuration file cannot be read or written."""
+
+
+class CompatWarning(UserWarning):
+    """Work goes on, but not as it was asked."""
+
+
+# Arguments ------------------------------------------------------------------------------------
+
+GPUS_FORMS = """\
+    None           every visible GPU
+    2              two GPUs
+    -1             every visible GPU
+    [0, 2], "0,2"  these ids, counted inside CUDA_VISIBLE_DEVICES where it is set
+    ["GPU-8932f937", "MIG-..."]  GPUs or MIG instances by name
+    "free", "free:2"  the idle GPUs, or two of them
+    0, [], "cpu"   no GPU"""
+
+
+def invalid_gpus(gpus, problem):
+    return InvalidArgumentError(
+        "gpus={!r} is not understood: {}. Use one of:\n{}".format(gpus, problem, GPUS_FORMS)
+    )
+
+
+def invalid_memory(memory, problem):
+    return InvalidArgumentError(
+        'memory={!r} is not understood: {}. Use "grow" (take memory as it is needed), a fraction '
+        'of each GPU such as 0.5, a size per GPU such as "4GiB" or "512MiB", or None (the '
+        "backend's default).".format(memory, problem)
+    )
+
+
+def invalid_floatx(floatx):
+    return InvalidArgumentError(
+        'floatx={!r} is not understood. Use "float16", "float32", "float64", or None (what Keras '
+        "is set to).".format(floatx)
+    )
+
+
+def invalid_simulate(simulate):
+    return InvalidArgumentError(
+        "simulate={!r} is not understood. Use the number of CPU devices that shall stand in for "
+        "GPUs, 1 or more, or None (no simulation).".format(simulate)
+    )
+
+
+def simulate_with_gpus(gpus, simulate):
+    return InvalidArgumentError(
+        "gpus={!r} asks for a device that simulate={} does not have. Simulated devices are "
+        "numbered from 0; ask for at most {}, or leave gpus out.".format(gpus, simulate, simulate)
+    )
+
+
+def unknown_option(option, known):
+    return UnknownOptionError(
+        "configure_gpu() got an option that no backend knows: {!r}. Known options: {}.".format(
+            option, ", ".join(known) or "none"
+        )
+    )
+
+
+def invalid_strategy(strategy):
+    return InvalidArgumentError(
+        "strategy={!r} is not understood. Use None: the model's replicas run in this "
+        "process.".format(strategy)
+    )
+
+
+# Choosing the backend -------------------------------------------------------------------------
+
+
+def unknown_backend(asked, known):
+    return InvalidArgumentError(
+        "backend={!r} is not known. Known backends: {}.".format(asked, ", ".join(known))
+    )
+
+
+def ambiguous_backend(fitting):
+    return AmbiguousBackendError(
+        "Several backends are installed and nothing says which one this script uses: {}. Pass "
+        "backend=..., set KERAS_BACKEND, or import keras first.".format(", ".join(fitting))
+    )
+
+
+def no_backend(known):
+    return NotInstalledError(
+        "No backend is installed in this Python. Install one of {} with its pins, for example: "
+        'pip install "keras-gpu-compat[{}]"'.format(", ".join(known), known[0])
+    )
+
+
+def not_installed(framework, reason, extra):
+    return NotInstalledError(
+        "{} is not installed, but {}. Install it: pip install "
+        '"keras-gpu-compat[{}]"'.format(framework, reason, extra)
+    )
+
+
+def unsupported_version(framework, version, known):
+    return UnsupportedError(
+        "{} {} is installed, which no backend of compat accepts. Known backends: {}.".format(
+            framework, version, ", ".join(known)
+        )
+    )
+
+
+def broken_install(framework, problem):
+    return BrokenInstallError(
+        "{} is installed, but importing it fails: {}. Run `python -c 'import {}'` to see all of "
+        "it.".format(framework, problem, framework)
+    )
+
+
+def keras_json_unreadable(path, problem):
+    return ConfigurationFileError(
+        "{} cannot be read: {}. Mend or remove the file, or set KERAS_BACKEND.".format(path, problem)
+    )
+
+
+# Configuring ----------------------------------------------------------------------------------
+
+
+def too_late(framework, problem, remedy):
+    return TooLateError(
+        "configure_gpu() came too late for {}: {}.\n{}".format(framework, problem, remedy)
+    )
+
+
+def already_configured(first, second):
+    return AlreadyConfiguredError(
+        "configure_gpu() was called before in this process, with other settings.\n"
+        "first:  {}\nsecond: {}\n"
+        "Devices are fixed once per process: make both calls the same, or drop one.".format(
+            first, second
+        )
+    )
+
+
+def fewer_devices(asked, found, going_on):
+    """The text of a warning, and of the error under ``strict=True``."""
+    return "{} was asked for, but {}. {}.".format(asked, found, going_on)
+
+
+def devices_not_found(asked, found):
+    return DevicesNotFoundError(
+        fewer_devices(asked, found, "Ask for fewer, or drop strict=True to go on with what there is")
+    )
+
+
+def device_failed(framework, device, problem, remedy):
+    return DeviceFailedError(
+        "{} did not bring up {}: {}.\n{}".format(framework, device, problem, remedy)
+    )
+
+
+def unsupported(backend, what, remedy):
+    return UnsupportedError("{} cannot {}. {}".format(backend, what, remedy))
+
+
+# Parallelizing --------------------------------------------------------------------------------
+
+
+def not_a_model(value):
+    return NotAModelError(
+        "parallelize() takes a Keras model, or a function that builds one; it was given {!r}.".format(
+            type(value).__module__ + "." + type(value).__name__
+        )
+    )
+
+
+def wrong_backend(model_backend, configured):
+    return InvalidArgumentError(
+        "The model runs on {}, but configure_gpu() set up {}. Build the model with the Keras that "
+        "was configured, or pass backend={!r} to configure_gpu().".format(
+            model_backend, configured, model_backend
+        )
+    )
+
+
+# Files ----------------------------------------------------------------------------------------
+
+
+def unreadable_file(path, problem, remedy):
+    return ConfigurationFileError("{} cannot be read: {}. {}".format(path, problem, remedy))
+
+
+def unwritable_file(path, problem):
+    return ConfigurationFileError(
+        "{} could not be written: {}. The file is as it was before.".format(path, problem)
+    )
