@@ -1,0 +1,41 @@
+"""Collect the tests of the backends that are installed here.
+
+In an environment whose backend is missing nothing is collected, and pytest fails by itself.
+"""
+
+import os
+import platform
+
+import pytest
+
+from compat import _detect, _registry
+
+
+def _installed():
+    for backend in _registry.backends():
+        version = _detect.installed_version(backend)
+        if version is not None and backend.accepts(version):
+            yield backend
+
+
+INSTALLED = list(_installed())
+collect_ignore = sorted(
+    {"test_{}.py".format(name) for name in _registry.names()}
+    - {"test_{}.py".format(backend.name) for backend in INSTALLED}
+)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def record_versions(record_testsuite_property):
+    """What tests/support_table.py reads from the results."""
+    frameworks = [(b.name, b.framework, _detect.installed_version(b)) for b in INSTALLED]
+    keras = os.environ.get("COMPAT_TEST_KERAS", "keras")
+    version = _detect.distribution_version("keras-mxnet")
+    if version is not None:
+        keras = "keras-mxnet"
+    elif keras == "keras" or frameworks[0][0] != "tensorflow1":
+        version = _detect.distribution_version("keras")
+    record_testsuite_property("python", platform.python_version())
+    record_testsuite_property("backend", ", ".join(name for name, _, _ in frameworks))
+    record_testsuite_property("framework", ", ".join("%s %s" % f[1:] for f in frameworks))
+    record_testsuite_property("keras", " ".join(filter(None, [keras, version])))

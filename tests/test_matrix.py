@@ -1,0 +1,74 @@
+"""Lists that must agree: backends, their tests, extras, tox environments, README, CI."""
+
+import configparser
+import os
+import re
+
+import pytest
+import support_table
+
+from compat import _registry
+
+ROOT = support_table.ROOT
+
+
+def read(*path):
+    with open(os.path.join(ROOT, *path), encoding="utf-8") as file:
+        return file.read()
+
+
+def extras():
+    setup = configparser.ConfigParser()
+    setup.read(os.path.join(ROOT, "setup.cfg"), encoding="utf-8")
+    return set(setup["options.extras_require"])
+
+
+def environment_extras():
+    parts = {name.split("-")[1] for name, _ in support_table.environments()}
+    return parts - {"core"}
+
+
+def test_every_backend_has_a_test_file_and_no_other_file_is_there():
+    files = os.listdir(os.path.join(ROOT, "tests", "backends"))
+    tested = {re.match("test_(.*).py$", name).group(1) for name in files if "test_" in name}
+    assert tested == set(_registry.names())
+
+
+def test_every_extra_has_an_environment_and_no_environment_is_without():
+    assert environment_extras() == extras()
+
+
+def test_every_backend_has_an_extra():
+    assert {backend.extra for backend in _registry.backends()} <= extras()
+
+
+@pytest.mark.parametrize("backend", _registry.backends(), ids=lambda backend: backend.name)
+def test_every_backend_says_who_it_is(backend):
+    assert backend.name in _registry.names()
+    assert backend.framework and backend.distributions and backend.extra
+
+
+def test_core_is_tested_on_the_oldest_and_the_newest_python():
+    pythons = [python for _, python in support_table.environments()]
+    core = [p for name, p in support_table.environments() if name.endswith("-core")]
+    by_number = sorted(set(pythons), key=lambda python: int(python[2:]))
+    assert sorted(core, key=pythons.index) == [by_number[0], by_number[-1]]
+
+
+def test_ci_runs_the_command_of_the_readme():
+    command = re.search("```\n(.*tox run-parallel.*)\n```", read("README.md")).group(1)
+    assert read(".ci", "run").rstrip().splitlines()[-1] == command
+
+
+def test_support_table_of_the_readme_has_every_environment():
+    table = support_table.readme_table().splitlines()
+    assert [line.split()[1] for line in table[2:]] == [
+        name for name, _ in support_table.environments()
+    ]
+
+
+def test_support_table_of_the_readme_has_the_pinned_versions():
+    setup = read("setup.cfg")
+    for line in support_table.readme_table().splitlines()[2:]:
+        for project, version in re.findall(r"(\w[\w-]*) (\d+\.\d+[\w.]*)", line):
+            assert "=={}".format(version) in setup + read("tox.ini"), (project, version)

@@ -1,0 +1,43 @@
+"""What tox.ini cannot say: which interpreters there are, and what an environment's name means."""
+
+import configparser
+import os
+import shutil
+import subprocess
+
+from tox.config.loader.memory import MemoryLoader
+from tox.plugin import impl
+
+
+@impl
+def tox_add_core_config(core_conf, state):
+    """Offer all of pyenv's interpreters, where pyenv exists, and download none."""
+    os.environ.setdefault("UV_PYTHON_DOWNLOADS", "never")
+    pyenv = shutil.which("pyenv")
+    if pyenv is not None:
+        # The interpreter in use stays first; the others' python3.x then answer, too.
+        names = _lines(pyenv, "version-name") + _lines(pyenv, "versions", "--bare")
+        os.environ["PYENV_VERSION"] = ":".join(names)
+        os.environ["PYENV_ROOT"] = _lines(pyenv, "root")[0]  # its default lies in HOME
+
+
+def _lines(*command):
+    return subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout.split()
+
+
+@impl
+def tox_add_env_config(env_conf, state):
+    """The second part of an environment's name is the extra that it installs."""
+    setup = configparser.ConfigParser()
+    setup.read(state.conf.core["tox_root"] / "setup.cfg", encoding="utf-8")
+    extra = env_conf.name.partition("-")[2].partition("-")[0]
+    if extra in setup["options.extras_require"]:
+        env_conf.loaders.insert(0, MemoryLoader(extras={extra}))
+
+
+@impl
+def tox_before_run_commands(tox_env):
+    """Give the commands a home of their own; what installs has used the user's caches."""
+    home = tox_env.env_dir / "home"
+    home.mkdir(parents=True, exist_ok=True)
+    tox_env.conf["set_env"].update({"HOME": str(home), "USERPROFILE": str(home)})
