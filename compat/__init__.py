@@ -6,6 +6,7 @@
 """
 
 from ._api import configure_gpu, parallelize
+from ._settings import Configuration
 from ._version import __version__
 from .backend import Backend
 from .errors import (
@@ -24,10 +25,6 @@ from .errors import (
     UnknownOptionError,
     UnsupportedError,
 )
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from ._settings import Configuration
 
 __all__ = [
     "AlreadyConfiguredError",

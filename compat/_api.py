@@ -78,14 +78,15 @@ def configure_gpu(
     if _active is not None:
         if (chosen.name, settings) == (_active.backend, _active.settings):
             return _active
-        raise errors.already_configured(_line(_active.backend, _active.settings), _line(chosen.name, settings))
+        raise errors.already_configured(
+            "{}, {}".format(_active.backend, _active.settings),
+            "{}, {}".format(chosen.name, settings),
+        )
     _active = _configure(chosen, reason, settings)
     _first_call = call, environ
+    for warning in _active.warnings:
+        _warn(warning)
     return _active
-
-
-def _line(backend, settings):
-    return "{}, {}".format(backend, settings)
 
 
 def _check_options(options):
@@ -104,7 +105,7 @@ def _configure(chosen: "Backend", reason: str, settings: "Settings") -> "Configu
     from . import _keras
     from ._settings import Configuration
 
-    notes = [
+    notes = settings.devices.problems + [
         "option {!r} is for other backends: {} ignores it".format(option, chosen.name)
         for option in sorted(settings.options)
         if option not in chosen.options
@@ -115,7 +116,7 @@ def _configure(chosen: "Backend", reason: str, settings: "Settings") -> "Configu
     before = {name: os.environ.get(name) for name in variables}
     _set_environ(variables)
     try:
-        applied = chosen.configure(settings)
+        applied = list(chosen.configure(settings))
         devices = chosen.devices()
         if len(devices) < len(settings.devices) or _only_cpu(devices, settings):
             shortage = str(settings.devices), "{} sees {}".format(
@@ -127,8 +128,6 @@ def _configure(chosen: "Backend", reason: str, settings: "Settings") -> "Configu
     except BaseException:
         _set_environ(before)
         raise
-    for note in notes:
-        _warn(note)
     versions = _keras.versions(chosen)
     return Configuration(
         chosen.name, reason, versions, devices, settings, variables, applied, notes
@@ -157,8 +156,8 @@ def _fewer(shortage, going_on_with, strict):
 def _warn(text):
     import warnings
 
-    # The caller of the public function: _warn, its caller, that one's caller.
-    warnings.warn(text, errors.CompatWarning, stacklevel=4)
+    # Shown at the line that called the public function, which called this one.
+    warnings.warn(text, errors.CompatWarning, stacklevel=3)
 
 
 def parallelize(
@@ -192,29 +191,32 @@ def parallelize(
     if strategy is not None:
         raise errors.invalid_strategy(strategy)
     keras = _keras.keras_of(model)
-    if keras is None and callable(model) and hasattr(model, "__code__"):
-        model = model()
+    if keras is None and hasattr(model, "__code__"):  # a function or a bound method
+        function, model = model, model()
         keras = _keras.keras_of(model)
+        if keras is None:
+            raise errors.builds_no_model(function.__qualname__, model)
     if keras is None:
         raise errors.not_a_model(model)
     backend, _ = _detect.choose(_keras.backend_name(keras))
     if _active is not None and _active.backend != backend.name:
         raise errors.wrong_backend(backend.name, _active.backend)
-    return backend.parallelize(model, _among(backend.devices(), selection))
+    devices, shortage = _among(backend.devices(), selection)
+    if shortage:
+        _warn(_fewer(shortage, ", ".join(devices), _active is not None and _active.settings.strict))
+    return backend.parallelize(model, devices)
 
 
-def _among(devices: "List[str]", selection: "Any") -> "List[str]":
-    """Those of the configured devices that ``selection`` asks for."""
-    wanted, found = _wanted(devices, selection), "{} configured: {}".format(
-        len(devices), ", ".join(devices)
-    )
+def _among(
+    devices: "List[str]", selection: "Any"
+) -> "Tuple[List[str], Optional[Tuple[str, str]]]":
+    """Those of the configured devices that ``selection`` asks for, and what is short."""
+    wanted = _wanted(devices, selection)
     chosen = [devices[position] for position in wanted if position < len(devices)]
-    if len(chosen) < len(wanted):
-        shortage = "{} devices".format(len(wanted)), "there are {}".format(found)
-        chosen = chosen or devices[:1]
-        strict = _active is not None and _active.settings.strict
-        _warn(_fewer(shortage, ", ".join(chosen), strict))
-    return chosen
+    if len(chosen) == len(wanted):
+        return chosen, None
+    configured = "these are configured: {}".format(", ".join(devices))
+    return chosen or devices[:1], (str(selection), configured)
 
 
 def _wanted(devices, selection):

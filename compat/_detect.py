@@ -24,13 +24,18 @@ def choose(asked=None, environ=os.environ):
     keras, reason = _keras_choice(environ)
     if keras:
         return _named(keras, reason)
-    fitting = [backend for backend in _registry.backends() if installed_version(backend)]
-    fitting = [b for b in fitting if b.accepts(installed_version(b))]
+    fitting = installed()
     if len(fitting) == 1:
         return fitting[0], "the only backend installed"
     if fitting:
         raise errors.ambiguous_backend([backend.name for backend in fitting])
     raise errors.no_backend(sorted({backend.extra for backend in _registry.backends()}))
+
+
+def installed():
+    """The backends whose framework is installed in a version that they accept."""
+    found = [(backend, installed_version(backend)) for backend in _registry.backends()]
+    return [backend for backend, version in found if version and backend.accepts(version)]
 
 
 def _named(name, reason):
@@ -40,14 +45,13 @@ def _named(name, reason):
     candidates = by_name or [b for b in backends if b.framework == name]
     if not candidates:
         known = {b.name for b in backends} | {b.framework for b in backends}
-        raise errors.unknown_backend(name, sorted(known))
+        raise errors.unknown_backend(reason, sorted(known))
     for backend in candidates:
         version = installed_version(backend)
-        if version is None:
-            continue
-        if backend.accepts(version):
+        if version and backend.accepts(version):
             return backend, reason
-    backend = candidates[0]
+    backend = candidates[0]  # all of one framework
+    version = installed_version(backend)
     if version is None:
         raise errors.not_installed(backend.framework, reason, backend.extra)
     raise errors.unsupported_version(backend.framework, version, [b.name for b in backends])
@@ -66,48 +70,84 @@ def _keras_running():
     return name() if callable(name) else None
 
 
-def _keras_choice(environ):
-    """What the installed Keras would choose, and why; (None, None) where no Keras is installed.
+def installed_keras():
+    """Name and version of the standalone Keras that is installed, or (None, None)."""
+    for name in ("keras-mxnet", "keras"):
+        version = distribution_version(name)
+        if version:
+            return name, version
+    return None, None
 
-    Keras 2.4 to 2.15 runs on TensorFlow only, and reads neither variable nor file.
-    """
-    mxnet_keras = distribution_version("keras-mxnet")
-    version = mxnet_keras or distribution_version("keras")
-    if version is None:
+
+def _tensorflow_only(keras, version):
+    """Keras 2.4 to 2.15 runs on TensorFlow only, and reads neither variable nor file."""
+    return keras == "keras" and (2, 4) <= release(version) < (3,)
+
+
+def _keras_choice(environ):
+    """What the installed Keras would choose, and why; (None, None) where no Keras is installed."""
+    keras, version = installed_keras()
+    if keras is None:
         return None, None
-    title = "keras{} {}".format("-mxnet" if mxnet_keras else "", version)
-    if not mxnet_keras and (2, 4) <= release(version) < (3,):
-        return "tensorflow", "{} runs on TensorFlow only".format(title)
+    if _tensorflow_only(keras, version):
+        return "tensorflow", "{} {} runs on TensorFlow only".format(keras, version)
     if environ.get("KERAS_BACKEND"):
         return environ["KERAS_BACKEND"], "KERAS_BACKEND={}".format(environ["KERAS_BACKEND"])
     path = keras_json(environ)
-    backend = _read_keras_json(path)
+    backend = read_keras_json(path).get("backend")
     if backend:
-        return backend, "{} says so".format(path)
-    return "mxnet" if mxnet_keras else "tensorflow", "the default of {}".format(title)
+        return backend, "{} names it".format(path)
+    default = "mxnet" if keras == "keras-mxnet" else "tensorflow"
+    return default, "it is the default of {} {}".format(keras, version)
+
+
+def problems(environ):
+    """What is wrong with the Kerases installed, whatever the backend, a sentence each."""
+    keras, version = installed_keras()
+    found = []
+    if keras == "keras-mxnet" and distribution_version("keras"):
+        found.append(errors.two_kerases())
+    asked = environ.get("KERAS_BACKEND")
+    if asked not in (None, "", "tensorflow") and keras and _tensorflow_only(keras, version):
+        found.append(errors.keras_backend_ignored(asked, "{} {}".format(keras, version)))
+    return found
 
 
 def keras_json(environ):
-    """Where Keras looks for its configuration file."""
-    home = environ.get("KERAS_HOME") or os.path.join(os.path.expanduser("~"), ".keras")
-    return os.path.join(home, "keras.json")
+    """Where Keras looks for its configuration file (``keras/backend/__init__.py``)."""
+    keras, version = installed_keras()
+    home = environ.get("KERAS_HOME")
+    if home is None or (keras == "keras" and release(version) < (2, 2)):  # came with 2.2.0
+        parent = os.path.expanduser("~")
+        home = os.path.join(parent if os.access(parent, os.W_OK) else "/tmp", ".keras")
+    return os.path.expanduser(os.path.join(home, "keras.json"))
 
 
-def _read_keras_json(path):
+def read_keras_json(path):
+    """The settings in that file; none where there is no such file.
+
+    Raises:
+        ConfigurationFileError: the file is there, but it is not what Keras writes.
+    """
     import json
 
     try:
         with open(path, encoding="utf-8") as file:
             content = json.load(file)
+        if not isinstance(content, dict):
+            raise ValueError("it holds no object")
     except FileNotFoundError:
-        return None
+        return {}
     except (OSError, ValueError) as error:
         raise errors.keras_json_unreadable(path, error) from error
-    return content.get("backend") if isinstance(content, dict) else None
+    return content
 
 
 def installed_version(backend):
-    """The installed version of a backend's framework, or None. Imports nothing."""
+    """The version of a backend's framework, imported or installed, or None. Imports nothing."""
+    version = getattr(sys.modules.get(backend.framework), "__version__", None)
+    if isinstance(version, str):
+        return version
     for distribution in backend.distributions:
         version = distribution_version(distribution)
         if version:
@@ -129,10 +169,23 @@ def distribution_version(name, path=None):
             continue
         for entry in entries:
             stem, extension = os.path.splitext(entry)
-            if extension in (".dist-info", ".egg-info") and stem.count("-"):
-                project, version = stem.split("-")[:2]
-                if _normalised(project) == wanted:
-                    return version
+            if extension not in (".dist-info", ".egg-info"):
+                continue
+            project, _, rest = stem.partition("-")
+            if _normalised(project) == wanted:
+                # A development install has no version in the name of its folder.
+                return rest.partition("-")[0] or _metadata_version(os.path.join(folder, entry))
+    return None
+
+
+def _metadata_version(folder):
+    try:
+        with open(os.path.join(folder, "PKG-INFO"), encoding="utf-8") as file:
+            for line in file:
+                if line.startswith("Version:"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
     return None
 
 
@@ -141,6 +194,7 @@ def _normalised(name):
 
 
 def release(version):
-    """The first two numbers of a version, for comparison."""
-    numbers = [part for part in version.split(".")[:2] if part.isdigit()]
-    return tuple(int(part) for part in numbers)
+    """The first two numbers of a version, for comparison: (2, 4) for "2.4rc0"."""
+    import re
+
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])

@@ -18,6 +18,15 @@ class GPU:
         self.memory_used = memory_used  # bytes
         self.utilization = utilization  # percent
 
+    def matches(self, entry):
+        """Whether ``entry``, an id or the beginning of a UUID, names this GPU.
+
+        Without nvidia-smi the UUID is not known: any name may be this GPU's.
+        """
+        if entry.isdecimal():
+            return int(entry) == self.index
+        return not self.uuid or self.uuid.startswith(entry)
+
 
 class Selection:
     """What ``gpus=`` asks for: a kind, and a count or ids.
@@ -36,6 +45,12 @@ class Selection:
     def __eq__(self, other):
         return (self.kind, self.count, self.ids) == (other.kind, other.count, other.ids)
 
+    def __str__(self):
+        if self.kind == "free":
+            return 'gpus="free{}"'.format(":{}".format(self.count) if self.count else "")
+        value = {"all": None, "count": self.count, "ids": list(self.ids), "none": 0}
+        return "gpus={!r}".format(value[self.kind])
+
 
 # The grammar ----------------------------------------------------------------------------------
 
@@ -52,15 +67,25 @@ def parse_gpus(gpus):
         raise errors.invalid_gpus(gpus, "True and False name no GPU")
     if isinstance(gpus, str):
         return _parse_text(gpus)
-    if hasattr(gpus, "__index__"):
-        return _parse_count(gpus)
     if isinstance(gpus, (list, tuple, range)):
         return _parse_ids(gpus, gpus)
-    raise errors.invalid_gpus(gpus, "it is a {}".format(type(gpus).__name__))
+    count = _integer(gpus)
+    if count is None:
+        raise errors.invalid_gpus(gpus, "it is a {}".format(type(gpus).__name__))
+    return _parse_count(gpus, count)
 
 
-def _parse_count(gpus):
-    count = gpus.__index__()
+def _integer(value):
+    """The value of an integer of any type (numpy's, too), or None."""
+    import operator
+
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
+
+
+def _parse_count(gpus, count):
     if count == -1:
         return Selection("all")
     if count < 0:
@@ -78,7 +103,7 @@ def _parse_text(gpus):
     if kind.lower() == "free":
         if not colon:
             return Selection("free")
-        if count.isdigit() and int(count):
+        if count.strip().isdecimal() and int(count):
             return Selection("free", int(count))
         raise errors.invalid_gpus(gpus, '"free:" takes a number of GPUs, 1 or more')
     if not text:
@@ -92,43 +117,86 @@ def _parse_text(gpus):
 def _parse_ids(gpus, items):
     ids = []
     for item in items:
-        if isinstance(item, str):
-            item = item.strip()
-            if item.isdigit():
-                item = int(item)
-            elif not item.startswith(("GPU-", "MIG-")):
-                raise errors.invalid_gpus(gpus, "{!r} is neither an id nor a name".format(item))
-        elif isinstance(item, bool) or not hasattr(item, "__index__"):
+        wanted = _parse_id(item)
+        if wanted is None:
             raise errors.invalid_gpus(gpus, "{!r} is neither an id nor a name".format(item))
-        else:
-            item = item.__index__()
-            if item < 0:
-                raise errors.invalid_gpus(gpus, "an id cannot be negative")
-        if item in ids:
-            raise errors.invalid_gpus(gpus, "{!r} is named twice".format(item))
-        ids.append(item)
+        if wanted in ids:
+            raise errors.invalid_gpus(gpus, "{!r} is named twice".format(wanted))
+        ids.append(wanted)
+    mig = [isinstance(wanted, str) and wanted.startswith("MIG-") for wanted in ids]
+    if any(mig) and not all(mig):
+        raise errors.invalid_gpus(gpus, "CUDA cannot mix MIG instances with whole GPUs")
     return Selection("ids", ids=ids) if ids else Selection("none")
+
+
+def _parse_id(item):
+    """An id as an integer, a name as a text; None for anything else."""
+    if not isinstance(item, str):
+        number = _integer(item)
+        return number if number is not None and number >= 0 else None
+    item = item.strip()
+    if item.isdecimal():
+        return int(item)
+    return item if item.startswith(("GPU-", "MIG-")) else None
 
 
 # What the machine has -------------------------------------------------------------------------
 
 
-def visible_entries(environ):
-    """The entries of ``CUDA_VISIBLE_DEVICES`` that CUDA would use, or None where it is not set.
+def visible_entries(environ, machine=None):
+    """The entries of ``CUDA_VISIBLE_DEVICES`` that CUDA uses, and what is wrong with the value.
 
     CUDA ignores everything from the first invalid entry on (CUDA programming guide,
-    "CUDA Environment Variables"), and an empty value hides every GPU.
+    "CUDA Environment Variables"); the first entry decides whether ids, GPU names or MIG names
+    are valid, and one that is there twice leaves no GPU at all (both as in PyTorch's
+    ``torch.cuda._parse_visible_devices``). It stops reading at a space, too (tensorflow#5066);
+    that is mended here, since it is never meant.
+
+    Arguments:
+        environ: where the variable is read.
+        machine: the machine's GPUs, from ``discover()``; None: unknown.
+
+    Returns:
+        The entries, or None where the variable is not set; and the problems, a sentence each.
     """
+    problems = []
+    order = environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    if order != "PCI_BUS_ID" and (machine is None or len(machine) > 1):
+        problems.append(errors.device_order(order))
     value = environ.get("CUDA_VISIBLE_DEVICES")
     if value is None:
-        return None
+        return None, problems
     entries = []
-    for entry in value.split(","):
-        entry = entry.strip()
-        if not (entry.isdigit() or entry.startswith(("GPU-", "MIG-"))):
+    for entry in [part.strip() for part in value.split(",")] if value.strip() else []:
+        if entry == "-1":  # the documented way to end the list
+            break
+        if not _valid_entry(entry, entries):
+            problems.append(errors.visible_devices_invalid(value, entry))
+            break
+        if machine is not None and not _exists(entry, machine):
+            problems.append(errors.visible_devices_absent(value, entry))
             break
         entries.append(entry)
-    return entries
+    for entry in entries:
+        if entries.count(entry) > 1:
+            return [], problems + [errors.visible_devices_twice(value, entry)]
+    if " " in value.strip():
+        problems.append(errors.visible_devices_spaces(value, ",".join(entries)))
+    return entries, problems
+
+
+def _valid_entry(entry, before):
+    if before and not before[0].isdecimal():
+        return entry.startswith(before[0][:4])
+    return entry.isdecimal() or (not before and entry.startswith(("GPU-", "MIG-")))
+
+
+def _exists(entry, machine):
+    if entry.startswith("MIG-GPU-"):  # MIG-<GPU UUID>/<GPU instance>/<compute instance>
+        entry = entry[4:].split("/")[0]
+    elif entry.startswith("MIG-"):  # a MIG UUID does not name its GPU
+        return bool(machine)
+    return any(gpu.matches(entry) for gpu in machine)
 
 
 def discover():
@@ -136,23 +204,32 @@ def discover():
 
     Asks nvidia-smi; initialises no GPU and no framework.
     """
+    listing = _nvidia_smi("--query-gpu=index,uuid,name,memory.total,memory.used,utilization.gpu")
+    if listing is None:
+        return _discover_without_nvidia_smi()
+    return [_parse_gpu(line) for line in listing if line.count(",") == 5]
+
+
+def _nvidia_smi(query):
+    """The lines that nvidia-smi answers, or None where it is missing or fails."""
     import subprocess
 
-    query = "index,uuid,name,memory.total,memory.used,utilization.gpu"
-    try:
-        listing = subprocess.check_output(
-            ["nvidia-smi", "--query-gpu=" + query, "--format=csv,noheader,nounits"],
-            stderr=subprocess.DEVNULL,
-            timeout=20,
-        ).decode("utf-8", "replace")
-    except (OSError, subprocess.SubprocessError):
-        return _discover_without_nvidia_smi()
-    return [_parse_gpu(line) for line in listing.splitlines() if line.count(",") == 5]
+    for command in ("nvidia-smi", "/usr/lib/wsl/lib/nvidia-smi"):
+        try:
+            listing = subprocess.check_output(
+                [command, query, "--format=csv,noheader,nounits"],
+                stderr=subprocess.DEVNULL,
+                timeout=20,
+            )
+        except (OSError, subprocess.SubprocessError):
+            continue
+        return listing.decode("utf-8", "replace").splitlines()
+    return None
 
 
 def _parse_gpu(line):
     def number(text):  # "[N/A]" under MIG, and where the driver has no counter
-        return int(text) if text.isdigit() else 0
+        return int(text) if text.isdecimal() else 0
 
     index, uuid, name, total, used, utilization = [field.strip() for field in line.split(",")]
     mebi = 2**20
@@ -162,8 +239,9 @@ def _parse_gpu(line):
 
 
 def _discover_without_nvidia_smi():
+    folder = "/proc/driver/nvidia/gpus"
     try:
-        return [GPU(index) for index, _ in enumerate(os.listdir("/proc/driver/nvidia/gpus"))]
+        return [GPU(index) for index, _ in enumerate(sorted(os.listdir(folder)))]
     except OSError:
         # WSL has GPUs and no /proc entry for them; elsewhere there is no driver, so no GPU.
         return None if os.path.exists("/dev/dxg") else []
@@ -180,13 +258,14 @@ class Devices:
     that stand in for GPUs. Neither: the CPU.
     """
 
-    __slots__ = ("gpus", "positions", "simulated", "shortage")
+    __slots__ = ("gpus", "positions", "simulated", "shortage", "problems")
 
-    def __init__(self, gpus=(), positions=(), simulated=0, shortage=None):
+    def __init__(self, gpus=(), positions=(), simulated=0, shortage=None, problems=()):
         self.gpus = tuple(gpus)
         self.positions = tuple(positions)
         self.simulated = simulated
         self.shortage = shortage  # (asked, found), where fewer were found than asked for
+        self.problems = list(problems)  # what is wrong with CUDA_VISIBLE_DEVICES
 
     def __len__(self):
         return self.simulated or len(self.gpus)
@@ -203,11 +282,11 @@ class Devices:
 
     def environ(self, environ):
         """The CUDA variables that show a process these GPUs and no other."""
-        visible = ",".join(self.gpus) or "-1"
-        variables = {}
-        if environ.get("CUDA_VISIBLE_DEVICES") != visible:
-            variables["CUDA_VISIBLE_DEVICES"] = visible
-        if self.gpus and "CUDA_DEVICE_ORDER" not in environ:
+        before, visible = environ.get("CUDA_VISIBLE_DEVICES"), ",".join(self.gpus)
+        if not visible:
+            return {} if before in ("", "-1") else {"CUDA_VISIBLE_DEVICES": "-1"}
+        variables = {} if before == visible else {"CUDA_VISIBLE_DEVICES": visible}
+        if "CUDA_DEVICE_ORDER" not in environ:
             # CUDA's own order is fastest first; ids then disagree with nvidia-smi's
             # (tensorflow#32881).
             variables["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
@@ -225,20 +304,29 @@ def choose(selection, simulate, environ, discover=discover):
 
     Returns:
         ``Devices``; its ``shortage`` says where fewer were found than asked for.
+
+    Raises:
+        InvalidArgumentError: ids or names that cannot be meant, seen from the GPUs there are.
     """
     if simulate:
         return _choose_simulated(selection, simulate)
     if selection.kind == "none":
         return Devices()
     machine = discover()
-    entries = visible_entries(environ)
+    entries, problems = visible_entries(environ, machine)
+    if entries is None and (machine is None or (machine and _any_mig(selection))):
+        # Nothing tells what is there: trust the request, the framework will answer.
+        return _trusting(selection)
+    found = "" if entries is None else " (CUDA_VISIBLE_DEVICES={})".format(
+        environ["CUDA_VISIBLE_DEVICES"]
+    )
     if entries is None:
-        if machine is None:  # nothing tells: trust the request, the framework will answer
-            return _trusting(selection)
         entries = [str(gpu.index) for gpu in machine]
-    elif machine is not None:
-        entries = [entry for entry in entries if _exists(entry, machine)]
-    return _choose_among(selection, entries, machine or [])
+    visible = [(entry, _gpu_of(entry, machine or [])) for entry in entries]
+    positions, shortage = _choose_among(selection, visible)
+    if shortage:
+        shortage = str(selection), shortage + found
+    return Devices([entries[p] for p in positions], positions, 0, shortage, problems)
 
 
 def _choose_simulated(selection, simulate):
@@ -246,129 +334,145 @@ def _choose_simulated(selection, simulate):
         return Devices(simulated=1)
     if selection.kind in ("count", "free") and selection.count:
         if selection.count > simulate:
-            raise errors.simulate_with_gpus(selection.count, simulate)
+            raise errors.simulate_with_gpus(selection, simulate)
         return Devices(simulated=selection.count)
     if selection.kind == "ids":
         if any(not isinstance(i, int) or i >= simulate for i in selection.ids):
-            raise errors.simulate_with_gpus(list(selection.ids), simulate)
+            raise errors.simulate_with_gpus(selection, simulate)
         return Devices(simulated=len(selection.ids))
     return Devices(simulated=simulate)
 
 
+def _any_mig(selection):
+    return any(isinstance(wanted, str) and wanted.startswith("MIG-") for wanted in selection.ids)
+
+
 def _trusting(selection):
-    if selection.kind == "count":
-        ids = range(selection.count)
-    elif selection.kind == "ids":
-        ids = selection.ids
-    else:
-        return Devices(shortage=("gpus=all", "nothing tells which GPUs this machine has"))
-    return Devices([str(i) for i in ids], range(len(ids)))
-
-
-def _exists(entry, machine):
-    if entry.isdigit():
-        return int(entry) < len(machine)
-    if entry.startswith("MIG-GPU-"):  # MIG-<GPU-UUID>/<GPU instance>/<compute instance>
-        entry = entry[4:].split("/")[0]
-    elif entry.startswith("MIG-"):  # a MIG UUID does not name its GPU
-        return bool(machine)
-    return any(not gpu.uuid or gpu.uuid.startswith(entry) for gpu in machine)
+    ids = selection.ids or range(selection.count or 1)
+    unknown = selection.kind in ("all", "free")
+    shortage = (str(selection), "nothing tells which GPUs there are") if unknown else None
+    return Devices(map(str, ids), range(len(ids)), shortage=shortage)
 
 
 def _gpu_of(entry, machine):
     for gpu in machine:
-        if entry == str(gpu.index) or (gpu.uuid and gpu.uuid.startswith(entry)):
+        if gpu.uuid and gpu.matches(entry) or entry == str(gpu.index):
             return gpu
     return None
 
 
-def _choose_among(selection, entries, machine):
-    found = "{} visible".format(_count(len(entries)))
+def _choose_among(selection, visible):
+    """Positions in ``visible``, pairs of entry and GPU; and what is short, or None."""
     if selection.kind == "all":
-        positions = range(len(entries))
-        shortage = None
-    elif selection.kind == "count":
-        positions = range(min(selection.count, len(entries)))
-        shortage = (_count(selection.count), found) if selection.count > len(entries) else None
-    elif selection.kind == "free":
-        positions = _idle(entries, machine, selection.count)
-        wanted = selection.count or 1
-        shortage = (
-            ("{} idle".format(_count(wanted)), "{} idle".format(_count(len(positions))))
-            if len(positions) < wanted
-            else None
-        )
-    else:
-        positions, missing = _positions(selection.ids, entries, machine)
-        shortage = ("GPU " + ",".join(missing), found) if missing else None
-    return Devices([entries[p] for p in positions], positions, shortage=shortage)
+        return range(len(visible)), None
+    if selection.kind == "count":
+        short = _are(len(visible), "visible") if selection.count > len(visible) else None
+        return range(min(selection.count, len(visible))), short
+    if selection.kind == "ids":
+        positions, missing = _positions(selection.ids, visible)
+        there = _are(len(visible), "visible")
+        short = "there is no {}: {}".format(" or ".join(missing), there) if missing else None
+        return positions, short
+    if any(gpu and not gpu.uuid for _, gpu in visible):
+        return [], "without nvidia-smi nothing tells which GPUs are idle"
+    positions = _idle(visible, selection.count)
+    if len(positions) >= (selection.count or 1):
+        return positions, None
+    return positions, "{} of {} visible".format(_are(len(positions), "idle"), len(visible))
 
 
-def _count(number):
-    return "no GPU is" if not number else "1 GPU is" if number == 1 else "%d GPUs are" % number
+def _are(number, what):
+    if number < 2:
+        return "{} GPU is {}".format(number or "no", what)
+    return "{} GPUs are {}".format(number, what)
 
 
-def _positions(ids, entries, machine):
+def _positions(ids, visible):
     positions, missing = [], []
     for wanted in ids:
-        position = None
         if isinstance(wanted, int):
-            position = wanted if wanted < len(entries) else None
+            found = [wanted] if wanted < len(visible) else []
         else:
-            for index, entry in enumerate(entries):
-                gpu = _gpu_of(entry, machine)
-                if entry == wanted or (gpu and gpu.uuid.startswith(wanted)):
-                    position = index
-        if position is None:
-            missing.append(str(wanted))
-        else:
-            positions.append(position)
+            found = [
+                position
+                for position, (entry, gpu) in enumerate(visible)
+                if entry == wanted or (gpu and gpu.uuid.startswith(wanted))
+            ]
+        if len(found) > 1:
+            raise errors.invalid_gpus(list(ids), "{!r} begins several names".format(wanted))
+        if not found:
+            missing.append("GPU {}".format(wanted) if isinstance(wanted, int) else wanted)
+        elif found[0] in positions:
+            raise errors.invalid_gpus(list(ids), "{!r} is named twice".format(wanted))
+        positions += found
     return positions, missing
 
 
-def _idle(entries, machine, count):
-    """Positions of idle GPUs, most free memory first, each claimed for this process.
+# Idle GPUs ------------------------------------------------------------------------------------
 
-    Idle: under 5 % of the memory used and under 10 % busy, and not claimed by another process
-    that chose its GPUs in this way.
+
+def _idle(visible, count):
+    """Positions of idle GPUs, those with most free memory, each claimed for this process.
+
+    Idle: no process computes on it that nvidia-smi shows, less than a tenth of the memory is
+    used (a desktop uses some) and less than a tenth of the time, and no other process that
+    chose in this way has claimed it. A GPU that nothing is known of is not idle.
     """
-    known = [(position, _gpu_of(entry, machine)) for position, entry in enumerate(entries)]
+    busy = [line.strip() for line in _nvidia_smi("--query-compute-apps=gpu_uuid") or []]
     idle = [
-        (gpu.memory_used - gpu.memory_total, position, gpu)
-        for position, gpu in known
-        if gpu and gpu.memory_used * 20 <= gpu.memory_total and gpu.utilization < 10
+        (not _claimed(gpu), gpu.memory_used - gpu.memory_total, position, gpu)
+        for position, (_, gpu) in enumerate(visible)
+        if gpu
+        and (
+            _claimed(gpu)
+            or gpu.uuid not in busy
+            and gpu.memory_used * 10 <= gpu.memory_total
+            and gpu.utilization < 10
+        )
     ]
     claimed = []
-    for _, position, gpu in sorted(idle, key=lambda item: item[:2]):
-        if len(claimed) == (count or len(entries)):
+    for _, _, position, gpu in sorted(idle, key=lambda item: item[:3]):
+        if len(claimed) == (count or len(visible)):
             break
         if _claim(gpu):
             claimed.append(position)
-    return claimed
+    return sorted(claimed)
 
 
-_claims = []  # open lock files; the system drops the locks when the process ends
+_claims = {}  # open lock files, by GPU; the system drops the locks when the process ends
+
+
+def _claimed(gpu):
+    return gpu.uuid in _claims
 
 
 def _claim(gpu):
-    """Take this GPU's lock, so that two jobs started together do not pick the same one."""
-    import tempfile
+    """Take this GPU's lock, so that two jobs started together do not pick the same one.
 
+    The lock file lies in /tmp, not in ``TMPDIR``, which schedulers set for each job.
+    """
+    if _claimed(gpu):
+        return True
     try:
         import fcntl
     except ImportError:  # no such locks on Windows
         return True
-    path = os.path.join(
-        tempfile.gettempdir(), "keras-gpu-compat-{}.lock".format(gpu.uuid or gpu.index)
-    )
+    path = "/tmp/keras-gpu-compat-{}.lock".format(gpu.uuid)
     try:
-        lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError:  # another user's file: it cannot be locked, nor is it needed to train
+        lock = _open(path)
+    except OSError:  # no folder to lock in: the lock is not needed to train
         return True
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(lock)
         return False
-    _claims.append(lock)
+    _claims[gpu.uuid] = lock
     return True
+
+
+def _open(path):
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    except PermissionError:  # another user's file, which Linux lets nobody else "create"
+        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW)

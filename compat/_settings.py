@@ -1,6 +1,6 @@
 """What ``configure_gpu()`` was asked, normalised once, and the report of what it did."""
 
-from . import _devices, errors
+from . import errors
 
 FLOATX = ("float16", "float32", "float64")
 _UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
@@ -17,13 +17,15 @@ class Memory:
         self.size = size
 
     def __eq__(self, other):
-        return isinstance(other, Memory) and str(self) == str(other)
+        return isinstance(other, Memory) and all(
+            getattr(self, name) == getattr(other, name) for name in self.__slots__
+        )
 
     def __str__(self):
         if self.grow:
             return "grow"
         if self.size:
-            return "{:g} MiB per GPU".format(self.size / 2.0**20)
+            return "{:.10g} MiB per GPU".format(self.size / 2.0**20)
         return "{:g} of each GPU".format(self.fraction)
 
 

@@ -69,7 +69,8 @@ GPUS_FORMS = """\
     2              two GPUs
     -1             every visible GPU
     [0, 2], "0,2"  these ids, counted inside CUDA_VISIBLE_DEVICES where it is set
-    ["GPU-8932f937", "MIG-..."]  GPUs or MIG instances by name
+    [2], "2"       the one GPU with this id
+    ["GPU-8932f937"], "MIG-c7384736"  GPUs or MIG instances by name
     "free", "free:2"  the idle GPUs, or two of them
     0, [], "cpu"   no GPU"""
 
@@ -102,10 +103,12 @@ def invalid_simulate(simulate):
     )
 
 
-def simulate_with_gpus(gpus, simulate):
+def simulate_with_gpus(selection, simulate):
     return InvalidArgumentError(
-        "gpus={!r} asks for a device that simulate={} does not have. Simulated devices are "
-        "numbered from 0; ask for at most {}, or leave gpus out.".format(gpus, simulate, simulate)
+        "{} asks for a device that simulate={} does not have. Simulated devices are "
+        "numbered from 0; ask for at most {}, or leave gpus out.".format(
+            selection, simulate, simulate
+        )
     )
 
 
@@ -127,9 +130,11 @@ def invalid_strategy(strategy):
 # Choosing the backend -------------------------------------------------------------------------
 
 
-def unknown_backend(asked, known):
+def unknown_backend(reason, known):
     return InvalidArgumentError(
-        "backend={!r} is not known. Known backends: {}.".format(asked, ", ".join(known))
+        "{}, but compat does not know that backend. Known backends: {}.".format(
+            reason, ", ".join(known)
+        )
     )
 
 
@@ -143,14 +148,16 @@ def ambiguous_backend(fitting):
 def no_backend(known):
     return NotInstalledError(
         "No backend is installed in this Python. Install one of {} with its pins, for example: "
-        'pip install "keras-gpu-compat[{}]"'.format(", ".join(known), known[0])
+        'pip install "keras-gpu-compat[{}]".'.format(
+            ", ".join(known), "tensorflow" if "tensorflow" in known else known[0]
+        )
     )
 
 
 def not_installed(framework, reason, extra):
     return NotInstalledError(
-        "{} is not installed, but {}. Install it: pip install "
-        '"keras-gpu-compat[{}]"'.format(framework, reason, extra)
+        "{} is not installed, but {}. Choose another backend, or install it: pip install "
+        '"keras-gpu-compat[{}]".'.format(framework, reason, extra)
     )
 
 
@@ -171,7 +178,59 @@ def broken_install(framework, problem):
 
 def keras_json_unreadable(path, problem):
     return ConfigurationFileError(
-        "{} cannot be read: {}. Mend or remove the file, or set KERAS_BACKEND.".format(path, problem)
+        "{} cannot be read: {}. Keras would ignore it without a word: mend or remove the file, or "
+        "set KERAS_BACKEND.".format(path, problem)
+    )
+
+
+def keras_backend_ignored(value, keras):
+    return (
+        "KERAS_BACKEND={} is ignored: {} runs on TensorFlow only. Unset it, or install another "
+        "Keras.".format(value, keras)
+    )
+
+
+def two_kerases():
+    return (
+        "keras and keras-mxnet are both installed; they overwrite each other's files. Uninstall "
+        "both, then install one."
+    )
+
+
+# CUDA_VISIBLE_DEVICES, texts of warnings ------------------------------------------------------
+
+
+def visible_devices_spaces(value, read):
+    return (
+        'CUDA_VISIBLE_DEVICES="{}" contains a space, where CUDA stops reading; compat reads it as '
+        '"{}".'.format(value, read)
+    )
+
+
+def visible_devices_invalid(value, entry):
+    return (
+        'CUDA_VISIBLE_DEVICES="{}": CUDA ignores "{}" and what follows it, which is no id, no GPU '
+        "name and no MIG name like those before it.".format(value, entry)
+    )
+
+
+def visible_devices_absent(value, entry):
+    return (
+        'CUDA_VISIBLE_DEVICES="{}": CUDA ignores "{}" and what follows it, since this machine has '
+        "no such GPU.".format(value, entry)
+    )
+
+
+def visible_devices_twice(value, entry):
+    return 'CUDA_VISIBLE_DEVICES="{}": CUDA shows no GPU at all, since "{}" is there twice.'.format(
+        value, entry
+    )
+
+
+def device_order(value):
+    return (
+        "CUDA_DEVICE_ORDER={}: ids may mean other GPUs than in nvidia-smi's listing. Set "
+        "CUDA_DEVICE_ORDER=PCI_BUS_ID.".format(value)
     )
 
 
@@ -222,6 +281,14 @@ def not_a_model(value):
     return NotAModelError(
         "parallelize() takes a Keras model, or a function that builds one; it was given {!r}.".format(
             type(value).__module__ + "." + type(value).__name__
+        )
+    )
+
+
+def builds_no_model(function, value):
+    return NotAModelError(
+        "parallelize() was given the function {}, which returned {!r}, not a Keras model.".format(
+            function, type(value).__module__ + "." + type(value).__name__
         )
     )
 
