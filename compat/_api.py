@@ -6,7 +6,7 @@ from . import errors
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, Callable, List, Optional, Sequence, Tuple, Union
+    from typing import Any, List, Optional, Sequence, Tuple, Union
 
     from ._settings import Configuration, Settings
     from .backend import Backend
@@ -26,7 +26,7 @@ def configure_gpu(
     simulate: "Optional[int]" = None,
     persist: bool = False,
     strict: bool = False,
-    **options: "Any"
+    **options: "Any",
 ) -> "Configuration":
     """Choose this process's GPUs, their memory and the float type, on whichever backend it uses.
 
@@ -119,8 +119,9 @@ def _configure(chosen: "Backend", reason: str, settings: "Settings") -> "Configu
         applied = list(chosen.configure(settings))
         devices = chosen.devices()
         if len(devices) < len(settings.devices) or _only_cpu(devices, settings):
-            shortage = str(settings.devices), "{} sees {}".format(
-                chosen.framework, ", ".join(devices)
+            shortage = (
+                str(settings.devices),
+                "{} sees {}".format(chosen.framework, ", ".join(devices)),
             )
             notes.append(_fewer(shortage, ", ".join(devices), settings.strict))
         if settings.floatx:
@@ -160,9 +161,7 @@ def _warn(text):
     warnings.warn(text, errors.CompatWarning, stacklevel=3)
 
 
-def parallelize(
-    model: "Any", gpus: "Gpus" = None, *, strategy: "Optional[str]" = None
-) -> "Any":
+def parallelize(model: "Any", gpus: "Gpus" = None, *, strategy: "Optional[str]" = None) -> "Any":
     """Run a model on several devices: the same object, trained to the same numbers.
 
     Each batch is split evenly over the devices, in forward and backward pass; losses, metrics
@@ -207,9 +206,7 @@ def parallelize(
     return backend.parallelize(model, devices)
 
 
-def _among(
-    devices: "List[str]", selection: "Any"
-) -> "Tuple[List[str], Optional[Tuple[str, str]]]":
+def _among(devices: "List[str]", selection: "Any") -> "Tuple[List[str], Optional[Tuple[str, str]]]":
     """Those of the configured devices that ``selection`` asks for, and what is short."""
     wanted = _wanted(devices, selection)
     chosen = [devices[position] for position in wanted if position < len(devices)]

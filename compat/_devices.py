@@ -4,6 +4,10 @@ import os
 
 from . import errors
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Dict, List
+
 
 class GPU:
     """One GPU as the driver lists it."""
@@ -166,7 +170,7 @@ def visible_entries(environ, machine=None):
     value = environ.get("CUDA_VISIBLE_DEVICES")
     if value is None:
         return None, problems
-    entries = []
+    entries = []  # type: List[str]
     for entry in [part.strip() for part in value.split(",")] if value.strip() else []:
         if entry == "-1":  # the documented way to end the list
             break
@@ -317,8 +321,10 @@ def choose(selection, simulate, environ, discover=discover):
     if entries is None and (machine is None or (machine and _any_mig(selection))):
         # Nothing tells what is there: trust the request, the framework will answer.
         return _trusting(selection)
-    found = "" if entries is None else " (CUDA_VISIBLE_DEVICES={})".format(
-        environ["CUDA_VISIBLE_DEVICES"]
+    found = (
+        ""
+        if entries is None
+        else " (CUDA_VISIBLE_DEVICES={})".format(environ["CUDA_VISIBLE_DEVICES"])
     )
     if entries is None:
         entries = [str(gpu.index) for gpu in machine]
@@ -430,7 +436,7 @@ def _idle(visible, count):
             and gpu.utilization < 10
         )
     ]
-    claimed = []
+    claimed = []  # type: List[int]
     for _, _, position, gpu in sorted(idle, key=lambda item: item[:3]):
         if len(claimed) == (count or len(visible)):
             break
@@ -439,7 +445,8 @@ def _idle(visible, count):
     return sorted(claimed)
 
 
-_claims = {}  # open lock files, by GPU; the system drops the locks when the process ends
+# Open lock files, by GPU; the system drops the locks when the process ends.
+_claims = {}  # type: Dict[str, int]
 
 
 def _claimed(gpu):

@@ -7,7 +7,7 @@ _UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 1
 
 
 class Memory:
-    """``memory=``, normalised: exactly one of ``grow``, ``fraction`` and ``size`` (bytes) is set."""
+    """``memory=``, normalised: one of ``grow``, ``fraction`` and ``size`` (bytes) is set."""
 
     __slots__ = ("grow", "fraction", "size")
 

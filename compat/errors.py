@@ -260,7 +260,9 @@ def fewer_devices(asked, found, going_on):
 
 def devices_not_found(asked, found):
     return DevicesNotFoundError(
-        fewer_devices(asked, found, "Ask for fewer, or drop strict=True to go on with what there is")
+        fewer_devices(
+            asked, found, "Ask for fewer, or drop strict=True to go on with what there is"
+        )
     )
 
 
@@ -279,9 +281,8 @@ def unsupported(backend, what, remedy):
 
 def not_a_model(value):
     return NotAModelError(
-        "parallelize() takes a Keras model, or a function that builds one; it was given {!r}.".format(
-            type(value).__module__ + "." + type(value).__name__
-        )
+        "parallelize() takes a Keras model, or a function that builds one; it was given "
+        "{!r}.".format(type(value).__module__ + "." + type(value).__name__)
     )
 
 
