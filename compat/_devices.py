@@ -170,7 +170,7 @@ def visible_entries(environ, machine=None):
     value = environ.get("CUDA_VISIBLE_DEVICES")
     if value is None:
         return None, problems
-    entries = []  # type: List[str]
+    entries: "List[str]" = []
     for entry in [part.strip() for part in value.split(",")] if value.strip() else []:
         if entry == "-1":  # the documented way to end the list
             break
@@ -436,7 +436,7 @@ def _idle(visible, count):
             and gpu.utilization < 10
         )
     ]
-    claimed = []  # type: List[int]
+    claimed: "List[int]" = []
     for _, _, position, gpu in sorted(idle, key=lambda item: item[:3]):
         if len(claimed) == (count or len(visible)):
             break
@@ -446,7 +446,7 @@ def _idle(visible, count):
 
 
 # Open lock files, by GPU; the system drops the locks when the process ends.
-_claims = {}  # type: Dict[str, int]
+_claims: "Dict[str, int]" = {}
 
 
 def _claimed(gpu):
