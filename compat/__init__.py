@@ -1,8 +1,11 @@
 """One way to choose GPUs and one way to train on several, for every multi-backend Keras code base.
 
-import compat
-compat.configure_gpu(gpus=2)          # once, at script top
-model = compat.parallelize(model)     # the same model object, now on both GPUs
+Two calls, the same on every backend::
+
+    import compat
+
+    compat.configure_gpu(gpus=2)          # once, at script top
+    model = compat.parallelize(model)     # the same model object, now on both GPUs
 """
 
 from ._api import configure_gpu, parallelize
