@@ -65,14 +65,16 @@ class CompatWarning(UserWarning):
 # Arguments ------------------------------------------------------------------------------------
 
 GPUS_FORMS = """\
-    None           every visible GPU
-    2              two GPUs
-    -1             every visible GPU
-    [0, 2], "0,2"  these ids, counted inside CUDA_VISIBLE_DEVICES where it is set
-    [2], "2"       the one GPU with this id
-    ["GPU-8932f937"], "MIG-c7384736"  GPUs or MIG instances by name
-    "free", "free:2"  the idle GPUs, or two of them
-    0, [], "cpu"   no GPU"""
+    None            every visible GPU
+    2               two GPUs
+    -1              every visible GPU
+    [0, 2], "0,2"   these ids, counted inside CUDA_VISIBLE_DEVICES where it is set
+    [2], "2"        the one GPU with this id
+    ["GPU-8932f937"], "MIG-c7384736"
+                    GPUs, or MIG instances, by name
+    "free"          the idle GPUs
+    "free:2"        two idle GPUs
+    0, [], "cpu"    no GPU"""
 
 
 def invalid_gpus(gpus, problem):

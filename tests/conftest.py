@@ -1,0 +1,151 @@
+"""What the tests of the core share: GPUs that are not there, installations that are not there.
+
+Both are real for the code under test: an executable ``nvidia-smi`` on PATH that answers as the
+tool documents, and folders on ``sys.path`` such as pip leaves behind.
+"""
+
+import os
+import subprocess
+import sys
+import textwrap
+import uuid
+
+import pytest
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+# "nvidia-smi --help-query-gpu" documents the fields; a field that it does not know is an error,
+# and one that this GPU does not have reads "[N/A]".
+NVIDIA_SMI = """\
+#!/bin/sh
+case "$*" in
+"--query-gpu=index,uuid,name,memory.total,memory.used,utilization.gpu \
+--format=csv,noheader,nounits")
+{gpus}    ;;
+"--query-compute-apps=gpu_uuid --format=csv,noheader,nounits")
+{processes}    ;;
+*)
+    echo "Invalid combination of input arguments. Please run 'nvidia-smi -h' for help."
+    exit 2
+    ;;
+esac
+exit {status}
+"""
+
+
+def pytest_collection_modifyitems(config, items):
+    """Tests marked ``gpu`` run where they are asked for, ``-m gpu``, and fail without a GPU."""
+    if "gpu" not in config.getoption("-m"):
+        hardware = [item for item in items if item.get_closest_marker("gpu")]
+        config.hook.pytest_deselected(items=hardware)
+        items[:] = [item for item in items if item not in hardware]
+
+
+class Machine:
+    """GPUs as nvidia-smi lists them: ``add`` some, then ``plug`` them in."""
+
+    def __init__(self, folder, monkeypatch):
+        self.folder = folder
+        self.monkeypatch = monkeypatch
+        self.uuids = []
+        self.lines = []
+        self.busy = []
+
+    def add(self, used=3, total=81559, utilization=0, name="NVIDIA H100 80GB HBM3", busy=False):
+        """One more GPU; its memory in MiB. Returns its UUID, which no other test has."""
+        identity = "GPU-{}".format(uuid.uuid4())
+        fields = len(self.lines), identity, name, total, used, utilization
+        self.uuids.append(identity)
+        self.lines.append(", ".join(map(str, fields)))
+        if busy:
+            self.busy.append(identity)
+        return identity
+
+    def plug(self, gpus=0, status=0):
+        for _ in range(gpus):
+            self.add()
+        script = self.folder / "nvidia-smi"
+        script.write_text(
+            NVIDIA_SMI.format(
+                gpus="".join("    echo '{}'\n".format(line) for line in self.lines) or "    :\n",
+                processes="".join("    echo '{}'\n".format(u) for u in self.busy) or "    :\n",
+                status=status,
+            )
+        )
+        script.chmod(0o755)
+        self.monkeypatch.setenv("PATH", str(self.folder))
+        return self
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    return Machine(folder, monkeypatch)
+
+
+@pytest.fixture
+def process(tmp_path, monkeypatch, machine):
+    """This process as if new: no GPU, nothing configured, an environment and a home of its own."""
+    from compat import _api, _devices
+
+    for name in list(os.environ):
+        if name.startswith(("CUDA_", "KERAS_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(_api, "_active", None)
+    monkeypatch.setattr(_api, "_first_call", None)
+    monkeypatch.setattr(_devices, "_claims", {})
+    machine.plug()
+    before = dict(os.environ)
+    yield
+    for lock in _devices._claims.values():
+        os.close(lock)
+    os.environ.clear()
+    os.environ.update(before)
+
+
+class Site:
+    """A folder on ``sys.path``, where distributions are installed."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def install(self, distribution, version, module=None, source=""):
+        """Leave what pip leaves: a ``.dist-info`` folder, and the module."""
+        name = "{}-{}.dist-info".format(distribution.replace("-", "_"), version)
+        (self.folder / name).mkdir()
+        if module:
+            (self.folder / (module + ".py")).write_text(textwrap.dedent(source))
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """A Python in which nothing is installed but what a test installs there."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    others = [path for path in sys.path if "-packages" not in path]
+    monkeypatch.setattr(sys, "path", [str(folder)] + others)
+    before = set(sys.modules)
+    yield Site(folder)
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", None)).startswith(str(folder)):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Run a Python program in a process of its own and return what it printed."""
+
+    def run(program, *arguments, **environ):
+        completed = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(program)] + list(arguments),
+            env=dict(os.environ, PYTHONPATH=ROOT, **environ),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            universal_newlines=True,
+        )
+        assert completed.returncode == 0, completed.stderr
+        return completed.stdout
+
+    return run

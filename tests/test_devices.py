@@ -1,0 +1,560 @@
+"""The ``gpus=`` grammar, what CUDA_VISIBLE_DEVICES means, and which GPUs are chosen."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+import compat
+from compat import _devices
+from compat._devices import Devices, choose, parse_gpus, visible_entries
+
+pytestmark = pytest.mark.usefixtures("process")
+
+
+class Integer:
+    """An integer of another library, such as numpy's."""
+
+    def __index__(self):
+        return 2
+
+
+class Array:
+    """As numpy's: has ``__index__``, and refuses unless it holds one integer."""
+
+    def __index__(self):
+        raise TypeError("only integer scalar arrays can be converted to a scalar index")
+
+
+# The grammar ----------------------------------------------------------------------------------
+
+ALL = ("all", None, ())
+NONE = ("none", None, ())
+
+
+@pytest.mark.parametrize(
+    "gpus, expected",
+    [
+        (None, ALL),
+        (-1, ALL),
+        ("-1", ALL),
+        ("all", ALL),
+        ("auto", ALL),
+        (" All ", ALL),
+        (0, NONE),
+        ([], NONE),
+        ((), NONE),
+        (range(0), NONE),
+        ("cpu", NONE),
+        ("CPU", NONE),
+        ("none", NONE),
+        (1, ("count", 1, ())),
+        (8, ("count", 8, ())),
+        (Integer(), ("count", 2, ())),
+        ([0], ("ids", None, (0,))),
+        ([2, 0], ("ids", None, (2, 0))),
+        ((1, 2), ("ids", None, (1, 2))),
+        (range(1, 3), ("ids", None, (1, 2))),
+        ([Integer()], ("ids", None, (2,))),
+        (["0", "2"], ("ids", None, (0, 2))),
+        ("0", ("ids", None, (0,))),
+        ("2", ("ids", None, (2,))),
+        ("0,2", ("ids", None, (0, 2))),
+        (" 0 , 2 ", ("ids", None, (0, 2))),
+        ("00,02", ("ids", None, (0, 2))),
+        ("GPU-8932f937", ("ids", None, ("GPU-8932f937",))),
+        (["GPU-8932f937", 0], ("ids", None, ("GPU-8932f937", 0))),
+        ("MIG-GPU-8932f937/1/0", ("ids", None, ("MIG-GPU-8932f937/1/0",))),
+        ("MIG-c7384736,MIG-d5f1", ("ids", None, ("MIG-c7384736", "MIG-d5f1"))),
+        ("free", ("free", None, ())),
+        ("FREE", ("free", None, ())),
+        ("free:2", ("free", 2, ())),
+        ("free: 2", ("free", 2, ())),
+    ],
+)
+def test_gpus(gpus, expected):
+    selection = parse_gpus(gpus)
+    assert (selection.kind, selection.count, selection.ids) == expected
+
+
+FORMS = """\
+    None            every visible GPU
+    2               two GPUs
+    -1              every visible GPU
+    [0, 2], "0,2"   these ids, counted inside CUDA_VISIBLE_DEVICES where it is set
+    [2], "2"        the one GPU with this id
+    ["GPU-8932f937"], "MIG-c7384736"
+                    GPUs, or MIG instances, by name
+    "free"          the idle GPUs
+    "free:2"        two idle GPUs
+    0, [], "cpu"    no GPU"""
+
+
+@pytest.mark.parametrize(
+    "gpus, shown, problem",
+    [
+        (True, "True", "True and False name no GPU"),
+        (False, "False", "True and False name no GPU"),
+        (2.0, "2.0", "it is a float"),
+        ({0: 1}, "{0: 1}", "it is a dict"),
+        ({0}, "{0}", "it is a set"),
+        (b"0", "b'0'", "it is a bytes"),
+        (-2, "-2", "a count below -1 means nothing"),
+        ("", "''", "an empty text names no GPU; [] means none"),
+        (" ", "' '", "an empty text names no GPU; [] means none"),
+        ("0,", "'0,'", "'' is neither an id nor a name"),
+        ("0 2", "'0 2'", "'0 2' is neither an id nor a name"),
+        ("0,-1", "'0,-1'", "'-1' is neither an id nor a name"),
+        ("[0]", "'[0]'", "'[0]' is neither an id nor a name"),
+        ("\u00b2", "'\u00b2'", "'\u00b2' is neither an id nor a name"),
+        ("gpu0", "'gpu0'", "'gpu0' is neither an id nor a name"),
+        ("cuda:0", "'cuda:0'", "'cuda:0' is neither an id nor a name"),
+        ("/gpu:0", "'/gpu:0'", "'/gpu:0' is neither an id nor a name"),
+        ("0,free", "'0,free'", "'free' is neither an id nor a name"),
+        ("free:", "'free:'", '"free:" takes a number of GPUs, 1 or more'),
+        ("free:0", "'free:0'", '"free:" takes a number of GPUs, 1 or more'),
+        ("free:-1", "'free:-1'", '"free:" takes a number of GPUs, 1 or more'),
+        ("free:all", "'free:all'", '"free:" takes a number of GPUs, 1 or more'),
+        ([-1], "[-1]", "-1 is neither an id nor a name"),
+        ([True], "[True]", "True is neither an id nor a name"),
+        ([0.0], "[0.0]", "0.0 is neither an id nor a name"),
+        ([None], "[None]", "None is neither an id nor a name"),
+        ([[0]], "[[0]]", "[0] is neither an id nor a name"),
+        (["0,1"], "['0,1']", "'0,1' is neither an id nor a name"),
+        ([0, 0], "[0, 0]", "0 is named twice"),
+        ([0, "0"], "[0, '0']", "0 is named twice"),
+        ("GPU-a,GPU-a", "'GPU-a,GPU-a'", "'GPU-a' is named twice"),
+        (["MIG-a", 0], "['MIG-a', 0]", "CUDA cannot mix MIG instances with whole GPUs"),
+    ],
+)
+def test_wrong_gpus(gpus, shown, problem):
+    with pytest.raises(ValueError) as caught:
+        compat.configure_gpu(gpus)
+    assert type(caught.value) is compat.InvalidArgumentError
+    assert str(caught.value) == "gpus={} is not understood: {}. Use one of:\n{}".format(
+        shown, problem, FORMS
+    )
+
+
+def test_an_array_is_no_count():
+    with pytest.raises(compat.InvalidArgumentError, match="it is a Array"):
+        parse_gpus(Array())
+
+
+@pytest.mark.parametrize(
+    "gpus, shown",
+    [
+        (None, "gpus=None"),
+        (2, "gpus=2"),
+        ("0,2", "gpus=[0, 2]"),
+        ("GPU-a", "gpus=['GPU-a']"),
+        ("free", 'gpus="free"'),
+        ("free:2", 'gpus="free:2"'),
+        ("cpu", "gpus=0"),
+    ],
+)
+def test_a_selection_shows_as_it_would_be_written(gpus, shown):
+    assert str(parse_gpus(gpus)) == shown
+
+
+# CUDA_VISIBLE_DEVICES -------------------------------------------------------------------------
+
+IGNORED = (
+    'CUDA_VISIBLE_DEVICES="{}": CUDA ignores "{}" and what follows it, which is no id, no GPU '
+    "name and no MIG name like those before it."
+)
+ABSENT = (
+    'CUDA_VISIBLE_DEVICES="{}": CUDA ignores "{}" and what follows it, since this machine has no '
+    "such GPU."
+)
+SPACE = 'CUDA_VISIBLE_DEVICES="{}" contains a space, where CUDA stops reading; compat reads it as "{}".'
+TWICE = 'CUDA_VISIBLE_DEVICES="{}": CUDA shows no GPU at all, since "{}" is there twice.'
+
+
+@pytest.mark.parametrize(
+    "value, entries, problems",
+    [
+        (None, None, []),
+        ("", [], []),
+        (" ", [], []),
+        ("-1", [], []),
+        ("0", ["0"], []),
+        ("2,0", ["2", "0"], []),
+        ("0,2,-1,1", ["0", "2"], []),
+        ("0,x,1", ["0"], [IGNORED.format("0,x,1", "x")]),
+        ("0,,1", ["0"], [IGNORED.format("0,,1", "")]),
+        ("NoDevFiles", [], [IGNORED.format("NoDevFiles", "NoDevFiles")]),
+        ("0,GPU-a", ["0"], [IGNORED.format("0,GPU-a", "GPU-a")]),
+        ("GPU-a,0", ["GPU-a"], [IGNORED.format("GPU-a,0", "0")]),
+        ("GPU-a,GPU-b", ["GPU-a", "GPU-b"], []),
+        ("MIG-a,MIG-b", ["MIG-a", "MIG-b"], []),
+        ("MIG-a,GPU-b", ["MIG-a"], [IGNORED.format("MIG-a,GPU-b", "GPU-b")]),
+        ("0, 1", ["0", "1"], [SPACE.format("0, 1", "0,1")]),
+        ("0,1,0", [], [TWICE.format("0,1,0", "0")]),
+    ],
+)
+def test_visible_entries(value, entries, problems):
+    environ = {} if value is None else {"CUDA_VISIBLE_DEVICES": value}
+    assert visible_entries(environ) == (entries, problems)
+
+
+def test_entries_of_gpus_that_are_not_there_end_the_list(machine):
+    gpus = [_devices.GPU(0, "GPU-aa1"), _devices.GPU(1, "GPU-bb2")]
+
+    def read(value):
+        return visible_entries({"CUDA_VISIBLE_DEVICES": value}, gpus)
+
+    assert read("1,7,0") == (["1"], [ABSENT.format("1,7,0", "7")])
+    assert read("GPU-bb,GPU-a") == (["GPU-bb", "GPU-a"], [])
+    assert read("GPU-bb,GPU-c") == (["GPU-bb"], [ABSENT.format("GPU-bb,GPU-c", "GPU-c")])
+    assert read("MIG-GPU-bb2/1/0") == (["MIG-GPU-bb2/1/0"], [])
+    assert read("MIG-GPU-c/1/0") == ([], [ABSENT.format("MIG-GPU-c/1/0", "MIG-GPU-c/1/0")])
+    # The UUID of a MIG instance does not say on which GPU it is.
+    assert read("MIG-c7384736") == (["MIG-c7384736"], [])
+
+
+def test_another_order_than_nvidia_smis_is_a_problem_where_there_are_two_gpus():
+    problem = (
+        "CUDA_DEVICE_ORDER=FASTEST_FIRST: ids may mean other GPUs than in nvidia-smi's listing. "
+        "Set CUDA_DEVICE_ORDER=PCI_BUS_ID."
+    )
+    environ = {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}
+    assert visible_entries(environ) == (None, [problem])
+    assert visible_entries(environ, [_devices.GPU(0), _devices.GPU(1)]) == (None, [problem])
+    assert visible_entries(environ, [_devices.GPU(0)]) == (None, [])
+    assert visible_entries({"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}) == (None, [])
+
+
+# Discovery ------------------------------------------------------------------------------------
+
+
+def test_discovery_reads_what_nvidia_smi_prints(machine):
+    first = machine.add(used=1234, total=81559, utilization=56)
+    second = machine.add(name="NVIDIA A100-SXM4-40GB", used="[N/A]", utilization="[N/A]")
+    machine.plug()
+    one, two = _devices.discover()
+    mebi = 1024 * 1024
+    assert (one.index, one.uuid, one.name) == (0, first, "NVIDIA H100 80GB HBM3")
+    assert (one.memory_total, one.memory_used) == (81559 * mebi, 1234 * mebi)
+    assert one.utilization == 56
+    assert (two.index, two.uuid, two.name) == (1, second, "NVIDIA A100-SXM4-40GB")
+    assert (two.memory_used, two.utilization) == (0, 0)
+
+
+def test_discovery_without_nvidia_smi_asks_the_driver(machine, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))  # nothing there
+    folder = "/proc/driver/nvidia/gpus"
+    listed = os.listdir(folder) if os.path.isdir(folder) else []
+    found = _devices.discover()
+    if os.path.exists("/dev/dxg") and not listed:
+        assert found is None
+    else:
+        assert [gpu.index for gpu in found] == list(range(len(listed)))
+
+
+def test_an_nvidia_smi_that_fails_counts_for_nothing(machine, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    without = _devices.discover()
+    machine.plug(2, status=9)  # "couldn't communicate with the NVIDIA driver"
+    found = _devices.discover()
+    assert (found is None) == (without is None)
+    assert found is None or len(found) == len(without)
+
+
+# Choosing -------------------------------------------------------------------------------------
+
+
+def chosen(gpus, simulate=None, **environ):
+    return choose(parse_gpus(gpus), simulate, environ)
+
+
+def summary(devices):
+    return devices.gpus, devices.positions, devices.shortage
+
+
+@pytest.mark.parametrize(
+    "gpus, expected, positions",
+    [
+        (None, ("0", "1", "2"), (0, 1, 2)),
+        (-1, ("0", "1", "2"), (0, 1, 2)),
+        (2, ("0", "1"), (0, 1)),
+        ([2, 0], ("2", "0"), (2, 0)),
+        ("1", ("1",), (1,)),
+        (0, (), ()),
+    ],
+)
+def test_choice_among_all(machine, gpus, expected, positions):
+    machine.plug(3)
+    assert summary(chosen(gpus)) == (expected, positions, None)
+
+
+@pytest.mark.parametrize(
+    "gpus, expected, positions",
+    [
+        (None, ("3", "1"), (0, 1)),
+        (1, ("3",), (0,)),
+        ([1], ("1",), (1,)),
+        ("1,0", ("1", "3"), (1, 0)),
+        ("cpu", (), ()),
+    ],
+)
+def test_ids_count_inside_cuda_visible_devices(machine, gpus, expected, positions):
+    machine.plug(4)
+    devices = chosen(gpus, CUDA_VISIBLE_DEVICES="3,1")
+    assert summary(devices) == (expected, positions, None)
+
+
+def test_names_are_found_by_their_beginning(machine):
+    machine.plug(3)
+    second = machine.uuids[1]
+    assert summary(chosen([second])) == (("1",), (1,), None)
+    assert summary(chosen([second[:12], 0])) == (("1", "0"), (1, 0), None)
+    inside = chosen([second], CUDA_VISIBLE_DEVICES="2,1")
+    assert summary(inside) == (("1",), (1,), None)
+    inside = chosen([second], CUDA_VISIBLE_DEVICES="{},{}".format(machine.uuids[2], second[:12]))
+    assert summary(inside) == ((second[:12],), (1,), None)
+
+
+def test_names_that_mean_one_gpu_twice_or_several_at_once(machine):
+    machine.plug(2)
+    second = machine.uuids[1]
+
+    def problem(gpus):
+        with pytest.raises(compat.InvalidArgumentError) as caught:
+            chosen(gpus)
+        return str(caught.value).splitlines()[0]
+
+    start = "gpus={!r} is not understood: "
+    assert problem([1, second]) == (
+        start.format([1, second]) + "{!r} is named twice. Use one of:".format(second)
+    )
+    assert problem("GPU-") == (
+        start.format(["GPU-"]) + "'GPU-' begins several names. Use one of:"
+    )
+
+
+def test_mig_instances_are_trusted_where_there_is_a_gpu(machine):
+    names = ("MIG-c7384736", "MIG-d5f15b44")
+    assert summary(chosen(names)) == (
+        (),
+        (),
+        (
+            "gpus=['MIG-c7384736', 'MIG-d5f15b44']",
+            "there is no MIG-c7384736 or MIG-d5f15b44: no GPU is visible",
+        ),
+    )
+    machine.plug(1)
+    assert summary(chosen(names)) == (names, (0, 1), None)
+    inside = chosen(["MIG-d5f15b44"], CUDA_VISIBLE_DEVICES=",".join(names))
+    assert summary(inside) == (("MIG-d5f15b44",), (1,), None)
+    assert summary(chosen([1], CUDA_VISIBLE_DEVICES=",".join(names)))[0] == ("MIG-d5f15b44",)
+
+
+@pytest.mark.parametrize(
+    "gpus, environ, expected, shortage",
+    [
+        (3, {}, ("0", "1"), ("gpus=3", "2 GPUs are visible")),
+        ([0, 5], {}, ("0",), ("gpus=[0, 5]", "there is no GPU 5: 2 GPUs are visible")),
+        (
+            [0, 5, 6],
+            {},
+            ("0",),
+            ("gpus=[0, 5, 6]", "there is no GPU 5 or GPU 6: 2 GPUs are visible"),
+        ),
+        (
+            ["GPU-zz"],
+            {},
+            (),
+            ("gpus=['GPU-zz']", "there is no GPU-zz: 2 GPUs are visible"),
+        ),
+        (
+            2,
+            {"CUDA_VISIBLE_DEVICES": "1"},
+            ("1",),
+            ("gpus=2", "1 GPU is visible (CUDA_VISIBLE_DEVICES=1)"),
+        ),
+        (
+            [1],
+            {"CUDA_VISIBLE_DEVICES": "1"},
+            (),
+            ("gpus=[1]", "there is no GPU 1: 1 GPU is visible (CUDA_VISIBLE_DEVICES=1)"),
+        ),
+        (
+            1,
+            {"CUDA_VISIBLE_DEVICES": "-1"},
+            (),
+            ("gpus=1", "no GPU is visible (CUDA_VISIBLE_DEVICES=-1)"),
+        ),
+        (
+            "free:3",
+            {"CUDA_VISIBLE_DEVICES": "0"},
+            ("0",),
+            ('gpus="free:3"', "1 GPU is idle of 1 visible (CUDA_VISIBLE_DEVICES=0)"),
+        ),
+    ],
+)
+def test_shortages(machine, gpus, environ, expected, shortage):
+    machine.plug(2)
+    devices = chosen(gpus, **environ)
+    assert (devices.gpus, devices.shortage) == (expected, shortage)
+
+
+def test_all_gpus_of_a_machine_without_any_are_no_shortage():
+    assert summary(chosen(None)) == ((), (), None)
+
+
+def test_problems_of_the_variable_come_with_the_choice(machine):
+    machine.plug(2)
+    devices = chosen(None, CUDA_VISIBLE_DEVICES="1, 0")
+    assert devices.gpus == ("1", "0")
+    assert devices.problems == [SPACE.format("1, 0", "1,0")]
+    assert devices.environ({"CUDA_VISIBLE_DEVICES": "1, 0"})["CUDA_VISIBLE_DEVICES"] == "1,0"
+
+
+@pytest.mark.parametrize(
+    "gpus, expected, shortage",
+    [
+        (2, ("0", "1"), None),
+        ([3, 1], ("3", "1"), None),
+        ("MIG-c7384736", ("MIG-c7384736",), None),
+        (None, ("0",), ("gpus=None", "nothing tells which GPUs there are")),
+        ("free:2", ("0", "1"), ('gpus="free:2"', "nothing tells which GPUs there are")),
+    ],
+)
+def test_where_nothing_tells_the_request_is_trusted(gpus, expected, shortage):
+    devices = choose(parse_gpus(gpus), None, {}, discover=lambda: None)
+    assert (devices.gpus, devices.shortage) == (expected, shortage)
+    assert devices.positions == tuple(range(len(expected)))
+
+
+def test_where_nothing_tells_cuda_visible_devices_does():
+    environ = {"CUDA_VISIBLE_DEVICES": "4,6"}
+    devices = choose(parse_gpus([1]), None, environ, discover=lambda: None)
+    assert summary(devices) == (("6",), (1,), None)
+
+
+@pytest.mark.parametrize(
+    "gpus, simulated", [(None, 3), (-1, 3), ("free", 3), (2, 2), ("free:2", 2), ([2, 0], 2), (0, 1)]
+)
+def test_simulated(gpus, simulated):
+    devices = chosen(gpus, 3)
+    assert (devices.simulated, devices.gpus, len(devices)) == (simulated, (), simulated)
+    assert str(devices) == "{} simulated on the CPU".format(simulated)
+
+
+@pytest.mark.parametrize(
+    "gpus, shown",
+    [
+        (4, "gpus=4"),
+        ("free:4", 'gpus="free:4"'),
+        ([0, 3], "gpus=[0, 3]"),
+        ("GPU-a", "gpus=['GPU-a']"),
+    ],
+)
+def test_more_than_is_simulated(gpus, shown):
+    with pytest.raises(compat.InvalidArgumentError) as caught:
+        chosen(gpus, 3)
+    assert str(caught.value) == (
+        "{} asks for a device that simulate=3 does not have. Simulated devices are numbered from "
+        "0; ask for at most 3, or leave gpus out.".format(shown)
+    )
+
+
+# The variables --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "devices, before, expected",
+    [
+        (Devices(["0"]), {}, {"CUDA_VISIBLE_DEVICES": "0", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}),
+        (
+            Devices(["2", "0"]),
+            {"CUDA_VISIBLE_DEVICES": "0,1,2", "CUDA_DEVICE_ORDER": "FASTEST_FIRST"},
+            {"CUDA_VISIBLE_DEVICES": "2,0"},
+        ),
+        (
+            Devices(["0"]),
+            {"CUDA_VISIBLE_DEVICES": "0", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
+            {},
+        ),
+        (Devices(), {}, {"CUDA_VISIBLE_DEVICES": "-1"}),
+        (Devices(), {"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "-1"}),
+        (Devices(), {"CUDA_VISIBLE_DEVICES": ""}, {}),
+        (Devices(), {"CUDA_VISIBLE_DEVICES": "-1"}, {}),
+        (Devices(simulated=2), {}, {"CUDA_VISIBLE_DEVICES": "-1"}),
+    ],
+)
+def test_variables(devices, before, expected):
+    assert devices.environ(before) == expected
+
+
+# Idle GPUs ------------------------------------------------------------------------------------
+
+
+def test_idle_gpus_are_without_processes_memory_and_work(machine):
+    machine.add(busy=True)  # a process that has taken little memory yet
+    machine.add(used=8200)  # over a tenth
+    machine.add(utilization=10)
+    machine.add(used=900)  # a desktop's
+    machine.add()
+    machine.plug()
+    assert summary(chosen("free:1")) == (("4",), (4,), None)  # the one with most memory free
+    assert summary(chosen("free")) == (("3", "4"), (3, 4), None)
+    assert chosen("free:3").shortage == ('gpus="free:3"', "2 GPUs are idle of 5 visible")
+    inside = chosen("free", CUDA_VISIBLE_DEVICES="0,3")
+    assert summary(inside) == (("3",), (1,), None)
+    none = chosen("free", CUDA_VISIBLE_DEVICES="0,1")
+    assert summary(none) == (
+        (),
+        (),
+        ('gpus="free"', "no GPU is idle of 2 visible (CUDA_VISIBLE_DEVICES=0,1)"),
+    )
+
+
+def test_without_nvidia_smi_nothing_tells_which_gpus_are_idle():
+    devices = choose(parse_gpus("free"), None, {}, discover=lambda: [_devices.GPU(0)])
+    assert devices.shortage == (
+        'gpus="free"',
+        "without nvidia-smi nothing tells which GPUs are idle",
+    )
+
+
+PICK = """\
+import sys
+from compat import _devices
+print(_devices.choose(_devices.parse_gpus("free:1"), None, {}).gpus, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_two_processes_do_not_pick_the_same_gpu(machine):
+    machine.plug(2)
+
+    def pick():
+        return subprocess.Popen(
+            [sys.executable, "-c", PICK],
+            env=dict(os.environ, PYTHONPATH=ROOT),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            universal_newlines=True,
+        )
+
+    jobs = [pick(), pick()]
+    answers = sorted(job.stdout.readline().strip() for job in jobs)
+    assert answers == ["('0',)", "('1',)"]  # whichever came first
+    assert chosen("free").gpus == ()  # nothing left for this process
+    for job in jobs:
+        job.communicate()  # they end, and their claims with them
+    assert chosen("free").gpus == ("0", "1")
+
+
+def test_a_claim_holds_for_the_next_call_of_the_same_process(machine):
+    machine.plug(2)
+    assert chosen("free:1").gpus == ("0",)
+    machine.lines[0] = machine.lines[0].replace(", 3, 0", ", 60000, 99")  # by this process
+    machine.busy.append(machine.uuids[0])
+    machine.plug()
+    assert chosen("free:1").gpus == ("0",)
+    assert chosen("free").gpus == ("0", "1")
