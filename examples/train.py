@@ -40,7 +40,8 @@ def build():
     layers = keras.layers
     return keras.Sequential(
         [
-            layers.Conv2D(16, 3, activation="relu", input_shape=(12, 12, 1)),
+            keras.Input((12, 12, 1)),
+            layers.Conv2D(16, 3, activation="relu"),
             layers.MaxPooling2D(2),
             layers.Flatten(),
             layers.Dense(64, activation="relu"),
@@ -63,10 +64,8 @@ def train(gpus, start=None):
         metrics=["accuracy"],
     )
     began = time.time()
-    model.fit(
-        *data(), batch_size=BATCH, epochs=arguments.epochs, shuffle=False, verbose=2
-    )  # fmt: skip
-    print("{:.1f} s".format(time.time() - began))
+    model.fit(*data(), batch_size=BATCH, epochs=arguments.epochs, shuffle=False, verbose=2)
+    print("trained in {:.1f} s".format(time.time() - began))
     return model, start
 
 

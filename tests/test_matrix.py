@@ -4,7 +4,6 @@ import configparser
 import os
 import re
 
-import pytest
 import support_table
 
 from compat import _registry
@@ -42,12 +41,6 @@ def test_every_backend_has_an_extra():
     assert {backend.extra for backend in _registry.backends()} <= extras()
 
 
-@pytest.mark.parametrize("backend", _registry.backends(), ids=lambda backend: backend.name)
-def test_every_backend_says_who_it_is(backend):
-    assert backend.name in _registry.names()
-    assert backend.framework and backend.distributions and backend.extra
-
-
 def test_core_is_tested_on_the_oldest_and_the_newest_python():
     pythons = [python for _, python in support_table.environments()]
     core = [p for name, p in support_table.environments() if name.endswith("-core")]
@@ -72,3 +65,8 @@ def test_support_table_of_the_readme_has_the_pinned_versions():
     for line in support_table.readme_table().splitlines()[2:]:
         for project, version in re.findall(r"(\w[\w-]*) (\d+\.\d+[\w.]*)", line):
             assert "=={}".format(version) in setup + read("tox.ini"), (project, version)
+
+
+def test_pre_commit_and_tox_run_the_same_tools():
+    pins = re.findall(r"\[(\w+==[\d.]+)\]", read(".pre-commit-config.yaml"))
+    assert pins and set(pins) <= set(read("tox.ini").split())
