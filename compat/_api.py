@@ -106,7 +106,7 @@ def _configure(chosen: "Backend", reason: str, settings: "Settings") -> "Configu
     from ._settings import Configuration
 
     notes = settings.devices.problems + [
-        "option {!r} is for other backends: {} ignores it".format(option, chosen.name)
+        errors.option_of_others(option, chosen.name)
         for option in sorted(settings.options)
         if option not in chosen.options
     ]

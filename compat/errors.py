@@ -122,6 +122,11 @@ def unknown_option(option, known):
     )
 
 
+def option_of_others(option, backend):
+    """The text of a warning."""
+    return "The option {!r} is for other backends: {} ignores it.".format(option, backend)
+
+
 def invalid_strategy(strategy):
     return InvalidArgumentError(
         "strategy={!r} is not understood. Use None: the model's replicas run in this "
@@ -315,4 +320,16 @@ def unreadable_file(path, problem, remedy):
 def unwritable_file(path, problem):
     return ConfigurationFileError(
         "{} could not be written: {}. The file is as it was before.".format(path, problem)
+    )
+
+
+# MXNet ----------------------------------------------------------------------------------------
+
+
+def no_memory_size(framework, memory):
+    """The text of a warning."""
+    return (
+        "memory={} was asked for, but {} limits GPU memory by no size. It takes memory as it is "
+        'needed; memory=0.5 makes it give cached memory back while less than half of a GPU is '
+        "free.".format(memory, framework)
     )

@@ -169,7 +169,9 @@ ABSENT = (
     'CUDA_VISIBLE_DEVICES="{}": CUDA ignores "{}" and what follows it, since this machine has no '
     "such GPU."
 )
-SPACE = 'CUDA_VISIBLE_DEVICES="{}" contains a space, where CUDA stops reading; compat reads it as "{}".'
+SPACE = (
+    'CUDA_VISIBLE_DEVICES="{}" contains a space, where CUDA stops reading; compat reads it as "{}".'
+)
 TWICE = 'CUDA_VISIBLE_DEVICES="{}": CUDA shows no GPU at all, since "{}" is there twice.'
 
 
@@ -330,9 +332,7 @@ def test_names_that_mean_one_gpu_twice_or_several_at_once(machine):
     assert problem([1, second]) == (
         start.format([1, second]) + "{!r} is named twice. Use one of:".format(second)
     )
-    assert problem("GPU-") == (
-        start.format(["GPU-"]) + "'GPU-' begins several names. Use one of:"
-    )
+    assert problem("GPU-") == (start.format(["GPU-"]) + "'GPU-' begins several names. Use one of:")
 
 
 def test_mig_instances_are_trusted_where_there_is_a_gpu(machine):

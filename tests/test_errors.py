@@ -1,0 +1,320 @@
+"""Every text of compat/errors.py, whole. A new function there needs a row here."""
+
+import inspect
+
+import pytest
+
+import compat
+from compat import errors
+
+# Function, its arguments, the exception's class (None: the text of a warning), the whole text.
+TEXTS = [
+    (
+        errors.invalid_gpus,
+        ("two", "'two' is neither an id nor a name"),
+        errors.InvalidArgumentError,
+        "gpus='two' is not understood: 'two' is neither an id nor a name. Use one of:\n"
+        "    None            every visible GPU\n"
+        "    2               two GPUs\n"
+        "    -1              every visible GPU\n"
+        '    [0, 2], "0,2"   these ids, counted inside CUDA_VISIBLE_DEVICES where it is set\n'
+        '    [2], "2"        the one GPU with this id\n'
+        '    ["GPU-8932f937"], "MIG-c7384736"\n'
+        "                    GPUs, or MIG instances, by name\n"
+        '    "free"          the idle GPUs\n'
+        '    "free:2"        two idle GPUs\n'
+        '    0, [], "cpu"    no GPU',
+    ),
+    (
+        errors.invalid_memory,
+        (2, "a number is a fraction, above 0 and at most 1"),
+        errors.InvalidArgumentError,
+        "memory=2 is not understood: a number is a fraction, above 0 and at most 1. Use "
+        '"grow" (take memory as it is needed), a fraction of each GPU such as 0.5, a size per GPU '
+        'such as "4GiB" or "512MiB", or None (the backend\'s default).',
+    ),
+    (
+        errors.invalid_floatx,
+        ("float",),
+        errors.InvalidArgumentError,
+        'floatx=\'float\' is not understood. Use "float16", "float32", "float64", or None '
+        "(what Keras is set to).",
+    ),
+    (
+        errors.invalid_simulate,
+        (0,),
+        errors.InvalidArgumentError,
+        "simulate=0 is not understood. Use the number of CPU devices that shall stand in for "
+        "GPUs, 1 or more, or None (no simulation).",
+    ),
+    (
+        errors.simulate_with_gpus,
+        ("gpus=4", 3),
+        errors.InvalidArgumentError,
+        "gpus=4 asks for a device that simulate=3 does not have. Simulated devices are numbered "
+        "from 0; ask for at most 3, or leave gpus out.",
+    ),
+    (
+        errors.unknown_option,
+        ("mistake", ["log_device_placement", "soft_placement"]),
+        errors.UnknownOptionError,
+        "configure_gpu() got an option that no backend knows: 'mistake'. Known options: "
+        "log_device_placement, soft_placement.",
+    ),
+    (
+        errors.unknown_option,
+        ("mistake", []),
+        errors.UnknownOptionError,
+        "configure_gpu() got an option that no backend knows: 'mistake'. Known options: none.",
+    ),
+    (
+        errors.option_of_others,
+        ("log_device_placement", "theano"),
+        None,
+        "The option 'log_device_placement' is for other backends: theano ignores it.",
+    ),
+    (
+        errors.invalid_strategy,
+        ("mirrored",),
+        errors.InvalidArgumentError,
+        "strategy='mirrored' is not understood. Use None: the model's replicas run in this "
+        "process.",
+    ),
+    (
+        errors.unknown_backend,
+        ("KERAS_BACKEND=cntk", ["mxnet", "theano"]),
+        errors.InvalidArgumentError,
+        "KERAS_BACKEND=cntk, but compat does not know that backend. Known backends: mxnet, theano.",
+    ),
+    (
+        errors.ambiguous_backend,
+        (["mxnet", "theano"],),
+        errors.AmbiguousBackendError,
+        "Several backends are installed and nothing says which one this script uses: mxnet, "
+        "theano. Pass backend=..., set KERAS_BACKEND, or import keras first.",
+    ),
+    (
+        errors.no_backend,
+        (["mxnet", "tensorflow", "theano"],),
+        errors.NotInstalledError,
+        "No backend is installed in this Python. Install one of mxnet, tensorflow, theano with "
+        'its pins, for example: pip install "keras-gpu-compat[tensorflow]".',
+    ),
+    (
+        errors.no_backend,
+        (["mxnet", "theano"],),
+        errors.NotInstalledError,
+        "No backend is installed in this Python. Install one of mxnet, theano with its pins, for "
+        'example: pip install "keras-gpu-compat[mxnet]".',
+    ),
+    (
+        errors.not_installed,
+        ("theano", "KERAS_BACKEND=theano", "theano"),
+        errors.NotInstalledError,
+        "theano is not installed, but KERAS_BACKEND=theano. Choose another backend, or install "
+        'it: pip install "keras-gpu-compat[theano]".',
+    ),
+    (
+        errors.unsupported_version,
+        ("theano", "0.7", ["mxnet", "theano"]),
+        errors.UnsupportedError,
+        "theano 0.7 is installed, which no backend of compat accepts. Known backends: mxnet, "
+        "theano.",
+    ),
+    (
+        errors.broken_install,
+        ("mxnet", "libgfortran.so.3: cannot open shared object file"),
+        errors.BrokenInstallError,
+        "mxnet is installed, but importing it fails: libgfortran.so.3: cannot open shared object "
+        "file. Run `python -c 'import mxnet'` to see all of it.",
+    ),
+    (
+        errors.keras_json_unreadable,
+        ("/home/a/.keras/keras.json", "Expecting value: line 1 column 1 (char 0)"),
+        errors.ConfigurationFileError,
+        "/home/a/.keras/keras.json cannot be read: Expecting value: line 1 column 1 (char 0). "
+        "Keras would ignore it without a word: mend or remove the file, or set KERAS_BACKEND.",
+    ),
+    (
+        errors.keras_backend_ignored,
+        ("theano", "keras 2.10.0"),
+        None,
+        "KERAS_BACKEND=theano is ignored: keras 2.10.0 runs on TensorFlow only. Unset it, or "
+        "install another Keras.",
+    ),
+    (
+        errors.two_kerases,
+        (),
+        None,
+        "keras and keras-mxnet are both installed; they overwrite each other's files. Uninstall "
+        "both, then install one.",
+    ),
+    (
+        errors.visible_devices_spaces,
+        ("0, 1", "0,1"),
+        None,
+        'CUDA_VISIBLE_DEVICES="0, 1" contains a space, where CUDA stops reading; compat reads it '
+        'as "0,1".',
+    ),
+    (
+        errors.visible_devices_invalid,
+        ("0,x", "x"),
+        None,
+        'CUDA_VISIBLE_DEVICES="0,x": CUDA ignores "x" and what follows it, which is no id, no GPU '
+        "name and no MIG name like those before it.",
+    ),
+    (
+        errors.visible_devices_absent,
+        ("0,7", "7"),
+        None,
+        'CUDA_VISIBLE_DEVICES="0,7": CUDA ignores "7" and what follows it, since this machine has '
+        "no such GPU.",
+    ),
+    (
+        errors.visible_devices_twice,
+        ("0,0", "0"),
+        None,
+        'CUDA_VISIBLE_DEVICES="0,0": CUDA shows no GPU at all, since "0" is there twice.',
+    ),
+    (
+        errors.device_order,
+        ("FASTEST_FIRST",),
+        None,
+        "CUDA_DEVICE_ORDER=FASTEST_FIRST: ids may mean other GPUs than in nvidia-smi's listing. "
+        "Set CUDA_DEVICE_ORDER=PCI_BUS_ID.",
+    ),
+    (
+        errors.too_late,
+        (
+            "theano",
+            "device was fixed when theano was imported (by keras.backend.theano_backend)",
+            "Call it before the first `import theano` or `import keras`.",
+        ),
+        errors.TooLateError,
+        "configure_gpu() came too late for theano: device was fixed when theano was imported (by "
+        "keras.backend.theano_backend).\n"
+        "Call it before the first `import theano` or `import keras`.",
+    ),
+    (
+        errors.already_configured,
+        ("theano, devices: CPU", "theano, devices: GPU 0"),
+        errors.AlreadyConfiguredError,
+        "configure_gpu() was called before in this process, with other settings.\n"
+        "first:  theano, devices: CPU\n"
+        "second: theano, devices: GPU 0\n"
+        "Devices are fixed once per process: make both calls the same, or drop one.",
+    ),
+    (
+        errors.fewer_devices,
+        ("gpus=2", "1 GPU is visible", "Going on with GPU 0"),
+        None,
+        "gpus=2 was asked for, but 1 GPU is visible. Going on with GPU 0.",
+    ),
+    (
+        errors.devices_not_found,
+        ("gpus=2", "1 GPU is visible"),
+        errors.DevicesNotFoundError,
+        "gpus=2 was asked for, but 1 GPU is visible. Ask for fewer, or drop strict=True to go on "
+        "with what there is.",
+    ),
+    (
+        errors.device_failed,
+        ("theano", "cuda0", "pygpu is not installed", "Install pygpu."),
+        errors.DeviceFailedError,
+        "theano did not bring up cuda0: pygpu is not installed.\nInstall pygpu.",
+    ),
+    (
+        errors.unsupported,
+        ("theano", "run one model on several devices", "Use one device: gpus=1."),
+        errors.UnsupportedError,
+        "theano cannot run one model on several devices. Use one device: gpus=1.",
+    ),
+    (
+        errors.not_a_model,
+        (3,),
+        errors.NotAModelError,
+        "parallelize() takes a Keras model, or a function that builds one; it was given "
+        "'builtins.int'.",
+    ),
+    (
+        errors.builds_no_model,
+        ("build", None),
+        errors.NotAModelError,
+        "parallelize() was given the function build, which returned 'builtins.NoneType', not a "
+        "Keras model.",
+    ),
+    (
+        errors.wrong_backend,
+        ("tensorflow2", "theano"),
+        errors.InvalidArgumentError,
+        "The model runs on tensorflow2, but configure_gpu() set up theano. Build the model with "
+        "the Keras that was configured, or pass backend='tensorflow2' to configure_gpu().",
+    ),
+    (
+        errors.unreadable_file,
+        ("/home/a/.theanorc", "no section headers", "Mend the file."),
+        errors.ConfigurationFileError,
+        "/home/a/.theanorc cannot be read: no section headers. Mend the file.",
+    ),
+    (
+        errors.unwritable_file,
+        ("/home/a/.theanorc", "No space left on device"),
+        errors.ConfigurationFileError,
+        "/home/a/.theanorc could not be written: No space left on device. The file is as it was "
+        "before.",
+    ),
+    # Texts of single backends.
+]
+
+
+@pytest.mark.parametrize(
+    "function, arguments, kind, text", TEXTS, ids=[row[0].__name__ for row in TEXTS]
+)
+def test_text(function, arguments, kind, text):
+    made = function(*arguments)
+    if kind is None:
+        assert made == text
+    else:
+        assert type(made) is kind
+        assert str(made) == text
+
+
+def test_every_text_is_in_the_table():
+    functions = {
+        function
+        for name, function in inspect.getmembers(errors, inspect.isfunction)
+        if not name.startswith("_")
+    }
+    assert functions == {row[0] for row in TEXTS}
+
+
+BUILT_IN = {
+    "InvalidArgumentError": ValueError,
+    "UnknownOptionError": TypeError,
+    "UnsupportedError": NotImplementedError,
+    "NotInstalledError": ImportError,
+    "BrokenInstallError": ImportError,
+    "AmbiguousBackendError": RuntimeError,
+    "TooLateError": RuntimeError,
+    "AlreadyConfiguredError": RuntimeError,
+    "DevicesNotFoundError": RuntimeError,
+    "DeviceFailedError": RuntimeError,
+    "NotAModelError": TypeError,
+    "ConfigurationFileError": OSError,
+}
+
+
+def test_every_error_is_public_and_the_built_in_that_a_caller_would_catch():
+    classes = {
+        name: kind
+        for name, kind in inspect.getmembers(errors, inspect.isclass)
+        if issubclass(kind, Exception) and kind is not errors.CompatError
+    }
+    warning = classes.pop("CompatWarning")
+    assert issubclass(warning, UserWarning)
+    assert set(classes) == set(BUILT_IN)
+    for name, kind in classes.items():
+        assert issubclass(kind, errors.CompatError) and issubclass(kind, BUILT_IN[name])
+    for name in ["CompatError", "CompatWarning"] + list(classes):
+        assert getattr(compat, name) is getattr(errors, name)
+        assert name in compat.__all__
