@@ -12,6 +12,9 @@ import uuid
 
 import pytest
 
+from compat import errors
+from compat.backend import Backend
+
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 # "nvidia-smi --help-query-gpu" documents the fields; a field that it does not know is an error,
@@ -149,3 +152,77 @@ def run(tmp_path):
         return completed.stdout
 
     return run
+
+
+class Toy(Backend):
+    """A whole backend, small: its framework reads its variables once, when it is imported."""
+
+    name = "toy"
+    framework = "toyframework"
+    distributions = ("toy-framework", "toy-framework-gpu")
+    extra = "toy"
+    options = ("toy_seed",)
+    variables = ("TOY_FLAGS",)
+
+    def environ(self, settings, environ):
+        variables = super().environ(settings, environ)
+        if settings.memory:
+            variables["TOY_FLAGS"] = "memory={}".format(settings.memory)
+        return variables
+
+    def initialised(self):
+        return "toyframework was imported" if self.framework in sys.modules else None
+
+    def configure(self, settings):
+        toy = self.import_framework()
+        visible = settings.devices.environ({}).get("CUDA_VISIBLE_DEVICES")
+        if toy.visible != visible:
+            raise errors.too_late(self.framework, "it shows {}".format(toy.visible), "Call first.")
+        toy.simulated = settings.devices.simulated
+        toy.seed = settings.options.get("toy_seed")
+        return ["toyframework.seed = {}".format(toy.seed)]
+
+    def devices(self):
+        return self.import_framework().devices()
+
+    def parallelize(self, model, devices):
+        model.devices = list(devices)
+        return model
+
+
+TOY_FRAMEWORK = """\
+import os
+__version__ = "1.2"
+visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+flags = os.environ.get("TOY_FLAGS")
+simulated = 0
+broken = ()  # GPUs that do not come up
+
+def devices():
+    if simulated:
+        return ["cpu:%d" % i for i in range(simulated)]
+    gpus = [e for e in (visible or "-1").split(",") if e != "-1" and e not in broken]
+    return ["gpu:%d" % i for i, _ in enumerate(gpus)] or ["cpu:0"]
+"""
+
+
+@pytest.fixture
+def register(monkeypatch):
+    """Make these backends the registered ones."""
+    from compat import _registry
+
+    def register(*backends):
+        by_name = {backend.name: backend for backend in backends}
+        monkeypatch.setattr(_registry, "names", lambda: sorted(by_name))
+        monkeypatch.setattr(_registry, "load", by_name.__getitem__)
+
+    return register
+
+
+@pytest.fixture
+def toy(site, register):
+    """The toy backend, registered and installed."""
+    backend = Toy()
+    register(backend)
+    site.install("toy-framework", "1.2", "toyframework", TOY_FRAMEWORK)
+    return backend

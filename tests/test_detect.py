@@ -1,0 +1,370 @@
+"""Which backend is chosen, and the reason that is given."""
+
+import os
+import sys
+
+import pytest
+from conftest import Toy
+
+import compat
+from compat import _detect
+
+pytestmark = pytest.mark.usefixtures("process")
+
+
+class Theano(Toy):
+    name = framework = extra = "theano"
+    distributions = ("theano",)
+
+
+class Mxnet(Toy):
+    name = framework = extra = "mxnet"
+    distributions = ("mxnet", "mxnet-cu112")
+
+
+class Tensorflow1(Toy):
+    name = extra = "tensorflow1"
+    framework = "tensorflow"
+    distributions = ("tensorflow", "tensorflow-cpu")
+
+    def accepts(self, version):
+        return version.startswith("1.")
+
+
+class Tensorflow2(Tensorflow1):
+    name = "tensorflow2"
+    extra = "tensorflow"
+
+    def accepts(self, version):
+        return version.startswith("2.")
+
+
+@pytest.fixture(autouse=True)
+def four(register, site):
+    register(Theano(), Mxnet(), Tensorflow1(), Tensorflow2())
+
+
+def choice(asked=None):
+    backend, reason = _detect.choose(asked)
+    return backend.name, reason
+
+
+def refusal(kind, asked=None):
+    with pytest.raises(kind) as caught:
+        _detect.choose(asked)
+    assert type(caught.value) is kind
+    return str(caught.value)
+
+
+# What is asked --------------------------------------------------------------------------------
+
+
+def test_asked_by_name(site):
+    site.install("theano", "1.0.5")
+    site.install("mxnet-cu112", "1.9.1")
+    assert choice("theano") == ("theano", "backend='theano' was asked for")
+    assert choice("mxnet") == ("mxnet", "backend='mxnet' was asked for")
+
+
+@pytest.mark.parametrize(
+    "version, name",
+    [("1.15.5", "tensorflow1"), ("2.15.1", "tensorflow2"), ("2.0.0rc1", "tensorflow2")],
+)
+def test_asked_by_framework_the_installed_version_decides(site, version, name):
+    site.install("tensorflow-cpu", version)
+    assert choice("tensorflow") == (name, "backend='tensorflow' was asked for")
+
+
+def test_what_is_asked_beats_all_else(site, monkeypatch):
+    site.install("theano", "1.0.5")
+    site.install("tensorflow", "1.15.5")
+    site.install("Keras", "2.2.4")
+    monkeypatch.setenv("KERAS_BACKEND", "theano")
+    assert choice("tensorflow1") == ("tensorflow1", "backend='tensorflow1' was asked for")
+
+
+def test_asked_for_the_unknown():
+    assert refusal(compat.InvalidArgumentError, "cntk") == (
+        "backend='cntk' was asked for, but compat does not know that backend. Known backends: "
+        "mxnet, tensorflow, tensorflow1, tensorflow2, theano."
+    )
+
+
+def test_asked_for_what_is_not_installed():
+    assert refusal(compat.NotInstalledError, "theano") == (
+        "theano is not installed, but backend='theano' was asked for. Choose another backend, or "
+        'install it: pip install "keras-gpu-compat[theano]".'
+    )
+
+
+@pytest.mark.parametrize("asked", ["tensorflow1", "tensorflow"])
+def test_asked_for_a_version_that_no_backend_accepts(site, asked):
+    site.install("tensorflow", "0.12")
+    assert refusal(compat.UnsupportedError, asked) == (
+        "tensorflow 0.12 is installed, which no backend of compat accepts. Known backends: mxnet, "
+        "tensorflow1, tensorflow2, theano."
+    )
+
+
+# The Keras that is imported -------------------------------------------------------------------
+
+# While it is imported, its backend is not yet decided; afterwards, keras.backend.backend() is.
+KERAS = """\
+from types import SimpleNamespace
+from compat import _detect
+backend = SimpleNamespace(backend=lambda: "theano")
+chosen_meanwhile = _detect.choose()
+"""
+
+
+def test_the_imported_keras_decides(site, monkeypatch):
+    site.install("theano", "1.0.5")
+    site.install("mxnet", "1.9.1")
+    site.install("Keras", "2.2.4", "keras", KERAS)
+    monkeypatch.setenv("KERAS_BACKEND", "mxnet")
+    import keras
+
+    meanwhile, reason = keras.chosen_meanwhile
+    assert (meanwhile.name, reason) == ("mxnet", "KERAS_BACKEND=mxnet")
+    assert choice() == ("theano", "the imported keras runs on theano")
+
+
+def test_a_keras_without_a_backend_decides_nothing(site):
+    site.install("theano", "1.0.5")
+    site.install("other", "1", "keras", "")
+    import keras  # noqa: F401
+
+    assert choice() == ("theano", "the only backend installed")
+
+
+# What the installed Keras would choose --------------------------------------------------------
+
+
+def test_keras_backend(site, monkeypatch):
+    site.install("theano", "1.0.5")
+    site.install("tensorflow", "1.15.5")
+    site.install("Keras", "2.3.1")
+    monkeypatch.setenv("KERAS_BACKEND", "theano")
+    assert choice() == ("theano", "KERAS_BACKEND=theano")
+    monkeypatch.setenv("KERAS_BACKEND", "tensorflow")
+    assert choice() == ("tensorflow1", "KERAS_BACKEND=tensorflow")
+    monkeypatch.setenv("KERAS_BACKEND", "cntk")
+    assert refusal(compat.InvalidArgumentError) == (
+        "KERAS_BACKEND=cntk, but compat does not know that backend. Known backends: mxnet, "
+        "tensorflow, tensorflow1, tensorflow2, theano."
+    )
+    monkeypatch.setenv("KERAS_BACKEND", "mxnet")
+    assert refusal(compat.NotInstalledError) == (
+        "mxnet is not installed, but KERAS_BACKEND=mxnet. Choose another backend, or install it: "
+        'pip install "keras-gpu-compat[mxnet]".'
+    )
+    monkeypatch.setenv("KERAS_BACKEND", "")  # as if it were not set
+    assert choice() == ("tensorflow1", "it is the default of keras 2.3.1")
+
+
+@pytest.fixture
+def keras_json(tmp_path):
+    """Write keras.json in the home folder, or in another one."""
+
+    def write(content, folder=".keras"):
+        path = tmp_path / folder / "keras.json"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(content)
+        return str(path)
+
+    return write
+
+
+def test_keras_json(site, monkeypatch, tmp_path, keras_json):
+    site.install("theano", "1.0.5")
+    site.install("mxnet", "1.9.1")
+    site.install("tensorflow", "1.15.5")
+    site.install("Keras", "2.2.4")
+    assert choice() == ("tensorflow1", "it is the default of keras 2.2.4")
+    keras_json('{"floatx": "float32"}')
+    assert choice() == ("tensorflow1", "it is the default of keras 2.2.4")
+    path = keras_json('{"backend": "theano"}')
+    assert choice() == ("theano", "{} names it".format(path))
+    path = keras_json('{"backend": "mxnet"}', "elsewhere")
+    monkeypatch.setenv("KERAS_HOME", str(tmp_path / "elsewhere"))
+    assert choice() == ("mxnet", "{} names it".format(path))
+    monkeypatch.setenv("KERAS_HOME", "~/elsewhere")
+    assert choice() == ("mxnet", "{} names it".format(path))
+    monkeypatch.setenv("KERAS_BACKEND", "theano")
+    assert choice() == ("theano", "KERAS_BACKEND=theano")
+
+
+def test_keras_home_is_unknown_to_keras_before_2_2(site, monkeypatch, tmp_path, keras_json):
+    site.install("theano", "1.0.5")
+    site.install("mxnet", "1.9.1")
+    site.install("Keras", "2.1.6")
+    path = keras_json('{"backend": "theano"}')
+    keras_json('{"backend": "mxnet"}', "elsewhere")
+    monkeypatch.setenv("KERAS_HOME", str(tmp_path / "elsewhere"))
+    assert choice() == ("theano", "{} names it".format(path))
+
+
+def test_a_home_that_cannot_be_written_is_none_for_keras(site, monkeypatch, tmp_path):
+    site.install("Keras", "2.2.4")
+    monkeypatch.setenv("HOME", str(tmp_path / "missing"))
+    assert _detect.keras_json({}) == "/tmp/.keras/keras.json"
+
+
+@pytest.mark.parametrize(
+    "content, problem",
+    [
+        ("", "Expecting value: line 1 column 1 (char 0)"),
+        ('{"backend": "theano"', "Expecting ',' delimiter: line 1 column 21 (char 20)"),
+        ('["theano"]', "it holds no object"),
+    ],
+)
+def test_keras_json_unreadable(site, monkeypatch, keras_json, content, problem):
+    site.install("theano", "1.0.5")
+    site.install("Keras", "2.2.4")
+    path = keras_json(content)
+    assert refusal(compat.ConfigurationFileError) == (
+        "{} cannot be read: {}. Keras would ignore it without a word: mend or remove the file, or "
+        "set KERAS_BACKEND.".format(path, problem)
+    )
+    monkeypatch.setenv("KERAS_BACKEND", "theano")  # then Keras does not need the file
+    assert choice() == ("theano", "KERAS_BACKEND=theano")
+
+
+def test_keras_mxnet(site, monkeypatch, keras_json):
+    site.install("mxnet", "1.9.1")
+    site.install("theano", "1.0.5")
+    site.install("keras-mxnet", "2.2.4.3")
+    assert choice() == ("mxnet", "it is the default of keras-mxnet 2.2.4.3")
+    path = keras_json('{"backend": "theano"}')
+    assert choice() == ("theano", "{} names it".format(path))
+    assert _detect.problems({}) == []
+    site.install("Keras", "2.2.4")
+    assert _detect.problems({}) == [
+        "keras and keras-mxnet are both installed; they overwrite each other's files. Uninstall "
+        "both, then install one."
+    ]
+
+
+@pytest.mark.parametrize("version", ["2.4.3", "2.10.0", "2.15.0", "2.13.1rc0"])
+def test_keras_of_tensorflow_reads_neither_variable_nor_file(
+    site, monkeypatch, keras_json, version
+):
+    site.install("theano", "1.0.5")
+    site.install("tensorflow", "2.10.1")
+    site.install("keras", version)
+    keras_json('{"backend": "theano"}')
+    assert _detect.problems(os.environ) == []
+    monkeypatch.setenv("KERAS_BACKEND", "theano")
+    assert choice() == ("tensorflow2", "keras {} runs on TensorFlow only".format(version))
+    assert _detect.problems(os.environ) == [
+        "KERAS_BACKEND=theano is ignored: keras {} runs on TensorFlow only. Unset it, or install "
+        "another Keras.".format(version)
+    ]
+
+
+def test_keras_3_reads_both_again(site, monkeypatch):
+    site.install("tensorflow", "2.21.0")
+    site.install("keras", "3.15.0")
+    assert choice() == ("tensorflow2", "it is the default of keras 3.15.0")
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    assert _detect.problems(os.environ) == []
+    assert "KERAS_BACKEND=jax, but compat does not" in refusal(compat.InvalidArgumentError)
+
+
+# Without Keras --------------------------------------------------------------------------------
+
+
+def test_the_only_one_installed(site):
+    site.install("mxnet", "1.9.1")
+    assert choice() == ("mxnet", "the only backend installed")
+
+
+def test_several_installed_are_not_guessed_from(site, monkeypatch):
+    site.install("mxnet", "1.9.1")
+    site.install("theano", "1.0.5")
+    assert refusal(compat.AmbiguousBackendError) == (
+        "Several backends are installed and nothing says which one this script uses: mxnet, "
+        "theano. Pass backend=..., set KERAS_BACKEND, or import keras first."
+    )
+
+
+def test_none_installed():
+    assert refusal(compat.NotInstalledError) == (
+        "No backend is installed in this Python. Install one of mxnet, tensorflow, tensorflow1, "
+        'theano with its pins, for example: pip install "keras-gpu-compat[tensorflow]".'
+    )
+
+
+def test_a_version_that_is_not_accepted_is_not_chosen(site):
+    site.install("tensorflow", "0.12")
+    site.install("mxnet", "1.9.1")
+    assert choice() == ("mxnet", "the only backend installed")
+
+
+# Versions -------------------------------------------------------------------------------------
+
+
+def test_versions_are_those_that_are_installed(monkeypatch):
+    """Against the standard's own reading, for everything in this Python."""
+    if sys.version_info >= (3, 8):
+        from importlib.metadata import distributions
+    else:
+        from importlib_metadata import distributions  # pytest brings it along
+
+    monkeypatch.undo()  # the real sys.path
+    found = {d.metadata["Name"]: d.version for d in distributions()}
+    assert "pytest" in found
+    assert {name: _detect.distribution_version(name) for name in found} == found
+
+
+def test_a_development_install_tells_its_version_in_a_file(site):
+    folder = site.folder / "Theano.egg-info"
+    folder.mkdir()
+    assert _detect.distribution_version("theano") is None
+    (folder / "PKG-INFO").write_text("Metadata-Version: 1.2\nName: Theano\nVersion: 1.0.5+dev\n")
+    assert _detect.distribution_version("theano") == "1.0.5+dev"
+
+
+def test_an_egg_info_has_the_python_in_its_name(site):
+    (site.folder / "Keras_Applications-1.0.8-py3.7.egg-info").mkdir()
+    assert _detect.distribution_version("keras-applications") == "1.0.8"
+    assert _detect.distribution_version("keras") is None
+
+
+def test_what_is_imported_tells_its_version_itself(site):
+    site.install("theano", "1.0.4", "theano", "__version__ = '1.0.5'")
+    assert _detect.installed_version(Theano()) == "1.0.4"
+    import theano  # noqa: F401
+
+    assert _detect.installed_version(Theano()) == "1.0.5"
+
+
+@pytest.mark.parametrize(
+    "version, release",
+    [("2.2.4", (2, 2)), ("2.4rc0", (2, 4)), ("3", (3,)), ("2.10.0.dev1+cpu", (2, 10))],
+)
+def test_release(version, release):
+    assert _detect.release(version) == release
+
+
+# Not installed, and installed but broken ------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "source, problem",
+    [
+        ("import a_module_that_is_missing", "No module named 'a_module_that_is_missing'"),
+        ("raise OSError('libgfortran.so.3: cannot open')", "libgfortran.so.3: cannot open"),
+        ("1 / 0", "division by zero"),
+    ],
+)
+def test_installed_but_broken(site, source, problem):
+    site.install("theano", "1.0.5", "theano", source)
+    with pytest.raises(ImportError) as caught:
+        compat.configure_gpu(backend="theano")
+    assert type(caught.value) is compat.BrokenInstallError
+    assert str(caught.value) == (
+        "theano is installed, but importing it fails: {}. Run `python -c 'import theano'` to see "
+        "all of it.".format(problem)
+    )
+    assert str(caught.value.__cause__) == problem
