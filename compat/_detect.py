@@ -18,10 +18,7 @@ def choose(asked=None, environ=os.environ):
     """
     if asked is not None:
         return _named(asked, "backend={!r} was asked for".format(asked))
-    running = _keras_running()
-    if running:
-        return _named(running, "the imported keras runs on {}".format(running))
-    keras, reason = _keras_choice(environ)
+    keras, reason = keras_backend(environ)
     if keras:
         return _named(keras, reason)
     fitting = installed()
@@ -55,6 +52,14 @@ def _named(name, reason):
     if version is None:
         raise errors.not_installed(backend.framework, reason, backend.extra)
     raise errors.unsupported_version(backend.framework, version, [b.name for b in backends])
+
+
+def keras_backend(environ):
+    """What the standalone Keras runs on or will run on, and why; (None, None) without a Keras."""
+    running = _keras_running()
+    if running:
+        return running, "the imported keras runs on {}".format(running)
+    return _keras_choice(environ)
 
 
 def _keras_running():

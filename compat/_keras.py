@@ -1,5 +1,6 @@
 """The one module that knows the Kerases apart: keras 2, keras-mxnet, tf.keras and Keras 3."""
 
+import os
 import sys
 
 from . import _detect, errors
@@ -63,12 +64,9 @@ def versions(backend):
 
 
 def _names(backend):
-    """The installed Kerases that run on this backend."""
-    names = []
-    if any(map(_detect.distribution_version, ("keras", "keras-mxnet"))):
-        running = backend_name(_import("keras"))
-        if running in (backend.name, backend.framework):
-            names.append("keras")
+    """The installed Kerases that run on this backend, the standalone one first."""
+    running, _ = _detect.keras_backend(os.environ)
+    names = ["keras"] if running in (backend.name, backend.framework) else []
     if backend.framework == "tensorflow":
         names.append("tensorflow.keras")
     return names
@@ -79,7 +77,20 @@ def _import(name):
 
     try:
         return importlib.import_module(name)
-    except ImportError as error:
+    except Exception as error:  # whatever an installation can do wrong
         if name == "tensorflow.keras":
             return _module(name)
         raise errors.broken_install(name, error) from error
+
+
+def import_keras(backend):
+    """Import the Keras that runs on this backend: the standalone one where it does.
+
+    Raises:
+        NotInstalledError: none does.
+        BrokenInstallError: it is installed, but importing it fails.
+    """
+    names = _names(backend)
+    if not names:
+        raise errors.no_keras(backend.name, backend.extra)
+    return _import(names[0])

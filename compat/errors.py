@@ -183,6 +183,13 @@ def broken_install(framework, problem):
     )
 
 
+def no_keras(backend, extra):
+    return NotInstalledError(
+        "No Keras that runs on {} is installed, or KERAS_BACKEND and keras.json choose another "
+        'backend for it. Install one: pip install "keras-gpu-compat[{}]".'.format(backend, extra)
+    )
+
+
 def keras_json_unreadable(path, problem):
     return ConfigurationFileError(
         "{} cannot be read: {}. Keras would ignore it without a word: mend or remove the file, or "
@@ -330,6 +337,68 @@ def no_memory_size(framework, memory):
     """The text of a warning."""
     return (
         "memory={} was asked for, but {} limits GPU memory by no size. It takes memory as it is "
-        'needed; memory=0.5 makes it give cached memory back while less than half of a GPU is '
+        "needed; memory=0.5 makes it give cached memory back while less than half of a GPU is "
         "free.".format(memory, framework)
+    )
+
+
+# TensorFlow 2 ---------------------------------------------------------------------------------
+
+
+def several_devices_in_xla():
+    return unsupported(
+        "tensorflow2",
+        "run a model on several devices under jit_compile=True: XLA puts a whole step on one",
+        "Compile the model with jit_compile=False.",
+    )
+
+
+def not_divided(model, reason, device):
+    """The text of a warning."""
+    return (
+        "parallelize() leaves model {!r} on {}: {}, so its batches cannot be split. The numbers "
+        "are those of one device, and so is the speed.".format(model, device, reason)
+    )
+
+
+# Theano ---------------------------------------------------------------------------------------
+
+
+def theano_flags_invalid(flags, problem):
+    return InvalidArgumentError(
+        "theano_flags={!r} is not understood: {}. Use a dictionary of Theano's flags, such as "
+        '{{"optimizer": "fast_compile", "openmp": True}}.'.format(flags, problem)
+    )
+
+
+def theano_flags_unreadable(text, problem):
+    return InvalidArgumentError(
+        "THEANO_FLAGS={} cannot be read: {}. Theano cannot be imported with it. Put a backslash "
+        "before a quote, a comma or a backslash that belongs to a value.".format(text, problem)
+    )
+
+
+def theanorc_unreadable(path, problem):
+    return unreadable_file(
+        path,
+        problem,
+        "Theano cannot be imported with it. Mend the file: each option stands once, as "
+        "`name = value`, under a section such as [global].",
+    )
+
+
+def theanorc_names_no_file():
+    return ConfigurationFileError(
+        "persist=True has no file to write: THEANORC is set and names none. Unset it, for "
+        "~/.theanorc, or name a file."
+    )
+
+
+def theano_one_device(asked, first):
+    return unsupported(
+        "theano",
+        "run a model on {} in this process: all of it runs on {}".format(asked, first),
+        "Train on that one, with parallelize(model, gpus=1), or use a backend that splits "
+        "batches in one process, such as tensorflow or mxnet. compat does not start one process "
+        "per device yet.",
     )

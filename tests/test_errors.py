@@ -129,6 +129,14 @@ TEXTS = [
         "file. Run `python -c 'import mxnet'` to see all of it.",
     ),
     (
+        errors.no_keras,
+        ("theano", "theano"),
+        errors.NotInstalledError,
+        "No Keras that runs on theano is installed, or KERAS_BACKEND and keras.json choose "
+        "another backend for it. Install one: pip install "
+        '"keras-gpu-compat[theano]".',
+    ),
+    (
         errors.keras_json_unreadable,
         ("/home/a/.keras/keras.json", "Expecting value: line 1 column 1 (char 0)"),
         errors.ConfigurationFileError,
@@ -264,6 +272,14 @@ TEXTS = [
         "before.",
     ),
     # Texts of single backends.
+    (
+        errors.no_memory_size,
+        ("4096 MiB per GPU", "mxnet"),
+        None,
+        "memory=4096 MiB per GPU was asked for, but mxnet limits GPU memory by no size. It takes "
+        "memory as it is needed; memory=0.5 makes it give cached memory back while less than half "
+        "of a GPU is free.",
+    ),
 ]
 
 

@@ -1,0 +1,511 @@
+"""configure_gpu() and parallelize() with a whole, small backend; no framework."""
+
+import os
+import sys
+import warnings
+
+import pytest
+from conftest import Toy
+
+import compat
+from compat.backend import Backend
+
+pytestmark = pytest.mark.usefixtures("process")
+
+
+def configure(*args, **kwargs):
+    """configure_gpu(), which must not warn."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return compat.configure_gpu(*args, **kwargs)
+
+
+def refusal(kind, *args, **kwargs):
+    with pytest.raises(kind) as caught:
+        compat.configure_gpu(*args, **kwargs)
+    assert type(caught.value) is kind
+    return str(caught.value)
+
+
+# One call -------------------------------------------------------------------------------------
+
+
+def test_variables_are_set_before_the_framework_is_imported(toy, machine):
+    machine.plug(3)
+    configuration = configure([2, 0], memory="grow", toy_seed=7)
+    import toyframework
+
+    assert (toyframework.visible, toyframework.flags) == ("2,0", "memory=grow")
+    assert str(configuration) == (
+        "backend    toy (the only backend installed)\n"
+        "versions   toyframework 1.2\n"
+        "asked      devices: GPU 2,0, memory: grow, toy_seed=7\n"
+        "devices    gpu:0, gpu:1\n"
+        "variables  CUDA_DEVICE_ORDER=PCI_BUS_ID\n"
+        "           CUDA_VISIBLE_DEVICES=2,0\n"
+        "           TOY_FLAGS=memory=grow\n"
+        "applied    toyframework.seed = 7\n"
+        "warnings   none"
+    )
+    assert isinstance(configuration, compat.Configuration)
+
+
+def test_without_a_gpu_and_without_arguments_all_is_well(toy):
+    configuration = configure()
+    assert configuration.devices == ["cpu:0"]
+    assert configuration.warnings == []
+
+
+def test_simulated_devices(toy, machine):
+    machine.plug(2)
+    configuration = configure(simulate=3)
+    assert configuration.devices == ["cpu:0", "cpu:1", "cpu:2"]
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "-1"
+
+
+def test_a_variable_can_be_removed(toy, monkeypatch):
+    monkeypatch.setenv("TOY_FLAGS", "old")
+    monkeypatch.setattr(
+        toy, "environ", lambda settings, environ: {"TOY_FLAGS": None}, raising=False
+    )
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    assert "TOY_FLAGS removed" in str(configure())
+    assert "TOY_FLAGS" not in os.environ
+
+
+# Shortages ------------------------------------------------------------------------------------
+
+
+def shown(caught):
+    return [(str(w.message), w.category, w.filename) for w in caught]
+
+
+def test_fewer_gpus_than_asked_for_is_a_warning_at_the_callers_line(toy, machine):
+    machine.plug(1)
+    with pytest.warns(compat.CompatWarning) as caught:
+        configuration = compat.configure_gpu(2)
+    text = "gpus=2 was asked for, but 1 GPU is visible. Going on with GPU 0."
+    assert shown(caught) == [(text, compat.CompatWarning, __file__)]
+    assert configuration.warnings == [text]
+    assert configuration.devices == ["gpu:0"]
+
+
+def test_no_gpu_at_all_is_a_warning(toy):
+    with pytest.warns(compat.CompatWarning) as caught:
+        compat.configure_gpu(2)
+    assert [text for text, _, _ in shown(caught)] == [
+        "gpus=2 was asked for, but no GPU is visible. Going on with CPU."
+    ]
+
+
+def test_fewer_gpus_are_an_error_under_strict(toy, machine):
+    machine.plug(1)
+    before = dict(os.environ)
+    assert refusal(compat.DevicesNotFoundError, 2, strict=True) == (
+        "gpus=2 was asked for, but 1 GPU is visible. Ask for fewer, or drop strict=True to go on "
+        "with what there is."
+    )
+    assert dict(os.environ) == before
+    assert "toyframework" not in sys.modules
+    assert configure(1, strict=True).devices == ["gpu:0"]  # nothing stays behind
+
+
+@pytest.mark.parametrize(
+    "broken, devices", [(("1",), "gpu:0"), (("0", "1"), "cpu:0")], ids=["some", "all"]
+)
+def test_gpus_that_the_framework_does_not_bring_up(toy, site, machine, broken, devices):
+    machine.plug(2)
+    (site.folder / "toyframework.py").write_text(
+        (site.folder / "toyframework.py")
+        .read_text()
+        .replace("broken = ()", "broken = %r" % (broken,))
+    )
+    before = dict(os.environ)
+    assert refusal(compat.DevicesNotFoundError, strict=True) == (
+        "GPU 0,1 was asked for, but toyframework sees {}. Ask for fewer, or drop strict=True to go "
+        "on with what there is.".format(devices)
+    )
+    assert dict(os.environ) == before
+    del sys.modules["toyframework"]
+    with pytest.warns(compat.CompatWarning) as caught:
+        configuration = compat.configure_gpu()
+    assert configuration.warnings == [text for text, _, _ in shown(caught)]
+    assert configuration.warnings == [
+        "GPU 0,1 was asked for, but toyframework sees {}. Going on with {}.".format(
+            devices, devices
+        )
+    ]
+
+
+def test_a_broken_value_of_cuda_visible_devices_is_mended_and_said(toy, machine, monkeypatch):
+    machine.plug(2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1, 0")
+    with pytest.warns(compat.CompatWarning) as caught:
+        configuration = compat.configure_gpu()
+    assert configuration.warnings == [text for text, _, _ in shown(caught)]
+    assert configuration.warnings == [
+        'CUDA_VISIBLE_DEVICES="1, 0" contains a space, where CUDA stops reading; compat reads it '
+        'as "1,0".'
+    ]
+    assert configuration.environ["CUDA_VISIBLE_DEVICES"] == "1,0"
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "1,0"
+
+
+def test_warnings_made_errors_leave_nothing_half_done(toy):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(compat.CompatWarning):
+            compat.configure_gpu(2)
+        assert compat.configure_gpu(2).devices == ["cpu:0"]  # it is configured
+
+
+# Options --------------------------------------------------------------------------------------
+
+
+class Other(Toy):
+    name = framework = extra = "other"
+    distributions = ("other",)
+    options = ("other_option",)
+
+
+def test_an_option_that_no_backend_knows(toy, register):
+    register(toy, Other())
+    assert refusal(compat.UnknownOptionError, toy_sed=1) == (
+        "configure_gpu() got an option that no backend knows: 'toy_sed'. Known options: "
+        "other_option, toy_seed."
+    )
+
+
+def test_an_option_of_another_backend_is_said(toy, register):
+    register(toy, Other())
+    text = "The option 'other_option' is for other backends: toy ignores it."
+    with pytest.warns(compat.CompatWarning) as caught:
+        configuration = compat.configure_gpu(other_option=1)
+    assert [message for message, _, _ in shown(caught)] == configuration.warnings == [text]
+
+
+# The second call ------------------------------------------------------------------------------
+
+
+def test_the_same_call_again_does_nothing(toy, machine):
+    machine.plug(2)
+    first = configure(2, memory="1GiB", toy_seed=1)
+    del sys.modules["toyframework"]  # the framework is not asked again
+    assert configure(2, memory="1GiB", toy_seed=1) is first
+    assert "toyframework" not in sys.modules
+
+
+def test_another_call_with_the_same_result_does_nothing(toy, machine):
+    machine.plug(2)
+    first = configure(2, memory="1GiB")
+    for same in (None, -1, [0, 1], "0,1", (0, 1), "all"):
+        assert configure(same, memory="1024MiB", backend="toy") is first
+
+
+def test_ids_of_a_second_call_count_as_in_the_first(toy, machine):
+    machine.plug(4)
+    first = configure([2, 3])
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert configure("2,3") is first
+    assert refusal(compat.AlreadyConfiguredError, [0, 1]) == (
+        "configure_gpu() was called before in this process, with other settings.\n"
+        "first:  toy, devices: GPU 2,3\n"
+        "second: toy, devices: GPU 0,1\n"
+        "Devices are fixed once per process: make both calls the same, or drop one."
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments, line",
+    [
+        ({"gpus": 0}, "devices: CPU"),
+        ({"gpus": [1]}, "devices: GPU 1"),
+        ({"simulate": 2}, "devices: 2 simulated on the CPU"),
+        ({"memory": "grow"}, "devices: GPU 0,1, memory: grow"),
+        ({"floatx": "float16"}, "devices: GPU 0,1, floatx: float16"),
+        ({"strict": True}, "devices: GPU 0,1, strict"),
+        ({"persist": True}, "devices: GPU 0,1, persist"),
+        ({"toy_seed": 2}, "devices: GPU 0,1, toy_seed=2"),
+    ],
+)
+def test_a_call_that_contradicts_the_first(toy, machine, arguments, line):
+    machine.plug(2)
+    first = configure()
+    before = dict(os.environ)
+    assert refusal(compat.AlreadyConfiguredError, **arguments) == (
+        "configure_gpu() was called before in this process, with other settings.\n"
+        "first:  toy, devices: GPU 0,1\n"
+        "second: toy, {}\n"
+        "Devices are fixed once per process: make both calls the same, or drop one.".format(line)
+    )
+    assert dict(os.environ) == before
+    assert configure() is first
+
+
+def test_a_call_for_another_backend_contradicts_the_first(toy, register, site):
+    register(toy, Other())
+    configure()
+    site.install("other", "1.0")
+    assert refusal(compat.AlreadyConfiguredError, backend="other") == (
+        "configure_gpu() was called before in this process, with other settings.\n"
+        "first:  toy, devices: CPU\n"
+        "second: other, devices: CPU\n"
+        "Devices are fixed once per process: make both calls the same, or drop one."
+    )
+
+
+def test_an_idle_gpu_stays_chosen(toy, machine):
+    machine.plug(2)
+    first = configure("free:1")
+    assert configure("free:1") is first
+    assert configure("free:1", backend="toy") is first
+
+
+# Failures leave nothing behind ----------------------------------------------------------------
+
+
+def test_too_late(toy, machine, monkeypatch):
+    machine.plug(2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    import toyframework  # noqa: F401
+
+    before = dict(os.environ)
+    assert refusal(compat.TooLateError, 0) == (
+        "configure_gpu() came too late for toyframework: it shows 1.\nCall first."
+    )
+    assert dict(os.environ) == before
+
+
+def test_imported_before_with_the_same_settings_is_not_too_late(toy, machine, monkeypatch):
+    machine.plug(2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    import toyframework  # noqa: F401
+
+    configuration = configure(1)
+    assert configuration.devices == ["gpu:0"]
+    assert configuration.environ == {}  # they would come too late, so none is set
+
+
+@pytest.mark.parametrize("method", ["configure", "devices"])
+@pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt()])
+def test_the_environment_is_restored_when_the_backend_fails(
+    toy, machine, monkeypatch, method, error
+):
+    machine.plug(2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    before = dict(os.environ)
+
+    def fail(*args):
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(toy, method, fail, raising=False)
+        with pytest.raises(type(error)):
+            compat.configure_gpu([1], memory=0.5)
+    assert dict(os.environ) == before
+    sys.modules.pop("toyframework", None)
+    assert configure([0]).devices == ["gpu:0"]  # as if the first call had never been
+
+
+def test_the_base_class_can_nothing(register, site):
+    class Empty(Backend):
+        name = framework = extra = "empty"
+        distributions = ("empty",)
+
+    register(Empty())
+    site.install("empty", "1.0")
+    assert refusal(compat.UnsupportedError) == "empty cannot be configured. Use another backend."
+    with pytest.raises(compat.UnsupportedError) as caught:
+        Empty().devices()
+    assert str(caught.value) == "empty cannot list its devices. Use another backend."
+    with pytest.raises(compat.UnsupportedError) as caught:
+        Empty().parallelize(None, ["a", "b"])
+    assert str(caught.value) == (
+        "empty cannot run one model on several devices. Use one device: gpus=1."
+    )
+    assert Empty().problems({}) == []
+
+
+# parallelize() --------------------------------------------------------------------------------
+
+
+# A Keras in the form of the oldest supported, as far as compat looks at it.
+KERAS_TRAINING = """\
+class Container(object):
+    pass
+
+class Model(Container):
+    def __init__(self):
+        self.devices = None
+"""
+KERAS = """\
+from types import SimpleNamespace
+from keras_engine_training import Model
+_floatx = "float32"
+def _set(floatx):
+    global _floatx
+    _floatx = floatx
+backend = SimpleNamespace(
+    backend=lambda: "toyframework", floatx=lambda: _floatx, set_floatx=_set)
+Model.__module__ = "keras.engine.training"
+"""
+
+
+@pytest.fixture
+def keras(toy, site):
+    site.install("Keras", "2.2.4", "keras", KERAS)
+    (site.folder / "keras_engine_training.py").write_text(KERAS_TRAINING)
+    os.environ["KERAS_BACKEND"] = "toyframework"
+    import keras
+
+    return keras
+
+
+def test_the_same_object_comes_back(keras):
+    configure(simulate=3)
+    model = keras.Model()
+    assert compat.parallelize(model) is model
+    assert model.devices == ["cpu:0", "cpu:1", "cpu:2"]
+
+
+def test_a_subclass_is_a_model_too(keras):
+    class Mine(keras.Model):
+        pass
+
+    configure(simulate=2)
+    assert compat.parallelize(Mine()).devices == ["cpu:0", "cpu:1"]
+
+
+def test_a_function_that_builds_the_model(keras):
+    configure(simulate=2)
+
+    class Factory:
+        def build(self):
+            return keras.Model()
+
+    assert compat.parallelize(lambda: keras.Model()).devices == ["cpu:0", "cpu:1"]
+    assert compat.parallelize(Factory().build).devices == ["cpu:0", "cpu:1"]
+
+
+@pytest.mark.parametrize(
+    "gpus, expected",
+    [
+        (None, [0, 1, 2]),
+        (-1, [0, 1, 2]),
+        ("free", [0, 1, 2]),
+        (2, [0, 1]),
+        ("free:2", [0, 1]),
+        ([2, 0], [2, 0]),
+        ("1", [1]),
+        (1, [0]),
+        (0, [0]),
+    ],
+)
+def test_which_of_the_configured_devices(keras, gpus, expected):
+    configure(simulate=3)
+    model = compat.parallelize(keras.Model(), gpus)
+    assert model.devices == ["cpu:{}".format(i) for i in expected]
+
+
+def test_names_of_configured_gpus(keras, machine):
+    machine.plug(2)
+    configure([machine.uuids[1]])
+    assert compat.parallelize(keras.Model(), [0]).devices == ["gpu:0"]
+
+
+@pytest.mark.parametrize(
+    "gpus, asked, devices",
+    [
+        (3, "gpus=3", "cpu:0, cpu:1"),
+        ([1, 5], "gpus=[1, 5]", "cpu:1"),
+        ([5], "gpus=[5]", "cpu:0"),
+        ("GPU-aa", "gpus=['GPU-aa']", "cpu:0"),
+    ],
+)
+@pytest.mark.parametrize("strict", [False, True])
+def test_more_than_is_configured(keras, gpus, asked, devices, strict):
+    configure(simulate=2, strict=strict)
+    start = "{} was asked for, but these are configured: cpu:0, cpu:1. ".format(asked)
+    if strict:
+        with pytest.raises(compat.DevicesNotFoundError) as error:
+            compat.parallelize(keras.Model(), gpus)
+        assert str(error.value) == (
+            start + "Ask for fewer, or drop strict=True to go on with what there is."
+        )
+        return
+    with pytest.warns(compat.CompatWarning) as caught:
+        model = compat.parallelize(keras.Model(), gpus)
+    text = "{}Going on with {}.".format(start, devices)
+    assert shown(caught) == [(text, compat.CompatWarning, __file__)]
+    assert ", ".join(model.devices) == devices
+
+
+def test_without_a_configuration_the_backend_says_what_there_is(keras):
+    assert compat.parallelize(keras.Model()).devices == ["cpu:0"]
+
+
+def test_wrong_arguments_of_parallelize(keras):
+    configure()
+    with pytest.raises(compat.InvalidArgumentError) as caught:
+        compat.parallelize(keras.Model(), strategy="mirrored")
+    assert str(caught.value) == (
+        "strategy='mirrored' is not understood. Use None: the model's replicas run in this process."
+    )
+    with pytest.raises(compat.InvalidArgumentError):
+        compat.parallelize(keras.Model(), "two")
+    for value, name in (
+        (3, "builtins.int"),
+        (None, "builtins.NoneType"),
+        (keras.Model, "builtins.type"),
+    ):
+        with pytest.raises(TypeError) as caught:
+            compat.parallelize(value)
+        assert type(caught.value) is compat.NotAModelError
+        assert str(caught.value) == (
+            "parallelize() takes a Keras model, or a function that builds one; it was given "
+            "{!r}.".format(name)
+        )
+
+    def build():
+        keras.Model()
+
+    with pytest.raises(compat.NotAModelError) as caught:
+        compat.parallelize(build)
+    assert str(caught.value) == (
+        "parallelize() was given the function {}, which returned 'builtins.NoneType', not a Keras "
+        "model.".format(build.__qualname__)
+    )
+
+
+def test_a_model_of_another_backend_than_configured(keras, site, register, toy):
+    register(toy, Other())
+    site.install("other", "1.0", "other", (site.folder / "toyframework.py").read_text())
+    configure(backend="other", gpus=0)
+    with pytest.raises(compat.InvalidArgumentError) as caught:
+        compat.parallelize(keras.Model())
+    assert str(caught.value) == (
+        "The model runs on toy, but configure_gpu() set up other. Build the model with the Keras "
+        "that was configured, or pass backend='toy' to configure_gpu()."
+    )
+
+
+# floatx ---------------------------------------------------------------------------------------
+
+
+def test_floatx_is_set_for_keras(keras):
+    configuration = configure(floatx="float16")
+    assert keras.backend.floatx() == "float16"
+    assert configuration.applied[-1] == "keras.backend.set_floatx('float16')"
+    assert configuration.versions == {"toyframework": "1.2", "keras": "2.2.4"}
+
+
+def test_a_broken_keras_is_told_from_one_that_is_missing(toy, site):
+    site.install("Keras", "2.2.4", "keras", "raise OSError('no such library')")
+    os.environ["KERAS_BACKEND"] = "toyframework"
+    before = dict(os.environ)
+    assert refusal(compat.BrokenInstallError, floatx="float16") == (
+        "keras is installed, but importing it fails: no such library. Run `python -c 'import "
+        "keras'` to see all of it."
+    )
+    assert dict(os.environ) == before

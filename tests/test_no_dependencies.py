@@ -1,0 +1,58 @@
+"""compat imports no framework and nothing heavy, and neither does a call that fails."""
+
+import json
+
+import pytest
+
+# What compat may load by itself: nothing that "python -c pass" has not loaded.
+PROGRAM = """\
+import sys
+before = set(sys.modules)
+{}
+after = set(sys.modules)
+import json
+print(json.dumps(sorted(after - before)))
+"""
+
+FRAMEWORKS = {"keras", "tensorflow", "tf_keras", "theano", "mxnet", "cntk", "jax", "torch", "numpy"}
+
+OWN = {"", "._api", "._settings", "._version", ".backend", ".errors"}
+
+
+def loaded(run, program):
+    return json.loads(run(PROGRAM.format(program)))
+
+
+def test_import_loads_nothing_else(run):
+    assert set(loaded(run, "import compat")) == {"compat" + name for name in OWN}
+
+
+REFUSED = """\
+import compat
+try:
+    compat.configure_gpu({})
+except ValueError:
+    pass
+else:
+    raise SystemExit("no error")
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments", ["'two'", "memory='much'", "floatx='float'", "simulate=0", "backend='no'"]
+)
+def test_a_wrong_argument_imports_no_framework(run, arguments):
+    assert not FRAMEWORKS.intersection(loaded(run, REFUSED.format(arguments)))
+
+
+def test_choosing_a_backend_imports_no_framework(run):
+    program = """\
+import compat
+from compat import _detect
+try:
+    _detect.choose()
+except compat.CompatError:
+    pass
+_detect.problems({})
+"""
+    assert not FRAMEWORKS.intersection(loaded(run, program))
