@@ -1,0 +1,685 @@
+"""TensorFlow 2: tf.keras up to 2.15 (and tf_keras), and Keras 3 on TensorFlow.
+
+Devices are chosen through ``tf.config`` before TensorFlow's runtime starts. A model runs on
+several devices by a ``call`` of its own: an attribute of the instance that hides its class's
+method. It splits the batch, runs the class's ``call`` on each device, and puts the outputs
+together, so that loss, metrics and update see the whole batch. See ``ReplicatedCall``.
+"""
+
+import contextlib
+import os
+import sys
+import threading
+
+from .. import _devices, _keras, _replicas, errors
+from ..backend import Backend
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, Dict, List, Mapping, Optional, Sequence
+
+    from .._settings import Settings
+
+# configure_gpu(option=...) -> the function of tf.config that sets it.
+_OPTIONS = {
+    "allow_soft_placement": "config.set_soft_device_placement",
+    "inter_op_parallelism_threads": "config.threading.set_inter_op_parallelism_threads",
+    "intra_op_parallelism_threads": "config.threading.set_intra_op_parallelism_threads",
+    "log_device_placement": "debugging.set_log_device_placement",
+}
+
+
+class TensorFlow2(Backend):
+    """TensorFlow from 2.0."""
+
+    name = "tensorflow2"
+    framework = "tensorflow"
+    distributions = (
+        "tensorflow",
+        "tensorflow-cpu",
+        "tensorflow-gpu",
+        "tensorflow-intel",
+        "tensorflow-macos",
+        "tensorflow-rocm",
+    )
+    extra = "tensorflow"
+    options = tuple(sorted(_OPTIONS))
+    variables = (
+        "CUDA_VISIBLE_DEVICES",
+        "CUDA_DEVICE_ORDER",
+        "TF_FORCE_GPU_ALLOW_GROWTH",
+        "TF_USE_LEGACY_KERAS",
+    )
+
+    def __init__(self):
+        self._gpu_names = None  # type: Optional[List[str]]  # in the order configured
+
+    def accepts(self, version: str) -> bool:
+        return version.startswith("2.")
+
+    # Before the import ------------------------------------------------------------------------
+
+    def environ(
+        self, settings: "Settings", environ: "Mapping[str, str]"
+    ) -> "Dict[str, Optional[str]]":
+        variables = dict(super().environ(settings, environ))
+        memory = settings.memory
+        # TensorFlow lets this variable beat tf.config ("Limiting GPU memory growth").
+        if settings.devices.gpus and memory and memory.grow:
+            if environ.get("TF_FORCE_GPU_ALLOW_GROWTH") != "true":
+                variables["TF_FORCE_GPU_ALLOW_GROWTH"] = "true"
+        return variables
+
+    def initialised(self) -> "Optional[str]":
+        """CUDA's variables count until TensorFlow lists its devices for the first time."""
+        context = _context()
+        if context is None or context._physical_devices is None:
+            return None
+        return "TensorFlow has listed its devices"
+
+    def problems(self, environ: "Mapping[str, str]") -> "List[str]":
+        from .. import _detect
+
+        found = []
+        if environ.get("TF_USE_LEGACY_KERAS") in ("1", "true", "True"):
+            if not _detect.distribution_version("tf_keras"):
+                found.append(
+                    "TF_USE_LEGACY_KERAS is set, but tf_keras is not installed: tf.keras fails. "
+                    "Install tf_keras, or remove the variable."
+                )
+        return found
+
+    # After the import -------------------------------------------------------------------------
+
+    def configure(self, settings: "Settings") -> "List[str]":
+        tf = self.import_framework()
+        gpus = _chosen_gpus(tf, settings.devices)
+        visible = _call(tf, "config.set_visible_devices", gpus, "GPU")
+        applied = [visible] if tf.config.list_physical_devices("GPU") else []
+        if settings.devices.simulated:
+            cpu = tf.config.list_physical_devices("CPU")[0]
+            applied.append(_split_device(tf, cpu, [None] * settings.devices.simulated))
+        elif gpus and settings.memory:
+            applied += _limit_memory(tf, gpus, settings)
+        for option in sorted(set(settings.options) & set(_OPTIONS)):
+            applied.append(_call(tf, _OPTIONS[option], settings.options[option]))
+        # TensorFlow numbers the GPUs it shows in the driver's order, not in the one asked for.
+        numbered = sorted(gpus, key=tf.config.list_physical_devices("GPU").index)
+        self._gpu_names = ["/gpu:{}".format(numbered.index(gpu)) for gpu in gpus]
+        return applied
+
+    def devices(self) -> "List[str]":
+        """Reads the configuration; starting the runtime would fix it."""
+        tf = self.import_framework()
+        config = getattr(tf.config, "get_logical_device_configuration", None)
+        config = config or tf.config.experimental.get_virtual_device_configuration
+        visible = tf.config.get_visible_devices if hasattr(tf.config, "get_visible_devices") else (
+            tf.config.experimental.get_visible_devices
+        )  # fmt: skip
+        for kind in ("GPU", "CPU"):
+            count = sum(len(config(device) or [None]) for device in visible(kind))
+            if kind == "GPU" and self._gpu_names and len(self._gpu_names) == count:
+                return list(self._gpu_names)
+            if count:
+                return ["/{}:{}".format(kind.lower(), index) for index in range(count)]
+        return ["/cpu:0"]
+
+    # Replicas ---------------------------------------------------------------------------------
+
+    def parallelize(self, model: "Any", devices: "Sequence[str]") -> "Any":
+        """Replace the instance's ``call``, or give the class's own one back.
+
+        A model with state from batch to batch, or with a batch size of its own, stays in one
+        piece: its state has a row for each row of the batch.
+        """
+        tf = self.import_framework()
+        _check(tf, model)
+        replicated = list(devices) != self.devices()[:1]
+        reason = _undivided(model) if replicated else None
+        if reason:
+            import warnings
+
+            warnings.warn(
+                errors.not_divided(model.name, reason, self.devices()[0]),
+                errors.CompatWarning,
+                stacklevel=3,  # the caller of compat.parallelize()
+            )
+        before = model.__dict__.get("call")
+        if isinstance(before, ReplicatedCall):
+            before.remove()
+        if replicated and not reason:
+            ReplicatedCall(model, devices).install()
+        if model.__dict__.get("call") is not before:
+            _forget_compiled_steps(model)
+        return model
+
+
+# Configuring ----------------------------------------------------------------------------------
+
+
+def _context():
+    """TensorFlow's runtime as far as it has got, or None before its import."""
+    module = sys.modules.get("tensorflow.python.eager.context")
+    return getattr(module, "_context", None)
+
+
+def _call(tf, name, *arguments):
+    """Call a function of TensorFlow's configuration, and return a line for the report.
+
+    Raises:
+        TooLateError: TensorFlow says that it has started and cannot change this any more.
+    """
+    function = tf
+    for part in name.split("."):
+        function = getattr(function, part)
+    try:
+        function(*arguments)
+    except RuntimeError as error:
+        first = [module for module in sys.modules if module in ("keras", "tf_keras", "tensorflow")]
+        raise errors.too_late(
+            "tensorflow",
+            "TensorFlow started with its first operation (it was imported by `import {}`), and "
+            "tf.{} then says: {}".format(first[0], name, str(error).rstrip(".")),
+            "Call it before the first model, variable or tensor is made, best before the first "
+            "`import tensorflow` or `import keras`.",
+        ) from error
+    return "tf.{}({})".format(name, ", ".join(map(_shown, arguments)))
+
+
+def _shown(argument):
+    if isinstance(argument, list):
+        return "[{}]".format(", ".join(map(_shown, argument)))
+    return getattr(argument, "name", None) or repr(argument)
+
+
+def _chosen_gpus(tf, devices):
+    """TensorFlow's handles of the chosen GPUs, in the order asked for."""
+    physical = tf.config.list_physical_devices("GPU")
+    entries = _devices.visible_entries(os.environ)
+    if entries is not None and len(entries) < len(physical):
+        raise errors.too_late(
+            "tensorflow",
+            "CUDA_VISIBLE_DEVICES={} was set after TensorFlow had listed {} GPUs".format(
+                os.environ["CUDA_VISIBLE_DEVICES"], len(physical)
+            ),
+            "Set it before the first `import tensorflow` or `import keras`.",
+        )
+    if entries == list(devices.gpus):
+        return physical
+    return [physical[position] for position in devices.positions if position < len(physical)]
+
+
+def _split_device(tf, device, limits):
+    """Make one logical device per memory limit (MiB, or None) on a physical one."""
+    if hasattr(tf.config, "set_logical_device_configuration"):
+        name, make = "config.set_logical_device_configuration", tf.config.LogicalDeviceConfiguration
+    else:  # up to TensorFlow 2.3
+        name = "config.experimental.set_virtual_device_configuration"
+        make = tf.config.experimental.VirtualDeviceConfiguration
+    logical = [make(memory_limit=limit) if limit else make() for limit in limits]
+    _call(tf, name, device, logical)
+    made = " of {:g} MiB".format(limits[0]) if limits[0] else ""
+    return "tf.{}: {} of {}{}".format(name, len(limits), device.name, made)
+
+
+def _limit_memory(tf, gpus, settings):
+    if settings.memory.grow:
+        name = "config.experimental.set_memory_growth"
+        return [_call(tf, name, gpu, True) for gpu in gpus]
+    sizes = [settings.memory.size] * len(gpus)
+    if settings.memory.fraction:
+        machine = _devices.discover() or []
+        found = [_devices._gpu_of(entry, machine) for entry in settings.devices.gpus]
+        sizes = [gpu.memory_total * settings.memory.fraction if gpu else 0 for gpu in found]
+        if not all(sizes):
+            raise errors.unsupported(
+                "tensorflow2",
+                "take a fraction of a GPU whose size the driver does not tell",
+                'Give a size, such as memory="4GiB".',
+            )
+    return [_split_device(tf, gpu, [size / 2.0**20]) for gpu, size in zip(gpus, sizes)]
+
+
+# Models ---------------------------------------------------------------------------------------
+
+
+def _check(tf, model):
+    """Refuse models that a replicated ``call`` would not reach."""
+    keras = _keras.keras_of(model)
+    if not tf.compat.v1.executing_eagerly_outside_functions():
+        raise errors.unsupported(
+            "tensorflow2",
+            "run a model on several devices after tf.compat.v1.disable_eager_execution()",
+            "Remove that call, or use TensorFlow 1.",
+        )
+    if not hasattr(model, "train_step"):
+        raise errors.unsupported(
+            "tensorflow2",
+            "run a model of keras {} on several devices".format(keras.__version__),
+            "Use tf.keras, or Keras 3.",
+        )
+    if getattr(model, "_jit_compile", None) and _compiled_with(model).get("jit_compile") != "auto":
+        raise errors.several_devices_in_xla()
+
+
+def _compiled_with(model):
+    """The arguments of Keras 3's ``compile``."""
+    return getattr(getattr(model, "_compile_config", None), "config", None) or {}
+
+
+def _undivided(model):
+    """Why a model's batches cannot be split, as a phrase, or None."""
+    recurrent = _keras.keras_of(model).layers.RNN
+    for layer in model._flatten_layers():
+        if isinstance(layer, recurrent) and getattr(layer, "stateful", False):
+            return "its layer {!r} is stateful".format(layer.name)
+    for tensor in getattr(model, "inputs", None) or ():
+        if tensor.shape.ndims if hasattr(tensor.shape, "ndims") else len(tensor.shape):
+            if tensor.shape[0] is not None:
+                return "its batch size is fixed to {}".format(tensor.shape[0])
+    return None
+
+
+def _forget_compiled_steps(model):
+    """Have Keras trace its steps again: the ones it has hold the call that was.
+
+    The optimizer and its state stay.
+    """
+    if _compiled_with(model).get("jit_compile") == "auto":
+        model._jit_compile = None  # Keras 3 asks again whether the model supports XLA
+    for name in ("train_function", "train_tf_function", "test_function", "predict_function"):
+        if hasattr(model, name):
+            setattr(model, name, None)
+
+
+# Replicas -------------------------------------------------------------------------------------
+
+# Graphs that Keras traces for shapes or for saving; nothing is computed in them, or somewhere
+# else: what is saved must not name this machine's devices.
+_TRACES = (
+    "scratch_graph", "build_graph", "_layer_call_fn", "_conditional_losses", "_wrapped_model",
+)  # fmt: skip
+
+_replica_running = threading.local()
+
+
+class ReplicatedCall:
+    """The ``call`` of a model on several devices.
+
+    Replica i computes the rows ``_replicas.run_bounds`` gives it, under its device. The
+    operations of a gradient carry no device, and would all run on the first one; so each replica
+    is a function with a gradient of its own (``tf.custom_gradient``) that replays the replica's
+    own tape under the replica's device. TensorFlow sums the gradients of the replicas.
+
+    Two things more must be as if there were no replicas. Losses added within ``call`` (activity
+    regularizers) leave the replicas as outputs and are added again, each weighted by its share
+    of the batch. State (moving averages) starts from the same value in each replica, and is
+    set once, to the mean weighted by the shares; integers (random seeds) go from replica to
+    replica instead, so that dropout masks are independent.
+
+    An object and not a function, so that a copied model gets a copy that knows the new model.
+    """
+
+    # Autograph leaves what carries this mark alone, as it does tf.function's own wrappers.
+    autograph_info__ = {}  # type: dict
+
+    def __init__(self, model, devices):
+        self.model = model
+        self.devices = list(devices)
+        self.plain = model.call
+        self.hidden = {}
+
+    def install(self):
+        """Not by setattr: Keras would track this object as a part of the model."""
+        self.hidden = {k: v for k, v in self.model.__dict__.items() if k in ("call", "supports_jit")}
+        self.model.__dict__["call"] = self
+        if "supports_jit" in self.hidden:  # in Keras 3, what jit_compile="auto" goes by
+            self.model.__dict__["supports_jit"] = False
+
+    def remove(self):
+        del self.model.__dict__["call"]
+        self.model.__dict__.update(self.hidden)
+
+    def __call__(self, *args, **kwargs):
+        tf = sys.modules["tensorflow"]
+        arguments = tf.nest.flatten((args, kwargs))
+        batch = next(filter(lambda value: _has_rows(tf, value), arguments), None)
+        if batch is None or getattr(_replica_running, "now", False) or self._only_traced(tf):
+            return self.plain(*args, **kwargs)
+        if getattr(self.model, "_jit_compile", None):
+            raise errors.several_devices_in_xla()
+        state = _state_of(tf, self.model)
+        state.prepare(self._unreplicated, args, kwargs)
+        rows, replicas = _rows(tf, batch), []
+        for index, device in enumerate(self.devices):
+            bounds = _replicas.run_bounds(
+                rows, len(self.devices), index, max if isinstance(rows, int) else tf.maximum
+            )
+            first, last = _replicas.bounds(rows, len(self.devices), index)
+            shard = tf.nest.map_structure(
+                lambda value: _slice(tf, value, bounds, batch), (args, kwargs)
+            )
+            replica = Replica(tf, self._unreplicated, state, last - first)
+            replica.run(device, shard)
+            replicas.append(replica)
+        shares = [_share(tf, replica.size, rows) for replica in replicas]
+        state.finish(shares)
+        return _merged(tf, replicas, shares)
+
+    def _only_traced(self, tf):
+        graph = tf.compat.v1.get_default_graph() if not tf.executing_eagerly() else None
+        while graph is not None:
+            if any(mark in getattr(graph, "name", "") for mark in _TRACES):
+                return True
+            graph = getattr(graph, "outer_graph", None)
+        # A Keras 3 model as a pure function: the caller's scope holds its state.
+        return _in_stateless_scope(_keras.keras_of(self.model))
+
+    def _unreplicated(self, *args, **kwargs):
+        """The class's own ``call``, converted by autograph where Keras would do so."""
+        tf, plain = sys.modules["tensorflow"], self.plain
+        by_user = type(self.model).__module__.split(".")[0] not in ("keras", "tf_keras")
+        if by_user and hasattr(self.model, "_autographed_call") and not tf.executing_eagerly():
+            autograph = tf.__internal__.autograph
+            plain = autograph.tf_convert(plain, autograph.control_status_ctx())
+        return plain(*args, **kwargs)
+
+
+class Replica:
+    """One device's share of a call: its outputs, and what belongs to them.
+
+    ``outputs`` is flat, ``structure`` is what the model returned; ``logits`` and ``masks`` are
+    Keras' attributes of the outputs, or None; ``losses`` were added within the call.
+    """
+
+    def __init__(self, tf, call, state, size):
+        self.tf = tf
+        self.call = call
+        self.state = state
+        self.size = size  # rows kept; none of the one row computed where this is 0
+
+    def run(self, device, shard):
+        tf = self.tf
+        masks = [getattr(value, "_keras_mask", None) for value in tf.nest.flatten(shard)]
+        tensors = tf.nest.flatten((shard, masks), expand_composites=True)
+        places = [place for place, value in enumerate(tensors) if tf.is_tensor(value)]
+
+        def compute(*values):
+            for place, value in zip(places, values):
+                tensors[place] = value
+            return self._compute(
+                tf.nest.pack_sequence_as((shard, masks), tensors, expand_composites=True)
+            )
+
+        @tf.custom_gradient
+        def replica(*values):
+            with tf.device(device), tf.GradientTape(persistent=True) as tape:
+                tape.watch([value for value in values if value.dtype.is_floating])
+                results = compute(*values)
+
+            def gradient(*upstream, **kwargs):  # up to TensorFlow 2.3 no keyword-only argument
+                variables = list(kwargs.get("variables") or ())
+                # Integers and booleans have no gradient.
+                pairs = [(r, g) for r, g in zip(results, upstream) if r.dtype.is_floating]
+                with tf.device(device):
+                    gradients = tape.gradient(
+                        [result for result, _ in pairs],
+                        list(values) + variables,
+                        [gradient for _, gradient in pairs],
+                    )
+                if not variables:
+                    return gradients
+                return gradients[: len(values)], gradients[len(values) :]
+
+            return results, gradient
+
+        results = list(replica(*[tensors[place] for place in places]))
+        self._take(results)
+
+    def _compute(self, shard_and_masks):
+        """Call the model, and return everything that may get a gradient, flat."""
+        tf = self.tf
+        (args, kwargs), masks = shard_and_masks
+        for value, mask in zip(tf.nest.flatten((args, kwargs)), masks):
+            if mask is not None:
+                value._keras_mask = mask
+        _replica_running.now = True
+        try:
+            with self.state.replica() as self.losses:
+                self.structure = self.call(*args, **kwargs)
+        finally:
+            _replica_running.now = False
+        outputs = tf.nest.flatten(self.structure)
+        self.masks = [self._kept(getattr(output, "_keras_mask", None)) for output in outputs]
+        self.logits = [_logits(tf, output) for output in outputs]
+        self.outputs = outputs
+        return [self._kept(value) for value in self._results()]
+
+    def _results(self):
+        """The tensors among outputs, logits and losses."""
+        values = self.outputs + self.logits + self.losses
+        return [value for value in values if self.tf.is_tensor(value)]
+
+    def _take(self, results):
+        """Put the results back where ``_results`` found them."""
+        for values in (self.outputs, self.logits, self.losses):
+            for place, value in enumerate(values):
+                if self.tf.is_tensor(value):
+                    values[place] = results.pop(0)
+
+    def _kept(self, value):
+        """The rows of a result that are this replica's own: all of them, or none."""
+        if value is None or value.shape.rank == 0:
+            return value
+        if isinstance(self.size, int):
+            return value if self.size else value[:0]
+        return value[: self.tf.shape(value)[0] * self.tf.minimum(self.size, 1)]
+
+
+# Splitting and merging ------------------------------------------------------------------------
+
+
+def _has_rows(tf, value):
+    return tf.is_tensor(value) and value.shape.rank != 0
+
+
+def _rows(tf, batch):
+    """The number of rows: an integer where it is known, else a scalar tensor."""
+    if batch.shape.rank is not None and batch.shape[0] is not None:
+        return batch.shape[0]
+    if isinstance(batch, tf.RaggedTensor):
+        return batch.nrows()
+    return batch.dense_shape[0] if isinstance(batch, tf.SparseTensor) else tf.shape(batch)[0]
+
+
+def _slice(tf, value, bounds, batch):
+    """A replica's rows of an argument; what has no rows of the batch is passed whole."""
+    if not _has_rows(tf, value) or value.shape[:1] != batch.shape[:1]:
+        return value
+    start, stop = bounds
+    if isinstance(value, tf.SparseTensor):
+        shape = tf.unstack(value.dense_shape, num=value.shape.rank)
+        sizes = [tf.cast(stop - start, tf.int64)] + shape[1:]
+        starts = [tf.cast(start, tf.int64)] + [0] * (len(shape) - 1)
+        return tf.sparse.slice(value, tf.stack(starts), tf.stack(sizes))
+    shard = value[start:stop]
+    mask = getattr(value, "_keras_mask", None)
+    if mask is not None:
+        shard._keras_mask = mask[start:stop]
+    return shard
+
+
+def _share(tf, size, rows):
+    """A replica's part of the batch, from 0 to 1, in the dtype asked for."""
+    return lambda dtype: tf.cast(size, dtype) / tf.cast(rows, dtype)
+
+
+def _mean(tf, values, shares):
+    """The mean weighted by the replicas' shares of the batch."""
+    return tf.add_n([value * share(value.dtype) for value, share in zip(values, shares)])
+
+
+def _merge(tf, values, shares):
+    """The replicas' rows together; a scalar is the mean of theirs."""
+    if not tf.is_tensor(values[0]):
+        return values[0]
+    if values[0].shape.rank != 0:
+        return tf.concat(values, axis=0)
+    return _mean(tf, values, shares) if values[0].dtype.is_floating else values[0]
+
+
+def _merged(tf, replicas, shares):
+    """What the model returns for the whole batch."""
+
+    def merge(name, place):
+        return _merge(tf, [getattr(replica, name)[place] for replica in replicas], shares)
+
+    outputs = []
+    for place in range(len(replicas[0].outputs)):
+        output = merge("outputs", place)
+        for name, values in (("_keras_mask", "masks"), ("_keras_logits", "logits")):
+            value = merge(values, place)
+            if value is not None:
+                setattr(output, name, value)
+        outputs.append(output)
+    for place in range(len(replicas[0].losses)):
+        replicas[0].state.add_loss(place, merge("losses", place))
+    return tf.nest.pack_sequence_as(replicas[0].structure, outputs)
+
+
+def _logits(tf, output):
+    """What went into a final softmax or sigmoid, where Keras' cross-entropy would look for it.
+
+    Keras computes cross-entropy from logits if the output carries them, or comes straight from
+    such an operation (``_get_logits`` in its backend).
+    """
+    logits = getattr(output, "_keras_logits", None)
+    if logits is None and tf.is_tensor(output) and not tf.executing_eagerly():
+        operation = getattr(output, "op", None)
+        if operation is not None and operation.type in ("Softmax", "Sigmoid"):
+            logits = operation.inputs[0]
+    return logits
+
+
+# State ----------------------------------------------------------------------------------------
+
+
+def _state_of(tf, model):
+    keras = _keras.keras_of(model)
+    return Keras3State(keras, model) if hasattr(keras, "StatelessScope") else Keras2State(tf, model)
+
+
+def _in_stateless_scope(keras):
+    if not hasattr(keras, "StatelessScope"):
+        return False
+    with keras.StatelessScope(initialize_variables=False) as scope:
+        return scope.original_scope is not None
+
+
+class Keras3State:
+    """Losses and state of Keras 3's layers: a stateless scope keeps them from being set."""
+
+    def __init__(self, keras, model):
+        self.keras = keras
+        self.model = model
+        self.variables = {}
+        self.updates = []  # for each replica, id of variable -> its new value
+
+    def prepare(self, call, args, kwargs):
+        """Keras has built the model before ``call``."""
+
+    @contextlib.contextmanager
+    def replica(self):
+        variables = self.variables
+
+        class Scope(self.keras.StatelessScope):
+            def add_update(self, update):
+                variables[id(update[0])] = update[0]
+                super().add_update(update)
+
+        carried = [
+            (variables[key], value)
+            for key, value in (self.updates[-1] if self.updates else {}).items()
+            if not _is_float(variables[key])
+        ]
+        scope = Scope(carried, collect_losses=True)
+        with scope:
+            yield scope.losses
+        self.updates.append(scope.state_mapping)
+
+    def finish(self, shares):
+        tf = sys.modules["tensorflow"]
+        for key, variable in self.variables.items():
+            values = [update.get(key, variable.value) for update in self.updates]
+            values = [tf.convert_to_tensor(value) for value in values]
+            variable.assign(_mean(tf, values, shares) if _is_float(variable) else values[-1])
+
+    def add_loss(self, place, loss):
+        self.model.add_loss(loss)
+
+
+def _is_float(variable):
+    return "float" in str(variable.dtype)
+
+
+class Keras2State:
+    """Losses and state of tf.keras' layers: taken back after each replica."""
+
+    # Operations on a variable that leave it as it is.
+    READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape")
+
+    def __init__(self, tf, model):
+        self.tf = tf
+        self.model = model
+
+    def prepare(self, call, args, kwargs):
+        """Note the state as it is before the first replica.
+
+        Eagerly, layers that are not built yet would make their state only then. (A tf.function
+        that makes variables is traced twice, so that there the second trace finds them.)
+        """
+        tf, model = self.tf, self.model
+        if tf.executing_eagerly() and not all(layer.built for layer in model._flatten_layers()):
+            tf.function(call).get_concrete_function(*args, **kwargs)
+        self.layers = list(model._flatten_layers())
+        state = list(model.non_trainable_variables)
+        for layer in self.layers:
+            state += [v for metric in getattr(layer, "_metrics", ()) for v in metric.variables]
+        self.variables = list({id(v): v for v in state if v.dtype.is_floating}.values())
+        self.before = [self._read(variable) for variable in self.variables]
+        self.after = [[] for _ in self.variables]  # type: List[List[Any]]
+
+    def _read(self, variable):
+        """The value in the variable's own dtype, whatever mixed precision casts it to."""
+        return self.tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
+
+    def _is_set(self, variable):
+        if self.tf.executing_eagerly():
+            return True
+        handle = self.tf.compat.v1.get_default_graph().capture(variable.handle)
+        return any(user.type not in self.READS for user in handle.consumers())
+
+    @contextlib.contextmanager
+    def replica(self):
+        counts = [len(layer._eager_losses) for layer in self.layers]
+        losses, self.owners = [], []  # type: List[Any], List[Any]
+        yield losses
+        for layer, count in zip(self.layers, counts):
+            losses += layer._eager_losses[count:]
+            self.owners += [layer] * (len(layer._eager_losses) - count)
+            del layer._eager_losses[count:]
+        for variable, before, after in zip(self.variables, self.before, self.after):
+            if self._is_set(variable):
+                after.append(self._read(variable))
+                variable.assign(before)
+
+    def finish(self, shares):
+        for variable, values in zip(self.variables, self.after):
+            if values:
+                variable.assign(_mean(self.tf, values, shares))
+
+    def add_loss(self, place, loss):
+        self.owners[place]._eager_losses.append(loss)
+
+
+backend = TensorFlow2()
