@@ -102,17 +102,23 @@ def _check_options(options):
 
 def _configure(chosen: "Backend", reason: str, settings: "Settings") -> "Configuration":
     """Apply the settings, or leave the environment as it was and raise."""
-    from . import _keras
+    from . import _detect, _keras
     from ._settings import Configuration
 
-    notes = settings.devices.problems + [
-        errors.option_of_others(option, chosen.name)
-        for option in sorted(settings.options)
-        if option not in chosen.options
-    ]
+    notes = (
+        _detect.keras_elsewhere(chosen)
+        + settings.devices.problems
+        + [
+            errors.option_of_others(option, chosen.name)
+            for option in sorted(settings.options)
+            if option not in chosen.options
+        ]
+    )
     if settings.devices.shortage:
         notes.append(_fewer(settings.devices.shortage, settings.devices, settings.strict))
-    variables = {} if chosen.initialised() else chosen.environ(settings, os.environ)
+    variables = _detect.keras_variable(chosen, os.environ)
+    if not chosen.initialised():
+        variables.update(chosen.environ(settings, os.environ))
     before = {name: os.environ.get(name) for name in variables}
     _set_environ(variables)
     try:

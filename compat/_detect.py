@@ -50,7 +50,8 @@ def _named(name, reason):
     backend = candidates[0]  # all of one framework
     version = installed_version(backend)
     if version is None:
-        raise errors.not_installed(backend.framework, reason, backend.extra)
+        others = [b.name for b in installed()]
+        raise errors.not_installed(backend.framework, reason, backend.extra, others)
     raise errors.unsupported_version(backend.framework, version, [b.name for b in backends])
 
 
@@ -104,6 +105,28 @@ def _keras_choice(environ):
         return backend, "{} names it".format(path)
     default = "mxnet" if keras == "keras-mxnet" else "tensorflow"
     return default, "it is the default of {} {}".format(keras, version)
+
+
+def keras_elsewhere(backend):
+    """A warning, in a list, where the imported Keras runs on another framework."""
+    running = _keras_running()
+    if running in (None, backend.name, backend.framework):
+        return []
+    return [errors.keras_elsewhere(running, backend.name)]
+
+
+def keras_variable(backend, environ):
+    """``KERAS_BACKEND`` for this backend, as variables, where Keras would choose another one."""
+    keras, version = installed_keras()
+    if keras is None or _keras_running() or _tensorflow_only(keras, version):
+        return {}
+    try:
+        choice, _ = _keras_choice(environ)
+    except errors.ConfigurationFileError:  # Keras ignores the file
+        choice = None
+    if choice in (backend.name, backend.framework):
+        return {}
+    return {"KERAS_BACKEND": backend.framework}
 
 
 def problems(environ):

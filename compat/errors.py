@@ -161,10 +161,11 @@ def no_backend(known):
     )
 
 
-def not_installed(framework, reason, extra):
+def not_installed(framework, reason, extra, others):
+    choice = "Use backend={!r}".format(others[0]) if others else "Choose another backend"
     return NotInstalledError(
-        "{} is not installed, but {}. Choose another backend, or install it: pip install "
-        '"keras-gpu-compat[{}]".'.format(framework, reason, extra)
+        "{} is not installed, but {}. {}, or install it: pip install "
+        '"keras-gpu-compat[{}]".'.format(framework, reason, choice, extra)
     )
 
 
@@ -194,6 +195,14 @@ def keras_json_unreadable(path, problem):
     return ConfigurationFileError(
         "{} cannot be read: {}. Keras would ignore it without a word: mend or remove the file, or "
         "set KERAS_BACKEND.".format(path, problem)
+    )
+
+
+def keras_elsewhere(running, backend):
+    """The text of a warning."""
+    return (
+        "keras is imported and runs on {}, but {} was configured: models of this keras will not "
+        "use it. Call configure_gpu() before keras is imported.".format(running, backend)
     )
 
 
@@ -304,6 +313,14 @@ def builds_no_model(function, value):
     return NotAModelError(
         "parallelize() was given the function {}, which returned {!r}, not a Keras model.".format(
             function, type(value).__module__ + "." + type(value).__name__
+        )
+    )
+
+
+def nothing_to_compare(asked, devices):
+    return DevicesNotFoundError(
+        "{} devices are needed for the comparison, but the framework shows {}.".format(
+            asked, devices
         )
     )
 

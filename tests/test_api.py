@@ -481,13 +481,55 @@ def test_wrong_arguments_of_parallelize(keras):
 def test_a_model_of_another_backend_than_configured(keras, site, register, toy):
     register(toy, Other())
     site.install("other", "1.0", "other", (site.folder / "toyframework.py").read_text())
-    configure(backend="other", gpus=0)
+    with pytest.warns(compat.CompatWarning, match="keras is imported and runs on toyframework"):
+        compat.configure_gpu(backend="other", gpus=0)
     with pytest.raises(compat.InvalidArgumentError) as caught:
         compat.parallelize(keras.Model())
     assert str(caught.value) == (
         "The model runs on toy, but configure_gpu() set up other. Build the model with the Keras "
         "that was configured, or pass backend='toy' to configure_gpu()."
     )
+
+
+# Keras' own choice ----------------------------------------------------------------------------
+
+
+def test_keras_is_told_the_backend_that_was_asked_for(toy, site, monkeypatch):
+    site.install("Keras", "2.2.4", "keras", KERAS)
+    (site.folder / "keras_engine_training.py").write_text(KERAS_TRAINING)
+    configuration = configure(backend="toy")  # Keras' default is another one
+    assert configuration.environ["KERAS_BACKEND"] == "toyframework"
+    import keras
+
+    assert compat.parallelize(keras.Model()).devices == ["cpu:0"]
+
+
+@pytest.mark.parametrize("chosen, version", [("toyframework", "2.2.4"), (None, "2.10.0")])
+def test_keras_is_not_told_what_it_knows_or_does_not_read(toy, site, monkeypatch, chosen, version):
+    site.install("Keras", version)
+    if chosen:
+        monkeypatch.setenv("KERAS_BACKEND", chosen)
+    assert "KERAS_BACKEND" not in configure(backend="toy").environ
+
+
+def test_an_unreadable_file_of_keras_does_not_decide(toy, site, tmp_path):
+    site.install("Keras", "2.2.4")
+    (tmp_path / ".keras").mkdir()
+    (tmp_path / ".keras" / "keras.json").write_text("{")
+    assert configure(backend="toy").environ["KERAS_BACKEND"] == "toyframework"
+
+
+def test_a_keras_imported_on_another_backend_is_said(keras, register, toy, site):
+    register(toy, Other())
+    site.install("other", "1.0", "other", (site.folder / "toyframework.py").read_text())
+    with pytest.warns(compat.CompatWarning) as caught:
+        configuration = compat.configure_gpu(backend="other")
+    assert configuration.warnings == [text for text, _, _ in shown(caught)]
+    assert configuration.warnings == [
+        "keras is imported and runs on toyframework, but other was configured: models of this "
+        "keras will not use it. Call configure_gpu() before keras is imported."
+    ]
+    assert "KERAS_BACKEND" not in configuration.environ
 
 
 # floatx ---------------------------------------------------------------------------------------

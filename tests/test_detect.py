@@ -155,8 +155,8 @@ def test_keras_backend(site, monkeypatch):
     )
     monkeypatch.setenv("KERAS_BACKEND", "mxnet")
     assert refusal(compat.NotInstalledError) == (
-        "mxnet is not installed, but KERAS_BACKEND=mxnet. Choose another backend, or install it: "
-        'pip install "keras-gpu-compat[mxnet]".'
+        "mxnet is not installed, but KERAS_BACKEND=mxnet. Use backend='tensorflow1', or install "
+        'it: pip install "keras-gpu-compat[mxnet]".'
     )
     monkeypatch.setenv("KERAS_BACKEND", "")  # as if it were not set
     assert choice() == ("tensorflow1", "it is the default of keras 2.3.1")

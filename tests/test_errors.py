@@ -109,10 +109,17 @@ TEXTS = [
     ),
     (
         errors.not_installed,
-        ("theano", "KERAS_BACKEND=theano", "theano"),
+        ("theano", "KERAS_BACKEND=theano", "theano", []),
         errors.NotInstalledError,
         "theano is not installed, but KERAS_BACKEND=theano. Choose another backend, or install "
         'it: pip install "keras-gpu-compat[theano]".',
+    ),
+    (
+        errors.not_installed,
+        ("tensorflow", "it is the default of keras 2.2.4", "tensorflow1", ["theano", "mxnet"]),
+        errors.NotInstalledError,
+        "tensorflow is not installed, but it is the default of keras 2.2.4. Use "
+        "backend='theano', or install it: pip install \"keras-gpu-compat[tensorflow1]\".",
     ),
     (
         errors.unsupported_version,
@@ -142,6 +149,13 @@ TEXTS = [
         errors.ConfigurationFileError,
         "/home/a/.keras/keras.json cannot be read: Expecting value: line 1 column 1 (char 0). "
         "Keras would ignore it without a word: mend or remove the file, or set KERAS_BACKEND.",
+    ),
+    (
+        errors.keras_elsewhere,
+        ("theano", "mxnet"),
+        None,
+        "keras is imported and runs on theano, but mxnet was configured: models of this keras "
+        "will not use it. Call configure_gpu() before keras is imported.",
     ),
     (
         errors.keras_backend_ignored,
@@ -252,6 +266,12 @@ TEXTS = [
         "Keras model.",
     ),
     (
+        errors.nothing_to_compare,
+        (3, "cpu:0"),
+        errors.DevicesNotFoundError,
+        "3 devices are needed for the comparison, but the framework shows cpu:0.",
+    ),
+    (
         errors.wrong_backend,
         ("tensorflow2", "theano"),
         errors.InvalidArgumentError,
@@ -274,7 +294,7 @@ TEXTS = [
     # Texts of single backends.
     (
         errors.no_memory_size,
-        ("4096 MiB per GPU", "mxnet"),
+        ("mxnet", "4096 MiB per GPU"),
         None,
         "memory=4096 MiB per GPU was asked for, but mxnet limits GPU memory by no size. It takes "
         "memory as it is needed; memory=0.5 makes it give cached memory back while less than half "

@@ -1,0 +1,183 @@
+"""The command line: ``python -m compat``, also installed as ``compat``."""
+
+import argparse
+import os
+import sys
+
+from . import __version__, errors
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import List
+
+ENV = """\
+Report which backend this Python would use and why, the versions, the GPUs and the variables and
+files that matter. Configures nothing, imports no framework and initialises no GPU.
+
+exit status: 0 all is well, 1 something is wrong (see the last lines of the report)."""
+
+TEST = """\
+Train a small model on one device and on several, from the same start on the same batches, and
+compare step by step. CPU devices stand in where there are not GPUs enough.
+
+exit status: 0 the same numbers, 1 other numbers, 2 the comparison could not be made."""
+
+
+def main(arguments=None):
+    """Run one command and return its exit status."""
+    parsed = _parser().parse_args(arguments)
+    try:
+        return parsed.run(parsed)
+    except errors.CompatError as error:
+        print("compat {}: {}".format(parsed.command, error), file=sys.stderr)
+        return 2
+
+
+def _parser():
+    parser = argparse.ArgumentParser(
+        prog="compat", description="GPUs and several devices for every Keras backend."
+    )
+    parser.add_argument("--version", action="version", version="compat " + __version__)
+    commands = parser.add_subparsers(dest="command", metavar="command")
+    commands.required = True
+    text = argparse.RawDescriptionHelpFormatter
+
+    env = commands.add_parser(
+        "env", help="report what is installed, set and wrong", description=ENV, formatter_class=text
+    )
+    env.set_defaults(run=_env)
+
+    test = commands.add_parser(
+        "test", help="compare several devices with one", description=TEST, formatter_class=text
+    )
+    test.add_argument(
+        "--devices",
+        type=_several,
+        metavar="N",
+        help="how many, 2 or more (default: all GPUs where there are two or more, else 3)",
+    )
+    test.add_argument("--backend", metavar="NAME", help="default: the one that Keras would use")
+    test.add_argument(
+        "--simulate", action="store_true", help="use CPU devices even where there are GPUs"
+    )
+    test.set_defaults(run=_test)
+    return parser
+
+
+def _several(text):
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 2:
+        raise argparse.ArgumentTypeError("{!r} is not a number of devices, 2 or more".format(text))
+    return number
+
+
+# env ------------------------------------------------------------------------------------------
+
+
+def _env(arguments):
+    from . import _settings
+
+    problems: "List[str]" = []
+    sections = [
+        ("compat", [__version__]),
+        ("python", ["{} ({})".format(sys.version.split()[0], sys.executable)]),
+    ]
+    sections += _backend(problems) + _gpus(problems)
+    print(_settings.report(sections + [("problems", problems or ["none"])]))
+    return 1 if problems else 0
+
+
+def _backend(problems):
+    """Sections about the backend and its settings; appends to ``problems``."""
+    from . import _detect, _keras
+
+    installed = _detect.installed()
+    try:
+        chosen, reason = _detect.choose()
+    except errors.CompatError as error:
+        problems.append(str(error))
+        sections = [("backend", ["none"])]
+        variables = []
+        shown = installed
+    else:
+        sections = [("backend", ["{} ({})".format(chosen.name, reason)])]
+        problems += chosen.problems(os.environ)
+        variables = chosen.variables
+        shown = [chosen] + [b for b in installed if b.framework != chosen.framework]
+    problems += [p for p in _detect.problems(os.environ) if p not in problems]
+    versions = {}
+    for backend in shown:
+        versions.update(_keras.versions(backend))
+    lines = ["{} {}".format(*pair) for pair in versions.items()] or ["no framework, no Keras"]
+    return sections + [
+        ("versions", [", ".join(lines)]),
+        ("variables", _variables(variables)),
+        ("keras.json", [_keras_json(problems)]),
+    ]
+
+
+GENERAL = "CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES", "KERAS_BACKEND", "KERAS_HOME"
+
+
+def _variables(names):
+    names = sorted(set(GENERAL).union(names))
+    lines = ["{}={}".format(name, os.environ[name]) for name in names if name in os.environ]
+    return lines + ["not set: " + ", ".join(name for name in names if name not in os.environ)]
+
+
+def _keras_json(problems):
+    from . import _detect
+
+    path = _detect.keras_json(os.environ)
+    try:
+        content = _detect.read_keras_json(path)
+    except errors.CompatError as error:
+        if str(error) not in problems:
+            problems.append(str(error))
+        return "{} (unreadable)".format(path)
+    if not content:
+        return "{} (not there)".format(path)
+    values = ", ".join("{}={}".format(*pair) for pair in sorted(content.items()))
+    return "{}: {}".format(path, values)
+
+
+def _gpus(problems):
+    from . import _devices
+
+    machine = _devices.discover()
+    visible = _devices.choose(_devices.parse_gpus(None), None, os.environ, discover=lambda: machine)
+    problems += visible.problems
+    if machine is None:
+        return [("GPUs", ["unknown: nvidia-smi is missing or fails"])]
+    lines = [_gpu(gpu) for gpu in machine] or ["none"]
+    return [("GPUs", lines), ("visible", [str(visible)])]
+
+
+def _gpu(gpu):
+    if not gpu.uuid:
+        return "{}: nvidia-smi is missing or fails, so nothing more is known".format(gpu.index)
+    return "{}: {}, {:.0f} of {:.0f} MiB used, {} % busy, {}".format(
+        gpu.index,
+        gpu.name,
+        gpu.memory_used / 2.0**20,
+        gpu.memory_total / 2.0**20,
+        gpu.utilization,
+        gpu.uuid,
+    )
+
+
+# test -----------------------------------------------------------------------------------------
+
+
+def _test(arguments):
+    from . import _selftest
+
+    same = _selftest.run(arguments.devices, arguments.backend, arguments.simulate)
+    return 0 if same else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
