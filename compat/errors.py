@@ -398,7 +398,7 @@ def theano_flags_unreadable(text, problem):
 def theanorc_unreadable(path, problem):
     return unreadable_file(
         path,
-        problem,
+        problem.rstrip("."),
         "Theano cannot be imported with it. Mend the file: each option stands once, as "
         "`name = value`, under a section such as [global].",
     )

@@ -300,6 +300,44 @@ TEXTS = [
         "memory as it is needed; memory=0.5 makes it give cached memory back while less than half "
         "of a GPU is free.",
     ),
+    (
+        errors.theano_flags_invalid,
+        ({"floatX": "float32"}, "floatX is set by floatx="),
+        errors.InvalidArgumentError,
+        "theano_flags={'floatX': 'float32'} is not understood: floatX is set by floatx=. Use a "
+        'dictionary of Theano\'s flags, such as {"optimizer": "fast_compile", "openmp": True}.',
+    ),
+    (
+        errors.theano_flags_unreadable,
+        ("cxx='g++", "No closing quotation"),
+        errors.InvalidArgumentError,
+        "THEANO_FLAGS=cxx='g++ cannot be read: No closing quotation. Theano cannot be imported "
+        "with it. Put a backslash before a quote, a comma or a backslash that belongs to a value.",
+    ),
+    (
+        errors.theanorc_unreadable,
+        ("/home/a/.theanorc", "File contains no section headers."),
+        errors.ConfigurationFileError,
+        "/home/a/.theanorc cannot be read: File contains no section headers. Theano cannot be "
+        "imported with it. Mend the file: each option stands once, as `name = value`, under a "
+        "section such as [global].",
+    ),
+    (
+        errors.theanorc_names_no_file,
+        (),
+        errors.ConfigurationFileError,
+        "persist=True has no file to write: THEANORC is set and names none. Unset it, for "
+        "~/.theanorc, or name a file.",
+    ),
+    (
+        errors.theano_one_device,
+        ("cuda0, cuda1", "cuda0"),
+        errors.UnsupportedError,
+        "theano cannot run a model on cuda0, cuda1 in this process: all of it runs on cuda0. "
+        "Train on that one, with parallelize(model, gpus=1), or use a backend that splits batches "
+        "in one process, such as tensorflow or mxnet. compat does not start one process per "
+        "device yet.",
+    ),
 ]
 
 
