@@ -4,9 +4,12 @@ import collections
 import json
 import os
 
+import numpy as np
 import pytest
 
-from compat.testing import ParallelContract
+import compat
+from compat import _replicas
+from compat.testing import CASES, ParallelContract, initialise, largest_difference, optimizer
 
 # What a layer computes with: matrix products, convolutions, look-ups. The loss has none of them.
 OPERATIONS = ("dot", "Convolution", "FullyConnected", "Embedding")
@@ -39,6 +42,17 @@ def operations(model, inputs, targets, path):
     )
 
 
+def executors(model):
+    """The executors of a plain model."""
+    return model._module._curr_module._exec_group.execs
+
+
+def mxnet_error():
+    from mxnet.base import MXNetError
+
+    return MXNetError
+
+
 class TestMXNet(ParallelContract):
     backend = "mxnet"
 
@@ -61,3 +75,348 @@ class TestMXNet(ParallelContract):
         bodies = model._compat_replicas.phases["train"].bodies
         assert [str(b.arg_dict[name].context) for b in bodies] == ["cpu(0)", "cpu(1)", "cpu(2)"]
         return [body.arg_dict[name].shape[0] for body in bodies]
+
+    def test_masked_sequence_loss(self, keras):
+        """As the contract's, with a weight for each step: the plain model can do no other.
+
+        keras-mxnet on MXNet 1.9 does not know that such a loss has two dimensions, and
+        multiplies it, (16, 6), by the weights of 16 samples.
+        """
+        random = np.random.RandomState(5)
+        inputs = random.normal(size=(45, 6, 4)).astype("float32")
+        for row, length in enumerate(random.randint(1, 7, size=45)):
+            inputs[row, length:] = 0
+        targets = random.normal(size=(45, 6, 2)).astype("float32")
+        weights = random.uniform(size=(45, 6)).astype("float32")
+        models = []
+        for parallel in (False, True):
+            layers = keras.layers
+            steps = layers.Input(shape=(6, 4))
+            x = layers.LSTM(5, return_sequences=True, unroll=True)(layers.Masking()(steps))
+            model = keras.models.Model(steps, layers.TimeDistributed(layers.Dense(2))(x))
+            initialise(model)
+            if parallel:
+                compat.parallelize(model)
+            model.compile(optimizer(keras, "sgd"), "mse")
+            with pytest.raises((RuntimeError, mxnet_error()), match="broadcast"):
+                model.train_on_batch(inputs, targets)
+            model.compile(optimizer(keras, "sgd"), "mse", sample_weight_mode="temporal")
+            model.fit(
+                inputs, targets, batch_size=16, epochs=3, shuffle=False, verbose=0,
+                sample_weight=weights,
+            )  # fmt: skip
+            models.append(model)
+        self.close(models[0].get_weights(), models[1].get_weights())
+
+    # Issue by issue: last partial batches, metrics --------------------------------------------
+
+    @pytest.mark.parametrize("optimizer_name", ["sgd", "adam"])
+    @pytest.mark.parametrize("name", sorted(CASES))
+    def test_last_partial_batches(self, keras, name, optimizer_name):
+        plain = self.compiled(keras, name, optimizer_name)
+        parallel = self.compiled(keras, name, optimizer_name, parallel=True)
+        start = plain.get_weights()
+        for batch in (64, 61, 16):
+            for last in (13, 2, 1):
+                inputs, targets = CASES[name].data(batch + last)
+                for model in (plain, parallel):
+                    model.set_weights(start)
+                    model.fit(inputs, targets, batch_size=batch, epochs=3, shuffle=False, verbose=0)
+                assert largest_difference(start, plain.get_weights()) > 1e-3
+                self.close(plain.get_weights(), parallel.get_weights(), 2e-6)
+
+    def test_losses_and_metrics_reported(self, keras):
+        inputs, targets = CASES["multi"].data(61)
+        weights = [np.random.RandomState(i).uniform(size=61) for i in range(2)]
+        reports = []
+        for parallel in (False, True):
+            model = self.build(keras, "multi")
+            if parallel:
+                compat.parallelize(model)
+            model.compile(
+                optimizer(keras, "sgd"),
+                CASES["multi"].loss,
+                metrics={"score": "mae", "same": ["acc", "binary_crossentropy"]},
+                weighted_metrics={"same": ["acc"]},
+                loss_weights={"score": 0.3, "same": 2.0},
+            )
+            trained = model.train_on_batch(inputs, targets, sample_weight=weights)
+            tested = model.evaluate(
+                inputs, targets, batch_size=16, sample_weight=weights, verbose=0
+            )
+            reports.append((model.metrics_names, trained, tested))
+        assert reports[0][0] == reports[1][0]
+        assert len(reports[0][0]) == 7
+        for plain, parallel in zip(reports[0][1:], reports[1][1:]):
+            np.testing.assert_allclose(plain, parallel, rtol=1e-5)
+
+    # What the head computes -------------------------------------------------------------------
+
+    def test_scalar_output(self, keras):
+        """A model whose output is one number for the whole batch, as in keras-yolo3."""
+        K = keras.backend
+
+        def build():
+            layers = keras.layers
+            image, truth = layers.Input(shape=(8,)), layers.Input(shape=(4,))
+            guess = layers.Dense(4)(image)
+            square = layers.Lambda(lambda pair: K.mean(K.square(pair[0] - pair[1])) * 2.0)
+            return keras.models.Model([image, truth], square([guess, truth]))
+
+        inputs, targets = CASES["dense"].data(45)
+        # Plain keras-mxnet fails where a loss leaves its targets out.
+        plain, parallel = self.train_both(
+            keras, build, lambda y_true, y_pred: y_pred + 0 * K.mean(y_true),
+            [inputs, targets], np.zeros(45),
+        )  # fmt: skip
+        results = [m.predict_on_batch([inputs, targets]) for m in (plain, parallel)]
+        assert results[0].shape == results[1].shape == (1,)
+        np.testing.assert_allclose(*results, rtol=1e-5)
+
+    def test_penalties_of_layers(self, keras):
+        def build():
+            layers = keras.layers
+            return keras.models.Sequential(
+                [
+                    layers.Dense(
+                        6, activity_regularizer="l2", bias_regularizer="l1", input_shape=(8,)
+                    ),
+                    layers.Dense(4, kernel_regularizer="l2"),
+                ]
+            )
+
+        inputs, targets = CASES["dense"].data(45)
+        self.train_both(keras, build, "mse", inputs, targets)
+
+    def test_row_states_and_no_trainable_layer(self, keras):
+        """Frozen layers keep their weights; the order of the optimizer's states is not theirs."""
+
+        def build():
+            model = CASES["dense"].build(keras)
+            model.get_layer("hidden").trainable = False
+            return model
+
+        inputs, targets = CASES["dense"].data(45)
+        plain, parallel = self.train_both(keras, build, "mse", inputs, targets)
+        start = initialise(build()).get_weights()
+        differences = [np.abs(a - b).max() for a, b in zip(start, parallel.get_weights())]
+        assert sorted(d == 0 for d in differences) == [False, False, True, True]
+
+    # Where mathematics forbids one device's numbers -------------------------------------------
+
+    @pytest.mark.parametrize("rows", [61, 16, 2])
+    def test_batchnorm_by_numbers(self, keras, rows):
+        """Each shard by its own statistics; one update of the averages, weighted by size."""
+        layers = keras.layers
+        norm = layers.BatchNormalization(momentum=0.75, input_shape=(8,))
+        model = compat.parallelize(keras.models.Sequential([norm, layers.Dense(4)]))
+        model.compile(keras.optimizers.SGD(lr=0.0), "mse")
+        inputs, targets = CASES["dense"].data(rows)
+        model.train_on_batch(inputs * 3 + 1, targets)
+        shards = [
+            inputs[slice(*_replicas.bounds(rows, 3, i))] * 3 + 1
+            for i in range(3)
+            if _replicas.sizes(rows, 3)[i]
+        ]
+        mean = sum(shard.mean(axis=0) * len(shard) for shard in shards) / rows
+        variance = sum(shard.var(axis=0) * len(shard) for shard in shards) / rows
+        by_name = dict(zip([w.name.split("/")[-1] for w in norm.weights], norm.get_weights()))
+        moving = [v for n, v in sorted(by_name.items()) if n.startswith("moving")]
+        np.testing.assert_allclose(moving[0], 0.25 * mean, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(moving[1], 0.75 + 0.25 * variance, rtol=1e-4, atol=1e-6)
+        # The replicas hold the same averages, so that the next step starts from one state.
+        replicas = model._compat_replicas
+        for auxs in replicas.auxs[1:]:
+            for name, array in auxs.items():
+                assert (array.asnumpy() == replicas.auxs[0][name].asnumpy()).all()
+
+    def test_dropout_masks_differ_between_replicas(self, keras):
+        layers = keras.layers
+        dropout = layers.Dropout(0.5, input_shape=(200,), seed=7)
+        model = compat.parallelize(keras.models.Sequential([dropout]))
+        model.compile("sgd", "mse")
+        model.train_on_batch(np.ones((30, 200)), np.ones((30, 200)))
+        masks = [
+            body.outputs[0].asnumpy() != 0 for body in model._compat_replicas.phases["train"].bodies
+        ]
+        for first, second in ((0, 1), (0, 2), (1, 2)):
+            assert 0.4 < (masks[first] == masks[second]).mean() < 0.6
+        assert all(0.4 < mask.mean() < 0.6 for mask in masks)
+
+    @pytest.mark.parametrize("rows", [16, 2])
+    @pytest.mark.parametrize("unroll", [True, False])
+    def test_stateful_rnn_keeps_the_states_of_each_row(self, keras, rows, unroll):
+        """Against the plain model unrolled: keras-mxnet fails on a stateful one that is not."""
+
+        def build(unroll):
+            layers = keras.layers
+            lstm = layers.LSTM(
+                5, stateful=True, unroll=unroll, implementation=2, batch_input_shape=(rows, 6, 4)
+            )
+            return keras.models.Sequential([lstm, layers.Dense(2)])
+
+        random = np.random.RandomState(5)
+        inputs, targets = random.normal(size=(48, 6, 4)), random.normal(size=(48, 2))
+        results = []
+        for parallel in (False, True):
+            model = initialise(build(unroll or not parallel))
+            if parallel:
+                compat.parallelize(model)
+            model.compile(optimizer(keras, "sgd"), "mse")
+            model.fit(inputs, targets, batch_size=rows, epochs=2, shuffle=False, verbose=0)
+            again = [model.predict(inputs[:rows], batch_size=rows) for _ in range(2)]
+            model.reset_states()
+            fresh = model.predict(inputs[:rows], batch_size=rows)
+            tested = model.evaluate(inputs, targets, batch_size=rows, verbose=0)
+            results.append((model.get_weights(), again + [fresh], tested))
+        self.close(results[0][0], results[1][0])
+        self.close(results[0][1], results[1][1])
+        assert abs(results[0][2] - results[1][2]) < 1e-5
+        assert np.abs(results[1][1][0] - results[1][1][1]).max() > 1e-4  # the states count
+
+    # Between plain and parallel ---------------------------------------------------------------
+
+    @pytest.mark.parametrize("optimizer_name", ["sgd", "adam"])
+    def test_optimizer_state_moves_along(self, keras, optimizer_name):
+        inputs, targets = CASES["dense"].data(61)
+        plain = self.compiled(keras, "dense", optimizer_name)
+        model = self.compiled(keras, "dense", optimizer_name)
+        for devices in ([0], [1, 2], [2, 0], [1], [0, 1, 2], [0], [0, 1]):
+            compat.parallelize(model, gpus=devices)
+            for each in (plain, model):
+                each.fit(inputs, targets, batch_size=16, epochs=2, shuffle=False, verbose=0)
+            self.close(plain.get_weights(), model.get_weights())
+            assert plain.optimizer.num_update == model.optimizer.num_update
+
+    def test_one_device_leaves_nothing_behind(self, keras):
+        model = self.compiled(keras, "dense")
+        before = dict(vars(model))
+        compat.parallelize(model, gpus=1)
+        assert vars(model) == before
+        inputs, targets = CASES["dense"].data(16)
+        compat.parallelize(model)
+        model.train_on_batch(inputs, targets)
+        compat.parallelize(model, gpus=1)
+        assert set(vars(model)) == set(before)
+        model.train_on_batch(inputs, targets)
+        assert [str(e.arg_dict[model.inputs[0].name].context) for e in executors(model)] == [
+            "cpu(0)"
+        ]
+        compat.parallelize(model, gpus=[2])
+        model.train_on_batch(inputs, targets)
+        assert [str(e.arg_dict[model.inputs[0].name].context) for e in executors(model)] == [
+            "cpu(2)"
+        ]
+
+    def test_executors_hold_shards_and_gradients_on_their_contexts(self, keras):
+        model = self.compiled(keras, "conv", parallel=True)
+        model.train_on_batch(*CASES["conv"].data(61))
+        phase = model._compat_replicas.phases["train"]
+        trainable = {weight.name for weight in model.trainable_weights}
+        for index, body in enumerate(phase.bodies):
+            assert body.outputs[0].shape[0] == [20, 20, 21][index]
+            assert set(body.grad_dict) >= trainable
+            for name in trainable:
+                assert str(body.grad_dict[name].context) == "cpu({})".format(index)
+                assert np.abs(body.grad_dict[name].asnumpy()).max() > 0
+        assert not trainable & set(phase.head.arg_dict)  # it computes the loss alone
+
+    def test_compiled_again_keeps_weights(self, keras):
+        inputs, targets = CASES["dense"].data(45)
+        plain, model = self.compiled(keras, "dense"), self.compiled(keras, "dense", parallel=True)
+        for _ in range(2):
+            for each in (plain, model):
+                each.fit(inputs, targets, batch_size=16, epochs=1, shuffle=False, verbose=0)
+                each.get_weights()  # plain Keras forgets what was not asked for
+                each.compile(optimizer(keras, "adam"), "mse")
+        model.train_on_batch(inputs, targets)
+        before = model._compat_replicas.args[0]
+        model.compile(optimizer(keras, "adam"), "mse")
+        for name, array in before.items():
+            assert (model._args[name].asnumpy() == array.asnumpy()).all()
+        plain.train_on_batch(inputs, targets)
+        self.close(plain.get_weights(), model.get_weights())
+
+    def test_model_that_is_built_by_its_data(self, keras):
+        inputs, targets = CASES["dense"].data(45)
+        weights = []
+        for parallel in (False, True):
+            layers = keras.layers
+            model = keras.models.Sequential([layers.Dense(5), layers.Dense(4)])
+            if parallel:
+                compat.parallelize(model)
+            model.compile(optimizer(keras, "sgd"), "mse")
+            model.train_on_batch(inputs, targets)
+            initialise(model).fit(inputs, targets, batch_size=16, verbose=0, shuffle=False)
+            weights.append(model.get_weights())
+        self.close(*weights)
+        assert len(self.placement(model, inputs, targets)) == 3
+
+    def test_predicts_without_compile(self, keras):
+        inputs, _ = CASES["lstm"].data(13)
+        plain, parallel = self.build(keras, "lstm"), self.build(keras, "lstm")
+        compat.parallelize(parallel)
+        for seed in (1, 2):
+            results = [initialise(m, seed).predict(inputs, batch_size=4) for m in (plain, parallel)]
+            self.close(results[:1], results[1:], 1e-6)
+        assert len(parallel._compat_replicas.phases["predict"].bodies) == 3
+        compat.parallelize(parallel, gpus=1)
+        self.close(results[:1], [parallel.predict(inputs)], 1e-6)
+
+    # keras-mxnet mended -----------------------------------------------------------------------
+
+    @pytest.mark.parametrize("parallel", [False, True])
+    def test_lstm_not_unrolled_learns_and_tells(self, keras, parallel, tmp_path):
+        """It began with zeros, and get_weights() never told what it had learnt.
+
+        With implementation=2: under 1, keras-mxnet's loop adds the bias of the input gate to
+        all four gates.
+        """
+        inputs, targets = CASES["lstm"].data(45)
+        looped, unrolled = [
+            initialise(CASES["lstm"].build(keras, unroll=unroll, implementation=2))
+            for unroll in (False, True)
+        ]
+        start = looped.get_weights()
+        for model in (looped, unrolled):
+            if parallel:
+                compat.parallelize(model)
+            model.compile(optimizer(keras, "sgd"), "binary_crossentropy")
+            model.fit(inputs, targets, batch_size=16, epochs=3, shuffle=False, verbose=0)
+        self.close(looped.get_weights(), unrolled.get_weights())
+        changed = [np.abs(a - b).max() for a, b in zip(start, looped.get_weights())]
+        assert min(changed) > 1e-4, changed
+        path = str(tmp_path / "model.h5")
+        looped.save(path)
+        self.close(keras.models.load_model(path).get_weights(), looped.get_weights(), 1e-12)
+
+    def test_weights_of_a_model_not_compiled_last(self, keras):
+        inputs, targets = CASES["dense"].data(16)
+        first, last = self.compiled(keras, "dense"), self.compiled(keras, "dense")
+        start = first.get_weights()
+        first.train_on_batch(inputs, targets)
+        trained = first.get_weights()
+        assert largest_difference(start, trained) > 1e-3
+        first.set_weights(start)
+        last.train_on_batch(inputs, targets)
+        self.close(first.get_weights(), start, 1e-12)
+        assert largest_difference(start, last.get_weights()) > 1e-3
+        np.testing.assert_allclose(
+            first.predict(inputs), self.compiled(keras, "dense").predict(inputs), rtol=1e-6
+        )
+
+    @pytest.mark.parametrize("name", ["SGD", "Adam", "Nadam", "RMSprop", "Adagrad", "Adadelta"])
+    def test_optimizer_state_is_saved(self, keras, name, tmp_path):
+        inputs, targets = CASES["dense"].data(45)
+        options = {"momentum": 0.9, "decay": 0.01} if name == "SGD" else {}
+        model = compat.parallelize(self.build(keras, "dense"))
+        model.compile(getattr(keras.optimizers, name)(**options), "mse")
+        model.fit(inputs, targets, batch_size=16, epochs=2, shuffle=False, verbose=0)
+        path = str(tmp_path / "model.h5")
+        model.save(path)
+        loaded = keras.models.load_model(path)
+        loaded.save(path)  # nothing trained in between: the state is still there
+        again = keras.models.load_model(path)
+        for each in (model, loaded, again):
+            each.fit(inputs, targets, batch_size=16, epochs=1, shuffle=False, verbose=0)
+            self.close(model.get_weights(), each.get_weights(), 1e-6)
