@@ -350,6 +350,12 @@ def unwritable_file(path, problem):
 # MXNet ----------------------------------------------------------------------------------------
 
 
+def invalid_number_option(option, value):
+    return InvalidArgumentError(
+        "{}={!r} is not understood. Use a number, 1 or more.".format(option, value)
+    )
+
+
 def no_memory_size(framework, memory):
     """The text of a warning."""
     return (

@@ -293,6 +293,12 @@ TEXTS = [
     ),
     # Texts of single backends.
     (
+        errors.invalid_number_option,
+        ("cpu_worker_threads", "two"),
+        errors.InvalidArgumentError,
+        "cpu_worker_threads='two' is not understood. Use a number, 1 or more.",
+    ),
+    (
         errors.no_memory_size,
         ("mxnet", "4096 MiB per GPU"),
         None,
