@@ -16,12 +16,14 @@ Run it with the environment variable ``COMPAT_TEST_KERAS`` set to the Keras unde
 
 import importlib
 import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
 import compat
-from compat import _registry, _replicas
+from compat import _registry, _replicas, _selftest
 
 DEVICES = 3
 
@@ -261,9 +263,52 @@ class BackendContract:
         with pytest.raises(compat.AlreadyConfiguredError):
             compat.configure_gpu(simulate=DEVICES - 1)
 
+    # The command line -------------------------------------------------------------------------
+
+    def command(self, program):
+        """Run a program in a process of its own; its exit status and what it printed."""
+        framework = _registry.load(self.backend).framework
+        completed = subprocess.run(
+            [sys.executable, "-c", program],
+            env=dict(os.environ, KERAS_BACKEND=framework),
+            stdout=subprocess.PIPE,
+            universal_newlines=True,
+        )
+        return completed.returncode, completed.stdout
+
+    def test_env_command_finds_the_backend_and_imports_nothing(self):
+        status, out = self.command(
+            "import sys\n"
+            "from compat import __main__\n"
+            "status = __main__.main(['env'])\n"
+            "assert not {'keras', 'numpy', 'tensorflow', 'theano', 'mxnet'} & set(sys.modules)\n"
+            "sys.exit(status)\n"
+        )
+        assert status == 0, out
+        assert "backend     {} (".format(self.backend) in out
+        assert out.endswith("problems    none\n")
+
 
 class ParallelContract(BackendContract):
     """What a backend that runs several devices in one process must pass besides."""
+
+    def test_test_command_compares_step_by_step(self):
+        status, out = self.command(
+            "import sys\n"
+            "from compat import __main__, _selftest\n"
+            "assert __main__.main(['test', '--devices', '{}', '--simulate']) == 0\n"
+            "_selftest.TOLERANCE = -1.0\n"
+            "sys.exit(__main__.main(['test', '--devices', '{}', '--simulate']))\n".format(
+                DEVICES, DEVICES
+            )
+        )
+        assert status == 1, out
+        assert "{} simulated on the CPU".format(DEVICES) in out
+        steps = [line.split()[:2] for line in out.splitlines() if line.startswith("   ")]
+        rows = [[str(step), str(rows)] for step, rows in enumerate(_selftest.BATCHES, 1)]
+        assert [step for step in steps if step in rows] == rows * 2
+        assert "\nThe same to 1e-05 after 5 steps." in out
+        assert out.endswith("\nNOT the same to -1 after 5 steps.\n")
 
     # The same numbers -------------------------------------------------------------------------
 
