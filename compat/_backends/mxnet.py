@@ -5,6 +5,7 @@ make a model lose its weights; ``parallelize`` gives a model replicas (class ``_
 """
 
 import json
+import os
 import sys
 import weakref
 
@@ -30,8 +31,7 @@ class MXNet(Backend):
     """MXNet contexts as devices: ``gpu(0)``, or ``cpu(0)``, ``cpu(1)``... where simulated.
 
     A model that is not parallelized runs on the first device configured, whenever it was built,
-    loaded or cloned. (Plain keras-mxnet takes the first GPU that nvidia-smi lists, even where
-    MXNet was built without CUDA, and then fails in the first ``fit``.)
+    loaded or cloned. A context given to Keras by name is taken as it is.
 
     ``memory=``: MXNet takes GPU memory as it needs it, so "grow" is what it always does. For a
     fraction its pool gives cached memory back while less than the rest is free; it refuses no
@@ -67,8 +67,8 @@ class MXNet(Backend):
         self, settings: "Settings", environ: "Mapping[str, str]"
     ) -> "Dict[str, Optional[str]]":
         wanted = {
-            variable: str(settings.options[option])
-            for option, variable in _WORKERS.items()
+            variable: _number(option, settings.options[option])
+            for option, variable in sorted(_WORKERS.items())
             if option in settings.options
         }
         if settings.memory is not None and settings.memory.fraction:
@@ -80,8 +80,6 @@ class MXNet(Backend):
         return "mxnet is imported, and reads its variables then" if _imported() else None
 
     def configure(self, settings: "Settings") -> "List[str]":
-        import os
-
         missing = self.environ(settings, os.environ)
         late = {name: value for name, value in missing.items() if not name.startswith("CUDA_")}
         if late:
@@ -92,11 +90,13 @@ class MXNet(Backend):
                 "Call it before the first `import mxnet` or `import keras`.",
             )
         mx = self.import_framework()
-        hidden = "CUDA_VISIBLE_DEVICES" in missing  # set too late: all GPUs are still visible
+        hidden = "CUDA_VISIBLE_DEVICES" in missing  # it comes too late, so ids count as before
         self._names = self._contexts(mx, settings.devices, hidden)
         lines = ["models not parallelized run on {}".format(self._names[0])]
-        if settings.devices.gpus and not mx.context.num_gpus():
+        if settings.devices.gpus and not _visible_gpus(mx):
             lines.append(_no_gpu(mx))
+        elif settings.devices.gpus and hidden:
+            lines.append("other GPUs stay visible: mxnet was imported before")
         if settings.memory is not None:
             lines.append(_memory_line(settings.memory))
         if "keras" in _keras._names(self):
@@ -106,14 +106,14 @@ class MXNet(Backend):
     def _contexts(self, mx, devices, hidden):
         if devices.simulated:
             return ["cpu({})".format(index) for index in range(devices.simulated)]
-        visible = mx.context.num_gpus() if devices.gpus else 0
+        visible = _visible_gpus(mx) if devices.gpus else 0
         ids = devices.positions if hidden else range(len(devices.gpus))
         return ["gpu({})".format(index) for index in ids if index < visible] or ["cpu(0)"]
 
     def devices(self) -> "List[str]":
         if self._names is None:  # nothing was configured: what MXNet sees
             mx = self.import_framework()
-            self._names = ["gpu({})".format(i) for i in range(mx.context.num_gpus())] or ["cpu(0)"]
+            self._names = ["gpu({})".format(i) for i in range(_visible_gpus(mx))] or ["cpu(0)"]
         return list(self._names)
 
     def problems(self, environ: "Mapping[str, str]") -> "List[str]":
@@ -170,13 +170,10 @@ class MXNet(Backend):
         self._mend_keras()
         contexts = [_context(name) for name in devices]
         replicas = getattr(model, "_compat_replicas", None)
-        if replicas is not None:
-            updater = replicas.updater()
-            if len(contexts) > 1:
-                replicas.move(contexts)
-            else:
-                replicas.remove()
-                _run_plain(model, contexts[0], updater)
+        if replicas is not None and len(contexts) > 1:
+            replicas.move(contexts)
+        elif replicas is not None:
+            _run_plain(model, contexts[0], replicas.remove())
         elif len(contexts) > 1:
             _Replicas(model, contexts)
         elif model._context != contexts:
@@ -198,6 +195,19 @@ def _context(name):
 
     kind, _, index = name.rstrip(")").partition("(")
     return mx.Context(kind, int(index))
+
+
+def _number(option, value):
+    if isinstance(value, bool) or not hasattr(value, "__index__") or value < 1:
+        raise errors.invalid_number_option(option, value)
+    return str(value.__index__())
+
+
+def _visible_gpus(mx):
+    try:
+        return mx.context.num_gpus()
+    except mx.base.MXNetError:  # built with CUDA, and no driver there
+        return 0
 
 
 def _no_gpu(mx):
@@ -419,24 +429,17 @@ class _Replicas:
         from keras.backend import mxnet_backend as K
 
         self.model = model
-        self.contexts = contexts
-        self._source = None  # the symbol, or outputs, that the phases were made from
+        self._source = None  # the symbol, or the outputs, that arrays and phases were made for
         if model.compiled:
-            K.set_model(model)
-            model._sync_weights()
+            K.set_model(model)  # it may have been compiled before keras-mxnet was mended
+            self._source = model._pred_mxnet_symbol
+        model._sync_weights()
         self._updater = _updater_of(model)
         self._forget()
+        self.move(contexts)
         for name in self.METHODS:
             setattr(model, name, getattr(self, name))
         model._compat_replicas = self
-        if self._updater is not None:
-            _take_to(self._updater, contexts[0])
-            self._source = model._pred_mxnet_symbol
-        self._drop_functions()
-
-    def updater(self):
-        self._follow()
-        return self._updater
 
     def move(self, contexts):
         """Go on with other contexts."""
@@ -447,20 +450,25 @@ class _Replicas:
         self._forget()
 
     def remove(self):
-        """Leave the model without replicas."""
+        """Leave the model without replicas, and return the updater, or None."""
         self._sync_weights()
+        self._follow()
         for name in self.METHODS + ("_compat_replicas",):
             delattr(self.model, name)
-        self._drop_functions()
-
-    def _drop_functions(self):
-        self.model.train_function = self.model.test_function = self.model.predict_function = None
+        return self._updater
 
     def _forget(self):
         """Drop arrays and executors; they are made again when a batch comes."""
+        self.args = self.auxs = None  # of weights and auxiliary states by name, for each replica
         self.phases = {}
-        self.args = self.auxs = None
-        self.stale = True
+        self._stale = False  # whether Keras' variables have newer values than the arrays
+
+    def _pairs(self, replica):
+        """A replica's arrays, each with that of Keras' variable."""
+        model = self.model
+        for mine, keras in ((self.args, model._args), (self.auxs, model._auxs)):
+            for name, array in mine[replica].items():
+                yield array, keras[name]
 
     # Called by Keras ----------------------------------------------------------------------------
 
@@ -481,9 +489,8 @@ class _Replicas:
         """Bring what was trained to the arrays of Keras' variables, where Keras reads it."""
         if self.args is None or not self.model._weights_dirty:
             return
-        for mine, keras in ((self.args[0], self.model._args), (self.auxs[0], self.model._auxs)):
-            for name, array in mine.items():
-                array.copyto(keras[name])
+        for mine, keras in self._pairs(0):
+            mine.copyto(keras)
         self.model._weights_dirty = False
 
     def _set_weights(self, arg_params=None, auxs_params=None):
@@ -492,7 +499,7 @@ class _Replicas:
         for given, keras in ((arg_params, self.model._args), (auxs_params, self.model._auxs)):
             for name, value in (given or {}).items():
                 keras[name][:] = value
-        self.stale = True
+        self._stale = True
 
     def _train(self, inputs):
         self.model._check_trainable_weights_consistency()
@@ -542,23 +549,16 @@ class _Replicas:
         model = self.model
         if self.args is None:
             states = _state_names(model)
-            self.args = [
-                {k: v.copyto(context) for k, v in model._args.items() if k not in states}
-                for context in self.contexts
-            ]
-            self.auxs = [
-                {k: v.copyto(context) for k, v in model._auxs.items()} for context in self.contexts
-            ]
-            self.stale = False
-        if self.stale:
-            for each in range(len(self.contexts)):
-                for mine, keras in (
-                    (self.args[each], model._args),
-                    (self.auxs[each], model._auxs),
-                ):
-                    for key, array in mine.items():
-                        keras[key].copyto(array)
-            self.stale = False
+            weights = {key: array for key, array in model._args.items() if key not in states}
+            self.args, self.auxs = (
+                [{key: array.copyto(c) for key, array in held.items()} for c in self.contexts]
+                for held in (weights, model._auxs)
+            )
+        elif self._stale:
+            for replica in range(len(self.contexts)):
+                for mine, keras in self._pairs(replica):
+                    keras.copyto(mine)
+        self._stale = False
         if name not in self.phases:
             self.phases[name] = _Phase(self, name, inputs)
         self.phases[name].bind(inputs)
