@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import weakref
+from numbers import Number
 
 from .. import _detect, _keras, _replicas, errors
 from ..backend import Backend
@@ -152,7 +153,12 @@ class MXNet(Backend):
                     return [_context(self.devices()[0])]
                 return find_context(context)
 
+            def set_value(x, value):  # Keras' own makes float32, and fails under another floatx
+                value = [value] if isinstance(value, Number) else value
+                x.bind(mxnet_backend.mx.nd.array(value, dtype=x.dtype))
+
             mxnet_backend._get_mxnet_context = get_mxnet_context
+            mxnet_backend.set_value = keras.backend.set_value = set_value
             _keep_optimizer_state(keras.optimizers.SGD.__mro__[1])
         return [
             "keras-mxnet mended: weights of every model, not only of the one compiled last, and of "

@@ -3,12 +3,15 @@
 import collections
 import json
 import os
+import subprocess
+import sys
+import textwrap
 
 import numpy as np
 import pytest
 
 import compat
-from compat import _replicas
+from compat import _registry, _replicas
 from compat.testing import CASES, ParallelContract, initialise, largest_difference, optimizer
 
 # What a layer computes with: matrix products, convolutions, look-ups. The loss has none of them.
@@ -420,3 +423,161 @@ class TestMXNet(ParallelContract):
         for each in (model, loaded, again):
             each.fit(inputs, targets, batch_size=16, epochs=1, shuffle=False, verbose=0)
             self.close(model.get_weights(), each.get_weights(), 1e-6)
+
+
+# Configuring, a process each ----------------------------------------------------------------------
+
+
+def run(script, tmp_path, **environ):
+    """Run a script in a new process; return what it printed. Keras' files go to ``tmp_path``."""
+    environ = dict(os.environ, HOME=str(tmp_path), KERAS_HOME=str(tmp_path / "keras"), **environ)
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)],
+        env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, universal_newlines=True,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_configured_before_mxnet_is_imported(tmp_path):
+    printed = run(
+        """
+        import os, sys
+        import numpy as np
+        import compat
+
+        report = compat.configure_gpu(
+            simulate=3, cpu_worker_threads=2, memory=0.75, floatx="float64"
+        )
+        assert os.environ["MXNET_CPU_WORKER_NTHREADS"] == "2"
+        assert os.environ["MXNET_GPU_MEM_POOL_RESERVE"] == "25"
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "-1"
+        print(report)
+        import keras
+        from compat.testing import CASES, initialise, largest_difference, optimizer
+
+        models = [initialise(CASES["dense"].build(keras)) for _ in range(2)]
+        compat.parallelize(models[1])
+        for model in models:
+            model.compile(optimizer(keras, "adam"), "categorical_crossentropy")
+            inputs, targets = CASES["dense"].data(61)
+            model.fit(inputs, targets, batch_size=16, epochs=3, shuffle=False, verbose=0)
+            assert all(w.dtype == "float64" for w in model.get_weights())
+        assert largest_difference(*[model.get_weights() for model in models]) < 1e-13
+        """,
+        tmp_path,
+    )
+    assert "applied    models not parallelized run on cpu(0)" in printed
+    assert "memory: cached memory is given back while less than 25% of a GPU is free" in printed
+    assert "keras.backend.set_floatx('float64')" in printed
+
+
+def test_configured_after_mxnet_was_imported(tmp_path):
+    """Devices still can be chosen then; what MXNet read at its import cannot."""
+    run(
+        """
+        import keras, mxnet
+        import pytest
+        import compat
+
+        def built():
+            return keras.models.Sequential([keras.layers.Dense(2, input_shape=(3,))])
+
+        before = built()
+        with pytest.raises(compat.TooLateError) as error:
+            compat.configure_gpu(simulate=3, cpu_worker_threads=2, memory=0.5)
+        assert str(error.value) == (
+            "configure_gpu() came too late for mxnet: it reads MXNET_CPU_WORKER_NTHREADS=2, "
+            "MXNET_GPU_MEM_POOL_RESERVE=50 only when it is imported, and is imported already.\\n"
+            "Call it before the first `import mxnet` or `import keras`."
+        )
+        configured = compat.configure_gpu(simulate=3, memory="grow")
+        assert configured.devices == ["cpu(0)", "cpu(1)", "cpu(2)"]
+        assert "memory: MXNet takes it as it is needed, always" in configured.applied
+
+        # Models built later run on the first device, also loaded and cloned; others are moved.
+        backend = compat._registry.load("mxnet")
+        backend._names = ["cpu(1)", "cpu(2)"]
+        after = built()
+        after.compile("sgd", "mse")
+        after.save("model.h5")
+        models = [after, keras.models.load_model("model.h5"), keras.models.clone_model(after)]
+        assert [str(m._context) for m in models] == ["[cpu(1)]"] * 3
+        assert str(before._context) == "[cpu(0)]"
+        assert str(compat.parallelize(before, gpus=1)._context) == "[cpu(1)]"
+        with keras.backend.Context("cpu"):
+            assert str(built()._context) == "[cpu(0)]"
+        """.replace("model.h5", str(tmp_path / "model.h5")),
+        tmp_path,
+    )
+
+
+def test_gpus_that_this_mxnet_cannot_use(tmp_path):
+    """Noticed at once, not by "simple_bind error" in the first fit; the driver lists two GPUs."""
+    driver = tmp_path / "nvidia-smi"
+    driver.write_text("#!/bin/sh\nfor i in 0 1; do echo \"$i, GPU-$i, A100, 40000, 0, 0\"; done\n")
+    driver.chmod(0o755)
+    printed = run(
+        """
+        import warnings
+        import numpy as np
+        import pytest
+        import compat
+
+        with pytest.raises(compat.DevicesNotFoundError, match="mxnet sees cpu"):
+            compat.configure_gpu(gpus=2, strict=True)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            print(compat.configure_gpu(gpus=2, memory="4GiB"))
+        texts = [str(w.message) for w in caught if w.category is compat.CompatWarning]
+        assert texts == [
+            "memory=4096 MiB per GPU was asked for, but mxnet limits GPU memory by no size. It "
+            "takes memory as it is needed; memory=0.5 makes it give cached memory back while less "
+            "than half of a GPU is free.",
+            "GPU 0,1 was asked for, but mxnet sees cpu(0). Going on with cpu(0).",
+        ], texts
+        import keras
+
+        model = keras.models.Sequential([keras.layers.Dense(2, input_shape=(3,))])
+        assert compat.parallelize(model) is model
+        model.compile("sgd", "mse")
+        model.fit(np.ones((4, 3)), np.ones((4, 2)), verbose=0)
+        """,
+        tmp_path,
+        PATH="{}{}{}".format(tmp_path, os.pathsep, os.environ["PATH"]),
+    )
+    assert "built without CUDA: install the mxnet-cu package for your CUDA" in printed
+    assert "memory: no limit (MXNet has none by size)" in printed
+
+
+def test_environ_says_only_what_changes():
+    from compat._devices import Devices
+    from compat._settings import Settings, parse_memory
+
+    backend = _registry.load("mxnet")
+    settings = Settings(
+        Devices(["3", "1"], [3, 1]), parse_memory(0.9), options={"gpu_worker_threads": 4}
+    )
+    expected = {
+        "CUDA_VISIBLE_DEVICES": "3,1",
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "MXNET_GPU_MEM_POOL_RESERVE": "10",
+        "MXNET_GPU_WORKER_NTHREADS": "4",
+    }
+    assert backend.environ(settings, {}) == expected
+    assert backend.environ(settings, expected) == {}
+    settings = Settings(Devices(), options={"cpu_worker_threads": "two"})
+    with pytest.raises(compat.InvalidArgumentError) as error:
+        backend.environ(settings, {})
+    assert str(error.value) == (
+        "cpu_worker_threads='two' is not understood. Use a number, 1 or more."
+    )
+
+
+def test_problems_of_an_environment():
+    problems = _registry.load("mxnet").problems
+    assert problems({}) == []
+    assert problems({"DMLC_ROLE": "worker"}) == []
+    assert problems({"DMLC_ROLE": "server"}) == [
+        "DMLC_ROLE=server: `import mxnet` starts a server and never returns."
+    ]
