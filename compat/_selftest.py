@@ -84,8 +84,8 @@ def _compare(single, several, count):
         )
         same = same and difference <= TOLERANCE  # False for NaN, too
         _say("{:4}  {:4}  {:9.7f}  {:10.7f}  {:.1e}".format(step, rows, *losses + [difference]))
-    verdict = "The same" if same else "NOT the same"
-    _say("\n{} to {:g} after {} steps.".format(verdict, TOLERANCE, len(BATCHES)))
+    verdict = "The same: no weight ever differs" if same else "NOT the same: a weight differs"
+    _say("\n{} by more than {:g}.".format(verdict, TOLERANCE))
     return same
 
 
