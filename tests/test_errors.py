@@ -293,6 +293,20 @@ TEXTS = [
     ),
     # Texts of single backends.
     (
+        errors.several_devices_in_xla,
+        (),
+        errors.UnsupportedError,
+        "tensorflow2 cannot run a model on several devices under jit_compile=True: XLA puts a "
+        "whole step on one. Compile the model with jit_compile=False.",
+    ),
+    (
+        errors.not_divided,
+        ("encoder", "it is stateful", "/gpu:0"),
+        None,
+        "parallelize() leaves model 'encoder' on /gpu:0: it is stateful, so its batches cannot be "
+        "split. The numbers are those of one device, and so is the speed.",
+    ),
+    (
         errors.invalid_number_option,
         ("cpu_worker_threads", "two"),
         errors.InvalidArgumentError,
