@@ -48,6 +48,8 @@ class Result:
             if case.find("skipped") is not None
         ]
 
+        self.bad = self.failed or not self.passed
+
     def __str__(self):
         return "{0.passed} passed, {0.failed} failed, {0.skipped} skipped".format(self)
 
@@ -74,7 +76,7 @@ def rows(results):
     for name, python in environments():
         result = results.get(name)
         facts = result.properties if result else {}
-        outcome = "not run" if not result else "failed" if result.failed else "passed"
+        outcome = "not run" if not result else "failed" if result.bad else "passed"
         columns = [facts.get(key, "none") for key in ("backend", "framework", "keras")]
         yield [name, python] + (columns if result else ["", "", ""]) + [outcome]
 
@@ -134,6 +136,7 @@ def main(folder, *options):
         for skip in result.skips:
             print("    skipped {}".format(skip))
     missing, failures = not_run(results)
+    failures += ["failed: {}: {}".format(n, results[n]) for n in results if results[n].bad]
     print("\n".join(missing))
     if "--write" in options:
         write_readme(table)
@@ -147,7 +150,7 @@ def main(folder, *options):
         for what in ("passed", "failed", "skipped")
     )
     print("{} passed, {} failed, {} skipped".format(passed, failed, skipped))
-    return 1 if failed or failures else 0
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

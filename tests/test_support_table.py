@@ -7,7 +7,7 @@ import pytest
 import support_table
 
 JUNIT = """<?xml version="1.0" encoding="utf-8"?>
-<testsuites><testsuite name="pytest" errors="0" failures="{failures}" skipped="1" tests="5"
+<testsuites><testsuite name="pytest" errors="0" failures="{failures}" skipped="1" tests="{tests}"
  time="7.9"><properties><property name="backend" value="theano" />
 <property name="framework" value="theano 1.0.5" /><property name="keras" value="keras 2.2.4" />
 </properties><testcase name="test_a"><skipped message="why not" /></testcase></testsuite>
@@ -27,9 +27,9 @@ def run(tmp_path, monkeypatch, capsys):
     os.utime(str(wheels / "a.whl"), (1000, 1000))
     monkeypatch.setenv("PATH", str(machine))
 
-    def run(failures, pythons=(), **environ):
+    def run(failures, pythons=(), tests=5, **environ):
         for name, count in failures.items():
-            (results / (name + ".xml")).write_text(JUNIT.format(failures=count))
+            (results / (name + ".xml")).write_text(JUNIT.format(failures=count, tests=tests))
         for python in pythons:
             (machine / ("python" + python)).symlink_to(sys.executable)
         for name, value in environ.items():
@@ -70,6 +70,12 @@ def test_result_of_an_earlier_run_does_not_count(run):
     _, lines = run({})
     assert "not run: py37-theano: this machine has no Python 3.7" in lines
     assert lines[-1] == "0 passed, 0 failed, 0 skipped"
+
+
+def test_environment_where_every_test_was_skipped_has_failed(run):
+    status, lines = run({"py37-theano": 0}, tests=1)
+    assert status == 1
+    assert "failed: py37-theano: 0 passed, 0 failed, 1 skipped" in lines
 
 
 def test_failures_fail_and_skips_are_shown(run):
