@@ -114,6 +114,8 @@ def _configure(chosen: "Backend", reason: str, settings: "Settings") -> "Configu
             if option not in chosen.options
         ]
     )
+    if settings.persist and not chosen.configuration_file:
+        notes.append(errors.nothing_to_persist(chosen.name))
     if settings.devices.shortage:
         notes.append(_fewer(settings.devices.shortage, settings.devices, settings.strict))
     variables = _detect.keras_variable(chosen, os.environ)

@@ -27,6 +27,8 @@ class Backend:
     extra = ""  # type: str
     #: Keyword options of ``configure_gpu()`` that this backend knows.
     options = ()  # type: Sequence[str]
+    #: The file that ``persist=True`` writes; empty where the framework reads none.
+    configuration_file = ""  # type: str
     #: Environment variables worth showing in a report.
     variables = ()  # type: Sequence[str]
 

@@ -127,6 +127,11 @@ def option_of_others(option, backend):
     return "The option {!r} is for other backends: {} ignores it.".format(option, backend)
 
 
+def nothing_to_persist(backend):
+    """The text of a warning."""
+    return "persist=True writes nothing: {} reads no configuration file.".format(backend)
+
+
 def invalid_strategy(strategy):
     return InvalidArgumentError(
         "strategy={!r} is not understood. Use None: the model's replicas run in this "

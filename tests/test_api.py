@@ -184,6 +184,18 @@ def test_an_option_of_another_backend_is_said(toy, register):
     assert [message for message, _, _ in shown(caught)] == configuration.warnings == [text]
 
 
+def test_persist_where_there_is_no_file_is_said(toy, monkeypatch):
+    text = "persist=True writes nothing: toy reads no configuration file."
+    with pytest.warns(compat.CompatWarning) as caught:
+        configuration = compat.configure_gpu(persist=True)
+    assert [message for message, _, _ in shown(caught)] == configuration.warnings == [text]
+
+
+def test_persist_where_there_is_a_file(toy, monkeypatch):
+    monkeypatch.setattr(toy, "configuration_file", "~/.toyrc", raising=False)
+    assert configure(persist=True).warnings == []
+
+
 # The second call ------------------------------------------------------------------------------
 
 

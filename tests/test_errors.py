@@ -74,6 +74,12 @@ TEXTS = [
         "The option 'log_device_placement' is for other backends: theano ignores it.",
     ),
     (
+        errors.nothing_to_persist,
+        ("mxnet",),
+        None,
+        "persist=True writes nothing: mxnet reads no configuration file.",
+    ),
+    (
         errors.invalid_strategy,
         ("mirrored",),
         errors.InvalidArgumentError,
