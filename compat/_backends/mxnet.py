@@ -263,7 +263,10 @@ class _Models:
         self._models.add(model)
 
     def _sync_weights(self):
-        for model in list(self._models):
+        dirty = [model for model in self._models if model._weights_dirty]
+        if any(model._auxs for model in dirty):
+            _wait_for_moving_averages()
+        for model in dirty:
             model._sync_weights()
 
     @property
@@ -282,6 +285,17 @@ class _Models:
             ]
             if any(mine):
                 model._set_weights(*mine)
+
+
+def _wait_for_moving_averages():
+    """Wait for all that is being computed.
+
+    The backward pass of BatchNorm writes the moving averages unbeknown to MXNet's engine, so that
+    a read may come before it: in 5 of 60 steps of a small model it did.
+    """
+    import mxnet as mx
+
+    mx.nd.waitall()
 
 
 def _add_missing_weights(model):
@@ -592,9 +606,13 @@ class _Replicas:
 
     def _average_auxiliary_states(self, phase):
         """Moving averages: one update, to the mean of the replicas' weighted by shard size."""
+        names = phase.body.list_auxiliary_states()
+        if names:
+            _wait_for_moving_averages()
         first = self.contexts[0]
-        shares = [float(size) / phase.rows for size in _replicas.sizes(phase.rows, len(self.contexts))]
-        for name in phase.body.list_auxiliary_states():
+        sizes = _replicas.sizes(phase.rows, len(self.contexts))
+        shares = [float(size) / phase.rows for size in sizes]
+        for name in names:
             mean = sum(
                 auxs[name].as_in_context(first) * share for auxs, share in zip(self.auxs, shares)
             )
@@ -654,6 +672,7 @@ class _Phase:
         self.trained = [n for n in self.parameters if n not in fixed] if self.is_train else []
         # Where the values stand among the heads: outputs, results, then the updates' values.
         graph = _Graph(outputs, symbol)
+        self.sparse = graph.sparse_gradients()
         values = graph.heads[len(outputs) :]
         self.variables = [variable.name for variable, _ in updates]
         if name == "predict":  # Keras leaves out values that are outputs, too
@@ -728,7 +747,13 @@ class _Phase:
             n: weights[n] if n in weights else mx.nd.zeros(shape, context, dtype)
             for n, shape, dtype in zip(names, inferred, typed)
         }
-        gradients = {n: mx.nd.zeros_like(args[n]) for n in differentiated if n in args}
+        gradients = {
+            n: mx.nd.zeros(
+                args[n].shape, context, args[n].dtype, "row_sparse" if n in self.sparse else None
+            )
+            for n in differentiated
+            if n in args
+        }
         return symbol.bind(
             context,
             args,
@@ -806,6 +831,14 @@ class _Graph:
         self.nodes = self.json["nodes"]
         self.inputs = [[tuple(i[:2]) for i in node["inputs"]] for node in self.nodes]
         self.heads = [tuple(head[:2]) for head in self.json["heads"]]
+
+    def sparse_gradients(self):
+        """The weights of look-ups that give a gradient with their own rows only."""
+        return {
+            self.nodes[self.inputs[number][1][0]]["name"]
+            for number, node in enumerate(self.nodes)
+            if node.get("attrs", {}).get("sparse_grad") == "True"
+        }
 
     def symbol(self, heads, nodes=None):
         import mxnet as mx
