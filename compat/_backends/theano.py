@@ -48,6 +48,7 @@ class Theano(Backend):
     distributions = ("theano",)
     extra = "theano"
     options = ("theano_flags",)
+    configuration_file = "~/.theanorc"
     variables = (
         "THEANO_FLAGS",
         "THEANORC",
@@ -72,8 +73,6 @@ class Theano(Backend):
         merged = _theano_flags.merge_flags(before, flags)
         if merged != before:
             variables["THEANO_FLAGS"] = merged
-        if environ.get("KERAS_BACKEND") != self.framework:
-            variables["KERAS_BACKEND"] = self.framework
         return variables
 
     def initialised(self) -> "Optional[str]":

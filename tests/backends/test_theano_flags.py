@@ -1,0 +1,584 @@
+"""Theano's flags: what compat reads and writes is what Theano itself then reports."""
+
+import collections
+import configparser
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+import compat
+from compat import _registry
+from compat._backends import _theano_flags
+from compat._devices import Devices
+from compat._settings import Memory, Settings
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+# Reads claims (an environment, and what compat says of each flag in it) and prints for each what
+# Theano reports otherwise. With "fresh" Theano's own modules are executed anew for each; with
+# "import" Theano is imported under the one claim's environment.
+PROBE = """
+import importlib, json, logging, os, sys, warnings
+warnings.simplefilter("ignore")
+logging.disable(logging.CRITICAL)
+how, path = sys.argv[1:]
+claims = json.load(open(path, encoding="utf-8"))
+
+def fresh(environ):
+    os.environ.clear()
+    os.environ.update(environ)
+    for name in ("configparser", "configdefaults"):
+        sys.modules.pop("theano." + name, None)
+    parser = importlib.import_module("theano.configparser")
+    theano.config = parser.config  # where configdefaults looks for what it has defined
+    importlib.import_module("theano.configdefaults")
+    return parser._config_var_list
+
+def otherwise(parameters, said):
+    parameters = {p.fullname: p for p in parameters}
+    for name, text in said.items():
+        parameter = parameters[name]
+        if text is None:
+            if not parameter.is_default:
+                yield "%s is %r, not the default" % (name, parameter.val)
+        elif parameter.is_default:
+            yield "%s is the default, not %r" % (name, text)
+        elif parameter.val != parameter.filter(text):
+            yield "%s is %r, not %r" % (name, parameter.val, text)
+
+import theano
+
+answers = []
+for environ, said in claims:
+    try:
+        parameters = fresh(environ) if how == "fresh" else theano.configparser._config_var_list
+    except Exception as error:
+        answers.append([type(error).__name__, str(error)])
+    else:
+        answers.append(list(otherwise(parameters, said)))
+print("answers:" + json.dumps(answers))
+"""
+
+VALUES = collections.OrderedDict(
+    [
+        ("device", ["cpu", "cuda", "cuda0", "cuda3", "opencl0:1"]),
+        ("init_gpu_device", ["", "cuda1"]),
+        ("floatX", ["float16", "float32", "float64", "32", "64"]),
+        ("contexts", ["", "dev0->cuda0;dev1->cuda1", "a->cuda0"]),
+        ("gpuarray.preallocate", ["0", ".5", "0.95", "-1", "2048"]),
+        ("mode", ["Mode", "FAST_RUN", "FAST_COMPILE"]),
+        ("optimizer", ["fast_compile", "fast_run", "None", "o2"]),
+        ("openmp", ["True", "true", "1", "False", "false", "0"]),
+        ("allow_gc", ["True", "false", "0"]),
+        ("dnn.conv.algo_fwd", ["small", "fft", "time_once"]),
+        ("exception_verbosity", ["low", "high"]),
+        ("scan.allow_gc", ["1", "0"]),
+    ]
+    + [  # flags that are free texts
+        (name, None)
+        for name in (
+            "base_compiledir", "compiledir_format", "cuda.root", "gcc.cxxflags", "magma.include_path",
+            "dnn.include_path", "magma.library_path", "optimizer_including", "ctc.root",
+        )
+    ]
+)  # fmt: skip
+PIECES = (
+    ["a", "Bc", "/usr/lib", "0", "-O3", "~", "~/x", "$", " ", "  ", "=", ":", ".", "[b]", "\u00e9"]
+    + [",", "\\", "'", '"', "#", ";", "%", "%%", "%(USER)s", "%(TMPDIR)s", "%(platform)s", "\t"]
+    + ["x,y", "a=b", "it's", '"two words"', " # not a comment", "; no"]
+)
+
+
+def text(rng):
+    return "".join(rng.choice(PIECES) for _ in range(rng.randint(0, 5)))
+
+
+def value(rng, name):
+    return text(rng).strip() if VALUES[name] is None else rng.choice(VALUES[name])
+
+
+def generate_flags(rng):
+    """A THEANO_FLAGS text: escapes, quotes, duplicates, spaces, comments, entries gone wrong."""
+    entries = []
+    for _ in range(rng.randint(0, 6)):
+        name = rng.choice(list(VALUES))
+        plain = value(rng, name)
+        style = rng.random()
+        if style < 0.35:
+            written = re.sub(r"([\\,'\"#])", r"\\\1", plain)
+        elif style < 0.55:
+            written = "'" + plain.replace("'", "") + "'"
+        elif style < 0.75:
+            written = '"' + re.sub(r'(["\\])', r"\\\1", plain) + '"'
+        else:
+            written = plain
+        equals = "=" if rng.random() < 0.9 else " ="
+        entries.append(name + equals + written)
+        if rng.random() < 0.1:
+            entries.append(rng.choice(["openmp", "", " ", "unknown=1", "gpuarray.x=2,,", "=3"]))
+        if rng.random() < 0.04:
+            entries.append("# the rest of the line\nallow_gc=0")
+    return rng.choice([",", ", ", ","]).join(entries)
+
+
+def generate_file(rng):
+    """A .theanorc: sections, comments, indentation, continued and odd values, CRLF."""
+    lines = []
+    sections = {}
+    margin = rng.choice(["", "", "", "  ", "\t"])
+    for name in rng.sample(list(VALUES), rng.randint(0, 7)):
+        section, _, option = name.rpartition(".")
+        sections.setdefault(section or "global", []).append((option, value(rng, name), name))
+    names = list(sections) + rng.choice([[], [], ["global"], ["mine"], ["DEFAULT"]])
+    for section in sorted(set(names), key=lambda _: rng.random()):
+        lines += rng.choice([[], [""], ["# about " + section, ""], ["; old", "", "  # indented"]])
+        lines.append(rng.choice(["", margin]) + "[{}]".format(section))
+        options = sections.get(section, [])
+        if section in ("mine", "DEFAULT"):
+            options = [("unknown", text(rng).strip(), None), ("deterministic", "more", None)]
+        for option, plain, name in options:
+            lines += rng.choice([[], [], [], ["# why"], [""]])
+            case = rng.choice([str, str, str.lower, str.upper])
+            lines.append(margin + case(option) + rng.choice([" = ", "=", ": ", " =  "]) + plain)
+            if name and VALUES[name] is None and rng.random() < 0.3:
+                lines += [margin + "    and more", "  # between", "", margin + "  last"]
+    if rng.random() < 0.04:
+        lines.insert(0, rng.choice(["orphan = 1", "no value", "[global]\n[global]"]))
+    end = "\r\n" if rng.random() < 0.2 else "\n"
+    return end.join(lines) + rng.choice([end, end, ""])
+
+
+def generate_environ(rng, folder):
+    """An environment with THEANO_FLAGS and files, in a new folder."""
+    folder.mkdir()
+    environ = {name: os.environ[name] for name in ("PATH", "LANG", "LC_ALL") if name in os.environ}
+    environ.update(HOME=str(folder), TMPDIR="/tmp/a,b", USER="ann")
+    files = [rng.choice(["a.rc", "~/b.rc", "with, comma", "c"]) for _ in range(rng.randint(1, 3))]
+    for name in set(files) if rng.random() < 0.7 else []:
+        if rng.random() < 0.85:
+            path = folder / name.replace("~/", "")
+            path.write_bytes(generate_file(rng).encode("utf-8"))
+        environ["THEANORC"] = os.pathsep.join(
+            name if name.startswith("~") else str(folder / name) for name in files
+        )
+    if "THEANORC" not in environ and rng.random() < 0.8:
+        (folder / ".theanorc").write_bytes(generate_file(rng).encode("utf-8"))
+    if rng.random() < 0.9:
+        environ["THEANO_FLAGS"] = generate_flags(rng)
+    return environ
+
+
+def generate_settings(rng):
+    gpus = [str(i) for i in rng.sample(range(8), rng.choice([0, 0, 1, 2, 3]))]
+    memory = [None, Memory(grow=True), Memory(fraction=0.5), Memory(fraction=1.0), Memory(size=3e9)]
+    options = {
+        name: value(rng, name)
+        for name in rng.sample(list(VALUES), rng.randint(0, 2))
+        if name not in ("floatX", "device", "contexts", "init_gpu_device")
+    }
+    return Settings(
+        Devices(gpus, range(len(gpus))),
+        memory=rng.choice(memory),
+        floatx=rng.choice([None, "float32", "float64", "float16"]),
+        options={"theano_flags": options} if options else {},
+    )
+
+
+def readings(environ):
+    """What compat says Theano's flags are in this environment, or None where it refuses it."""
+    try:
+        flags = _theano_flags.Flags(environ)
+    except compat.CompatError:
+        return None
+    return {name: flags.get(name) for name in VALUES}
+
+
+def ask_theano(how, claims, folder):
+    """What Theano reports otherwise than claimed, for each claim."""
+    path = folder / "claims.json"
+    path.write_text(json.dumps(claims), encoding="utf-8")
+    environ = claims[0][0] if how == "import" else os.environ
+    output = subprocess.check_output(
+        [sys.executable, "-c", PROBE, how, str(path)], env=environ, cwd=str(folder)
+    )
+    return json.loads(output.decode().partition("answers:")[2])
+
+
+def generate_claims(seed, folder):
+    """Three claims: of an environment as it is, with THEANO_FLAGS merged, with a file written.
+
+    One claim, None, where compat refuses the environment.
+    """
+    rng = random.Random(seed)
+    theano = _registry.load("theano")
+    environ = generate_environ(rng, folder)
+    before = readings(environ)
+    if before is None:
+        return [(environ, None)]
+    settings = generate_settings(rng)
+    ours = theano._flags(settings, environ, range(len(settings.devices.gpus)))
+    merged = dict(environ, **theano.environ(settings, environ))
+    claims = [(environ, before), (merged, dict(before, **ours))]
+    assert readings(merged) == claims[1][1]
+
+    written = folder.with_name(folder.name + "-written")
+    shutil.copytree(str(folder), str(written))
+    without = {
+        name: text.replace(str(folder), str(written))
+        for name, text in environ.items()
+        if name != "THEANO_FLAGS"
+    }
+    before = readings(without)
+    ours = theano._flags(settings, without, range(len(settings.devices.gpus)))
+    path = _theano_flags.file_to_write(without)
+    comments, order = comments_and_order(path)
+    _theano_flags.write(path, ours)
+    new_comments, new_order = comments_and_order(path)
+    assert new_comments == comments
+    assert [option for option in new_order if option in order] == order
+    return claims + [(without, dict(before, **ours))]
+
+
+def comments_and_order(path):
+    """A file's comments, and its options and headers, in their order."""
+    if not os.path.exists(path):
+        return [], []
+    with open(path, encoding="utf-8") as file:
+        text = file.read()
+    parser = configparser.RawConfigParser(strict=False)
+    parser.read_string(text)
+    lines = [line.strip() for line in text.split("\n")]
+    order = [(s, o) for s in parser.sections() for o in parser.options(s)]
+    return [line for line in lines if line.startswith(("#", ";"))], order
+
+
+# Reading and writing agree with Theano --------------------------------------------------------
+
+COMBINATIONS = 110
+IMPORTS = 12
+
+
+def test_theano_reports_what_compat_reads_and_writes(tmp_path):
+    claims, refused = [], []
+    for seed in range(COMBINATIONS):
+        for environ, said in generate_claims(seed, tmp_path / str(seed)):
+            (claims if said is not None else refused).append((environ, said or {}))
+    answers = ask_theano("fresh", claims, tmp_path)
+    wrong = [pair for pair in zip(answers, claims) if pair[0]]
+    assert len(claims) > 2 * COMBINATIONS
+    assert not wrong, wrong[:3]
+    # Where compat refuses to read, Theano does so, too.
+    assert len(refused) > COMBINATIONS // 20
+    refusals = ["ValueError", "MissingSectionHeaderError", "DuplicateSectionError", "ParsingError"]
+    refusals += ["DuplicateOptionError", "UnicodeDecodeError"]
+    for answer, (environ, _) in zip(ask_theano("fresh", refused, tmp_path), refused):
+        assert answer and answer[0] in refusals, (answer, environ)
+
+
+def test_imported_theano_reports_it_too(tmp_path):
+    """A sample of the same with nothing but `import theano`, in a process each."""
+    done = 0
+    for seed in range(1000, 1100):
+        claims = [c for c in generate_claims(seed, tmp_path / str(seed)) if c[1] is not None]
+        if len(claims) != 3 or done == IMPORTS:
+            continue
+        environ, said = claims[seed % 3]
+        # Without a compiler nothing is compiled for these folders, which would take a minute.
+        flags = _theano_flags.merge_flags(environ.get("THEANO_FLAGS", ""), {"cxx": ""})
+        environ["THEANO_FLAGS"] = flags
+        assert ask_theano("import", [(environ, said)], tmp_path) == [[]]
+        done += 1
+    assert done == IMPORTS
+
+
+def test_texts_as_theano_splits_them():
+    split = _theano_flags.split_flags
+    assert split("device=cpu,floatX=float32") == [("device", "cpu"), ("floatX", "float32")]
+    assert split(r"gcc.cxxflags=-I/a\,b,openmp=1") == [("gcc.cxxflags", "-I/a,b"), ("openmp", "1")]
+    assert split("""a='x,"y"',b="x,'y'" """) == [("a", 'x,"y"'), ("b", "x,'y'")]
+    assert split("device = cpu") == [("device ", " cpu")]
+    assert split("openmp,,device=cpu # and, so on") == [("openmp", None), ("device", "cpu")]
+    assert _theano_flags.parse_flags("mode=a,mode=b,mode") == {"mode": "b"}
+    merge = _theano_flags.merge_flags
+    assert merge("", {"device": "cpu"}) == "device=cpu"
+    assert merge("device=gpu0,openmp,mode=a,mode=b", {"device": "cpu"}) == (
+        "device=cpu,openmp,mode=b"
+    )
+    assert merge("cxx='a,b' # why", {"x": "#"}) == r"cxx=a\,b,x=\#"
+
+
+# Writing a file -------------------------------------------------------------------------------
+
+OLD = """\
+# mine
+[blas]
+ldflags = -lopenblas  -lm
+
+[global]
+floatX: float64  ; never changed
+device = gpu0
+    # the old name
+"""
+NEW = """\
+# mine
+[blas]
+ldflags = -lopenblas  -lm
+
+[global]
+floatX: float32
+device = cuda1
+    # the old name
+
+[gpuarray]
+preallocate = 0.5
+"""
+FLAGS = {"floatX": "float32", "device": "cuda1", "gpuarray.preallocate": "0.5"}
+
+
+@pytest.fixture
+def rc(tmp_path):
+    path = tmp_path / ".theanorc"
+    path.write_text(OLD)
+    return path
+
+
+def names(path):
+    return sorted(other.name for other in path.parent.iterdir())
+
+
+def test_write_merges_into_what_the_user_has(rc):
+    backup = _theano_flags.write(str(rc), FLAGS)
+    assert rc.read_text() == NEW
+    assert backup == str(rc) + ".before-compat"
+    with open(backup) as file:
+        assert file.read() == OLD
+    assert names(rc) == [".theanorc", ".theanorc.before-compat"]
+
+
+def test_write_does_nothing_where_all_is_said(rc):
+    rc.write_text(NEW)
+    before = rc.stat()
+    assert _theano_flags.write(str(rc), FLAGS) == str(rc)
+    assert rc.stat() == before
+    assert names(rc) == [".theanorc"]
+
+
+def test_write_makes_a_file_where_there_is_none(tmp_path):
+    path = tmp_path / "new.rc"
+    umask = os.umask(0o027)
+    try:
+        assert _theano_flags.write(str(path), {"device": "cpu", "dnn.conv.algo_fwd": "fft"}) is None
+    finally:
+        os.umask(umask)
+    assert path.read_text() == "[global]\ndevice = cpu\n\n[dnn.conv]\nalgo_fwd = fft\n"
+    assert path.stat().st_mode & 0o777 == 0o640
+    assert names(path) == ["new.rc"]
+
+
+def test_write_keeps_rights_owner_and_links(rc, tmp_path):
+    (tmp_path / "dotfiles").mkdir()
+    target = tmp_path / "dotfiles" / "theanorc"
+    rc.rename(target)
+    rc.symlink_to(target)
+    target.chmod(0o604)
+    if os.geteuid() == 0:
+        os.chown(str(target), 1234, 2345)
+    before = target.stat()
+    backup = _theano_flags.write(str(rc), FLAGS)
+    assert rc.is_symlink() and target.read_text() == NEW
+    for path in (str(target), backup):
+        after = os.stat(path)
+        assert (after.st_mode, after.st_uid, after.st_gid) == (
+            before.st_mode, before.st_uid, before.st_gid
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "text, problem",
+    [
+        ("floatX = float32\n", "File contains no section headers. file: '{}', line: 1 "),
+        ("[global]\nfloatX float32\n", "Source contains parsing errors: '{}' \t[line  2]: "),
+        ("[a]\n[a]\n", "While reading from '{}' [line  2]: section 'a' already exists"),
+    ],
+)
+def test_write_refuses_what_theano_cannot_read(rc, text, problem):
+    rc.write_text(text)
+    with pytest.raises(compat.ConfigurationFileError) as caught:
+        _theano_flags.write(str(rc), FLAGS)
+    assert str(caught.value).startswith("{} cannot be read: {}".format(rc, problem.format(rc)))
+    assert str(caught.value).endswith(
+        ". Theano cannot be imported with it. Mend the file: each option stands once, as "
+        "`name = value`, under a section such as [global]."
+    )
+    assert rc.read_text() == text
+    assert names(rc) == [".theanorc"]
+
+
+def test_write_says_why_it_cannot(tmp_path):
+    path = tmp_path / "missing" / "rc"
+    with pytest.raises(compat.ConfigurationFileError) as caught:
+        _theano_flags.write(str(path), FLAGS)
+    assert str(caught.value) == (
+        "{} could not be written: [Errno 2] No such file or directory: '{}.lock'. The file is as "
+        "it was before.".format(path, path)
+    )
+
+
+def test_which_file_is_written(tmp_path):
+    home = {"HOME": str(tmp_path)}
+    write = _theano_flags.file_to_write
+    assert write(home) == str(tmp_path / ".theanorc")
+    assert write(dict(home, THEANORC="/a:~/b:")) == str(tmp_path / "b")
+    with pytest.raises(compat.ConfigurationFileError, match="THEANORC is set and names none"):
+        write(dict(home, THEANORC=""))
+
+
+# Whether a function written in C may ask the system for something: nothing else changes a file.
+SYSTEM_CALL = """
+def is_system_call(function):
+    module = getattr(function, "__module__", None)
+    return (module or type(function.__self__).__module__) in ("posix", "_io", "io", "fcntl")
+"""
+# Kills a child before and after each such call that it makes. Prints how many there were.
+KILL = (
+    SYSTEM_CALL
+    + """
+import os, sys
+from compat._backends import _theano_flags
+path, flags, new = sys.argv[1], eval(sys.argv[2]), sys.argv[3]
+folder, real = os.path.dirname(path), os.path.realpath(path)
+old = open(path).read() if os.path.exists(path) else None
+
+def content(path):
+    return open(path).read() if os.path.exists(path) else None
+
+def killed(at):
+    child = os.fork()
+    if child == 0:
+        seen = [0]
+        def count(frame, event, argument):
+            if event in ("c_call", "c_return") and is_system_call(argument):
+                seen[0] += 1
+                if seen[0] == at:
+                    os._exit(1)
+        sys.setprofile(count)
+        _theano_flags.write(path, flags)
+        sys.setprofile(None)
+        os._exit(0)
+    return os.waitpid(child, 0)[1] != 0
+
+at, found = 1, set()
+while killed(at):
+    after, backup = content(path), content(real + ".before-compat")
+    assert after in (old, new), (at, after)
+    assert backup in (None, old), (at, backup)
+    assert os.path.realpath(path) == real
+    found.add(after)
+    _theano_flags.write(path, flags)  # what it left stops nobody
+    assert content(path) == new
+    for name in os.listdir(os.path.dirname(real)):
+        if name.startswith(os.path.basename(real) + "."):
+            os.unlink(os.path.join(os.path.dirname(real), name))
+    if old is None and os.path.exists(path):
+        os.unlink(path)
+    elif old is not None:
+        with open(path, "w") as file:
+            file.write(old)
+    at += 1
+assert content(path) == new and found == {old, new}
+print(at - 1)
+"""
+)
+
+
+def kill_at_each_step(path, new):
+    arguments = [str(path), repr(FLAGS), new]
+    output = subprocess.check_output(
+        [sys.executable, "-c", KILL] + arguments, env=dict(os.environ, PYTHONPATH=ROOT)
+    )
+    return int(output)
+
+
+def test_a_crash_leaves_the_old_file_or_the_new_one(rc, tmp_path):
+    (tmp_path / "dotfiles").mkdir()
+    rc.rename(tmp_path / "dotfiles" / "theanorc")
+    rc.symlink_to(tmp_path / "dotfiles" / "theanorc")
+    assert kill_at_each_step(rc, NEW) > 100
+
+
+def test_a_crash_leaves_no_file_or_the_new_one(tmp_path):
+    new = "[global]\nfloatX = float32\ndevice = cuda1\n\n[gpuarray]\npreallocate = 0.5\n"
+    assert kill_at_each_step(tmp_path / "rc", new) > 50
+
+
+def test_a_full_disk_leaves_the_old_file(rc):
+    """Each call that asks the system for something fails once, up to the last renaming."""
+    scope = {}  # type: dict
+    exec(SYSTEM_CALL, scope)
+    failed, at = set(), 0
+    while True:
+        at += 1
+        calls = []
+
+        def fail(frame, event, function, calls=calls, at=at):
+            if event == "c_call" and scope["is_system_call"](function):
+                calls.append(function.__name__)
+                if len(calls) == at and function.__name__ in FAILING:
+                    raise OSError(28, "No space left on device")
+
+        rc.write_text(OLD)
+        sys.setprofile(fail)
+        try:
+            _theano_flags.write(str(rc), FLAGS)
+        except compat.ConfigurationFileError as error:
+            sys.setprofile(None)
+            failed.add(calls[at - 1])
+            assert str(error) == (
+                "{} could not be written: [Errno 28] No space left on device. The file is as it "
+                "was before.".format(rc)
+            )
+            assert rc.read_text() == OLD
+            left = [name for name in names(rc) if name.endswith(".tmp")]
+            assert left == [] and (calls[at - 1] == "flock" or ".theanorc.lock" not in names(rc))
+        finally:
+            sys.setprofile(None)
+        if calls[: at - 1].count("fsync") == 4:  # a backup, its folder, the file, its folder
+            break
+    assert failed == FAILING
+
+
+FAILING = {"open", "flock", "read", "write", "flush", "fsync", "chmod", "replace"}
+
+WRITE_MANY = """
+import sys
+from compat._backends import _theano_flags
+path, name = sys.argv[1:]
+for number in range(15):
+    _theano_flags.write(path, {"%s.o%d" % (name, number): str(number), "last": name})
+"""
+
+
+def test_processes_that_write_at_once_lose_nothing(rc):
+    writers = [
+        subprocess.Popen(
+            [sys.executable, "-c", WRITE_MANY, str(rc), name], env=dict(os.environ, PYTHONPATH=ROOT)
+        )
+        for name in "abcd"
+    ]
+    while any(writer.poll() is None for writer in writers):
+        parser = configparser.ConfigParser()
+        parser.read(str(rc))  # a reader never sees half a file
+        assert parser.get("blas", "ldflags") == "-lopenblas  -lm"
+    assert [writer.returncode for writer in writers] == [0] * 4
+    parser = configparser.ConfigParser()
+    parser.read(str(rc))
+    for name in "abcd":
+        assert parser.items(name) == [("o%d" % n, str(n)) for n in range(15)]
+    assert names(rc) == [".theanorc", ".theanorc.before-compat"]
