@@ -8,6 +8,7 @@ import pytest
 from conftest import Toy
 
 import compat
+from compat import _keras
 from compat.backend import Backend
 
 pytestmark = pytest.mark.usefixtures("process")
@@ -135,6 +136,15 @@ def test_gpus_that_the_framework_does_not_bring_up(toy, site, machine, broken, d
             devices, devices
         )
     ]
+
+
+def test_the_cpu_is_known_under_any_name(toy, machine, monkeypatch):
+    machine.plug(1)
+    monkeypatch.setattr(toy, "devices", lambda: ["/device:CPU:0"], raising=False)
+    text = "GPU 0 was asked for, but toyframework sees /device:CPU:0. Going on with /device:CPU:0."
+    with pytest.warns(compat.CompatWarning) as caught:
+        assert compat.configure_gpu().warnings == [text]
+    assert [message for message, _, _ in shown(caught)] == [text]
 
 
 def test_a_broken_value_of_cuda_visible_devices_is_mended_and_said(toy, machine, monkeypatch):
@@ -552,6 +562,15 @@ def test_floatx_is_set_for_keras(keras):
     assert keras.backend.floatx() == "float16"
     assert configuration.applied[-1] == "keras.backend.set_floatx('float16')"
     assert configuration.versions == {"toyframework": "1.2", "keras": "2.2.4"}
+
+
+def test_no_keras_for_this_backend(toy):
+    with pytest.raises(compat.NotInstalledError) as caught:
+        _keras.import_keras(toy)
+    assert str(caught.value) == (
+        "No Keras that runs on toy is installed, or KERAS_BACKEND and keras.json choose another "
+        'backend for it. Install one: pip install "keras-gpu-compat[toy]".'
+    )
 
 
 def test_a_broken_keras_is_told_from_one_that_is_missing(toy, site):
