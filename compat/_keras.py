@@ -46,7 +46,7 @@ def set_floatx(floatx, backend):
         Lines for the report.
     """
     lines = []
-    for name in _names(backend):
+    for name in kerases(backend):
         keras = _import(name)
         keras.backend.set_floatx(floatx)
         lines.append("{}.backend.set_floatx({!r})".format(name, floatx))
@@ -63,7 +63,7 @@ def versions(backend):
     return {name: version for name, version in found if version}
 
 
-def _names(backend):
+def kerases(backend):
     """The installed Kerases that run on this backend, the standalone one first."""
     running, _ = _detect.keras_backend(os.environ)
     names = ["keras"] if running in (backend.name, backend.framework) else []
@@ -90,7 +90,7 @@ def import_keras(backend):
         NotInstalledError: none does.
         BrokenInstallError: it is installed, but importing it fails.
     """
-    names = _names(backend)
+    names = kerases(backend)
     if not names:
         raise errors.no_keras(backend.name, backend.extra)
     return _import(names[0])

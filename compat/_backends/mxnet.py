@@ -100,7 +100,7 @@ class MXNet(Backend):
             lines.append("other GPUs stay visible: mxnet was imported before")
         if settings.memory is not None:
             lines.append(_memory_line(settings.memory))
-        if "keras" in _keras._names(self):
+        if "keras" in _keras.kerases(self):
             lines += self._mend_keras()
         return lines
 
@@ -161,8 +161,9 @@ class MXNet(Backend):
             mxnet_backend.set_value = keras.backend.set_value = set_value
             _keep_optimizer_state(keras.optimizers.SGD.__mro__[1])
         return [
-            "keras-mxnet mended: weights of every model, not only of the one compiled last, and of "
-            "RNN layers not unrolled, are read and set; optimizer state is saved with a model"
+            "keras-mxnet mended: weights are read and set for every model, not only for the one "
+            "compiled last,",
+            "and for RNN layers not unrolled; the optimizer's state is saved with its model",
         ]
 
     # Parallelizing ----------------------------------------------------------------------------
@@ -374,8 +375,7 @@ def _take_to(updater, context):
     """Move the optimizer's state and step counts to ``context``."""
     optimizer = updater.optimizer
     updater.states = {
-        index: updater.sync_state_context(state, context)
-        for index, state in updater.states.items()
+        index: updater.sync_state_context(state, context) for index, state in updater.states.items()
     }
     updater.states_synced = dict.fromkeys(updater.states, True)
     optimizer._compat_states = updater.states
@@ -430,7 +430,9 @@ class _Replicas:
       tf.distribute.MirroredStrategy does.
     - Dropout draws an independent mask in each replica.
 
-    Stateful RNNs do not differ: each replica has the states of its rows.
+    Stateful RNNs do not differ: each replica has the states of its rows. What no output depends
+    on (a layer's own loss or averages) is computed by the head. ``save_mxnet_model()`` needs a
+    module that Keras has bound: give the plain behaviour back and predict once before.
 
     keras-mxnet calls a model's own methods at a few points. These are replaced on the instance,
     so it stays the same object, and compile(), whenever it comes, is followed at the next batch.
@@ -557,8 +559,6 @@ class _Replicas:
                 self._forget()
         elif self._source != model.outputs:
             model._create_predict_module()
-            model._module = model._predict_only_module
-            model.__dict__.setdefault("_test_updates", None)
             self._source = list(model.outputs)
             self._forget()
             K.set_model(model)
@@ -651,10 +651,10 @@ class _Phase:
         self.replicas = replicas
         model = replicas.model
         symbol, results, updates = {
-            "train": lambda: (model._train_mxnet_symbol, model._ntrain, model.updates),
-            "test": lambda: (model._test_mxnet_symbol, model._ntest, model.state_updates),
-            "predict": lambda: (model._pred_mxnet_symbol, model._npred, model.state_updates),
-        }[name]()
+            "train": (model._train_mxnet_symbol, model._ntrain, model.updates),
+            "test": (model._test_mxnet_symbol, model._ntest, model.state_updates),
+            "predict": (model._pred_mxnet_symbol, model._npred, model.state_updates),
+        }[name]
         labels = [] if name == "predict" else model.targets + model.sample_weights
         self.fed = [tensor.name for tensor in model.inputs + [t for t in labels if t is not None]]
         self.is_train = name == "train"
@@ -666,10 +666,9 @@ class _Phase:
             K.set_learning_phase(learning_phase)
         self.states = sorted(_state_names(model) & set(symbol.list_arguments()))
         self.sharded = [tensor.name for tensor in model.inputs] + self.states
-        not_weights = set(self.fed + self.states)
-        self.parameters = [n for n in symbol.list_arguments() if n not in set(self.fed)]
-        fixed = set(model._fixed_weights) | not_weights
-        self.trained = [n for n in self.parameters if n not in fixed] if self.is_train else []
+        self.parameters = [n for n in symbol.list_arguments() if n not in self.fed]
+        fixed = self.parameters if not self.is_train else model._fixed_weights
+        self.trained = [n for n in self.parameters if n not in fixed]
         # Where the values stand among the heads: outputs, results, then the updates' values.
         graph = _Graph(outputs, symbol)
         self.sparse = graph.sparse_gradients()
@@ -707,6 +706,7 @@ class _Phase:
         shapes = {name: tuple(x.shape) for name, x in zip(self.fed, inputs)}
         if shapes == self.shapes:
             return
+        self.bodies, self.head = [], None  # give their memory back first
         self.rows = rows = len(inputs[0])
         replicas = self.replicas
         count = len(replicas.contexts)
@@ -723,7 +723,6 @@ class _Phase:
             )
             for i, (start, stop) in enumerate(self.computed)
         ]
-        self.head = None
         if self.head_symbol is not None:
             for name, output in zip(self.cuts, self.bodies[0].outputs):
                 whole[name] = (rows,) + tuple(output.shape[1:])
@@ -759,9 +758,7 @@ class _Phase:
             args,
             args_grad=gradients,
             grad_req={n: "write" if n in gradients else "null" for n in names},
-            aux_states={
-                n: self.replicas.auxs[replica][n] for n in symbol.list_auxiliary_states()
-            },
+            aux_states={n: self.replicas.auxs[replica][n] for n in symbol.list_auxiliary_states()},
         )
 
     # One batch ----------------------------------------------------------------------------------
@@ -780,7 +777,7 @@ class _Phase:
         computed = []
         if self.head is not None:
             for name, value in list(fed.items()) + list(zip(self.cuts, gathered)):
-                if name in self.head.arg_dict and value is not self.head.arg_dict[name]:
+                if name in self.head.arg_dict:
                     self.head.arg_dict[name][:] = value
             computed = self.head.forward(is_train=is_train)
         values = [
