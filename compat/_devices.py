@@ -424,7 +424,7 @@ def _idle(visible, count):
     used (a desktop uses some) and less than a tenth of the time, and no other process that
     chose in this way has claimed it. A GPU that nothing is known of is not idle.
     """
-    busy = [line.strip() for line in _nvidia_smi("--query-compute-apps=gpu_uuid") or []]
+    busy = _nvidia_smi("--query-compute-apps=gpu_uuid") or []
     idle = [
         (not _claimed(gpu), gpu.memory_used - gpu.memory_total, position, gpu)
         for position, (_, gpu) in enumerate(visible)
