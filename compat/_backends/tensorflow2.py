@@ -398,17 +398,17 @@ class Replica:
         self.state = state
         self.size = size  # rows kept; none of the one row computed where this is 0
 
-    def run(self, device, shard):
+    def run(self, device, arguments):
         tf = self.tf
-        masks = [getattr(value, "_keras_mask", None) for value in tf.nest.flatten(shard)]
-        tensors = tf.nest.flatten((shard, masks), expand_composites=True)
+        masks = [getattr(value, "_keras_mask", None) for value in tf.nest.flatten(arguments)]
+        tensors = tf.nest.flatten((arguments, masks), expand_composites=True)
         places = [place for place, value in enumerate(tensors) if tf.is_tensor(value)]
 
         def compute(*values):
             for place, value in zip(places, values):
                 tensors[place] = value
             return self._compute(
-                tf.nest.pack_sequence_as((shard, masks), tensors, expand_composites=True)
+                tf.nest.pack_sequence_as((arguments, masks), tensors, expand_composites=True)
             )
 
         @tf.custom_gradient
@@ -433,13 +433,18 @@ class Replica:
 
             return results, gradient
 
-        results = list(replica(*[tensors[place] for place in places]))
-        self._take(results)
+        shard = [tensors[place] for place in places]
+        if _recording():
+            results = replica(*shard)
+        else:  # predict, evaluate: no gradient to keep intermediate results for
+            with tf.device(device):
+                results = compute(*shard)
+        self._take(list(results))
 
-    def _compute(self, shard_and_masks):
+    def _compute(self, arguments_and_masks):
         """Call the model, and return everything that may get a gradient, flat."""
         tf = self.tf
-        (args, kwargs), masks = shard_and_masks
+        (args, kwargs), masks = arguments_and_masks
         for value, mask in zip(tf.nest.flatten((args, kwargs)), masks):
             if mask is not None:
                 value._keras_mask = mask
@@ -474,6 +479,15 @@ class Replica:
         if isinstance(self.size, int):
             return value if self.size else value[:0]
         return value[: self.tf.shape(value)[0] * self.tf.minimum(self.size, 1)]
+
+
+def _recording():
+    """Whether a gradient tape is recording: TensorFlow's own test, private to it."""
+    for name in ("tensorflow.python.eager.record", "tensorflow.python.eager.tape"):
+        test = getattr(sys.modules.get(name), "could_possibly_record", None)
+        if test is not None:
+            return test()
+    return True
 
 
 # Splitting and merging ------------------------------------------------------------------------
