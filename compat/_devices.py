@@ -203,6 +203,10 @@ def _exists(entry, machine):
     return any(gpu.matches(entry) for gpu in machine)
 
 
+_DRIVER = "/proc/driver/nvidia/gpus"
+_WSL = "/dev/dxg"
+
+
 def discover():
     """The machine's GPUs, in PCI order, or None where nothing tells how many there are.
 
@@ -243,12 +247,11 @@ def _parse_gpu(line):
 
 
 def _discover_without_nvidia_smi():
-    folder = "/proc/driver/nvidia/gpus"
     try:
-        return [GPU(index) for index, _ in enumerate(sorted(os.listdir(folder)))]
+        return [GPU(index) for index, _ in enumerate(os.listdir(_DRIVER))]
     except OSError:
         # WSL has GPUs and no /proc entry for them; elsewhere there is no driver, so no GPU.
-        return None if os.path.exists("/dev/dxg") else []
+        return None if os.path.exists(_WSL) else []
 
 
 # Choosing -------------------------------------------------------------------------------------

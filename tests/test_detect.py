@@ -331,6 +331,17 @@ def test_an_egg_info_has_the_python_in_its_name(site):
     assert _detect.distribution_version("keras") is None
 
 
+def test_folders_and_files_that_are_no_distribution(site, monkeypatch):
+    for name in ("theano-1.0.4", "theano-1.0.4.txt", "theano"):
+        (site.folder / name).mkdir()
+    monkeypatch.setattr(sys, "path", [str(site.folder / "missing")] + sys.path)
+    assert _detect.distribution_version("theano") is None
+    later = site.folder / "later"
+    (later / "theano-1.0.5.dist-info").mkdir(parents=True)
+    monkeypatch.setattr(sys, "path", sys.path + [str(later)])
+    assert _detect.distribution_version("theano") == "1.0.5"
+
+
 def test_what_is_imported_tells_its_version_itself(site):
     site.install("theano", "1.0.4", "theano", "__version__ = '1.0.5'")
     assert _detect.installed_version(Theano()) == "1.0.4"

@@ -245,24 +245,29 @@ def test_discovery_reads_what_nvidia_smi_prints(machine):
     assert (two.memory_used, two.utilization) == (0, 0)
 
 
-def test_discovery_without_nvidia_smi_asks_the_driver(machine, monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))  # nothing there
-    folder = "/proc/driver/nvidia/gpus"
-    listed = os.listdir(folder) if os.path.isdir(folder) else []
-    found = _devices.discover()
-    if os.path.exists("/dev/dxg") and not listed:
-        assert found is None
-    else:
-        assert [gpu.index for gpu in found] == list(range(len(listed)))
+@pytest.fixture
+def driver(tmp_path, monkeypatch):
+    """Where the driver lists its GPUs, one folder for each; none yet."""
+    monkeypatch.setattr(_devices, "_DRIVER", str(tmp_path / "gpus"))
+    monkeypatch.setattr(_devices, "_WSL", str(tmp_path / "dxg"))
+    return tmp_path
 
 
-def test_an_nvidia_smi_that_fails_counts_for_nothing(machine, monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    without = _devices.discover()
+def test_discovery_without_nvidia_smi_asks_the_driver(driver, monkeypatch):
+    monkeypatch.setenv("PATH", str(driver))  # nothing there
+    assert _devices.discover() == []
+    (driver / "dxg").mkdir()
+    assert _devices.discover() is None
+    for address in ("0000:04:00.0", "0000:81:00.0"):
+        (driver / "gpus" / address).mkdir(parents=True)
+    assert [gpu.index for gpu in _devices.discover()] == [0, 1]
+    assert summary(chosen(None)) == (("0", "1"), (0, 1), None)
+    assert summary(chosen("GPU-aa", CUDA_VISIBLE_DEVICES="GPU-aa"))[0] == ("GPU-aa",)
+
+
+def test_an_nvidia_smi_that_fails_counts_for_nothing(machine, driver):
     machine.plug(2, status=9)  # "couldn't communicate with the NVIDIA driver"
-    found = _devices.discover()
-    assert (found is None) == (without is None)
-    assert found is None or len(found) == len(without)
+    assert _devices.discover() == []
 
 
 # Choosing -------------------------------------------------------------------------------------
