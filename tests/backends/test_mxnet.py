@@ -39,9 +39,7 @@ def operations(model, inputs, targets, path):
     listed = text[text.index("[") + 1 :] if text.startswith("{") else text
     events = json.loads("[" + listed[listed.index("{") : listed.rindex("}") + 1] + "]")
     return collections.Counter(
-        ("cpu({})".format(event["pid"]), event["name"])
-        for event in events
-        if event["ph"] == "B"
+        ("cpu({})".format(event["pid"]), event["name"]) for event in events if event["ph"] == "B"
     )
 
 
@@ -569,7 +567,7 @@ def test_configured_after_mxnet_was_imported(tmp_path):
 def test_gpus_that_this_mxnet_cannot_use(tmp_path):
     """Noticed at once, not by "simple_bind error" in the first fit; the driver lists two GPUs."""
     driver = tmp_path / "nvidia-smi"
-    driver.write_text("#!/bin/sh\nfor i in 0 1; do echo \"$i, GPU-$i, A100, 40000, 0, 0\"; done\n")
+    driver.write_text('#!/bin/sh\nfor i in 0 1; do echo "$i, GPU-$i, A100, 40000, 0, 0"; done\n')
     driver.chmod(0o755)
     printed = run(
         """
@@ -628,10 +626,13 @@ def test_environ_says_only_what_changes():
     )
 
 
-def test_problems_of_an_environment():
+def test_problems_of_an_environment(tmp_path, monkeypatch):
     problems = _registry.load("mxnet").problems
     assert problems({}) == []
     assert problems({"DMLC_ROLE": "worker"}) == []
     assert problems({"DMLC_ROLE": "server"}) == [
         "DMLC_ROLE=server: `import mxnet` starts a server and never returns."
     ]
+    (tmp_path / "h5py-3.1.0.dist-info").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert problems({}) == ["h5py 3.1.0 is installed: load_model() of keras-mxnet needs h5py<3."]
