@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from .._settings import Settings
 
-_PREALLOCATE = "gpuarray.preallocate"
 _BOOLEANS = ("True", "true", "1", "False", "false", "0")
 
 
@@ -111,16 +110,18 @@ class Theano(Backend):
         """The flags that say what was asked, with Theano's numbers of the GPUs."""
         options = _checked(settings.options.get("theano_flags", {}))
         said = _theano_flags.Flags(environ)
-        names = [self._gpu(i) for i in ids]
+        gpuarray = self._gpuarray()
+        names = ["{}{}".format("cuda" if gpuarray else "gpu", i) for i in ids]
         flags = {"device": names[0] if names else "cpu"}
-        contexts = ";".join("dev{}->{}".format(*pair) for pair in enumerate(names))
-        if len(names) > 1:
-            flags["contexts"] = contexts
+        if len(names) > 1 and gpuarray:
+            pairs = ("dev{}->{}".format(*pair) for pair in enumerate(names))
+            flags["contexts"] = ";".join(pairs)
         for other in ("contexts", "init_gpu_device"):  # both would bring up further GPUs
             if other not in flags and said.get(other):
                 flags[other] = ""
         if settings.memory and names:
-            flags[_PREALLOCATE if self._gpuarray() else "lib.cnmem"] = _megabytes(settings.memory)
+            name = "gpuarray.preallocate" if gpuarray else "lib.cnmem"
+            flags[name] = _megabytes(settings.memory)
         if settings.floatx:
             flags["floatX"] = settings.floatx
         flags.update(options)
@@ -129,9 +130,6 @@ class Theano(Backend):
     def _gpuarray(self):
         """Whether this Theano has the GPU back-end that came with 0.9."""
         return _detect.release(_detect.installed_version(self) or "1.0") >= (0, 9)
-
-    def _gpu(self, number):
-        return "{}{}".format("cuda" if self._gpuarray() else "gpu", number)
 
     def _apply(self, theano, flags, settings):
         """Make ``theano.config`` say what the flags say.

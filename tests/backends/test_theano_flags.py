@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 import sys
-import textwrap
 
 import pytest
 
@@ -84,8 +83,8 @@ VALUES = collections.OrderedDict(
     + [  # flags that are free texts
         (name, None)
         for name in (
-            "base_compiledir", "compiledir_format", "cuda.root", "gcc.cxxflags", "magma.include_path",
-            "dnn.include_path", "magma.library_path", "optimizer_including", "ctc.root",
+            "base_compiledir", "compiledir_format", "cuda.root", "gcc.cxxflags", "ctc.root",
+            "dnn.include_path", "magma.include_path", "magma.library_path", "optimizer_including",
         )
     ]
 )  # fmt: skip

@@ -1,0 +1,500 @@
+"""Theano: what every backend must do, and its flags, files, GPUs and one device in a process."""
+
+import json
+import os
+import stat
+
+import pytest
+
+# Keras takes TensorFlow, and Theano compiles with all its optimizations, where nothing is said.
+os.environ.setdefault("KERAS_BACKEND", "theano")
+os.environ.setdefault("THEANO_FLAGS", "optimizer=fast_compile")
+
+import compat
+from compat import _detect, _registry, errors
+from compat._backends import _theano_flags
+from compat._devices import Devices
+from compat._settings import Memory, Settings
+from compat.testing import CASES, DEVICES, BackendContract, optimizer
+
+ONE_DEVICE = (
+    "theano cannot run a model on {} in this process: all of it runs on cpu:0. Train on that one, "
+    "with parallelize(model, gpus=1), or use a backend that splits batches in one process, such "
+    "as tensorflow or mxnet. compat does not start one process per device yet."
+)
+COMPILED = os.path.expanduser("~/.theano")  # what is compiled once is used by every process here
+MISSING = (
+    "theano did not bring up {}: the package pygpu is missing, or older than 0.7.\n"
+    "Install libgpuarray and pygpu 0.7, or choose the CPU: gpus=0."
+)
+
+
+@pytest.fixture
+def theano():
+    return _registry.load("theano")
+
+
+@pytest.fixture
+def theano_process(run, tmp_path, monkeypatch):
+    """Run a program in a process with a home of its own; it calls ``show`` on what to return."""
+
+    for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):  # set by the tests in this process
+        monkeypatch.delenv(name, raising=False)
+
+    def theano_process(program, flags="", **environ):
+        compiled = {"base_compiledir": COMPILED, "optimizer": "fast_compile"}
+        environ["THEANO_FLAGS"] = _theano_flags.merge_flags(flags, compiled)
+        environ.setdefault("HOME", str(tmp_path))
+        show = "import json, os, sys\ndef show(**named): print('shown:' + json.dumps(named))\n"
+        return json.loads(run(show + program, **environ).partition("shown:")[2])
+
+    return theano_process
+
+
+class TestTheano(BackendContract):
+    backend = "theano"
+
+    def test_several_devices_are_an_error_that_says_what_to_do(self, keras):
+        model = self.compiled(keras, "dense")
+        for gpus, devices in (
+            (None, "cpu:0, cpu:1, cpu:2"), (2, "cpu:0, cpu:1"), ([1, 2], "cpu:1, cpu:2"),
+            ([1], "cpu:1"),
+        ):  # fmt: skip
+            with pytest.raises(compat.UnsupportedError) as caught:
+                compat.parallelize(model, gpus=gpus)
+            assert str(caught.value) == ONE_DEVICE.format(devices)
+
+    def test_one_device_is_the_plain_model(self, keras, tmp_path):
+        inputs, targets = CASES["dense"].data(61)
+        options = {"batch_size": 16, "epochs": 2, "shuffle": False, "verbose": 0}
+        plain, model = self.compiled(keras, "dense"), self.build(keras, "dense")
+        assert compat.parallelize(model, gpus=1) is model
+        assert compat.parallelize(model, gpus=[0]) is model
+        model.compile(optimizer(keras, "sgd"), CASES["dense"].loss)
+        start = model.get_weights()
+        losses = [each.fit(inputs, targets, **options).history["loss"] for each in (plain, model)]
+        assert losses[0] == losses[1] and losses[0][1] < losses[0][0]
+        self.close(plain.get_weights(), model.get_weights(), 1e-12)
+        assert max(abs(a - b).max() for a, b in zip(start, model.get_weights())) > 1e-3
+        path = str(tmp_path / "model.h5")
+        model.save(path)
+        loaded = compat.parallelize(keras.models.load_model(path), gpus=1)
+        for each in (model, loaded):
+            each.fit(inputs, targets, **options)
+        self.close(model.get_weights(), loaded.get_weights(), 1e-12)
+
+    # What cannot change once Theano is imported, as it is here.
+
+    def configure(self, theano, devices=None, **settings):
+        return theano.configure(Settings(devices or Devices(simulated=DEVICES), **settings))
+
+    def test_unknown_and_refused_flags(self, keras, theano):
+        for flags, problem in (
+            ({"optimiser": "None"}, "Theano 1.0.5 has no flag optimiser"),
+            (
+                {"on_opt_error": "x"},
+                'Invalid value ("x") for configuration variable "on_opt_error". Valid options are '
+                "('warn', 'raise', 'pdb', 'ignore')",
+            ),
+        ):
+            with pytest.raises(compat.InvalidArgumentError) as caught:
+                self.configure(theano, options={"theano_flags": flags})
+            assert str(caught.value) == str(errors.theano_flags_invalid(flags, problem))
+
+    def test_gpus_come_too_late(self, keras, theano):
+        with pytest.raises(compat.TooLateError) as caught:
+            self.configure(theano, Devices(["3", "1"], [1, 0]), memory=Memory(fraction=0.5))
+        assert str(caught.value).startswith(
+            "configure_gpu() came too late for theano: device and contexts and "
+            "gpuarray.preallocate were fixed when theano was imported"
+        )
+        self.configure(theano)  # what is said already comes never too late
+
+
+# Before the import ----------------------------------------------------------------------------
+
+
+def test_flags_before_the_import(theano_process, tmp_path):
+    """The user's flags are kept, ours go before them, and Keras and Theano agree on floatX."""
+    shown = theano_process(
+        """if True:
+        import compat
+        configuration = compat.configure_gpu(gpus=0, floatx="float64", memory=0.5)
+        import theano, keras, numpy
+        config = theano.config
+        model = keras.models.Sequential([keras.layers.Dense(2, input_shape=(3,))])
+        model.compile("sgd", "mse")
+        loss = model.train_on_batch(numpy.ones((4, 3)), numpy.zeros((4, 2)))
+        show(
+            config=[config.device, config.floatX, config.gcc.cxxflags, config.contexts],
+            keras=[keras.backend.floatx(), str(keras.backend.get_value(model.weights[0]).dtype)],
+            finite=bool(numpy.isfinite(loss)),
+            variables=configuration.environ,
+            again=compat.configure_gpu(gpus=0, floatx="float64", memory=0.5) is configuration,
+            reason=configuration.reason,
+            devices=configuration.devices,
+            report=str(configuration).splitlines(),
+        )
+        """,
+        flags=r"device=gpu0,gcc.cxxflags='-DA=\"1,2\"',floatX=float32,contexts=a->cuda0,linker=py",
+    )
+    flags = (
+        r"device=cpu,gcc.cxxflags=-DA=\\\"1\,2\\\",floatX=float64,contexts=,"
+        "linker=py,base_compiledir={},optimizer=fast_compile".format(COMPILED)
+    )
+    assert shown["config"] == ["cpu", "float64", r"-DA=\"1,2\"", ""]
+    assert shown["keras"] == ["float64", "float64"] and shown["finite"] and shown["again"]
+    assert shown["variables"] == {"CUDA_VISIBLE_DEVICES": "-1", "THEANO_FLAGS": flags}
+    assert shown["reason"] == "KERAS_BACKEND=theano"
+    assert shown["devices"] == ["cpu"]
+    keras = _detect.distribution_version("keras")
+    assert shown["report"] == [
+        "backend    theano (KERAS_BACKEND=theano)",
+        "versions   theano 1.0.5, keras " + keras,
+        "asked      devices: CPU, memory: 0.5 of each GPU, floatx: float64",
+        "devices    cpu",
+        "variables  CUDA_VISIBLE_DEVICES=-1",
+        "           THEANO_FLAGS=" + flags,
+        "applied    theano.config.device = cpu",
+        "           theano.config.floatX = float64",
+        "           memory=0.5 of each GPU: there is no GPU to reserve it on",
+        "           keras.backend.set_floatx('float64')",
+        "warnings   none",
+    ]
+
+
+def plugged(machine, gpus):
+    """PATH with these GPUs in nvidia-smi, and all else that is on it."""
+    path = os.environ["PATH"]
+    machine.plug(gpus)
+    return os.environ["PATH"] + os.pathsep + path
+
+
+def test_gpus_that_do_not_come_up_are_a_warning(theano_process, machine):
+    """Theano itself logs an error and says that its device is cuda0."""
+    shown = theano_process(
+        """if True:
+        import warnings
+        import compat
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", compat.CompatWarning)
+            configuration = compat.configure_gpu(gpus=[2, 0], memory="2GiB")
+        import theano
+        config = theano.config
+        show(
+            config=[config.device, config.contexts, config.gpuarray.preallocate],
+            variables=[configuration.environ[name] for name in sorted(configuration.environ)][:2],
+            devices=configuration.devices,
+            applied=configuration.applied,
+            warned=[str(w.message) for w in caught if w.category is compat.CompatWarning],
+            where=[w.filename for w in caught if w.category is compat.CompatWarning],
+        )
+        """,
+        PATH=plugged(machine, 3),
+    )
+    assert shown["config"] == ["cuda0", "dev0->cuda0;dev1->cuda1", 2048]
+    assert shown["variables"] == ["PCI_BUS_ID", "2,0"]
+    assert shown["devices"] == ["cpu"]
+    assert shown["applied"] == [
+        "theano.config.device = cuda0",
+        "theano.config.contexts = dev0->cuda0;dev1->cuda1",
+        "theano.config.gpuarray.preallocate = 2048",
+        "cuda0, cuda1 did not come up: the package pygpu is missing, or older than 0.7",
+    ]
+    assert shown["warned"] == [
+        MISSING.format("cuda0, cuda1"),
+        "GPU 2,0 was asked for, but theano sees cpu. Going on with cpu.",
+    ]
+    assert set(shown["where"]) <= {"-c", "<string>"}  # the caller's line
+
+
+def test_a_gpu_that_does_not_come_up_is_an_error_if_strict(theano_process, machine):
+    shown = theano_process(
+        """if True:
+        import compat
+        try:
+            compat.configure_gpu(gpus=1, strict=True)
+        except compat.DeviceFailedError as error:
+            show(text=str(error), flags=os.environ["THEANO_FLAGS"])
+        """,
+        flags="device=cpu",
+        PATH=plugged(machine, 1),
+    )
+    assert shown["text"] == MISSING.format("cuda0")
+    assert shown["flags"].startswith("device=cpu,")
+
+
+# After the import -----------------------------------------------------------------------------
+
+
+def test_after_the_import_what_theano_allows_is_set(theano_process):
+    shown = theano_process(
+        """if True:
+        import keras
+        import compat, theano
+        def operations():
+            x = theano.tensor.vector()
+            made = theano.function([x], theano.tensor.exp(x) * 2 + 1)
+            return [type(n.op).__name__ + str(n.op) for n in made.maker.fgraph.toposort()]
+        config = theano.config
+        before = config.floatX, operations()
+        try:
+            compat.configure_gpu(
+                gpus=0, floatx="float64",
+                theano_flags={"base_compiledir": "/tmp/other", "compiledir": "/tmp/third"},
+            )
+        except compat.TooLateError as error:
+            late = str(error)
+        untouched = [config.floatX, keras.backend.floatx()]
+        configuration = compat.configure_gpu(
+            gpus=0, floatx="float64",
+            theano_flags={"optimizer": "fast_run", "openmp": False, "linker": "py"},
+        )
+        show(
+            late=late, before=before, untouched=untouched, applied=configuration.applied,
+            config=[config.floatX, config.optimizer, config.openmp, config.linker],
+            keras=keras.backend.floatx(), operations=operations(),
+            variables=configuration.environ,
+        )
+        """,
+        flags="linker=py",
+    )
+    assert shown["late"] == (
+        "configure_gpu() came too late for theano: base_compiledir and compiledir were fixed when "
+        "theano was imported (by keras.backend.theano_backend).\n"
+        "Call it before the first `import theano` or `import keras`."
+    )
+    assert shown["untouched"] == ["float32", "float32"] and shown["before"][0] == "float32"
+    assert shown["config"] == ["float64", "fast_run", False, "py"]
+    assert shown["keras"] == "float64"
+    assert not any("Composite" in name for name in shown["before"][1])
+    assert any("Composite" in name for name in shown["operations"])
+    assert shown["variables"] == {}
+    assert shown["applied"] == [
+        "theano.config.device = cpu",
+        "theano.config.floatX = float64 (set at run time)",
+        "theano.config.optimizer = fast_run (set at run time)",
+        "theano.config.openmp = False",
+        "theano.config.linker = py",
+        "keras.backend.set_floatx('float64')",
+    ]
+
+
+def test_the_first_import_is_named(theano_process, machine):
+    shown = theano_process(
+        """if True:
+        from theano import tensor
+        import keras, compat
+        try:
+            compat.configure_gpu(gpus=1)
+        except compat.TooLateError as error:
+            show(late=str(error), variables=os.environ.get("CUDA_VISIBLE_DEVICES"))
+        """,
+        PATH=plugged(machine, 1),
+    )
+    assert shown["late"] == (
+        "configure_gpu() came too late for theano: device was fixed when theano was imported (by "
+        "__main__).\nCall it before the first `import theano` or `import keras`."
+    )
+    assert shown["variables"] is None
+
+
+# Files ----------------------------------------------------------------------------------------
+
+
+def test_persist_writes_the_file_that_wins_and_theano_reads_it(theano_process, tmp_path):
+    first, last = tmp_path / "first.rc", tmp_path / "last.rc"
+    first.write_text("[global]\nfloatX = float32\ncontexts = a->cuda0\n")
+    last.write_text("# mine\n[dnn]\nenabled = False  \n")
+    last.chmod(0o600)
+    shown = theano_process(
+        """if True:
+        import compat
+        options = {"theano_flags": {"gcc.cxxflags": "-DA=50%"}}
+        show(applied=compat.configure_gpu(
+            gpus=0, floatx="float64", persist=True, **options).applied)
+        """,
+        flags="contexts=",
+        THEANORC="{}:{}".format(first, last),
+    )
+    assert first.read_text() == "[global]\nfloatX = float32\ncontexts = a->cuda0\n"
+    assert last.read_text() == (
+        "# mine\n[dnn]\nenabled = False  \n\n[global]\ndevice = cpu\ncontexts = \n"
+        "floatX = float64\n\n[gcc]\ncxxflags = -DA=50%%\n"
+    )
+    assert stat.S_IMODE(last.stat().st_mode) == 0o600
+    assert shown["applied"][3:] == [
+        "{} is read, too".format(first),
+        "{} is read, too".format(last),
+        "{} written, as it was: {}.before-compat".format(last, last),
+        "keras.backend.set_floatx('float64')",
+    ]
+    shown = theano_process(
+        """if True:
+        from theano import config
+        show(
+            config=[config.device, config.contexts, config.floatX, config.gcc.cxxflags],
+            dnn=config.dnn.enabled,
+        )
+        """,
+        THEANORC="{}:{}".format(first, last),
+    )
+    assert shown == {"config": ["cpu", "", "float64", "-DA=50%"], "dnn": "False"}
+
+
+def test_a_file_that_theano_cannot_read_is_an_error_before_the_import(theano_process, tmp_path):
+    path = tmp_path / ".theanorc"
+    path.write_text("floatX = float32\n")
+    shown = theano_process(
+        """if True:
+        import compat
+        try:
+            compat.configure_gpu(gpus=0, persist=True)
+        except compat.ConfigurationFileError as error:
+            show(text=str(error), imported="theano" in sys.modules)
+        """
+    )
+    assert shown["text"].startswith("{} cannot be read: File contains no section".format(path))
+    assert not shown["imported"]
+    assert path.read_text() == "floatX = float32\n"
+
+
+def test_persist_numbers_gpus_as_without_compat(theano, tmp_path):
+    """CUDA_VISIBLE_DEVICES of this process does not go into the file."""
+    settings = Settings(Devices(["7"], [2]), persist=True)
+    assert theano._flags(settings, {"HOME": str(tmp_path)}, [2]) == {"device": "cuda2"}
+
+
+# What is asked, in Theano's words -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "version, one, several",
+    [
+        ("0.8.2", {"device": "gpu0", "lib.cnmem": "0.5"}, "gpu0"),
+        ("0.9.0", {"device": "cuda0", "gpuarray.preallocate": "0.5"}, "cuda0"),
+        ("1.0.5", {"device": "cuda0", "gpuarray.preallocate": "0.5"}, "cuda0"),
+    ],
+)
+def test_names_by_version(theano, tmp_path, monkeypatch, version, one, several):
+    monkeypatch.setattr(_detect, "installed_version", lambda backend: version)
+    environ = {"HOME": str(tmp_path)}
+    settings = Settings(Devices(["5"], [5]), memory=Memory(fraction=0.5))
+    assert theano._flags(settings, environ, [0]) == one
+    flags = theano._flags(Settings(Devices(["5", "1"], [5, 1])), environ, [0, 1])
+    contexts = {"contexts": "dev0->cuda0;dev1->cuda1"} if several == "cuda0" else {}
+    assert flags == dict({"device": several}, **contexts)
+
+
+@pytest.mark.parametrize(
+    "memory, megabytes",
+    [
+        (Memory(grow=True), "0"),
+        (Memory(fraction=0.25), "0.25"),
+        (Memory(fraction=1.0), "0.95"),
+        (Memory(size=4 * 2**30), "4096"),
+        (Memory(size=3 * 10**9), "2861.02294921875"),
+        (Memory(size=2**20), "2"),  # 1 would be a fraction: all of it
+    ],
+)
+def test_memory(theano, tmp_path, memory, megabytes):
+    flags = theano._flags(Settings(Devices(["0"], [0]), memory), {"HOME": str(tmp_path)}, [0])
+    assert flags == {"device": "cuda0", "gpuarray.preallocate": megabytes}
+
+
+def test_the_environment_before_the_import(theano, tmp_path):
+    (tmp_path / ".theanorc").write_text("[global]\ninit_gpu_device = cuda1\nfloatX = float32\n")
+    home = {"HOME": str(tmp_path)}
+    assert theano.environ(Settings(Devices(["3", "1"], [1, 0])), home) == {
+        "CUDA_VISIBLE_DEVICES": "3,1",
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "THEANO_FLAGS": "device=cuda0,contexts=dev0->cuda0;dev1->cuda1,init_gpu_device=",
+    }
+    one = dict(home, CUDA_VISIBLE_DEVICES="3", THEANO_FLAGS="device=cuda0,init_gpu_device=")
+    assert theano.environ(Settings(Devices(["3"], [0])), one) == {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+
+
+@pytest.mark.parametrize(
+    "flags, problem",
+    [
+        ("optimizer=None", "it is a str"),
+        ({"floatX": "float32"}, "floatX is set by floatx="),
+        ({"a b": "1"}, "'a b' is no name of a flag"),
+        ({3: "1"}, "3 is no name of a flag"),
+        ({"mode": None}, "None is neither a number, True, False, nor one line of text"),
+        ({"mode": "a\nb"}, "'a\\nb' is neither a number, True, False, nor one line of text"),
+        ({"mode": " a"}, "' a' is neither a number, True, False, nor one line of text"),
+    ],
+)
+def test_wrong_forms_of_theano_flags(theano, tmp_path, flags, problem):
+    settings = Settings(Devices(), options={"theano_flags": flags})
+    with pytest.raises(compat.InvalidArgumentError) as caught:
+        theano.environ(settings, {"HOME": str(tmp_path)})
+    assert str(caught.value) == (
+        "theano_flags={!r} is not understood: {}. Use a dictionary of Theano's flags, such as "
+        '{{"optimizer": "fast_compile", "openmp": True}}.'.format(flags, problem)
+    )
+
+
+# Problems -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def problems(theano, tmp_path):
+    def problems(**environ):
+        environ = dict({"HOME": str(tmp_path), "KERAS_HOME": str(tmp_path)}, **environ)
+        return theano.problems(dict({"PATH": os.environ["PATH"]}, **environ))
+
+    return problems
+
+
+def test_nothing_is_wrong(problems):
+    assert problems() == []
+    assert problems(THEANO_FLAGS="device=cuda0,openmp=true,floatX=32,dnn.enabled=auto") == []
+
+
+def test_what_is_wrong(problems, tmp_path):
+    assert problems(THEANO_FLAGS="device = cpu,openmp,floatX= float32,allow_gc=yes") == [
+        "THEANO_FLAGS: 'device = cpu' has a space beside its '=', Theano does not take it for "
+        "device. Write device=cpu.",
+        "THEANO_FLAGS: 'openmp' has no value, Theano ignores it.",
+        "THEANO_FLAGS: 'floatX= float32' has a space beside its '=', Theano does not take it for "
+        "floatX. Write floatX=float32.",
+        "allow_gc=yes: Theano takes True, true, 1, False, false, 0 only for yes or no.",
+    ]
+    assert problems(THEANO_FLAGS="device=gpu1", PATH=str(tmp_path)) == [
+        "g++ is not on PATH: Theano runs everything in Python, slowly.",
+        "device=gpu1: this version of Theano calls it cuda1.",
+    ]
+    assert problems(THEANO_GPU_IS_ALREADY_ACTIVE="Yes", THEANO_FLAGS="a='") == [
+        "THEANO_GPU_IS_ALREADY_ACTIVE is set: a process that uses a GPU started this one, and "
+        "Theano will use none here.",
+        "THEANO_FLAGS=a=' cannot be read: No closing quotation. Theano cannot be imported with "
+        "it. Put a backslash before a quote, a comma or a backslash that belongs to a value.",
+    ]
+
+
+def test_what_is_wrong_in_files(problems, tmp_path):
+    path = tmp_path / "rc"
+    path.write_text("[global]\nopenmp = on\nfloatX = float64\n")
+    keras = tmp_path / "keras.json"
+    keras.write_text('{"floatx": "float16"}')
+    assert problems(THEANORC="{}:~/missing".format(path)) == [
+        "THEANORC names {}, which does not exist.".format(tmp_path / "missing"),
+        "openmp=on: Theano takes True, true, 1, False, false, 0 only for yes or no.",
+        "floatX=float64: Keras sets float16 when it is imported, as {} says or by default. Pass "
+        "floatx= to configure_gpu(), which sets both.".format(keras),
+    ]
+    path.write_text("openmp = on\n")
+    found = problems(THEANORC=str(path))
+    assert len(found) == 1
+    assert found[0].startswith("{} cannot be read: File contains no section".format(path))
+
+
+def test_the_files_of_a_report_are_those_that_exist(tmp_path):
+    environ = {"HOME": str(tmp_path), "THEANORC": "~/a:~/b"}
+    (tmp_path / "b").write_text("[global]\ndevice = cpu\n")
+    flags = _theano_flags.Flags(environ)
+    assert flags.files == [str(tmp_path / "b")]
+    assert list(flags) == [("device", "cpu")]
+    assert flags.get("device") == "cpu" and flags.get("floatX") is None
