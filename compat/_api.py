@@ -179,7 +179,7 @@ def parallelize(model: "Any", gpus: "Gpus" = None, *, strategy: "Optional[str]" 
     Arguments:
         model: a Keras model, compiled or not, fitted or not; or a function that builds one.
         gpus: which of the configured devices, in the forms of ``configure_gpu(gpus=)``: a
-            count, or ids counted among them from 0; None for all.
+            count, ids counted among them from 0, or names of GPUs; None for all.
         strategy: None, the only value so far: replicas in this process.
 
     Returns:
@@ -224,6 +224,11 @@ def _among(devices: "List[str]", selection: "Any") -> "Tuple[List[str], Optional
     return chosen or devices[:1], (str(selection), configured)
 
 
+def _index(name, missing):
+    index = None if _active is None else _active.settings.devices.index(name)
+    return missing if index is None else index
+
+
 def _wanted(devices, selection):
     """Positions among the configured devices; one past the end where a device is not there."""
     if selection.kind == "none":
@@ -231,9 +236,5 @@ def _wanted(devices, selection):
     if selection.kind in ("count", "free") and selection.count:
         return range(selection.count)
     if selection.kind == "ids":
-        names = _active.settings.devices.gpus if _active is not None else ()
-        return [
-            i if isinstance(i, int) else names.index(i) if i in names else len(devices)
-            for i in selection.ids
-        ]
+        return [i if isinstance(i, int) else _index(i, len(devices)) for i in selection.ids]
     return range(len(devices))

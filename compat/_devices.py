@@ -261,15 +261,16 @@ class Devices:
     """The devices chosen for this process.
 
     ``gpus`` are entries for ``CUDA_VISIBLE_DEVICES``: ids or names, as strings. ``positions``
-    are where those stand among the GPUs visible before. ``simulated`` counts the CPU devices
-    that stand in for GPUs. Neither: the CPU.
+    are where those stand among the GPUs visible before; ``uuids`` are theirs, "" where unknown.
+    ``simulated`` counts the CPU devices that stand in for GPUs. Neither: the CPU.
     """
 
-    __slots__ = ("gpus", "positions", "simulated", "shortage", "problems")
+    __slots__ = ("gpus", "positions", "uuids", "simulated", "shortage", "problems")
 
-    def __init__(self, gpus=(), positions=(), simulated=0, shortage=None, problems=()):
+    def __init__(self, gpus=(), positions=(), uuids=(), simulated=0, shortage=None, problems=()):
         self.gpus = tuple(gpus)
         self.positions = tuple(positions)
+        self.uuids = tuple(uuids) or ("",) * len(self.gpus)
         self.simulated = simulated
         self.shortage = shortage  # (asked, found), where fewer were found than asked for
         self.problems = list(problems)  # what is wrong with CUDA_VISIBLE_DEVICES
@@ -286,6 +287,13 @@ class Devices:
         if self.gpus:
             return "GPU " + ",".join(self.gpus)
         return "CPU"
+
+    def index(self, name):
+        """Which of these GPUs a name means, counted from 0, or None."""
+        for index, (entry, uuid) in enumerate(zip(self.gpus, self.uuids)):
+            if name == entry or uuid.startswith(name):
+                return index
+        return None
 
     def environ(self, environ):
         """The CUDA variables that show a process these GPUs and no other."""
@@ -335,7 +343,14 @@ def choose(selection, simulate, environ, discover=discover):
     positions, shortage = _choose_among(selection, visible)
     if shortage:
         shortage = str(selection), shortage + found
-    return Devices([entries[p] for p in positions], positions, 0, shortage, problems)
+    uuids = [gpu.uuid if gpu else "" for _, gpu in visible]
+    return Devices(
+        [entries[p] for p in positions],
+        positions,
+        [uuids[p] for p in positions],
+        shortage=shortage,
+        problems=problems,
+    )
 
 
 def _choose_simulated(selection, simulate):

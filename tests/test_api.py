@@ -431,9 +431,24 @@ def test_which_of_the_configured_devices(keras, gpus, expected):
 
 
 def test_names_of_configured_gpus(keras, machine):
-    machine.plug(2)
-    configure([machine.uuids[1]])
+    machine.plug(3)
+    first, second, third = machine.uuids
+    configure([third, second])
     assert compat.parallelize(keras.Model(), [0]).devices == ["gpu:0"]
+    assert compat.parallelize(keras.Model(), second).devices == ["gpu:1"]
+    assert compat.parallelize(keras.Model(), [second[:12], third]).devices == ["gpu:1", "gpu:0"]
+    with pytest.warns(compat.CompatWarning) as caught:
+        compat.parallelize(keras.Model(), [second, first])
+    assert [text for text, _, _ in shown(caught)] == [
+        "gpus=['{}', '{}'] was asked for, but these are configured: gpu:0, gpu:1. Going on with "
+        "gpu:1.".format(second, first)
+    ]
+
+
+def test_names_of_configured_mig_instances(keras, machine):
+    machine.plug(1)
+    configure("MIG-c7384736,MIG-d5f15b44")
+    assert compat.parallelize(keras.Model(), "MIG-d5f15b44").devices == ["gpu:1"]
 
 
 @pytest.mark.parametrize(

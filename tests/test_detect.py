@@ -307,7 +307,7 @@ def test_a_version_that_is_not_accepted_is_not_chosen(site):
 def test_versions_are_those_that_are_installed(monkeypatch):
     """Against the standard's own reading, for everything in this Python."""
     if sys.version_info >= (3, 8):
-        from importlib.metadata import distributions
+        from importlib.metadata import distributions  # novm
     else:
         from importlib_metadata import distributions  # pytest brings it along
 
