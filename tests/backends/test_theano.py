@@ -83,6 +83,16 @@ class TestTheano(BackendContract):
             each.fit(inputs, targets, **options)
         self.close(model.get_weights(), loaded.get_weights(), 1e-12)
 
+    def test_test_command_says_so_too(self):
+        status, out = self.command(
+            "import sys\n"
+            "from compat import __main__\n"
+            "sys.stderr = sys.stdout\n"
+            "sys.exit(__main__.main(['test']))\n"
+        )
+        assert status == 2
+        assert out.endswith("compat test: {}\n".format(ONE_DEVICE.format("cpu:0, cpu:1, cpu:2")))
+
     # What cannot change once Theano is imported, as it is here.
 
     def configure(self, theano, devices=None, **settings):
