@@ -3,12 +3,12 @@
 import os
 
 from . import errors
+from ._settings import Configuration, Settings, parse_floatx, parse_memory, parse_simulate
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, List, Optional, Sequence, Tuple, Union
 
-    from ._settings import Configuration, Settings
     from .backend import Backend
 
     Gpus = Union[None, int, str, Sequence[Union[int, str]]]
@@ -62,7 +62,6 @@ def configure_gpu(
     """
     global _active, _first_call
     from . import _detect, _devices
-    from ._settings import Settings, parse_floatx, parse_memory, parse_simulate
 
     selection = _devices.parse_gpus(gpus)
     parsed = parse_memory(memory), parse_floatx(floatx), bool(persist), bool(strict), options
@@ -103,7 +102,6 @@ def _check_options(options):
 def _configure(chosen: "Backend", reason: str, settings: "Settings") -> "Configuration":
     """Apply the settings, or leave the environment as it was and raise."""
     from . import _detect, _keras
-    from ._settings import Configuration
 
     notes = (
         _detect.keras_elsewhere(chosen)
