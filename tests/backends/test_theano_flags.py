@@ -32,7 +32,7 @@ claims = json.load(open(path, encoding="utf-8"))
 
 def fresh(environ):
     os.environ.clear()
-    os.environ.update(environ)
+    os.environ.update(environ, PATH="")  # no compiler, which Theano would call each time
     for name in ("configparser", "configdefaults"):
         sys.modules.pop("theano." + name, None)
     parser = importlib.import_module("theano.configparser")
@@ -136,7 +136,7 @@ def generate_file(rng):
         section, _, option = name.rpartition(".")
         sections.setdefault(section or "global", []).append((option, value(rng, name), name))
     names = list(sections) + rng.choice([[], [], ["global"], ["mine"], ["DEFAULT"]])
-    for section in sorted(set(names), key=lambda _: rng.random()):
+    for section in rng.sample(sorted(set(names)), len(set(names))):
         lines += rng.choice([[], [""], ["# about " + section, ""], ["; old", "", "  # indented"]])
         lines.append(rng.choice(["", margin]) + "[{}]".format(section))
         options = sections.get(section, [])
@@ -148,7 +148,7 @@ def generate_file(rng):
             lines.append(margin + case(option) + rng.choice([" = ", "=", ": ", " =  "]) + plain)
             if name and VALUES[name] is None and rng.random() < 0.3:
                 lines += [margin + "    and more", "  # between", "", margin + "  last"]
-    if rng.random() < 0.04:
+    if rng.random() < 0.1:
         lines.insert(0, rng.choice(["orphan = 1", "no value", "[global]\n[global]"]))
     end = "\r\n" if rng.random() < 0.2 else "\n"
     return end.join(lines) + rng.choice([end, end, ""])
@@ -160,7 +160,7 @@ def generate_environ(rng, folder):
     environ = {name: os.environ[name] for name in ("PATH", "LANG", "LC_ALL") if name in os.environ}
     environ.update(HOME=str(folder), TMPDIR="/tmp/a,b", USER="ann")
     files = [rng.choice(["a.rc", "~/b.rc", "with, comma", "c"]) for _ in range(rng.randint(1, 3))]
-    for name in set(files) if rng.random() < 0.7 else []:
+    for name in sorted(set(files)) if rng.random() < 0.7 else []:
         if rng.random() < 0.85:
             path = folder / name.replace("~/", "")
             path.write_bytes(generate_file(rng).encode("utf-8"))
@@ -274,7 +274,7 @@ def test_theano_reports_what_compat_reads_and_writes(tmp_path):
     assert len(claims) > 2 * COMBINATIONS
     assert not wrong, wrong[:3]
     # Where compat refuses to read, Theano does so, too.
-    assert len(refused) > COMBINATIONS // 20
+    assert len(refused) > 5
     refusals = ["ValueError", "MissingSectionHeaderError", "DuplicateSectionError", "ParsingError"]
     refusals += ["DuplicateOptionError", "UnicodeDecodeError"]
     for answer, (environ, _) in zip(ask_theano("fresh", refused, tmp_path), refused):
