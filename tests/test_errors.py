@@ -299,6 +299,47 @@ TEXTS = [
     ),
     # Texts of single backends.
     (
+        errors.memory_total_unknown,
+        ("4096 MiB per GPU",),
+        errors.UnsupportedError,
+        "tensorflow1 cannot limit memory to 4096 MiB per GPU: it takes a fraction of each GPU "
+        "only, and nvidia-smi does not tell how much memory the GPUs have. Use a fraction such as "
+        'memory=0.5, or memory="grow".',
+    ),
+    (
+        errors.keras_session_exists,
+        ("keras", 4, 'device_count { key: "CPU" value: 3 }'),
+        errors.TooLateError,
+        "configure_gpu() came too late for tensorflow1: keras has made its session already, "
+        'without device_count { key: "CPU" value: 3 }; what a session has cannot be changed, and '
+        "another one would lose the values of its 4 variables.\n"
+        "Call it before the first model is built.",
+    ),
+    (
+        errors.gpus_initialised,
+        ("allow_growth: true",),
+        errors.TooLateError,
+        "configure_gpu() came too late for tensorflow1: a session was made in this process, which "
+        "fixed GPUs and their memory; they cannot become allow_growth: true.\n"
+        "Call it before the first tf.Session().",
+    ),
+    (
+        errors.custom_gradient,
+        ("scaled/IdentityN",),
+        errors.UnsupportedError,
+        "tensorflow1 cannot run scaled/IdentityN on several devices: its gradient is a "
+        "tf.custom_gradient, which is bound to the undivided batch. Use one device: gpus=1, or "
+        "give the operation TensorFlow's own gradient.",
+    ),
+    (
+        errors.reference_variables,
+        ("dense_model",),
+        None,
+        "The weights of dense_model are reference variables, which TensorFlow may overwrite while "
+        "a replica still reads them: training goes wrong now and then. Call configure_gpu() "
+        "before the model is built; it switches resource variables on.",
+    ),
+    (
         errors.several_devices_in_xla,
         (),
         errors.UnsupportedError,
