@@ -430,3 +430,51 @@ def theano_one_device(asked, first):
         "batches in one process, such as tensorflow or mxnet. compat does not start one process "
         "per device yet.",
     )
+
+
+# TensorFlow 1 ---------------------------------------------------------------------------------
+
+
+def memory_total_unknown(memory):
+    return unsupported(
+        "tensorflow1",
+        "limit memory to {}: it takes a fraction of each GPU only, and nvidia-smi does not tell "
+        "how much memory the GPUs have".format(memory),
+        'Use a fraction such as memory=0.5, or memory="grow".',
+    )
+
+
+def keras_session_exists(keras, variables, missing):
+    return too_late(
+        "tensorflow1",
+        "{} has made its session already, without {}; what a session has cannot be changed, and "
+        "another one would lose the values of its {} variables".format(keras, missing, variables),
+        "Call it before the first model is built.",
+    )
+
+
+def gpus_initialised(gpu_options):
+    return too_late(
+        "tensorflow1",
+        "a session was made in this process, which fixed GPUs and their memory; they cannot "
+        "become {}".format(gpu_options),
+        "Call it before the first tf.Session().",
+    )
+
+
+def custom_gradient(operation):
+    return unsupported(
+        "tensorflow1",
+        "run {} on several devices: its gradient is a tf.custom_gradient, which is bound to the "
+        "undivided batch".format(operation),
+        "Use one device: gpus=1, or give the operation TensorFlow's own gradient.",
+    )
+
+
+def reference_variables(model):
+    """The text of a warning."""
+    return (
+        "The weights of {} are reference variables, which TensorFlow may overwrite while a "
+        "replica still reads them: training goes wrong now and then. Call configure_gpu() before "
+        "the model is built; it switches resource variables on.".format(model)
+    )

@@ -23,6 +23,7 @@ import contextlib
 import copy
 import os
 import sys
+import warnings
 
 from .. import _devices, _keras, _replicas, errors
 from ..backend import Backend
@@ -64,7 +65,7 @@ class TensorFlow1(Backend):
 
     def configure(self, settings: "Settings") -> "List[str]":
         late = self.initialised()
-        tf = self.import_framework()
+        tf = _names(self.import_framework())
         config = self._session_config(tf, settings, late)
         self._make_room_for(tf, config)
         _lay_under_every_session(config)
@@ -129,7 +130,7 @@ class TensorFlow1(Backend):
                 raise errors.gpus_initialised(" ".join(str(config.gpu_options).split()))
 
     def devices(self) -> "List[str]":
-        tf = self.import_framework()
+        tf = _names(self.import_framework())
         if self._settings is not None:
             # An own session on an empty graph: it initialises GPUs just as the user's will.
             with tf.Session(graph=tf.Graph()) as session:
@@ -157,6 +158,9 @@ class TensorFlow1(Backend):
     def parallelize(self, model: "Any", devices: "Sequence[str]") -> "Any":
         """Run ``model`` on ``devices``, the same object; see the head of this file.
 
+        Raises:
+            UnsupportedError: an operation's gradient is the user's, by ``tf.custom_gradient``.
+
         BatchNorm normalises each replica's rows by their own statistics, and its moving
         averages take the mean of the replicas' updates, once a step. Dropout masks of replicas
         are independent. A stateful RNN keeps one state per row of the batch, as on one device:
@@ -172,9 +176,18 @@ class TensorFlow1(Backend):
             with _training_goes_on(model):
                 current.uninstall()
         if len(devices) > 1:
+            if any(weight.dtype._is_ref_dtype for weight in model.weights):
+                warnings.warn(
+                    errors.reference_variables(model.name), errors.CompatWarning, stacklevel=3
+                )
             with _training_goes_on(model):
                 _ReplicatedFunctions(model, devices).install()
         return model
+
+
+def _names(tensorflow):
+    """TensorFlow under its 1.x names, which late versions of it call deprecated elsewhere."""
+    return getattr(tensorflow.compat, "v1", tensorflow)
 
 
 # Sessions -------------------------------------------------------------------------------------
@@ -346,7 +359,9 @@ class _ReplicatedFunctions:
         updates = list(model.updates) + list(model.state_updates)
         key = list(model.inputs) + list(model.outputs) + updates
         if self._replicas is None or not _same(key, self._replicas_key):
-            self._replicas = _Replicas(model.inputs, model.outputs, updates, self.devices)
+            self._replicas = _Replicas(
+                model.inputs, model.outputs, updates, _states(model), self.devices
+            )
             self._replicas_key = key
         return self._replicas
 
@@ -366,6 +381,17 @@ class _ReplicatedFunctions:
             yield
         finally:
             del optimizer["get_updates"]
+
+
+def _states(model):
+    """The variables in which stateful RNNs keep a row for each row of the batch."""
+    states = []
+    for layer in model.layers:
+        if hasattr(layer, "layers"):
+            states += _states(layer)
+        elif getattr(layer, "stateful", False):
+            states += [state for state in getattr(layer, "states", ()) if hasattr(state, "handle")]
+    return states
 
 
 @contextlib.contextmanager
@@ -403,23 +429,28 @@ class _Replicas:
         inputs: the model's input tensors; their first dimension is the batch.
         outputs: the model's output tensors.
         updates: the updates of the model's layers, as Keras has them.
+        states: variables that hold a row for each row of the batch.
         devices: the devices, as TensorFlow names them.
     """
 
-    def __init__(self, inputs, outputs, updates, devices):
-        import tensorflow as tf
+    def __init__(self, inputs, outputs, updates, states, devices):
+        import tensorflow
 
-        self.tf = tf
+        self.tf = tf = _names(tensorflow)
         self.devices = devices
         self.graph = outputs[0].graph
         self.inputs = list(inputs)
+        self.states = [_value(state.handle) for state in states]
         self._replaced = {}  # type: Dict[Any, Any]
         targets = list(outputs) + _written_values(updates, _starts(inputs))
         needed, consumers = _ancestors(targets, _starts(inputs))
         needed = [op for op in needed if not _is_shared(op)]
+        for op in needed:
+            if op.node_def.attr["_gradient_op_type"].s.startswith(b"CustomGradient"):
+                raise errors.custom_gradient(op.name)
         #: The operations that depend on the batch; what they need besides is copied, too.
         self.batch_part = _reached(_starts(inputs), consumers) - _starts(inputs)
-        with self.graph.as_default(), tf.name_scope(None), tf.control_dependencies(None):
+        with self._apart():
             rows = tf.shape(self.inputs[0])[0]
             self.sizes = _replicas.sizes(rows, len(devices))
             self.copies = [self._replica(index, needed, rows) for index in range(len(devices))]
@@ -439,11 +470,10 @@ class _Replicas:
         """Copy the operations ``needed`` to the device, there to compute its shard."""
         tf = self.tf
         replaced = {}
-        for tensor in self.inputs:
+        for tensor in self.inputs + self.states:
             with self._where_it_lies(tensor):
-                first, end = _replicas.run_bounds(
-                    tf.shape(tensor)[0], len(self.devices), index, tf.maximum
-                )
+                count = tf.shape(tensor, out_type=tf.int32)[0]
+                first, end = _replicas.run_bounds(count, len(self.devices), index, tf.maximum)
                 replaced[tensor] = tensor[first:end]
         return _copy(
             needed,
@@ -451,7 +481,15 @@ class _Replicas:
             "replica_{}".format(index),
             lambda op: "" if _follows_its_input(op) else self.devices[index],
             seed=index,
+            fixed_batch=self.inputs[0].shape[:1].as_list()[0],
         )
+
+    @contextlib.contextmanager
+    def _apart(self):
+        """Within, operations are made apart from where Keras is just making its own."""
+        with self.graph.as_default(), self.graph.name_scope(None):
+            with self.tf.control_dependencies(None), self.tf.device(None):
+                yield
 
     def _where_it_lies(self, tensor):
         # Slicing on the replica would send the whole batch to every device.
@@ -503,7 +541,7 @@ class _Replicas:
             return tensor
         key = tensor.name
         if key not in self._replaced:
-            with self.graph.as_default(), self.tf.control_dependencies(None):
+            with self._apart():
                 self._replaced[key] = self._merge([c.tensor(tensor) for c in self.copies])
         return self._replaced[key]
 
@@ -682,7 +720,7 @@ class _Copy:
         return self.replaced.get(tensor, tensor)
 
 
-def _copy(operations, replaced, scope, device, seed=0, controls=None):
+def _copy(operations, replaced, scope, device, seed=0, controls=None, fixed_batch=None):
     """Copy operations into their own graph.
 
     Arguments:
@@ -693,9 +731,12 @@ def _copy(operations, replaced, scope, device, seed=0, controls=None):
         seed: a number that sets apart the random numbers of several copies.
         controls: tells, for an operation that is not copied, which ones to wait for instead;
             None: no need to wait.
+        fixed_batch: the number of rows the originals were made for, where it is fixed; the
+            copies compute other numbers.
     """
-    import tensorflow as tf
+    import tensorflow
 
+    tf = _names(tensorflow)
     graph = operations[0].graph
     copied = set(operations)
     definition = tf.GraphDef()
@@ -719,10 +760,10 @@ def _copy(operations, replaced, scope, device, seed=0, controls=None):
         for tensor in op.inputs:
             if tensor.op not in copied:
                 if tensor.op.type == "ReadVariableOp" and _is_shared(tensor.op):
-                    tensor_now = _value(tensor.op.inputs[0])
+                    inside = _value(tensor.op.inputs[0])
                 else:
-                    tensor_now = replaced.get(tensor, tensor)
-                outside[tensor.name] = tensor_now
+                    inside = tensor
+                outside[tensor.name] = replaced.get(inside, inside)
         for other in op.control_inputs:
             if other not in copied:
                 node.input.remove("^" + other.name)
@@ -734,6 +775,12 @@ def _copy(operations, replaced, scope, device, seed=0, controls=None):
             definition, outside, [op.name for op in operations], name=scope
         )
     copies = _Copy(dict(zip(operations, results)), replaced)
+    for op, result in copies.operations.items():
+        for tensor, copied in zip(op.outputs, result.outputs):
+            # Keras tells TensorFlow shapes that it does not see by itself, of RNNs for example.
+            if tensor.shape.ndims is not None:
+                rows = [None if size == fixed_batch else size for size in tensor.shape.as_list()]
+                copied.set_shape(rows)
     if controls is not None:
         for op, other in waiting:
             copies.operations[op]._add_control_inputs(controls(other))
@@ -743,9 +790,10 @@ def _copy(operations, replaced, scope, device, seed=0, controls=None):
 
 def _copy_contexts(copies, prefix):
     """Give copies of loops and conditions contexts of their own, which gradients need."""
+    import tensorflow
     from tensorflow.python.ops.control_flow_ops import ControlFlowContext
-    import tensorflow as tf
 
+    tf = _names(tensorflow)
     contexts = {}  # type: Dict[Any, Any]
     names = {
         tensor.name: copies.tensor(tensor).name

@@ -1,0 +1,526 @@
+"""TensorFlow 1 under keras 2.2.4, keras 2.3.1 and tf.keras: ``COMPAT_TEST_KERAS`` chooses."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import compat
+from compat import errors
+from compat._backends import tensorflow1
+from compat.testing import (
+    CASES,
+    DEVICES,
+    ParallelContract,
+    initialise,
+    keras_under_test,
+    largest_difference,
+    optimizer,
+)
+
+v1 = tf.compat.v1
+MATRIX_PRODUCTS = ("MatMul", "BatchMatMul", "BatchMatMulV2", "Conv2D")
+BACKWARD_PRODUCTS = ("Conv2DBackpropInput", "Conv2DBackpropFilter")
+
+
+def record(model, inputs, targets):
+    """One training step, as TensorFlow recorded it: the graphs it ran, and their statistics."""
+    model._make_train_function()
+    function = model.train_function
+    metadata = v1.RunMetadata()
+    function.run_options = v1.RunOptions(
+        output_partition_graphs=True, trace_level=v1.RunOptions.FULL_TRACE
+    )
+    function.run_metadata = metadata
+    function._callable_fn = None
+    try:
+        model.train_on_batch(inputs, targets)
+    finally:
+        function.run_options = function.run_metadata = function._callable_fn = None
+    return metadata
+
+
+def partitions(metadata):
+    """The operations that ran, by device, constants left out."""
+    return {
+        graph.node[0].device[graph.node[0].device.index("/device:") :]: list(graph.node)
+        for graph in metadata.partition_graphs
+        if len(graph.node)
+    }
+
+
+def is_backward(node):
+    return "gradients" in node.name or node.op in BACKWARD_PRODUCTS
+
+
+def is_keras_224(keras):
+    return keras.__name__ == "keras" and keras.__version__ == "2.2.4"
+
+
+class TestTensorFlow1(ParallelContract):
+    backend = "tensorflow1"
+    tolerance = 5e-6  # rounding differs: three sums of a third of the rows each, then one
+
+    @property
+    def optimizers(self):
+        return ("sgd",) if is_keras_224(keras_under_test()) else ("sgd", "adam")
+
+    def check_optimizer_does_not_repeat(self, keras, name, optimizer_name):
+        """Nothing orders keras 2.2.4's Adam reading its step counter and incrementing it."""
+        if name != "dense":
+            return
+        model = self.compiled(keras, name, optimizer_name)
+        model._make_train_function()
+        operations, _ = tensorflow1._ancestors([model.train_function.updates_op], set())
+        counter = model.optimizer.iterations.handle
+        reads = [op for op in operations if op.type == "ReadVariableOp" and op.inputs[0] is counter]
+        (write,) = [
+            op for op in operations if op.type == "AssignAddVariableOp" and op.inputs[0] is counter
+        ]
+        unordered = [
+            read
+            for read in reads
+            if write not in tensorflow1._ancestors([read], set())[0]
+            and read not in tensorflow1._ancestors([write], set())[0]
+        ]
+        assert unordered
+
+    def placement(self, model, inputs, targets):
+        found = {}
+        for device, nodes in partitions(record(model, inputs, targets)).items():
+            products = [n for n in nodes if n.op in MATRIX_PRODUCTS + BACKWARD_PRODUCTS]
+            backward = sum(map(is_backward, products))
+            if products:
+                found[device] = len(products) - backward, backward
+        return found
+
+    def shard_sizes(self, model, inputs, targets):
+        rows = {}
+        for stats in record(model, inputs, targets).step_stats.dev_stats:
+            for node in stats.node_stats:
+                if node.node_name.endswith("hidden/MatMul"):
+                    shape = node.output[0].tensor_description.shape
+                    rows[stats.device] = shape.dim[0].size
+        return [rows[device] for device in sorted(rows)]
+
+
+    # One step, right every time ------------------------------------------------------------
+
+    @pytest.mark.parametrize("devices", [1, DEVICES])
+    def test_one_step_is_right_200_times_of_200(self, keras, devices):
+        """keras 2.2.4 alone is wrong in some of 200: its reference variables race."""
+        inputs, targets = CASES["dense"].data(61)
+        layers = keras.layers
+        model = keras.models.Sequential(
+            [layers.Dense(32, activation="tanh", input_shape=(8,)), layers.Dense(4)]
+        )
+        compat.parallelize(initialise(model), gpus=devices)
+        try:
+            model.compile(keras.optimizers.SGD(learning_rate=0.5), "mse")
+        except TypeError:
+            model.compile(keras.optimizers.SGD(lr=0.5), "mse")
+        start = model.get_weights()
+        expected = step_by_numpy(start, inputs, targets, 0.5)
+        wrong = 0
+        for _ in range(200):
+            model.set_weights(start)
+            model.train_on_batch(inputs, targets)
+            wrong += largest_difference(expected, model.get_weights()) > 1e-6
+        assert wrong == 0
+
+    # What runs ------------------------------------------------------------------------------
+
+    def test_nothing_of_the_undivided_batch_part_runs(self, keras):
+        layers = keras.layers
+        model = keras.models.Sequential(
+            [
+                layers.Dense(6, activation="relu", activity_regularizer="l2", input_shape=(8,)),
+                layers.BatchNormalization(),
+                layers.Dropout(0.5),
+                layers.Dense(4, activation="softmax"),
+            ]
+        )
+        compat.parallelize(model).compile("sgd", "categorical_crossentropy", ["accuracy"])
+        inputs, targets = CASES["dense"].data(13)
+        ran = partitions(record(model, inputs, targets))
+        names = {node.name for nodes in ran.values() for node in nodes}
+        undivided = vars(model)["_compat_functions"]._replicas.batch_part
+        assert len(undivided) > 30
+        assert not names & {op.name for op in undivided}
+        for index, device in enumerate(sorted(ran)):
+            here = {node.name.split("/")[0] for node in ran[device] if node.op in MATRIX_PRODUCTS}
+            assert "replica_{}".format(index) in str(sorted(here))
+
+    def test_each_moving_average_is_written_once_a_step(self, keras):
+        layers = keras.layers
+        writes = []
+        for devices in (1, DEVICES):
+            model = keras.models.Sequential(
+                [layers.BatchNormalization(input_shape=(8,)), layers.Dense(4)]
+            )
+            compat.parallelize(model, gpus=devices).compile("sgd", "mse")
+            ran = partitions(record(model, *CASES["dense"].data(13)))
+            writes.append(
+                sorted(node.op for nodes in ran.values() for node in nodes if "Assign" in node.op)
+            )
+        assert writes[0] == writes[1]
+
+    def test_moving_variance_is_the_mean_of_the_replicas(self, keras):
+        """After one step from the same start: each replica's rows as a batch of their own."""
+        layers = keras.layers
+        model = keras.models.Sequential([layers.BatchNormalization(momentum=0.5, input_shape=(8,))])
+        model.compile("sgd", "mse")
+        inputs, _ = CASES["dense"].data(13)
+        start, shards = model.get_weights(), np.split(inputs, [4, 8])
+        alone = []
+        for shard in shards:
+            alone.append(self.moving_averages_after(keras, start, shard, 1))
+        expected = [
+            np.average(values, axis=0, weights=[len(shard) for shard in shards])
+            for values in zip(*alone)
+        ]
+        found = self.moving_averages_after(keras, start, inputs, DEVICES)
+        self.close(expected, found, 1e-5)
+
+    def moving_averages_after(self, keras, start, inputs, devices):
+        layers = keras.layers
+        model = keras.models.Sequential([layers.BatchNormalization(momentum=0.5, input_shape=(8,))])
+        compat.parallelize(model, gpus=devices).compile("sgd", "mse")
+        model.set_weights(start)
+        model.train_on_batch(inputs, inputs)
+        return model.get_weights()[2:]
+
+    @pytest.mark.parametrize("seed", [None, 7])
+    def test_dropout_masks_of_replicas_are_independent(self, keras, seed):
+        model = keras.models.Sequential([keras.layers.Dropout(0.5, seed=seed, input_shape=(40,))])
+        compat.parallelize(model).compile("sgd", "mse")
+        ones = np.ones((12, 40), "float32")
+        losses = model.train_on_batch(ones, ones)
+        assert np.isfinite(losses)
+        outputs = whole_outputs(keras, model, ones, training=True)
+        masks = [shard.ravel() > 0 for shard in np.split(outputs, 3)]
+        for first, second in [(0, 1), (1, 2), (0, 2)]:
+            assert 0.3 < np.mean(masks[first] == masks[second]) < 0.7
+
+    # Losses, states, outputs ------------------------------------------------------------------
+
+    def test_losses_of_layers_are_those_of_the_whole_batch(self, keras):
+        """keras 2 sums an activity regulariser over the batch, tf.keras averages it."""
+
+        def build():
+            layers = keras.layers
+            inputs = layers.Input(shape=(8,))
+            hidden = layers.Dense(
+                6, activation="tanh", activity_regularizer="l2", kernel_regularizer="l1"
+            )(inputs)
+            model = keras.models.Model(inputs, layers.Dense(4)(hidden))
+            model.add_loss(0.1 * keras.backend.mean(keras.backend.square(hidden)))
+            return model
+
+        inputs, targets = CASES["dense"].data(45)
+        models = self.train_both(keras, build, "mse", inputs, targets)
+        losses = [model.evaluate(inputs, targets, batch_size=13, verbose=0) for model in models]
+        np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
+
+    def test_stateful_rnn_keeps_one_state_for_each_row(self, keras):
+        """As on one device: each replica reads and writes the states of its rows."""
+
+        def build():
+            layers = keras.layers
+            return keras.models.Sequential(
+                [
+                    layers.LSTM(5, stateful=True, batch_input_shape=(7, 3, 4)),
+                    layers.Dense(2),
+                ]
+            )
+
+        random = np.random.RandomState(1)
+        inputs = random.normal(size=(14, 3, 4)).astype("float32")
+        targets = random.normal(size=(14, 2)).astype("float32")
+        plain, parallel = self.train_both(keras, build, "mse", inputs, targets, batch=7)
+        for _ in range(2):  # states go on from call to call
+            self.close(
+                [plain.predict(inputs, batch_size=7)], [parallel.predict(inputs, batch_size=7)]
+            )
+        for model in (plain, parallel):
+            model.reset_states()
+        self.close([plain.predict(inputs, batch_size=7)], [parallel.predict(inputs, batch_size=7)])
+
+    def test_scalar_output_is_the_mean_by_rows(self, keras):
+        layers, K = keras.layers, keras.backend
+        inputs = layers.Input(shape=(8,))
+        mean = layers.Lambda(lambda x: K.mean(x), output_shape=())(inputs)
+        model = compat.parallelize(keras.models.Model(inputs, mean))
+        batch, _ = CASES["dense"].data(13)
+        np.testing.assert_allclose(whole_outputs(keras, model, batch), batch.mean(), rtol=1e-5)
+
+    def test_model_that_is_built_by_its_first_batch(self, keras):
+        inputs, targets = CASES["dense"].data(45)
+        models = []
+        for parallel in (False, True):
+            layers = keras.layers
+            model = keras.models.Sequential([layers.Dense(6, activation="tanh"), layers.Dense(4)])
+            if parallel:
+                assert compat.parallelize(model) is model
+            model.compile(optimizer(keras, "sgd"), "mse")
+            model.train_on_batch(inputs[:2], targets[:2])
+            initialise(model)
+            models.append(model)
+        for model in models:
+            reset_momentum(model)
+            model.fit(inputs, targets, batch_size=16, epochs=2, shuffle=False, verbose=0)
+        self.close(models[0].get_weights(), models[1].get_weights())
+        assert len(self.placement(models[1], inputs, targets)) == DEVICES
+
+    def test_parallelized_model_is_a_layer_as_before(self, keras):
+        inner = compat.parallelize(self.build(keras, "dense"))
+        inputs = keras.layers.Input(shape=(8,))
+        outer = keras.models.Model(inputs, inner(inputs))
+        batch, _ = CASES["dense"].data(13)
+        self.close([inner.predict(batch)], [outer.predict(batch)], 1e-6)
+
+    # Never silent -----------------------------------------------------------------------------
+
+    def test_one_device_leaves_the_model_alone(self, keras):
+        model = self.compiled(keras, "dense")
+        before = dict(vars(model))
+        assert compat.parallelize(model, gpus=1) is model
+        assert dict(vars(model)) == before
+        compat.parallelize(model)
+        compat.parallelize(model, gpus=1)
+        assert set(vars(model)) == set(before)
+
+    def test_custom_gradient_is_refused(self, keras):
+        @tf.custom_gradient
+        def twice(x):
+            return 2 * x, lambda gradient: 2 * gradient
+
+        model = keras.models.Sequential(
+            [keras.layers.Lambda(twice, input_shape=(8,)), keras.layers.Dense(4)]
+        )
+        model.compile("sgd", "mse")
+        compat.parallelize(model)
+        with pytest.raises(compat.UnsupportedError, match="is a tf.custom_gradient"):
+            model.train_on_batch(*CASES["dense"].data(13))
+
+    def test_reference_variables_are_warned_of(self, keras):
+        if keras.__name__ != "keras" or not is_keras_224(keras):
+            return  # the others make resource variables in any case
+        v1.disable_resource_variables()
+        try:
+            model = self.build(keras, "dense")
+        finally:
+            v1.enable_resource_variables()
+        with pytest.warns(compat.CompatWarning) as warned:
+            compat.parallelize(model)
+        assert str(warned[0].message) == errors.reference_variables(model.name)
+
+
+def step_by_numpy(weights, inputs, targets, rate):
+    """One SGD step of a tanh layer and a linear one on the mean squared error."""
+    first, first_bias, second, second_bias = [w.astype("float64") for w in weights]
+    hidden = np.tanh(inputs @ first + first_bias)
+    outputs = hidden @ second + second_bias
+    to_outputs = 2 * (outputs - targets) / outputs.size
+    to_hidden = to_outputs @ second.T * (1 - hidden**2)
+    gradients = [
+        inputs.T @ to_hidden, to_hidden.sum(axis=0), hidden.T @ to_outputs, to_outputs.sum(axis=0)
+    ]  # fmt: skip
+    return [w - rate * g for w, g in zip((first, first_bias, second, second_bias), gradients)]
+
+
+def whole_outputs(keras, model, inputs, training=False):
+    """What the model's predict function gives for a batch, in training mode if asked."""
+    model._make_predict_function()
+    K = keras.backend
+    phase = getattr(K, "symbolic_learning_phase", K.learning_phase)()
+    feed = {model.inputs[0]: inputs, phase: training}
+    return K.get_session().run(model.predict_function.outputs[0], feed)
+
+
+def reset_momentum(model):
+    model.optimizer.set_weights([0 * w for w in model.optimizer.get_weights()])
+
+
+# Configuring, a process for each case ---------------------------------------------------------
+
+
+def run(script):
+    """Run a script in a process of its own, and return what it printed."""
+    environ = dict(os.environ, COMPAT_TEST_KERAS=keras_under_test().__name__)
+    process = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PRELUDE + textwrap.dedent(script)],
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        timeout=300,
+    )
+    assert process.returncode == 0, process.stderr.decode()[-3000:]
+    return process.stdout.decode().strip()
+
+
+PRELUDE = """
+import compat
+from compat.testing import keras_under_test
+"""
+
+
+def test_one_configuration_lies_under_every_session():
+    printed = run(
+        """
+        report = compat.configure_gpu(
+            simulate=3, backend="tensorflow1", intra_op_parallelism_threads=2,
+            device_count={"CPU": 4},
+        )
+        print(report)
+        keras = keras_under_test()
+        import tensorflow as tf
+
+        def seen(session):
+            cpus = [d.name for d in session.list_devices() if d.device_type == "CPU"]
+            config = session._config
+            return len(cpus), config.intra_op_parallelism_threads, config.allow_soft_placement
+
+        assert seen(keras.backend.get_session()) == (4, 2, True)
+        keras.backend.clear_session()
+        assert seen(keras.backend.get_session()) == (4, 2, True)
+        with tf.compat.v1.Session() as session:
+            assert seen(session) == (4, 2, True)
+        own = tf.compat.v1.ConfigProto(device_count={"CPU": 2}, log_device_placement=True)
+        with tf.compat.v1.Session(config=own) as session:
+            assert seen(session) == (2, 2, True)
+            assert session._config.log_device_placement
+            assert own.intra_op_parallelism_threads == 0  # the user's own is not changed
+        try:
+            tf.compat.v1.Session(config="wrong")
+        except TypeError as error:
+            assert "ConfigProto" in str(error), error
+        assert isinstance(keras.backend.variable(1.0).handle, tf.Tensor)
+        assert compat.configure_gpu(
+            simulate=3, backend="tensorflow1", intra_op_parallelism_threads=2,
+            device_count={"CPU": 4},
+        ) is report
+        constructor = tf.compat.v1.Session.__bases__[0].__init__
+        from compat._backends import tensorflow1
+        tensorflow1._lay_under_every_session(None)
+        assert tf.compat.v1.Session.__bases__[0].__init__ is not constructor
+        with tf.compat.v1.Session() as session:
+            assert seen(session) == (1, 0, False)
+        """
+    )
+    assert "/device:CPU:0, /device:CPU:1, /device:CPU:2" in printed
+    assert "every session, of Keras and others: ConfigProto" in printed
+    assert "tf.enable_resource_variables(), since reference variables race" in printed
+
+
+def test_too_late_when_the_session_of_keras_has_variables():
+    printed = run(
+        """
+        keras = keras_under_test()
+        weight = keras.backend.variable(3.0)
+        assert keras.backend.get_value(weight) == 3.0
+        try:
+            compat.configure_gpu(simulate=2, backend="tensorflow1")
+        except compat.TooLateError as error:
+            print(error)
+        assert keras.backend.get_value(weight) == 3.0
+        """
+    )
+    name = "tensorflow.python.keras.api._v1.keras" if "." in keras_under_test().__name__ else "keras"
+    first, second = printed.splitlines()[-2:]
+    assert first.startswith("configure_gpu() came too late for tensorflow1: ")
+    assert name.split(".")[-1] in first
+    assert 'device_count { key: "CPU" value: 2 }' in first
+    assert "another one would lose the values of its 1 variables" in first
+    assert second == "Call it before the first model is built."
+
+
+def test_session_without_variables_gives_way_and_listing_devices_makes_none():
+    run(
+        """
+        import tensorflow as tf
+        from compat._registry import load
+        keras = keras_under_test()
+        backend = load("tensorflow1")
+        assert backend.devices() == ["/device:CPU:0"]
+        from compat._backends import tensorflow1
+        assert tensorflow1._session_of(keras) is None
+        old = keras.backend.get_session()
+        assert len(compat.configure_gpu(simulate=2, backend="tensorflow1").devices) == 2
+        new = keras.backend.get_session()
+        assert new is not old
+        assert len([d for d in new.list_devices() if d.device_type == "CPU"]) == 2
+        """
+    )
+
+
+# The session configuration of GPUs, which this machine need not have --------------------------
+
+
+def session_config(late=None, **settings):
+    from compat import _settings
+    from compat._devices import Devices
+
+    memory = _settings.parse_memory(settings.pop("memory", None))
+    devices = Devices(["2", "3"], [0, 1])
+    asked = _settings.Settings(devices, memory, options=settings)
+    return tensorflow1.backend._session_config(v1, asked, late)
+
+
+def test_gpu_options(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,5")
+    assert session_config(memory="grow").gpu_options.allow_growth
+    assert session_config(memory=0.5).gpu_options.per_process_gpu_memory_fraction == 0.5
+    assert session_config().gpu_options.visible_device_list == ""
+    assert session_config(late="imported").gpu_options.visible_device_list == "0,1"
+    config = session_config(device_count={"GPU": 1, "CPU": 56}, log_device_placement=True)
+    assert dict(config.device_count) == {"GPU": 1, "CPU": 56}
+    assert config.log_device_placement and config.allow_soft_placement
+    assert not session_config(allow_soft_placement=False).allow_soft_placement
+
+
+def test_memory_size_is_a_fraction_of_the_largest_gpu(monkeypatch):
+    from compat import _devices
+
+    gpus = [_devices.GPU(0, memory_total=8 * 2**30), _devices.GPU(1, memory_total=16 * 2**30)]
+    monkeypatch.setattr(_devices, "discover", lambda: gpus)
+    config = session_config(memory="4GiB")
+    assert config.gpu_options.per_process_gpu_memory_fraction == 0.25
+    monkeypatch.setattr(_devices, "discover", lambda: [])
+    with pytest.raises(compat.UnsupportedError) as raised:
+        session_config(memory="4GiB")
+    assert str(raised.value) == (
+        "tensorflow1 cannot limit memory to 4096 MiB per GPU: it takes a fraction of each GPU "
+        "only, and nvidia-smi does not tell how much memory the GPUs have. Use a fraction such "
+        'as memory=0.5, or memory="grow".'
+    )
+
+
+# Texts ----------------------------------------------------------------------------------------
+
+
+def test_error_texts():
+    assert str(errors.keras_session_exists("keras", 4, "device_count { }")) == (
+        "configure_gpu() came too late for tensorflow1: keras has made its session already, "
+        "without device_count { }; what a session has cannot be changed, and another one would "
+        "lose the values of its 4 variables.\nCall it before the first model is built."
+    )
+    assert str(errors.gpus_initialised("allow_growth: true")) == (
+        "configure_gpu() came too late for tensorflow1: a session was made in this process, which "
+        "fixed GPUs and their memory; they cannot become allow_growth: true.\n"
+        "Call it before the first tf.Session()."
+    )
+    assert str(errors.custom_gradient("lambda_1/IdentityN")) == (
+        "tensorflow1 cannot run lambda_1/IdentityN on several devices: its gradient is a "
+        "tf.custom_gradient, which is bound to the undivided batch. Use one device: gpus=1, or "
+        "give the operation TensorFlow's own gradient."
+    )
+    assert errors.reference_variables("model_1") == (
+        "The weights of model_1 are reference variables, which TensorFlow may overwrite while a "
+        "replica still reads them: training goes wrong now and then. Call configure_gpu() before "
+        "the model is built; it switches resource variables on."
+    )
