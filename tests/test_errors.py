@@ -308,9 +308,9 @@ TEXTS = [
     ),
     (
         errors.keras_session_exists,
-        ("keras", 4, 'device_count { key: "CPU" value: 3 }'),
+        (4, 'device_count { key: "CPU" value: 3 }'),
         errors.TooLateError,
-        "configure_gpu() came too late for tensorflow1: keras has made its session already, "
+        "configure_gpu() came too late for tensorflow1: Keras has made its session already, "
         'without device_count { key: "CPU" value: 3 }; what a session has cannot be changed, and '
         "another one would lose the values of its 4 variables.\n"
         "Call it before the first model is built.",
