@@ -347,6 +347,9 @@ def _contexts(config):
 
 def _active(theano):
     """The contexts whose GPU came up."""
+    if theano.config.device.startswith("gpu"):  # the back-end of Theano 0.8
+        cuda = sys.modules.get("theano.sandbox.cuda")
+        return {None} if getattr(cuda, "cuda_enabled", False) else set()
     gpuarray = getattr(theano, "gpuarray", None)
     if gpuarray is None or not gpuarray.pygpu_activated:
         return set()
@@ -360,7 +363,7 @@ def _check_gpus(theano, failure, strict):
         Lines for the report.
     """
     active = _active(theano)
-    if active:
+    if active and hasattr(theano, "gpuarray"):
         # Theano 1.0.5 says "Mapped name dev0", but registers no second name for one GPU.
         up = theano.gpuarray.init_dev.devmap
         for name, gpu in _contexts(theano.config):
@@ -389,7 +392,7 @@ def _reason(theano, failure):
             ", ".join(map(str, texts)),
             "Look at the driver (nvidia-smi) and at CUDA (CUDA_ROOT), or choose the CPU: gpus=0.",
         )
-    if getattr(theano.gpuarray, "pygpu", None) is None:
+    if getattr(getattr(theano, "gpuarray", None), "pygpu", theano) is None:
         return (
             "the package pygpu is missing, or older than 0.7",
             "Install libgpuarray and pygpu 0.7, or choose the CPU: gpus=0.",

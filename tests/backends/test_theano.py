@@ -234,6 +234,24 @@ def test_a_gpu_that_does_not_come_up_is_an_error_if_strict(theano_process, machi
     assert shown["flags"].startswith("device=cpu,")
 
 
+def test_the_reason_is_theanos_own():
+    """What Theano logs with pygpu installed, here without CUDA (seen with pygpu 0.7.6)."""
+    from types import SimpleNamespace
+
+    from compat._backends.theano import _reason
+
+    with_pygpu = SimpleNamespace(gpuarray=SimpleNamespace(pygpu=True))
+    logged = RuntimeError(b'Could not load "libcuda.so"', 2)
+    assert _reason(with_pygpu, logged) == (
+        'Could not load "libcuda.so", 2',
+        "Look at the driver (nvidia-smi) and at CUDA (CUDA_ROOT), or choose the CPU: gpus=0.",
+    )
+    assert _reason(with_pygpu, None) == (
+        "theano logged the reason when it was imported",
+        "Look at its log, or call configure_gpu() before `import theano`.",
+    )
+
+
 # After the import -----------------------------------------------------------------------------
 
 
