@@ -7,9 +7,11 @@ together, so that loss, metrics and update see the whole batch. See ``Replicated
 """
 
 import contextlib
+import functools
 import os
 import sys
 import threading
+import types
 
 from .. import _devices, _keras, _replicas, errors
 from ..backend import Backend
@@ -144,12 +146,12 @@ class TensorFlow2(Backend):
                 errors.CompatWarning,
                 stacklevel=3,  # the caller of compat.parallelize()
             )
-        before = model.__dict__.get("call")
-        if isinstance(before, ReplicatedCall):
-            before.remove()
+        before = _replicated_call(model)
+        if before is not None:
+            before.remove(model)
         if replicated and not reason:
-            ReplicatedCall(model, devices).install()
-        if model.__dict__.get("call") is not before:
+            ReplicatedCall(devices).install(model)
+        if _replicated_call(model) is not before:
             _forget_compiled_steps(model)
         return model
 
@@ -175,11 +177,12 @@ def _call(tf, name, *arguments):
     try:
         function(*arguments)
     except RuntimeError as error:
-        first = [module for module in sys.modules if module in ("keras", "tf_keras", "tensorflow")]
+        imported = [module.split(".")[0] for module in sys.modules]  # in the order of import
+        first = next(top for top in imported if top in ("keras", "tf_keras", "tensorflow"))
         raise errors.too_late(
             "tensorflow",
             "TensorFlow started with its first operation (it was imported by `import {}`), and "
-            "tf.{} then says: {}".format(first[0], name, str(error).rstrip(".")),
+            "tf.{} then says: {}".format(first, name, str(error).rstrip(".")),
             "Call it before the first model, variable or tensor is made, best before the first "
             "`import tensorflow` or `import keras`.",
         ) from error
@@ -297,10 +300,17 @@ def _forget_compiled_steps(model):
 # Graphs that Keras traces for shapes or for saving; nothing is computed in them, or somewhere
 # else: what is saved must not name this machine's devices.
 _TRACES = (
-    "scratch_graph", "build_graph", "_layer_call_fn", "_conditional_losses", "_wrapped_model",
+    "scratch_graph", "build_graph",
+    "_layer_call_fn", "_conditional_losses", "_wrapped_model", "__call__", "serving_default",
 )  # fmt: skip
 
 _replica_running = threading.local()
+
+
+def _replicated_call(model):
+    """The ``ReplicatedCall`` of this very instance, or None."""
+    function = getattr(model.__dict__.get("call"), "__func__", None)
+    return function if isinstance(function, ReplicatedCall) else None
 
 
 class ReplicatedCall:
@@ -317,39 +327,41 @@ class ReplicatedCall:
     set once, to the mean weighted by the shares; integers (random seeds) go from replica to
     replica instead, so that dropout masks are independent.
 
-    An object and not a function, so that a copied model gets a copy that knows the new model.
+    The instance gets it as a bound method, like the one it hides: Keras inspects that when it
+    saves, a deep copy of the model binds it to the copy, and pickle keeps only its name, so that
+    an unpickled model is plain.
     """
 
     # Autograph leaves what carries this mark alone, as it does tf.function's own wrappers.
     autograph_info__ = {}  # type: dict
+    __name__ = "call"
 
-    def __init__(self, model, devices):
-        self.model = model
+    def __init__(self, devices):
         self.devices = list(devices)
-        self.plain = model.call
         self.hidden = {}
 
-    def install(self):
-        """Not by setattr: Keras would track this object as a part of the model."""
-        self.hidden = {k: v for k, v in self.model.__dict__.items() if k in ("call", "supports_jit")}
-        self.model.__dict__["call"] = self
+    def install(self, model):
+        """Not by setattr: Keras would track the method as a part of the model."""
+        self.hidden = {k: v for k, v in model.__dict__.items() if k in ("call", "supports_jit")}
+        model.__dict__["call"] = types.MethodType(self, model)
         if "supports_jit" in self.hidden:  # in Keras 3, what jit_compile="auto" goes by
-            self.model.__dict__["supports_jit"] = False
+            model.__dict__["supports_jit"] = False
 
-    def remove(self):
-        del self.model.__dict__["call"]
-        self.model.__dict__.update(self.hidden)
+    def remove(self, model):
+        del model.__dict__["call"]
+        model.__dict__.update(self.hidden)
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, model, *args, **kwargs):
         tf = sys.modules["tensorflow"]
+        call = functools.partial(self._unreplicated, tf, model)
         arguments = tf.nest.flatten((args, kwargs))
         batch = next(filter(lambda value: _has_rows(tf, value), arguments), None)
-        if batch is None or getattr(_replica_running, "now", False) or self._only_traced(tf):
-            return self.plain(*args, **kwargs)
-        if getattr(self.model, "_jit_compile", None):
+        if batch is None or getattr(_replica_running, "now", False) or _only_traced(tf, model):
+            return call(*args, **kwargs)
+        if getattr(model, "_jit_compile", None):
             raise errors.several_devices_in_xla()
-        state = _state_of(tf, self.model)
-        state.prepare(self._unreplicated, args, kwargs)
+        state = _state_of(tf, model)
+        state.prepare(call, args, kwargs)
         rows, replicas = _rows(tf, batch), []
         for index, device in enumerate(self.devices):
             bounds = _replicas.run_bounds(
@@ -359,30 +371,31 @@ class ReplicatedCall:
             shard = tf.nest.map_structure(
                 lambda value: _slice(tf, value, bounds, batch), (args, kwargs)
             )
-            replica = Replica(tf, self._unreplicated, state, last - first)
+            replica = Replica(tf, call, state, last - first)
             replica.run(device, shard)
             replicas.append(replica)
         shares = [_share(tf, replica.size, rows) for replica in replicas]
         state.finish(shares)
         return _merged(tf, replicas, shares)
 
-    def _only_traced(self, tf):
-        graph = tf.compat.v1.get_default_graph() if not tf.executing_eagerly() else None
-        while graph is not None:
-            if any(mark in getattr(graph, "name", "") for mark in _TRACES):
-                return True
-            graph = getattr(graph, "outer_graph", None)
-        # A Keras 3 model as a pure function: the caller's scope holds its state.
-        return _in_stateless_scope(_keras.keras_of(self.model))
-
-    def _unreplicated(self, *args, **kwargs):
-        """The class's own ``call``, converted by autograph where Keras would do so."""
-        tf, plain = sys.modules["tensorflow"], self.plain
-        by_user = type(self.model).__module__.split(".")[0] not in ("keras", "tf_keras")
-        if by_user and hasattr(self.model, "_autographed_call") and not tf.executing_eagerly():
+    def _unreplicated(self, tf, model, *args, **kwargs):
+        """The call this one hides, converted by autograph where Keras would do so."""
+        plain = self.hidden.get("call") or types.MethodType(type(model).call, model)
+        by_user = type(model).__module__.split(".")[0] not in ("keras", "tf_keras")
+        if by_user and hasattr(model, "_autographed_call") and not tf.executing_eagerly():
             autograph = tf.__internal__.autograph
             plain = autograph.tf_convert(plain, autograph.control_status_ctx())
         return plain(*args, **kwargs)
+
+
+def _only_traced(tf, model):
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    while graph is not None:
+        if any(mark in getattr(graph, "name", "") for mark in _TRACES):
+            return True
+        graph = getattr(graph, "outer_graph", None)
+    # A Keras 3 model as a pure function: the caller's scope holds its state.
+    return _in_stateless_scope(_keras.keras_of(model))
 
 
 class Replica:
@@ -629,7 +642,8 @@ class Keras3State:
             variable.assign(_mean(tf, values, shares) if _is_float(variable) else values[-1])
 
     def add_loss(self, place, loss):
-        self.model.add_loss(loss)
+        # The base class's method: functional models refuse their own.
+        self.keras.Layer.add_loss(self.model, loss)
 
 
 def _is_float(variable):

@@ -1,6 +1,12 @@
 """TensorFlow 2: the contract, and what is special to tf.keras and Keras 3 on TensorFlow."""
 
 import collections
+import copy
+import os
+import pickle
+import subprocess
+import sys
+import textwrap
 
 import numpy as np
 import pytest
@@ -9,7 +15,10 @@ from tensorflow.python.eager import context
 from tensorflow.python.framework import op_callbacks
 
 import compat
-from compat._backends import tensorflow2
+from compat import errors
+from compat._backends.tensorflow2 import backend
+from compat._devices import Devices
+from compat._settings import Memory, Settings
 from compat.testing import CASES, DEVICES, ParallelContract, initialise, keras_under_test
 
 # A recurrent layer of tf.keras runs as one function call on one device.
@@ -79,3 +88,355 @@ class op_callbacks_added:
 
     def __exit__(self, *error):
         op_callbacks.remove_op_callback(self.callback)
+
+
+ROWS = np.random.RandomState(0).normal(size=(45, 8)).astype("float32")
+TARGETS = np.random.RandomState(1).normal(size=(45, 4)).astype("float32")
+
+
+@pytest.fixture(scope="module")
+def keras():
+    compat.configure_gpu(simulate=DEVICES)
+    return keras_under_test()
+
+
+def regularized(keras):
+    """Two layers that add a loss of their outputs within the call."""
+    layers = keras.layers
+    inputs = layers.Input((8,))
+    hidden = layers.Dense(6, activation="tanh", activity_regularizer="l2")(inputs)
+    return keras.models.Model(inputs, layers.Dense(4, activity_regularizer="l1")(hidden))
+
+
+def pair(build):
+    """The same model twice, the second one parallel."""
+    return initialise(build()), compat.parallelize(initialise(build()))
+
+
+def difference(first, second):
+    return max(np.abs(a - b).max() for a, b in zip(first.get_weights(), second.get_weights()))
+
+
+# Layers and models ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("eagerly", [False, True])
+def test_losses_added_within_the_call_count_once(keras, eagerly):
+    histories, models = [], pair(lambda: regularized(keras))
+    for model in models:
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse", run_eagerly=eagerly)
+        history = model.fit(ROWS, TARGETS, batch_size=16, epochs=2, shuffle=False, verbose=0)
+        histories.append(history.history["loss"])
+    assert difference(*models) < 1e-6
+    np.testing.assert_allclose(histories[0], histories[1], rtol=1e-5)
+
+
+@pytest.mark.parametrize("seed", [None, 7])
+@pytest.mark.parametrize("eagerly", [False, True])
+def test_dropout_masks_differ_between_replicas_and_steps(keras, seed, eagerly):
+    layers = keras.layers
+    model = keras.models.Sequential([layers.Input((50,)), layers.Dropout(0.5, seed=seed)])
+    compat.parallelize(model)
+
+    def step(rows):
+        return model(rows, training=True)
+
+    step = step if eagerly else tf.function(step)
+    masks = np.concatenate([step(tf.ones((3, 50))).numpy() for _ in range(2)]) > 0
+    assert len({tuple(mask) for mask in masks}) == 6
+
+
+def test_batchnorm_variance_is_the_mean_of_the_replicas_variances(keras):
+    layers = keras.layers
+    model = keras.models.Sequential(
+        [layers.Input((8,)), layers.BatchNormalization(momentum=0.5, name="bn")]
+    )
+    compat.parallelize(model)
+    model.compile("sgd", "mse")
+    model.train_on_batch(ROWS, ROWS)
+    moving_mean, moving_variance = [np.array(v) for v in model.get_layer("bn").weights[2:]]
+    shards = [ROWS[15 * i : 15 * (i + 1)] for i in range(3)]
+    np.testing.assert_allclose(moving_mean, 0.5 * ROWS.mean(axis=0), rtol=1e-4, atol=1e-6)
+    expected = 0.5 + 0.5 * np.mean([shard.var(axis=0) for shard in shards], axis=0)
+    np.testing.assert_allclose(moving_variance, expected, rtol=1e-4)
+
+
+def test_inference_sets_no_state(keras):
+    layers = keras.layers
+    model = keras.models.Sequential([layers.Input((8,)), layers.BatchNormalization()])
+    compat.parallelize(model)
+    graph = tf.function(lambda rows: model(rows)).get_concrete_function(tf.constant(ROWS)).graph
+    operations = graph.get_operations()
+    assert {op.device for op in operations} >= {"/device:CPU:%d" % i for i in range(DEVICES)}
+    assert not [op.name for op in operations if "Assign" in op.type]
+
+
+def test_subclassed_model_with_dictionaries_and_a_scalar_output(keras):
+    """A loop of one's own: a dict in, a dict out, one output without rows, a loss added."""
+    layers = keras.layers
+
+    class Model(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.hidden, self.last = layers.Dense(5, activation="tanh"), layers.Dense(4)
+
+        def call(self, inputs, training=None):
+            hidden = self.hidden(inputs["rows"])
+            if not KERAS3 and tf.reduce_sum(hidden) > 1e9:  # for autograph
+                hidden = hidden * 2.0
+            self.add_loss(0.1 * tf.reduce_mean(hidden * hidden))
+            return {"rows": self.last(hidden), "mean": tf.reduce_mean(hidden)}
+
+    def build():
+        model = Model()
+        model({"rows": ROWS[:2]})
+        return model
+
+    results = []
+    for model in pair(build):
+        optimizer = keras.optimizers.SGD(0.1)
+        losses = []
+
+        @tf.function
+        def step(rows, model=model, optimizer=optimizer):
+            with tf.GradientTape() as tape:
+                outputs = model({"rows": rows}, training=True)
+                loss = tf.reduce_mean(outputs["rows"] ** 2) + outputs["mean"]
+                loss += tf.add_n(model.losses)
+            weights = [getattr(v, "value", v) if KERAS3 else v for v in model.trainable_variables]
+            gradients = tape.gradient(loss, weights)
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+            return loss
+
+        for rows in (45, 2, 1):
+            losses.append(float(step(tf.constant(ROWS[:rows]))))
+        results.append(losses + model.get_weights())
+    for expected, found in zip(*results):
+        np.testing.assert_allclose(expected, found, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("eagerly", [False, True])
+def test_model_without_shapes_before_its_first_batch(keras, eagerly):
+    layers = keras.layers
+    models = []
+    for parallel in (False, True):
+        model = keras.models.Sequential(
+            [layers.Dense(5), layers.BatchNormalization(momentum=0.5), layers.Dense(4)]
+        )
+        if parallel:
+            compat.parallelize(model)
+        model.compile(keras.optimizers.SGD(0.0), "mse", run_eagerly=eagerly)
+        model.train_on_batch(ROWS, TARGETS)
+        initialise(model)
+        model.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=eagerly)
+        # Kept near its start, the variance plays no part: only it may differ.
+        model.fit(ROWS, TARGETS, batch_size=45, epochs=1, shuffle=False, verbose=0)
+        models.append(model.get_layer(index=1).weights[2])
+    np.testing.assert_allclose(np.array(models[0]), np.array(models[1]), rtol=1e-4, atol=1e-6)
+
+
+def test_replicas_never_nest(keras):
+    layers = keras.layers
+    inner = regularized(keras)
+
+    def build():
+        inputs = layers.Input((8,))
+        return keras.models.Model(inputs, layers.Dense(4)(inner(inputs)))
+
+    results = []
+    for prepare in (
+        lambda outer: None,
+        lambda outer: compat.parallelize(inner),
+        lambda outer: compat.parallelize(outer),
+    ):
+        model = initialise(build())
+        prepare(model)
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        model.fit(ROWS, TARGETS, batch_size=16, epochs=1, shuffle=False, verbose=0)
+        results.append(model.get_weights())
+    for other in results[1:]:
+        for expected, found in zip(results[0], other):
+            np.testing.assert_allclose(expected, found, atol=1e-6)
+
+
+# What cannot be divided -----------------------------------------------------------------------
+
+
+def test_stateful_model_stays_whole_and_says_so(keras):
+    layers = keras.layers
+    inputs = layers.Input(batch_shape=(4, 3, 2))
+    outputs = layers.LSTM(3, stateful=True, name="memory")(inputs)
+    model = keras.models.Model(inputs, outputs, name="remembering")
+    plain = model.predict(np.ones((4, 3, 2), "float32"), batch_size=4, verbose=0)
+    (layer,) = [layer for layer in model.layers if layer.name == "memory"]
+    getattr(layer, "reset_state", getattr(layer, "reset_states", None))()
+    with pytest.warns(compat.CompatWarning) as record:
+        compat.parallelize(model)
+    text = (
+        "parallelize() leaves model 'remembering' on /cpu:0: its layer 'memory' is stateful, so "
+        "its batches cannot be split. The numbers are those of one device, and so is the speed."
+    )
+    assert [str(w.message) for w in record if w.category is compat.CompatWarning] == [text]
+    assert record[-1].filename == __file__
+    found = model.predict(np.ones((4, 3, 2), "float32"), batch_size=4, verbose=0)
+    np.testing.assert_allclose(plain, found)
+
+
+def test_fixed_batch_size_stays_whole_and_says_so(keras):
+    inputs = keras.layers.Input(batch_shape=(5, 8))
+    model = keras.models.Model(inputs, keras.layers.Dense(4)(inputs))
+    with pytest.warns(compat.CompatWarning, match="its batch size is fixed to 5"):
+        compat.parallelize(model)
+    model.compile("sgd", "mse")
+    model.fit(ROWS, TARGETS, batch_size=5, verbose=0)
+
+
+def test_xla_is_refused(keras):
+    model = regularized(keras)
+    model.compile("sgd", "mse", jit_compile=True)
+    with pytest.raises(compat.UnsupportedError) as error:
+        compat.parallelize(model)
+    assert str(error.value) == str(errors.several_devices_in_xla()) == (
+        "tensorflow2 cannot run a model on several devices under jit_compile=True: XLA puts a "
+        "whole step on one. Compile the model with jit_compile=False."
+    )
+    model.compile("sgd", "mse", jit_compile=False)
+    compat.parallelize(model)
+    if KERAS3:
+        with pytest.warns(UserWarning, match="doesn't support `jit_compile=True`"):
+            model.compile("sgd", "mse", jit_compile=True)
+        assert model.jit_compile is False
+        model.train_on_batch(ROWS, TARGETS)
+        assert compat.parallelize(model, gpus=1).supports_jit
+    else:
+        model.compile("sgd", "mse", jit_compile=True)
+        with pytest.raises(Exception, match="under jit_compile=True: XLA puts a whole step on one"):
+            model.train_on_batch(ROWS, TARGETS)
+
+
+# Copies and files -----------------------------------------------------------------------------
+
+
+def test_copies_are_independent(keras):
+    model = compat.parallelize(regularized(keras))
+    model.compile("sgd", "mse")
+    model.fit(ROWS, TARGETS, verbose=0)
+    expected = model.predict(ROWS, verbose=0)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        np.testing.assert_allclose(expected, other.predict(ROWS, verbose=0), atol=1e-6)
+        assert "call" not in vars(other)
+    unbuilt = compat.parallelize(keras.models.Sequential([keras.layers.Dense(4)]))
+    assert copy.deepcopy(unbuilt).call.__self__ is not unbuilt
+
+
+def test_saved_model_names_no_device(keras, tmp_path):
+    model = compat.parallelize(regularized(keras))
+    model.compile("sgd", "mse")
+    model.fit(ROWS, TARGETS, verbose=0)
+    expected, path = model.predict(ROWS, verbose=0), str(tmp_path / "saved")
+    if KERAS3:
+        model.export(path, verbose=False)
+    else:
+        model.save(path, save_format="tf")
+    loaded = tf.saved_model.load(path)
+    graph = loaded.signatures["serving_default"].graph.as_graph_def()
+    nodes = [node for function in graph.library.function for node in function.node_def]
+    assert {node.device for node in list(graph.node) + nodes} == {""}
+    if not KERAS3:
+        revived = compat.parallelize(keras.models.load_model(path))
+        np.testing.assert_allclose(expected, revived.predict(ROWS, verbose=0), atol=1e-6)
+        revived.fit(ROWS, TARGETS, verbose=0)
+
+
+def test_one_device_leaves_nothing_behind(keras):
+    model = regularized(keras)
+    before = dict(vars(model))
+    assert compat.parallelize(model, gpus=1) is model
+    assert vars(model) == before
+    compat.parallelize(model)
+    assert "call" in vars(model)
+    compat.parallelize(model, gpus=1)
+    changed = {name for name, value in vars(model).items() if value is not before.get(name)}
+    # tf.keras counts assignments of attributes; the steps are forgotten, as before a compile.
+    assert changed <= {"_obj_reference_counts_dict"}
+
+
+# Configuring ----------------------------------------------------------------------------------
+
+
+def test_environ():
+    def environ(devices, memory=None, given=None):
+        return backend.environ(Settings(devices, memory), given or {})
+
+    assert environ(Devices()) == {"CUDA_VISIBLE_DEVICES": "-1"}
+    gpus = Devices(["2", "0"], [2, 0])
+    order = {"CUDA_VISIBLE_DEVICES": "2,0", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    assert environ(gpus) == order
+    assert environ(gpus, Memory(size=2**30)) == order
+    grow = Memory(grow=True)
+    growth = {"TF_FORCE_GPU_ALLOW_GROWTH": "true"}
+    assert environ(gpus, grow) == dict(order, **growth)
+    assert environ(gpus, grow, dict(order, TF_FORCE_GPU_ALLOW_GROWTH="false")) == growth
+    assert environ(gpus, grow, dict(order, **growth)) == {}
+    assert environ(Devices(simulated=2), grow) == {"CUDA_VISIBLE_DEVICES": "-1"}
+
+
+def run(script):
+    """Run a script in a process of its own, and return what it printed."""
+    return subprocess.check_output(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)],
+        env=dict(os.environ, TF_CPP_MIN_LOG_LEVEL="3"),
+        universal_newlines=True,
+    ).strip()
+
+
+def test_options_and_memory_on_a_machine_without_gpu():
+    """Everything is set before the runtime starts, which configure_gpu() itself does not do."""
+    printed = run(
+        """
+        import tensorflow as tf  # not too late
+        import compat
+        from tensorflow.python.eager import context
+
+        report = compat.configure_gpu(
+            0, memory="grow", inter_op_parallelism_threads=3, intra_op_parallelism_threads=1,
+            log_device_placement=False,
+        )
+        assert context._context is None or not context.context()._initialized
+        assert compat.configure_gpu(
+            "cpu", memory="grow", inter_op_parallelism_threads=3, intra_op_parallelism_threads=1,
+            log_device_placement=False,
+        ) is report
+        print(tf.config.threading.get_inter_op_parallelism_threads(), report.devices)
+        print("\\n".join(report.applied))
+        """
+    )
+    assert printed.splitlines() == [
+        "3 ['/cpu:0']",
+        "tf.config.threading.set_inter_op_parallelism_threads(3)",
+        "tf.config.threading.set_intra_op_parallelism_threads(1)",
+        "tf.debugging.set_log_device_placement(False)",
+    ]
+
+
+def test_too_late_says_why():
+    printed = run(
+        """
+        import tensorflow as tf
+        tf.constant(1.0)
+        import compat
+
+        try:
+            compat.configure_gpu(simulate=3)
+        except compat.TooLateError as error:
+            print(error)
+        compat.configure_gpu("cpu")  # nothing that has to change
+        """
+    )
+    assert printed == (
+        "configure_gpu() came too late for tensorflow: TensorFlow started with its first "
+        "operation (it was imported by `import tensorflow`), and "
+        "tf.config.set_logical_device_configuration then says: Virtual devices cannot be modified "
+        "after being initialized.\nCall it before the first model, variable or tensor is made, "
+        "best before the first `import tensorflow` or `import keras`."
+    )
