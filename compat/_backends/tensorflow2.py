@@ -131,8 +131,9 @@ class TensorFlow2(Backend):
     def parallelize(self, model: "Any", devices: "Sequence[str]") -> "Any":
         """Replace the instance's ``call``, or give the class's own one back.
 
-        A model with state from batch to batch, or with a batch size of its own, stays in one
-        piece: its state has a row for each row of the batch.
+        A stateful model, or one with a fixed batch size, stays in one piece on the first device,
+        with a warning: its state has a row for each row of the batch. One device other than
+        the first gets the whole model, as a single replica.
         """
         tf = self.import_framework()
         _check(tf, model)
@@ -298,7 +299,8 @@ def _forget_compiled_steps(model):
 # Replicas -------------------------------------------------------------------------------------
 
 # Graphs that Keras traces for shapes or for saving; nothing is computed in them, or somewhere
-# else: what is saved must not name this machine's devices.
+# else: what is saved must not name this machine's devices. (``__call__`` is what Keras 3 exports;
+# ``tf.function(model)`` has another name.)
 _TRACES = (
     "scratch_graph", "build_graph",
     "_layer_call_fn", "_conditional_losses", "_wrapped_model", "__call__", "serving_default",
@@ -369,7 +371,7 @@ class ReplicatedCall:
             )
             first, last = _replicas.bounds(rows, len(self.devices), index)
             shard = tf.nest.map_structure(
-                lambda value: _slice(tf, value, bounds, batch), (args, kwargs)
+                functools.partial(_slice, tf, batch, bounds), (args, kwargs)
             )
             replica = Replica(tf, call, state, last - first)
             replica.run(device, shard)
@@ -519,7 +521,7 @@ def _rows(tf, batch):
     return batch.dense_shape[0] if isinstance(batch, tf.SparseTensor) else tf.shape(batch)[0]
 
 
-def _slice(tf, value, bounds, batch):
+def _slice(tf, batch, bounds, value):
     """A replica's rows of an argument; what has no rows of the batch is passed whole."""
     if not _has_rows(tf, value) or value.shape[:1] != batch.shape[:1]:
         return value
@@ -537,7 +539,7 @@ def _slice(tf, value, bounds, batch):
 
 
 def _share(tf, size, rows):
-    """A replica's part of the batch, from 0 to 1, in the dtype asked for."""
+    """A function of a dtype that gives a replica's part of the batch, from 0 to 1."""
     return lambda dtype: tf.cast(size, dtype) / tf.cast(rows, dtype)
 
 
