@@ -116,6 +116,7 @@ def _configure(chosen: "Backend", reason: str, settings: "Settings") -> "Configu
         notes.append(errors.nothing_to_persist(chosen.name))
     if settings.devices.shortage:
         notes.append(_fewer(settings.devices.shortage, settings.devices, settings.strict))
+    notes += chosen.overruled(settings, os.environ)
     variables = _detect.keras_variable(chosen, os.environ)
     if not chosen.initialised():
         variables.update(chosen.environ(settings, os.environ))
@@ -123,6 +124,7 @@ def _configure(chosen: "Backend", reason: str, settings: "Settings") -> "Configu
     _set_environ(variables)
     try:
         applied = list(chosen.configure(settings))
+        notes += settings.warnings
         devices = chosen.devices()
         if len(devices) < len(settings.devices) or _only_cpu(devices, settings):
             shortage = (

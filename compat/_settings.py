@@ -78,7 +78,8 @@ def parse_simulate(simulate):
 class Settings:
     """What a backend is to apply: the devices chosen, and the rest as it was asked."""
 
-    __slots__ = ("devices", "memory", "floatx", "persist", "strict", "options")
+    _ASKED = ("devices", "memory", "floatx", "persist", "strict", "options")
+    __slots__ = _ASKED + ("warnings",)
 
     def __init__(
         self, devices, memory=None, floatx=None, persist=False, strict=False, options=None
@@ -89,9 +90,10 @@ class Settings:
         self.persist = persist
         self.strict = strict
         self.options = dict(options or {})
+        self.warnings = []  # type: List[str]  # from the backend: what is not as it was asked
 
     def __eq__(self, other):
-        return all(getattr(self, name) == getattr(other, name) for name in self.__slots__)
+        return all(getattr(self, name) == getattr(other, name) for name in self._ASKED)
 
     def __str__(self):
         parts = ["devices: {}".format(self.devices)]

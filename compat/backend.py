@@ -63,12 +63,18 @@ class Backend:
         """
         return settings.devices.environ(environ)
 
+    def overruled(self, settings: "Settings", environ: "Mapping[str, str]") -> "List[str]":
+        """What the user has set elsewhere and ``settings`` overrule, a sentence each. Pure."""
+        return []
+
     def initialised(self) -> "Optional[str]":
         """Why environment variables come too late now, or None while they still work."""
         raise errors.unsupported(self.name, "be configured", "Use another backend.")
 
     def configure(self, settings: "Settings") -> "List[str]":
         """Apply to the framework what only it can take, importing it if needed.
+
+        What is not as it was asked goes to ``settings.warnings``, a sentence each.
 
         Returns:
             Lines for the report: what was set, and in which of the framework's own names.

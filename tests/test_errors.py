@@ -397,6 +397,13 @@ TEXTS = [
         "~/.theanorc, or name a file.",
     ),
     (
+        errors.theano_device_overruled,
+        ("opencl0:0", "CPU"),
+        None,
+        "Theano's flags say device=opencl0:0, but configure_gpu() chose CPU, so device=cpu was "
+        'set. For a device that is no CUDA GPU pass theano_flags={"device": "opencl0:0"}.',
+    ),
+    (
         errors.theano_one_device,
         ("cuda0, cuda1", "cuda0"),
         errors.UnsupportedError,

@@ -99,7 +99,7 @@ class MXNet(Backend):
         elif settings.devices.gpus and hidden:
             lines.append("other GPUs stay visible: mxnet was imported before")
         if settings.memory is not None:
-            lines.append(_memory_line(settings.memory))
+            lines.append(_memory_line(settings))
         if "keras" in _keras.kerases(self):
             lines += self._mend_keras()
         return lines
@@ -223,14 +223,12 @@ def _no_gpu(mx):
     return "this mxnet was built without CUDA: install the mxnet-cu package for your CUDA"
 
 
-def _memory_line(memory):
+def _memory_line(settings):
+    memory = settings.memory
     if memory.grow:
         return "memory: MXNet takes it as it is needed, always"
     if memory.size:
-        import warnings
-
-        text = errors.no_memory_size("mxnet", memory)
-        warnings.warn(text, errors.CompatWarning, stacklevel=2)
+        settings.warnings.append(errors.no_memory_size("mxnet", memory))
         return "memory: no limit (MXNet has none by size)"
     return "memory: cached memory is given back while less than {:.0%} of a GPU is free".format(
         1 - memory.fraction

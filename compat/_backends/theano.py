@@ -74,6 +74,14 @@ class Theano(Backend):
             variables["THEANO_FLAGS"] = merged
         return variables
 
+    def overruled(self, settings: "Settings", environ: "Mapping[str, str]") -> "List[str]":
+        """A GPU named in a flag or a file, where none is used."""
+        said = _theano_flags.Flags(environ).get("device") or "cpu"
+        device = self._flags(settings, environ, range(len(settings.devices.gpus)))["device"]
+        if device == "cpu" and not said.startswith("cpu"):
+            return [errors.theano_device_overruled(said, settings.devices)]
+        return []
+
     def initialised(self) -> "Optional[str]":
         # Theano reads its flags in this module, first of all.
         if "theano.configparser" not in sys.modules:
@@ -96,7 +104,7 @@ class Theano(Backend):
         self._simulated = devices.simulated
         if settings.memory and not devices.gpus:
             lines.append("memory={}: there is no GPU to reserve it on".format(settings.memory))
-        lines += _check_gpus(theano, failure.error, settings.strict)
+        lines += _check_gpus(theano, failure.error, settings)
         lines += ["{} is read, too".format(p) for p in _theano_flags.Flags(os.environ).files]
         if settings.persist:
             # The file is read without what this process has set.
@@ -356,7 +364,7 @@ def _active(theano):
     return set(gpuarray.type.list_contexts())
 
 
-def _check_gpus(theano, failure, strict):
+def _check_gpus(theano, failure, settings):
     """Say aloud that a GPU did not come up: Theano logs it, and goes on with the CPU.
 
     Returns:
@@ -376,11 +384,9 @@ def _check_gpus(theano, failure, strict):
     gpus = ", ".join(sorted(set(down), key=down.index))
     problem, remedy = _reason(theano, failure)
     error = errors.device_failed("theano", gpus, problem, remedy)
-    if strict:
+    if settings.strict:
         raise error from failure
-    import warnings
-
-    warnings.warn(str(error), errors.CompatWarning, stacklevel=5)
+    settings.warnings.append(str(error))
     return ["{} did not come up: {}".format(gpus, problem)]
 
 

@@ -197,6 +197,7 @@ def test_gpus_that_do_not_come_up_are_a_warning(theano_process, machine):
             devices=configuration.devices,
             applied=configuration.applied,
             warned=[str(w.message) for w in caught if w.category is compat.CompatWarning],
+            reported=configuration.warnings,
             where=[w.filename for w in caught if w.category is compat.CompatWarning],
         )
         """,
@@ -211,11 +212,43 @@ def test_gpus_that_do_not_come_up_are_a_warning(theano_process, machine):
         "theano.config.gpuarray.preallocate = 2048",
         "cuda0, cuda1 did not come up: the package pygpu is missing, or older than 0.7",
     ]
-    assert shown["warned"] == [
-        MISSING.format("cuda0, cuda1"),
-        "GPU 2,0 was asked for, but theano sees cpu. Going on with cpu.",
-    ]
+    assert (
+        shown["warned"]
+        == shown["reported"]
+        == [
+            MISSING.format("cuda0, cuda1"),
+            "GPU 2,0 was asked for, but theano sees cpu. Going on with cpu.",
+        ]
+    )
     assert set(shown["where"]) <= {"-c", "<string>"}  # the caller's line
+
+
+def test_a_gpu_in_the_flags_is_not_given_up_in_silence(theano_process):
+    shown = theano_process(
+        """if True:
+        import compat
+        import warnings
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", compat.CompatWarning)
+            configuration = compat.configure_gpu()
+        import theano
+        show(
+            device=theano.config.device,
+            warned=[str(w.message) for w in caught if w.category is compat.CompatWarning],
+            reported=configuration.warnings,
+        )
+        """,
+        flags="device=cuda1",
+    )
+    assert shown["device"] == "cpu"
+    assert (
+        shown["warned"]
+        == shown["reported"]
+        == [
+            "Theano's flags say device=cuda1, but configure_gpu() chose CPU, so device=cpu was set. "
+            'For a device that is no CUDA GPU pass theano_flags={"device": "cuda1"}.'
+        ]
+    )
 
 
 def test_a_gpu_that_does_not_come_up_is_an_error_if_strict(theano_process, machine):
