@@ -422,6 +422,16 @@ def theanorc_names_no_file():
     )
 
 
+def theano_device_overruled(said, devices):
+    """The text of a warning."""
+    return (
+        "Theano's flags say device={}, but configure_gpu() chose {}, so device=cpu was set. For a "
+        'device that is no CUDA GPU pass theano_flags={{"device": "{}"}}.'.format(
+            said, devices, said
+        )
+    )
+
+
 def theano_one_device(asked, first):
     return unsupported(
         "theano",
@@ -444,11 +454,11 @@ def memory_total_unknown(memory):
     )
 
 
-def keras_session_exists(keras, variables, missing):
+def keras_session_exists(variables, missing):
     return too_late(
         "tensorflow1",
-        "{} has made its session already, without {}; what a session has cannot be changed, and "
-        "another one would lose the values of its {} variables".format(keras, missing, variables),
+        "Keras has made its session already, without {}; what a session has cannot be changed, "
+        "and another one would lose the values of its {} variables".format(missing, variables),
         "Call it before the first model is built.",
     )
 
