@@ -198,8 +198,10 @@ def _shown(argument):
 
 def _chosen_gpus(tf, devices):
     """TensorFlow's handles of the chosen GPUs, in the order asked for."""
+    if not devices.gpus:
+        return []
     physical = tf.config.list_physical_devices("GPU")
-    entries = _devices.visible_entries(os.environ)
+    entries, _ = _devices.visible_entries(os.environ)
     if entries is not None and len(entries) < len(physical):
         raise errors.too_late(
             "tensorflow",

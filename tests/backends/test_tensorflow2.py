@@ -2,11 +2,13 @@
 
 import collections
 import copy
+import functools
 import os
 import pickle
 import subprocess
 import sys
 import textwrap
+import types
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from tensorflow.python.eager import context
 from tensorflow.python.framework import op_callbacks
 
 import compat
-from compat._backends.tensorflow2 import backend
+from compat._backends.tensorflow2 import _chosen_gpus, backend
 from compat._devices import Devices
 from compat._settings import Memory, Settings
 from compat.testing import DEVICES, ParallelContract, initialise, keras_under_test
@@ -379,6 +381,29 @@ def test_environ():
     assert environ(gpus, grow, dict(order, TF_FORCE_GPU_ALLOW_GROWTH="false")) == growth
     assert environ(gpus, grow, dict(order, **growth)) == {}
     assert environ(Devices(simulated=2), grow) == {"CUDA_VISIBLE_DEVICES": "-1"}
+
+
+def test_chosen_gpus_count_inside_what_tensorflow_listed(monkeypatch):
+    """Stand-ins for GPUs: there is none here."""
+    listed = ["GPU:0", "GPU:1", "GPU:2"]
+    stand_in = types.SimpleNamespace(
+        config=types.SimpleNamespace(list_physical_devices=lambda kind: listed)
+    )
+    chosen = functools.partial(_chosen_gpus, stand_in)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert chosen(Devices()) == []
+    assert chosen(Devices(["2", "0"], [2, 0])) == ["GPU:2", "GPU:0"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7,3")  # as it was at import
+    assert chosen(Devices(["7"], [1])) == ["GPU:1"]
+    assert chosen(Devices(["5", "7", "3"], [0, 1, 2])) == listed
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    with pytest.raises(compat.TooLateError) as error:
+        chosen(Devices(["1"], [0]))
+    assert str(error.value) == (
+        "configure_gpu() came too late for tensorflow: CUDA_VISIBLE_DEVICES=1 was set after "
+        "TensorFlow had listed 3 GPUs.\nSet it before the first `import tensorflow` or `import "
+        "keras`."
+    )
 
 
 def run(script):
