@@ -2,6 +2,10 @@
 
 from . import errors
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import List
+
 FLOATX = ("float16", "float32", "float64")
 _UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
@@ -90,7 +94,8 @@ class Settings:
         self.persist = persist
         self.strict = strict
         self.options = dict(options or {})
-        self.warnings = []  # type: List[str]  # from the backend: what is not as it was asked
+        # From the backend: what is not as it was asked.
+        self.warnings: "List[str]" = []
 
     def __eq__(self, other):
         return all(getattr(self, name) == getattr(other, name) for name in self._ASKED)
