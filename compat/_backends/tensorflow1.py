@@ -30,7 +30,7 @@ from ..backend import Backend
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence
+    from typing import Any, List, Optional, Sequence
 
     from .._settings import Settings
 
@@ -123,7 +123,7 @@ class TensorFlow1(Backend):
             with session.graph.as_default():
                 variables = len(tf.global_variables())
             if variables or any(d.device_type == "GPU" for d in session.list_devices()):
-                raise errors.keras_session_exists(keras.__name__, variables, missing)
+                raise errors.keras_session_exists(variables, missing)
             keras.backend.set_session(None)  # nothing is lost: the next one is configured
         if tf.test.is_built_with_cuda() and config.HasField("gpu_options") and _sessions_made():
             if _missing(config, _under_every_session.config):
@@ -374,13 +374,29 @@ class _ReplicatedFunctions:
         def get_updates_on_replicas(loss, params):
             replicas = self._replicas_now()
             with replicas.gradients_beside_forward():
-                return get_updates(loss=replicas.whole(loss), params=params)
+                updates = get_updates(loss=replicas.whole(loss), params=params)
+            _read_after_counting(getattr(self.model.optimizer, "iterations", None))
+            return updates
 
         optimizer["get_updates"] = get_updates_on_replicas
         try:
             yield
         finally:
             del optimizer["get_updates"]
+
+
+def _read_after_counting(counter):
+    """Let an optimizer's step counter be incremented before it is read.
+
+    In keras 2.2 and 2.3 nothing orders the two, and Adam takes either number; on one device
+    it is nearly always the incremented one.
+    """
+    uses = counter.handle.consumers() if hasattr(counter, "handle") else ()
+    writes = [op for op in uses if op.type == "AssignAddVariableOp"]
+    for read in [op for op in uses if op.type == "ReadVariableOp"]:
+        for write in writes:
+            if read not in _ancestors([write], ())[0] and write not in read.control_inputs:
+                read._add_control_input(write)
 
 
 def _states(model):
@@ -436,7 +452,7 @@ class _Replicas:
     def __init__(self, inputs, outputs, updates, states, devices):
         import tensorflow
 
-        self.tf = tf = _names(tensorflow)
+        self.tf = _names(tensorflow)
         self.devices = devices
         self.graph = outputs[0].graph
         self.inputs = list(inputs)
@@ -451,9 +467,8 @@ class _Replicas:
         #: The operations that depend on the batch; what they need besides is copied, too.
         self.batch_part = _reached(_starts(inputs), consumers) - _starts(inputs)
         with self._apart():
-            rows = tf.shape(self.inputs[0])[0]
-            self.sizes = _replicas.sizes(rows, len(devices))
-            self.copies = [self._replica(index, needed, rows) for index in range(len(devices))]
+            self.sizes = _replicas.sizes(self._rows(self.inputs[0]), len(devices))
+            self.copies = [self._replica(index, needed) for index in range(len(devices))]
         self.device_of = {
             copied: device
             for device, replica in zip(devices, self.copies)
@@ -466,15 +481,16 @@ class _Replicas:
             if op.type == "Enter"
         )
 
-    def _replica(self, index, needed, rows):
+    def _replica(self, index, needed):
         """Copy the operations ``needed`` to the device, there to compute its shard."""
         tf = self.tf
-        replaced = {}
+        replaced = {}  # type: dict
         for tensor in self.inputs + self.states:
             with self._where_it_lies(tensor):
-                count = tf.shape(tensor, out_type=tf.int32)[0]
+                count = self._rows(tensor)
                 first, end = _replicas.run_bounds(count, len(self.devices), index, tf.maximum)
-                replaced[tensor] = tensor[first:end]
+                shard = self._shard(tensor, first, end)
+                replaced.update(zip(_parts(tensor), _parts(shard)))
         return _copy(
             needed,
             replaced,
@@ -496,6 +512,20 @@ class _Replicas:
         if tensor.op.type.startswith("Placeholder"):
             return self.tf.device("/cpu:0")
         return self.tf.colocate_with(tensor.op)
+
+    def _rows(self, tensor):
+        if isinstance(tensor, self.tf.SparseTensor):
+            return self.tf.cast(tensor.dense_shape[0], self.tf.int32)
+        return self.tf.shape(tensor)[0]
+
+    def _shard(self, tensor, first, end):
+        tf = self.tf
+        if not isinstance(tensor, tf.SparseTensor):
+            return tensor[first:end]
+        first, rows = tf.cast(first, tf.int64), tf.cast(end - first, tf.int64)
+        start = tf.concat([[first], tf.zeros_like(tensor.dense_shape[1:])], axis=0)
+        size = tf.concat([[rows], tensor.dense_shape[1:]], axis=0)
+        return tf.sparse_slice(tensor, start, size)
 
     # Tensors of the whole batch ---------------------------------------------------------------
 
@@ -623,8 +653,15 @@ def _forward_loop(context):
 _WRITES = ("Assign", "ResourceScatter", "Scatter", "ResourceApply", "Apply")
 
 
+def _parts(tensor):
+    """The dense tensors that a tensor consists of: three, for a sparse one."""
+    if hasattr(tensor, "dense_shape"):
+        return [tensor.indices, tensor.values, tensor.dense_shape]
+    return [tensor]
+
+
 def _starts(inputs):
-    return {tensor.op for tensor in inputs}
+    return {part.op for tensor in inputs for part in _parts(tensor)}
 
 
 def _ancestors(fetches, stop):
@@ -776,7 +813,7 @@ def _copy(operations, replaced, scope, device, seed=0, controls=None, fixed_batc
         )
     copies = _Copy(dict(zip(operations, results)), replaced)
     for op, result in copies.operations.items():
-        for tensor, copied in zip(op.outputs, result.outputs):
+        for tensor, copied in zip(op.outputs, result.outputs if op not in entering else ()):
             # Keras tells TensorFlow shapes that it does not see by itself, of RNNs for example.
             if tensor.shape.ndims is not None:
                 rows = [None if size == fixed_batch else size for size in tensor.shape.as_list()]
@@ -796,9 +833,7 @@ def _copy_contexts(copies, prefix):
     tf = _names(tensorflow)
     contexts = {}  # type: Dict[Any, Any]
     names = {
-        tensor.name: copies.tensor(tensor).name
-        for op in copies.operations
-        for tensor in op.outputs
+        tensor.name: copies.tensor(tensor).name for op in copies.operations for tensor in op.outputs
     }
 
     def convert(value):
