@@ -99,7 +99,7 @@ class TestTensorFlow1(ParallelContract):
         rows = {}
         for stats in record(model, inputs, targets).step_stats.dev_stats:
             for node in stats.node_stats:
-                layer = node.node_name.startswith("replica_") and "/hidden/" in node.node_name
+                layer = node.node_name.startswith("replica_") and "/hidden" in node.node_name
                 shape = node.output[0].tensor_description.shape if layer and node.output else None
                 if shape and len(shape.dim) == 2:
                     rows[stats.device] = shape.dim[0].size
