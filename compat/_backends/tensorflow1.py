@@ -373,10 +373,9 @@ class _ReplicatedFunctions:
 
         def get_updates_on_replicas(loss, params):
             replicas = self._replicas_now()
-            with replicas.gradients_beside_forward():
-                updates = get_updates(loss=replicas.whole(loss), params=params)
-            _read_after_counting(getattr(self.model.optimizer, "iterations", None))
-            return updates
+            counter = getattr(self.model.optimizer, "iterations", None)
+            with replicas.gradients_beside_forward(), _reading_after_counting(counter):
+                return get_updates(loss=replicas.whole(loss), params=params)
 
         optimizer["get_updates"] = get_updates_on_replicas
         try:
@@ -385,17 +384,24 @@ class _ReplicatedFunctions:
             del optimizer["get_updates"]
 
 
-def _read_after_counting(counter):
-    """Let an optimizer's step counter be incremented before it is read.
+@contextlib.contextmanager
+def _reading_after_counting(counter):
+    """Within, what reads an optimizer's step counter does so after its increment.
 
     In keras 2.2 and 2.3 nothing orders the two, and Adam takes either number; on one device
-    it is nearly always the incremented one.
+    it is mostly the incremented one.
     """
-    uses = counter.handle.consumers() if hasattr(counter, "handle") else ()
-    writes = [op for op in uses if op.type == "AssignAddVariableOp"]
-    for read in [op for op in uses if op.type == "ReadVariableOp"]:
-        for write in writes:
-            if read not in _ancestors([write], ())[0] and write not in read.control_inputs:
+
+    def uses(kind):
+        consumers = counter.handle.consumers() if hasattr(counter, "handle") else ()
+        return [op for op in consumers if op.type == kind]
+
+    # Those that others made, such as the one that saves the counter, must not count.
+    before = uses("ReadVariableOp")
+    yield
+    for read in uses("ReadVariableOp"):
+        for write in uses("AssignAddVariableOp"):
+            if read not in before and read not in _ancestors([write], ())[0]:
                 read._add_control_input(write)
 
 
