@@ -75,6 +75,12 @@ def is_backward(node):
 
 class TestTensorFlow1(ParallelContract):
     backend = "tensorflow1"
+    @pytest.fixture(autouse=True)
+    def own_graph(self, keras):
+        """All models of a process share one graph: the more it holds, the longer each run."""
+        yield
+        keras.backend.clear_session()
+
     tolerance = 5e-6  # rounding differs: three sums of a third of the rows each, then one
 
     def compiled(self, keras, name, optimizer_name="sgd", parallel=False):
