@@ -800,6 +800,8 @@ def _copy(operations, replaced, scope, device, seed=0, controls=None, fixed_batc
             del node.attr["dtype"]
         if device is not None:
             node.device = ""
+        if "element_shape" in node.attr and node.attr["element_shape"].shape.dim:
+            node.attr["element_shape"].shape.dim[0].size = -1  # of a loop's array: a fixed batch
         for tensor in op.inputs:
             if tensor.op not in copied:
                 if tensor.op.type == "ReadVariableOp" and _is_shared(tensor.op):

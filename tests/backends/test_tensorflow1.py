@@ -75,6 +75,7 @@ def is_backward(node):
 
 class TestTensorFlow1(ParallelContract):
     backend = "tensorflow1"
+
     @pytest.fixture(autouse=True)
     def own_graph(self, keras):
         """All models of a process share one graph: the more it holds, the longer each run."""
@@ -310,7 +311,12 @@ class TestTensorFlow1(ParallelContract):
             return keras.models.Model(inputs, keras.layers.Dense(4)(inputs))
 
         inputs, targets = CASES["dense"].data(13)
-        self.train_both(keras, build, "mse", sparse.csr_matrix(inputs), targets, batch=13)
+        inputs = sparse.csr_matrix(inputs)
+        if keras.__name__ == "keras" and keras.__version__.startswith("2.3"):
+            with pytest.raises(ValueError, match="setting an array element"):
+                build().predict(inputs)  # on one device, neither
+        else:
+            self.train_both(keras, build, "mse", inputs, targets, batch=13)
 
     def test_parallelized_model_is_a_layer_as_before(self, keras):
         inner = compat.parallelize(self.build(keras, "dense"))
