@@ -176,7 +176,8 @@ class TensorFlow1(Backend):
             with _training_goes_on(model):
                 current.uninstall()
         if len(devices) > 1:
-            if any(weight.dtype._is_ref_dtype for weight in model.weights):
+            weights = model.weights if model.built else ()  # a Sequential of unknown input
+            if any(weight.dtype._is_ref_dtype for weight in weights):
                 warnings.warn(
                     errors.reference_variables(model.name), errors.CompatWarning, stacklevel=3
                 )

@@ -312,11 +312,11 @@ class TestTensorFlow1(ParallelContract):
 
         inputs, targets = CASES["dense"].data(13)
         inputs = sparse.csr_matrix(inputs)
-        if keras.__name__ == "keras" and keras.__version__.startswith("2.3"):
-            with pytest.raises(ValueError, match="setting an array element"):
-                build().predict(inputs)  # on one device, neither
-        else:
+        if keras.__name__ == "keras" and keras.__version__.startswith("2.2"):
             self.train_both(keras, build, "mse", inputs, targets, batch=13)
+        else:
+            with pytest.raises(ValueError):  # on one device, neither
+                build().predict(inputs)
 
     def test_parallelized_model_is_a_layer_as_before(self, keras):
         inner = compat.parallelize(self.build(keras, "dense"))
