@@ -2,8 +2,9 @@
 
     python benchmarks/import_time.py [ROUNDS]
 
-Runs ``python -c pass`` and ``python -c "import compat"`` in turn, so that a busy machine slows
-both, and prints the ratio of their medians. Fails above LIMIT.
+For an interpreter that has compat installed. Runs ``python -c pass`` and
+``python -c "import compat"`` in turn, so that a busy machine slows both, and prints the ratio of
+their medians. Fails above LIMIT.
 """
 
 import os

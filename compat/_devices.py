@@ -262,16 +262,27 @@ class Devices:
 
     ``gpus`` are entries for ``CUDA_VISIBLE_DEVICES``: ids or names, as strings. ``positions``
     are where those stand among the GPUs visible before; ``uuids`` are theirs, "" where unknown.
-    ``simulated`` counts the CPU devices that stand in for GPUs. Neither: the CPU.
+    ``simulated`` counts the CPU devices that stand in for GPUs. Neither: the CPU, ``declined``
+    where no GPU was asked for.
     """
 
-    __slots__ = ("gpus", "positions", "uuids", "simulated", "shortage", "problems")
+    __slots__ = ("gpus", "positions", "uuids", "simulated", "declined", "shortage", "problems")
 
-    def __init__(self, gpus=(), positions=(), uuids=(), simulated=0, shortage=None, problems=()):
+    def __init__(
+        self,
+        gpus=(),
+        positions=(),
+        uuids=(),
+        simulated=0,
+        declined=False,
+        shortage=None,
+        problems=(),
+    ):
         self.gpus = tuple(gpus)
         self.positions = tuple(positions)
         self.uuids = tuple(uuids) or ("",) * len(self.gpus)
         self.simulated = simulated
+        self.declined = declined
         self.shortage = shortage  # (asked, found), where fewer were found than asked for
         self.problems = list(problems)  # what is wrong with CUDA_VISIBLE_DEVICES
 
@@ -326,7 +337,7 @@ def choose(selection, simulate, environ, discover=discover):
     if simulate:
         return _choose_simulated(selection, simulate)
     if selection.kind == "none":
-        return Devices()
+        return Devices(declined=True)
     machine = discover()
     entries, problems = visible_entries(environ, machine)
     if entries is None and (machine is None or (machine and _any_mig(selection))):

@@ -75,7 +75,9 @@ class Theano(Backend):
         return variables
 
     def overruled(self, settings: "Settings", environ: "Mapping[str, str]") -> "List[str]":
-        """A GPU named in a flag or a file, where none is used."""
+        """A GPU named in a flag or a file, where none is used, nor was declined."""
+        if settings.devices.declined or settings.devices.simulated:
+            return []
         said = _theano_flags.Flags(environ).get("device") or "cpu"
         device = self._flags(settings, environ, range(len(settings.devices.gpus)))["device"]
         if device == "cpu" and not said.startswith("cpu"):
