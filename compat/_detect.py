@@ -176,21 +176,20 @@ def installed_version(backend):
     version = getattr(sys.modules.get(backend.framework), "__version__", None)
     if isinstance(version, str):
         return version
-    for distribution in backend.distributions:
-        version = distribution_version(distribution)
-        if version:
-            return version
-    return None
+    return distribution_version(*backend.distributions)
 
 
-def distribution_version(name, path=None):
-    """The version of an installed distribution, or None, from the folder names on ``sys.path``.
+def distribution_version(*names):
+    """The version of the first of these distributions that is installed, or None.
+
+    Read from the names of the folders on ``sys.path``, which are gone through once.
 
     Python 3.6 and 3.7 have no importlib.metadata, and pkg_resources takes longer than Keras'
     own choice of a backend.
     """
-    wanted = _normalised(name)
-    for folder in sys.path if path is None else path:
+    wanted = [_normalised(name) for name in names]
+    found = {}  # type: dict
+    for folder in sys.path:
         try:
             entries = os.listdir(folder or ".")
         except OSError:
@@ -200,10 +199,12 @@ def distribution_version(name, path=None):
             if extension not in (".dist-info", ".egg-info"):
                 continue
             project, _, rest = stem.partition("-")
-            if _normalised(project) == wanted:
+            project = _normalised(project)
+            if project in wanted and project not in found:
                 # A development install has no version in the name of its folder.
-                return rest.partition("-")[0] or _metadata_version(os.path.join(folder, entry))
-    return None
+                version = rest.partition("-")[0] or _metadata_version(os.path.join(folder, entry))
+                found[project] = version
+    return next((found[name] for name in wanted if found.get(name)), None)
 
 
 def _metadata_version(folder):

@@ -306,12 +306,21 @@ class Devices:
                 return index
         return None
 
+    def are_shown_by(self, environ):
+        """Whether a process with that environment sees these GPUs, in this order, and no other."""
+        return environ.get("CUDA_VISIBLE_DEVICES") == ",".join(self.gpus)
+
+    def ordinals(self, environ):
+        """The numbers of these GPUs in a process with that environment."""
+        return range(len(self.gpus)) if self.are_shown_by(environ) else self.positions
+
     def environ(self, environ):
         """The CUDA variables that show a process these GPUs and no other."""
-        before, visible = environ.get("CUDA_VISIBLE_DEVICES"), ",".join(self.gpus)
-        if not visible:
-            return {} if before in ("", "-1") else {"CUDA_VISIBLE_DEVICES": "-1"}
-        variables = {} if before == visible else {"CUDA_VISIBLE_DEVICES": visible}
+        if not self.gpus:
+            hidden = environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+            return {} if hidden else {"CUDA_VISIBLE_DEVICES": "-1"}
+        shown = self.are_shown_by(environ)
+        variables = {} if shown else {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)}
         if "CUDA_DEVICE_ORDER" not in environ:
             # CUDA's own order is fastest first; ids then disagree with nvidia-smi's
             # (tensorflow#32881).

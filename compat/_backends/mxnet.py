@@ -91,12 +91,11 @@ class MXNet(Backend):
                 "Call it before the first `import mxnet` or `import keras`.",
             )
         mx = self.import_framework()
-        hidden = "CUDA_VISIBLE_DEVICES" in missing  # it comes too late, so ids count as before
-        self._names = self._contexts(mx, settings.devices, hidden)
+        self._names = self._contexts(mx, settings.devices)
         lines = ["models not parallelized run on {}".format(self._names[0])]
         if settings.devices.gpus and not _visible_gpus(mx):
             lines.append(_no_gpu(mx))
-        elif settings.devices.gpus and hidden:
+        elif settings.devices.gpus and not settings.devices.are_shown_by(os.environ):
             lines.append("other GPUs stay visible: mxnet was imported before")
         if settings.memory is not None:
             lines.append(_memory_line(settings))
@@ -104,12 +103,12 @@ class MXNet(Backend):
             lines += self._mend_keras()
         return lines
 
-    def _contexts(self, mx, devices, hidden):
+    def _contexts(self, mx, devices):
         if devices.simulated:
             return ["cpu({})".format(index) for index in range(devices.simulated)]
         visible = _visible_gpus(mx) if devices.gpus else 0
-        ids = devices.positions if hidden else range(len(devices.gpus))
-        return ["gpu({})".format(index) for index in ids if index < visible] or ["cpu(0)"]
+        ids = [index for index in devices.ordinals(os.environ) if index < visible]
+        return ["gpu({})".format(index) for index in ids] or ["cpu(0)"]
 
     def devices(self) -> "List[str]":
         if self._names is None:  # nothing was configured: what MXNet sees

@@ -87,7 +87,7 @@ class TensorFlow1(Backend):
             config.device_count["CPU"] = devices.simulated
         if not devices.gpus:
             config.device_count["GPU"] = 0
-        elif late and devices.environ(os.environ).get("CUDA_VISIBLE_DEVICES"):
+        elif late and not devices.are_shown_by(os.environ):
             # The ids count inside CUDA_VISIBLE_DEVICES as TensorFlow found it.
             config.gpu_options.visible_device_list = ",".join(map(str, devices.positions))
         if memory and devices.gpus:
@@ -551,14 +551,8 @@ class _Replicas:
                 tensor: self.whole_tensor(tensor)
                 for op in new
                 for tensor in op.inputs
-                if tensor.op not in between
+                if tensor.op not in between or tensor.op in self._replaced
             }
-            boundary.update(
-                (tensor, self._replaced[tensor.op].outputs[tensor.value_index])
-                for op in new
-                for tensor in op.inputs
-                if tensor.op in self._replaced
-            )
             copies = _copy(new, boundary, "whole_batch", None, controls=self._control)
             self._replaced.update(copies.operations)
         if isinstance(fetch, self.tf.Operation):

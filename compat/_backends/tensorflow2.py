@@ -113,11 +113,8 @@ class TensorFlow2(Backend):
     def devices(self) -> "List[str]":
         """Reads the configuration; starting the runtime would fix it."""
         tf = self.import_framework()
-        config = getattr(tf.config, "get_logical_device_configuration", None)
-        config = config or tf.config.experimental.get_virtual_device_configuration
-        visible = tf.config.get_visible_devices if hasattr(tf.config, "get_visible_devices") else (
-            tf.config.experimental.get_visible_devices
-        )  # fmt: skip
+        config = _config(tf, "get_logical_device_configuration", "get_virtual_device_configuration")
+        visible = _config(tf, "get_visible_devices")
         for kind in ("GPU", "CPU"):
             count = sum(len(config(device) or [None]) for device in visible(kind))
             if kind == "GPU" and self._gpu_names and len(self._gpu_names) == count:
@@ -166,6 +163,12 @@ def _context():
     return getattr(module, "_context", None)
 
 
+def _config(tf, *names):
+    """The first of these functions of ``tf.config``; some were experimental up to 2.3."""
+    places = [tf.config, tf.config.experimental]
+    return next(getattr(p, name) for name in names for p in places if hasattr(p, name))
+
+
 def _call(tf, name, *arguments):
     """Call a function of TensorFlow's configuration, and return a line for the report.
 
@@ -210,9 +213,7 @@ def _chosen_gpus(tf, devices):
             ),
             "Set it before the first `import tensorflow` or `import keras`.",
         )
-    if entries == list(devices.gpus):
-        return physical
-    return [physical[position] for position in devices.positions if position < len(physical)]
+    return [physical[i] for i in devices.ordinals(os.environ) if i < len(physical)]
 
 
 def _split_device(tf, device, limits):

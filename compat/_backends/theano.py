@@ -100,9 +100,8 @@ class Theano(Backend):
         finally:
             logger.removeHandler(failure)
         devices = settings.devices
-        narrowed = os.environ.get("CUDA_VISIBLE_DEVICES") == ",".join(devices.gpus)
-        ids = range(len(devices.gpus)) if narrowed else devices.positions
-        lines = self._apply(theano, self._flags(settings, os.environ, ids), settings)
+        flags = self._flags(settings, os.environ, devices.ordinals(os.environ))
+        lines = self._apply(theano, flags, settings)
         self._simulated = devices.simulated
         if settings.memory and not devices.gpus:
             lines.append("memory={}: there is no GPU to reserve it on".format(settings.memory))
