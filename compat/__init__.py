@@ -8,7 +8,8 @@ Two calls, the same on every backend::
     model = compat.parallelize(model)     # the same model object, now on both GPUs
 """
 
-from ._api import configure_gpu, parallelize
+from ._api import configure_gpu, device, parallelize
+from ._registry import register
 from ._settings import Configuration
 from ._version import __version__
 from .backend import Backend
@@ -48,5 +49,7 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "configure_gpu",
+    "device",
     "parallelize",
+    "register",
 ]

@@ -7,11 +7,13 @@ from ._settings import Configuration, Settings, parse_floatx, parse_memory, pars
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, List, Optional, Sequence, Tuple, Union
+    from typing import Any, ContextManager, List, Optional, Sequence, Tuple, Union
 
     from .backend import Backend
 
     Gpus = Union[None, int, str, Sequence[Union[int, str]]]
+
+STRATEGIES = ("mirrored",)
 
 _active = None  # type: Optional[Configuration]
 _first_call = None  # type: Any
@@ -162,11 +164,11 @@ def _fewer(shortage, going_on_with, strict):
     return errors.fewer_devices(asked, found, "Going on with {}".format(going_on_with))
 
 
-def _warn(text):
+def _warn(text, depth=0):
     import warnings
 
-    # Shown at the line that called the public function, which called this one.
-    warnings.warn(text, errors.CompatWarning, stacklevel=3)
+    # Shown at the line that called the public function, which called this one at that depth.
+    warnings.warn(text, errors.CompatWarning, stacklevel=3 + depth)
 
 
 def parallelize(model: "Any", gpus: "Gpus" = None, *, strategy: "Optional[str]" = None) -> "Any":
@@ -177,41 +179,121 @@ def parallelize(model: "Any", gpus: "Gpus" = None, *, strategy: "Optional[str]" 
     device nothing changes, and a model that ran on several goes back to plain.
 
     Arguments:
-        model: a Keras model, compiled or not, fitted or not; or a function that builds one.
+        model: a Keras model, compiled or not, fitted or not; a model of the backend's own kind
+            (a torch ``nn.Module``, a Gluon ``Block``, an MXNet ``Module``, a ``tf.Module`` or
+            ``tf.function``); or a function that builds one of these.
         gpus: which of the configured devices, in the forms of ``configure_gpu(gpus=)``: a
             count, ids counted among them from 0, or names of GPUs; None for all.
-        strategy: None, the only value so far: replicas in this process.
+        strategy: None for replicas that compat makes in this process; "mirrored" for TensorFlow
+            2's own ``MirroredStrategy``, where ``model`` is a function that builds a model.
 
     Returns:
         The model that was given (or built).
 
     Raises:
-        NotAModelError: ``model`` is neither a Keras model nor a function (a ``TypeError``).
-        InvalidArgumentError: ``gpus`` is not understood (a ``ValueError``).
-        UnsupportedError: the backend cannot run several devices in one process
-            (a ``NotImplementedError``).
+        NotAModelError: ``model`` is none of these (a ``TypeError``).
+        InvalidArgumentError: ``gpus`` or ``strategy`` is not understood (a ``ValueError``).
+        UnsupportedError: the backend cannot run several devices in one process, or has no such
+            strategy (a ``NotImplementedError``).
         DevicesNotFoundError: after ``configure_gpu(strict=True)`` (a ``RuntimeError``).
     """
-    from . import _detect, _devices, _keras
+    from . import _devices
 
     selection = _devices.parse_gpus(gpus)
     if strategy is not None:
-        raise errors.invalid_strategy(strategy)
-    keras = _keras.keras_of(model)
-    if keras is None and hasattr(model, "__code__"):  # a function or a bound method
+        if strategy not in STRATEGIES:
+            raise errors.invalid_strategy(strategy)
+        if not _is_function(model):
+            raise errors.strategy_needs_function(strategy, model)
+        backend = _configured_backend()
+        return backend.build(strategy, model, _chosen(backend, selection))
+    backend = _backend_of(model)
+    if backend is None and _is_function(model):
         function, model = model, model()
-        keras = _keras.keras_of(model)
-        if keras is None:
+        backend = _backend_of(model)
+        if backend is None:
             raise errors.builds_no_model(function.__qualname__, model)
-    if keras is None:
+    if backend is None:
         raise errors.not_a_model(model)
-    backend, _ = _detect.choose(_keras.backend_name(keras))
     if _active is not None and _active.backend != backend.name:
         raise errors.wrong_backend(backend.name, _active.backend)
+    return backend.parallelize(model, _chosen(backend, selection))
+
+
+def device(which: "Union[int, str]") -> "ContextManager[Any]":
+    """Place the parts of a model that are built inside ``with compat.device(which):``.
+
+    For device parallelism: branches of one model on different devices::
+
+        with compat.device(0):
+            encoded_a = shared_lstm(tweet_a)
+        with compat.device(1):
+            encoded_b = shared_lstm(tweet_b)
+        with compat.device("cpu"):
+            merged = keras.layers.concatenate([encoded_a, encoded_b])
+
+    Arguments:
+        which: a number counted among the configured devices from 0, one of their names
+            (``Configuration.devices``), or "cpu". Where there are fewer devices, a warning says
+            so and they are used in turn, so that the script runs on one device, too.
+
+    Returns:
+        A context manager.
+
+    Raises:
+        InvalidArgumentError: ``which`` is not understood (a ``ValueError``).
+        UnsupportedError: the backend cannot place parts of a model (a ``NotImplementedError``).
+        DevicesNotFoundError: after ``configure_gpu(strict=True)`` (a ``RuntimeError``).
+    """
+    backend = _configured_backend()
+    devices = backend.devices()
+    if isinstance(which, int) and not isinstance(which, bool) and which >= 0:
+        if which >= len(devices):
+            name = devices[which % len(devices)]
+            asked = "device({})".format(which), _these(devices)
+            _warn(_fewer(asked, name, _is_strict()))
+            which = name
+        else:
+            which = devices[which]
+    elif which != "cpu" and which not in devices:
+        raise errors.invalid_device(which, devices)
+    if len(devices) == 1 and (which != "cpu" or "cpu" in devices[0].lower()):
+        from contextlib import ExitStack
+
+        return ExitStack()  # all of the model is there: nothing to place
+    return backend.device(which)
+
+
+def _configured_backend():
+    from . import _detect
+
+    return _detect.choose(None if _active is None else _active.backend)[0]
+
+
+def _is_strict():
+    return _active is not None and _active.settings.strict
+
+
+def _is_function(model):
+    return hasattr(model, "__code__")  # also a bound method
+
+
+def _backend_of(model):
+    """The backend that runs this model, or None where it is no model."""
+    from . import _detect, _keras
+
+    keras = _keras.keras_of(model)
+    if keras is not None:
+        return _detect.choose(_keras.backend_name(keras))[0]
+    return next((b for b in _detect.installed() if b.is_native(model)), None)
+
+
+def _chosen(backend, selection):
+    """The devices that ``selection`` asks for, of those that the backend has."""
     devices, shortage = _among(backend.devices(), selection)
     if shortage:
-        _warn(_fewer(shortage, ", ".join(devices), _active is not None and _active.settings.strict))
-    return backend.parallelize(model, devices)
+        _warn(_fewer(shortage, ", ".join(devices), _is_strict()), depth=1)
+    return devices
 
 
 def _among(devices: "List[str]", selection: "Any") -> "Tuple[List[str], Optional[Tuple[str, str]]]":
@@ -220,8 +302,11 @@ def _among(devices: "List[str]", selection: "Any") -> "Tuple[List[str], Optional
     chosen = [devices[position] for position in wanted if position < len(devices)]
     if len(chosen) == len(wanted):
         return chosen, None
-    configured = "these are configured: {}".format(", ".join(devices))
-    return chosen or devices[:1], (str(selection), configured)
+    return chosen or devices[:1], (str(selection), _these(devices))
+
+
+def _these(devices):
+    return "these are configured: {}".format(", ".join(devices))
 
 
 def _index(name, missing):

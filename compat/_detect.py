@@ -10,20 +10,23 @@ def choose(asked=None, environ=os.environ):
     """Choose the backend.
 
     In this order: what was asked; the Keras that is imported; what the installed Keras would
-    choose (``KERAS_BACKEND``, then keras.json, then its default, where that Keras reads them);
-    the one framework that is installed.
+    choose (``KERAS_BACKEND``, then keras.json, where that Keras reads them, then its default);
+    the one framework that is installed, also where that Keras' default is another one.
 
     Returns:
         The backend, and the reason for it as a phrase.
     """
     if asked is not None:
         return _named(asked, "backend={!r} was asked for".format(asked))
-    keras, reason = keras_backend(environ)
+    keras, reason = _keras_told(environ)
     if keras:
         return _named(keras, reason)
+    keras, reason = _keras_default()
     fitting = installed()
-    if len(fitting) == 1:
+    if len(fitting) == 1 and keras not in (fitting[0].name, fitting[0].framework):
         return fitting[0], "the only backend installed"
+    if keras:
+        return _named(keras, reason)
     if fitting:
         raise errors.ambiguous_backend([backend.name for backend in fitting])
     raise errors.no_backend(sorted({backend.extra for backend in _registry.backends()}))
@@ -41,6 +44,9 @@ def _named(name, reason):
     by_name = [b for b in backends if b.name == name]
     candidates = by_name or [b for b in backends if b.framework == name]
     if not candidates:
+        third_party = _registry.plugin(name)
+        candidates = [third_party] if third_party else []
+    if not candidates:
         known = {b.name for b in backends} | {b.framework for b in backends}
         raise errors.unknown_backend(reason, sorted(known))
     for backend in candidates:
@@ -57,10 +63,8 @@ def _named(name, reason):
 
 def keras_backend(environ):
     """What the standalone Keras runs on or will run on, and why; (None, None) without a Keras."""
-    running = _keras_running()
-    if running:
-        return running, "the imported keras runs on {}".format(running)
-    return _keras_choice(environ)
+    told = _keras_told(environ)
+    return told if told[0] else _keras_default()
 
 
 def _keras_running():
@@ -90,8 +94,16 @@ def _tensorflow_only(keras, version):
     return keras == "keras" and (2, 4) <= release(version) < (3,)
 
 
-def _keras_choice(environ):
-    """What the installed Keras would choose, and why; (None, None) where no Keras is installed."""
+def _keras_told(environ):
+    """What the standalone Keras was told to run on, and how; (None, None) if nothing was said."""
+    running = _keras_running()
+    if running:
+        return running, "the imported keras runs on {}".format(running)
+    return _keras_settings(environ)
+
+
+def _keras_settings(environ):
+    """What the installed Keras reads, and where; (None, None) where nothing is set."""
     keras, version = installed_keras()
     if keras is None:
         return None, None
@@ -101,8 +113,14 @@ def _keras_choice(environ):
         return environ["KERAS_BACKEND"], "KERAS_BACKEND={}".format(environ["KERAS_BACKEND"])
     path = keras_json(environ)
     backend = read_keras_json(path).get("backend")
-    if backend:
-        return backend, "{} names it".format(path)
+    return (backend, "{} names it".format(path)) if backend else (None, None)
+
+
+def _keras_default():
+    """What the installed Keras chooses where nothing is set; (None, None) without a Keras."""
+    keras, version = installed_keras()
+    if keras is None:
+        return None, None
     default = "mxnet" if keras == "keras-mxnet" else "tensorflow"
     return default, "it is the default of {} {}".format(keras, version)
 
@@ -121,10 +139,10 @@ def keras_variable(backend, environ):
     if keras is None or _keras_running() or _tensorflow_only(keras, version):
         return {}
     try:
-        choice, _ = _keras_choice(environ)
+        choice, _ = _keras_settings(environ)
     except errors.ConfigurationFileError:  # Keras ignores the file
         choice = None
-    if choice in (backend.name, backend.framework):
+    if (choice or _keras_default()[0]) in (backend.name, backend.framework):
         return {}
     return {"KERAS_BACKEND": backend.framework}
 

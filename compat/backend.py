@@ -9,7 +9,7 @@ from . import errors
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, Dict, List, Mapping, Optional, Sequence
+    from typing import Any, Callable, ContextManager, Dict, List, Mapping, Optional, Sequence
 
     from ._settings import Settings
 
@@ -91,13 +91,49 @@ class Backend:
         """
         raise errors.unsupported(self.name, "list its devices", "Use another backend.")
 
+    def is_native(self, model: "Any") -> bool:
+        """Whether ``model`` is a model of the framework's own kind, made without Keras.
+
+        Imports nothing: the class of ``model`` tells.
+        """
+        return False
+
     def parallelize(self, model: "Any", devices: "Sequence[str]") -> "Any":
         """Run ``model`` on ``devices`` (one or more of ``self.devices()``) and return it.
 
-        One device gives the plain behaviour back.
+        ``model`` is a Keras model, or one that ``is_native``. One device gives the plain
+        behaviour back.
         """
         raise errors.unsupported(
             self.name, "run one model on several devices", "Use one device: gpus=1."
+        )
+
+    def build(
+        self, strategy: str, function: "Callable[[], Any]", devices: "Sequence[str]"
+    ) -> "Any":
+        """Call ``function``, which builds a model, under the framework's own strategy.
+
+        Arguments:
+            strategy: its name: "mirrored".
+            function: builds the model and returns it.
+            devices: one or more of ``self.devices()``.
+        """
+        raise errors.unsupported(
+            self.name,
+            "build a model with strategy={!r}".format(strategy),
+            "Leave strategy out: parallelize() then runs the replicas in this process by itself.",
+        )
+
+    def device(self, device: str) -> "ContextManager[Any]":
+        """A context in which the parts of a model that are built are placed on ``device``.
+
+        Arguments:
+            device: one of ``self.devices()``, or "cpu" for the host.
+        """
+        raise errors.unsupported(
+            self.name,
+            "place parts of a model on a device of their own",
+            "Leave compat.device() out; parallelize() may run the whole model on several.",
         )
 
     def problems(self, environ: "Mapping[str, str]") -> "List[str]":

@@ -62,6 +62,10 @@ class CompatWarning(UserWarning):
     """Work goes on, but not as it was asked."""
 
 
+def _class_of(value):
+    return type(value).__module__ + "." + type(value).__name__
+
+
 # Arguments ------------------------------------------------------------------------------------
 
 GPUS_FORMS = """\
@@ -134,8 +138,38 @@ def nothing_to_persist(backend):
 
 def invalid_strategy(strategy):
     return InvalidArgumentError(
-        "strategy={!r} is not understood. Use None: the model's replicas run in this "
-        "process.".format(strategy)
+        "strategy={!r} is not understood. Use None (the model's replicas run in this process, "
+        'split by compat) or "mirrored" (TensorFlow 2\'s MirroredStrategy, for a function that '
+        "builds the model).".format(strategy)
+    )
+
+
+def strategy_needs_function(strategy, value):
+    return NotAModelError(
+        "strategy={!r} takes a function that builds the model, since its variables must be made "
+        "under the strategy; it was given {!r}. Put the lines that build the model into a "
+        "function, and pass that.".format(strategy, _class_of(value))
+    )
+
+
+def invalid_device(which, devices):
+    return InvalidArgumentError(
+        "device({!r}) is not understood. Use a number, counted among the configured devices from "
+        '0, one of their names ({}), or "cpu".'.format(which, ", ".join(devices))
+    )
+
+
+def invalid_backend(value, problem):
+    return InvalidArgumentError(
+        "register() cannot take {!r}: {}. Pass an instance of a subclass of compat.Backend that "
+        "has a name of its own.".format(getattr(value, "name", None) or _class_of(value), problem)
+    )
+
+
+def broken_plugin(name, reference, problem):
+    return BrokenInstallError(
+        "An installed package names {} as the backend {!r} in its entry points, but that gives no "
+        "backend: {}. Mend or uninstall that package.".format(reference, name, problem)
     )
 
 
@@ -309,15 +343,15 @@ def unsupported(backend, what, remedy):
 
 def not_a_model(value):
     return NotAModelError(
-        "parallelize() takes a Keras model, or a function that builds one; it was given "
-        "{!r}.".format(type(value).__module__ + "." + type(value).__name__)
+        "parallelize() takes a Keras model, a model of the backend's own kind, or a function that "
+        "builds one; it was given {!r}.".format(_class_of(value))
     )
 
 
 def builds_no_model(function, value):
     return NotAModelError(
-        "parallelize() was given the function {}, which returned {!r}, not a Keras model.".format(
-            function, type(value).__module__ + "." + type(value).__name__
+        "parallelize() was given the function {}, which returned {!r}, not a model.".format(
+            function, _class_of(value)
         )
     )
 

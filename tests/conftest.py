@@ -114,10 +114,15 @@ class Site:
     def __init__(self, folder):
         self.folder = folder
 
-    def install(self, distribution, version, module=None, source=""):
+    def install(self, distribution, version, module=None, source="", entry_points=""):
         """Leave what pip leaves: a ``.dist-info`` folder, and the module."""
         name = "{}-{}.dist-info".format(distribution.replace("-", "_"), version)
         (self.folder / name).mkdir()
+        (self.folder / name / "METADATA").write_text(
+            "Metadata-Version: 2.1\nName: {}\nVersion: {}\n".format(distribution, version)
+        )
+        if entry_points:
+            (self.folder / name / "entry_points.txt").write_text(textwrap.dedent(entry_points))
         if module:
             (self.folder / (module + ".py")).write_text(textwrap.dedent(source))
 

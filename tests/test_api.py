@@ -1,5 +1,6 @@
 """configure_gpu() and parallelize() with a whole, small backend; no framework."""
 
+import contextlib
 import os
 import sys
 import warnings
@@ -485,10 +486,11 @@ def test_without_a_configuration_the_backend_says_what_there_is(keras):
 def test_wrong_arguments_of_parallelize(keras):
     configure()
     with pytest.raises(compat.InvalidArgumentError) as caught:
+        compat.parallelize(keras.Model(), strategy="mirror")
+    assert str(caught.value).startswith("strategy='mirror' is not understood. Use None ")
+    with pytest.raises(compat.NotAModelError) as caught:
         compat.parallelize(keras.Model(), strategy="mirrored")
-    assert str(caught.value) == (
-        "strategy='mirrored' is not understood. Use None: the model's replicas run in this process."
-    )
+    assert "takes a function that builds the model" in str(caught.value)
     with pytest.raises(compat.InvalidArgumentError):
         compat.parallelize(keras.Model(), "two")
     for value, name in (
@@ -500,8 +502,8 @@ def test_wrong_arguments_of_parallelize(keras):
             compat.parallelize(value)
         assert type(caught.value) is compat.NotAModelError
         assert str(caught.value) == (
-            "parallelize() takes a Keras model, or a function that builds one; it was given "
-            "{!r}.".format(name)
+            "parallelize() takes a Keras model, a model of the backend's own kind, or a function "
+            "that builds one; it was given {!r}.".format(name)
         )
 
     def build():
@@ -510,7 +512,7 @@ def test_wrong_arguments_of_parallelize(keras):
     with pytest.raises(compat.NotAModelError) as caught:
         compat.parallelize(build)
     assert str(caught.value) == (
-        "parallelize() was given the function {}, which returned 'builtins.NoneType', not a Keras "
+        "parallelize() was given the function {}, which returned 'builtins.NoneType', not a "
         "model.".format(build.__qualname__)
     )
 
@@ -525,6 +527,123 @@ def test_a_model_of_another_backend_than_configured(keras, site, register, toy):
     assert str(caught.value) == (
         "The model runs on toy, but configure_gpu() set up other. Build the model with the Keras "
         "that was configured, or pass backend='toy' to configure_gpu()."
+    )
+
+
+# Models of the backend's own kind, strategies, devices -----------------------------------------
+
+
+class Native(list):
+    """What the framework calls a model."""
+
+
+class Able(Toy):
+    """The toy backend, with all that a backend may do besides."""
+
+    def is_native(self, model):
+        return type(model) is Native
+
+    def parallelize(self, model, devices):
+        model.devices = list(devices)
+        return model
+
+    def build(self, strategy, function, devices):
+        model = function()
+        model.devices = [strategy] + list(devices)
+        return model
+
+    def device(self, device):
+        return contextlib.closing(Native([device]))
+
+
+Native.close = Native.clear
+
+
+@pytest.fixture
+def able(site, register, toy):
+    register(Able())
+
+
+def test_a_model_of_the_backends_own_kind(able):
+    configure(simulate=3)
+    model = Native()
+    assert compat.parallelize(model, 2) is model
+    assert model.devices == ["cpu:0", "cpu:1"]
+    assert compat.parallelize(lambda: Native()).devices == ["cpu:0", "cpu:1", "cpu:2"]
+    with pytest.raises(compat.NotAModelError):
+        compat.parallelize([])
+
+
+def test_a_strategy_builds_the_model(able):
+    configure(simulate=3)
+    model = compat.parallelize(lambda: Native(), gpus=[2, 0], strategy="mirrored")
+    assert model.devices == ["mirrored", "cpu:2", "cpu:0"]
+
+
+def test_a_strategy_that_the_backend_does_not_have(toy):
+    configure(simulate=2)
+    with pytest.raises(NotImplementedError) as caught:
+        compat.parallelize(lambda: Native(), strategy="mirrored")
+    assert type(caught.value) is compat.UnsupportedError
+    assert str(caught.value) == (
+        "toy cannot build a model with strategy='mirrored'. Leave strategy out: parallelize() "
+        "then runs the replicas in this process by itself."
+    )
+
+
+@pytest.mark.parametrize(
+    "which, device", [(0, "cpu:0"), (2, "cpu:2"), ("cpu:1", "cpu:1"), ("cpu", "cpu")]
+)
+def test_device(able, which, device):
+    configure(simulate=3)
+    with compat.device(which) as placed:
+        assert placed == [device]
+    assert placed == []
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_device_of_which_there_are_fewer(able, strict):
+    configure(simulate=2, strict=strict)
+    start = "device(3) was asked for, but these are configured: cpu:0, cpu:1. "
+    if strict:
+        with pytest.raises(compat.DevicesNotFoundError) as error:
+            compat.device(3)
+        assert str(error.value).startswith(start)
+        return
+    with pytest.warns(compat.CompatWarning) as caught:
+        with compat.device(3) as placed:
+            assert placed == ["cpu:1"]
+    text = start + "Going on with cpu:1."
+    assert shown(caught) == [(text, compat.CompatWarning, __file__)]
+
+
+def test_device_on_a_machine_with_one(toy):
+    """The toy backend cannot place anything, and on one device need not."""
+    configure()
+    with compat.device(0), compat.device("cpu"):
+        pass
+    with pytest.warns(compat.CompatWarning, match="Going on with cpu:0"):
+        compat.device(1)
+
+
+def test_device_of_a_backend_that_cannot_place(toy):
+    configure(simulate=2)
+    with pytest.raises(compat.UnsupportedError) as caught:
+        compat.device(0)
+    assert str(caught.value) == (
+        "toy cannot place parts of a model on a device of their own. Leave compat.device() out; "
+        "parallelize() may run the whole model on several."
+    )
+
+
+@pytest.mark.parametrize("which", [-1, True, None, "gpu:7", 1.0, [0]])
+def test_wrong_devices(able, which):
+    configure(simulate=2)
+    with pytest.raises(compat.InvalidArgumentError) as caught:
+        compat.device(which)
+    assert str(caught.value) == (
+        "device({!r}) is not understood. Use a number, counted among the configured devices from "
+        '0, one of their names (cpu:0, cpu:1), or "cpu".'.format(which)
     )
 
 

@@ -162,6 +162,21 @@ def test_keras_backend(site, monkeypatch):
     assert choice() == ("tensorflow1", "it is the default of keras 2.3.1")
 
 
+@pytest.mark.parametrize("theano", [False, True])
+def test_a_default_that_is_not_installed(site, theano):
+    site.install("Keras", "2.2.4")
+    site.install("mxnet", "1.9.1")
+    if not theano:
+        assert choice() == ("mxnet", "the only backend installed")
+        mxnet = _detect.choose()[0]
+        assert _detect.keras_variable(mxnet, os.environ) == {"KERAS_BACKEND": "mxnet"}
+        return
+    site.install("theano", "1.0.5")
+    assert refusal(compat.NotInstalledError).startswith(
+        "tensorflow is not installed, but it is the default of keras 2.2.4. Use backend='mxnet'"
+    )
+
+
 @pytest.fixture
 def keras_json(tmp_path):
     """Write keras.json in the home folder, or in another one."""

@@ -81,10 +81,40 @@ TEXTS = [
     ),
     (
         errors.invalid_strategy,
-        ("mirrored",),
+        ("mirror",),
         errors.InvalidArgumentError,
-        "strategy='mirrored' is not understood. Use None: the model's replicas run in this "
-        "process.",
+        "strategy='mirror' is not understood. Use None (the model's replicas run in this process, "
+        'split by compat) or "mirrored" (TensorFlow 2\'s MirroredStrategy, for a function that '
+        "builds the model).",
+    ),
+    (
+        errors.strategy_needs_function,
+        ("mirrored", 3),
+        errors.NotAModelError,
+        "strategy='mirrored' takes a function that builds the model, since its variables must be "
+        "made under the strategy; it was given 'builtins.int'. Put the lines that build the model "
+        "into a function, and pass that.",
+    ),
+    (
+        errors.invalid_device,
+        ("gpu", ["/gpu:0", "/gpu:1"]),
+        errors.InvalidArgumentError,
+        "device('gpu') is not understood. Use a number, counted among the configured devices from "
+        '0, one of their names (/gpu:0, /gpu:1), or "cpu".',
+    ),
+    (
+        errors.invalid_backend,
+        (3, "it is no instance of a subclass of compat.Backend"),
+        errors.InvalidArgumentError,
+        "register() cannot take 'builtins.int': it is no instance of a subclass of compat.Backend. "
+        "Pass an instance of a subclass of compat.Backend that has a name of its own.",
+    ),
+    (
+        errors.broken_plugin,
+        ("tpu", "tpu_keras:backend", "No module named 'tpu_keras'"),
+        errors.BrokenInstallError,
+        "An installed package names tpu_keras:backend as the backend 'tpu' in its entry points, "
+        "but that gives no backend: No module named 'tpu_keras'. Mend or uninstall that package.",
     ),
     (
         errors.unknown_backend,
@@ -261,15 +291,15 @@ TEXTS = [
         errors.not_a_model,
         (3,),
         errors.NotAModelError,
-        "parallelize() takes a Keras model, or a function that builds one; it was given "
-        "'builtins.int'.",
+        "parallelize() takes a Keras model, a model of the backend's own kind, or a function that "
+        "builds one; it was given 'builtins.int'.",
     ),
     (
         errors.builds_no_model,
         ("build", None),
         errors.NotAModelError,
         "parallelize() was given the function build, which returned 'builtins.NoneType', not a "
-        "Keras model.",
+        "model.",
     ),
     (
         errors.nothing_to_compare,
