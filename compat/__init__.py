@@ -9,6 +9,7 @@ Two calls, the same on every backend::
 """
 
 from ._api import configure_gpu, device, parallelize
+from ._legacy import install_legacy_names, make_parallel, multi_gpu_model
 from ._registry import register
 from ._settings import Configuration
 from ._version import __version__
@@ -50,6 +51,9 @@ __all__ = [
     "__version__",
     "configure_gpu",
     "device",
+    "install_legacy_names",
+    "make_parallel",
+    "multi_gpu_model",
     "parallelize",
     "register",
 ]

@@ -205,12 +205,12 @@ def parallelize(model: "Any", gpus: "Gpus" = None, *, strategy: "Optional[str]" 
             raise errors.invalid_strategy(strategy)
         if not _is_function(model):
             raise errors.strategy_needs_function(strategy, model)
-        backend = _configured_backend()
+        backend = configured_backend()
         return backend.build(strategy, model, _chosen(backend, selection))
-    backend = _backend_of(model)
+    backend = backend_of(model)
     if backend is None and _is_function(model):
         function, model = model, model()
-        backend = _backend_of(model)
+        backend = backend_of(model)
         if backend is None:
             raise errors.builds_no_model(function.__qualname__, model)
     if backend is None:
@@ -245,7 +245,7 @@ def device(which: "Union[int, str]") -> "ContextManager[Any]":
         UnsupportedError: the backend cannot place parts of a model (a ``NotImplementedError``).
         DevicesNotFoundError: after ``configure_gpu(strict=True)`` (a ``RuntimeError``).
     """
-    backend = _configured_backend()
+    backend = configured_backend()
     devices = backend.devices()
     if isinstance(which, int) and not isinstance(which, bool) and which >= 0:
         if which >= len(devices):
@@ -264,7 +264,8 @@ def device(which: "Union[int, str]") -> "ContextManager[Any]":
     return backend.device(which)
 
 
-def _configured_backend():
+def configured_backend():
+    """The backend that ``configure_gpu()`` set up; before that, the one it would."""
     from . import _detect
 
     return _detect.choose(None if _active is None else _active.backend)[0]
@@ -278,7 +279,7 @@ def _is_function(model):
     return hasattr(model, "__code__")  # also a bound method
 
 
-def _backend_of(model):
+def backend_of(model):
     """The backend that runs this model, or None where it is no model."""
     from . import _detect, _keras
 

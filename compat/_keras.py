@@ -36,6 +36,14 @@ def backend_name(keras):
     return keras.backend.backend() if hasattr(keras.backend, "backend") else "tensorflow"
 
 
+def identity(keras, name):
+    """A layer that gives its input, unchanged, another name."""
+    if backend_name(keras) == "mxnet":
+        # There any layer that returns its input itself fails: K.identity() evaluates it.
+        return keras.layers.LeakyReLU(1.0, name=name)
+    return keras.layers.Activation("linear", name=name)
+
+
 def set_floatx(floatx, backend):
     """Set the float type of every Keras on this backend, importing those that are installed.
 

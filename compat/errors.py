@@ -356,6 +356,23 @@ def builds_no_model(function, value):
     )
 
 
+def time_comes_first(layer):
+    return UnsupportedError(
+        "The RNN layer {} takes time as its first dimension, which parallelize() would split for "
+        'the batch. Build it with layout="NTC".'.format(layer)
+    )
+
+
+def no_rows_in_result(shapes, sizes):
+    return UnsupportedError(
+        "A block on several devices must return arrays with a row for each of the batch; its "
+        "replicas were given {} rows and returned {}. Compute totals and means outside of the "
+        "block that is parallelized.".format(
+            ", ".join(str(size or 1) for size in sizes), ", ".join(map(str, shapes))
+        )
+    )
+
+
 def nothing_to_compare(asked, devices):
     return DevicesNotFoundError(
         "{} devices are needed for the comparison, but the framework shows {}.".format(
@@ -370,6 +387,52 @@ def wrong_backend(model_backend, configured):
         "was configured, or pass backend={!r} to configure_gpu().".format(
             model_backend, configured, model_backend
         )
+    )
+
+
+# Names of old scripts -------------------------------------------------------------------------
+
+
+def too_few_gpus(name, gpus):
+    """In the words of keras/utils/multi_gpu_utils.py, which users search for."""
+    return InvalidArgumentError(
+        "For multi-gpu usage to be effective, call `multi_gpu_model` with `{} >= 2`. "
+        "Received: `gpus={}`".format(name, gpus)
+    )
+
+
+def gpus_not_available(gpus, expected, available):
+    """In the words of keras/utils/multi_gpu_utils.py, which users search for."""
+    return InvalidArgumentError(
+        "To call `multi_gpu_model` with `gpus={}`, we expect the following devices to be "
+        "available: {}. However this machine only has: {}. Try reducing `gpus`.".format(
+            gpus, expected, available
+        )
+    )
+
+
+def not_symbolic(function, value):
+    return NotAModelError(
+        "{}() takes a Keras model with symbolic inputs, functional or Sequential with an input "
+        "shape, to make another one around it; it was given {!r}. compat.parallelize() takes any "
+        "Keras model.".format(function, _class_of(value))
+    )
+
+
+def session_ignored():
+    """The text of a warning."""
+    return (
+        "set_session() does nothing here: this Keras runs in no TensorFlow session, and the "
+        "session's settings have no effect. Pass them to compat.configure_gpu(), such as "
+        'memory="grow" for allow_growth.'
+    )
+
+
+def no_session():
+    return UnsupportedError(
+        "get_session() has nothing to return: this Keras runs in no TensorFlow session. Call "
+        "models and functions directly; compat.configure_gpu() has what a session's ConfigProto "
+        "set."
     )
 
 

@@ -204,6 +204,12 @@ class BackendContract:
         """How many rows each device computed in one training step, from the same record."""
         raise NotImplementedError
 
+    def devices_of(self, model, inputs, targets):
+        """The devices where one training step ran, forward and backward, sorted."""
+        placement = self.placement(model, inputs, targets)
+        assert all(forward and backward for forward, backward in placement.values()), placement
+        return sorted(placement)
+
     # Fixtures -------------------------------------------------------------------------------
 
     @pytest.fixture(scope="class")

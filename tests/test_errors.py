@@ -315,6 +315,44 @@ TEXTS = [
         "the Keras that was configured, or pass backend='tensorflow2' to configure_gpu().",
     ),
     (
+        errors.too_few_gpus,
+        ("gpus", 1),
+        errors.InvalidArgumentError,
+        "For multi-gpu usage to be effective, call `multi_gpu_model` with `gpus >= 2`. Received: "
+        "`gpus=1`",
+    ),
+    (
+        errors.gpus_not_available,
+        (4, ["/cpu:0", "/gpu:0"], ["/cpu:0"]),
+        errors.InvalidArgumentError,
+        "To call `multi_gpu_model` with `gpus=4`, we expect the following devices to be available: "
+        "['/cpu:0', '/gpu:0']. However this machine only has: ['/cpu:0']. Try reducing `gpus`.",
+    ),
+    (
+        errors.not_symbolic,
+        ("make_parallel", 3),
+        errors.NotAModelError,
+        "make_parallel() takes a Keras model with symbolic inputs, functional or Sequential with "
+        "an input shape, to make another one around it; it was given 'builtins.int'. "
+        "compat.parallelize() takes any Keras model.",
+    ),
+    (
+        errors.session_ignored,
+        (),
+        None,
+        "set_session() does nothing here: this Keras runs in no TensorFlow session, and the "
+        "session's settings have no effect. Pass them to compat.configure_gpu(), such as "
+        'memory="grow" for allow_growth.',
+    ),
+    (
+        errors.no_session,
+        (),
+        errors.UnsupportedError,
+        "get_session() has nothing to return: this Keras runs in no TensorFlow session. Call "
+        "models and functions directly; compat.configure_gpu() has what a session's ConfigProto "
+        "set.",
+    ),
+    (
         errors.unreadable_file,
         ("/home/a/.theanorc", "no section headers", "Mend the file."),
         errors.ConfigurationFileError,

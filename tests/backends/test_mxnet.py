@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import textwrap
 
 import numpy as np
@@ -18,23 +19,25 @@ from compat.testing import CASES, ParallelContract, initialise, largest_differen
 OPERATIONS = ("dot", "Convolution", "FullyConnected", "Embedding")
 
 
-def operations(model, inputs, targets, path):
+def operations(model, inputs, targets):
     """Operations per device in one training step, as MXNet's engine recorded them."""
     import mxnet as mx
 
     # One operation a record, not a bulk of them.
     os.environ["MXNET_EXEC_BULK_EXEC_TRAIN"] = "0"
-    mx.profiler.set_config(profile_symbolic=True, filename=path)
-    mx.nd.waitall()
-    mx.profiler.set_state("run")
-    try:
-        model.train_on_batch(inputs, targets)
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "trace.json")
+        mx.profiler.set_config(profile_symbolic=True, filename=path)
         mx.nd.waitall()
-    finally:
-        mx.profiler.set_state("stop")
-    mx.profiler.dump(finished=False)
-    with open(path) as file:
-        text = file.read()
+        mx.profiler.set_state("run")
+        try:
+            model.train_on_batch(inputs, targets)
+            mx.nd.waitall()
+        finally:
+            mx.profiler.set_state("stop")
+        mx.profiler.dump(finished=False)
+        with open(path) as file:
+            text = file.read()
     # The first file begins an object that is never ended; later ones go on with its list.
     listed = text[text.index("[") + 1 :] if text.startswith("{") else text
     events = json.loads("[" + listed[listed.index("{") : listed.rindex("}") + 1] + "]")
@@ -57,18 +60,23 @@ def mxnet_error():
 class TestMXNet(ParallelContract):
     backend = "mxnet"
 
-    @pytest.fixture(autouse=True, scope="class")
-    def profile(self, request, tmp_path_factory):
-        request.cls.profile_path = str(tmp_path_factory.mktemp("profile") / "trace.json")
-
     def placement(self, model, inputs, targets):
-        counted = operations(model, inputs, targets, self.profile_path)
+        counted = operations(model, inputs, targets)
         placed = {}
         for (device, name), count in counted.items():
             backward = name.startswith("_backward_")
             if (name[len("_backward_") :] if backward else name) in OPERATIONS:
                 placed.setdefault(device, [0, 0])[backward] += count
         return {device: tuple(counts) for device, counts in placed.items()}
+
+    def devices_of(self, model, inputs, targets):
+        """MXNet's profiler aborts from cpu(4) on where there are two cores: ask the executors."""
+        model.train_on_batch(inputs, targets)
+        bodies = model._compat_replicas.phases["train"].bodies
+        for body in bodies:
+            gradients = [gradient for gradient in body.grad_dict.values() if gradient is not None]
+            assert {a.context for a in body.outputs} == {a.context for a in gradients}
+        return sorted(str(body.outputs[0].context) for body in bodies)
 
     def shard_sizes(self, model, inputs, targets):
         model.train_on_batch(inputs, targets)

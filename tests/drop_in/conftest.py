@@ -1,0 +1,38 @@
+"""Eight simulated devices, the backend that is installed here, and its Keras."""
+
+import importlib
+
+import pytest
+from backends.conftest import INSTALLED, record_versions  # noqa: F401
+
+import compat
+from compat.testing import BackendContract, keras_under_test
+
+DEVICES = 8
+
+
+@pytest.fixture(scope="session")
+def configuration():
+    return compat.configure_gpu(simulate=DEVICES)
+
+
+@pytest.fixture
+def keras(configuration):
+    keras = keras_under_test()
+    yield keras
+    keras.backend.clear_session()
+
+
+@pytest.fixture(scope="session")
+def contract():
+    """The contract's subclass of the backend under test: it can read where operations ran."""
+    (backend,) = INSTALLED
+    module = importlib.import_module("backends.test_" + backend.name)
+    (subclass,) = [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type)
+        and issubclass(value, BackendContract)
+        and value.__module__ == module.__name__
+    ]
+    return subclass()

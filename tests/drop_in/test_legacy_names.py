@@ -1,0 +1,76 @@
+"""Old scripts' imports, on a Keras that has lost the names: they run unchanged after one call."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from compat.testing import keras_under_test
+
+pytestmark = pytest.mark.row("install_legacy_names()")
+
+CONFIGURE = """\
+import compat
+compat.configure_gpu(simulate=2)
+names = compat.install_legacy_names()
+assert names == sorted(set(names), key=names.index)
+assert compat.install_legacy_names() == []
+"""
+
+# The lines that such scripts begin with, and one step.
+SCRIPT = """\
+import warnings
+import numpy as np
+import {keras}.backend as K
+from {keras}.layers import Dense
+from {keras}.models import Sequential
+from {keras}.utils import multi_gpu_model
+from {keras}.utils.training_utils import multi_gpu_model as elsewhere
+import {keras}.backend.tensorflow_backend as KTF
+from {keras}.backend.tensorflow_backend import set_session
+
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    {session}
+model = Sequential([Dense(3, input_shape=(4,))])
+parallel = multi_gpu_model(model, gpus=2)
+parallel.compile("sgd", "mse")
+before = model.get_weights()[0]
+parallel.fit(np.ones((5, 4)), np.ones((5, 3)), verbose=0)
+assert abs(before - model.get_weights()[0]).max() > 0
+print(sorted(set(str(w.message).split(":")[0] for w in caught if "session" in str(w.message))))
+"""
+
+NO_SESSION = """\
+set_session(object())
+    KTF.set_session(object())
+    try:
+        K.get_session()
+    except NotImplementedError as error:
+        assert "runs in no TensorFlow session" in str(error)
+    else:
+        raise SystemExit("there is a session")
+"""
+
+SESSION = """\
+session = K.get_session()
+    KTF.set_session(session)
+    assert K.get_session() is session
+"""
+
+
+def test_an_old_script(contract):
+    """In a process of its own, since the names stay."""
+    keras = keras_under_test().__name__
+    name = os.environ.get("COMPAT_TEST_KERAS", "keras")
+    session = SESSION if contract.backend == "tensorflow1" else NO_SESSION
+    completed = subprocess.run(
+        [sys.executable, "-c", CONFIGURE + SCRIPT.format(keras=name, session=session)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        universal_newlines=True,
+    )
+    assert completed.returncode == 0, (keras, completed.stderr)
+    expected = [] if session is SESSION else ["set_session() does nothing here"]
+    assert completed.stdout.splitlines()[-1] == str(expected)
