@@ -373,6 +373,35 @@ def no_rows_in_result(shapes, sizes):
     )
 
 
+def not_a_plain_module(kind):
+    return UnsupportedError(
+        "parallelize() runs an mx.mod.Module on several devices, not a {}. Give context=[...] to "
+        "the {} itself.".format(kind, kind)
+    )
+
+
+def module_has_an_optimizer():
+    return UnsupportedError(
+        "This Module has an optimizer already, and MXNet numbers its state by device. Call "
+        "parallelize() before fit() or init_optimizer()."
+    )
+
+
+def loss_depends_on_the_batch(what):
+    return UnsupportedError(
+        "A Module on several devices must not divide its loss by the batch, since each device "
+        "sees a shard of it: {}. Leave the division to the optimizer's rescale_grad, which is "
+        "1/batch size.".format(what)
+    )
+
+
+def device_with_replicas(model):
+    return UnsupportedError(
+        "Parts of the model {} were placed by compat.device(), which parallelize() on several "
+        "devices would undo. Use one of the two.".format(model)
+    )
+
+
 def nothing_to_compare(asked, devices):
     return DevicesNotFoundError(
         "{} devices are needed for the comparison, but the framework shows {}.".format(

@@ -302,6 +302,50 @@ TEXTS = [
         "model.",
     ),
     (
+        errors.time_comes_first,
+        ("lstm0_",),
+        errors.UnsupportedError,
+        "The RNN layer lstm0_ takes time as its first dimension, which parallelize() would split "
+        'for the batch. Build it with layout="NTC".',
+    ),
+    (
+        errors.no_rows_in_result,
+        ([(1,), (1,)], [2, 3]),
+        errors.UnsupportedError,
+        "A block on several devices must return arrays with a row for each of the batch; its "
+        "replicas were given 2, 3 rows and returned (1,), (1,). Compute totals and means outside "
+        "of the block that is parallelized.",
+    ),
+    (
+        errors.not_a_plain_module,
+        ("BucketingModule",),
+        errors.UnsupportedError,
+        "parallelize() runs an mx.mod.Module on several devices, not a BucketingModule. Give "
+        "context=[...] to the BucketingModule itself.",
+    ),
+    (
+        errors.module_has_an_optimizer,
+        (),
+        errors.UnsupportedError,
+        "This Module has an optimizer already, and MXNet numbers its state by device. Call "
+        "parallelize() before fit() or init_optimizer().",
+    ),
+    (
+        errors.loss_depends_on_the_batch,
+        ("softmax has normalization='batch'",),
+        errors.UnsupportedError,
+        "A Module on several devices must not divide its loss by the batch, since each device "
+        "sees a shard of it: softmax has normalization='batch'. Leave the division to the "
+        "optimizer's rescale_grad, which is 1/batch size.",
+    ),
+    (
+        errors.device_with_replicas,
+        ("model_1",),
+        errors.UnsupportedError,
+        "Parts of the model model_1 were placed by compat.device(), which parallelize() on several "
+        "devices would undo. Use one of the two.",
+    ),
+    (
         errors.nothing_to_compare,
         (3, "cpu:0"),
         errors.DevicesNotFoundError,
