@@ -1,9 +1,11 @@
-"""MXNet, under keras-mxnet (Keras 2.2.4 as its last release has it).
+"""MXNet, under keras-mxnet (Keras 2.2.4 as its last release has it) and by itself.
 
 ``configure`` fixes the context of models built later, and mends two faults of keras-mxnet that
-make a model lose its weights; ``parallelize`` gives a model replicas (class ``_Replicas``).
+make a model lose its weights; ``parallelize`` gives a Keras model replicas (class ``_Replicas``),
+or a model of MXNet's own (``_mxnet_gluon.py``, ``_mxnet_module.py``).
 """
 
+import contextlib
 import json
 import os
 import sys
@@ -15,7 +17,7 @@ from ..backend import Backend
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, Dict, List, Mapping, Optional, Sequence
+    from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence
 
     from .._settings import Settings
 
@@ -94,7 +96,7 @@ class MXNet(Backend):
         self._names = self._contexts(mx, settings.devices)
         lines = ["models not parallelized run on {}".format(self._names[0])]
         if settings.devices.gpus and not _visible_gpus(mx):
-            lines.append(_no_gpu(mx))
+            lines.append(_no_gpu())
         elif settings.devices.gpus and not settings.devices.are_shown_by(os.environ):
             lines.append("other GPUs stay visible: mxnet was imported before")
         if settings.memory is not None:
@@ -167,14 +169,29 @@ class MXNet(Backend):
 
     # Parallelizing ----------------------------------------------------------------------------
 
+    def is_native(self, model: "Any") -> bool:
+        return _is_block(model) or _is_module(model)
+
     def parallelize(self, model: "Any", devices: "Sequence[str]") -> "Any":
         """Run ``model`` on ``devices``; see ``_Replicas`` for what that means.
 
         keras-mxnet's own several contexts are not used: they sum gradients of shard means, drop
         weights set after compile, and fail on a batch smaller than their number.
         """
-        self._mend_keras()
         contexts = [_context(name) for name in devices]
+        if _is_block(model):
+            from . import _mxnet_gluon
+
+            _mxnet_gluon.parallelize(model, contexts)
+            return model
+        if _is_module(model):
+            from . import _mxnet_module
+
+            _mxnet_module.parallelize(model, contexts)
+            return model
+        self._mend_keras()
+        if len(contexts) > 1 and _groups(model):
+            raise errors.device_with_replicas(model.name)
         replicas = getattr(model, "_compat_replicas", None)
         if replicas is not None and len(contexts) > 1:
             replicas.move(contexts)
@@ -187,8 +204,40 @@ class MXNet(Backend):
             _run_plain(model, contexts[0], _updater_of(model))
         return model
 
+    # Placing parts of a model -----------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def device(self, device: str) -> "Iterator[None]":
+        """Build Keras layers, symbols, parameters and arrays for ``device``.
+
+        What Keras layers compute gets the attribute ``ctx_group``, which names the device, and
+        which the executors of the model follow; MXNet copies between them, and the backward pass
+        runs where the forward pass did. Arrays, and Gluon's parameters that are initialised
+        here, lie on the device themselves; a symbol of one's own needs ``group2ctxs=`` in its
+        ``Module``, with the names of devices as keys.
+        """
+        import mxnet as mx
+
+        if "keras" in _keras.kerases(self):
+            self._mend_keras()
+        name = "cpu(0)" if device == "cpu" else device
+        with mx.AttrScope(ctx_group=name), _context(name):
+            yield
+
 
 backend = MXNet()
+
+
+def _is_block(model):
+    return _is_a(model, "mxnet.gluon.", "Block")
+
+
+def _is_module(model):
+    return _is_a(model, "mxnet.module.", "BaseModule")
+
+
+def _is_a(model, prefix, name):
+    return any(c.__name__ == name and c.__module__.startswith(prefix) for c in type(model).__mro__)
 
 
 def _imported():
@@ -216,8 +265,10 @@ def _visible_gpus(mx):
         return 0
 
 
-def _no_gpu(mx):
-    if mx.runtime.Features().is_enabled("CUDA"):
+def _no_gpu():
+    from mxnet.runtime import Features  # no attribute of mxnet before 1.6
+
+    if Features().is_enabled("CUDA"):
         return "mxnet was built with CUDA, but finds no GPU: look at the driver and its version"
     return "this mxnet was built without CUDA: install the mxnet-cu package for your CUDA"
 
@@ -258,6 +309,7 @@ class _Models:
             self._models = weakref.WeakSet([] if before is None else [before])
             self._backend._MODEL = self
         _add_missing_weights(model)
+        _place(model, model._module)
         self._models.add(model)
 
     def _sync_weights(self):
@@ -307,6 +359,23 @@ def _add_missing_weights(model):
         for names, held in ((model._arg_names, model._args), (model._aux_names, model._auxs)):
             if weight.name in (names or ()) and weight.name not in held:
                 held[weight.name] = weight.get_bind_values()[weight.name]
+
+
+def _groups(model):
+    """The names of the devices that parts of a Keras model were built for."""
+    symbols = (model._train_mxnet_symbol, model._pred_mxnet_symbol)
+    attributes = [a for symbol in symbols if symbol for a in symbol.attr_dict().values()]
+    return {a["__ctx_group__"] for a in attributes if "__ctx_group__" in a}
+
+
+def _place(model, module):
+    """Let a module's executors, which are yet to be bound, run parts where they were built for.
+
+    Only where there are such parts: MXNet then shares no memory between the executors.
+    """
+    groups = _groups(model)
+    if groups:
+        module._group2ctxs = {name: _context(name) for name in groups}
 
 
 def _keep_optimizer_state(optimizer_class):
@@ -395,6 +464,7 @@ def _run_plain(model, context, updater):
         fixed_param_names=model._fixed_weights,
     )
     model._module = module
+    _place(model, module)
     if updater is None:
         return
     _take_to(updater, context)

@@ -1,0 +1,268 @@
+"""Gluon blocks on several contexts, for the MXNet backend."""
+
+import threading
+
+from .. import _replicas, errors
+
+_running = threading.local()  # .replicas: whether a replica runs, whose parts must not split again
+
+
+def parallelize(block, contexts):
+    """Run ``block`` on ``contexts``; one context gives the plain behaviour back."""
+    replicas = vars(block).get("_compat_replicas")
+    if len(contexts) > 1:
+        _refuse_time_first(block)
+        if replicas is None:
+            replicas = Replicas(block)
+        replicas.move(contexts)
+        return
+    if replicas is not None:
+        replicas.remove()
+    _move(block, contexts)
+
+
+class Replicas:
+    """The replicas of one block: its parameters on each context, and a ``forward`` that splits.
+
+    Each array given is split by its first dimension, where it has as many rows as the first one
+    given, and handed over whole where not; each replica's part runs on its context, and what
+    comes out is concatenated on the first. All of that is recorded by autograd, so the gradients
+    of a loss of the whole batch reach each context, and ``Trainer`` sums them.
+
+    Differs from one context:
+
+    - BatchNorm normalises each shard by its own statistics. The running ones take one step to
+      the mean of the replicas' new values, weighted by shard size, before they are next used,
+      saved or collected. (MXNet's own practice lets them drift apart.)
+    - Dropout draws an independent mask in each replica.
+
+    ``Block.__call__`` and what saves call a block's methods on the instance, where three are
+    replaced: it stays the same object, and its children stay plain.
+    """
+
+    METHODS = ("forward", "collect_params", "_collect_params_with_prefix")
+
+    def __init__(self, block):
+        self.block = block
+        self.contexts = None
+        self._rows = None  # of the last batch trained, while statistics may differ
+        for name in self.METHODS:
+            object.__setattr__(block, name, getattr(self, name))
+        object.__setattr__(block, "_compat_replicas", self)
+
+    def move(self, contexts):
+        """Go on with other contexts."""
+        self._unite_statistics()
+        self.contexts = contexts
+        _move(self.block, contexts)
+
+    def remove(self):
+        self._unite_statistics()
+        for name in self.METHODS + ("_compat_replicas",):
+            object.__delattr__(self.block, name)
+
+    # Called by Gluon ----------------------------------------------------------------------------
+
+    def forward(self, *args):
+        import mxnet as mx
+
+        plain = type(self.block).forward
+        arrays = list(_arrays(args))
+        if not arrays or not arrays[0].shape or getattr(_running, "replicas", False):
+            return plain(self.block, *args)  # symbols, too: the block is being exported
+        rows, count = arrays[0].shape[0], len(self.contexts)
+        self._unite_statistics()
+        _move(self.block, self.contexts)  # if it was initialised or given a Trainer since
+        if mx.autograd.is_training():
+            self._rows = rows
+        # One without rows of its own is run for its gradients: Trainer.step() insists on some.
+        replicas = [
+            i
+            for i, size in enumerate(_replicas.sizes(rows, count))
+            if size or mx.autograd.is_recording()
+        ]
+        results = []
+        _running.replicas = True
+        try:
+            for i in replicas:
+                shard = _shard(args, rows, _replicas.run_bounds(rows, count, i), self.contexts[i])
+                with self.contexts[i]:
+                    results.append(plain(self.block, *shard))
+        finally:
+            _running.replicas = False
+        sizes = [_replicas.sizes(rows, count)[i] for i in replicas]
+        return _gather(results, sizes, self.contexts[0])
+
+    def collect_params(self, *args, **kwargs):
+        self._unite_statistics()
+        return type(self.block).collect_params(self.block, *args, **kwargs)
+
+    def _collect_params_with_prefix(self, *args, **kwargs):
+        self._unite_statistics()
+        return type(self.block)._collect_params_with_prefix(self.block, *args, **kwargs)
+
+    # Running statistics -------------------------------------------------------------------------
+
+    def _unite_statistics(self):
+        """Give all contexts one set of running statistics.
+
+        The backward pass writes them, which comes after ``forward``, and unbeknown to MXNet's
+        engine, so that only waiting for everything lets them be read.
+        """
+        import mxnet as mx
+
+        if self._rows is None:
+            return
+        statistics = [
+            parameter.list_data()
+            for parameter in _parameters(self.block)
+            if not parameter._differentiable and parameter._data is not None
+        ]
+        if statistics:
+            mx.nd.waitall()
+        sizes = _replicas.sizes(self._rows, len(self.contexts))
+        with mx.autograd.pause():
+            for arrays in statistics:
+                unite(arrays, sizes)
+        if not mx.autograd.is_recording():
+            self._rows = None
+
+
+def unite(arrays, sizes):
+    """Set a replica's array each to their mean, weighted by shard size; equal ones exactly."""
+    first = arrays[0]
+    step = sum(
+        (array.as_in_context(first.context) - first) * (float(size) / sum(sizes))
+        for array, size in zip(arrays, sizes)
+    )
+    first += step
+    for array in arrays[1:]:
+        first.copyto(array)
+
+
+# Parameters and trainers ----------------------------------------------------------------------
+
+
+def _parameters(block):
+    return list(type(block).collect_params(block).values())
+
+
+def _move(block, contexts):
+    """Bring parameters, and the trainers that have them, to these contexts where they are not."""
+    parameters = _parameters(block)
+    for parameter in parameters:
+        if parameter._data is not None or parameter._deferred_init:
+            if parameter.list_ctx() != contexts:
+                parameter.reset_ctx(contexts)
+    seen = []
+    for parameter in parameters:
+        trainer = parameter._trainer
+        if trainer is not None and not any(trainer is other for other in seen):
+            seen.append(trainer)
+            _move_trainer(trainer)
+
+
+def _move_trainer(trainer):
+    """Let a trainer follow its parameters, with the optimizer's state and step counts."""
+    try:
+        contexts = trainer._check_contexts()
+    except (AssertionError, RuntimeError):
+        return  # it has another block's parameters, too, which are elsewhere as yet, or not there
+    settings = trainer._kvstore_params
+    several = len(contexts) > 1
+    if several and settings["kvstore"] is None:  # it would sum no gradients over the contexts
+        settings["kvstore"] = "device"
+    elif trainer._contexts == contexts:
+        return
+    if several and settings["update_on_kvstore"] is None and not trainer._contains_sparse_weight:
+        # As on one context: allreduce_grads() and update() can be called one by one.
+        settings["update_on_kvstore"] = False
+    states = _updaters(trainer)[0].states
+    trainer._reset_kvstore()
+    trainer._contexts = contexts
+    optimizer = trainer._optimizer
+    trainer._updaters = [_updater(optimizer) for _ in contexts]
+    # Steps are counted per device id: Adam would begin anew on another one.
+    counts = getattr(optimizer, "_all_index_update_counts", {})
+    counts.update((i, dict(optimizer._index_update_count)) for i in _ids(contexts, counts))
+    if states:
+        trainer._init_kvstore()
+        for updater, context in zip(_updaters(trainer), contexts):
+            updater.states = {
+                # Now: one that is copied when it is used has another context's update in it.
+                index: updater.sync_state_context(state, context)
+                for index, state in states.items()
+            }
+            updater.states_synced = dict.fromkeys(states, False)
+
+
+def _ids(contexts, counts):
+    return {context.device_id for context in contexts} | set(counts)
+
+
+def _updater(optimizer):
+    import mxnet as mx
+
+    return mx.optimizer.get_updater(optimizer)
+
+
+def _updaters(trainer):
+    on_kvstore = trainer._kvstore and trainer._update_on_kvstore
+    return [trainer._kvstore._updater] if on_kvstore else trainer._updaters
+
+
+def _refuse_time_first(block):
+    """Refuse layers whose first dimension is time, which would be split for the batch."""
+    if getattr(block, "_layout", None) == "TNC":
+        raise errors.time_comes_first(block.name)
+    for child in block._children.values():
+        _refuse_time_first(child)
+
+
+# Arguments and results, nested as they may be ---------------------------------------------------
+
+
+def _arrays(values):
+    import mxnet as mx
+
+    for value in values:
+        if isinstance(value, mx.nd.NDArray):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            for array in _arrays(value):
+                yield array
+
+
+def _shard(value, rows, bounds, context):
+    """A replica's part of the arguments, on its context."""
+    import mxnet as mx
+
+    if isinstance(value, (list, tuple)):
+        return type(value)([_shard(each, rows, bounds, context) for each in value])
+    if not isinstance(value, mx.nd.NDArray):
+        return value
+    if value.shape and value.shape[0] == rows:
+        value = value[bounds[0] : bounds[1]]
+    return value.as_in_context(context)
+
+
+def _gather(results, sizes, context):
+    """The replicas' results as one; of a replica whose shard is empty nothing is kept."""
+    import mxnet as mx
+
+    first = results[0]
+    if isinstance(first, (list, tuple)):
+        return type(first)([_gather(parts, sizes, context) for parts in zip(*results)])
+    if not isinstance(first, mx.nd.NDArray):
+        return first
+    if any(r.shape[:1] != (max(size, 1),) for r, size in zip(results, sizes)):
+        raise errors.no_rows_in_result([r.shape for r in results], sizes)
+    module = mx.np if hasattr(mx, "np") and isinstance(first, mx.np.ndarray) else mx.nd
+    arrays = [result.as_in_context(context) for result in results]
+    if len(arrays) > 1:
+        arrays = [mx.np.concatenate(arrays) if module is not mx.nd else mx.nd.concat(*arrays, dim=0)]
+    kept = [number for number, size in enumerate(sizes) if size]
+    if len(kept) < len(sizes):  # then each has computed one row
+        rows = module.array(kept, dtype="int32", ctx=context)
+        return module.take(arrays[0], rows, axis=0)
+    return arrays[0]
