@@ -36,6 +36,12 @@ def backend_name(keras):
     return keras.backend.backend() if hasattr(keras.backend, "backend") else "tensorflow"
 
 
+def output_names(model):
+    """The names that a functional or Sequential model's losses go by."""
+    names = getattr(model, "output_names", None)
+    return list(names or [model.layers[-1].name])  # Keras 3's Sequential has none
+
+
 def identity(keras, name):
     """A layer that gives its input, unchanged, another name."""
     if backend_name(keras) == "mxnet":

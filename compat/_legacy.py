@@ -121,7 +121,7 @@ def _wrapped(template):
     several = outputs if isinstance(outputs, (list, tuple)) else [outputs]
     named = [
         _keras.identity(keras, name)(output)
-        for name, output in zip(_numbered(template.output_names), several)
+        for name, output in zip(_numbered(_keras.output_names(template)), several)
     ]
     return keras.models.Model(template.inputs, named)
 
@@ -187,13 +187,11 @@ def _modules(path):
     import types
 
     parent, _, name = path.rpartition(".")
-    parents = [] if parent in ("", "tensorflow") else _modules(parent)
+    parents = _modules(parent) if parent else []
     found = [getattr(module, name) for module in parents if hasattr(module, name)]
     try:
         found.append(importlib.import_module(path))
     except ImportError:
-        if path == "tensorflow.keras":  # a lazily loaded attribute in some versions
-            return [sys.modules["tensorflow"].keras]
         if not found:
             found.append(types.ModuleType(path, "Lost in this Keras; compat put it back."))
         sys.modules[path] = found[0]
@@ -205,10 +203,10 @@ def _modules(path):
 
 def _session_functions():
     """tf.keras' functions for its session, or None where nothing runs in sessions."""
-    v1 = getattr(getattr(sys.modules.get("tensorflow"), "compat", None), "v1", None)
-    if v1 is None or v1.executing_eagerly_outside_functions():
+    tf = sys.modules.get("tensorflow")
+    if tf is None or getattr(tf, "executing_eagerly", bool)():  # came with TensorFlow 1.7
         return None
-    return v1.keras.backend
+    return getattr(tf.compat, "v1", tf).keras.backend
 
 
 def get_session() -> "Any":

@@ -33,12 +33,16 @@ from {keras}.backend.tensorflow_backend import set_session
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     {session}
-model = Sequential([Dense(3, input_shape=(4,))])
-parallel = multi_gpu_model(model, gpus=2)
-parallel.compile("sgd", "mse")
-before = model.get_weights()[0]
-parallel.fit(np.ones((5, 4)), np.ones((5, 3)), verbose=0)
-assert abs(before - model.get_weights()[0]).max() > 0
+lost = "{keras}.utils.multi_gpu_model" in names
+assert (multi_gpu_model is compat.multi_gpu_model) == lost
+assert elsewhere in (multi_gpu_model, compat.multi_gpu_model)
+if lost:  # what Keras still has stays, and needs true GPUs
+    model = Sequential([Dense(3, input_shape=(4,))])
+    parallel = multi_gpu_model(model, gpus=2)
+    parallel.compile("sgd", "mse")
+    before = model.get_weights()[0]
+    parallel.fit(np.ones((5, 4)), np.ones((5, 3)), verbose=0)
+    assert abs(before - model.get_weights()[0]).max() > 0
 print(sorted(set(str(w.message).split(":")[0] for w in caught if "session" in str(w.message))))
 """
 
@@ -71,6 +75,6 @@ def test_an_old_script(contract):
         stderr=subprocess.PIPE,
         universal_newlines=True,
     )
-    assert completed.returncode == 0, (keras, completed.stderr)
+    assert completed.returncode == 0, completed.stderr[-2000:]
     expected = [] if session is SESSION else ["set_session() does nothing here"]
     assert completed.stdout.splitlines()[-1] == str(expected)
