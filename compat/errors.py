@@ -402,6 +402,13 @@ def device_with_replicas(model):
     )
 
 
+def state_on_two_devices(name):
+    return UnsupportedError(
+        "{} is used on several devices, and MXNet would keep only what one of them computes of it. "
+        "Call the layer inside one compat.device() only.".format(name)
+    )
+
+
 def nothing_to_compare(asked, devices):
     return DevicesNotFoundError(
         "{} devices are needed for the comparison, but the framework shows {}.".format(

@@ -339,6 +339,13 @@ TEXTS = [
         "optimizer's rescale_grad, which is 1/batch size.",
     ),
     (
+        errors.state_on_two_devices,
+        ("moving_mean",),
+        errors.UnsupportedError,
+        "moving_mean is used on several devices, and MXNet would keep only what one of them "
+        "computes of it. Call the layer inside one compat.device() only.",
+    ),
+    (
         errors.device_with_replicas,
         ("model_1",),
         errors.UnsupportedError,
