@@ -41,3 +41,5 @@ def tox_before_run_commands(tox_env):
     home = tox_env.env_dir / "home"
     home.mkdir(parents=True, exist_ok=True)
     tox_env.conf["set_env"].update({"HOME": str(home), "USERPROFILE": str(home)})
+    if tox_env.conf.pos_args(None):  # tests of the user's choice: run them once
+        del tox_env.conf["commands"][1:]

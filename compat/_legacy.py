@@ -9,7 +9,7 @@ same weights.
 
 import sys
 
-from . import _api, _keras, errors
+from . import _api, errors
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -54,12 +54,12 @@ def multi_gpu_model(
         if len(gpus) <= 1:
             raise errors.too_few_gpus("len(gpus)", gpus)
         ids = list(gpus)
-    else:
-        if isinstance(gpus, (str, float)):
-            raise errors.invalid_number_option("gpus", gpus)
+    elif isinstance(gpus, int):
         if gpus <= 1:
             raise errors.too_few_gpus("gpus", gpus)
         ids = list(range(gpus))
+    else:
+        raise errors.invalid_number_option("gpus", gpus)
     wanted = ["/gpu:{}".format(i) for i in ids]
     if not set(wanted) <= set(available):
         raise errors.gpus_not_available(gpus, ["/cpu:0"] + wanted, ["/cpu:0"] + available)
@@ -97,6 +97,8 @@ def make_parallel(model: "Any", gpu_count: int) -> "Any":
 
 def _backend(model, function):
     """The backend of a model that can be wrapped."""
+    from . import _keras
+
     keras = _keras.keras_of(model)
     if keras is None or not getattr(model, "outputs", None):
         raise errors.not_symbolic(function, model)
@@ -116,6 +118,8 @@ def _wrapped(template):
     An identity per output stands where Keras concatenated the replicas' outputs, and has the
     output's name, as theirs had.
     """
+    from . import _keras
+
     keras = _keras.keras_of(template)
     outputs = template(template.inputs if len(template.inputs) > 1 else template.inputs[0])
     several = outputs if isinstance(outputs, (list, tuple)) else [outputs]
@@ -153,6 +157,8 @@ def install_legacy_names() -> "List[str]":
     Raises:
         NotInstalledError, BrokenInstallError: as ``configure_gpu()``.
     """
+    from . import _keras
+
     installed = []  # type: List[str]
     for keras in _keras.kerases(_api.configured_backend()):
         for path, value in (

@@ -37,7 +37,12 @@ exit {status}
 
 
 def pytest_collection_modifyitems(config, items):
-    """Tests marked ``gpu`` run where they are asked for, ``-m gpu``, and fail without a GPU."""
+    """Tests marked ``gpu`` run where they are asked for, ``-m gpu``, and fail without a GPU.
+
+    The rows that tests are marked with go to the results, for tests/support_table.py.
+    """
+    for item in items:
+        item.user_properties += [("row", mark.args[0]) for mark in item.iter_markers("row")]
     if "gpu" not in config.getoption("-m"):
         hardware = [item for item in items if item.get_closest_marker("gpu")]
         config.hook.pytest_deselected(items=hardware)

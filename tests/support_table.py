@@ -1,12 +1,13 @@
-"""The support table of the README, from the results of the tests.
+"""The support tables of the README, from the results of the tests.
 
     python tests/support_table.py RESULTS [--write]
 
-RESULTS is the folder where each tox environment leaves its JUnit file. Prints the table, every
-test that was skipped, every environment that was not run, and the sum of all. Fails where a
-test failed or an environment whose interpreter is here left no result; where CI is set, also
-where an interpreter is missing or the README's table is not the one generated here. --write
-puts the table into the README.
+RESULTS is the folder where each tox environment leaves its JUnit files. Prints two tables (what
+ran in each environment, and where the tests marked ``row(name)`` passed), every test that was
+skipped, every environment that was not run, and the sum of all. Fails where a test failed or an
+environment whose interpreter is here left no result; where CI is set, also where an interpreter
+is missing or the README's tables are not the ones generated here. --write puts the tables into
+the README.
 """
 
 import configparser
@@ -20,6 +21,7 @@ README = os.path.join(ROOT, "README.md")
 BEGIN = "<!-- support table: written by tests/support_table.py -->\n"
 END = "<!-- end of the support table -->\n"
 HEADING = ("tox environment", "Python", "backend", "framework", "Keras", "tests")
+FEATURES = ("feature", "tests passed in")
 
 
 def environments():
@@ -33,21 +35,35 @@ def environments():
 
 
 class Result:
-    """What one environment's JUnit file says."""
+    """What one environment's JUnit files say: one for each process that ran tests."""
 
-    def __init__(self, path):
-        suite = ElementTree.parse(path).getroot().find("testsuite")
-        self.properties = {p.get("name"): p.get("value") for p in suite.iterfind("properties/*")}
-        tests, self.skipped = int(suite.get("tests")), int(suite.get("skipped"))
-        self.failed = int(suite.get("failures")) + int(suite.get("errors"))
+    def __init__(self, paths):
+        suites = [ElementTree.parse(path).getroot().find("testsuite") for path in paths]
+        self.properties = {
+            p.get("name"): p.get("value") for s in suites for p in s.iterfind("properties/*")
+        }
+        tests, self.skipped, failures, errors = (
+            sum(int(suite.get(what)) for suite in suites)
+            for what in ("tests", "skipped", "failures", "errors")
+        )
+        self.failed = failures + errors
         self.passed = tests - self.skipped - self.failed
-        self.seconds = float(suite.get("time"))
+        self.seconds = sum(float(suite.get("time")) for suite in suites)
+        cases = [case for suite in suites for case in suite.iterfind("testcase")]
         self.skips = [
             "{}: {}".format(case.get("name"), case.find("skipped").get("message"))
-            for case in suite.iterfind("testcase")
+            for case in cases
             if case.find("skipped") is not None
         ]
-
+        # The features whose tests ran here, and whether all of them passed.
+        self.features = {}
+        for case in cases:
+            passed = not any(
+                case.find(what) is not None for what in ("skipped", "failure", "error")
+            )
+            for row in case.iterfind("properties/property[@name='row']"):
+                name = row.get("value")
+                self.features[name] = passed and self.features.get(name, True)
         self.bad = self.failed or not self.passed
 
     def __str__(self):
@@ -58,9 +74,10 @@ def read(folder):
     """Results by environment: those of the wheel that was built last."""
     results = {}
     for name, _ in environments():
-        path = os.path.join(folder, name + ".xml")
-        if os.path.exists(path) and os.path.getmtime(path) >= _built(folder):
-            results[name] = Result(path)
+        paths = [os.path.join(folder, name + ending) for ending in (".xml", ".again.xml")]
+        new = [p for p in paths if os.path.exists(p) and os.path.getmtime(p) >= _built(folder)]
+        if new:
+            results[name] = Result(new)
     return results
 
 
@@ -81,10 +98,21 @@ def rows(results):
         yield [name, python] + (columns if result else ["", "", ""]) + [outcome]
 
 
-def markdown(table):
-    """The table, its columns aligned."""
-    lines = [HEADING] + list(table)
-    widths = [max(len(line[i]) for line in lines) for i in range(len(HEADING))]
+def feature_rows(results):
+    """One row for each feature: the environments in which all of its tests passed."""
+    passed = {}
+    for name, result in results.items():
+        for feature, good in result.features.items():
+            passed.setdefault(feature, []).extend([name] if good else [])
+    return [[feature, ", ".join(passed[feature]) or "none"] for feature in sorted(passed)]
+
+
+def markdown(heading, table):
+    """A table, its columns aligned but for a long last one."""
+    lines = [heading] + list(table)
+    widths = [max(len(line[i]) for line in lines) for i in range(len(heading))]
+    if widths[-1] > 40:
+        widths[-1] = len(heading[-1])
     lines.insert(1, ["-" * width for width in widths])
     return "".join(
         "| {} |\n".format(" | ".join(cell.ljust(width) for cell, width in zip(line, widths)))
@@ -92,8 +120,13 @@ def markdown(table):
     )
 
 
-def readme_table():
-    """The table that the README has."""
+def tables(results):
+    """Both tables, as the README has them."""
+    return markdown(HEADING, rows(results)) + "\n" + markdown(FEATURES, feature_rows(results))
+
+
+def readme_tables():
+    """The tables that the README has."""
     with open(README, encoding="utf-8") as file:
         return file.read().partition(BEGIN)[2].partition(END)[0]
 
@@ -129,7 +162,7 @@ def not_run(results):
 
 def main(folder, *options):
     results = read(folder)
-    table = markdown(rows(results))
+    table = tables(results)
     print(table)
     for name, result in results.items():
         print("{}: {} in {:.0f} s".format(name, result, result.seconds))
@@ -140,8 +173,8 @@ def main(folder, *options):
     print("\n".join(missing))
     if "--write" in options:
         write_readme(table)
-    elif not missing and not failures and table != readme_table():
-        failures.append("README.md has another table: tox run -e report -- --write")
+    elif not missing and not failures and table != readme_tables():
+        failures.append("README.md has other tables: tox run -e report -- --write")
     if os.environ.get("CI") and missing:
         failures.append("CI needs every interpreter of the matrix")
     print("\n".join(failures))

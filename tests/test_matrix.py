@@ -55,16 +55,34 @@ def test_ci_runs_the_command_of_the_readme():
 
 
 def test_support_table_of_the_readme_has_every_environment():
-    table = support_table.readme_table().splitlines()
+    table = support_table.readme_tables().partition("\n\n")[0].splitlines()
     assert [line.split()[1] for line in table[2:]] == [
         name for name, _ in support_table.environments()
     ]
 
 
+def test_feature_table_of_the_readme_has_every_row_that_tests_name():
+    """And each row names environments that the matrix has."""
+    marked = set()
+    for folder, _, files in os.walk(os.path.join(ROOT, "tests")):
+        for file in files:
+            if file.startswith("test_") and file.endswith(".py"):
+                found = re.findall(r"""mark\.row\((["'])(.+?)\1\)""", read(folder, file))
+                marked.update(name for _, name in found)
+    table = support_table.readme_tables().partition("\n\n")[2].splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table[2:]]
+    assert {name for name, _ in cells} == marked
+    known = {name for name, _ in support_table.environments()}
+    for name, environments in cells:
+        assert set(environments.split(", ")) <= known, name
+
+
 def test_support_table_of_the_readme_has_the_pinned_versions():
     """All but the version of tf.keras, which TensorFlow brings along."""
     pins = set(re.findall(r"([\w-]+==[\w.]+)", read("setup.cfg") + read("tox.ini")))
-    table = support_table.readme_table().replace("tensorflow ", "tensorflow-cpu ")
+    table = (
+        support_table.readme_tables().partition("\n\n")[0].replace("tensorflow ", "tensorflow-cpu ")
+    )
     named = re.findall(r"(?<![\w.-])([\w-]+) (\d[\w.]*)", table)
     assert named and {"==".join(pair) for pair in named} <= pins
 

@@ -16,7 +16,18 @@ print(json.dumps(sorted(after - before)))
 
 FRAMEWORKS = {"keras", "tensorflow", "tf_keras", "theano", "mxnet", "cntk", "jax", "torch", "numpy"}
 
-OWN = {"", "._api", "._keras", "._detect", "._legacy", "._registry", "._settings", "._version", ".backend", ".errors"}
+OWN = {
+    "",
+    "._api",
+    "._keras",
+    "._detect",
+    "._legacy",
+    "._registry",
+    "._settings",
+    "._version",
+    ".backend",
+    ".errors",
+}
 
 
 def loaded(run, program):

@@ -10,7 +10,10 @@ JUNIT = """<?xml version="1.0" encoding="utf-8"?>
 <testsuites><testsuite name="pytest" errors="0" failures="{failures}" skipped="1" tests="{tests}"
  time="7.9"><properties><property name="backend" value="theano" />
 <property name="framework" value="theano 1.0.5" /><property name="keras" value="keras 2.2.4" />
-</properties><testcase name="test_a"><skipped message="why not" /></testcase></testsuite>
+</properties><testcase name="test_a"><skipped message="why not" /></testcase>
+<testcase name="test_b"><properties><property name="row" value="native" /></properties></testcase>
+<testcase name="test_c"><properties><property name="row" value="native" /></properties>{failure}
+</testcase></testsuite>
 </testsuites>
 """
 
@@ -29,7 +32,9 @@ def run(tmp_path, monkeypatch, capsys):
 
     def run(failures, pythons=(), tests=5, **environ):
         for name, count in failures.items():
-            (results / (name + ".xml")).write_text(JUNIT.format(failures=count, tests=tests))
+            failure = "<failure />" if count else ""
+            text = JUNIT.format(failures=count, tests=tests, failure=failure)
+            (results / (name + ".xml")).write_text(text)
         for python in pythons:
             (machine / ("python" + python)).symlink_to(sys.executable)
         for name, value in environ.items():
@@ -89,13 +94,27 @@ def test_failures_fail_and_skips_are_shown(run):
     ]  # fmt: skip
 
 
+def test_features_are_in_the_environments_where_all_their_tests_passed(run):
+    _, lines = run({"py36-theano": 0, "py37-theano": 1, "py37-mxnet": 0})
+    rows = [line for line in lines if line.startswith("| native")]
+    assert [cell.strip() for cell in rows[0].strip("|").split("|")] == [
+        "native", "py37-mxnet, py36-theano",
+    ]  # fmt: skip
+
+
+def test_results_of_several_processes_are_added(run):
+    run({"py36-theano": 0, "py36-theano.again": 1})
+    _, lines = run({})
+    assert "py36-theano: 7 passed, 1 failed, 2 skipped in 16 s" in lines
+
+
 def test_readme_must_have_the_table_and_is_given_it(run, tmp_path, monkeypatch):
     readme = tmp_path / "README.md"
     readme.write_text("before\n" + support_table.BEGIN + support_table.END + "after\n")
     monkeypatch.setattr(support_table, "README", str(readme))
     status, lines = run(everything())
     assert status == 1
-    assert "README.md has another table: tox run -e report -- --write" in lines
+    assert "README.md has other tables: tox run -e report -- --write" in lines
     assert support_table.main(str(run.results), "--write") == 0
     status, lines = run({})
     assert status == 0

@@ -6,8 +6,6 @@ import sys
 
 import pytest
 
-from compat.testing import keras_under_test
-
 pytestmark = pytest.mark.row("install_legacy_names()")
 
 CONFIGURE = """\
@@ -66,7 +64,6 @@ session = K.get_session()
 
 def test_an_old_script(contract):
     """In a process of its own, since the names stay."""
-    keras = keras_under_test().__name__
     name = os.environ.get("COMPAT_TEST_KERAS", "keras")
     session = SESSION if contract.backend == "tensorflow1" else NO_SESSION
     completed = subprocess.run(
