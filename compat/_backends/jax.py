@@ -1,0 +1,289 @@
+"""JAX, under Keras 3.
+
+A model runs on several devices by a ``call`` of its own: an attribute of the instance that hides
+its class's method and tells XLA to shard the rows of inputs and outputs. The step stays one
+program, in which XLA splits everything that depends on the batch, and sums the gradients. See
+``ShardedCall``.
+"""
+
+import os
+import sys
+import threading
+import types
+
+from .. import _devices, _keras, errors
+from ..backend import Backend
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, ContextManager, Dict, List, Mapping, Optional, Sequence
+
+    from .._settings import Settings
+
+_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+_FRACTION_SINCE_2025 = "XLA_CLIENT_MEM_FRACTION"  # both at once are an error of JAX
+
+
+class JAX(Backend):
+    """JAX."""
+
+    name = "jax"
+    framework = "jax"
+    distributions = ("jax",)
+    extra = "jax"
+    variables = (
+        "CUDA_VISIBLE_DEVICES",
+        "CUDA_DEVICE_ORDER",
+        "JAX_PLATFORMS",
+        "XLA_FLAGS",
+        "XLA_PYTHON_CLIENT_PREALLOCATE",
+        _FRACTION,
+        _FRACTION_SINCE_2025,
+    )
+
+    # Before the first operation ---------------------------------------------------------------
+
+    def environ(
+        self, settings: "Settings", environ: "Mapping[str, str]"
+    ) -> "Dict[str, Optional[str]]":
+        """JAX reads them when it makes its devices ("GPU memory allocation" in its docs)."""
+        variables = dict(super().environ(settings, environ))
+        memory = settings.memory
+        if settings.devices.gpus and memory:
+            if memory.grow:
+                variables["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+            if memory.fraction:
+                variables[_FRACTION] = "{:g}".format(memory.fraction)
+            if not memory.grow and _FRACTION_SINCE_2025 in environ:
+                variables[_FRACTION_SINCE_2025] = None
+        return variables
+
+    def initialised(self) -> "Optional[str]":
+        """Variables and configuration count until JAX makes its devices."""
+        bridge = sys.modules.get("jax._src.xla_bridge")
+        if bridge is None or not getattr(bridge, "_backends", None):
+            return None
+        return "JAX has made its devices"
+
+    # After the import -------------------------------------------------------------------------
+
+    def configure(self, settings: "Settings") -> "List[str]":
+        jax = self.import_framework()
+        chosen = settings.devices
+        changes = {}
+        if chosen.simulated or chosen.declined:
+            changes["jax_platforms"] = "cpu"
+        if chosen.simulated:
+            changes["jax_num_cpu_devices"] = chosen.simulated
+        if self.initialised():
+            _check_devices_made(jax, settings)
+            changes = {}
+        elif chosen.gpus:
+            if settings.memory and settings.memory.size:
+                os.environ[_FRACTION] = "{:g}".format(_fraction(settings))
+            platforms = jax.config.jax_platforms or ""
+            if platforms and not {"cuda", "gpu", "rocm"} & set(platforms.split(",")):
+                settings.warnings.append(errors.platforms_without_gpus(platforms))
+        if settings.floatx == "float64":
+            changes["jax_enable_x64"] = True  # else JAX makes float32 of it
+        for name, value in changes.items():
+            jax.config.update(name, value)
+        return ["jax.config.update({!r}, {!r})".format(*change) for change in changes.items()] + (
+            ["os.environ[{!r}] = {!r}".format(_FRACTION, os.environ[_FRACTION])]
+            if chosen.gpus and settings.memory and settings.memory.size
+            else []
+        )
+
+    def devices(self) -> "List[str]":
+        """As Keras names them. Simulated ones are known before JAX makes them."""
+        jax = self.import_framework()
+        simulated = getattr(jax.config, "jax_num_cpu_devices", -1)
+        if not self.initialised() and jax.config.jax_platforms == "cpu" and simulated > 0:
+            return ["cpu:{}".format(index) for index in range(simulated)]
+        return [_name(device) for device in jax.local_devices()]
+
+    # Replicas ---------------------------------------------------------------------------------
+
+    def parallelize(self, model: "Any", devices: "Sequence[str]") -> "Any":
+        """Give the instance a ``call`` that is sharded, or the class's own one back."""
+        jax = self.import_framework()
+        _check_distribution(model)
+        by_name = {_name(device): device for device in jax.local_devices()}
+        before = sharded_call(model)
+        if before is not None:
+            before.remove(model)
+        if list(devices) != self.devices()[:1]:
+            ShardedCall([by_name[name] for name in devices]).install(model)
+        if sharded_call(model) is not before:
+            # Keras traces its steps again: the ones it has hold the call that was.
+            for name in ("train_function", "test_function", "predict_function"):
+                setattr(model, name, None)
+        return model
+
+    def device(self, device: str) -> "ContextManager[Any]":
+        raise errors.one_program(device)
+
+
+# Configuring ----------------------------------------------------------------------------------
+
+
+def _name(device):
+    return "{}:{}".format(device.platform, device.id)
+
+
+def _check_devices_made(jax, settings):
+    """Refuse what would have to change now that JAX has made its devices."""
+    made, chosen = jax.local_devices(), settings.devices
+    on_cpu = made[0].platform == "cpu"
+    if chosen.simulated:
+        as_asked = on_cpu and len(made) == chosen.simulated
+    elif chosen.gpus:
+        everything = list(chosen.positions) == list(range(len(made)))
+        as_asked = not on_cpu and everything and not settings.memory
+    else:
+        as_asked = on_cpu or not chosen.declined
+    if as_asked:
+        return
+    imported = [module.split(".")[0] for module in sys.modules]  # in the order of import
+    first = next(top for top in imported if top in ("keras", "jax"))
+    raise errors.jax_devices_made(first, ", ".join(map(_name, made)), settings)
+
+
+def _fraction(settings):
+    """The size asked for, as a fraction of each GPU."""
+    machine = _devices.discover() or []
+    found = [_devices._gpu_of(entry, machine) for entry in settings.devices.gpus]
+    totals = {gpu.memory_total if gpu else 0 for gpu in found}
+    if len(totals) != 1 or 0 in totals:
+        raise errors.one_fraction_for_all_gpus(settings.memory)
+    return min(1.0, settings.memory.size / float(totals.pop()))
+
+
+# Models ---------------------------------------------------------------------------------------
+
+_running = threading.local()
+
+
+def sharded_call(model):
+    """The ``ShardedCall`` of this very instance, or None."""
+    function = getattr(model.__dict__.get("call"), "__func__", None)
+    return function if isinstance(function, ShardedCall) else None
+
+
+def _check_distribution(model):
+    """Refuse a model that Keras distributes itself: each would undo what the other does."""
+    keras = _keras.keras_of(model)
+    laid_out = any(getattr(v, "_layout", None) is not None for v in model.variables)
+    if laid_out or keras.distribution.distribution() is not None:
+        raise errors.keras_distribution_is_set(model.name)
+
+
+def _variables(model):
+    """All that a step reads or writes, once each."""
+    optimizer = getattr(model, "optimizer", None)
+    groups = model.variables, model.metrics_variables, getattr(optimizer, "variables", ())
+    return {id(variable): variable for group in groups for variable in group}.values()
+
+
+def _state_on_devices(model, **which):
+    """Keras' ``_get_jax_state``, with which each of its loops begins."""
+    sharded_call(model).place(model)
+    return type(model)._get_jax_state(model, **which)
+
+
+class ShardedCall:
+    """The ``call`` of a model on several devices.
+
+    Where it is traced (``jax.jit``, as in all of Keras' loops), inputs and outputs get a sharding
+    of their rows, an annotation that changes no value: XLA partitions the program, and hides
+    from sums, means and batch statistics the rows with which it fills up the last shards. (A
+    constraint within a program may be uneven; an array that is an argument may not.) Weights
+    stay replicated. So any batch gives the numbers of one device, also for whole-batch losses,
+    batch normalization, dropout, stateful layers.
+
+    Called directly, outside of ``jax.jit``, a batch that divides is sharded; any other is
+    computed whole on each device.
+
+    The instance gets it as a bound method, like the one it hides: a deep copy of the model binds
+    it to the copy, and pickle keeps only its name, so that an unpickled model is plain.
+    """
+
+    __name__ = "call"
+
+    def __init__(self, devices):
+        import jax
+        import numpy as np
+
+        mesh = jax.sharding.Mesh(np.array(devices), ("batch",))
+        self.devices = list(devices)
+        self.rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("batch"))
+        self.whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        self.hidden = None
+
+    def __deepcopy__(self, memo):
+        return self  # devices are not copied
+
+    def install(self, model):
+        """Not by setattr: Keras would track the methods as parts of the model."""
+        self.hidden = model.__dict__.get("call")
+        model.__dict__["call"] = types.MethodType(self, model)
+        model.__dict__["_get_jax_state"] = types.MethodType(_state_on_devices, model)
+
+    def remove(self, model):
+        """Give the methods back, and the variables to JAX's default device."""
+        import numpy as np
+
+        del model.__dict__["call"], model.__dict__["_get_jax_state"]
+        if self.hidden is not None:
+            model.__dict__["call"] = self.hidden
+        for variable in _variables(model):
+            if variable._value is not None:
+                variable.assign(np.asarray(variable._value))
+
+    def place(self, model):
+        """Replicate the variables: also those that are new, or that were set since."""
+        import jax
+
+        _check_distribution(model)
+        for variable in _variables(model):
+            value = variable._value  # None: a variable whose making is deferred
+            if isinstance(value, jax.Array) and value.sharding != self.whole:
+                variable.assign(jax.device_put(value, self.whole))
+
+    def __call__(self, model, *args, **kwargs):
+        import jax
+
+        call = self.hidden or types.MethodType(type(model).call, model)
+        tree = _keras.keras_of(model).tree
+        batch = next(filter(_has_rows, tree.flatten((args, kwargs))), None)
+        # Not where a model is exported: a batch of unknown size names no machine's devices.
+        if batch is None or getattr(_running, "now", False) or not isinstance(batch.shape[0], int):
+            return call(*args, **kwargs)
+        traced = isinstance(batch, jax.core.Tracer)
+        if not traced:
+            self.place(model)
+
+        def shard(value):
+            if not _has_rows(value) or value.shape[0] != batch.shape[0]:
+                return value
+            if isinstance(value, jax.core.Tracer):
+                return jax.lax.with_sharding_constraint(value, self.rows)
+            divides = value.shape[0] % len(self.devices) == 0
+            return jax.device_put(value, self.rows if divides else self.whole)
+
+        args, kwargs = tree.map_structure(shard, (args, kwargs))
+        _running.now = True
+        try:
+            outputs = call(*args, **kwargs)
+        finally:
+            _running.now = False
+        return tree.map_structure(shard, outputs)
+
+
+def _has_rows(value):
+    """Whether this is a dense array (sparse ones stay whole) with a first dimension."""
+    jax = sys.modules["jax"]
+    return isinstance(value, (jax.Array, jax.core.Tracer)) and value.ndim > 0
+
+
+backend = JAX()
