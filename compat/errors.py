@@ -522,6 +522,54 @@ def not_divided(model, reason, device):
     )
 
 
+# JAX ------------------------------------------------------------------------------------------
+
+
+def jax_devices_made(first, made, settings):
+    return too_late(
+        "jax",
+        "JAX made its devices ({}) with its first operation (it was imported by `import {}`), and "
+        "cannot change them or their memory any more ({})".format(made, first, settings),
+        "Call it before the first model, variable or array is made, best before the first "
+        "`import jax` or `import keras`.",
+    )
+
+
+def platforms_without_gpus(platforms):
+    """The text of a warning."""
+    return (
+        "JAX_PLATFORMS={} keeps JAX from GPUs. Remove the variable, or ask for no GPU with "
+        "gpus=0.".format(platforms)
+    )
+
+
+def one_fraction_for_all_gpus(memory):
+    return unsupported(
+        "jax",
+        "limit memory to {}: it takes one fraction for all GPUs, and nvidia-smi does not tell "
+        "that they all have the same amount".format(memory),
+        'Use a fraction such as memory=0.5, or memory="grow".',
+    )
+
+
+def one_program(device):
+    return unsupported(
+        "jax",
+        "place parts of a model on {}: under jax.jit a step is one program, all of which runs on "
+        "the same devices".format(device),
+        "Leave compat.device() out; parallelize() splits the batches of the whole model.",
+    )
+
+
+def keras_distribution_is_set(model):
+    return UnsupportedError(
+        "parallelize() cannot shard the batches of model {!r}: a keras.distribution is set, or "
+        "was when the model was built, and Keras shards them itself, with an error for batches "
+        "that do not divide. Use one of the two: call keras.distribution.set_distribution(None) "
+        "before the model is built, or leave parallelize() out.".format(model)
+    )
+
+
 # Theano ---------------------------------------------------------------------------------------
 
 

@@ -459,6 +459,48 @@ TEXTS = [
         "before the model is built; it switches resource variables on.",
     ),
     (
+        errors.jax_devices_made,
+        ("keras", "cpu:0", "devices: 3 simulated on the CPU"),
+        errors.TooLateError,
+        "configure_gpu() came too late for jax: JAX made its devices (cpu:0) with its first "
+        "operation (it was imported by `import keras`), and cannot change them or their memory "
+        "any more (devices: 3 simulated on the CPU).\nCall it before the first model, variable "
+        "or array is made, best before the first `import jax` or `import keras`.",
+    ),
+    (
+        errors.platforms_without_gpus,
+        ("cpu",),
+        None,
+        "JAX_PLATFORMS=cpu keeps JAX from GPUs. Remove the variable, or ask for no GPU with "
+        "gpus=0.",
+    ),
+    (
+        errors.one_fraction_for_all_gpus,
+        ("4096 MiB per GPU",),
+        errors.UnsupportedError,
+        "jax cannot limit memory to 4096 MiB per GPU: it takes one fraction for all GPUs, and "
+        "nvidia-smi does not tell that they all have the same amount. Use a fraction such as "
+        'memory=0.5, or memory="grow".',
+    ),
+    (
+        errors.one_program,
+        ("cpu:1",),
+        errors.UnsupportedError,
+        "jax cannot place parts of a model on cpu:1: under jax.jit a step is one program, all of "
+        "which runs on the same devices. Leave compat.device() out; parallelize() splits the "
+        "batches of the whole model.",
+    ),
+    (
+        errors.keras_distribution_is_set,
+        ("encoder",),
+        errors.UnsupportedError,
+        "parallelize() cannot shard the batches of model 'encoder': a keras.distribution is set, "
+        "or was when the model was built, and Keras shards them itself, with an error for "
+        "batches that do not divide. Use one of the two: call "
+        "keras.distribution.set_distribution(None) before the model is built, or leave "
+        "parallelize() out.",
+    ),
+    (
         errors.several_devices_in_xla,
         (),
         errors.UnsupportedError,
