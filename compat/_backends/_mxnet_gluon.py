@@ -168,15 +168,16 @@ def _move_trainer(trainer):
         contexts = trainer._check_contexts()
     except (AssertionError, RuntimeError):
         return  # it has another block's parameters, too, which are elsewhere as yet, or not there
-    settings = trainer._kvstore_params
-    several = len(contexts) > 1
-    if several and settings["kvstore"] is None:  # it would sum no gradients over the contexts
-        settings["kvstore"] = "device"
-    elif trainer._contexts == contexts:
-        return
-    if several and settings["update_on_kvstore"] is None and not trainer._contains_sparse_weight:
+    settings, wanted = trainer._kvstore_params, {}
+    if len(contexts) > 1 and settings["kvstore"] is None:  # it would sum no gradients over them
+        wanted["kvstore"] = "device"
+    if len(contexts) > 1 and settings["update_on_kvstore"] is None:
         # As on one context: allreduce_grads() and update() can be called one by one.
-        settings["update_on_kvstore"] = False
+        if not trainer._contains_sparse_weight:
+            wanted["update_on_kvstore"] = False
+    if not wanted and trainer._contexts == contexts:
+        return
+    settings.update(wanted)
     states = _updaters(trainer)[0].states
     trainer._reset_kvstore()
     trainer._contexts = contexts

@@ -361,21 +361,70 @@ def _add_missing_weights(model):
                 held[weight.name] = weight.get_bind_values()[weight.name]
 
 
+_OTHERS = "default"  # the group of what was built outside of device()
+
+
 def _groups(model):
     """The names of the devices that parts of a Keras model were built for."""
     symbols = (model._train_mxnet_symbol, model._pred_mxnet_symbol)
-    attributes = [a for symbol in symbols if symbol for a in symbol.attr_dict().values()]
+    attributes = [a for s in symbols if s is not None for a in s.attr_dict().values()]
     return {a["__ctx_group__"] for a in attributes if "__ctx_group__" in a}
 
 
 def _place(model, module):
-    """Let a module's executors, which are yet to be bound, run parts where they were built for.
-
-    Only where there are such parts: MXNet then shares no memory between the executors.
-    """
+    """Let a module's executors, which are yet to be bound, run parts where they were built for."""
     groups = _groups(model)
-    if groups:
-        module._group2ctxs = {name: _context(name) for name in groups}
+    if not groups:
+        return
+    if _OTHERS not in groups:
+        for name in ("_train_mxnet_symbol", "_test_mxnet_symbol", "_pred_mxnet_symbol"):
+            symbol = getattr(model, name)
+            if symbol is not None:
+                setattr(model, name, _copied_between_groups(symbol))
+    contexts = {name: _context(name) for name in groups - {_OTHERS}}
+    module._group2ctxs = dict(contexts, **{_OTHERS: model._context[0]})
+
+
+def _copied_between_groups(symbol):
+    """The same graph, with a group for each node, and a copy for each group that uses a value.
+
+    So the gradients of one value are summed on each device first. MXNet's own way, adding each
+    to the sum in its place, silently leaves some out where they lie on several devices; and the
+    sum for a weight is refused unless it is computed where the weight lies.
+    """
+    graph = _Graph([], symbol)
+    states = set(symbol.list_auxiliary_states())
+    groups = [node.get("attrs", {}).get("__ctx_group__", _OTHERS) for node in graph.nodes]
+    users = {}
+    for group, entries in zip(groups, graph.inputs):
+        for entry in entries:
+            users.setdefault(entry, {groups[entry[0]]}).add(group)
+    nodes, numbers, copies = [], [], {}
+
+    def add(node, group, inputs):
+        attributes = dict(node.get("attrs", {}), __ctx_group__=group)
+        nodes.append(dict(node, attrs=attributes, inputs=[entry + (0,) for entry in inputs]))
+        return len(nodes) - 1
+
+    def copied(entry, group):
+        source, output = entry
+        if len(users[entry]) == 1:
+            return numbers[source], output
+        if (entry, group) not in copies:
+            name = "{}_{}_on_{}".format(graph.nodes[source]["name"], output, group)
+            copy = {"op": "_copy", "name": name}
+            copies[entry, group] = add(copy, group, [(numbers[source], output)])
+        return copies[entry, group], 0
+
+    for node, group, entries in zip(graph.nodes, groups, graph.inputs):
+        state = node["op"] == "null" and node["name"] in states
+        if state and len(users[len(numbers), 0]) > 1:
+            raise errors.state_on_two_devices(node["name"])
+        number = add(node, group, [copied(entry, group) for entry in entries])
+        if node["op"] == "null" and len(users.get((len(numbers), 0), ())) > 1:
+            number = add({"op": "_copy", "name": node["name"] + "_shared"}, group, [(number, 0)])
+        numbers.append(number)
+    return graph.symbol([(numbers[source], output) for source, output in graph.heads], nodes)
 
 
 def _keep_optimizer_state(optimizer_class):

@@ -15,23 +15,24 @@ import compat
 from compat import _registry, _replicas
 from compat.testing import CASES, ParallelContract, initialise, largest_difference, optimizer
 
+# Not a bulk of them as one record; MXNet reads it when it first runs.
+os.environ["MXNET_EXEC_BULK_EXEC_TRAIN"] = "0"
+
 # What a layer computes with: matrix products, convolutions, look-ups. The loss has none of them.
 OPERATIONS = ("dot", "Convolution", "FullyConnected", "Embedding")
 
 
-def operations(model, inputs, targets):
-    """Operations per device in one training step, as MXNet's engine recorded them."""
+def operations(step):
+    """Operations per device while ``step()`` is computed, as MXNet's engine recorded them."""
     import mxnet as mx
 
-    # One operation a record, not a bulk of them.
-    os.environ["MXNET_EXEC_BULK_EXEC_TRAIN"] = "0"
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "trace.json")
-        mx.profiler.set_config(profile_symbolic=True, filename=path)
+        mx.profiler.set_config(profile_symbolic=True, profile_imperative=True, filename=path)
         mx.nd.waitall()
         mx.profiler.set_state("run")
         try:
-            model.train_on_batch(inputs, targets)
+            step()
             mx.nd.waitall()
         finally:
             mx.profiler.set_state("stop")
@@ -44,6 +45,16 @@ def operations(model, inputs, targets):
     return collections.Counter(
         ("cpu({})".format(event["pid"]), event["name"]) for event in events if event["ph"] == "B"
     )
+
+
+def placement(step):
+    """For each device, how many layers' products ``step()`` computed there, and their gradients."""
+    placed = {}
+    for (device, name), count in operations(step).items():
+        backward = name.startswith("_backward_")
+        if (name[len("_backward_") :] if backward else name) in OPERATIONS:
+            placed.setdefault(device, [0, 0])[backward] += count
+    return {device: tuple(counts) for device, counts in placed.items()}
 
 
 def executors(model):
@@ -61,13 +72,7 @@ class TestMXNet(ParallelContract):
     backend = "mxnet"
 
     def placement(self, model, inputs, targets):
-        counted = operations(model, inputs, targets)
-        placed = {}
-        for (device, name), count in counted.items():
-            backward = name.startswith("_backward_")
-            if (name[len("_backward_") :] if backward else name) in OPERATIONS:
-                placed.setdefault(device, [0, 0])[backward] += count
-        return {device: tuple(counts) for device, counts in placed.items()}
+        return placement(lambda: model.train_on_batch(inputs, targets))
 
     def devices_of(self, model, inputs, targets):
         """MXNet's profiler aborts from cpu(4) on where there are two cores: ask the executors."""

@@ -1,0 +1,196 @@
+"""Parts of a model on devices of their own; subclassed models, as keras-mxnet has them."""
+
+import contextlib
+
+import numpy as np
+import pytest
+
+import compat
+from compat import errors
+from compat.testing import initialise, keras_under_test, largest_difference, optimizer
+
+from .test_mxnet import executors, operations, placement
+
+
+@pytest.fixture(scope="module")
+def keras():
+    compat.configure_gpu(simulate=3)
+    return keras_under_test()
+
+
+def anywhere(device):
+    return contextlib.ExitStack()
+
+
+def tweets(keras, device, **options):
+    """The example of Keras' FAQ: one LSTM for two sequences on two devices, merged on the CPU."""
+    layers = keras.layers
+    first, second = layers.Input(shape=(6, 4)), layers.Input(shape=(6, 4))
+    shared = layers.LSTM(5, implementation=2, **options)
+    with device(1):
+        first_encoded = shared(first)
+    with device(2):
+        second_encoded = shared(second)
+    with device("cpu"):
+        merged = layers.concatenate([first_encoded, second_encoded])
+    predictions = layers.Dense(1, activation="sigmoid")(merged)
+    return initialise(keras.models.Model([first, second], predictions))
+
+
+def data(rows):
+    random = np.random.RandomState(rows)
+    return [random.normal(size=(rows, 6, 4)) for _ in range(2)], random.randint(2, size=(rows, 1))
+
+
+def compiled(keras, model, name="sgd"):
+    model.compile(optimizer(keras, name), "binary_crossentropy")
+    return model
+
+
+@pytest.mark.row("device()")
+class TestDevice:
+    @pytest.mark.parametrize("name", ["sgd", "adam"])
+    @pytest.mark.parametrize("unroll", [True, False])
+    def test_trains_to_the_numbers_of_one_device(self, keras, unroll, name):
+        inputs, targets = data(45)
+        results = []
+        for device in (anywhere, compat.device):
+            model = compiled(keras, tweets(keras, device, unroll=unroll), name)
+            start = model.get_weights()
+            model.fit(inputs, targets, batch_size=16, epochs=3, shuffle=False, verbose=0)
+            tested = model.evaluate(inputs, targets, batch_size=16, verbose=0)
+            results.append((model.get_weights(), [model.predict(inputs), np.array([tested])]))
+        assert largest_difference(start, results[1][0]) > 1e-2
+        assert largest_difference(results[0][0], results[1][0]) < 1e-5
+        assert largest_difference(results[0][1], results[1][1]) < 1e-5
+
+    def test_each_part_runs_where_it_was_built_forward_and_backward(self, keras):
+        inputs, targets = data(16)
+        model = compiled(keras, tweets(keras, compat.device, unroll=True))
+
+        def step():
+            model.train_on_batch(inputs, targets)
+
+        step()
+        # 6 steps of the LSTM, two products each; one product of the layer on top.
+        assert placement(step) == {"cpu(0)": (1, 1), "cpu(1)": (12, 12), "cpu(2)": (12, 12)}
+        joined = {device for device, name in operations(step) if name == "Concat"}
+        assert joined == {"cpu(0)"}
+        # The weights and their gradients lie where the layer was built first.
+        (executor,) = executors(model)
+        for name, array in executor.arg_dict.items():
+            device = "cpu(1)" if name.startswith("lstm") else "cpu(0)"
+            assert str(array.context) == device, name
+            if executor.grad_dict[name] is not None:
+                assert str(executor.grad_dict[name].context) == device
+                assert np.abs(executor.grad_dict[name].asnumpy()).max() > 0
+
+    def test_predicts_without_compile(self, keras):
+        inputs, _ = data(5)
+        results = [
+            tweets(keras, device, unroll=True).predict(inputs)
+            for device in (anywhere, compat.device)
+        ]
+        assert np.abs(results[0]).max() > 0
+        assert largest_difference(results[:1], results[1:]) < 1e-6
+
+    def test_a_value_that_many_layers_of_several_devices_use(self, keras):
+        """More than eight gradients: MXNet's own sum of them leaves some out, silently."""
+        layers = keras.layers
+        inputs, targets = np.random.RandomState(0).normal(size=(2, 16, 4))
+        results = []
+        for device in (anywhere, compat.device):
+            image = layers.Input(shape=(4,))
+            shared = layers.Dense(4, activation="tanh")
+            x = shared(image)
+            parts = []
+            for number in range(15):
+                with device(number % 3):
+                    parts.append(layers.Dense(4, activation="tanh")(shared(x)))
+            model = initialise(keras.models.Model(image, layers.add(parts)))
+            model.compile(optimizer(keras, "sgd"), "mse")
+            model.fit(inputs, targets, epochs=3, verbose=0)
+            results.append(model.get_weights())
+        assert largest_difference(*results) < 1e-5
+
+    def test_batchnorm_and_dropout_learn_there(self, keras):
+        layers = keras.layers
+        inputs, targets = np.random.RandomState(0).normal(size=(2, 16, 4))
+        results = []
+        for device in (anywhere, compat.device):
+            image = layers.Input(shape=(4,))
+            with device(2):
+                x = layers.BatchNormalization(momentum=0.5)(layers.Dense(4)(image))
+            with device(1):
+                x = layers.Dense(4)(x)
+            model = initialise(keras.models.Model(image, x))
+            model.compile(optimizer(keras, "sgd"), "mse")
+            model.fit(inputs, targets, epochs=3, verbose=0)
+            results.append(model.get_weights())
+        assert largest_difference(*results) < 1e-5
+
+    def test_averages_on_two_devices_are_refused(self, keras):
+        layers = keras.layers
+        image = layers.Input(shape=(4,))
+        shared = layers.BatchNormalization()
+        with compat.device(0):
+            x = shared(image)
+        with compat.device(1):
+            y = shared(x)
+        model = keras.models.Model(image, y)
+        with pytest.raises(compat.UnsupportedError, match="Call the layer inside one") as error:
+            model.compile("sgd", "mse")
+        assert "moving_" in str(error.value)
+
+    def test_not_with_replicas(self, keras):
+        model = compiled(keras, tweets(keras, compat.device, unroll=True))
+        with pytest.raises(compat.UnsupportedError) as error:
+            compat.parallelize(model)
+        assert str(error.value) == str(errors.device_with_replicas(model.name))
+        inputs, targets = data(16)
+        assert compat.parallelize(model, gpus=[2]) is model
+        model.train_on_batch(inputs, targets)
+        # The parts stay; what was built outside of device() goes along.
+        (executor,) = executors(model)
+        assert {str(array.context) for array in executor.arg_dict.values()} == {"cpu(1)", "cpu(2)"}
+
+    def test_arrays_and_parameters_of_gluon(self, keras):
+        import mxnet as mx
+
+        with compat.device(2):
+            net = mx.gluon.nn.Dense(3, in_units=4)
+            net.initialize()
+            inputs = mx.nd.ones((5, 4))
+        assert str(inputs.context) == str(net(inputs).context) == "cpu(2)"
+        assert str(net.weight.data().context) == "cpu(2)"
+        assert str(mx.nd.ones(1).context) == "cpu(0)"
+
+    def test_symbols_of_ones_own(self, keras):
+        import mxnet as mx
+
+        with compat.device(1):
+            hidden = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=3, name="hidden")
+        with compat.device("cpu"):
+            out = mx.sym.FullyConnected(hidden, num_hidden=2, name="out")
+        places = {name: mx.cpu(index) for index, name in enumerate(["cpu(0)", "cpu(1)"])}
+        module = mx.mod.Module(out, label_names=None, group2ctxs=places)
+        module.bind([("data", (5, 4))])
+        (executor,) = module._exec_group.execs
+        assert str(executor.arg_dict["hidden_weight"].context) == "cpu(1)"
+        assert str(executor.arg_dict["out_weight"].context) == "cpu(0)"
+
+
+@pytest.mark.row("subclassed models")
+def test_subclassed_models(keras):
+    class Perceptron(keras.models.Model):
+        def __init__(self):
+            super(Perceptron, self).__init__(name="perceptron")
+            self.hidden = keras.layers.Dense(6, activation="tanh")
+            self.out = keras.layers.Dense(1, activation="sigmoid")
+
+        def call(self, x):
+            return self.out(self.hidden(x))
+
+    model = Perceptron()
+    model.compile("sgd", "mse")
+    model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0)

@@ -1,0 +1,412 @@
+"""Gluon blocks on several contexts, with the user's training loop as it is on one."""
+
+import numpy as np
+import pytest
+
+import compat
+from compat import _registry, _replicas, errors
+
+from .test_mxnet import placement
+
+BATCHES = (64, 61, 2, 1, 64, 13)
+DEVICES = ["cpu(0)", "cpu(1)", "cpu(2)"]
+
+pytestmark = pytest.mark.row("Gluon Block")
+
+
+@pytest.fixture(scope="module")
+def mx():
+    compat.configure_gpu(simulate=3)
+    import mxnet
+
+    return mxnet
+
+
+def data(rows):
+    random = np.random.RandomState(rows)
+    return random.normal(size=(rows, 8)).astype("float32"), random.randint(4, size=rows)
+
+
+def dense(mx, hybrid=True):
+    nn = mx.gluon.nn
+    net = (nn.HybridSequential if hybrid else nn.Sequential)()
+    net.add(nn.Dense(16, activation="relu"), nn.Dense(4))
+    return net
+
+
+def convolutional(mx, **options):
+    nn = mx.gluon.nn
+    net = nn.HybridSequential()
+    net.add(nn.HybridLambda(lambda F, x: F.reshape(x, shape=(-1, 2, 2, 2))))
+    net.add(nn.Conv2D(4, 2, activation="relu"), nn.Dense(4))
+    return net
+
+
+def recurrent(mx):
+    nn = mx.gluon.nn
+    net = nn.HybridSequential()
+    net.add(nn.HybridLambda(lambda F, x: F.reshape(x, shape=(-1, 4, 2))))
+    net.add(mx.gluon.rnn.LSTM(5, layout="NTC", input_size=2), nn.Dense(4))
+    return net
+
+
+def initialise(mx, net):
+    """Known weights, whatever the contexts; the shapes are known from a first batch."""
+    net.initialize()
+    net(mx.nd.array(data(4)[0]))
+    for seed, parameter in enumerate(net.collect_params().values()):
+        if parameter._differentiable:
+            values = np.random.RandomState(seed).normal(size=parameter.shape) * 0.3
+            parameter.set_data(mx.nd.array(values))
+    return net
+
+
+def trainer(mx, net, name="sgd", **options):
+    settings = {
+        "sgd": {"learning_rate": 0.1, "momentum": 0.9, "wd": 0.01},
+        "adam": {"learning_rate": 0.01},
+    }[name]
+    return mx.gluon.Trainer(net.collect_params(), name, settings, **options)
+
+
+def train(mx, net, steps, batches=BATCHES):
+    """The loop of Gluon's documentation, for one context."""
+    loss = mx.gluon.loss.SoftmaxCrossEntropyLoss()
+    first = list(net.collect_params().values())[0].list_ctx()[0]
+    for rows in batches:
+        inputs, labels = [mx.nd.array(array, ctx=first) for array in data(rows)]
+        with mx.autograd.record():
+            losses = loss(net(inputs), labels)
+        losses.backward()
+        steps.step(rows)
+    return net
+
+
+def weights(net, context=None):
+    return [
+        (p.list_data()[0] if context is None else p.data(context)).asnumpy()
+        for p in net.collect_params().values()
+    ]
+
+
+def difference(first, second):
+    assert len(first) == len(second)
+    return max(np.abs(a - b).max() for a, b in zip(first, second))
+
+
+def contexts(net):
+    return [[str(c) for c in p.list_ctx()] for p in net.collect_params().values()]
+
+
+@pytest.mark.parametrize("hybridize", [False, True])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("build", [dense, convolutional, recurrent])
+def test_trains_to_the_numbers_of_one_context(mx, build, optimizer, hybridize):
+    nets = []
+    for parallel in (False, True):
+        net = build(mx)
+        if parallel:
+            assert compat.parallelize(net) is net
+        initialise(mx, net)
+        start = weights(net)
+        if hybridize:
+            net.hybridize()
+        nets.append(train(mx, net, trainer(mx, net, optimizer)))
+    plain, parallel = nets
+    assert contexts(parallel)[0] == DEVICES
+    assert difference(start, weights(plain)) > 1e-2
+    assert difference(weights(plain), weights(parallel)) < 1e-5
+    for context in parallel.collect_params().list_ctx():
+        assert difference(weights(parallel), weights(parallel, context)) == 0
+    inputs = mx.nd.array(data(61)[0])
+    assert difference([plain(inputs).asnumpy()], [parallel(inputs).asnumpy()]) < 1e-5
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("moment", ["before", "between", "after", "training"])
+def test_trainer_made_before_or_after(mx, moment, optimizer):
+    """And in the middle of training, with the optimizer's state; and back to one context."""
+    plain, net = initialise(mx, dense(mx)), initialise(mx, dense(mx))
+    if moment == "before":  # parallelize() comes before the Trainer
+        compat.parallelize(net)
+    steps = trainer(mx, net, optimizer)
+    if moment == "between":
+        compat.parallelize(net)
+    if moment == "after":
+        net(mx.nd.array(data(4)[0]))
+        compat.parallelize(net)
+    plain_steps = trainer(mx, plain, optimizer)
+    for devices in ([0], [0, 1, 2], [2, 1], [1]):
+        if devices != [0] or moment == "training":
+            compat.parallelize(net, gpus=devices)
+        for each, its in ((plain, plain_steps), (net, steps)):
+            train(mx, each, its)
+        assert difference(weights(plain), weights(net)) < 1e-5
+    assert contexts(net)[0] == ["cpu(1)"]
+    assert not [name for name in vars(net) if name.startswith("_compat")]
+    assert "forward" not in vars(net)
+
+
+def test_each_context_computes_its_shard_forward_and_backward(mx):
+    for hybridize in (False, True):
+        net = initialise(mx, compat.parallelize(dense(mx)))
+        if hybridize:
+            net.hybridize(forward_bulk_size=0, backward_bulk_size=0)  # one operation a record
+        steps = trainer(mx, net)
+        train(mx, net, steps, [64])
+        placed = placement(lambda: train(mx, net, steps, [64]))
+        assert sorted(placed) == DEVICES
+        for forward, backward in placed.values():
+            assert forward == 2 and backward == 2, placed
+
+
+@pytest.mark.parametrize("rows", [64, 61, 2, 1])
+def test_shards_are_those_of_every_backend(mx, rows):
+    seen = []
+
+    class Watched(mx.gluon.Block):
+        def forward(self, x, whole):
+            seen.append((str(x.context), x.shape[0], str(whole.context), whole.shape))
+            return {"dict": None}.get("none"), [x * 2, (x + whole.sum(),)], 3
+
+    net = compat.parallelize(Watched())
+    inputs, whole = mx.nd.array(data(rows)[0]), mx.nd.ones((7, 9))
+    for recording in (False, True):
+        del seen[:]
+        with mx.autograd.record() if recording else mx.autograd.pause():
+            nothing, (twice, (more,)), three = net(inputs, whole)
+        assert nothing is None and three == 3
+        assert (twice.asnumpy() == inputs.asnumpy() * 2).all()
+        assert (more.asnumpy() == inputs.asnumpy() + 63).all()
+        assert str(twice.context) == "cpu(0)"
+        expected = [
+            (device, max(size, 1), device, (7, 9))
+            for device, size in zip(DEVICES, _replicas.sizes(rows, 3))
+            if size or recording
+        ]
+        assert seen == expected
+
+
+def test_gradients_reach_the_inputs(mx):
+    results = []
+    for parallel in (False, True):
+        net = dense(mx)
+        initialise(mx, compat.parallelize(net) if parallel else net)
+        for rows in (61, 2):
+            inputs = mx.nd.array(data(rows)[0])
+            inputs.attach_grad()
+            with mx.autograd.record():
+                total = (net(inputs) ** 2).sum()
+            total.backward()
+            results.append(inputs.grad.asnumpy())
+    assert np.abs(results[0]).max() > 0.1
+    assert difference(results[:2], results[2:]) < 1e-5
+
+
+@pytest.mark.parametrize("build", ["before", "after"])
+def test_initialised_after_parallelize(mx, build):
+    net = dense(mx)
+    compat.parallelize(net)
+    if build == "before":
+        net.collect_params().initialize(mx.init.Xavier(), ctx=mx.cpu(0))
+    else:
+        net.initialize(ctx=[mx.cpu(1)])
+    steps = trainer(mx, net)  # the shapes are not known as yet
+    train(mx, net, steps, [5])
+    assert contexts(net) == [DEVICES] * 4
+
+
+def test_saves_and_loads(mx, tmp_path):
+    net = train_net = initialise(mx, compat.parallelize(dense(mx)))
+    net.hybridize()
+    train(mx, train_net, trainer(mx, net), [64, 5])
+    inputs = mx.nd.array(data(61)[0])
+    expected = net(inputs).asnumpy()
+    path = str(tmp_path / "net")
+    net.save_parameters(path + ".params")
+    net.export(path)
+    plain = dense(mx)
+    plain.load_parameters(path + ".params")
+    assert difference([expected], [plain(inputs).asnumpy()]) < 1e-5
+    imported = mx.gluon.SymbolBlock.imports(path + "-symbol.json", ["data"], path + "-0000.params")
+    assert difference([expected], [imported(inputs).asnumpy()]) < 1e-5
+    # What was imported can be run on several, too, and what was saved be loaded into it.
+    compat.parallelize(imported)
+    assert difference([expected], [imported(inputs).asnumpy()]) < 1e-5
+    assert contexts(imported)[0] == DEVICES
+    train(mx, net, trainer(mx, net), [64])
+    assert difference([expected], [net(inputs).asnumpy()]) > 1e-3
+    net.load_parameters(path + ".params")
+    assert difference([expected], [net(inputs).asnumpy()]) < 1e-5
+    assert contexts(net)[0] == DEVICES
+
+
+def test_trainer_state_is_saved_and_loaded(mx, tmp_path):
+    path = str(tmp_path / "states")
+    plain, net = initialise(mx, dense(mx)), compat.parallelize(initialise(mx, dense(mx)))
+    for each in (plain, net):
+        steps = trainer(mx, each, "adam")
+        train(mx, each, steps)
+        steps.save_states(path)
+        again = trainer(mx, each, "adam")
+        again.load_states(path)
+        train(mx, each, again)
+    assert difference(weights(plain), weights(net)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "options", [{"kvstore": None}, {"update_on_kvstore": True}, {"kvstore": "local"}]
+)
+@pytest.mark.parametrize("moment", ["before", "training"])
+def test_kvstores(mx, options, moment):
+    """Also without one, where MXNet would sum no gradients over the contexts."""
+    plain, net = initialise(mx, dense(mx)), initialise(mx, dense(mx))
+    if moment == "before":
+        compat.parallelize(net)
+    plain_options = {} if "update_on_kvstore" in options else options
+    steps = trainer(mx, net, **options) if moment == "before" else trainer(mx, net, **plain_options)
+    plain_steps = trainer(mx, plain, **plain_options)
+    for _ in range(2):
+        for each, its in ((plain, plain_steps), (net, steps)):
+            train(mx, each, its)
+        compat.parallelize(net)
+    assert difference(weights(plain), weights(net)) < 1e-5
+    for context in net.collect_params().list_ctx():
+        assert difference(weights(net), weights(net, context)) == 0
+
+
+def test_gradients_clipped_between_allreduce_and_update(mx):
+    results = []
+    for parallel in (False, True):
+        net = initialise(mx, dense(mx))
+        if parallel:
+            compat.parallelize(net)
+        steps = trainer(mx, net)
+        for rows in BATCHES:
+            inputs, _ = data(rows)
+            with mx.autograd.record():
+                total = (net(mx.nd.array(inputs)) ** 2).sum()
+            total.backward()
+            steps.allreduce_grads()
+            for context in net.collect_params().list_ctx():
+                gradients = [p.grad(context) for p in net.collect_params().values()]
+                mx.gluon.utils.clip_global_norm(gradients, 1.0)
+            steps.update(rows)
+        results.append(weights(net))
+    assert difference(*results) < 1e-5
+
+
+# Where mathematics forbids one context's numbers --------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [61, 16, 2])
+def test_batchnorm_by_numbers(mx, rows, tmp_path):
+    """Each shard by its own statistics; one step of the running ones, weighted by shard size."""
+    norm = mx.gluon.nn.BatchNorm(momentum=0.75, in_channels=8)
+    net = mx.gluon.nn.HybridSequential()
+    net.add(norm)
+    compat.parallelize(net).initialize()
+    net.hybridize()
+    inputs = data(rows)[0] * 3 + 1
+    with mx.autograd.record():
+        out = net(mx.nd.array(inputs))
+    out.backward()
+    shards = [inputs[slice(*_replicas.bounds(rows, 3, i))] for i in range(3)]
+    shards = [shard for shard in shards if len(shard)]
+    normed = [(s - s.mean(axis=0)) / np.sqrt(s.var(axis=0) + 1e-5) for s in shards]
+    np.testing.assert_allclose(out.asnumpy(), np.concatenate(normed), rtol=1e-3, atol=1e-4)
+    mean = sum(shard.mean(axis=0) * len(shard) for shard in shards) / rows
+    variance = sum(shard.var(axis=0) * len(shard) for shard in shards) / rows
+    net.save_parameters(str(tmp_path / "net"))  # what is saved are the united ones
+    values = mx.nd.load(str(tmp_path / "net"))
+    np.testing.assert_allclose(values["0.running_mean"].asnumpy(), 0.25 * mean, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(
+        values["0.running_var"].asnumpy(), 0.75 + 0.25 * variance, rtol=1e-4, atol=1e-6
+    )
+    for parameter in (norm.running_mean, norm.running_var):
+        arrays = [array.asnumpy() for array in parameter.list_data()]
+        assert all((array == arrays[0]).all() for array in arrays)
+    # A row's prediction does not depend on the device that it falls on.
+    same = net(mx.nd.array(np.repeat(inputs[:1], 6, axis=0))).asnumpy()
+    assert (same == same[0]).all()
+
+
+def test_frozen_parameters_stay_exactly(mx):
+    net = initialise(mx, dense(mx))
+    compat.parallelize(net)
+    net[0].collect_params().setattr("grad_req", "null")
+    before = weights(net)
+    train(mx, net, trainer(mx, net))
+    changed = [np.abs(a - b).max() for a, b in zip(before, weights(net))]
+    assert [c == 0 for c in changed] == [True, True, False, False]
+
+
+def test_dropout_masks_differ_between_replicas(mx):
+    net = compat.parallelize(mx.gluon.nn.Dropout(0.5))
+    with mx.autograd.record():
+        out = net(mx.nd.ones((30, 200))).asnumpy() != 0
+    masks = [out[start : start + 10] for start in (0, 10, 20)]
+    for first, second in ((0, 1), (0, 2), (1, 2)):
+        assert 0.4 < (masks[first] == masks[second]).mean() < 0.6
+
+
+# One device, parts of others, what cannot be ------------------------------------------------------
+
+
+def test_blocks_within_blocks_do_not_split_again(mx):
+    inner = dense(mx)
+    outer = mx.gluon.nn.HybridSequential()
+    outer.add(inner)
+    initialise(mx, outer)
+    expected = outer(mx.nd.array(data(61)[0])).asnumpy()
+    compat.parallelize(inner)
+    compat.parallelize(outer)
+    seen = []
+    inner[0].register_forward_hook(lambda block, inputs, out: seen.append(out.shape[0]))
+    assert difference([expected], [outer(mx.nd.array(data(61)[0])).asnumpy()]) < 1e-5
+    assert seen == [20, 20, 21]
+    compat.parallelize(outer, gpus=1)
+    del seen[:]
+    assert difference([expected], [outer(mx.nd.array(data(61)[0])).asnumpy()]) < 1e-5
+
+
+def test_one_device_changes_nothing(mx):
+    net = initialise(mx, dense(mx))
+    before = dict(vars(net))
+    assert compat.parallelize(net, gpus=1) is net
+    assert vars(net) == before
+    assert contexts(net) == [["cpu(0)"]] * 4
+
+
+def test_a_function_that_builds_a_block(mx):
+    net = compat.parallelize(lambda: dense(mx, hybrid=False))
+    net.initialize()
+    assert net(mx.nd.array(data(5)[0])).shape == (5, 4)
+    assert contexts(net) == [DEVICES] * 4
+
+
+def test_time_first_is_refused(mx):
+    net = mx.gluon.nn.Sequential()
+    net.add(mx.gluon.rnn.GRU(5))
+    before = dict(vars(net))
+    with pytest.raises(compat.UnsupportedError) as error:
+        compat.parallelize(net)
+    assert str(error.value) == str(errors.time_comes_first(net[0].name))
+    assert vars(net) == before
+
+
+def test_result_without_rows_is_refused(mx):
+    class Mean(mx.gluon.HybridBlock):
+        def hybrid_forward(self, F, x):
+            return F.mean(x)
+
+    net = compat.parallelize(Mean())
+    with pytest.raises(compat.UnsupportedError) as error:
+        net(mx.nd.array(data(61)[0]))
+    assert str(error.value) == str(errors.no_rows_in_result([(1,)] * 3, [20, 20, 21]))
+
+
+def test_is_native(mx):
+    backend = _registry.load("mxnet")
+    assert backend.is_native(dense(mx)) and backend.is_native(mx.gluon.loss.L2Loss())
+    assert not backend.is_native(mx.nd.ones(1)) and not backend.is_native(None)

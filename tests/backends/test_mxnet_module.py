@@ -1,0 +1,274 @@
+"""``mx.mod.Module`` on several contexts: ``fit`` and the single calls, with one context's numbers."""
+
+import numpy as np
+import pytest
+
+import compat
+from compat import _registry, _replicas, errors
+
+from .test_mxnet import placement
+
+DEVICES = ["cpu(0)", "cpu(1)", "cpu(2)"]
+
+pytestmark = pytest.mark.row("MXNet Module")
+
+
+@pytest.fixture(scope="module")
+def mx():
+    compat.configure_gpu(simulate=3)
+    import mxnet
+
+    return mxnet
+
+
+def data(rows):
+    random = np.random.RandomState(rows)
+    return random.normal(size=(rows, 8)).astype("float32"), random.randint(4, size=rows)
+
+
+def symbol(mx, **softmax):
+    sym = mx.sym
+    x = sym.Activation(sym.FullyConnected(sym.var("data"), num_hidden=16, name="a"), act_type="tanh")
+    x = sym.FullyConnected(x, num_hidden=4, name="b")
+    return sym.SoftmaxOutput(x, name="softmax", **softmax)
+
+
+def parameters(mx):
+    shapes = [("a_weight", (16, 8)), ("a_bias", (16,)), ("b_weight", (4, 16)), ("b_bias", (4,))]
+    random = np.random.RandomState(0)
+    return {name: mx.nd.array(random.normal(size=shape) * 0.3) for name, shape in shapes}
+
+
+def bound(mx, rows, parallel=True, **binding):
+    module = mx.mod.Module(symbol(mx))
+    if parallel:
+        assert compat.parallelize(module) is module
+    module.bind([("data", (rows, 8))], [("softmax_label", (rows,))], **binding)
+    module.init_params(arg_params=parameters(mx))
+    return module
+
+
+def optimised(module, optimizer="sgd", kvstore="local"):
+    settings = {
+        "sgd": {"learning_rate": 0.1, "momentum": 0.9},
+        "adam": {"learning_rate": 0.01},
+    }[optimizer]
+    module.init_optimizer(kvstore, optimizer=optimizer, optimizer_params=settings)
+    return module
+
+
+def batch(mx, rows):
+    inputs, labels = data(rows)
+    return mx.io.DataBatch([mx.nd.array(inputs)], [mx.nd.array(labels)])
+
+
+def step(mx, module, rows):
+    module.forward_backward(batch(mx, rows))
+    module.update()
+    return module.get_outputs()[0].asnumpy()
+
+
+def weights(module):
+    arguments, states = module.get_params()
+    return [held[name].asnumpy() for held in (arguments, states) for name in sorted(held)]
+
+
+def difference(first, second):
+    assert len(first) == len(second)
+    return max(np.abs(a - b).max() for a, b in zip(first, second))
+
+
+def test_fit_gives_the_numbers_of_one_context(mx):
+    """45 rows in batches of 16: the iterator fills the last one up from the first rows."""
+    inputs, labels = data(45)
+    results, scores = [], []
+    for parallel in (False, True):
+        for kvstore in ("local", None):
+            module = mx.mod.Module(symbol(mx))
+            if parallel:
+                compat.parallelize(module)
+            module.fit(
+                mx.io.NDArrayIter(inputs, labels, 16),
+                eval_data=mx.io.NDArrayIter(inputs, labels, 16),
+                arg_params=parameters(mx),
+                kvstore=kvstore,
+                optimizer_params={"learning_rate": 0.1, "momentum": 0.9},
+                num_epoch=3,
+            )
+            results.append(weights(module))
+            outputs = module.predict(mx.io.NDArrayIter(inputs, batch_size=16)).asnumpy()
+            assert outputs.shape == (45, 4)
+            results[-1].append(outputs)
+            scores.append(module.score(mx.io.NDArrayIter(inputs, labels, 16), ["acc", "ce"]))
+    start = [parameters(mx)[name].asnumpy() for name in sorted(parameters(mx))]
+    assert difference(start, results[0][:4]) > 1e-2
+    for each, score in zip(results[1:], scores[1:]):
+        assert difference(results[0], each) < 1e-5
+        np.testing.assert_allclose([v for _, v in score], [v for _, v in scores[0]], rtol=1e-5)
+    assert [str(context) for context in module._context] == DEVICES
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("first", [64, 61, 2, 1])
+def test_steps_of_any_size(mx, first, optimizer):
+    """Bound to one size, and given others; less rows than contexts, too."""
+    modules = [optimised(bound(mx, first, parallel), optimizer) for parallel in (False, True)]
+    for rows in (first, 61, 2, 1, 64, 5, 13):
+        outputs = [step(mx, module, rows) for module in modules]
+        assert outputs[0].shape == outputs[1].shape == (rows, 4)
+        assert difference(outputs[:1], outputs[1:]) < 1e-5
+        metrics = [mx.metric.CrossEntropy() for _ in modules]
+        for module, metric in zip(modules, metrics):
+            module.update_metric(metric, batch(mx, rows).label)
+        assert metrics[0].num_inst == metrics[1].num_inst == rows
+        np.testing.assert_allclose(metrics[0].get()[1], metrics[1].get()[1], rtol=1e-4)
+    assert difference(*[weights(module) for module in modules]) < 1e-5
+    group = modules[1]._exec_group
+    for arrays in group.param_arrays:
+        assert [str(array.context) for array in arrays] == DEVICES
+        assert all((array.asnumpy() == arrays[0].asnumpy()).all() for array in arrays)
+
+
+def test_gradients_of_inputs_and_added_gradients(mx):
+    """``inputs_need_grad``, and ``grad_req="add"``, where an empty shard must add nothing."""
+    results = []
+    for parallel in (False, True):
+        module = bound(mx, 61, parallel, inputs_need_grad=True, grad_req="add")
+        for rows in (61, 2, 1):
+            # What an input gradient was added to has another shape with each batch.
+            for arrays in module._exec_group.input_grad_arrays:
+                for array in arrays:
+                    array[:] = 0
+            module.forward_backward(batch(mx, rows))
+            results.append(module.get_input_grads()[0].asnumpy())
+            assert results[-1].shape == (rows, 8)
+        for arrays in module._exec_group.grad_arrays:
+            results.append(sum(array.asnumpy() for array in arrays))
+    half = len(results) // 2
+    assert min(np.abs(result).max() for result in results) > 1e-3
+    assert difference(results[:half], results[half:]) < 1e-5
+
+
+def test_gradients_given_from_outside(mx):
+    """A module without a loss of its own, as in a GAN."""
+    results = []
+    for parallel in (False, True):
+        module = mx.mod.Module(symbol(mx).get_internals()["b_output"], label_names=None)
+        if parallel:
+            compat.parallelize(module)
+        module.bind([("data", (61, 8))])
+        module.init_params(arg_params=parameters(mx))
+        optimised(module)
+        for rows in (61, 2, 64):
+            module.forward(mx.io.DataBatch([mx.nd.array(data(rows)[0])], None), is_train=True)
+            module.backward([module.get_outputs()[0] ** 2])
+            module.update()
+        results.append(weights(module))
+    assert difference(*results) < 1e-5
+
+
+def test_each_context_computes_its_shard_forward_and_backward(mx):
+    module = optimised(bound(mx, 61))
+    step(mx, module, 61)
+    assert [e.outputs[0].shape[0] for e in module._exec_group.execs] == _replicas.sizes(61, 3)
+    placed = placement(lambda: step(mx, module, 61))
+    assert placed == {device: (2, 2) for device in DEVICES}
+    assert placement(lambda: step(mx, module, 2)) == {d: (2, 2) for d in DEVICES[1:]}
+
+
+@pytest.mark.parametrize("rows", [61, 2])
+def test_batchnorm_by_numbers(mx, rows):
+    """Each shard by its own statistics; one step of the running ones, weighted by shard size."""
+    net = mx.sym.BatchNorm(mx.sym.var("data"), momentum=0.75, name="norm")
+    module = mx.mod.Module(mx.sym.LinearRegressionOutput(net, name="lin"), label_names=["lin_label"])
+    compat.parallelize(module)
+    module.bind([("data", (rows, 8))], [("lin_label", (rows, 8))])
+    module.init_params()
+    inputs = data(rows)[0] * 3 + 1
+    module.forward_backward(mx.io.DataBatch([mx.nd.array(inputs)], [mx.nd.array(inputs)]))
+    shards = [inputs[slice(*_replicas.bounds(rows, 3, i))] for i in range(3)]
+    shards = [shard for shard in shards if len(shard)]
+    for name, first, statistic in (("mean", 0, np.mean), ("var", 1, np.var)):
+        new = sum(statistic(shard, axis=0) * len(shard) for shard in shards) / rows
+        for arrays in module._exec_group.aux_arrays:
+            assert all((array.asnumpy() == arrays[0].asnumpy()).all() for array in arrays)
+        names = module._exec_group.aux_names
+        running = module._exec_group.aux_arrays[names.index("norm_moving_" + name)][0].asnumpy()
+        np.testing.assert_allclose(running, 0.75 * first + 0.25 * new, rtol=1e-4, atol=1e-6)
+
+
+def test_after_bind_it_is_bound_anew_and_keeps_its_parameters(mx):
+    plain, module = bound(mx, 61, parallel=False), bound(mx, 61, parallel=False)
+    assert compat.parallelize(module) is module
+    assert module.binded and len(module._exec_group.execs) == 3
+    assert difference(weights(plain), weights(module)) == 0
+    compat.parallelize(module, gpus=[2])
+    assert [str(e.outputs[0].context) for e in module._exec_group.execs] == ["cpu(2)"]
+    assert "bind" not in vars(module)
+    compat.parallelize(module, gpus=[1, 2])
+    for each in (plain, module):
+        optimised(each)
+        for rows in (61, 2):
+            step(mx, each, rows)
+    assert difference(weights(plain), weights(module)) < 1e-5
+
+
+def test_saves_and_loads(mx, tmp_path):
+    module = optimised(bound(mx, 61))  # with momentum; MXNet does not save Adam's step count
+    step(mx, module, 61)
+    prefix = str(tmp_path / "module")
+    module.save_checkpoint(prefix, 1, save_optimizer_states=True)
+    step(mx, module, 61)
+    loaded = mx.mod.Module.load(prefix, 1, load_optimizer_states=True)
+    compat.parallelize(loaded)
+    loaded.bind([("data", (61, 8))], [("softmax_label", (61,))])
+    optimised(loaded)
+    step(mx, loaded, 61)
+    assert difference(weights(module), weights(loaded)) < 1e-5
+    plain = mx.mod.Module.load(prefix, 1)
+    plain.bind([("data", (61, 8))], for_training=False)
+    assert len(plain._exec_group.execs) == 1
+
+
+# What cannot be ---------------------------------------------------------------------------------
+
+
+def test_with_an_optimizer_it_stays_where_it_is(mx):
+    module = optimised(bound(mx, 61, parallel=False))
+    before = dict(vars(module))
+    with pytest.raises(compat.UnsupportedError) as error:
+        compat.parallelize(module)
+    assert str(error.value) == str(errors.module_has_an_optimizer())
+    assert vars(module) == before
+    assert compat.parallelize(module, gpus=1) is module  # it is there
+
+
+def test_a_loss_divided_by_the_batch_is_refused(mx):
+    def refused(loss, call, **labels):
+        with pytest.raises(compat.UnsupportedError) as error:
+            call(mx.mod.Module(loss, **labels))
+        return str(error.value)
+
+    def bind(module):
+        compat.parallelize(module).bind([("data", (61, 8))])
+
+    text = refused(symbol(mx, normalization="batch"), bind)
+    assert text == str(errors.loss_depends_on_the_batch("softmax has normalization='batch'"))
+    mean = mx.sym.MakeLoss(mx.sym.mean(symbol(mx).get_internals()["b_output"]), name="loss")
+    text = refused(mean, bind, label_names=None)
+    assert text == str(errors.loss_depends_on_the_batch("loss has no row for each of the batch"))
+    # One that is bound already stays as it is.
+    module = mx.mod.Module(mean, label_names=None)
+    module.bind([("data", (61, 8))])
+    group = module._exec_group
+    with pytest.raises(compat.UnsupportedError):
+        compat.parallelize(module)
+    assert module._exec_group is group and len(module._context) == 1
+
+
+def test_other_modules_are_refused(mx):
+    module = mx.mod.BucketingModule(lambda key: (symbol(mx), ["data"], ["softmax_label"]), 1)
+    assert _registry.load("mxnet").is_native(module)
+    with pytest.raises(compat.UnsupportedError) as error:
+        compat.parallelize(module)
+    assert str(error.value) == str(errors.not_a_plain_module("BucketingModule"))
