@@ -261,7 +261,9 @@ def _gather(results, sizes, context):
     module = mx.np if hasattr(mx, "np") and isinstance(first, mx.np.ndarray) else mx.nd
     arrays = [result.as_in_context(context) for result in results]
     if len(arrays) > 1:
-        arrays = [mx.np.concatenate(arrays) if module is not mx.nd else mx.nd.concat(*arrays, dim=0)]
+        arrays = [
+            mx.np.concatenate(arrays) if module is not mx.nd else mx.nd.concat(*arrays, dim=0)
+        ]
     kept = [number for number, size in enumerate(sizes) if size]
     if len(kept) < len(sizes):  # then each has computed one row
         rows = module.array(kept, dtype="int32", ctx=context)

@@ -99,7 +99,9 @@ class _Group:
             if axis >= 0:
                 self.batch_size = desc.shape[axis]
         count = len(self.contexts)
-        self.slices = [slice(*_replicas.run_bounds(self.batch_size, count, i)) for i in range(count)]
+        self.slices = [
+            slice(*_replicas.run_bounds(self.batch_size, count, i)) for i in range(count)
+        ]
         return axes
 
     def _where_rows_are(self, method, *args):

@@ -384,6 +384,11 @@ def _place(model, module):
     contexts = {name: _context(name) for name in groups - {_OTHERS}}
     module._group2ctxs = dict(contexts, **{_OTHERS: model._context[0]})
 
+    def bind(**arguments):  # MXNet 1.9 rewrites a graph for inference, and forgets the groups
+        type(module).bind(module, **dict(arguments, for_training=True))
+
+    module.bind = bind
+
 
 def _copied_between_groups(symbol):
     """The same graph, with a group for each node, and a copy for each group that uses a value.

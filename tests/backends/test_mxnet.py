@@ -429,6 +429,45 @@ class TestMXNet(ParallelContract):
         compat.parallelize(parallel, gpus=1)
         self.close(results[:1], [parallel.predict(inputs)], 1e-6)
 
+    # Subclassed models ------------------------------------------------------------------------
+
+    def subclassed(self, keras):
+        class Perceptron(keras.models.Model):
+            def __init__(self):
+                super(Perceptron, self).__init__(name="perceptron")
+                self.hidden = keras.layers.Dense(6, activation="tanh")
+                self.out = keras.layers.Dense(4, activation="softmax")
+
+            def call(self, x):
+                return self.out(self.hidden(x))
+
+        return Perceptron()
+
+    @pytest.mark.row("subclassed models")
+    @pytest.mark.parametrize("optimizer_name", ["sgd", "adam"])
+    @pytest.mark.parametrize("moment", ["before", "after"])
+    def test_subclassed_models(self, keras, moment, optimizer_name):
+        inputs, targets = CASES["dense"].data(61)
+        models = []
+        for parallel in (False, True):
+            model = self.subclassed(keras)
+            if parallel and moment == "before":
+                assert compat.parallelize(model) is model
+            model.compile(optimizer(keras, optimizer_name), "categorical_crossentropy")
+            model.train_on_batch(inputs, targets)  # its shapes are known from the first batch
+            if parallel and moment == "after":
+                compat.parallelize(model)
+            start = initialise(model).get_weights()
+            for rows in (61, 16, 2, 1):
+                model.fit(inputs[:rows], targets[:rows], batch_size=16, shuffle=False, verbose=0)
+            models.append(model)
+        assert largest_difference(start, models[0].get_weights()) > 1e-3
+        self.close(*[model.get_weights() for model in models])
+        self.close(*[[model.predict(inputs)] for model in models])
+        assert sorted(self.placement(models[1], inputs, targets)) == ["cpu(0)", "cpu(1)", "cpu(2)"]
+        for forward, backward in self.placement(models[1], inputs, targets).values():
+            assert forward > 0 and backward > 0
+
     # keras-mxnet mended -----------------------------------------------------------------------
 
     @pytest.mark.parametrize("parallel", [False, True])

@@ -1,4 +1,4 @@
-"""Parts of a model on devices of their own; subclassed models, as keras-mxnet has them."""
+"""Parts of a Keras model, arrays and symbols on devices of their own."""
 
 import contextlib
 
@@ -10,6 +10,9 @@ from compat import errors
 from compat.testing import initialise, keras_under_test, largest_difference, optimizer
 
 from .test_mxnet import executors, operations, placement
+
+
+pytestmark = pytest.mark.row("device()")
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +50,6 @@ def compiled(keras, model, name="sgd"):
     return model
 
 
-@pytest.mark.row("device()")
 class TestDevice:
     @pytest.mark.parametrize("name", ["sgd", "adam"])
     @pytest.mark.parametrize("unroll", [True, False])
@@ -178,19 +180,3 @@ class TestDevice:
         (executor,) = module._exec_group.execs
         assert str(executor.arg_dict["hidden_weight"].context) == "cpu(1)"
         assert str(executor.arg_dict["out_weight"].context) == "cpu(0)"
-
-
-@pytest.mark.row("subclassed models")
-def test_subclassed_models(keras):
-    class Perceptron(keras.models.Model):
-        def __init__(self):
-            super(Perceptron, self).__init__(name="perceptron")
-            self.hidden = keras.layers.Dense(6, activation="tanh")
-            self.out = keras.layers.Dense(1, activation="sigmoid")
-
-        def call(self, x):
-            return self.out(self.hidden(x))
-
-    model = Perceptron()
-    model.compile("sgd", "mse")
-    model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0)

@@ -319,7 +319,9 @@ def test_batchnorm_by_numbers(mx, rows, tmp_path):
     variance = sum(shard.var(axis=0) * len(shard) for shard in shards) / rows
     net.save_parameters(str(tmp_path / "net"))  # what is saved are the united ones
     values = mx.nd.load(str(tmp_path / "net"))
-    np.testing.assert_allclose(values["0.running_mean"].asnumpy(), 0.25 * mean, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(
+        values["0.running_mean"].asnumpy(), 0.25 * mean, rtol=1e-4, atol=1e-6
+    )
     np.testing.assert_allclose(
         values["0.running_var"].asnumpy(), 0.75 + 0.25 * variance, rtol=1e-4, atol=1e-6
     )

@@ -28,7 +28,9 @@ def data(rows):
 
 def symbol(mx, **softmax):
     sym = mx.sym
-    x = sym.Activation(sym.FullyConnected(sym.var("data"), num_hidden=16, name="a"), act_type="tanh")
+    x = sym.Activation(
+        sym.FullyConnected(sym.var("data"), num_hidden=16, name="a"), act_type="tanh"
+    )
     x = sym.FullyConnected(x, num_hidden=4, name="b")
     return sym.SoftmaxOutput(x, name="softmax", **softmax)
 
@@ -180,7 +182,9 @@ def test_each_context_computes_its_shard_forward_and_backward(mx):
 def test_batchnorm_by_numbers(mx, rows):
     """Each shard by its own statistics; one step of the running ones, weighted by shard size."""
     net = mx.sym.BatchNorm(mx.sym.var("data"), momentum=0.75, name="norm")
-    module = mx.mod.Module(mx.sym.LinearRegressionOutput(net, name="lin"), label_names=["lin_label"])
+    module = mx.mod.Module(
+        mx.sym.LinearRegressionOutput(net, name="lin"), label_names=["lin_label"]
+    )
     compat.parallelize(module)
     module.bind([("data", (rows, 8))], [("lin_label", (rows, 8))])
     module.init_params()
