@@ -613,13 +613,12 @@ def theano_device_overruled(said, devices):
     )
 
 
-def theano_one_device(asked, first):
+def theano_input_not_fed(model):
     return unsupported(
         "theano",
-        "run a model on {} in this process: all of it runs on {}".format(asked, first),
-        "Train on that one, with parallelize(model, gpus=1), or use a backend that splits "
-        "batches in one process, such as tensorflow or mxnet. compat does not start one process "
-        "per device yet.",
+        "run model {!r} on several devices: an input of it is a tensor of the user's, "
+        "Input(tensor=...), whose rows cannot be split".format(model),
+        "Give the model an Input(shape=...) and feed it.",
     )
 
 

@@ -565,13 +565,12 @@ TEXTS = [
         'set. For a device that is no CUDA GPU pass theano_flags={"device": "opencl0:0"}.',
     ),
     (
-        errors.theano_one_device,
-        ("cuda0, cuda1", "cuda0"),
+        errors.theano_input_not_fed,
+        ("mine",),
         errors.UnsupportedError,
-        "theano cannot run a model on cuda0, cuda1 in this process: all of it runs on cuda0. "
-        "Train on that one, with parallelize(model, gpus=1), or use a backend that splits batches "
-        "in one process, such as tensorflow or mxnet. compat does not start one process per "
-        "device yet.",
+        "theano cannot run model 'mine' on several devices: an input of it is a tensor of the "
+        "user's, Input(tensor=...), whose rows cannot be split. Give the model an "
+        "Input(shape=...) and feed it.",
     ),
 ]
 

@@ -13,7 +13,7 @@ import types
 
 from .. import _detect, _keras, errors
 from ..backend import Backend
-from . import _theano_flags
+from . import _theano_contexts, _theano_flags
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -191,17 +191,34 @@ class Theano(Backend):
         simulated = ["cpu:{}".format(number) for number in range(self._simulated)]
         return sorted(set(up), key=up.index) or simulated or ["cpu"]
 
+    def _target(self, device):
+        """What Theano calls the place of ``device``: a context, or the CPU."""
+        contexts = {
+            gpu: context for context, gpu in reversed(_contexts(self.import_framework().config))
+        }
+        return contexts.get(device, "cpu")
+
     # Parallelizing ----------------------------------------------------------------------------
 
     def parallelize(self, model: "Any", devices: "Sequence[str]") -> "Any":
-        """Return ``model`` as it is: it runs on the first device.
+        """Run ``model`` on ``devices``, the same object; see ``_theano_contexts.py``.
 
-        Raises:
-            UnsupportedError: several devices, or another one than the first, were asked for.
+        BatchNorm normalises each device's rows by their own statistics, and its moving averages
+        take one step to the mean of theirs. Dropout masks of the devices are independent. A
+        stateful RNN keeps one state per row of the batch, as on one device.
+
+        Functions of the user's own (``K.function``) run on the first device, undivided.
         """
-        first = self.devices()[0]
-        if list(devices) != [first]:
-            raise errors.theano_one_device(", ".join(devices), first)
+        current = vars(model).get("_compat_functions")
+        plain = self.devices()[:1]
+        if list(devices) == ([d.name for d in current.devices] if current else plain):
+            return model
+        with _theano_contexts.training_goes_on(model):
+            if current is not None:
+                current.uninstall()
+            if list(devices) != plain:
+                replicas = [_theano_contexts.Device(name, self._target(name)) for name in devices]
+                _theano_contexts.ReplicatedFunctions(model, replicas).install()
         return model
 
     # Reporting --------------------------------------------------------------------------------

@@ -1,27 +1,29 @@
-"""Theano: what every backend must do, and its flags, files, GPUs and one device in a process."""
+"""Theano: what every backend must do, its flags, files and GPUs, and models on its contexts."""
 
 import json
 import os
 import stat
 
+import numpy as np
 import pytest
 
 # Keras takes TensorFlow, and Theano compiles with all its optimizations, where nothing is said.
 os.environ.setdefault("KERAS_BACKEND", "theano")
-os.environ.setdefault("THEANO_FLAGS", "optimizer=fast_compile")
+# Functions count what they run, and keep the values between: what the tests of placement read.
+os.environ.setdefault(
+    "THEANO_FLAGS",
+    "optimizer=fast_compile,profile=True,profiling.destination={},allow_gc=False".format(
+        os.devnull
+    ),
+)
 
 import compat
 from compat import _detect, _registry, errors
 from compat._backends import _theano_flags
 from compat._devices import Devices
 from compat._settings import Memory, Settings
-from compat.testing import CASES, DEVICES, BackendContract, optimizer
+from compat.testing import CASES, DEVICES, ParallelContract, initialise
 
-ONE_DEVICE = (
-    "theano cannot run a model on {} in this process: all of it runs on cpu:0. Train on that one, "
-    "with parallelize(model, gpus=1), or use a backend that splits batches in one process, such "
-    "as tensorflow or mxnet. compat does not start one process per device yet."
-)
 COMPILED = os.path.expanduser("~/.theano")  # what is compiled once is used by every process here
 MISSING = (
     "theano did not bring up {}: the package pygpu is missing, or older than 0.7.\n"
@@ -51,47 +53,81 @@ def theano_process(run, tmp_path, monkeypatch):
     return theano_process
 
 
-class TestTheano(BackendContract):
+# Which of a compiled function's operations are the products of layers; a loop has its own.
+PRODUCTS = (
+    "Dot", "Dot22", "Dot22Scalar", "Gemm", "Gemv", "CGemv", "Ger", "CGer", "Scan",
+    "CorrMM", "CorrMM_gradWeights", "CorrMM_gradInputs",
+    "GpuDot22", "GpuGemm", "GpuGemv", "GpuGer", "GpuCorrMM", "GpuCorrMM_gradWeights",
+    "GpuCorrMM_gradInputs",
+)  # fmt: skip
+
+
+def functions(model):
+    """For each device of a parallel model, its compiled functions: forward and backward."""
+    made = model.train_function
+    names = [device.name for device in model._compat_functions.devices]
+    return dict(zip(names, zip(made.forward, made.backward)))
+
+
+def products(function):
+    return [n for n in function.maker.fgraph.apply_nodes if type(n.op).__name__ in PRODUCTS]
+
+
+def is_shared(given):
+    return hasattr(given.variable, "get_value")
+
+
+def of_gradients(function, forward):
+    """The products that depend on the gradients which a device is given at its outputs."""
+    given = forward.maker.fgraph
+    fed = [i for i, v in zip(given.inputs, forward.maker.inputs) if not is_shared(v)]
+    graph = function.maker.fgraph
+    inputs = [i for i, v in zip(graph.inputs, function.maker.inputs) if not is_shared(v)]
+    depend = set(inputs[len(fed) :])
+    assert depend
+    for node in graph.toposort():
+        if depend.intersection(node.inputs):
+            depend.update(node.outputs)
+    return [node for node in products(function) if depend.intersection(node.inputs)]
+
+
+def runs(function, nodes):
+    """How often these nodes ran, as Theano's profile of the function has it."""
+    counts = function.profile.apply_callcount
+    return sum(counts.get(node, 0) for node in nodes)
+
+
+def ran(model):
+    """For each device, how many products of layers ran there so far, and of their gradients."""
+    if not getattr(model.train_function, "forward", None):  # not made yet
+        return {}
+    return {
+        device: np.array(
+            [runs(forward, products(forward)), runs(backward, of_gradients(backward, forward))]
+        )
+        for device, (forward, backward) in functions(model).items()
+    }
+
+
+class TestTheano(ParallelContract):
     backend = "theano"
 
-    def test_several_devices_are_an_error_that_says_what_to_do(self, keras):
-        model = self.compiled(keras, "dense")
-        for gpus, devices in (
-            (None, "cpu:0, cpu:1, cpu:2"), (2, "cpu:0, cpu:1"), ([1, 2], "cpu:1, cpu:2"),
-            ([1], "cpu:1"),
-        ):  # fmt: skip
-            with pytest.raises(compat.UnsupportedError) as caught:
-                compat.parallelize(model, gpus=gpus)
-            assert str(caught.value) == ONE_DEVICE.format(devices)
+    def placement(self, model, inputs, targets):
+        before = ran(model)
+        model.train_on_batch(inputs, targets)
+        return {
+            device: tuple(counts - before.get(device, 0)) for device, counts in ran(model).items()
+        }
 
-    def test_one_device_is_the_plain_model(self, keras, tmp_path):
-        inputs, targets = CASES["dense"].data(61)
-        options = {"batch_size": 16, "epochs": 2, "shuffle": False, "verbose": 0}
-        plain, model = self.compiled(keras, "dense"), self.build(keras, "dense")
-        assert compat.parallelize(model, gpus=1) is model
-        assert compat.parallelize(model, gpus=[0]) is model
-        model.compile(optimizer(keras, "sgd"), CASES["dense"].loss)
-        start = model.get_weights()
-        losses = [each.fit(inputs, targets, **options).history["loss"] for each in (plain, model)]
-        assert losses[0] == losses[1] and losses[0][1] < losses[0][0]
-        self.close(plain.get_weights(), model.get_weights(), 1e-12)
-        assert max(abs(a - b).max() for a, b in zip(start, model.get_weights())) > 1e-3
-        path = str(tmp_path / "model.h5")
-        model.save(path)
-        loaded = compat.parallelize(keras.models.load_model(path), gpus=1)
-        for each in (model, loaded):
-            each.fit(inputs, targets, **options)
-        self.close(model.get_weights(), loaded.get_weights(), 1e-12)
-
-    def test_test_command_says_so_too(self):
-        status, out = self.command(
-            "import sys\n"
-            "from compat import __main__\n"
-            "sys.stderr = sys.stdout\n"
-            "sys.exit(__main__.main(['test']))\n"
-        )
-        assert status == 2
-        assert out.endswith("compat test: {}\n".format(ONE_DEVICE.format("cpu:0, cpu:1, cpu:2")))
+    def shard_sizes(self, model, inputs, targets):
+        """Rows of the first layer's product, which Theano still holds."""
+        model.train_on_batch(inputs, targets)
+        sizes = []
+        for forward, _ in functions(model).values():
+            held = forward.fn.storage_map
+            first = next(n for n in forward.maker.fgraph.toposort() if n in products(forward))
+            sizes.append(held[first.outputs[0]][0].shape[0])
+        return sizes
 
     # What cannot change once Theano is imported, as it is here.
 

@@ -1,0 +1,599 @@
+"""One Keras model on several of Theano's contexts, or on simulated devices.
+
+Theano places a whole compiled function on the context of the weights that it uses, and knows no
+other way: a ``transfer`` inside a graph is optimised away. So there are functions of every
+device's own, with weights of its own. Keras builds the model, its loss and its metrics as ever;
+when it then turns tensors into a function to run (``_make_train_function`` and its two
+siblings), its graph is cut in two:
+
+- The *body*, all that the model's outputs depend on, is compiled for each device and computes its
+  shard of the batch. What leaves it, towards loss, metrics or updates, is put together on the
+  host: rows in order, or a mean where there are no rows (BatchNorm's statistics).
+- The *head*, the rest, runs once, with the whole batch: losses, metrics, penalties. Its gradient
+  at the cut goes back to the devices' bodies, the sum of whose gradients the optimizer sees.
+
+So any loss, also one that compares rows with one another, and every metric is that of one device,
+however uneven the shards. A compiled function keeps nothing for the next one, so going back
+computes the body anew.
+"""
+
+import collections
+import contextlib
+
+import numpy as np
+
+from .. import _replicas, errors
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, Dict, List, Optional, Sequence
+
+
+class Device:
+    """A device: its ``name``, and Theano's ``target`` for it, a context's name or "cpu"."""
+
+    def __init__(self, name, target):
+        self.name = name
+        self.target = target
+        self.variables = {}  # type: Dict[Any, Any]  # Keras' shared variables, and those used here
+
+    def adopt(self, variable, number):
+        """Make this device's variable for one of Keras', unless it has one.
+
+        Arguments:
+            number: the device's among those of its model. The first uses Keras' variables
+                themselves, if they lie there.
+        """
+        import theano
+
+        if variable in self.variables:
+            return
+        here = getattr(variable.type, "context_name", "cpu") == self.target
+        if number == 0 and (here or not hasattr(variable, "broadcastable")):
+            self.variables[variable] = variable
+            return
+        value, options = variable.get_value(), {}
+        if _is_random(variable):
+            value = _independent(value, number)
+        if hasattr(variable, "broadcastable"):
+            options = {"target": self.target, "broadcastable": variable.broadcastable}
+        self.variables[variable] = theano.shared(np.asarray(value), variable.name, **options)
+
+    def take_weights(self):
+        """Bring this device's weights up to date."""
+        for keras, own in self.variables.items():
+            if own is not keras and not _is_random(keras):
+                own.set_value(np.asarray(keras.get_value(borrow=True)))
+
+
+class ReplicatedFunctions:
+    """The three functions of a Keras model, made to run its body on several devices.
+
+    Keras makes a function when it is first needed, by a method of the model. The instance gets
+    methods of its own for that, which hand Keras another ``K.function``.
+    """
+
+    FUNCTIONS = ("train_function", "test_function", "predict_function")
+
+    def __init__(self, model: "Any", devices: "Sequence[Device]") -> None:
+        self.model = model
+        self.devices = list(devices)
+        self._bodies = {}  # type: Dict[Any, List[Any]]
+
+    def install(self):
+        vars(self.model)["_compat_functions"] = self
+        for function in self.FUNCTIONS:
+            vars(self.model)["_make_" + function] = self._maker(function)
+
+    def uninstall(self):
+        for name in ["_compat_functions"] + ["_make_" + name for name in self.FUNCTIONS]:
+            del vars(self.model)[name]
+
+    def _maker(self, function):
+        make = getattr(self.model, "_make_" + function)
+
+        def make_replicated():
+            with self._making("train" in function):
+                make()
+
+        return make_replicated
+
+    @contextlib.contextmanager
+    def _making(self, train):
+        """Within, ``K.function`` makes a replicated function, of gradients yet to come."""
+        from keras import backend as K
+
+        make, differentiate = K.function, K.gradients
+        asked = []  # the loss, and (weight, variable in the place of its gradient)
+
+        def gradients(loss, variables):
+            ancestors = _ancestors([loss])
+            if (asked and asked[0] is not loss) or any(v not in ancestors for v in variables):
+                return differentiate(loss, variables)  # which fails for a weight of no influence
+            placeholders = [_host_type(variable)() for variable in variables]
+            asked[:] = [loss, (asked[1] if asked else []) + list(zip(variables, placeholders))]
+            return placeholders
+
+        def function(inputs, outputs, updates=(), **options):
+            return ReplicatedFunction(self, inputs, outputs, updates, asked, options)
+
+        K.function = function
+        if train:
+            K.gradients = gradients
+        try:
+            yield
+        finally:
+            K.function, K.gradients = make, differentiate
+
+    def bodies(self, cuts, frozen, make):
+        """The devices' functions that compute ``cuts``, which functions may have in common."""
+        key = tuple(cut.variable for cut in cuts), frozen
+        if key not in self._bodies:
+            self._bodies[key] = make()
+        return self._bodies[key]
+
+
+@contextlib.contextmanager
+def training_goes_on(model):
+    """Within, the way a model makes its functions changes; the optimizer keeps its state.
+
+    Keras makes new state variables with every train function, so their values move over.
+    """
+    made = [f for f in ReplicatedFunctions.FUNCTIONS if vars(model).get(f) is not None]
+    state = model.optimizer.get_weights() if "train_function" in made else None
+    yield
+    for function in made:
+        setattr(model, function, None)
+    if state is not None:
+        model._make_train_function()
+        model.optimizer.set_weights(state)
+
+
+class ReplicatedFunction:
+    """What Keras calls in the place of a ``K.function``; made in full for its first batch.
+
+    Arguments:
+        owner: the model's ``ReplicatedFunctions``.
+        inputs, outputs, updates, options: as ``K.function`` has them.
+        gradients: empty, or the loss and the pairs of a weight and the variable that stands for
+            its gradient in ``updates``.
+    """
+
+    def __init__(self, owner, inputs, outputs, updates, gradients, options):
+        self.owner = owner
+        self.inputs = list(inputs)
+        self.outputs = list(outputs)
+        self.updates = list(collections.OrderedDict(reversed(list(updates))).items())
+        self.loss, self.weights = gradients or (None, [])
+        self.options = options
+        self.forward = []  # type: List[Any]  # a Theano function for each device
+        self.backward = []  # type: List[Any]
+        self.head = None  # type: Any
+        self.update = None  # type: Any
+
+    def __call__(self, inputs):
+        rows = inputs[0].shape[0]
+        if not self.forward:
+            self._make(inputs)
+        devices = self.owner.devices
+        for device in devices:
+            device.take_weights()
+        given = dict(zip(self.inputs, inputs))
+        given.update((state, state.get_value(borrow=True)) for state in self.states)
+        shards = []
+        for index in range(len(devices)):
+            start, stop = _replicas.run_bounds(rows, len(devices), index)
+            shards.append(
+                [given[v][start:stop] if v in self.sharded else given[v] for v in self.body_inputs]
+            )
+        # A GPU's functions return before it has computed: all of them start, then one is awaited.
+        computed = [forward(*shard) for forward, shard in zip(self.forward, shards)]
+        computed = [[np.asarray(value) for value in values] for values in computed]
+        sizes = _replicas.sizes(rows, len(devices))
+        whole = [cut.merge(parts, sizes) for cut, parts in zip(self.cuts, zip(*computed))]
+        values = self.head(*(list(inputs) + whole)) if self.head else []
+        results = [
+            (whole if where == "cut" else values)[position] for where, position in self.places
+        ]
+        if self.update is not None:
+            self.update(*(list(inputs) + whole + self._gradients(values, computed, shards, sizes)))
+        for (variable, _), value in zip(self.assigned, results[len(self.outputs) :]):
+            variable.set_value(np.asarray(value, dtype=variable.dtype))
+        return [np.asarray(value) for value in results[: len(self.outputs)]]
+
+    def _gradients(self, values, computed, shards, sizes):
+        """The gradient of each weight: of the head, and of all devices' bodies."""
+        values = values[self.head_values :]
+        at_cuts, totals = values[: len(self.cuts_back)], {}
+        for weight, value in zip(self.head_weights, values[len(self.cuts_back) :]):
+            totals[weight] = np.asarray(value)
+        if self.backward:
+            back = [self.cuts.index(cut) for cut in self.cuts_back]
+            split = [
+                self.cuts[number].split(gradient, [parts[number] for parts in computed], sizes)
+                for number, gradient in zip(back, at_cuts)
+            ]
+            results = [
+                backward(*(shard + [parts[index] for parts in split]))
+                for index, (backward, shard) in enumerate(zip(self.backward, shards))
+            ]
+            for result in results:
+                for weight, value in zip(self.body_weights, result):
+                    value = np.asarray(value)
+                    totals[weight] = totals[weight] + value if weight in totals else value
+        return [totals[weight] for weight, _ in self.weights]
+
+    # Making -----------------------------------------------------------------------------------
+
+    def _make(self, inputs):
+        from theano.compile import SharedVariable
+
+        model = self.owner.model
+        feeds = [variable for variable in model.inputs if variable in self.inputs]
+        if len(feeds) < len(model.inputs):
+            raise errors.theano_input_not_fed(model.name)
+        self.states = _states(model)
+        self.sharded = feeds + self.states
+        self._find_cuts(inputs)
+        self._make_head()
+        self.used = [
+            variable
+            for variable in _leaves(self._cut_variables())
+            if isinstance(variable, SharedVariable) and variable not in self.states
+        ]
+        frozen = self.loss is not None and any(map(_is_random, self.used))
+        self.forward = self.owner.bodies(
+            self.cuts, frozen, lambda: self._functions(self._forward, not frozen)
+        )
+        if self.cuts_back:
+            self.backward = self._functions(self._backward, True)
+
+    def _cut_variables(self):
+        return [cut.variable for cut in self.cuts]
+
+    def _find_cuts(self, inputs):
+        """Find where the head begins: the variables nearest to it that the body computes."""
+        outputs = self.owner.model.outputs
+        leaves = set(_leaves(outputs))
+        self.body_inputs = self.sharded + [
+            v for v in self.inputs if v in leaves and v not in self.sharded
+        ]
+        wanted = self.outputs + [new for _, new in self.updates]
+        body = _following(self.sharded, outputs) & _ancestors(outputs)
+        body.difference_update(self.sharded)
+        passed = set()  # type: set
+        while True:
+            cuts = _frontier(wanted, body, passed)
+            given = dict(zip(self.inputs, inputs))
+            given.update((state, state.get_value(borrow=True)) for state in self.states)
+            _find_axes(cuts, self.body_inputs, self.sharded, given)
+            # A number that tells of the batch, such as its length: the head's own to compute.
+            wrong = [cut.variable for cut in cuts if not cut.can_be_merged()]
+            if not wrong:
+                break
+            passed.update(wrong)
+        self.cuts = cuts
+
+    def _make_head(self):
+        import theano
+        from theano import tensor
+
+        placeholders = [cut.variable.type() for cut in self.cuts]
+        at_cut = {cut.variable: number for number, cut in enumerate(self.cuts)}
+        batch = _following(self.inputs + self._cut_variables(), [n for _, n in self.updates])
+        later = _following([g for _, g in self.weights], [n for _, n in self.updates])
+        # What depends on the gradients, or on no batch, is the optimizer's.
+        mine = [u for u in self.updates if u[1] in later or u[1] not in batch]
+        if self.loss is None:
+            mine = []
+        self.assigned = [u for u in self.updates if not any(u is other for other in mine)]
+        wanted = self.outputs + [new for _, new in self.assigned]
+        rest = [variable for variable in wanted if variable not in at_cut]
+        self.places = [
+            ("cut", at_cut[v]) if v in at_cut else ("head", rest.index(v)) for v in wanted
+        ]
+        loss = [self.loss] if self.loss is not None else []
+        cloned = theano.clone(
+            rest + loss + [new for _, new in mine],
+            dict(zip(self._cut_variables(), placeholders)),
+        )
+        values = cloned[: len(rest)]
+        self.head_values = len(values)
+        self.cuts_back, self.head_weights = [], []
+        if loss:
+            back = [(c, p) for c, p in zip(self.cuts, placeholders) if c.is_differentiable()]
+            weights = [weight for weight, _ in self.weights]
+            gradients = tensor.grad(
+                cloned[len(rest)],
+                [placeholder for _, placeholder in back] + weights,
+                disconnected_inputs="ignore",
+                return_disconnected="None",
+            )
+            for (cut, _), gradient in zip(back, gradients):
+                if gradient is not None:
+                    self.cuts_back.append(cut)
+                    values.append(gradient)
+            for weight, gradient in zip(weights, gradients[len(back) :]):
+                if gradient is not None:
+                    self.head_weights.append(weight)
+                    values.append(gradient)
+            self.update = self._compile(
+                self.inputs + placeholders + [gradient for _, gradient in self.weights],
+                [],
+                updates=[(u[0], new) for u, new in zip(mine, cloned[len(rest) + 1 :])],
+            )
+        if values:
+            self.head = self._compile(self.inputs + placeholders, values)
+
+    def _compile(self, inputs, outputs, **options):
+        import theano
+
+        # As K.function has it.
+        options = dict(self.options, allow_input_downcast=True, on_unused_input="ignore", **options)
+        return theano.function(inputs, outputs, **options)
+
+    # The devices' functions ---------------------------------------------------------------------
+
+    def _functions(self, make, randoms):
+        """A function for each device, by ``make``; on one processor the first one's is copied."""
+        functions = []  # type: List[Any]
+        devices = self.owner.devices
+        for number, device in enumerate(devices):
+            for variable in self.used:
+                device.adopt(variable, number)
+            if number and device.target == devices[0].target:
+                held = {given.variable for given in functions[0].maker.inputs}
+                swap = {devices[0].variables[v]: device.variables[v] for v in self.used}
+                functions.append(
+                    functions[0].copy(swap={old: new for old, new in swap.items() if old in held})
+                )
+            else:
+                functions.append(make(device, randoms))
+        return functions
+
+    def _forward(self, device, randoms):
+        inputs, values, updates = self._body(device)
+        return self._compile_body(inputs, values, updates if randoms else [], device)
+
+    def _backward(self, device, randoms):
+        from theano import tensor
+
+        inputs, values, updates = self._body(device)
+        given = [_placeholder(cut.variable, device.target) for cut in self.cuts_back]
+        at_cut = [values[self.cuts.index(cut)] for cut in self.cuts_back]
+        # The sum's gradient is that of each value with what is given for it.
+        total = sum((value * _on_host(g)).sum() for value, g in zip(at_cut, given))
+        weights = [weight for weight, _ in self.weights if weight in self.used]
+        gradients = tensor.grad(
+            total,
+            [device.variables[weight] for weight in weights],
+            disconnected_inputs="ignore",
+            return_disconnected="None",
+        )
+        pairs = [(w, gradient) for w, gradient in zip(weights, gradients) if gradient is not None]
+        self.body_weights = [weight for weight, _ in pairs]
+        values = [gradient for _, gradient in pairs]
+        return self._compile_body(inputs + given, values, updates if randoms else [], device)
+
+    def _body(self, device):
+        """The body, for a device.
+
+        Returns:
+            Variables for its inputs, for the values at the cut, and the updates of the states of
+            its random numbers.
+        """
+        import theano
+
+        inputs, replaced = [], {}
+        wanted = self._cut_variables()
+        randoms = [variable for variable in self.used if _is_random(variable)]
+        wanted += [variable.default_update for variable in randoms]
+        for variable in self.body_inputs:
+            target = device.target if variable in self.sharded else "cpu"
+            inputs.append(_placeholder(variable, target))
+            replaced.update(_replacement(variable, inputs[-1], wanted))
+        for variable in self.used:
+            replaced.update(_replacement(variable, device.variables[variable], wanted))
+        cloned = theano.clone(wanted, replaced)
+        states = [device.variables[variable] for variable in randoms]
+        return inputs, cloned[: len(self.cuts)], list(zip(states, cloned[len(self.cuts) :]))
+
+    def _compile_body(self, inputs, values, updates, device):
+        floats = ("float16", "float32", "float64")
+        values = [
+            value.transfer(device.target) if value.type.dtype in floats else value
+            for value in values
+        ]
+        return self._compile(inputs, values, updates=updates, no_default_updates=True)
+
+
+# The cut --------------------------------------------------------------------------------------
+
+
+class _Cut:
+    """A variable that leaves the body.
+
+    Attributes:
+        variable: the variable.
+        measured: the one whose rows count: itself, or the one whose shape it is.
+        axis: where its rows are, or None.
+    """
+
+    def __init__(self, variable, measured):
+        self.variable = variable
+        self.measured = measured
+        self.axis = None  # type: Optional[int]
+        self.is_shape = variable is not measured
+
+    def is_differentiable(self):
+        return not self.is_shape and "float" in self.variable.type.dtype
+
+    def can_be_merged(self):
+        return self.is_shape or self.axis is not None or "float" in self.variable.type.dtype
+
+    def merge(self, parts, sizes):
+        """What the devices computed, as one: rows in order, or the mean where there are none."""
+        kept = [part for part, size in zip(parts, sizes) if size]
+        if self.is_shape:
+            shape = np.array(kept[0])
+            if self.axis is not None:
+                shape[self.axis] = sum(part[self.axis] for part in kept)
+            return shape
+        if self.axis is not None:
+            return np.concatenate(kept, axis=self.axis)
+        mean = sum(part * (float(size) / sum(sizes)) for part, size in zip(parts, sizes))
+        return np.asarray(mean, dtype=parts[0].dtype)
+
+    def split(self, gradient, parts, sizes):
+        """Each device's part of the gradient with respect to what was merged."""
+        gradient, result, start = np.asarray(gradient), [], 0
+        for part, size in zip(parts, sizes):
+            if self.axis is None:
+                share = gradient * (float(size) / sum(sizes))
+                result.append(np.asarray(share, dtype=gradient.dtype))
+            elif size:
+                stop = start + part.shape[self.axis]
+                result.append(gradient[(slice(None),) * self.axis + (slice(start, stop),)])
+                start = stop
+            else:  # a row computed for an empty shard counts for nothing
+                result.append(np.zeros_like(part))
+        return result
+
+
+def _frontier(wanted, body, passed):
+    """Cuts at the variables in ``body``, those in ``passed`` left out, nearest to ``wanted``."""
+    from theano.tensor import Shape
+
+    found, seen, stack = [], set(), list(reversed(wanted))
+    while stack:
+        variable = stack.pop()
+        if variable in seen or variable.owner is None:
+            continue
+        seen.add(variable)
+        node = variable.owner
+        if isinstance(node.op, Shape) and node.inputs[0] in body:
+            found.append(_Cut(variable, node.inputs[0]))  # spares bringing all of its rows
+        elif variable in body and variable not in passed:
+            found.append(_Cut(variable, variable))
+        else:
+            stack.extend(reversed(node.inputs))
+    return found
+
+
+def _find_axes(cuts, body_inputs, sharded, given):
+    """Find the axis of each cut that grows with the batch.
+
+    Theano derives shapes from shapes, and computes no value for them where it need not.
+    """
+    import theano
+
+    if not cuts:
+        return
+    inputs = [variable.type() for variable in body_inputs]
+    measured = theano.clone([cut.measured for cut in cuts], dict(zip(body_inputs, inputs)))
+    shapes = theano.function(
+        inputs,
+        [variable.shape for variable in measured],
+        mode=theano.Mode("py", theano.gof.Query(include=["ShapeOpt", "canonicalize"])),
+        allow_input_downcast=True,
+        on_unused_input="ignore",
+        no_default_updates=True,
+    )
+    found = []
+    for rows in (2, 3):
+        values = [
+            np.zeros((rows,) + given[v].shape[1:], v.dtype) if v in sharded else given[v]
+            for v in body_inputs
+        ]
+        found.append(shapes(*values))
+    for cut, two, three in zip(cuts, *found):
+        grown = np.flatnonzero(two != three)
+        cut.axis = int(grown[0]) if len(grown) else None
+
+
+# Graphs ---------------------------------------------------------------------------------------
+
+
+def _leaves(variables):
+    from theano.gof import graph
+
+    return graph.inputs(variables)
+
+
+def _ancestors(variables):
+    from theano.gof import graph
+
+    return set(graph.ancestors(variables))
+
+
+def _following(starts, wanted):
+    """``starts``, and the variables that depend on them and that ``wanted`` need."""
+    from theano.gof import graph
+
+    following = set(starts)
+    for node in graph.io_toposort([], wanted):
+        if any(variable in following for variable in node.inputs):
+            following.update(node.outputs)
+    return following
+
+
+def _states(model):
+    """The variables in which stateful RNNs keep a row for each row of the batch."""
+    states = []
+    for layer in model.layers:
+        if hasattr(layer, "layers"):
+            states += _states(layer)
+        elif getattr(layer, "stateful", False):
+            states += [s for s in getattr(layer, "states", ()) if hasattr(s, "get_value")]
+    return states
+
+
+def _is_random(variable):
+    """Whether this is the state of a generator of random numbers."""
+    return getattr(variable, "default_update", None) is not None
+
+
+def _independent(value, number):
+    """The state of a generator whose numbers are independent of those that ``value`` gives."""
+    from theano.sandbox import rng_mrg
+
+    if isinstance(value, np.random.RandomState):
+        return np.random.RandomState([number] + list(value.get_state()[1][:8]))
+    states = np.array(value)
+    for _ in range(number):
+        states = np.array([rng_mrg.ff_2p134(state) for state in states], dtype=states.dtype)
+    return states
+
+
+def _host_type(variable):
+    from theano import tensor
+
+    return tensor.TensorType(variable.dtype, variable.broadcastable)
+
+
+def _placeholder(variable, target):
+    """A variable to be given a value, like ``variable``, that lies on ``target``."""
+    if target == "cpu" or not hasattr(variable, "broadcastable"):
+        return _host_type(variable)() if hasattr(variable, "broadcastable") else variable.type()
+    from theano.gpuarray import GpuArrayType
+
+    return GpuArrayType(variable.dtype, variable.broadcastable, context_name=target)()
+
+
+def _on_host(variable):
+    """A variable's value as a graph of Keras uses it; Theano then moves what it can to the GPU."""
+    return variable.transfer("cpu") if hasattr(variable, "transfer") else variable
+
+
+def _replacement(variable, own, wanted):
+    """What to replace in the graph of ``wanted`` so that it uses ``own`` for ``variable``."""
+    if variable is own:
+        return {}
+    if variable.type == own.type or not hasattr(variable.type, "context_name"):
+        return {variable: _on_host(own)}
+    # A variable of another context: Keras' graph takes its value from there.
+    return {
+        value: _on_host(own)
+        for value in _ancestors(wanted)
+        if value.owner is not None and variable in value.owner.inputs
+    }
