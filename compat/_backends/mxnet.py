@@ -387,7 +387,14 @@ def _place(model, module):
     def bind(**arguments):  # MXNet 1.9 rewrites a graph for inference, and forgets the groups
         type(module).bind(module, **dict(arguments, for_training=True))
 
-    module.bind = bind
+    def switch_bucket(key, data_shapes, label_shapes=None):
+        bound = module._buckets.get(key)
+        if bound is not None and key != module._default_bucket_key:
+            if [d.shape for d in bound.data_shapes] != [d.shape for d in data_shapes]:
+                del module._buckets[key]  # bound anew: reshaping forgets the groups on MXNet 1.5
+        type(module).switch_bucket(module, key, data_shapes, label_shapes)
+
+    module.bind, module.switch_bucket = bind, switch_bucket
 
 
 def _copied_between_groups(symbol):

@@ -11,7 +11,6 @@ from compat.testing import initialise, keras_under_test, largest_difference, opt
 
 from .test_mxnet import executors, operations, placement
 
-
 pytestmark = pytest.mark.row("device()")
 
 

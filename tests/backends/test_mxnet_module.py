@@ -1,4 +1,4 @@
-"""``mx.mod.Module`` on several contexts: ``fit`` and the single calls, with one context's numbers."""
+"""``mx.mod.Module`` on several contexts: its calls give one context's numbers."""
 
 import numpy as np
 import pytest
