@@ -661,6 +661,16 @@ def custom_gradient(operation):
     )
 
 
+def parts_placed(model, parts, devices):
+    """The text of a warning."""
+    return (
+        "Parts of {} were placed on {} by device(), but parallelize() runs all of it on each of {}. "
+        "Leave out one of the two; parallelize(model, gpus=1) puts the parts back.".format(
+            model, ", ".join(parts), ", ".join(devices)
+        )
+    )
+
+
 def reference_variables(model):
     """The text of a warning."""
     return (

@@ -451,6 +451,14 @@ TEXTS = [
         "give the operation TensorFlow's own gradient.",
     ),
     (
+        errors.parts_placed,
+        ("dense_model", ["/device:CPU:0", "/device:CPU:1"], ["/device:CPU:1", "/device:CPU:2"]),
+        None,
+        "Parts of dense_model were placed on /device:CPU:0, /device:CPU:1 by device(), but "
+        "parallelize() runs all of it on each of /device:CPU:1, /device:CPU:2. Leave out one of "
+        "the two; parallelize(model, gpus=1) puts the parts back.",
+    ),
+    (
         errors.reference_variables,
         ("dense_model",),
         None,
