@@ -23,6 +23,7 @@ import contextlib
 import copy
 import os
 import sys
+import threading
 import warnings
 
 from .. import _devices, _keras, _replicas, errors
@@ -30,7 +31,7 @@ from ..backend import Backend
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, List, Optional, Sequence
+    from typing import Any, ContextManager, Dict, List, Optional, Sequence
 
     from .._settings import Settings
 
@@ -181,9 +182,25 @@ class TensorFlow1(Backend):
                 warnings.warn(
                     errors.reference_variables(model.name), errors.CompatWarning, stacklevel=3
                 )
+            parts = _placed_parts(model)
+            if parts:
+                text = errors.parts_placed(model.name, parts, devices)
+                warnings.warn(text, errors.CompatWarning, stacklevel=3)
             with _training_goes_on(model):
                 _ReplicatedFunctions(model, devices).install()
         return model
+
+
+    # Devices of parts of a model --------------------------------------------------------------
+
+    def device(self, device: str) -> "ContextManager[Any]":
+        """Place on ``device`` what is built inside, and its gradients; variables where first used.
+
+        A layer that is called on several devices keeps its weights where it was called first.
+        Within, a loop (an RNN) takes the values that weights have before it.
+        """
+        tf = _names(self.import_framework())
+        return _placed_on(tf, "/device:CPU:0" if device == "cpu" else device)
 
 
 def _names(tensorflow):
@@ -245,7 +262,8 @@ def _without_defaults(own):
 
     result = type(own)()
     result.CopyFrom(own)
-    default = context.context().config.device_count if hasattr(context, "context") else {}
+    context = context.context() if hasattr(context, "context") else None
+    default = context.config.device_count if hasattr(context, "config") else {}  # 1.14, 1.15
     for device in default:  # tf.keras: one CPU, and every GPU there is
         if result.device_count.get(device) == default[device]:
             del result.device_count[device]
@@ -293,10 +311,14 @@ def _imported_kerases():
 
 def _session_of(keras):
     """The session that this Keras made for itself, or None. Makes none."""
-    if hasattr(keras.backend, "tensorflow_backend"):  # keras 2.2
-        session = getattr(keras.backend.tensorflow_backend, "_SESSION", None)
+    if hasattr(keras.backend, "tensorflow_backend"):
+        module = keras.backend.tensorflow_backend
     else:
-        session = getattr(sys.modules["tensorflow.python.keras.backend"]._SESSION, "session", None)
+        packages = ("tensorflow.python.keras._impl.keras.backend", "tensorflow.python.keras.backend")
+        module = next(sys.modules[name] for name in packages if name in sys.modules)
+    session = getattr(module, "_SESSION", None)  # keras 2.3 has none of its own
+    if isinstance(session, threading.local):  # TensorFlow 1.15
+        session = getattr(session, "session", None)
     return session
 
 
@@ -305,10 +327,27 @@ def _switch_resource_variables_on(tf):
 
     An update may overwrite a weight that the gradient, or another replica, has yet to read.
     """
-    if hasattr(tf, "enable_resource_variables"):
+    if hasattr(tf, "enable_resource_variables"):  # from 1.11
         tf.enable_resource_variables()
-        return "tf.enable_resource_variables(), since reference variables race and train wrongly"
-    return "this TensorFlow has no tf.enable_resource_variables(): weights may race"
+        call = "tf.enable_resource_variables()"
+    else:
+        _make_resource_variables(tf.Variable)
+        call = "tf.Variable() makes resource variables"
+    return call + ", since reference variables race and train wrongly"
+
+
+def _make_resource_variables(variable):
+    """Have ``tf.Variable()`` give an instance of its subclass for resource variables."""
+    from tensorflow.python.ops.resource_variable_ops import ResourceVariable
+
+    def __new__(cls, *args, **options):
+        # What a resource variable cannot be: read from a file, or of a shape not known yet.
+        others = {"variable_def", "expected_shape"} & set(options)
+        if cls is variable and len(args) < 7 and not others and options.get("validate_shape", True):
+            cls = ResourceVariable
+        return object.__new__(cls)
+
+    variable.__new__ = staticmethod(__new__)
 
 
 # A model's functions --------------------------------------------------------------------------
@@ -324,20 +363,32 @@ class _ReplicatedFunctions:
     FUNCTIONS = ("train_function", "test_function", "predict_function")
 
     def __init__(self, model, devices):
-        self.model = model
+        self.owner = model
+        self.model = _that_makes_functions(model)
         self.devices = list(devices)
         self._rewired = {}  # type: Dict[str, Any]
         self._replicas = None  # type: Optional[_Replicas]
         self._replicas_key = None  # type: Any
 
     def install(self):
-        vars(self.model)["_compat_functions"] = self
-        for function in self.FUNCTIONS:
-            vars(self.model)["_make_" + function] = self._maker(function)
+        vars(self.owner)["_compat_functions"] = self
+        if _wraps_a_model(self.owner):
+            vars(self.owner)["build"] = self._build
+        if self.model is not None:
+            for function in self.FUNCTIONS:
+                vars(self.model)["_make_" + function] = self._maker(function)
 
     def uninstall(self):
-        for name in ["_compat_functions"] + ["_make_" + name for name in self.FUNCTIONS]:
-            del vars(self.model)[name]
+        vars(self.owner).pop("build", None)
+        del vars(self.owner)["_compat_functions"]
+        for function in self.FUNCTIONS if self.model is not None else ():
+            del vars(self.model)["_make_" + function]
+
+    def _build(self, input_shape=None):
+        """What an old Sequential does to make its inner model anew, when layers were added."""
+        type(self.owner).build(self.owner, input_shape)
+        self.model = _that_makes_functions(self.owner)
+        self.install()
 
     def _maker(self, function):
         make = getattr(self.model, "_make_" + function)
@@ -406,6 +457,16 @@ def _reading_after_counting(counter):
                 read._add_control_input(write)
 
 
+def _wraps_a_model(model):
+    """Whether ``model`` is a Sequential of a Keras before 2.2: the model inside does the work."""
+    return "model" in vars(model) and any(c.__name__ == "Sequential" for c in type(model).__mro__)
+
+
+def _that_makes_functions(model):
+    """The model whose methods make the functions of ``model``; None before that is built."""
+    return vars(model)["model"] if _wraps_a_model(model) else model
+
+
 def _states(model):
     """The variables in which stateful RNNs keep a row for each row of the batch."""
     states = []
@@ -432,7 +493,9 @@ def _training_goes_on(model):
 
     Keras makes new state variables with every train function, so their values move over.
     """
-    made = [f for f in _ReplicatedFunctions.FUNCTIONS if vars(model).get(f) is not None]
+    model = _that_makes_functions(model)
+    known = vars(model) if model is not None else {}
+    made = [f for f in _ReplicatedFunctions.FUNCTIONS if known.get(f) is not None]
     state = model.optimizer.get_weights() if "train_function" in made else None
     yield
     for function in made:
@@ -469,24 +532,23 @@ class _Replicas:
         needed, consumers = _ancestors(targets, _starts(inputs))
         needed = [op for op in needed if not _is_shared(op)]
         for op in needed:
-            if op.node_def.attr["_gradient_op_type"].s.startswith(b"CustomGradient"):
+            attributes = op.node_def.attr  # before 1.8 no copy: asking for one not there adds it
+            gradient = "_gradient_op_type" in attributes and attributes["_gradient_op_type"].s
+            if gradient and gradient.startswith(b"CustomGradient"):
                 raise errors.custom_gradient(op.name)
         #: The operations that depend on the batch; what they need besides is copied, too.
         self.batch_part = _reached(_starts(inputs), consumers) - _starts(inputs)
         with self._apart():
             self.sizes = _replicas.sizes(self._rows(self.inputs[0]), len(devices))
             self.copies = [self._replica(index, needed) for index in range(len(devices))]
-        self.device_of = {
+        device_of = {
             copied: device
             for device, replica in zip(devices, self.copies)
             for copied in replica.operations.values()
         }
-        #: Their devices, those of the gradients' operations later, and of loops by name.
-        self.device_of.update(
-            (_loop_of(op).name, device)
-            for op, device in list(self.device_of.items())
-            if op.type == "Enter"
-        )
+        loops = [op for op in device_of if op.type == "Enter"]
+        device_of.update((_loop_of(op).name, device_of[op]) for op in loops)
+        self._beside = _Beside(device_of, sums=True)
 
     def _replica(self, index, needed):
         """Copy the operations ``needed`` to the device, there to compute its shard."""
@@ -504,7 +566,7 @@ class _Replicas:
             "replica_{}".format(index),
             lambda op: "" if _follows_its_input(op) else self.devices[index],
             seed=index,
-            fixed_batch=self.inputs[0].shape[:1].as_list()[0],
+            fixed_batch=self.inputs[0].get_shape()[:1].as_list()[0],
         )
 
     @contextlib.contextmanager
@@ -592,38 +654,129 @@ class _Replicas:
         weights = [tf.cast(size, parts[0].dtype) / rows for size in self.sizes]
         return tf.add_n([w * part for w, part in zip(weights, parts)], name="mean_by_rows")
 
-    # Gradients --------------------------------------------------------------------------------
-
     @contextlib.contextmanager
     def gradients_beside_forward(self):
         """Within, a gradient's operations go where the operation ran that they belong to.
 
         Keras 2 asks TensorFlow for that (``colocate_gradients_with_ops``), tf.keras does not.
         """
-
-        def beside(op):
-            return "" if _follows_its_input(op) else self._device_beside(op)
-
-        with self.graph.as_default(), self.tf.device(beside):
+        with self.graph.as_default(), self.tf.device(self._beside):
             yield
 
-    def _device_beside(self, op):
+
+# Devices --------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _placed_on(tf, device):
+    """Within, operations go to ``device``; later, their gradients' operations do."""
+    graph = tf.get_default_graph()
+    if not _gradients_follow(graph):
+        graph._apply_device_functions = _GradientsFollow(graph._apply_device_functions)
+    with tf.device(device), _variables_read_before_loops():
+        yield
+
+
+def _placed_parts(model):
+    """The devices that ``device()`` gave to parts of ``model``."""
+    inputs, outputs = getattr(model, "inputs", None), getattr(model, "outputs", None)
+    if not inputs or not outputs or not _gradients_follow(outputs[0].graph):
+        return []
+    starts = _starts(inputs)
+    _, consumers = _ancestors(outputs, starts)
+    return sorted({op.device for op in _reached(starts, consumers) - starts if op.device})
+
+
+def _gradients_follow(graph):
+    return isinstance(vars(graph).get("_apply_device_functions"), _GradientsFollow)
+
+
+class _GradientsFollow:
+    """What a graph does to give each operation its device; gradients follow from then on.
+
+    tf.keras does not ask TensorFlow to place gradients at all, and loops' counters and stacks
+    stay behind in every Keras: a loop on two devices waits at each step.
+    """
+
+    def __init__(self, apply):
+        self.apply = apply
+        self.beside = _Beside({}, sums=False)
+
+    def __call__(self, op):
+        self.apply(op)
+        if not op.device:
+            device = self.beside(op)
+            if device:
+                op._set_device(device)
+
+
+@contextlib.contextmanager
+def _variables_read_before_loops():
+    """Within, loops take the value of a variable in, instead of reading it at each step.
+
+    It is read where the variable lies. Inside a loop that is elsewhere, the read would draw with
+    it what the gradient keeps of it, and then the products (they share a stack).
+    """
+    from tensorflow.python.framework import ops
+    from tensorflow.python.ops.resource_variable_ops import ResourceVariable
+
+    variable = next(c for c in ResourceVariable.__mro__ if "value" in vars(c))
+    value = variable.value
+
+    def value_before_loops(self):
+        with ops.control_dependencies(None):  # out of all loops
+            return value(self)
+
+    variable.value = value_before_loops
+    try:
+        yield
+    finally:
+        variable.value = value
+
+
+class _Beside:
+    """Tells the device of a gradient's operation: where the operation ran that it belongs to.
+
+    Arguments:
+        device_of: devices of operations, and of loops by name, where operations have no device
+            that says so.
+        sums: whether all operations are gradients', so that those which belong to none sum up
+            gradients, of one device or of several.
+    """
+
+    def __init__(self, device_of, sums):
+        self.device_of = device_of
+        self.sums = sums
+
+    def __call__(self, op):
+        if _follows_its_input(op):
+            return ""
         forward, loop = op._original_op, _loop_of(op)
         if forward is not None:
-            device = self.device_of.get(forward, "")
+            device = self._device_of(forward)
         elif loop is not None:  # one of its counters
-            device = self.device_of.get(_forward_loop(loop).name, "")
+            device = self._device_of_loop(_forward_loop(loop))
             self.device_of[loop.name] = device
         elif op.type == "Enter":
             device = self.device_of.get(op.get_attr("frame_name").decode(), "")
-        else:  # a sum of gradients, of one replica or of several
-            devices = {self.device_of.get(tensor.op, "") for tensor in op.inputs}
+        elif self.sums:
+            devices = {self._device_of(tensor.op) for tensor in op.inputs}
             device = devices.pop() if len(devices) == 1 else ""
+        else:
+            device = ""
         if device:
             self.device_of[op] = device
             if op.type == "Enter":
                 self._place_constant_of_loop(op, device)
         return device
+
+    def _device_of(self, op):
+        return self.device_of.get(op, op.device)
+
+    def _device_of_loop(self, loop):
+        # A loop has a pivot as soon as it has a condition.
+        pivot = loop.pivot.op.device if loop.pivot is not None else ""
+        return self.device_of.get(loop.name, pivot)
 
     def _place_constant_of_loop(self, enter, device):
         """Put a loop's own constants where the loop is.
@@ -639,9 +792,15 @@ class _Replicas:
 def _loop_of(op):
     """The context of the innermost loop that ``op`` is in, or None."""
     context = op._get_control_flow_context()
-    while context is not None and not context.IsWhileContext():
+    while context is not None and not _is_loop(context):
         context = context.outer_context
     return context
+
+
+def _is_loop(context):
+    from tensorflow.python.ops.control_flow_ops import WhileContext
+
+    return isinstance(context, WhileContext)
 
 
 def _forward_loop(context):
@@ -680,7 +839,7 @@ def _ancestors(fetches, stop):
             consumers[needed].append(op)
             pending.append(needed)
         context = op._get_control_flow_context()
-        if context is not None and context.IsWhileContext():
+        if _is_loop(context):
             # A loop's gradient needs all its variables, those too whose result nobody does.
             pending.extend(tensor.op for tensor in context.loop_exits)
     return ordered, consumers
@@ -776,7 +935,11 @@ def _copy(operations, replaced, scope, device, seed=0, controls=None, fixed_batc
 
     tf = _names(tensorflow)
     graph = operations[0].graph
+    # Before 1.8 TensorFlow infers shapes as it imports, so inputs have to come first.
+    operations = sorted(operations, key=lambda op: op._id)
     copied = set(operations)
+    with graph.as_default(), graph.name_scope(scope) as prefix:
+        pass  # the scope is ours, as it was made unique
     definition = tf.GraphDef()
     definition.versions.CopyFrom(graph.graph_def_versions)
     outside = {}
@@ -795,6 +958,8 @@ def _copy(operations, replaced, scope, device, seed=0, controls=None, fixed_batc
             del node.attr["dtype"]
         if device is not None:
             node.device = ""
+        if op.type in ("Enter", "RefEnter"):  # loops with one name would run as one
+            node.attr["frame_name"].s = prefix.encode() + node.attr["frame_name"].s
         if "element_shape" in node.attr and node.attr["element_shape"].shape.dim:
             node.attr["element_shape"].shape.dim[0].size = -1  # of a loop's array: a fixed batch
         for tensor in op.inputs:
@@ -812,19 +977,21 @@ def _copy(operations, replaced, scope, device, seed=0, controls=None, fixed_batc
             node.attr["seed2"].i = (node.attr["seed2"].i + seed * 104729) % 2**31
     with graph.as_default(), tf.device(None), tf.device(device):
         results = tf.import_graph_def(
-            definition, outside, [op.name for op in operations], name=scope
+            definition, outside, [op.name for op in operations], name=prefix
         )
     copies = _Copy(dict(zip(operations, results)), replaced)
     for op, result in copies.operations.items():
         for tensor, copied in zip(op.outputs, result.outputs if op not in entering else ()):
             # Keras tells TensorFlow shapes that it does not see by itself, of RNNs for example.
             if tensor.shape.ndims is not None:
-                rows = [None if size == fixed_batch else size for size in tensor.shape.as_list()]
-                copied.set_shape(rows)
+                shape = [None if size == fixed_batch else size for size in tensor.shape.as_list()]
+                if fixed_batch and shape and shape[0] and shape[0] % fixed_batch == 0:
+                    shape[0] = None  # as many rows for each row of the batch: steps, for example
+                copied.set_shape(shape)
     if controls is not None:
         for op, other in waiting:
             copies.operations[op]._add_control_inputs(controls(other))
-    _copy_contexts(copies, results[0].name[: -len(operations[0].name)])
+    _copy_contexts(copies, prefix)
     return copies
 
 
@@ -860,7 +1027,7 @@ def _copy_contexts(copies, prefix):
             for name, value in list(vars(context).items()):
                 setattr(result, name, convert(value))
             result._name = prefix + context._name
-            if context.IsWhileContext():
+            if _is_loop(context):
                 result._grad_state = None
         return contexts[context]
 
@@ -868,9 +1035,6 @@ def _copy_contexts(copies, prefix):
         context = op._get_control_flow_context()
         if context is not None:
             copied._set_control_flow_context(context_of(context))
-        if op.type in ("Enter", "RefEnter"):  # loops with one name would run as one
-            frame = prefix + op.get_attr("frame_name").decode()
-            copied._set_attr("frame_name", tf.AttrValue(s=frame.encode()))
 
 
 backend = TensorFlow1()

@@ -1,5 +1,6 @@
 """TensorFlow 1 under keras 2.2.4, keras 2.3.1 and tf.keras: ``COMPAT_TEST_KERAS`` chooses."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -22,26 +23,34 @@ from compat.testing import (
     optimizer,
 )
 
-v1 = tf.compat.v1
+v1 = tensorflow1._names(tf)
 # Grappler fuses a product with the bias and the activation that follow.
 MATRIX_PRODUCTS = ("MatMul", "BatchMatMul", "Conv2D", "_FusedMatMul", "_FusedConv2D")
 BACKWARD_PRODUCTS = ("Conv2DBackpropInput", "Conv2DBackpropFilter")
 
 
+def function_of(model, name="train_function"):
+    """One of the three functions of a Keras model, made."""
+    model = tensorflow1._that_makes_functions(model)
+    getattr(model, "_make_" + name)()
+    return getattr(model, name)
+
+
 def record(model, inputs, targets):
     """One training step, as TensorFlow recorded it: the graphs it ran, and their statistics."""
-    model._make_train_function()
-    function = model.train_function
+    function = function_of(model)
     metadata = v1.RunMetadata()
-    function.run_options = v1.RunOptions(
-        output_partition_graphs=True, trace_level=v1.RunOptions.FULL_TRACE
-    )
-    function.run_metadata = metadata
-    function._callable_fn = None
+    options = v1.RunOptions(output_partition_graphs=True, trace_level=v1.RunOptions.FULL_TRACE)
+    if hasattr(function, "_callable_fn"):  # made once, for many runs
+        function.run_options, function.run_metadata = options, metadata
+        function._callable_fn = None
+    else:  # keras before 2.2
+        function.session_kwargs = {"options": options, "run_metadata": metadata}
     try:
         model.train_on_batch(inputs, targets)
     finally:
         function.run_options = function.run_metadata = function._callable_fn = None
+        function.session_kwargs = {}
     return metadata
 
 
@@ -54,9 +63,25 @@ def partitions(metadata):
     }
 
 
+def products(ran):
+    """Matrix products and convolutions by device, forward and backward."""
+    found = {}
+    for device, nodes in ran.items():
+        here = [n for n in nodes if n.op in MATRIX_PRODUCTS + BACKWARD_PRODUCTS]
+        backward = sum(map(is_backward, here))
+        if here:
+            found[device] = len(here) - backward, backward
+    return found
+
+
+def counts_without_order(keras):
+    """Whether Adam may read its step counter before or after the increment."""
+    return "optimizer_v2" not in keras.optimizers.Adam.__module__
+
+
 def unordered_reads(model):
     """Reads of the optimizer's step counter that may come before or after its increment."""
-    operations, _ = tensorflow1._ancestors([model.train_function.updates_op], set())
+    operations, _ = tensorflow1._ancestors([function_of(model).updates_op], set())
     counter = model.optimizer.iterations.handle
     uses = [op for op in operations if counter in list(op.inputs)]
     (write,) = [op for op in uses if op.type == "AssignAddVariableOp"]
@@ -88,9 +113,8 @@ class TestTensorFlow1(ParallelContract):
         """Adam of keras 2.2 and 2.3 repeats only with the order that ``parallelize`` gives it."""
         model = super().compiled(keras, name, optimizer_name, parallel)
         if optimizer_name == "adam":
-            if keras.__name__ == "keras" and not parallel:
+            if counts_without_order(keras) and not parallel:
                 self.order(model.optimizer)
-            model._make_train_function()
             assert not unordered_reads(model)
         return model
 
@@ -104,10 +128,9 @@ class TestTensorFlow1(ParallelContract):
         optimizer.get_updates = get_updates_in_order
 
     def test_nothing_orders_the_step_counter_of_plain_adam(self, keras):
-        """In keras 2 the plain model does not repeat; tf.keras has an order."""
+        """In keras 2 the plain model does not repeat; tf.keras has an order from 1.14 on."""
         model = super().compiled(keras, "dense", "adam")
-        model._make_train_function()
-        assert bool(unordered_reads(model)) == (keras.__name__ == "keras")
+        assert bool(unordered_reads(model)) == counts_without_order(keras)
 
     def test_reading_the_step_counter_does_not_count(self, keras):
         model = self.compiled(keras, "dense", "adam", parallel=True)
@@ -117,13 +140,7 @@ class TestTensorFlow1(ParallelContract):
         assert counts == [1, 1, 1]
 
     def placement(self, model, inputs, targets):
-        found = {}
-        for device, nodes in partitions(record(model, inputs, targets)).items():
-            products = [n for n in nodes if n.op in MATRIX_PRODUCTS + BACKWARD_PRODUCTS]
-            backward = sum(map(is_backward, products))
-            if products:
-                found[device] = len(products) - backward, backward
-        return found
+        return products(partitions(record(model, inputs, targets)))
 
     def shard_sizes(self, model, inputs, targets):
         rows = {}
@@ -290,9 +307,13 @@ class TestTensorFlow1(ParallelContract):
         models = []
         for parallel in (False, True):
             layers = keras.layers
-            model = keras.models.Sequential([layers.Dense(6, activation="tanh"), layers.Dense(4)])
+            model = keras.models.Sequential()
             if parallel:
                 assert compat.parallelize(model) is model
+            # Before Keras 2.2 a first layer must know its input.
+            shape = {"input_shape": (8,)} if tensorflow1._wraps_a_model(model) else {}
+            model.add(layers.Dense(6, activation="tanh", **shape))
+            model.add(layers.Dense(4))
             model.compile(optimizer(keras, "sgd"), "mse")
             model.train_on_batch(inputs[:2], targets[:2])
             initialise(model)
@@ -312,7 +333,7 @@ class TestTensorFlow1(ParallelContract):
 
         inputs, targets = CASES["dense"].data(13)
         inputs = sparse.csr_matrix(inputs)
-        if keras.__name__ == "keras" and keras.__version__.startswith("2.2"):
+        if keras.__name__ == "keras" and not keras.__version__.startswith("2.3"):
             self.train_both(keras, build, "mse", inputs, targets, batch=13)
         else:
             with pytest.raises(ValueError):  # on one device, neither
@@ -324,6 +345,79 @@ class TestTensorFlow1(ParallelContract):
         outer = keras.models.Model(inputs, inner(inputs))
         batch, _ = CASES["dense"].data(13)
         self.close([inner.predict(batch)], [outer.predict(batch)], 1e-6)
+
+    # Parts of a model on devices of their own --------------------------------------------------
+
+    @pytest.mark.row("device()")
+    def test_siamese_model_of_keras_faq(self, keras, siamese):
+        """One LSTM encodes two sequences on two devices; merged and classified on a third."""
+        inputs, targets = siamese_data()
+        plain = siamese(None, None, None)
+        model = siamese(0, 1, 2)
+        for each in (plain, model):
+            each.fit(inputs, targets, batch_size=16, epochs=3, shuffle=False, verbose=0)
+        self.close(plain.get_weights(), model.get_weights(), 1e-6)
+        self.close([plain.predict(inputs)], [model.predict(inputs)], 1e-6)
+        devices = compat.configure_gpu(simulate=DEVICES).devices
+        ran = partitions(record(model, inputs, targets))
+        placement = products(ran)
+        assert placement[devices[0]] == placement[devices[1]]
+        assert placement[devices[0]][0] >= 2 and placement[devices[0]][1] >= 3
+        assert placement[devices[2]] == (1, 2)
+        # No loop lies on two devices: it would wait for the other one at each step.
+        loops = [
+            (node.attr["frame_name"].s, device)
+            for device, nodes in ran.items()
+            for node in nodes
+            if node.op == "Enter"
+        ]
+        assert len(set(loops)) == len({name for name, _ in loops}) == 4
+
+    @pytest.mark.row("device()")
+    def test_merged_on_the_cpu(self, siamese):
+        """The host is the first device here: what the CPU does is no branch's part."""
+        inputs, targets = siamese_data()
+        model = siamese(1, 2, "cpu")
+        placement = products(partitions(record(model, inputs, targets)))
+        first, second = (compat.configure_gpu(simulate=DEVICES).devices[i] for i in (1, 2))
+        assert placement[first] == placement[second]
+        assert placement["/device:CPU:0"] == (1, 2)
+
+    @pytest.mark.row("device()")
+    def test_parallelized_it_runs_whole_on_each_device(self, keras, siamese):
+        inputs, targets = siamese_data()
+        plain, model = siamese(None, None, None), siamese(0, 1, 2)
+        devices = compat.configure_gpu(simulate=DEVICES).devices
+        with pytest.warns(compat.CompatWarning) as warned:
+            compat.parallelize(model, gpus=2)
+        assert str(warned[0].message) == errors.parts_placed(model.name, devices, devices[:2])
+        for each in (plain, model):
+            each.fit(inputs, targets, batch_size=16, epochs=1, shuffle=False, verbose=0)
+        self.close(plain.get_weights(), model.get_weights(), 1e-6)
+        placement = products(partitions(record(model, inputs, targets)))
+        assert sorted(placement) == devices[:2]
+        assert len(set(placement.values())) == 1
+        compat.parallelize(model, gpus=1)
+        assert sorted(products(partitions(record(model, inputs, targets)))) == devices
+
+    @pytest.fixture
+    def siamese(self, keras):
+        def build(first, second, third):
+            layers = keras.layers
+            left, right = layers.Input(shape=(4, 3)), layers.Input(shape=(4, 3))
+            lstm = layers.LSTM(5)
+            with placed(first):
+                encoded_left = lstm(left)
+            with placed(second):
+                encoded_right = lstm(right)
+            with placed(third):
+                merged = layers.concatenate([encoded_left, encoded_right])
+                outputs = layers.Dense(1, activation="sigmoid")(merged)
+            model = initialise(keras.models.Model([left, right], outputs))
+            model.compile(optimizer(keras, "sgd"), "binary_crossentropy")
+            return model
+
+        return build
 
     # Never silent -----------------------------------------------------------------------------
 
@@ -337,6 +431,9 @@ class TestTensorFlow1(ParallelContract):
         assert set(vars(model)) == set(before)
 
     def test_custom_gradient_is_refused(self, keras):
+        if not hasattr(tf, "custom_gradient"):
+            return  # it came with TensorFlow 1.7
+
         @tf.custom_gradient
         def twice(x):
             return 2 * x, lambda gradient: 2 * gradient
@@ -350,16 +447,39 @@ class TestTensorFlow1(ParallelContract):
             model.train_on_batch(*CASES["dense"].data(13))
 
     def test_reference_variables_are_warned_of(self, keras):
-        v1.disable_resource_variables()
-        try:
+        with reference_variables():
             model = self.build(keras, "dense")
-        finally:
-            v1.enable_resource_variables()
         if not model.weights[0].dtype._is_ref_dtype:
             return  # keras 2.3 and tf.keras make resource variables in any case
         with pytest.warns(compat.CompatWarning) as warned:
             compat.parallelize(model)
         assert str(warned[0].message) == errors.reference_variables(model.name)
+
+
+def placed(which):
+    """The scope of ``compat.device()``, or none."""
+    return contextlib.suppress() if which is None else compat.device(which)
+
+
+def siamese_data():
+    random = np.random.RandomState(2)
+    left, right = random.normal(size=(2, 32, 4, 3)).astype("float32")
+    return [left, right], random.randint(2, size=(32, 1)).astype("float32")
+
+
+@contextlib.contextmanager
+def reference_variables():
+    """Within, variables are what they were before ``configure_gpu()``."""
+    switch = getattr(v1, "disable_resource_variables", None)
+    if switch is not None:
+        switch()
+        yield
+        v1.enable_resource_variables()
+    else:
+        resources = tf.Variable.__new__
+        tf.Variable.__new__ = lambda cls, *_, **__: object.__new__(cls)
+        yield
+        tf.Variable.__new__ = resources
 
 
 def step_by_numpy(weights, inputs, targets, rate):
@@ -377,11 +497,10 @@ def step_by_numpy(weights, inputs, targets, rate):
 
 def whole_outputs(keras, model, inputs, training=False):
     """What the model's predict function gives for a batch, in training mode if asked."""
-    model._make_predict_function()
     K = keras.backend
     phase = getattr(K, "symbolic_learning_phase", K.learning_phase)()
     feed = {model.inputs[0]: inputs, phase: training}
-    return K.get_session().run(model.predict_function.outputs[0], feed)
+    return K.get_session().run(function_of(model, "predict_function").outputs[0], feed)
 
 
 def reset_momentum(model):
@@ -420,25 +539,27 @@ def test_one_configuration_lies_under_every_session():
         )
         print(report)
         keras = keras_under_test()
-        import tensorflow as tf
+        from compat._backends import tensorflow1
+        import tensorflow
+        tf = tensorflow1._names(tensorflow)
 
         def seen(session):
             cpus = [d.name for d in session.list_devices() if d.device_type == "CPU"]
-            config = session._config
+            config = session._config or tf.ConfigProto()
             return len(cpus), config.intra_op_parallelism_threads, config.allow_soft_placement
 
         assert seen(keras.backend.get_session()) == (4, 2, True)
         keras.backend.clear_session()
         assert seen(keras.backend.get_session()) == (4, 2, True)
-        with tf.compat.v1.Session() as session:
+        with tf.Session() as session:
             assert seen(session) == (4, 2, True)
-        own = tf.compat.v1.ConfigProto(device_count={"CPU": 2}, log_device_placement=True)
-        with tf.compat.v1.Session(config=own) as session:
+        own = tf.ConfigProto(device_count={"CPU": 2}, log_device_placement=True)
+        with tf.Session(config=own) as session:
             assert seen(session) == (2, 2, True)
             assert session._config.log_device_placement
             assert own.intra_op_parallelism_threads == 0  # the user's own is not changed
         try:
-            tf.compat.v1.Session(config="wrong")
+            tf.Session(config="wrong")
         except TypeError as error:
             assert "ConfigProto" in str(error), error
         assert isinstance(keras.backend.variable(1.0).handle, tf.Tensor)
@@ -446,17 +567,18 @@ def test_one_configuration_lies_under_every_session():
             simulate=3, backend="tensorflow1", intra_op_parallelism_threads=2,
             device_count={"CPU": 4},
         ) is report
-        constructor = tf.compat.v1.Session.__bases__[0].__init__
-        from compat._backends import tensorflow1
+        constructor = tf.Session.__bases__[0].__init__
         tensorflow1._lay_under_every_session(None)
-        assert tf.compat.v1.Session.__bases__[0].__init__ is not constructor
-        with tf.compat.v1.Session() as session:
+        assert tf.Session.__bases__[0].__init__ is not constructor
+        with tf.Session() as session:
             assert seen(session) == (1, 0, False)
         """
     )
     assert "/device:CPU:0, /device:CPU:1, /device:CPU:2" in printed
     assert "every session, of Keras and others: ConfigProto" in printed
-    assert "tf.enable_resource_variables(), since reference variables race" in printed
+    assert "resource_variables(), since reference" in printed.replace(
+        "tf.Variable() makes resource variables", "resource_variables()"  # before 1.11
+    )
 
 
 def test_too_late_when_the_session_of_keras_has_variables():
