@@ -3,6 +3,7 @@
 import threading
 
 from .. import _replicas, errors
+from ._mxnet_statistics import unite
 
 _running = threading.local()  # .replicas: whether a replica runs, whose parts must not split again
 
@@ -106,8 +107,7 @@ class Replicas:
     def _unite_statistics(self):
         """Give all contexts one set of running statistics.
 
-        The backward pass writes them, which comes after ``forward``, and unbeknown to MXNet's
-        engine, so that only waiting for everything lets them be read.
+        At the next use, since the backward pass writes them, which comes after ``forward``.
         """
         import mxnet as mx
 
@@ -118,26 +118,10 @@ class Replicas:
             for parameter in _parameters(self.block)
             if not parameter._differentiable and parameter._data is not None
         ]
-        if statistics:
-            mx.nd.waitall()
-        sizes = _replicas.sizes(self._rows, len(self.contexts))
         with mx.autograd.pause():
-            for arrays in statistics:
-                unite(arrays, sizes)
+            unite(statistics, _replicas.sizes(self._rows, len(self.contexts)))
         if not mx.autograd.is_recording():
             self._rows = None
-
-
-def unite(arrays, sizes):
-    """Set a replica's array each to their mean, weighted by shard size; equal ones exactly."""
-    first = arrays[0]
-    step = sum(
-        (array.as_in_context(first.context) - first) * (float(size) / sum(sizes))
-        for array, size in zip(arrays, sizes)
-    )
-    first += step
-    for array in arrays[1:]:
-        first.copyto(array)
 
 
 # Parameters and trainers ----------------------------------------------------------------------

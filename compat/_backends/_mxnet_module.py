@@ -7,7 +7,7 @@ of a batch is refused, since each shard would divide by its own.
 """
 
 from .. import _replicas, errors
-from ._mxnet_gluon import unite
+from ._mxnet_statistics import unite
 
 
 def parallelize(module, contexts):
@@ -127,12 +127,7 @@ class _Group:
             for array, size in zip(arrays, sizes):
                 if array is not None and not size and self.grad_req[name] == "write":
                     array[:] = 0
-        if self.aux_arrays:
-            import mxnet as mx
-
-            mx.nd.waitall()  # the engine does not know that the backward pass writes them
-        for arrays in self.aux_arrays:
-            unite(arrays, sizes)
+        unite(self.aux_arrays, sizes)
 
     def get_outputs(self, merge_multi_context=True, begin=0, end=None):
         get = super(_Group, self).get_outputs

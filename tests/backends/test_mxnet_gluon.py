@@ -354,6 +354,36 @@ def test_dropout_masks_differ_between_replicas(mx):
         assert 0.4 < (masks[first] == masks[second]).mean() < 0.6
 
 
+def test_arrays_of_mxnets_numpy(mx):
+    """``mx.np`` came with MXNet 1.6; it may hold for the whole process, so it is switched off."""
+    if not hasattr(mx, "np"):
+        assert mx.__version__ < "1.6"
+        return
+    results = []
+    mx.npx.set_np()
+    try:
+        for parallel in (False, True):
+            net = compat.parallelize(dense(mx), gpus=3 if parallel else 1)
+            net.initialize()
+            net(mx.np.ones((1, 8)))
+            for seed, parameter in enumerate(net.collect_params().values()):
+                values = np.random.RandomState(seed).normal(size=parameter.shape) * 0.3
+                parameter.set_data(mx.np.array(values, dtype="float32"))
+            steps = trainer(mx, net)
+            for rows in BATCHES:
+                inputs = mx.np.array(data(rows)[0])
+                with mx.autograd.record():
+                    out = net(inputs)
+                    loss = (out**2).sum()
+                assert isinstance(out, mx.np.ndarray) and out.shape == (rows, 4)
+                loss.backward()
+                steps.step(rows)
+            results.append(weights(net))
+    finally:
+        mx.npx.reset_np()
+    assert difference(*results) < 1e-5
+
+
 # One device, parts of others, what cannot be ------------------------------------------------------
 
 
