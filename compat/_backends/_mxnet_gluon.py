@@ -213,8 +213,8 @@ def _arrays(values):
     for value in values:
         if isinstance(value, mx.nd.NDArray):
             yield value
-        elif isinstance(value, (list, tuple)):
-            for array in _arrays(value):
+        elif isinstance(value, (list, tuple, dict)):
+            for array in _arrays(value.values() if isinstance(value, dict) else value):
                 yield array
 
 
@@ -224,11 +224,17 @@ def _shard(value, rows, bounds, context):
 
     if isinstance(value, (list, tuple)):
         return type(value)([_shard(each, rows, bounds, context) for each in value])
+    if isinstance(value, dict):
+        return {key: _shard(each, rows, bounds, context) for key, each in value.items()}
     if not isinstance(value, mx.nd.NDArray):
         return value
     if value.shape and value.shape[0] == rows:
         value = value[bounds[0] : bounds[1]]
-    return value.as_in_context(context)
+    return _on(context, value)
+
+
+def _on(context, array):
+    return getattr(array, "as_in_ctx", array.as_in_context)(context)  # mx.np has the short one
 
 
 def _gather(results, sizes, context):
@@ -238,12 +244,16 @@ def _gather(results, sizes, context):
     first = results[0]
     if isinstance(first, (list, tuple)):
         return type(first)([_gather(parts, sizes, context) for parts in zip(*results)])
+    if isinstance(first, dict):
+        return {key: _gather([r[key] for r in results], sizes, context) for key in first}
     if not isinstance(first, mx.nd.NDArray):
+        if any(result != first for result in results):
+            raise errors.no_rows_in_result(results, sizes)
         return first
     if any(r.shape[:1] != (max(size, 1),) for r, size in zip(results, sizes)):
         raise errors.no_rows_in_result([r.shape for r in results], sizes)
     module = mx.np if hasattr(mx, "np") and isinstance(first, mx.np.ndarray) else mx.nd
-    arrays = [result.as_in_context(context) for result in results]
+    arrays = [_on(context, result) for result in results]
     if len(arrays) > 1:
         arrays = [
             mx.np.concatenate(arrays) if module is not mx.nd else mx.nd.concat(*arrays, dim=0)

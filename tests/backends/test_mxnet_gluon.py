@@ -167,17 +167,19 @@ def test_shards_are_those_of_every_backend(mx, rows):
     seen = []
 
     class Watched(mx.gluon.Block):
-        def forward(self, x, whole):
+        def forward(self, x, more):
+            whole = more["whole"]
             seen.append((str(x.context), x.shape[0], str(whole.context), whole.shape))
-            return {"dict": None}.get("none"), [x * 2, (x + whole.sum(),)], 3
+            return None, [x * 2, {"more": (x + whole.sum(),)}], 3
 
     net = compat.parallelize(Watched())
     inputs, whole = mx.nd.array(data(rows)[0]), mx.nd.ones((7, 9))
     for recording in (False, True):
         del seen[:]
         with mx.autograd.record() if recording else mx.autograd.pause():
-            nothing, (twice, (more,)), three = net(inputs, whole)
+            nothing, (twice, named), three = net(inputs, {"whole": whole})
         assert nothing is None and three == 3
+        (more,) = named["more"]
         assert (twice.asnumpy() == inputs.asnumpy() * 2).all()
         assert (more.asnumpy() == inputs.asnumpy() + 63).all()
         assert str(twice.context) == "cpu(0)"
@@ -434,9 +436,16 @@ def test_result_without_rows_is_refused(mx):
         def hybrid_forward(self, F, x):
             return F.mean(x)
 
+    class Number(mx.gluon.Block):
+        def forward(self, x):
+            return float(x.sum().asscalar())
+
+    inputs = mx.nd.array(data(61)[0])
+    with pytest.raises(compat.UnsupportedError, match="a row for each of the batch"):
+        compat.parallelize(Number())(inputs)
     net = compat.parallelize(Mean())
     with pytest.raises(compat.UnsupportedError) as error:
-        net(mx.nd.array(data(61)[0]))
+        net(inputs)
     assert str(error.value) == str(errors.no_rows_in_result([(1,)] * 3, [20, 20, 21]))
 
 
