@@ -190,7 +190,6 @@ class TensorFlow1(Backend):
                 _ReplicatedFunctions(model, devices).install()
         return model
 
-
     # Devices of parts of a model --------------------------------------------------------------
 
     def device(self, device: str) -> "ContextManager[Any]":
@@ -314,7 +313,10 @@ def _session_of(keras):
     if hasattr(keras.backend, "tensorflow_backend"):
         module = keras.backend.tensorflow_backend
     else:
-        packages = ("tensorflow.python.keras._impl.keras.backend", "tensorflow.python.keras.backend")
+        packages = (
+            "tensorflow.python.keras._impl.keras.backend",
+            "tensorflow.python.keras.backend",
+        )
         module = next(sys.modules[name] for name in packages if name in sys.modules)
     session = getattr(module, "_SESSION", None)  # keras 2.3 has none of its own
     if isinstance(session, threading.local):  # TensorFlow 1.15
