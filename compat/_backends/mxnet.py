@@ -444,7 +444,8 @@ def _take_to(updater, context):
     updater.states = {
         index: updater.sync_state_context(state, context) for index, state in updater.states.items()
     }
-    updater.states_synced = dict.fromkeys(updater.states, True)
+    # If a weight was placed elsewhere, the updater takes its state there.
+    updater.states_synced = dict.fromkeys(updater.states, False)
     optimizer._compat_states = updater.states
     # Steps are counted per device id: Adam would begin anew on another one.
     optimizer._all_index_update_counts[context.device_id] = dict(optimizer._index_update_count)

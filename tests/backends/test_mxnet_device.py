@@ -148,12 +148,28 @@ class TestDevice:
         with pytest.raises(compat.UnsupportedError) as error:
             compat.parallelize(model)
         assert str(error.value) == str(errors.device_with_replicas(model.name))
+
+    @pytest.mark.parametrize("name", ["sgd", "adam"])
+    def test_what_was_built_outside_moves_alone(self, keras, name):
+        """With the optimizer's state, each beside its weight."""
         inputs, targets = data(16)
-        assert compat.parallelize(model, gpus=[2]) is model
-        model.train_on_batch(inputs, targets)
-        # The parts stay; what was built outside of device() goes along.
+        plain, model = [
+            compiled(keras, tweets(keras, device, unroll=True), name)
+            for device in (anywhere, compat.device)
+        ]
+        for devices in ([0], [2], [2]):
+            assert compat.parallelize(model, gpus=devices) is model
+            for each in (plain, model):
+                each.fit(inputs, targets, epochs=2, verbose=0)
+        assert largest_difference(plain.get_weights(), model.get_weights()) < 1e-5
         (executor,) = executors(model)
         assert {str(array.context) for array in executor.arg_dict.values()} == {"cpu(1)", "cpu(2)"}
+        updater = model._module._curr_module._updater
+        names = model._module._curr_module._exec_group.param_names
+        assert len(updater.states) == 5
+        for number, state in updater.states.items():
+            arrays = state if isinstance(state, tuple) else [state]
+            assert {a.context for a in arrays} == {executor.arg_dict[names[number]].context}
 
     def test_arrays_and_parameters_of_gluon(self, keras):
         import mxnet as mx
