@@ -1,5 +1,6 @@
 """The one module that knows the Kerases apart: keras 2, keras-mxnet, tf.keras and Keras 3."""
 
+import contextlib
 import os
 import sys
 
@@ -48,6 +49,111 @@ def identity(keras, name):
         # There any layer that returns its input itself fails: K.identity() evaluates it.
         return keras.layers.LeakyReLU(1.0, name=name)
     return keras.layers.Activation("linear", name=name)
+
+
+def undivided(model):
+    """Why the batches of a model of tf.keras or Keras 3 cannot be split, as a phrase, or None."""
+    recurrent = keras_of(model).layers.RNN
+    for layer in model._flatten_layers():
+        if isinstance(layer, recurrent) and getattr(layer, "stateful", False):
+            return "its layer {!r} is stateful".format(layer.name)
+    for tensor in getattr(model, "inputs", None) or ():
+        if tensor.shape.ndims if hasattr(tensor.shape, "ndims") else len(tensor.shape):
+            if tensor.shape[0] is not None:
+                return "its batch size is fixed to {}".format(tensor.shape[0])
+    return None
+
+
+def warn_not_divided(model, reason, device):
+    _warn(errors.not_divided(model.name, reason, device))
+
+
+def warn_of_distribution(model):
+    """Say that Keras 3's own distribution does nothing; on JAX alone it does something."""
+    keras = keras_of(model)
+    distribution = getattr(getattr(keras, "distribution", None), "distribution", None)
+    if distribution is not None and distribution() is not None:
+        _warn(errors.keras_distribution_does_nothing(keras.backend.backend()))
+
+
+def _warn(text):
+    import warnings
+
+    # At the caller of compat.parallelize(), which called a backend, which called this module.
+    warnings.warn(text, errors.CompatWarning, stacklevel=5)
+
+
+def compiled_with(model):
+    """The arguments of Keras 3's ``compile``."""
+    return getattr(getattr(model, "_compile_config", None), "config", None) or {}
+
+
+def in_stateless_scope(keras):
+    """Whether somebody calls a Keras 3 model as a pure function: then they hold its state."""
+    if not hasattr(keras, "StatelessScope"):
+        return False
+    with keras.StatelessScope(initialize_variables=False) as scope:
+        return scope.original_scope is not None
+
+
+class StatelessReplicas:
+    """Losses and state of a Keras 3 model's replicas: a stateless scope keeps them from being set.
+
+    State (moving averages) starts from the same value in each replica, and is set once, to the
+    mean weighted by the replicas' shares of the batch; integers (random seeds) go from replica to
+    replica instead, so that dropout masks are independent.
+
+    ``mean(values, shares)`` gives that mean; ``shares`` are what ``finish`` is handed.
+    """
+
+    def __init__(self, keras, model, mean):
+        self.keras = keras
+        self.model = model
+        self.mean = mean
+        self.variables = {}  # those that were set, by id
+        self.updates = []  # for each replica, id of variable -> its value
+
+    def prepare(self, call, args, kwargs):
+        """Keras has built the model before ``call``."""
+
+    @contextlib.contextmanager
+    def replica(self, values=()):
+        """The scope of one replica, which yields a list: the losses added within it.
+
+        Arguments:
+            values: pairs of a variable and the value it has for this replica.
+        """
+        variables = self.variables
+
+        class Scope(self.keras.StatelessScope):
+            def add_update(self, update):
+                variables[id(update[0])] = update[0]
+                super().add_update(update)
+
+        last = self.updates[-1] if self.updates else {}
+        carried = [
+            (variable, last[key])
+            for key, variable in variables.items()
+            if key in last and not _is_float(variable)
+        ]
+        scope = Scope(list(values) + carried, collect_losses=True)
+        with scope:
+            yield scope.losses
+        self.updates.append(scope.state_mapping)
+
+    def finish(self, shares):
+        """Set the state, once."""
+        for key, variable in self.variables.items():
+            values = [update.get(key, variable.value) for update in self.updates]
+            variable.assign(self.mean(values, shares) if _is_float(variable) else values[-1])
+
+    def add_loss(self, place, loss):
+        # The base class's method: functional models refuse their own.
+        self.keras.Layer.add_loss(self.model, loss)
+
+
+def _is_float(variable):
+    return "float" in str(variable.dtype)
 
 
 def set_floatx(floatx, backend):

@@ -503,6 +503,18 @@ def no_memory_size(framework, memory):
     )
 
 
+# Keras 3 --------------------------------------------------------------------------------------
+
+
+def keras_distribution_does_nothing(framework):
+    """The text of a warning."""
+    return (
+        "A keras.distribution is set: on {} Keras accepts it and does nothing with it. Remove "
+        "keras.distribution.set_distribution(); parallelize() splits the batches by "
+        "itself.".format(framework)
+    )
+
+
 # TensorFlow 2 ---------------------------------------------------------------------------------
 
 
@@ -677,4 +689,21 @@ def reference_variables(model):
         "The weights of {} are reference variables, which TensorFlow may overwrite while a "
         "replica still reads them: training goes wrong now and then. Call configure_gpu() before "
         "the model is built; it switches resource variables on.".format(model)
+    )
+
+
+# torch ----------------------------------------------------------------------------------------
+
+
+def keras_torch_device_overruled(said, devices):
+    """The text of a warning."""
+    return "KERAS_TORCH_DEVICE says {}, but configure_gpu() chose {}.".format(said, devices)
+
+
+def several_devices_in_torch_compile():
+    return unsupported(
+        "torch",
+        "run a model on several devices under jit_compile=True: torch.compile() makes one program "
+        "for one device",
+        "Compile the model with jit_compile=False.",
     )

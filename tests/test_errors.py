@@ -580,6 +580,26 @@ TEXTS = [
         "user's, Input(tensor=...), whose rows cannot be split. Give the model an "
         "Input(shape=...) and feed it.",
     ),
+    (
+        errors.keras_distribution_does_nothing,
+        ("torch",),
+        None,
+        "A keras.distribution is set: on torch Keras accepts it and does nothing with it. Remove "
+        "keras.distribution.set_distribution(); parallelize() splits the batches by itself.",
+    ),
+    (
+        errors.keras_torch_device_overruled,
+        ("cpu", "GPU 0"),
+        None,
+        "KERAS_TORCH_DEVICE says cpu, but configure_gpu() chose GPU 0.",
+    ),
+    (
+        errors.several_devices_in_torch_compile,
+        (),
+        errors.UnsupportedError,
+        "torch cannot run a model on several devices under jit_compile=True: torch.compile() makes "
+        "one program for one device. Compile the model with jit_compile=False.",
+    ),
 ]
 
 

@@ -135,15 +135,11 @@ class TensorFlow2(Backend):
         tf = self.import_framework()
         _check(tf, model)
         replicated = list(devices) != self.devices()[:1]
-        reason = _undivided(model) if replicated else None
+        if replicated:
+            _keras.warn_of_distribution(model)
+        reason = _keras.undivided(model) if replicated else None
         if reason:
-            import warnings
-
-            warnings.warn(
-                errors.not_divided(model.name, reason, self.devices()[0]),
-                errors.CompatWarning,
-                stacklevel=3,  # the caller of compat.parallelize()
-            )
+            _keras.warn_not_divided(model, reason, self.devices()[0])
         before = _replicated_call(model)
         if before is not None:
             before.remove(model)
@@ -265,26 +261,11 @@ def _check(tf, model):
             "run a model of keras {} on several devices".format(keras.__version__),
             "Use tf.keras, or Keras 3.",
         )
-    if getattr(model, "_jit_compile", None) and _compiled_with(model).get("jit_compile") != "auto":
+    if (
+        getattr(model, "_jit_compile", None)
+        and _keras.compiled_with(model).get("jit_compile") != "auto"
+    ):
         raise errors.several_devices_in_xla()
-
-
-def _compiled_with(model):
-    """The arguments of Keras 3's ``compile``."""
-    return getattr(getattr(model, "_compile_config", None), "config", None) or {}
-
-
-def _undivided(model):
-    """Why a model's batches cannot be split, as a phrase, or None."""
-    recurrent = _keras.keras_of(model).layers.RNN
-    for layer in model._flatten_layers():
-        if isinstance(layer, recurrent) and getattr(layer, "stateful", False):
-            return "its layer {!r} is stateful".format(layer.name)
-    for tensor in getattr(model, "inputs", None) or ():
-        if tensor.shape.ndims if hasattr(tensor.shape, "ndims") else len(tensor.shape):
-            if tensor.shape[0] is not None:
-                return "its batch size is fixed to {}".format(tensor.shape[0])
-    return None
 
 
 def _forget_compiled_steps(model):
@@ -292,7 +273,7 @@ def _forget_compiled_steps(model):
 
     The optimizer and its state stay.
     """
-    if _compiled_with(model).get("jit_compile") == "auto":
+    if _keras.compiled_with(model).get("jit_compile") == "auto":
         model._jit_compile = None  # Keras 3 asks again whether the model supports XLA
     for name in ("train_function", "train_tf_function", "test_function", "predict_function"):
         if hasattr(model, name):
@@ -400,7 +381,7 @@ def _only_traced(tf, model):
             return True
         graph = getattr(graph, "outer_graph", None)
     # A Keras 3 model as a pure function: the caller's scope holds its state.
-    return _in_stateless_scope(_keras.keras_of(model))
+    return _keras.in_stateless_scope(_keras.keras_of(model))
 
 
 class Replica:
@@ -598,61 +579,13 @@ def _logits(tf, output):
 
 def _state_of(tf, model):
     keras = _keras.keras_of(model)
-    return Keras3State(keras, model) if hasattr(keras, "StatelessScope") else Keras2State(tf, model)
-
-
-def _in_stateless_scope(keras):
     if not hasattr(keras, "StatelessScope"):
-        return False
-    with keras.StatelessScope(initialize_variables=False) as scope:
-        return scope.original_scope is not None
+        return Keras2State(tf, model)
 
+    def mean(values, shares):
+        return _mean(tf, [tf.convert_to_tensor(value) for value in values], shares)
 
-class Keras3State:
-    """Losses and state of Keras 3's layers: a stateless scope keeps them from being set."""
-
-    def __init__(self, keras, model):
-        self.keras = keras
-        self.model = model
-        self.variables = {}
-        self.updates = []  # for each replica, id of variable -> its new value
-
-    def prepare(self, call, args, kwargs):
-        """Keras has built the model before ``call``."""
-
-    @contextlib.contextmanager
-    def replica(self):
-        variables = self.variables
-
-        class Scope(self.keras.StatelessScope):
-            def add_update(self, update):
-                variables[id(update[0])] = update[0]
-                super().add_update(update)
-
-        carried = [
-            (variables[key], value)
-            for key, value in (self.updates[-1] if self.updates else {}).items()
-            if not _is_float(variables[key])
-        ]
-        scope = Scope(carried, collect_losses=True)
-        with scope:
-            yield scope.losses
-        self.updates.append(scope.state_mapping)
-
-    def finish(self, shares):
-        tf = sys.modules["tensorflow"]
-        for key, variable in self.variables.items():
-            values = [update.get(key, variable.value) for update in self.updates]
-            values = [tf.convert_to_tensor(value) for value in values]
-            variable.assign(_mean(tf, values, shares) if _is_float(variable) else values[-1])
-
-    def add_loss(self, place, loss):
-        # The base class's method: functional models refuse their own.
-        self.keras.Layer.add_loss(self.model, loss)
-
-
-def _is_float(variable):
-    return "float" in str(variable.dtype)
+    return _keras.StatelessReplicas(keras, model, mean)
 
 
 class Keras2State:
