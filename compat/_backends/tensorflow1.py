@@ -31,7 +31,7 @@ from ..backend import Backend
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, ContextManager, Dict, List, Optional, Sequence
+    from typing import Any, ContextManager, List, Optional, Sequence
 
     from .._settings import Settings
 

@@ -523,7 +523,7 @@ def subclassed(keras):
 
 def placed(which):
     """The scope of ``compat.device()``, or none."""
-    return contextlib.suppress() if which is None else compat.device(which)
+    return contextlib.ExitStack() if which is None else compat.device(which)
 
 
 def siamese_data():
