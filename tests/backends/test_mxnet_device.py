@@ -178,7 +178,13 @@ class TestDevice:
             net = mx.gluon.nn.Dense(3, in_units=4)
             net.initialize()
             inputs = mx.nd.ones((5, 4))
-        assert str(inputs.context) == str(net(inputs).context) == "cpu(2)"
+            net.hybridize()
+            with mx.autograd.record():
+                out = net(inputs)
+            out.backward()
+        assert str(inputs.context) == str(out.context) == "cpu(2)"
+        assert str(net.weight.grad().context) == "cpu(2)"
+        assert (net.weight.grad().asnumpy() == 5).all()
         assert str(net.weight.data().context) == "cpu(2)"
         assert str(mx.nd.ones(1).context) == "cpu(0)"
 
