@@ -208,6 +208,10 @@ class Replicated:
         if self.hidden is not None:
             model.__dict__[self.__name__] = self.hidden
 
+    def most_replicas(self, model, rows):
+        """How many replicas a batch of so many rows can be split over."""
+        return len(self.devices)
+
     def plain(self, model):
         """The method that this one hides."""
         return self.hidden or types.MethodType(getattr(type(model), self.__name__), model)
@@ -219,10 +223,12 @@ class Replicated:
         batch = next(filter(_has_rows, tree.tree_leaves((args, kwargs))), None)
         if batch is None or getattr(_running, "now", False) or self.is_only_traced(model, batch):
             return self.plain(model)(*args, **kwargs)
-        rows, count = batch.shape[0], len(self.devices)
+        rows = batch.shape[0]
+        devices = self.devices[: self.most_replicas(model, rows)]
+        count = len(devices)
         sizes, results = _replicas.sizes(rows, count), []
         state = self.state(model)
-        for index, name in enumerate(self.devices):
+        for index, name in enumerate(devices):
             # On the CPU "cpu:1" is a name only.
             device = torch.device(name if name.startswith("cuda") else "cpu")
             start, stop = _replicas.run_bounds(rows, count, index)
@@ -354,6 +360,12 @@ class ReplicatedForward(Replicated):
 
     def is_only_traced(self, model, batch):
         return batch.is_meta or sys.modules["torch"].jit.is_tracing()
+
+    def most_replicas(self, model, rows):
+        """In training torch's batch normalization refuses a batch of one row."""
+        kind = sys.modules["torch"].nn.modules.batchnorm._BatchNorm
+        normalised = any(isinstance(part, kind) and part.training for part in model.modules())
+        return max(1, rows // 2) if normalised else len(self.devices)
 
     def home(self, model, batch):
         """Where the module's weights lie, as the plain module's outputs would."""

@@ -1,11 +1,18 @@
 """torch: Keras 3 on it, its own modules, and what is special to it."""
 
 import collections
+import copy
+import io
 
-from compat.testing import ParallelContract
+import numpy as np
+import pytest
+
+import compat
+from compat.testing import CASES, DEVICES, ParallelContract, largest_difference
 
 # What a layer computes with, and what autograd computes its gradient with.
 PRODUCTS = ("aten::addmm", "aten::mm", "aten::bmm", "aten::convolution", "aten::embedding")
+GRADIENTS = PRODUCTS + ("aten::convolution_backward", "aten::embedding_dense_backward")
 
 
 def placement(step):
@@ -81,3 +88,274 @@ class TestTorch(ParallelContract):
             shapes = [s for s in products[0].input_shapes if len(s) == 2]
             sizes[replica.name] = shapes[0][0]
         return list(sizes.values())
+
+    # What is special to Keras on torch --------------------------------------------------------
+
+    @pytest.mark.row("subclassed models")
+    def test_subclassed_model(self, keras):
+        class Mine(keras.Model):
+            def __init__(self):
+                super().__init__()
+                self.hidden = keras.layers.Dense(6, activation="relu")
+                self.classes = keras.layers.Dense(4, activation="softmax")
+
+            def call(self, inputs, training=False):
+                assert training in (True, False)
+                return self.classes(self.hidden(inputs["rows"]))
+
+        rows, targets = CASES["dense"].data(61)
+
+        def build():
+            model = Mine()
+            model({"rows": rows[:1]})
+            return model
+
+        _, parallel = self.train_both(
+            keras, build, "categorical_crossentropy", {"rows": rows}, targets
+        )
+        assert len(self.placement(parallel, {"rows": rows}, targets)) == DEVICES
+
+    def test_activity_regulariser_counts_once(self, keras):
+        def build():
+            layers = keras.layers
+            return keras.models.Sequential(
+                [layers.Input((8,)), layers.Dense(4, activity_regularizer="l2")]
+            )
+
+        inputs, targets = CASES["dense"].data(61)
+        plain, parallel = self.train_both(keras, build, "mse", inputs, targets, batch=61)
+        losses = [
+            model.evaluate(inputs, targets, batch_size=61, verbose=0) for model in (plain, parallel)
+        ]
+        np.testing.assert_allclose(*losses, rtol=1e-5)
+
+    def test_dropout_masks_of_replicas_differ(self, keras):
+        model = keras.models.Sequential(
+            [keras.layers.Input((500,)), keras.layers.Dropout(0.5, seed=1)]
+        )
+        compat.parallelize(model)
+        outputs = keras.ops.convert_to_numpy(model(np.ones((3, 500), "float32"), training=True))
+        assert 0.3 < (outputs == 0).mean() < 0.7
+        assert not (outputs[0] == outputs[1]).all() and not (outputs[1] == outputs[2]).all()
+
+    def test_direct_call_and_a_loop_of_the_users(self, keras):
+        import torch
+
+        plain, parallel = self.build(keras, "dense"), self.build(keras, "dense")
+        compat.parallelize(parallel)
+        inputs, targets = (torch.as_tensor(a) for a in CASES["dense"].data(61))
+        for model in (plain, parallel):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(3):
+                optimizer.zero_grad()
+                ((model(inputs, training=True) - targets) ** 2).mean().backward()
+                optimizer.step()
+        self.close(plain.get_weights(), parallel.get_weights())
+
+    def test_stateful_and_fixed_batches_stay_in_one_piece(self, keras):
+        layers = keras.layers
+        stateful = keras.models.Sequential(
+            [layers.Input(batch_shape=(4, 3, 2)), layers.LSTM(2, stateful=True)]
+        )
+        with pytest.warns(compat.CompatWarning, match="is stateful, so its batches cannot"):
+            compat.parallelize(stateful)
+        with pytest.warns(compat.CompatWarning, match="its batch size is fixed to 4"):
+            compat.parallelize(
+                keras.Sequential([layers.Input(batch_shape=(4, 3)), layers.Dense(1)])
+            )
+
+    def test_torch_compile_is_refused(self, keras):
+        model = self.build(keras, "dense")
+        model.compile("sgd", "mse", jit_compile=True)
+        with pytest.raises(compat.UnsupportedError, match="under jit_compile=True"):
+            compat.parallelize(model)
+        assert "call" not in vars(model)
+
+    def test_keras_distribution_is_said_to_do_nothing(self, keras):
+        model = self.build(keras, "dense")
+        distribution = keras.distribution.DataParallel(devices=["cpu:0", "cpu:1"])
+        keras.distribution.set_distribution(distribution)
+        try:
+            with pytest.warns(compat.CompatWarning, match="on torch Keras accepts it and does no"):
+                compat.parallelize(model)
+        finally:
+            keras.distribution.set_distribution(None)
+        model.compile("sgd", "mse")
+        assert len(self.placement(model, *CASES["dense"].data(61))) == DEVICES
+
+    def test_parts_of_a_model_cannot_be_placed(self, keras):
+        with pytest.raises(NotImplementedError) as caught:
+            compat.device(1)
+        assert str(caught.value) == (
+            "torch cannot place parts of a model on a device of their own. Leave compat.device() "
+            "out; parallelize() may run the whole model on several."
+        )
+
+
+# Models made with torch alone -----------------------------------------------------------------
+
+
+def network(seed=0):
+    import torch
+
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(
+        torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 4)
+    )
+
+
+def train(model, rows=61, steps=3, momentum=0.9):
+    """The user's loop, which knows nothing of devices."""
+    import torch
+
+    inputs, targets = (torch.as_tensor(array) for array in CASES["dense"].data(rows))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(inputs), targets.argmax(1))
+        loss.backward()
+        optimizer.step()
+    return [parameter.detach().numpy() for parameter in model.parameters()]
+
+
+@pytest.fixture
+def devices():
+    return compat.configure_gpu(simulate=DEVICES).devices
+
+
+@pytest.mark.row("torch nn.Module")
+class TestModule:
+    @pytest.mark.parametrize("rows", [64, 61, 2, 1])
+    def test_trains_to_the_numbers_of_one_device(self, devices, rows):
+        import torch
+
+        plain, module = network(), network()
+        for each in (plain, module):  # batch statistics are each device's own
+            each[2] = torch.nn.LayerNorm(16)
+        assert compat.parallelize(module) is module
+        assert largest_difference(train(plain, rows), train(module, rows)) < 1e-6
+
+    def test_forward_and_backward_run_on_every_device(self, devices):
+        module = compat.parallelize(network())
+        counts = placement(lambda: train(module, steps=1))
+        assert sorted(counts) == devices
+        assert set(counts.values()) == {counts["cpu:0"]}
+        forward, backward = counts["cpu:0"]
+        assert forward == 2 and backward >= 2
+
+    def test_buffers_are_set_once_to_the_mean_of_the_replicas(self, devices):
+        import torch
+
+        plain, module = network(), compat.parallelize(network())
+        inputs = torch.as_tensor(CASES["dense"].data(61)[0])
+        for each in (plain, module):
+            each(inputs)
+        names = [name for name, _ in plain.named_buffers()]
+        assert names == ["2.running_mean", "2.running_var", "2.num_batches_tracked"]
+        buffers = [dict(each.named_buffers()) for each in (plain, module)]
+        torch.testing.assert_close(buffers[0][names[0]], buffers[1][names[0]])
+        assert buffers[1][names[2]].item() == 1
+        for each in (plain, module):
+            each.eval()
+        torch.testing.assert_close(plain(inputs), module(inputs), rtol=0.1, atol=0.1)
+        assert module(inputs).shape == (61, 4)
+
+    def test_structures_keywords_scalars_and_hooks(self, devices):
+        import torch
+
+        class Mine(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.linear = torch.nn.Linear(8, 4)
+
+            def forward(self, pair, scale, *, rows=None):
+                left, right = pair
+                out = self.linear(left["x"] * scale + right)
+                return {"out": out, "parts": (out.sum(), len(rows) if rows is not None else None)}
+
+        torch.manual_seed(0)
+        plain = Mine()
+        module = compat.parallelize(copy.deepcopy(plain))
+        calls = []
+        module.register_forward_hook(lambda *_: calls.append("hook"))
+        left, right = torch.randn(61, 8), torch.randn(61, 8)
+        expected = plain(({"x": left}, right), 2.0)
+        result = module(({"x": left}, right), 2.0, rows=torch.zeros(61))
+        torch.testing.assert_close(result["out"], expected["out"])
+        assert list(result) == ["out", "parts"]
+        assert result["parts"][1] == 20  # not a tensor: the first replica's
+        mean = sum(part.sum() * len(part) / 61 for part in expected["out"].split([20, 20, 21]))
+        torch.testing.assert_close(result["parts"][0], mean)
+        assert calls == ["hook"]
+
+    def test_saving_copying_and_moving(self, devices):
+        import torch
+
+        module = compat.parallelize(network())
+        assert list(module.state_dict()) == list(network().state_dict())
+        assert str(module) == str(network())
+        file = io.BytesIO()
+        torch.save(module, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False)
+        assert placement(lambda: train(loaded, steps=1)) == {}  # a plain module
+        clone = copy.deepcopy(module)
+        assert len(placement(lambda: train(clone, steps=1))) == DEVICES
+        assert largest_difference(train(module, steps=0), train(network(), steps=0)) == 0
+        assert module.to(torch.float64)(torch.zeros(5, 8, dtype=torch.float64)).shape == (5, 4)
+
+    def test_other_devices_and_back(self, devices):
+        module = network()
+        for gpus, names in (([2, 0], ["cpu:0", "cpu:2"]), (1, []), ([1], ["cpu:1"]), ([0], [])):
+            assert compat.parallelize(module, gpus=gpus) is module
+            assert sorted(placement(lambda: train(module, steps=1))) == names
+        assert "forward" not in vars(module)
+
+    @pytest.mark.parametrize("rows", [5, 3, 2])
+    def test_batch_normalization_of_small_batches(self, devices, rows):
+        """torch refuses to normalise one row, so fewer replicas take two and more."""
+        counts = placement(lambda: train(compat.parallelize(network()), rows, steps=1))
+        assert sorted(counts) == devices[: rows // 2 if rows > 3 else 1]
+
+    def test_no_gradient_where_none_is_wanted(self, devices):
+        import torch
+
+        module = compat.parallelize(network())
+        with torch.no_grad():
+            assert not module(torch.zeros(5, 8)).requires_grad
+        module[0].weight.requires_grad_(False)
+        before = module[0].weight.clone()
+        train(module, steps=1)
+        assert torch.equal(before, module[0].weight)
+
+
+# Configuring, a process each ------------------------------------------------------------------
+
+
+def test_configuring(run):
+    assert run(
+        """
+        import compat
+        configuration = compat.configure_gpu(gpus=0, backend="torch", floatx="float64")
+        import torch, keras, os
+        assert os.environ["KERAS_TORCH_DEVICE"] == "cpu"
+        assert torch.get_default_dtype() is torch.float64
+        assert keras.backend.floatx() == "float64" and keras.backend.backend() == "torch"
+        print(configuration.devices, configuration.applied[0])
+        """
+    ).splitlines() == ["['cpu'] torch.set_default_dtype(torch.float64)"]
+
+
+def test_a_cpu_build_goes_on_with_the_cpu_and_says_so(run):
+    out = run(
+        """
+        import warnings, compat
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            configuration = compat.configure_gpu(gpus=2, backend="torch", memory="grow")
+        print([str(w.message) for w in caught])
+        import keras  # after which it is late, but nothing would change
+        assert compat.configure_gpu(gpus=2, backend="torch", memory="grow") is configuration
+        """
+    )
+    assert "gpus=2 was asked for, but" in out and "Going on with" in out
