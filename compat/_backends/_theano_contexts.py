@@ -26,7 +26,7 @@ from .. import _replicas, errors
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, Dict, List, Optional, Sequence
+    from typing import Any, Sequence
 
 
 class Device:
@@ -48,8 +48,7 @@ class Device:
 
         if variable in self.variables:
             return
-        here = getattr(variable.type, "context_name", "cpu") == self.target
-        if number == 0 and (here or not hasattr(variable, "broadcastable")):
+        if number == 0 and _context(variable) == self.target:
             self.variables[variable] = variable
             return
         value, options = variable.get_value(), {}
@@ -229,11 +228,10 @@ class ReplicatedFunction:
         from theano.compile import SharedVariable
 
         model = self.owner.model
-        feeds = [variable for variable in model.inputs if variable in self.inputs]
-        if len(feeds) < len(model.inputs):
+        if any(variable not in self.inputs for variable in model.inputs):
             raise errors.theano_input_not_fed(model.name)
         self.states = _states(model)
-        self.sharded = feeds + self.states
+        self.sharded = list(model.inputs) + self.states
         self._find_cuts(inputs)
         self._make_head()
         self.used = [
@@ -565,6 +563,11 @@ def _independent(value, number):
     return states
 
 
+def _context(variable):
+    """The name of the context that a variable lies on, or "cpu"."""
+    return getattr(variable.type, "context_name", "cpu")
+
+
 def _host_type(variable):
     from theano import tensor
 
@@ -589,7 +592,7 @@ def _replacement(variable, own, wanted):
     """What to replace in the graph of ``wanted`` so that it uses ``own`` for ``variable``."""
     if variable is own:
         return {}
-    if variable.type == own.type or not hasattr(variable.type, "context_name"):
+    if variable.type == own.type or _context(variable) == "cpu":
         return {variable: _on_host(own)}
     # A variable of another context: Keras' graph takes its value from there.
     return {

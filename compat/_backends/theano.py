@@ -1,7 +1,7 @@
 """Theano, under Keras 2.0 to 2.3: its flags before the import, ``theano.config`` after it.
 
-What a flag is and which files hold it: ``_theano_flags.py``. Theano has one device in a process
-to run a Keras model on, so ``parallelize`` on several says what to do instead.
+What a flag is and which files hold it: ``_theano_flags.py``. How a model runs on several of
+Theano's contexts: ``_theano_contexts.py``.
 """
 
 import logging
@@ -13,7 +13,7 @@ import types
 
 from .. import _detect, _keras, errors
 from ..backend import Backend
-from . import _theano_contexts, _theano_flags
+from . import _theano_flags
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ _BOOLEANS = ("True", "true", "1", "False", "false", "0")
 class Theano(Backend):
     """GPUs as ``device=cuda0`` and, for several, ``contexts=dev0->cuda0;dev1->cuda1``, too.
 
-    A Keras model runs on the first GPU; the contexts are for code that names them
-    (``theano.shared(..., target="dev1")``).
+    A Keras model runs on the first GPU, unless ``parallelize`` puts it on all of them; the
+    contexts are for other code, too (``theano.shared(..., target="dev1")``).
 
     ``memory=`` maps to ``gpuarray.preallocate``, which reserves memory when a GPU comes up:
     a fraction (Theano takes .95 at most) or a size. It is no upper limit. "grow" reserves
@@ -185,7 +185,7 @@ class Theano(Backend):
 
     def devices(self) -> "List[str]":
         """``["cuda0", ...]`` for the GPUs that came up, ``["cpu"]``, or one name for each simulated
-        device (``"cpu:0"``), although Theano runs all of them on the one CPU."""
+        device (``"cpu:0"``): functions and weights of its own, on the one CPU."""
         theano = self.import_framework()
         up = [gpu for context, gpu in _contexts(theano.config) if context in _active(theano)]
         simulated = ["cpu:{}".format(number) for number in range(self._simulated)]
@@ -208,11 +208,18 @@ class Theano(Backend):
         stateful RNN keeps one state per row of the batch, as on one device.
 
         Functions of the user's own (``K.function``) run on the first device, undivided.
+
+        Raises:
+            UnsupportedError: an input is a tensor of the user's, and not fed.
         """
+        from . import _theano_contexts  # imports numpy
+
         current = vars(model).get("_compat_functions")
         plain = self.devices()[:1]
         if list(devices) == ([d.name for d in current.devices] if current else plain):
             return model
+        if any(hasattr(tensor, "get_value") for tensor in model.inputs or ()):
+            raise errors.theano_input_not_fed(model.name)
         with _theano_contexts.training_goes_on(model):
             if current is not None:
                 current.uninstall()

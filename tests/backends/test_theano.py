@@ -9,20 +9,25 @@ import pytest
 
 # Keras takes TensorFlow, and Theano compiles with all its optimizations, where nothing is said.
 os.environ.setdefault("KERAS_BACKEND", "theano")
-# Functions count what they run, and keep the values between: what the tests of placement read.
-os.environ.setdefault(
-    "THEANO_FLAGS",
-    "optimizer=fast_compile,profile=True,profiling.destination={},allow_gc=False".format(
-        os.devnull
-    ),
-)
+# What the tests of placement read: functions count what they run, and keep the values between.
+# They run Theano's implementations in Python, which takes a third of the time that it takes to
+# compile those in C; test_compiled_functions_do_the_same takes them.
+IN_PYTHON = {
+    "optimizer": "fast_compile",
+    "optimizer_excluding": "conv_gemm:AbstractConvCheck",
+    "cxx": "",
+    "profile": "True",
+    "profiling.destination": os.devnull,
+    "allow_gc": "False",
+}
+os.environ.setdefault("THEANO_FLAGS", ",".join(map("=".join, sorted(IN_PYTHON.items()))))
 
 import compat
 from compat import _detect, _registry, errors
 from compat._backends import _theano_flags
 from compat._devices import Devices
 from compat._settings import Memory, Settings
-from compat.testing import CASES, DEVICES, ParallelContract, initialise
+from compat.testing import CASES, DEVICES, ParallelContract
 
 COMPILED = os.path.expanduser("~/.theano")  # what is compiled once is used by every process here
 MISSING = (
@@ -56,7 +61,8 @@ def theano_process(run, tmp_path, monkeypatch):
 # Which of a compiled function's operations are the products of layers; a loop has its own.
 PRODUCTS = (
     "Dot", "Dot22", "Dot22Scalar", "Gemm", "Gemv", "CGemv", "Ger", "CGer", "Scan",
-    "CorrMM", "CorrMM_gradWeights", "CorrMM_gradInputs",
+    "CorrMM", "CorrMM_gradWeights", "CorrMM_gradInputs", "AbstractConv2d",
+    "AbstractConv2d_gradWeights", "AbstractConv2d_gradInputs",
     "GpuDot22", "GpuGemm", "GpuGemv", "GpuGer", "GpuCorrMM", "GpuCorrMM_gradWeights",
     "GpuCorrMM_gradInputs",
 )  # fmt: skip
@@ -128,6 +134,139 @@ class TestTheano(ParallelContract):
             first = next(n for n in forward.maker.fgraph.toposort() if n in products(forward))
             sizes.append(held[first.outputs[0]][0].shape[0])
         return sizes
+
+    def test_each_device_has_functions_and_weights_of_its_own(self, keras):
+        model = self.compiled(keras, "multi", parallel=True)
+        model.train_on_batch(*CASES["multi"].data(13))
+        weights = [
+            {i.variable for i in made.maker.inputs if is_shared(i)}
+            for pair in functions(model).values()
+            for made in pair
+        ]
+        assert [len(each) for each in weights] == [8] * 2 * DEVICES
+        for first in range(0, 2 * DEVICES, 2):
+            assert weights[first] == weights[first + 1]  # forward and backward
+            for other in range(0, first, 2):
+                assert not weights[first] & weights[other]
+        assert weights[0] == set(model.weights)
+
+    def test_stateful_rnn_keeps_the_states_of_each_row(self, keras):
+        def build():
+            layers = keras.layers
+            return keras.models.Sequential(
+                [layers.SimpleRNN(5, stateful=True, batch_input_shape=(7, 3, 4)), layers.Dense(2)]
+            )
+
+        random = np.random.RandomState(1)
+        inputs = random.normal(size=(14, 3, 4)).astype("float32")
+        targets = random.normal(size=(14, 2)).astype("float32")
+        models = self.train_both(keras, build, "mse", inputs, targets, batch=7)
+        for _ in range(2):  # states go on from call to call
+            self.close(*[[model.predict(inputs, batch_size=7)] for model in models])
+        for model in models:
+            model.reset_states()
+        self.close(*[[model.predict(inputs, batch_size=7)] for model in models])
+
+    def test_dropout_masks_are_independent_and_those_of_the_way_back(self, keras):
+        """Each row has a digit of its own in the gradient, so that tells all masks."""
+        model = keras.models.Sequential(
+            [
+                keras.layers.Dropout(0.5, input_shape=(60,)),
+                keras.layers.Dense(1, use_bias=False, kernel_initializer="ones"),
+            ]
+        )
+        compat.parallelize(model)
+        model.compile(keras.optimizers.SGD(1.0), lambda _, y: y)
+        inputs = np.ones((3, 60)) * [[1.0], [10.0], [100.0]]
+        seen = []
+        for _ in range(2):
+            before = model.get_weights()[0]
+            loss = model.train_on_batch(inputs, np.zeros((3, 1)))
+            gradient = before - model.get_weights()[0]
+            np.testing.assert_allclose(loss, (before * gradient).sum(), rtol=1e-4)
+            kept = np.round(gradient[:, 0] * 3 / 2).astype(int)
+            seen += [kept % 10, kept // 10 % 10, kept // 100]
+        assert {0, 1} == set(np.ravel(seen))
+        for first in range(len(seen)):  # three devices, two steps
+            for second in range(first):
+                assert 0.2 < np.mean(seen[first] == seen[second]) < 0.8
+
+    def test_metrics_penalties_and_clipping_are_those_of_the_whole_batch(self, keras):
+        inputs, targets = CASES["dense"].data(45)
+        results = []
+        for parallel in (False, True):
+            model = keras.models.Sequential(
+                [
+                    keras.layers.BatchNormalization(input_shape=(8,), trainable=False),
+                    keras.layers.Dense(6, activity_regularizer="l1", kernel_initializer="ones"),
+                    keras.layers.Dense(4, activation="softmax", kernel_initializer="ones"),
+                ]
+            )
+            if parallel:
+                compat.parallelize(model)
+            clipping = keras.optimizers.SGD(0.1, clipnorm=0.5, decay=0.1)
+            model.compile(clipping, "categorical_crossentropy", ["accuracy"])
+            history = model.fit(inputs, targets, 16, 3, verbose=0, shuffle=False).history
+            values = [np.array(history[name]) for name in sorted(history)]
+            values += [np.array(model.evaluate(inputs, targets, 16, verbose=0))]
+            results.append(values + model.get_weights())
+        self.close(*results)
+        assert len(results[0]) == 2 + 1 + 8
+
+    def test_weight_that_no_loss_depends_on_is_the_error_of_one_device(self, keras):
+        from theano.gradient import DisconnectedInputError
+
+        class Idle(keras.layers.Dense):
+            def call(self, inputs):
+                return inputs
+
+        model = keras.models.Sequential([Idle(4, input_shape=(4,)), keras.layers.Dense(4)])
+        compat.parallelize(model).compile("sgd", "mse")
+        with pytest.raises(DisconnectedInputError):
+            model.train_on_batch(np.ones((5, 4)), np.ones((5, 4)))
+
+    def test_input_of_ones_own_is_an_error(self, keras):
+        tensor = keras.layers.Input(tensor=keras.backend.variable(np.ones((6, 4))))
+        model = keras.models.Model(tensor, keras.layers.Dense(2)(tensor), name="mine")
+        with pytest.raises(compat.UnsupportedError) as caught:
+            compat.parallelize(model)
+        assert str(caught.value) == str(errors.theano_input_not_fed("mine"))
+
+    def test_parts_of_a_model_cannot_be_placed(self, configuration):
+        with pytest.raises(compat.UnsupportedError) as caught:
+            compat.device(0)
+        assert str(caught.value) == (
+            "theano cannot place parts of a model on a device of their own. Leave "
+            "compat.device() out; parallelize() may run the whole model on several."
+        )
+
+    @pytest.mark.row("subclassed models")
+    def test_subclassed_model(self, keras, configuration):
+        class Branches(keras.models.Model):
+            def __init__(self):
+                super(Branches, self).__init__()
+                self.hidden = keras.layers.Dense(16, activation="relu", kernel_initializer="ones")
+                self.classes = keras.layers.Dense(4, activation="softmax")
+
+            def call(self, inputs):
+                return self.classes(self.hidden(inputs))
+
+        inputs, targets = CASES["dense"].data(61)
+        models, start = [], None
+        for parallel in (False, True):
+            model = Branches()
+            if parallel:
+                assert compat.parallelize(model) is model
+            model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "categorical_crossentropy")
+            model.train_on_batch(inputs[:3], targets[:3])  # it has weights from now on
+            start = start or model.get_weights()
+            model.set_weights(start)
+            model.optimizer.set_weights([np.zeros_like(w) for w in model.optimizer.get_weights()])
+            model.fit(inputs, targets, 16, 2, shuffle=False, verbose=0)
+            models.append(model)
+        self.close(models[0].get_weights(), models[1].get_weights())
+        self.close(*[[model.predict(inputs)] for model in models])
+        assert sorted(self.placement(models[1], inputs, targets)) == configuration.devices
 
     # What cannot change once Theano is imported, as it is here.
 
@@ -319,6 +458,67 @@ def test_the_reason_is_theanos_own():
         "theano logged the reason when it was imported",
         "Look at its log, or call configure_gpu() before `import theano`.",
     )
+
+
+# Devices --------------------------------------------------------------------------------------
+
+TRAIN_BOTH = """if True:
+    import compat
+    configuration = compat.configure_gpu({configure})
+    import keras, numpy
+    from compat.testing import CASES, initialise, largest_difference
+    inputs, targets = CASES["dense"].data(61)
+    start, models = None, []
+    for parallel in (False, True):
+        model = initialise(CASES["dense"].build(keras))
+        start = model.get_weights()
+        if parallel:
+            compat.parallelize(model)
+        model.compile(keras.optimizers.SGD(0.05, momentum=0.9), CASES["dense"].loss)
+        model.fit(inputs, targets, batch_size=16, epochs=3, shuffle=False, verbose=0)
+        models.append(model)
+    weights = [model.get_weights() for model in models]
+    made = models[1].train_function
+    def contexts(function):  # those of the operations, and where the products are
+        nodes = function.maker.fgraph.apply_nodes
+        types = [(type(n.op).__name__, n.outputs[0].type) for n in nodes]
+        return sorted({{
+            str(getattr(t, "context_name", "cpu")) for name, t in types
+            if "Gemm" in name or "Dot22" in name
+        }})
+    show(
+        devices=configuration.devices,
+        trained=largest_difference(start, weights[0]),
+        difference=largest_difference(*weights),
+        forward=[contexts(function) for function in made.forward],
+        backward=[contexts(function) for function in made.backward],
+        in_c=all(hasattr(t, "cthunk") for f in made.backward for t in f.fn.thunks),
+    )
+"""
+
+
+def test_compiled_functions_do_the_same(theano_process):
+    shown = theano_process(TRAIN_BOTH.format(configure="simulate=3"))
+    assert shown["devices"] == ["cpu:0", "cpu:1", "cpu:2"]
+    assert shown["trained"] > 0.01 and shown["difference"] < 1e-5
+    assert shown["forward"] == shown["backward"] == [["cpu"]] * 3
+    assert shown["in_c"]
+
+
+@pytest.mark.gpu
+@pytest.mark.row("Theano on several contexts")
+def test_contexts(theano_process):
+    """Where there are two: of CUDA, or of OpenCL, as ``COMPAT_TEST_CONTEXTS`` says.
+
+    PoCL has them without a GPU: ``POCL_DEVICES="pthread pthread"`` and
+    ``COMPAT_TEST_CONTEXTS=opencl0:0,opencl0:1``.
+    """
+    first, second = os.environ.get("COMPAT_TEST_CONTEXTS", "cuda0,cuda1").split(",")
+    flags = {"device": first, "contexts": "dev0->{};dev1->{}".format(first, second)}
+    shown = theano_process(TRAIN_BOTH.format(configure="theano_flags={!r}".format(flags)))
+    assert shown["devices"] == [first, second]
+    assert shown["trained"] > 0.01 and shown["difference"] < 1e-5
+    assert shown["forward"] == shown["backward"] == [["None"], ["dev1"]]
 
 
 # After the import -----------------------------------------------------------------------------
