@@ -86,6 +86,16 @@ class TestDevice:
                 assert str(executor.grad_dict[name].context) == device
                 assert np.abs(executor.grad_dict[name].asnumpy()).max() > 0
 
+    def test_a_loop_runs_where_it_was_built(self, keras):
+        """MXNet records the loop of an LSTM that is not unrolled in bulks, forward and backward."""
+        inputs, targets = data(16)
+        model = compiled(keras, tweets(keras, compat.device, unroll=False))
+        model.train_on_batch(inputs, targets)
+        counted = operations(lambda: model.train_on_batch(inputs, targets))
+        bulks = {device: n for (device, name), n in counted.items() if name == "ImperativeBulk"}
+        assert sorted(bulks) == ["cpu(1)", "cpu(2)"]
+        assert min(bulks.values()) >= 12  # 6 steps there, and 6 back
+
     def test_predicts_without_compile(self, keras):
         inputs, _ = data(5)
         results = [
