@@ -12,15 +12,11 @@ os.environ.setdefault("KERAS_BACKEND", "theano")
 # What the tests of placement read: functions count what they run, and keep the values between.
 # They run Theano's implementations in Python, which takes a third of the time that it takes to
 # compile those in C; test_compiled_functions_do_the_same takes them.
-IN_PYTHON = {
-    "optimizer": "fast_compile",
-    "optimizer_excluding": "conv_gemm:AbstractConvCheck",
-    "cxx": "",
-    "profile": "True",
-    "profiling.destination": os.devnull,
-    "allow_gc": "False",
-}
-os.environ.setdefault("THEANO_FLAGS", ",".join(map("=".join, sorted(IN_PYTHON.items()))))
+os.environ.setdefault(
+    "THEANO_FLAGS",
+    "optimizer=fast_compile,optimizer_excluding=conv_gemm:AbstractConvCheck,cxx=,"
+    "profile=True,profiling.destination={},allow_gc=False".format(os.devnull),
+)
 
 import compat
 from compat import _detect, _registry, errors
@@ -115,6 +111,14 @@ def ran(model):
     }
 
 
+@pytest.fixture(scope="session", autouse=True)
+def profiles_not_printed():
+    yield
+    from theano.compile import profiling
+
+    del profiling._atexit_print_list[:]
+
+
 class TestTheano(ParallelContract):
     backend = "theano"
 
@@ -197,8 +201,9 @@ class TestTheano(ParallelContract):
         for parallel in (False, True):
             model = keras.models.Sequential(
                 [
-                    keras.layers.BatchNormalization(input_shape=(8,), trainable=False),
-                    keras.layers.Dense(6, activity_regularizer="l1", kernel_initializer="ones"),
+                    keras.layers.Dense(
+                        6, activity_regularizer="l1", kernel_initializer="ones", input_shape=(8,)
+                    ),
                     keras.layers.Dense(4, activation="softmax", kernel_initializer="ones"),
                 ]
             )
@@ -211,7 +216,7 @@ class TestTheano(ParallelContract):
             values += [np.array(model.evaluate(inputs, targets, 16, verbose=0))]
             results.append(values + model.get_weights())
         self.close(*results)
-        assert len(results[0]) == 2 + 1 + 8
+        assert len(results[0]) == 2 + 1 + 4
 
     def test_weight_that_no_loss_depends_on_is_the_error_of_one_device(self, keras):
         from theano.gradient import DisconnectedInputError
@@ -492,17 +497,19 @@ TRAIN_BOTH = """if True:
         difference=largest_difference(*weights),
         forward=[contexts(function) for function in made.forward],
         backward=[contexts(function) for function in made.backward],
-        in_c=all(hasattr(t, "cthunk") for f in made.backward for t in f.fn.thunks),
+        in_c=[sum(hasattr(t, "cthunk") for t in f.fn.thunks) for f in made.backward],
     )
 """
 
 
 def test_compiled_functions_do_the_same(theano_process):
-    shown = theano_process(TRAIN_BOTH.format(configure="simulate=3"))
+    shown = theano_process(
+        TRAIN_BOTH.format(configure="simulate=3"), flags="gcc.cxxflags=-O0", OMP_NUM_THREADS="1"
+    )
     assert shown["devices"] == ["cpu:0", "cpu:1", "cpu:2"]
     assert shown["trained"] > 0.01 and shown["difference"] < 1e-5
     assert shown["forward"] == shown["backward"] == [["cpu"]] * 3
-    assert shown["in_c"]
+    assert min(shown["in_c"]) > 10
 
 
 @pytest.mark.gpu
