@@ -358,6 +358,10 @@ def _place(model, module):
     groups = _groups(model)
     if not groups:
         return
+    if getattr(model, "_compat_replicas", None) is not None:
+        raise errors.device_with_replicas(
+            model.name
+        )  # a subclass, parallelized before it was built
     if _mxnet_graph.OTHERS not in groups:
         for name in ("_train_mxnet_symbol", "_test_mxnet_symbol", "_pred_mxnet_symbol"):
             symbol = getattr(model, name)

@@ -159,6 +159,22 @@ class TestDevice:
             compat.parallelize(model)
         assert str(error.value) == str(errors.device_with_replicas(model.name))
 
+    def test_not_with_replicas_of_a_subclass_either(self, keras):
+        class Placed(keras.models.Model):
+            def __init__(self):
+                super(Placed, self).__init__(name="placed")
+                self.out = keras.layers.Dense(1)
+
+            def call(self, x):
+                with compat.device(1):
+                    return self.out(x)
+
+        model = compat.parallelize(Placed())
+        model.compile("sgd", "mse")
+        with pytest.raises(compat.UnsupportedError) as error:
+            model.train_on_batch(np.ones((8, 4)), np.ones((8, 1)))
+        assert str(error.value) == str(errors.device_with_replicas("placed"))
+
     @pytest.mark.parametrize("name", ["sgd", "adam"])
     def test_what_was_built_outside_moves_alone(self, keras, name):
         """With the optimizer's state, each beside its weight."""
