@@ -259,17 +259,21 @@ class ShardedCall:
         # Not where a model is exported: a batch of unknown size names no machine's devices.
         if batch is None or getattr(_running, "now", False) or not isinstance(batch.shape[0], int):
             return call(*args, **kwargs)
-        traced = isinstance(batch, jax.core.Tracer)
-        if not traced:
+        if not isinstance(batch, jax.core.Tracer):
             self.place(model)
 
         def shard(value):
             if not _has_rows(value) or value.shape[0] != batch.shape[0]:
                 return value
             if isinstance(value, jax.core.Tracer):
-                return jax.lax.with_sharding_constraint(value, self.rows)
-            divides = value.shape[0] % len(self.devices) == 0
-            return jax.device_put(value, self.rows if divides else self.whole)
+                sharded = jax.lax.with_sharding_constraint(value, self.rows)
+            else:
+                divides = value.shape[0] % len(self.devices) == 0
+                sharded = jax.device_put(value, self.rows if divides else self.whole)
+            mask = _masking().get_keras_mask(value)  # loss and metrics look for it
+            if mask is not None:
+                _masking().set_keras_mask(sharded, mask)
+            return sharded
 
         args, kwargs = tree.map_structure(shard, (args, kwargs))
         _running.now = True
@@ -278,6 +282,10 @@ class ShardedCall:
         finally:
             _running.now = False
         return tree.map_structure(shard, outputs)
+
+
+def _masking():
+    return sys.modules["keras.src.backend.common.masking"]
 
 
 def _has_rows(value):

@@ -1,0 +1,538 @@
+"""Keras 3 on JAX: the contract, and what is special to programs that XLA partitions."""
+
+import copy
+import glob
+import math
+import os
+import pickle
+import re
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+
+# Most of these tests' time is compiling.
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # isort: split
+import jax
+
+import compat
+from compat._backends.jax import _fraction, _name, backend
+from compat._devices import Devices
+from compat._settings import Memory, Settings
+from compat.testing import CASES, DEVICES, ParallelContract, initialise, keras_under_test
+
+INSTRUCTION = re.compile(r"\s+(?:ROOT )?%(\S+) = (.+?) ([\w-]+)\((.*)")
+
+
+class Operation:
+    """A matrix product or convolution of a compiled program, as one device executes it."""
+
+    def __init__(self, name, shapes):
+        self.name = name  # where it comes from: "jit(train_step)/jvp(hidden)/dot_general", or ""
+        self.shapes = shapes  # of the result and of the operands
+        self.dimensions = sum(shapes, [])
+
+    @property
+    def is_forward(self):
+        return "jvp(" in self.name and "transpose(" not in self.name
+
+    @property
+    def is_backward(self):
+        return "transpose(jvp(" in self.name
+
+
+def computations(program):
+    """The computations of a program in XLA's text form: instructions by name, in each."""
+    found = {}
+    for line in program.splitlines():
+        header = re.match(r"(?:ENTRY )?%(\S+) \(.*\{$", line)
+        if header:
+            current = found[header.group(1)] = {}
+        instruction = INSTRUCTION.match(line)
+        if instruction:
+            current[instruction.group(1)] = instruction.groups()[1:]
+    return found
+
+
+def operations(program):
+    """By each instruction's name: the products and convolutions it computes, fused or not."""
+    everything = computations(program)
+
+    def inside(computation, name):
+        shape, kind, rest = computation[name]
+        called = re.search(r"calls=%([\w.-]+)", rest)
+        if called:
+            body = everything[called.group(1)]
+            return [operation for inner in body for operation in inside(body, inner)]
+        if kind not in ("dot", "convolution"):
+            return []
+        shapes = [shape] + [
+            computation[operand][0] for operand in re.findall(r"%([\w.-]+)", rest.split(")")[0])
+        ]
+        sizes = [list(map(int, re.search(r"\[([\d,]*)\]", s).group(1).split(","))) for s in shapes]
+        source = re.search(r'op_name="([^"]*)"', rest)
+        return [Operation(source.group(1) if source else "", sizes)]
+
+    return {name: inside(body, name) for body in everything.values() for name in body}
+
+
+def executed(model, inputs, targets, folder):
+    """Train one step; by device, what JAX's profiler saw it execute.
+
+    The profiler records which instruction ran on which device; what an instruction computes, the
+    program tells that XLA compiled for this step.
+    """
+    client = jax.devices()[0].client
+    before = client.live_executables()
+    with jax.profiler.trace(str(folder)):
+        model.train_on_batch(inputs, targets)
+    new = [e for e in client.live_executables() if all(e is not other for other in before)]
+    (program,) = [e for e in new if e.hlo_modules()[0].name == "jit_train_step"]
+    computed = operations(program.hlo_modules()[0].to_string())
+    (path,) = glob.glob(str(folder / "**" / "*.xplane.pb"), recursive=True)
+    found = {}
+    for plane in jax.profiler.ProfileData.from_file(path).planes:
+        for line in plane.lines:
+            for event in line.events:
+                record = dict(event.stats)
+                if record.get("hlo_module") == "jit_train_step" and "hlo_op" in record:
+                    device = "cpu:{}".format(record["device_ordinal"])
+                    found.setdefault(device, []).extend(computed[record["hlo_op"]])
+    return found
+
+
+class TestJAX(ParallelContract):
+    backend = "jax"
+    extension = ".keras"
+
+    @pytest.fixture(autouse=True)
+    def folder(self, tmp_path_factory):
+        self.folders = tmp_path_factory
+
+    def placement(self, model, inputs, targets):
+        found = executed(model, inputs, targets, self.folders.mktemp("trace"))
+        for operation in sum(found.values(), []):  # nothing was computed undivided
+            assert len(targets[0] if isinstance(targets, list) else targets) not in (
+                operation.dimensions
+            ), operation.name
+        return {
+            device: (sum(o.is_forward for o in ran), sum(o.is_backward for o in ran))
+            for device, ran in found.items()
+        }
+
+    def shard_sizes(self, model, inputs, targets):
+        found = executed(model, inputs, targets, self.folders.mktemp("trace"))
+        assert sorted(found) == ["cpu:0", "cpu:1", "cpu:2"]
+        for ran in found.values():  # from 8 features to the 16 units of the layer "hidden"
+            products = [o.shapes for o in ran if o.shapes[0][-1] == 16 and 8 in o.shapes[1]]
+            ((rows, _),) = [result for result, _, _ in products]
+            yield rows
+
+    @pytest.mark.parametrize("samples", [64, 61, 13, 2, 1])
+    def test_batch_is_split_evenly(self, keras, samples):
+        """XLA's shards are all of one size, that of the largest of an even split.
+
+        It fills up the last ones: a step takes as long as with sizes that differ by a row.
+        """
+        model = self.compiled(keras, "dense", parallel=True)
+        sizes = list(self.shard_sizes(model, *CASES["dense"].data(samples)))
+        assert sizes == [math.ceil(samples / DEVICES)] * DEVICES
+
+
+ROWS = np.random.RandomState(0).normal(size=(44, 8)).astype("float32")  # do not divide by 3
+TARGETS = np.random.RandomState(1).normal(size=(44, 4)).astype("float32")
+
+
+@pytest.fixture(scope="module")
+def keras():
+    compat.configure_gpu(simulate=DEVICES)
+    return keras_under_test()
+
+
+def pair(build):
+    """The same model twice, the second one parallel."""
+    return initialise(build()), compat.parallelize(initialise(build()))
+
+
+def small(keras):
+    layers = keras.layers
+    return keras.Sequential(
+        [layers.Input((8,)), layers.Dense(6, activation="tanh"), layers.Dense(4)]
+    )
+
+
+def train(keras, model, **options):
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse", **options)
+    history = model.fit(ROWS, TARGETS, batch_size=16, epochs=2, shuffle=False, verbose=0)
+    return history.history["loss"]
+
+
+def assert_same(models, tolerance=1e-6):
+    for expected, found in zip(*(model.get_weights() for model in models)):
+        np.testing.assert_allclose(expected, found, rtol=tolerance, atol=tolerance)
+
+
+# Layers and models ----------------------------------------------------------------------------
+
+
+def test_batch_statistics_masks_and_added_losses_are_those_of_one_device(keras):
+    """Rows with which XLA fills up a shard enter nothing; dropout masks are the very same."""
+
+    def build():
+        layers = keras.layers
+        return keras.Sequential(
+            [
+                layers.Input((8,)),
+                layers.Dense(6, activity_regularizer="l2"),
+                layers.BatchNormalization(momentum=0.5),
+                layers.Dropout(0.5, seed=7),
+                layers.Dense(4),
+            ]
+        )
+
+    def prepared(model):  # a variance is above 0
+        model.set_weights([np.abs(w) for w in model.get_weights()])
+        return model
+
+    models = [prepared(initialise(build())), prepared(compat.parallelize(initialise(build())))]
+    losses = [train(keras, model) for model in models]
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
+    variables = zip(*(model.variables for model in models))
+    differences = [np.abs(np.array(a) - np.array(b)).max() for a, b in variables]
+    assert max(differences) < 1e-5, differences
+
+
+def test_stateful_layer_with_a_fixed_batch_size_is_divided(keras):
+    def build():
+        layers = keras.layers
+        inputs = layers.Input(batch_shape=(4, 3, 2))
+        return keras.Model(inputs, layers.Dense(1)(layers.LSTM(3, stateful=True)(inputs)))
+
+    random = np.random.RandomState(2)
+    inputs, targets = random.normal(size=(8, 3, 2)), random.normal(size=(8, 1))
+    models = pair(build)
+    for model in models:
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        model.fit(inputs, targets, batch_size=4, epochs=2, shuffle=False, verbose=0)
+    assert_same(models)
+    results = [model.predict(inputs, batch_size=4, verbose=0) for model in models]
+    np.testing.assert_allclose(results[0], results[1], atol=1e-6)
+
+
+@pytest.mark.row("subclassed models")
+def test_subclassed_model_with_a_step_of_its_own(keras, tmp_path):
+    """Dictionaries in and out, an output without rows, a loss added, ``train_step`` overridden."""
+    layers = keras.layers
+
+    class Model(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.hidden, self.last = layers.Dense(6, activation="tanh"), layers.Dense(4)
+
+        def call(self, inputs, training=None):
+            hidden = self.hidden(inputs["rows"])
+            self.add_loss(0.1 * keras.ops.mean(hidden * hidden))
+            return {"rows": self.last(hidden), "mean": keras.ops.mean(hidden)}
+
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+            loss = keras.ops.mean((y_pred["rows"] - y) ** 2) + y_pred["mean"]
+            return loss + sum(self.losses)
+
+        def train_step(self, state, data):
+            logs, state = super().train_step(state, data)
+            return dict(logs, doubled=2 * logs["loss"]), state
+
+    def build():
+        model = Model()
+        model({"rows": ROWS[:1]})
+        return model
+
+    models, histories = pair(build), []
+    for model in models:
+        model.compile(keras.optimizers.SGD(0.1))
+        fitted = model.fit(
+            {"rows": ROWS}, TARGETS, batch_size=16, epochs=2, shuffle=False, verbose=0
+        )
+        histories.append(fitted.history)
+    assert_same(models)
+    for name in ("loss", "doubled"):
+        np.testing.assert_allclose(histories[0][name], histories[1][name], rtol=1e-5)
+    found = executed(models[1], {"rows": ROWS}, TARGETS, tmp_path)
+    assert sorted(found) == ["cpu:0", "cpu:1", "cpu:2"]
+    for ran in found.values():
+        assert any(o.is_forward for o in ran) and any(o.is_backward for o in ran)
+        assert not any(len(ROWS) in o.dimensions for o in ran)
+
+
+def test_loop_of_ones_own(keras):
+    """``stateless_call`` under ``jax.jit`` is sharded like Keras' loops."""
+    models, results = pair(lambda: small(keras)), []
+    for model in models:
+
+        @jax.jit
+        def step(weights, rows, model=model):
+            def loss(weights):
+                outputs, _ = model.stateless_call(weights, [], rows, training=True)
+                return (outputs**2).mean()
+
+            return jax.value_and_grad(loss)(weights)
+
+        weights = [v.value for v in model.trainable_variables]
+        lowered = step.lower(weights, ROWS).compile()
+        value, gradients = step(weights, ROWS)
+        results.append([value] + gradients)
+    for expected, found in zip(*results):
+        np.testing.assert_allclose(expected, found, atol=1e-6)
+    computed = sum(operations(lowered.as_text()).values(), [])
+    assert computed and not any(len(ROWS) in o.dimensions for o in computed)
+
+
+def test_direct_calls(keras):
+    """Outside of a program only a batch that divides is sharded; others are right, too."""
+    plain, parallel = pair(lambda: small(keras))
+    for rows in (42, 44, 1):
+        outputs = parallel(ROWS[:rows])
+        np.testing.assert_allclose(plain(ROWS[:rows]), outputs, atol=1e-6)
+        assert len(outputs.devices()) == DEVICES
+        shards = [shard.data.shape[0] for shard in outputs.addressable_shards]
+        assert shards == [rows if rows % DEVICES else rows // DEVICES] * DEVICES
+
+
+def test_run_eagerly(keras):
+    models = pair(lambda: small(keras))
+    losses = [train(keras, model, run_eagerly=True) for model in models]
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
+    assert_same(models)
+
+
+def test_several_batches_in_one_execution(keras):
+    models = pair(lambda: small(keras))
+    losses = [train(keras, model, steps_per_execution=2) for model in models]
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
+    assert_same(models)
+
+
+def test_mixed_precision_scales_the_loss(keras):
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        models = pair(lambda: small(keras))
+        losses = [train(keras, model) for model in models]
+    finally:
+        keras.config.set_dtype_policy("float32")
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-3)
+    assert type(models[1].optimizer).__name__ == "LossScaleOptimizer"
+    assert_same(models, 1e-3)
+
+
+def test_weights_shared_by_models_on_different_devices(keras):
+    """Each loop takes them to its own devices; a plain model leaves them where they are."""
+    template = initialise(small(keras))
+    inputs = keras.layers.Input((8,))
+    all_three, two = (
+        compat.parallelize(keras.Model(inputs, template(inputs)), gpus) for gpus in (None, [2, 1])
+    )
+    weight = template.weights[0]
+    for model, devices in [
+        (all_three, ["cpu:0", "cpu:1", "cpu:2"]),
+        (two, ["cpu:1", "cpu:2"]),
+        (template, None),
+        (all_three, ["cpu:0", "cpu:1", "cpu:2"]),
+    ]:
+        before = template.get_weights()
+        losses = train(keras, model)
+        assert losses[0] > losses[-1]
+        assert np.abs(before[0] - np.array(weight)).max() > 1e-4
+        if devices:
+            assert sorted(map(_name, weight.value.devices())) == devices
+    outputs = [model.predict(ROWS, verbose=0) for model in (all_three, two, template)]
+    np.testing.assert_allclose(outputs[0], outputs[1], atol=1e-6)
+    np.testing.assert_allclose(outputs[0], outputs[2], atol=1e-6)
+
+
+def test_inner_model_does_not_split_again(keras):
+    inner = compat.parallelize(initialise(small(keras)), [0, 1])
+    inputs = keras.layers.Input((8,))
+    outer = compat.parallelize(keras.Model(inputs, inner(inputs)))
+    plain = initialise(small(keras))
+    np.testing.assert_allclose(train(keras, plain), train(keras, outer), rtol=1e-5)
+    assert_same([plain, outer])
+    np.testing.assert_allclose(train(keras, plain), train(keras, inner), rtol=1e-5)
+
+
+# One device, copies ---------------------------------------------------------------------------
+
+
+def test_one_device_leaves_nothing_behind(keras):
+    model = small(keras)
+    train(keras, model)
+    before = set(vars(model))
+    assert compat.parallelize(model, gpus=1) is model
+    assert set(vars(model)) == before
+    compat.parallelize(model)
+    train(keras, model)
+    assert len(model.weights[0].value.devices()) == DEVICES
+    assert set(vars(model)) - before == {"call", "_get_jax_state"}
+    compat.parallelize(model, gpus=1)
+    assert set(vars(model)) == before
+    for variable in model.variables + model.optimizer.variables + model.metrics_variables:
+        assert variable.value.devices() == {jax.devices()[0]}
+        assert not variable.value.committed  # goes where its step goes, as a new one does
+    train(keras, model)
+    assert model.weights[0].value.devices() == {jax.devices()[0]}
+
+
+def test_copies_are_independent(keras):
+    model = compat.parallelize(initialise(small(keras)))
+    train(keras, model)
+    expected = model.predict(ROWS, verbose=0)
+    duplicate, unpickled = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    assert duplicate.call.__self__ is duplicate
+    assert "call" not in vars(unpickled)
+    for other in (duplicate, unpickled):
+        np.testing.assert_allclose(expected, other.predict(ROWS, verbose=0), atol=1e-6)
+        train(keras, other)
+    np.testing.assert_allclose(expected, model.predict(ROWS, verbose=0), atol=1e-6)
+
+
+# What cannot be -------------------------------------------------------------------------------
+
+
+def test_keras_own_distribution_is_refused(keras):
+    """It shards batches before the step, where JAX takes none that does not divide."""
+    model, spread = compat.parallelize(small(keras)), keras.distribution.DataParallel()
+    with spread.scope():
+        with pytest.raises(compat.UnsupportedError, match="a keras.distribution is set"):
+            compat.parallelize(small(keras))
+        with pytest.raises(compat.UnsupportedError, match="a keras.distribution is set"):
+            model.predict_on_batch(ROWS)
+        laid_out = small(keras)
+        with pytest.raises(Exception, match="divisible|divide"):
+            train(keras, laid_out)
+    with pytest.raises(compat.UnsupportedError, match="or was when the model was built"):
+        compat.parallelize(laid_out)
+    train(keras, model)
+
+
+def test_parts_of_a_model_have_no_device_of_their_own(keras):
+    """``jax.default_device``, which keras.device() sets, moves nothing within a program."""
+
+    @jax.jit
+    def step(rows):
+        with jax.default_device(jax.devices()[1]):
+            return rows @ rows.T
+
+    assert step(ROWS).devices() == {jax.devices()[0]}
+    with pytest.raises(compat.UnsupportedError) as error:
+        compat.device(1)
+    assert str(error.value) == (
+        "jax cannot place parts of a model on cpu:1: under jax.jit a step is one program, all of "
+        "which runs on the same devices. Leave compat.device() out; parallelize() splits the "
+        "batches of the whole model."
+    )
+
+
+# Configuring ----------------------------------------------------------------------------------
+
+
+def test_environ():
+    def environ(devices, memory=None, given=None):
+        return backend.environ(Settings(devices, memory), given or {})
+
+    assert environ(Devices()) == {"CUDA_VISIBLE_DEVICES": "-1"}
+    assert environ(Devices(simulated=2), Memory(fraction=0.5)) == {"CUDA_VISIBLE_DEVICES": "-1"}
+    gpus = Devices(["2", "0"], [2, 0])
+    order = {"CUDA_VISIBLE_DEVICES": "2,0", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    assert environ(gpus) == order
+    assert environ(gpus, Memory(size=2**30)) == order
+    grow = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    assert environ(gpus, Memory(grow=True)) == dict(order, **grow)
+    fraction = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.25"}
+    assert environ(gpus, Memory(fraction=0.25)) == dict(order, **fraction)
+    # JAX refuses the two names of the fraction together.
+    new = {"XLA_CLIENT_MEM_FRACTION": "0.9"}
+    assert environ(gpus, Memory(fraction=0.25), dict(order, **new)) == dict(
+        fraction, XLA_CLIENT_MEM_FRACTION=None
+    )
+
+
+def test_size_of_memory_becomes_one_fraction(machine):
+    def fraction(size, *gpus):
+        return _fraction(Settings(Devices(gpus, range(len(gpus))), Memory(size=size)))
+
+    machine.add(total=2000)
+    machine.add(total=2000)
+    machine.add(total=4000)
+    machine.plug()
+    assert fraction(500 * 2**20, "0", "1") == 0.25
+    assert fraction(500 * 2**20, "2") == 0.125
+    assert fraction(9000 * 2**20, "2") == 1
+    with pytest.raises(compat.UnsupportedError) as error:
+        fraction(500 * 2**20, "1", "2")
+    assert str(error.value) == (
+        "jax cannot limit memory to 500 MiB per GPU: it takes one fraction for all GPUs, and "
+        "nvidia-smi does not tell that they all have the same amount. Use a fraction such as "
+        'memory=0.5, or memory="grow".'
+    )
+
+
+def run(script, **environ):
+    """Run a script in a process of its own, and return the lines that it printed."""
+    return subprocess.check_output(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)],
+        env=dict(os.environ, **environ),
+        universal_newlines=True,
+    ).splitlines()
+
+
+def test_configured_after_the_import_and_before_the_first_operation():
+    """Nothing is initialised by it, and simulated devices beat the flag of XLA."""
+    printed = run(
+        """
+        import jax  # not too late
+        import compat
+        from jax._src import xla_bridge
+
+        report = compat.configure_gpu(simulate=2, floatx="float64", memory="grow")
+        print(report.devices, xla_bridge.backends_are_initialized())
+        print("\\n".join(report.applied))
+        import keras
+        layer = keras.layers.Dense(1)
+        layer.build((None, 2))
+        print(layer.kernel.value.dtype, jax.devices())
+        """,
+        XLA_FLAGS="--xla_force_host_platform_device_count=5",
+    )
+    assert printed == [
+        "['cpu:0', 'cpu:1'] False",
+        "jax.config.update('jax_platforms', 'cpu')",
+        "jax.config.update('jax_num_cpu_devices', 2)",
+        "jax.config.update('jax_enable_x64', True)",
+        "keras.backend.set_floatx('float64')",
+        "float64 [CpuDevice(id=0), CpuDevice(id=1)]",
+    ]
+
+
+def test_too_late_says_why():
+    printed = run(
+        """
+        import jax
+        import compat
+
+        jax.numpy.ones(1)
+        try:
+            compat.configure_gpu(simulate=3)
+        except compat.TooLateError as error:
+            print(error)
+        print(compat.configure_gpu("cpu").devices)  # nothing that has to change
+        """
+    )
+    assert printed == [
+        "configure_gpu() came too late for jax: JAX made its devices (cpu:0) with its first "
+        "operation (it was imported by `import jax`), and cannot change them or their memory any "
+        "more (devices: 3 simulated on the CPU).",
+        "Call it before the first model, variable or array is made, best before the first "
+        "`import jax` or `import keras`.",
+        "['cpu:0']",
+    ]
