@@ -4,6 +4,7 @@ import configparser
 import os
 import shutil
 import subprocess
+import sys
 
 from tox.config.loader.memory import MemoryLoader
 from tox.plugin import impl
@@ -13,6 +14,11 @@ from tox.plugin import impl
 def tox_add_core_config(core_conf, state):
     """Offer all of pyenv's interpreters, where pyenv exists, and download none."""
     os.environ.setdefault("UV_PYTHON_DOWNLOADS", "never")
+    # Folders of wheels that pip is told of, such as one with a build of torch for the CPU: the
+    # registry's own brings gigabytes of CUDA, and uv reads no configuration of pip's.
+    settings = _lines(sys.executable, "-m", "pip", "config", "list")
+    folders = [line.partition("=")[2].strip("'") for line in settings if "find-links=" in line]
+    os.environ.setdefault("UV_FIND_LINKS", ",".join(sorted(set(folders))))
     pyenv = shutil.which("pyenv")
     if pyenv is not None:
         # The interpreter in use stays first; the others' python3.x then answer, too.
@@ -41,5 +47,5 @@ def tox_before_run_commands(tox_env):
     home = tox_env.env_dir / "home"
     home.mkdir(parents=True, exist_ok=True)
     tox_env.conf["set_env"].update({"HOME": str(home), "USERPROFILE": str(home)})
-    if tox_env.conf.pos_args(None):  # tests of the user's choice: run them once
+    if "--" in sys.argv:  # tests of the user's choice: run them once
         del tox_env.conf["commands"][1:]

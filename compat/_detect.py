@@ -5,6 +5,9 @@ import sys
 
 from . import _registry, errors
 
+# What each Keras runs on where nobody has chosen.
+_DEFAULTS = {"keras-mxnet": "mxnet", "keras": "tensorflow"}
+
 
 def choose(asked=None, environ=os.environ):
     """Choose the backend.
@@ -21,7 +24,7 @@ def choose(asked=None, environ=os.environ):
     keras, reason = _keras_told(environ)
     if keras:
         return _named(keras, reason)
-    keras, reason = _keras_default()
+    keras, reason = _keras_default(environ)
     fitting = installed()
     if len(fitting) == 1 and keras not in (fitting[0].name, fitting[0].framework):
         return fitting[0], "the only backend installed"
@@ -64,7 +67,7 @@ def _named(name, reason):
 def keras_backend(environ):
     """What the standalone Keras runs on or will run on, and why; (None, None) without a Keras."""
     told = _keras_told(environ)
-    return told if told[0] else _keras_default()
+    return told if told[0] else _keras_default(environ)
 
 
 def _keras_running():
@@ -82,7 +85,7 @@ def _keras_running():
 
 def installed_keras():
     """Name and version of the standalone Keras that is installed, or (None, None)."""
-    for name in ("keras-mxnet", "keras"):
+    for name in _DEFAULTS:
         version = distribution_version(name)
         if version:
             return name, version
@@ -103,7 +106,10 @@ def _keras_told(environ):
 
 
 def _keras_settings(environ):
-    """What the installed Keras reads, and where; (None, None) where nothing is set."""
+    """What the installed Keras reads, and where; (None, None) where nothing but its default is.
+
+    Keras writes its default into its file by itself, whatever it runs on.
+    """
     keras, version = installed_keras()
     if keras is None:
         return None, None
@@ -111,18 +117,20 @@ def _keras_settings(environ):
         return "tensorflow", "{} {} runs on TensorFlow only".format(keras, version)
     if environ.get("KERAS_BACKEND"):
         return environ["KERAS_BACKEND"], "KERAS_BACKEND={}".format(environ["KERAS_BACKEND"])
-    path = keras_json(environ)
-    backend = read_keras_json(path).get("backend")
-    return (backend, "{} names it".format(path)) if backend else (None, None)
+    named, reason = _keras_default(environ)
+    return (None, None) if named == _DEFAULTS[keras] else (named, reason)
 
 
-def _keras_default():
-    """What the installed Keras chooses where nothing is set; (None, None) without a Keras."""
+def _keras_default(environ):
+    """What the installed Keras' file names, else its default; (None, None) without a Keras."""
     keras, version = installed_keras()
     if keras is None:
         return None, None
-    default = "mxnet" if keras == "keras-mxnet" else "tensorflow"
-    return default, "it is the default of {} {}".format(keras, version)
+    path = keras_json(environ)
+    named = read_keras_json(path).get("backend")
+    if named:
+        return named, "{} names it".format(path)
+    return _DEFAULTS[keras], "it is the default of {} {}".format(keras, version)
 
 
 def keras_elsewhere(backend):
@@ -139,10 +147,10 @@ def keras_variable(backend, environ):
     if keras is None or _keras_running() or _tensorflow_only(keras, version):
         return {}
     try:
-        choice, _ = _keras_settings(environ)
+        choice, _ = keras_backend(environ)
     except errors.ConfigurationFileError:  # Keras ignores the file
-        choice = None
-    if (choice or _keras_default()[0]) in (backend.name, backend.framework):
+        choice = _DEFAULTS[keras]
+    if choice in (backend.name, backend.framework):
         return {}
     return {"KERAS_BACKEND": backend.framework}
 

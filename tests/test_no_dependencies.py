@@ -19,8 +19,6 @@ FRAMEWORKS = {"keras", "tensorflow", "tf_keras", "theano", "mxnet", "cntk", "jax
 OWN = {
     "",
     "._api",
-    "._keras",
-    "._detect",
     "._legacy",
     "._registry",
     "._settings",
