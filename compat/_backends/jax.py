@@ -70,17 +70,18 @@ class JAX(Backend):
     def configure(self, settings: "Settings") -> "List[str]":
         jax = self.import_framework()
         chosen = settings.devices
-        changes = {}
-        if chosen.simulated or chosen.declined:
-            changes["jax_platforms"] = "cpu"
-        if chosen.simulated:
-            changes["jax_num_cpu_devices"] = chosen.simulated
+        changes = {}  # type: Dict[str, Any]
+        applied = []
         if self.initialised():
             _check_devices_made(jax, settings)
-            changes = {}
+        elif chosen.simulated or chosen.declined:
+            changes["jax_platforms"] = "cpu"
+            if chosen.simulated:
+                changes["jax_num_cpu_devices"] = chosen.simulated
         elif chosen.gpus:
             if settings.memory and settings.memory.size:
                 os.environ[_FRACTION] = "{:g}".format(_fraction(settings))
+                applied.append("{}={}".format(_FRACTION, os.environ[_FRACTION]))
             platforms = jax.config.jax_platforms or ""
             if platforms and not {"cuda", "gpu", "rocm"} & set(platforms.split(",")):
                 settings.warnings.append(errors.platforms_without_gpus(platforms))
@@ -88,11 +89,8 @@ class JAX(Backend):
             changes["jax_enable_x64"] = True  # else JAX makes float32 of it
         for name, value in changes.items():
             jax.config.update(name, value)
-        return ["jax.config.update({!r}, {!r})".format(*change) for change in changes.items()] + (
-            ["os.environ[{!r}] = {!r}".format(_FRACTION, os.environ[_FRACTION])]
-            if chosen.gpus and settings.memory and settings.memory.size
-            else []
-        )
+            applied.append("jax.config.update({!r}, {!r})".format(name, value))
+        return applied
 
     def devices(self) -> "List[str]":
         """As Keras names them. Simulated ones are known before JAX makes them."""
