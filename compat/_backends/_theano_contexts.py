@@ -161,7 +161,10 @@ class ReplicatedFunction:
     def __init__(self, owner, inputs, outputs, updates, gradients, options):
         self.owner = owner
         self.inputs = list(inputs)
-        self.outputs = list(outputs)
+        # Keras 2.3 wants its metrics' results as they are after the updates.
+        self.places_of_metrics = [i for i, o in enumerate(outputs) if hasattr(o, "_is_metric")]
+        self.metrics = [outputs[place] for place in self.places_of_metrics]
+        self.outputs = [output for output in outputs if not hasattr(output, "_is_metric")]
         self.updates = list(collections.OrderedDict(reversed(list(updates))).items())
         self.loss, self.weights = gradients or (None, [])
         self.options = options
@@ -169,6 +172,7 @@ class ReplicatedFunction:
         self.backward = []  # type: List[Any]
         self.head = None  # type: Any
         self.update = None  # type: Any
+        self.measure = None  # type: Any
 
     def __call__(self, inputs):
         rows = inputs[0].shape[0]
@@ -198,7 +202,11 @@ class ReplicatedFunction:
             self.update(*(list(inputs) + whole + self._gradients(values, computed, shards, sizes)))
         for (variable, _), value in zip(self.assigned, results[len(self.outputs) :]):
             variable.set_value(np.asarray(value, dtype=variable.dtype))
-        return [np.asarray(value) for value in results[: len(self.outputs)]]
+        results = [np.asarray(value) for value in results[: len(self.outputs)]]
+        if self.metrics:
+            for place, value in zip(self.places_of_metrics, self.measure()):
+                results.insert(place, value)
+        return results
 
     def _gradients(self, values, computed, shards, sizes):
         """The gradient of each weight: of the head, and of all devices' bodies."""
@@ -243,6 +251,8 @@ class ReplicatedFunction:
         self.forward = self.owner.bodies(
             self.cuts, frozen, lambda: self._functions(self._forward, not frozen)
         )
+        if self.metrics:
+            self.measure = self._compile([], self.metrics)
         if self.cuts_back:
             self.backward = self._functions(self._backward, True)
 

@@ -336,11 +336,16 @@ def _overruled(floatx, environ):
 
 
 def _importer():
-    """The module that imported Theano, or None: the last one begun before it that refers to it."""
+    """The module that imported Theano, or None: the last one begun before it that refers to it.
+
+    From Python 3.8 on, modules stand in the order in which they were done, which does not tell.
+    """
     importer = None
     for name, module in list(sys.modules.items()):  # in the order in which they were begun
         if name == "theano":
             return importer
+        if name.startswith("theano."):
+            return None
         if any(map(_is_theanos, list(getattr(module, "__dict__", {}).values()))):
             importer = name
     return None
