@@ -68,6 +68,12 @@ def warn_not_divided(model, reason, device):
     _warn(errors.not_divided(model.name, reason, device))
 
 
+def warn_of_placed_parts(model, parts, devices):
+    """Say that replicas on ``devices`` run the ``parts``, too, that ``device()`` placed."""
+    if parts:
+        _warn(errors.parts_placed(model.name, parts, devices))
+
+
 def warn_of_distribution(model):
     """Say that Keras 3's own distribution does nothing; on JAX alone it does something."""
     keras = keras_of(model)

@@ -15,10 +15,11 @@ import types
 
 from .. import _devices, _keras, _replicas, errors
 from ..backend import Backend
+from . import tensorflow1
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, Dict, List, Mapping, Optional, Sequence
+    from typing import Any, Callable, ContextManager, Dict, List, Mapping, Optional, Sequence
 
     from .._settings import Settings
 
@@ -133,10 +134,20 @@ class TensorFlow2(Backend):
         the first gets the whole model, as a single replica.
         """
         tf = self.import_framework()
+        if self.is_native(model):
+            from . import _tensorflow2_native
+
+            replicated = list(devices) != self.devices()[:1]
+            return _tensorflow2_native.parallelize(model, devices, replicated)
+        if _in_v1_mode(tf):
+            return tensorflow1.backend.parallelize(model, list(map(_full_name, devices)))
+        from . import _tensorflow2_device
+
         _check(tf, model)
         replicated = list(devices) != self.devices()[:1]
         if replicated:
             _keras.warn_of_distribution(model)
+            _keras.warn_of_placed_parts(model, _tensorflow2_device.placed_parts(model), devices)
         reason = _keras.undivided(model) if replicated else None
         if reason:
             _keras.warn_not_divided(model, reason, self.devices()[0])
@@ -148,6 +159,41 @@ class TensorFlow2(Backend):
         if _replicated_call(model) is not before:
             _forget_compiled_steps(model)
         return model
+
+    def is_native(self, model: "Any") -> bool:
+        from . import _tensorflow2_native
+
+        return _tensorflow2_native.is_native(model)
+
+    def build(
+        self, strategy: str, function: "Callable[[], Any]", devices: "Sequence[str]"
+    ) -> "Any":
+        """Under ``tf.distribute.MirroredStrategy``: a copy of each weight on each device.
+
+        ``function`` should compile the model, too: its optimizer belongs into the strategy's
+        scope. Batches should divide by the number of devices; TensorFlow averages the replicas'
+        gradients without regard to their rows, and Keras 3 refuses others.
+        """
+        tf = self.import_framework()
+        with tf.distribute.MirroredStrategy(list(devices)).scope():
+            model = function()
+        if _keras.keras_of(model) is None:
+            raise errors.builds_no_model(function.__qualname__, model)
+        return model
+
+    def device(self, device: str) -> "ContextManager[Any]":
+        """Layers called inside run on ``device``, forward and backward, whenever the model does.
+
+        A functional model's layers run where they were called; other operations at once, as in
+        ``tf.device``. Inside a subclassed model's ``call`` TensorFlow places the forward pass.
+        """
+        tf = self.import_framework()
+        device = "/cpu:0" if device == "cpu" else device
+        if _in_v1_mode(tf):
+            return tensorflow1.backend.device(_full_name(device))
+        from . import _tensorflow2_device
+
+        return _tensorflow2_device.placed_on(tf, device)
 
 
 # Configuring ----------------------------------------------------------------------------------
@@ -246,6 +292,17 @@ def _limit_memory(tf, gpus, settings):
 # Models ---------------------------------------------------------------------------------------
 
 
+def _in_v1_mode(tf):
+    """Whether ``tf.compat.v1.disable_v2_behavior()`` was called: graphs are TensorFlow 1's."""
+    v1 = tf.compat.v1
+    return not v1.executing_eagerly_outside_functions() and not v1.control_flow_v2_enabled()
+
+
+def _full_name(device):
+    """/cpu:1 as TensorFlow's graphs name it: /device:CPU:1."""
+    return "/device:" + device.strip("/").upper()
+
+
 def _check(tf, model):
     """Refuse models that a replicated ``call`` would not reach."""
     keras = _keras.keras_of(model)
@@ -342,11 +399,11 @@ class ReplicatedCall:
         call = functools.partial(self._unreplicated, tf, model)
         arguments = tf.nest.flatten((args, kwargs))
         batch = next(filter(lambda value: _has_rows(tf, value), arguments), None)
-        if batch is None or getattr(_replica_running, "now", False) or _only_traced(tf, model):
+        if batch is None or getattr(_replica_running, "now", False) or self._only_traced(tf, model):
             return call(*args, **kwargs)
         if getattr(model, "_jit_compile", None):
             raise errors.several_devices_in_xla()
-        state = _state_of(tf, model)
+        state = self._state_of(tf, model)
         state.prepare(call, args, kwargs)
         rows, replicas = _rows(tf, batch), []
         for index, device in enumerate(self.devices):
@@ -364,13 +421,23 @@ class ReplicatedCall:
         state.finish(shares)
         return _merged(tf, replicas, shares)
 
+    def _only_traced(self, tf, model):
+        return _only_traced(tf, model)
+
+    def _state_of(self, tf, model):
+        return _state_of(tf, model)
+
     def _unreplicated(self, tf, model, *args, **kwargs):
         """The call this one hides, converted by autograph where Keras would do so."""
         plain = self.hidden.get("call") or types.MethodType(type(model).call, model)
-        by_user = type(model).__module__.split(".")[0] not in ("keras", "tf_keras")
+        package = type(model).__module__.split(".")[0]
+        by_user = package not in ("keras", "tf_keras", "tensorflow", "tensorflow_core")
         if by_user and hasattr(model, "_autographed_call") and not tf.executing_eagerly():
-            autograph = tf.__internal__.autograph
-            plain = autograph.tf_convert(plain, autograph.control_status_ctx())
+            # Up to TensorFlow 2.3 nothing public, nor tf.__internal__, leads there.
+            from tensorflow.python.autograph.core import ag_ctx
+            from tensorflow.python.autograph.impl import api
+
+            plain = api.tf_convert(plain, ag_ctx.control_status_ctx())
         return plain(*args, **kwargs)
 
 
@@ -578,14 +645,14 @@ def _logits(tf, output):
 
 
 def _state_of(tf, model):
-    keras = _keras.keras_of(model)
-    if not hasattr(keras, "StatelessScope"):
+    """The state of a model or layer of Keras."""
+    if hasattr(model, "_eager_losses"):
         return Keras2State(tf, model)
 
     def mean(values, shares):
         return _mean(tf, [tf.convert_to_tensor(value) for value in values], shares)
 
-    return _keras.StatelessReplicas(keras, model, mean)
+    return _keras.StatelessReplicas(sys.modules["keras"], model, mean)
 
 
 class Keras2State:

@@ -1,0 +1,293 @@
+"""TensorFlow 2: models without Keras, parts on devices of their own, MirroredStrategy."""
+
+import collections
+import copy
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import compat
+from compat.testing import DEVICES, initialise, keras_under_test
+
+from .test_tensorflow2 import BACKWARD, COMPUTING, KERAS3, ROWS, TARGETS, executed, short
+
+
+@pytest.fixture(scope="module")
+def keras():
+    compat.configure_gpu(simulate=DEVICES)
+    return keras_under_test()
+
+
+def products(step):
+    """Matrix products that a step ran, by device: forward, backward."""
+    counts = collections.defaultdict(lambda: [0, 0])
+    for node in executed(step):
+        if node.op in COMPUTING and "PartitionedCall" not in node.op:
+            counts[short(node.device)][any(mark in node.name for mark in BACKWARD)] += 1
+    return {device: tuple(count) for device, count in counts.items()}
+
+
+# Models without Keras -------------------------------------------------------------------------
+
+
+class Net(tf.Module):
+    def __init__(self):
+        super().__init__()
+        random = np.random.RandomState(3)
+        self.first = tf.Variable(random.normal(size=(8, 6)).astype("float32"))
+        self.last = tf.Variable(random.normal(size=(6, 4)).astype("float32"))
+        self.calls = tf.Variable(0, trainable=False)
+        self.mean = tf.Variable(tf.zeros(6), trainable=False)
+
+    def compute(self, rows):
+        hidden = tf.tanh(rows @ self.first)
+        self.calls.assign_add(1)
+        self.mean.assign(0.5 * self.mean + 0.5 * tf.reduce_mean(hidden, axis=0))
+        if tf.reduce_sum(hidden) > 1e9:  # for autograph
+            hidden = hidden * 2.0
+        return hidden @ self.last
+
+
+class Plain(Net):
+    def __call__(self, rows):
+        return self.compute(rows)
+
+
+class Decorated(Net):
+    @tf.function
+    def __call__(self, rows):
+        return self.compute(rows)
+
+
+class Holder:
+    """No tf.Module: an object that can be called and holds variables."""
+
+    def __init__(self):
+        net = Plain()
+        self.first, self.last, self.calls, self.mean = net.first, net.last, net.calls, net.mean
+
+    def __call__(self, rows):
+        return Net.compute(self, rows)
+
+
+def function():
+    net = Plain()
+    made = tf.function(net.compute)
+    made.net = net
+    return made
+
+
+def parts_of(model):
+    net = getattr(model, "net", model)
+    return [net.first, net.last], [net.first, net.last, net.calls, net.mean]
+
+
+def step_of(model, rate=0.1):
+    weights, _ = parts_of(model)
+
+    def step(rows, targets):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(rows) - targets) ** 2)
+        for weight, gradient in zip(weights, tape.gradient(loss, weights)):
+            weight.assign_sub(rate * gradient)
+        return loss
+
+    return step
+
+
+@pytest.mark.row("tf.Module and tf.function")
+@pytest.mark.parametrize("build", [Plain, Decorated, Holder, function])
+@pytest.mark.parametrize("eagerly", [False, True])
+def test_native_model_trains_to_the_numbers_of_one_device(keras, build, eagerly):
+    results = []
+    for parallel in (False, True):
+        model = build()
+        if parallel:
+            assert compat.parallelize(model) is model
+        step = step_of(model) if eagerly else tf.function(step_of(model))
+        losses = [float(step(tf.constant(ROWS[:n]), tf.constant(TARGETS[:n]))) for n in (45, 44, 2)]
+        results.append(losses + [variable.numpy() for variable in parts_of(model)[1]])
+    for expected, found in zip(*results):
+        np.testing.assert_allclose(expected, found, rtol=1e-5, atol=1e-6)
+    assert results[1][5] == 3
+
+
+@pytest.mark.row("tf.Module and tf.function")
+@pytest.mark.parametrize("build", [Plain, Decorated, function])
+def test_native_model_runs_on_every_device(keras, build):
+    model = compat.parallelize(build())
+    rows, targets = tf.constant(ROWS), tf.constant(TARGETS)
+    step = tf.function(step_of(model))
+    found = products(lambda: step(rows, targets))
+    assert set(found) == {"/cpu:0", "/cpu:1", "/cpu:2"}
+    assert len(set(found.values())) == 1 and all(found["/cpu:1"]), found
+
+
+@pytest.mark.row("tf.Module and tf.function")
+@pytest.mark.parametrize("build", [Plain, Decorated])
+def test_native_model_keeps_its_face(keras, build, tmp_path):
+    model = build()
+    plain = type(model)
+    rows = tf.constant(ROWS)
+    expected = model(rows).numpy()
+    compat.parallelize(model)
+    assert isinstance(model, plain) and type(model).__name__ == plain.__name__
+    np.testing.assert_allclose(expected, model(rows).numpy(), atol=1e-5)
+    other = build()
+    path = tf.train.Checkpoint(model=model).save(str(tmp_path / "checkpoint"))
+    model.first.assign_add(tf.ones((8, 6)))
+    tf.train.Checkpoint(model=other).restore(path).assert_consumed()
+    np.testing.assert_allclose(expected, other(rows).numpy(), atol=1e-5)
+    model.first.assign(other.first)
+    tf.saved_model.save(model, str(tmp_path / "saved"))
+    loaded = tf.saved_model.load(str(tmp_path / "saved"))
+    np.testing.assert_allclose(loaded.first.numpy(), model.first.numpy())
+    if build is Decorated:
+        np.testing.assert_allclose(expected, loaded(rows).numpy(), atol=1e-5)
+    assert type(copy.deepcopy(model)) is plain
+    compat.parallelize(model, gpus=1)
+    assert type(model) is plain
+
+
+@pytest.mark.row("tf.Module and tf.function")
+def test_layers_and_variables_are_no_models(keras):
+    for other in (keras.layers.Dense(3), tf.Variable(1.0), tf.constant(1.0)):
+        with pytest.raises(compat.CompatError):
+            compat.parallelize(other)
+
+
+# Parts on devices of their own ----------------------------------------------------------------
+
+
+def shared_lstm(keras, placed):
+    """The Keras FAQ's example: two sequences encoded by one LSTM."""
+    layers = keras.layers
+    a, b = layers.Input((5, 8)), layers.Input((5, 8))
+    lstm, last = layers.LSTM(4, unroll=True, name="shared"), layers.Dense(1)
+    if not placed:
+        merged = layers.concatenate([lstm(a), lstm(b)])
+    else:
+        with compat.device(1):
+            encoded_a = lstm(a)
+        with compat.device(2):
+            encoded_b = lstm(b)
+        with compat.device("cpu"):
+            merged = layers.concatenate([encoded_a, encoded_b])
+    model = initialise(keras.models.Model([a, b], last(merged)))
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    return model
+
+
+SEQUENCES = [np.random.RandomState(s).normal(size=(20, 5, 8)).astype("float32") for s in (4, 5)]
+ENDS = np.random.RandomState(6).normal(size=(20, 1)).astype("float32")
+
+
+@pytest.fixture(scope="module")
+def placed(keras):
+    """The placed model, trained, and the plain one, trained the same."""
+    models = [shared_lstm(keras, placed) for placed in (True, False)]
+    for model in models:
+        for rows in (20, 7):
+            model.train_on_batch([s[:rows] for s in SEQUENCES], ENDS[:rows])
+    return models
+
+
+@pytest.mark.row("device()")
+def test_shared_lstm_on_two_devices_trains_to_the_same_numbers(placed):
+    for found, expected in zip(*(model.get_weights() for model in placed)):
+        np.testing.assert_allclose(expected, found, rtol=1e-5, atol=1e-6)
+    predictions = [model.predict(SEQUENCES, verbose=0) for model in placed]
+    np.testing.assert_allclose(*predictions, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.row("device()")
+def test_shared_lstm_runs_forward_and_backward_where_it_was_placed(placed):
+    model = placed[0]
+    model.make_train_function(force=True)
+    found = products(lambda: model.train_on_batch(SEQUENCES, ENDS))
+    assert found["/cpu:1"] == found["/cpu:2"], found
+    assert found["/cpu:1"][0] >= 5 and found["/cpu:1"][1] >= 5, found
+
+
+@pytest.mark.row("device()")
+def test_placed_model_is_saved_as_a_plain_one(keras, placed, tmp_path):
+    model, plain = placed
+    mine, theirs = (str(m.get_config()).replace(m.name, "") for m in placed)
+    assert "cpu" not in mine and len(mine) - len(theirs) < 200
+    path = str(tmp_path / ("model.keras" if KERAS3 else "model.h5"))
+    model.save(path)
+    loaded = keras.models.load_model(path)
+    found = loaded.predict(SEQUENCES, verbose=0)
+    np.testing.assert_allclose(model.predict(SEQUENCES, verbose=0), found, atol=1e-6)
+    assert not any("call" in vars(layer) for layer in loaded.layers if layer.name == "shared")
+
+
+@pytest.mark.row("device()")
+def test_replicas_run_parts_placed_before_and_say_so(keras):
+    model, plain = shared_lstm(keras, True), shared_lstm(keras, False)
+    with pytest.warns(compat.CompatWarning, match="device"):
+        compat.parallelize(model)
+    model.make_train_function(force=True)
+    found = products(lambda: model.train_on_batch(SEQUENCES, ENDS))
+    plain.train_on_batch(SEQUENCES, ENDS)
+    assert set(found) == {"/cpu:0", "/cpu:1", "/cpu:2"} and len(set(found.values())) == 1, found
+    for expected, weights in zip(plain.get_weights(), model.get_weights()):
+        np.testing.assert_allclose(expected, weights, rtol=1e-5, atol=1e-6)
+
+
+# MirroredStrategy -----------------------------------------------------------------------------
+
+
+def small(keras):
+    layers = keras.layers
+    model = keras.models.Sequential(
+        [layers.Input((8,)), layers.Dense(6, activation="tanh"), layers.Dense(4)]
+    )
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    return model
+
+
+def mirrored_pair(keras):
+    def build():
+        return small(keras)
+
+    plain, mirrored = build(), compat.parallelize(build, strategy="mirrored")
+    mirrored.set_weights(plain.get_weights())
+    return plain, mirrored
+
+
+@pytest.mark.row('strategy="mirrored"')
+def test_mirrored_even_batches_train_to_the_numbers_of_one_device(keras):
+    models = mirrored_pair(keras)
+    for model in models:
+        model.fit(ROWS, TARGETS, batch_size=15, epochs=2, shuffle=False, verbose=0)
+    for expected, found in zip(*(model.get_weights() for model in models)):
+        np.testing.assert_allclose(expected, found, rtol=1e-5, atol=1e-6)
+    strategy = models[1].distribute_strategy
+    assert isinstance(strategy, tf.distribute.MirroredStrategy)
+    values = models[1].weights[0]
+    values = strategy.experimental_local_results(
+        getattr(values, "value", values) if KERAS3 else values
+    )
+    assert {short(value.device) for value in values} == {"/cpu:0", "/cpu:1", "/cpu:2"}
+
+
+@pytest.mark.row('strategy="mirrored"')
+def test_mirrored_uneven_batches_are_tensorflows_own_limit(keras):
+    """The reason for replicas of compat's own: here gradients are averaged without the rows."""
+    plain, mirrored = mirrored_pair(keras)
+    plain.fit(ROWS[:16], TARGETS[:16], batch_size=16, shuffle=False, verbose=0)
+    if KERAS3:
+        with pytest.raises(Exception, match="AddN|same size|shape"):
+            mirrored.fit(ROWS[:16], TARGETS[:16], batch_size=16, shuffle=False, verbose=0)
+        return
+    mirrored.fit(ROWS[:16], TARGETS[:16], batch_size=16, shuffle=False, verbose=0)
+    pairs = zip(plain.get_weights(), mirrored.get_weights())
+    assert max(abs(a - b).max() for a, b in pairs) < 0.1
+
+
+@pytest.mark.row('strategy="mirrored"')
+def test_mirrored_function_that_builds_no_model(keras):
+    with pytest.raises(compat.NotAModelError):
+        compat.parallelize(lambda: None, strategy="mirrored")
