@@ -690,7 +690,7 @@ def _placed_parts(model):
 
 
 def _gradients_follow(graph):
-    return isinstance(vars(graph).get("_apply_device_functions"), _GradientsFollow)
+    return isinstance(getattr(graph, "_apply_device_functions", None), _GradientsFollow)
 
 
 class _GradientsFollow:
