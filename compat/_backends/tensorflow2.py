@@ -574,7 +574,10 @@ def _rows(tf, batch):
 
 def _slice(tf, batch, bounds, value):
     """A replica's rows of an argument; what has no rows of the batch is passed whole."""
-    if not _has_rows(tf, value) or value.shape[:1] != batch.shape[:1]:
+    if not _has_rows(tf, value):
+        return value
+    # As lists: up to TensorFlow 2.3 an unknown dimension of a shape equals no other.
+    if value.shape[:1].as_list() != batch.shape[:1].as_list():
         return value
     start, stop = bounds
     if isinstance(value, tf.SparseTensor):

@@ -59,7 +59,7 @@ class TestTensorFlow2(ParallelContract):
 
     def placement(self, model, inputs, targets):
         counts = collections.defaultdict(lambda: [0, 0])
-        model.make_train_function(force=True)  # a graph is recorded when it is first made
+        model.train_function = None  # a graph is recorded when it is first made
         for node in executed(lambda: model.train_on_batch(inputs, targets)):
             if node.op in COMPUTING or "Backprop" in node.op:
                 name = node.name + node.op
