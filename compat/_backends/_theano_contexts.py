@@ -35,7 +35,7 @@ class Device:
     def __init__(self, name, target):
         self.name = name
         self.target = target
-        self.variables = {}  # type: Dict[Any, Any]  # Keras' shared variables, and those used here
+        self.variables = {}  # type: Any  # Keras' shared variables, and those used here
 
     def adopt(self, variable, number):
         """Make this device's variable for one of Keras', unless it has one.
@@ -77,7 +77,7 @@ class ReplicatedFunctions:
     def __init__(self, model: "Any", devices: "Sequence[Device]") -> None:
         self.model = model
         self.devices = list(devices)
-        self._bodies = {}  # type: Dict[Any, List[Any]]
+        self._bodies = {}  # type: Any
 
     def install(self):
         vars(self.model)["_compat_functions"] = self
@@ -168,8 +168,8 @@ class ReplicatedFunction:
         self.updates = list(collections.OrderedDict(reversed(list(updates))).items())
         self.loss, self.weights = gradients or (None, [])
         self.options = options
-        self.forward = []  # type: List[Any]  # a Theano function for each device
-        self.backward = []  # type: List[Any]
+        self.forward = []  # type: Any  # a Theano function for each device
+        self.backward = []  # type: Any
         self.head = None  # type: Any
         self.update = None  # type: Any
         self.measure = None  # type: Any
@@ -344,7 +344,7 @@ class ReplicatedFunction:
 
     def _functions(self, make, randoms):
         """A function for each device, by ``make``; on one processor the first one's is copied."""
-        functions = []  # type: List[Any]
+        functions = []  # type: Any
         devices = self.owner.devices
         for number, device in enumerate(devices):
             for variable in self.used:
@@ -430,7 +430,7 @@ class _Cut:
     def __init__(self, variable, measured):
         self.variable = variable
         self.measured = measured
-        self.axis = None  # type: Optional[int]
+        self.axis = None  # type: Any
         self.is_shape = variable is not measured
 
     def is_differentiable(self):
