@@ -131,7 +131,7 @@ class StatelessReplicas:
         """
         variables = self.variables
 
-        class Scope(self.keras.StatelessScope):
+        class Scope(self.keras.StatelessScope):  # type: ignore  # whichever Keras it is
             def add_update(self, update):
                 variables[id(update[0])] = update[0]
                 super().add_update(update)

@@ -676,8 +676,8 @@ def custom_gradient(operation):
 def parts_placed(model, parts, devices):
     """The text of a warning."""
     return (
-        "Parts of {} were placed on {} by device(), but parallelize() runs all of it on each of {}. "
-        "Leave out one of the two; parallelize(model, gpus=1) puts the parts back.".format(
+        "Parts of {} were placed on {} by device(), but parallelize() runs all of it on each of "
+        "{}. Leave out one of the two; parallelize(model, gpus=1) puts the parts back.".format(
             model, ", ".join(parts), ", ".join(devices)
         )
     )
@@ -706,4 +706,67 @@ def several_devices_in_torch_compile():
         "run a model on several devices under jit_compile=True: torch.compile() makes one program "
         "for one device",
         "Compile the model with jit_compile=False.",
+    )
+
+
+# CNTK -----------------------------------------------------------------------------------------
+
+
+def one_device_only(backend, asked, first):
+    return unsupported(
+        backend,
+        "run a model on {} in this process: all of it runs on {}".format(asked, first),
+        "Train on that one, with parallelize(model, gpus=1), or use a backend that splits "
+        "batches in one process, such as tensorflow or mxnet. compat does not start one process "
+        "per device yet.",
+    )
+
+
+def cntk_device_fixed(device, imported):
+    return too_late(
+        "cntk",
+        "its default device was fixed when {} was imported, and cannot become {}".format(
+            imported[0] if imported else "cntk", device
+        ),
+        "Call it before the first `import keras`.",
+    )
+
+
+def cntk_without_gpus():
+    """The text of a warning."""
+    return (
+        "This CNTK shows no GPU: it is a build for the CPU, or CUDA's driver is not there. The "
+        "package cntk-gpu is the build for GPUs."
+    )
+
+
+def cntk_no_memory_limit(memory):
+    """The text of a warning."""
+    return "memory={} was asked for, but CNTK has no setting for a GPU's memory.".format(memory)
+
+
+def cntk_trains_in_float32(floatx):
+    """The text of a warning."""
+    return (
+        "floatx={} was asked for, but on CNTK Keras trains in float32 only: it makes the places "
+        "for gradients in that type.".format(floatx)
+    )
+
+
+def cntk_excluded_devices_invalid(asked):
+    return InvalidArgumentError(
+        'excluded_devices={!r} is not understood. Use a list of GPU ids and "cpu", such as '
+        '[1, "cpu"].'.format(asked)
+    )
+
+
+def cntk_without_openmpi(folder, missing):
+    """``missing``: each library that CNTK is linked with, and the file of OpenMPI 4 that does."""
+    commands = " && ".join(
+        "ln -s $(ldconfig -p | grep -o '/.*/{}') {}/{}".format(there, folder, name)
+        for name, there in sorted(missing.items())
+    )
+    return BrokenInstallError(
+        "cntk is installed, but importing it fails without OpenMPI's {}. On Debian and Ubuntu: "
+        "apt-get install libopenmpi3 && {}".format(" and ".join(sorted(missing)), commands)
     )

@@ -600,6 +600,57 @@ TEXTS = [
         "torch cannot run a model on several devices under jit_compile=True: torch.compile() makes "
         "one program for one device. Compile the model with jit_compile=False.",
     ),
+    (
+        errors.one_device_only,
+        ("cntk", "cpu:0, cpu:1", "cpu:0"),
+        errors.UnsupportedError,
+        "cntk cannot run a model on cpu:0, cpu:1 in this process: all of it runs on cpu:0. Train "
+        "on that one, with parallelize(model, gpus=1), or use a backend that splits batches in "
+        "one process, such as tensorflow or mxnet. compat does not start one process per device "
+        "yet.",
+    ),
+    (
+        errors.cntk_device_fixed,
+        ("gpu(1)", ["keras", "cntk"]),
+        errors.TooLateError,
+        "configure_gpu() came too late for cntk: its default device was fixed when keras was "
+        "imported, and cannot become gpu(1).\nCall it before the first `import keras`.",
+    ),
+    (
+        errors.cntk_without_gpus,
+        (),
+        None,
+        "This CNTK shows no GPU: it is a build for the CPU, or CUDA's driver is not there. The "
+        "package cntk-gpu is the build for GPUs.",
+    ),
+    (
+        errors.cntk_no_memory_limit,
+        ("0.5",),
+        None,
+        "memory=0.5 was asked for, but CNTK has no setting for a GPU's memory.",
+    ),
+    (
+        errors.cntk_trains_in_float32,
+        ("float64",),
+        None,
+        "floatx=float64 was asked for, but on CNTK Keras trains in float32 only: it makes the "
+        "places for gradients in that type.",
+    ),
+    (
+        errors.cntk_excluded_devices_invalid,
+        (["gpu"],),
+        errors.InvalidArgumentError,
+        "excluded_devices=['gpu'] is not understood. Use a list of GPU ids and \"cpu\", such as "
+        '[1, "cpu"].',
+    ),
+    (
+        errors.cntk_without_openmpi,
+        ("/env/cntk/libs", {"libmpi.so.12": "libmpi.so.40"}),
+        errors.BrokenInstallError,
+        "cntk is installed, but importing it fails without OpenMPI's libmpi.so.12. On Debian and "
+        "Ubuntu: apt-get install libopenmpi3 && ln -s $(ldconfig -p | grep -o '/.*/libmpi.so.40') "
+        "/env/cntk/libs/libmpi.so.12",
+    ),
 ]
 
 

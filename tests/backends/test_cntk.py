@@ -1,0 +1,182 @@
+"""CNTK under Keras: one device, chosen before Keras fixes it; models train as ever."""
+
+import os
+import sys
+
+import pytest
+
+import compat
+from compat import _registry
+from compat._backends import cntk as backend
+from compat.testing import (
+    CASES,
+    BackendContract,
+    largest_difference,
+    optimizer,
+)
+
+
+class TestCNTK(BackendContract):
+    backend = "cntk"
+
+    # One device: the same object, plain numbers -----------------------------------------------
+
+    @pytest.mark.parametrize("name", sorted(CASES))
+    def test_trains_and_is_saved_as_without_compat(self, keras, name, tmp_path):
+        """parallelize(gpus=1) changes nothing: same numbers, same files, also for odd batches."""
+        plain, model = self.compiled(keras, name), self.build(keras, name)
+        assert compat.parallelize(model, gpus=1) is model
+        model.compile(optimizer(keras, "sgd"), CASES[name].loss)
+        start = plain.get_weights()
+        for batch, samples in ((16, 45), (2, 6)):
+            inputs, targets = CASES[name].data(samples)
+            for each in (plain, model):
+                each.fit(inputs, targets, batch_size=batch, epochs=2, shuffle=False, verbose=0)
+        assert largest_difference(start, plain.get_weights()) > 1e-3
+        self.close(plain.get_weights(), model.get_weights(), 1e-6)
+        path = str(tmp_path / "model.h5")
+        model.save(path)
+        loaded = compat.parallelize(keras.models.load_model(path), gpus=1)
+        inputs, _ = CASES[name].data(13)
+        expected, predicted = (
+            each.predict(inputs)
+            if isinstance(each.predict(inputs), list)
+            else [each.predict(inputs)]
+            for each in (model, loaded)
+        )
+        self.close(expected, predicted, 1e-6)
+
+    def test_several_devices_are_a_clear_error(self, keras):
+        model = self.build(keras, "dense")
+        for gpus in (None, 2, [1]):
+            with pytest.raises(NotImplementedError) as caught:
+                compat.parallelize(model, gpus)
+            assert type(caught.value) is compat.UnsupportedError
+        assert str(caught.value) == (
+            "cntk cannot run a model on cpu:1 in this process: all of it runs on cpu:0. Train on "
+            "that one, with parallelize(model, gpus=1), or use a backend that splits batches in "
+            "one process, such as tensorflow or mxnet. compat does not start one process per "
+            "device yet."
+        )
+
+    def test_parts_of_a_model_cannot_be_placed(self, keras):
+        with pytest.raises(compat.UnsupportedError, match="^cntk cannot place parts of a model"):
+            compat.device(1)
+
+    @pytest.mark.row("subclassed models")
+    def test_subclassed_models_are_those_of_keras(self, keras):
+        """Keras on CNTK builds them when they are fitted, as without compat."""
+        if not hasattr(keras, "Model") or not hasattr(keras.Model, "_set_inputs"):
+            with pytest.raises(TypeError):  # before Keras 2.2 a model has inputs, or is none
+                type("Mine", (keras.models.Model,), {})()
+            return
+
+        class Mine(keras.Model):
+            def __init__(self):
+                super(Mine, self).__init__()
+                self.classes = keras.layers.Dense(4, activation="softmax")
+
+            def call(self, inputs):
+                return self.classes(inputs)
+
+        model = Mine()
+        assert compat.parallelize(model, gpus=1) is model
+        model.compile("sgd", "categorical_crossentropy")
+        history = model.fit(*CASES["dense"].data(16), epochs=3, verbose=0)
+        assert history.history["loss"][-1] < history.history["loss"][0]
+
+
+# Configuring, a process each ------------------------------------------------------------------
+
+
+def test_the_device_is_fixed_before_keras_fixes_it(run):
+    out = run(
+        """
+        import warnings
+        warnings.simplefilter("ignore")
+        import compat
+        configuration = compat.configure_gpu(gpus=0)
+        assert configuration.backend == "cntk", configuration
+        import cntk, keras, numpy as np
+        print(configuration.devices, configuration.applied)
+        assert cntk.device.use_default_device() == cntk.device.cpu()
+        model = keras.models.Sequential([keras.layers.Dense(2, input_shape=(3,))])
+        model.compile("sgd", "mse")
+        model.fit(np.ones((4, 3)), np.ones((4, 2)), verbose=0)
+        assert compat.configure_gpu(gpus=0) is configuration
+        """
+    )
+    assert "['cpu()'] ['cntk.device.try_set_default_device(cpu())']" in out
+
+
+def test_a_build_for_the_cpu_says_so_and_goes_on(run):
+    out = run(
+        """
+        import warnings, compat
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            configuration = compat.configure_gpu(gpus=[0], excluded_devices=[1], floatx="float64")
+        for warning in caught:
+            if warning.category is compat.CompatWarning:
+                print("warning:", warning.message)
+        print(configuration.devices)
+        """
+    )
+    assert "warning: This CNTK shows no GPU: it is a build for the CPU" in out
+    assert "warning: gpus=[0] was asked for, but" in out and "Going on with" in out
+    assert "warning: floatx=float64 was asked for, but on CNTK Keras trains in float32" in out
+    assert out.splitlines()[-1] == "['cpu()']"
+
+
+@pytest.mark.parametrize("late", ["cntk", "keras"])
+def test_late_but_as_it_is_already(run, late):
+    run(
+        """
+        import warnings
+        warnings.simplefilter("ignore")
+        import {}
+        import compat
+        assert compat.configure_gpu(simulate=2, backend="cntk").devices == ["cpu:0", "cpu:1"]
+        """.format(late)
+    )
+
+
+def test_excluded_devices_that_are_no_list_of_devices():
+    class Settings:
+        options = {"excluded_devices": ["gpu"]}
+
+    with pytest.raises(compat.InvalidArgumentError, match="excluded_devices="):
+        backend._excluded(None, Settings)
+
+
+# Installation ---------------------------------------------------------------------------------
+
+
+def test_missing_openmpi_is_diagnosed_without_importing_cntk(run, monkeypatch):
+    """In a process whose loader does not find OpenMPI: ``compat env``, and the error."""
+    out = run(
+        """
+        import sys
+        from compat import __main__
+        assert __main__.main(["env"]) == 1
+        assert "cntk" not in sys.modules
+        import compat
+        try:
+            compat.configure_gpu()
+        except ImportError as error:
+            assert type(error) is compat.BrokenInstallError
+            print("error:", error)
+        """,
+        LD_LIBRARY_PATH="",
+    )
+    text = (
+        "cntk is installed, but importing it fails without OpenMPI's libmpi.so.12 and "
+        "libmpi_cxx.so.1. On Debian and Ubuntu: apt-get install libopenmpi3 && ln -s "
+    )
+    assert "problems    " + text in out
+    assert "error: " + text in out
+
+
+def test_openmpi_that_is_there_is_no_problem():
+    assert _registry.load("cntk").problems(os.environ) == []
+    assert "cntk" in sys.modules or backend._missing_libraries(os.environ) == []
