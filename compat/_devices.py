@@ -314,6 +314,12 @@ class Devices:
         """The numbers of these GPUs in a process with that environment."""
         return range(len(self.gpus)) if self.are_shown_by(environ) else self.positions
 
+    def memory_totals(self):
+        """The memory of each of these GPUs, in bytes; 0 where the driver does not tell."""
+        machine = discover() or []
+        found = [_gpu_of(entry, machine) for entry in self.gpus]
+        return [gpu.memory_total if gpu else 0 for gpu in found]
+
     def environ(self, environ):
         """The CUDA variables that show a process these GPUs and no other."""
         if not self.gpus:

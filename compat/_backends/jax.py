@@ -11,7 +11,7 @@ import sys
 import threading
 import types
 
-from .. import _devices, _keras, errors
+from .. import _keras, errors
 from ..backend import Backend
 
 TYPE_CHECKING = False
@@ -149,9 +149,7 @@ def _check_devices_made(jax, settings):
 
 def _fraction(settings):
     """The size asked for, as a fraction of each GPU."""
-    machine = _devices.discover() or []
-    found = [_devices._gpu_of(entry, machine) for entry in settings.devices.gpus]
-    totals = {gpu.memory_total if gpu else 0 for gpu in found}
+    totals = set(settings.devices.memory_totals())
     if len(totals) != 1 or 0 in totals:
         raise errors.one_fraction_for_all_gpus(settings.memory)
     return min(1.0, settings.memory.size / float(totals.pop()))

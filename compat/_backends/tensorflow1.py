@@ -106,8 +106,8 @@ class TensorFlow1(Backend):
 
     def _fraction(self, memory, devices):
         """The fraction of each GPU that is ``memory.size``; TensorFlow 1 takes nothing else."""
-        totals = [gpu.memory_total for gpu in _devices.discover() or () if gpu.memory_total]
-        if not totals:
+        totals = devices.memory_totals()
+        if not any(totals):
             raise errors.memory_total_unknown(memory)
         # One fraction holds for all GPUs: that of the largest, so that none takes more.
         return min(1.0, memory.size / float(max(totals)))

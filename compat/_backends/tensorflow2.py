@@ -277,9 +277,8 @@ def _limit_memory(tf, gpus, settings):
         return [_call(tf, name, gpu, True) for gpu in gpus]
     sizes = [settings.memory.size] * len(gpus)
     if settings.memory.fraction:
-        machine = _devices.discover() or []
-        found = [_devices._gpu_of(entry, machine) for entry in settings.devices.gpus]
-        sizes = [gpu.memory_total * settings.memory.fraction if gpu else 0 for gpu in found]
+        totals = settings.devices.memory_totals()
+        sizes = [total * settings.memory.fraction for total in totals]
         if not all(sizes):
             raise errors.unsupported(
                 "tensorflow2",

@@ -720,7 +720,7 @@ def test_gpu_options(monkeypatch):
 def test_memory_size_is_a_fraction_of_the_largest_gpu(monkeypatch):
     from compat import _devices
 
-    gpus = [_devices.GPU(0, memory_total=8 * 2**30), _devices.GPU(1, memory_total=16 * 2**30)]
+    gpus = [_devices.GPU(2, memory_total=8 * 2**30), _devices.GPU(3, memory_total=16 * 2**30)]
     monkeypatch.setattr(_devices, "discover", lambda: gpus)
     config = session_config(memory="4GiB")
     assert config.gpu_options.per_process_gpu_memory_fraction == 0.25
