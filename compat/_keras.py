@@ -51,6 +51,28 @@ def identity(keras, name):
     return keras.layers.Activation("linear", name=name)
 
 
+# What Keras 2 makes of a graph, each by a method of the model (``_make_train_function``).
+FUNCTIONS = ("train_function", "test_function", "predict_function")
+
+
+@contextlib.contextmanager
+def training_goes_on(model):
+    """Within, the way a model of Keras 2 makes its functions changes; the optimizer's state stays.
+
+    Keras makes new state variables with every train function, so their values move over.
+    ``model`` is None where it is not built yet.
+    """
+    known = vars(model) if model is not None else {}
+    made = [function for function in FUNCTIONS if known.get(function) is not None]
+    state = model.optimizer.get_weights() if "train_function" in made else None
+    yield
+    for function in made:
+        setattr(model, function, None)
+    if state is not None:
+        model._make_train_function()
+        model.optimizer.set_weights(state)
+
+
 def undivided(model):
     """Why the batches of a model of tf.keras or Keras 3 cannot be split, as a phrase, or None."""
     recurrent = keras_of(model).layers.RNN

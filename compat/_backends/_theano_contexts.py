@@ -22,7 +22,7 @@ import contextlib
 
 import numpy as np
 
-from .. import _replicas, errors
+from .. import _keras, _replicas, errors
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -72,8 +72,6 @@ class ReplicatedFunctions:
     methods of its own for that, which hand Keras another ``K.function``.
     """
 
-    FUNCTIONS = ("train_function", "test_function", "predict_function")
-
     def __init__(self, model: "Any", devices: "Sequence[Device]") -> None:
         self.model = model
         self.devices = list(devices)
@@ -81,11 +79,11 @@ class ReplicatedFunctions:
 
     def install(self):
         vars(self.model)["_compat_functions"] = self
-        for function in self.FUNCTIONS:
+        for function in _keras.FUNCTIONS:
             vars(self.model)["_make_" + function] = self._maker(function)
 
     def uninstall(self):
-        for name in ["_compat_functions"] + ["_make_" + name for name in self.FUNCTIONS]:
+        for name in ["_compat_functions"] + ["_make_" + name for name in _keras.FUNCTIONS]:
             del vars(self.model)[name]
 
     def _maker(self, function):
@@ -130,22 +128,6 @@ class ReplicatedFunctions:
         if key not in self._bodies:
             self._bodies[key] = make()
         return self._bodies[key]
-
-
-@contextlib.contextmanager
-def training_goes_on(model):
-    """Within, the way a model makes its functions changes; the optimizer keeps its state.
-
-    Keras makes new state variables with every train function, so their values move over.
-    """
-    made = [f for f in ReplicatedFunctions.FUNCTIONS if vars(model).get(f) is not None]
-    state = model.optimizer.get_weights() if "train_function" in made else None
-    yield
-    for function in made:
-        setattr(model, function, None)
-    if state is not None:
-        model._make_train_function()
-        model.optimizer.set_weights(state)
 
 
 class ReplicatedFunction:

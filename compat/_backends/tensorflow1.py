@@ -174,7 +174,7 @@ class TensorFlow1(Backend):
         if current is not None:
             if list(current.devices) == list(devices):
                 return model
-            with _training_goes_on(model):
+            with _keras.training_goes_on(_that_makes_functions(model)):
                 current.uninstall()
         if len(devices) > 1:
             weights = model.weights if model.built else ()  # a Sequential of unknown input
@@ -186,7 +186,7 @@ class TensorFlow1(Backend):
             if parts:
                 text = errors.parts_placed(model.name, parts, devices)
                 warnings.warn(text, errors.CompatWarning, stacklevel=3)
-            with _training_goes_on(model):
+            with _keras.training_goes_on(_that_makes_functions(model)):
                 _ReplicatedFunctions(model, devices).install()
         return model
 
@@ -362,8 +362,6 @@ class _ReplicatedFunctions:
     methods of its own for that, which call Keras' and rewire what it made.
     """
 
-    FUNCTIONS = ("train_function", "test_function", "predict_function")
-
     def __init__(self, model, devices):
         self.owner = model
         self.model = _that_makes_functions(model)
@@ -377,13 +375,13 @@ class _ReplicatedFunctions:
         if _wraps_a_model(self.owner):
             vars(self.owner)["build"] = self._build
         if self.model is not None:
-            for function in self.FUNCTIONS:
+            for function in _keras.FUNCTIONS:
                 vars(self.model)["_make_" + function] = self._maker(function)
 
     def uninstall(self):
         vars(self.owner).pop("build", None)
         del vars(self.owner)["_compat_functions"]
-        for function in self.FUNCTIONS if self.model is not None else ():
+        for function in _keras.FUNCTIONS if self.model is not None else ():
             del vars(self.model)["_make_" + function]
 
     def _build(self, input_shape=None):
@@ -487,24 +485,6 @@ def _nothing():
 
 def _same(first, second):
     return len(first) == len(second) and all(a is b for a, b in zip(first, second))
-
-
-@contextlib.contextmanager
-def _training_goes_on(model):
-    """Within, the way a model makes its functions changes; the optimizer keeps its state.
-
-    Keras makes new state variables with every train function, so their values move over.
-    """
-    model = _that_makes_functions(model)
-    known = vars(model) if model is not None else {}
-    made = [f for f in _ReplicatedFunctions.FUNCTIONS if known.get(f) is not None]
-    state = model.optimizer.get_weights() if "train_function" in made else None
-    yield
-    for function in made:
-        setattr(model, function, None)
-    if state is not None:
-        model._make_train_function()
-        model.optimizer.set_weights(state)
 
 
 # Replicas in the graph ------------------------------------------------------------------------

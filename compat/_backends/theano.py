@@ -220,7 +220,7 @@ class Theano(Backend):
             return model
         if any(hasattr(tensor, "get_value") for tensor in model.inputs or ()):
             raise errors.theano_input_not_fed(model.name)
-        with _theano_contexts.training_goes_on(model):
+        with _keras.training_goes_on(model):
             if current is not None:
                 current.uninstall()
             if list(devices) != plain:
