@@ -8,6 +8,7 @@ import pickle
 import re
 import subprocess
 import sys
+import tempfile
 import textwrap
 
 import numpy as np
@@ -78,7 +79,7 @@ def operations(program):
     return {name: inside(body, name) for body in everything.values() for name in body}
 
 
-def executed(model, inputs, targets, folder):
+def executed(model, inputs, targets):
     """Train one step; by device, what JAX's profiler saw it execute.
 
     The profiler records which instruction ran on which device; what an instruction computes, the
@@ -86,14 +87,16 @@ def executed(model, inputs, targets, folder):
     """
     client = jax.devices()[0].client
     before = client.live_executables()
-    with jax.profiler.trace(str(folder)):
-        model.train_on_batch(inputs, targets)
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            model.train_on_batch(inputs, targets)
+        (path,) = glob.glob(os.path.join(folder, "**", "*.xplane.pb"), recursive=True)
+        profile = jax.profiler.ProfileData.from_file(path)
     new = [e for e in client.live_executables() if all(e is not other for other in before)]
     (program,) = [e for e in new if e.hlo_modules()[0].name == "jit_train_step"]
     computed = operations(program.hlo_modules()[0].to_string())
-    (path,) = glob.glob(str(folder / "**" / "*.xplane.pb"), recursive=True)
     found = {}
-    for plane in jax.profiler.ProfileData.from_file(path).planes:
+    for plane in profile.planes:
         for line in plane.lines:
             for event in line.events:
                 record = dict(event.stats)
@@ -107,12 +110,8 @@ class TestJAX(ParallelContract):
     backend = "jax"
     extension = ".keras"
 
-    @pytest.fixture(autouse=True)
-    def folder(self, tmp_path_factory):
-        self.folders = tmp_path_factory
-
     def placement(self, model, inputs, targets):
-        found = executed(model, inputs, targets, self.folders.mktemp("trace"))
+        found = executed(model, inputs, targets)
         for operation in sum(found.values(), []):  # nothing was computed undivided
             assert len(targets[0] if isinstance(targets, list) else targets) not in (
                 operation.dimensions
@@ -123,7 +122,7 @@ class TestJAX(ParallelContract):
         }
 
     def shard_sizes(self, model, inputs, targets):
-        found = executed(model, inputs, targets, self.folders.mktemp("trace"))
+        found = executed(model, inputs, targets)
         assert sorted(found) == ["cpu:0", "cpu:1", "cpu:2"]
         for ran in found.values():  # from 8 features to the 16 units of the layer "hidden"
             products = [o.shapes for o in ran if o.shapes[0][-1] == 16 and 8 in o.shapes[1]]
@@ -259,7 +258,7 @@ def test_subclassed_model_with_a_step_of_its_own(keras, tmp_path):
     assert_same(models)
     for name in ("loss", "doubled"):
         np.testing.assert_allclose(histories[0][name], histories[1][name], rtol=1e-5)
-    found = executed(models[1], {"rows": ROWS}, TARGETS, tmp_path)
+    found = executed(models[1], {"rows": ROWS}, TARGETS)
     assert sorted(found) == ["cpu:0", "cpu:1", "cpu:2"]
     for ran in found.values():
         assert any(o.is_forward for o in ran) and any(o.is_backward for o in ran)
