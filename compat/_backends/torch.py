@@ -206,15 +206,18 @@ class Replicated:
     def remove(self, model):
         del model.__dict__[self.__name__]
         if self.hidden is not None:
-            model.__dict__[self.__name__] = self.hidden
+            model.__dict__[self.__name__] = self.plain(model)
 
     def most_replicas(self, model, rows):
         """How many replicas a batch of so many rows can be split over."""
         return len(self.devices)
 
     def plain(self, model):
-        """The method that this one hides."""
-        return self.hidden or types.MethodType(getattr(type(model), self.__name__), model)
+        """The method that this one hides, of this model: deep copies share ``hidden``."""
+        hidden = self.hidden or types.MethodType(getattr(type(model), self.__name__), model)
+        if isinstance(getattr(hidden, "__self__", None), type(model)):
+            hidden = types.MethodType(hidden.__func__, model)
+        return hidden
 
     def __call__(self, model, *args, **kwargs):
         torch = sys.modules["torch"]

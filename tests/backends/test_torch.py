@@ -3,6 +3,7 @@
 import collections
 import copy
 import io
+import pickle
 
 import numpy as np
 import pytest
@@ -35,10 +36,7 @@ def placement(step):
         if owner is not None and event.name in PRODUCTS and not _nested(event):
             placed.setdefault(owner.name, [0, 0])[0] += 1
     for event in events:
-        if event.name in PRODUCTS + (
-            "aten::convolution_backward",
-            "aten::embedding_dense_backward",
-        ):
+        if event.name in GRADIENTS:
             gradient = _gradient(event)
             if gradient is not None and gradient.sequence_nr in owners:
                 placed[owners[gradient.sequence_nr]][1] += 1
@@ -303,6 +301,19 @@ class TestModule:
         assert len(placement(lambda: train(clone, steps=1))) == DEVICES
         assert largest_difference(train(module, steps=0), train(network(), steps=0)) == 0
         assert module.to(torch.float64)(torch.zeros(5, 8, dtype=torch.float64)).shape == (5, 4)
+
+    def test_a_copy_of_a_loaded_module_has_weights_of_its_own(self, devices):
+        """Pickle leaves the class's method in the instance, bound to it."""
+        import torch
+
+        loaded = compat.parallelize(pickle.loads(pickle.dumps(compat.parallelize(network()))))
+        clone = copy.deepcopy(loaded)
+        before = [parameter.detach().clone() for parameter in loaded.parameters()]
+        train(clone, steps=1)
+        assert all(parameter.grad is not None for parameter in clone.parameters())
+        assert all(parameter.grad is None for parameter in loaded.parameters())
+        assert all(map(torch.equal, before, loaded.parameters()))
+        assert compat.parallelize(clone, gpus=1).forward.__self__ is clone
 
     def test_other_devices_and_back(self, devices):
         module = network()
