@@ -122,6 +122,7 @@ def profiles_not_printed():
     del profiling._atexit_print_list[:]
 
 
+@pytest.mark.row("Theano on several devices in one process")
 class TestTheano(ParallelContract):
     backend = "theano"
 
@@ -522,7 +523,7 @@ def test_compiled_functions_do_the_same(theano_process):
 
 
 @pytest.mark.gpu
-@pytest.mark.row("Theano on several contexts")
+@pytest.mark.row("Theano on several devices in one process")
 def test_contexts(theano_process):
     """Where there are two: of CUDA, or of OpenCL, as ``COMPAT_TEST_CONTEXTS`` says.
 
