@@ -2,13 +2,14 @@
 
 import collections
 import copy
+import functools
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import compat
-from compat.testing import DEVICES, initialise, keras_under_test
+from compat.testing import DEVICES, initialise, keras_under_test, largest_difference
 
 from .test_tensorflow2 import BACKWARD, COMPUTING, KERAS3, ROWS, TARGETS, executed, short
 
@@ -19,10 +20,14 @@ def keras():
     return keras_under_test()
 
 
-def products(step):
-    """Matrix products that a step ran, by device: forward, backward."""
+# Functions that are run as one operation, and loops.
+LOOPS = ("PartitionedCall", "StatefulPartitionedCall", "LoopCond")
+
+
+def products(nodes):
+    """Matrix products among these executed nodes, by device: forward, backward."""
     counts = collections.defaultdict(lambda: [0, 0])
-    for node in executed(step):
+    for node in nodes:
         if node.op in COMPUTING and "PartitionedCall" not in node.op:
             counts[short(node.device)][any(mark in node.name for mark in BACKWARD)] += 1
     return {device: tuple(count) for device, count in counts.items()}
@@ -119,7 +124,7 @@ def test_native_model_runs_on_every_device(keras, build):
     model = compat.parallelize(build())
     rows, targets = tf.constant(ROWS), tf.constant(TARGETS)
     step = tf.function(step_of(model))
-    found = products(lambda: step(rows, targets))
+    found = products(executed(lambda: step(rows, targets)))
     assert set(found) == {"/cpu:0", "/cpu:1", "/cpu:2"}
     assert len(set(found.values())) == 1 and all(found["/cpu:1"]), found
 
@@ -160,21 +165,21 @@ def test_layers_and_variables_are_no_models(keras):
 # Parts on devices of their own ----------------------------------------------------------------
 
 
-def shared_lstm(keras, placed):
+def shared_lstm(keras, placed, unroll=True):
     """The Keras FAQ's example: two sequences encoded by one LSTM."""
     layers = keras.layers
-    a, b = layers.Input((5, 8)), layers.Input((5, 8))
-    lstm, last = layers.LSTM(4, unroll=True, name="shared"), layers.Dense(1)
+    a, b = layers.Input((5, 8), name="a"), layers.Input((5, 8), name="b")
+    lstm, last = layers.LSTM(4, unroll=unroll, name="shared"), layers.Dense(1, name="last")
     if not placed:
-        merged = layers.concatenate([lstm(a), lstm(b)])
+        merged = layers.concatenate([lstm(a), lstm(b)], name="merged")
     else:
         with compat.device(1):
             encoded_a = lstm(a)
         with compat.device(2):
             encoded_b = lstm(b)
         with compat.device("cpu"):
-            merged = layers.concatenate([encoded_a, encoded_b])
-    model = initialise(keras.models.Model([a, b], last(merged)))
+            merged = layers.concatenate([encoded_a, encoded_b], name="merged")
+    model = initialise(keras.models.Model([a, b], last(merged), name="tweets"))
     model.compile(keras.optimizers.SGD(0.1), "mse")
     return model
 
@@ -204,17 +209,31 @@ def test_shared_lstm_on_two_devices_trains_to_the_same_numbers(placed):
 @pytest.mark.row("device()")
 def test_shared_lstm_runs_forward_and_backward_where_it_was_placed(placed):
     model = placed[0]
-    model.make_train_function(force=True)
-    found = products(lambda: model.train_on_batch(SEQUENCES, ENDS))
+    model.train_function = None  # a graph is recorded when it is first made
+    nodes = executed(lambda: model.train_on_batch(SEQUENCES, ENDS))
+    found = products(nodes)
     assert found["/cpu:1"] == found["/cpu:2"], found
     assert found["/cpu:1"][0] >= 5 and found["/cpu:1"][1] >= 5, found
+    merges = {short(n.device) for n in nodes if n.op == "ConcatV2" and "merged" in n.name}
+    assert merges == {"/cpu:0"}
+
+
+@pytest.mark.row("device()")
+def test_recurrent_loop_runs_where_it_was_placed(keras):
+    models = [shared_lstm(keras, placed, unroll=False) for placed in (True, False)]
+    for model in models:
+        nodes = executed(functools.partial(model.train_on_batch, SEQUENCES, ENDS))
+        loops = collections.Counter(short(n.device) for n in nodes if n.op in LOOPS)
+        devices = {"/cpu:1", "/cpu:2"} if model is models[0] else {"/cpu:0"}
+        assert set(loops) == devices and len(set(loops.values())) == 1, loops
+        assert all(count >= 2 for count in loops.values()), loops  # forward and backward
+    assert largest_difference(*(model.get_weights() for model in models)) < 1e-6
 
 
 @pytest.mark.row("device()")
 def test_placed_model_is_saved_as_a_plain_one(keras, placed, tmp_path):
     model, plain = placed
-    mine, theirs = (str(m.get_config()).replace(m.name, "") for m in placed)
-    assert "cpu" not in mine and len(mine) - len(theirs) < 200
+    assert model.get_config() == plain.get_config()
     path = str(tmp_path / ("model.keras" if KERAS3 else "model.h5"))
     model.save(path)
     loaded = keras.models.load_model(path)
@@ -228,8 +247,8 @@ def test_replicas_run_parts_placed_before_and_say_so(keras):
     model, plain = shared_lstm(keras, True), shared_lstm(keras, False)
     with pytest.warns(compat.CompatWarning, match="device"):
         compat.parallelize(model)
-    model.make_train_function(force=True)
-    found = products(lambda: model.train_on_batch(SEQUENCES, ENDS))
+    model.train_function = None
+    found = products(executed(lambda: model.train_on_batch(SEQUENCES, ENDS)))
     plain.train_on_batch(SEQUENCES, ENDS)
     assert set(found) == {"/cpu:0", "/cpu:1", "/cpu:2"} and len(set(found.values())) == 1, found
     for expected, weights in zip(plain.get_weights(), model.get_weights()):
@@ -262,8 +281,7 @@ def test_mirrored_even_batches_train_to_the_numbers_of_one_device(keras):
     models = mirrored_pair(keras)
     for model in models:
         model.fit(ROWS, TARGETS, batch_size=15, epochs=2, shuffle=False, verbose=0)
-    for expected, found in zip(*(model.get_weights() for model in models)):
-        np.testing.assert_allclose(expected, found, rtol=1e-5, atol=1e-6)
+    assert largest_difference(*(model.get_weights() for model in models)) < 1e-6
     strategy = models[1].distribute_strategy
     assert isinstance(strategy, tf.distribute.MirroredStrategy)
     values = models[1].weights[0]
@@ -275,16 +293,20 @@ def test_mirrored_even_batches_train_to_the_numbers_of_one_device(keras):
 
 @pytest.mark.row('strategy="mirrored"')
 def test_mirrored_uneven_batches_are_tensorflows_own_limit(keras):
-    """The reason for replicas of compat's own: here gradients are averaged without the rows."""
+    """The reason for replicas of compat's own: here each replica counts alike, or TensorFlow fails.
+
+    16 rows on three devices, two steps: 0.006 away from one device.
+    """
     plain, mirrored = mirrored_pair(keras)
-    plain.fit(ROWS[:16], TARGETS[:16], batch_size=16, shuffle=False, verbose=0)
+    options = {"batch_size": 16, "epochs": 2, "shuffle": False, "verbose": 0}
+    plain.fit(ROWS[:16], TARGETS[:16], **options)
     if KERAS3:
-        with pytest.raises(Exception, match="AddN|same size|shape"):
-            mirrored.fit(ROWS[:16], TARGETS[:16], batch_size=16, shuffle=False, verbose=0)
+        same = "Inputs to operation AddN of type AddN must have the same size and shape"
+        with pytest.raises(tf.errors.InvalidArgumentError, match=same):
+            mirrored.fit(ROWS[:16], TARGETS[:16], **options)
         return
-    mirrored.fit(ROWS[:16], TARGETS[:16], batch_size=16, shuffle=False, verbose=0)
-    pairs = zip(plain.get_weights(), mirrored.get_weights())
-    assert max(abs(a - b).max() for a, b in pairs) < 0.1
+    mirrored.fit(ROWS[:16], TARGETS[:16], **options)
+    assert 1e-3 < largest_difference(plain.get_weights(), mirrored.get_weights()) < 0.1
 
 
 @pytest.mark.row('strategy="mirrored"')

@@ -6,9 +6,10 @@ import sys
 import textwrap
 
 import pytest
-import tensorflow as tf
 
 from compat.testing import keras_under_test
+
+from .test_tensorflow2 import KERAS3
 
 SCRIPT = """
 import collections, tempfile, os
@@ -72,9 +73,8 @@ CONFIGURE = "report = compat.configure_gpu(simulate=3); print(report.backend, re
 
 
 @pytest.mark.row("TensorFlow 2 in v1 mode")
-@pytest.mark.skipif(hasattr(tf.keras, "StatelessScope"), reason="Keras 3 has no graph mode")
 @pytest.mark.parametrize("first", [True, False], ids=["configured before", "configured after"])
-def test_model_of_a_graph_runs_on_every_device(first):
+def graph_model_runs_on_every_device(first):
     script = SCRIPT.format(first=CONFIGURE if first else "", second="" if first else CONFIGURE)
     printed = subprocess.check_output(
         [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)],
@@ -91,7 +91,10 @@ def test_model_of_a_graph_runs_on_every_device(first):
     ]
 
 
-@pytest.mark.row("TensorFlow 2 in v1 mode")
+if not KERAS3:  # which has no graph mode
+    test_model_of_a_graph_runs_on_every_device = graph_model_runs_on_every_device
+
+
 def test_graph_mode_with_second_control_flow_is_refused():
     """disable_eager_execution() alone leaves TensorFlow 2's loops in the graph."""
     script = """
