@@ -73,10 +73,20 @@ def training_goes_on(model):
         model.optimizer.set_weights(state)
 
 
+def all_layers(model):
+    """A model of tf.keras or Keras 3, and the layers within it, at any depth."""
+    if hasattr(model, "_flatten_layers"):
+        return list(model._flatten_layers())
+    from tensorflow.python.training.tracking import layer_utils  # TensorFlow 2.0
+
+    parts = layer_utils.filter_empty_layer_containers(getattr(model, "_layers", None) or ())
+    return [model] + [layer for part in parts for layer in all_layers(part)]
+
+
 def undivided(model):
     """Why the batches of a model of tf.keras or Keras 3 cannot be split, as a phrase, or None."""
     recurrent = keras_of(model).layers.RNN
-    for layer in model._flatten_layers():
+    for layer in all_layers(model):
         if isinstance(layer, recurrent) and getattr(layer, "stateful", False):
             return "its layer {!r} is stateful".format(layer.name)
     for tensor in getattr(model, "inputs", None) or ():
@@ -202,21 +212,26 @@ def set_floatx(floatx, backend):
 
 
 def versions(backend):
-    """Versions of the backend's framework and of the standalone Keras, as installed."""
+    """Versions of the backend's framework and of the standalone Kerases, as installed."""
     found = [
         (backend.framework, _detect.installed_version(backend)),
         ("keras", _detect.distribution_version("keras")),
         ("keras-mxnet", _detect.distribution_version("keras-mxnet")),
+        ("tf_keras", _detect.distribution_version("tf_keras")),
     ]
     return {name: version for name, version in found if version}
 
 
 def kerases(backend):
-    """The installed Kerases that run on this backend, the standalone one first."""
+    """The installed Kerases that run on this backend, the one that a program would use first."""
     running, _ = _detect.keras_backend(os.environ)
     names = ["keras"] if running in (backend.name, backend.framework) else []
     if backend.framework == "tensorflow":
         names.append("tensorflow.keras")
+        if _detect.distribution_version("tf_keras"):
+            # `import keras` and tf.keras stay Keras 3 unless this makes tf.keras tf_keras.
+            asked = os.environ.get("TF_USE_LEGACY_KERAS") in ("1", "true", "True")
+            names.insert(0 if asked else len(names), "tf_keras")
     return names
 
 

@@ -98,16 +98,17 @@ class TensorFlow2(Backend):
         tf = self.import_framework()
         gpus = _chosen_gpus(tf, settings.devices)
         visible = _call(tf, "config.set_visible_devices", gpus, "GPU")
-        applied = [visible] if tf.config.list_physical_devices("GPU") else []
+        physical = _config(tf, "list_physical_devices")
+        applied = [visible] if physical("GPU") else []
         if settings.devices.simulated:
-            cpu = tf.config.list_physical_devices("CPU")[0]
+            cpu = physical("CPU")[0]
             applied.append(_split_device(tf, cpu, [None] * settings.devices.simulated))
         elif gpus and settings.memory:
             applied += _limit_memory(tf, gpus, settings)
         for option in sorted(set(settings.options) & set(_OPTIONS)):
             applied.append(_call(tf, _OPTIONS[option], settings.options[option]))
         # TensorFlow numbers the GPUs it shows in the driver's order, not in the one asked for.
-        numbered = sorted(gpus, key=tf.config.list_physical_devices("GPU").index)
+        numbered = sorted(gpus, key=physical("GPU").index)
         self._gpu_names = ["/gpu:{}".format(numbered.index(gpu)) for gpu in gpus]
         return applied
 
@@ -206,7 +207,7 @@ def _context():
 
 
 def _config(tf, *names):
-    """The first of these functions of ``tf.config``; some were experimental up to 2.3."""
+    """The first of these functions of ``tf.config``; some were experimental up to 2.0 or 2.3."""
     places = [tf.config, tf.config.experimental]
     return next(getattr(p, name) for name in names for p in places if hasattr(p, name))
 
@@ -217,9 +218,10 @@ def _call(tf, name, *arguments):
     Raises:
         TooLateError: TensorFlow says that it has started and cannot change this any more.
     """
-    function = tf
-    for part in name.split("."):
-        function = getattr(function, part)
+    module, _, last = name.rpartition(".")
+    if module == "config" and not hasattr(tf.config, last):  # up to TensorFlow 2.0
+        name = "config.experimental." + last
+    function = functools.reduce(getattr, name.split("."), tf)
     try:
         function(*arguments)
     except RuntimeError as error:
@@ -245,7 +247,7 @@ def _chosen_gpus(tf, devices):
     """TensorFlow's handles of the chosen GPUs, in the order asked for."""
     if not devices.gpus:
         return []
-    physical = tf.config.list_physical_devices("GPU")
+    physical = _config(tf, "list_physical_devices")("GPU")
     entries, _ = _devices.visible_entries(os.environ)
     if entries is not None and len(entries) < len(physical):
         raise errors.too_late(
@@ -293,8 +295,13 @@ def _limit_memory(tf, gpus, settings):
 
 def _in_v1_mode(tf):
     """Whether ``tf.compat.v1.disable_v2_behavior()`` was called: graphs are TensorFlow 1's."""
+    return not _runs_eagerly(tf) and not tf.compat.v1.control_flow_v2_enabled()
+
+
+def _runs_eagerly(tf):
+    """Whether TensorFlow computes eagerly where no function is traced."""
     v1 = tf.compat.v1
-    return not v1.executing_eagerly_outside_functions() and not v1.control_flow_v2_enabled()
+    return getattr(v1, "executing_eagerly_outside_functions", v1.executing_eagerly)()
 
 
 def _full_name(device):
@@ -305,18 +312,27 @@ def _full_name(device):
 def _check(tf, model):
     """Refuse models that a replicated ``call`` would not reach."""
     keras = _keras.keras_of(model)
-    if not tf.compat.v1.executing_eagerly_outside_functions():
+    if not _runs_eagerly(tf):
         raise errors.unsupported(
             "tensorflow2",
             "run a model on several devices after tf.compat.v1.disable_eager_execution()",
             "Remove that call, or use TensorFlow 1.",
         )
-    if not hasattr(model, "train_step"):
+    if not hasattr(model, "train_step") and keras.__name__ == "keras":
         raise errors.unsupported(
             "tensorflow2",
             "run a model of keras {} on several devices".format(keras.__version__),
             "Use tf.keras, or Keras 3.",
         )
+    if not hasattr(model, "train_step"):  # TensorFlow 2.0 and 2.1
+        for layer in _keras.all_layers(model):
+            if isinstance(layer, keras.layers.RNN) and not layer.unroll:
+                raise errors.unsupported(
+                    "tensorflow2",
+                    "run the loop of layer {!r} on several devices in TensorFlow {}, which "
+                    "takes loops in functions apart".format(layer.name, tf.__version__),
+                    "Make the layer with unroll=True, or use TensorFlow 2.3 or later.",
+                )
     if (
         getattr(model, "_jit_compile", None)
         and _keras.compiled_with(model).get("jit_compile") != "auto"
@@ -334,6 +350,7 @@ def _forget_compiled_steps(model):
     for name in ("train_function", "train_tf_function", "test_function", "predict_function"):
         if hasattr(model, name):
             setattr(model, name, None)
+    vars(model).pop("_distributed_function_cache", None)  # TensorFlow 2.0's
 
 
 # Replicas -------------------------------------------------------------------------------------
@@ -674,9 +691,9 @@ class Keras2State:
         that makes variables is traced twice, so that there the second trace finds them.)
         """
         tf, model = self.tf, self.model
-        if tf.executing_eagerly() and not all(layer.built for layer in model._flatten_layers()):
+        if tf.executing_eagerly() and not all(layer.built for layer in _keras.all_layers(model)):
             tf.function(call).get_concrete_function(*args, **kwargs)
-        self.layers = list(model._flatten_layers())
+        self.layers = _keras.all_layers(model)
         state = list(model.non_trainable_variables)
         for layer in self.layers:
             state += [v for metric in getattr(layer, "_metrics", ()) for v in metric.variables]

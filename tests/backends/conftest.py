@@ -37,7 +37,7 @@ def record_versions(record_testsuite_property):
     if version is not None:
         keras = "keras-mxnet"
     elif keras == "keras" or frameworks[0][0] != "tensorflow1":
-        version = _detect.distribution_version("keras")
+        version = _detect.distribution_version("tf_keras" if keras == "tf_keras" else "keras")
     record_testsuite_property("python", platform.python_version())
     record_testsuite_property("backend", ", ".join(name for name, _, _ in frameworks))
     record_testsuite_property("framework", ", ".join("%s %s" % f[1:] for f in frameworks))

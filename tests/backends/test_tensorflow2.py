@@ -1,6 +1,7 @@
 """TensorFlow 2: the contract, and what is special to tf.keras and Keras 3 on TensorFlow."""
 
 import collections
+import contextlib
 import copy
 import functools
 import os
@@ -14,7 +15,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from tensorflow.python.eager import context
-from tensorflow.python.framework import op_callbacks
 
 import compat
 from compat._backends.tensorflow2 import _chosen_gpus, backend
@@ -50,20 +50,33 @@ def short(device):
 
 
 KERAS3 = hasattr(keras_under_test(), "StatelessScope")
+TRAIN_STEP = hasattr(keras_under_test().Model, "train_step")  # not in TensorFlow 2.0
 
 
 class TestTensorFlow2(ParallelContract):
     backend = "tensorflow2"
     # Keras 3 cannot train on with the optimizer of an HDF5 file, on one device neither.
     extension = ".keras" if KERAS3 else ".h5"
+    lstm_options = {} if TRAIN_STEP else {"unroll": True}
 
     def placement(self, model, inputs, targets):
         counts = collections.defaultdict(lambda: [0, 0])
         model.train_function = None  # a graph is recorded when it is first made
-        for node in executed(lambda: model.train_on_batch(inputs, targets)):
+
+        def step():
+            if TRAIN_STEP:
+                return model.train_on_batch(inputs, targets)
+            # TensorFlow 2.0's train_on_batch() computes eagerly.
+            rows = len(inputs[0] if isinstance(inputs, list) else inputs)
+            return model.fit(inputs, targets, batch_size=rows, verbose=0)
+
+        for node in executed(step):
             if node.op in COMPUTING or "Backprop" in node.op:
                 name = node.name + node.op
-                counts[short(node.device)][any(mark in name for mark in BACKWARD)] += 1
+                # The gradient of a product is a product with a transposed matrix.
+                transposed = node.attr["transpose_a"].b or node.attr["transpose_b"].b
+                backward = transposed or any(mark in name for mark in BACKWARD)
+                counts[short(node.device)][backward] += 1
         return {device: tuple(count) for device, count in counts.items()}
 
     def shard_sizes(self, model, inputs, targets):
@@ -81,15 +94,20 @@ class TestTensorFlow2(ParallelContract):
         return rows.values()
 
 
-class op_callbacks_added:
-    def __init__(self, callback):
-        self.callback = callback
+@contextlib.contextmanager
+def op_callbacks_added(callback):
+    try:
+        from tensorflow.python.framework import op_callbacks
+    except ImportError:  # TensorFlow 2.0
+        from tensorflow.python.eager import execution_callbacks
 
-    def __enter__(self):
-        op_callbacks.add_op_callback(self.callback)
-
-    def __exit__(self, *error):
-        op_callbacks.remove_op_callback(self.callback)
+        execution_callbacks.add_execution_callback(callback)
+        yield
+        execution_callbacks.clear_execution_callbacks()
+        return
+    op_callbacks.add_op_callback(callback)
+    yield
+    op_callbacks.remove_op_callback(callback)
 
 
 ROWS = np.random.RandomState(0).normal(size=(45, 8)).astype("float32")
@@ -131,6 +149,22 @@ def test_losses_added_within_the_call_count_once(keras, eagerly):
         histories.append(history.history["loss"])
     assert difference(*models) < 1e-6
     np.testing.assert_allclose(histories[0], histories[1], rtol=1e-5)
+
+
+if not TRAIN_STEP:
+
+    def test_loops_of_tensorflow_20_are_refused(keras):
+        layers = keras.layers
+        inputs = layers.Input((3, 2))
+        model = keras.models.Model(inputs, layers.LSTM(3, name="memory")(inputs))
+        with pytest.raises(compat.UnsupportedError) as error:
+            compat.parallelize(model)
+        assert str(error.value) == (
+            "tensorflow2 cannot run the loop of layer 'memory' on several devices in TensorFlow "
+            "{}, which takes loops in functions apart. Make the layer with unroll=True, or use "
+            "TensorFlow 2.3 or later.".format(tf.__version__)
+        )
+        assert "call" not in vars(model)
 
 
 @pytest.mark.parametrize("seed", [None, 7])
@@ -387,7 +421,7 @@ def test_chosen_gpus_count_inside_what_tensorflow_listed(monkeypatch):
     """Stand-ins for GPUs: there is none here."""
     listed = ["GPU:0", "GPU:1", "GPU:2"]
     stand_in = types.SimpleNamespace(
-        config=types.SimpleNamespace(list_physical_devices=lambda kind: listed)
+        config=types.SimpleNamespace(list_physical_devices=lambda kind: listed, experimental=None)
     )
     chosen = functools.partial(_chosen_gpus, stand_in)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
