@@ -448,7 +448,7 @@ class ReplicatedCall:
         plain = self.hidden.get("call") or types.MethodType(type(model).call, model)
         package = type(model).__module__.split(".")[0]
         by_user = package not in ("keras", "tf_keras", "tensorflow", "tensorflow_core")
-        if by_user and hasattr(model, "_autographed_call") and not tf.executing_eagerly():
+        if by_user and hasattr(model, "_eager_losses") and not tf.executing_eagerly():
             # Up to TensorFlow 2.3 nothing public, nor tf.__internal__, leads there.
             from tensorflow.python.autograph.core import ag_ctx
             from tensorflow.python.autograph.impl import api

@@ -207,6 +207,7 @@ def test_inference_sets_no_state(keras):
     assert not [op.name for op in operations if "Assign" in op.type]
 
 
+@pytest.mark.row("subclassed models")
 def test_subclassed_model_with_dictionaries_and_a_scalar_output(keras):
     """A loop of one's own: a dict in, a dict out, one output without rows, a loss added."""
     layers = keras.layers
@@ -249,6 +250,55 @@ def test_subclassed_model_with_dictionaries_and_a_scalar_output(keras):
         results.append(losses + model.get_weights())
     for expected, found in zip(*results):
         np.testing.assert_allclose(expected, found, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.row("subclassed models")
+@pytest.mark.parametrize("own_step", [False, True] if TRAIN_STEP else [False])
+def test_subclassed_model_within_another_trains_to_the_numbers_of_one_device(keras, own_step):
+    layers = keras.layers
+
+    class Block(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.hidden = layers.Dense(6, activation="tanh")
+
+        def call(self, inputs, training=None):
+            hidden = self.hidden(inputs)
+            return 2.0 * hidden if training else hidden
+
+    class Model(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.block, self.last = Block(), layers.Dense(4)
+
+        def call(self, inputs, training=None):
+            return self.last(self.block(inputs, training=training))
+
+    class OwnStep(Model):
+        def train_step(self, data):
+            rows, targets = data[:2]
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((self(rows, training=True) - targets) ** 2)
+            variables = self.trainable_variables
+            weights = [v.value for v in variables] if KERAS3 else variables
+            self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), variables))
+            return {"loss": loss}
+
+    def build():
+        model = (OwnStep if own_step else Model)()
+        model(ROWS[:2])
+        return model
+
+    results = []
+    for model in pair(build):
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        model.fit(ROWS, TARGETS, batch_size=16, epochs=2, shuffle=False, verbose=0)
+        results.append(model.get_weights() + [model.predict(ROWS, verbose=0)])
+    for expected, found in zip(*results):
+        np.testing.assert_allclose(expected, found, rtol=1e-5, atol=1e-6)
+    placement = TestTensorFlow2().placement(model, ROWS, TARGETS)
+    assert sorted(placement) == ["/cpu:0", "/cpu:1", "/cpu:2"]
+    assert len(set(placement.values())) == 1 and all(placement["/cpu:1"]), placement
 
 
 @pytest.mark.parametrize("eagerly", [False, True])
