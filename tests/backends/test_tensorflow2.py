@@ -545,7 +545,25 @@ def test_too_late_says_why():
     assert printed == (
         "configure_gpu() came too late for tensorflow: TensorFlow started with its first "
         "operation (it was imported by `import tensorflow`), and "
-        "tf.config.set_logical_device_configuration then says: Virtual devices cannot be modified "
+        "tf.config.{} then says: Virtual devices cannot be modified "
         "after being initialized.\nCall it before the first model, variable or tensor is made, "
-        "best before the first `import tensorflow` or `import keras`."
+        "best before the first `import tensorflow` or `import keras`.".format(
+            "set_logical_device_configuration"
+            if hasattr(tf.config, "set_logical_device_configuration")
+            else "experimental.set_virtual_device_configuration"
+        )
     )
+
+
+def test_float_type_is_set_in_the_keras_under_test():
+    printed = run(
+        """
+        import compat
+
+        compat.configure_gpu("cpu", floatx="float64")
+        from compat.testing import keras_under_test
+
+        print(keras_under_test().backend.floatx())
+        """
+    )
+    assert printed == "float64"
