@@ -79,7 +79,7 @@ def test_feature_table_of_the_readme_has_every_row_that_tests_name():
 
 def test_support_table_of_the_readme_has_the_pinned_versions():
     """All but the version of tf.keras, which TensorFlow brings along."""
-    pins = set(re.findall(r"([\w-]+==[\w.]+)", read("setup.cfg") + read("tox.ini")))
+    pins = set(re.findall(r"([\w-]+==\d+(?:\.\d+)*)", read("setup.cfg") + read("tox.ini")))
     table = support_table.readme_tables().partition("\n\n")[0]
     named = re.findall(r"(?<![\w.-])([\w-]+) (\d[\w.]*)", table)
     assert named
