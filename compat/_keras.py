@@ -73,6 +73,21 @@ def training_goes_on(model):
         model.optimizer.set_weights(state)
 
 
+def states(model, attribute):
+    """The variables in which Keras 2's stateful RNNs keep a row for each row of the batch.
+
+    Arguments:
+        attribute: what a variable of the backend has, and None, a state not made yet, has not.
+    """
+    found = []
+    for layer in model.layers:
+        if hasattr(layer, "layers"):
+            found += states(layer, attribute)
+        elif getattr(layer, "stateful", False):
+            found += [s for s in getattr(layer, "states", ()) if hasattr(s, attribute)]
+    return found
+
+
 def all_layers(model):
     """A model of tf.keras or Keras 3, and the layers within it, at any depth."""
     if hasattr(model, "_flatten_layers"):

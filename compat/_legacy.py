@@ -64,8 +64,7 @@ def multi_gpu_model(
     if not set(wanted) <= set(available):
         raise errors.gpus_not_available(gpus, ["/cpu:0"] + wanted, ["/cpu:0"] + available)
     # An id that stands twice, two replicas on one GPU in Keras, is one here: the same numbers.
-    chosen = [device for i, device in enumerate(devices) if i in ids]
-    chosen.sort(key=lambda device: ids.index(devices.index(device)))
+    chosen = [devices[i] for i in sorted(set(ids), key=ids.index)]
     return backend.parallelize(_wrapped(model), chosen)
 
 

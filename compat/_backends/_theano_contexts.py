@@ -220,7 +220,7 @@ class ReplicatedFunction:
         model = self.owner.model
         if any(variable not in self.inputs for variable in model.inputs):
             raise errors.theano_input_not_fed(model.name)
-        self.states = _states(model)
+        self.states = _keras.states(model, "get_value")
         self.sharded = list(model.inputs) + self.states
         self._find_cuts(inputs)
         self._make_head()
@@ -525,17 +525,6 @@ def _following(starts, wanted):
         if any(variable in following for variable in node.inputs):
             following.update(node.outputs)
     return following
-
-
-def _states(model):
-    """The variables in which stateful RNNs keep a row for each row of the batch."""
-    states = []
-    for layer in model.layers:
-        if hasattr(layer, "layers"):
-            states += _states(layer)
-        elif getattr(layer, "stateful", False):
-            states += [s for s in getattr(layer, "states", ()) if hasattr(s, "get_value")]
-    return states
 
 
 def _is_random(variable):

@@ -38,10 +38,10 @@ class CNTK(Backend):
         return version.startswith("2.")
 
     def import_framework(self) -> "Any":
-        missing = [] if self.framework in sys.modules else _missing_libraries(os.environ)
         try:
             return super().import_framework()
         except errors.BrokenInstallError as error:
+            missing = _missing_libraries(os.environ)
             if not missing:
                 raise
             raise errors.cntk_without_openmpi(*missing) from error

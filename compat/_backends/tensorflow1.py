@@ -412,7 +412,7 @@ class _ReplicatedFunctions:
         key = list(model.inputs) + list(model.outputs) + updates
         if self._replicas is None or not _same(key, self._replicas_key):
             self._replicas = _Replicas(
-                model.inputs, model.outputs, updates, _states(model), self.devices
+                model.inputs, model.outputs, updates, _keras.states(model, "handle"), self.devices
             )
             self._replicas_key = key
         return self._replicas
@@ -465,17 +465,6 @@ def _wraps_a_model(model):
 def _that_makes_functions(model):
     """The model whose methods make the functions of ``model``; None before that is built."""
     return vars(model)["model"] if _wraps_a_model(model) else model
-
-
-def _states(model):
-    """The variables in which stateful RNNs keep a row for each row of the batch."""
-    states = []
-    for layer in model.layers:
-        if hasattr(layer, "layers"):
-            states += _states(layer)
-        elif getattr(layer, "stateful", False):
-            states += [state for state in getattr(layer, "states", ()) if hasattr(state, "handle")]
-    return states
 
 
 @contextlib.contextmanager

@@ -7,8 +7,7 @@ import compat
 from compat import _registry, _replicas, errors
 
 from .test_mxnet import placement
-
-DEVICES = ["cpu(0)", "cpu(1)", "cpu(2)"]
+from .test_mxnet_gluon import DEVICES, data
 
 pytestmark = pytest.mark.row("MXNet Module")
 
@@ -19,11 +18,6 @@ def mx():
     import mxnet
 
     return mxnet
-
-
-def data(rows):
-    random = np.random.RandomState(rows)
-    return random.normal(size=(rows, 8)).astype("float32"), random.randint(4, size=rows)
 
 
 def symbol(mx, **softmax):
