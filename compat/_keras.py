@@ -1,6 +1,7 @@
 """The one module that knows the Kerases apart: keras 2, keras-mxnet, tf.keras and Keras 3."""
 
 import contextlib
+import functools
 import os
 import sys
 
@@ -27,8 +28,8 @@ def keras_of(model):
 
 
 def _module(name):
-    if name == "tensorflow.keras":  # a lazily loaded attribute, not always in sys.modules
-        return sys.modules["tensorflow"].keras
+    if name.startswith("tensorflow."):  # lazily loaded attributes, not always in sys.modules
+        return functools.reduce(getattr, name.split(".")[1:], sys.modules["tensorflow"])
     return sys.modules[name]
 
 
@@ -247,7 +248,18 @@ def kerases(backend):
             # `import keras` and tf.keras stay Keras 3 unless this makes tf.keras tf_keras.
             asked = os.environ.get("TF_USE_LEGACY_KERAS") in ("1", "true", "True")
             names.insert(0 if asked else len(names), "tf_keras")
+        if _tensorflow2_runs_in_sessions():
+            # There tf.keras has no functions for them, and optimizers (2.11 to 2.15) that fail.
+            names.insert(0, "tensorflow.compat.v1.keras")
     return names
+
+
+def _tensorflow2_runs_in_sessions():
+    """Whether TensorFlow 2 was switched to v1 mode, or its eager execution off."""
+    tf = sys.modules.get("tensorflow")
+    if tf is None or hasattr(tf, "Session"):  # TensorFlow 1
+        return False
+    return hasattr(tf, "executing_eagerly") and not tf.executing_eagerly()
 
 
 def _import(name):
@@ -256,7 +268,7 @@ def _import(name):
     try:
         return importlib.import_module(name)
     except Exception as error:  # whatever an installation can do wrong
-        if name == "tensorflow.keras":
+        if name.startswith("tensorflow."):
             return _module(name)
         raise errors.broken_install(name, error) from error
 

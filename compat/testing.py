@@ -11,9 +11,11 @@ A backend's test file is mostly one subclass::
             ...
 
 Run it with the environment variable ``COMPAT_TEST_KERAS`` set to the Keras under test:
-``keras`` (the default) or ``tensorflow.keras``. Needs pytest and numpy.
+``keras`` (the default), ``tensorflow.keras``, ``tf_keras``, or ``tensorflow.compat.v1.keras``
+for TensorFlow 2 in v1 mode. Needs pytest and numpy.
 """
 
+import functools
 import importlib
 import os
 import subprocess
@@ -34,8 +36,8 @@ BATCHES = [(64, 128), (61, 122), (16, 45), (2, 6), (1, 3)]
 def keras_under_test():
     """The Keras that ``COMPAT_TEST_KERAS`` names; a missing one is an error, never a skip."""
     name = os.environ.get("COMPAT_TEST_KERAS", "keras")
-    if name == "tensorflow.keras":
-        return importlib.import_module("tensorflow").keras
+    if name.startswith("tensorflow."):  # attributes; not all of them can be imported
+        return functools.reduce(getattr, name.split(".")[1:], importlib.import_module("tensorflow"))
     return importlib.import_module(name)
 
 
@@ -186,8 +188,10 @@ class BackendContract:
     optimizers = ("sgd", "adam")
     #: Keyword arguments of the LSTM layer, for backends with a trap there.
     lstm_options = {}  # type: dict
-    #: The ending of whole-model files ("weights.h5" is one that every Keras takes for weights).
-    extension = ".h5"
+    #: The endings of files of whole models, and of weights.
+    extension, weights_extension = ".h5", ".weights.h5"
+    #: What a program of its own begins with, where it imports the framework.
+    prelude = ""
 
     # What a subclass must say ---------------------------------------------------------------
 
@@ -300,7 +304,8 @@ class ParallelContract(BackendContract):
 
     def test_test_command_compares_step_by_step(self):
         status, out = self.command(
-            "import sys\n"
+            self.prelude
+            + "import sys\n"
             "from compat import __main__, _selftest\n"
             "assert __main__.main(['test', '--devices', '{}', '--simulate']) == 0\n"
             "_selftest.BATCHES, _selftest.TOLERANCE = (1,), -1.0\n"
@@ -605,7 +610,7 @@ class ParallelContract(BackendContract):
     def test_weights_go_both_ways(self, keras, tmp_path):
         plain, parallel = self.build(keras, "conv"), self.build(keras, "conv")
         compat.parallelize(parallel)
-        path = str(tmp_path / "model.weights.h5")
+        path = str(tmp_path / "model") + self.weights_extension
         for source, target in ((parallel, plain), (plain, parallel)):
             initialise(source, seed=id(source) % 1000)
             source.save_weights(path)

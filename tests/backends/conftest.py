@@ -3,8 +3,10 @@
 In an environment whose backend is missing nothing is collected, and pytest fails by itself.
 """
 
+import importlib
 import os
 import platform
+import re
 
 import pytest
 
@@ -19,12 +21,24 @@ def _installed():
 
 
 INSTALLED = list(_installed())
-# A backend's tests are test_NAME.py, and test_NAME_*.py if that grows too long.
-collect_ignore_glob = [
-    "test_{}{}.py".format(name, ending)
-    for name in _registry.names()
-    if name not in [backend.name for backend in INSTALLED]
-    for ending in ("", "_*")
+# A mode of the whole process, which has tests of its own, and none of the others.
+V1_MODE = os.environ.get("COMPAT_TEST_KERAS") == "tensorflow.compat.v1.keras"
+TESTED = ["tensorflow2_v1"] if V1_MODE else [backend.name for backend in INSTALLED]
+if V1_MODE:
+    importlib.import_module("tensorflow").compat.v1.disable_v2_behavior()
+
+
+def _is_tested(file):
+    """A backend's tests are test_NAME.py, and test_NAME_*.py if that grows too long."""
+    if V1_MODE != (file == "test_tensorflow2_v1.py"):
+        return False
+    return any(re.match("test_{}[._]".format(name), file) for name in TESTED)
+
+
+collect_ignore = [
+    file
+    for file in os.listdir(os.path.dirname(__file__))
+    if file.startswith("test_") and not _is_tested(file)
 ]
 
 

@@ -3,7 +3,7 @@
 import importlib
 
 import pytest
-from backends.conftest import INSTALLED, record_versions  # noqa: F401
+from backends.conftest import TESTED, record_versions  # noqa: F401
 
 import compat
 from compat.testing import BackendContract, ParallelContract, keras_under_test
@@ -25,8 +25,8 @@ def keras(configuration):
 
 
 def _contract():
-    (backend,) = INSTALLED
-    module = importlib.import_module("backends.test_" + backend.name)
+    (name,) = TESTED
+    module = importlib.import_module("backends.test_" + name)
     (subclass,) = [
         value
         for value in vars(module).values()

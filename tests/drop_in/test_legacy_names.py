@@ -66,9 +66,10 @@ session = K.get_session()
 def test_an_old_script(contract):
     """In a process of its own, since the names stay."""
     name = os.environ.get("COMPAT_TEST_KERAS", "keras")
-    session = SESSION if contract.backend == "tensorflow1" else NO_SESSION
+    session = SESSION if getattr(contract, "in_sessions", False) else NO_SESSION
+    script = contract.prelude + CONFIGURE + SCRIPT.format(keras=name, session=session)
     completed = subprocess.run(
-        [sys.executable, "-c", CONFIGURE + SCRIPT.format(keras=name, session=session)],
+        [sys.executable, "-c", script],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         universal_newlines=True,

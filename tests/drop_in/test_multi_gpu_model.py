@@ -201,7 +201,7 @@ def test_saving_the_template(keras, contract, tmp_path):
     template.save(path)
     loaded = keras.models.load_model(path)
     assert largest_difference(loaded.get_weights(), parallel.get_weights()) == 0
-    weights = str(tmp_path / "model.weights.h5")
+    weights = str(tmp_path / "model") + contract.weights_extension
     parallel.save_weights(weights)
     other = compat.multi_gpu_model(dense(keras), gpus=4)
     other.load_weights(weights)

@@ -1,0 +1,117 @@
+"""TensorFlow 2 after ``tf.compat.v1.disable_v2_behavior()``: graphs and sessions, in a process."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from compat.testing import keras_under_test
+
+from .test_tensorflow2 import KERAS3
+
+SCRIPT = """
+import collections, tempfile, os
+import numpy as np
+import compat
+{first}
+import tensorflow.compat.v1 as tf
+tf.disable_v2_behavior()
+{second}
+keras = tf.keras
+layers = keras.layers
+X = np.random.RandomState(1).normal(size=(45, 8)).astype("float32")
+Y = np.random.RandomState(2).normal(size=(45, 4)).astype("float32")
+
+def build():
+    inputs = layers.Input((8,))
+    hidden = layers.Dropout(0.0)(layers.Dense(6, activation="tanh")(inputs))
+    hidden = layers.Reshape((3, 2))(hidden)
+    hidden = layers.LSTM(3)(hidden)
+    model = keras.models.Model(inputs, layers.Dense(4)(hidden))
+    random = np.random.RandomState(0)
+    model.set_weights([random.normal(size=w.shape) for w in model.get_weights()])
+    return model
+
+models = []
+for parallel in (False, True):
+    model = build()
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+    if parallel:
+        assert compat.parallelize(model) is model
+    for rows in (45, 44, 2):
+        model.fit(X[:rows], Y[:rows], batch_size=16, epochs=1, shuffle=False, verbose=0)
+    models.append(model)
+print(max(abs(a - b).max() for a, b in zip(*(m.get_weights() for m in models))) < 2e-6)
+print(abs(models[0].predict(X) - models[1].predict(X)).max() < 2e-6)
+
+model = models[1]
+model._make_train_function()
+function = model.train_function
+metadata = tf.RunMetadata()
+function.run_options = tf.RunOptions(output_partition_graphs=True, trace_level=3)
+function.run_metadata = metadata
+function._callable_fn = None
+model.train_on_batch(X, Y)
+counts = collections.defaultdict(lambda: [0, 0])
+for graph in metadata.partition_graphs:
+    for node in graph.node:
+        if node.op in ("MatMul", "_FusedMatMul"):
+            counts[node.device[-5:]]["gradients" in node.name] += 1
+print(sorted(counts), all(min(c) >= 2 and c == counts["CPU:0"] for c in counts.values()))
+
+path = os.path.join(tempfile.mkdtemp(), "model.h5")
+function.run_options = function.run_metadata = function._callable_fn = None
+model.save(path)
+loaded = keras.models.load_model(path)
+print(abs(loaded.predict(X) - model.predict(X)).max() < 1e-6)
+compat.parallelize(model, gpus=1)
+print("_compat_functions" in vars(model))
+"""
+CONFIGURE = "report = compat.configure_gpu(simulate=3); print(report.backend, report.devices)"
+
+
+@pytest.mark.row("TensorFlow 2 in v1 mode")
+@pytest.mark.parametrize("first", [True, False], ids=["configured before", "configured after"])
+def graph_model_runs_on_every_device(first):
+    script = SCRIPT.format(first=CONFIGURE if first else "", second="" if first else CONFIGURE)
+    printed = subprocess.check_output(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)],
+        env=dict(os.environ, TF_CPP_MIN_LOG_LEVEL="3"),
+        universal_newlines=True,
+    )
+    assert printed.splitlines() == [
+        "tensorflow2 ['/cpu:0', '/cpu:1', '/cpu:2']",
+        "True",
+        "True",
+        "['CPU:0', 'CPU:1', 'CPU:2'] True",
+        "True",
+        "False",
+    ]
+
+
+if not KERAS3:  # which has no graph mode
+    test_model_of_a_graph_runs_on_every_device = graph_model_runs_on_every_device
+
+
+def test_graph_mode_with_second_control_flow_is_refused():
+    """disable_eager_execution() alone leaves TensorFlow 2's loops in the graph."""
+    script = """
+    import compat, {keras} as keras
+    import tensorflow as tf
+    compat.configure_gpu(simulate=3)
+    tf.compat.v1.disable_eager_execution()
+    inputs = keras.layers.Input((8,))
+    model = keras.models.Model(inputs, keras.layers.Dense(2)(inputs))
+    try:
+        compat.parallelize(model)
+    except compat.UnsupportedError as error:
+        print(error)
+    """.format(keras=keras_under_test().__name__.replace("keras.api._v2.keras", "tensorflow.keras"))
+    printed = subprocess.check_output(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)],
+        env=dict(os.environ, TF_CPP_MIN_LOG_LEVEL="3"),
+        universal_newlines=True,
+    )
+    assert "after tf.compat.v1.disable_eager_execution()" in printed
