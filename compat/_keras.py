@@ -248,18 +248,24 @@ def kerases(backend):
             # `import keras` and tf.keras stay Keras 3 unless this makes tf.keras tf_keras.
             asked = os.environ.get("TF_USE_LEGACY_KERAS") in ("1", "true", "True")
             names.insert(0 if asked else len(names), "tf_keras")
-        if _tensorflow2_runs_in_sessions():
-            # There tf.keras has no functions for them, and optimizers (2.11 to 2.15) that fail.
+        if _v1_keras() is not None:
             names.insert(0, "tensorflow.compat.v1.keras")
     return names
 
 
-def _tensorflow2_runs_in_sessions():
-    """Whether TensorFlow 2 was switched to v1 mode, or its eager execution off."""
+def _v1_keras():
+    """``tf.compat.v1.keras`` where TensorFlow 2 runs in sessions, else None.
+
+    There tf.keras has no functions for sessions, and optimizers (2.11 to 2.15) that fail.
+    Keras 3, which has another name for itself there, knows no sessions.
+    """
     tf = sys.modules.get("tensorflow")
     if tf is None or hasattr(tf, "Session"):  # TensorFlow 1
-        return False
-    return hasattr(tf, "executing_eagerly") and not tf.executing_eagerly()
+        return None
+    if not hasattr(tf, "executing_eagerly") or tf.executing_eagerly():
+        return None
+    keras = tf.compat.v1.keras
+    return keras if hasattr(keras.backend, "set_session") else None
 
 
 def _import(name):

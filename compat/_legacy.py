@@ -211,7 +211,8 @@ def _session_functions():
     tf = sys.modules.get("tensorflow")
     if tf is None or getattr(tf, "executing_eagerly", bool)():  # came with TensorFlow 1.7
         return None
-    return getattr(tf.compat, "v1", tf).keras.backend
+    functions = getattr(tf.compat, "v1", tf).keras.backend
+    return functions if hasattr(functions, "set_session") else None  # not in Keras 3
 
 
 def get_session() -> "Any":
