@@ -648,7 +648,7 @@ def memory_total_unknown(memory):
 
 def keras_session_exists(variables, missing):
     return too_late(
-        "tensorflow1",
+        "tensorflow",
         "Keras has made its session already, without {}; what a session has cannot be changed, "
         "and another one would lose the values of its {} variables".format(missing, variables),
         "Call it before the first model is built.",
@@ -657,7 +657,7 @@ def keras_session_exists(variables, missing):
 
 def gpus_initialised(gpu_options):
     return too_late(
-        "tensorflow1",
+        "tensorflow",
         "a session was made in this process, which fixed GPUs and their memory; they cannot "
         "become {}".format(gpu_options),
         "Call it before the first tf.Session().",
@@ -666,7 +666,7 @@ def gpus_initialised(gpu_options):
 
 def custom_gradient(operation):
     return unsupported(
-        "tensorflow1",
+        "tensorflow",
         "run {} on several devices: its gradient is a tf.custom_gradient, which is bound to the "
         "undivided batch".format(operation),
         "Use one device: gpus=1, or give the operation TensorFlow's own gradient.",

@@ -429,7 +429,7 @@ TEXTS = [
         errors.keras_session_exists,
         (4, 'device_count { key: "CPU" value: 3 }'),
         errors.TooLateError,
-        "configure_gpu() came too late for tensorflow1: Keras has made its session already, "
+        "configure_gpu() came too late for tensorflow: Keras has made its session already, "
         'without device_count { key: "CPU" value: 3 }; what a session has cannot be changed, and '
         "another one would lose the values of its 4 variables.\n"
         "Call it before the first model is built.",
@@ -438,7 +438,7 @@ TEXTS = [
         errors.gpus_initialised,
         ("allow_growth: true",),
         errors.TooLateError,
-        "configure_gpu() came too late for tensorflow1: a session was made in this process, which "
+        "configure_gpu() came too late for tensorflow: a session was made in this process, which "
         "fixed GPUs and their memory; they cannot become allow_growth: true.\n"
         "Call it before the first tf.Session().",
     ),
@@ -446,7 +446,7 @@ TEXTS = [
         errors.custom_gradient,
         ("scaled/IdentityN",),
         errors.UnsupportedError,
-        "tensorflow1 cannot run scaled/IdentityN on several devices: its gradient is a "
+        "tensorflow cannot run scaled/IdentityN on several devices: its gradient is a "
         "tf.custom_gradient, which is bound to the undivided batch. Use one device: gpus=1, or "
         "give the operation TensorFlow's own gradient.",
     ),

@@ -67,9 +67,9 @@ class TensorFlow1(Backend):
     def configure(self, settings: "Settings") -> "List[str]":
         late = self.initialised()
         tf = _names(self.import_framework())
-        config = self._session_config(tf, settings, late)
-        self._make_room_for(tf, config)
-        _lay_under_every_session(config)
+        config = self.session_config(tf, settings, late)
+        make_room_for(tf, config)
+        lay_under_every_session(lambda: config)
         self._settings = settings
         shown = " ".join(str(config).split())
         lines = ["every session, of Keras and others: ConfigProto {}".format(shown)]
@@ -78,7 +78,7 @@ class TensorFlow1(Backend):
         lines.append(_switch_resource_variables_on(tf))
         return lines
 
-    def _session_config(self, tf, settings, late):
+    def session_config(self, tf, settings, late):
         """What was asked, as TensorFlow's ``ConfigProto``."""
         devices, memory, options = settings.devices, settings.memory, dict(settings.options)
         config = tf.ConfigProto()
@@ -111,24 +111,6 @@ class TensorFlow1(Backend):
             raise errors.memory_total_unknown(memory)
         # One fraction holds for all GPUs: that of the largest, so that none takes more.
         return min(1.0, memory.size / float(max(totals)))
-
-    def _make_room_for(self, tf, config):
-        """See that no session of another configuration is in use, or raise."""
-        for keras in _imported_kerases():
-            session = _session_of(keras)
-            if session is None:
-                continue
-            missing = _missing(config, session._config)
-            if not missing:
-                continue
-            with session.graph.as_default():
-                variables = len(tf.global_variables())
-            if variables or any(d.device_type == "GPU" for d in session.list_devices()):
-                raise errors.keras_session_exists(variables, missing)
-            keras.backend.set_session(None)  # nothing is lost: the next one is configured
-        if tf.test.is_built_with_cuda() and config.HasField("gpu_options") and _sessions_made():
-            if _missing(config, _under_every_session.config):
-                raise errors.gpus_initialised(" ".join(str(config.gpu_options).split()))
 
     def devices(self) -> "List[str]":
         tf = _names(self.import_framework())
@@ -211,7 +193,7 @@ def _names(tensorflow):
 
 
 class _UnderEverySession:
-    """The configuration laid under every session, and TensorFlow's own constructor."""
+    """A function that gives the configuration, and TensorFlow's own constructor."""
 
     config = None  # type: Any
     constructor = None  # type: Any
@@ -220,8 +202,8 @@ class _UnderEverySession:
 _under_every_session = _UnderEverySession()
 
 
-def _lay_under_every_session(config):
-    """Give every session made from now on ``config``; fields of the session's own config win.
+def lay_under_every_session(config):
+    """Give every session made from now on ``config()``; fields of the session's own config win.
 
     A session is made by Keras, again after ``clear_session``, and by users: all of them through
     ``BaseSession``. None takes the configuration away again.
@@ -239,7 +221,7 @@ def _lay_under_every_session(config):
     state.constructor = BaseSession.__init__
 
     def __init__(self, target="", graph=None, config=None):
-        state.constructor(self, target, graph, _merged(state.config, config))
+        state.constructor(self, target, graph, _merged(state.config(), config))
 
     BaseSession.__init__ = __init__
 
@@ -251,7 +233,11 @@ def _merged(config, own):
     result = type(config)()
     result.CopyFrom(config)
     if own is not None:
-        result.MergeFrom(_without_defaults(own))
+        own = _without_defaults(own)
+        limits = getattr(own.gpu_options, "experimental", None)
+        if limits is not None and len(limits.virtual_devices):  # merging would add them up
+            result.gpu_options.experimental.ClearField("virtual_devices")
+        result.MergeFrom(own)
     return result
 
 
@@ -273,12 +259,16 @@ def _without_defaults(own):
 
 def _missing(config, other):
     """The fields of ``config`` that ``other`` does not have, as a text."""
-    lines = [
-        " ".join(str(_only(config, field)).split())
-        for field, value in config.ListFields()
-        if other is None or getattr(other, field.name) != value
-    ]
-    return ", ".join(lines)
+    parts = [_only(config, field) for field, _ in config.ListFields()]
+    missing = [part for part in parts if other is None or not _has(other, part)]
+    return ", ".join(" ".join(str(part).split()) for part in missing)
+
+
+def _has(message, part):
+    both = type(message)()
+    both.CopyFrom(message)
+    both.MergeFrom(part)
+    return both == message
 
 
 def _only(message, field):
@@ -291,7 +281,27 @@ def _only(message, field):
     return result
 
 
-def _sessions_made():
+def make_room_for(tf, config):
+    """See that no session of another configuration is in use, or raise."""
+    for keras in _imported_kerases():
+        session = _session_of(keras)
+        if session is None:
+            continue
+        missing = _missing(config, session._config)
+        if not missing:
+            continue
+        with session.graph.as_default():
+            variables = len(tf.global_variables())
+        if variables or any(d.device_type == "GPU" for d in session.list_devices()):
+            raise errors.keras_session_exists(variables, missing)
+        keras.backend.set_session(None)  # nothing is lost: the next one is configured
+    if tf.test.is_built_with_cuda() and config.HasField("gpu_options") and sessions_made():
+        under = _under_every_session.config
+        if _missing(config, under and under()):
+            raise errors.gpus_initialised(" ".join(str(config.gpu_options).split()))
+
+
+def sessions_made():
     """Whether any session was made in this process: with it, GPUs are initialised."""
     from tensorflow.python.client import session
 
@@ -303,23 +313,16 @@ def _imported_kerases():
     """The Kerases that are imported: each may have a session."""
     found = [sys.modules[name] for name in ("keras",) if name in sys.modules]
     found = [keras for keras in found if _keras.backend_name(keras) == "tensorflow"]
-    if "tensorflow.python.keras.backend" in sys.modules:
-        found.append(sys.modules["tensorflow"].keras)
-    return found
+    if {"tensorflow.python.keras.backend", "keras", "tf_keras"} & set(sys.modules):
+        found.append(_names(sys.modules["tensorflow"]).keras)
+    return [keras for keras in found if hasattr(keras.backend, "get_session")]
 
 
 def _session_of(keras):
     """The session that this Keras made for itself, or None. Makes none."""
-    if hasattr(keras.backend, "tensorflow_backend"):
-        module = keras.backend.tensorflow_backend
-    else:
-        packages = (
-            "tensorflow.python.keras._impl.keras.backend",
-            "tensorflow.python.keras.backend",
-        )
-        module = next(sys.modules[name] for name in packages if name in sys.modules)
+    module = sys.modules[keras.backend.get_session.__module__]
     session = getattr(module, "_SESSION", None)  # keras 2.3 has none of its own
-    if isinstance(session, threading.local):  # TensorFlow 1.15
+    if isinstance(session, threading.local):  # from TensorFlow 1.15
         session = getattr(session, "session", None)
     return session
 

@@ -96,6 +96,9 @@ class TensorFlow2(Backend):
 
     def configure(self, settings: "Settings") -> "List[str]":
         tf = self.import_framework()
+        if _in_v1_mode(tf) and tensorflow1.sessions_made():
+            v1 = tf.compat.v1
+            tensorflow1.make_room_for(v1, tensorflow1.backend.session_config(v1, settings, None))
         gpus = _chosen_gpus(tf, settings.devices)
         visible = _call(tf, "config.set_visible_devices", gpus, "GPU")
         physical = _config(tf, "list_physical_devices")
@@ -107,6 +110,9 @@ class TensorFlow2(Backend):
             applied += _limit_memory(tf, gpus, settings)
         for option in sorted(set(settings.options) & set(_OPTIONS)):
             applied.append(_call(tf, _OPTIONS[option], settings.options[option]))
+        # V1 mode may come later.
+        soft = settings.options.get("allow_soft_placement", True)
+        tensorflow1.lay_under_every_session(functools.partial(_session_config, soft))
         # TensorFlow numbers the GPUs it shows in the driver's order, not in the one asked for.
         numbered = sorted(gpus, key=physical("GPU").index)
         self._gpu_names = ["/gpu:{}".format(numbered.index(gpu)) for gpu in gpus]
@@ -138,6 +144,13 @@ class TensorFlow2(Backend):
         if self.is_native(model):
             from . import _tensorflow2_native
 
+            if _in_v1_mode(tf) and len(devices) > 1:
+                raise errors.unsupported(
+                    "tensorflow2",
+                    "run a model without Keras on several devices after "
+                    "tf.compat.v1.disable_v2_behavior()",
+                    "Use a Keras model, or place the model's parts by compat.device().",
+                )
             replicated = list(devices) != self.devices()[:1]
             return _tensorflow2_native.parallelize(model, devices, replicated)
         if _in_v1_mode(tf):
@@ -210,6 +223,15 @@ def _config(tf, *names):
     """The first of these functions of ``tf.config``; some were experimental up to 2.0 or 2.3."""
     places = [tf.config, tf.config.experimental]
     return next(getattr(p, name) for name in names for p in places if hasattr(p, name))
+
+
+def _session_config(soft):
+    """What a session of v1 mode has of tf.config only where it is given no configuration."""
+    from tensorflow.python.eager import context
+
+    config = context.context().config
+    config.allow_soft_placement = soft  # Keras' own sessions have it
+    return config
 
 
 def _call(tf, name, *arguments):

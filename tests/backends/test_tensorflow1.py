@@ -1,7 +1,6 @@
 """TensorFlow 1 under keras 2.2.4, keras 2.3.1 and tf.keras: ``COMPAT_TEST_KERAS`` chooses."""
 
 import contextlib
-import os
 import subprocess
 import sys
 import textwrap
@@ -482,6 +481,70 @@ class TestTensorFlow1(ParallelContract):
 
     # Never silent -----------------------------------------------------------------------------
 
+    def test_configured_after_the_session_of_keras(self):
+        """One without variables gives way; another would lose their values."""
+        printed = run(
+            """
+            keras = keras_under_test()
+
+            def cpus(session):
+                return len([d for d in session.list_devices() if d.device_type == "CPU"])
+
+            old = keras.backend.get_session()
+            assert cpus(old) == 1
+            assert len(compat.configure_gpu(simulate=2).devices) == 2
+            new = keras.backend.get_session()
+            assert new is not old and cpus(new) == 2
+            keras.backend.set_session(old)
+            weight = keras.backend.variable(3.0)
+            assert keras.backend.get_value(weight) == 3.0
+            from compat import _api
+            _api._active = None  # as if never configured
+            try:
+                compat.configure_gpu(simulate=2)
+            except compat.TooLateError as error:
+                print(error)
+            assert keras.backend.get_value(weight) == 3.0
+            """,
+            self.prelude,
+        )
+        first, second = printed.splitlines()[-2:]
+        assert first.startswith("configure_gpu() came too late for tensorflow: Keras has made its ")
+        assert 'device_count { key: "CPU" value: 2 }' in first
+        assert "another one would lose the values of its 1 variables" in first
+        assert second == "Call it before the first model is built."
+
+    def test_own_session_has_the_devices_too(self):
+        run(
+            """
+            compat.configure_gpu(simulate=3)
+            import tensorflow
+            from compat._backends import tensorflow1
+            tf = tensorflow1._names(tensorflow)
+            keras = keras_under_test()
+
+            def seen(session):
+                cpus = [d for d in session.list_devices() if d.device_type == "CPU"]
+                return len(cpus), session._config.allow_soft_placement
+
+            own = tf.ConfigProto(log_device_placement=True)
+            own.gpu_options.allow_growth = True
+            session = tf.Session(config=own)
+            assert seen(session) == (3, True)
+            assert session._config.log_device_placement
+            assert session._config.gpu_options.allow_growth
+            assert not own.allow_soft_placement  # the user's own is not changed
+            with tf.Session(config=tf.ConfigProto(device_count={"CPU": 2})) as session:
+                assert seen(session) == (2, True)
+            with tf.Session() as session:
+                assert seen(session) == (3, True)
+            assert seen(keras.backend.get_session()) == (3, True)
+            keras.backend.clear_session()
+            assert seen(keras.backend.get_session()) == (3, True)
+            """,
+            self.prelude,
+        )
+
     def test_one_device_leaves_the_model_alone(self, keras):
         model = self.compiled(keras, "dense")
         before = dict(vars(model))
@@ -592,12 +655,10 @@ def reset_momentum(model):
 # Configuring, a process for each case ---------------------------------------------------------
 
 
-def run(script):
+def run(script, prelude=""):
     """Run a script in a process of its own, and return what it printed."""
-    environ = dict(os.environ, COMPAT_TEST_KERAS=keras_under_test().__name__)
     process = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PRELUDE + textwrap.dedent(script)],
-        env=environ,
+        [sys.executable, "-W", "ignore", "-c", prelude + PRELUDE + textwrap.dedent(script)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         timeout=300,
@@ -650,7 +711,7 @@ def test_one_configuration_lies_under_every_session():
             device_count={"CPU": 4},
         ) is report
         constructor = tf.Session.__bases__[0].__init__
-        tensorflow1._lay_under_every_session(None)
+        tensorflow1.lay_under_every_session(None)
         assert tf.Session.__bases__[0].__init__ is not constructor
         with tf.Session() as session:
             assert seen(session) == (1, 0, False)
@@ -664,41 +725,13 @@ def test_one_configuration_lies_under_every_session():
     )
 
 
-def test_too_late_when_the_session_of_keras_has_variables():
-    printed = run(
-        """
-        keras = keras_under_test()
-        weight = keras.backend.variable(3.0)
-        assert keras.backend.get_value(weight) == 3.0
-        try:
-            compat.configure_gpu(simulate=2, backend="tensorflow1")
-        except compat.TooLateError as error:
-            print(error)
-        assert keras.backend.get_value(weight) == 3.0
-        """
-    )
-    first, second = printed.splitlines()[-2:]
-    assert first.startswith("configure_gpu() came too late for tensorflow1: Keras has made its ")
-    assert 'device_count { key: "CPU" value: 2 }' in first
-    assert "another one would lose the values of its 1 variables" in first
-    assert second == "Call it before the first model is built."
-
-
-def test_session_without_variables_gives_way_and_listing_devices_makes_none():
+def test_listing_devices_makes_no_session():
     run(
         """
-        import tensorflow as tf
-        from compat._registry import load
         keras = keras_under_test()
-        backend = load("tensorflow1")
-        assert backend.devices() == ["/device:CPU:0"]
         from compat._backends import tensorflow1
+        assert tensorflow1.backend.devices() == ["/device:CPU:0"]
         assert tensorflow1._session_of(keras) is None
-        old = keras.backend.get_session()
-        assert len(compat.configure_gpu(simulate=2, backend="tensorflow1").devices) == 2
-        new = keras.backend.get_session()
-        assert new is not old
-        assert len([d for d in new.list_devices() if d.device_type == "CPU"]) == 2
         """
     )
 
@@ -713,7 +746,7 @@ def session_config(late=None, **settings):
     memory = _settings.parse_memory(settings.pop("memory", None))
     devices = Devices(["2", "3"], [0, 1])
     asked = _settings.Settings(devices, memory, options=settings)
-    return tensorflow1.backend._session_config(v1, asked, late)
+    return tensorflow1.backend.session_config(v1, asked, late)
 
 
 def test_gpu_options(monkeypatch):
@@ -742,30 +775,4 @@ def test_memory_size_is_a_fraction_of_the_largest_gpu(monkeypatch):
         "tensorflow1 cannot limit memory to 4096 MiB per GPU: it takes a fraction of each GPU "
         "only, and nvidia-smi does not tell how much memory the GPUs have. Use a fraction such "
         'as memory=0.5, or memory="grow".'
-    )
-
-
-# Texts ----------------------------------------------------------------------------------------
-
-
-def test_error_texts():
-    assert str(errors.keras_session_exists(4, "device_count { }")) == (
-        "configure_gpu() came too late for tensorflow1: Keras has made its session already, "
-        "without device_count { }; what a session has cannot be changed, and another one would "
-        "lose the values of its 4 variables.\nCall it before the first model is built."
-    )
-    assert str(errors.gpus_initialised("allow_growth: true")) == (
-        "configure_gpu() came too late for tensorflow1: a session was made in this process, which "
-        "fixed GPUs and their memory; they cannot become allow_growth: true.\n"
-        "Call it before the first tf.Session()."
-    )
-    assert str(errors.custom_gradient("lambda_1/IdentityN")) == (
-        "tensorflow1 cannot run lambda_1/IdentityN on several devices: its gradient is a "
-        "tf.custom_gradient, which is bound to the undivided batch. Use one device: gpus=1, or "
-        "give the operation TensorFlow's own gradient."
-    )
-    assert errors.reference_variables("model_1") == (
-        "The weights of model_1 are reference variables, which TensorFlow may overwrite while a "
-        "replica still reads them: training goes wrong now and then. Call configure_gpu() before "
-        "the model is built; it switches resource variables on."
     )
