@@ -667,8 +667,8 @@ def gpus_initialised(gpu_options):
 def custom_gradient(operation):
     return unsupported(
         "tensorflow",
-        "run {} on several devices: its gradient is a tf.custom_gradient, which is bound to the "
-        "undivided batch".format(operation),
+        "run {} on several devices: it is in a loop and has a gradient by tf.custom_gradient, "
+        "which is bound to the undivided batch".format(operation),
         "Use one device: gpus=1, or give the operation TensorFlow's own gradient.",
     )
 

@@ -446,9 +446,9 @@ TEXTS = [
         errors.custom_gradient,
         ("scaled/IdentityN",),
         errors.UnsupportedError,
-        "tensorflow cannot run scaled/IdentityN on several devices: its gradient is a "
-        "tf.custom_gradient, which is bound to the undivided batch. Use one device: gpus=1, or "
-        "give the operation TensorFlow's own gradient.",
+        "tensorflow cannot run scaled/IdentityN on several devices: it is in a loop and has a "
+        "gradient by tf.custom_gradient, which is bound to the undivided batch. Use one device: "
+        "gpus=1, or give the operation TensorFlow's own gradient.",
     ),
     (
         errors.parts_placed,

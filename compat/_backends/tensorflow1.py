@@ -21,6 +21,7 @@ The undivided batch part stays in the graph, is never run, and is what the model
 import collections
 import contextlib
 import copy
+import itertools
 import os
 import sys
 import threading
@@ -142,7 +143,7 @@ class TensorFlow1(Backend):
         """Run ``model`` on ``devices``, the same object; see the head of this file.
 
         Raises:
-            UnsupportedError: an operation's gradient is the user's, by ``tf.custom_gradient``.
+            UnsupportedError: in a loop, an operation's gradient is by ``tf.custom_gradient``.
 
         BatchNorm normalises each replica's rows by their own statistics, and its moving
         averages take the mean of the replicas' updates, once a step. Dropout masks of replicas
@@ -506,9 +507,7 @@ class _Replicas:
         needed, consumers = _ancestors(targets, _starts(inputs))
         needed = [op for op in needed if not _is_shared(op)]
         for op in needed:
-            attributes = op.node_def.attr  # before 1.8 no copy: asking for one not there adds it
-            gradient = "_gradient_op_type" in attributes and attributes["_gradient_op_type"].s
-            if gradient and gradient.startswith(b"CustomGradient"):
+            if _has_custom_gradient(op) and _loop_of(op) is not None:
                 raise errors.custom_gradient(op.name)
         #: The operations that depend on the batch; what they need besides is copied, too.
         self.batch_part = _reached(_starts(inputs), consumers) - _starts(inputs)
@@ -918,6 +917,7 @@ def _copy(operations, replaced, scope, device, seed=0, controls=None, fixed_batc
     definition.versions.CopyFrom(graph.graph_def_versions)
     outside = {}
     waiting = []
+    copies = _Copy({}, replaced)
     entering = {op for op in operations if _only_lets_a_variable_in(op)}
     for op in operations:
         node = definition.node.add()
@@ -947,13 +947,15 @@ def _copy(operations, replaced, scope, device, seed=0, controls=None, fixed_batc
             if other not in copied:
                 node.input.remove("^" + other.name)
                 waiting.append((op, other))
+        if _has_custom_gradient(op):
+            node.attr["_gradient_op_type"].s = _gradient_of_copy(op, copies)
         if seed and "seed2" in node.attr and (node.attr["seed"].i or node.attr["seed2"].i):
             node.attr["seed2"].i = (node.attr["seed2"].i + seed * 104729) % 2**31
     with graph.as_default(), tf.device(None), tf.device(device):
         results = tf.import_graph_def(
             definition, outside, [op.name for op in operations], name=prefix
         )
-    copies = _Copy(dict(zip(operations, results)), replaced)
+    copies.operations.update(zip(operations, results))
     for op, result in copies.operations.items():
         for tensor, copied in zip(op.outputs, result.outputs if op not in entering else ()):
             # Keras tells TensorFlow shapes that it does not see by itself, of RNNs for example.
@@ -967,6 +969,49 @@ def _copy(operations, replaced, scope, device, seed=0, controls=None, fixed_batc
             copies.operations[op]._add_control_inputs(controls(other))
     _copy_contexts(copies, prefix)
     return copies
+
+
+def _has_custom_gradient(op):
+    """Whether the gradient of ``op`` is a function of the user's, by ``tf.custom_gradient``."""
+    attributes = op.node_def.attr  # before 1.8 no copy: asking for one not there adds it
+    name = "_gradient_op_type" in attributes and attributes["_gradient_op_type"].s
+    return bool(name) and name.startswith(b"CustomGradient")
+
+
+_numbers = itertools.count()
+
+
+def _gradient_of_copy(op, copies):
+    """Register a gradient for the copy of ``op``, and return its name.
+
+    The user's function holds tensors of the original. What it computes of them is copied, to be
+    computed of the copies.
+    """
+    from tensorflow.python.framework import ops
+
+    gradient = ops.get_gradient_function(op)
+    name = "CustomGradientOfCopy{}".format(next(_numbers))
+
+    @ops.RegisterGradient(name)
+    def gradient_of_copy(_, *upstream):
+        results = gradient(op, *upstream)
+        tensors = [result for result in results if result is not None]
+        starts = set(copies.operations) | {tensor.op for tensor in copies.replaced}
+        found, consumers = _ancestors(tensors, starts | {tensor.op for tensor in upstream})
+        moving = _reached([start for start in starts if start in consumers], consumers) - starts
+        if not moving:
+            return results
+        boundary = {
+            tensor: copies.tensor(tensor)
+            for moved in moving
+            for tensor in moved.inputs
+            if tensor.op not in moving
+        }
+        with op.graph.name_scope(None), ops.control_dependencies(None):
+            moved = _copy([op for op in found if op in moving], boundary, "gradient", None)
+        return [None if result is None else moved.tensor(result) for result in results]
+
+    return name.encode()
 
 
 def _copy_contexts(copies, prefix):

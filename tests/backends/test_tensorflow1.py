@@ -340,6 +340,36 @@ class TestTensorFlow1(ParallelContract):
         self.close(models[0].get_weights(), models[1].get_weights())
         assert len(self.placement(models[1], inputs, targets)) == DEVICES
 
+    if hasattr(tf, "custom_gradient"):  # from TensorFlow 1.7
+
+        def test_custom_gradient(self, keras):
+            """It holds tensors of the undivided graph, which must not run for that."""
+
+            def build():
+                layers = keras.layers
+                return keras.models.Sequential(
+                    [
+                        layers.Dense(6, activation=square, input_shape=(8,)),
+                        layers.Dense(4, name="last"),
+                    ]
+                )
+
+            inputs, targets = CASES["dense"].data(45)
+            _, model = self.train_both(keras, build, "mse", inputs, targets)
+            ran = self.ran(model, inputs, targets)
+            assert sorted(products(ran).values()) == [(2, 3)] * DEVICES
+            names = {node.name for nodes in ran.values() for node in nodes}
+            undivided = vars(model)["_compat_functions"]._replicas.batch_part
+            assert not names & {op.name for op in undivided}
+
+        def test_custom_gradient_in_a_loop_is_refused(self, keras):
+            rnn = keras.layers.SimpleRNN(3, activation=square, input_shape=(4, 3))
+            model = keras.models.Sequential([rnn])
+            model.compile("sgd", "mse")
+            compat.parallelize(model)
+            with pytest.raises(compat.UnsupportedError, match="is in a loop and has a gradient"):
+                model.train_on_batch(np.ones((5, 4, 3)), np.ones((5, 3)))
+
     def test_sparse_input(self, keras):
         from scipy import sparse
 
@@ -554,22 +584,6 @@ class TestTensorFlow1(ParallelContract):
         compat.parallelize(model, gpus=1)
         assert set(vars(model)) == set(before)
 
-    def test_custom_gradient_is_refused(self, keras):
-        if not hasattr(tf, "custom_gradient"):
-            return  # it came with TensorFlow 1.7
-
-        @tf.custom_gradient
-        def twice(x):
-            return 2 * x, lambda gradient: 2 * gradient
-
-        model = keras.models.Sequential(
-            [keras.layers.Lambda(twice, input_shape=(8,)), keras.layers.Dense(4)]
-        )
-        model.compile("sgd", "mse")
-        compat.parallelize(model)
-        with pytest.raises(compat.UnsupportedError, match="is a tf.custom_gradient"):
-            model.train_on_batch(*CASES["dense"].data(13))
-
     def test_reference_variables_are_warned_of(self, keras):
         with reference_variables():
             model = self.build(keras, "dense")
@@ -578,6 +592,11 @@ class TestTensorFlow1(ParallelContract):
         with pytest.warns(compat.CompatWarning) as warned:
             compat.parallelize(model)
         assert str(warned[0].message) == errors.reference_variables(model.name)
+
+
+def square(x):
+    """x**2, whose gradient is said to be x, so that using another one shows."""
+    return tf.custom_gradient(lambda x: (x * x, lambda upstream: upstream * x))(x)
 
 
 def subclassed(keras):
