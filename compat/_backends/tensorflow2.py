@@ -8,6 +8,7 @@ together, so that loss, metrics and update see the whole batch. See ``Replicated
 
 import contextlib
 import functools
+import inspect
 import os
 import sys
 import threading
@@ -157,13 +158,14 @@ class TensorFlow2(Backend):
             return tensorflow1.backend.parallelize(model, list(map(_full_name, devices)))
         from . import _tensorflow2_device
 
-        _check(tf, model)
         replicated = list(devices) != self.devices()[:1]
         if replicated:
             _keras.warn_of_distribution(model)
             _keras.warn_of_placed_parts(model, _tensorflow2_device.placed_parts(model), devices)
         reason = _keras.undivided(model) if replicated else None
-        if reason:
+        if not reason:
+            _check(tf, model)
+        else:
             _keras.warn_not_divided(model, reason, self.devices()[0])
         before = _replicated_call(model)
         if before is not None:
@@ -399,8 +401,8 @@ class ReplicatedCall:
 
     Replica i computes the rows ``_replicas.run_bounds`` gives it, under its device. The
     operations of a gradient carry no device, and would all run on the first one; so each replica
-    is a function with a gradient of its own (``tf.custom_gradient``) that replays the replica's
-    own tape under the replica's device. TensorFlow sums the gradients of the replicas.
+    is a function with a gradient of its own (``tf.custom_gradient``), computed under the
+    replica's device, too. TensorFlow sums the gradients of the replicas.
 
     Two things more must be as if there were no replicas. Losses added within ``call`` (activity
     regularizers) leave the replicas as outputs and are added again, each weighted by its share
@@ -408,9 +410,9 @@ class ReplicatedCall:
     set once, to the mean weighted by the shares; integers (random seeds) go from replica to
     replica instead, so that dropout masks are independent.
 
-    The instance gets it as a bound method, like the one it hides: Keras inspects that when it
-    saves, a deep copy of the model binds it to the copy, and pickle keeps only its name, so that
-    an unpickled model is plain.
+    The instance gets it as a bound method, with the arguments of the one it hides: Keras inspects
+    those when it saves, a deep copy of the model binds it to the copy, and pickle keeps only its
+    name, so that an unpickled model is plain.
     """
 
     # Autograph leaves what carries this mark alone, as it does tf.function's own wrappers.
@@ -424,6 +426,8 @@ class ReplicatedCall:
     def install(self, model):
         """Not by setattr: Keras would track the method as a part of the model."""
         self.hidden = {k: v for k, v in model.__dict__.items() if k in ("call", "supports_jit")}
+        plain = self._plain(model)
+        self.__signature__ = inspect.signature(getattr(plain, "__func__", plain))
         model.__dict__["call"] = types.MethodType(self, model)
         if "supports_jit" in self.hidden:  # in Keras 3, what jit_compile="auto" goes by
             model.__dict__["supports_jit"] = False
@@ -465,9 +469,12 @@ class ReplicatedCall:
     def _state_of(self, tf, model):
         return _state_of(tf, model)
 
+    def _plain(self, model):
+        return self.hidden.get("call") or types.MethodType(type(model).call, model)
+
     def _unreplicated(self, tf, model, *args, **kwargs):
         """The call this one hides, converted by autograph where Keras would do so."""
-        plain = self.hidden.get("call") or types.MethodType(type(model).call, model)
+        plain = self._plain(model)
         package = type(model).__module__.split(".")[0]
         by_user = package not in ("keras", "tf_keras", "tensorflow", "tensorflow_core")
         if by_user and hasattr(model, "_eager_losses") and not tf.executing_eagerly():
@@ -517,16 +524,15 @@ class Replica:
 
         @tf.custom_gradient
         def replica(*values):
-            with tf.device(device), tf.GradientTape(persistent=True) as tape:
-                tape.watch([value for value in values if value.dtype.is_floating])
-                results = compute(*values)
+            with tf.device(device):
+                results, gradients_of = _differentiable(tf, compute, values)
 
             def gradient(*upstream, **kwargs):  # up to TensorFlow 2.3 no keyword-only argument
                 variables = list(kwargs.get("variables") or ())
                 # Integers and booleans have no gradient.
                 pairs = [(r, g) for r, g in zip(results, upstream) if r.dtype.is_floating]
                 with tf.device(device):
-                    gradients = tape.gradient(
+                    gradients = gradients_of(
                         [result for result, _ in pairs],
                         list(values) + variables,
                         [gradient for _, gradient in pairs],
@@ -583,6 +589,29 @@ class Replica:
         if isinstance(self.size, int):
             return value if self.size else value[:0]
         return value[: self.tf.shape(value)[0] * self.tf.minimum(self.size, 1)]
+
+
+def _differentiable(tf, compute, values):
+    """``compute(*values)``, and the function (results, sources, upstream) -> gradients of it."""
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    # Loops and branches make their variables inputs of another name; the tape knows them.
+    if type(graph).__name__ != "FuncGraph":
+        with tf.GradientTape(persistent=True) as tape:
+            tape.watch([value for value in values if value.dtype.is_floating])
+            results = compute(*values)
+        return results, tape.gradient
+
+    # Within the caller's tape another one would have TensorFlow trace gradients of gradients of
+    # the functions in the model (an LSTM's): twice the time, and in 2.3 without an end where the
+    # number of rows is unknown. So a function's graph is walked. This is what tf.gradients()
+    # calls, which has no argument for a graph other than the one that gets the gradients.
+    from tensorflow.python.ops import gradients_util
+
+    def gradients_of(results, sources, upstream):
+        inner = [graph.capture(getattr(source, "handle", source)) for source in sources]
+        return gradients_util._GradientsHelper(results, inner, upstream, src_graph=graph)
+
+    return compute(*values), gradients_of
 
 
 def _recording():
@@ -716,6 +745,7 @@ class Keras2State:
         if tf.executing_eagerly() and not all(layer.built for layer in _keras.all_layers(model)):
             tf.function(call).get_concrete_function(*args, **kwargs)
         self.layers = _keras.all_layers(model)
+        self.replicas = 0  # begun
         state = list(model.non_trainable_variables)
         for layer in self.layers:
             state += [v for metric in getattr(layer, "_metrics", ()) for v in metric.variables]
@@ -737,7 +767,8 @@ class Keras2State:
     def replica(self):
         counts = [len(layer._eager_losses) for layer in self.layers]
         losses, self.owners = [], []  # type: List[Any], List[Any]
-        yield losses
+        with self._seeds_apart():
+            yield losses
         for layer, count in zip(self.layers, counts):
             losses += layer._eager_losses[count:]
             self.owners += [layer] * (len(layer._eager_losses) - count)
@@ -746,6 +777,24 @@ class Keras2State:
             if self._is_set(variable):
                 after.append(self._read(variable))
                 variable.assign(before)
+
+    @contextlib.contextmanager
+    def _seeds_apart(self):
+        """Give seeded layers other masks in each replica; up to TensorFlow 2.3 they would repeat.
+
+        There a layer hands its seed to an operation, whose random numbers start from it on every
+        device. Later it starts a generator of the layer's, which goes on from replica to replica.
+        """
+        seeds = [(vars(layer), vars(layer).get("seed")) for layer in self.layers]
+        seeds = [(attributes, seed) for attributes, seed in seeds if isinstance(seed, int)]
+        for attributes, seed in seeds:
+            attributes["seed"] = seed + 104729 * self.replicas  # a prime: no neighbour's seed
+        self.replicas += 1
+        try:
+            yield
+        finally:
+            for attributes, seed in seeds:
+                attributes["seed"] = seed
 
     def finish(self, shares):
         for variable, values in zip(self.variables, self.after):
