@@ -8,11 +8,11 @@ replica there, with its gradient.
 """
 
 import contextlib
+import functools
 import sys
 import threading
-import types
 
-from .tensorflow2 import ReplicatedCall
+from .tensorflow2 import ReplicatedCall, refuse_loops
 
 # Where the Kerases have their class of nodes.
 _NODES = (
@@ -31,19 +31,20 @@ def placed_on(tf, device):
     with contextlib.ExitStack() as stack:
         for name in _NODES:
             if hasattr(sys.modules.get(name), "Node"):
-                stack.enter_context(_nodes_placed(sys.modules[name].Node, device))
+                stack.enter_context(_nodes_placed(tf, sys.modules[name].Node, device))
         stack.enter_context(tf.device(device))
         yield
 
 
 @contextlib.contextmanager
-def _nodes_placed(node_class, device):
+def _nodes_placed(tf, node_class, device):
     make = node_class.__init__
 
     def __init__(self, *args, **kwargs):
         make(self, *args, **kwargs)
-        if not self.is_input:
-            _place(self, device)
+        # TensorFlow 2.0's nodes have no `is_input`.
+        if not (self.is_input if hasattr(self, "is_input") else not self.inbound_layers):
+            _place(tf, self, device)
 
     node_class.__init__ = __init__
     try:
@@ -52,22 +53,46 @@ def _nodes_placed(node_class, device):
         node_class.__init__ = make
 
 
-def _place(node, device):
-    layer = node.operation if hasattr(node, "operation") else node.layer
+def _place(tf, node, device):
+    # In Keras 3, in tf.keras, in TensorFlow 2.0's.
+    names = ("operation", "layer", "outbound_layer")
+    layer = next(getattr(node, name) for name in names if hasattr(node, name))
+    refuse_loops(tf, [layer])
     if not isinstance(getattr(vars(layer).get("call"), "__func__", None), PlacedCall):
-        PlacedCall().install(layer)
-    # Keras 3 asks the node's arguments, tf.keras the node itself.
-    owner, name = (
-        (node.arguments, "fill_in") if hasattr(node, "arguments") else (node, "map_arguments")
-    )
-    fill_in = getattr(owner, name)
-
-    def fill_in_placed(tensors):
-        _next.call = layer, device
-        return fill_in(tensors)
-
-    vars(owner)[name] = fill_in_placed
+        PlacedCall([]).install(layer)
+    announce = functools.partial(setattr, _next, "call", (layer, device))
+    # tf.keras asks the node, Keras 3 its arguments; in TensorFlow 2.0 Keras copies them.
+    if hasattr(node, "map_arguments"):
+        _announced_by(node, "map_arguments", announce)
+    elif hasattr(node.arguments, "fill_in"):
+        _announced_by(node.arguments, "fill_in", announce)
+    else:
+        node.arguments = AnnouncingArguments(node.arguments or {})
+        node.arguments.announce = announce
     node._compat_device = device
+
+
+def _announced_by(owner, name, announce):
+    method = getattr(owner, name)
+
+    def announcing(*args, **kwargs):
+        announce()
+        return method(*args, **kwargs)
+
+    vars(owner)[name] = announcing
+
+
+class AnnouncingArguments(dict):
+    """A node's keyword arguments in TensorFlow 2.0, copied when its layer is about to be called."""
+
+    announce = staticmethod(lambda: None)
+
+    def __bool__(self):
+        return True  # or Keras would not copy them
+
+    def __copy__(self):
+        self.announce()
+        return dict(self)
 
 
 def placed_parts(model):
@@ -80,18 +105,11 @@ def placed_parts(model):
 class PlacedCall(ReplicatedCall):
     """A layer's ``call``: one replica, where the node that is being run says."""
 
-    def __init__(self):
-        super().__init__([])
-
-    def install(self, layer):
-        self.hidden = {k: v for k, v in layer.__dict__.items() if k == "call"}
-        layer.__dict__["call"] = types.MethodType(self, layer)
-
     def __call__(self, layer, *args, **kwargs):
         following, device = getattr(_next, "call", None) or (None, None)
         if following is not layer:
             return self._unreplicated(sys.modules["tensorflow"], layer, *args, **kwargs)
         _next.call = None
-        placed = PlacedCall()
-        placed.hidden, placed.devices = self.hidden, [device]
+        placed = PlacedCall([device])
+        placed.hidden = self.hidden
         return ReplicatedCall.__call__(placed, layer, *args, **kwargs)

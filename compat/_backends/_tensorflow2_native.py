@@ -134,7 +134,7 @@ class NativeState:
     def _variables(self, args, kwargs):
         if hasattr(self.model, "get_concrete_function"):
             plain = type(self.model)._compat_plain_class
-            return plain.get_concrete_function(self.model, *args, **kwargs).variables
+            return plain.get_concrete_function(self.model, *args, **kwargs).graph.variables
         found = list(getattr(self.model, "variables", ()))
         found += [value for value in _held(self.model) if _is_variable(value)]
         return list({id(variable): variable for variable in found}.values())

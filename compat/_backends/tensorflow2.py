@@ -348,20 +348,25 @@ def _check(tf, model):
             "run a model of keras {} on several devices".format(keras.__version__),
             "Use tf.keras, or Keras 3.",
         )
-    if not hasattr(model, "train_step"):  # TensorFlow 2.0 and 2.1
-        for layer in _keras.all_layers(model):
-            if isinstance(layer, keras.layers.RNN) and not layer.unroll:
-                raise errors.unsupported(
-                    "tensorflow2",
-                    "run the loop of layer {!r} on several devices in TensorFlow {}, which "
-                    "takes loops in functions apart".format(layer.name, tf.__version__),
-                    "Make the layer with unroll=True, or use TensorFlow 2.3 or later.",
-                )
+    refuse_loops(tf, _keras.all_layers(model))
     if (
         getattr(model, "_jit_compile", None)
         and _keras.compiled_with(model).get("jit_compile") != "auto"
     ):
         raise errors.several_devices_in_xla()
+
+
+def refuse_loops(tf, layers):
+    """Up to TensorFlow 2.1 a loop fails on another device than the function around it."""
+    for layer in layers:
+        recurrent = any(c.__name__ == "RNN" for c in type(layer).__mro__)
+        if recurrent and not layer.unroll and not hasattr(tf.keras.Model, "train_step"):
+            raise errors.unsupported(
+                "tensorflow2",
+                "run the loop of layer {!r} on several devices in TensorFlow {}, which "
+                "takes loops in functions apart".format(layer.name, tf.__version__),
+                "Make the layer with unroll=True, or use TensorFlow 2.3 or later.",
+            )
 
 
 def _forget_compiled_steps(model):

@@ -45,6 +45,16 @@ def executed(step):
     ]
 
 
+def train_in_a_new_graph(model, inputs, targets):
+    """A step on one batch; a graph is recorded when it is first made."""
+    model.train_function = None
+    if TRAIN_STEP:
+        model.train_on_batch(inputs, targets)
+    else:  # there TensorFlow 2.0 computes eagerly
+        rows = len(inputs[0] if isinstance(inputs, list) else inputs)
+        model.fit(inputs, targets, batch_size=rows, verbose=0)
+
+
 def short(device):
     """/job:localhost/replica:0/task:0/device:CPU:1 as compat names it."""
     return "/" + device.split("device:")[-1].lower()
@@ -66,16 +76,7 @@ class TestTensorFlow2(ParallelContract):
 
     def placement(self, model, inputs, targets):
         counts = collections.defaultdict(lambda: [0, 0])
-        model.train_function = None  # a graph is recorded when it is first made
-
-        def step():
-            if TRAIN_STEP:
-                return model.train_on_batch(inputs, targets)
-            # TensorFlow 2.0's train_on_batch() computes eagerly.
-            rows = len(inputs[0] if isinstance(inputs, list) else inputs)
-            return model.fit(inputs, targets, batch_size=rows, verbose=0)
-
-        for node in executed(step):
+        for node in executed(functools.partial(train_in_a_new_graph, model, inputs, targets)):
             if node.op in COMPUTING or "Backprop" in node.op:
                 name = node.name + node.op
                 # The gradient of a product is a product with a transposed matrix.
