@@ -1,8 +1,10 @@
 """One Keras model on several of Theano's contexts, or on simulated devices.
 
-Theano places a whole compiled function on the context of the weights that it uses, and knows no
-other way: a ``transfer`` inside a graph is optimised away. So there are functions of every
-device's own, with weights of its own. Keras builds the model, its loss and its metrics as ever;
+A ``transfer`` inside a graph is optimised away, and in a graph on a context that is not the default
+one Theano 1.0.5 still does much on the default one: whatever does not say where (allocations, a
+loop's states, a convolution's filters turned around), and what follows from that. So there are
+functions of every device's own, with weights of its own, made and run while its context is the
+default one. Keras builds the model, its loss and its metrics as ever;
 when it then turns tensors into a function to run (``_make_train_function`` and its two
 siblings), its graph is cut in two:
 
@@ -30,12 +32,38 @@ if TYPE_CHECKING:
 
 
 class Device:
-    """A device: its ``name``, and Theano's ``target`` for it, a context's name or "cpu"."""
+    """A device: its ``name``, and Theano's ``target`` for it, a context's name or "cpu".
+
+    ``place`` is the target in its own graphs: "cpu", or the default context, None.
+    """
 
     def __init__(self, name, target):
         self.name = name
         self.target = target
+        self.place = "cpu" if target == "cpu" else None
         self.variables = {}  # type: Any  # Keras' shared variables, and those used here
+
+    @contextlib.contextmanager
+    def current(self):
+        """Within, Theano's default context is this device's."""
+        if self.target == self.place:
+            yield
+            return
+        from theano.gpuarray import type as contexts
+
+        registered = contexts._context_reg  # what reg_context() fills refuses a second one
+        default = {None: registered[None]} if None in registered else {}
+        registered[None] = contexts.get_context(self.target)
+        try:
+            yield
+        finally:
+            del registered[None]
+            registered.update(default)
+
+    def run(self, function, arguments):
+        """Call one of this device's functions."""
+        with self.current():
+            return function(*arguments)
 
     def adopt(self, variable, number):
         """Make this device's variable for one of Keras', unless it has one.
@@ -55,14 +83,18 @@ class Device:
         if _is_random(variable):
             value = _independent(value, number)
         if hasattr(variable, "broadcastable"):
-            options = {"target": self.target, "broadcastable": variable.broadcastable}
-        self.variables[variable] = theano.shared(np.asarray(value), variable.name, **options)
+            options = {"target": self.place, "broadcastable": variable.broadcastable}
+        value = value if isinstance(value, np.random.RandomState) else np.asarray(value)
+        with self.current():
+            self.variables[variable] = theano.shared(value, variable.name, **options)
 
     def take_weights(self):
         """Bring this device's weights up to date."""
         for keras, own in self.variables.items():
             if own is not keras and not _is_random(keras):
-                own.set_value(np.asarray(keras.get_value(borrow=True)))
+                value = np.asarray(keras.get_value(borrow=True))
+                with self.current():
+                    own.set_value(value)
 
 
 class ReplicatedFunctions:
@@ -172,7 +204,10 @@ class ReplicatedFunction:
                 [given[v][start:stop] if v in self.sharded else given[v] for v in self.body_inputs]
             )
         # A GPU's functions return before it has computed: all of them start, then one is awaited.
-        computed = [forward(*shard) for forward, shard in zip(self.forward, shards)]
+        computed = [
+            device.run(forward, shard)
+            for device, forward, shard in zip(devices, self.forward, shards)
+        ]
         computed = [[np.asarray(value) for value in values] for values in computed]
         sizes = _replicas.sizes(rows, len(devices))
         whole = [cut.merge(parts, sizes) for cut, parts in zip(self.cuts, zip(*computed))]
@@ -203,8 +238,8 @@ class ReplicatedFunction:
                 for number, gradient in zip(back, at_cuts)
             ]
             results = [
-                backward(*(shard + [parts[index] for parts in split]))
-                for index, (backward, shard) in enumerate(zip(self.backward, shards))
+                device.run(self.backward[index], shards[index] + [parts[index] for parts in split])
+                for index, device in enumerate(self.owner.devices)
             ]
             for result in results:
                 for weight, value in zip(self.body_weights, result):
@@ -262,7 +297,11 @@ class ReplicatedFunction:
             if not wrong:
                 break
             passed.update(wrong)
-        self.cuts = cuts
+        # Of what the head gets itself, it knows the shape; a shape that it is given it would have
+        # to compute with, which OpenCL cannot (``maximum`` of integers).
+        whole = [cut.variable for cut in cuts if not cut.is_shape]
+        self.cuts = [cut for cut in cuts if not (cut.is_shape and cut.measured in whole)]
+        self.shapes = [cut for cut in cuts if cut not in self.cuts]
 
     def _make_head(self):
         import theano
@@ -270,6 +309,8 @@ class ReplicatedFunction:
 
         placeholders = [cut.variable.type() for cut in self.cuts]
         at_cut = {cut.variable: number for number, cut in enumerate(self.cuts)}
+        given = dict(zip(self._cut_variables(), placeholders))
+        given.update((cut.variable, given[cut.measured].shape) for cut in self.shapes)
         batch = _following(self.inputs + self._cut_variables(), [n for _, n in self.updates])
         later = _following([g for _, g in self.weights], [n for _, n in self.updates])
         # What depends on the gradients, or on no batch, is the optimizer's.
@@ -283,10 +324,7 @@ class ReplicatedFunction:
             ("cut", at_cut[v]) if v in at_cut else ("head", rest.index(v)) for v in wanted
         ]
         loss = [self.loss] if self.loss is not None else []
-        cloned = theano.clone(
-            rest + loss + [new for _, new in mine],
-            dict(zip(self._cut_variables(), placeholders)),
-        )
+        cloned = theano.clone(rest + loss + [new for _, new in mine], given)
         values = cloned[: len(rest)]
         self.head_values = len(values)
         self.cuts_back, self.head_weights = [], []
@@ -338,7 +376,8 @@ class ReplicatedFunction:
                     functions[0].copy(swap={old: new for old, new in swap.items() if old in held})
                 )
             else:
-                functions.append(make(device, randoms))
+                with device.current():
+                    functions.append(make(device, randoms))
         return functions
 
     def _forward(self, device, randoms):
@@ -349,7 +388,7 @@ class ReplicatedFunction:
         from theano import tensor
 
         inputs, values, updates = self._body(device)
-        given = [_placeholder(cut.variable, device.target) for cut in self.cuts_back]
+        given = [_placeholder(cut.variable, device.place) for cut in self.cuts_back]
         at_cut = [values[self.cuts.index(cut)] for cut in self.cuts_back]
         # The sum's gradient is that of each value with what is given for it.
         total = sum((value * _on_host(g)).sum() for value, g in zip(at_cut, given))
@@ -379,11 +418,11 @@ class ReplicatedFunction:
         randoms = [variable for variable in self.used if _is_random(variable)]
         wanted += [variable.default_update for variable in randoms]
         for variable in self.body_inputs:
-            target = device.target if variable in self.sharded else "cpu"
-            inputs.append(_placeholder(variable, target))
-            replaced.update(_replacement(variable, inputs[-1], wanted))
+            place = device.place if variable in self.sharded else "cpu"
+            inputs.append(_placeholder(variable, place))
+            replaced[variable] = _like(variable, inputs[-1])
         for variable in self.used:
-            replaced.update(_replacement(variable, device.variables[variable], wanted))
+            replaced[variable] = _like(variable, device.variables[variable])
         cloned = theano.clone(wanted, replaced)
         states = [device.variables[variable] for variable in randoms]
         return inputs, cloned[: len(self.cuts)], list(zip(states, cloned[len(self.cuts) :]))
@@ -391,7 +430,7 @@ class ReplicatedFunction:
     def _compile_body(self, inputs, values, updates, device):
         floats = ("float16", "float32", "float64")
         values = [
-            value.transfer(device.target) if value.type.dtype in floats else value
+            value.transfer(device.place) if value.type.dtype in floats else value
             for value in values
         ]
         return self._compile(inputs, values, updates=updates, no_default_updates=True)
@@ -555,13 +594,13 @@ def _host_type(variable):
     return tensor.TensorType(variable.dtype, variable.broadcastable)
 
 
-def _placeholder(variable, target):
-    """A variable to be given a value, like ``variable``, that lies on ``target``."""
-    if target == "cpu" or not hasattr(variable, "broadcastable"):
+def _placeholder(variable, place):
+    """A variable to be given a value, like ``variable``, that lies at ``place``."""
+    if place == "cpu" or not hasattr(variable, "broadcastable"):
         return _host_type(variable)() if hasattr(variable, "broadcastable") else variable.type()
     from theano.gpuarray import GpuArrayType
 
-    return GpuArrayType(variable.dtype, variable.broadcastable, context_name=target)()
+    return GpuArrayType(variable.dtype, variable.broadcastable, context_name=place)()
 
 
 def _on_host(variable):
@@ -569,15 +608,6 @@ def _on_host(variable):
     return variable.transfer("cpu") if hasattr(variable, "transfer") else variable
 
 
-def _replacement(variable, own, wanted):
-    """What to replace in the graph of ``wanted`` so that it uses ``own`` for ``variable``."""
-    if variable is own:
-        return {}
-    if variable.type == own.type or _context(variable) == "cpu":
-        return {variable: _on_host(own)}
-    # A variable of another context: Keras' graph takes its value from there.
-    return {
-        value: _on_host(own)
-        for value in _ancestors(wanted)
-        if value.owner is not None and variable in value.owner.inputs
-    }
+def _like(variable, own):
+    """The value of ``own`` where ``variable`` has its own."""
+    return own if variable.type == own.type else own.transfer(_context(variable))

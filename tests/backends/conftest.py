@@ -26,11 +26,15 @@ V1_MODE = os.environ.get("COMPAT_TEST_KERAS") == "tensorflow.compat.v1.keras"
 TESTED = ["tensorflow2_v1"] if V1_MODE else [backend.name for backend in INSTALLED]
 if V1_MODE:
     importlib.import_module("tensorflow").compat.v1.disable_v2_behavior()
+# Several real contexts in the place of simulated devices: likewise.
+ON_CONTEXTS = "COMPAT_TEST_CONTEXTS" in os.environ
 
 
 def _is_tested(file):
     """A backend's tests are test_NAME.py, and test_NAME_*.py if that grows too long."""
     if V1_MODE != (file == "test_tensorflow2_v1.py"):
+        return False
+    if ON_CONTEXTS != file.endswith("_contexts.py"):
         return False
     return any(re.match("test_{}[._]".format(name), file) for name in TESTED)
 

@@ -8,23 +8,22 @@ import sys
 import numpy as np
 import pytest
 
-# Keras takes TensorFlow, and Theano compiles with all its optimizations, where nothing is said.
-os.environ.setdefault("KERAS_BACKEND", "theano")
-# What the tests of placement read: functions count what they run, and keep the values between.
-# They run Theano's implementations in Python, which takes a third of the time that it takes to
-# compile those in C; test_compiled_functions_do_the_same takes them.
-os.environ.setdefault(
-    "THEANO_FLAGS",
-    "optimizer=fast_compile,optimizer_excluding=conv_gemm:AbstractConvCheck,cxx=,"
-    "profile=True,profiling.destination={},allow_gc=False".format(os.devnull),
-)
-
 import compat
 from compat import _detect, _registry, errors
 from compat._backends import _theano_flags
 from compat._devices import Devices
 from compat._settings import Memory, Settings
 from compat.testing import CASES, DEVICES, ParallelContract
+
+# Keras takes TensorFlow, and Theano compiles with all its optimizations, where nothing is said.
+os.environ.setdefault("KERAS_BACKEND", "theano")
+# What the tests of placement read: functions count what they run, and keep the values between.
+RECORDING = "profile=True,profiling.destination={},allow_gc=False".format(os.devnull)
+# They run Theano's implementations in Python, which takes a third of the time that it takes to
+# compile those in C; test_compiled_functions_do_the_same takes them.
+IN_PYTHON = "optimizer=fast_compile,optimizer_excluding=conv_gemm:AbstractConvCheck,cxx="
+COMPILING = "gcc.cxxflags=-O0"
+os.environ.setdefault("THEANO_FLAGS", ",".join([IN_PYTHON, RECORDING]))
 
 # Whether the order of sys.modules tells who imported a module.
 ORDERED = sys.version_info < (3, 8)
@@ -44,7 +43,8 @@ def theano():
 def theano_process(run, tmp_path, monkeypatch):
     """Run a program in a process with a home of its own; it calls ``show`` on what to return."""
 
-    for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):  # set by the tests in this process
+    # Set by the tests in this process:
+    for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "THEANO_GPU_IS_ALREADY_ACTIVE"):
         monkeypatch.delenv(name, raising=False)
 
     def theano_process(program, flags="", **environ):
@@ -63,7 +63,7 @@ PRODUCTS = (
     "CorrMM", "CorrMM_gradWeights", "CorrMM_gradInputs", "AbstractConv2d",
     "AbstractConv2d_gradWeights", "AbstractConv2d_gradInputs",
     "GpuDot22", "GpuGemm", "GpuGemv", "GpuGer", "GpuCorrMM", "GpuCorrMM_gradWeights",
-    "GpuCorrMM_gradInputs",
+    "GpuCorrMM_gradInputs", "GpuDnnConv", "GpuDnnConvGradW", "GpuDnnConvGradI",
 )  # fmt: skip
 
 
@@ -114,6 +114,12 @@ def ran(model):
     }
 
 
+def places(function):
+    """Where the results of a function's products are: the GPUs that hold them, or "host"."""
+    values = [function.fn.storage_map[node.outputs[0]][0] for node in products(function)]
+    return {value.context.dev if hasattr(value, "context") else "host" for value in values}
+
+
 @pytest.fixture(scope="session", autouse=True)
 def profiles_not_printed():
     yield
@@ -129,9 +135,15 @@ class TestTheano(ParallelContract):
     def placement(self, model, inputs, targets):
         before = ran(model)
         model.train_on_batch(inputs, targets)
+        for device, made in functions(model).items():
+            for function in made:
+                assert places(function) == {self.place(device)}
         return {
             device: tuple(counts - before.get(device, 0)) for device, counts in ran(model).items()
         }
+
+    def place(self, device):
+        return "host"
 
     def command(self, program):
         """Without the profiles, which Theano would print into the output."""
@@ -180,6 +192,20 @@ class TestTheano(ParallelContract):
         for model in models:
             model.reset_states()
         self.close(*[[model.predict(inputs, batch_size=7)] for model in models])
+
+    @pytest.mark.parametrize("layer", ["SimpleRNN", "LSTM"])
+    def test_unrolled_loop(self, keras, configuration, layer):
+        """Its products are those of the function itself."""
+
+        def build():
+            loop = getattr(keras.layers, layer)(3, unroll=True, input_shape=(2, 4))
+            return keras.models.Sequential([loop, keras.layers.Dense(2)])
+
+        random = np.random.RandomState(1)
+        inputs = random.normal(size=(13, 2, 4)).astype("float32")
+        targets = random.normal(size=(13, 2)).astype("float32")
+        _, model = self.train_both(keras, build, "mse", inputs, targets, batch=7)
+        assert self.devices_of(model, inputs, targets) == sorted(configuration.devices)
 
     def test_dropout_masks_are_independent_and_those_of_the_way_back(self, keras):
         """Each row has a digit of its own in the gradient, so that tells all masks."""
@@ -479,7 +505,7 @@ def test_the_reason_is_theanos_own():
 
 TRAIN_BOTH = """if True:
     import compat
-    configuration = compat.configure_gpu({configure})
+    configuration = compat.configure_gpu(simulate=3)
     import keras, numpy
     from compat.testing import CASES, initialise, largest_difference
     inputs, targets = CASES["dense"].data(61)
@@ -493,49 +519,21 @@ TRAIN_BOTH = """if True:
         model.fit(inputs, targets, batch_size=16, epochs=3, shuffle=False, verbose=0)
         models.append(model)
     weights = [model.get_weights() for model in models]
-    made = models[1].train_function
-    def contexts(function):  # those of the operations, and where the products are
-        nodes = function.maker.fgraph.apply_nodes
-        types = [(type(n.op).__name__, n.outputs[0].type) for n in nodes]
-        return sorted({{
-            str(getattr(t, "context_name", "cpu")) for name, t in types
-            if "Gemm" in name or "Dot22" in name
-        }})
+    made = models[1].train_function.backward
     show(
         devices=configuration.devices,
         trained=largest_difference(start, weights[0]),
         difference=largest_difference(*weights),
-        forward=[contexts(function) for function in made.forward],
-        backward=[contexts(function) for function in made.backward],
-        in_c=[sum(hasattr(t, "cthunk") for t in f.fn.thunks) for f in made.backward],
+        in_c=[sum(hasattr(t, "cthunk") for t in f.fn.thunks) for f in made],
     )
 """
 
 
 def test_compiled_functions_do_the_same(theano_process):
-    shown = theano_process(
-        TRAIN_BOTH.format(configure="simulate=3"), flags="gcc.cxxflags=-O0", OMP_NUM_THREADS="1"
-    )
+    shown = theano_process(TRAIN_BOTH, flags=COMPILING, OMP_NUM_THREADS="1")
     assert shown["devices"] == ["cpu:0", "cpu:1", "cpu:2"]
     assert shown["trained"] > 0.01 and shown["difference"] < 1e-5
-    assert shown["forward"] == shown["backward"] == [["cpu"]] * 3
     assert min(shown["in_c"]) > 10
-
-
-@pytest.mark.gpu
-@pytest.mark.row("Theano on several devices in one process")
-def test_contexts(theano_process):
-    """Where there are two: of CUDA, or of OpenCL, as ``COMPAT_TEST_CONTEXTS`` says.
-
-    PoCL has them without a GPU: ``POCL_DEVICES="pthread pthread"`` and
-    ``COMPAT_TEST_CONTEXTS=opencl0:0,opencl0:1``.
-    """
-    first, second = os.environ.get("COMPAT_TEST_CONTEXTS", "cuda0,cuda1").split(",")
-    flags = {"device": first, "contexts": "dev0->{};dev1->{}".format(first, second)}
-    shown = theano_process(TRAIN_BOTH.format(configure="theano_flags={!r}".format(flags)))
-    assert shown["devices"] == [first, second]
-    assert shown["trained"] > 0.01 and shown["difference"] < 1e-5
-    assert shown["forward"] == shown["backward"] == [["None"], ["dev1"]]
 
 
 # After the import -----------------------------------------------------------------------------
