@@ -7,8 +7,6 @@ import textwrap
 
 import pytest
 
-from compat.testing import keras_under_test
-
 from .test_tensorflow2 import KERAS3
 
 SCRIPT = """
@@ -98,17 +96,20 @@ if not KERAS3:  # which has no graph mode
 def test_graph_mode_with_second_control_flow_is_refused():
     """disable_eager_execution() alone leaves TensorFlow 2's loops in the graph."""
     script = """
-    import compat, {keras} as keras
     import tensorflow as tf
+    import compat
+    from compat.testing import keras_under_test
+
     compat.configure_gpu(simulate=3)
     tf.compat.v1.disable_eager_execution()
+    keras = keras_under_test()
     inputs = keras.layers.Input((8,))
     model = keras.models.Model(inputs, keras.layers.Dense(2)(inputs))
     try:
         compat.parallelize(model)
     except compat.UnsupportedError as error:
         print(error)
-    """.format(keras=keras_under_test().__name__.replace("keras.api._v2.keras", "tensorflow.keras"))
+    """
     printed = subprocess.check_output(
         [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)],
         env=dict(os.environ, TF_CPP_MIN_LOG_LEVEL="3"),
