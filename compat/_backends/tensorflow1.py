@@ -1003,8 +1003,8 @@ def _gradient_of_copy(op, copies):
             return results
         boundary = {
             tensor: copies.tensor(tensor)
-            for moved in moving
-            for tensor in moved.inputs
+            for each in moving
+            for tensor in each.inputs
             if tensor.op not in moving
         }
         with op.graph.name_scope(None), ops.control_dependencies(None):

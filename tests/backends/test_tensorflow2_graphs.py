@@ -1,4 +1,4 @@
-"""TensorFlow 2 after ``tf.compat.v1.disable_v2_behavior()``: graphs and sessions, in a process."""
+"""TensorFlow 2 in v1 mode, in a process of its own; test_tensorflow2_v1.py has all of it."""
 
 import os
 import subprocess
@@ -17,6 +17,7 @@ import compat
 import tensorflow.compat.v1 as tf
 tf.disable_v2_behavior()
 {second}
+print(len(tf.Session(config=tf.ConfigProto()).list_devices()))
 keras = tf.keras
 layers = keras.layers
 X = np.random.RandomState(1).normal(size=(45, 8)).astype("float32")
@@ -81,6 +82,7 @@ def graph_model_runs_on_every_device(first):
     )
     assert printed.splitlines() == [
         "tensorflow2 ['/cpu:0', '/cpu:1', '/cpu:2']",
+        "3",
         "True",
         "True",
         "['CPU:0', 'CPU:1', 'CPU:2'] True",

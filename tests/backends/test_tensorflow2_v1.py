@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 import compat
+from compat._backends import tensorflow1
 from compat.testing import CASES, DEVICES, initialise, optimizer
 
 from . import test_tensorflow1
@@ -56,6 +57,20 @@ class TestV1Mode(test_tensorflow1.TestTensorFlow1):
         layers = tf.keras.layers
         assert layers.BatchNormalization is not keras.layers.BatchNormalization
         self.test_moving_variance_is_the_mean_of_the_replicas(tf.keras)
+
+    # Sessions -----------------------------------------------------------------------------------
+
+    def test_limits_of_gpus_are_not_added_up(self):
+        """Keras makes sessions with what tf.config has; laid under them is the same."""
+        config = v1.ConfigProto(allow_soft_placement=True)
+        config.gpu_options.visible_device_list = "0"
+        config.gpu_options.experimental.virtual_devices.add(memory_limit_mb=[1024])
+        assert tensorflow1._merged(config, config) == config
+        own = v1.ConfigProto()
+        own.gpu_options.allow_growth = True
+        merged = tensorflow1._merged(config, own).gpu_options
+        assert merged.allow_growth
+        assert merged.experimental == config.gpu_options.experimental
 
     # Without Keras, and by TensorFlow itself ------------------------------------------------------
 
