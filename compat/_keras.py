@@ -4,6 +4,7 @@ import contextlib
 import functools
 import os
 import sys
+import types
 
 from . import _detect, errors
 
@@ -135,6 +136,54 @@ def _warn(text):
 
     # At the caller of compat.parallelize(), which called a backend, which called this module.
     warnings.warn(text, errors.CompatWarning, stacklevel=5)
+
+
+class InstanceMethod:
+    """A method of one model that hides its class's: how a model runs on several devices.
+
+    The instance gets it as a bound method, like the one it hides: Keras inspects that when it
+    saves, a deep copy of the model binds it to the copy, and pickle keeps only its name, so that
+    an unpickled model is plain.
+    """
+
+    method = "call"
+
+    def __init__(self, devices):
+        self.devices = list(devices)
+        self.hidden = None  # what the instance itself had before, as after an unpickling
+
+    @property
+    def __name__(self):
+        return self.method
+
+    def __call__(self, model, *args, **kwargs):
+        raise NotImplementedError
+
+    def __deepcopy__(self, memo):
+        return self  # devices are not copied
+
+    @classmethod
+    def of(cls, model):
+        """The method of this kind that this very instance has, or None."""
+        function = getattr(model.__dict__.get(cls.method), "__func__", None)
+        return function if isinstance(function, cls) else None
+
+    def install(self, model):
+        """Not by setattr: Keras would track the method as a part of the model."""
+        self.hidden = model.__dict__.get(self.method)
+        model.__dict__[self.method] = types.MethodType(self, model)
+
+    def remove(self, model):
+        del model.__dict__[self.method]
+        if self.hidden is not None:
+            model.__dict__[self.method] = self.plain(model)
+
+    def plain(self, model):
+        """The method that this one hides, of this model: deep copies share ``hidden``."""
+        hidden = self.hidden or types.MethodType(getattr(type(model), self.method), model)
+        if isinstance(getattr(hidden, "__self__", None), type(model)):
+            hidden = types.MethodType(hidden.__func__, model)
+        return hidden
 
 
 def compiled_with(model):

@@ -107,12 +107,12 @@ class JAX(Backend):
         jax = self.import_framework()
         _check_distribution(model)
         by_name = {_name(device): device for device in jax.local_devices()}
-        before = sharded_call(model)
+        before = ShardedCall.of(model)
         if before is not None:
             before.remove(model)
         if list(devices) != self.devices()[:1]:
             ShardedCall([by_name[name] for name in devices]).install(model)
-        if sharded_call(model) is not before:
+        if ShardedCall.of(model) is not before:
             # Keras traces its steps again: the ones it has hold the call that was.
             for name in ("train_function", "test_function", "predict_function"):
                 setattr(model, name, None)
@@ -160,12 +160,6 @@ def _fraction(settings):
 _running = threading.local()
 
 
-def sharded_call(model):
-    """The ``ShardedCall`` of this very instance, or None."""
-    function = getattr(model.__dict__.get("call"), "__func__", None)
-    return function if isinstance(function, ShardedCall) else None
-
-
 def _check_distribution(model):
     """Refuse a model that Keras distributes itself: each would undo what the other does."""
     keras = _keras.keras_of(model)
@@ -183,11 +177,11 @@ def _variables(model):
 
 def _state_on_devices(model, **which):
     """Keras' ``_get_jax_state``, with which each of its loops begins."""
-    sharded_call(model).place(model)
+    ShardedCall.of(model).place(model)
     return type(model)._get_jax_state(model, **which)
 
 
-class ShardedCall:
+class ShardedCall(_keras.InstanceMethod):
     """The ``call`` of a model on several devices.
 
     Where it is traced (``jax.jit``, as in all of Keras' loops), inputs and outputs get a sharding
@@ -199,39 +193,27 @@ class ShardedCall:
 
     Called directly, outside of ``jax.jit``, a batch that divides is sharded; any other is
     computed whole on each device.
-
-    The instance gets it as a bound method, like the one it hides: a deep copy of the model binds
-    it to the copy, and pickle keeps only its name, so that an unpickled model is plain.
     """
-
-    __name__ = "call"
 
     def __init__(self, devices):
         import jax
         import numpy as np
 
+        super().__init__(devices)
         mesh = jax.sharding.Mesh(np.array(devices), ("batch",))
-        self.devices = list(devices)
         self.rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("batch"))
         self.whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-        self.hidden = None
-
-    def __deepcopy__(self, memo):
-        return self  # devices are not copied
 
     def install(self, model):
-        """Not by setattr: Keras would track the methods as parts of the model."""
-        self.hidden = model.__dict__.get("call")
-        model.__dict__["call"] = types.MethodType(self, model)
+        super().install(model)
         model.__dict__["_get_jax_state"] = types.MethodType(_state_on_devices, model)
 
     def remove(self, model):
-        """Give the methods back, and the variables to JAX's default device."""
+        """Give the variables back to JAX's default device, too."""
         import numpy as np
 
-        del model.__dict__["call"], model.__dict__["_get_jax_state"]
-        if self.hidden is not None:
-            model.__dict__["call"] = self.hidden
+        super().remove(model)
+        del model.__dict__["_get_jax_state"]
         for variable in _variables(model):
             if variable._value is not None:
                 variable.assign(np.asarray(variable._value))
@@ -249,7 +231,7 @@ class ShardedCall:
     def __call__(self, model, *args, **kwargs):
         import jax
 
-        call = self.hidden or types.MethodType(type(model).call, model)
+        call = self.plain(model)
         tree = _keras.keras_of(model).tree
         batch = next(filter(_has_rows, tree.flatten((args, kwargs))), None)
         # Not where a model is exported: a batch of unknown size names no machine's devices.

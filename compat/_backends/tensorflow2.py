@@ -12,7 +12,6 @@ import inspect
 import os
 import sys
 import threading
-import types
 
 from .. import _devices, _keras, _replicas, errors
 from ..backend import Backend
@@ -167,12 +166,12 @@ class TensorFlow2(Backend):
             _check(tf, model)
         else:
             _keras.warn_not_divided(model, reason, self.devices()[0])
-        before = _replicated_call(model)
+        before = ReplicatedCall.of(model)
         if before is not None:
             before.remove(model)
         if replicated and not reason:
             ReplicatedCall(devices).install(model)
-        if _replicated_call(model) is not before:
+        if ReplicatedCall.of(model) is not before:
             _forget_compiled_steps(model)
         return model
 
@@ -395,13 +394,7 @@ _TRACES = (
 _replica_running = threading.local()
 
 
-def _replicated_call(model):
-    """The ``ReplicatedCall`` of this very instance, or None."""
-    function = getattr(model.__dict__.get("call"), "__func__", None)
-    return function if isinstance(function, ReplicatedCall) else None
-
-
-class ReplicatedCall:
+class ReplicatedCall(_keras.InstanceMethod):
     """The ``call`` of a model on several devices.
 
     Replica i computes the rows ``_replicas.run_bounds`` gives it, under its device. The
@@ -414,32 +407,26 @@ class ReplicatedCall:
     of the batch. State (moving averages) starts from the same value in each replica, and is
     set once, to the mean weighted by the shares; integers (random seeds) go from replica to
     replica instead, so that dropout masks are independent.
-
-    The instance gets it as a bound method, with the arguments of the one it hides: Keras inspects
-    those when it saves, a deep copy of the model binds it to the copy, and pickle keeps only its
-    name, so that an unpickled model is plain.
     """
 
     # Autograph leaves what carries this mark alone, as it does tf.function's own wrappers.
     autograph_info__ = {}  # type: dict
-    __name__ = "call"
 
-    def __init__(self, devices):
-        self.devices = list(devices)
-        self.hidden = {}
+    supports_jit = None  # what jit_compile="auto" went by, in Keras 3
 
     def install(self, model):
-        """Not by setattr: Keras would track the method as a part of the model."""
-        self.hidden = {k: v for k, v in model.__dict__.items() if k in ("call", "supports_jit")}
-        plain = self._plain(model)
+        super().install(model)
+        plain = self.plain(model)
+        # tf.keras looks up its arguments when it saves a model.
         self.__signature__ = inspect.signature(getattr(plain, "__func__", plain))
-        model.__dict__["call"] = types.MethodType(self, model)
-        if "supports_jit" in self.hidden:  # in Keras 3, what jit_compile="auto" goes by
+        self.supports_jit = model.__dict__.get("supports_jit")
+        if self.supports_jit:
             model.__dict__["supports_jit"] = False
 
     def remove(self, model):
-        del model.__dict__["call"]
-        model.__dict__.update(self.hidden)
+        super().remove(model)
+        if self.supports_jit:
+            model.__dict__["supports_jit"] = True
 
     def __call__(self, model, *args, **kwargs):
         tf = sys.modules["tensorflow"]
@@ -474,12 +461,9 @@ class ReplicatedCall:
     def _state_of(self, tf, model):
         return _state_of(tf, model)
 
-    def _plain(self, model):
-        return self.hidden.get("call") or types.MethodType(type(model).call, model)
-
     def _unreplicated(self, tf, model, *args, **kwargs):
         """The call this one hides, converted by autograph where Keras would do so."""
-        plain = self._plain(model)
+        plain = self.plain(model)
         package = type(model).__module__.split(".")[0]
         by_user = package not in ("keras", "tf_keras", "tensorflow", "tensorflow_core")
         if by_user and hasattr(model, "_eager_losses") and not tf.executing_eagerly():

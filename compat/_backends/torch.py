@@ -11,7 +11,6 @@ import functools
 import os
 import sys
 import threading
-import types
 
 from .. import _keras, _replicas, errors
 from ..backend import Backend
@@ -121,7 +120,7 @@ class Torch(Backend):
             if reason:
                 _keras.warn_not_divided(model, reason, self.devices()[0])
                 replicated = False
-        before = replicated_method(model)
+        before = replicated_function.of(model)
         if before is not None:
             before.remove(model)
         if replicated:
@@ -165,16 +164,7 @@ def _limit_memory(torch, memory):
 _running = threading.local()
 
 
-def replicated_method(model):
-    """What divides the batches of this very instance, or None."""
-    for name in ("call", "forward"):
-        function = getattr(model.__dict__.get(name), "__func__", None)
-        if isinstance(function, Replicated):
-            return function
-    return None
-
-
-class Replicated:
+class Replicated(_keras.InstanceMethod):
     """A method of a model that runs on several devices.
 
     Replica i computes the rows ``_replicas.run_bounds`` gives it, on its device, one after the
@@ -184,40 +174,11 @@ class Replicated:
     Arguments with as many rows as the batch, the first tensor among them, are sliced; all else
     is passed whole. Outputs are concatenated where the model's own would be; a scalar output is
     the mean weighted by the replicas' shares of the batch.
-
-    The instance gets it as a bound method, like the one it hides: a deep copy of the model binds
-    it to the copy, and pickle keeps only its name, so that an unpickled model is plain.
     """
-
-    __name__ = ""
-
-    def __init__(self, devices):
-        self.devices = list(devices)
-        self.hidden = None
-
-    def __deepcopy__(self, memo):
-        return self
-
-    def install(self, model):
-        """Not by setattr: Keras would track the method as a part of the model."""
-        self.hidden = model.__dict__.get(self.__name__)
-        model.__dict__[self.__name__] = types.MethodType(self, model)
-
-    def remove(self, model):
-        del model.__dict__[self.__name__]
-        if self.hidden is not None:
-            model.__dict__[self.__name__] = self.plain(model)
 
     def most_replicas(self, model, rows):
         """How many replicas a batch of so many rows can be split over."""
         return len(self.devices)
-
-    def plain(self, model):
-        """The method that this one hides, of this model: deep copies share ``hidden``."""
-        hidden = self.hidden or types.MethodType(getattr(type(model), self.__name__), model)
-        if isinstance(getattr(hidden, "__self__", None), type(model)):
-            hidden = types.MethodType(hidden.__func__, model)
-        return hidden
 
     def __call__(self, model, *args, **kwargs):
         torch = sys.modules["torch"]
@@ -306,8 +267,6 @@ def _mean(values, shares):
 class ReplicatedCall(Replicated):
     """The ``call`` of a Keras model on several devices."""
 
-    __name__ = "call"
-
     def converter(self, model):
         """Keras hands arrays to a model, too."""
         numpy = sys.modules["numpy"]
@@ -356,7 +315,7 @@ class KerasReplicas(_keras.StatelessReplicas):
 class ReplicatedForward(Replicated):
     """The ``forward`` of a torch module on several devices."""
 
-    __name__ = "forward"
+    method = "forward"
 
     def converter(self, model):
         return lambda value: value
