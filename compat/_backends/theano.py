@@ -209,6 +209,9 @@ class Theano(Backend):
 
         Functions of the user's own (``K.function``) run on the first device, undivided.
 
+        While a device's functions are made or called its context is Theano's default one, also
+        in other threads.
+
         Raises:
             UnsupportedError: an input is a tensor of the user's, and not fed.
         """
