@@ -162,10 +162,10 @@ class TensorFlow2(Backend):
             _keras.warn_of_distribution(model)
             _keras.warn_of_placed_parts(model, _tensorflow2_device.placed_parts(model), devices)
         reason = _keras.undivided(model) if replicated else None
-        if not reason:
-            _check(tf, model)
-        else:
+        if reason:
             _keras.warn_not_divided(model, reason, self.devices()[0])
+        elif replicated:
+            _check(tf, model)
         before = ReplicatedCall.of(model)
         if before is not None:
             before.remove(model)
@@ -345,7 +345,7 @@ def _check(tf, model):
         raise errors.unsupported(
             "tensorflow2",
             "run a model of keras {} on several devices".format(keras.__version__),
-            "Use tf.keras, or Keras 3.",
+            "Use tf.keras, or Keras 3, or train on one device, with parallelize(model, gpus=1).",
         )
     refuse_loops(tf, _keras.all_layers(model))
     if (

@@ -21,22 +21,20 @@ def _installed():
 
 
 INSTALLED = list(_installed())
-# A mode of the whole process, which has tests of its own, and none of the others.
+# The tests of a mode of the whole process are in files of their own, which run alone.
+MODES = ("contexts", "keras23", "v1")
 V1_MODE = os.environ.get("COMPAT_TEST_KERAS") == "tensorflow.compat.v1.keras"
-TESTED = ["tensorflow2_v1"] if V1_MODE else [backend.name for backend in INSTALLED]
+MODE = "v1" if V1_MODE else os.environ.get("COMPAT_TEST_MODE")
+TESTED = [b.name + ("_" + MODE if MODE else "") for b in INSTALLED]
 if V1_MODE:
     importlib.import_module("tensorflow").compat.v1.disable_v2_behavior()
-# Several real contexts in the place of simulated devices: likewise.
-ON_CONTEXTS = "COMPAT_TEST_CONTEXTS" in os.environ
 
 
 def _is_tested(file):
     """A backend's tests are test_NAME.py, and test_NAME_*.py if that grows too long."""
-    if V1_MODE != (file == "test_tensorflow2_v1.py"):
+    if not any(re.match("test_{}[._]".format(name), file) for name in TESTED):
         return False
-    if ON_CONTEXTS != file.endswith("_contexts.py"):
-        return False
-    return any(re.match("test_{}[._]".format(name), file) for name in TESTED)
+    return MODE is not None or not re.search("_({})[.]py".format("|".join(MODES)), file)
 
 
 collect_ignore = [
