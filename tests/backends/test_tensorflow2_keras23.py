@@ -13,6 +13,7 @@ from compat.testing import CASES, BackendContract
 class TestKeras23(BackendContract):
     backend = "tensorflow2"
 
+    @pytest.mark.row("multi_gpu_model and make_parallel: a clear error")
     def test_several_devices_are_refused(self, keras):
         model = self.compiled(keras, "dense")
         before = set(vars(model))
