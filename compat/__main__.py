@@ -16,6 +16,17 @@ files that matter. Configures nothing, imports no framework and initialises no G
 
 exit status: 0 all is well, 1 something is wrong (see the last lines of the report)."""
 
+RUN = """\
+Run a script as it is on chosen GPUs: the variables that its backend reads are set before it
+starts. What only a call inside the script can set (memory, simulated devices) is left to
+configure_gpu() there, which keeps to these GPUs. Where there are fewer, a line says so.
+
+exit status: the script's own; 2 where it could not be started."""
+
+GPUS = """\
+ids such as 0,2 (one number is an id), names, "free" or "free:2" for idle ones, "cpu" for none
+(default: all visible ones)"""
+
 TEST = """\
 Train a small model on one device and on several, from the same start on the same batches, and
 compare step by step. CPU devices stand in where there are not GPUs enough.
@@ -46,6 +57,23 @@ def _parser():
         "env", help="report what is installed, set and wrong", description=ENV, formatter_class=text
     )
     env.set_defaults(run=_env)
+
+    run = commands.add_parser(
+        "run",
+        help="run a script on chosen GPUs",
+        usage="compat run [--gpus GPUS] [--backend NAME] [--python PYTHON] script.py ...",
+        description=RUN,
+        formatter_class=text,
+    )
+    run.add_argument("--gpus", help=GPUS)
+    run.add_argument("--backend", metavar="NAME", help="default: the one that Keras would use")
+    run.add_argument(
+        "--python",
+        help="another interpreter, of any age; compat need not be installed there",
+    )
+    run.add_argument("script", help="its path; what follows are its arguments")
+    run.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    run.set_defaults(run=_run)
 
     test = commands.add_parser(
         "test", help="compare several devices with one", description=TEST, formatter_class=text
@@ -167,6 +195,16 @@ def _gpu(gpu):
         gpu.utilization,
         gpu.uuid,
     )
+
+
+# run ------------------------------------------------------------------------------------------
+
+
+def _run(arguments):
+    from . import _run
+
+    script = [arguments.script] + arguments.arguments
+    _run.run(script, arguments.gpus, arguments.backend, arguments.python)
 
 
 # test -----------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ def choose(asked=None, environ=os.environ):
         The backend, and the reason for it as a phrase.
     """
     if asked is not None:
-        return _named(asked, "backend={!r} was asked for".format(asked))
+        return _named(asked, _asked(asked))
     keras, reason = _keras_told(environ)
     if keras:
         return _named(keras, reason)
@@ -41,8 +41,27 @@ def installed():
     return [backend for backend, version in found if version and backend.accepts(version)]
 
 
-def _named(name, reason):
-    """The backend of that name, or the one for the installed version of that framework."""
+def foreseen(asked, environ, python):
+    """The backend of a script that another interpreter is to run, where nothing is looked up.
+
+    Returns:
+        The backend, and the reason for it as a phrase.
+    """
+    if asked is not None:
+        name, reason = asked, _asked(asked)
+    elif environ.get("KERAS_BACKEND"):
+        name, reason = environ["KERAS_BACKEND"], "KERAS_BACKEND={}".format(environ["KERAS_BACKEND"])
+    else:
+        raise errors.backend_of_python_unknown(python)
+    return _candidates(name, reason)[0], reason
+
+
+def _asked(name):
+    return "backend={!r} was asked for".format(name)
+
+
+def _candidates(name, reason):
+    """The backends of that name, or of the framework of that name."""
     backends = _registry.backends()
     by_name = [b for b in backends if b.name == name]
     candidates = by_name or [b for b in backends if b.framework == name]
@@ -52,6 +71,12 @@ def _named(name, reason):
     if not candidates:
         known = {b.name for b in backends} | {b.framework for b in backends}
         raise errors.unknown_backend(reason, sorted(known))
+    return candidates
+
+
+def _named(name, reason):
+    """The backend of that name, or the one for the installed version of that framework."""
+    candidates = _candidates(name, reason)
     for backend in candidates:
         version = installed_version(backend)
         if version and backend.accepts(version):
@@ -61,7 +86,8 @@ def _named(name, reason):
     if version is None:
         others = [b.name for b in installed()]
         raise errors.not_installed(backend.framework, reason, backend.extra, others)
-    raise errors.unsupported_version(backend.framework, version, [b.name for b in backends])
+    known = [b.name for b in _registry.backends()]
+    raise errors.unsupported_version(backend.framework, version, known)
 
 
 def keras_backend(environ):

@@ -494,7 +494,14 @@ _claims: "Dict[str, int]" = {}
 
 
 def _claimed(gpu):
-    return gpu.uuid in _claims
+    return gpu.uuid in _claims or gpu.uuid in os.environ.get("COMPAT_CLAIMS", "").split(",")
+
+
+def hand_over_claims():
+    """Keep the claims for the program that this process becomes, and return what tells it so."""
+    for lock in _claims.values():
+        os.set_inheritable(lock, True)
+    return {"COMPAT_CLAIMS": ",".join(sorted(_claims))} if _claims else {}
 
 
 def _claim(gpu):

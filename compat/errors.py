@@ -26,6 +26,10 @@ class NotInstalledError(CompatError, ImportError):
     """The framework that was asked for is not installed."""
 
 
+class PythonNotFoundError(CompatError, OSError):
+    """The interpreter that was asked for is not there."""
+
+
 class BrokenInstallError(CompatError, ImportError):
     """The framework is installed, but importing it fails."""
 
@@ -205,6 +209,20 @@ def not_installed(framework, reason, extra, others):
     return NotInstalledError(
         "{} is not installed, but {}. {}, or install it: pip install "
         '"keras-gpu-compat[{}]".'.format(framework, reason, choice, extra)
+    )
+
+
+def python_not_found(python):
+    return PythonNotFoundError(
+        "--python={}: there is no such program. Give the path of an interpreter, or a name that "
+        "is on the PATH, such as python2.7.".format(python)
+    )
+
+
+def backend_of_python_unknown(python):
+    return AmbiguousBackendError(
+        "compat does not look into {}, and nothing says which backend the script uses there. Pass "
+        "--backend, such as --backend=theano, or set KERAS_BACKEND.".format(python)
     )
 
 

@@ -158,6 +158,20 @@ TEXTS = [
         "backend='theano', or install it: pip install \"keras-gpu-compat[tensorflow1]\".",
     ),
     (
+        errors.python_not_found,
+        ("python9",),
+        errors.PythonNotFoundError,
+        "--python=python9: there is no such program. Give the path of an interpreter, or a name "
+        "that is on the PATH, such as python2.7.",
+    ),
+    (
+        errors.backend_of_python_unknown,
+        ("/usr/bin/python2.7",),
+        errors.AmbiguousBackendError,
+        "compat does not look into /usr/bin/python2.7, and nothing says which backend the script "
+        "uses there. Pass --backend, such as --backend=theano, or set KERAS_BACKEND.",
+    ),
+    (
         errors.unsupported_version,
         ("theano", "0.7", ["mxnet", "theano"]),
         errors.UnsupportedError,
@@ -680,6 +694,7 @@ BUILT_IN = {
     "UnknownOptionError": TypeError,
     "UnsupportedError": NotImplementedError,
     "NotInstalledError": ImportError,
+    "PythonNotFoundError": OSError,
     "BrokenInstallError": ImportError,
     "AmbiguousBackendError": RuntimeError,
     "TooLateError": RuntimeError,

@@ -1,0 +1,97 @@
+"""``compat run``: a script as it is, with the devices chosen before it starts."""
+
+import os
+import shutil
+import sys
+
+from . import errors
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Dict, List, Mapping, Optional, Tuple
+
+
+def prepare(
+    gpus: "Optional[str]",
+    backend: "Optional[str]",
+    python: "Optional[str]",
+    environ: "Mapping[str, str]",
+) -> "Tuple[str, Dict[str, str], List[str]]":
+    """What a script is to be started with.
+
+    Arguments:
+        gpus: in the forms of ``configure_gpu(gpus=)``, as a text; None for all visible ones.
+        backend: its name; None for the one that Keras would use.
+        python: another interpreter, by its path or name; compat need not be installed there,
+            and ``backend`` or ``KERAS_BACKEND`` must tell the backend.
+        environ: the environment as it is.
+
+    Returns:
+        The interpreter, the script's environment, and lines that tell what was chosen.
+
+    Raises:
+        InvalidArgumentError: ``gpus`` is not understood.
+        PythonNotFoundError: there is no such interpreter.
+        NotInstalledError, AmbiguousBackendError: as ``configure_gpu()``.
+    """
+    from . import _detect, _devices
+    from ._settings import Settings
+
+    selection = _devices.parse_gpus(gpus)
+    if python is None:
+        interpreter = sys.executable
+        chosen, reason = _detect.choose(backend, environ)
+        variables = dict(_detect.keras_variable(chosen, environ))
+    else:
+        interpreter = _found(python)
+        chosen, reason = _detect.foreseen(backend, environ, interpreter)
+        variables = {"KERAS_BACKEND": chosen.framework}
+    settings = Settings(_devices.choose(selection, None, environ))
+    notes = list(settings.devices.problems) + chosen.overruled(settings, environ)
+    if settings.devices.shortage:
+        asked, found = settings.devices.shortage
+        going_on = "Going on with {}".format(settings.devices)
+        notes.append(errors.fewer_devices(asked, found, going_on))
+    variables.update(chosen.environ(settings, environ))
+    started = dict(environ)
+    lines = ["{} ({}), {}".format(chosen.name, reason, settings.devices)]
+    for name, value in sorted(variables.items()):
+        if value is None:
+            started.pop(name, None)
+            lines.append("without " + name)
+        elif value != environ.get(name):
+            started[name] = value
+            lines.append("{}={}".format(name, value))
+    return interpreter, started, lines + notes
+
+
+def _found(python):
+    path = shutil.which(os.path.expanduser(python))
+    if path is None:
+        raise errors.python_not_found(python)
+    return path
+
+
+def run(
+    script: "List[str]",
+    gpus: "Optional[str]" = None,
+    backend: "Optional[str]" = None,
+    python: "Optional[str]" = None,
+) -> None:
+    """Become the script: its output, its signals and its exit status are its own.
+
+    Arguments:
+        script: its path, and its arguments.
+        gpus, backend, python: as ``prepare()`` takes them.
+
+    Raises:
+        as ``prepare()``.
+    """
+    from . import _devices
+
+    interpreter, environ, lines = prepare(gpus, backend, python, os.environ)
+    for line in lines:
+        print("compat run: " + line, file=sys.stderr)
+    sys.stderr.flush()
+    environ.update(_devices.hand_over_claims())
+    os.execve(interpreter, [interpreter] + script, environ)

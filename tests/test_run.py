@@ -1,0 +1,158 @@
+"""``compat run``: what a script is started with, and that it is itself all the rest."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+import compat
+from compat import _run
+
+pytestmark = pytest.mark.usefixtures("process")
+
+SCRIPT = """\
+import os, sys
+names = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "KERAS_BACKEND", "THEANO_FLAGS"
+for name in names:
+    print("%s=%s" % (name, os.environ.get(name)))
+print(sys.argv[1:])
+print(sys.stdin.read())
+sys.exit(7)
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+def start(*arguments, **options):
+    return subprocess.Popen(
+        [sys.executable, "-m", "compat", "run"] + list(arguments),
+        env=dict(os.environ, PYTHONPATH=ROOT, **options),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        universal_newlines=True,
+    )
+
+
+def finished(*arguments, **options):
+    process = start(*arguments, **options)
+    out, err = process.communicate("typed")
+    return process.returncode, out, err
+
+
+def test_script_gets_devices_arguments_and_input(machine, script):
+    machine.plug(3)
+    arguments = "--gpus=2,0", "--backend=theano", "--python=" + sys.executable, script
+    assert finished(*(arguments + ("a", "--gpus=1", "-n"))) == (
+        7,
+        "CUDA_VISIBLE_DEVICES=2,0\n"
+        "CUDA_DEVICE_ORDER=PCI_BUS_ID\n"
+        "KERAS_BACKEND=theano\n"
+        "THEANO_FLAGS=device=cuda0,contexts=dev0->cuda0;dev1->cuda1\n"
+        "['a', '--gpus=1', '-n']\n"
+        "typed\n",
+        "compat run: theano (backend='theano' was asked for), GPU 2,0\n"
+        "compat run: CUDA_DEVICE_ORDER=PCI_BUS_ID\n"
+        "compat run: CUDA_VISIBLE_DEVICES=2,0\n"
+        "compat run: KERAS_BACKEND=theano\n"
+        "compat run: THEANO_FLAGS=device=cuda0,contexts=dev0->cuda0;dev1->cuda1\n",
+    )
+
+
+def test_fewer_gpus_than_asked_for(script):
+    status, out, err = finished(
+        "--gpus=0,1", "--python", sys.executable, script, KERAS_BACKEND="mxnet"
+    )
+    assert status == 7
+    assert out.startswith("CUDA_VISIBLE_DEVICES=-1\n")
+    assert err.splitlines()[0] == "compat run: mxnet (KERAS_BACKEND=mxnet), CPU"
+    assert err.splitlines()[-1] == (
+        "compat run: gpus=[0, 1] was asked for, but there is no GPU 0 or GPU 1: no GPU is visible. "
+        "Going on with CPU."
+    )
+
+
+def test_script_that_is_killed_is_seen_so(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\n")
+    assert finished("--backend=mxnet", "--python", sys.executable, str(path))[0] == -signal.SIGTERM
+
+
+def test_backend_of_this_python(toy, machine, monkeypatch):
+    machine.plug(2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    before = dict(os.environ)
+    interpreter, environ, lines = _run.prepare(None, None, None, before)
+    assert interpreter == sys.executable
+    assert environ == dict(before, CUDA_DEVICE_ORDER="PCI_BUS_ID")
+    assert lines == ["toy (the only backend installed), GPU 1", "CUDA_DEVICE_ORDER=PCI_BUS_ID"]
+    assert dict(os.environ) == before
+    assert "toyframework" not in sys.modules
+
+
+def test_variable_that_a_backend_removes(toy, monkeypatch):
+    monkeypatch.setattr(toy, "environ", lambda settings, environ: {"TOY_FLAGS": None, "A": "b"})
+    environ = {"TOY_FLAGS": "x", "PATH": os.environ["PATH"]}
+    _, started, lines = _run.prepare("cpu", "toy", None, environ)
+    assert started == {"PATH": os.environ["PATH"], "A": "b"}
+    assert lines[1:] == ["A=b", "without TOY_FLAGS"]
+    assert environ["TOY_FLAGS"] == "x"
+
+
+def test_interpreter_by_name_on_the_path(toy, tmp_path, monkeypatch):
+    python = tmp_path / "python0.9"
+    python.write_text("#!/bin/sh\n")
+    python.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert _run.prepare(None, "toy", "python0.9", os.environ)[0] == str(python)
+    python.chmod(0o644)
+    with pytest.raises(compat.PythonNotFoundError):
+        _run.prepare(None, "toy", "python0.9", os.environ)
+
+
+def test_what_cannot_be_started(script):
+    status, out, err = finished("--python=python0.9", "--backend=theano", script)
+    assert (status, out) == (2, "")
+    assert err.startswith("compat run: --python=python0.9: there is no such program. ")
+    status, out, err = finished("--python", sys.executable, script)
+    assert (status, out) == (2, "")
+    assert "nothing says which backend the script uses there" in err
+    status, out, err = finished("--gpus=two", "--backend=theano", script)
+    assert (status, out) == (2, "")
+    assert "gpus='two' is not understood" in err
+    status, out, err = finished("--backend=theano")
+    assert (status, out) == (2, "")
+    assert "required: script" in err
+
+
+HOLDS = """\
+import os, sys
+from compat import _devices
+print(sorted(_devices.choose(_devices.parse_gpus("free"), None, os.environ).gpus), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_idle_gpu_stays_claimed_while_the_script_runs(machine, tmp_path):
+    """A second job gets another one, and the script itself may ask for idle ones again."""
+    machine.plug(2)
+    path = tmp_path / "script.py"
+    path.write_text(HOLDS)
+    jobs = []
+    for _ in range(2):
+        jobs.append(
+            start("--gpus=free:1", "--backend=theano", "--python", sys.executable, str(path))
+        )
+        answer = jobs[-1].stdout.readline()
+        assert answer == "['{}']\n".format(len(jobs) - 1)
+    errors = [job.communicate()[1] for job in jobs]
+    assert [re.search("CUDA_VISIBLE_DEVICES=(.)", error).group(1) for error in errors] == ["0", "1"]
