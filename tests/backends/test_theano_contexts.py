@@ -1,7 +1,7 @@
 """Theano on several real contexts, which ``COMPAT_TEST_CONTEXTS`` names.
 
 PoCL has them without a GPU (py37-theano-pocl in tox.ini). With three GPUs it is
-``COMPAT_TEST_CONTEXTS=cuda0,cuda1,cuda2 pytest tests/backends/test_theano_contexts.py``.
+``COMPAT_TEST_MODE=contexts COMPAT_TEST_CONTEXTS=cuda0,cuda1,cuda2 pytest tests/backends``.
 """
 
 import os
