@@ -10,6 +10,15 @@ Two calls, the same on every backend::
 
 from ._api import configure_gpu, device, parallelize
 from ._legacy import install_legacy_names, make_parallel, multi_gpu_model
+from ._ranks import (
+    is_chief,
+    local_batch_size,
+    local_rank,
+    rank,
+    scaled_learning_rate,
+    shard,
+    size,
+)
 from ._registry import register
 from ._settings import Configuration
 from ._version import __version__
@@ -27,6 +36,8 @@ from .errors import (
     NotAModelError,
     NotInstalledError,
     PythonNotFoundError,
+    RankError,
+    RankLostError,
     TooLateError,
     UnknownOptionError,
     UnsupportedError,
@@ -47,6 +58,8 @@ __all__ = [
     "NotAModelError",
     "NotInstalledError",
     "PythonNotFoundError",
+    "RankError",
+    "RankLostError",
     "TooLateError",
     "UnknownOptionError",
     "UnsupportedError",
@@ -54,8 +67,15 @@ __all__ = [
     "configure_gpu",
     "device",
     "install_legacy_names",
+    "is_chief",
+    "local_batch_size",
+    "local_rank",
     "make_parallel",
     "multi_gpu_model",
     "parallelize",
+    "rank",
     "register",
+    "scaled_learning_rate",
+    "shard",
+    "size",
 ]

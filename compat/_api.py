@@ -9,6 +9,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, ContextManager, List, Optional, Sequence, Tuple, Union
 
+    from ._ranks import Ranks
     from .backend import Backend
 
     Gpus = Union[None, int, str, Sequence[Union[int, str]]]
@@ -33,7 +34,9 @@ def configure_gpu(
     """Choose this process's GPUs, their memory and the float type, on whichever backend it uses.
 
     Call it once, at script top: before Keras or the backend is imported everything can still
-    be set. A second call with the same settings does nothing.
+    be set. A second call with the same settings does nothing. In a process that a launcher
+    (torchrun, mpirun, ...) started as one of several ranks it takes one device, the local rank's
+    of those that ``gpus`` names, whatever their number.
 
     Arguments:
         gpus: None for all visible GPUs, a count, -1 for all, ids as a list or a text
@@ -63,7 +66,7 @@ def configure_gpu(
         DevicesNotFoundError: under ``strict=True`` (a ``RuntimeError``).
     """
     global _active, _first_call
-    from . import _detect, _devices
+    from . import _detect, _devices, _ranks
 
     selection = _devices.parse_gpus(gpus)
     parsed = parse_memory(memory), parse_floatx(floatx), bool(persist), bool(strict), options
@@ -75,7 +78,14 @@ def configure_gpu(
         return _active
     # Ids count inside what was visible before the first call narrowed it.
     environ = dict(os.environ) if _active is None else _first_call[1]
-    settings = Settings(_devices.choose(selection, simulate, environ), *parsed)
+    ranks = _ranks.launched(environ)
+    if ranks is None:
+        devices = _devices.choose(selection, simulate, environ)
+    elif simulate:
+        devices = _devices.Devices(simulated=1)
+    else:
+        devices = _devices.choose_for_rank(selection, environ, ranks)
+    settings = Settings(devices, *parsed)
     if _active is not None:
         if (chosen.name, settings) == (_active.backend, _active.settings):
             return _active
@@ -83,7 +93,7 @@ def configure_gpu(
             "{}, {}".format(_active.backend, _active.settings),
             "{}, {}".format(chosen.name, settings),
         )
-    _active = _configure(chosen, reason, settings)
+    _active = _configure(chosen, reason, settings, ranks)
     _first_call = call, environ
     for warning in _active.warnings:
         _warn(warning)
@@ -101,7 +111,9 @@ def _check_options(options):
                 raise errors.unknown_option(option, known)
 
 
-def _configure(chosen: "Backend", reason: str, settings: "Settings") -> "Configuration":
+def _configure(
+    chosen: "Backend", reason: str, settings: "Settings", ranks: "Optional[Ranks]"
+) -> "Configuration":
     """Apply the settings, or leave the environment as it was and raise."""
     from . import _detect, _keras
 
@@ -141,7 +153,7 @@ def _configure(chosen: "Backend", reason: str, settings: "Settings") -> "Configu
         raise
     versions = _keras.versions(chosen)
     return Configuration(
-        chosen.name, reason, versions, devices, settings, variables, applied, notes
+        chosen.name, reason, versions, devices, settings, variables, applied, notes, ranks
     )
 
 
@@ -178,6 +190,11 @@ def parallelize(model: "Any", gpus: "Gpus" = None, *, strategy: "Optional[str]" 
     and the update see the whole batch. Everything else about the model stays as it is. With one
     device nothing changes, and a model that ran on several goes back to plain.
 
+    In a process that a launcher started as one of several ranks, each with one device and its
+    own part of the data (see ``shard()``), the model trains together with theirs: it takes rank
+    0's weights and optimizer state, gradients and metrics become the means over the rows of all
+    ranks, and saving is done on rank 0 alone. ``gpus`` then does not matter.
+
     Arguments:
         model: a Keras model, compiled or not, fitted or not; a model of the backend's own kind
             (a torch ``nn.Module``, a Gluon ``Block``, an MXNet ``Module``, a ``tf.Module`` or
@@ -196,13 +213,17 @@ def parallelize(model: "Any", gpus: "Gpus" = None, *, strategy: "Optional[str]" 
         UnsupportedError: the backend cannot run several devices in one process, or has no such
             strategy (a ``NotImplementedError``).
         DevicesNotFoundError: after ``configure_gpu(strict=True)`` (a ``RuntimeError``).
+        RankError: the ranks cannot train together (a ``RuntimeError``).
     """
-    from . import _devices
+    from . import _devices, _ranks
 
     selection = _devices.parse_gpus(gpus)
+    ranks = _ranks.launched(os.environ)
     if strategy is not None:
         if strategy not in STRATEGIES:
             raise errors.invalid_strategy(strategy)
+        if ranks is not None:
+            raise errors.strategy_in_rank(strategy, ranks)
         if not _is_function(model):
             raise errors.strategy_needs_function(strategy, model)
         backend = configured_backend()
@@ -217,6 +238,8 @@ def parallelize(model: "Any", gpus: "Gpus" = None, *, strategy: "Optional[str]" 
         raise errors.not_a_model(model)
     if _active is not None and _active.backend != backend.name:
         raise errors.wrong_backend(backend.name, _active.backend)
+    if ranks is not None:
+        return backend.distribute(model, ranks)
     return backend.parallelize(model, _chosen(backend, selection))
 
 

@@ -299,6 +299,16 @@ class Devices:
             return "GPU " + ",".join(self.gpus)
         return "CPU"
 
+    def only(self, index, shortage):
+        """One of these devices, for a rank that may have a shortage to tell of."""
+        return Devices(
+            self.gpus[index : index + 1],
+            self.positions[index : index + 1],
+            self.uuids[index : index + 1],
+            shortage=shortage,
+            problems=self.problems,
+        )
+
     def index(self, name):
         """Which of these GPUs a name means, counted from 0, or None."""
         for index, (entry, uuid) in enumerate(zip(self.gpus, self.uuids)):
@@ -377,6 +387,26 @@ def choose(selection, simulate, environ, discover=discover):
         shortage=shortage,
         problems=problems,
     )
+
+
+def choose_for_rank(selection, environ, ranks, discover=discover):
+    """Choose the one device of a rank: the local rank's, among those that ``selection`` names.
+
+    How many GPUs there are to be is the launcher's to say, so that a count names all. Idle GPUs
+    are claimed by each rank for itself, unless the launcher has claimed some for all.
+    """
+    if selection.kind == "free" and "COMPAT_CLAIMS" not in environ:
+        return choose(Selection("free", 1), None, environ, discover)
+    if selection.kind == "count":
+        selection = Selection("count", ranks.local_size)
+    pool = choose(selection, None, environ, discover)
+    if not pool.gpus:
+        return pool
+    shortage = pool.shortage
+    if not shortage and len(pool) < ranks.local_size:
+        asked = "a GPU for each of {} ranks".format(ranks.local_size)
+        shortage = asked, "{}: {}".format(_are(len(pool), "there"), pool)
+    return pool.only(ranks.local_rank % len(pool), shortage)
 
 
 def _choose_simulated(selection, simulate):

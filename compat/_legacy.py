@@ -7,6 +7,7 @@ What they return is divided by ``parallelize()``; the template stays a model of 
 same weights.
 """
 
+import os
 import sys
 
 from . import _api, errors
@@ -45,7 +46,11 @@ def multi_gpu_model(
         NotAModelError: ``model`` is not a Keras model with symbolic inputs (a ``TypeError``).
         UnsupportedError: the backend cannot run several devices in one process.
     """
+    from . import _ranks
+
     backend = _backend(model, "multi_gpu_model")
+    if _ranks.launched(os.environ) is not None:  # each rank has one device, whatever ``gpus``
+        return _api.parallelize(_wrapped(model))
     devices = backend.devices()
     available = _as_gpus(devices)
     if not gpus:

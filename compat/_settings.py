@@ -124,9 +124,21 @@ class Configuration:
         environ: the environment variables that were set, and their values (None: removed).
         applied: what was set in the framework or in files, a line each.
         warnings: what is not as it was asked, a sentence each.
+        ranks: this process's place among those that train together; None where it is alone.
     """
 
-    def __init__(self, backend, reason, versions, devices, settings, environ, applied, warnings):
+    def __init__(
+        self,
+        backend,
+        reason,
+        versions,
+        devices,
+        settings,
+        environ,
+        applied,
+        warnings,
+        ranks=None,
+    ):
         self.backend = backend
         self.reason = reason
         self.versions = versions
@@ -135,6 +147,7 @@ class Configuration:
         self.environ = dict(environ)
         self.applied = list(applied)
         self.warnings = list(warnings)
+        self.ranks = ranks
 
     def __repr__(self):
         return "<Configuration {} on {}>".format(self.backend, ", ".join(self.devices))
@@ -150,6 +163,7 @@ class Configuration:
                 ("versions", [", ".join("%s %s" % pair for pair in self.versions.items())]),
                 ("asked", [str(self.settings)]),
                 ("devices", [", ".join(self.devices)]),
+                ("ranks", [str(self.ranks or "none: this process trains alone")]),
                 ("variables", variables or ["none set"]),
                 ("applied", self.applied or ["nothing"]),
                 ("warnings", self.warnings or ["none"]),

@@ -11,6 +11,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, Callable, ContextManager, Dict, List, Mapping, Optional, Sequence
 
+    from ._ranks import Ranks
     from ._settings import Settings
 
 
@@ -135,6 +136,26 @@ class Backend:
             "place parts of a model on a device of their own",
             "Leave compat.device() out; parallelize() may run the whole model on several.",
         )
+
+    def launcher(self, size: int) -> "List[str]":
+        """What starts ``size`` ranks on this machine: arguments of Python's, before a command.
+
+        The launcher runs the command in each rank, and tells it its place in one of the ways of
+        ``compat._ranks.LAUNCHERS``.
+        """
+        raise errors.no_ranks(self.name)
+
+    def distribute(self, model: "Any", ranks: "Ranks") -> "Any":
+        """Make ``model`` train together with the other ranks, and return it.
+
+        It begins with the weights and the optimizer's state of rank 0; gradients become the mean
+        over the rows of all ranks.
+
+        Arguments:
+            model: as for ``parallelize``.
+            ranks: this process's place among them.
+        """
+        raise errors.no_ranks(self.name)
 
     def problems(self, environ: "Mapping[str, str]") -> "List[str]":
         """What is wrong with this environment for this backend, a sentence each. Pure."""

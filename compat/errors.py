@@ -58,6 +58,14 @@ class NotAModelError(CompatError, TypeError):
     """``parallelize()`` was given something that is not a model of an installed Keras."""
 
 
+class RankError(CompatError, RuntimeError):
+    """Several processes that were started to train together cannot."""
+
+
+class RankLostError(RankError):
+    """Another rank failed, ended, or does not answer; this one cannot go on without it."""
+
+
 class ConfigurationFileError(CompatError, OSError):
     """A configuration file cannot be read or written."""
 
@@ -441,6 +449,157 @@ def wrong_backend(model_backend, configured):
         "was configured, or pass backend={!r} to configure_gpu().".format(
             model_backend, configured, model_backend
         )
+    )
+
+
+# Ranks ----------------------------------------------------------------------------------------
+
+
+def invalid_ranks(launcher, names, values):
+    pairs = ", ".join("{}={}".format(*pair) for pair in zip(names, values))
+    return RankError(
+        "The environment of {} contradicts itself: {}. Ranks count from 0 and are fewer than the "
+        "size. Unset these variables to train alone, or start the script with {} again.".format(
+            launcher, pairs, launcher
+        )
+    )
+
+
+def invalid_timeout(name, value):
+    return InvalidArgumentError(
+        "{}={} is not understood. Use a number of seconds above 0: how long a rank waits for the "
+        "others.".format(name, value)
+    )
+
+
+def no_ranks(backend):
+    return unsupported(
+        backend,
+        "train as one of several ranks yet",
+        "Start the script without a launcher; parallelize() then uses the devices of one process.",
+    )
+
+
+def strategy_in_rank(strategy, ranks):
+    return unsupported(
+        "compat",
+        "use strategy={!r} in {}".format(strategy, ranks),
+        "Leave strategy out, or start the script without a launcher.",
+    )
+
+
+def batch_too_small(batch_size, size):
+    return InvalidArgumentError(
+        "A batch of {} rows is too small for {} ranks. Use {} rows or more.".format(
+            batch_size, size, size
+        )
+    )
+
+
+def parts_differ(lengths):
+    if not lengths:
+        return InvalidArgumentError("There is no array to take rows of in what shard() was given.")
+    return InvalidArgumentError(
+        "The arrays given to shard() have different numbers of rows: {}. Give it arrays that "
+        "belong together, row by row.".format(", ".join(map(str, lengths)))
+    )
+
+
+def not_rows(value):
+    return InvalidArgumentError(
+        "shard() takes arrays, tuples, lists and dictionaries of arrays, and tf.data datasets; "
+        "there is a {} in what it was given. Let it read every size()-th item from rank() "
+        "on.".format(_class_of(value))
+    )
+
+
+def too_few_rows(rows, size):
+    return InvalidArgumentError(
+        "{} rows are too few for {} ranks. Give shard() one row per rank or more.".format(
+            rows, size
+        )
+    )
+
+
+def rows_left_out(left_out, rows, size):
+    """The text of a warning."""
+    return (
+        "The last {} of {} rows are left out: they are too few for one on each of {} "
+        "ranks.".format(left_out, rows, size)
+    )
+
+
+def ranks_disagree(ranks, engine, size):
+    return RankError(
+        "{} started this process as one of {}, but {} sees {}: each would train alone. Start it "
+        "with the launcher of {}, or with compat run -n {}.".format(
+            ranks.launcher, ranks.size, engine, size, engine, ranks.size
+        )
+    )
+
+
+def no_meeting_point(ranks, engine, missing):
+    return RankError(
+        "This process is {}, but {} is not told where ranks meet: {} not set. Start the script "
+        "with compat run -n {}, or with torchrun.".format(
+            ranks, engine, " and ".join(missing) + (" is" if len(missing) == 1 else " are"),
+            ranks.size,
+        )
+    )  # fmt: skip
+
+
+def _ranks(numbers):
+    """Ranks by their numbers, as a phrase."""
+    texts = [str(number) for number in numbers]
+    if len(texts) < 2:
+        return "rank " + "".join(texts)
+    return "ranks {} and {}".format(", ".join(texts[:-1]), texts[-1])
+
+
+def rank_lost(ranks, waited, absent, problem):
+    lost = _ranks(absent) if absent else "another rank"
+    return RankLostError(
+        "Rank {} of {} waited {}, but {} failed, ended or did not come: {}. Look at what {} "
+        "printed. (COMPAT_TIMEOUT, or compat run --timeout, sets how many seconds ranks "
+        "wait.)".format(
+            ranks.rank,
+            ranks.size,
+            waited,
+            lost,
+            str(problem).strip().split("\n")[0].rstrip("."),
+            lost,
+        )
+    )
+
+
+def out_of_step(ranks, ended, steps):
+    return RankLostError(
+        "Rank {} of {} has more batches, but {} ran out of them after {}. Give every rank the "
+        "same number: compat.shard() does.".format(
+            ranks.rank, ranks.size, _ranks(ended), _batches(steps)
+        )
+    )
+
+
+def out_of_batches(ranks, ended, steps):
+    going_on = [rank for rank in range(ranks.size) if rank not in ended]
+    return RankError(
+        "Rank {} of {} ran out of batches after {}, but {} had more. Give every rank the same "
+        "number: compat.shard() does.".format(
+            ranks.rank, ranks.size, _batches(steps), _ranks(going_on)
+        )
+    )
+
+
+def _batches(steps):
+    return "1 batch" if steps == 1 else "{} batches".format(steps)
+
+
+def ranks_differ(ranks, model):
+    return RankError(
+        "Model {!r} has other weights on rank {} than on rank 0: their number or their shapes "
+        "differ. Build the same model, and compile it with the same optimizer, on every "
+        "rank.".format(model, ranks.rank)
     )
 
 

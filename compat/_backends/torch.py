@@ -19,6 +19,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, Dict, List, Mapping, Optional, Sequence
 
+    from .._ranks import Ranks
     from .._settings import Settings
 
 _DEVICE = "KERAS_TORCH_DEVICE"
@@ -126,6 +127,22 @@ class Torch(Backend):
         if replicated:
             replicated_function(devices).install(model)
         return model
+
+
+    # Ranks ------------------------------------------------------------------------------------
+
+    def launcher(self, size: int) -> "List[str]":
+        return [
+            *("-m", "torch.distributed.run", "--standalone", "--no-python"),
+            "--nproc-per-node={}".format(size),
+        ]
+
+    def distribute(self, model: "Any", ranks: "Ranks") -> "Any":
+        """See ``_torch_ranks``."""
+        self.import_framework()
+        from . import _torch_ranks
+
+        return _torch_ranks.distribute(model, ranks)
 
 
 # Configuring ----------------------------------------------------------------------------------

@@ -1,0 +1,196 @@
+"""A Keras model as one of several ranks: what is the same on every engine.
+
+The model gets methods of its own that hide its class's: ``fit`` begins with rank 0's weights on
+all ranks, ends every epoch on all at once and averages its metrics; ``evaluate`` averages; what
+saves does so on rank 0 alone. How gradients are averaged is each backend's.
+"""
+
+import contextlib
+import inspect
+import os
+import shutil
+import tempfile
+
+from . import _keras, errors
+
+# Names of the methods that write files. Other ranks do nothing there.
+SAVING = ("save", "save_weights", "export")
+
+
+def install(model, engine):
+    """Make the methods of this model those of a rank. A second time changes nothing."""
+    for kind in (RankedFit, RankedEvaluate):
+        if kind.of(model) is None:
+            kind(engine).install(model)
+    for method in SAVING:
+        if hasattr(type(model), method) and RankedSave.named(method).of(model) is None:
+            RankedSave.named(method)(engine).install(model)
+
+
+class RankedMethod(_keras.InstanceMethod):
+    """A method of a model that is one of several ranks."""
+
+    def __init__(self, engine):
+        super().__init__([])
+        self.engine = engine
+
+
+# The same weights -----------------------------------------------------------------------------
+
+
+def same_start(model, engine):
+    """Set the weights, and the optimizer's state, to rank 0's.
+
+    Raises:
+        RankError: rank 0's model has other weights.
+    """
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None and not optimizer.built:
+        optimizer.build(model.trainable_variables)
+    variables = list(model.weights) + list(optimizer.variables if optimizer else ())
+    keras = _keras.keras_of(model)
+    chief = engine.ranks.rank == 0
+    sent = engine.broadcast(
+        [keras.ops.convert_to_numpy(variable) for variable in variables] if chief else None
+    )
+    if [value.shape for value in sent] != [tuple(variable.shape) for variable in variables]:
+        raise errors.ranks_differ(engine.ranks, model.name)
+    if not chief:
+        for variable, value in zip(variables, sent):
+            variable.assign(value)
+
+
+# Fit and evaluate -----------------------------------------------------------------------------
+
+
+def count(model, rows, training):
+    """Note a batch of so many rows. Called wherever a backend sees one."""
+    fit = RankedFit.of(model)
+    if fit is not None:
+        fit.rows[training] += rows
+
+
+def mean(engine, values, rows):
+    """Each rank's means, by name, to the means over all ranks' rows; rank 0's names count.
+
+    A rank that lacks one of them (validation data on rank 0 alone) counts for nothing there.
+    """
+    names = engine.broadcast(list(values))
+    parts = []
+    for name in names:
+        weight = float(rows(name)) if name in values else 0.0
+        parts += [weight, weight * float(values.get(name, 0.0))]
+    sums = engine.sum(parts) if parts else []
+    return {
+        name: float(total / weight) if weight else values.get(name)
+        for name, weight, total in zip(names, sums[::2], sums[1::2])
+    }
+
+
+class RankedFit(RankedMethod):
+    """``fit`` from rank 0's weights, with metrics over all ranks' rows."""
+
+    method = "fit"
+
+    def __init__(self, engine):
+        super().__init__(engine)
+        self.rows = {True: 0, False: 0}  # seen in this epoch, by whether it was in training
+        self.running = False
+
+    def __call__(self, model, *args, **kwargs):
+        fit = self.plain(model)
+        bound = inspect.signature(fit).bind(*args, **kwargs)
+        callbacks = bound.arguments.get("callbacks") or []
+        callbacks = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
+        # In front, so that the user's callbacks see what all ranks see.
+        bound.arguments["callbacks"] = [self.epochs(model)] + callbacks
+        if model.built:
+            same_start(model, self.engine)
+        self.running = True
+        try:
+            return fit(*bound.args, **bound.kwargs)
+        finally:
+            self.running = False
+
+    def epochs(self, model):
+        """The callback that ends every epoch on all ranks at once."""
+        ranked = self
+
+        class Epochs(_keras.keras_of(model).callbacks.Callback):
+            def on_epoch_begin(self, epoch, logs=None):
+                ranked.rows.update({True: 0, False: 0})
+
+            def on_epoch_end(self, epoch, logs=None):
+                ranked.engine.close()
+                rows = ranked.rows
+                logs.update(mean(ranked.engine, logs, lambda name: rows[name[:4] != "val_"]))
+
+        return Epochs()
+
+
+class RankedEvaluate(RankedMethod):
+    """``evaluate`` with metrics over all ranks' rows. Within ``fit`` the epoch's end does that."""
+
+    method = "evaluate"
+
+    def __call__(self, model, *args, **kwargs):
+        evaluate = self.plain(model)
+        fit = RankedFit.of(model)
+        if fit.running:
+            return evaluate(*args, **kwargs)
+        fit.rows[False] = 0
+        result = evaluate(*args, **kwargs)
+        if isinstance(result, dict):
+            return mean(self.engine, result, lambda name: fit.rows[False])
+        results = result if isinstance(result, (list, tuple)) else [result]
+        named = {str(place): value for place, value in enumerate(results)}
+        means = mean(self.engine, named, lambda name: fit.rows[False])
+        means = [means[str(place)] for place in range(len(results))]
+        return means if isinstance(result, (list, tuple)) else means[0]
+
+
+# Saving ---------------------------------------------------------------------------------------
+
+
+class RankedSave(RankedMethod):
+    """A method that saves, on rank 0 alone; what it writes is whole or not there."""
+
+    @classmethod
+    def named(cls, method):
+        return _SAVING[method]
+
+    def __call__(self, model, *args, **kwargs):
+        if self.engine.ranks.rank:
+            return None
+        save = self.plain(model)
+        bound = inspect.signature(save).bind(*args, **kwargs)
+        place = next(iter(bound.arguments))  # the first parameter, whatever its name
+        path = bound.arguments[place]
+        replaces = bound.arguments.get("overwrite", True)  # else Keras asks what to do
+        if not isinstance(path, (str, os.PathLike)) or not replaces and os.path.exists(path):
+            return save(*bound.args, **bound.kwargs)
+        with whole(os.fspath(path)) as aside:
+            bound.arguments[place] = aside
+            return save(*bound.args, **bound.kwargs)
+
+
+_SAVING = {name: type("RankedSave", (RankedSave,), {"method": name}) for name in SAVING}
+
+
+@contextlib.contextmanager
+def whole(path):
+    """Yield a path to write to, in a new folder beside; what is there afterwards moves to ``path``.
+
+    A rank may be ended at any time: the file that stands there is the old one or the new one.
+    """
+    folder, name = os.path.split(os.path.abspath(path))
+    aside = tempfile.mkdtemp(prefix=".{}.".format(name), dir=folder)
+    try:
+        yield os.path.join(aside, name)
+        for written in sorted(os.listdir(aside)):
+            target = os.path.join(folder, written)
+            if os.path.isdir(target) and not os.path.islink(target):
+                os.rename(target, os.path.join(aside, written + ".old"))
+            os.replace(os.path.join(aside, written), target)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)

@@ -1,0 +1,317 @@
+"""One process per device: this process's place among the ranks, and what ranks say to each other.
+
+A launcher (torchrun, mpirun, horovodrun, ...) starts the same script several times and tells each
+process its rank in the environment. ``configure_gpu()`` then takes the device of the local rank,
+and ``parallelize()`` trains the model together with the other ranks, through an ``Engine``: the
+part of each framework that carries numbers between processes. Importing this module imports
+nothing else.
+"""
+
+import os
+
+from . import errors
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, Mapping, Optional, Sequence
+
+# Each launcher, and the variables that hold a process's rank, the number of ranks, and the same
+# two among the processes of one machine. The first whose four are set tells.
+LAUNCHERS = (
+    ("compat run", "COMPAT_RANK COMPAT_SIZE COMPAT_LOCAL_RANK COMPAT_LOCAL_SIZE"),
+    ("horovodrun", "HOROVOD_RANK HOROVOD_SIZE HOROVOD_LOCAL_RANK HOROVOD_LOCAL_SIZE"),
+    ("torchrun", "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE"),
+    (
+        "mpirun",
+        "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_RANK "
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    ("mpiexec", "PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS"),  # MPICH, Intel MPI
+)
+
+#: How long ranks wait for each other where the user sets nothing, in seconds.
+TIMEOUT = 600.0
+
+
+class Ranks:
+    """This process's place: its rank of so many, and the same on its own machine."""
+
+    __slots__ = ("rank", "size", "local_rank", "local_size", "launcher")
+
+    def __init__(self, rank, size, local_rank, local_size, launcher):
+        self.rank = rank
+        self.size = size
+        self.local_rank = local_rank
+        self.local_size = local_size
+        self.launcher = launcher
+
+    def __str__(self):
+        return "rank {0.rank} of {0.size} ({0.launcher})".format(self)
+
+
+def launched(environ: "Mapping[str, str]") -> "Optional[Ranks]":
+    """The place that a launcher gave this process, or None where it is alone. Pure.
+
+    Raises:
+        RankError: the launcher's variables contradict each other.
+    """
+    for launcher, names in LAUNCHERS:
+        values = [environ.get(name) for name in names.split()]
+        if None in values:
+            continue
+        texts = [value.strip() for value in values if value is not None]
+        if not all(text.isdecimal() for text in texts):
+            raise errors.invalid_ranks(launcher, names.split(), texts)
+        rank, size, local_rank, local_size = map(int, texts)
+        if not (rank < size and local_rank < local_size <= size):
+            raise errors.invalid_ranks(launcher, names.split(), texts)
+        return Ranks(rank, size, local_rank, local_size, launcher) if size > 1 else None
+    return None
+
+
+def timeout(environ: "Mapping[str, str]") -> float:
+    """How long a rank waits for the others, in seconds: ``COMPAT_TIMEOUT``, or ``TIMEOUT``."""
+    text = environ.get("COMPAT_TIMEOUT", str(TIMEOUT))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise errors.invalid_timeout("COMPAT_TIMEOUT", text)
+    return seconds
+
+
+# The public calls -----------------------------------------------------------------------------
+
+
+def rank() -> int:
+    """The number of this process among all that train together, from 0; 0 where it is alone.
+
+    Like all calls here it reads the launcher's environment and imports no framework.
+
+    Raises:
+        RankError: the launcher's variables contradict each other (a ``RuntimeError``).
+    """
+    place = launched(os.environ)
+    return place.rank if place else 0
+
+
+def size() -> int:
+    """How many processes train together; 1 where this one is alone.
+
+    Raises:
+        RankError: as ``rank()``.
+    """
+    place = launched(os.environ)
+    return place.size if place else 1
+
+
+def local_rank() -> int:
+    """The number of this process among those on its machine, from 0: that of its device.
+
+    Raises:
+        RankError: as ``rank()``.
+    """
+    place = launched(os.environ)
+    return place.local_rank if place else 0
+
+
+def is_chief() -> bool:
+    """Whether this is rank 0, which prints and saves; True where the process is alone.
+
+    Raises:
+        RankError: as ``rank()``.
+    """
+    return rank() == 0
+
+
+def local_batch_size(batch_size: int) -> int:
+    """This rank's part of a batch of all ranks: the ``batch_size`` to fit with.
+
+    For the numbers of one process with that batch size, and its learning rate as it is::
+
+        x, y = compat.shard((x, y), batch_size=256)
+        model.fit(x, y, batch_size=compat.local_batch_size(256), shuffle=False)
+
+    Arguments:
+        batch_size: rows of a batch, of all ranks together.
+
+    Raises:
+        InvalidArgumentError: less than one row per rank (a ``ValueError``).
+        RankError: as ``rank()``.
+    """
+    place = launched(os.environ)
+    if place is None:
+        return batch_size
+    if batch_size < place.size:
+        raise errors.batch_too_small(batch_size, place.size)
+    start, stop = _bounds(place, batch_size)
+    return stop - start
+
+
+def scaled_learning_rate(learning_rate: float) -> float:
+    """The learning rate times the number of ranks: for ranks that each keep the old batch size.
+
+    N ranks with batches of 64 rows make batches of N * 64; the "linear scaling rule" (Goyal et
+    al., "Accurate, Large Minibatch SGD", 2017) takes N times the learning rate then, after some
+    epochs of warm-up. Nothing in compat changes a learning rate by itself.
+
+    Arguments:
+        learning_rate: the one for a single device.
+    """
+    return learning_rate * size()
+
+
+def shard(data: "Any", batch_size: "Optional[int]" = None) -> "Any":
+    """This rank's rows of the data; all of it where the process is alone.
+
+    Every rank gets the same number of rows, and a last few that cannot be dealt out evenly are
+    left out, with a warning: ranks with more batches than others would wait for them.
+
+    Arguments:
+        data: an array, or anything else with ``shape`` and slices along its first axis; a tuple,
+            list or dictionary of those, which have the same number of rows (None stays None);
+            or a ``tf.data.Dataset``, of which each rank gets every N-th element.
+        batch_size: rows of a batch of all ranks together. With it a rank's k-th batch of
+            ``local_batch_size(batch_size)`` rows is its part of the k-th batch that one process
+            would see, also where a batch does not divide evenly.
+
+    Returns:
+        The same structure.
+
+    Raises:
+        InvalidArgumentError: the data has fewer rows than there are ranks, parts of it have
+            different numbers of rows, or it is of another kind (a ``ValueError``).
+        RankError: as ``rank()``.
+    """
+    place = launched(os.environ)
+    if place is None:
+        return data
+    if hasattr(data, "element_spec") and hasattr(data, "shard"):
+        return data.shard(place.size, place.rank)
+    lengths = sorted(set(_lengths(data)))
+    if len(lengths) != 1:
+        raise errors.parts_differ(lengths)
+    rows = lengths[0]
+    if rows < place.size:
+        raise errors.too_few_rows(rows, place.size)
+    if batch_size is None:
+        left_out = rows % place.size
+        ranges = [_bounds(place, rows - left_out)]
+    else:
+        local_batch_size(batch_size)  # one row per rank, at least
+        last = rows % batch_size
+        left_out = last if last < place.size else 0
+        ranges = list(_parts_of_batches(place, rows - left_out, batch_size))
+    if left_out:
+        _warn(errors.rows_left_out(left_out, rows, place.size))
+    return _sharded(data, ranges)
+
+
+def _lengths(data):
+    """The number of rows of each part of the data."""
+    if isinstance(data, (tuple, list, dict)):
+        for part in data.values() if isinstance(data, dict) else data:
+            for length in _lengths(part):
+                yield length
+    elif data is not None:
+        if not getattr(data, "shape", None):
+            raise errors.not_rows(data)
+        yield int(data.shape[0])
+
+
+def _parts_of_batches(place, rows, batch_size):
+    """The runs of rows, (start, stop), that are this rank's."""
+    for start in range(0, rows, batch_size):
+        first, last = _bounds(place, min(batch_size, rows - start))
+        yield start + first, start + last
+
+
+def _bounds(place, rows):
+    """This rank's run of ``rows``: the first ranks have one row more.
+
+    Not as replicas are dealt theirs: here no rank has more rows of a smaller batch.
+    """
+    each, more = divmod(rows, place.size)
+    start = place.rank * each + min(place.rank, more)
+    return start, start + each + (place.rank < more)
+
+
+def _sharded(data, ranges):
+    if isinstance(data, dict):
+        return type(data)((key, _sharded(part, ranges)) for key, part in data.items())
+    if isinstance(data, (tuple, list)):
+        parts = [_sharded(part, ranges) for part in data]
+        return type(data)(*parts) if hasattr(data, "_fields") else type(data)(parts)
+    if data is None:
+        return None
+    rows = getattr(data, "iloc", data)  # of a table of pandas, [] takes columns
+    if len(ranges) == 1:
+        return rows[ranges[0][0] : ranges[0][1]]
+    import numpy
+
+    return rows[numpy.concatenate([numpy.arange(*bounds) for bounds in ranges])]
+
+
+def _warn(text):
+    import warnings
+
+    warnings.warn(text, errors.CompatWarning, stacklevel=3)
+
+
+# Engines --------------------------------------------------------------------------------------
+
+
+class Engine:
+    """What the ranks of one framework talk through. Subclasses join the others when created.
+
+    Every rank calls the same methods in the same order.
+    """
+
+    def __init__(self, ranks: "Ranks") -> None:
+        self.ranks = ranks
+        self.steps = 0  # since the last epoch began
+
+    def check_size(self, size: int) -> None:
+        """Refuse to train alone where the launcher started several processes."""
+        if size != self.ranks.size:
+            raise errors.ranks_disagree(self.ranks, type(self).__name__, size)
+
+    def sum(self, values: "Sequence[float]") -> "Any":
+        """The sum over all ranks of lists of float64 of one length, as an array."""
+        raise NotImplementedError
+
+    def broadcast(self, value: "Any") -> "Any":
+        """What rank 0 passes: numbers, texts, arrays and lists of them."""
+        raise NotImplementedError
+
+    def share(self, rows: int) -> float:
+        """This rank's share of the step that all ranks begin, where it has so many rows.
+
+        Gradients times the shares sum up to the gradient of all rows.
+
+        Raises:
+            RankLostError: other ranks have no more batches.
+        """
+        total, ended = self._agree(rows, False)
+        if ended:
+            raise errors.out_of_step(self.ranks, ended, self.steps)
+        self.steps += 1
+        return rows / total
+
+    def close(self) -> None:
+        """Say that this rank has no more batches in this epoch. All say so at once.
+
+        Raises:
+            RankError: other ranks have more.
+        """
+        _, ended = self._agree(0, True)
+        if len(ended) < self.ranks.size:
+            raise errors.out_of_batches(self.ranks, ended, self.steps)
+        self.steps = 0
+
+    def _agree(self, rows, closing):
+        """The rows of all ranks, and the ranks that have no more."""
+        flags = [float(closing and rank == self.ranks.rank) for rank in range(self.ranks.size)]
+        sums = self.sum([float(rows)] + flags)
+        return float(sums[0]), [rank for rank, flag in enumerate(sums[1:]) if flag]
