@@ -61,15 +61,28 @@ def _parser():
     run = commands.add_parser(
         "run",
         help="run a script on chosen GPUs",
-        usage="compat run [--gpus GPUS] [--backend NAME] [--python PYTHON] script.py ...",
+        usage="compat run [-n N] [--gpus GPUS] [--backend NAME] [--python PYTHON] "
+        "[--timeout SECONDS] script.py ...",
         description=RUN,
         formatter_class=text,
+    )
+    run.add_argument(
+        "-n",
+        dest="ranks",
+        type=int,
+        metavar="N",
+        help="as so many ranks, each with one of the GPUs, that train together",
     )
     run.add_argument("--gpus", help=GPUS)
     run.add_argument("--backend", metavar="NAME", help="default: the one that Keras would use")
     run.add_argument(
         "--python",
         help="another interpreter, of any age; compat need not be installed there",
+    )
+    run.add_argument(
+        "--timeout",
+        metavar="SECONDS",
+        help="how long a rank waits for the others (default: 600)",
     )
     run.add_argument("script", help="its path; what follows are its arguments")
     run.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -204,7 +217,14 @@ def _run(arguments):
     from . import _run
 
     script = [arguments.script] + arguments.arguments
-    _run.run(script, arguments.gpus, arguments.backend, arguments.python)
+    return _run.run(
+        script,
+        arguments.gpus,
+        arguments.backend,
+        arguments.python,
+        arguments.ranks,
+        arguments.timeout,
+    )
 
 
 # test -----------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""``compat run``: a script as it is, with the devices chosen before it starts."""
+"""``compat run``: a script as it is, with the devices chosen before it starts, as N ranks or one."""
 
 import os
 import shutil
@@ -10,13 +10,16 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Dict, List, Mapping, Optional, Tuple
 
+    from .backend import Backend
+
 
 def prepare(
     gpus: "Optional[str]",
     backend: "Optional[str]",
     python: "Optional[str]",
     environ: "Mapping[str, str]",
-) -> "Tuple[str, Dict[str, str], List[str]]":
+    ranks: int = 1,
+) -> "Tuple[Backend, str, Dict[str, str], List[str]]":
     """What a script is to be started with.
 
     Arguments:
@@ -25,9 +28,11 @@ def prepare(
         python: another interpreter, by its path or name; compat need not be installed there,
             and ``backend`` or ``KERAS_BACKEND`` must tell the backend.
         environ: the environment as it is.
+        ranks: as how many ranks. Several see all the GPUs; each takes its own.
 
     Returns:
-        The interpreter, the script's environment, and lines that tell what was chosen.
+        The backend, the interpreter, the script's environment, and lines that tell what was
+        chosen.
 
     Raises:
         InvalidArgumentError: ``gpus`` is not understood.
@@ -52,7 +57,10 @@ def prepare(
         asked, found = settings.devices.shortage
         going_on = "Going on with {}".format(settings.devices)
         notes.append(errors.fewer_devices(asked, found, going_on))
-    variables.update(chosen.environ(settings, environ))
+    if ranks == 1:
+        variables.update(chosen.environ(settings, environ))
+    else:
+        variables.update(settings.devices.environ(environ))
     started = dict(environ)
     lines = ["{} ({}), {}".format(chosen.name, reason, settings.devices)]
     for name, value in sorted(variables.items()):
@@ -62,7 +70,7 @@ def prepare(
         elif value != environ.get(name):
             started[name] = value
             lines.append("{}={}".format(name, value))
-    return interpreter, started, lines + notes
+    return chosen, interpreter, started, lines + notes
 
 
 def _found(python):
@@ -77,21 +85,41 @@ def run(
     gpus: "Optional[str]" = None,
     backend: "Optional[str]" = None,
     python: "Optional[str]" = None,
-) -> None:
-    """Become the script: its output, its signals and its exit status are its own.
+    ranks: "Optional[int]" = None,
+    timeout: "Optional[str]" = None,
+) -> int:
+    """Become the script, or start it as several ranks.
+
+    Alone its output, its signals and its exit status are its own. Of several ranks the output
+    has the rank in front, and one that fails ends all.
 
     Arguments:
         script: its path, and its arguments.
         gpus, backend, python: as ``prepare()`` takes them.
+        ranks: how many, 2 or more; None: the script alone.
+        timeout: how long a rank waits for the others, in seconds.
+
+    Returns:
+        The exit status of several ranks: that of the one that failed.
 
     Raises:
+        InvalidArgumentError: ``ranks`` or ``timeout`` is not understood.
+        UnsupportedError: the backend has no ranks.
         as ``prepare()``.
     """
-    from . import _devices
+    from . import _devices, _launch, _ranks
 
-    interpreter, environ, lines = prepare(gpus, backend, python, os.environ)
-    for line in lines:
+    if ranks is not None and ranks < 2:
+        raise errors.invalid_number_of_ranks(ranks)
+    asked = dict(os.environ) if timeout is None else dict(os.environ, COMPAT_TIMEOUT=timeout)
+    _ranks.timeout(asked)
+    chosen, interpreter, environ, lines = prepare(gpus, backend, python, asked, ranks or 1)
+    launcher = chosen.launcher(ranks, interpreter) if ranks else []
+    for line in lines + (["{} ranks: {}".format(ranks, " ".join(launcher))] if ranks else []):
         print("compat run: " + line, file=sys.stderr)
     sys.stderr.flush()
     environ.update(_devices.hand_over_claims())
-    os.execve(interpreter, [interpreter] + script, environ)
+    if not ranks:
+        os.execve(interpreter, [interpreter] + script, environ)
+    rank = [sys.executable, "-m", "compat._rank", interpreter]
+    return _launch.launch(launcher + rank + script, environ, ranks)

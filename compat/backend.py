@@ -137,11 +137,15 @@ class Backend:
             "Leave compat.device() out; parallelize() may run the whole model on several.",
         )
 
-    def launcher(self, size: int) -> "List[str]":
-        """What starts ``size`` ranks on this machine: arguments of Python's, before a command.
+    def launcher(self, size: int, python: str) -> "List[str]":
+        """The command that starts ``size`` ranks on this machine of the command that follows it.
 
-        The launcher runs the command in each rank, and tells it its place in one of the ways of
-        ``compat._ranks.LAUNCHERS``.
+        It tells each rank its place in one of the ways of ``compat._ranks.LAUNCHERS``, ends all
+        ranks when one fails, and passes on what they print.
+
+        Arguments:
+            size: the number of ranks, 2 or more.
+            python: the interpreter that has the framework.
         """
         raise errors.no_ranks(self.name)
 

@@ -566,7 +566,7 @@ def rank_lost(ranks, waited, absent, problem):
             ranks.size,
             waited,
             lost,
-            str(problem).strip().split("\n")[0].rstrip("."),
+            problem,
             lost,
         )
     )
@@ -593,6 +593,31 @@ def out_of_batches(ranks, ended, steps):
 
 def _batches(steps):
     return "1 batch" if steps == 1 else "{} batches".format(steps)
+
+
+def rank_ended(ended, size):
+    """What ``compat run`` says of the rank for which a job failed."""
+    if not ended.status:
+        how = "ended (exit status 0) while others were still training"
+    elif ended.terminated:
+        how = "did not come to the others, which waited for it"
+    elif ended.status > 128:
+        how = "was killed by signal {}".format(ended.status - 128)
+    else:
+        how = "failed with exit status {}".format(ended.status)
+    return "rank {} of {} {}; the others were ended.".format(ended.rank, size, how)
+
+
+def launcher_failed(status, silent):
+    """What ``compat run`` says where no rank told that it failed."""
+    heard = "{} told how it ended".format(_ranks(silent) + " never") if silent else "no rank failed"
+    return "compat run: the launcher ended with exit status {}; {}.".format(status, heard)
+
+
+def invalid_number_of_ranks(number):
+    return InvalidArgumentError(
+        "-n {} is not understood. Use the number of processes to start, 2 or more.".format(number)
+    )
 
 
 def ranks_differ(ranks, model):

@@ -9,6 +9,7 @@ weighted by those rows, in one all-reduce.
 import contextlib
 import datetime
 import os
+import re
 import sys
 import time
 
@@ -67,7 +68,9 @@ class TorchDistributed(_ranks.Engine):
         try:
             yield
         except RuntimeError as error:  # of gloo, NCCL and the store
-            raise errors.rank_lost(self.ranks, what, self._absent(), error) from error
+            # "[.../gloo/transport/tcp/pair.cc:553] Connection closed by peer [...]. This is ..."
+            problem = re.sub(r"^\[\S*\] ", "", str(error)).strip().split("\n")[0].split(". ")[0]
+            raise errors.rank_lost(self.ranks, what, self._absent(), problem) from error
 
     def _absent(self):
         """The ranks that do not stand here as well, as far as the store still tells."""

@@ -131,11 +131,9 @@ class Torch(Backend):
 
     # Ranks ------------------------------------------------------------------------------------
 
-    def launcher(self, size: int) -> "List[str]":
-        return [
-            *("-m", "torch.distributed.run", "--standalone", "--no-python"),
-            "--nproc-per-node={}".format(size),
-        ]
+    def launcher(self, size: int, python: str) -> "List[str]":
+        torchrun = [python, "-m", "torch.distributed.run", "--standalone", "--no-python"]
+        return torchrun + ["--nproc-per-node={}".format(size)]
 
     def distribute(self, model: "Any", ranks: "Ranks") -> "Any":
         """See ``_torch_ranks``."""

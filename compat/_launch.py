@@ -1,0 +1,196 @@
+"""``compat run -n N``: a script as N ranks, through the launcher of the backend's engine.
+
+The launcher starts ``compat._rank`` in each rank, which sends what the script prints and how it
+ended through the launcher's own output. So the same code watches ranks under torchrun, mpirun
+and horovodrun, on one machine and on several.
+"""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+
+from . import _rank, errors
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, Dict, Iterator, List, Optional, Tuple
+
+# How long a launcher may take to end the other ranks, after one has failed, in seconds.
+GRACE = 15.0
+
+
+class Ended:
+    """How a rank ended: its exit status (128 + n for signal n), and the traceback it printed.
+
+    ``lost``: only since another rank was not there; ``terminated``: since the launcher said so.
+    """
+
+    def __init__(self, rank, status, traceback, lost=False, terminated=False):
+        self.rank = rank
+        self.status = status
+        self.traceback = traceback
+        self.lost = lost
+        self.terminated = terminated
+
+
+def blamed(ended: "List[Ended]") -> "Optional[Ended]":
+    """The rank for which a job failed, from how the ranks ended, in order; None: none failed.
+
+    Where ranks only lost another one, that is the first which had ended as if all were done; else
+    the one that had to be ended, since it never came.
+    """
+    failed = [end for end in ended if end.status and not end.terminated]
+    at_fault = [end for end in failed if not end.lost]
+    if at_fault or not failed:
+        return next(iter(at_fault), None)
+    early = [end for end in ended[: ended.index(failed[0])] if not end.status]
+    absent = [end for end in ended if end.terminated and not end.lost]
+    return (early + absent + failed)[0]
+
+
+class Job:
+    """The ranks of one script: what they print, and how they end."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.ended = []  # type: List[Ended]
+        self.tracebacks = {}  # type: Dict[int, List[str]]
+        self.launcher_said = []  # type: List[str]
+        self.unfinished = None  # type: Optional[Tuple[int, str]]
+        self.pieces = {}  # type: Dict[Tuple[int, str], str]
+
+    def hear(self, line: str) -> None:
+        """Take a line of the launcher's output."""
+        message = _rank.decode(line)
+        if message is None:
+            self.launcher_said = self.launcher_said[-200:] + [line]
+            return
+        rank, kind, text = message
+        piece = kind.startswith(_rank.PIECE)
+        kind = kind[len(_rank.PIECE) :] if piece else kind
+        if kind in (_rank.OUT, _rank.ERR):
+            self.show(rank, kind, text, piece)
+        elif kind == _rank.TRACEBACK:
+            lines = self.tracebacks.setdefault(rank, [""])
+            lines[-1] += text
+            if not piece:
+                lines.append("")
+        elif kind == _rank.END:
+            self.ended.append(Ended(rank, traceback=self.tracebacks.get(rank), **json.loads(text)))
+
+    def show(self, rank: int, kind: str, text: str, piece: bool) -> None:
+        """Print what a rank has printed, the rank in front of each line."""
+        stream = sys.stdout if kind == _rank.OUT else sys.stderr
+        if self.unfinished not in (None, (rank, kind)):
+            self.end_line()
+        if self.unfinished is None:
+            stream.write("[{}] ".format(rank))
+        # A progress bar goes back to the beginning of its line, where the rank stands.
+        stream.write(text.replace("\r", "\r[{}] ".format(rank)))
+        self.unfinished = (rank, kind)
+        if not piece:
+            self.end_line()
+        stream.flush()
+
+    def end_line(self) -> None:
+        if self.unfinished is not None:
+            stream = sys.stdout if self.unfinished[1] == _rank.OUT else sys.stderr
+            stream.write("\n")
+            stream.flush()
+            self.unfinished = None
+
+    def conclude(self, status: int) -> int:
+        """Say which rank failed, its traceback last, and return the job's exit status.
+
+        Arguments:
+            status: the launcher's own.
+        """
+        self.end_line()
+        blame = blamed(self.ended)
+        if blame is None and status == 0:
+            return 0
+        if blame is None:
+            print("\n".join(self.launcher_said), file=sys.stderr)
+            print(errors.launcher_failed(status, self.silent()), file=sys.stderr)
+            return status if 0 < status < 256 else 1
+        print("compat run: " + errors.rank_ended(blame, self.size), file=sys.stderr)
+        shown = blame
+        if not blame.status or blame.terminated:  # those that waited for it know what for
+            shown = next(end for end in self.ended if end.lost)
+        print("\n".join(shown.traceback or []).rstrip("\n"), file=sys.stderr)
+        return shown.status
+
+    def silent(self) -> "List[int]":
+        """The ranks of which nothing is known: their whole machine may have gone."""
+        return sorted(set(range(self.size)) - {end.rank for end in self.ended})
+
+
+def launch(command: "List[str]", environ: "Dict[str, str]", size: int) -> int:
+    """Run a launcher to its end, and return the exit status: the failing rank's.
+
+    Arguments:
+        command: the launcher, and what it is to start in each rank.
+        environ: its environment.
+        size: the number of ranks.
+    """
+    job = Job(size)
+    launcher = subprocess.Popen(
+        command,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        preexec_fn=_rank.die_with_parent,
+    )
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupted)
+    try:
+        for line in _lines(launcher, job):
+            job.hear(line)
+    except KeyboardInterrupt:
+        _end(launcher)
+        job.end_line()
+        return 130
+    _end(launcher)
+    return job.conclude(launcher.wait())
+
+
+def _interrupted(number, frame):
+    raise KeyboardInterrupt
+
+
+def _lines(launcher: "Any", job: "Job") -> "Iterator[str]":
+    """The launcher's output until it has ended; not for long after a rank has failed."""
+    rest, deadline = b"", None  # type: Any, Optional[float]
+    descriptor = launcher.stdout.fileno()
+    while deadline is None or time.monotonic() < deadline:
+        if select.select([descriptor], [], [], 0.2)[0]:
+            data = os.read(descriptor, 65536)
+            lines = (rest + data).split(b"\n")
+            rest = lines.pop()
+            for line in lines:
+                yield line.decode("utf-8", "replace")
+            if not data:
+                break
+        elif launcher.poll() is not None:
+            break
+        if deadline is None and any(end.status for end in job.ended):
+            deadline = time.monotonic() + GRACE
+    if rest:
+        yield rest.decode("utf-8", "replace")
+
+
+def _end(launcher):
+    """End the launcher, and with it the ranks, if it has not ended."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if launcher.poll() is None:
+            try:
+                os.killpg(launcher.pid, number)
+                launcher.wait(GRACE)
+            except (ProcessLookupError, subprocess.TimeoutExpired):
+                pass

@@ -1,0 +1,387 @@
+"""The tests that the ranks of any backend must pass, as ``compat run -n N`` starts them.
+
+A backend's test file is mostly one subclass::
+
+    from compat.testing_ranks import RanksContract
+
+    class TestMyBackendRanks(RanksContract):
+        backend = "mybackend"
+
+Run it as ``compat.testing``'s. What a rank does is a function of this module, which a script of
+two lines calls. All that trains and compares runs in one job for each number of ranks; each fault
+is a job of its own.
+"""
+
+import functools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+import compat
+from compat import _registry
+from compat.testing import CASES, initialise, keras_under_test, largest_difference, optimizer
+
+# Rows of a batch of all ranks, and of the data: two whole batches and one of 13 rows.
+BATCH, ROWS = 61, 135
+SIZES = (2, 3)
+# The rank that has the fault, of three.
+FAULTY = 1
+
+SCRIPT = "import sys\nfrom compat import testing_ranks\ntesting_ranks.main(*sys.argv[1:])\n"
+
+
+# What a rank, or one process, does ------------------------------------------------------------
+
+
+def main(name, folder, *arguments):
+    """Run one of the functions below, and leave its arrays and its facts in the folder."""
+    compat.configure_gpu(gpus="cpu")
+    keras = keras_under_test()
+    arrays, facts = globals()[name](keras, folder, *arguments)
+    stem = os.path.join(folder, "{}-{}-{}".format(name, compat.size(), compat.rank()))
+    np.savez(stem, **arrays)
+    with open(stem + ".json", "w") as file:
+        json.dump(facts, file)
+
+
+def read(name, folder, size, rank):
+    stem = os.path.join(folder, "{}-{}-{}".format(name, size, rank))
+    with np.load(stem + ".npz") as arrays, open(stem + ".json") as file:
+        return dict(arrays), json.load(file)
+
+
+def _data(name):
+    """This rank's rows of a case's data, and its batch size."""
+    inputs, targets = compat.shard(CASES[name].data(ROWS), BATCH)
+    return inputs, targets, compat.local_batch_size(BATCH)
+
+
+def _fit(model, name, epochs, **options):
+    inputs, targets, batch_size = _data(name)
+    history = model.fit(
+        inputs, targets, batch_size=batch_size, epochs=epochs, shuffle=False, verbose=0, **options
+    )
+    return [float(loss) for loss in history.history["loss"]]
+
+
+def _start(keras, name, options):
+    """A model with known weights on rank 0, and other ones on each other rank."""
+    return initialise(CASES[name].build(keras, **options), seed=compat.rank())
+
+
+def train(keras, folder, trials, lstm_options):
+    """Train every case: two epochs, and then one more.
+
+    Arguments:
+        trials: pairs of a case and an optimizer, as JSON.
+        lstm_options: of the LSTM layer, as JSON.
+    """
+    arrays, facts = {}, {}
+    for number, (name, optimizer_name) in enumerate(json.loads(trials)):
+        options = json.loads(lstm_options) if name == "lstm" else {}
+        model = _start(keras, name, options)
+        before = number % 2 == 0  # parallelized before it is compiled, or after
+        if before:
+            assert compat.parallelize(model) is model
+        model.compile(optimizer(keras, optimizer_name), CASES[name].loss)
+        if not before:
+            assert compat.parallelize(model) is model
+        losses = _fit(model, name, 2) + _fit(model, name, 1)
+        key = "{}-{}".format(name, optimizer_name)
+        inputs, targets, batch_size = _data(name)
+        evaluated = model.evaluate(inputs, targets, batch_size=batch_size, verbose=0)
+        facts[key] = losses + [float(value) for value in np.ravel(evaluated)]
+        for place, weight in enumerate(model.get_weights()):
+            arrays["{}-{}".format(key, place)] = weight
+    return arrays, facts
+
+
+def train_on(keras, folder, extension):
+    """Parallelize a model that was fitted, with its optimizer's state; then save and load."""
+    model = _start(keras, "dense", {})
+    model.compile(optimizer(keras, "sgd"), CASES["dense"].loss, metrics=["accuracy"])
+    # As if rank 0 had loaded a checkpoint, and the others started anew.
+    inputs, targets = CASES["dense"].data(ROWS)
+    if compat.is_chief():
+        model.fit(inputs, targets, batch_size=BATCH, epochs=1, shuffle=False, verbose=0)
+    assert compat.parallelize(model) is model
+    callbacks = [keras.callbacks.ModelCheckpoint(os.path.join(folder, "checkpoint" + extension))]
+    losses = _fit(model, "dense", 2, callbacks=callbacks)
+    paths = [os.path.join(folder, "{}-{}{}".format(compat.size(), rank, extension))
+             for rank in range(compat.size())]  # fmt: skip
+    model.save(paths[compat.rank()])
+    deadline = time.monotonic() + 60
+    while not os.path.exists(paths[0]) and time.monotonic() < deadline:
+        time.sleep(0.05)  # rank 0 may be later
+    loaded = keras.models.load_model(paths[0])
+    facts = {
+        "losses": losses,
+        "saved": [os.path.exists(path) for path in paths],
+        "learning rate": float(keras.backend.get_value(_learning_rate(model.optimizer)))
+        if hasattr(keras.backend, "get_value")
+        else float(model.optimizer.learning_rate),
+        "class": type(model).__module__ + "." + type(model).__name__,
+    }
+    arrays = {"loaded": loaded.predict(inputs, verbose=0)}
+    arrays.update(("weight%d" % place, w) for place, w in enumerate(model.get_weights()))
+    return arrays, facts
+
+
+def _learning_rate(optimizer):
+    return optimizer.lr if hasattr(optimizer, "lr") else optimizer.learning_rate
+
+
+def normalise(keras, folder):
+    """Train a model with batch normalization, whose moving averages are weights, too."""
+    layers = keras.layers
+    model = keras.models.Sequential(
+        [layers.Dense(6, input_shape=(8,)), layers.BatchNormalization(), layers.Dense(4)]
+    )
+    model = compat.parallelize(initialise(model))
+    model.compile(optimizer(keras, "sgd"), "mse")
+    _fit(model, "dense", 2)
+    return {"weight%d" % place: w for place, w in enumerate(model.get_weights())}, {}
+
+
+FAULTS = {
+    "raise": lambda: _raise(),
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "exit": lambda: sys.exit(0),
+    "sleep": lambda: time.sleep(1000),
+    "short": lambda: None,
+}
+
+
+def _raise():
+    raise ValueError("this rank's data is bad")
+
+
+def fail(keras, folder, fault, extension):
+    """Train, save after each batch, and have one rank fail at its third batch."""
+    model = compat.parallelize(_start(keras, "dense", {}))
+    model.compile(optimizer(keras, "sgd"), CASES["dense"].loss)
+
+    class Fault(keras.callbacks.Callback):
+        def on_batch_end(self, batch, logs=None):
+            model.save(os.path.join(folder, fault + extension))
+            if compat.rank() == FAULTY and batch == 2:
+                FAULTS[fault]()
+
+    inputs, targets = compat.shard(CASES["dense"].data(90))
+    if fault == "short" and compat.rank() == FAULTY:
+        inputs, targets = inputs[:9], targets[:9]
+    model.fit(inputs, targets, batch_size=3, epochs=50, verbose=0, callbacks=[Fault()])
+    return {}, {}
+
+
+# The contract ---------------------------------------------------------------------------------
+
+
+class Finished:
+    """A job that has ended."""
+
+    def __init__(self, status, out, err, seconds):
+        self.status = status
+        self.out = out
+        self.err = err
+        self.seconds = seconds
+
+
+class RanksContract:
+    """Subclass this in a backend's test file for ranks, and set the attributes below."""
+
+    #: The backend's name.
+    backend = ""
+    #: How far weights may be from one process's.
+    tolerance = 1e-5
+    #: Keyword arguments of the LSTM layer, for backends with a trap there.
+    lstm_options = {}  # type: dict
+    #: The ending of files of whole models.
+    extension = ".h5"
+    #: Cases and optimizers to train.
+    trials = (
+        ("dense", "sgd"),
+        ("dense", "adam"),
+        ("conv", "sgd"),
+        ("lstm", "sgd"),
+        ("multi", "sgd"),
+        ("multi", "adam"),
+    )
+    #: Seconds that ranks wait for each other in the tests of faults.
+    timeout = 20
+    #: How much longer than that a fault may take to end a job, starting Python included.
+    patience = 100
+
+    @pytest.fixture(scope="class")
+    def folder(self, tmp_path_factory):
+        return str(tmp_path_factory.mktemp("ranks"))
+
+    def start(self, size, folder, *arguments, **options):
+        """Run a function of this module as so many ranks (1: one process)."""
+        script = os.path.join(folder, "script.py")
+        with open(script, "w") as file:
+            file.write(SCRIPT)
+        name, arguments = arguments[0], [arguments[0], folder] + list(arguments[1:])
+        command = [sys.executable, "-m", "compat", "run"]
+        if size > 1:
+            command += ["-n", str(size), "--timeout", str(options.get("timeout", 120))]
+        framework = _registry.load(self.backend).framework
+        began = time.monotonic()
+        process = subprocess.Popen(
+            command + ["--backend", framework, "--gpus", "cpu", script] + arguments,
+            env=dict(os.environ, KERAS_BACKEND=framework),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            universal_newlines=True,
+            start_new_session=True,
+        )
+        try:
+            out, err = process.communicate(timeout=options.get("limit", 400))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            out, err = process.communicate()
+            pytest.fail("{} hangs:\n{}\n{}".format(name, out, err))
+        return Finished(process.returncode, out, err, time.monotonic() - began)
+
+    @pytest.fixture(scope="class")
+    def results(self, folder):
+        """What each rank of each size left, by the function's name, trained once each."""
+
+        @functools.lru_cache(None)
+        def results(size, name):
+            arguments = {
+                "train": [json.dumps(self.trials), json.dumps(self.lstm_options)],
+                "train_on": [self.extension],
+                "normalise": [],
+            }[name]
+            job = self.start(size, folder, name, *arguments)
+            assert job.status == 0, job.out + job.err
+            return [read(name, folder, size, rank) for rank in range(size)]
+
+        return results
+
+    # The same numbers -------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("size", SIZES)
+    def test_trains_to_the_numbers_of_one_process(self, results, size):
+        """From other weights on each rank, with a last batch that is uneven, and trained on."""
+        (one, one_facts), *_ = results(1, "train")
+        ranks = results(size, "train")
+        for name, optimizer_name in self.trials:
+            key = "{}-{}".format(name, optimizer_name)
+            weights = [k for k in one if k.startswith(key)]
+            assert weights
+            for arrays, facts in ranks:
+                difference = largest_difference(
+                    [arrays[w] for w in weights], [one[w] for w in weights]
+                )
+                assert difference <= self.tolerance, (key, difference)
+                assert facts[key] == pytest.approx(one_facts[key], abs=1e-4), key
+                assert facts[key] == ranks[0][1][key]
+
+    @pytest.mark.parametrize("size", SIZES)
+    def test_all_ranks_end_with_the_same_bits(self, results, size):
+        for name in ("train", "train_on", "normalise"):
+            if name == "normalise" and size == 2:
+                continue  # three tell enough
+            (chief, _), *others = results(size, name)
+            for arrays, _ in others:
+                assert sorted(arrays) == sorted(chief)
+                for key in chief:
+                    np.testing.assert_array_equal(arrays[key], chief[key], err_msg=key)
+
+    @pytest.mark.parametrize("size", SIZES)
+    def test_goes_on_from_rank_0_after_a_fit(self, results, size):
+        (one, one_facts), *_ = results(1, "train_on")
+        for arrays, facts in results(size, "train_on"):
+            difference = largest_difference(
+                [arrays[key] for key in sorted(one)], [one[key] for key in sorted(one)]
+            )
+            assert difference <= self.tolerance, difference
+            assert facts["losses"] == pytest.approx(one_facts["losses"], abs=1e-4)
+            assert facts["learning rate"] == one_facts["learning rate"]
+            assert facts["class"] == one_facts["class"]
+
+    def test_only_rank_0_saves_and_all_can_load(self, results, folder):
+        for _, facts in results(3, "train_on"):
+            assert facts["saved"] == [True, False, False]
+        left = [name for name in os.listdir(folder) if name.startswith(".")]
+        assert not left
+        assert os.path.exists(os.path.join(folder, "checkpoint" + self.extension))
+
+    # Faults -----------------------------------------------------------------------------------
+
+    def fails(self, folder, fault):
+        """The job with that fault: it ends in time, and no process of it is left."""
+        limit = self.timeout + self.patience
+        arguments = fault, self.extension
+        job = self.start(3, folder, "fail", *arguments, timeout=self.timeout, limit=limit)
+        for _ in range(50):
+            left = _processes_with(os.path.join(folder, "script.py"))
+            if not left:
+                break
+            time.sleep(0.1)
+        assert not left
+        checkpoint = os.path.join(folder, fault + self.extension)
+        assert os.path.exists(checkpoint)
+        return job
+
+    @pytest.mark.parametrize(
+        "fault, said, status",
+        [
+            ("raise", "rank 1 of 3 failed with exit status 1; the others were ended.", 1),
+            ("kill", "rank 1 of 3 was killed by signal 9; the others were ended.", 128 + 9),
+            ("exit", "rank 1 of 3 ended (exit status 0) while others were still training", 1),
+            ("sleep", "rank 1 of 3 did not come to the others, which waited for it", 1),
+            ("short", "rank 1 of 3 failed with exit status 1; the others were ended.", 1),
+        ],
+    )
+    def test_fault_ends_the_job_and_names_the_rank(self, folder, fault, said, status):
+        job = self.fails(folder, fault)
+        report = job.err[job.err.rindex("compat run: rank") :]
+        assert said in report
+        assert job.status == status
+        last = {
+            "raise": "ValueError: this rank's data is bad",
+            "exit": "compat.errors.RankLostError: Rank [02] of 3 waited .*",
+            "sleep": "compat.errors.RankLostError: Rank [02] of 3 waited .*",
+            "short": "compat.errors.RankError: Rank 1 of 3 ran out of batches after 3 batches, but "
+            "ranks 0 and 2 had more. Give every rank the same number: compat.shard\\(\\) does.",
+        }.get(fault)
+        if last is not None:
+            assert re.match(last + "$", report.rstrip().split("\n")[-1])
+        self.loads(folder, fault)
+
+    def loads(self, folder, fault):
+        """The checkpoint is whole: a process of its own can load it."""
+        program = (
+            "import sys, compat; from compat.testing import keras_under_test\n"
+            "compat.configure_gpu(gpus='cpu')\n"
+            "keras_under_test().models.load_model(sys.argv[1])\n"
+        )
+        framework = _registry.load(self.backend).framework
+        subprocess.run(
+            [sys.executable, "-c", program, os.path.join(folder, fault + self.extension)],
+            env=dict(os.environ, KERAS_BACKEND=framework),
+            check=True,
+        )
+
+
+def _processes_with(argument):
+    """The processes that were started with this argument."""
+    found = []
+    for process in filter(str.isdecimal, os.listdir("/proc")):
+        try:
+            with open("/proc/{}/cmdline".format(process), "rb") as file:
+                if argument.encode() in file.read().split(b"\0"):
+                    found.append(process)
+        except OSError:  # it has ended since
+            pass
+    return found
