@@ -116,7 +116,7 @@ class RankedFit(RankedMethod):
         """The callback that ends every epoch on all ranks at once."""
         ranked = self
 
-        class Epochs(_keras.keras_of(model).callbacks.Callback):
+        class Epochs(_keras.keras_of(model).callbacks.Callback):  # type: ignore  # any Keras
             def on_epoch_begin(self, epoch, logs=None):
                 ranked.rows.update({True: 0, False: 0})
 

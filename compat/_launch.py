@@ -17,7 +17,7 @@ from . import _rank, errors
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, Dict, Iterator, List, Optional, Tuple
+    from typing import Any, Dict, Iterator, List, Optional
 
 # How long a launcher may take to end the other ranks, after one has failed, in seconds.
 GRACE = 15.0
@@ -147,16 +147,18 @@ def launch(command: "List[str]", environ: "Dict[str, str]", size: int) -> int:
         start_new_session=True,
         preexec_fn=_rank.die_with_parent,
     )
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _interrupted)
+    stops = signal.SIGTERM, signal.SIGHUP
+    before = [signal.signal(number, _interrupted) for number in stops]
     try:
         for line in _lines(launcher, job):
             job.hear(line)
     except KeyboardInterrupt:
-        _end(launcher)
         job.end_line()
-        return 130
-    _end(launcher)
+        return 128 + signal.SIGINT
+    finally:
+        _end(launcher)
+        for number, handler in zip(stops, before):
+            signal.signal(number, handler)
     return job.conclude(launcher.wait())
 
 

@@ -54,7 +54,7 @@ def _decoder():
 
 
 class Traceback:
-    """The last traceback in what a program writes to standard error, with those it is chained to."""
+    """The last traceback in what a program writes to standard error, its causes included."""
 
     def __init__(self) -> None:
         self.lines = []  # type: List[str]

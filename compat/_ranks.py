@@ -190,7 +190,9 @@ def shard(data: "Any", batch_size: "Optional[int]" = None) -> "Any":
     if hasattr(data, "element_spec") and hasattr(data, "shard"):
         return data.shard(place.size, place.rank)
     lengths = sorted(set(_lengths(data)))
-    if len(lengths) != 1:
+    if not lengths:
+        raise errors.no_rows()
+    if len(lengths) > 1:
         raise errors.parts_differ(lengths)
     rows = lengths[0]
     if rows < place.size:

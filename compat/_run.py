@@ -1,4 +1,4 @@
-"""``compat run``: a script as it is, with the devices chosen before it starts, as N ranks or one."""
+"""``compat run``: a script as it is, alone or as N ranks, its devices chosen before it starts."""
 
 import os
 import shutil

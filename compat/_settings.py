@@ -157,13 +157,16 @@ class Configuration:
             "{} removed".format(name) if value is None else "{}={}".format(name, value)
             for name, value in sorted(self.environ.items())
         ]
+        ranks = [("ranks", [str(self.ranks)])] if self.ranks else []
         return report(
             [
                 ("backend", ["{} ({})".format(self.backend, self.reason)]),
                 ("versions", [", ".join("%s %s" % pair for pair in self.versions.items())]),
                 ("asked", [str(self.settings)]),
                 ("devices", [", ".join(self.devices)]),
-                ("ranks", [str(self.ranks or "none: this process trains alone")]),
+            ]
+            + ranks
+            + [
                 ("variables", variables or ["none set"]),
                 ("applied", self.applied or ["nothing"]),
                 ("warnings", self.warnings or ["none"]),

@@ -33,14 +33,15 @@ def start(size, command):
         environ = dict(os.environ, **place)
         processes.append(subprocess.Popen(command, env=environ, preexec_fn=die_with_parent))
     signal.signal(signal.SIGTERM, lambda *ignored: _end(processes))
-    failed = 0
-    while any(process.poll() is None for process in processes):
+    running = processes
+    while running:
         time.sleep(0.05)
-        failed = failed or next((p.returncode for p in processes if p.returncode), 0)
+        running = [process for process in processes if process.poll() is None]
+        failed = [process.returncode for process in processes if process.returncode]
         if failed:
             _end(processes)
-            break
-    return failed or next((process.returncode for process in processes if process.returncode), 0)
+            return failed[0] if failed[0] > 0 else 128 - failed[0]
+    return 0
 
 
 def _end(processes):

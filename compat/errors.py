@@ -496,9 +496,11 @@ def batch_too_small(batch_size, size):
     )
 
 
+def no_rows():
+    return InvalidArgumentError("There is no array to take rows of in what shard() was given.")
+
+
 def parts_differ(lengths):
-    if not lengths:
-        return InvalidArgumentError("There is no array to take rows of in what shard() was given.")
     return InvalidArgumentError(
         "The arrays given to shard() have different numbers of rows: {}. Give it arrays that "
         "belong together, row by row.".format(", ".join(map(str, lengths)))
@@ -524,8 +526,9 @@ def too_few_rows(rows, size):
 def rows_left_out(left_out, rows, size):
     """The text of a warning."""
     return (
-        "The last {} of {} rows are left out: they are too few for one on each of {} "
-        "ranks.".format(left_out, rows, size)
+        "The last {} of {} rows are left out: they are too few for one on each of {} ranks.".format(
+            left_out, rows, size
+        )
     )
 
 

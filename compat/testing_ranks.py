@@ -168,7 +168,7 @@ def fail(keras, folder, fault, extension):
     model = compat.parallelize(_start(keras, "dense", {}))
     model.compile(optimizer(keras, "sgd"), CASES["dense"].loss)
 
-    class Fault(keras.callbacks.Callback):
+    class Fault(keras.callbacks.Callback):  # type: ignore  # whichever Keras it is
         def on_batch_end(self, batch, logs=None):
             model.save(os.path.join(folder, fault + extension))
             if compat.rank() == FAULTY and batch == 2:
@@ -228,14 +228,14 @@ class RanksContract:
         script = os.path.join(folder, "script.py")
         with open(script, "w") as file:
             file.write(SCRIPT)
-        name, arguments = arguments[0], [arguments[0], folder] + list(arguments[1:])
+        name, *rest = arguments
         command = [sys.executable, "-m", "compat", "run"]
         if size > 1:
             command += ["-n", str(size), "--timeout", str(options.get("timeout", 120))]
         framework = _registry.load(self.backend).framework
         began = time.monotonic()
         process = subprocess.Popen(
-            command + ["--backend", framework, "--gpus", "cpu", script] + arguments,
+            command + ["--backend", framework, "--gpus", "cpu", script, name, folder] + rest,
             env=dict(os.environ, KERAS_BACKEND=framework),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -6,8 +6,12 @@ import pytest
 
 import compat
 from compat import errors
+from compat._launch import Ended
+from compat._ranks import Ranks
 
 # Function, its arguments, the exception's class (None: the text of a warning), the whole text.
+RANKS = Ranks(1, 3, 1, 3, "torchrun")
+
 TEXTS = [
     (
         errors.invalid_gpus,
@@ -665,6 +669,136 @@ TEXTS = [
         "Ubuntu: apt-get install libopenmpi3 && ln -s $(ldconfig -p | grep -o '/.*/libmpi.so.40') "
         "/env/cntk/libs/libmpi.so.12",
     ),
+    (
+        errors.invalid_ranks,
+        ("torchrun", ["RANK", "WORLD_SIZE"], ["2", "2"]),
+        errors.RankError,
+        "The environment of torchrun contradicts itself: RANK=2, WORLD_SIZE=2. Ranks count from 0 "
+        "and are fewer than the size. Unset these variables to train alone, or start the script "
+        "with torchrun again.",
+    ),
+    (
+        errors.invalid_timeout,
+        ("COMPAT_TIMEOUT", "soon"),
+        errors.InvalidArgumentError,
+        "COMPAT_TIMEOUT=soon is not understood. Use a number of seconds above 0: how long a rank "
+        "waits for the others.",
+    ),
+    (
+        errors.invalid_number_of_ranks,
+        (1,),
+        errors.InvalidArgumentError,
+        "-n 1 is not understood. Use the number of processes to start, 2 or more.",
+    ),
+    (
+        errors.no_ranks,
+        ("toy",),
+        errors.UnsupportedError,
+        "toy cannot train as one of several ranks yet. Start the script without a launcher; "
+        "parallelize() then uses the devices of one process.",
+    ),
+    (
+        errors.strategy_in_rank,
+        ("mirrored", RANKS),
+        errors.UnsupportedError,
+        "compat cannot use strategy='mirrored' in rank 1 of 3 (torchrun). Leave strategy out, or "
+        "start the script without a launcher.",
+    ),
+    (
+        errors.batch_too_small,
+        (2, 3),
+        errors.InvalidArgumentError,
+        "A batch of 2 rows is too small for 3 ranks. Use 3 rows or more.",
+    ),
+    (
+        errors.parts_differ,
+        ([2, 3],),
+        errors.InvalidArgumentError,
+        "The arrays given to shard() have different numbers of rows: 2, 3. Give it arrays that "
+        "belong together, row by row.",
+    ),
+    (
+        errors.no_rows,
+        (),
+        errors.InvalidArgumentError,
+        "There is no array to take rows of in what shard() was given.",
+    ),
+    (
+        errors.not_rows,
+        (object(),),
+        errors.InvalidArgumentError,
+        "shard() takes arrays, tuples, lists and dictionaries of arrays, and tf.data datasets; "
+        "there is a builtins.object in what it was given. Let it read every size()-th item "
+        "from rank() on.",
+    ),
+    (
+        errors.too_few_rows,
+        (2, 3),
+        errors.InvalidArgumentError,
+        "2 rows are too few for 3 ranks. Give shard() one row per rank or more.",
+    ),
+    (
+        errors.rows_left_out,
+        (2, 8, 3),
+        None,
+        "The last 2 of 8 rows are left out: they are too few for one on each of 3 ranks.",
+    ),
+    (
+        errors.ranks_disagree,
+        (RANKS, "TorchDistributed", 1),
+        errors.RankError,
+        "torchrun started this process as one of 3, but TorchDistributed sees 1: each would train "
+        "alone. Start it with the launcher of TorchDistributed, or with compat run -n 3.",
+    ),
+    (
+        errors.no_meeting_point,
+        (RANKS, "torch.distributed", ["MASTER_ADDR", "MASTER_PORT"]),
+        errors.RankError,
+        "This process is rank 1 of 3 (torchrun), but torch.distributed is not told where ranks "
+        "meet: MASTER_ADDR and MASTER_PORT are not set. Start the script with compat run -n 3, or "
+        "with torchrun.",
+    ),
+    (
+        errors.rank_lost,
+        (RANKS, "for the others' gradients", [0, 2], "Connection closed by peer"),
+        errors.RankLostError,
+        "Rank 1 of 3 waited for the others' gradients, but ranks 0 and 2 failed, ended or did not "
+        "come: Connection closed by peer. Look at what ranks 0 and 2 printed. (COMPAT_TIMEOUT, or "
+        "compat run --timeout, sets how many seconds ranks wait.)",
+    ),
+    (
+        errors.out_of_step,
+        (RANKS, [0], 1),
+        errors.RankLostError,
+        "Rank 1 of 3 has more batches, but rank 0 ran out of them after 1 batch. Give every rank "
+        "the same number: compat.shard() does.",
+    ),
+    (
+        errors.out_of_batches,
+        (RANKS, [1], 2),
+        errors.RankError,
+        "Rank 1 of 3 ran out of batches after 2 batches, but ranks 0 and 2 had more. Give every "
+        "rank the same number: compat.shard() does.",
+    ),
+    (
+        errors.rank_ended,
+        (Ended(1, 137, []), 3),
+        None,
+        "rank 1 of 3 was killed by signal 9; the others were ended.",
+    ),
+    (
+        errors.launcher_failed,
+        (1, []),
+        None,
+        "compat run: the launcher ended with exit status 1; no rank failed.",
+    ),
+    (
+        errors.ranks_differ,
+        (RANKS, "dense"),
+        errors.RankError,
+        "Model 'dense' has other weights on rank 1 than on rank 0: their number or their shapes "
+        "differ. Build the same model, and compile it with the same optimizer, on every rank.",
+    ),
 ]
 
 
@@ -702,6 +836,8 @@ BUILT_IN = {
     "DevicesNotFoundError": RuntimeError,
     "DeviceFailedError": RuntimeError,
     "NotAModelError": TypeError,
+    "RankError": RuntimeError,
+    "RankLostError": RuntimeError,
     "ConfigurationFileError": OSError,
 }
 

@@ -20,6 +20,7 @@ OWN = {
     "",
     "._api",
     "._legacy",
+    "._ranks",
     "._registry",
     "._settings",
     "._version",

@@ -91,7 +91,7 @@ def test_backend_of_this_python(toy, machine, monkeypatch):
     machine.plug(2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     before = dict(os.environ)
-    interpreter, environ, lines = _run.prepare(None, None, None, before)
+    _, interpreter, environ, lines = _run.prepare(None, None, None, before)
     assert interpreter == sys.executable
     assert environ == dict(before, CUDA_DEVICE_ORDER="PCI_BUS_ID")
     assert lines == ["toy (the only backend installed), GPU 1", "CUDA_DEVICE_ORDER=PCI_BUS_ID"]
@@ -102,7 +102,7 @@ def test_backend_of_this_python(toy, machine, monkeypatch):
 def test_variable_that_a_backend_removes(toy, monkeypatch):
     monkeypatch.setattr(toy, "environ", lambda settings, environ: {"TOY_FLAGS": None, "A": "b"})
     environ = {"TOY_FLAGS": "x", "PATH": os.environ["PATH"]}
-    _, started, lines = _run.prepare("cpu", "toy", None, environ)
+    _, _, started, lines = _run.prepare("cpu", "toy", None, environ)
     assert started == {"PATH": os.environ["PATH"], "A": "b"}
     assert lines[1:] == ["A=b", "without TOY_FLAGS"]
     assert environ["TOY_FLAGS"] == "x"
@@ -113,7 +113,7 @@ def test_interpreter_by_name_on_the_path(toy, tmp_path, monkeypatch):
     python.write_text("#!/bin/sh\n")
     python.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    assert _run.prepare(None, "toy", "python0.9", os.environ)[0] == str(python)
+    assert _run.prepare(None, "toy", "python0.9", os.environ)[1] == str(python)
     python.chmod(0o644)
     with pytest.raises(compat.PythonNotFoundError):
         _run.prepare(None, "toy", "python0.9", os.environ)

@@ -128,7 +128,6 @@ class Torch(Backend):
             replicated_function(devices).install(model)
         return model
 
-
     # Ranks ------------------------------------------------------------------------------------
 
     def launcher(self, size: int, python: str) -> "List[str]":

@@ -1,0 +1,237 @@
+"""``compat run -n``: what ranks print, how they end, and what is said of it."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+from conftest import ROOT
+
+from compat import _launch, _rank
+from compat._launch import Ended
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Start a program as three ranks of the launcher that compat has of its own."""
+
+    def job(program, size=3):
+        script = tmp_path / "script.py"
+        begin = "import os, sys, time, signal, compat\nrank = compat.rank()\n"
+        script.write_text(begin + textwrap.dedent(program))
+        ranks = [sys.executable, "-m", "compat._start", str(size)]
+        rank = [sys.executable, "-m", "compat._rank", sys.executable, str(script)]
+        program = (
+            "import os, sys\nfrom compat import _launch\n"
+            "sys.exit(_launch.launch({!r}, dict(os.environ), {}))".format(ranks + rank, size)
+        )
+        return subprocess.Popen(
+            [sys.executable, "-c", program],
+            env=dict(os.environ, PYTHONPATH=ROOT),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+
+    return job
+
+
+@pytest.fixture
+def finished(job):
+    def finished(program, size=3):
+        process = job(program, size)
+        # Less than compat run gives the launcher to end the others, which it has to do by itself.
+        out, err = process.communicate(timeout=_launch.GRACE - 1)
+        return process.returncode, out.decode("utf-8"), err.decode("utf-8")
+
+    return finished
+
+
+def test_each_line_has_its_rank_in_front(finished):
+    status, out, err = finished(
+        """
+        for number in range(3):
+            print("line %d of %d" % (number, rank))
+        sys.stderr.write("to stderr\\n")
+        print("no end", end="")
+        """
+    )
+    assert status == 0
+    assert sorted(out.splitlines()) == sorted(
+        "[{0}] {1}".format(rank, text)
+        for rank in range(3)
+        for text in ["line {} of {}".format(number, rank) for number in range(3)] + ["no end"]
+    )
+    assert sorted(err.splitlines()) == ["[{}] to stderr".format(rank) for rank in range(3)]
+
+
+def test_long_lines_and_other_alphabets_are_whole(finished):
+    text = "\u2501\u4e16" * 7000
+    status, out, _ = finished("print('\\u2501\\u4e16' * 7000)", size=2)
+    assert status == 0
+    assert sorted(out.splitlines()) == ["[0] " + text, "[1] " + text]
+
+
+def test_a_progress_bar_is_shown_while_it_grows(job):
+    process = job(
+        """
+        if rank == 0:
+            print("1/2", end="\\r", flush=True)
+            time.sleep(1.5)
+            print("2/2")
+        """
+    )
+    began = time.monotonic()
+    assert os.read(process.stdout.fileno(), 100) == b"[0] 1/2\r[0] "
+    shown = time.monotonic() - began
+    out, _ = process.communicate(timeout=60)
+    assert out == b"2/2\n"
+    assert time.monotonic() - began - shown > 0.5
+
+
+def test_arguments_and_place_reach_the_script(finished):
+    status, out, _ = finished("print(compat.size(), compat.local_rank(), sys.stdin.read())", 2)
+    assert (status, sorted(out.splitlines())) == (0, ["[0] 2 0 ", "[1] 2 1 "])
+
+
+def test_a_rank_that_raises_is_named_with_its_traceback_last(finished):
+    status, out, err = finished(
+        """
+        if rank == 1:
+            try:
+                {}["missing"]
+            except KeyError:
+                raise ValueError("bad")
+        time.sleep(60)
+        """
+    )
+    assert status == 1
+    report = err[err.index("compat run: ") :].splitlines()
+    assert report[0] == "compat run: rank 1 of 3 failed with exit status 1; the others were ended."
+    assert report[1] == "Traceback (most recent call last):"
+    assert "KeyError: 'missing'" in report
+    assert report[-1] == "ValueError: bad"
+    assert "[1] ValueError: bad" in err
+
+
+def test_exit_statuses_and_signals_are_the_rank_s(finished):
+    status, _, err = finished("sys.exit(7 if rank == 2 else time.sleep(60))")
+    assert status == 7
+    assert err == "compat run: rank 2 of 3 failed with exit status 7; the others were ended.\n\n"
+    status, _, err = finished(
+        "os.kill(os.getpid(), signal.SIGKILL if rank == 0 else 0); time.sleep(60)"
+    )
+    assert status == 128 + signal.SIGKILL
+    assert err == "compat run: rank 0 of 3 was killed by signal 9; the others were ended.\n\n"
+
+
+def test_ranks_that_do_not_end_politely_are_killed(finished, tmp_path):
+    mark = str(tmp_path / "here")
+    status, _, _ = finished(
+        """
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        open({!r} + str(rank), "w").close()
+        while rank == 1 and not all(os.path.exists({!r} + str(r)) for r in range(3)):
+            time.sleep(0.1)
+        sys.exit(3 if rank == 1 else time.sleep(60))
+        """.format(mark, mark)
+    )
+    assert status == 3
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_no_rank_survives_the_launcher(job, tmp_path, number):
+    process = job("print(os.getpid(), flush=True); time.sleep(60)")
+    pids = [int(process.stdout.readline().split()[1]) for _ in range(3)]
+    process.send_signal(number)
+    process.communicate(timeout=30)
+    assert process.returncode == (-number if number == signal.SIGKILL else 130)
+    for _ in range(100):
+        left = [pid for pid in pids if os.path.exists("/proc/{}".format(pid))]
+        if not left:
+            break
+        time.sleep(0.1)
+    assert not left
+
+
+def test_a_launcher_that_fails_is_heard(tmp_path, capfd):
+    command = [sys.executable, "-c", "print('no such host'); import sys; sys.exit(5)"]
+    assert _launch.launch(command, dict(os.environ), 2) == 5
+    assert capfd.readouterr().err == (
+        "no such host\n"
+        "compat run: the launcher ended with exit status 5; ranks 0 and 1 never told how it "
+        "ended.\n"
+    )
+
+
+def _ended(text):
+    rank, status, *flags = text.split()
+    return Ended(int(rank), int(status), [], "lost" in flags, "terminated" in flags)
+
+
+@pytest.mark.parametrize(
+    "ended, blamed",
+    [
+        (["0 0", "1 0"], None),
+        (["1 3", "0 143 terminated"], 1),
+        (["0 1 lost", "1 3", "2 1 lost"], 1),
+        (["1 0", "0 1 lost", "2 1 lost"], 1),
+        (["2 0", "0 143 terminated"], None),
+        (["0 1 lost", "2 1 lost", "1 143 terminated"], 1),
+        (["0 1 lost", "2 1 lost"], 0),
+    ],
+)
+def test_the_right_rank_is_blamed(ended, blamed):
+    end = _launch.blamed([_ended(text) for text in ended])
+    assert (end and end.rank) == blamed
+
+
+def test_a_traceback_is_found_behind_a_prefix():
+    traceback = _rank.Traceback()
+    for line in [
+        "[rank1]: Traceback (most recent call last):",
+        "[rank1]: ValueError: old",
+        "noise",
+        "[rank1]: Traceback (most recent call last):",
+        '[rank1]:   File "x.py"',
+        "[rank1]: ValueError: new",
+        "[rank1]:[W1121] noise",
+    ]:
+        traceback.add(line)
+    assert traceback.lines == [
+        "Traceback (most recent call last):",
+        '  File "x.py"',
+        "ValueError: new",
+        "[rank1]:[W1121] noise",
+    ]
+
+
+def test_messages_survive_launchers_that_put_something_in_front():
+    line = "[1,0]<stdout>:{}12{}out{}text\x1f".format(_rank.BEGIN, _rank.BETWEEN, _rank.BETWEEN)
+    assert _rank.decode(line) == (12, "out", "text\x1f")
+    for line in ("", "text", _rank.BEGIN + "1", _rank.BEGIN + "x\x1fout\x1ftext"):
+        assert _rank.decode(line) is None
+
+
+def test_command_line(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("")
+
+    def said(*arguments):
+        completed = subprocess.run(
+            [sys.executable, "-m", "compat", "run"] + list(arguments) + [str(script)],
+            env=dict(os.environ, PYTHONPATH=ROOT),
+            stderr=subprocess.PIPE,
+            universal_newlines=True,
+        )
+        assert completed.returncode == 2
+        return completed.stderr
+
+    assert "-n 1 is not understood" in said("-n", "1")
+    assert "COMPAT_TIMEOUT=x is not understood" in said("-n", "2", "--timeout", "x")
+    message = said("-n", "2", "--backend", "cntk", "--python", sys.executable)
+    assert re.search("cntk cannot train as one of several ranks yet", message)

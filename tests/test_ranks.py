@@ -1,0 +1,307 @@
+"""Ranks: what launchers' environments mean, and what the public calls make of it."""
+
+import os
+
+import pytest
+from conftest import Toy
+
+import compat
+from compat import _ranks
+
+pytestmark = pytest.mark.usefixtures("process")
+
+ENVIRONMENTS = {
+    "compat run": "COMPAT_RANK=5 COMPAT_SIZE=8 COMPAT_LOCAL_RANK=1 COMPAT_LOCAL_SIZE=4",
+    "horovodrun": "HOROVOD_RANK=5 HOROVOD_SIZE=8 HOROVOD_LOCAL_RANK=1 HOROVOD_LOCAL_SIZE=4",
+    "torchrun": "RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4",
+    "mpirun": "OMPI_COMM_WORLD_RANK=5 OMPI_COMM_WORLD_SIZE=8 OMPI_COMM_WORLD_LOCAL_RANK=1 "
+    "OMPI_COMM_WORLD_LOCAL_SIZE=4",
+    "mpiexec": "PMI_RANK=5 PMI_SIZE=8 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=4",
+}
+
+
+def environment(text):
+    return dict(pair.split("=") for pair in text.split())
+
+
+@pytest.fixture
+def rank(monkeypatch):
+    """Make this process one of several ranks."""
+
+    def rank(number, size, local_rank=None, local_size=None):
+        values = number, size, local_rank, local_size
+        if local_rank is None:
+            values = number, size, number, size
+        for name, value in zip(_ranks.LAUNCHERS[0][1].split(), values):
+            monkeypatch.setenv(name, str(value))
+
+    return rank
+
+
+@pytest.mark.parametrize("launcher", sorted(ENVIRONMENTS))
+def test_each_launcher_tells_the_place(launcher):
+    place = _ranks.launched(environment(ENVIRONMENTS[launcher]))
+    assert (place.rank, place.size, place.local_rank, place.local_size) == (5, 8, 1, 4)
+    assert str(place) == "rank 5 of 8 ({})".format(launcher)
+
+
+@pytest.mark.parametrize("launcher", sorted(ENVIRONMENTS))
+def test_half_a_launcher_is_none(launcher):
+    """A scheduler sets some of them, for other purposes."""
+    variables = environment(ENVIRONMENTS[launcher])
+    for name in variables:
+        assert _ranks.launched({n: v for n, v in variables.items() if n != name}) is None
+
+
+def test_one_rank_of_one_is_alone():
+    text = "RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1"
+    assert _ranks.launched(environment(text)) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "RANK=2 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2",
+        "RANK=0 WORLD_SIZE=2 LOCAL_RANK=2 LOCAL_WORLD_SIZE=2",
+        "RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=3",
+        "RANK=-1 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1",
+        "RANK=one WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1",
+    ],
+)
+def test_contradictions_are_errors(text):
+    with pytest.raises(compat.RankError, match="torchrun contradicts itself: RANK="):
+        _ranks.launched(environment(text))
+
+
+def test_alone_all_calls_do_nothing():
+    data = [1], {"x": None}
+    assert (compat.rank(), compat.size(), compat.local_rank()) == (0, 1, 0)
+    assert compat.is_chief() is True
+    assert compat.shard(data) is data
+    assert compat.local_batch_size(1) == 1
+    assert compat.scaled_learning_rate(0.1) == 0.1
+
+
+def test_calls_tell_the_place(rank):
+    rank(5, 8, 1, 4)
+    assert (compat.rank(), compat.size(), compat.local_rank()) == (5, 8, 1)
+    assert compat.is_chief() is False
+    assert compat.scaled_learning_rate(0.25) == 2.0
+    rank(0, 8)
+    assert compat.is_chief() is True
+
+
+def test_batches_are_dealt_out(rank):
+    sizes = []
+    for number in range(3):
+        rank(number, 3)
+        sizes.append([compat.local_batch_size(batch) for batch in (3, 4, 64, 65, 66)])
+    assert list(zip(*sizes)) == [(1, 1, 1), (2, 1, 1), (22, 21, 21), (22, 22, 21), (22, 22, 22)]
+    with pytest.raises(compat.InvalidArgumentError, match="2 rows is too small for 3 ranks"):
+        compat.local_batch_size(2)
+
+
+class Rows:
+    """An array, as far as shard() looks."""
+
+    def __init__(self, rows):
+        self.rows = list(rows)
+        self.shape = (len(self.rows), 2)
+
+    def __getitem__(self, rows):
+        assert isinstance(rows, slice)
+        return self.rows[rows]
+
+
+def test_rows_are_dealt_out_evenly(rank):
+    data = {"x": (Rows(range(7)), None), "y": [Rows("abcdefg")]}
+    parts = []
+    for number in range(3):
+        rank(number, 3)
+        with pytest.warns(compat.CompatWarning, match="The last 1 of 7 rows are left out") as said:
+            parts.append(compat.shard(data))
+        assert said[0].filename == __file__
+    assert [part["x"] for part in parts] == [([0, 1], None), ([2, 3], None), ([4, 5], None)]
+    assert [part["y"] for part in parts] == [[list("ab")], [list("cd")], [list("ef")]]
+
+
+@pytest.mark.parametrize(
+    "data, message",
+    [
+        ((Rows("abc"), Rows("ab")), "different numbers of rows: 2, 3"),
+        (Rows("a"), "1 rows are too few for 2 ranks"),
+        ([], "There is no array"),
+        ((Rows("abc"), object()), "there is a builtins.object in what it was given"),
+    ],
+)
+def test_what_cannot_be_dealt_out_is_an_error(rank, data, message):
+    rank(0, 2)
+    with pytest.raises(compat.InvalidArgumentError, match=message):
+        compat.shard(data)
+
+
+def test_timeout():
+    assert _ranks.timeout({}) == 600.0
+    assert _ranks.timeout({"COMPAT_TIMEOUT": "2.5"}) == 2.5
+    for text in ("", "0", "-1", "soon", "nan"):
+        with pytest.raises(compat.InvalidArgumentError, match="COMPAT_TIMEOUT="):
+            _ranks.timeout({"COMPAT_TIMEOUT": text})
+
+
+# configure_gpu() and parallelize() in a rank ------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "gpus, visible, gpu",
+    [
+        (None, None, "1"),
+        (8, None, "1"),  # eight GPUs on two machines: the launcher's number counts
+        ([3, 2], None, "2"),
+        ("3,2", None, "2"),
+        (None, "5,4,3", "4"),
+        ([2, 1], "5,4,3", "4"),
+    ],
+)
+def test_configure_takes_the_device_of_the_local_rank(
+    toy, machine, rank, monkeypatch, gpus, visible, gpu
+):
+    machine.plug(6)
+    rank(3, 4, 1, 2)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    configuration = compat.configure_gpu(gpus)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == gpu
+    assert configuration.devices == ["gpu:0"]
+    assert not configuration.warnings
+    assert "\nranks      rank 3 of 4 (compat run)\n" in str(configuration)
+    assert compat.configure_gpu(gpus) is configuration
+
+
+def test_ranks_that_share_a_gpu_are_told(toy, machine, rank):
+    machine.plug(2)
+    rank(2, 3)
+    with pytest.warns(compat.CompatWarning) as said:
+        compat.configure_gpu()
+    assert str(said[0].message) == (
+        "a GPU for each of 3 ranks was asked for, but 2 GPUs are there: GPU 0,1. "
+        "Going on with GPU 0."
+    )
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
+
+
+def test_ranks_that_share_a_gpu_are_an_error_under_strict(toy, machine, rank):
+    machine.plug(1)
+    rank(1, 2)
+    with pytest.raises(compat.DevicesNotFoundError, match="gpus=2 was asked for"):
+        compat.configure_gpu(2, strict=True)
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ
+
+
+def test_each_rank_claims_an_idle_gpu(toy, machine, rank):
+    machine.add(used=40000, busy=True)
+    machine.plug(2)
+    rank(0, 2)
+    compat.configure_gpu("free")
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"
+
+
+def test_idle_gpus_that_the_launcher_has_claimed_are_dealt_out(toy, machine, rank, monkeypatch):
+    machine.plug(3)
+    monkeypatch.setenv("COMPAT_CLAIMS", ",".join(machine.uuids[1:]))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
+    rank(1, 2)
+    compat.configure_gpu("free:2")
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "2"
+
+
+@pytest.mark.parametrize("asked", [{"gpus": "cpu"}, {"simulate": 3}, {}])
+def test_without_gpus_a_rank_has_one_device(toy, rank, asked):
+    rank(1, 3)
+    configuration = compat.configure_gpu(**asked)
+    assert configuration.devices == ["cpu:0"]
+    assert not configuration.warnings
+
+
+class Native:
+    pass
+
+
+class RankedToy(Toy):
+    def is_native(self, model):
+        return isinstance(model, Native)
+
+    def distribute(self, model, ranks):
+        model.ranks = str(ranks)
+        return model
+
+
+@pytest.fixture
+def ranked_toy(toy, register):
+    backend = RankedToy()
+    register(backend)
+    return backend
+
+
+def test_parallelize_makes_the_model_one_of_the_ranks(ranked_toy, rank):
+    rank(1, 2)
+    model = Native()
+    assert compat.parallelize(model, gpus=2) is model
+    assert model.ranks == "rank 1 of 2 (compat run)"
+    assert compat.parallelize(lambda: model) is model
+    with pytest.raises(compat.UnsupportedError, match="strategy='mirrored' in rank 1 of 2"):
+        compat.parallelize(Native, strategy="mirrored")
+
+
+def test_a_backend_without_ranks_never_trains_alone(ranked_toy, rank, monkeypatch):
+    rank(1, 2)
+    monkeypatch.delattr(RankedToy, "distribute")
+    with pytest.raises(compat.UnsupportedError, match="toy cannot train as one of several ranks"):
+        compat.parallelize(Native())
+
+
+# The protocol of a step --------------------------------------------------------------------------
+
+
+class Together(_ranks.Engine):
+    """All ranks' engines in one process: what the others say is known beforehand."""
+
+    others = (0.0,)
+
+    def sum(self, values):
+        return [mine + other for mine, other in zip(values, self.others)]
+
+
+def test_steps_are_shared_by_rows(rank):
+    rank(1, 3)
+    engine = Together(_ranks.launched(os.environ))
+    engine.others = (30.0, 0.0, 0.0, 0.0)
+    assert engine.share(10) == 0.25
+    engine.others = (5.0, 1.0, 0.0, 0.0)
+    with pytest.raises(
+        compat.RankLostError,
+        match="Rank 1 of 3 has more batches, but rank 0 ran out of them after 1 batch[.]",
+    ):
+        engine.share(10)
+
+
+def test_epochs_end_on_all_ranks_at_once(rank):
+    rank(1, 3)
+    engine = Together(_ranks.launched(os.environ))
+    engine.others = (20.0, 0.0, 0.0, 0.0)
+    engine.share(10)
+    engine.others = (0.0, 1.0, 0.0, 1.0)
+    engine.close()
+    assert engine.steps == 0
+    engine.others = (10.0, 0.0, 0.0, 1.0)
+    with pytest.raises(
+        compat.RankError, match="Rank 1 of 3 ran out of batches after 0 batches, but rank 0 had"
+    ):
+        engine.close()
+
+
+def test_another_size_than_the_launcher_s_is_an_error(rank):
+    rank(0, 2)
+    engine = Together(_ranks.launched(os.environ))
+    engine.check_size(2)
+    with pytest.raises(compat.RankError, match="as one of 2, but Together sees 1"):
+        engine.check_size(1)
