@@ -17,7 +17,7 @@ from . import _rank, errors
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, Dict, Iterator, List, Optional
+    from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 # How long a launcher may take to end the other ranks, after one has failed, in seconds.
 GRACE = 15.0
@@ -57,11 +57,10 @@ class Job:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.ended = []  # type: List[Ended]
-        self.tracebacks = {}  # type: Dict[int, List[str]]
-        self.launcher_said = []  # type: List[str]
-        self.unfinished = None  # type: Optional[Tuple[int, str]]
-        self.pieces = {}  # type: Dict[Tuple[int, str], str]
+        self.ended: "List[Ended]" = []
+        self.tracebacks: "Dict[int, List[str]]" = {}
+        self.launcher_said: "List[str]" = []
+        self.unfinished: "Optional[Tuple[int, str]]" = None  # whose line stands open, and where
 
     def hear(self, line: str) -> None:
         """Take a line of the launcher's output."""
