@@ -79,7 +79,11 @@ class Job:
             if not piece:
                 lines.append("")
         elif kind == _rank.END:
-            self.ended.append(Ended(rank, traceback=self.tracebacks.get(rank), **json.loads(text)))
+            end = Ended(rank, traceback=self.tracebacks.get(rank), **json.loads(text))
+            # An engine may end a rank by a signal when another has given up.
+            if end.status > 128 and any(earlier.lost for earlier in self.ended):
+                end.terminated = True
+            self.ended.append(end)
 
     def show(self, rank: int, kind: str, text: str, piece: bool) -> None:
         """Print what a rank has printed, the rank in front of each line."""

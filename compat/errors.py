@@ -544,7 +544,7 @@ def ranks_disagree(ranks, engine, size):
 def no_meeting_point(ranks, engine, missing):
     return RankError(
         "This process is {}, but {} is not told where ranks meet: {} not set. Start the script "
-        "with compat run -n {}, or with torchrun.".format(
+        "with compat run -n {}.".format(
             ranks, engine, " and ".join(missing) + (" is" if len(missing) == 1 else " are"),
             ranks.size,
         )
@@ -620,6 +620,24 @@ def launcher_failed(status, silent):
 def invalid_number_of_ranks(number):
     return InvalidArgumentError(
         "-n {} is not understood. Use the number of processes to start, 2 or more.".format(number)
+    )
+
+
+def not_one_update(model, updates):
+    return unsupported(
+        "jax",
+        "train model {!r} as one of several ranks: its train_step calls optimizer.stateless_apply "
+        "{} times".format(model, updates),
+        "Have it do so once.",
+    )
+
+
+def own_loop_in_rank(model, ranks):
+    return unsupported(
+        "jax",
+        "train model {!r} in a loop of the script's own in {}: gradients of such a loop are "
+        "never the model's".format(model, ranks),
+        "Use fit() or train_on_batch(), or start the script without a launcher.",
     )
 
 

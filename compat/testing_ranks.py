@@ -26,6 +26,7 @@ import pytest
 
 import compat
 from compat import _registry
+from compat._ranks import LAUNCHERS
 from compat.testing import CASES, initialise, keras_under_test, largest_difference, optimizer
 
 # Rows of a batch of all ranks, and of the data: two whole batches and one of 13 rows.
@@ -170,7 +171,7 @@ def fail(keras, folder, fault, extension):
 
     class Fault(keras.callbacks.Callback):  # type: ignore  # whichever Keras it is
         def on_batch_end(self, batch, logs=None):
-            model.save(os.path.join(folder, fault + extension))
+            self.model.save(os.path.join(folder, fault + extension))
             if compat.rank() == FAULTY and batch == 2:
                 FAULTS[fault]()
 
@@ -266,6 +267,28 @@ class RanksContract:
             return [read(name, folder, size, rank) for rank in range(size)]
 
         return results
+
+    # The same data ----------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("size", SIZES)
+    @pytest.mark.parametrize("batch_size", [7, 20, 61])
+    def test_shards_are_parts_of_the_same_batches(self, monkeypatch, size, batch_size):
+        """Rank by rank, the k-th batches of all ranks make up the k-th batch of one process."""
+        rows = np.arange(ROWS - ROWS % batch_size + size)  # a last batch of one row per rank
+        batches = [[] for _ in range(0, len(rows), batch_size)]  # type: list
+        for rank in range(size):
+            for name, value in zip(LAUNCHERS[0][1].split(), (rank, size, rank, size)):
+                monkeypatch.setenv(name, str(value))
+            (x, again), y = compat.shard(((rows, rows[:, None]), {"y": -rows}), batch_size)
+            np.testing.assert_array_equal(x, again[:, 0])
+            np.testing.assert_array_equal(x, -y["y"])
+            local = compat.local_batch_size(batch_size)
+            for place, batch in enumerate(batches):
+                batch.extend(x[place * local : (place + 1) * local])
+            assert len(x) <= len(batches) * local
+        expected = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
+        for batch, one in zip(batches, expected):
+            np.testing.assert_array_equal(batch, one)
 
     # The same numbers -------------------------------------------------------------------------
 

@@ -15,6 +15,8 @@ import pytest
 from compat import errors
 from compat.backend import Backend
 
+pytest.register_assert_rewrite("compat.testing", "compat.testing_ranks")
+
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 # "nvidia-smi --help-query-gpu" documents the fields; a field that it does not know is an error,

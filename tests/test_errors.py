@@ -755,8 +755,7 @@ TEXTS = [
         (RANKS, "torch.distributed", ["MASTER_ADDR", "MASTER_PORT"]),
         errors.RankError,
         "This process is rank 1 of 3 (torchrun), but torch.distributed is not told where ranks "
-        "meet: MASTER_ADDR and MASTER_PORT are not set. Start the script with compat run -n 3, or "
-        "with torchrun.",
+        "meet: MASTER_ADDR and MASTER_PORT are not set. Start the script with compat run -n 3.",
     ),
     (
         errors.rank_lost,
@@ -791,6 +790,21 @@ TEXTS = [
         (1, []),
         None,
         "compat run: the launcher ended with exit status 1; no rank failed.",
+    ),
+    (
+        errors.not_one_update,
+        ("dense", 2),
+        errors.UnsupportedError,
+        "jax cannot train model 'dense' as one of several ranks: its train_step calls "
+        "optimizer.stateless_apply 2 times. Have it do so once.",
+    ),
+    (
+        errors.own_loop_in_rank,
+        ("dense", RANKS),
+        errors.UnsupportedError,
+        "jax cannot train model 'dense' in a loop of the script's own in rank 1 of 3 (torchrun): "
+        "gradients of such a loop are never the model's. Use fit() or train_on_batch(), or start "
+        "the script without a launcher.",
     ),
     (
         errors.ranks_differ,

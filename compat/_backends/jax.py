@@ -11,13 +11,14 @@ import sys
 import threading
 import types
 
-from .. import _keras, errors
+from .. import _keras, _ranks, errors
 from ..backend import Backend
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, ContextManager, Dict, List, Mapping, Optional, Sequence
 
+    from .._ranks import Ranks
     from .._settings import Settings
 
 _FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
@@ -90,6 +91,12 @@ class JAX(Backend):
         for name, value in changes.items():
             jax.config.update(name, value)
             applied.append("jax.config.update({!r}, {!r})".format(name, value))
+        ranks = _ranks.launched(os.environ)
+        if ranks is not None:
+            from . import _jax_ranks
+
+            _jax_ranks.join(ranks)
+            applied.append("jax.distributed.initialize()")
         return applied
 
     def devices(self) -> "List[str]":
@@ -120,6 +127,21 @@ class JAX(Backend):
 
     def device(self, device: str) -> "ContextManager[Any]":
         raise errors.one_program(device)
+
+    # Ranks ------------------------------------------------------------------------------------
+
+    def launcher(self, size: int, python: str) -> "List[str]":
+        """JAX has none of its own."""
+        return [sys.executable, "-m", "compat._start", str(size)]
+
+    def distribute(self, model: "Any", ranks: "Ranks") -> "Any":
+        """See ``_jax_ranks``."""
+        self.import_framework()
+        from . import _jax_ranks
+
+        _check_distribution(model)
+        _jax_ranks.join(ranks)
+        return _jax_ranks.distribute(model)
 
 
 # Configuring ----------------------------------------------------------------------------------

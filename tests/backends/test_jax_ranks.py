@@ -1,0 +1,11 @@
+"""Ranks on JAX: jax.distributed."""
+
+import pytest
+
+from compat.testing_ranks import RanksContract
+
+
+@pytest.mark.row("ranks: jax.distributed")
+class TestJAXRanks(RanksContract):
+    backend = "jax"
+    extension = ".keras"
