@@ -541,6 +541,16 @@ def ranks_disagree(ranks, engine, size):
     )
 
 
+def no_mpi4py(ranks):
+    return NotInstalledError(
+        "{} needs mpi4py, which is not installed here, to train with the others. Install it for "
+        "the MPI of the launcher: pip install mpi4py, which compiles it where there is no wheel "
+        "(on Debian and Ubuntu that needs apt-get install libopenmpi-dev openmpi-bin).".format(
+            str(ranks).capitalize()
+        )
+    )
+
+
 def no_meeting_point(ranks, engine, missing):
     return RankError(
         "This process is {}, but {} is not told where ranks meet: {} not set. Start the script "
