@@ -184,3 +184,29 @@ class MPI(_ranks.Engine):
                 self._tell(_WAITS, sender)
             else:
                 self.waiting.add(sender)
+
+
+_engine = None
+
+
+def engine(ranks):
+    """This process's place in MPI, where it joins the others the first time."""
+    global _engine
+    if _engine is None:
+        _engine = MPI(ranks)
+    return _engine
+
+
+def launcher(size):
+    """The command that starts ranks on this machine, before theirs.
+
+    Open MPI refuses more ranks than cores, ties each rank with all its threads to one core or
+    socket, and refuses root; torchrun and horovodrun do none of that. Other MPIs do not read this.
+    """
+    options = (
+        "OMPI_MCA_rmaps_base_oversubscribe=1",
+        "OMPI_MCA_hwloc_base_binding_policy=none",
+        "OMPI_ALLOW_RUN_AS_ROOT=1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1",
+    )
+    return ["env"] + list(options) + ["mpirun", "-n", str(size)]

@@ -19,6 +19,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, Dict, List, Mapping, Optional, Sequence
 
+    from .._ranks import Ranks
     from .._settings import Settings
 
 _BOOLEANS = ("True", "true", "1", "False", "false", "0")
@@ -230,6 +231,25 @@ class Theano(Backend):
                 replicas = [_theano_contexts.Device(name, self._target(name)) for name in devices]
                 _theano_contexts.ReplicatedFunctions(model, replicas).install()
         return model
+
+    def launcher(self, size: int) -> "List[str]":
+        from . import _mpi
+
+        return _mpi.launcher(size)
+
+    def distribute(self, model: "Any", ranks: "Ranks") -> "Any":
+        """Train ``model`` together with the other ranks; see ``_theano_ranks.py``.
+
+        BatchNorm normalises each rank's rows by their own statistics, and its moving averages take
+        one step to the mean of theirs.
+
+        Raises:
+            NotInstalledError: mpi4py is missing.
+            RankError: MPI sees other ranks than the launcher started.
+        """
+        from . import _theano_ranks  # imports numpy
+
+        return _theano_ranks.distribute(model, ranks)
 
     # Reporting --------------------------------------------------------------------------------
 
