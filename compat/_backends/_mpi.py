@@ -23,6 +23,8 @@ from .. import _ranks, errors
 # What ranks tell one another besides: that one has come to its end; a question who waits, too;
 # and the answer.
 _LEFT, _ASKS, _WAITS = range(3)
+# How long a rank that ended too early stays, for those that wait for it to tell of it, in seconds.
+_HOLD = 0.5
 _CHUNK = 2**30  # bytes of a message; MPI counts them with 31 bits
 
 
@@ -73,12 +75,8 @@ class MPI(_ranks.Engine):
     # Joining and leaving ----------------------------------------------------------------------
 
     def _import(self):
-        try:
-            import mpi4py
-        except ImportError as error:
-            raise errors.no_mpi4py(self.ranks) from error
-        if "mpi4py.MPI" not in sys.modules:
-            mpi4py.rc.initialize = mpi4py.rc.finalize = False
+        if not leave_to_engine():
+            raise errors.no_mpi4py(self.ranks)
         try:
             from mpi4py import MPI as mpi
         except ImportError as error:  # linked with an MPI that is not there
@@ -111,18 +109,22 @@ class MPI(_ranks.Engine):
         """At the end of this process."""
         if self.mpi.Is_finalized():
             return
-        if self.lost or hasattr(sys, "last_type"):  # an exception has ended the script
-            import mpi4py
+        failed = self.lost or hasattr(sys, "last_type")  # of an exception that ended the script
+        if not failed:
+            self._tell(_LEFT)
+            while len(self.left) < self.ranks.size - 1 and not self.waiting:
+                self._listen()
+                time.sleep(0.01)
+            if not self.waiting:
+                self.mpi.Finalize()
+                return
+            time.sleep(_HOLD)
+        import mpi4py
 
-            if mpi4py.rc.finalize is not False:  # the script imported it before
-                sys.stdout.flush()
-                self.mpi.COMM_WORLD.Abort(1)
-            return
-        self._tell(_LEFT)
-        while len(self.left) < self.ranks.size - 1:
-            self._listen()
-            time.sleep(0.01)
-        self.mpi.Finalize()
+        if mpi4py.rc.finalize is not False:  # the script imported it before
+            sys.stdout.flush()
+            sys.stderr.flush()
+            self.mpi.COMM_WORLD.Abort(1)
 
     # Waiting ----------------------------------------------------------------------------------
 
@@ -134,6 +136,8 @@ class MPI(_ranks.Engine):
             self._listen()
             ended = sorted(rank for rank, done in self.left.items() if done <= self.done)
             if ended:
+                for rank in ended:
+                    self._tell(_WAITS, rank)
                 raise self._lost(what, ended, "its script has ended")
             if waited > self.timeout:
                 raise self._lost(what, self._absent())
@@ -186,6 +190,21 @@ class MPI(_ranks.Engine):
                 self.waiting.add(sender)
 
 
+def leave_to_engine():
+    """Have the import of ``mpi4py.MPI``, wherever it is, neither begin nor end MPI by itself.
+
+    Returns:
+        Whether mpi4py is installed.
+    """
+    try:
+        import mpi4py
+    except ImportError:
+        return False
+    if "mpi4py.MPI" not in sys.modules:
+        mpi4py.rc.initialize = mpi4py.rc.finalize = False
+    return True
+
+
 _engine = None
 
 
@@ -198,7 +217,7 @@ def engine(ranks):
 
 
 def launcher(size):
-    """The command that starts ranks on this machine, before theirs.
+    """As ``Backend.launcher``.
 
     Open MPI refuses more ranks than cores, ties each rank with all its threads to one core or
     socket, and refuses root; torchrun and horovodrun do none of that. Other MPIs do not read this.

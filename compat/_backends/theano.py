@@ -11,7 +11,7 @@ import shutil
 import sys
 import types
 
-from .. import _detect, _keras, errors
+from .. import _detect, _keras, _ranks, errors
 from ..backend import Backend
 from . import _theano_flags
 
@@ -91,6 +91,13 @@ class Theano(Backend):
             return None
         importer = _importer()
         return "theano was imported" + (" (by {})".format(importer) if importer else "")
+
+    def import_framework(self) -> "Any":
+        if _ranks.launched(os.environ):
+            from . import _mpi
+
+            _mpi.leave_to_engine()  # Theano imports mpi4py.MPI where it can
+        return super().import_framework()
 
     def configure(self, settings: "Settings") -> "List[str]":
         failure = _Failure()
@@ -232,7 +239,7 @@ class Theano(Backend):
                 _theano_contexts.ReplicatedFunctions(model, replicas).install()
         return model
 
-    def launcher(self, size: int) -> "List[str]":
+    def launcher(self, size: int, python: str) -> "List[str]":
         from . import _mpi
 
         return _mpi.launcher(size)
