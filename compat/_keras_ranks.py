@@ -19,8 +19,8 @@ SAVING = ("save", "save_weights", "export")
 
 def install(model, engine):
     """Make the methods of this model those of a rank. A second time changes nothing."""
-    for kind in (RankedFit, RankedEvaluate):
-        if kind.of(model) is None:
+    for kind in (RankedFit, RankedFitGenerator, RankedEvaluate, RankedEvaluateGenerator):
+        if hasattr(type(model), kind.method) and kind.of(model) is None:
             kind(engine).install(model)
     for method in SAVING:
         if hasattr(type(model), method) and RankedSave.named(method).of(model) is None:
@@ -117,7 +117,11 @@ class RankedFit(RankedMethod):
         self.running = False
 
     def __call__(self, model, *args, **kwargs):
-        fit = self.plain(model)
+        return self.run(model, self.plain(model), args, kwargs)
+
+    def run(self, model, fit, args, kwargs):
+        if self.running:  # Keras 2.3's fit calls fit_generator
+            return fit(*args, **kwargs)
         bound = inspect.signature(fit).bind(*args, **kwargs)
         callbacks = bound.arguments.get("callbacks") or []
         callbacks = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
@@ -147,6 +151,15 @@ class RankedFit(RankedMethod):
         return Epochs()
 
 
+class RankedFitGenerator(RankedMethod):
+    """The method of Keras 2 that is ``fit`` for batches that come from a generator."""
+
+    method = "fit_generator"
+
+    def __call__(self, model, *args, **kwargs):
+        return RankedFit.of(model).run(model, self.plain(model), args, kwargs)
+
+
 class RankedEvaluate(RankedMethod):
     """``evaluate`` with metrics over all ranks' rows. Within ``fit`` the epoch's end does that."""
 
@@ -158,7 +171,11 @@ class RankedEvaluate(RankedMethod):
         if fit.running:
             return evaluate(*args, **kwargs)
         fit.rows[False] = 0
-        result = evaluate(*args, **kwargs)
+        fit.running = True
+        try:
+            result = evaluate(*args, **kwargs)
+        finally:
+            fit.running = False
         if isinstance(result, dict):
             return mean(self.engine, result, lambda name: fit.rows[False])
         results = result if isinstance(result, (list, tuple)) else [result]
@@ -166,6 +183,12 @@ class RankedEvaluate(RankedMethod):
         means = mean(self.engine, named, lambda name: fit.rows[False])
         means = [means[str(place)] for place in range(len(results))]
         return means if isinstance(result, (list, tuple)) else means[0]
+
+
+class RankedEvaluateGenerator(RankedEvaluate):
+    """The method of Keras 2 that is ``evaluate`` for batches that come from a generator."""
+
+    method = "evaluate_generator"
 
 
 # The functions of Keras 2 ----------------------------------------------------------------------
