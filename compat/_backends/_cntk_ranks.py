@@ -40,7 +40,8 @@ class MakeTrainFunction(_keras_ranks.MakeFunction):
         _keras_ranks.count(function.model, rows, True)
         share = self.engine.share(rows)
         self.share.value = np.asarray(share, "float32")
-        result = function.made(inputs)
+        with self.engine.watched("for the others' gradients"):
+            result = function.made(inputs)
         self.mean_state(_state(function.model), share)
         return result
 

@@ -11,12 +11,14 @@ A rank that fails does not call ``MPI_Finalize``: the launcher then ends the oth
 """
 
 import atexit
+import contextlib
 import ctypes
 import os
 import pickle
 import sys
 import threading
 import time
+import traceback
 
 from .. import _ranks, errors
 
@@ -84,20 +86,10 @@ class MPI(_ranks.Engine):
         return mpi
 
     def _initialise(self):
-        """``MPI_Init`` waits for all ranks; called so it lets this process's other threads run."""
-        ended = threading.Event()
-
-        def watch():
-            if not ended.wait(self.timeout):
-                sys.stderr.write("{}\n".format(self._lost("to start", [])))
-                sys.stderr.flush()
-                os._exit(1)
-
-        threading.Thread(target=watch, daemon=True).start()
         provided = ctypes.c_int()
         library = ctypes.CDLL(self.mpi.__file__)
-        library.MPI_Init_thread(None, None, self.mpi.THREAD_MULTIPLE, ctypes.byref(provided))
-        ended.set()
+        with self.watched("to start"):  # mpi4py's own call would let no other thread run
+            library.MPI_Init_thread(None, None, self.mpi.THREAD_MULTIPLE, ctypes.byref(provided))
 
     def _of_our_own(self, world):
         comm, request = world.Idup()
@@ -126,12 +118,37 @@ class MPI(_ranks.Engine):
             sys.stderr.flush()
             self.mpi.COMM_WORLD.Abort(1)
 
+    @contextlib.contextmanager
+    def watched(self, what):
+        """Within, something waits for the other ranks that cannot be interrupted.
+
+        After the timeout this process ends, with the traceback of an error.
+        """
+        ended = threading.Event()
+        thread = threading.get_ident()
+
+        def watch():
+            if not ended.wait(self.timeout):
+                error = self._lost(what, [])
+                lines = ["Traceback (most recent call last):\n"]
+                lines += traceback.format_stack(sys._current_frames()[thread])
+                lines += traceback.format_exception_only(type(error), error)
+                sys.stderr.write("".join(lines))
+                sys.stderr.flush()
+                os._exit(1)
+
+        threading.Thread(target=watch, daemon=True).start()
+        try:
+            yield
+        finally:
+            ended.set()
+
     # Waiting ----------------------------------------------------------------------------------
 
     def _wait(self, request, what):
         """Wait until all ranks have done what this one asks for."""
         start = time.monotonic()
-        while not request.Test():
+        while not self._test(request, what):
             waited = time.monotonic() - start
             self._listen()
             ended = sorted(rank for rank, done in self.left.items() if done <= self.done)
@@ -144,6 +161,12 @@ class MPI(_ranks.Engine):
             # At first without a pause; later the fewer looks the longer it takes.
             time.sleep(0 if waited < 0.002 else min(waited / 50, 0.01))
         self.done += 1
+
+    def _test(self, request, what):
+        try:
+            return request.Test()
+        except self.mpi.Exception as error:  # of a connection, for example
+            raise self._lost(what, [], error) from error
 
     def _lost(self, what, absent, problem=None):
         self.lost = True
