@@ -58,8 +58,9 @@ def _variables(model):
     keras = _keras.keras_of(model)
     optimizer = getattr(model, "optimizer", None)
     state = []
-    if optimizer is not None and hasattr(model, "_make_train_function"):
-        model._make_train_function()  # before that Keras 2's optimizers have no state
+    maker = _keras.that_makes_functions(model)
+    if optimizer is not None and hasattr(maker, "_make_train_function"):
+        maker._make_train_function()  # before that Keras 2's optimizers have no state
         state = optimizer.weights
     elif optimizer is not None:
         if not getattr(optimizer, "built", True):
@@ -194,6 +195,35 @@ class RankedEvaluateGenerator(RankedEvaluate):
 # The functions of Keras 2 ----------------------------------------------------------------------
 
 
+def install_functions(model, engine, kinds):
+    """Have a model of Keras 2 make functions of a rank, from now on; training goes on.
+
+    Arguments:
+        kinds: subclasses of ``MakeFunction``.
+    """
+    maker = _keras.that_makes_functions(model)
+    with _keras.training_goes_on(maker):
+        if _keras.wraps_a_model(model):
+            RankedBuild(engine, kinds).install(model)
+        for kind in kinds if maker is not None else ():
+            kind(engine).install(maker)
+
+
+class RankedBuild(RankedMethod):
+    """What a Sequential before Keras 2.2 does to make its inner model anew."""
+
+    method = "build"
+
+    def __init__(self, engine, kinds):
+        super().__init__(engine)
+        self.kinds = kinds
+
+    def __call__(self, model, *args, **kwargs):
+        self.plain(model)(*args, **kwargs)
+        for kind in self.kinds:
+            kind(self.engine).install(_keras.that_makes_functions(model))
+
+
 class MakeFunction(RankedMethod):
     """The method by which Keras 2 makes one of a model's functions, which becomes a rank's."""
 
@@ -222,7 +252,7 @@ class RankedFunction:
 
     def __init__(self, maker, model, made):
         self.maker = maker
-        self.model = model
+        self.model = getattr(model, "callback_model", None) or model  # a Sequential has another in it
         self.made = made
         self.started = False
 

@@ -751,6 +751,15 @@ TEXTS = [
         "alone. Start it with the launcher of TorchDistributed, or with compat run -n 3.",
     ),
     (
+        errors.no_mpi4py,
+        (RANKS,),
+        errors.NotInstalledError,
+        "Rank 1 of 3 (torchrun) needs mpi4py, which is not installed here, to train with the "
+        "others. Install it for the MPI of the launcher: pip install mpi4py, which compiles it "
+        "where there is no wheel (on Debian and Ubuntu that needs apt-get install libopenmpi-dev "
+        "openmpi-bin).",
+    ),
+    (
         errors.no_meeting_point,
         (RANKS, "torch.distributed", ["MASTER_ADDR", "MASTER_PORT"]),
         errors.RankError,

@@ -10,17 +10,16 @@ import contextlib
 
 import numpy as np
 
-from .. import _keras, _keras_ranks
+from .. import _keras_ranks
 from . import _mpi
 
 
 def distribute(model, ranks):
     """Make a model one of the ranks', in place. A second time changes nothing."""
     engine = _mpi.engine(ranks)
-    if MakeTrainFunction.of(model) is None:
-        with _keras.training_goes_on(model):
-            for kind in (MakeTrainFunction, _keras_ranks.MakeTestFunction):
-                kind(engine).install(model)
+    if _keras_ranks.RankedFit.of(model) is None:
+        kinds = MakeTrainFunction, _keras_ranks.MakeTestFunction
+        _keras_ranks.install_functions(model, engine, kinds)
         _keras_ranks.install(model, engine)
     return model
 

@@ -17,10 +17,9 @@ from . import _mpi
 def distribute(model, ranks):
     """Make a model one of the ranks', in place. A second time changes nothing."""
     engine = _mpi.engine(ranks)
-    if MakeTrainFunction.of(model) is None:
-        with _keras.training_goes_on(model):
-            for kind in (MakeTrainFunction, _keras_ranks.MakeTestFunction):
-                kind(engine).install(model)
+    if _keras_ranks.RankedFit.of(model) is None:
+        kinds = MakeTrainFunction, _keras_ranks.MakeTestFunction
+        _keras_ranks.install_functions(model, engine, kinds)
         _keras_ranks.install(model, engine)
     return model
 
