@@ -252,7 +252,8 @@ class RankedFunction:
 
     def __init__(self, maker, model, made):
         self.maker = maker
-        self.model = getattr(model, "callback_model", None) or model  # a Sequential has another in it
+        # A Sequential before Keras 2.2 has another model in it, which made the function.
+        self.model = getattr(model, "callback_model", None) or model
         self.made = made
         self.started = False
 

@@ -8,6 +8,6 @@ from compat.testing_ranks import RanksContract
 @pytest.mark.row("ranks: MPI")
 class TestCNTKRanks(RanksContract):
     backend = "cntk"
-    # Keras 2.3 on CNTK tells metrics, which the losses of several outputs are, too, before it counts
-    # the last batch: the more batches, the less that matters. The loss itself is right.
+    # Keras 2.3 on CNTK tells metrics, such as the losses of several outputs, before it counts the
+    # last batch, in one process, too. The loss itself is right.
     compared = 4
