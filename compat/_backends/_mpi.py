@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import os
 import pickle
+import shutil
 import sys
 import threading
 import time
@@ -244,7 +245,12 @@ def launcher(size):
 
     Open MPI refuses more ranks than cores, ties each rank with all its threads to one core or
     socket, and refuses root; torchrun and horovodrun do none of that. Other MPIs do not read this.
+
+    Raises:
+        NotInstalledError: there is no mpirun.
     """
+    if shutil.which("mpirun") is None:
+        raise errors.no_mpirun()
     options = (
         "OMPI_MCA_rmaps_base_oversubscribe=1",
         "OMPI_MCA_hwloc_base_binding_policy=none",

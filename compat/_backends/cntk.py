@@ -1,8 +1,8 @@
 """CNTK 2, under Keras 2.
 
 A process of CNTK computes on one device, its default device, which is fixed when it is used first;
-importing Keras uses it. So it is chosen before that. Several devices need several processes,
-so ``parallelize()`` is an error there that says so.
+importing Keras uses it. So it is chosen before that. Several devices need several processes: see
+``_cntk_ranks.py``; without them ``parallelize()`` is an error that says so.
 """
 
 import os
