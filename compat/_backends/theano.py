@@ -141,6 +141,12 @@ class Theano(Backend):
             flags[name] = _megabytes(settings.memory)
         if settings.floatx:
             flags["floatX"] = settings.floatx
+        if _ranks.launched(environ):
+            # Ranks compile the same at the same time, and by itself Theano waits 5 to 10 seconds
+            # before it looks for its lock again; so long it stays another's, as ever.
+            for name, seconds in (("compile.wait", "1"), ("compile.timeout", "120")):
+                if not said.get(name):
+                    flags[name] = seconds
         flags.update(options)
         return flags
 
