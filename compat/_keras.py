@@ -57,6 +57,16 @@ def identity(keras, name):
 FUNCTIONS = ("train_function", "test_function", "predict_function")
 
 
+def wraps_a_model(model):
+    """Whether ``model`` is a Sequential of a Keras before 2.2: the model inside does the work."""
+    return "model" in vars(model) and any(c.__name__ == "Sequential" for c in type(model).__mro__)
+
+
+def that_makes_functions(model):
+    """The model whose methods make the functions of ``model``; None before that is built."""
+    return vars(model)["model"] if wraps_a_model(model) else model
+
+
 @contextlib.contextmanager
 def training_goes_on(model):
     """Within, the way a model of Keras 2 makes its functions changes; the optimizer's state stays.

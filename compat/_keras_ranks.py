@@ -19,8 +19,8 @@ SAVING = ("save", "save_weights", "export")
 
 def install(model, engine):
     """Make the methods of this model those of a rank. A second time changes nothing."""
-    for kind in (RankedFit, RankedEvaluate):
-        if kind.of(model) is None:
+    for kind in (RankedFit, RankedFitGenerator, RankedEvaluate, RankedEvaluateGenerator):
+        if hasattr(type(model), kind.method) and kind.of(model) is None:
             kind(engine).install(model)
     for method in SAVING:
         if hasattr(type(model), method) and RankedSave.named(method).of(model) is None:
@@ -44,20 +44,40 @@ def same_start(model, engine):
     Raises:
         RankError: rank 0's model has other weights.
     """
-    optimizer = getattr(model, "optimizer", None)
-    if optimizer is not None and not optimizer.built:
-        optimizer.build(model.trainable_variables)
-    variables = list(model.weights) + list(optimizer.variables if optimizer else ())
-    keras = _keras.keras_of(model)
-    chief = engine.ranks.rank == 0
-    sent = engine.broadcast(
-        [keras.ops.convert_to_numpy(variable) for variable in variables] if chief else None
-    )
-    if [value.shape for value in sent] != [tuple(variable.shape) for variable in variables]:
+    variables, read, write = _variables(model)
+    mine = read(variables)
+    sent = engine.broadcast(mine)
+    if [value.shape for value in sent] != [value.shape for value in mine]:
         raise errors.ranks_differ(engine.ranks, model.name)
-    if not chief:
-        for variable, value in zip(variables, sent):
+    if engine.ranks.rank:
+        write(list(zip(variables, sent)))
+
+
+def _variables(model):
+    """The variables of a model and its optimizer, and what reads and writes a list of them."""
+    keras = _keras.keras_of(model)
+    optimizer = getattr(model, "optimizer", None)
+    state = []
+    maker = _keras.that_makes_functions(model)
+    if optimizer is not None and hasattr(maker, "_make_train_function"):
+        maker._make_train_function()  # before that Keras 2's optimizers have no state
+        state = optimizer.weights
+    elif optimizer is not None:
+        if not getattr(optimizer, "built", True):
+            optimizer.build(model.trainable_variables)
+        state = optimizer.variables
+    variables = list(model.weights) + list(state() if callable(state) else state)
+    if hasattr(keras.backend, "batch_set_value"):
+        return variables, keras.backend.batch_get_value, keras.backend.batch_set_value
+
+    def read(variables):
+        return [keras.ops.convert_to_numpy(variable) for variable in variables]
+
+    def write(pairs):
+        for variable, value in pairs:
             variable.assign(value)
+
+    return variables, read, write
 
 
 # Fit and evaluate -----------------------------------------------------------------------------
@@ -98,7 +118,11 @@ class RankedFit(RankedMethod):
         self.running = False
 
     def __call__(self, model, *args, **kwargs):
-        fit = self.plain(model)
+        return self.run(model, self.plain(model), args, kwargs)
+
+    def run(self, model, fit, args, kwargs):
+        if self.running:  # Keras 2.3's fit calls fit_generator
+            return fit(*args, **kwargs)
         bound = inspect.signature(fit).bind(*args, **kwargs)
         callbacks = bound.arguments.get("callbacks") or []
         callbacks = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
@@ -128,6 +152,15 @@ class RankedFit(RankedMethod):
         return Epochs()
 
 
+class RankedFitGenerator(RankedMethod):
+    """The method of Keras 2 that is ``fit`` for batches that come from a generator."""
+
+    method = "fit_generator"
+
+    def __call__(self, model, *args, **kwargs):
+        return RankedFit.of(model).run(model, self.plain(model), args, kwargs)
+
+
 class RankedEvaluate(RankedMethod):
     """``evaluate`` with metrics over all ranks' rows. Within ``fit`` the epoch's end does that."""
 
@@ -139,7 +172,11 @@ class RankedEvaluate(RankedMethod):
         if fit.running:
             return evaluate(*args, **kwargs)
         fit.rows[False] = 0
-        result = evaluate(*args, **kwargs)
+        fit.running = True
+        try:
+            result = evaluate(*args, **kwargs)
+        finally:
+            fit.running = False
         if isinstance(result, dict):
             return mean(self.engine, result, lambda name: fit.rows[False])
         results = result if isinstance(result, (list, tuple)) else [result]
@@ -147,6 +184,95 @@ class RankedEvaluate(RankedMethod):
         means = mean(self.engine, named, lambda name: fit.rows[False])
         means = [means[str(place)] for place in range(len(results))]
         return means if isinstance(result, (list, tuple)) else means[0]
+
+
+class RankedEvaluateGenerator(RankedEvaluate):
+    """The method of Keras 2 that is ``evaluate`` for batches that come from a generator."""
+
+    method = "evaluate_generator"
+
+
+# The functions of Keras 2 ----------------------------------------------------------------------
+
+
+def install_functions(model, engine, kinds):
+    """Have a model of Keras 2 make functions of a rank, from now on; training goes on.
+
+    Arguments:
+        kinds: subclasses of ``MakeFunction``.
+    """
+    maker = _keras.that_makes_functions(model)
+    with _keras.training_goes_on(maker):
+        if _keras.wraps_a_model(model):
+            RankedBuild(engine, kinds).install(model)
+        for kind in kinds if maker is not None else ():
+            kind(engine).install(maker)
+
+
+class RankedBuild(RankedMethod):
+    """What a Sequential before Keras 2.2 does to make its inner model anew."""
+
+    method = "build"
+
+    def __init__(self, engine, kinds):
+        super().__init__(engine)
+        self.kinds = kinds
+
+    def __call__(self, model, *args, **kwargs):
+        self.plain(model)(*args, **kwargs)
+        for kind in self.kinds:
+            kind(self.engine).install(_keras.that_makes_functions(model))
+
+
+class MakeFunction(RankedMethod):
+    """The method by which Keras 2 makes one of a model's functions, which becomes a rank's."""
+
+    function = ""
+
+    def __call__(self, model):
+        before = vars(model).get(self.function)
+        with self.making(model):
+            self.plain(model)()
+        made = vars(model)[self.function]
+        if made is not before:
+            vars(model)[self.function] = RankedFunction(self, model, made)
+
+    @contextlib.contextmanager
+    def making(self, model):
+        """The context in which Keras makes the function."""
+        yield
+
+    def run(self, function, inputs):
+        """Call a ``RankedFunction``'s, ``function.made``."""
+        raise NotImplementedError
+
+
+class RankedFunction:
+    """A function that Keras 2 made for a model that is one of several ranks."""
+
+    def __init__(self, maker, model, made):
+        self.maker = maker
+        # A Sequential before Keras 2.2 has another model in it, which made the function.
+        self.model = getattr(model, "callback_model", None) or model
+        self.made = made
+        self.started = False
+
+    def __getattr__(self, name):  # its outputs, for example, and callbacks may add to them
+        return getattr(self.made, name)
+
+    def __call__(self, inputs):
+        result = self.maker.run(self, inputs)
+        self.started = True
+        return result
+
+
+class MakeTestFunction(MakeFunction):
+    method = "_make_test_function"
+    function = "test_function"
+
+    def run(self, function, inputs):
+        count(function.model, len(inputs[0]), False)
+        return function.made(inputs)
 
 
 # Saving ---------------------------------------------------------------------------------------

@@ -40,14 +40,14 @@ class Ended:
 def blamed(ended: "List[Ended]") -> "Optional[Ended]":
     """The rank for which a job failed, from how the ranks ended, in order; None: none failed.
 
-    Where ranks only lost another one, that is the first which had ended as if all were done; else
-    the one that had to be ended, since it never came.
+    Where ranks only lost another one, that is the first which ended as if all were done; else the
+    one that had to be ended, since it never came.
     """
     failed = [end for end in ended if end.status and not end.terminated]
     at_fault = [end for end in failed if not end.lost]
     if at_fault or not failed:
         return next(iter(at_fault), None)
-    early = [end for end in ended[: ended.index(failed[0])] if not end.status]
+    early = [end for end in ended if not end.status]
     absent = [end for end in ended if end.terminated and not end.lost]
     return (early + absent + failed)[0]
 

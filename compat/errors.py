@@ -541,6 +541,23 @@ def ranks_disagree(ranks, engine, size):
     )
 
 
+def no_mpi4py(ranks):
+    return NotInstalledError(
+        "{} needs mpi4py, which is not installed here, to train with the others. Install it for "
+        "the MPI of the launcher: pip install mpi4py, which compiles it where there is no wheel "
+        "(on Debian and Ubuntu that needs apt-get install libopenmpi-dev openmpi-bin).".format(
+            str(ranks).capitalize()
+        )
+    )
+
+
+def no_mpirun():
+    return NotInstalledError(
+        "Ranks of Theano and CNTK are started by mpirun, which is not on PATH. Install the MPI "
+        "that mpi4py was compiled with: on Debian and Ubuntu, apt-get install openmpi-bin."
+    )
+
+
 def no_meeting_point(ranks, engine, missing):
     return RankError(
         "This process is {}, but {} is not told where ranks meet: {} not set. Start the script "
@@ -938,10 +955,9 @@ def several_devices_in_torch_compile():
 def one_device_only(backend, asked, first):
     return unsupported(
         backend,
-        "run a model on {} in this process: all of it runs on {}".format(asked, first),
-        "Train on that one, with parallelize(model, gpus=1), or use a backend that splits "
-        "batches in one process, such as tensorflow or mxnet. compat does not start one process "
-        "per device yet.",
+        "run a model on {} in one process: all of it runs on {}".format(asked, first),
+        "Start one process per device, with compat run -n, or train on that one, with "
+        "parallelize(model, gpus=1).",
     )
 
 

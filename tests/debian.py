@@ -4,7 +4,8 @@
 
 Unpacks the packages and what they depend on that is not installed, ``--alone`` a package without
 that. FOLDER/libraries then has their shared libraries, for LD_LIBRARY_PATH and LIBRARY_PATH;
-``--link`` gives one of them a second name. Nobody need be root. What is there already stays.
+``--link`` gives one of them a second name, or, where NAME is a path in FOLDER, a file beside it.
+Nobody need be root. What is there already stays.
 Fails, with the command to type, where apt-get cannot get them.
 """
 
@@ -77,7 +78,8 @@ def main(arguments):
         unpack(os.path.join(folder, "archives"), unfinished)
     for link in asked.link:
         name, _, library = link.partition("=")
-        os.symlink(library, os.path.join(unfinished, "libraries", name))
+        name = name if "/" in name else os.path.join("libraries", name)
+        os.symlink(library, os.path.join(unfinished, name))
     with open(os.path.join(unfinished, "unpacked"), "w") as file:
         file.write("\n".join(arguments[1:]))
     os.rename(unfinished, asked.target)

@@ -622,10 +622,9 @@ TEXTS = [
         errors.one_device_only,
         ("cntk", "cpu:0, cpu:1", "cpu:0"),
         errors.UnsupportedError,
-        "cntk cannot run a model on cpu:0, cpu:1 in this process: all of it runs on cpu:0. Train "
-        "on that one, with parallelize(model, gpus=1), or use a backend that splits batches in "
-        "one process, such as tensorflow or mxnet. compat does not start one process per device "
-        "yet.",
+        "cntk cannot run a model on cpu:0, cpu:1 in one process: all of it runs on cpu:0. Start "
+        "one process per device, with compat run -n, or train on that one, with "
+        "parallelize(model, gpus=1).",
     ),
     (
         errors.cntk_device_fixed,
@@ -749,6 +748,22 @@ TEXTS = [
         errors.RankError,
         "torchrun started this process as one of 3, but TorchDistributed sees 1: each would train "
         "alone. Start it with the launcher of TorchDistributed, or with compat run -n 3.",
+    ),
+    (
+        errors.no_mpi4py,
+        (RANKS,),
+        errors.NotInstalledError,
+        "Rank 1 of 3 (torchrun) needs mpi4py, which is not installed here, to train with the "
+        "others. Install it for the MPI of the launcher: pip install mpi4py, which compiles it "
+        "where there is no wheel (on Debian and Ubuntu that needs apt-get install libopenmpi-dev "
+        "openmpi-bin).",
+    ),
+    (
+        errors.no_mpirun,
+        (),
+        errors.NotInstalledError,
+        "Ranks of Theano and CNTK are started by mpirun, which is not on PATH. Install the MPI "
+        "that mpi4py was compiled with: on Debian and Ubuntu, apt-get install openmpi-bin.",
     ),
     (
         errors.no_meeting_point,

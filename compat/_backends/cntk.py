@@ -1,8 +1,8 @@
 """CNTK 2, under Keras 2.
 
 A process of CNTK computes on one device, its default device, which is fixed when it is used first;
-importing Keras uses it. So it is chosen before that. Several devices need several processes,
-so ``parallelize()`` is an error there that says so.
+importing Keras uses it. So it is chosen before that. Several devices need several processes: see
+``_cntk_ranks.py``; without them ``parallelize()`` is an error that says so.
 """
 
 import os
@@ -15,6 +15,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, List, Mapping, Optional, Sequence
 
+    from .._ranks import Ranks
     from .._settings import Settings
 
 # OpenMPI 1.10's names of the libraries that CNTK's own are linked with, and today's files.
@@ -85,6 +86,25 @@ class CNTK(Backend):
         if list(devices) != [first]:
             raise errors.one_device_only(self.name, ", ".join(devices), first)
         return model
+
+    def launcher(self, size: int, python: str) -> "List[str]":
+        from . import _mpi
+
+        return _mpi.launcher(size)
+
+    def distribute(self, model: "Any", ranks: "Ranks") -> "Any":
+        """Train ``model`` together with the other ranks; see ``_cntk_ranks.py``.
+
+        BatchNorm normalises each rank's rows by their own statistics, and its moving averages take
+        one step to the mean of theirs.
+
+        Raises:
+            NotInstalledError: mpi4py is missing.
+            RankError: MPI sees other ranks than the launcher started.
+        """
+        from . import _cntk_ranks  # imports numpy
+
+        return _cntk_ranks.distribute(model, ranks)
 
     def problems(self, environ: "Mapping[str, str]") -> "List[str]":
         missing = _missing_libraries(environ)

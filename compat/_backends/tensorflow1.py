@@ -157,7 +157,7 @@ class TensorFlow1(Backend):
         if current is not None:
             if list(current.devices) == list(devices):
                 return model
-            with _keras.training_goes_on(_that_makes_functions(model)):
+            with _keras.training_goes_on(_keras.that_makes_functions(model)):
                 current.uninstall()
         if len(devices) > 1:
             weights = model.weights if model.built else ()  # a Sequential of unknown input
@@ -169,7 +169,7 @@ class TensorFlow1(Backend):
             if parts:
                 text = errors.parts_placed(model.name, parts, devices)
                 warnings.warn(text, errors.CompatWarning, stacklevel=3)
-            with _keras.training_goes_on(_that_makes_functions(model)):
+            with _keras.training_goes_on(_keras.that_makes_functions(model)):
                 _ReplicatedFunctions(model, devices).install()
         return model
 
@@ -368,7 +368,7 @@ class _ReplicatedFunctions:
 
     def __init__(self, model, devices):
         self.owner = model
-        self.model = _that_makes_functions(model)
+        self.model = _keras.that_makes_functions(model)
         self.devices = list(devices)
         self._rewired = {}  # type: Dict[str, Any]
         self._replicas = None  # type: Optional[_Replicas]
@@ -376,7 +376,7 @@ class _ReplicatedFunctions:
 
     def install(self):
         vars(self.owner)["_compat_functions"] = self
-        if _wraps_a_model(self.owner):
+        if _keras.wraps_a_model(self.owner):
             vars(self.owner)["build"] = self._build
         if self.model is not None:
             for function in _keras.FUNCTIONS:
@@ -391,7 +391,7 @@ class _ReplicatedFunctions:
     def _build(self, input_shape=None):
         """What an old Sequential does to make its inner model anew, when layers were added."""
         type(self.owner).build(self.owner, input_shape)
-        self.model = _that_makes_functions(self.owner)
+        self.model = _keras.that_makes_functions(self.owner)
         self.install()
 
     def _maker(self, function):
@@ -459,16 +459,6 @@ def _reading_after_counting(counter):
         for write in uses("AssignAddVariableOp"):
             if read not in before and read not in _ancestors([write], ())[0]:
                 read._add_control_input(write)
-
-
-def _wraps_a_model(model):
-    """Whether ``model`` is a Sequential of a Keras before 2.2: the model inside does the work."""
-    return "model" in vars(model) and any(c.__name__ == "Sequential" for c in type(model).__mro__)
-
-
-def _that_makes_functions(model):
-    """The model whose methods make the functions of ``model``; None before that is built."""
-    return vars(model)["model"] if _wraps_a_model(model) else model
 
 
 @contextlib.contextmanager

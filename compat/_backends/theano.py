@@ -11,7 +11,7 @@ import shutil
 import sys
 import types
 
-from .. import _detect, _keras, errors
+from .. import _detect, _keras, _ranks, errors
 from ..backend import Backend
 from . import _theano_flags
 
@@ -19,6 +19,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, Dict, List, Mapping, Optional, Sequence
 
+    from .._ranks import Ranks
     from .._settings import Settings
 
 _BOOLEANS = ("True", "true", "1", "False", "false", "0")
@@ -91,6 +92,13 @@ class Theano(Backend):
         importer = _importer()
         return "theano was imported" + (" (by {})".format(importer) if importer else "")
 
+    def import_framework(self) -> "Any":
+        if _ranks.launched(os.environ):
+            from . import _mpi
+
+            _mpi.leave_to_engine()  # Theano imports mpi4py.MPI where it can
+        return super().import_framework()
+
     def configure(self, settings: "Settings") -> "List[str]":
         failure = _Failure()
         logger = logging.getLogger("theano.gpuarray")
@@ -133,6 +141,12 @@ class Theano(Backend):
             flags[name] = _megabytes(settings.memory)
         if settings.floatx:
             flags["floatX"] = settings.floatx
+        if _ranks.launched(environ):
+            # Ranks compile the same at the same time, and by itself Theano waits 5 to 10 seconds
+            # before it looks for its lock again; so long it stays another's, as ever.
+            for name, seconds in (("compile.wait", "1"), ("compile.timeout", "120")):
+                if not said.get(name):
+                    flags[name] = seconds
         flags.update(options)
         return flags
 
@@ -230,6 +244,25 @@ class Theano(Backend):
                 replicas = [_theano_contexts.Device(name, self._target(name)) for name in devices]
                 _theano_contexts.ReplicatedFunctions(model, replicas).install()
         return model
+
+    def launcher(self, size: int, python: str) -> "List[str]":
+        from . import _mpi
+
+        return _mpi.launcher(size)
+
+    def distribute(self, model: "Any", ranks: "Ranks") -> "Any":
+        """Train ``model`` together with the other ranks; see ``_theano_ranks.py``.
+
+        BatchNorm normalises each rank's rows by their own statistics, and its moving averages take
+        one step to the mean of theirs.
+
+        Raises:
+            NotInstalledError: mpi4py is missing.
+            RankError: MPI sees other ranks than the launcher started.
+        """
+        from . import _theano_ranks  # imports numpy
+
+        return _theano_ranks.distribute(model, ranks)
 
     # Reporting --------------------------------------------------------------------------------
 

@@ -53,10 +53,9 @@ class TestCNTK(BackendContract):
                 compat.parallelize(model, gpus)
             assert type(caught.value) is compat.UnsupportedError
         assert str(caught.value) == (
-            "cntk cannot run a model on cpu:1 in this process: all of it runs on cpu:0. Train on "
-            "that one, with parallelize(model, gpus=1), or use a backend that splits batches in "
-            "one process, such as tensorflow or mxnet. compat does not start one process per "
-            "device yet."
+            "cntk cannot run a model on cpu:1 in one process: all of it runs on cpu:0. Start one "
+            "process per device, with compat run -n, or train on that one, with parallelize(model, "
+            "gpus=1)."
         )
 
     def test_parts_of_a_model_cannot_be_placed(self, keras):

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import compat
-from compat import errors
+from compat import _keras, errors
 from compat._backends import tensorflow1
 from compat.testing import (
     CASES,
@@ -30,7 +30,7 @@ BACKWARD_PRODUCTS = ("Conv2DBackpropInput", "Conv2DBackpropFilter")
 
 def function_of(model, name="train_function"):
     """One of the three functions of a Keras model, made."""
-    model = tensorflow1._that_makes_functions(model)
+    model = _keras.that_makes_functions(model)
     getattr(model, "_make_" + name)()
     return getattr(model, name)
 
@@ -98,7 +98,7 @@ def is_backward(node):
 
 
 #: Before 2.2, a Model needs its inputs and outputs.
-HAS_SUBCLASSED_MODELS = not tensorflow1._wraps_a_model(keras_under_test().models.Sequential())
+HAS_SUBCLASSED_MODELS = not _keras.wraps_a_model(keras_under_test().models.Sequential())
 
 
 class TestTensorFlow1(ParallelContract):
@@ -327,7 +327,7 @@ class TestTensorFlow1(ParallelContract):
             if parallel:
                 assert compat.parallelize(model) is model
             # Before Keras 2.2 a first layer must know its input.
-            shape = {"input_shape": (8,)} if tensorflow1._wraps_a_model(model) else {}
+            shape = {"input_shape": (8,)} if _keras.wraps_a_model(model) else {}
             model.add(layers.Dense(6, activation="tanh", **shape))
             model.add(layers.Dense(4))
             model.compile(optimizer(keras, "sgd"), "mse")

@@ -1,0 +1,218 @@
+"""Ranks on Theano: MPI. What ranks on CNTK share with it is tested here."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from compat import _devices, _ranks, _registry
+from compat._settings import Settings
+from compat.testing_ranks import RanksContract
+
+# As in test_theano.py: implementations in Python, which are not compiled for each rank.
+os.environ.setdefault("KERAS_BACKEND", "theano")
+os.environ.setdefault(
+    "THEANO_FLAGS",
+    "optimizer=fast_compile,optimizer_excluding=conv_gemm:AbstractConvCheck,cxx=",
+)
+
+
+@pytest.mark.row("ranks: MPI")
+class TestTheanoRanks(RanksContract):
+    backend = "theano"
+
+
+# Flags ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_flags_of_a_rank(machine, local_rank):
+    """The one GPU it sees, and short waits for the folder that ranks share."""
+    machine.plug(gpus=2)
+    environ = {
+        "OMPI_COMM_WORLD_RANK": str(2 + local_rank),
+        "OMPI_COMM_WORLD_SIZE": "4",
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(local_rank),
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    }
+    ranks = _ranks.launched(environ)
+    devices = _devices.choose_for_rank(_devices.parse_gpus(None), environ, ranks)
+    variables = _registry.load("theano").environ(Settings(devices), environ)
+    assert variables["CUDA_VISIBLE_DEVICES"] == str(local_rank)
+    assert variables["THEANO_FLAGS"] == "device=cuda0,compile.wait=1,compile.timeout=120"
+    environ["THEANO_FLAGS"] = "compile.wait=7"
+    variables = _registry.load("theano").environ(Settings(devices), environ)
+    assert variables["THEANO_FLAGS"] == "compile.wait=7,device=cuda0,compile.timeout=120"
+
+
+# The engine, without a framework --------------------------------------------------------------
+
+PROGRAM = """\
+import os, sys, time
+from compat import _ranks
+from compat._backends import _mpi
+ranks = _ranks.launched(os.environ)
+{}
+"""
+
+
+def job(tmp_path, program, size=2):
+    """Run the program as so many ranks, which wait two seconds for each other."""
+    script = tmp_path / "script.py"
+    script.write_text(PROGRAM.format(program))
+    return subprocess.run(
+        _registry.load("theano").launcher(size, sys.executable) + [sys.executable, str(script)],
+        env=dict(os.environ, COMPAT_TIMEOUT="2"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        universal_newlines=True,
+        timeout=60,
+    )
+
+
+def test_sums_and_broadcasts(tmp_path):
+    program = """
+engine = _mpi.engine(ranks)
+assert engine is _mpi.engine(ranks)
+import numpy
+big = numpy.arange(300000, dtype="float32") * (ranks.rank + 1)
+assert (engine.sum_array(big) == numpy.arange(300000, dtype="float32") * 6).all()
+assert list(engine.sum([1, ranks.rank])) == [3, 3]
+_mpi._CHUNK = 7
+sent = engine.broadcast(["text", numpy.arange(5)] if ranks.rank == 0 else None)
+assert sent[0] == "text" and list(sent[1]) == [0, 1, 2, 3, 4]
+assert engine.share(ranks.rank) == ranks.rank / 3
+engine.close()
+print("done")
+"""
+    completed = job(tmp_path, program, 3)
+    assert completed.returncode == 0, completed.stderr
+    assert completed.stdout.count("done") == 3
+
+
+def test_rank_that_has_nothing_left_to_say_may_end_before_the_others(tmp_path):
+    program = """
+_mpi.engine(ranks).close()
+time.sleep(4 if ranks.rank else 0)
+print("done")
+"""
+    completed = job(tmp_path, program)
+    assert completed.returncode == 0, completed.stderr
+    assert completed.stdout.count("done") == 2
+
+
+@pytest.mark.parametrize(
+    "fault, said",
+    [
+        ("raise ValueError('bad')", "\nValueError: bad"),
+        ("sys.exit(3)", "but rank 1 failed, ended or did not come: its script has ended."),
+        ("time.sleep(60)", "but rank 1 failed, ended or did not come: 2 seconds are over."),
+    ],
+)
+def test_rank_that_fails_ends_the_job(tmp_path, fault, said):
+    completed = job(
+        tmp_path,
+        "engine = _mpi.engine(ranks)\nif ranks.rank == 1: {}\nengine.close()\n".format(fault),
+    )
+    assert completed.returncode
+    assert said in completed.stderr
+
+
+def test_rank_that_goes_on_after_an_error_ends_the_job(tmp_path):
+    program = """
+engine = _mpi.engine(ranks)
+try:
+    if ranks.rank == 1: engine.close()
+except RuntimeError as error:
+    print(error)
+"""
+    completed = job(tmp_path, program)
+    assert completed.returncode
+    assert "Rank 1 of 2 waited for the others, but rank 0 failed" in completed.stdout
+
+
+def test_rank_that_does_not_start_ends_the_job(tmp_path):
+    """``MPI_Init`` has no timeout."""
+    completed = job(tmp_path, "if ranks.rank: time.sleep(60)\nelse: _mpi.engine(ranks)")
+    assert completed.returncode == 1
+    assert "Traceback" in completed.stderr
+    assert "\ncompat.errors.RankLostError: Rank 0 of 2 waited to start, " in completed.stderr
+
+
+@pytest.mark.parametrize("faulty, said", [(None, ""), (1, "ValueError: bad")])
+def test_script_that_began_mpi_itself(tmp_path, faulty, said):
+    """mpi4py ends MPI then, and waits for all ranks; one that fails does not wait."""
+    program = """
+from mpi4py import MPI
+engine = _mpi.engine(ranks)
+if ranks.rank == {}: raise ValueError("bad")
+engine.close()
+"""
+    completed = job(tmp_path, program.format(faulty))
+    assert completed.returncode == (faulty is not None), completed.stderr
+    assert said in completed.stderr
+
+
+def alone(run, first):
+    """What comes of a process that torchrun started, with no MPI around it."""
+    join = "\ntry: _mpi.engine(ranks)\nexcept Exception as error: print(error)\n"
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    return run(PROGRAM.format(first + join), **variables)
+
+
+def test_another_launcher_is_an_error(run):
+    assert alone(run, "") == (
+        "torchrun started this process as one of 2, but MPI sees 1: each would train alone. Start "
+        "it with the launcher of MPI, or with compat run -n 2.\n"
+    )
+
+
+def test_missing_mpi4py_is_an_error(run):
+    out = alone(run, "sys.modules['mpi4py'] = None")  # as if it were not installed
+    assert out.startswith("Rank 0 of 2 (torchrun) needs mpi4py, which is not installed here")
+
+
+# Generators, which Keras 2 has methods of their own for ------------------------------------------
+
+GENERATORS = """import sys, numpy, compat
+compat.configure_gpu(gpus="cpu")
+import keras
+from compat.testing import CASES, initialise, optimizer
+model = compat.parallelize(initialise(CASES["dense"].build(keras), seed=compat.rank()))
+model.compile(optimizer(keras, "sgd"), CASES["dense"].loss)
+inputs, targets = compat.shard(CASES["dense"].data(122), 61)
+size = compat.local_batch_size(61)
+
+class Batches(keras.utils.Sequence):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        rows = slice(index * size, (index + 1) * size)
+        return inputs[rows], targets[rows]
+
+losses = []
+history = model.fit_generator(Batches(), epochs=2, shuffle=False, verbose=0).history
+losses += history["loss"] + [model.evaluate_generator(Batches())]
+numpy.savez("{}/{}-{}".format(sys.argv[1], compat.size(), compat.rank()), losses=losses,
+            weights=model.get_weights()[0])
+"""
+
+
+@pytest.mark.row("ranks: MPI")
+def test_generators(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(GENERATORS)
+    for size in (1, 2):
+        command = [sys.executable, str(script), str(tmp_path)]
+        launcher = _registry.load("theano").launcher(size, sys.executable) if size > 1 else []
+        subprocess.run(launcher + command, check=True, timeout=200)
+    one, first, second = [
+        np.load(str(tmp_path / name)) for name in ("1-0.npz", "2-0.npz", "2-1.npz")
+    ]
+    np.testing.assert_array_equal(first["weights"], second["weights"])
+    np.testing.assert_array_equal(first["losses"], second["losses"])
+    np.testing.assert_allclose(first["weights"], one["weights"], atol=1e-5)
+    np.testing.assert_allclose(first["losses"], one["losses"], atol=1e-4)
