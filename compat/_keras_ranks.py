@@ -44,20 +44,39 @@ def same_start(model, engine):
     Raises:
         RankError: rank 0's model has other weights.
     """
-    optimizer = getattr(model, "optimizer", None)
-    if optimizer is not None and not optimizer.built:
-        optimizer.build(model.trainable_variables)
-    variables = list(model.weights) + list(optimizer.variables if optimizer else ())
-    keras = _keras.keras_of(model)
-    chief = engine.ranks.rank == 0
-    sent = engine.broadcast(
-        [keras.ops.convert_to_numpy(variable) for variable in variables] if chief else None
-    )
-    if [value.shape for value in sent] != [tuple(variable.shape) for variable in variables]:
+    variables, read, write = _variables(model)
+    mine = read(variables)
+    sent = engine.broadcast(mine)
+    if [value.shape for value in sent] != [value.shape for value in mine]:
         raise errors.ranks_differ(engine.ranks, model.name)
-    if not chief:
-        for variable, value in zip(variables, sent):
+    if engine.ranks.rank:
+        write(list(zip(variables, sent)))
+
+
+def _variables(model):
+    """The variables of a model and its optimizer, and what reads and writes a list of them."""
+    keras = _keras.keras_of(model)
+    optimizer = getattr(model, "optimizer", None)
+    state = []
+    if optimizer is not None and hasattr(model, "_make_train_function"):
+        model._make_train_function()  # before that Keras 2's optimizers have no state
+        state = optimizer.weights
+    elif optimizer is not None:
+        if not getattr(optimizer, "built", True):
+            optimizer.build(model.trainable_variables)
+        state = optimizer.variables
+    variables = list(model.weights) + list(state() if callable(state) else state)
+    if hasattr(keras.backend, "batch_set_value"):
+        return variables, keras.backend.batch_get_value, keras.backend.batch_set_value
+
+    def read(variables):
+        return [keras.ops.convert_to_numpy(variable) for variable in variables]
+
+    def write(pairs):
+        for variable, value in pairs:
             variable.assign(value)
+
+    return variables, read, write
 
 
 # Fit and evaluate -----------------------------------------------------------------------------

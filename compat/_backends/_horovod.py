@@ -1,0 +1,199 @@
+"""Horovod: what the ranks of TensorFlow talk through.
+
+Horovod's own ``DistributedOptimizer`` is another class than the user's, which saved models then
+name, and weights all ranks alike. Here Horovod carries numbers, and no more: within the user's
+graphs (``Horovod.mean``), and for this process itself in a small graph of the engine's own.
+"""
+
+import contextlib
+import math
+import os
+import pickle
+import sys
+import time
+import urllib.error
+import urllib.request
+
+from .. import _detect, _ranks, errors
+
+
+class Horovod(_ranks.Engine):
+    """Horovod, as horovodrun has started it."""
+
+    def __init__(self, ranks):
+        super().__init__(ranks)
+        self.failure = None  # of a function that a graph called
+        _bound_waits(_ranks.timeout(os.environ))
+        self.horovod = _import_horovod()
+        import tensorflow
+
+        tf = self.tf = getattr(tensorflow.compat, "v1", tensorflow)
+        self.horovod.init()
+        self.check_size(self.horovod.size())
+        graph = tf.Graph()
+        with graph.as_default(), tf.device("/cpu:0"):
+            self.numbers = tf.placeholder(tf.float64, [None])
+            self.summed = self.horovod.allreduce(
+                self.numbers, op=self.horovod.Sum, name="horovod_sum"
+            )
+            self.bytes = tf.placeholder(tf.uint8, [None])
+            self.sent = self.horovod.broadcast(self.bytes, 0, name="horovod_broadcast")
+        # Threads of its own: a user's graph may hold all others while it waits for this one.
+        config = tf.ConfigProto(use_per_session_threads=True, inter_op_parallelism_threads=1)
+        config.device_count["GPU"] = 0
+        self.session = tf.Session(graph=graph, config=config)
+
+    def sum(self, values):
+        with self.waiting("for the others' numbers"):
+            return self.session.run(self.summed, {self.numbers: values})
+
+    def broadcast(self, value):
+        import numpy
+
+        content = pickle.dumps(value, 2) if self.ranks.rank == 0 else b""
+        size = int(self.sum([len(content)])[0])
+        content = numpy.frombuffer(content or bytes(size), "uint8")
+        with self.waiting("for rank 0's weights"):
+            return pickle.loads(self.session.run(self.sent, {self.bytes: content}).tobytes())
+
+    # In the user's graphs ---------------------------------------------------------------------
+
+    def mean(self, tensors, share, name):
+        """The mean over all ranks, weighted by their shares of the rows.
+
+        Arguments:
+            tensors: dense ones and ``IndexedSlices``, the same on all ranks.
+            share: this rank's, a float64 tensor.
+            name: of the operation; the ranks' operations of one name belong together.
+        """
+        tf, results = self.tf, list(tensors)
+        dense = {}  # places by dtype: a group is of one
+        for place, tensor in enumerate(tensors):
+            if isinstance(tensor, tf.IndexedSlices):
+                results[place] = self._mean_of_rows(tensor, share, "{}_{}".format(name, place))
+            else:
+                dense.setdefault(tensor.dtype, []).append(place)
+        for dtype, places in dense.items():
+            weighted = [tensors[place] * tf.cast(share, dtype) for place in places]
+            means = self.horovod.grouped_allreduce(
+                weighted,
+                op=self.horovod.Sum,
+                name="horovod_{}_{}".format(name, dtype.name),
+                ignore_name_scope=True,  # of functions, one in the other, which ranks may differ in
+            )
+            for place, mean in zip(places, means):
+                results[place] = mean
+        return results
+
+    def _mean_of_rows(self, slices, share, name):
+        """All ranks' rows one after the other: optimizers sum up those of one index."""
+
+        def gather(tensor, part):
+            name_of_part = "horovod_{}_{}".format(name, part)
+            return self.horovod.allgather(tensor, name=name_of_part, ignore_name_scope=True)
+
+        values = slices.values * self.tf.cast(share, slices.values.dtype)
+        return self.tf.IndexedSlices(
+            gather(values, "values"), gather(slices.indices, "indices"), slices.dense_shape
+        )
+
+    def called(self, function, argument, dtype):
+        """A tensor: what ``function`` returns for the value of ``argument``, when the graph runs."""
+
+        def call(value):
+            try:
+                return function(value)
+            except Exception as error:
+                self.failure = error
+                raise
+
+        return self.tf.numpy_function(call, [argument], dtype)
+
+    # Failures ---------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def waiting(self, what):
+        """Turn TensorFlow's error within into the one that it stands for.
+
+        That is what a function raised that the graph called, or the loss of a rank.
+        """
+        self.failure = None
+        try:
+            yield
+        except self.tf.errors.OpError as error:
+            failure, self.failure = self.failure, None
+            if failure is not None:
+                raise failure from error
+            if "horovod" not in str(error).lower():
+                raise
+            raise errors.rank_lost(self.ranks, what, self._absent(), error.message) from error
+
+    def _absent(self):
+        """The ranks that do not stand here as well, as far as horovodrun's store still tells."""
+        others = [rank for rank in range(self.ranks.size) if rank != self.ranks.rank]
+        try:
+            _in_store(self.ranks.rank, "PUT")
+            until = time.monotonic() + 2.0
+            while others and time.monotonic() < until:
+                time.sleep(0.1)
+                others = [rank for rank in others if not _in_store(rank, "GET")]
+        except (KeyError, OSError):  # no horovodrun, or it has gone, too
+            return []
+        return others
+
+
+def _in_store(rank, method):
+    """Note in the store that horovodrun keeps that a rank waits in vain, or ask whether it does."""
+    url = "http://{}:{}/compat_waits/{}".format(
+        os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"],
+        os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"],
+        rank,
+    )
+    request = urllib.request.Request(url, b"1" if method == "PUT" else None, method=method)
+    try:
+        urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=2.0)
+    except urllib.error.HTTPError:
+        return False
+    return True
+
+
+def _bound_waits(seconds):
+    """Tell Horovod, which reads this as it starts, how long ranks wait for each other."""
+    limit = int(math.ceil(seconds))
+    for name, value in (
+        ("GLOO_TIMEOUT_SECONDS", limit),
+        ("STALL_SHUTDOWN_TIME_SECONDS", limit),  # by itself it would only warn
+        ("STALL_CHECK_TIME_SECONDS", max(1, min(60, limit // 2))),
+    ):
+        os.environ.setdefault("HOROVOD_" + name, str(value))
+
+
+def _import_horovod():
+    """``horovod.tensorflow``.
+
+    Raises:
+        NotInstalledError: Horovod is not installed.
+        BrokenInstallError: it is, but was not built for this TensorFlow.
+    """
+    if _detect.distribution_version("horovod") is None:
+        raise errors.no_horovod()
+    try:
+        import horovod.tensorflow as horovod
+    except Exception as error:  # it was built without TensorFlow, or with another one
+        raise errors.broken_install("horovod.tensorflow", error) from error
+    return horovod
+
+
+_engine = None
+
+
+def engine(ranks):
+    """This process's place in Horovod, where it joins the others the first time."""
+    global _engine
+    if _engine is None:
+        _engine = Horovod(ranks)
+    return _engine
+
+
+#: What starts ranks on this machine, before their number.
+LAUNCHER = ("-m", "horovod.runner.launch", "--gloo", "--disable-cache", "-np")
