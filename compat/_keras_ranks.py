@@ -62,8 +62,10 @@ def _variables(model):
         model._make_train_function()  # before that Keras 2's optimizers have no state
         state = optimizer.weights
     elif optimizer is not None:
-        if not getattr(optimizer, "built", True):
-            optimizer.build(model.trainable_variables)
+        # The second is what tf.keras' legacy optimizers have.
+        make = getattr(optimizer, "build", None) or optimizer._create_all_weights
+        if not getattr(optimizer, "built", False):
+            make(model.trainable_variables)
         state = optimizer.variables
     variables = list(model.weights) + list(state() if callable(state) else state)
     if hasattr(keras.backend, "batch_set_value"):

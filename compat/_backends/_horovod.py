@@ -195,5 +195,7 @@ def engine(ranks):
     return _engine
 
 
-#: What starts ranks on this machine, before their number.
-LAUNCHER = ("-m", "horovod.runner.launch", "--gloo", "--disable-cache", "-np")
+def launcher(size, python):
+    """horovodrun, which needs no ssh on this machine."""
+    horovodrun = [python, "-m", "horovod.runner.launch", "--gloo", "--disable-cache"]
+    return horovodrun + ["-np", str(size)]

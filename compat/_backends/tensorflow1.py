@@ -176,12 +176,13 @@ class TensorFlow1(Backend):
 
     # Ranks ------------------------------------------------------------------------------------
 
-    def launcher(self, size: int) -> "List[str]":
+    def launcher(self, size: int, python: str) -> "List[str]":
         from . import _horovod
 
-        return list(_horovod.LAUNCHER) + [str(size)]
+        return _horovod.launcher(size, python)
 
     def distribute(self, model: "Any", ranks: "Ranks") -> "Any":
+        """See ``_tensorflow1_ranks``."""
         from . import _tensorflow1_ranks
 
         return _tensorflow1_ranks.distribute(model, ranks)

@@ -18,7 +18,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 
 import compat
-from compat._backends.tensorflow2 import _chosen_gpus, _forget_compiled_steps, backend
+from compat._backends.tensorflow2 import _chosen_gpus, forget_compiled_steps, backend
 from compat._devices import Devices
 from compat._settings import Memory, Settings
 from compat.testing import DEVICES, ParallelContract, initialise, keras_under_test
@@ -47,7 +47,7 @@ def executed(step):
 
 def train_in_a_new_graph(model, inputs, targets):
     """A step on one batch; a graph is recorded when it is first made."""
-    _forget_compiled_steps(model)
+    forget_compiled_steps(model)
     if TRAIN_STEP:
         model.train_on_batch(inputs, targets)
     else:  # there TensorFlow 2.0 computes eagerly
