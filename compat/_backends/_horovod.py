@@ -9,6 +9,7 @@ import contextlib
 import math
 import os
 import pickle
+import threading
 import sys
 import time
 import urllib.error
@@ -23,13 +24,17 @@ class Horovod(_ranks.Engine):
     def __init__(self, ranks):
         super().__init__(ranks)
         self.failure = None  # of a function that a graph called
-        _bound_waits(_ranks.timeout(os.environ))
+        self.timeout = _ranks.timeout(os.environ)
+        self.deadline = None  # of the wait that goes on
         self.horovod = _import_horovod()
         import tensorflow
 
         tf = self.tf = getattr(tensorflow.compat, "v1", tensorflow)
+        # How long it waits for ranks that do not start, or whose machine is gone.
+        os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(int(math.ceil(self.timeout))))
         self.horovod.init()
         self.check_size(self.horovod.size())
+        threading.Thread(target=self._watch, name="compat waits for ranks", daemon=True).start()
         graph = tf.Graph()
         with graph.as_default(), tf.device("/cpu:0"):
             self.numbers = tf.placeholder(tf.float64, [None])
@@ -45,6 +50,7 @@ class Horovod(_ranks.Engine):
 
     def sum(self, values):
         with self.waiting("for the others' numbers"):
+            self.arrive()
             return self.session.run(self.summed, {self.numbers: values})
 
     def broadcast(self, value):
@@ -54,6 +60,7 @@ class Horovod(_ranks.Engine):
         size = int(self.sum([len(content)])[0])
         content = numpy.frombuffer(content or bytes(size), "uint8")
         with self.waiting("for rank 0's weights"):
+            self.arrive()
             return pickle.loads(self.session.run(self.sent, {self.bytes: content}).tobytes())
 
     # In the user's graphs ---------------------------------------------------------------------
@@ -67,6 +74,8 @@ class Horovod(_ranks.Engine):
             name: of the operation; the ranks' operations of one name belong together.
         """
         tf, results = self.tf, list(tensors)
+        with tf.control_dependencies(results):
+            share = self.called(self.arrive, share, tf.float64)
         dense = {}  # places by dtype: a group is of one
         for place, tensor in enumerate(tensors):
             if isinstance(tensor, tf.IndexedSlices):
@@ -98,7 +107,7 @@ class Horovod(_ranks.Engine):
         )
 
     def called(self, function, argument, dtype):
-        """A tensor: what ``function`` returns for the value of ``argument``, when the graph runs."""
+        """A tensor: what ``function`` returns for the value of ``argument``, as the graph runs."""
 
         def call(value):
             try:
@@ -126,7 +135,25 @@ class Horovod(_ranks.Engine):
                 raise failure from error
             if "horovod" not in str(error).lower():
                 raise
-            raise errors.rank_lost(self.ranks, what, self._absent(), error.message) from error
+            problem = error.message.split(". ")[0]
+            raise errors.rank_lost(self.ranks, what, self._absent(), problem) from error
+        finally:
+            self.deadline = None
+
+    def arrive(self, share=None):
+        """Note that this rank waits for the others from now on. Returns its argument."""
+        self.deadline = time.monotonic() + self.timeout
+        return share
+
+    def _watch(self):
+        """End a wait that takes too long: Horovod, shut down, fails it on all ranks.
+
+        Horovod's own check for stalls finds none between CPUs: it goes through a list of ranks
+        that its gloo part leaves empty (0.28.1, ``GlooController::DoInitialization``).
+        """
+        while self.deadline is None or time.monotonic() < self.deadline:
+            time.sleep(min(0.5, self.timeout))
+        self.horovod.shutdown()
 
     def _absent(self):
         """The ranks that do not stand here as well, as far as horovodrun's store still tells."""
@@ -155,17 +182,6 @@ def _in_store(rank, method):
     except urllib.error.HTTPError:
         return False
     return True
-
-
-def _bound_waits(seconds):
-    """Tell Horovod, which reads this as it starts, how long ranks wait for each other."""
-    limit = int(math.ceil(seconds))
-    for name, value in (
-        ("GLOO_TIMEOUT_SECONDS", limit),
-        ("STALL_SHUTDOWN_TIME_SECONDS", limit),  # by itself it would only warn
-        ("STALL_CHECK_TIME_SECONDS", max(1, min(60, limit // 2))),
-    ):
-        os.environ.setdefault("HOROVOD_" + name, str(value))
 
 
 def _import_horovod():
