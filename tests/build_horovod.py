@@ -29,7 +29,7 @@ def pip(command, *arguments, **options):
         [sys.executable, "-m", "pip", command, "--quiet", "--no-deps", "--no-cache-dir"]
         + list(arguments),
         check=True,
-        **options
+        **options,
     )
 
 

@@ -10,7 +10,6 @@ import math
 import os
 import pickle
 import threading
-import sys
 import time
 import urllib.error
 import urllib.request

@@ -103,7 +103,9 @@ class RankedStep(_keras_ranks.RankedMethod):
             self.start(model, data)
         self.exchanged = 0
         share = self.share(tf, model, data)
-        state = [variable for variable in model.non_trainable_variables if variable.dtype.is_floating]
+        state = [
+            variable for variable in model.non_trainable_variables if variable.dtype.is_floating
+        ]
         before = [_value(tf, variable) for variable in state]
         with contextlib.ExitStack() as stack:
             stack.enter_context(_stepping())

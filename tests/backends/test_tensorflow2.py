@@ -18,7 +18,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 
 import compat
-from compat._backends.tensorflow2 import _chosen_gpus, forget_compiled_steps, backend
+from compat._backends.tensorflow2 import _chosen_gpus, backend, forget_compiled_steps
 from compat._devices import Devices
 from compat._settings import Memory, Settings
 from compat.testing import DEVICES, ParallelContract, initialise, keras_under_test
