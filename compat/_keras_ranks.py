@@ -19,8 +19,8 @@ SAVING = ("save", "save_weights", "export")
 
 def install(model, engine):
     """Make the methods of this model those of a rank. A second time changes nothing."""
-    for kind in (RankedFit, RankedEvaluate):
-        if kind.of(model) is None:
+    for kind in (RankedFit, RankedEvaluate, RankedFitGenerator, RankedEvaluateGenerator):
+        if hasattr(type(model), kind.method) and kind.of(model) is None:
             kind(engine).install(model)
     for method in SAVING:
         if hasattr(type(model), method) and RankedSave.named(method).of(model) is None:
@@ -60,7 +60,9 @@ def _variables(model):
     state = []
     if optimizer is not None and hasattr(model, "_make_train_function"):
         model._make_train_function()  # before that Keras 2's optimizers have no state
-        state = optimizer.weights
+        # The second is what keeps the state of one of TensorFlow's own, in Keras 2.
+        own = getattr(optimizer, "optimizer", None)
+        state = optimizer.weights if own is None else own.variables()
     elif optimizer is not None:
         # The second is what tf.keras' legacy optimizers have.
         make = getattr(optimizer, "build", None) or optimizer._create_all_weights
@@ -119,7 +121,11 @@ class RankedFit(RankedMethod):
         self.running = False
 
     def __call__(self, model, *args, **kwargs):
-        fit = self.plain(model)
+        return self.run(model, self.plain(model), args, kwargs)
+
+    def run(self, model, fit, args, kwargs):
+        if self.running:  # fit() itself calls fit_generator(), in Keras 2.3
+            return fit(*args, **kwargs)
         bound = inspect.signature(fit).bind(*args, **kwargs)
         callbacks = bound.arguments.get("callbacks") or []
         callbacks = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
@@ -149,18 +155,37 @@ class RankedFit(RankedMethod):
         return Epochs()
 
 
+class RankedFitGenerator(RankedMethod):
+    """Keras 2's ``fit_generator``, which is as its ``fit``."""
+
+    method = "fit_generator"
+
+    def __call__(self, model, *args, **kwargs):
+        return RankedFit.of(model).run(model, self.plain(model), args, kwargs)
+
+
 class RankedEvaluate(RankedMethod):
     """``evaluate`` with metrics over all ranks' rows. Within ``fit`` the epoch's end does that."""
 
     method = "evaluate"
 
+    def __init__(self, engine):
+        super().__init__(engine)
+        self.running = False
+
     def __call__(self, model, *args, **kwargs):
-        evaluate = self.plain(model)
+        return self.run(model, self.plain(model), args, kwargs)
+
+    def run(self, model, evaluate, args, kwargs):
         fit = RankedFit.of(model)
-        if fit.running:
+        if fit.running or self.running:  # evaluate() itself calls evaluate_generator()
             return evaluate(*args, **kwargs)
         fit.rows[False] = 0
-        result = evaluate(*args, **kwargs)
+        self.running = True
+        try:
+            result = evaluate(*args, **kwargs)
+        finally:
+            self.running = False
         if isinstance(result, dict):
             return mean(self.engine, result, lambda name: fit.rows[False])
         results = result if isinstance(result, (list, tuple)) else [result]
@@ -168,6 +193,15 @@ class RankedEvaluate(RankedMethod):
         means = mean(self.engine, named, lambda name: fit.rows[False])
         means = [means[str(place)] for place in range(len(results))]
         return means if isinstance(result, (list, tuple)) else means[0]
+
+
+class RankedEvaluateGenerator(RankedMethod):
+    """Keras 2's ``evaluate_generator``, which is as its ``evaluate``."""
+
+    method = "evaluate_generator"
+
+    def __call__(self, model, *args, **kwargs):
+        return RankedEvaluate.of(model).run(model, self.plain(model), args, kwargs)
 
 
 # Saving ---------------------------------------------------------------------------------------

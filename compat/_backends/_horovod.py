@@ -9,6 +9,7 @@ import contextlib
 import math
 import os
 import pickle
+import sys
 import threading
 import time
 import urllib.error
@@ -188,7 +189,7 @@ def _import_horovod():
 
     Raises:
         NotInstalledError: Horovod is not installed.
-        BrokenInstallError: it is, but was not built for this TensorFlow.
+        BrokenInstallError: it is, but not for this TensorFlow.
     """
     if _detect.distribution_version("horovod") is None:
         raise errors.no_horovod()
@@ -211,6 +212,12 @@ def engine(ranks):
 
 
 def launcher(size, python):
-    """horovodrun, which needs no ssh on this machine."""
+    """horovodrun, which needs no ssh on this machine.
+
+    Raises:
+        NotInstalledError: Horovod is not installed.
+    """
+    if python == sys.executable and _detect.distribution_version("horovod") is None:
+        raise errors.no_horovod()
     horovodrun = [python, "-m", "horovod.runner.launch", "--gloo", "--disable-cache"]
     return horovodrun + ["-np", str(size)]

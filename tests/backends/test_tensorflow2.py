@@ -662,3 +662,15 @@ def test_float_type_is_set_in_the_keras_under_test():
         """
     )
     assert printed == "float64"
+
+
+def test_ranks_without_horovod_say_what_is_missing(keras, monkeypatch):
+    for name, value in (("RANK", "0"), ("SIZE", "2"), ("LOCAL_RANK", "0"), ("LOCAL_SIZE", "2")):
+        monkeypatch.setenv("HOROVOD_" + name, value)
+    model = keras.models.Sequential([keras.layers.Dense(1, input_shape=(3,))])
+    with pytest.raises(
+        compat.NotInstalledError if TRAIN_STEP and not KERAS3 else compat.UnsupportedError
+    ):
+        compat.parallelize(model)
+    with pytest.raises(compat.NotInstalledError, match="through Horovod, which is not installed"):
+        backend.launcher(2, sys.executable)
