@@ -135,7 +135,8 @@ class Horovod(_ranks.Engine):
                 raise failure from error
             if "horovod" not in str(error).lower():
                 raise
-            problem = error.message.split(". ")[0]
+            # TensorFlow puts before it where the node was made, and the node behind it.
+            problem = error.message.partition("[[")[0].strip().split("\n")[-1].split(". ")[0]
             raise errors.rank_lost(self.ranks, what, self._absent(), problem) from error
         finally:
             self.deadline = None
