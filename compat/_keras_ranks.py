@@ -126,16 +126,22 @@ class RankedFit(RankedMethod):
     def run(self, model, fit, args, kwargs):
         if self.running:  # fit() itself calls fit_generator(), in Keras 2.3
             return fit(*args, **kwargs)
-        bound = inspect.signature(fit).bind(*args, **kwargs)
-        callbacks = bound.arguments.get("callbacks") or []
-        callbacks = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
-        # In front, so that the user's callbacks see what all ranks see.
-        bound.arguments["callbacks"] = [self.epochs(model)] + callbacks
+        # In front, so that the user's callbacks see what all ranks see; and in the place where
+        # they were given: Keras 2 takes no more by position than its old versions did.
+        names = list(inspect.signature(fit).parameters)
+        place = names.index("callbacks") if "callbacks" in names else len(args)
+        given = args[place] if place < len(args) else kwargs.get("callbacks")
+        given = list(given) if isinstance(given, (list, tuple)) else [given] if given else []
+        callbacks = [self.epochs(model)] + given
+        if place < len(args):
+            args = args[:place] + (callbacks,) + args[place + 1 :]
+        else:
+            kwargs["callbacks"] = callbacks
         if model.built:
             same_start(model, self.engine)
         self.running = True
         try:
-            return fit(*bound.args, **bound.kwargs)
+            return fit(*args, **kwargs)
         finally:
             self.running = False
 

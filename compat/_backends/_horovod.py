@@ -23,7 +23,7 @@ class Horovod(_ranks.Engine):
 
     def __init__(self, ranks):
         super().__init__(ranks)
-        self.failure = None  # of a function that a graph called
+        self.failure = None  # noted last
         self.timeout = _ranks.timeout(os.environ)
         self.deadline = None  # of the wait that goes on
         self.horovod = _import_horovod()
@@ -110,11 +110,8 @@ class Horovod(_ranks.Engine):
         """A tensor: what ``function`` returns for the value of ``argument``, as the graph runs."""
 
         def call(value):
-            try:
+            with self.noting():
                 return function(value)
-            except Exception as error:
-                self.failure = error
-                raise
 
         return self.tf.numpy_function(call, [argument], dtype)
 
@@ -124,22 +121,33 @@ class Horovod(_ranks.Engine):
     def waiting(self, what):
         """Turn TensorFlow's error within into the one that it stands for.
 
-        That is what a function raised that the graph called, or the loss of a rank.
+        That is the one noted last, or the loss of a rank.
         """
         self.failure = None
         try:
             yield
-        except self.tf.errors.OpError as error:
+        except Exception as error:
             failure, self.failure = self.failure, None
+            if failure is error:
+                raise
             if failure is not None:
                 raise failure from error
-            if "horovod" not in str(error).lower():
+            if not isinstance(error, self.tf.errors.OpError) or "orovod" not in str(error):
                 raise
             # TensorFlow puts before it where the node was made, and the node behind it.
             problem = error.message.partition("[[")[0].strip().split("\n")[-1].split(". ")[0]
             raise errors.rank_lost(self.ranks, what, self._absent(), problem) from error
         finally:
             self.deadline = None
+
+    @contextlib.contextmanager
+    def noting(self):
+        """Keep the exception that is raised within: TensorFlow replaces it by another."""
+        try:
+            yield
+        except Exception as error:
+            self.failure = error
+            raise
 
     def arrive(self, share=None):
         """Note that this rank waits for the others from now on. Returns its argument."""

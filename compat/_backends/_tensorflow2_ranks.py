@@ -92,6 +92,10 @@ class RankedStep(_keras_ranks.RankedMethod):
         self.started = None  # the optimizer with which an eager step began
 
     def __call__(self, model, data):
+        with self.engine.noting():
+            return self.step(model, data)
+
+    def step(self, model, data):
         tf = sys.modules["tensorflow"]
         if getattr(model, "_jit_compile", None):
             raise errors.unsupported(

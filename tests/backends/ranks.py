@@ -25,6 +25,12 @@ y = x.sum(axis=1, keepdims=True)
 inputs, targets = compat.shard((x, y), BATCH)
 rows = compat.local_batch_size(BATCH)
 weights, said = {}, {}
+
+
+def dense(units, **options):
+    "A layer with other weights on each rank."
+    initializer = keras.initializers.RandomUniform(-0.5, 0.5, seed=units + 100 * compat.rank())
+    return keras.layers.Dense(units, kernel_initializer=initializer, **options)
 """
 END = """
 np.savez(sys.argv[1] + "-%d" % compat.rank(), **{

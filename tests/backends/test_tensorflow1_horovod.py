@@ -15,11 +15,9 @@ class TestTensorFlow1Horovod(RanksContract):
 WAYS = """
 import tensorflow as tf
 
-tf.compat.v1.set_random_seed(compat.rank())  # other weights on each rank
-
 
 def trained(name, optimizer):
-    layers = [keras.layers.Dense(4, activation="tanh"), keras.layers.Dense(1)]
+    layers = [dense(4, activation="tanh"), dense(1)]
     model = keras.models.Sequential(layers, name=name)  # not built before its first batch
     assert compat.parallelize(model) is model
     model.compile(optimizer, "mse")
@@ -35,8 +33,7 @@ trained("is_of_tensorflow", tf.compat.v1.train.MomentumOptimizer(0.05, 0.9))
 """
 
 GENERATOR = """
-layer = keras.layers.Dense(1, input_shape=(6,), kernel_initializer="ones")
-model = compat.parallelize(keras.models.Sequential([layer]))
+model = compat.parallelize(keras.models.Sequential([dense(1, input_shape=(6,))]))
 model.compile("sgd", "mse")
 
 

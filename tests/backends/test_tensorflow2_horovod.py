@@ -21,8 +21,8 @@ class Own(keras.Model):
 
     def __init__(self):
         super().__init__(name="own")
-        self.encoder = keras.layers.Dense(5, activation="tanh")
-        self.decoder = keras.layers.Dense(1)
+        self.encoder = dense(5, activation="tanh")
+        self.decoder = dense(1)
         self.encoding = keras.optimizers.legacy.SGD(0.1, momentum=0.9, clipnorm=0.05)
         self.decoding = keras.optimizers.Adam(0.01, clipvalue=0.02)
 
@@ -49,13 +49,12 @@ def trained(model, data, **options):
     return model
 
 
-keras.utils.set_random_seed(compat.rank())  # other weights on each rank
 data = tf.data.Dataset.from_tensor_slices((inputs, targets)).batch(rows)
 trained(Own(), data, steps_per_execution=2)
-eager = keras.Sequential([keras.layers.Dense(4, activation="tanh"), keras.layers.Dense(1)], "eager")
+eager = keras.Sequential([dense(4, activation="tanh"), dense(1)], "eager")
 trained(eager, data, run_eagerly=True)
 
-batches = keras.Sequential([keras.layers.Dense(1)], name="batches")
+batches = keras.Sequential([dense(1)], name="batches")
 compat.parallelize(batches).compile("sgd", "mse")
 for start in range(0, len(inputs), rows):
     batches.train_on_batch(inputs[start : start + rows], targets[start : start + rows])
@@ -73,11 +72,6 @@ def refusal(call):
         return str(error)
 
 
-def dense(name):
-    model = keras.Sequential([keras.layers.Dense(1, input_shape=(6,))], name=name)
-    return compat.parallelize(model)
-
-
 def loop():
     with tf.GradientTape() as tape:
         loss = tf.reduce_mean(model(x) - y)
@@ -92,9 +86,8 @@ class Alone(keras.Model):
         return {"loss": loss}
 
 
-model = dense("looped")
+model = compat.parallelize(keras.Sequential([dense(1, input_shape=(6,))], name="looped"))
 said["loop"] = refusal(loop)
-before = model.get_weights()
 model.predict(x, verbose=0)
 model.compile("sgd", "mse", jit_compile=True)
 said["xla"] = refusal(lambda: model.fit(inputs, targets, verbose=0))
