@@ -107,9 +107,7 @@ class RankedStep(_keras_ranks.RankedMethod):
             self.start(model, data)
         self.exchanged = 0
         share = self.share(tf, model, data)
-        state = [
-            variable for variable in model.non_trainable_variables if variable.dtype.is_floating
-        ]
+        state = _state(model)
         before = [_value(tf, variable) for variable in state]
         with contextlib.ExitStack() as stack:
             stack.enter_context(_stepping())
@@ -219,6 +217,14 @@ class RankedCall(tensorflow2.ReplicatedCall):
 
 def _is_optimizer(value):
     return callable(getattr(value, "apply_gradients", None))
+
+
+def _state(model):
+    """The variables that a step may set besides those it trains, as far as they are made."""
+    try:
+        return [v for v in model.non_trainable_variables if v.dtype.is_floating]
+    except ValueError:  # Keras: none is; a step that makes them is traced again to be run
+        return []
 
 
 def _value(tf, variable):
