@@ -30,7 +30,8 @@ class Horovod(_ranks.Engine):
         import tensorflow
 
         tf = self.tf = getattr(tensorflow.compat, "v1", tensorflow)
-        # How long it waits for ranks that do not start, or whose machine is gone.
+        self._meet()
+        # How long it waits for a rank whose machine is gone.
         os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(int(math.ceil(self.timeout))))
         self.horovod.init()
         self.check_size(self.horovod.size())
@@ -160,31 +161,47 @@ class Horovod(_ranks.Engine):
         Horovod's own check for stalls finds none between CPUs: it goes through a list of ranks
         that its gloo part leaves empty (0.28.1, ``GlooController::DoInitialization``).
         """
-        while self.deadline is None or time.monotonic() < self.deadline:
+        deadline = None
+        while deadline is None or time.monotonic() < deadline:
             time.sleep(min(0.5, self.timeout))
+            deadline = self.deadline
         self.horovod.shutdown()
 
-    def _absent(self):
-        """The ranks that do not stand here as well, as far as horovodrun's store still tells."""
-        others = [rank for rank in range(self.ranks.size) if rank != self.ranks.rank]
+    def _meet(self):
+        """Wait until all ranks come: Horovod itself would abort the process where one does not."""
+        if "HOROVOD_GLOO_RENDEZVOUS_ADDR" not in os.environ:  # no horovodrun
+            return
         try:
-            _in_store(self.ranks.rank, "PUT")
-            until = time.monotonic() + 2.0
-            while others and time.monotonic() < until:
-                time.sleep(0.1)
-                others = [rank for rank in others if not _in_store(rank, "GET")]
+            absent = self._not_at("start", self.timeout)
+        except OSError as error:
+            raise errors.rank_lost(self.ranks, "to start", [], error) from error
+        if absent:
+            problem = "nothing was heard of it for {:g} seconds".format(self.timeout)
+            raise errors.rank_lost(self.ranks, "to start", absent, problem)
+
+    def _absent(self):
+        """The ranks that do not stand here as well, as far as horovodrun still tells."""
+        try:
+            return self._not_at("failure", 2.0)
         except (KeyError, OSError):  # no horovodrun, or it has gone, too
             return []
+
+    def _not_at(self, place, seconds):
+        """The ranks that do not come to the place in that time: horovodrun keeps a store."""
+        others = [rank for rank in range(self.ranks.size) if rank != self.ranks.rank]
+        until = time.monotonic() + seconds
+        _in_store("PUT", place, self.ranks.rank)
+        while others and time.monotonic() < until:
+            time.sleep(0.1)
+            others = [rank for rank in others if not _in_store("GET", place, rank)]
         return others
 
 
-def _in_store(rank, method):
-    """Note in the store that horovodrun keeps that a rank waits in vain, or ask whether it does."""
-    url = "http://{}:{}/compat_waits/{}".format(
-        os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"],
-        os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"],
-        rank,
-    )
+def _in_store(method, place, rank):
+    """Note in horovodrun's store that a rank is at a place, or ask whether it is."""
+    address = os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"]
+    port = os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"]
+    url = "http://{}:{}/compat_{}/{}".format(address, port, place, rank)
     request = urllib.request.Request(url, b"1" if method == "PUT" else None, method=method)
     try:
         urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=2.0)
