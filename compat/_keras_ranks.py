@@ -61,10 +61,14 @@ def _variables(model):
     maker = _keras.that_makes_functions(model)
     if optimizer is not None and hasattr(maker, "_make_train_function"):
         maker._make_train_function()  # before that Keras 2's optimizers have no state
-        state = optimizer.weights
-    elif optimizer is not None:
-        if not getattr(optimizer, "built", True):
-            optimizer.build(model.trainable_variables)
+        # The second is what keeps the state of one of TensorFlow's own, in Keras 2.
+        own = getattr(optimizer, "optimizer", None)
+        state = optimizer.weights if own is None else own.variables()
+    elif optimizer is not None and maker is not None:
+        # The second is what tf.keras' legacy optimizers have.
+        make = getattr(optimizer, "build", None) or optimizer._create_all_weights
+        if not getattr(optimizer, "built", False):
+            make(model.trainable_variables)
         state = optimizer.variables
     variables = list(model.weights) + list(state() if callable(state) else state)
     if hasattr(keras.backend, "batch_set_value"):
@@ -121,18 +125,24 @@ class RankedFit(RankedMethod):
         return self.run(model, self.plain(model), args, kwargs)
 
     def run(self, model, fit, args, kwargs):
-        if self.running:  # Keras 2.3's fit calls fit_generator
+        if self.running:  # fit() itself calls fit_generator(), in Keras 2.3
             return fit(*args, **kwargs)
-        bound = inspect.signature(fit).bind(*args, **kwargs)
-        callbacks = bound.arguments.get("callbacks") or []
-        callbacks = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
-        # In front, so that the user's callbacks see what all ranks see.
-        bound.arguments["callbacks"] = [self.epochs(model)] + callbacks
+        # In front, so that the user's callbacks see what all ranks see; and in the place where
+        # they were given: Keras 2 takes no more by position than its old versions did.
+        names = list(inspect.signature(fit).parameters)
+        place = names.index("callbacks") if "callbacks" in names else len(args)
+        given = args[place] if place < len(args) else kwargs.get("callbacks")
+        given = list(given) if isinstance(given, (list, tuple)) else [given] if given else []
+        callbacks = [self.epochs(model)] + given
+        if place < len(args):
+            args = args[:place] + (callbacks,) + args[place + 1 :]
+        else:
+            kwargs["callbacks"] = callbacks
         if model.built:
             same_start(model, self.engine)
         self.running = True
         try:
-            return fit(*bound.args, **bound.kwargs)
+            return fit(*args, **kwargs)
         finally:
             self.running = False
 
@@ -169,7 +179,7 @@ class RankedEvaluate(RankedMethod):
     def __call__(self, model, *args, **kwargs):
         evaluate = self.plain(model)
         fit = RankedFit.of(model)
-        if fit.running:
+        if fit.running:  # or evaluate() itself, which calls evaluate_generator() in Keras 2.3
             return evaluate(*args, **kwargs)
         fit.rows[False] = 0
         fit.running = True

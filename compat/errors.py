@@ -558,6 +558,15 @@ def no_mpirun():
     )
 
 
+def no_horovod():
+    return NotInstalledError(
+        "Ranks of TensorFlow train together through Horovod, which is not installed. Build it "
+        "where TensorFlow is: HOROVOD_WITH_GLOO=1 HOROVOD_WITH_TENSORFLOW=1 pip install "
+        "--no-build-isolation --no-cache-dir horovod==0.28.1 (that needs a C++ compiler, "
+        "setuptools<60 and cmake<4). Or start the script without a launcher."
+    )
+
+
 def no_meeting_point(ranks, engine, missing):
     return RankError(
         "This process is {}, but {} is not told where ranks meet: {} not set. Start the script "

@@ -828,6 +828,15 @@ TEXTS = [
         "Model 'dense' has other weights on rank 1 than on rank 0: their number or their shapes "
         "differ. Build the same model, and compile it with the same optimizer, on every rank.",
     ),
+    (
+        errors.no_horovod,
+        (),
+        errors.NotInstalledError,
+        "Ranks of TensorFlow train together through Horovod, which is not installed. Build it "
+        "where TensorFlow is: HOROVOD_WITH_GLOO=1 HOROVOD_WITH_TENSORFLOW=1 pip install "
+        "--no-build-isolation --no-cache-dir horovod==0.28.1 (that needs a C++ compiler, "
+        "setuptools<60 and cmake<4). Or start the script without a launcher.",
+    ),
 ]
 
 

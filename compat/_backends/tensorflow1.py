@@ -34,6 +34,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, ContextManager, List, Optional, Sequence
 
+    from .._ranks import Ranks
     from .._settings import Settings
 
 _SESSION_OPTIONS = (
@@ -172,6 +173,19 @@ class TensorFlow1(Backend):
             with _keras.training_goes_on(_keras.that_makes_functions(model)):
                 _ReplicatedFunctions(model, devices).install()
         return model
+
+    # Ranks ------------------------------------------------------------------------------------
+
+    def launcher(self, size: int, python: str) -> "List[str]":
+        from . import _horovod
+
+        return _horovod.launcher(size, python)
+
+    def distribute(self, model: "Any", ranks: "Ranks") -> "Any":
+        """See ``_tensorflow1_ranks``."""
+        from . import _tensorflow1_ranks
+
+        return _tensorflow1_ranks.distribute(model, ranks)
 
     # Devices of parts of a model --------------------------------------------------------------
 
@@ -430,7 +444,7 @@ class _ReplicatedFunctions:
         def get_updates_on_replicas(loss, params):
             replicas = self._replicas_now()
             counter = getattr(self.model.optimizer, "iterations", None)
-            with replicas.gradients_beside_forward(), _reading_after_counting(counter):
+            with replicas.gradients_beside_forward(), reading_after_counting(counter):
                 return get_updates(loss=replicas.whole(loss), params=params)
 
         optimizer["get_updates"] = get_updates_on_replicas
@@ -441,7 +455,7 @@ class _ReplicatedFunctions:
 
 
 @contextlib.contextmanager
-def _reading_after_counting(counter):
+def reading_after_counting(counter):
     """Within, what reads an optimizer's step counter does so after its increment.
 
     In keras 2.2 and 2.3 nothing orders the two, and Adam takes either number; on one device
@@ -864,6 +878,11 @@ def _written_values(updates, stop):
     ops, consumers = _ancestors(updates, stop)
     writing = _reached([op for op in ops if op.type.startswith(_WRITES)], consumers)
     return values + [t for op in writing for t in op.inputs if t.op not in writing]
+
+
+def writing_operations(updates):
+    """The operations that write variables when ``updates`` are run."""
+    return [op for op in _ancestors(updates, ())[0] if op.type.startswith(_WRITES)]
 
 
 class _Copy:

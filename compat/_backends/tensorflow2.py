@@ -21,6 +21,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, Callable, ContextManager, Dict, List, Mapping, Optional, Sequence
 
+    from .._ranks import Ranks
     from .._settings import Settings
 
 # configure_gpu(option=...) -> the function of tf.config that sets it.
@@ -131,6 +132,36 @@ class TensorFlow2(Backend):
                 return ["/{}:{}".format(kind.lower(), index) for index in range(count)]
         return ["/cpu:0"]
 
+    # Ranks ------------------------------------------------------------------------------------
+
+    def launcher(self, size: int, python: str) -> "List[str]":
+        from . import _horovod
+
+        return _horovod.launcher(size, python)
+
+    def distribute(self, model: "Any", ranks: "Ranks") -> "Any":
+        """See ``_tensorflow2_ranks``; after ``disable_v2_behavior()``, ``_tensorflow1_ranks``."""
+        tf = self.import_framework()
+        if self.is_native(model):
+            raise errors.unsupported(
+                "tensorflow2",
+                "train a model without Keras as one of several ranks",
+                "Use a model of tf.keras, or start the script without a launcher.",
+            )
+        if _in_v1_mode(tf):
+            from . import _tensorflow1_ranks
+
+            return _tensorflow1_ranks.distribute(model, ranks)
+        if not _runs_eagerly(tf):
+            raise errors.unsupported(
+                "tensorflow2",
+                "train as one of several ranks after tf.compat.v1.disable_eager_execution()",
+                "Remove that call.",
+            )
+        from . import _tensorflow2_ranks
+
+        return _tensorflow2_ranks.distribute(model, ranks)
+
     # Replicas ---------------------------------------------------------------------------------
 
     def parallelize(self, model: "Any", devices: "Sequence[str]") -> "Any":
@@ -172,7 +203,7 @@ class TensorFlow2(Backend):
         if replicated and not reason:
             ReplicatedCall(devices).install(model)
         if ReplicatedCall.of(model) is not before:
-            _forget_compiled_steps(model)
+            forget_compiled_steps(model)
         return model
 
     def is_native(self, model: "Any") -> bool:
@@ -368,7 +399,7 @@ def refuse_loops(tf, layers):
             )
 
 
-def _forget_compiled_steps(model):
+def forget_compiled_steps(model):
     """Have Keras trace its steps again: the ones it has hold the call that was.
 
     The optimizer and its state stay.
@@ -432,14 +463,14 @@ class ReplicatedCall(_keras.InstanceMethod):
         tf = sys.modules["tensorflow"]
         call = functools.partial(self._unreplicated, tf, model)
         arguments = tf.nest.flatten((args, kwargs))
-        batch = next(filter(lambda value: _has_rows(tf, value), arguments), None)
+        batch = next(filter(lambda value: has_rows(tf, value), arguments), None)
         if batch is None or getattr(_replica_running, "now", False) or self._only_traced(tf, model):
             return call(*args, **kwargs)
         if getattr(model, "_jit_compile", None):
             raise errors.several_devices_in_xla()
         state = self._state_of(tf, model)
         state.prepare(call, args, kwargs)
-        rows, replicas = _rows(tf, batch), []
+        rows, replicas = rows_of(tf, batch), []
         for index, device in enumerate(self.devices):
             bounds = _replicas.run_bounds(
                 rows, len(self.devices), index, max if isinstance(rows, int) else tf.maximum
@@ -533,7 +564,7 @@ class Replica:
             return results, gradient
 
         shard = [tensors[place] for place in places]
-        if _recording():
+        if recording():
             results = replica(*shard)
         else:  # predict, evaluate: no gradient to keep intermediate results for
             with tf.device(device):
@@ -603,7 +634,7 @@ def _differentiable(tf, compute, values):
     return compute(*values), gradients_of
 
 
-def _recording():
+def recording():
     """Whether a gradient tape is recording: TensorFlow's own test, private to it."""
     for name in ("tensorflow.python.eager.record", "tensorflow.python.eager.tape"):
         test = getattr(sys.modules.get(name), "could_possibly_record", None)
@@ -615,11 +646,11 @@ def _recording():
 # Splitting and merging ------------------------------------------------------------------------
 
 
-def _has_rows(tf, value):
+def has_rows(tf, value):
     return tf.is_tensor(value) and value.shape.rank != 0
 
 
-def _rows(tf, batch):
+def rows_of(tf, batch):
     """The number of rows: an integer where it is known, else a scalar tensor."""
     if batch.shape.rank is not None and batch.shape[0] is not None:
         return batch.shape[0]
@@ -630,7 +661,7 @@ def _rows(tf, batch):
 
 def _slice(tf, batch, bounds, value):
     """A replica's rows of an argument; what has no rows of the batch is passed whole."""
-    if not _has_rows(tf, value):
+    if not has_rows(tf, value):
         return value
     # As lists: up to TensorFlow 2.3 an unknown dimension of a shape equals no other.
     if value.shape[:1].as_list() != batch.shape[:1].as_list():
@@ -714,11 +745,20 @@ def _state_of(tf, model):
     return _keras.StatelessReplicas(sys.modules["keras"], model, mean)
 
 
+# Operations on a variable that leave it as it is.
+_READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape")
+
+
+def is_set(tf, variable):
+    """Whether the function being traced may set the variable."""
+    if tf.executing_eagerly():
+        return True
+    handle = tf.compat.v1.get_default_graph().capture(variable.handle)
+    return any(user.type not in _READS for user in handle.consumers())
+
+
 class Keras2State:
     """Losses and state of tf.keras' layers: taken back after each replica."""
-
-    # Operations on a variable that leave it as it is.
-    READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape")
 
     def __init__(self, tf, model):
         self.tf = tf
@@ -746,12 +786,6 @@ class Keras2State:
         """The value in the variable's own dtype, whatever mixed precision casts it to."""
         return self.tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
 
-    def _is_set(self, variable):
-        if self.tf.executing_eagerly():
-            return True
-        handle = self.tf.compat.v1.get_default_graph().capture(variable.handle)
-        return any(user.type not in self.READS for user in handle.consumers())
-
     @contextlib.contextmanager
     def replica(self):
         counts = [len(layer._eager_losses) for layer in self.layers]
@@ -763,7 +797,7 @@ class Keras2State:
             self.owners += [layer] * (len(layer._eager_losses) - count)
             del layer._eager_losses[count:]
         for variable, before, after in zip(self.variables, self.before, self.after):
-            if self._is_set(variable):
+            if is_set(self.tf, variable):
                 after.append(self._read(variable))
                 variable.assign(before)
 

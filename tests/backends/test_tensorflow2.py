@@ -18,7 +18,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 
 import compat
-from compat._backends.tensorflow2 import _chosen_gpus, _forget_compiled_steps, backend
+from compat._backends.tensorflow2 import _chosen_gpus, backend, forget_compiled_steps
 from compat._devices import Devices
 from compat._settings import Memory, Settings
 from compat.testing import DEVICES, ParallelContract, initialise, keras_under_test
@@ -47,7 +47,7 @@ def executed(step):
 
 def train_in_a_new_graph(model, inputs, targets):
     """A step on one batch; a graph is recorded when it is first made."""
-    _forget_compiled_steps(model)
+    forget_compiled_steps(model)
     if TRAIN_STEP:
         model.train_on_batch(inputs, targets)
     else:  # there TensorFlow 2.0 computes eagerly
@@ -662,3 +662,15 @@ def test_float_type_is_set_in_the_keras_under_test():
         """
     )
     assert printed == "float64"
+
+
+def test_ranks_without_horovod_say_what_is_missing(keras, monkeypatch):
+    for name, value in (("RANK", "0"), ("SIZE", "2"), ("LOCAL_RANK", "0"), ("LOCAL_SIZE", "2")):
+        monkeypatch.setenv("HOROVOD_" + name, value)
+    model = keras.models.Sequential([keras.layers.Dense(1, input_shape=(3,))])
+    with pytest.raises(
+        compat.NotInstalledError if TRAIN_STEP and not KERAS3 else compat.UnsupportedError
+    ):
+        compat.parallelize(model)
+    with pytest.raises(compat.NotInstalledError, match="through Horovod, which is not installed"):
+        backend.launcher(2, sys.executable)

@@ -1,0 +1,170 @@
+"""TensorFlow 1's graphs of Keras, as one of several ranks: Horovod carries the gradients.
+
+Keras makes the function that trains by a method of the model, where it asks the optimizer for
+updates of a loss. The optimizer is handed another loss there, whose gradients are the mean of
+all ranks', so that whatever it does with gradients (it clips, scales, or is TensorFlow's own) it
+does with that mean, and stays the user's.
+"""
+
+import contextlib
+import warnings
+
+from .. import _keras, _keras_ranks, errors
+from . import _horovod, tensorflow1
+
+
+def distribute(model, ranks):
+    """Make a model of Keras one of the ranks', in place. A second time changes nothing."""
+    engine = _horovod.engine(ranks)
+    if engine.tf.executing_eagerly():
+        raise errors.unsupported(
+            "tensorflow1",
+            "train as one of several ranks after tf.enable_eager_execution()",
+            "Remove that call, or use TensorFlow 2.",
+        )
+    if MakeTrainFunction.of(model) is None:
+        if any(weight.dtype._is_ref_dtype for weight in (model.weights if model.built else ())):
+            text = errors.reference_variables(model.name)
+            warnings.warn(text, errors.CompatWarning, stacklevel=4)
+        with _keras.training_goes_on(model):
+            for kind in (MakeTrainFunction, MakeTestFunction):
+                kind(engine).install(model)
+        _keras_ranks.install(model, engine)
+    return model
+
+
+class MakeFunction(_keras_ranks.RankedMethod):
+    """The method that makes one of a model's functions, which then is a ``RankedFunction``."""
+
+    function = ""
+
+    def __call__(self, model):
+        before = vars(model).get(self.function)
+        with self.others(model):
+            self.plain(model)()
+        made = vars(model)[self.function]
+        if made is not before:
+            with made.updates_op.graph.as_default(), self.engine.tf.name_scope("ranks"):
+                self.extend(model, made)
+            vars(model)[self.function] = RankedFunction(self, model, made)
+
+    def others(self, model):
+        """The context in which Keras makes the function."""
+        return contextlib.ExitStack()
+
+    def extend(self, model, made):
+        """Add to what the function does."""
+
+    def called(self, function, model):
+        """A tensor: what ``function`` returns for the number of rows of the batch."""
+        tf, batch = self.engine.tf, model.inputs[0]
+        sparse = isinstance(batch, tf.SparseTensor)
+        rows = batch.dense_shape[0] if sparse else tf.shape(batch)[0]
+        return self.engine.called(lambda rows: function(int(rows)), rows, tf.float64)
+
+    def start(self, model):
+        """Before the function runs for the first time."""
+
+
+class RankedFunction:
+    """A function that Keras made, and what its ranks say to each other while it runs."""
+
+    def __init__(self, maker, model, made):
+        self.maker = maker
+        self.model = model
+        self.made = made
+        self.started = False
+
+    def __getattr__(self, name):  # its outputs, for example, and callbacks may add to them
+        return getattr(self.made, name)
+
+    def __call__(self, *args, **kwargs):
+        if not self.started:
+            self.maker.start(self.model)
+            self.started = True
+        with self.maker.engine.waiting("for the others' gradients"):
+            return self.made(*args, **kwargs)
+
+
+class MakeTestFunction(MakeFunction):
+    method = "_make_test_function"
+    function = "test_function"
+
+    def extend(self, model, made):
+        def count(rows):
+            _keras_ranks.count(model, rows, False)
+            return float(rows)
+
+        made.updates_op = self.engine.tf.group(made.updates_op, self.called(count, model))
+
+
+class MakeTrainFunction(MakeFunction):
+    method = "_make_train_function"
+    function = "train_function"
+
+    def __init__(self, engine):
+        super().__init__(engine)
+        self.share = None  # the tensor, of the function made last
+
+    def start(self, model):
+        _keras_ranks.same_start(model, self.engine)
+
+    @contextlib.contextmanager
+    def others(self, model):
+        """Within, the optimizer takes the gradients of all ranks."""
+        optimizer = model.optimizer
+        get_updates = optimizer.get_updates
+
+        def get_updates_of_all_ranks(loss, params):
+            counter = getattr(optimizer, "iterations", None)
+            with tensorflow1.reading_after_counting(counter):
+                return get_updates(loss=self.loss_of_all_ranks(model, loss, params), params=params)
+
+        vars(optimizer)["get_updates"] = get_updates_of_all_ranks
+        try:
+            yield
+        finally:
+            del vars(optimizer)["get_updates"]
+
+    def loss_of_all_ranks(self, model, loss, parameters):
+        """A scalar whose gradients are the mean, over all ranks' rows, of those of the loss.
+
+        It is the sum of the parameters times those means; its own value means nothing.
+        """
+        tf = self.engine.tf
+
+        def share(rows):
+            _keras_ranks.count(model, rows, True)
+            return self.engine.share(rows)
+
+        with loss.graph.as_default(), tf.name_scope("ranks"):
+            self.share = self.called(share, model)
+            pairs = zip(tf.gradients(loss, parameters), parameters)
+            pairs = [(gradient, p) for gradient, p in pairs if gradient is not None]
+            means = self.engine.mean([gradient for gradient, _ in pairs], self.share, "gradients")
+            products = []
+            for mean, (_, parameter) in zip(means, pairs):
+                if isinstance(mean, tf.IndexedSlices):
+                    parameter, mean = tf.gather(parameter, mean.indices), mean.values
+                products.append(tf.reduce_sum(parameter * tf.stop_gradient(mean)))
+            return tf.add_n(products)
+
+    def extend(self, model, made):
+        """Give state that a step sets (moving averages) its mean over all ranks."""
+        tf = self.engine.tf
+        ops = tensorflow1.writing_operations([made.updates_op])
+        written = {op.inputs[0].op for op in ops}
+        state = [weight for weight in model.non_trainable_weights if weight.dtype.is_floating]
+        state = [variable for variable in state if _handle(variable).op in written]
+        if not state:
+            return
+        with tf.control_dependencies([made.updates_op]):
+            values = [variable.read_value() for variable in state]
+            means = self.engine.mean(values, self.share, "state")
+            assigned = [variable.assign(mean).op for variable, mean in zip(state, means)]
+        made.updates_op = tf.group(*assigned)
+
+
+def _handle(variable):
+    """What operations that write a variable have as their first input."""
+    return getattr(variable, "handle", variable)

@@ -1,0 +1,232 @@
+"""tf.keras 2 as one of several ranks: Horovod carries the gradients.
+
+A step of training is the model's ``train_step``, Keras' or the user's own. While it runs (or is
+traced), the model's optimizers have an ``apply_gradients`` of their own, which makes gradients
+the mean over all ranks first. So the optimizers clip and scale that mean, and stay the user's.
+"""
+
+import contextlib
+import sys
+import threading
+
+from .. import _keras, _keras_ranks, errors
+from . import _horovod, tensorflow2
+
+
+def distribute(model, ranks):
+    """Make a model of tf.keras one of the ranks', in place. A second time changes nothing."""
+    if not hasattr(model, "_eager_losses") or not hasattr(model, "train_step"):
+        keras = _keras.keras_of(model)
+        raise errors.unsupported(
+            "tensorflow2",
+            "train a model of {} {} as one of several ranks".format(
+                keras.__name__, keras.__version__
+            ),
+            "Use tf.keras from TensorFlow 2.4 to 2.15, or Keras 3 on torch or JAX.",
+        )
+    engine = _horovod.engine(ranks)
+    if RankedStep.of(model) is None:
+        for kind in (RankedStep, RankedTestStep, RankedTrainFunction, RankedCall):
+            kind(engine).install(model)
+        _keras_ranks.install(model, engine)
+        tensorflow2.forget_compiled_steps(model)
+    return model
+
+
+class RankedTrainFunction(_keras_ranks.RankedMethod):
+    """The method that makes the function which trains: it begins with rank 0's weights."""
+
+    method = "make_train_function"
+
+    def __call__(self, model, *args, **kwargs):
+        function = self.plain(model)(*args, **kwargs)
+        if not isinstance(function, RankedFunction):
+            function = RankedFunction(self.engine, model, function)
+            model.train_function = function
+        return function
+
+
+class RankedFunction:
+    """The function that Keras made to train a model for a batch, or several, of an iterator."""
+
+    def __init__(self, engine, model, function):
+        self.engine = engine
+        self.model = model
+        self.function = function
+        self.started = False
+
+    def __call__(self, iterator):
+        step = RankedStep.of(self.model)
+        with self.engine.waiting("for the others' gradients"):
+            if not self.started and hasattr(self.function, "get_concrete_function"):
+                # Tracing makes all weights that are still to be made, and runs nothing.
+                self.function.get_concrete_function(iterator)
+                step.check(self.model)
+                _keras_ranks.same_start(self.model, self.engine)
+            self.started = True
+            return self.function(iterator)
+
+
+_step = threading.local()
+
+
+@contextlib.contextmanager
+def _stepping():
+    """Within, gradients are taken care of."""
+    outer, _step.running = getattr(_step, "running", False), True
+    try:
+        yield
+    finally:
+        _step.running = outer
+
+
+class RankedStep(_keras_ranks.RankedMethod):
+    """The ``train_step`` of a model that trains together with the other ranks."""
+
+    method = "train_step"
+    autograph_info__ = {}  # type: dict  # as in ReplicatedCall
+
+    def __init__(self, engine):
+        super().__init__(engine)
+        self.exchanged = 0  # lots of gradients, in the step that was traced last
+        self.started = None  # the optimizer with which an eager step began
+
+    def __call__(self, model, data):
+        with self.engine.noting():
+            return self.step(model, data)
+
+    def step(self, model, data):
+        tf = sys.modules["tensorflow"]
+        if getattr(model, "_jit_compile", None):
+            raise errors.unsupported(
+                "tensorflow2",
+                "train as one of several ranks under jit_compile=True: XLA compiles no messages",
+                "Compile the model with jit_compile=False.",
+            )
+        if tf.executing_eagerly():
+            self.start(model, data)
+        self.exchanged = 0
+        share = self.share(tf, model, data)
+        state = _state(model)
+        before = [_value(tf, variable) for variable in state]
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_stepping())
+            for optimizer in filter(_is_optimizer, list(vars(model).values())):
+                stack.enter_context(self.of_all_ranks(optimizer, share))
+            result = self.plain(model)(data)
+        self.check(model)
+        self.average_state(tf, state, before, share)
+        return result
+
+    def start(self, model, data):
+        """Begin with rank 0's weights where no graph is traced for that."""
+        if self.started is not model.optimizer:
+            self.started = model.optimizer
+            with _stepping():
+                sys.modules["tensorflow"].function(self.plain(model)).get_concrete_function(data)
+            _keras_ranks.same_start(model, self.engine)
+
+    def share(self, tf, model, data):
+        batch = next((v for v in tf.nest.flatten(data) if tensorflow2.has_rows(tf, v)), None)
+
+        def share(rows):
+            _keras_ranks.count(model, int(rows), True)
+            return self.engine.share(int(rows))
+
+        rows = 1 if batch is None else tensorflow2.rows_of(tf, batch)
+        return self.engine.called(share, rows, tf.float64)
+
+    def check(self, model):
+        """Refuse a step whose gradients no other rank has seen."""
+        if not self.exchanged and model.trainable_variables:
+            raise errors.unsupported(
+                "tensorflow2",
+                "train {!r} as one of several ranks: its train_step calls apply_gradients() or "
+                "minimize() of no optimizer that is an attribute of the model".format(model.name),
+                "Have train_step do that, with the optimizer given to compile() for example.",
+            )
+
+    @contextlib.contextmanager
+    def of_all_ranks(self, optimizer, share):
+        """Within, an optimizer applies the means of all ranks' gradients."""
+        apply_gradients = optimizer.apply_gradients
+
+        def apply_gradients_of_all_ranks(grads_and_vars, *args, **kwargs):
+            pairs = list(grads_and_vars)
+            mine = [gradient for gradient, _ in pairs if gradient is not None]
+            means = iter(self.engine.mean(mine, share, "gradients_{}".format(self.exchanged)))
+            self.exchanged += 1
+            pairs = [(None if mine is None else next(means), v) for mine, v in pairs]
+            return apply_gradients(pairs, *args, **kwargs)
+
+        vars(optimizer)["apply_gradients"] = apply_gradients_of_all_ranks
+        try:
+            yield
+        finally:
+            del vars(optimizer)["apply_gradients"]
+
+    def average_state(self, tf, state, before, share):
+        """Set what the step has set (moving averages) to its mean over all ranks."""
+        pairs = [(v, value) for v, value in zip(state, before) if tensorflow2.is_set(tf, v)]
+        # Of the changes: what has none stays as it is to the bit.
+        changes = [_value(tf, variable) - value for variable, value in pairs]
+        for (variable, value), change in zip(pairs, self.engine.mean(changes, share, "state")):
+            variable.assign(value + change)
+
+
+class RankedTestStep(_keras_ranks.RankedMethod):
+    """The ``test_step`` of a model: it counts rows, by which metrics are averaged."""
+
+    method = "test_step"
+    autograph_info__ = {}  # type: dict
+
+    def __call__(self, model, data):
+        tf = sys.modules["tensorflow"]
+        batch = next((v for v in tf.nest.flatten(data) if tensorflow2.has_rows(tf, v)), None)
+
+        def count(rows):
+            _keras_ranks.count(model, int(rows), False)
+            return float(rows)
+
+        rows = 1 if batch is None else tensorflow2.rows_of(tf, batch)
+        self.engine.called(count, rows, tf.float64)
+        return self.plain(model)(data)
+
+
+class RankedCall(tensorflow2.ReplicatedCall):
+    """The ``call`` of a model, which refuses gradients that no other rank would see."""
+
+    def __init__(self, engine):
+        super().__init__([])
+
+    def __call__(self, model, *args, **kwargs):
+        tf = sys.modules["tensorflow"]
+        if (
+            tensorflow2.recording()
+            and not self._only_traced(tf, model)
+            and not getattr(_step, "running", False)
+        ):
+            raise errors.unsupported(
+                "tensorflow2",
+                "train {!r} as one of several ranks in a loop of your own around "
+                "tf.GradientTape".format(model.name),
+                "Put the step into the model's train_step(), and call fit() or train_on_batch().",
+            )
+        return self._unreplicated(tf, model, *args, **kwargs)
+
+
+def _is_optimizer(value):
+    return callable(getattr(value, "apply_gradients", None))
+
+
+def _state(model):
+    """The variables that a step may set besides those it trains, as far as they are made."""
+    try:
+        return [v for v in model.non_trainable_variables if v.dtype.is_floating]
+    except ValueError:  # Keras: none is; a step that makes them is traced again to be run
+        return []
+
+
+def _value(tf, variable):
+    """The value in the variable's own dtype, whatever mixed precision casts it to."""
+    return tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)

@@ -1,0 +1,97 @@
+"""Programs of a test's own, as ranks."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+
+import compat
+
+# What each program begins with, and ends with.
+BEGIN = """
+import json, os, sys
+import numpy as np
+import compat
+from compat import testing
+compat.configure_gpu(gpus="cpu")
+keras = testing.keras_under_test()
+# Two whole batches and one of 5 rows.
+BATCH = 8
+random = np.random.RandomState(0)
+x = random.normal(size=(21, 6)).astype("float32")
+y = x.sum(axis=1, keepdims=True)
+inputs, targets = compat.shard((x, y), BATCH)
+rows = compat.local_batch_size(BATCH)
+weights, said = {}, {}
+
+
+def dense(units, **options):
+    "A layer with other weights on each rank."
+    initializer = keras.initializers.RandomUniform(-0.5, 0.5, seed=units + 100 * compat.rank())
+    return keras.layers.Dense(units, kernel_initializer=initializer, **options)
+"""
+END = """
+np.savez(sys.argv[1] + "-%d" % compat.rank(), **{
+    "{}-{}".format(name, place): value
+    for name, values in weights.items() for place, value in enumerate(values)
+})
+print("SAID " + json.dumps(said))
+"""
+
+
+def run(program, folder, size):
+    """Run a program as so many ranks, and give each rank's arrays, and what they said."""
+    path = os.path.join(str(folder), "of{}".format(size))
+    with open(path + ".py", "w") as file:
+        file.write(BEGIN + program + END)
+    command = [sys.executable, "-m", "compat", "run", "--backend", "tensorflow", "--gpus", "cpu"]
+    if size > 1:
+        command += ["-n", str(size), "--timeout", "60"]
+    job = subprocess.run(
+        command + [path + ".py", path],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        universal_newlines=True,
+        timeout=300,
+    )
+    assert job.returncode == 0, job.stdout + job.stderr
+    lines = [line.partition("SAID ")[2] for line in job.stdout.split("\n")]
+    said = list(map(json.loads, filter(None, lines)))
+    assert len(said) == size
+    arrays = []
+    for rank in range(size):
+        with np.load("{}-{}.npz".format(path, rank)) as file:
+            arrays.append(dict(file))
+    return arrays, said
+
+
+def check_same(program, folder, tolerance=1e-5):
+    """Two ranks end with the same bits, and as one process does. Gives what the ranks said."""
+    (one,), _ = run(program, folder, 1)
+    (chief, other), said = run(program, folder, 2)
+    assert one and sorted(chief) == sorted(one)
+    for key in one:
+        np.testing.assert_array_equal(chief[key], other[key], err_msg=key)
+        np.testing.assert_allclose(chief[key], one[key], rtol=0, atol=tolerance, err_msg=key)
+    return said
+
+
+def refused_alone(program):
+    """What a program dies of that mpirun has started, though Horovod knows no MPI."""
+    place = {"RANK": "1", "SIZE": "2", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}
+    job = subprocess.run(
+        [sys.executable, "-c", BEGIN + program],
+        env=dict(os.environ, **{"OMPI_COMM_WORLD_" + name: place[name] for name in place}),
+        stderr=subprocess.PIPE,
+        universal_newlines=True,
+        timeout=300,
+    )
+    assert job.returncode == 1
+    return job.stderr.rstrip().split("\n")[-1]
+
+
+def disagreement(size):
+    ranks = compat._ranks.Ranks(1, size, 1, size, "mpirun")
+    return "compat.errors.RankError: " + str(compat.errors.ranks_disagree(ranks, "Horovod", 1))

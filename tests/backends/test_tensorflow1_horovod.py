@@ -1,0 +1,68 @@
+"""Ranks on TensorFlow 1: Horovod."""
+
+import pytest
+
+from compat.testing_ranks import RanksContract
+
+from . import ranks
+
+
+@pytest.mark.row("ranks: Horovod")
+class TestTensorFlow1Horovod(RanksContract):
+    backend = "tensorflow1"
+
+
+WAYS = """
+import tensorflow as tf
+
+
+def trained(name, optimizer):
+    layers = [dense(4, activation="tanh"), dense(1)]
+    model = keras.models.Sequential(layers, name=name)  # not built before its first batch
+    assert compat.parallelize(model) is model
+    model.compile(optimizer, "mse")
+    for start in range(0, len(inputs), rows):
+        model.train_on_batch(inputs[start : start + rows], targets[start : start + rows])
+    history = model.fit(inputs, targets, batch_size=rows, epochs=1, shuffle=False, verbose=0)
+    said[name] = list(map(float, history.history["loss"]))
+    weights[name] = model.get_weights()
+
+
+trained("clips", keras.optimizers.SGD(0.1, momentum=0.9, clipnorm=0.05))
+trained("is_of_tensorflow", tf.compat.v1.train.MomentumOptimizer(0.05, 0.9))
+"""
+
+GENERATOR = """
+model = compat.parallelize(keras.models.Sequential([dense(1, input_shape=(6,))]))
+model.compile("sgd", "mse")
+
+
+def batches():
+    while True:
+        for start in range(0, len(inputs), rows):
+            yield inputs[start : start + rows], targets[start : start + rows]
+
+
+history = model.fit_generator(
+    batches(), 3, 2, verbose=0, validation_data=batches(), validation_steps=3
+)
+said = {name: list(map(float, values)) for name, values in history.history.items()}
+said["evaluated"] = float(model.evaluate_generator(batches(), 3))
+weights["generator"] = model.get_weights()
+"""
+
+
+def test_any_optimizer_trains_to_the_same_numbers(tmp_path):
+    said = ranks.check_same(WAYS, tmp_path)
+    assert said[0] == said[1]
+
+
+def test_generators_train_to_the_same_numbers(tmp_path):
+    said = ranks.check_same(GENERATOR, tmp_path)
+    assert said[0] == said[1]
+    assert said[0]["evaluated"] == pytest.approx(said[0]["val_loss"][-1], abs=1e-6)
+
+
+def test_mpirun_with_a_horovod_that_knows_no_mpi_is_an_error():
+    program = "compat.parallelize(keras.models.Sequential([keras.layers.Dense(1)]))"
+    assert ranks.refused_alone(program) == ranks.disagreement(2)

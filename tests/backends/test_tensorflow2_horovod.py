@@ -1,0 +1,133 @@
+"""Ranks on tf.keras 2: Horovod."""
+
+import pytest
+
+from compat.testing_ranks import RanksContract
+
+from . import ranks
+
+
+@pytest.mark.row("ranks: Horovod")
+class TestTensorFlow2Horovod(RanksContract):
+    backend = "tensorflow2"
+
+
+WAYS = """
+import tensorflow as tf
+
+
+class Own(keras.Model):
+    "Not built before its first batch; calls its parts, not itself, and has two optimizers."
+
+    def __init__(self):
+        super().__init__(name="own")
+        self.encoder = dense(5, activation="tanh")
+        self.decoder = dense(1)
+        self.encoding = keras.optimizers.legacy.SGD(0.1, momentum=0.9, clipnorm=0.05)
+        self.decoding = keras.optimizers.Adam(0.01, clipvalue=0.02)
+
+    def call(self, inputs):
+        return self.decoder(self.encoder(inputs))
+
+    def train_step(self, data):
+        inputs, targets = data
+        with tf.GradientTape(persistent=True) as tape:
+            difference = self.decoder(self.encoder(inputs)) - targets
+            loss = tf.reduce_mean(tf.square(difference))
+        variables = self.encoder.trainable_variables
+        self.encoding.apply_gradients(zip(tape.gradient(loss, variables), variables))
+        self.decoding.minimize(loss, self.decoder.trainable_variables, tape=tape)
+        return {"loss": loss}
+
+
+def trained(model, data, **options):
+    assert compat.parallelize(model) is model
+    model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse", **options)
+    history = model.fit(data, epochs=2, verbose=0)
+    said[model.name] = list(map(float, history.history["loss"]))
+    weights[model.name] = model.get_weights()
+    return model
+
+
+data = tf.data.Dataset.from_tensor_slices((inputs, targets)).batch(rows)
+trained(Own(), data, steps_per_execution=2)
+eager = keras.Sequential([dense(4, activation="tanh"), dense(1)], "eager")
+trained(eager, data, run_eagerly=True)
+
+batches = keras.Sequential([dense(1)], name="batches")
+compat.parallelize(batches).compile("sgd", "mse")
+for start in range(0, len(inputs), rows):
+    batches.train_on_batch(inputs[start : start + rows], targets[start : start + rows])
+weights["batches"] = batches.get_weights()
+"""
+
+REFUSED = """
+import tensorflow as tf
+
+
+def refusal(call):
+    try:
+        call()
+    except compat.CompatError as error:
+        return str(error)
+
+
+def loop():
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(model(x) - y)
+
+
+class Alone(keras.Model):
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(self(data[0]) - data[1])
+        for variable, gradient in zip(self.weights, tape.gradient(loss, self.weights)):
+            variable.assign_sub(gradient)
+        return {"loss": loss}
+
+
+model = compat.parallelize(keras.Sequential([dense(1, input_shape=(6,))], name="looped"))
+said["loop"] = refusal(loop)
+model.predict(x, verbose=0)
+model.compile("sgd", "mse", jit_compile=True)
+said["xla"] = refusal(lambda: model.fit(inputs, targets, verbose=0))
+source = keras.Input((6,))
+alone = compat.parallelize(Alone(source, keras.layers.Dense(1)(source), name="alone"))
+alone.compile("sgd", "mse")
+weights["alone"] = alone.get_weights()
+said["alone"] = refusal(lambda: alone.fit(inputs, targets, batch_size=rows, verbose=0))
+weights["alone, after"] = alone.get_weights()
+said["native"] = refusal(lambda: compat.parallelize(tf.function(lambda x: x)))
+"""
+
+
+def test_own_train_steps_eager_steps_and_batches_train_to_the_same_numbers(tmp_path):
+    said = ranks.check_same(WAYS, tmp_path)
+    assert said[0] == said[1]
+
+
+def test_nothing_trains_alone(tmp_path):
+    (arrays, _), (said, _) = ranks.run(REFUSED, tmp_path, 2)
+    for place in range(2):
+        key = "-{}".format(place)
+        assert (arrays["alone" + key] == arrays["alone, after" + key]).all()
+    loop = (
+        "tensorflow2 cannot train 'looped' as one of several ranks in a "
+        "loop of your own around tf.GradientTape. Put the step into the model's train_step(), "
+        "and call fit() or train_on_batch()."
+    )
+    assert loop in said.pop("loop")  # Keras adds where it was
+    assert said == {
+        "xla": "tensorflow2 cannot train as one of several ranks under "
+        "jit_compile=True: XLA compiles no messages. Compile the model with jit_compile=False.",
+        "alone": "tensorflow2 cannot train 'alone' as one of several ranks: its "
+        "train_step calls apply_gradients() or minimize() of no optimizer that is an attribute of "
+        "the model. Have train_step do that, with the optimizer given to compile() for example.",
+        "native": "tensorflow2 cannot train a model without Keras as one of several "
+        "ranks. Use a model of tf.keras, or start the script without a launcher.",
+    }
+
+
+def test_mpirun_with_a_horovod_that_knows_no_mpi_is_an_error():
+    program = "compat.parallelize(keras.Sequential([keras.layers.Dense(1)]))"
+    assert ranks.refused_alone(program) == ranks.disagreement(2)
