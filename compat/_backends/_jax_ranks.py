@@ -30,7 +30,8 @@ class JaxDistributed(_ranks.Engine):
 
         super().__init__(ranks)
         self.jax = jax
-        self.timeout = _ranks.timeout(os.environ)  # 0 once this rank has given up
+        self.timeout = _ranks.timeout(os.environ)
+        self.gave_up = False
         self.waits = None  # for what, and until when
         meeting = os.environ.get("COMPAT_MEETING")
         if meeting is None:
@@ -136,6 +137,7 @@ class JaxDistributed(_ranks.Engine):
         sys.stdout.flush()
         sys.stderr.write("".join(lines))
         sys.stderr.flush()
+        self.end()
         os._exit(1)
 
     def mark(self, what):
@@ -154,19 +156,24 @@ class JaxDistributed(_ranks.Engine):
     def give_up(self):
         """Tell the others, and return those that do not give up as well."""
         self.mark("gave up")
-        # Rank 0 is the last to go: without it JAX ends the others before they have told anything.
-        until = time.monotonic() + _GIVE_UP * (1 if self.ranks.rank else 2)
+        until = time.monotonic() + _GIVE_UP
         others = set(range(self.ranks.size)) - {self.ranks.rank}
         absent = others
         while absent and time.monotonic() < until:
             time.sleep(_LOOK)
             absent = others - set(self.marked("gave up"))
-        self.timeout = 0.0
+        self.gave_up = True
         return sorted(absent)
 
     def end(self):
-        """At the end of the program. Rank 0 stays to the last: it keeps the marks."""
+        """At the end of the program. Rank 0 is the last to go.
+
+        It keeps the marks, and without it JAX ends the others before they have told anything.
+        """
         self.mark("ended")
+        if self.gave_up:
+            time.sleep(0.0 if self.ranks.rank else _GIVE_UP)
+            return
         until = time.monotonic() + self.timeout
         while self.ranks.rank == 0 and time.monotonic() < until:
             gone = set(self.marked("ended")) | set(self.marked("gave up"))
