@@ -106,21 +106,21 @@ print("done")
 
 
 @pytest.mark.parametrize(
-    "fault, said",
+    "fault, timeout, said",
     [
-        ("raise ValueError('bad')", "\nValueError: bad"),
-        ("sys.exit(3)", "but rank 1 failed, ended or did not come: its script has ended."),
-        ("time.sleep(100)", "but rank 1 failed, ended or did not come: 2 seconds are over."),
+        ("raise ValueError('bad')", 100, "\nValueError: bad"),
+        ("sys.exit(3)", 100, "but rank 1 failed, ended or did not come: its script has ended."),
+        ("time.sleep(100)", 2, "but rank 1 failed, ended or did not come: 2 seconds are over."),
     ],
 )
-def test_rank_that_fails_ends_the_job(tmp_path, fault, said):
+def test_rank_that_fails_ends_the_job(tmp_path, fault, timeout, said):
     program = """
 engine = _mpi.engine(ranks)
-engine.timeout = 2
+engine.timeout = {}
 if ranks.rank == 1: {}
 engine.close()
 """
-    completed = job(tmp_path, program.format(fault))
+    completed = job(tmp_path, program.format(timeout, fault))
     assert completed.returncode
     assert said in completed.stderr
 
