@@ -240,12 +240,13 @@ class MakeFunction(RankedMethod):
     function = ""
 
     def __call__(self, model):
-        before = vars(model).get(self.function)
+        make = self.plain(model)
+        if vars(model).get(self.function) is not None:
+            return make()  # which warns, perhaps
         with self.making(model):
-            self.plain(model)()
+            make()
         made = vars(model)[self.function]
-        if made is not before:
-            vars(model)[self.function] = RankedFunction(self, model, made)
+        vars(model)[self.function] = RankedFunction(self, model, made)
 
     @contextlib.contextmanager
     def making(self, model):

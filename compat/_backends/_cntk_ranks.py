@@ -65,6 +65,8 @@ class MakeTrainFunction(_keras_ranks.MakeFunction):
         def function(inputs, outputs, updates=(), **options):
             made = make(inputs, outputs, updates, **options)
             self.share = cntk.constant(0.0)
+            if made.trainer is None:  # nothing is to be trained
+                return made
             learners = made.trainer.parameter_learners
             made.trainer = cntk.Trainer(
                 cntk.combine(made.trainer_output),  # what is not the loss it does not sum up

@@ -43,6 +43,7 @@ class MPI(_ranks.Engine):
         self.waiting = set()  # type: set  # ranks that answered that they wait
         self.notes = None  # where ranks tell one another what is above
         self.lost = False
+        self.process = os.getpid()
         if not self.mpi.Is_initialized():
             self._initialise()
         world = self.mpi.COMM_WORLD
@@ -100,7 +101,7 @@ class MPI(_ranks.Engine):
 
     def _leave(self):
         """At the end of this process."""
-        if self.mpi.Is_finalized():
+        if os.getpid() != self.process or self.mpi.Is_finalized():  # a fork is no rank
             return
         failed = self.lost or hasattr(sys, "last_type")  # of an exception that ended the script
         if not failed:

@@ -87,6 +87,8 @@ class Means:
         """Make an operation that computes their means, after all others."""
         from theano.compile.ops import as_op
 
+        if not variables:  # nothing is to be trained
+            return
         variables = list(dict.fromkeys(variables))
         values = [variable.transfer("cpu") for variable in variables]
         before = len(self.last)

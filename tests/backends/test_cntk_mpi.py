@@ -1,7 +1,12 @@
 """Ranks on CNTK: its distributed learner, over MPI."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
+from compat import _registry
 from compat.testing_ranks import RanksContract
 
 
@@ -11,3 +16,35 @@ class TestCNTKRanks(RanksContract):
     # Keras 2.3 on CNTK tells metrics, such as the losses of several outputs, before it counts the
     # last batch, in one process, too. The loss itself is right.
     compared = 4
+
+
+STUCK = """\
+import time, numpy, compat
+compat.configure_gpu(gpus="cpu")
+import keras
+model = compat.parallelize(keras.models.Sequential([keras.layers.Dense(2, input_shape=(3,))]))
+model.compile("sgd", "mse")
+batch = numpy.ones((4, 3)), numpy.zeros((4, 2))
+model.train_on_batch(*batch)
+function = (vars(model).get("model") or model).train_function  # a Sequential's, of Keras 2.1
+function.maker.engine.timeout = 3
+if compat.rank() == 1:
+    function.made = lambda inputs: time.sleep(100)
+model.train_on_batch(*batch)
+"""
+
+
+def test_waits_of_its_own_learner_are_bounded(tmp_path):
+    """It waits in MPI itself, which has no timeout, for a rank that does not do the step."""
+    script = tmp_path / "script.py"
+    script.write_text(STUCK)
+    completed = subprocess.run(
+        _registry.load("cntk").launcher(2, sys.executable) + [sys.executable, str(script)],
+        env=dict(os.environ, KERAS_BACKEND="cntk"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        universal_newlines=True,
+        timeout=200,
+    )
+    assert completed.returncode == 1
+    assert "RankLostError: Rank 0 of 2 waited for the others' gradients" in completed.stderr

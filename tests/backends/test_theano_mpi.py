@@ -58,17 +58,17 @@ ranks = _ranks.launched(os.environ)
 """
 
 
-def job(tmp_path, program, size=2):
-    """Run the program as so many ranks, which wait two seconds for each other."""
+def job(tmp_path, program, size=2, timeout=100):
+    """Run the program as so many ranks, which wait so many seconds for each other."""
     script = tmp_path / "script.py"
     script.write_text(PROGRAM.format(program))
     return subprocess.run(
         _registry.load("theano").launcher(size, sys.executable) + [sys.executable, str(script)],
-        env=dict(os.environ, COMPAT_TIMEOUT="2"),
+        env=dict(os.environ, COMPAT_TIMEOUT=str(timeout)),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         universal_newlines=True,
-        timeout=60,
+        timeout=200,
     )
 
 
@@ -94,8 +94,10 @@ print("done")
 
 def test_rank_that_has_nothing_left_to_say_may_end_before_the_others(tmp_path):
     program = """
-_mpi.engine(ranks).close()
-time.sleep(4 if ranks.rank else 0)
+engine = _mpi.engine(ranks)
+engine.close()
+engine.timeout = 1
+time.sleep(3 if ranks.rank else 0)
 print("done")
 """
     completed = job(tmp_path, program)
@@ -104,18 +106,21 @@ print("done")
 
 
 @pytest.mark.parametrize(
-    "fault, said",
+    "fault, timeout, said",
     [
-        ("raise ValueError('bad')", "\nValueError: bad"),
-        ("sys.exit(3)", "but rank 1 failed, ended or did not come: its script has ended."),
-        ("time.sleep(60)", "but rank 1 failed, ended or did not come: 2 seconds are over."),
+        ("raise ValueError('bad')", 100, "\nValueError: bad"),
+        ("sys.exit(3)", 100, "but rank 1 failed, ended or did not come: its script has ended."),
+        ("time.sleep(100)", 2, "but rank 1 failed, ended or did not come: 2 seconds are over."),
     ],
 )
-def test_rank_that_fails_ends_the_job(tmp_path, fault, said):
-    completed = job(
-        tmp_path,
-        "engine = _mpi.engine(ranks)\nif ranks.rank == 1: {}\nengine.close()\n".format(fault),
-    )
+def test_rank_that_fails_ends_the_job(tmp_path, fault, timeout, said):
+    program = """
+engine = _mpi.engine(ranks)
+engine.timeout = {}
+if ranks.rank == 1: {}
+engine.close()
+"""
+    completed = job(tmp_path, program.format(timeout, fault))
     assert completed.returncode
     assert said in completed.stderr
 
@@ -135,7 +140,7 @@ except RuntimeError as error:
 
 def test_rank_that_does_not_start_ends_the_job(tmp_path):
     """``MPI_Init`` has no timeout."""
-    completed = job(tmp_path, "if ranks.rank: time.sleep(60)\nelse: _mpi.engine(ranks)")
+    completed = job(tmp_path, "if ranks.rank: time.sleep(100)\n_mpi.engine(ranks)", timeout=2)
     assert completed.returncode == 1
     assert "Traceback" in completed.stderr
     assert "\ncompat.errors.RankLostError: Rank 0 of 2 waited to start, " in completed.stderr
