@@ -152,8 +152,7 @@ class MakeTrainFunction(MakeFunction):
     def extend(self, model, made):
         """Give state that a step sets (moving averages) its mean over all ranks."""
         tf = self.engine.tf
-        ops = tensorflow1.writing_operations([made.updates_op])
-        written = {op.inputs[0].op for op in ops}
+        written = set(map(_variable_of, tensorflow1.writing_operations([made.updates_op])))
         state = [weight for weight in model.non_trainable_weights if weight.dtype.is_floating]
         state = [variable for variable in state if _handle(variable).op in written]
         if not state:
@@ -163,6 +162,14 @@ class MakeTrainFunction(MakeFunction):
             means = self.engine.mean(values, self.share, "state")
             assigned = [variable.assign(mean).op for variable, mean in zip(state, means)]
         made.updates_op = tf.group(*assigned)
+
+
+def _variable_of(op):
+    """The operation that is the variable which ``op`` writes, in a condition for example."""
+    source = op.inputs[0].op
+    while source.type in ("Switch", "Enter", "Identity"):
+        source = source.inputs[0].op
+    return source
 
 
 def _handle(variable):
