@@ -9,7 +9,7 @@ does with that mean, and stays the user's.
 import contextlib
 import warnings
 
-from .. import _keras, _keras_ranks, errors
+from .. import _keras_ranks, errors
 from . import _horovod, tensorflow1
 
 
@@ -22,38 +22,29 @@ def distribute(model, ranks):
             "train as one of several ranks after tf.enable_eager_execution()",
             "Remove that call, or use TensorFlow 2.",
         )
-    if MakeTrainFunction.of(model) is None:
+    if _keras_ranks.RankedFit.of(model) is None:
         if any(weight.dtype._is_ref_dtype for weight in (model.weights if model.built else ())):
             text = errors.reference_variables(model.name)
             warnings.warn(text, errors.CompatWarning, stacklevel=4)
-        with _keras.training_goes_on(model):
-            for kind in (MakeTrainFunction, MakeTestFunction):
-                kind(engine).install(model)
+        _keras_ranks.install_functions(model, engine, (MakeTrainFunction, MakeTestFunction))
         _keras_ranks.install(model, engine)
     return model
 
 
-class MakeFunction(_keras_ranks.RankedMethod):
-    """The method that makes one of a model's functions, which then is a ``RankedFunction``."""
-
-    function = ""
+class MakeFunction(_keras_ranks.MakeFunction):
+    """The method by which Keras makes one of a model's functions, whose graph gets some more."""
 
     def __call__(self, model):
         before = vars(model).get(self.function)
-        with self.others(model):
-            self.plain(model)()
-        made = vars(model)[self.function]
-        if made is not before:
-            with made.updates_op.graph.as_default(), self.engine.tf.name_scope("ranks"):
-                self.extend(model, made)
-            vars(model)[self.function] = RankedFunction(self, model, made)
-
-    def others(self, model):
-        """The context in which Keras makes the function."""
-        return contextlib.ExitStack()
+        super().__call__(model)
+        function = vars(model)[self.function]
+        if function is not before:
+            with function.updates_op.graph.as_default(), self.engine.tf.name_scope("ranks"):
+                self.extend(model, function.made)
 
     def extend(self, model, made):
         """Add to what the function does."""
+        raise NotImplementedError
 
     def called(self, function, model):
         """A tensor: what ``function`` returns for the number of rows of the batch."""
@@ -62,28 +53,9 @@ class MakeFunction(_keras_ranks.RankedMethod):
         rows = batch.dense_shape[0] if sparse else tf.shape(batch)[0]
         return self.engine.called(lambda rows: function(int(rows)), rows, tf.float64)
 
-    def start(self, model):
-        """Before the function runs for the first time."""
-
-
-class RankedFunction:
-    """A function that Keras made, and what its ranks say to each other while it runs."""
-
-    def __init__(self, maker, model, made):
-        self.maker = maker
-        self.model = model
-        self.made = made
-        self.started = False
-
-    def __getattr__(self, name):  # its outputs, for example, and callbacks may add to them
-        return getattr(self.made, name)
-
-    def __call__(self, *args, **kwargs):
-        if not self.started:
-            self.maker.start(self.model)
-            self.started = True
-        with self.maker.engine.waiting("for the others' gradients"):
-            return self.made(*args, **kwargs)
+    def run(self, function, inputs):
+        with self.engine.waiting("for the others' gradients"):
+            return function.made(inputs)
 
 
 class MakeTestFunction(MakeFunction):
@@ -106,11 +78,13 @@ class MakeTrainFunction(MakeFunction):
         super().__init__(engine)
         self.share = None  # the tensor, of the function made last
 
-    def start(self, model):
-        _keras_ranks.same_start(model, self.engine)
+    def run(self, function, inputs):
+        if not function.started:
+            _keras_ranks.same_start(function.model, self.engine)
+        return super().run(function, inputs)
 
     @contextlib.contextmanager
-    def others(self, model):
+    def making(self, model):
         """Within, the optimizer takes the gradients of all ranks."""
         optimizer = model.optimizer
         get_updates = optimizer.get_updates
@@ -152,8 +126,7 @@ class MakeTrainFunction(MakeFunction):
     def extend(self, model, made):
         """Give state that a step sets (moving averages) its mean over all ranks."""
         tf = self.engine.tf
-        ops = tensorflow1.writing_operations([made.updates_op])
-        written = {op.inputs[0].op for op in ops}
+        written = set(map(_variable_of, tensorflow1.writing_operations([made.updates_op])))
         state = [weight for weight in model.non_trainable_weights if weight.dtype.is_floating]
         state = [variable for variable in state if _handle(variable).op in written]
         if not state:
@@ -163,6 +136,14 @@ class MakeTrainFunction(MakeFunction):
             means = self.engine.mean(values, self.share, "state")
             assigned = [variable.assign(mean).op for variable, mean in zip(state, means)]
         made.updates_op = tf.group(*assigned)
+
+
+def _variable_of(op):
+    """The operation that is the variable which ``op`` writes, in a condition for example."""
+    source = op.inputs[0].op
+    while source.type in ("Switch", "Enter", "Identity"):
+        source = source.inputs[0].op
+    return source
 
 
 def _handle(variable):

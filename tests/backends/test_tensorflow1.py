@@ -129,7 +129,7 @@ class TestTensorFlow1(ParallelContract):
         get_updates = optimizer.get_updates
 
         def get_updates_in_order(loss, params):
-            with tensorflow1._reading_after_counting(optimizer.iterations):
+            with tensorflow1.reading_after_counting(optimizer.iterations):
                 return get_updates(loss=loss, params=params)
 
         optimizer.get_updates = get_updates_in_order
