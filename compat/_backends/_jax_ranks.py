@@ -176,10 +176,19 @@ class JaxDistributed(_ranks.Engine):
             return
         until = time.monotonic() + self.timeout
         while self.ranks.rank == 0 and time.monotonic() < until:
-            gone = set(self.marked("ended")) | set(self.marked("gave up"))
-            if len(gone) == self.ranks.size - 1:
+            ended, gave_up = self.marked("ended"), self.marked("gave up")
+            if len(ended) == self.ranks.size - 1 and not gave_up:
+                self.see_off()
+            if len(set(ended) | set(gave_up)) == self.ranks.size - 1:
                 return
             time.sleep(_LOOK)
+
+    def see_off(self):
+        """Wait until all others have left JAX's service: that answers then, and not before."""
+        everyone = list(range(self.ranks.size))
+        thread = threading.Thread(target=self.store.get_live_nodes, args=(everyone,), daemon=True)
+        thread.start()
+        thread.join(self.timeout)
 
 
 _engine = None
