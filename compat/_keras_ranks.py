@@ -206,17 +206,22 @@ class RankedEvaluateGenerator(RankedEvaluate):
 
 
 def install_functions(model, engine, kinds):
-    """Have a model of Keras 2 make functions of a rank, from now on; training goes on.
+    """As ``install``, and a model of Keras 2 makes functions of a rank from now on.
+
+    Training goes on. A second time changes nothing.
 
     Arguments:
         kinds: subclasses of ``MakeFunction``.
     """
+    if RankedFit.of(model) is not None:
+        return
     maker = _keras.that_makes_functions(model)
     with _keras.training_goes_on(maker):
         if _keras.wraps_a_model(model):
             RankedBuild(engine, kinds).install(model)
         for kind in kinds if maker is not None else ():
             kind(engine).install(maker)
+    install(model, engine)
 
 
 class RankedBuild(RankedMethod):

@@ -270,9 +270,18 @@ class Engine:
     Every rank calls the same methods in the same order.
     """
 
+    _joined = None  # type: Any  # the one of this process
+
     def __init__(self, ranks: "Ranks") -> None:
         self.ranks = ranks
         self.steps = 0  # since the last epoch began
+
+    @classmethod
+    def join(cls, ranks: "Ranks") -> "Any":
+        """This process's place in the engine, where it joins the others the first time."""
+        if cls._joined is None:
+            cls._joined = cls(ranks)
+        return cls._joined
 
     def check_size(self, size: int) -> None:
         """Refuse to train alone where the launcher started several processes."""

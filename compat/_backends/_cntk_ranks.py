@@ -16,11 +16,8 @@ from . import _mpi
 
 def distribute(model, ranks):
     """Make a model one of the ranks', in place. A second time changes nothing."""
-    engine = _mpi.engine(ranks)
-    if _keras_ranks.RankedFit.of(model) is None:
-        kinds = MakeTrainFunction, _keras_ranks.MakeTestFunction
-        _keras_ranks.install_functions(model, engine, kinds)
-        _keras_ranks.install(model, engine)
+    kinds = MakeTrainFunction, _keras_ranks.MakeTestFunction
+    _keras_ranks.install_functions(model, _mpi.MPI.join(ranks), kinds)
     return model
 
 

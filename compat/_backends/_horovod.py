@@ -226,17 +226,6 @@ def _import_horovod():
     return horovod
 
 
-_engine = None
-
-
-def engine(ranks):
-    """This process's place in Horovod, where it joins the others the first time."""
-    global _engine
-    if _engine is None:
-        _engine = Horovod(ranks)
-    return _engine
-
-
 def launcher(size, python):
     """horovodrun, which needs no ssh on this machine.
 

@@ -22,7 +22,10 @@ _GIVE_UP = 3.0
 
 
 class JaxDistributed(_ranks.Engine):
-    """jax.distributed: its coordination service, and sums over an array of one row per process."""
+    """jax.distributed: its coordination service, and sums over an array of one row per process.
+
+    It has to be joined before JAX makes its devices.
+    """
 
     def __init__(self, ranks):
         import jax
@@ -191,29 +194,19 @@ class JaxDistributed(_ranks.Engine):
         thread.join(self.timeout)
 
 
-_engine = None
-
-
-def join(ranks):
-    """Join the other ranks, which has to be done before JAX makes its devices."""
-    global _engine
-    if _engine is None:
-        _engine = JaxDistributed(ranks)
-    return _engine
-
-
 # Models ---------------------------------------------------------------------------------------
 
 
-def distribute(model):
+def distribute(model, ranks):
     """Make a model one of the ranks', in place. A second time changes nothing."""
+    engine = JaxDistributed.join(ranks)
     for kind in (RankedTrainFunction, RankedTestFunction, RankedStatelessCall):
         if kind.of(model) is None:
-            kind(_engine).install(model)
+            kind(engine).install(model)
             model.train_function = model.test_function = None
-    _keras_ranks.install(model, _engine)
+    _keras_ranks.install(model, engine)
     if model.built:
-        _keras_ranks.same_start(model, _engine)
+        _keras_ranks.same_start(model, engine)
     return model
 
 

@@ -230,17 +230,6 @@ def leave_to_engine():
     return True
 
 
-_engine = None
-
-
-def engine(ranks):
-    """This process's place in MPI, where it joins the others the first time."""
-    global _engine
-    if _engine is None:
-        _engine = MPI(ranks)
-    return _engine
-
-
 def launcher(size):
     """As ``Backend.launcher``.
 

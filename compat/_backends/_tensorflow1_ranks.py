@@ -15,19 +15,17 @@ from . import _horovod, tensorflow1
 
 def distribute(model, ranks):
     """Make a model of Keras one of the ranks', in place. A second time changes nothing."""
-    engine = _horovod.engine(ranks)
+    engine = _horovod.Horovod.join(ranks)
     if engine.tf.executing_eagerly():
         raise errors.unsupported(
             "tensorflow1",
             "train as one of several ranks after tf.enable_eager_execution()",
             "Remove that call, or use TensorFlow 2.",
         )
-    if _keras_ranks.RankedFit.of(model) is None:
-        if any(weight.dtype._is_ref_dtype for weight in (model.weights if model.built else ())):
-            text = errors.reference_variables(model.name)
-            warnings.warn(text, errors.CompatWarning, stacklevel=4)
-        _keras_ranks.install_functions(model, engine, (MakeTrainFunction, MakeTestFunction))
-        _keras_ranks.install(model, engine)
+    if any(weight.dtype._is_ref_dtype for weight in (model.weights if model.built else ())):
+        text = errors.reference_variables(model.name)
+        warnings.warn(text, errors.CompatWarning, stacklevel=4)
+    _keras_ranks.install_functions(model, engine, (MakeTrainFunction, MakeTestFunction))
     return model
 
 

@@ -24,7 +24,7 @@ def distribute(model, ranks):
             ),
             "Use tf.keras from TensorFlow 2.4 to 2.15, or Keras 3 on torch or JAX.",
         )
-    engine = _horovod.engine(ranks)
+    engine = _horovod.Horovod.join(ranks)
     if RankedStep.of(model) is None:
         for kind in (RankedStep, RankedTestStep, RankedTrainFunction, RankedCall):
             kind(engine).install(model)

@@ -88,22 +88,17 @@ class TorchDistributed(_ranks.Engine):
         return others
 
 
-_engine = None
-
-
 def distribute(model, ranks):
     """Make a model one of the ranks', in place. A second time changes nothing."""
-    global _engine
     keras = _keras.keras_of(model)
     if keras is not None and _keras.compiled_with(model).get("jit_compile") is True:
         raise errors.several_devices_in_torch_compile()
-    if _engine is None:
-        _engine = TorchDistributed(ranks)
+    engine = TorchDistributed.join(ranks)
     kind = RankedForward if keras is None else RankedCall
     if kind.of(model) is None:
-        kind(_engine).install(model)
+        kind(engine).install(model)
         if keras is not None:
-            _keras_ranks.install(model, _engine)
+            _keras_ranks.install(model, engine)
     kind.of(model).start(model)
     return model
 

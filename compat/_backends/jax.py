@@ -95,7 +95,7 @@ class JAX(Backend):
         if ranks is not None:
             from . import _jax_ranks
 
-            _jax_ranks.join(ranks)
+            _jax_ranks.JaxDistributed.join(ranks)
             applied.append("jax.distributed.initialize()")
         return applied
 
@@ -140,8 +140,7 @@ class JAX(Backend):
         from . import _jax_ranks
 
         _check_distribution(model)
-        _jax_ranks.join(ranks)
-        return _jax_ranks.distribute(model)
+        return _jax_ranks.distribute(model, ranks)
 
 
 # Configuring ----------------------------------------------------------------------------------

@@ -74,8 +74,8 @@ def job(tmp_path, program, size=2, timeout=100):
 
 def test_sums_and_broadcasts(tmp_path):
     program = """
-engine = _mpi.engine(ranks)
-assert engine is _mpi.engine(ranks)
+engine = _mpi.MPI.join(ranks)
+assert engine is _mpi.MPI.join(ranks)
 import numpy
 big = numpy.arange(300000, dtype="float32") * (ranks.rank + 1)
 assert (engine.sum_array(big) == numpy.arange(300000, dtype="float32") * 6).all()
@@ -94,7 +94,7 @@ print("done")
 
 def test_rank_that_has_nothing_left_to_say_may_end_before_the_others(tmp_path):
     program = """
-engine = _mpi.engine(ranks)
+engine = _mpi.MPI.join(ranks)
 engine.close()
 engine.timeout = 1
 time.sleep(3 if ranks.rank else 0)
@@ -115,7 +115,7 @@ print("done")
 )
 def test_rank_that_fails_ends_the_job(tmp_path, fault, timeout, said):
     program = """
-engine = _mpi.engine(ranks)
+engine = _mpi.MPI.join(ranks)
 engine.timeout = {}
 if ranks.rank == 1: {}
 engine.close()
@@ -127,7 +127,7 @@ engine.close()
 
 def test_rank_that_goes_on_after_an_error_ends_the_job(tmp_path):
     program = """
-engine = _mpi.engine(ranks)
+engine = _mpi.MPI.join(ranks)
 try:
     if ranks.rank == 1: engine.close()
 except RuntimeError as error:
@@ -140,7 +140,7 @@ except RuntimeError as error:
 
 def test_rank_that_does_not_start_ends_the_job(tmp_path):
     """``MPI_Init`` has no timeout."""
-    completed = job(tmp_path, "if ranks.rank: time.sleep(100)\n_mpi.engine(ranks)", timeout=2)
+    completed = job(tmp_path, "if ranks.rank: time.sleep(100)\n_mpi.MPI.join(ranks)", timeout=2)
     assert completed.returncode == 1
     assert "Traceback" in completed.stderr
     assert "\ncompat.errors.RankLostError: Rank 0 of 2 waited to start, " in completed.stderr
@@ -151,7 +151,7 @@ def test_script_that_began_mpi_itself(tmp_path, faulty, said):
     """mpi4py ends MPI then, and waits for all ranks; one that fails does not wait."""
     program = """
 from mpi4py import MPI
-engine = _mpi.engine(ranks)
+engine = _mpi.MPI.join(ranks)
 if ranks.rank == {}: raise ValueError("bad")
 engine.close()
 """
@@ -162,7 +162,7 @@ engine.close()
 
 def alone(run, first):
     """What comes of a process that torchrun started, with no MPI around it."""
-    join = "\ntry: _mpi.engine(ranks)\nexcept Exception as error: print(error)\n"
+    join = "\ntry: _mpi.MPI.join(ranks)\nexcept Exception as error: print(error)\n"
     variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     return run(PROGRAM.format(first + join), **variables)
 
