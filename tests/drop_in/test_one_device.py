@@ -22,7 +22,7 @@ def test_several_devices(template):
         assert type(caught.value) is compat.UnsupportedError
         texts.append(str(caught.value))
     assert len(set(texts)) == 1
-    assert "Train on that one, with parallelize(model, gpus=1)" in texts[0]
+    assert "train on that one, with parallelize(model, gpus=1)" in texts[0]
 
 
 def test_arguments_are_checked_as_elsewhere(template):
