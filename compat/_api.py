@@ -129,7 +129,7 @@ def _configure(
     if settings.persist and not chosen.configuration_file:
         notes.append(errors.nothing_to_persist(chosen.name))
     if settings.devices.shortage:
-        notes.append(_fewer(settings.devices.shortage, settings.devices, settings.strict))
+        notes.append(fewer(settings.devices.shortage, settings.devices, settings.strict))
     notes += chosen.overruled(settings, os.environ)
     variables = _detect.keras_variable(chosen, os.environ)
     if not chosen.initialised():
@@ -145,7 +145,7 @@ def _configure(
                 str(settings.devices),
                 "{} sees {}".format(chosen.framework, ", ".join(devices)),
             )
-            notes.append(_fewer(shortage, ", ".join(devices), settings.strict))
+            notes.append(fewer(shortage, ", ".join(devices), settings.strict))
         if settings.floatx:
             applied += _keras.set_floatx(settings.floatx, chosen)
     except BaseException:
@@ -169,7 +169,12 @@ def _only_cpu(devices, settings):
     return settings.devices.gpus and all("cpu" in device.lower() for device in devices)
 
 
-def _fewer(shortage, going_on_with, strict):
+def fewer(shortage, going_on_with, strict):
+    """The warning that there are fewer devices than asked for; under ``strict`` the error.
+
+    Arguments:
+        shortage: what was asked for, and what was found.
+    """
     asked, found = shortage
     if strict:
         raise errors.devices_not_found(asked, found)
@@ -274,7 +279,7 @@ def device(which: "Union[int, str]") -> "ContextManager[Any]":
         if which >= len(devices):
             name = devices[which % len(devices)]
             asked = "device({})".format(which), _these(devices)
-            _warn(_fewer(asked, name, _is_strict()))
+            _warn(fewer(asked, name, _is_strict()))
             which = name
         else:
             which = devices[which]
@@ -316,7 +321,7 @@ def _chosen(backend, selection):
     """The devices that ``selection`` asks for, of those that the backend has."""
     devices, shortage = _among(backend.devices(), selection)
     if shortage:
-        _warn(_fewer(shortage, ", ".join(devices), _is_strict()), depth=1)
+        _warn(fewer(shortage, ", ".join(devices), _is_strict()), depth=1)
     return devices
 
 

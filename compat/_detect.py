@@ -47,11 +47,8 @@ def foreseen(asked, environ, python):
     Returns:
         The backend, and the reason for it as a phrase.
     """
-    if asked is not None:
-        name, reason = asked, _asked(asked)
-    elif environ.get("KERAS_BACKEND"):
-        name, reason = environ["KERAS_BACKEND"], "KERAS_BACKEND={}".format(environ["KERAS_BACKEND"])
-    else:
+    name, reason = _variable_told(environ) if asked is None else (asked, _asked(asked))
+    if name is None:
         raise errors.backend_of_python_unknown(python)
     return _candidates(name, reason)[0], reason
 
@@ -141,10 +138,17 @@ def _keras_settings(environ):
         return None, None
     if _tensorflow_only(keras, version):
         return "tensorflow", "{} {} runs on TensorFlow only".format(keras, version)
-    if environ.get("KERAS_BACKEND"):
-        return environ["KERAS_BACKEND"], "KERAS_BACKEND={}".format(environ["KERAS_BACKEND"])
+    named, reason = _variable_told(environ)
+    if named is not None:
+        return named, reason
     named, reason = _keras_default(environ)
     return (None, None) if named == _DEFAULTS[keras] else (named, reason)
+
+
+def _variable_told(environ):
+    """What ``KERAS_BACKEND`` names, and that it does; (None, None) where it is not set."""
+    named = environ.get("KERAS_BACKEND")
+    return (named, "KERAS_BACKEND={}".format(named)) if named else (None, None)
 
 
 def _keras_default(environ):

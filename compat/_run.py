@@ -39,7 +39,7 @@ def prepare(
         PythonNotFoundError: there is no such interpreter.
         NotInstalledError, AmbiguousBackendError: as ``configure_gpu()``.
     """
-    from . import _detect, _devices
+    from . import _api, _detect, _devices
     from ._settings import Settings
 
     selection = _devices.parse_gpus(gpus)
@@ -54,9 +54,7 @@ def prepare(
     settings = Settings(_devices.choose(selection, None, environ))
     notes = list(settings.devices.problems) + chosen.overruled(settings, environ)
     if settings.devices.shortage:
-        asked, found = settings.devices.shortage
-        going_on = "Going on with {}".format(settings.devices)
-        notes.append(errors.fewer_devices(asked, found, going_on))
+        notes.append(_api.fewer(settings.devices.shortage, settings.devices, strict=False))
     if ranks == 1:
         variables.update(chosen.environ(settings, environ))
     else:
