@@ -62,7 +62,7 @@ def _parser():
         "run",
         help="run a script on chosen GPUs",
         usage="compat run [-n N] [--gpus GPUS] [--backend NAME] [--python PYTHON] "
-        "[--timeout SECONDS] script.py ...",
+        "[--hosts HOSTS] [--timeout SECONDS] script.py ...",
         description=RUN,
         formatter_class=text,
     )
@@ -72,6 +72,10 @@ def _parser():
         type=int,
         metavar="N",
         help="as so many ranks, each with one of the GPUs, that train together",
+    )
+    run.add_argument(
+        "--hosts",
+        help="machines, reached by ssh, and how many ranks each may run: first:4,second:4",
     )
     run.add_argument("--gpus", help=GPUS)
     run.add_argument("--backend", metavar="NAME", help="default: the one that Keras would use")
@@ -224,6 +228,7 @@ def _run(arguments):
         arguments.python,
         arguments.ranks,
         arguments.timeout,
+        arguments.hosts,
     )
 
 

@@ -99,7 +99,7 @@ class _Rank:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env=dict(os.environ, PYTHONUNBUFFERED="1"),
+            env=dict(os.environ, PYTHONUNBUFFERED="1", **_gpus(os.environ)),
             preexec_fn=die_with_parent,
         )
 
@@ -157,6 +157,20 @@ class _Rank:
         if lost and not self.terminated:
             time.sleep(_HOLD)
         return status
+
+
+def _gpus(environ):
+    """The variables that show the GPUs which ``compat run --hosts --gpus`` asked for everywhere.
+
+    Other machines may have more or fewer than the one where it was called. What is short, the
+    script's ``configure_gpu()`` says.
+    """
+    if "COMPAT_GPUS" not in environ:
+        return {}
+    from . import _devices
+
+    selection = _devices.parse_gpus(environ["COMPAT_GPUS"])
+    return _devices.choose(selection, None, environ).environ(environ)
 
 
 def die_with_parent():

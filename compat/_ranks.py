@@ -13,7 +13,7 @@ from . import errors
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, Mapping, Optional, Sequence
+    from typing import Any, List, Mapping, Optional, Sequence, Tuple
 
 # Each launcher, and the variables that hold a process's rank, the number of ranks, and the same
 # two among the processes of one machine. The first whose four are set tells.
@@ -79,6 +79,48 @@ def timeout(environ: "Mapping[str, str]") -> float:
     if not seconds > 0:
         raise errors.invalid_timeout("COMPAT_TIMEOUT", text)
     return seconds
+
+
+def parse_hosts(text: str) -> "List[Tuple[str, int]]":
+    """Machines and how many ranks each runs: ``"first:4,second:4"``; one where none is said. Pure.
+
+    Raises:
+        InvalidArgumentError: that is not understood, or a machine comes twice.
+    """
+    hosts = []
+    for part in text.split(","):
+        name, _, slots = part.strip().partition(":")
+        if not name or not (slots or "1").isdecimal() or int(slots or 1) < 1:
+            raise errors.invalid_hosts(text)
+        hosts.append((name, int(slots or 1)))
+    names = [name for name, _ in hosts]
+    here = [name for name in names if name == "localhost" or name.startswith("127.")]
+    if len(set(names)) < len(names) or (here and len(names) > 1):
+        raise errors.invalid_hosts(text)
+    return hosts
+
+
+def fill_hosts(text: str, size: "Optional[int]") -> "Tuple[int, str]":
+    """The number of ranks, and the machines that ``size`` ranks fill, one after the other. Pure.
+
+    Arguments:
+        text: as for ``parse_hosts``.
+        size: None: as many as the machines have room for.
+
+    Raises:
+        InvalidArgumentError: as ``parse_hosts``, or they have no room for so many.
+    """
+    hosts = parse_hosts(text)
+    room = sum(slots for _, slots in hosts)
+    size = left = room if size is None else size
+    if size > room:
+        raise errors.no_room_on_hosts(size, text, room)
+    filled = []
+    for name, slots in hosts:
+        if left:
+            filled.append("{}:{}".format(name, min(slots, left)))
+            left -= min(slots, left)
+    return size, ",".join(filled)
 
 
 # The public calls -----------------------------------------------------------------------------

@@ -19,6 +19,7 @@ def prepare(
     python: "Optional[str]",
     environ: "Mapping[str, str]",
     ranks: int = 1,
+    hosts: "Optional[str]" = None,
 ) -> "Tuple[Backend, str, Dict[str, str], List[str]]":
     """What a script is to be started with.
 
@@ -29,13 +30,14 @@ def prepare(
             and ``backend`` or ``KERAS_BACKEND`` must tell the backend.
         environ: the environment as it is.
         ranks: as how many ranks. Several see all the GPUs; each takes its own.
+        hosts: the machines that run them, where GPUs are looked for only there; None: this one.
 
     Returns:
         The backend, the interpreter, the script's environment, and lines that tell what was
         chosen.
 
     Raises:
-        InvalidArgumentError: ``gpus`` is not understood.
+        InvalidArgumentError: ``gpus`` is not understood, or means idle ones of other machines.
         PythonNotFoundError: there is no such interpreter.
         NotInstalledError, AmbiguousBackendError: as ``configure_gpu()``.
     """
@@ -51,16 +53,25 @@ def prepare(
         interpreter = _found(python)
         chosen, reason = _detect.foreseen(backend, environ, interpreter)
         variables = {"KERAS_BACKEND": chosen.framework}
-    settings = Settings(_devices.choose(selection, None, environ))
-    notes = list(settings.devices.problems) + chosen.overruled(settings, environ)
-    if settings.devices.shortage:
-        notes.append(_api.fewer(settings.devices.shortage, settings.devices, strict=False))
-    if ranks == 1:
-        variables.update(chosen.environ(settings, environ))
+    notes: "List[str]" = []
+    if hosts is None:
+        settings = Settings(_devices.choose(selection, None, environ))
+        where = str(settings.devices)
+        notes += list(settings.devices.problems) + chosen.overruled(settings, environ)
+        if settings.devices.shortage:
+            notes.append(_api.fewer(settings.devices.shortage, settings.devices, strict=False))
+        if ranks == 1:
+            variables.update(chosen.environ(settings, environ))
+        else:
+            variables.update(settings.devices.environ(environ))
     else:
-        variables.update(settings.devices.environ(environ))
+        where = "on " + hosts
+        if selection.kind == "free":
+            raise errors.free_gpus_on_hosts(gpus)
+        if gpus is not None:
+            variables["COMPAT_GPUS"] = gpus
     started = dict(environ)
-    lines = ["{} ({}), {}".format(chosen.name, reason, settings.devices)]
+    lines = ["{} ({}), {}".format(chosen.name, reason, where)]
     for name, value in sorted(variables.items()):
         if value is None:
             started.pop(name, None)
@@ -85,6 +96,7 @@ def run(
     python: "Optional[str]" = None,
     ranks: "Optional[int]" = None,
     timeout: "Optional[str]" = None,
+    hosts: "Optional[str]" = None,
 ) -> int:
     """Become the script, or start it as several ranks.
 
@@ -94,25 +106,28 @@ def run(
     Arguments:
         script: its path, and its arguments.
         gpus, backend, python: as ``prepare()`` takes them.
-        ranks: how many, 2 or more; None: the script alone.
+        ranks: how many, 2 or more; None: the script alone, or as many as ``hosts`` say.
         timeout: how long a rank waits for the others, in seconds.
+        hosts: machines and how many ranks each may run, ``"first:4,second:4"``; None: this one.
 
     Returns:
         The exit status of several ranks: that of the one that failed.
 
     Raises:
-        InvalidArgumentError: ``ranks`` or ``timeout`` is not understood.
+        InvalidArgumentError: ``ranks``, ``timeout`` or ``hosts`` is not understood.
         UnsupportedError: the backend has no ranks.
         as ``prepare()``.
     """
     from . import _devices, _launch, _ranks
 
+    if hosts is not None:
+        ranks, hosts = _ranks.fill_hosts(hosts, ranks)
     if ranks is not None and ranks < 2:
         raise errors.invalid_number_of_ranks(ranks)
     asked = dict(os.environ) if timeout is None else dict(os.environ, COMPAT_TIMEOUT=timeout)
     _ranks.timeout(asked)
-    chosen, interpreter, environ, lines = prepare(gpus, backend, python, asked, ranks or 1)
-    launcher = chosen.launcher(ranks, interpreter) if ranks else []
+    chosen, interpreter, environ, lines = prepare(gpus, backend, python, asked, ranks or 1, hosts)
+    launcher = chosen.launcher(ranks, interpreter, environ, hosts) if ranks else []
     for line in lines + (["{} ranks: {}".format(ranks, " ".join(launcher))] if ranks else []):
         print("compat run: " + line, file=sys.stderr)
     sys.stderr.flush()

@@ -1,55 +1,171 @@
-"""``python -m compat._start SIZE COMMAND...``: start so many ranks of a command on this machine.
+"""``python -m compat._start WHERE [--tf-config] COMMAND...``: start ranks of a command.
 
-The launcher for engines that have none of their own. One that fails ends all.
+The launcher for engines that have none of their own, or none for several machines. ``WHERE`` is
+how many ranks on this machine, or machines and how many on each: ``first:4,second:4``. Other
+machines are reached by ssh, and have the same folders. One rank that fails ends all.
+
+Each machine's ranks are children of one process there, which is told on its standard input what
+to start. When that input ends, for whatever reason, it ends them.
 """
 
+import contextlib
+import json
 import os
+import select
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 import time
 
+from . import _ranks
 from ._rank import die_with_parent
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 # How long the others may take to end, in seconds.
 _GRACE = 8.0
+# Variables that tell of a machine, or of a login there, and mean nothing on another one.
+_OWN = set("HOME HOST HOSTNAME LOGNAME MAIL OLDPWD PWD SHELL SHLVL TMPDIR USER _".split())
+_OWN_PREFIXES = "BASH_FUNC_", "DBUS_", "DISPLAY", "SSH_", "XDG_"
 
 
-def start(size, command):
+def launcher(size: int, hosts: "Optional[str]", *options: str) -> "List[str]":
+    """As ``Backend.launcher``."""
+    return [sys.executable, "-m", "compat._start", hosts or str(size)] + list(options)
+
+
+def exported(environ: "Mapping[str, str]") -> "Dict[str, str]":
+    """The variables that ranks on other machines are to have, too."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if name not in _OWN and not name.startswith(_OWN_PREFIXES)
+    }
+
+
+# All machines ---------------------------------------------------------------------------------
+
+
+def start(where: str, tf_config: bool, command: "Sequence[str]") -> int:
     """Start the ranks, wait for them, and return the first exit status that is not 0."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        meeting = "127.0.0.1:{}".format(probe.getsockname()[1])
+    machines: "List[Tuple[Optional[str], int]]" = [(None, int(where))] if where.isdigit() else []
+    machines += [] if machines else list(_ranks.parse_hosts(where))
+    task = {"command": command, "directory": os.getcwd(), "environ": exported(os.environ)}
+    agents: "List[Any]" = []
+    for (host, _), ranks in zip(machines, _places(machines, tf_config)):
+        agents.append(subprocess.Popen(_agent(host), stdin=subprocess.PIPE))
+        line = json.dumps(dict(task, ranks=ranks)) + "\n"
+        with contextlib.suppress(BrokenPipeError):  # ssh has failed, and says why
+            agents[-1].stdin.write(line.encode("ascii"))
+            agents[-1].stdin.flush()
+    signal.signal(signal.SIGTERM, lambda *ignored: sys.exit(128 + signal.SIGTERM))
+    try:
+        return _watch(agents)
+    finally:
+        for agent in agents:
+            with contextlib.suppress(BrokenPipeError):
+                agent.stdin.close()
+        _wait(agents, 2 * _GRACE)
+
+
+def _places(machines, tf_config):
+    """Each machine's ranks: the variables that tell them their places."""
+    size = sum(slots for _, slots in machines)
+    hosts = [host or "127.0.0.1" for host, slots in machines for _ in range(slots)]
+    addresses = ["{}:{}".format(*pair) for pair in zip(hosts, _free_ports(size))]
+    rank = 0
+    for _, slots in machines:
+        places = []
+        for local_rank in range(slots):
+            if tf_config:
+                task = {"type": "worker", "index": rank}
+                tells = {"cluster": {"worker": addresses}, "task": task}
+                places.append({"TF_CONFIG": json.dumps(tells)})
+            else:
+                names = "COMPAT_RANK", "COMPAT_SIZE", "COMPAT_LOCAL_RANK", "COMPAT_LOCAL_SIZE"
+                place = dict(zip(names, map(str, (rank, size, local_rank, slots))))
+                places.append(dict(place, COMPAT_MEETING=addresses[0]))
+            rank += 1
+        yield places
+
+
+def _free_ports(count):
+    """Ports that are free here; on another machine they are likely to be."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def _agent(host):
+    """The command that starts a machine's own process."""
+    agent = [sys.executable, "-m", "compat._start"]
+    if host is None or _is_here(host):
+        return agent
+    agent = ["env", "PYTHONPATH=" + os.environ.get("PYTHONPATH", "")] + agent
+    # No question is asked that nobody sees; a machine that is gone is noticed in half a minute.
+    options = ["BatchMode=yes", "ConnectTimeout=30", "ServerAliveInterval=10"]
+    ssh = ["ssh"] + [part for option in options for part in ("-o", option)]
+    return ssh + [host, " ".join(map(shlex.quote, agent))]
+
+
+def _is_here(host):
+    """Whether this machine has the host's address: only then can it be listened at."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family) as listening:
+            listening.bind(address)
+    except OSError:  # or a name that only ssh knows
+        return False
+    return True
+
+
+# One machine ----------------------------------------------------------------------------------
+
+
+def start_here() -> int:
+    """Start this machine's ranks as standard input tells, and return as ``start()``."""
+    task = json.loads(sys.stdin.readline())
+    os.chdir(task["directory"])
+    os.environ.update(task["environ"])
     processes = []
-    for rank in range(size):
-        place = {
-            "COMPAT_RANK": str(rank),
-            "COMPAT_SIZE": str(size),
-            "COMPAT_LOCAL_RANK": str(rank),
-            "COMPAT_LOCAL_SIZE": str(size),
-            "COMPAT_MEETING": meeting,
-        }
+    for place in task["ranks"]:
         environ = dict(os.environ, **place)
-        processes.append(subprocess.Popen(command, env=environ, preexec_fn=die_with_parent))
-    signal.signal(signal.SIGTERM, lambda *ignored: _end(processes))
-    running = processes
-    while running:
-        time.sleep(0.05)
-        running = [process for process in processes if process.poll() is None]
-        failed = [process.returncode for process in processes if process.returncode]
+        processes.append(
+            subprocess.Popen(
+                task["command"], stdin=subprocess.DEVNULL, env=environ, preexec_fn=die_with_parent
+            )
+        )
+    try:
+        return _watch(processes, sys.stdin)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.terminate()
+        _wait(processes, _GRACE)
+
+
+def _watch(processes, told=None):
+    """Wait until all have ended, one has failed, or ``told`` has; an exit status."""
+    while True:
+        ends = [process.poll() for process in processes]
+        failed = [status for status in ends if status]
         if failed:
-            _end(processes)
             return failed[0] if failed[0] > 0 else 128 - failed[0]
-    return 0
+        if None not in ends:
+            return 0
+        if select.select([told] if told else [], [], [], 0.05)[0]:
+            return 128 + signal.SIGTERM
 
 
-def _end(processes):
-    """End all that still run: politely, then not."""
-    for process in processes:
-        if process.poll() is None:
-            process.terminate()
-    until = time.monotonic() + _GRACE
+def _wait(processes, seconds):
+    """Wait for processes that were told to end, and kill those that do not."""
+    until = time.monotonic() + seconds
     for process in processes:
         try:
             process.wait(max(0.0, until - time.monotonic()))
@@ -58,5 +174,13 @@ def _end(processes):
             process.wait()
 
 
+def main(arguments: "List[str]") -> int:
+    if not arguments:
+        return start_here()
+    where, command = arguments[0], arguments[1:]
+    tf_config = command[0] == "--tf-config"
+    return start(where, tf_config, command[tf_config:])
+
+
 if __name__ == "__main__":
-    sys.exit(start(int(sys.argv[1]), sys.argv[2:]))
+    sys.exit(main(sys.argv[1:]))

@@ -639,13 +639,34 @@ def rank_ended(ended, size):
 
 def launcher_failed(status, silent):
     """What ``compat run`` says where no rank told that it failed."""
-    heard = "{} told how it ended".format(_ranks(silent) + " never") if silent else "no rank failed"
+    heard = "nothing was heard of the end of " + _ranks(silent) if silent else "no rank failed"
     return "compat run: the launcher ended with exit status {}; {}.".format(status, heard)
 
 
 def invalid_number_of_ranks(number):
     return InvalidArgumentError(
         "-n {} is not understood. Use the number of processes to start, 2 or more.".format(number)
+    )
+
+
+def invalid_hosts(hosts):
+    return InvalidArgumentError(
+        "--hosts {} is not understood. Use machines, by the names that all of them know, and how "
+        "many ranks each is to run: --hosts first:4,second:4.".format(hosts)
+    )
+
+
+def no_room_on_hosts(ranks, hosts, room):
+    return InvalidArgumentError(
+        "-n {}: --hosts {} has room for {}. Use fewer ranks, or give the machines more: "
+        "--hosts first:4,second:4.".format(ranks, hosts, room)
+    )
+
+
+def free_gpus_on_hosts(gpus):
+    return InvalidArgumentError(
+        "--gpus {} with --hosts: idle GPUs cannot be found on other machines from here. Use ids "
+        "that are meant on each of them, such as --gpus 0,1, or leave --gpus out.".format(gpus)
     )
 
 

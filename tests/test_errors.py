@@ -807,6 +807,27 @@ TEXTS = [
         "compat run: the launcher ended with exit status 1; no rank failed.",
     ),
     (
+        errors.invalid_hosts,
+        ("a:x",),
+        errors.InvalidArgumentError,
+        "--hosts a:x is not understood. Use machines, by the names that all of them know, and "
+        "how many ranks each is to run: --hosts first:4,second:4.",
+    ),
+    (
+        errors.no_room_on_hosts,
+        (6, "a:2,b:3", 5),
+        errors.InvalidArgumentError,
+        "-n 6: --hosts a:2,b:3 has room for 5. Use fewer ranks, or give the machines more: "
+        "--hosts first:4,second:4.",
+    ),
+    (
+        errors.free_gpus_on_hosts,
+        ("free:2",),
+        errors.InvalidArgumentError,
+        "--gpus free:2 with --hosts: idle GPUs cannot be found on other machines from here. Use "
+        "ids that are meant on each of them, such as --gpus 0,1, or leave --gpus out.",
+    ),
+    (
         errors.not_one_update,
         ("dense", 2),
         errors.UnsupportedError,

@@ -164,8 +164,8 @@ def test_a_launcher_that_fails_is_heard(tmp_path, capfd):
     assert _launch.launch(command, dict(os.environ), 2) == 5
     assert capfd.readouterr().err == (
         "no such host\n"
-        "compat run: the launcher ended with exit status 5; ranks 0 and 1 never told how it "
-        "ended.\n"
+        "compat run: the launcher ended with exit status 5; nothing was heard of the end of "
+        "ranks 0 and 1.\n"
     )
 
 
@@ -234,5 +234,8 @@ def test_command_line(tmp_path):
 
     assert "-n 1 is not understood" in said("-n", "1")
     assert "COMPAT_TIMEOUT=x is not understood" in said("-n", "2", "--timeout", "x")
+    assert "-n 3: --hosts a:2 has room for 2" in said("-n", "3", "--hosts", "a:2")
+    assert "--hosts a:x is not understood" in said("--hosts", "a:x")
+    assert "-n 1 is not understood" in said("--hosts", "a")
     message = said("-n", "2", "--backend", "cntk", "--python", sys.executable)
     assert "Ranks of Theano and CNTK are started by mpirun, which is not on PATH." in message

@@ -226,8 +226,8 @@ def _import_horovod():
     return horovod
 
 
-def launcher(size, python):
-    """horovodrun, which needs no ssh on this machine.
+def launcher(size, python, hosts=None):
+    """horovodrun, which needs no ssh on this machine, and reaches others by it.
 
     Raises:
         NotInstalledError: Horovod is not installed.
@@ -235,4 +235,4 @@ def launcher(size, python):
     if python == sys.executable and _detect.distribution_version("horovod") is None:
         raise errors.no_horovod()
     horovodrun = [python, "-m", "horovod.runner.launch", "--gloo", "--disable-cache"]
-    return horovodrun + ["-np", str(size)]
+    return horovodrun + ["-np", str(size)] + (["-H", hosts] if hosts else [])

@@ -21,7 +21,7 @@ import threading
 import time
 import traceback
 
-from .. import _ranks, errors
+from .. import _ranks, _start, errors
 
 # What ranks tell one another besides: that one has come to its end; a question who waits, too;
 # and the answer.
@@ -230,16 +230,19 @@ def leave_to_engine():
     return True
 
 
-def launcher(size):
+def launcher(size, environ, hosts=None):
     """As ``Backend.launcher``.
 
     Open MPI refuses more ranks than cores, ties each rank with all its threads to one core or
     socket, and refuses root; torchrun and horovodrun do none of that. Other MPIs do not read this.
+    It starts its own programs on other machines, from the folder it is in itself if it is called
+    by its path, and hands over variables that are named.
 
     Raises:
         NotInstalledError: there is no mpirun.
     """
-    if shutil.which("mpirun") is None:
+    mpirun = shutil.which("mpirun", path=environ.get("PATH"))
+    if mpirun is None:
         raise errors.no_mpirun()
     options = (
         "OMPI_MCA_rmaps_base_oversubscribe=1",
@@ -247,4 +250,9 @@ def launcher(size):
         "OMPI_ALLOW_RUN_AS_ROOT=1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1",
     )
-    return ["env"] + list(options) + ["mpirun", "-n", str(size)]
+    command = ["env"] + list(options) + [mpirun, "-n", str(size)]
+    if hosts is not None:
+        command += ["--host", hosts]
+        for name in sorted(_start.exported(environ)):
+            command += ["-x", name]
+    return command

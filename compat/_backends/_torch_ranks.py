@@ -26,16 +26,14 @@ class TorchDistributed(_ranks.Engine):
         self.distributed = distributed
         self.store = None
         if not distributed.is_initialized():
-            missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-            if missing:
-                raise errors.no_meeting_point(ranks, "torch.distributed", missing)
+            meeting = _meeting(ranks)
             self.timeout = _ranks.timeout(os.environ)
             limit = datetime.timedelta(seconds=self.timeout)
             cuda = sys.modules["torch"].cuda.is_available()
             with self.waiting("to start"):
                 # Under torchrun the launcher keeps the store, so it outlives every rank.
                 self.store, _, _ = next(
-                    distributed.rendezvous("env://", ranks.rank, ranks.size, timeout=limit)
+                    distributed.rendezvous(meeting, ranks.rank, ranks.size, timeout=limit)
                 )
                 distributed.init_process_group(
                     "cpu:gloo,cuda:nccl" if cuda else "gloo",
@@ -86,6 +84,16 @@ class TorchDistributed(_ranks.Engine):
         except RuntimeError:  # the store has gone, too
             return []
         return others
+
+
+def _meeting(ranks):
+    """Where the ranks meet, as torch.distributed takes it."""
+    if ranks.launcher == "compat run":
+        return "tcp://" + os.environ["COMPAT_MEETING"]
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise errors.no_meeting_point(ranks, "torch.distributed", missing)
+    return "env://"
 
 
 def distribute(model, ranks):

@@ -87,10 +87,16 @@ class CNTK(Backend):
             raise errors.one_device_only(self.name, ", ".join(devices), first)
         return model
 
-    def launcher(self, size: int, python: str) -> "List[str]":
+    def launcher(
+        self,
+        size: int,
+        python: str,
+        environ: "Mapping[str, str]",
+        hosts: "Optional[str]" = None,
+    ) -> "List[str]":
         from . import _mpi
 
-        return _mpi.launcher(size)
+        return _mpi.launcher(size, environ, hosts)
 
     def distribute(self, model: "Any", ranks: "Ranks") -> "Any":
         """Train ``model`` together with the other ranks; see ``_cntk_ranks.py``.

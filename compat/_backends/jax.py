@@ -130,9 +130,17 @@ class JAX(Backend):
 
     # Ranks ------------------------------------------------------------------------------------
 
-    def launcher(self, size: int, python: str) -> "List[str]":
+    def launcher(
+        self,
+        size: int,
+        python: str,
+        environ: "Mapping[str, str]",
+        hosts: "Optional[str]" = None,
+    ) -> "List[str]":
         """JAX has none of its own."""
-        return [sys.executable, "-m", "compat._start", str(size)]
+        from .. import _start
+
+        return _start.launcher(size, hosts)
 
     def distribute(self, model: "Any", ranks: "Ranks") -> "Any":
         """See ``_jax_ranks``."""

@@ -32,7 +32,7 @@ from ..backend import Backend
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, ContextManager, List, Optional, Sequence
+    from typing import Any, ContextManager, List, Mapping, Optional, Sequence
 
     from .._ranks import Ranks
     from .._settings import Settings
@@ -176,10 +176,16 @@ class TensorFlow1(Backend):
 
     # Ranks ------------------------------------------------------------------------------------
 
-    def launcher(self, size: int, python: str) -> "List[str]":
+    def launcher(
+        self,
+        size: int,
+        python: str,
+        environ: "Mapping[str, str]",
+        hosts: "Optional[str]" = None,
+    ) -> "List[str]":
         from . import _horovod
 
-        return _horovod.launcher(size, python)
+        return _horovod.launcher(size, python, hosts)
 
     def distribute(self, model: "Any", ranks: "Ranks") -> "Any":
         """See ``_tensorflow1_ranks``."""

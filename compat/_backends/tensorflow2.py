@@ -134,10 +134,16 @@ class TensorFlow2(Backend):
 
     # Ranks ------------------------------------------------------------------------------------
 
-    def launcher(self, size: int, python: str) -> "List[str]":
+    def launcher(
+        self,
+        size: int,
+        python: str,
+        environ: "Mapping[str, str]",
+        hosts: "Optional[str]" = None,
+    ) -> "List[str]":
         from . import _horovod
 
-        return _horovod.launcher(size, python)
+        return _horovod.launcher(size, python, hosts)
 
     def distribute(self, model: "Any", ranks: "Ranks") -> "Any":
         """See ``_tensorflow2_ranks``; after ``disable_v2_behavior()``, ``_tensorflow1_ranks``."""

@@ -245,10 +245,16 @@ class Theano(Backend):
                 _theano_contexts.ReplicatedFunctions(model, replicas).install()
         return model
 
-    def launcher(self, size: int, python: str) -> "List[str]":
+    def launcher(
+        self,
+        size: int,
+        python: str,
+        environ: "Mapping[str, str]",
+        hosts: "Optional[str]" = None,
+    ) -> "List[str]":
         from . import _mpi
 
-        return _mpi.launcher(size)
+        return _mpi.launcher(size, environ, hosts)
 
     def distribute(self, model: "Any", ranks: "Ranks") -> "Any":
         """Train ``model`` together with the other ranks; see ``_theano_ranks.py``.

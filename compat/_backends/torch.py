@@ -130,7 +130,18 @@ class Torch(Backend):
 
     # Ranks ------------------------------------------------------------------------------------
 
-    def launcher(self, size: int, python: str) -> "List[str]":
+    def launcher(
+        self,
+        size: int,
+        python: str,
+        environ: "Mapping[str, str]",
+        hosts: "Optional[str]" = None,
+    ) -> "List[str]":
+        """torchrun, which has to be started on each machine where there are several."""
+        if hosts is not None:
+            from .. import _start
+
+            return _start.launcher(size, hosts)
         torchrun = [python, "-m", "torch.distributed.run", "--standalone", "--no-python"]
         return torchrun + ["--nproc-per-node={}".format(size)]
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from compat import _registry
+from compat._backends.cntk import backend
 from compat.testing_ranks import RanksContract
 
 
@@ -39,7 +39,7 @@ def test_waits_of_its_own_learner_are_bounded(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(STUCK)
     completed = subprocess.run(
-        _registry.load("cntk").launcher(2, sys.executable) + [sys.executable, str(script)],
+        backend.launcher(2, sys.executable, os.environ) + [sys.executable, str(script)],
         env=dict(os.environ, KERAS_BACKEND="cntk"),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

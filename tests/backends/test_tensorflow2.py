@@ -673,4 +673,4 @@ def test_ranks_without_horovod_say_what_is_missing(keras, monkeypatch):
     ):
         compat.parallelize(model)
     with pytest.raises(compat.NotInstalledError, match="through Horovod, which is not installed"):
-        backend.launcher(2, sys.executable)
+        backend.launcher(2, sys.executable, {})

@@ -7,7 +7,8 @@ import sys
 import numpy as np
 import pytest
 
-from compat import _devices, _ranks, _registry
+from compat import _devices, _ranks
+from compat._backends.theano import backend
 from compat._settings import Settings
 from compat.testing_ranks import RanksContract
 
@@ -39,11 +40,11 @@ def test_flags_of_a_rank(machine, local_rank):
     }
     ranks = _ranks.launched(environ)
     devices = _devices.choose_for_rank(_devices.parse_gpus(None), environ, ranks)
-    variables = _registry.load("theano").environ(Settings(devices), environ)
+    variables = backend.environ(Settings(devices), environ)
     assert variables["CUDA_VISIBLE_DEVICES"] == str(local_rank)
     assert variables["THEANO_FLAGS"] == "device=cuda0,compile.wait=1,compile.timeout=120"
     environ["THEANO_FLAGS"] = "compile.wait=7"
-    variables = _registry.load("theano").environ(Settings(devices), environ)
+    variables = backend.environ(Settings(devices), environ)
     assert variables["THEANO_FLAGS"] == "compile.wait=7,device=cuda0,compile.timeout=120"
 
 
@@ -63,7 +64,7 @@ def job(tmp_path, program, size=2, timeout=100):
     script = tmp_path / "script.py"
     script.write_text(PROGRAM.format(program))
     return subprocess.run(
-        _registry.load("theano").launcher(size, sys.executable) + [sys.executable, str(script)],
+        backend.launcher(size, sys.executable, os.environ) + [sys.executable, str(script)],
         env=dict(os.environ, COMPAT_TIMEOUT=str(timeout)),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -212,7 +213,7 @@ def test_generators(tmp_path):
     script.write_text(GENERATORS)
     for size in (1, 2):
         command = [sys.executable, str(script), str(tmp_path)]
-        launcher = _registry.load("theano").launcher(size, sys.executable) if size > 1 else []
+        launcher = backend.launcher(size, sys.executable, os.environ) if size > 1 else []
         subprocess.run(launcher + command, check=True, timeout=200)
     one, first, second = [
         np.load(str(tmp_path / name)) for name in ("1-0.npz", "2-0.npz", "2-1.npz")

@@ -1,0 +1,85 @@
+"""Two machines on this one, for tests of ranks on several: network namespaces.
+
+    python tests/hosts.py COMMAND...
+
+Runs a command on the machine ``alpha``, 10.77.0.1, from where ``ssh beta`` reaches the other one,
+10.77.0.2. They share the disk and nothing of the network but the cable between them. Nobody need
+be root, nothing outside is changed, and what is left running ends with the command.
+
+There is no SSH server: ``ssh`` is a script that enters the other namespace, with the environment
+and the folder of a fresh login.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+
+HOSTS = (("alpha", "10.77.0.1"), ("beta", "10.77.0.2"))
+OUTSIDE = "--user --map-root-user --net --uts --mount --pid --fork --kill-child --mount-proc"
+SSH = """\
+#!/bin/sh
+while getopts 46o:p:qTtx option; do :; done
+shift $((OPTIND - 1))
+if [ "$1" != {name} ]; then
+    echo "ssh: connect to host $1 port 22: No route to host" >&2
+    exit 255
+fi
+shift
+cd "$HOME"
+exec nsenter --target {process} --net --uts env -i HOME="$HOME" PATH=/usr/bin:/bin sh -c "$*"
+"""
+
+
+def cable(process):
+    """Join this machine and that of a process, and give both their addresses."""
+    link(["add", "to-beta", "type", "veth", "peer", "name", "to-alpha", "netns", str(process)])
+    enter = ["nsenter", "--target", str(process), "--net"]
+    for prefix, device, (_, address) in zip(([], enter), ("to-beta", "to-alpha"), HOSTS):
+        subprocess.check_call(prefix + ["ip", "address", "add", address + "/24", "dev", device])
+        link(["set", device, "up"], prefix)
+        link(["set", "lo", "up"], prefix)
+
+
+def link(arguments, prefix=()):
+    subprocess.check_call(list(prefix) + ["ip", "link"] + arguments)
+
+
+def other_machine(name):
+    """A process in namespaces of its own."""
+    wait = "import socket, sys; socket.sethostname({!r}); print(); sys.stdin.read()".format(name)
+    process = subprocess.Popen(
+        ["unshare", "--net", "--uts", sys.executable, "-c", wait],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdout.readline()
+    return process
+
+
+def main(command):
+    if os.environ.get("COMPAT_TEST_HOSTS") != "inside":
+        environ = dict(os.environ, COMPAT_TEST_HOSTS="inside")
+        inside = [sys.executable, os.path.abspath(__file__)] + command
+        return subprocess.call(["unshare"] + OUTSIDE.split() + inside, env=environ)
+    with tempfile.TemporaryDirectory() as folder:
+        names = os.path.join(folder, "hosts")
+        with open(names, "w") as file:
+            for name, address in (("localhost", "127.0.0.1"),) + HOSTS:
+                file.write("{} {}\n".format(address, name))
+        subprocess.check_call(["mount", "--bind", names, "/etc/hosts"])
+        socket.sethostname(HOSTS[0][0])
+        beta = other_machine(HOSTS[1][0])
+        cable(beta.pid)
+        ssh = os.path.join(folder, "ssh")
+        with open(ssh, "w") as file:
+            file.write(SSH.format(name=HOSTS[1][0], process=beta.pid))
+        os.chmod(ssh, 0o755)
+        environ = dict(os.environ, PATH=folder + os.pathsep + os.environ["PATH"])
+        del environ["COMPAT_TEST_HOSTS"]
+        return subprocess.call(command, env=environ)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,209 @@
+"""``compat run --hosts``: ranks on two machines, which are network namespaces of this one."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from conftest import ROOT
+
+from compat import _launch, _rank, _ranks, _run, _start, errors
+
+
+@pytest.mark.parametrize(
+    "text, hosts",
+    [
+        ("first:4,second:2", [("first", 4), ("second", 2)]),
+        (" first , second:3 ", [("first", 1), ("second", 3)]),
+        ("localhost:2", [("localhost", 2)]),
+    ],
+)
+def test_hosts(text, hosts):
+    assert _ranks.parse_hosts(text) == hosts
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a,,b", ":2", "a:0", "a:x", "a:-1", "a,a:2", "localhost,b", "b,127.0.0.1:2"]
+)
+def test_hosts_that_cannot_be_meant(text):
+    with pytest.raises(errors.InvalidArgumentError, match="--hosts first:4,second:4"):
+        _ranks.parse_hosts(text)
+
+
+def test_ranks_fill_one_machine_after_the_other():
+    assert _ranks.fill_hosts("a:2,b:3", None) == (5, "a:2,b:3")
+    assert _ranks.fill_hosts("a:2,b:3", 4) == (4, "a:2,b:2")
+    assert _ranks.fill_hosts("a:2,b:3", 2) == (2, "a:2")
+    with pytest.raises(errors.InvalidArgumentError, match="-n 6: --hosts a:2,b:3 has room for 5"):
+        _ranks.fill_hosts("a:2,b:3", 6)
+
+
+def test_gpus_are_chosen_on_each_machine(toy):
+    environ = {"CUDA_VISIBLE_DEVICES": "3"}
+    for gpus in (None, "0,1", "cpu"):
+        _, _, started, lines = _run.prepare(gpus, "toy", None, environ, 2, "a,b")
+        assert started["CUDA_VISIBLE_DEVICES"] == "3"
+        assert started.get("COMPAT_GPUS") == gpus
+        assert lines[0] == "toy (backend='toy' was asked for), on a,b"
+    with pytest.raises(errors.InvalidArgumentError, match="idle GPUs cannot be found on other"):
+        _run.prepare("free:2", "toy", None, environ, 2, "a,b")
+
+
+def test_a_rank_sees_the_gpus_that_were_asked_for_on_its_machine():
+    assert _rank._gpus({}) == {}
+    assert _rank._gpus({"COMPAT_GPUS": "cpu"}) == {"CUDA_VISIBLE_DEVICES": "-1"}
+
+
+def test_a_login_s_own_variables_stay_on_its_machine():
+    environ = {
+        "HOME": "/h",
+        "SSH_TTY": "t",
+        "BASH_FUNC_f%%": "",
+        "PATH": "/bin",
+        "THEANO_FLAGS": "",
+    }
+    assert _start.exported(environ) == {"PATH": "/bin", "KERAS_HOME": ""}
+
+
+# Two machines ---------------------------------------------------------------------------------
+
+
+LAUNCH = """
+import os, sys, time
+from compat import _launch
+status = _launch.launch({!r}, dict(os.environ), {})
+def left():
+    for process in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open("/proc/" + process + "/cmdline") as file:
+                if {!r} in file.read().split("\\0"):
+                    yield process
+        except OSError:
+            pass
+until = time.monotonic() + 3
+while any(left()) and time.monotonic() < until:
+    time.sleep(0.1)
+for process in left():
+    print("a rank is left")
+sys.exit(status)
+"""
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Start a program as ranks on ``alpha`` and ``beta``."""
+    started = []
+
+    def job(program, where="alpha:1,beta:2"):
+        script = tmp_path / "script.py"
+        begin = "import os, socket, sys, time, compat\nrank = compat.rank()\n"
+        script.write_text(begin + textwrap.dedent(program))
+        size = sum(slots for _, slots in _ranks.parse_hosts(where))
+        command = [sys.executable, "-m", "compat._start", where]
+        command += [sys.executable, "-m", "compat._rank", sys.executable, str(script), "it's"]
+        launch = LAUNCH.format(command, size, str(script))
+        hosts = [sys.executable, os.path.join(ROOT, "tests", "hosts.py")]
+        process = subprocess.Popen(
+            hosts + [sys.executable, "-c", launch],
+            env=dict(os.environ, PYTHONPATH=ROOT, COMPAT_TEST_SAID="what is set"),
+            cwd=str(tmp_path),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            universal_newlines=True,
+        )
+        started.append(process)
+        return process
+
+    yield job
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def finished(process):
+    # Less than compat run gives the launcher to end the others, which it has to do by itself.
+    out, err = process.communicate(timeout=_launch.GRACE - 1)
+    return process.returncode, sorted(out.splitlines()), err
+
+
+def test_each_machine_runs_its_ranks(job):
+    status, out, err = finished(
+        job(
+            """
+            place = compat.local_rank(), compat.size(), os.environ["COMPAT_LOCAL_SIZE"]
+            said = os.environ["COMPAT_TEST_SAID"], os.path.basename(os.getcwd()), sys.argv[1]
+            print(socket.gethostname(), *(place + said))
+            """
+        )
+    )
+    assert (status, err) == (0, "")
+    folder = out[0].split()[-2]
+    said = "what is set {} it's".format(folder)
+    assert out == [
+        "[0] alpha 0 3 1 " + said,
+        "[1] beta 0 3 2 " + said,
+        "[2] beta 1 3 2 " + said,
+    ]
+
+
+def test_ranks_meet_where_all_machines_can_reach_it(job):
+    status, out, _ = finished(
+        job(
+            """
+            host, port = os.environ["COMPAT_MEETING"].split(":")
+            if rank == 0:
+                with socket.socket() as server:
+                    server.bind((host, int(port)))
+                    server.listen(2)
+                    print(sorted(server.accept()[0].recv(4).decode() for _ in range(2)))
+            else:
+                for _ in range(50):
+                    try:
+                        socket.create_connection((host, int(port))).sendall(b"%d" % rank)
+                        break
+                    except ConnectionRefusedError:
+                        time.sleep(0.1)
+            """
+        )
+    )
+    assert (status, out) == (0, ["[0] ['1', '2']"])
+
+
+@pytest.mark.parametrize("fails", [0, 2])
+def test_one_that_fails_ends_all_on_both_machines(job, fails):
+    status, _, err = finished(
+        job("raise ValueError('no') if rank == {} else time.sleep(60)".format(fails))
+    )
+    assert status == 1
+    assert "compat run: rank {} of 3 failed with exit status 1".format(fails) in err
+    assert err.endswith("ValueError: no\n")
+
+
+def test_a_machine_that_cannot_be_reached_is_heard(job):
+    status, out, err = finished(job("time.sleep(60)", "alpha:1,gamma:1"))
+    assert (status, out) == (255, [])
+    assert err == (
+        "ssh: connect to host gamma port 22: No route to host\n"
+        "compat run: the launcher ended with exit status 255; nothing was heard of the end of "
+        "ranks 0 and 1.\n"
+    )
+
+
+def test_no_rank_survives_the_one_who_started_all(job):
+    status, out, err = finished(
+        job(
+            """
+            if rank == 0:
+                print("told")
+                starter = os.getppid()  # compat._rank; above it alpha's own process, then this
+                for _ in range(2):
+                    with open("/proc/{}/stat".format(starter)) as file:
+                        starter = int(file.read().rpartition(")")[2].split()[1])
+                os.kill(starter, 9)
+            time.sleep(60)
+            """
+        )
+    )
+    assert (status, out) == (1, ["[0] told"])
+    assert "the launcher ended with exit status -9" in err
