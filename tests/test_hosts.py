@@ -63,7 +63,7 @@ def test_a_login_s_own_variables_stay_on_its_machine():
         "PATH": "/bin",
         "THEANO_FLAGS": "",
     }
-    assert _start.exported(environ) == {"PATH": "/bin", "KERAS_HOME": ""}
+    assert _start.exported(environ) == {"PATH": "/bin", "THEANO_FLAGS": ""}
 
 
 # Two machines ---------------------------------------------------------------------------------
