@@ -107,7 +107,9 @@ def _agent(host):
     agent = [sys.executable, "-m", "compat._start"]
     if host is None or _is_here(host):
         return agent
-    agent = ["env", "PYTHONPATH=" + os.environ.get("PYTHONPATH", "")] + agent
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    paths = [os.path.abspath(path) for path in paths if path]  # ssh begins in another folder
+    agent = ["env", "PYTHONPATH=" + os.pathsep.join(paths)] + agent
     # No question is asked that nobody sees; a machine that is gone is noticed in half a minute.
     options = ["BatchMode=yes", "ConnectTimeout=30", "ServerAliveInterval=10"]
     ssh = ["ssh"] + [part for option in options for part in ("-o", option)]

@@ -17,6 +17,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -25,7 +26,7 @@ import numpy as np
 import pytest
 
 import compat
-from compat import _registry
+from compat import _registry, testing_hosts
 from compat._ranks import LAUNCHERS
 from compat.testing import CASES, initialise, keras_under_test, largest_difference, optimizer
 
@@ -49,7 +50,7 @@ def main(name, folder, *arguments):
     stem = os.path.join(folder, "{}-{}-{}".format(name, compat.size(), compat.rank()))
     np.savez(stem, **arrays)
     with open(stem + ".json", "w") as file:
-        json.dump(facts, file)
+        json.dump(dict(facts, host=socket.gethostname()), file)
 
 
 def read(name, folder, size, rank):
@@ -217,6 +218,8 @@ class RanksContract:
         ("multi", "sgd"),
         ("multi", "adam"),
     )
+    #: The two machines of ``compat.testing_hosts``, with ``FAULTY`` on the second.
+    hosts = "alpha:1,beta:2"
     #: Seconds that ranks wait for each other in the tests of faults.
     timeout = 20
     #: How much longer than that a fault may take to end a job, starting Python included.
@@ -235,6 +238,8 @@ class RanksContract:
         command = [sys.executable, "-m", "compat", "run"]
         if size > 1:
             command += ["-n", str(size), "--timeout", str(options.get("timeout", 120))]
+        if "hosts" in options:
+            command = testing_hosts.command(*(command + ["--hosts", options["hosts"]]))
         framework = _registry.load(self.backend).framework
         began = time.monotonic()
         process = subprocess.Popen(
@@ -342,13 +347,35 @@ class RanksContract:
         assert not left
         assert os.path.exists(os.path.join(folder, "checkpoint" + self.extension))
 
+    # Two machines -----------------------------------------------------------------------------
+
+    def test_two_machines_train_to_the_numbers_of_one_process(self, results, tmp_path):
+        trial = self.trials[0]
+        arguments = [json.dumps([trial]), json.dumps(self.lstm_options)]
+        job = self.start(3, str(tmp_path), "train", *arguments, hosts=self.hosts)
+        assert job.status == 0, job.out + job.err
+        ranks = [read("train", str(tmp_path), 3, rank) for rank in range(3)]
+        assert [facts["host"] for _, facts in ranks] == ["alpha", "beta", "beta"]
+        (one, _), *_ = results(1, "train")
+        for weight in ranks[0][0]:
+            for arrays, _ in ranks:
+                assert largest_difference([arrays[weight]], [one[weight]]) <= self.tolerance
+                np.testing.assert_array_equal(arrays[weight], ranks[0][0][weight])
+
+    def test_fault_on_another_machine_ends_the_job_and_names_the_rank(self, folder):
+        job = self.fails(folder, "raise", hosts=self.hosts)
+        assert "rank 1 of 3 failed with exit status 1; the others were ended." in job.err
+        assert (job.status, job.err.rstrip().split("\n")[-1]) == (
+            1,
+            "ValueError: this rank's data is bad",
+        )
+
     # Faults -----------------------------------------------------------------------------------
 
-    def fails(self, folder, fault):
+    def fails(self, folder, fault, **options):
         """The job with that fault: it ends in time, and no process of it is left."""
-        limit = self.timeout + self.patience
-        arguments = fault, self.extension
-        job = self.start(3, folder, "fail", *arguments, timeout=self.timeout, limit=limit)
+        options.update(timeout=self.timeout, limit=self.timeout + self.patience)
+        job = self.start(3, folder, "fail", fault, self.extension, **options)
         for _ in range(50):
             left = _processes_with(os.path.join(folder, "script.py"))
             if not left:

@@ -8,7 +8,7 @@ import textwrap
 import pytest
 from conftest import ROOT
 
-from compat import _launch, _rank, _ranks, _run, _start, errors
+from compat import _launch, _rank, _ranks, _run, _start, errors, testing_hosts
 
 
 @pytest.mark.parametrize(
@@ -69,27 +69,6 @@ def test_a_login_s_own_variables_stay_on_its_machine():
 # Two machines ---------------------------------------------------------------------------------
 
 
-LAUNCH = """
-import os, sys, time
-from compat import _launch
-status = _launch.launch({!r}, dict(os.environ), {})
-def left():
-    for process in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            with open("/proc/" + process + "/cmdline") as file:
-                if {!r} in file.read().split("\\0"):
-                    yield process
-        except OSError:
-            pass
-until = time.monotonic() + 3
-while any(left()) and time.monotonic() < until:
-    time.sleep(0.1)
-for process in left():
-    print("a rank is left")
-sys.exit(status)
-"""
-
-
 @pytest.fixture
 def job(tmp_path):
     """Start a program as ranks on ``alpha`` and ``beta``."""
@@ -102,10 +81,12 @@ def job(tmp_path):
         size = sum(slots for _, slots in _ranks.parse_hosts(where))
         command = [sys.executable, "-m", "compat._start", where]
         command += [sys.executable, "-m", "compat._rank", sys.executable, str(script), "it's"]
-        launch = LAUNCH.format(command, size, str(script))
-        hosts = [sys.executable, os.path.join(ROOT, "tests", "hosts.py")]
+        launch = (
+            "import os, sys\nfrom compat import _launch\n"
+            "sys.exit(_launch.launch({!r}, dict(os.environ), {}))".format(command, size)
+        )
         process = subprocess.Popen(
-            hosts + [sys.executable, "-c", launch],
+            testing_hosts.command(sys.executable, "-c", launch),
             env=dict(os.environ, PYTHONPATH=ROOT, COMPAT_TEST_SAID="what is set"),
             cwd=str(tmp_path),
             stdout=subprocess.PIPE,
@@ -122,6 +103,7 @@ def job(tmp_path):
 
 
 def finished(process):
+    """The exit status, the lines printed, and what went to stderr, survivors included."""
     # Less than compat run gives the launcher to end the others, which it has to do by itself.
     out, err = process.communicate(timeout=_launch.GRACE - 1)
     return process.returncode, sorted(out.splitlines()), err
@@ -207,3 +189,14 @@ def test_no_rank_survives_the_one_who_started_all(job):
     )
     assert (status, out) == (1, ["[0] told"])
     assert "the launcher ended with exit status -9" in err
+
+
+def test_survivors_are_told():
+    program = "import subprocess; subprocess.Popen(['sleep', '60'])"
+    completed = subprocess.run(
+        testing_hosts.command(sys.executable, "-c", program),
+        stderr=subprocess.PIPE,
+        universal_newlines=True,
+    )
+    assert completed.returncode == 1
+    assert completed.stderr == "compat.testing_hosts: left running: sleep 60\n"
