@@ -66,7 +66,7 @@ def other_machine(name):
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
-    assert process.stdout.readline()
+    assert process.stdout and process.stdout.readline()
     return process
 
 
