@@ -7,6 +7,7 @@ what it printed and how it ended. A message is a line: ``BEGIN``, the rank, its 
 import codecs
 import json
 import os
+import select
 import selectors
 import signal
 import subprocess
@@ -119,7 +120,13 @@ class _Rank:
         """Send on what the program prints until it has ended.
 
         A process of its own that it leaves behind may hold the pipes open longer: not waited for.
+
+        Raises:
+            BrokenPipeError: nobody listens any more, such as when the connection to this machine
+                is lost. The program then dies with this process.
         """
+        listener = select.poll()
+        listener.register(1, 0)  # tells errors only
         decoders = {kind: _decoder() for kind in streams.values()}
         rest = dict.fromkeys(decoders, "")
         with selectors.DefaultSelector() as selector:
@@ -137,6 +144,8 @@ class _Rank:
                     for line in lines:
                         self.send_line(key.data, line)
                 if not ready:
+                    if listener.poll(0):
+                        raise BrokenPipeError("nobody listens to {}".format(self.rank))
                     # Lines not ended yet: progress bars.
                     for kind in rest:
                         self.send_piece(kind, rest[kind])

@@ -3,6 +3,7 @@
 import os
 import shutil
 import sys
+import textwrap
 
 from . import errors
 
@@ -128,7 +129,11 @@ def run(
     _ranks.timeout(asked)
     chosen, interpreter, environ, lines = prepare(gpus, backend, python, asked, ranks or 1, hosts)
     launcher = chosen.launcher(ranks, interpreter, environ, hosts) if ranks else []
-    for line in lines + (["{} ranks: {}".format(ranks, " ".join(launcher))] if ranks else []):
+    if ranks:
+        # mpirun is told the names of all variables.
+        shown = textwrap.shorten(" ".join(launcher), 400, placeholder=" ...")
+        lines.append("{} ranks: {}".format(ranks, shown))
+    for line in lines:
         print("compat run: " + line, file=sys.stderr)
     sys.stderr.flush()
     environ.update(_devices.hand_over_claims())

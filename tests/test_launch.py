@@ -169,6 +169,29 @@ def test_a_launcher_that_fails_is_heard(tmp_path, capfd):
     )
 
 
+def test_a_rank_ends_when_nobody_listens_any_more(tmp_path):
+    """As when the connection to its machine is lost, whatever else there goes on."""
+    mark = tmp_path / "pid"
+    program = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "compat._rank", sys.executable, "-c", program, str(mark)],
+        env=dict(os.environ, PYTHONPATH=ROOT, RANK="0", WORLD_SIZE="2", LOCAL_RANK="0",
+                 LOCAL_WORLD_SIZE="2"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    while not (mark.exists() and mark.read_text()):
+        time.sleep(0.05)
+    process.stdout.close()
+    assert process.wait(timeout=30) == 1
+    for _ in range(100):
+        if not os.path.exists("/proc/" + mark.read_text()):
+            break
+        time.sleep(0.1)
+    else:
+        pytest.fail("it still runs")
+
+
 def _ended(text):
     rank, status, *flags = text.split()
     return Ended(int(rank), int(status), [], "lost" in flags, "terminated" in flags)
