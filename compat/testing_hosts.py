@@ -1,14 +1,14 @@
-"""Two machines on this one, to try ranks on several without having them.
+"""Machines on this one, to try ranks on several without having them.
 
-    python -m compat.testing_hosts COMMAND...
+    python -m compat.testing_hosts 4 COMMAND...
 
-Runs a command on the machine ``alpha``, 10.77.0.1, from where ``ssh beta`` reaches the other one,
-10.77.0.2. They are two network namespaces (Linux): they share the disk, and of the network nothing
-but the cable between them. Nobody need be root, nothing outside is changed, and what is left
-running is told, and ends with the command.
+Runs a command on the machine ``node1``, from where ``ssh node2`` and so on reach the others. They
+are network namespaces (Linux): they share the disk, and of the network nothing but the switch
+between them. Nobody need be root, nothing outside is changed, and what is left running is told,
+and ends with the command.
 
-There is no SSH server: ``ssh`` is a script that enters the other namespace, with the environment
-and the folder of a fresh login.
+There is no SSH server: ``ssh`` is a script that enters another namespace, with the environment and
+the folder of a fresh login.
 """
 
 import contextlib
@@ -19,81 +19,91 @@ import sys
 import tempfile
 import time
 
-HOSTS = (("alpha", "10.77.0.1"), ("beta", "10.77.0.2"))
 OUTSIDE = "--user --map-root-user --net --uts --mount --pid --fork --kill-child --mount-proc"
 SSH = """\
 #!/bin/sh
 while getopts 46o:p:qTtx option; do :; done
 shift $((OPTIND - 1))
-if [ "$1" != {name} ]; then
-    echo "ssh: connect to host $1 port 22: No route to host" >&2
-    exit 255
-fi
+case "$1" in
+    {cases}
+    *) echo "ssh: connect to host $1 port 22: No route to host" >&2; exit 255;;
+esac
 shift
 OPTIND=1  # more of them may follow the machine
 while getopts o:p: option; do :; done
 shift $((OPTIND - 1))
 cd "$HOME"
-exec nsenter --target {process} --net --uts env -i HOME="$HOME" PATH=/usr/bin:/bin sh -c "$*"
+exec nsenter --target $process --net --uts env -i HOME="$HOME" PATH=/usr/bin:/bin sh -c "$*"
 """
 
 
-def command(*arguments):
-    """The command that runs another one on ``alpha``."""
-    return [sys.executable, os.path.abspath(__file__)] + list(arguments)
+def command(machines, *arguments):
+    """The command that runs another one on the first of so many machines."""
+    return [sys.executable, os.path.abspath(__file__), str(machines)] + list(arguments)
 
 
-def cable(process):
-    """Join this machine and that of a process, and give both their addresses."""
-    # Horovod asks that machines call the interface between them alike.
-    link(["add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", str(process)])
-    enter = ["nsenter", "--target", str(process), "--net"]
-    for prefix, (_, address) in zip(([], enter), HOSTS):
-        subprocess.check_call(prefix + ["ip", "address", "add", address + "/24", "dev", "eth0"])
-        link(["set", "eth0", "up"], prefix)
-        link(["set", "lo", "up"], prefix)
+def machine(number):
+    """Its name and its address."""
+    return "node{}".format(number), "10.77.0.{}".format(number)
 
 
-def link(arguments, prefix=()):
-    subprocess.check_call(list(prefix) + ["ip", "link"] + arguments)
+def switch_on(number, process=None):
+    """Connect a machine, that of a process, to the switch. The first one is the switch.
+
+    Horovod asks that machines call the interface between them alike.
+    """
+    enter = ["nsenter", "--target", str(process), "--net"] if process else []
+    if process:
+        port = "port{}".format(number)
+        ip("link add {} type veth peer name eth0 netns {}".format(port, process))
+        ip("link set {} master eth0 up".format(port))
+    else:
+        ip("link add eth0 type bridge")
+    ip("address add {}/24 dev eth0".format(machine(number)[1]), enter)
+    ip("link set eth0 up", enter)
+    ip("link set lo up", enter)
 
 
-def other_machine(name):
+def ip(arguments, prefix=()):
+    subprocess.check_call(list(prefix) + ["ip"] + arguments.split())
+
+
+def other_machine(number):
     """A process in namespaces of its own."""
-    wait = "import socket, sys; socket.sethostname({!r}); print(); sys.stdin.read()".format(name)
+    wait = "import socket, sys; socket.sethostname({!r}); print(); sys.stdin.read()"
     process = subprocess.Popen(
-        ["unshare", "--net", "--uts", sys.executable, "-c", wait],
+        ["unshare", "--net", "--uts", sys.executable, "-c", wait.format(machine(number)[0])],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
     assert process.stdout and process.stdout.readline()
-    return process
+    switch_on(number, process.pid)
+    return process.pid
 
 
-def main(arguments):
-    if os.environ.get("COMPAT_TEST_HOSTS") != "inside":
-        environ = dict(os.environ, COMPAT_TEST_HOSTS="inside")
-        return subprocess.call(["unshare"] + OUTSIDE.split() + command(*arguments), env=environ)
-    with tempfile.TemporaryDirectory() as folder:
-        names = os.path.join(folder, "hosts")
-        with open(names, "w") as file:
-            for name, address in (("localhost", "127.0.0.1"),) + HOSTS:
-                file.write("{} {}\n".format(address, name))
-        subprocess.check_call(["mount", "--bind", names, "/etc/hosts"])
-        socket.sethostname(HOSTS[0][0])
-        beta = other_machine(HOSTS[1][0])
-        cable(beta.pid)
-        ssh = os.path.join(folder, "ssh")
-        with open(ssh, "w") as file:
-            file.write(SSH.format(name=HOSTS[1][0], process=beta.pid))
-        os.chmod(ssh, 0o755)
-        environ = dict(os.environ, PATH=folder + os.pathsep + os.environ["PATH"])
-        del environ["COMPAT_TEST_HOSTS"]
-        status = subprocess.call(arguments, env=environ)
-        left = survivors({os.getpid(), os.getppid(), beta.pid})
-        for line in left:
-            print("compat.testing_hosts: left running: " + line, file=sys.stderr)
-        return status or bool(left)
+def run(machines, arguments, folder):
+    """Make the machines, and run a command on the first. Returns its exit status."""
+    names = os.path.join(folder, "hosts")
+    with open(names, "w") as file:
+        file.write("127.0.0.1 localhost\n")
+        for number in range(1, machines + 1):
+            file.write("{1} {0}\n".format(*machine(number)))
+    subprocess.check_call(["mount", "--bind", names, "/etc/hosts"])
+    socket.sethostname(machine(1)[0])
+    switch_on(1)
+    others = {number: other_machine(number) for number in range(2, machines + 1)}
+    cases = ["{}) process={};;".format(machine(n)[0], others[n]) for n in others]
+    ssh = os.path.join(folder, "ssh")
+    with open(ssh, "w") as file:
+        file.write(SSH.format(cases="\n    ".join(cases)))
+    os.chmod(ssh, 0o755)
+    environ = dict(os.environ, PATH=folder + os.pathsep + os.environ["PATH"])
+    del environ["COMPAT_TESTING_HOSTS"]
+    status = subprocess.call(arguments, env=environ)
+    left = survivors({os.getpid(), os.getppid()}.union(others.values()))
+    for line in left:
+        print("compat.testing_hosts: left running: " + line, file=sys.stderr)
+    return status or bool(left)
 
 
 def survivors(known):
@@ -110,5 +120,16 @@ def survivors(known):
         time.sleep(0.1)
 
 
+def main(machines="", *arguments):
+    if not (machines.isdigit() and 2 <= int(machines) < 250 and arguments):
+        sys.exit(__doc__)
+    if "COMPAT_TESTING_HOSTS" not in os.environ:
+        environ = dict(os.environ, COMPAT_TESTING_HOSTS="inside")
+        inside = ["unshare"] + OUTSIDE.split() + command(machines, *arguments)
+        return subprocess.call(inside, env=environ)
+    with tempfile.TemporaryDirectory() as folder:
+        return run(int(machines), arguments, folder)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(*sys.argv[1:]))

@@ -219,7 +219,7 @@ class RanksContract:
         ("multi", "adam"),
     )
     #: The two machines of ``compat.testing_hosts``, with ``FAULTY`` on the second.
-    hosts = "alpha:1,beta:2"
+    hosts = "node1:1,node2:2"
     #: Seconds that ranks wait for each other in the tests of faults.
     timeout = 20
     #: How much longer than that a fault may take to end a job, starting Python included.
@@ -239,7 +239,7 @@ class RanksContract:
         if size > 1:
             command += ["-n", str(size), "--timeout", str(options.get("timeout", 120))]
         if "hosts" in options:
-            command = testing_hosts.command(*(command + ["--hosts", options["hosts"]]))
+            command = testing_hosts.command(2, *(command + ["--hosts", options["hosts"]]))
         framework = _registry.load(self.backend).framework
         began = time.monotonic()
         process = subprocess.Popen(
@@ -355,7 +355,7 @@ class RanksContract:
         job = self.start(3, str(tmp_path), "train", *arguments, hosts=self.hosts)
         assert job.status == 0, job.out + job.err
         ranks = [read("train", str(tmp_path), 3, rank) for rank in range(3)]
-        assert [facts["host"] for _, facts in ranks] == ["alpha", "beta", "beta"]
+        assert [facts["host"] for _, facts in ranks] == ["node1", "node2", "node2"]
         (one, _), *_ = results(1, "train")
         for weight in ranks[0][0]:
             for arrays, _ in ranks:

@@ -71,10 +71,10 @@ def test_a_login_s_own_variables_stay_on_its_machine():
 
 @pytest.fixture
 def job(tmp_path):
-    """Start a program as ranks on ``alpha`` and ``beta``."""
+    """Start a program as ranks on ``node1`` and ``node2``."""
     started = []
 
-    def job(program, where="alpha:1,beta:2"):
+    def job(program, where="node1:1,node2:2"):
         script = tmp_path / "script.py"
         begin = "import os, socket, sys, time, compat\nrank = compat.rank()\n"
         script.write_text(begin + textwrap.dedent(program))
@@ -86,7 +86,7 @@ def job(tmp_path):
             "sys.exit(_launch.launch({!r}, dict(os.environ), {}))".format(command, size)
         )
         process = subprocess.Popen(
-            testing_hosts.command(sys.executable, "-c", launch),
+            testing_hosts.command(2, sys.executable, "-c", launch),
             env=dict(os.environ, PYTHONPATH=ROOT, COMPAT_TEST_SAID="what is set"),
             cwd=str(tmp_path),
             stdout=subprocess.PIPE,
@@ -123,9 +123,9 @@ def test_each_machine_runs_its_ranks(job):
     folder = out[0].split()[-2]
     said = "what is set {} it's".format(folder)
     assert out == [
-        "[0] alpha 0 3 1 " + said,
-        "[1] beta 0 3 2 " + said,
-        "[2] beta 1 3 2 " + said,
+        "[0] node1 0 3 1 " + said,
+        "[1] node2 0 3 2 " + said,
+        "[2] node2 1 3 2 " + said,
     ]
 
 
@@ -163,7 +163,7 @@ def test_one_that_fails_ends_all_on_both_machines(job, fails):
 
 
 def test_a_machine_that_cannot_be_reached_is_heard(job):
-    status, out, err = finished(job("time.sleep(60)", "alpha:1,gamma:1"))
+    status, out, err = finished(job("time.sleep(60)", "node1:1,gamma:1"))
     assert (status, out) == (255, [])
     assert err == (
         "ssh: connect to host gamma port 22: No route to host\n"
@@ -178,7 +178,7 @@ def test_no_rank_survives_the_one_who_started_all(job):
             """
             if rank == 0:
                 print("told")
-                starter = os.getppid()  # compat._rank; above it alpha's own process, then this
+                starter = os.getppid()  # compat._rank; above it the machine's process, then this
                 for _ in range(2):
                     with open("/proc/{}/stat".format(starter)) as file:
                         starter = int(file.read().rpartition(")")[2].split()[1])
@@ -191,10 +191,16 @@ def test_no_rank_survives_the_one_who_started_all(job):
     assert "the launcher ended with exit status -9" in err
 
 
+@pytest.mark.parametrize("arguments", [[], ["two", "true"], ["1", "true"], ["2"]])
+def test_wrong_arguments_are_told_the_right_ones(arguments):
+    with pytest.raises(SystemExit, match="python -m compat.testing_hosts 4 COMMAND"):
+        testing_hosts.main(*arguments)
+
+
 def test_survivors_are_told():
     program = "import subprocess; subprocess.Popen(['sleep', '60'])"
     completed = subprocess.run(
-        testing_hosts.command(sys.executable, "-c", program),
+        testing_hosts.command(2, sys.executable, "-c", program),
         stderr=subprocess.PIPE,
         universal_newlines=True,
     )
