@@ -1,6 +1,10 @@
 """Ranks on TensorFlow 1: Horovod."""
 
+import os
+
+import pages
 import pytest
+from conftest import ROOT
 
 from compat.testing import keras_under_test
 from compat.testing_ranks import RanksContract
@@ -91,3 +95,7 @@ def test_generators_train_to_the_same_numbers(tmp_path):
 def test_mpirun_with_a_horovod_that_knows_no_mpi_is_an_error():
     program = "compat.parallelize(keras.models.Sequential([keras.layers.Dense(1)]))"
     assert ranks.refused_alone(program) == ranks.disagreement(2)
+
+
+def test_page_of_one_gpu_to_many(tmp_path):
+    assert pages.run(os.path.join(ROOT, "docs", "scaling.md"), tmp_path, os.environ) == 10
