@@ -1,8 +1,8 @@
 """Run a page of the documentation: its scripts, what it changes in them, and its commands.
 
 A ``python`` block is ``train.py``; a ``diff`` block changes it; in a ``console`` block each line
-after ``$ `` is a command, and what follows is what it prints, to standard error where it fails; ``...``
-stands for anything.
+after ``$ `` is a command, and what follows is what it prints, to standard error where it fails;
+``...`` stands for anything.
 """
 
 import os
