@@ -46,11 +46,16 @@ def same_start(model, engine):
     """
     variables, read, write = _variables(model)
     mine = read(variables)
-    sent = engine.broadcast(mine)
+    optimizer = getattr(model, "optimizer", None)
+    # MXNet's optimizers make state as they train, so that rank 0's may have more of it.
+    apart = hasattr(optimizer, "create_state")
+    sent, state = engine.broadcast((mine, optimizer.get_weights() if apart else []))
     if [value.shape for value in sent] != [value.shape for value in mine]:
         raise errors.ranks_differ(engine.ranks, model.name)
     if engine.ranks.rank:
         write(list(zip(variables, sent)))
+        if apart:
+            optimizer.set_weights(state)
 
 
 def _variables(model):
@@ -59,7 +64,9 @@ def _variables(model):
     optimizer = getattr(model, "optimizer", None)
     state = []
     maker = _keras.that_makes_functions(model)
-    if optimizer is not None and hasattr(maker, "_make_train_function"):
+    if hasattr(optimizer, "create_state"):  # of MXNet: see same_start()
+        pass
+    elif optimizer is not None and hasattr(maker, "_make_train_function"):
         maker._make_train_function()  # before that Keras 2's optimizers have no state
         # The second is what keeps the state of one of TensorFlow's own, in Keras 2.
         own = getattr(optimizer, "optimizer", None)
@@ -245,9 +252,11 @@ class MakeFunction(RankedMethod):
     function = ""
 
     def __call__(self, model):
-        make = self.plain(model)
-        if vars(model).get(self.function) is not None:
-            return make()  # which warns, perhaps
+        make, function = self.plain(model), vars(model).get(self.function)
+        if function is not None:
+            make()  # which warns, perhaps; keras-mxnet makes another one each time
+            vars(model)[self.function] = function
+            return
         with self.making(model):
             make()
         made = vars(model)[self.function]

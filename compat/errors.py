@@ -558,12 +558,12 @@ def no_mpirun():
     )
 
 
-def no_horovod():
+def no_horovod(framework):
     return NotInstalledError(
-        "Ranks of TensorFlow train together through Horovod, which is not installed. Build it "
-        "where TensorFlow is: HOROVOD_WITH_GLOO=1 HOROVOD_WITH_TENSORFLOW=1 pip install "
-        "--no-build-isolation --no-cache-dir horovod==0.28.1 (that needs a C++ compiler, "
-        "setuptools<60 and cmake<4). Or start the script without a launcher."
+        "Ranks of {0} train together through Horovod, which is not installed. Build it where {0} "
+        "is: HOROVOD_WITH_GLOO=1 HOROVOD_WITH_{1}=1 pip install --no-build-isolation "
+        "--no-cache-dir horovod==0.28.1 (that needs a C++ compiler, setuptools<60 and cmake<4). "
+        "Or start the script without a launcher.".format(framework, framework.upper())
     )
 
 

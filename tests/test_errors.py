@@ -851,10 +851,10 @@ TEXTS = [
     ),
     (
         errors.no_horovod,
-        (),
+        ("tensorflow",),
         errors.NotInstalledError,
-        "Ranks of TensorFlow train together through Horovod, which is not installed. Build it "
-        "where TensorFlow is: HOROVOD_WITH_GLOO=1 HOROVOD_WITH_TENSORFLOW=1 pip install "
+        "Ranks of tensorflow train together through Horovod, which is not installed. Build it "
+        "where tensorflow is: HOROVOD_WITH_GLOO=1 HOROVOD_WITH_TENSORFLOW=1 pip install "
         "--no-build-isolation --no-cache-dir horovod==0.28.1 (that needs a C++ compiler, "
         "setuptools<60 and cmake<4). Or start the script without a launcher.",
     ),

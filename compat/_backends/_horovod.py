@@ -1,11 +1,12 @@
-"""Horovod: what the ranks of TensorFlow talk through.
+"""Horovod: what the ranks of TensorFlow and MXNet talk through.
 
 Horovod's own ``DistributedOptimizer`` is another class than the user's, which saved models then
-name, and weights all ranks alike. Here Horovod carries numbers, and no more: within the user's
-graphs (``Horovod.mean``), and for this process itself in a small graph of the engine's own.
+name, and weights all ranks alike. Here Horovod carries numbers, and no more. How ranks meet, wait
+and fail is the same for all frameworks; how numbers get to Horovod is each framework's.
 """
 
 import contextlib
+import importlib
 import math
 import os
 import pickle
@@ -18,41 +19,28 @@ import urllib.request
 from .. import _detect, _ranks, errors
 
 
-class Horovod(_ranks.Engine):
-    """Horovod, as horovodrun has started it."""
+class Engine(_ranks.Engine):
+    """Horovod, as horovodrun has started it. Subclasses are for one framework each."""
+
+    #: Its name in Horovod: ``horovod.<framework>``.
+    framework = ""
 
     def __init__(self, ranks):
         super().__init__(ranks)
-        self.failure = None  # noted last
         self.timeout = _ranks.timeout(os.environ)
         self.deadline = None  # of the wait that goes on
-        self.horovod = _import_horovod()
-        import tensorflow
-
-        tf = self.tf = getattr(tensorflow.compat, "v1", tensorflow)
+        self.horovod = _import_horovod(self.framework)
         self._meet()
         # How long it waits for a rank whose machine is gone.
         os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(int(math.ceil(self.timeout))))
         self.horovod.init()
         self.check_size(self.horovod.size())
         threading.Thread(target=self._watch, name="compat waits for ranks", daemon=True).start()
-        graph = tf.Graph()
-        with graph.as_default(), tf.device("/cpu:0"):
-            self.numbers = tf.placeholder(tf.float64, [None])
-            self.summed = self.horovod.allreduce(
-                self.numbers, op=self.horovod.Sum, name="horovod_sum"
-            )
-            self.bytes = tf.placeholder(tf.uint8, [None])
-            self.sent = self.horovod.broadcast(self.bytes, 0, name="horovod_broadcast")
-        # Threads of its own: a user's graph may hold all others while it waits for this one.
-        config = tf.ConfigProto(use_per_session_threads=True, inter_op_parallelism_threads=1)
-        config.device_count["GPU"] = 0
-        self.session = tf.Session(graph=graph, config=config)
 
     def sum(self, values):
         with self.waiting("for the others' numbers"):
             self.arrive()
-            return self.session.run(self.summed, {self.numbers: values})
+            return self.sum_numbers(values)
 
     def broadcast(self, value):
         import numpy
@@ -62,93 +50,36 @@ class Horovod(_ranks.Engine):
         content = numpy.frombuffer(content or bytes(size), "uint8")
         with self.waiting("for rank 0's weights"):
             self.arrive()
-            return pickle.loads(self.session.run(self.sent, {self.bytes: content}).tobytes())
+            return pickle.loads(self.broadcast_bytes(content).tobytes())
 
-    # In the user's graphs ---------------------------------------------------------------------
+    # Each framework's -------------------------------------------------------------------------
 
-    def mean(self, tensors, share, name):
-        """The mean over all ranks, weighted by their shares of the rows.
+    def sum_numbers(self, values):
+        """The sum over all ranks of lists of numbers, as an array of float64."""
+        raise NotImplementedError
 
-        Arguments:
-            tensors: dense ones and ``IndexedSlices``, the same on all ranks.
-            share: this rank's, a float64 tensor.
-            name: of the operation; the ranks' operations of one name belong together.
-        """
-        tf, results = self.tf, list(tensors)
-        with tf.control_dependencies(results):
-            share = self.called(self.arrive, share, tf.float64)
-        dense = {}  # places by dtype: a group is of one
-        for place, tensor in enumerate(tensors):
-            if isinstance(tensor, tf.IndexedSlices):
-                results[place] = self._mean_of_rows(tensor, share, "{}_{}".format(name, place))
-            else:
-                dense.setdefault(tensor.dtype, []).append(place)
-        for dtype, places in dense.items():
-            weighted = [tensors[place] * tf.cast(share, dtype) for place in places]
-            means = self.horovod.grouped_allreduce(
-                weighted,
-                op=self.horovod.Sum,
-                name="horovod_{}_{}".format(name, dtype.name),
-                ignore_name_scope=True,  # of functions, one in the other, which ranks may differ in
-            )
-            for place, mean in zip(places, means):
-                results[place] = mean
-        return results
+    def broadcast_bytes(self, content):
+        """Rank 0's array of uint8."""
+        raise NotImplementedError
 
-    def _mean_of_rows(self, slices, share, name):
-        """All ranks' rows one after the other: optimizers sum up those of one index."""
-
-        def gather(tensor, part):
-            name_of_part = "horovod_{}_{}".format(name, part)
-            return self.horovod.allgather(tensor, name=name_of_part, ignore_name_scope=True)
-
-        values = slices.values * self.tf.cast(share, slices.values.dtype)
-        return self.tf.IndexedSlices(
-            gather(values, "values"), gather(slices.indices, "indices"), slices.dense_shape
-        )
-
-    def called(self, function, argument, dtype):
-        """A tensor: what ``function`` returns for the value of ``argument``, as the graph runs."""
-
-        def call(value):
-            with self.noting():
-                return function(value)
-
-        return self.tf.numpy_function(call, [argument], dtype)
+    def problem(self, error):
+        """What Horovod says in this exception, in a phrase; None where it does not speak."""
+        raise NotImplementedError
 
     # Failures ---------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def waiting(self, what):
-        """Turn TensorFlow's error within into the one that it stands for.
-
-        That is the one noted last, or the loss of a rank.
-        """
-        self.failure = None
+        """Turn Horovod's error within into the loss of a rank that it stands for."""
         try:
             yield
         except Exception as error:
-            failure, self.failure = self.failure, None
-            if failure is error:
+            problem = self.problem(error)
+            if problem is None:
                 raise
-            if failure is not None:
-                raise failure from error
-            if not isinstance(error, self.tf.errors.OpError) or "orovod" not in str(error):
-                raise
-            # TensorFlow puts before it where the node was made, and the node behind it.
-            problem = error.message.partition("[[")[0].strip().split("\n")[-1].split(". ")[0]
             raise errors.rank_lost(self.ranks, what, self._absent(), problem) from error
         finally:
             self.deadline = None
-
-    @contextlib.contextmanager
-    def noting(self):
-        """Keep the exception that is raised within: TensorFlow replaces it by another."""
-        try:
-            yield
-        except Exception as error:
-            self.failure = error
-            raise
 
     def arrive(self, share=None):
         """Note that this rank waits for the others from now on. Returns its argument."""
@@ -210,29 +141,29 @@ def _in_store(method, place, rank):
     return True
 
 
-def _import_horovod():
-    """``horovod.tensorflow``.
+def _import_horovod(framework):
+    """``horovod.<framework>``.
 
     Raises:
         NotInstalledError: Horovod is not installed.
-        BrokenInstallError: it is, but not for this TensorFlow.
+        BrokenInstallError: it is, but not for this framework.
     """
     if _detect.distribution_version("horovod") is None:
-        raise errors.no_horovod()
+        raise errors.no_horovod(framework)
+    name = "horovod." + framework
     try:
-        import horovod.tensorflow as horovod
-    except Exception as error:  # it was built without TensorFlow, or with another one
-        raise errors.broken_install("horovod.tensorflow", error) from error
-    return horovod
+        return importlib.import_module(name)
+    except Exception as error:  # it was built without the framework, or with another one
+        raise errors.broken_install(name, error) from error
 
 
-def launcher(size, python, hosts=None):
+def launcher(size, python, framework, hosts=None):
     """horovodrun, which needs no ssh on this machine, and reaches others by it.
 
     Raises:
         NotInstalledError: Horovod is not installed.
     """
     if python == sys.executable and _detect.distribution_version("horovod") is None:
-        raise errors.no_horovod()
+        raise errors.no_horovod(framework)
     horovodrun = [python, "-m", "horovod.runner.launch", "--gloo", "--disable-cache"]
     return horovodrun + ["-np", str(size)] + (["-H", hosts] if hosts else [])

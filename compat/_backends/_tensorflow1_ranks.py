@@ -10,12 +10,12 @@ import contextlib
 import warnings
 
 from .. import _keras_ranks, errors
-from . import _horovod, tensorflow1
+from . import _tensorflow_horovod, tensorflow1
 
 
 def distribute(model, ranks):
     """Make a model of Keras one of the ranks', in place. A second time changes nothing."""
-    engine = _horovod.Horovod.join(ranks)
+    engine = _tensorflow_horovod.Horovod.join(ranks)
     if engine.tf.executing_eagerly():
         raise errors.unsupported(
             "tensorflow1",

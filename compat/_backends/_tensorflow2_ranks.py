@@ -10,7 +10,7 @@ import sys
 import threading
 
 from .. import _keras, _keras_ranks, errors
-from . import _horovod, tensorflow2
+from . import _tensorflow_horovod, tensorflow2
 
 
 def distribute(model, ranks):
@@ -24,7 +24,7 @@ def distribute(model, ranks):
             ),
             "Use tf.keras from TensorFlow 2.4 to 2.15, or Keras 3 on torch or JAX.",
         )
-    engine = _horovod.Horovod.join(ranks)
+    engine = _tensorflow_horovod.Horovod.join(ranks)
     if RankedStep.of(model) is None:
         for kind in (RankedStep, RankedTestStep, RankedTrainFunction, RankedCall):
             kind(engine).install(model)

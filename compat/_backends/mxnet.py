@@ -19,6 +19,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence
 
+    from .._ranks import Ranks
     from .._settings import Settings
 
 # Options of configure_gpu(), and the variables that MXNet reads for them when it is imported
@@ -199,6 +200,32 @@ class MXNet(Backend):
             model._sync_weights()
             _run_plain(model, contexts[0], _updater_of(model))
         return model
+
+    # Ranks ------------------------------------------------------------------------------------
+
+    def launcher(
+        self,
+        size: int,
+        python: str,
+        environ: "Mapping[str, str]",
+        hosts: "Optional[str]" = None,
+    ) -> "List[str]":
+        from . import _horovod
+
+        return _horovod.launcher(size, python, self.framework, hosts)
+
+    def distribute(self, model: "Any", ranks: "Ranks") -> "Any":
+        """See ``_mxnet_ranks``; for models of Keras."""
+        if self.is_native(model):
+            raise errors.unsupported(
+                self.name,
+                "train a {} of MXNet's own as one of several ranks".format(type(model).__name__),
+                "Use a model of Keras, or start the script without a launcher.",
+            )
+        from . import _mxnet_ranks
+
+        self.parallelize(model, self.devices()[:1])
+        return _mxnet_ranks.distribute(model, ranks)
 
     # Placing parts of a model -----------------------------------------------------------------
 
@@ -400,14 +427,17 @@ def _keep_optimizer_state(optimizer_class):
         return [mx.nd.array([self.num_update, getattr(self, "m_schedule", 1.0)])] + flat + restored
 
     def set_weights(self, weights):
-        steps, schedule = weights[0]
+        steps, schedule = weights[0] if len(weights) else (0, 1.0)
         self.num_update = self.begin_num_update = int(steps)
         if hasattr(self, "m_schedule"):
             self.m_schedule = float(schedule)
         for counts in self._all_index_update_counts.values():
             counts.clear()
-        self._compat_states = {}
-        self._compat_restored = list(weights[1:])  # for states not made yet, in their order
+        restored = list(weights[1:])
+        for _, state in sorted(getattr(self, "_compat_states", {}).items()):
+            for array in _flat(state):
+                array[:] = restored.pop(0) if restored else 0
+        self._compat_restored = restored  # for states not made yet, in their order
 
     def create_state_multi_precision(self, index, weight):
         state = super(optimizer_class, self).create_state_multi_precision(index, weight)

@@ -185,7 +185,7 @@ class TensorFlow1(Backend):
     ) -> "List[str]":
         from . import _horovod
 
-        return _horovod.launcher(size, python, hosts)
+        return _horovod.launcher(size, python, self.framework, hosts)
 
     def distribute(self, model: "Any", ranks: "Ranks") -> "Any":
         """See ``_tensorflow1_ranks``."""

@@ -143,7 +143,7 @@ class TensorFlow2(Backend):
     ) -> "List[str]":
         from . import _horovod
 
-        return _horovod.launcher(size, python, hosts)
+        return _horovod.launcher(size, python, self.framework, hosts)
 
     def distribute(self, model: "Any", ranks: "Ranks") -> "Any":
         """See ``_tensorflow2_ranks``; after ``disable_v2_behavior()``, ``_tensorflow1_ranks``."""

@@ -1,0 +1,125 @@
+"""Horovod for TensorFlow.
+
+It carries numbers within the user's graphs (``Horovod.mean``), and for this process itself in a
+small graph of the engine's own.
+"""
+
+import contextlib
+
+from . import _horovod
+
+
+class Horovod(_horovod.Engine):
+    framework = "tensorflow"
+
+    def __init__(self, ranks):
+        super().__init__(ranks)
+        import tensorflow
+
+        tf = self.tf = getattr(tensorflow.compat, "v1", tensorflow)
+        self.failure = None  # noted last
+        graph = tf.Graph()
+        with graph.as_default(), tf.device("/cpu:0"):
+            self.numbers = tf.placeholder(tf.float64, [None])
+            self.summed = self.horovod.allreduce(
+                self.numbers, op=self.horovod.Sum, name="horovod_sum"
+            )
+            self.bytes = tf.placeholder(tf.uint8, [None])
+            self.sent = self.horovod.broadcast(self.bytes, 0, name="horovod_broadcast")
+        # Threads of its own: a user's graph may hold all others while it waits for this one.
+        config = tf.ConfigProto(use_per_session_threads=True, inter_op_parallelism_threads=1)
+        config.device_count["GPU"] = 0
+        self.session = tf.Session(graph=graph, config=config)
+
+    def sum_numbers(self, values):
+        return self.session.run(self.summed, {self.numbers: values})
+
+    def broadcast_bytes(self, content):
+        return self.session.run(self.sent, {self.bytes: content})
+
+    # In the user's graphs ---------------------------------------------------------------------
+
+    def mean(self, tensors, share, name):
+        """The mean over all ranks, weighted by their shares of the rows.
+
+        Arguments:
+            tensors: dense ones and ``IndexedSlices``, the same on all ranks.
+            share: this rank's, a float64 tensor.
+            name: of the operation; the ranks' operations of one name belong together.
+        """
+        tf, results = self.tf, list(tensors)
+        with tf.control_dependencies(results):
+            share = self.called(self.arrive, share, tf.float64)
+        dense = {}  # places by dtype: a group is of one
+        for place, tensor in enumerate(tensors):
+            if isinstance(tensor, tf.IndexedSlices):
+                results[place] = self._mean_of_rows(tensor, share, "{}_{}".format(name, place))
+            else:
+                dense.setdefault(tensor.dtype, []).append(place)
+        for dtype, places in dense.items():
+            weighted = [tensors[place] * tf.cast(share, dtype) for place in places]
+            means = self.horovod.grouped_allreduce(
+                weighted,
+                op=self.horovod.Sum,
+                name="horovod_{}_{}".format(name, dtype.name),
+                ignore_name_scope=True,  # of functions, one in the other, which ranks may differ in
+            )
+            for place, mean in zip(places, means):
+                results[place] = mean
+        return results
+
+    def _mean_of_rows(self, slices, share, name):
+        """All ranks' rows one after the other: optimizers sum up those of one index."""
+
+        def gather(tensor, part):
+            name_of_part = "horovod_{}_{}".format(name, part)
+            return self.horovod.allgather(tensor, name=name_of_part, ignore_name_scope=True)
+
+        values = slices.values * self.tf.cast(share, slices.values.dtype)
+        return self.tf.IndexedSlices(
+            gather(values, "values"), gather(slices.indices, "indices"), slices.dense_shape
+        )
+
+    def called(self, function, argument, dtype):
+        """A tensor: what ``function`` returns for the value of ``argument``, as the graph runs."""
+
+        def call(value):
+            with self.noting():
+                return function(value)
+
+        return self.tf.numpy_function(call, [argument], dtype)
+
+    # Failures ---------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def waiting(self, what):
+        """Turn TensorFlow's error within into the one that it stands for.
+
+        That is the one noted last, or the loss of a rank.
+        """
+        self.failure = None
+        try:
+            with super().waiting(what):
+                yield
+        except Exception as error:
+            failure, self.failure = self.failure, None
+            if failure is None or failure is error:
+                raise
+            raise failure from error
+
+    def problem(self, error):
+        if self.failure is not None or not isinstance(error, self.tf.errors.OpError):
+            return None
+        if "orovod" not in str(error):
+            return None
+        # TensorFlow puts before it where the node was made, and the node behind it.
+        return error.message.partition("[[")[0].strip().split("\n")[-1].split(". ")[0]
+
+    @contextlib.contextmanager
+    def noting(self):
+        """Keep the exception that is raised within: TensorFlow replaces it by another."""
+        try:
+            yield
+        except Exception as error:
+            self.failure = error
+            raise
