@@ -46,16 +46,19 @@ def same_start(model, engine):
     """
     variables, read, write = _variables(model)
     mine = read(variables)
-    optimizer = getattr(model, "optimizer", None)
-    # MXNet's optimizers make state as they train, so that rank 0's may have more of it.
-    apart = hasattr(optimizer, "create_state")
-    sent, state = engine.broadcast((mine, optimizer.get_weights() if apart else []))
+    # MXNet's optimizers make their state as they train, so that rank 0's may have more of it.
+    optimizer = getattr(model, "optimizer", None) if _is_of_mxnet(model) else None
+    sent, state = engine.broadcast([mine, optimizer.get_weights() if optimizer else []])
     if [value.shape for value in sent] != [value.shape for value in mine]:
         raise errors.ranks_differ(engine.ranks, model.name)
     if engine.ranks.rank:
         write(list(zip(variables, sent)))
-        if apart:
+        if optimizer:
             optimizer.set_weights(state)
+
+
+def _is_of_mxnet(model):
+    return hasattr(getattr(model, "optimizer", None), "create_state")
 
 
 def _variables(model):
@@ -64,8 +67,8 @@ def _variables(model):
     optimizer = getattr(model, "optimizer", None)
     state = []
     maker = _keras.that_makes_functions(model)
-    if hasattr(optimizer, "create_state"):  # of MXNet: see same_start()
-        pass
+    if _is_of_mxnet(model):
+        pass  # see same_start()
     elif optimizer is not None and hasattr(maker, "_make_train_function"):
         maker._make_train_function()  # before that Keras 2's optimizers have no state
         # The second is what keeps the state of one of TensorFlow's own, in Keras 2.

@@ -40,13 +40,33 @@ np.savez(sys.argv[1] + "-%d" % compat.rank(), **{
 print("SAID " + json.dumps(said))
 """
 
+# Batches of generators.
+GENERATOR = """
+model = compat.parallelize(keras.models.Sequential([dense(1, input_shape=(6,))]))
+model.compile("sgd", "mse")
 
-def run(program, folder, size):
+
+def batches():
+    while True:
+        for start in range(0, len(inputs), rows):
+            yield inputs[start : start + rows], targets[start : start + rows]
+
+
+history = model.fit_generator(
+    batches(), 3, 2, verbose=0, validation_data=batches(), validation_steps=3
+)
+said = {name: list(map(float, values)) for name, values in history.history.items()}
+said["evaluated"] = float(model.evaluate_generator(batches(), 3))
+weights["generator"] = model.get_weights()
+"""
+
+
+def run(program, folder, size, backend="tensorflow"):
     """Run a program as so many ranks, and give each rank's arrays, and what they said."""
     path = os.path.join(str(folder), "of{}".format(size))
     with open(path + ".py", "w") as file:
         file.write(BEGIN + program + END)
-    command = [sys.executable, "-m", "compat", "run", "--backend", "tensorflow", "--gpus", "cpu"]
+    command = [sys.executable, "-m", "compat", "run", "--backend", backend, "--gpus", "cpu"]
     if size > 1:
         command += ["-n", str(size), "--timeout", "60"]
     job = subprocess.run(
@@ -67,7 +87,7 @@ def run(program, folder, size):
     return arrays, said
 
 
-def check_same(program, folder, tolerance=1e-5):
+def check_same(program, folder, tolerance=1e-5, run=run):
     """Two ranks end with the same bits, and as one process does. Gives what the ranks said."""
     (one,), _ = run(program, folder, 1)
     (chief, other), said = run(program, folder, 2)

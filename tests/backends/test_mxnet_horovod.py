@@ -1,10 +1,149 @@
 """Ranks on keras-mxnet: Horovod."""
 
+import functools
+
+import numpy as np
 import pytest
 
 from compat.testing_ranks import RanksContract
+
+from . import ranks
+
+run = functools.partial(ranks.run, backend="mxnet")
 
 
 @pytest.mark.row("ranks: Horovod")
 class TestMXNetHorovod(RanksContract):
     backend = "mxnet"
+
+
+ROWS = """
+# Rank 1 has trained before, and its optimizer has state.
+model = keras.models.Sequential([dense(1, input_shape=(6,))])
+model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse")
+if compat.rank():
+    model.fit(x, y, batch_size=5, verbose=0)
+compat.parallelize(model)
+read, summed = [], []
+
+
+class Record(keras.callbacks.Callback):
+    def on_batch_end(self, batch, logs=None):
+        module = model._module._curr_module
+        (executor,) = module._exec_group.execs
+        read.append(executor.arg_dict[model.inputs[0].name].asnumpy().tolist())
+        summed.append([float(g.asnumpy().sum()) for g in executor.grad_arrays if g is not None])
+
+
+model.fit(inputs, targets, rows, epochs=1, shuffle=False, verbose=0, callbacks=[Record()])
+said = {"rank": compat.rank(), "read": read, "summed": summed}
+weights["model"] = model.get_weights()
+weights["optimizer"] = model.optimizer.get_weights()
+"""
+
+WAYS = """
+def trained(name, layers, optimizer, inputs=inputs, targets=targets):
+    model = keras.models.Sequential(layers, name=name)
+    assert compat.parallelize(model) is model
+    model.compile(optimizer, "mse")
+    for start in range(0, len(inputs), rows):
+        model.train_on_batch(inputs[start : start + rows], targets[start : start + rows])
+    history = model.fit(inputs, targets, rows, epochs=1, shuffle=False, verbose=0)
+    said[name] = history.history["loss"] + [model.evaluate(inputs, targets, rows, verbose=0)]
+    said[name] = list(map(float, said[name]))
+    weights[name] = model.get_weights()
+    return model
+
+
+class Centre(keras.layers.Layer):
+    "Has a moving average of its own."
+
+    def build(self, shape):
+        self.moving = self.add_weight(
+            name="moving", shape=shape[1:], initializer="zeros", trainable=False
+        )
+        super(Centre, self).build(shape)
+
+    def call(self, x):
+        mean = keras.backend.mean(x, axis=0)
+        self.add_update([(self.moving, self.moving * 0.5 + mean * 0.5)], x)
+        return x - self.moving
+
+
+# Not built before its first batch.
+trained("clips", [dense(4, activation="tanh"), dense(1)], keras.optimizers.SGD(0.1, clipnorm=0.05))
+trained("centre", [dense(4, input_shape=(6,)), Centre(), dense(1)], "sgd")
+
+words = np.arange(21 * 6).reshape(21, 6) * 7 % 20
+embedding = keras.layers.Embedding(20, 5, input_length=6, sparse_grad=True)
+model = trained(
+    "sparse",
+    [embedding, keras.layers.Flatten(), dense(1)],
+    keras.optimizers.SGD(0.1, momentum=0.9),
+    *compat.shard((words, y), BATCH)
+)
+(executor,) = model._module._curr_module._exec_group.execs
+said["kind"] = executor.grad_dict[embedding.embeddings.name].stype
+
+sequences = random.normal(size=(16, 3, 4)).astype("float32")
+lstm = keras.layers.LSTM(
+    5, stateful=True, unroll=True, batch_input_shape=(rows, 3, 4),
+    kernel_initializer="ones", recurrent_initializer="ones",
+)
+trained("stateful", [lstm, dense(1)], "adam", *compat.shard((sequences, y[:16]), BATCH))
+"""
+
+NATIVE = """
+import mxnet as mx
+
+try:
+    compat.parallelize(mx.gluon.nn.Dense(1))
+except compat.UnsupportedError as error:
+    said["error"] = str(error)
+"""
+
+
+@pytest.mark.row("ranks: Horovod")
+def test_ranks_read_their_rows_and_sum_gradients(tmp_path):
+    """As MXNet's executors have them: rows of one's own, and the mean gradient of all rows."""
+    (one,), (alone,) = run(ROWS, tmp_path, 1)
+    both, said = run(ROWS, tmp_path, 2)
+    said.sort(key=lambda each: each["rank"])
+    assert [len(read) for read in said[1]["read"]] == [4, 4, 2]
+    for batch, read in enumerate(alone["read"]):
+        np.testing.assert_array_equal(said[0]["read"][batch] + said[1]["read"][batch], read)
+    assert said[0]["summed"] == said[1]["summed"]
+    np.testing.assert_allclose(said[0]["summed"], alone["summed"], rtol=1e-4, atol=1e-6)
+    for arrays in both:
+        assert sorted(arrays) == sorted(one)
+        for key in one:
+            np.testing.assert_allclose(arrays[key], one[key], rtol=0, atol=1e-5, err_msg=key)
+            np.testing.assert_array_equal(arrays[key], both[0][key], err_msg=key)
+
+
+@pytest.mark.row("ranks: Horovod")
+def test_any_layer_and_optimizer_trains_to_the_same_numbers(tmp_path):
+    said = ranks.check_same(WAYS, tmp_path, run=run)
+    assert said[0] == said[1]
+    assert said[0]["kind"] == "row_sparse"
+
+
+@pytest.mark.row("ranks: Horovod")
+def test_generators_train_to_the_same_numbers(tmp_path):
+    said = ranks.check_same(ranks.GENERATOR, tmp_path, run=run)
+    assert said[0] == said[1]
+    assert said[0]["evaluated"] == pytest.approx(said[0]["val_loss"][-1], abs=1e-6)
+
+
+def test_models_of_mxnets_own_are_refused(tmp_path):
+    _, said = run(NATIVE, tmp_path, 2)
+    for each in said:
+        assert each["error"] == (
+            "mxnet cannot train a Dense of MXNet's own as one of several ranks. Use a model of "
+            "Keras, or start the script without a launcher."
+        )
+
+
+def test_mpirun_with_a_horovod_that_knows_no_mpi_is_an_error():
+    program = "compat.parallelize(keras.models.Sequential([keras.layers.Dense(1)]))"
+    assert ranks.refused_alone(program) == ranks.disagreement(2)
