@@ -41,8 +41,11 @@ class Horovod(_horovod.Engine):
             share: this rank's.
             name: of the operation; the ranks' operations of one name belong together.
         """
+        mx = sys.modules["mxnet"]
+        # Without CUDA, Horovod would look for arrays of a GPU in the host's memory.
+        sent = arrays if self.horovod.cuda_built() else [a.as_in_context(mx.cpu()) for a in arrays]
         groups = {}  # type: dict  # by dtype: an operation is of one
-        for array in arrays:
+        for array in sent:
             array.wait_to_read()  # what goes wrong there is not Horovod's, nor a wait for others
             if array.stype == "default":
                 groups.setdefault(array.dtype.__name__, []).append(array)
@@ -54,25 +57,26 @@ class Horovod(_horovod.Engine):
                 self.horovod.grouped_allreduce_(
                     group, op=self.horovod.Sum, name="horovod_{}_{}".format(name, dtype)
                 )
-            for place, array in enumerate(arrays):
+            for place, array in enumerate(sent):
                 if array.stype != "default":
                     self._mean_of_rows(array, share, "horovod_{}_{}".format(name, place))
-            for array in arrays:
+            for array in sent:
                 array.wait_to_read()  # MXNet computes, and fails, in threads of its own
+        for array, mean in zip(arrays, sent):
+            if mean is not array:
+                mean.copyto(array)
 
     def _mean_of_rows(self, array, share, name):
         """The rows that any rank has; those of one index are summed up."""
         import numpy as np
 
-        rows, places = np.unique(
-            self.horovod.allgather(array.indices, name=name + "_rows").asnumpy(),
-            return_inverse=True,
-        )
-        values = self.horovod.allgather(array.data * share, name=name + "_values").asnumpy()
-        sums = np.zeros((len(rows),) + values.shape[1:], values.dtype)
-        np.add.at(sums, places, values)
-        mx = sys.modules["mxnet"]
-        mean = mx.nd.sparse.row_sparse_array((sums, rows), array.shape, array.context, values.dtype)
+        indices = self.horovod.allgather(array.indices, name=name + "_rows")
+        values = self.horovod.allgather(array.data * share, name=name + "_values")
+        rows, places = np.unique(indices.asnumpy(), return_inverse=True)
+        sums = np.zeros((len(rows),) + array.shape[1:], array.dtype)
+        np.add.at(sums, places, values.asnumpy())
+        sparse = sys.modules["mxnet"].nd.sparse
+        mean = sparse.row_sparse_array((sums, rows), array.shape, array.context, array.dtype)
         mean.copyto(array)
 
     def problem(self, error):

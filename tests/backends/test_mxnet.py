@@ -526,6 +526,26 @@ class TestMXNet(ParallelContract):
             each.fit(inputs, targets, batch_size=16, epochs=1, shuffle=False, verbose=0)
             self.close(model.get_weights(), each.get_weights(), 1e-6)
 
+    @pytest.mark.parametrize("name", ["SGD", "Adam"])
+    def test_optimizer_state_is_set_while_a_model_trains(self, keras, name):
+        """Ranks take rank 0's so, which may be none."""
+        inputs, targets = CASES["dense"].data(45)
+        options = {"momentum": 0.9, "decay": 0.01} if name == "SGD" else {}
+        model = self.build(keras, "dense")
+        model.compile(getattr(keras.optimizers, name)(**options), "mse")
+        states, weights = [], [initialise(model).get_weights()]
+        for _ in range(2):
+            states.append(model.optimizer.get_weights())
+            model.fit(inputs, targets, batch_size=16, epochs=1, shuffle=False, verbose=0)
+            weights.append(model.get_weights())
+        for moment in (1, 0):
+            model.set_weights(weights[moment])
+            model.optimizer.set_weights(states[moment])
+            for place, value in enumerate(states[moment]):
+                np.testing.assert_array_equal(model.optimizer.get_weights()[place], value)
+            model.fit(inputs, targets, batch_size=16, epochs=1, shuffle=False, verbose=0)
+            self.close(weights[moment + 1], model.get_weights(), 1e-6)
+
 
 # Configuring, a process each ----------------------------------------------------------------------
 

@@ -102,6 +102,41 @@ except compat.UnsupportedError as error:
     said["error"] = str(error)
 """
 
+ENGINE = """
+import mxnet as mx
+
+from compat import _ranks
+from compat._backends import _mxnet_ranks
+
+engine = _mxnet_ranks.Horovod.join(_ranks.launched(os.environ))
+rank = compat.rank()
+arrays = [
+    mx.nd.array([[1, 2], [3, 4]], mx.cpu(index), dtype) * (rank + 1)
+    for index in (0, 1) for dtype in ("float32", "float64", "float16")
+] + [
+    mx.nd.sparse.row_sparse_array(([[1.0], [2.0]], [rank, 2]), (4, 1), mx.cpu(index))
+    for index in (0, 1)
+]
+engine.mean(arrays, (rank + 1) / 4.0, "test")
+said["context"] = [str(array.context) for array in arrays]
+said["kind"] = [array.stype for array in arrays]
+weights["means"] = [array.asnumpy() for array in arrays]
+"""
+
+
+def test_means_of_arrays_wherever_they_are(tmp_path):
+    """Times the shares of 1/4 and 1/2, in the host's memory and (as of a GPU) elsewhere."""
+    both, said = run(ENGINE, tmp_path, 2)
+    assert said[0]["context"] == 3 * ["cpu(0)"] + 3 * ["cpu(1)"] + ["cpu(0)", "cpu(1)"]
+    assert said[0]["kind"] == 6 * ["default"] + 2 * ["row_sparse"]
+    for arrays in both:
+        for place in range(6):
+            mean = arrays["means-%d" % place]
+            np.testing.assert_array_equal(mean, [[1.25, 2.5], [3.75, 5]])
+            assert mean.dtype == ["float32", "float64", "float16"][place % 3]
+        for place in (6, 7):
+            np.testing.assert_array_equal(arrays["means-%d" % place].ravel(), [0.25, 0.5, 1.5, 0])
+
 
 @pytest.mark.row("ranks: Horovod")
 def test_ranks_read_their_rows_and_sum_gradients(tmp_path):
