@@ -13,10 +13,10 @@ from .. import _keras_ranks
 from . import _horovod, _mxnet_statistics
 
 
-def distribute(model, ranks):
+def distribute(model, engine):
     """Make a model of Keras one of the ranks', in place. A second time changes nothing."""
     kinds = MakeTrainFunction, _keras_ranks.MakeTestFunction
-    _keras_ranks.install_functions(model, Horovod.join(ranks), kinds)
+    _keras_ranks.install_functions(model, engine, kinds)
     return model
 
 

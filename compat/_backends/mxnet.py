@@ -224,8 +224,9 @@ class MXNet(Backend):
             )
         from . import _mxnet_ranks
 
+        engine = _mxnet_ranks.Horovod.join(ranks)
         self.parallelize(model, self.devices()[:1])
-        return _mxnet_ranks.distribute(model, ranks)
+        return _mxnet_ranks.distribute(model, engine)
 
     # Placing parts of a model -----------------------------------------------------------------
 

@@ -546,6 +546,16 @@ class TestMXNet(ParallelContract):
             model.fit(inputs, targets, batch_size=16, epochs=1, shuffle=False, verbose=0)
             self.close(weights[moment + 1], model.get_weights(), 1e-6)
 
+    def test_ranks_without_horovod_say_what_is_missing(self, keras, monkeypatch):
+        for name, value in (("RANK", "0"), ("SIZE", "2"), ("LOCAL_RANK", "0"), ("LOCAL_SIZE", "2")):
+            monkeypatch.setenv("HOROVOD_" + name, value)
+        model = keras.models.Sequential([keras.layers.Dense(1, input_shape=(3,))])
+        message = "Ranks of mxnet train together through Horovod, which is not installed"
+        with pytest.raises(compat.NotInstalledError, match=message):
+            compat.parallelize(model)
+        with pytest.raises(compat.NotInstalledError, match="HOROVOD_WITH_MXNET=1"):
+            _registry.load("mxnet").launcher(2, sys.executable, {})
+
 
 # Configuring, a process each ----------------------------------------------------------------------
 
