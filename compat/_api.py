@@ -227,14 +227,17 @@ def parallelize(model: "Any", gpus: "Gpus" = None, *, strategy: "Optional[str]" 
     if strategy is not None:
         if strategy not in STRATEGIES:
             raise errors.invalid_strategy(strategy)
-        if ranks is not None:
+        if ranks is not None and ranks.launcher != _ranks.TF_CONFIG:
             raise errors.strategy_in_rank(strategy, ranks)
         if not _is_function(model):
             raise errors.strategy_needs_function(strategy, model)
-        backend = configured_backend()
-        return backend.build(strategy, model, _chosen(backend, selection))
+        if ranks is None:
+            backend = configured_backend()
+            return backend.build(strategy, model, _chosen(backend, selection))
     backend = backend_of(model)
     if backend is None and _is_function(model):
+        if ranks is not None and ranks.launcher == _ranks.TF_CONFIG:
+            configured_backend().join(ranks)
         function, model = model, model()
         backend = backend_of(model)
         if backend is None:

@@ -16,14 +16,16 @@ import urllib.error
 import urllib.request
 
 from .. import _detect, _ranks, errors
+from . import _tensorflow_engine
 
 
-class Horovod(_ranks.Engine):
+class Horovod(_tensorflow_engine.TensorFlowEngine):
     """Horovod, as horovodrun has started it."""
+
+    mark = "orovod"
 
     def __init__(self, ranks):
         super().__init__(ranks)
-        self.failure = None  # noted last
         self.timeout = _ranks.timeout(os.environ)
         self.deadline = None  # of the wait that goes on
         self.horovod = _import_horovod()
@@ -107,48 +109,16 @@ class Horovod(_ranks.Engine):
             gather(values, "values"), gather(slices.indices, "indices"), slices.dense_shape
         )
 
-    def called(self, function, argument, dtype):
-        """A tensor: what ``function`` returns for the value of ``argument``, as the graph runs."""
-
-        def call(value):
-            with self.noting():
-                return function(value)
-
-        return self.tf.numpy_function(call, [argument], dtype)
-
     # Failures ---------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def waiting(self, what):
-        """Turn TensorFlow's error within into the one that it stands for.
-
-        That is the one noted last, or the loss of a rank.
-        """
-        self.failure = None
+        """As the base class's; no wait goes on afterwards."""
         try:
-            yield
-        except Exception as error:
-            failure, self.failure = self.failure, None
-            if failure is error:
-                raise
-            if failure is not None:
-                raise failure from error
-            if not isinstance(error, self.tf.errors.OpError) or "orovod" not in str(error):
-                raise
-            # TensorFlow puts before it where the node was made, and the node behind it.
-            problem = error.message.partition("[[")[0].strip().split("\n")[-1].split(". ")[0]
-            raise errors.rank_lost(self.ranks, what, self._absent(), problem) from error
+            with super().waiting(what):
+                yield
         finally:
             self.deadline = None
-
-    @contextlib.contextmanager
-    def noting(self):
-        """Keep the exception that is raised within: TensorFlow replaces it by another."""
-        try:
-            yield
-        except Exception as error:
-            self.failure = error
-            raise
 
     def arrive(self, share=None):
         """Note that this rank waits for the others from now on. Returns its argument."""
@@ -179,7 +149,7 @@ class Horovod(_ranks.Engine):
             problem = "nothing was heard of it for {:g} seconds".format(self.timeout)
             raise errors.rank_lost(self.ranks, "to start", absent, problem)
 
-    def _absent(self):
+    def absent(self):
         """The ranks that do not stand here as well, as far as horovodrun still tells."""
         try:
             return self._not_at("failure", 2.0)
