@@ -98,9 +98,7 @@ def _worker(text):
         raise errors.invalid_tf_config(text, "the cluster has no task {} {}".format(kind, index))
     rank = index + (len(cluster.get("chief") or []) if kind == "worker" else 0)
     mine = machines[rank]
-    return Ranks(
-        rank, len(machines), machines[:rank].count(mine), machines.count(mine), TF_CONFIG
-    )
+    return Ranks(rank, len(machines), machines[:rank].count(mine), machines.count(mine), TF_CONFIG)
 
 
 def timeout(environ: "Mapping[str, str]") -> float:
@@ -346,8 +344,8 @@ def print_for_main_thread(error):
     import threading
     import traceback
 
-    frames = sys._current_frames()[threading.main_thread().ident]
-    lines = ["Traceback (most recent call last):\n"] + traceback.format_stack(frames)
+    frame = sys._current_frames()[threading.main_thread().ident]  # type: ignore  # it runs
+    lines = ["Traceback (most recent call last):\n"] + traceback.format_stack(frame)
     lines += traceback.format_exception_only(type(error), error)
     sys.stdout.flush()
     sys.stderr.write("".join(lines))

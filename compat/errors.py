@@ -467,8 +467,8 @@ def invalid_ranks(launcher, names, values):
 
 def invalid_tf_config(text, problem):
     return RankError(
-        "TF_CONFIG={} is not understood: {}. Use JSON such as {{\"cluster\": {{\"worker\": "
-        "[\"host1:2222\", \"host2:2222\"]}}, \"task\": {{\"type\": \"worker\", \"index\": 0}}}}, or "
+        'TF_CONFIG={} is not understood: {}. Use JSON such as {{"cluster": {{"worker": '
+        '["host1:2222", "host2:2222"]}}, "task": {{"type": "worker", "index": 0}}}}, or '
         "unset it to train alone.".format(text, problem)
     )
 
@@ -492,8 +492,9 @@ def not_built_in_rank(ranks):
 def workers_without_eager_execution(ranks):
     return unsupported(
         "tensorflow2",
-        "train as {} after tf.compat.v1.disable_v2_behavior() or "
-        "disable_eager_execution()".format(ranks),
+        "train as {} after tf.compat.v1.disable_v2_behavior() or disable_eager_execution()".format(
+            ranks
+        ),
         "Remove that call, or start the script with horovodrun.",
     )
 

@@ -12,7 +12,6 @@ import os
 import pickle
 import sys
 import threading
-import time
 import zlib
 
 from .. import _ranks, errors
@@ -87,7 +86,9 @@ class MultiWorkerMirroredStrategy(_tensorflow_engine.TensorFlowEngine):
 
     def gather(self, tensor, group, name):
         """The ranks' tensors, of one shape, one after the other."""
-        return self.tf.raw_ops.CollectiveGatherV2(input=tensor, **self._options(tensor, group, name))
+        return self.tf.raw_ops.CollectiveGatherV2(
+            input=tensor, **self._options(tensor, group, name)
+        )
 
     def _options(self, tensor, group, name):
         """What the ranks' operations of one name have in common.
