@@ -115,14 +115,9 @@ def test_a_worker_waits_for_the_others_so_long():
     job = alone("compat.parallelize(lambda: keras.Sequential())", COMPAT_TIMEOUT="3")
     assert time.monotonic() - began < 60
     assert job.returncode == 1
-    assert (
-        job.stderr.rstrip()
-        .split("\n")[-1]
-        .startswith(
-            "compat.errors.RankLostError: Rank 1 of 2 waited to start, but another rank failed, ended "
-            "or did not come: no answer for 3 s."
-        )
-    )
+    said = job.stderr.rstrip().split("\n")[-1]
+    assert said.startswith("compat.errors.RankLostError: Rank 1 of 2 waited to start, but another ")
+    assert "did not come: no answer for 3 s." in said
 
 
 def test_a_tf_config_that_is_no_json_is_an_error():
