@@ -8,17 +8,22 @@ wherever it reads a moving average, to save it for example. So the ranks' steps 
 """
 
 import atexit
+import contextlib
+import faulthandler
 import os
 import pickle
+import socket
 import sys
 import threading
+import time
 import zlib
 
 from .. import _ranks, errors
-from . import _tensorflow_engine
+from . import _tensorflow_engine, tensorflow2
 
-# The groups of devices that sum together, as TensorFlow numbers them; its strategies begin at 1.
-_HOSTS, _DEVICES = 1000001, 1000002
+# What sums together, and how TensorFlow numbers these groups; its strategies begin at 1.
+_HOST, _GPU = "/cpu:0", "/gpu:0"
+_GROUPS = {_HOST: 1000001, _GPU: 1000002}
 # How long one that raises waits for the others to hear of it, in seconds.
 _LAST_WORDS = 3.0
 # In place of the flag of a rank that closes its epoch: that of one that ends.
@@ -34,25 +39,23 @@ class MultiWorkerMirroredStrategy(_tensorflow_engine.TensorFlowEngine):
         import tensorflow as tf
 
         super().__init__(ranks)
+        if tensorflow2.started():
+            raise errors.not_built_in_rank(ranks)
         self.tf = tf
         self.timeout = _ranks.timeout(os.environ)
         self.lost = False
         options = tf.distribute.experimental.CommunicationOptions(timeout_seconds=self.timeout)
-        late = threading.Timer(self.timeout, self._nobody_came)
-        late.daemon = True
-        late.start()
         try:
-            # It must live as long as the workers do.
-            self.strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
-        except RuntimeError as error:
-            if "at program startup" not in str(error):
-                raise
-            raise errors.not_built_in_rank(ranks) from error
+            with self._bounded_start():
+                # It must live as long as the workers do.
+                self.strategy = tf.distribute.MultiWorkerMirroredStrategy(
+                    communication_options=options
+                )
         except tf.errors.OpError as error:
             problem = _tensorflow_engine.problem_of(error)
             raise errors.rank_lost(ranks, "to start", [], problem) from error
-        finally:
-            late.cancel()
+        # The one that configure_gpu() has left visible.
+        self.device = _GPU if tf.config.get_visible_devices("GPU") else _HOST
         atexit.register(self.leave)
 
     def sum(self, values):
@@ -63,9 +66,9 @@ class MultiWorkerMirroredStrategy(_tensorflow_engine.TensorFlowEngine):
 
     def _sum(self, array):
         """The sum of an array over all ranks, on the host, at once."""
-        with self.tf.init_scope(), self.tf.device("/cpu:0"):
+        with self.tf.init_scope(), self.tf.device(_HOST):
             tensor = self.tf.convert_to_tensor(array)
-            return self.reduce(tensor, _HOSTS, "at once " + tensor.dtype.name).numpy()
+            return self.reduce(tensor, _HOST, "at once " + tensor.dtype.name).numpy()
 
     def broadcast(self, value):
         import numpy as np
@@ -79,30 +82,34 @@ class MultiWorkerMirroredStrategy(_tensorflow_engine.TensorFlowEngine):
 
     # In the user's graphs ---------------------------------------------------------------------
 
-    def reduce(self, tensor, group, name):
-        return self.tf.raw_ops.CollectiveReduceV2(
-            input=tensor, merge_op="Add", final_op="Id", **self._options(tensor, group, name)
-        )
+    def reduce(self, tensor, device, name):
+        """The sum of the ranks' tensors, of one shape."""
+        with self.tf.device(device):
+            return self.tf.raw_ops.CollectiveReduceV2(
+                input=tensor, merge_op="Add", final_op="Id", **self._options(tensor, device, name)
+            )
 
-    def gather(self, tensor, group, name):
+    def gather(self, tensor, device, name):
         """The ranks' tensors, of one shape, one after the other."""
-        return self.tf.raw_ops.CollectiveGatherV2(
-            input=tensor, **self._options(tensor, group, name)
-        )
+        with self.tf.device(device):
+            return self.tf.raw_ops.CollectiveGatherV2(
+                input=tensor, **self._options(tensor, device, name)
+            )
 
-    def _options(self, tensor, group, name):
+    def _options(self, tensor, device, name):
         """What the ranks' operations of one name have in common.
 
         The strategy numbers operations as they are traced; ranks may trace differently often.
         TensorFlow takes tensors of one shape for each number.
         """
-        with self.tf.device("/cpu:0"):
+        with self.tf.device(_HOST):
             number = (zlib.crc32(name.encode()) & 0x3FFFFFFF) + self.tf.size(tensor)
         return {
             "group_size": self.ranks.size,
-            "group_key": group,
+            "group_key": _GROUPS[device],
             "instance_key": number,
             "ordering_token": [],
+            "communication_hint": "auto" if device == _HOST else "nccl",
             "timeout_seconds": self.timeout,
         }
 
@@ -129,7 +136,7 @@ class MultiWorkerMirroredStrategy(_tensorflow_engine.TensorFlowEngine):
             flat = tf.concat([tf.reshape(tensors[place], [-1]) for place in places], 0)
             with tf.control_dependencies(before):
                 weighted = flat * tf.cast(share, dtype)
-                total = self.reduce(weighted, _DEVICES, "{} {}".format(name, dtype.name))
+                total = self.reduce(weighted, self.device, "{} {}".format(name, dtype.name))
             before = [total]
             parts = tf.split(total, [tf.size(tensors[place]) for place in places])
             for place, part in zip(places, parts):
@@ -142,8 +149,7 @@ class MultiWorkerMirroredStrategy(_tensorflow_engine.TensorFlowEngine):
         tf = self.tf
         values = slices.values * tf.cast(share, slices.values.dtype)
         mine = tf.one_hot(self.ranks.rank, self.ranks.size, dtype=tf.int32)
-        with tf.device("/cpu:0"):
-            counts = self.reduce(mine * tf.shape(values)[0], _HOSTS, name + " counts")
+        counts = self.reduce(mine * tf.shape(values)[0], _HOST, name + " counts")
         longest = tf.reduce_max(counts)
         kept = tf.reshape(tf.sequence_mask(counts, longest), [-1])
 
@@ -152,13 +158,65 @@ class MultiWorkerMirroredStrategy(_tensorflow_engine.TensorFlowEngine):
             columns = tf.zeros([tf.rank(tensor) - 1, 2], tf.int32)
             padded = tf.pad(tensor, tf.concat([rows, columns], 0))
             with tf.control_dependencies(before):
-                gathered = self.gather(padded, _DEVICES, "{} {}".format(name, part))
+                gathered = self.gather(padded, self.device, "{} {}".format(name, part))
             return tf.boolean_mask(gathered, kept)
 
         indices = of_all(slices.indices, "indices", [])
         return tf.IndexedSlices(of_all(values, "values", [indices]), indices, slices.dense_shape)
 
     # Nothing waits for ever -------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _bounded_start(self):
+        """Within, all workers have come; a wait for one that goes again ends this process.
+
+        TensorFlow would wait for them for an hour, or for ever, and holds Python's lock meanwhile.
+        """
+        cluster = self.tf.distribute.cluster_resolver.TFConfigClusterResolver().cluster_spec()
+        jobs = cluster.as_dict()
+        host, _, port = (jobs.get("chief") or jobs["worker"])[0].rpartition(":")
+        meet = self._open if self.ranks.rank == 0 else self._knock
+        absent = meet(host.strip("[]"), int(port), time.monotonic() + self.timeout)
+        if absent:
+            problem = "no answer for {:g} s".format(self.timeout)
+            raise errors.rank_lost(self.ranks, "to start", absent, problem)
+        faulthandler.dump_traceback_later(self.timeout, exit=True)
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+    def _open(self, host, port, deadline):
+        """Meet the others where TensorFlow will, and return those that do not come in time."""
+        come = {}
+        with contextlib.ExitStack() as stack:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            door = stack.enter_context(socket.socket(family))
+            door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            door.bind(("", port))
+            door.listen(self.ranks.size)
+            while len(come) < self.ranks.size - 1 and time.monotonic() < deadline:
+                with contextlib.suppress(OSError, ValueError):
+                    door.settimeout(max(0.1, deadline - time.monotonic()))
+                    other = stack.enter_context(door.accept()[0])
+                    other.settimeout(_LAST_WORDS)
+                    come[int(other.recv(16))] = other
+            absent = [rank for rank in range(1, self.ranks.size) if rank not in come]
+            for other in () if absent else come.values():
+                with contextlib.suppress(OSError):
+                    other.sendall(b"come in")
+                    other.recv(16)  # it goes first, so that the port is free at once
+        return absent
+
+    def _knock(self, host, port, deadline):
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError):
+                with socket.create_connection((host, port), deadline - time.monotonic()) as door:
+                    door.sendall(str(self.ranks.rank).encode())
+                    if door.recv(16):
+                        return []
+            time.sleep(0.1)
+        return [0]
 
     def _agree(self, rows, closing):
         flags = [float(closing and rank == self.ranks.rank) for rank in range(self.ranks.size)]
@@ -187,8 +245,3 @@ class MultiWorkerMirroredStrategy(_tensorflow_engine.TensorFlowEngine):
     def absent(self):
         self.lost = True
         return []
-
-    def _nobody_came(self):
-        problem = "no answer for {:g} s".format(self.timeout)
-        _ranks.print_for_main_thread(errors.rank_lost(self.ranks, "to start", [], problem))
-        os._exit(1)

@@ -272,6 +272,11 @@ def _context():
     return getattr(module, "_context", None)
 
 
+def started():
+    """Whether TensorFlow's runtime has started, with the first tensor for example."""
+    return getattr(_context(), "_context_handle", None) is not None
+
+
 def _config(tf, *names):
     """The first of these functions of ``tf.config``; some were experimental up to 2.0 or 2.3."""
     places = [tf.config, tf.config.experimental]
