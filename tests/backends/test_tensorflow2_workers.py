@@ -35,7 +35,7 @@ class Count(keras.layers.Layer):
 said["rows"] = []
 counted = compat.parallelize(keras.Sequential([Count(input_shape=(6,)), dense(1)], "counted"))
 counted.compile("sgd", "mse")
-counted.fit(inputs, targets, batch_size=rows, epochs=1, verbose=0)
+counted.fit(inputs, targets, batch_size=rows, epochs=1, shuffle=False, verbose=0)
 weights["counted"] = counted.get_weights()
 said["predicted"] = len(counted.predict(inputs[compat.rank() :], verbose=0))
 """
@@ -48,7 +48,7 @@ joined = compat.parallelize(lambda: keras.Sequential([dense(1)]), strategy="mirr
 def test_own_train_steps_eager_steps_and_batches_train_to_the_same_numbers(tmp_path):
     """All after the first model, which was built by a function. Each rank sees its rows alone."""
     said = ranks.check_same(JOIN + WAYS + ROWS, tmp_path)
-    assert [one.pop("rows") for one in said] == [[4, 4, 3, 4, 4, 3], [4, 4, 2, 4, 4, 1]]
+    assert [one.pop("rows") for one in said] == [[4, 4, 3, 11], [4, 4, 2, 9]]
     assert [one.pop("predicted") for one in said] == [11, 9]
     assert said[0] == said[1]
 
@@ -116,7 +116,7 @@ def test_a_worker_waits_for_the_others_so_long():
     assert time.monotonic() - began < 60
     assert job.returncode == 1
     said = job.stderr.rstrip().split("\n")[-1]
-    assert said.startswith("compat.errors.RankLostError: Rank 1 of 2 waited to start, but another ")
+    assert said.startswith("compat.errors.RankLostError: Rank 1 of 2 waited to start, but rank 0 ")
     assert "did not come: no answer for 3 s." in said
 
 
