@@ -198,7 +198,9 @@ def parallelize(model: "Any", gpus: "Gpus" = None, *, strategy: "Optional[str]" 
     In a process that a launcher started as one of several ranks, each with one device and its
     own part of the data (see ``shard()``), the model trains together with theirs: it takes rank
     0's weights and optimizer state, gradients and metrics become the means over the rows of all
-    ranks, and saving is done on rank 0 alone. ``gpus`` then does not matter.
+    ranks, and saving is done on rank 0 alone. ``gpus`` then does not matter. In a worker of
+    TensorFlow's ``TF_CONFIG`` the first model is given as a function that builds it, called once
+    all workers have come: TensorFlow cannot join them any later.
 
     Arguments:
         model: a Keras model, compiled or not, fitted or not; a model of the backend's own kind
@@ -207,7 +209,8 @@ def parallelize(model: "Any", gpus: "Gpus" = None, *, strategy: "Optional[str]" 
         gpus: which of the configured devices, in the forms of ``configure_gpu(gpus=)``: a
             count, ids counted among them from 0, or names of GPUs; None for all.
         strategy: None for replicas that compat makes in this process; "mirrored" for TensorFlow
-            2's own ``MirroredStrategy``, where ``model`` is a function that builds a model.
+            2's own ``MirroredStrategy``, where ``model`` is a function that builds a model (in a
+            worker of ``TF_CONFIG`` this is the same as None).
 
     Returns:
         The model that was given (or built).
@@ -227,14 +230,17 @@ def parallelize(model: "Any", gpus: "Gpus" = None, *, strategy: "Optional[str]" 
     if strategy is not None:
         if strategy not in STRATEGIES:
             raise errors.invalid_strategy(strategy)
-        if ranks is not None:
+        if ranks is not None and ranks.launcher != _ranks.TF_CONFIG:
             raise errors.strategy_in_rank(strategy, ranks)
         if not _is_function(model):
             raise errors.strategy_needs_function(strategy, model)
-        backend = configured_backend()
-        return backend.build(strategy, model, _chosen(backend, selection))
+        if ranks is None:
+            backend = configured_backend()
+            return backend.build(strategy, model, _chosen(backend, selection))
     backend = backend_of(model)
     if backend is None and _is_function(model):
+        if ranks is not None and ranks.launcher == _ranks.TF_CONFIG:
+            configured_backend().join(ranks)
         function, model = model, model()
         backend = backend_of(model)
         if backend is None:

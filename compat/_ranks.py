@@ -29,6 +29,10 @@ LAUNCHERS = (
     ("mpiexec", "PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS"),  # MPICH, Intel MPI
 )
 
+# The variable that tells TensorFlow's workers the cluster and their task in it, as JSON. It comes
+# last: a launcher starts its ranks with whatever else the environment holds.
+TF_CONFIG = "TF_CONFIG"
+
 #: How long ranks wait for each other where the user sets nothing, in seconds.
 TIMEOUT = 600.0
 
@@ -66,7 +70,35 @@ def launched(environ: "Mapping[str, str]") -> "Optional[Ranks]":
         if not (rank < size and local_rank < local_size <= size):
             raise errors.invalid_ranks(launcher, names.split(), texts)
         return Ranks(rank, size, local_rank, local_size, launcher) if size > 1 else None
-    return None
+    return _worker(environ.get(TF_CONFIG, "").strip())
+
+
+def _worker(text):
+    """The place of one of TensorFlow's workers, or None: alone, or the one that evaluates.
+
+    The chief, where there is one, is rank 0.
+    """
+    if not text:
+        return None
+    import json
+
+    try:
+        config = json.loads(text)
+        cluster, task = config.get("cluster") or {}, config.get("task") or {}
+        addresses = list(cluster.get("chief") or []) + list(cluster.get("worker") or [])
+        machines = [str(address).rpartition(":")[0] for address in addresses]
+        kind, index = task.get("type"), int(task.get("index", 0))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise errors.invalid_tf_config(text, error) from error
+    if cluster.get("ps"):
+        raise errors.parameter_servers(text)
+    if len(addresses) < 2 or kind == "evaluator":
+        return None
+    if kind not in ("chief", "worker") or not 0 <= index < len(cluster.get(kind) or []):
+        raise errors.invalid_tf_config(text, "the cluster has no task {} {}".format(kind, index))
+    rank = index + (len(cluster.get("chief") or []) if kind == "worker" else 0)
+    mine = machines[rank]
+    return Ranks(rank, len(machines), machines[:rank].count(mine), machines.count(mine), TF_CONFIG)
 
 
 def timeout(environ: "Mapping[str, str]") -> float:
@@ -306,6 +338,20 @@ def _warn(text):
 # Engines --------------------------------------------------------------------------------------
 
 
+def print_for_main_thread(error):
+    """Print what the main thread, which waits in a framework's hands, would raise and die of."""
+    import sys
+    import threading
+    import traceback
+
+    frame = sys._current_frames()[threading.main_thread().ident]  # type: ignore  # it runs
+    lines = ["Traceback (most recent call last):\n"] + traceback.format_stack(frame)
+    lines += traceback.format_exception_only(type(error), error)
+    sys.stdout.flush()
+    sys.stderr.write("".join(lines))
+    sys.stderr.flush()
+
+
 class Engine:
     """What the ranks of one framework talk through. Subclasses join the others when created.
 
@@ -337,6 +383,29 @@ class Engine:
     def broadcast(self, value: "Any") -> "Any":
         """What rank 0 passes: numbers, texts, arrays and lists of them."""
         raise NotImplementedError
+
+    def problem(self, error: Exception) -> "Optional[str]":
+        """The phrase in which this exception tells of a failure between ranks, or None."""
+        raise NotImplementedError
+
+    def absent(self) -> "List[int]":
+        """The ranks that do not wait here as well, after such a failure, as far as is known."""
+        return []
+
+    @contextlib.contextmanager
+    def waiting(self, what: str) -> "Iterator[None]":
+        """Turn the engine's own error within into the loss of a rank that it stands for.
+
+        Arguments:
+            what: what for, in a phrase.
+        """
+        try:
+            yield
+        except Exception as error:
+            problem = self.problem(error)
+            if problem is None:
+                raise
+            raise errors.rank_lost(self.ranks, what, self.absent(), problem) from error
 
     def share(self, rows: int) -> float:
         """This rank's share of the step that all ranks begin, where it has so many rows.

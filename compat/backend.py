@@ -158,6 +158,12 @@ class Backend:
         """
         raise errors.no_ranks(self.name)
 
+    def join(self, ranks: "Ranks") -> None:
+        """Join the other ranks, before a model is built, if the engine cannot be joined later.
+
+        Called in workers of TensorFlow's ``TF_CONFIG``.
+        """
+
     def distribute(self, model: "Any", ranks: "Ranks") -> "Any":
         """Make ``model`` train together with the other ranks, and return it.
 

@@ -465,6 +465,40 @@ def invalid_ranks(launcher, names, values):
     )
 
 
+def invalid_tf_config(text, problem):
+    return RankError(
+        'TF_CONFIG={} is not understood: {}. Use JSON such as {{"cluster": {{"worker": '
+        '["host1:2222", "host2:2222"]}}, "task": {{"type": "worker", "index": 0}}}}, or '
+        "unset it to train alone.".format(text, problem)
+    )
+
+
+def parameter_servers(text):
+    return RankError(
+        "TF_CONFIG={} names parameter servers (ps), which compat does not use: ranks train in "
+        "step. Give all machines as workers, or unset it to train alone.".format(text)
+    )
+
+
+def not_built_in_rank(ranks):
+    return RankError(
+        "This process is {}, but TensorFlow started before it could join the others: a model, a "
+        "variable or a tensor was made. Give compat.parallelize() a function that builds the "
+        "model, as the first thing after configure_gpu(); it joins them, and then calls "
+        "it.".format(ranks)
+    )
+
+
+def workers_without_eager_execution(ranks):
+    return unsupported(
+        "tensorflow2",
+        "train as {} after tf.compat.v1.disable_v2_behavior() or disable_eager_execution()".format(
+            ranks
+        ),
+        "Remove that call, or start the script with horovodrun.",
+    )
+
+
 def invalid_timeout(name, value):
     return InvalidArgumentError(
         "{}={} is not understood. Use a number of seconds above 0: how long a rank waits for the "

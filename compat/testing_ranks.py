@@ -88,10 +88,12 @@ def train(keras, folder, trials, lstm_options):
     arrays, facts = {}, {}
     for number, (name, optimizer_name) in enumerate(json.loads(trials)):
         options = json.loads(lstm_options) if name == "lstm" else {}
-        model = _start(keras, name, options)
         before = number % 2 == 0  # parallelized before it is compiled, or after
-        if before:
-            assert compat.parallelize(model) is model
+
+        def build():
+            return _start(keras, name, options)  # noqa: B023  # called at once
+
+        model = compat.parallelize(build) if before else build()
         model.compile(optimizer(keras, optimizer_name), CASES[name].loss)
         if not before:
             assert compat.parallelize(model) is model
@@ -107,12 +109,17 @@ def train(keras, folder, trials, lstm_options):
 
 def train_on(keras, folder, extension):
     """Parallelize a model that was fitted, with its optimizer's state; then save and load."""
-    model = _start(keras, "dense", {})
-    model.compile(optimizer(keras, "sgd"), CASES["dense"].loss, metrics=["accuracy"])
-    # As if rank 0 had loaded a checkpoint, and the others started anew.
     inputs, targets = CASES["dense"].data(ROWS)
-    if compat.is_chief():
-        model.fit(inputs, targets, batch_size=BATCH, epochs=1, shuffle=False, verbose=0)
+
+    def build():
+        model = _start(keras, "dense", {})
+        model.compile(optimizer(keras, "sgd"), CASES["dense"].loss, metrics=["accuracy"])
+        # As if rank 0 had loaded a checkpoint, and the others started anew.
+        if compat.is_chief():
+            model.fit(inputs, targets, batch_size=BATCH, epochs=1, shuffle=False, verbose=0)
+        return model
+
+    model = compat.parallelize(build)
     assert compat.parallelize(model) is model
     callbacks = [keras.callbacks.ModelCheckpoint(os.path.join(folder, "checkpoint" + extension))]
     losses = _fit(model, "dense", 2, callbacks=callbacks)
@@ -142,11 +149,13 @@ def _learning_rate(optimizer):
 
 def normalise(keras, folder):
     """Train a model with batch normalization, whose moving averages are weights, too."""
-    layers = keras.layers
-    model = keras.models.Sequential(
-        [layers.Dense(6, input_shape=(8,)), layers.BatchNormalization(), layers.Dense(4)]
-    )
-    model = compat.parallelize(initialise(model))
+
+    def build():
+        parts = keras.layers
+        layers = [parts.Dense(6, input_shape=(8,)), parts.BatchNormalization(), parts.Dense(4)]
+        return initialise(keras.models.Sequential(layers))
+
+    model = compat.parallelize(build)
     model.compile(optimizer(keras, "sgd"), "mse")
     _fit(model, "dense", 2)
     return {"weight%d" % place: w for place, w in enumerate(model.get_weights())}, {}
@@ -167,7 +176,7 @@ def _raise():
 
 def fail(keras, folder, fault, extension):
     """Train, save after each batch, and have one rank fail at its third batch."""
-    model = compat.parallelize(_start(keras, "dense", {}))
+    model = compat.parallelize(lambda: _start(keras, "dense", {}))
     model.compile(optimizer(keras, "sgd"), CASES["dense"].loss)
 
     class Fault(keras.callbacks.Callback):  # type: ignore  # whichever Keras it is

@@ -690,6 +690,38 @@ TEXTS = [
         "-n 1 is not understood. Use the number of processes to start, 2 or more.",
     ),
     (
+        errors.invalid_tf_config,
+        ("{", "it is no JSON"),
+        errors.RankError,
+        'TF_CONFIG={ is not understood: it is no JSON. Use JSON such as {"cluster": {"worker": '
+        '["host1:2222", "host2:2222"]}, "task": {"type": "worker", "index": 0}}, or unset it to '
+        "train alone.",
+    ),
+    (
+        errors.parameter_servers,
+        ('{"cluster": {"ps": ["a:1"]}}',),
+        errors.RankError,
+        'TF_CONFIG={"cluster": {"ps": ["a:1"]}} names parameter servers (ps), which compat does '
+        "not use: ranks train in step. Give all machines as workers, or unset it to train alone.",
+    ),
+    (
+        errors.not_built_in_rank,
+        (RANKS,),
+        errors.RankError,
+        "This process is rank 1 of 3 (torchrun), but TensorFlow started before it could join the "
+        "others: a model, a variable or a tensor was made. Give compat.parallelize() a function "
+        "that builds the model, as the first thing after configure_gpu(); it joins them, and then "
+        "calls it.",
+    ),
+    (
+        errors.workers_without_eager_execution,
+        (RANKS,),
+        errors.UnsupportedError,
+        "tensorflow2 cannot train as rank 1 of 3 (torchrun) after "
+        "tf.compat.v1.disable_v2_behavior() or disable_eager_execution(). Remove that call, or "
+        "start the script with horovodrun.",
+    ),
+    (
         errors.no_ranks,
         ("toy",),
         errors.UnsupportedError,

@@ -1,5 +1,6 @@
 """Ranks: what launchers' environments mean, and what the public calls make of it."""
 
+import json
 import os
 
 import pytest
@@ -71,6 +72,65 @@ def test_one_rank_of_one_is_alone():
 def test_contradictions_are_errors(text):
     with pytest.raises(compat.RankError, match="torchrun contradicts itself: RANK="):
         _ranks.launched(environment(text))
+
+
+def worker(kind, index, **cluster):
+    config = {"cluster": cluster, "task": {"type": kind, "index": index}}
+    return {"TF_CONFIG": json.dumps(config)}
+
+
+def test_tf_config_tells_the_place():
+    """The chief is rank 0, workers on one machine are its local ranks."""
+    cluster = {"chief": ["a:1"], "worker": ["b:1", "a:2", "b:2"], "evaluator": ["a:9"]}
+    places = [
+        _ranks.launched(worker(kind, index, **cluster))
+        for kind, index in (("chief", 0), ("worker", 0), ("worker", 1), ("worker", 2))
+    ]
+    assert [(p.rank, p.size, p.local_rank, p.local_size) for p in places] == [
+        (0, 4, 0, 2),
+        (1, 4, 0, 2),
+        (2, 4, 1, 2),
+        (3, 4, 1, 2),
+    ]
+    assert str(places[1]) == "rank 1 of 4 (TF_CONFIG)"
+    place = _ranks.launched(worker("worker", "1", worker=["[::1]:1", "[::1]:2"]))
+    assert (place.rank, place.local_rank) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"TF_CONFIG": ""},
+        {"TF_CONFIG": "{}"},
+        worker("worker", 0, worker=["a:1"]),
+        worker("evaluator", 0, worker=["a:1", "b:1"], evaluator=["c:1"]),
+    ],
+)
+def test_tf_config_of_one_or_of_an_evaluator_is_no_rank(environ):
+    assert _ranks.launched(environ) is None
+
+
+def test_a_launcher_comes_before_tf_config():
+    environ = worker("worker", 0, worker=["a:1", "b:1"])
+    environ.update(environment(ENVIRONMENTS["horovodrun"]))
+    assert _ranks.launched(environ).launcher == "horovodrun"
+
+
+@pytest.mark.parametrize(
+    "environ, problem",
+    [
+        ({"TF_CONFIG": "{"}, "is not understood: "),
+        ({"TF_CONFIG": "[]"}, "is not understood: "),
+        (worker("worker", "one", worker=["a:1", "b:1"]), "is not understood: "),
+        (worker("worker", 2, worker=["a:1", "b:1"]), "the cluster has no task worker 2"),
+        (worker("worker", -1, worker=["a:1", "b:1"]), "the cluster has no task worker -1"),
+        (worker("chief", 0, worker=["a:1", "b:1"]), "the cluster has no task chief 0"),
+        (worker("worker", 0, worker=["a:1", "b:1"], ps=["c:1"]), "names parameter servers"),
+    ],
+)
+def test_a_tf_config_that_no_rank_can_have_is_an_error(environ, problem):
+    with pytest.raises(compat.RankError, match=problem):
+        _ranks.launched(environ)
 
 
 def test_alone_all_calls_do_nothing():

@@ -62,22 +62,14 @@ class Engine(_ranks.Engine):
         """Rank 0's array of uint8."""
         raise NotImplementedError
 
-    def problem(self, error):
-        """What Horovod says in this exception, in a phrase; None where it does not speak."""
-        raise NotImplementedError
-
     # Failures ---------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def waiting(self, what):
-        """Turn Horovod's error within into the loss of a rank that it stands for."""
+        """As the base class's; no wait goes on afterwards."""
         try:
-            yield
-        except Exception as error:
-            problem = self.problem(error)
-            if problem is None:
-                raise
-            raise errors.rank_lost(self.ranks, what, self._absent(), problem) from error
+            with super().waiting(what):
+                yield
         finally:
             self.deadline = None
 
@@ -110,8 +102,8 @@ class Engine(_ranks.Engine):
             problem = "nothing was heard of it for {:g} seconds".format(self.timeout)
             raise errors.rank_lost(self.ranks, "to start", absent, problem)
 
-    def _absent(self):
-        """The ranks that do not stand here as well, as far as horovodrun still tells."""
+    def absent(self):
+        """As far as horovodrun still tells."""
         try:
             return self._not_at("failure", 2.0)
         except (KeyError, OSError):  # no horovodrun, or it has gone, too

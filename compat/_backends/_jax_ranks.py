@@ -11,7 +11,6 @@ import pickle
 import sys
 import threading
 import time
-import traceback
 
 from .. import _keras, _keras_ranks, _ranks, errors
 
@@ -132,14 +131,8 @@ class JaxDistributed(_ranks.Engine):
                 )
 
     def exit(self, error):
-        """The main thread is in JAX's hands: what it would raise is printed for it."""
-        frames = sys._current_frames()[threading.main_thread().ident]
-        stack = traceback.format_stack(frames)
-        lines = ["Traceback (most recent call last):\n"] + stack
-        lines += traceback.format_exception_only(type(error), error)
-        sys.stdout.flush()
-        sys.stderr.write("".join(lines))
-        sys.stderr.flush()
+        """The main thread is in JAX's hands."""
+        _ranks.print_for_main_thread(error)
         self.end()
         os._exit(1)
 

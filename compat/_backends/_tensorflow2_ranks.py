@@ -1,4 +1,4 @@
-"""tf.keras 2 as one of several ranks: Horovod carries the gradients.
+"""tf.keras 2 as one of several ranks: Horovod, or TensorFlow's workers, carry the gradients.
 
 A step of training is the model's ``train_step``, Keras' or the user's own. While it runs (or is
 traced), the model's optimizers have an ``apply_gradients`` of their own, which makes gradients
@@ -9,8 +9,8 @@ import contextlib
 import sys
 import threading
 
-from .. import _keras, _keras_ranks, errors
-from . import _tensorflow_horovod, tensorflow2
+from .. import _keras, _keras_ranks, _ranks, errors
+from . import _tensorflow2_workers, _tensorflow_horovod, tensorflow2
 
 
 def distribute(model, ranks):
@@ -24,13 +24,20 @@ def distribute(model, ranks):
             ),
             "Use tf.keras from TensorFlow 2.4 to 2.15, or Keras 3 on torch or JAX.",
         )
-    engine = _tensorflow_horovod.Horovod.join(ranks)
+    engine = join(ranks)
     if RankedStep.of(model) is None:
         for kind in (RankedStep, RankedTestStep, RankedTrainFunction, RankedCall):
             kind(engine).install(model)
         _keras_ranks.install(model, engine)
         tensorflow2.forget_compiled_steps(model)
     return model
+
+
+def join(ranks):
+    """The engine that the launcher is for."""
+    if ranks.launcher == _ranks.TF_CONFIG:
+        return _tensorflow2_workers.MultiWorkerMirroredStrategy.join(ranks)
+    return _tensorflow_horovod.Horovod.join(ranks)
 
 
 class RankedTrainFunction(_keras_ranks.RankedMethod):

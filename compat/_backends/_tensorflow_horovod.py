@@ -4,20 +4,18 @@ It carries numbers within the user's graphs (``Horovod.mean``), and for this pro
 small graph of the engine's own.
 """
 
-import contextlib
-
-from . import _horovod
+from . import _horovod, _tensorflow_engine
 
 
-class Horovod(_horovod.Engine):
+class Horovod(_tensorflow_engine.TensorFlowEngine, _horovod.Engine):
     framework = "tensorflow"
+    mark = "orovod"
 
     def __init__(self, ranks):
         super().__init__(ranks)
         import tensorflow
 
         tf = self.tf = getattr(tensorflow.compat, "v1", tensorflow)
-        self.failure = None  # noted last
         graph = tf.Graph()
         with graph.as_default(), tf.device("/cpu:0"):
             self.numbers = tf.placeholder(tf.float64, [None])
@@ -79,47 +77,3 @@ class Horovod(_horovod.Engine):
         return self.tf.IndexedSlices(
             gather(values, "values"), gather(slices.indices, "indices"), slices.dense_shape
         )
-
-    def called(self, function, argument, dtype):
-        """A tensor: what ``function`` returns for the value of ``argument``, as the graph runs."""
-
-        def call(value):
-            with self.noting():
-                return function(value)
-
-        return self.tf.numpy_function(call, [argument], dtype)
-
-    # Failures ---------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def waiting(self, what):
-        """Turn TensorFlow's error within into the one that it stands for.
-
-        That is the one noted last, or the loss of a rank.
-        """
-        self.failure = None
-        try:
-            with super().waiting(what):
-                yield
-        except Exception as error:
-            failure, self.failure = self.failure, None
-            if failure is None or failure is error:
-                raise
-            raise failure from error
-
-    def problem(self, error):
-        if self.failure is not None or not isinstance(error, self.tf.errors.OpError):
-            return None
-        if "orovod" not in str(error):
-            return None
-        # TensorFlow puts before it where the node was made, and the node behind it.
-        return error.message.partition("[[")[0].strip().split("\n")[-1].split(". ")[0]
-
-    @contextlib.contextmanager
-    def noting(self):
-        """Keep the exception that is raised within: TensorFlow replaces it by another."""
-        try:
-            yield
-        except Exception as error:
-            self.failure = error
-            raise

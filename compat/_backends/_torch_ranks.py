@@ -60,18 +60,14 @@ class TorchDistributed(_ranks.Engine):
             self.distributed.broadcast_object_list(box, device="cpu")
         return box[0]
 
-    @contextlib.contextmanager
-    def waiting(self, what):
-        """Turn torch's failure within into an error that names the ranks that do not wait, too."""
-        try:
-            yield
-        except RuntimeError as error:  # of gloo, NCCL and the store
-            # "[.../gloo/transport/tcp/pair.cc:553] Connection closed by peer [...]. This is ..."
-            problem = re.sub(r"^\[\S*\] ", "", str(error)).strip().split("\n")[0].split(". ")[0]
-            raise errors.rank_lost(self.ranks, what, self._absent(), problem) from error
+    def problem(self, error):
+        if not isinstance(error, RuntimeError):  # of gloo, NCCL and the store
+            return None
+        # "[.../gloo/transport/tcp/pair.cc:553] Connection closed by peer [...]. This is ..."
+        return re.sub(r"^\[\S*\] ", "", str(error)).strip().split("\n")[0].split(". ")[0]
 
-    def _absent(self):
-        """The ranks that do not stand here as well, as far as the store still tells."""
+    def absent(self):
+        """As far as the store still tells."""
         if self.store is None:
             return []
         others = [rank for rank in range(self.ranks.size) if rank != self.ranks.rank]

@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 
-from .. import _devices, _keras, _replicas, errors
+from .. import _devices, _keras, _ranks, _replicas, errors
 from ..backend import Backend
 from . import tensorflow1
 
@@ -141,9 +141,22 @@ class TensorFlow2(Backend):
         environ: "Mapping[str, str]",
         hosts: "Optional[str]" = None,
     ) -> "List[str]":
+        """horovodrun where Horovod is installed; else what starts TF_CONFIG's workers."""
+        from .. import _detect, _start
         from . import _horovod
 
+        if python == sys.executable and _detect.distribution_version("horovod") is None:
+            return _start.launcher(size, hosts, "--tf-config")
         return _horovod.launcher(size, python, self.framework, hosts)
+
+    def join(self, ranks: "Ranks") -> None:
+        """TensorFlow's workers are joined before TensorFlow starts."""
+        tf = self.import_framework()
+        if not _runs_eagerly(tf):
+            raise errors.workers_without_eager_execution(ranks)
+        from . import _tensorflow2_ranks
+
+        _tensorflow2_ranks.join(ranks)
 
     def distribute(self, model: "Any", ranks: "Ranks") -> "Any":
         """See ``_tensorflow2_ranks``; after ``disable_v2_behavior()``, ``_tensorflow1_ranks``."""
@@ -154,6 +167,8 @@ class TensorFlow2(Backend):
                 "train a model without Keras as one of several ranks",
                 "Use a model of tf.keras, or start the script without a launcher.",
             )
+        if ranks.launcher == _ranks.TF_CONFIG and not _runs_eagerly(tf):
+            raise errors.workers_without_eager_execution(ranks)
         if _in_v1_mode(tf):
             from . import _tensorflow1_ranks
 
@@ -255,6 +270,11 @@ def _context():
     """TensorFlow's runtime as far as it has got, or None before its import."""
     module = sys.modules.get("tensorflow.python.eager.context")
     return getattr(module, "_context", None)
+
+
+def started():
+    """Whether TensorFlow's runtime has started, with the first tensor for example."""
+    return getattr(_context(), "_context_handle", None) is not None
 
 
 def _config(tf, *names):

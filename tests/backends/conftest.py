@@ -23,7 +23,7 @@ def _installed():
 INSTALLED = list(_installed())
 # The tests of a mode of the whole process, or of an engine of ranks that has to be installed
 # besides, are in files of their own, which run alone.
-MODES = ("contexts", "horovod", "keras23", "mpi", "v1")
+MODES = ("contexts", "horovod", "keras23", "mpi", "v1", "workers")
 V1_MODE = os.environ.get("COMPAT_TEST_KERAS") == "tensorflow.compat.v1.keras"
 MODE = "v1" if V1_MODE else os.environ.get("COMPAT_TEST_MODE")
 TESTED = [b.name + ("_" + MODE if MODE else "") for b in INSTALLED]

@@ -77,8 +77,8 @@ def run(program, folder, size, backend="tensorflow"):
         timeout=300,
     )
     assert job.returncode == 0, job.stdout + job.stderr
-    lines = [line.partition("SAID ")[2] for line in job.stdout.split("\n")]
-    said = list(map(json.loads, filter(None, lines)))
+    lines = sorted(line for line in job.stdout.split("\n") if "SAID " in line)  # by rank
+    said = [json.loads(line.partition("SAID ")[2]) for line in lines]
     assert len(said) == size
     arrays = []
     for rank in range(size):

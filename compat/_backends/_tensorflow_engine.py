@@ -1,0 +1,63 @@
+"""What the engines of ranks on TensorFlow share: calls out of graphs, and the errors of those."""
+
+import contextlib
+
+from .. import _ranks
+
+
+class TensorFlowEngine(_ranks.Engine):
+    """An engine whose waits may be in a graph of the user's, while TensorFlow runs it.
+
+    Subclasses set ``tf``, and have ``mean(tensors, share, name)``.
+    """
+
+    #: What stands in the messages of TensorFlow's errors that mean the loss of a rank.
+    mark = ""
+
+    def __init__(self, ranks):
+        super().__init__(ranks)
+        self.failure = None  # noted last
+
+    def called(self, function, argument, dtype):
+        """A tensor: what ``function`` returns for the value of ``argument``, as the graph runs."""
+
+        def call(value):
+            with self.noting():
+                return function(value)
+
+        return self.tf.numpy_function(call, [argument], dtype)
+
+    @contextlib.contextmanager
+    def noting(self):
+        """Keep the exception that is raised within: TensorFlow replaces it by another."""
+        try:
+            yield
+        except Exception as error:
+            self.failure = error
+            raise
+
+    @contextlib.contextmanager
+    def waiting(self, what):
+        """As the base class's, or the exception noted last."""
+        self.failure = None
+        try:
+            with super().waiting(what):
+                yield
+        except Exception as error:
+            failure, self.failure = self.failure, None
+            if failure is None or failure is error:
+                raise
+            raise failure from error
+
+    def problem(self, error):
+        if self.failure is not None or not isinstance(error, self.tf.errors.OpError):
+            return None
+        return problem_of(error) if self.mark in str(error) else None
+
+
+def problem_of(error):
+    """What one of TensorFlow's errors says has happened, in a line."""
+    # TensorFlow puts before it where the node was made, and the node and its reports behind it.
+    message = error.message.partition("[[")[0].partition("\nAdditional")[0]
+    message = message.partition("\nThe error could be from a previous operation")[0]
+    return message.strip().split("\n")[-1].split(". ")[0].rstrip(".")

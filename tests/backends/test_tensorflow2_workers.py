@@ -1,0 +1,126 @@
+"""Ranks on tf.keras 2: TF_CONFIG's workers."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from compat import _ranks, errors
+from compat.testing_ranks import RanksContract
+
+from . import ranks
+from .test_tensorflow2_horovod import WAYS
+
+
+@pytest.mark.row("ranks: MultiWorkerMirroredStrategy")
+class TestTensorFlow2Workers(RanksContract):
+    backend = "tensorflow2"
+
+
+ROWS = """
+class Count(keras.layers.Layer):
+    def call(self, inputs):
+        def count(rows):
+            said["rows"].append(int(rows))
+            return rows
+
+        rows = tf.numpy_function(count, [tf.shape(inputs)[0]], tf.int32)
+        with tf.control_dependencies([rows]):
+            return tf.identity(inputs)
+
+
+said["rows"] = []
+counted = compat.parallelize(keras.Sequential([Count(input_shape=(6,)), dense(1)], "counted"))
+counted.compile("sgd", "mse")
+counted.fit(inputs, targets, batch_size=rows, epochs=1, shuffle=False, verbose=0)
+weights["counted"] = counted.get_weights()
+said["predicted"] = len(counted.predict(inputs[compat.rank() :], verbose=0))
+"""
+
+JOIN = """
+joined = compat.parallelize(lambda: keras.Sequential([dense(1)]), strategy="mirrored")
+"""
+
+
+def test_own_train_steps_eager_steps_and_batches_train_to_the_same_numbers(tmp_path):
+    """All after the first model, which was built by a function. Each rank sees its rows alone."""
+    said = ranks.check_same(JOIN + WAYS + ROWS, tmp_path)
+    assert [one.pop("rows") for one in said] == [[4, 4, 3, 11], [4, 4, 2, 9]]
+    assert [one.pop("predicted") for one in said] == [11, 9]
+    assert said[0] == said[1]
+
+
+def alone(program, **environ):
+    """Run a program as a worker whose only fellow never comes."""
+    config = {
+        "cluster": {"worker": ["127.0.0.1:1", "127.0.0.1:2"]},
+        "task": {"type": "worker", "index": 1},
+    }
+    environ = dict(os.environ, **environ)
+    environ.setdefault("TF_CONFIG", json.dumps(config))
+    return subprocess.run(
+        [sys.executable, "-c", ranks.BEGIN + program],
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        universal_newlines=True,
+        timeout=120,
+    )
+
+
+REFUSED = """
+import tensorflow as tf
+
+
+def refusal(call):
+    try:
+        call()
+    except compat.CompatError as error:
+        print(type(error).__name__, error)
+
+
+def build():
+    print("built")
+
+
+assert tf.config.list_physical_devices("GPU") == []
+model = keras.Sequential([dense(1, input_shape=(6,))])
+refusal(lambda: compat.parallelize(model))
+refusal(lambda: compat.multi_gpu_model(model, 2))
+refusal(lambda: compat.parallelize(build))
+refusal(lambda: compat.parallelize(model, strategy="mirrored"))
+tf.compat.v1.disable_eager_execution()
+refusal(lambda: compat.parallelize(build))
+"""
+
+
+def test_a_model_that_was_built_before_is_refused():
+    job = alone(REFUSED)
+    assert job.returncode == 0, job.stderr
+    place = _ranks.Ranks(1, 2, 1, 2, "TF_CONFIG")
+    early = "RankError {}".format(errors.not_built_in_rank(place))
+    no_function = "NotAModelError strategy='mirrored' takes a function that builds the model, "
+    late = "UnsupportedError {}".format(errors.workers_without_eager_execution(place))
+    said = job.stdout.strip().split("\n")
+    assert said[:3] == [early] * 3
+    assert said[3].startswith(no_function)
+    assert said[4:] == [late]
+
+
+def test_a_worker_waits_for_the_others_so_long():
+    began = time.monotonic()
+    job = alone("compat.parallelize(lambda: keras.Sequential())", COMPAT_TIMEOUT="3")
+    assert time.monotonic() - began < 60
+    assert job.returncode == 1
+    said = job.stderr.rstrip().split("\n")[-1]
+    assert said.startswith("compat.errors.RankLostError: Rank 1 of 2 waited to start, but rank 0 ")
+    assert "did not come: no answer for 3 s." in said
+
+
+def test_a_tf_config_that_is_no_json_is_an_error():
+    job = alone("", TF_CONFIG="{")
+    assert job.returncode == 1
+    assert "compat.errors.RankError: TF_CONFIG={ is not understood: " in job.stderr
