@@ -99,6 +99,7 @@ def process(tmp_path, monkeypatch, machine):
     """This process as if new: no GPU, nothing configured, an environment and a home of its own."""
     from compat import _api, _devices
 
+    before = dict(os.environ)
     for name in list(os.environ):
         if name.startswith(("CUDA_", "KERAS_")):
             monkeypatch.delenv(name)
@@ -107,7 +108,6 @@ def process(tmp_path, monkeypatch, machine):
     monkeypatch.setattr(_api, "_first_call", None)
     monkeypatch.setattr(_devices, "_claims", {})
     machine.plug()
-    before = dict(os.environ)
     yield
     for lock in _devices._claims.values():
         os.close(lock)

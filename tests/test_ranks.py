@@ -7,7 +7,7 @@ import pytest
 from conftest import Toy
 
 import compat
-from compat import _ranks
+from compat import _engine, _ranks
 
 pytestmark = pytest.mark.usefixtures("process")
 
@@ -322,7 +322,7 @@ def test_a_backend_without_ranks_never_trains_alone(ranked_toy, rank, monkeypatc
 # The protocol of a step --------------------------------------------------------------------------
 
 
-class Together(_ranks.Engine):
+class Together(_engine.Engine):
     """All ranks' engines in one process: what the others say is known beforehand."""
 
     others = (0.0,)

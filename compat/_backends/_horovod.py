@@ -16,10 +16,10 @@ import time
 import urllib.error
 import urllib.request
 
-from .. import _detect, _ranks, errors
+from .. import _detect, _engine, _ranks, errors
 
 
-class Engine(_ranks.Engine):
+class Engine(_engine.Engine):
     """Horovod, as horovodrun has started it. Subclasses are for one framework each."""
 
     #: Its name in Horovod: ``horovod.<framework>``.

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 
-from .. import _keras, _keras_ranks, _ranks, errors
+from .. import _engine, _keras, _keras_ranks, _ranks, errors
 
 # How often a rank that waits looks whether another one has gone, in seconds.
 _LOOK = 0.2
@@ -20,7 +20,7 @@ _LOOK = 0.2
 _GIVE_UP = 3.0
 
 
-class JaxDistributed(_ranks.Engine):
+class JaxDistributed(_engine.Engine):
     """jax.distributed: its coordination service, and sums over an array of one row per process.
 
     It has to be joined before JAX makes its devices.
@@ -132,7 +132,7 @@ class JaxDistributed(_ranks.Engine):
 
     def exit(self, error):
         """The main thread is in JAX's hands."""
-        _ranks.print_for_main_thread(error)
+        _engine.print_for_main_thread(error)
         self.end()
         os._exit(1)
 

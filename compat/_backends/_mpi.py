@@ -21,7 +21,7 @@ import threading
 import time
 import traceback
 
-from .. import _ranks, _start, errors
+from .. import _engine, _ranks, _start, errors
 
 # What ranks tell one another besides: that one has come to its end; a question who waits, too;
 # and the answer.
@@ -31,7 +31,7 @@ _HOLD = 0.5
 _CHUNK = 2**30  # bytes of a message; MPI counts them with 31 bits
 
 
-class MPI(_ranks.Engine):
+class MPI(_engine.Engine):
     """The processes of an MPI launcher (mpirun, mpiexec, srun)."""
 
     def __init__(self, ranks):
@@ -40,7 +40,7 @@ class MPI(_ranks.Engine):
         self.mpi = self._import()
         self.done = 0  # calls of the others that have come to their ends
         self.left = {}  # type: dict  # rank that has come to its end -> its ``done``
-        self.waiting = set()  # type: set  # ranks that answered that they wait
+        self.waiters = set()  # type: set  # ranks that answered that they wait
         self.notes = None  # where ranks tell one another what is above
         self.lost = False
         self.process = os.getpid()
@@ -106,10 +106,10 @@ class MPI(_ranks.Engine):
         failed = self.lost or hasattr(sys, "last_type")  # of an exception that ended the script
         if not failed:
             self._tell(_LEFT)
-            while len(self.left) < self.ranks.size - 1 and not self.waiting:
+            while len(self.left) < self.ranks.size - 1 and not self.waiters:
                 self._listen()
                 time.sleep(0.01)
-            if not self.waiting:
+            if not self.waiters:
                 self.mpi.Finalize()
                 return
             time.sleep(_HOLD)
@@ -159,7 +159,7 @@ class MPI(_ranks.Engine):
                     self._tell(_WAITS, rank)
                 raise self._lost(what, ended, "its script has ended")
             if waited > self.timeout:
-                raise self._lost(what, self._absent())
+                raise self._lost(what, self.absent())
             # At first without a pause; later the fewer looks the longer it takes.
             time.sleep(0 if waited < 0.002 else min(waited / 50, 0.01))
         self.done += 1
@@ -175,17 +175,17 @@ class MPI(_ranks.Engine):
         problem = problem or "{:g} seconds are over".format(self.timeout)
         return errors.rank_lost(self.ranks, what, absent, problem)
 
-    def _absent(self):
+    def absent(self):
         """The ranks that do not answer that they wait as well."""
         if self.notes is None:
             return []
         self._tell(_ASKS)
         until = time.monotonic() + 2
         others = set(range(self.ranks.size)) - {self.ranks.rank}
-        while others - self.waiting and time.monotonic() < until:
+        while others - self.waiters and time.monotonic() < until:
             self._listen()
             time.sleep(0.01)
-        return sorted(others - self.waiting)
+        return sorted(others - self.waiters)
 
     def _tell(self, what, to=None):
         import numpy
@@ -212,7 +212,7 @@ class MPI(_ranks.Engine):
             elif note[0] == _ASKS:
                 self._tell(_WAITS, sender)
             else:
-                self.waiting.add(sender)
+                self.waiters.add(sender)
 
 
 def leave_to_engine():

@@ -2,10 +2,10 @@
 
 import contextlib
 
-from .. import _ranks
+from .. import _engine
 
 
-class TensorFlowEngine(_ranks.Engine):
+class TensorFlowEngine(_engine.Engine):
     """An engine whose waits may be in a graph of the user's, while TensorFlow runs it.
 
     Subclasses set ``tf``, and have ``mean(tensors, share, name)``.

@@ -6,17 +6,16 @@ and when autograd has finished a backward pass, the gradients of all ranks becom
 weighted by those rows, in one all-reduce.
 """
 
-import contextlib
 import datetime
 import os
 import re
 import sys
 import time
 
-from .. import _keras, _keras_ranks, _ranks, errors
+from .. import _engine, _keras, _keras_ranks, _ranks, errors
 
 
-class TorchDistributed(_ranks.Engine):
+class TorchDistributed(_engine.Engine):
     """The process group of torch.distributed: NCCL between GPUs, gloo between CPUs."""
 
     def __init__(self, ranks):

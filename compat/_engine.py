@@ -1,0 +1,114 @@
+"""What the ranks of a framework talk through: its part that carries numbers between processes.
+
+Here is what all engines have in common; each is a subclass beside its backend.
+"""
+
+import contextlib
+import sys
+import threading
+import traceback
+
+from . import errors
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, Iterator, List, Optional, Sequence
+
+    from ._ranks import Ranks
+
+
+class Engine:
+    """What the ranks of one framework talk through. Subclasses join the others when created.
+
+    Every rank calls the same methods in the same order.
+    """
+
+    _joined = None  # type: Any  # the one of this process
+
+    def __init__(self, ranks: "Ranks") -> None:
+        self.ranks = ranks
+        self.steps = 0  # since the last epoch began
+
+    @classmethod
+    def join(cls, ranks: "Ranks") -> "Any":
+        """This process's place in the engine, where it joins the others the first time."""
+        if cls._joined is None:
+            cls._joined = cls(ranks)
+        return cls._joined
+
+    def check_size(self, size: int) -> None:
+        """Refuse to train alone where the launcher started several processes."""
+        if size != self.ranks.size:
+            raise errors.ranks_disagree(self.ranks, type(self).__name__, size)
+
+    def sum(self, values: "Sequence[float]") -> "Any":
+        """The sum over all ranks of lists of float64 of one length, as an array."""
+        raise NotImplementedError
+
+    def broadcast(self, value: "Any") -> "Any":
+        """What rank 0 passes: numbers, texts, arrays and lists of them."""
+        raise NotImplementedError
+
+    def problem(self, error: Exception) -> "Optional[str]":
+        """The phrase in which this exception tells of a failure between ranks, or None."""
+        raise NotImplementedError
+
+    def absent(self) -> "List[int]":
+        """The ranks that do not wait here as well, after such a failure, as far as is known."""
+        return []
+
+    @contextlib.contextmanager
+    def waiting(self, what: str) -> "Iterator[None]":
+        """Turn the engine's own error within into the loss of a rank that it stands for.
+
+        Arguments:
+            what: what for, in a phrase.
+        """
+        try:
+            yield
+        except Exception as error:
+            problem = self.problem(error)
+            if problem is None:
+                raise
+            raise errors.rank_lost(self.ranks, what, self.absent(), problem) from error
+
+    def share(self, rows: int) -> float:
+        """This rank's share of the step that all ranks begin, where it has so many rows.
+
+        Gradients times the shares sum up to the gradient of all rows.
+
+        Raises:
+            RankLostError: other ranks have no more batches.
+        """
+        total, ended = self._agree(rows, False)
+        if ended:
+            raise errors.out_of_step(self.ranks, ended, self.steps)
+        self.steps += 1
+        return rows / total
+
+    def close(self) -> None:
+        """Say that this rank has no more batches in this epoch. All say so at once.
+
+        Raises:
+            RankError: other ranks have more.
+        """
+        _, ended = self._agree(0, True)
+        if len(ended) < self.ranks.size:
+            raise errors.out_of_batches(self.ranks, ended, self.steps)
+        self.steps = 0
+
+    def _agree(self, rows, closing):
+        """The rows of all ranks, and the ranks that have no more."""
+        flags = [float(closing and rank == self.ranks.rank) for rank in range(self.ranks.size)]
+        sums = self.sum([float(rows)] + flags)
+        return float(sums[0]), [rank for rank, flag in enumerate(sums[1:]) if flag]
+
+
+def print_for_main_thread(error):
+    """Print what the main thread, which waits in a framework's hands, would raise and die of."""
+    frame = sys._current_frames()[threading.main_thread().ident]  # type: ignore  # it runs
+    lines = ["Traceback (most recent call last):\n"] + traceback.format_stack(frame)
+    lines += traceback.format_exception_only(type(error), error)
+    sys.stdout.flush()
+    sys.stderr.write("".join(lines))
+    sys.stderr.flush()
