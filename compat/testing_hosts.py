@@ -70,7 +70,7 @@ def ip(arguments, prefix=()):
 
 def other_machine(number):
     """A process in namespaces of its own."""
-    wait = "import socket, sys; socket.sethostname({!r}); print(); sys.stdin.read()"
+    wait = "import socket, sys; socket.sethostname({!r}); print(flush=True); sys.stdin.read()"
     process = subprocess.Popen(
         ["unshare", "--net", "--uts", sys.executable, "-c", wait.format(machine(number)[0])],
         stdin=subprocess.PIPE,
