@@ -13,6 +13,7 @@ the folder of a fresh login.
 
 import contextlib
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -123,6 +124,10 @@ def survivors(known):
 def main(machines="", *arguments):
     if not (machines.isdigit() and 2 <= int(machines) < 250 and arguments):
         sys.exit(__doc__)
+    missing = [name for name in ("unshare", "nsenter", "mount", "ip") if not shutil.which(name)]
+    if missing:
+        needs = "compat.testing_hosts needs {}, which PATH has not. Try: apt-get install {}"
+        sys.exit(needs.format(" and ".join(missing), "util-linux mount iproute2"))
     if "COMPAT_TESTING_HOSTS" not in os.environ:
         environ = dict(os.environ, COMPAT_TESTING_HOSTS="inside")
         inside = ["unshare"] + OUTSIDE.split() + command(machines, *arguments)

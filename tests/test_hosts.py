@@ -197,6 +197,16 @@ def test_wrong_arguments_are_told_the_right_ones(arguments):
         testing_hosts.main(*arguments)
 
 
+def test_missing_programs_are_told(monkeypatch, tmp_path):
+    for name in ("unshare", "mount", "nsenter"):
+        (tmp_path / name).write_text("")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    message = "^compat.testing_hosts needs ip, which PATH has not. Try: apt-get install .*iproute2$"
+    with pytest.raises(SystemExit, match=message):
+        testing_hosts.main("2", "true")
+
+
 def test_survivors_are_told():
     program = "import subprocess; subprocess.Popen(['sleep', '60'])"
     completed = subprocess.run(
