@@ -21,7 +21,10 @@ Run a script as it is on chosen GPUs: the variables that its backend reads are s
 starts. What only a call inside the script can set (memory, simulated devices) is left to
 configure_gpu() there, which keeps to these GPUs. Where there are fewer, a line says so.
 
-exit status: the script's own; 2 where it could not be started."""
+With -n or --hosts it runs several times at once, as ranks that train together through the engine
+of the backend. One that fails ends all.
+
+exit status: the script's own, or that of the rank that failed; 2 where it could not be started."""
 
 GPUS = """\
 ids such as 0,2 (one number is an id), names, "free" or "free:2" for idle ones, "cpu" for none
