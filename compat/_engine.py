@@ -99,9 +99,14 @@ class Engine:
 
     def _agree(self, rows, closing):
         """The rows of all ranks, and the ranks that have no more."""
-        flags = [float(closing and rank == self.ranks.rank) for rank in range(self.ranks.size)]
+        total, flags = self._exchange(rows, float(closing))
+        return total, [rank for rank, flag in enumerate(flags) if flag]
+
+    def _exchange(self, rows, flag):
+        """The rows of all ranks, and each rank's flag."""
+        flags = [flag * (rank == self.ranks.rank) for rank in range(self.ranks.size)]
         sums = self.sum([float(rows)] + flags)
-        return float(sums[0]), [rank for rank, flag in enumerate(sums[1:]) if flag]
+        return float(sums[0]), sums[1:]
 
 
 def print_for_main_thread(error):

@@ -52,6 +52,28 @@ class Ranks:
         return "rank {0.rank} of {0.size} ({0.launcher})".format(self)
 
 
+class Launch:
+    """What a launcher is to start.
+
+    Arguments:
+        size: the number of ranks, 2 or more.
+        python: the interpreter that has the framework.
+        environ: the environment of the command, on whatever machine.
+        hosts: the machines, and how many of the ranks each runs: "first:4,second:4"; None: this
+            one.
+    """
+
+    __slots__ = ("size", "python", "environ", "hosts")
+
+    def __init__(
+        self, size: int, python: str, environ: "Mapping[str, str]", hosts: "Optional[str]" = None
+    ) -> None:
+        self.size = size
+        self.python = python
+        self.environ = environ
+        self.hosts = hosts
+
+
 def launched(environ: "Mapping[str, str]") -> "Optional[Ranks]":
     """The place that a launcher gave this process, or None where it is alone. Pure.
 

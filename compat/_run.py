@@ -128,7 +128,7 @@ def run(
     asked = dict(os.environ) if timeout is None else dict(os.environ, COMPAT_TIMEOUT=timeout)
     _ranks.timeout(asked)
     chosen, interpreter, environ, lines = prepare(gpus, backend, python, asked, ranks or 1, hosts)
-    launcher = chosen.launcher(ranks, interpreter, environ, hosts) if ranks else []
+    launcher = chosen.launcher(_ranks.Launch(ranks, interpreter, environ, hosts)) if ranks else []
     if ranks:
         # mpirun is told the names of all variables.
         shown = textwrap.shorten(" ".join(launcher), 400, placeholder=" ...")

@@ -33,9 +33,9 @@ _OWN = set("HOME HOST HOSTNAME LOGNAME MAIL OLDPWD PWD SHELL SHLVL TMPDIR USER _
 _OWN_PREFIXES = "BASH_FUNC_", "DBUS_", "DISPLAY", "SSH_", "XDG_"
 
 
-def launcher(size: int, hosts: "Optional[str]", *options: str) -> "List[str]":
+def launcher(launch: "_ranks.Launch", *options: str) -> "List[str]":
     """As ``Backend.launcher``."""
-    return [sys.executable, "-m", "compat._start", hosts or str(size)] + list(options)
+    return [sys.executable, "-m", "compat._start", launch.hosts or str(launch.size)] + list(options)
 
 
 def exported(environ: "Mapping[str, str]") -> "Dict[str, str]":

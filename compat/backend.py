@@ -11,7 +11,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, Callable, ContextManager, Dict, List, Mapping, Optional, Sequence
 
-    from ._ranks import Ranks
+    from ._ranks import Launch, Ranks
     from ._settings import Settings
 
 
@@ -137,24 +137,14 @@ class Backend:
             "Leave compat.device() out; parallelize() may run the whole model on several.",
         )
 
-    def launcher(
-        self,
-        size: int,
-        python: str,
-        environ: "Mapping[str, str]",
-        hosts: "Optional[str]" = None,
-    ) -> "List[str]":
-        """The command that starts ``size`` ranks of the command that follows it.
+    def launcher(self, launch: "Launch") -> "List[str]":
+        """The command that starts the ranks of the command that follows it.
 
         It tells each rank its place in one of the ways of ``compat._ranks.LAUNCHERS``, ends all
         ranks when one fails, and passes on what they print.
 
         Arguments:
-            size: the number of ranks, 2 or more.
-            python: the interpreter that has the framework.
-            environ: the environment of the command, on whatever machine.
-            hosts: the machines, and how many of the ranks each runs: "first:4,second:4"; None:
-                this one.
+            launch: how many, in which interpreter and environment, on which machines.
         """
         raise errors.no_ranks(self.name)
 

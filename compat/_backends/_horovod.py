@@ -149,13 +149,18 @@ def _import_horovod(framework):
         raise errors.broken_install(name, error) from error
 
 
-def launcher(size, python, framework, hosts=None):
+def is_missing(python):
+    """Whether Horovod is not installed; in another interpreter than this one that is not known."""
+    return python == sys.executable and _detect.distribution_version("horovod") is None
+
+
+def launcher(launch, framework):
     """horovodrun, which needs no ssh on this machine, and reaches others by it.
 
     Raises:
         NotInstalledError: Horovod is not installed.
     """
-    if python == sys.executable and _detect.distribution_version("horovod") is None:
+    if is_missing(launch.python):
         raise errors.no_horovod(framework)
-    horovodrun = [python, "-m", "horovod.runner.launch", "--gloo", "--disable-cache"]
-    return horovodrun + ["-np", str(size)] + (["-H", hosts] if hosts else [])
+    horovodrun = [launch.python, "-m", "horovod.runner.launch", "--gloo", "--disable-cache"]
+    return horovodrun + ["-np", str(launch.size)] + (["-H", launch.hosts] if launch.hosts else [])

@@ -102,15 +102,20 @@ class JaxDistributed(_engine.Engine):
         """Bound a wait: JAX's own collectives have no limit."""
         self.waits = what, time.monotonic() + self.timeout
         try:
-            yield
-        except (self.jax.errors.JaxRuntimeError, ValueError) as error:  # of gloo, or NCCL
-            self.waits = None
-            lost = self.give_up()
-            line = str(error).split("\n")[0]
-            problem = line.partition("] ")[2] or line  # "Gloo ... failed: [...pair.cc:547] Conn..."
-            raise errors.rank_lost(self.ranks, what, lost, problem) from error
+            with super().waiting(what):
+                yield
         finally:
             self.waits = None
+
+    def problem(self, error):
+        if not isinstance(error, (self.jax.errors.JaxRuntimeError, ValueError)):  # gloo's, NCCL's
+            return None
+        line = str(error).split("\n")[0]
+        return line.partition("] ")[2] or line  # "Gloo ... failed: [...pair.cc:547] Conn..."
+
+    def absent(self):
+        self.waits = None
+        return self.give_up()
 
     def watch(self):
         """End this process where it waits for a rank that has ended, or too long."""

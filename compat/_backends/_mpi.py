@@ -230,7 +230,7 @@ def leave_to_engine():
     return True
 
 
-def launcher(size, environ, hosts=None):
+def launcher(launch):
     """As ``Backend.launcher``.
 
     Open MPI refuses more ranks than cores, ties each rank with all its threads to one core or
@@ -241,7 +241,7 @@ def launcher(size, environ, hosts=None):
     Raises:
         NotInstalledError: there is no mpirun.
     """
-    mpirun = shutil.which("mpirun", path=environ.get("PATH"))
+    mpirun = shutil.which("mpirun", path=launch.environ.get("PATH"))
     if mpirun is None:
         raise errors.no_mpirun()
     options = (
@@ -250,9 +250,9 @@ def launcher(size, environ, hosts=None):
         "OMPI_ALLOW_RUN_AS_ROOT=1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1",
     )
-    command = ["env"] + list(options) + [mpirun, "-n", str(size)]
-    if hosts is not None:
-        command += ["--host", hosts]
-        for name in sorted(_start.exported(environ)):
+    command = ["env"] + list(options) + [mpirun, "-n", str(launch.size)]
+    if launch.hosts is not None:
+        command += ["--host", launch.hosts]
+        for name in sorted(_start.exported(launch.environ)):
             command += ["-x", name]
     return command

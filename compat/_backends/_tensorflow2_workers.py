@@ -114,13 +114,6 @@ class MultiWorkerMirroredStrategy(_tensorflow_engine.TensorFlowEngine):
         }
 
     def mean(self, tensors, share, name):
-        """The mean over all ranks, weighted by their shares of the rows.
-
-        Arguments:
-            tensors: dense ones and ``IndexedSlices``, the same on all ranks.
-            share: this rank's, a float64 tensor.
-            name: of the operation; the ranks' operations of one name belong together.
-        """
         tf, results = self.tf, list(tensors)
         before = list(tensors)  # one after the other, and all after the step's own work
         dense = {}  # type: dict  # places by dtype
@@ -218,14 +211,13 @@ class MultiWorkerMirroredStrategy(_tensorflow_engine.TensorFlowEngine):
             time.sleep(0.1)
         return [0]
 
-    def _agree(self, rows, closing):
-        flags = [float(closing and rank == self.ranks.rank) for rank in range(self.ranks.size)]
-        sums = self.sum([float(rows)] + flags)
-        left = [rank for rank, flag in enumerate(sums[1:]) if flag == _ENDS]
+    def _exchange(self, rows, flag):
+        total, flags = super()._exchange(rows, flag)
+        left = [rank for rank, each in enumerate(flags) if each == _ENDS]
         if left:
             self.lost = True
             raise errors.rank_lost(self.ranks, "for the others", left, "it has ended")
-        return float(sums[0]), [rank for rank, flag in enumerate(sums[1:]) if flag]
+        return total, flags
 
     def leave(self):
         """At the end of the program: tell ranks that go on, and wait for them."""
@@ -236,11 +228,8 @@ class MultiWorkerMirroredStrategy(_tensorflow_engine.TensorFlowEngine):
         thread.join(_LAST_WORDS if hasattr(sys, "last_type") else self.timeout)
 
     def _say_that_it_ends(self):
-        flags = [_ENDS * (rank == self.ranks.rank) for rank in range(self.ranks.size)]
-        try:
-            self.sum([0.0] + flags)
-        except errors.RankLostError:
-            pass
+        with contextlib.suppress(errors.RankLostError):
+            super()._exchange(0, _ENDS)
 
     def absent(self):
         self.lost = True

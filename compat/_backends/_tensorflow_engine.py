@@ -8,7 +8,7 @@ from .. import _engine
 class TensorFlowEngine(_engine.Engine):
     """An engine whose waits may be in a graph of the user's, while TensorFlow runs it.
 
-    Subclasses set ``tf``, and have ``mean(tensors, share, name)``.
+    Subclasses set ``tf``.
     """
 
     #: What stands in the messages of TensorFlow's errors that mean the loss of a rank.
@@ -17,6 +17,16 @@ class TensorFlowEngine(_engine.Engine):
     def __init__(self, ranks):
         super().__init__(ranks)
         self.failure = None  # noted last
+
+    def mean(self, tensors, share, name):
+        """The mean over all ranks, weighted by their shares of the rows.
+
+        Arguments:
+            tensors: dense ones and ``IndexedSlices``, the same on all ranks.
+            share: this rank's, a float64 tensor.
+            name: of the operation; the ranks' operations of one name belong together.
+        """
+        raise NotImplementedError
 
     def called(self, function, argument, dtype):
         """A tensor: what ``function`` returns for the value of ``argument``, as the graph runs."""

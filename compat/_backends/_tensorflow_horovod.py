@@ -38,13 +38,6 @@ class Horovod(_tensorflow_engine.TensorFlowEngine, _horovod.Engine):
     # In the user's graphs ---------------------------------------------------------------------
 
     def mean(self, tensors, share, name):
-        """The mean over all ranks, weighted by their shares of the rows.
-
-        Arguments:
-            tensors: dense ones and ``IndexedSlices``, the same on all ranks.
-            share: this rank's, a float64 tensor.
-            name: of the operation; the ranks' operations of one name belong together.
-        """
         tf, results = self.tf, list(tensors)
         with tf.control_dependencies(results):
             share = self.called(self.arrive, share, tf.float64)

@@ -15,7 +15,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, List, Mapping, Optional, Sequence
 
-    from .._ranks import Ranks
+    from .._ranks import Launch, Ranks
     from .._settings import Settings
 
 # OpenMPI 1.10's names of the libraries that CNTK's own are linked with, and today's files.
@@ -87,16 +87,10 @@ class CNTK(Backend):
             raise errors.one_device_only(self.name, ", ".join(devices), first)
         return model
 
-    def launcher(
-        self,
-        size: int,
-        python: str,
-        environ: "Mapping[str, str]",
-        hosts: "Optional[str]" = None,
-    ) -> "List[str]":
+    def launcher(self, launch: "Launch") -> "List[str]":
         from . import _mpi
 
-        return _mpi.launcher(size, environ, hosts)
+        return _mpi.launcher(launch)
 
     def distribute(self, model: "Any", ranks: "Ranks") -> "Any":
         """Train ``model`` together with the other ranks; see ``_cntk_ranks.py``.

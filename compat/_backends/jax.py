@@ -18,7 +18,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, ContextManager, Dict, List, Mapping, Optional, Sequence
 
-    from .._ranks import Ranks
+    from .._ranks import Launch, Ranks
     from .._settings import Settings
 
 _FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
@@ -130,17 +130,11 @@ class JAX(Backend):
 
     # Ranks ------------------------------------------------------------------------------------
 
-    def launcher(
-        self,
-        size: int,
-        python: str,
-        environ: "Mapping[str, str]",
-        hosts: "Optional[str]" = None,
-    ) -> "List[str]":
+    def launcher(self, launch: "Launch") -> "List[str]":
         """JAX has none of its own."""
         from .. import _start
 
-        return _start.launcher(size, hosts)
+        return _start.launcher(launch)
 
     def distribute(self, model: "Any", ranks: "Ranks") -> "Any":
         """See ``_jax_ranks``."""

@@ -19,7 +19,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence
 
-    from .._ranks import Ranks
+    from .._ranks import Launch, Ranks
     from .._settings import Settings
 
 # Options of configure_gpu(), and the variables that MXNet reads for them when it is imported
@@ -203,16 +203,10 @@ class MXNet(Backend):
 
     # Ranks ------------------------------------------------------------------------------------
 
-    def launcher(
-        self,
-        size: int,
-        python: str,
-        environ: "Mapping[str, str]",
-        hosts: "Optional[str]" = None,
-    ) -> "List[str]":
+    def launcher(self, launch: "Launch") -> "List[str]":
         from . import _horovod
 
-        return _horovod.launcher(size, python, self.framework, hosts)
+        return _horovod.launcher(launch, self.framework)
 
     def distribute(self, model: "Any", ranks: "Ranks") -> "Any":
         """See ``_mxnet_ranks``; for models of Keras."""

@@ -32,9 +32,9 @@ from ..backend import Backend
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, ContextManager, List, Mapping, Optional, Sequence
+    from typing import Any, ContextManager, List, Optional, Sequence
 
-    from .._ranks import Ranks
+    from .._ranks import Launch, Ranks
     from .._settings import Settings
 
 _SESSION_OPTIONS = (
@@ -176,16 +176,10 @@ class TensorFlow1(Backend):
 
     # Ranks ------------------------------------------------------------------------------------
 
-    def launcher(
-        self,
-        size: int,
-        python: str,
-        environ: "Mapping[str, str]",
-        hosts: "Optional[str]" = None,
-    ) -> "List[str]":
+    def launcher(self, launch: "Launch") -> "List[str]":
         from . import _horovod
 
-        return _horovod.launcher(size, python, self.framework, hosts)
+        return _horovod.launcher(launch, self.framework)
 
     def distribute(self, model: "Any", ranks: "Ranks") -> "Any":
         """See ``_tensorflow1_ranks``."""

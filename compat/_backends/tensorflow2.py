@@ -21,7 +21,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, Callable, ContextManager, Dict, List, Mapping, Optional, Sequence
 
-    from .._ranks import Ranks
+    from .._ranks import Launch, Ranks
     from .._settings import Settings
 
 # configure_gpu(option=...) -> the function of tf.config that sets it.
@@ -134,20 +134,14 @@ class TensorFlow2(Backend):
 
     # Ranks ------------------------------------------------------------------------------------
 
-    def launcher(
-        self,
-        size: int,
-        python: str,
-        environ: "Mapping[str, str]",
-        hosts: "Optional[str]" = None,
-    ) -> "List[str]":
+    def launcher(self, launch: "Launch") -> "List[str]":
         """horovodrun where Horovod is installed; else what starts TF_CONFIG's workers."""
-        from .. import _detect, _start
+        from .. import _start
         from . import _horovod
 
-        if python == sys.executable and _detect.distribution_version("horovod") is None:
-            return _start.launcher(size, hosts, "--tf-config")
-        return _horovod.launcher(size, python, self.framework, hosts)
+        if _horovod.is_missing(launch.python):
+            return _start.launcher(launch, "--tf-config")
+        return _horovod.launcher(launch, self.framework)
 
     def join(self, ranks: "Ranks") -> None:
         """TensorFlow's workers are joined before TensorFlow starts."""

@@ -19,7 +19,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, Dict, List, Mapping, Optional, Sequence
 
-    from .._ranks import Ranks
+    from .._ranks import Launch, Ranks
     from .._settings import Settings
 
 _BOOLEANS = ("True", "true", "1", "False", "false", "0")
@@ -245,16 +245,10 @@ class Theano(Backend):
                 _theano_contexts.ReplicatedFunctions(model, replicas).install()
         return model
 
-    def launcher(
-        self,
-        size: int,
-        python: str,
-        environ: "Mapping[str, str]",
-        hosts: "Optional[str]" = None,
-    ) -> "List[str]":
+    def launcher(self, launch: "Launch") -> "List[str]":
         from . import _mpi
 
-        return _mpi.launcher(size, environ, hosts)
+        return _mpi.launcher(launch)
 
     def distribute(self, model: "Any", ranks: "Ranks") -> "Any":
         """Train ``model`` together with the other ranks; see ``_theano_ranks.py``.

@@ -19,7 +19,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, Dict, List, Mapping, Optional, Sequence
 
-    from .._ranks import Ranks
+    from .._ranks import Launch, Ranks
     from .._settings import Settings
 
 _DEVICE = "KERAS_TORCH_DEVICE"
@@ -130,20 +130,14 @@ class Torch(Backend):
 
     # Ranks ------------------------------------------------------------------------------------
 
-    def launcher(
-        self,
-        size: int,
-        python: str,
-        environ: "Mapping[str, str]",
-        hosts: "Optional[str]" = None,
-    ) -> "List[str]":
+    def launcher(self, launch: "Launch") -> "List[str]":
         """torchrun, which has to be started on each machine where there are several."""
-        if hosts is not None:
+        if launch.hosts is not None:
             from .. import _start
 
-            return _start.launcher(size, hosts)
-        torchrun = [python, "-m", "torch.distributed.run", "--standalone", "--no-python"]
-        return torchrun + ["--nproc-per-node={}".format(size)]
+            return _start.launcher(launch)
+        torchrun = [launch.python, "-m", "torch.distributed.run", "--standalone", "--no-python"]
+        return torchrun + ["--nproc-per-node={}".format(launch.size)]
 
     def distribute(self, model: "Any", ranks: "Ranks") -> "Any":
         """See ``_torch_ranks``."""

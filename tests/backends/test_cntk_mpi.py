@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from compat._backends.cntk import backend
+from compat._ranks import Launch
 from compat.testing_ranks import RanksContract
 
 
@@ -39,7 +40,7 @@ def test_waits_of_its_own_learner_are_bounded(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(STUCK)
     completed = subprocess.run(
-        backend.launcher(2, sys.executable, os.environ) + [sys.executable, str(script)],
+        backend.launcher(Launch(2, sys.executable, os.environ)) + [sys.executable, str(script)],
         env=dict(os.environ, KERAS_BACKEND="cntk"),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

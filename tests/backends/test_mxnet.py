@@ -13,6 +13,7 @@ import pytest
 
 import compat
 from compat import _registry, _replicas
+from compat._ranks import Launch
 from compat.testing import CASES, ParallelContract, initialise, largest_difference, optimizer
 
 # Not a bulk of them as one record; MXNet reads it when it first runs.
@@ -554,7 +555,7 @@ class TestMXNet(ParallelContract):
         with pytest.raises(compat.NotInstalledError, match=message):
             compat.parallelize(model)
         with pytest.raises(compat.NotInstalledError, match="HOROVOD_WITH_MXNET=1"):
-            _registry.load("mxnet").launcher(2, sys.executable, {})
+            _registry.load("mxnet").launcher(Launch(2, sys.executable, {}))
 
 
 # Configuring, a process each ----------------------------------------------------------------------

@@ -20,6 +20,7 @@ from tensorflow.python.eager import context
 import compat
 from compat._backends.tensorflow2 import _chosen_gpus, backend, forget_compiled_steps
 from compat._devices import Devices
+from compat._ranks import Launch
 from compat._settings import Memory, Settings
 from compat.testing import DEVICES, ParallelContract, initialise, keras_under_test
 
@@ -674,4 +675,4 @@ def test_ranks_without_horovod_say_what_is_missing(keras, monkeypatch):
         compat.parallelize(model)
     # TensorFlow's own workers do without.
     command = [sys.executable, "-m", "compat._start", "2", "--tf-config"]
-    assert backend.launcher(2, sys.executable, {}) == command
+    assert backend.launcher(Launch(2, sys.executable, {})) == command

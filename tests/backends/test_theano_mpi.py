@@ -64,7 +64,8 @@ def job(tmp_path, program, size=2, timeout=100):
     script = tmp_path / "script.py"
     script.write_text(PROGRAM.format(program))
     return subprocess.run(
-        backend.launcher(size, sys.executable, os.environ) + [sys.executable, str(script)],
+        backend.launcher(_ranks.Launch(size, sys.executable, os.environ))
+        + [sys.executable, str(script)],
         env=dict(os.environ, COMPAT_TIMEOUT=str(timeout)),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -213,7 +214,9 @@ def test_generators(tmp_path):
     script.write_text(GENERATORS)
     for size in (1, 2):
         command = [sys.executable, str(script), str(tmp_path)]
-        launcher = backend.launcher(size, sys.executable, os.environ) if size > 1 else []
+        launcher = (
+            backend.launcher(_ranks.Launch(size, sys.executable, os.environ)) if size > 1 else []
+        )
         subprocess.run(launcher + command, check=True, timeout=200)
     one, first, second = [
         np.load(str(tmp_path / name)) for name in ("1-0.npz", "2-0.npz", "2-1.npz")
