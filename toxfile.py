@@ -1,13 +1,17 @@
-"""What tox.ini cannot say: which interpreters there are, and what an environment's name means."""
+"""What tox.ini cannot say: interpreters, what an environment's name means, how long it takes."""
 
 import configparser
+import json
 import os
 import shutil
 import subprocess
 import sys
+import time
 
 from tox.config.loader.memory import MemoryLoader
 from tox.plugin import impl
+
+BEGAN = {}  # when each environment began; they run in threads, and each sets its own
 
 
 @impl
@@ -42,10 +46,29 @@ def tox_add_env_config(env_conf, state):
 
 
 @impl
+def tox_on_install(tox_env):
+    """Note when an environment begins: tox calls nothing earlier."""
+    BEGAN.setdefault(tox_env.name, time.time())
+
+
+@impl
 def tox_before_run_commands(tox_env):
     """Give the commands a home of their own; what installs has used the user's caches."""
     home = tox_env.env_dir / "home"
     home.mkdir(parents=True, exist_ok=True)
     tox_env.conf["set_env"].update({"HOME": str(home), "USERPROFILE": str(home)})
+    BEGAN.setdefault(tox_env.name, time.time())  # with --skip-env-install nothing was installed
     if "--" in sys.argv:  # tests of the user's choice: run them once
         del tox_env.conf["commands"][1:]
+
+
+@impl
+def tox_after_run_commands(tox_env, outcomes):
+    """Leave the times of an environment beside its results, for tests/support_table.py."""
+    began = BEGAN[tox_env.name]
+    before = len(tox_env.conf["commands_pre"])
+    tests = sum(outcome.elapsed for outcome in outcomes[before:])
+    times = {"began": began, "setup": time.time() - began - tests, "tests": tests}
+    results = tox_env.core["work_dir"] / "results"
+    results.mkdir(exist_ok=True)
+    (results / (tox_env.name + ".json")).write_text(json.dumps(times), encoding="utf-8")

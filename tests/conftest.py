@@ -51,6 +51,17 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if item not in hardware]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def record_cpu(record_testsuite_property):
+    """The seconds of CPU of this process and its children, for tests/support_table.py.
+
+    The outermost conftest.py sets up the first fixture of the session and tears down the last.
+    """
+    yield
+    user, system, children_user, children_system, _ = os.times()
+    record_testsuite_property("cpu", user + system + children_user + children_system)
+
+
 class Machine:
     """GPUs as nvidia-smi lists them: ``add`` some, then ``plug`` them in."""
 

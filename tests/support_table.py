@@ -4,13 +4,14 @@
 
 RESULTS is the folder where each tox environment leaves its JUnit files. Prints two tables (what
 ran in each environment, and where the tests marked ``row(name)`` passed), every test that was
-skipped, every environment that was not run, and the sum of all. Fails where a test failed or an
-environment whose interpreter is here left no result; where CI is set, also where an interpreter
-is missing or the README's tables are not the ones generated here. --write puts the tables into
-the README.
+skipped, every environment that was not run, where the time went, and the sum of all. Fails where
+a test failed or an environment whose interpreter is here left no result; where CI is set, also
+where an interpreter is missing or the README's tables are not the ones generated here. --write
+puts the tables into the README.
 """
 
 import configparser
+import json
 import os
 import subprocess
 import sys
@@ -20,8 +21,12 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 README = os.path.join(ROOT, "README.md")
 BEGIN = "<!-- support table: written by tests/support_table.py -->\n"
 END = "<!-- end of the support table -->\n"
-HEADING = ("tox environment", "Python", "backend", "framework", "Keras", "tests")
+HEADING = ("tox environment", "Python", "backend", "framework", "Keras", "contract", "tests")
 FEATURES = ("feature", "tests passed in")
+TIMES = ("setup", "tests", "cpu")
+SLOWEST = 30
+PROMISED_MINUTES = 40  # what the README says of a machine of two cores
+WARNING_MINUTES = 45  # a little more: one run differs from the next
 
 
 def environments():
@@ -35,26 +40,33 @@ def environments():
 
 
 class Result:
-    """What one environment's JUnit files say: one for each process that ran tests."""
+    """What one environment's JUnit files say, one for each process that ran tests, and tox.
 
-    def __init__(self, paths):
+    ``times`` are seconds by name, as far as they are known: those of TIMES, and when it began.
+    """
+
+    def __init__(self, paths, times):
         suites = [ElementTree.parse(path).getroot().find("testsuite") for path in paths]
-        self.properties = {
-            p.get("name"): p.get("value") for s in suites for p in s.iterfind("properties/*")
-        }
+        properties = [
+            (p.get("name"), p.get("value")) for s in suites for p in s.iterfind("properties/*")
+        ]
+        # What the first process ran is what the environment is for: its properties prevail.
+        self.properties = dict(reversed(properties))
+        cpu = [float(value) for name, value in properties if name == "cpu"]
+        self.times = dict(times, cpu=sum(cpu) if cpu else None)
         tests, self.skipped, failures, errors = (
             sum(int(suite.get(what)) for suite in suites)
             for what in ("tests", "skipped", "failures", "errors")
         )
         self.failed = failures + errors
         self.passed = tests - self.skipped - self.failed
-        self.seconds = sum(float(suite.get("time")) for suite in suites)
         cases = [case for suite in suites for case in suite.iterfind("testcase")]
         self.skips = [
             "{}: {}".format(case.get("name"), case.find("skipped").get("message"))
             for case in cases
             if case.find("skipped") is not None
         ]
+        self.durations = [(float(case.get("time")), _name(case)) for case in cases]
         # The features whose tests ran here, and whether all of them passed.
         self.features = {}
         for case in cases:
@@ -70,15 +82,29 @@ class Result:
         return "{0.passed} passed, {0.failed} failed, {0.skipped} skipped".format(self)
 
 
+def _name(case):
+    """A test's class, or its module where it has none, and its name."""
+    return "{}::{}".format(case.get("classname").rpartition(".")[2], case.get("name"))
+
+
 def read(folder):
     """Results by environment: those of the wheel that was built last."""
     results = {}
     for name, _ in environments():
-        paths = [os.path.join(folder, name + ending) for ending in (".xml", ".again.xml")]
-        new = [p for p in paths if os.path.exists(p) and os.path.getmtime(p) >= _built(folder)]
-        if new:
-            results[name] = Result(new)
+        junit = _new(folder, name + ".xml", name + ".again.xml")
+        if junit:
+            times = {}
+            for path in _new(folder, name + ".json"):  # toxfile.py writes it
+                with open(path, encoding="utf-8") as file:
+                    times = json.load(file)
+            results[name] = Result(junit, times)
     return results
+
+
+def _new(folder, *files):
+    """The paths of those files that this run of tox has written."""
+    paths = [os.path.join(folder, file) for file in files]
+    return [p for p in paths if os.path.exists(p) and os.path.getmtime(p) >= _built(folder)]
 
 
 def _built(folder):
@@ -90,12 +116,13 @@ def _built(folder):
 
 def rows(results):
     """One row for each environment, as in the README: nothing that changes with every commit."""
+    keys = ("backend", "framework", "keras", "contract")
     for name, python in environments():
         result = results.get(name)
         facts = result.properties if result else {}
         outcome = "not run" if not result else "failed" if result.bad else "passed"
-        columns = [facts.get(key, "none") for key in ("backend", "framework", "keras")]
-        yield [name, python] + (columns if result else ["", "", ""]) + [outcome]
+        columns = [facts.get(key, "none") for key in keys]
+        yield [name, python] + (columns if result else [""] * len(keys)) + [outcome]
 
 
 def feature_rows(results):
@@ -160,14 +187,56 @@ def not_run(results):
     return lines, failures
 
 
+def slowest_tests(results):
+    """The slowest tests of all environments, the slowest first."""
+    tests = [test + (name,) for name, result in results.items() for test in result.durations]
+    width = max(len(name) for name, _ in environments())
+    yield "the slowest tests:"
+    for seconds, test, name in sorted(tests, reverse=True)[:SLOWEST]:
+        yield "{:8.1f} s  {:{}}  {}".format(seconds, name, width, test)
+
+
+def times_by_environment(results):
+    """Where the time went, with the sum of what is known."""
+    line = "{:>8}  {:>8}  {:>8}  {}".format
+    yield line("setup", "tests", "CPU", "(minutes:seconds)")
+    times = [[result.times.get(key) for key in TIMES] for result in results.values()]
+    sums = [sum(filter(None, column)) for column in zip(*times)] or [0] * len(TIMES)
+    for name, seconds in list(zip(results, times)) + [("sum", sums)]:
+        yield line(*[_minutes(each) for each in seconds] + [name])
+
+
+def _minutes(seconds):
+    return "?" if seconds is None else "{}:{:02}".format(*divmod(round(seconds), 60))
+
+
+def whole_time(results):
+    """How long all environments took, side by side, and a warning if that is too long."""
+    times = [result.times for result in results.values() if "began" in result.times]
+    if not times:
+        return
+    ends = [each["began"] + each["setup"] + each["tests"] for each in times]
+    seconds = max(ends) - min(each["began"] for each in times)
+    cores = os.cpu_count()
+    yield "{} from the first environment's start to the last one's end, on {} cores".format(
+        _minutes(seconds), cores
+    )
+    if seconds > 60 * WARNING_MINUTES:
+        yield (
+            "WARNING: the tests took {:.0f} minutes on {} cores; README says at most {} on two"
+        ).format(seconds / 60, cores, PROMISED_MINUTES)
+
+
 def main(folder, *options):
     results = read(folder)
     table = tables(results)
     print(table)
     for name, result in results.items():
-        print("{}: {} in {:.0f} s".format(name, result, result.seconds))
+        print("{}: {}".format(name, result))
         for skip in result.skips:
             print("    skipped {}".format(skip))
+    for lines in (slowest_tests(results), times_by_environment(results), whole_time(results)):
+        print("\n" + "\n".join(lines))
     missing, failures = not_run(results)
     failures += ["failed: {}: {}".format(n, results[n]) for n in results if results[n].bad]
     print("\n".join(missing))

@@ -1,6 +1,8 @@
 """The report at the end of a run of tox: nothing is left out unsaid."""
 
+import json
 import os
+import subprocess
 import sys
 
 import pytest
@@ -10,9 +12,13 @@ JUNIT = """<?xml version="1.0" encoding="utf-8"?>
 <testsuites><testsuite name="pytest" errors="0" failures="{failures}" skipped="1" tests="{tests}"
  time="7.9"><properties><property name="backend" value="theano" />
 <property name="framework" value="theano 1.0.5" /><property name="keras" value="keras 2.2.4" />
-</properties><testcase name="test_a"><skipped message="why not" /></testcase>
-<testcase name="test_b"><properties><property name="row" value="native" /></properties></testcase>
-<testcase name="test_c"><properties><property name="row" value="native" /></properties>{failure}
+<property name="contract" value="{contract}" /><property name="cpu" value="70.3" />
+</properties><testcase classname="tests.test_file" name="test_a" time="0.001">
+<skipped message="why not" /></testcase>
+<testcase classname="tests.test_file.TestClass" name="test_b" time="{slowest}">
+<properties><property name="row" value="native" /></properties></testcase>
+<testcase classname="tests.test_file" name="test_c" time="1.500">
+<properties><property name="row" value="native" /></properties>{failure}
 </testcase></testsuite>
 </testsuites>
 """
@@ -30,11 +36,27 @@ def run(tmp_path, monkeypatch, capsys):
     os.utime(str(wheels / "a.whl"), (1000, 1000))
     monkeypatch.setenv("PATH", str(machine))
 
-    def run(failures, pythons=(), tests=5, **environ):
+    def run(
+        failures,
+        pythons=(),
+        tests=5,
+        contract="whole",
+        slowest=2,
+        began=500,
+        minutes=3,
+        **environ,
+    ):
         for name, count in failures.items():
-            failure = "<failure />" if count else ""
-            text = JUNIT.format(failures=count, tests=tests, failure=failure)
+            text = JUNIT.format(
+                failures=count,
+                tests=tests,
+                failure="<failure />" if count else "",
+                contract=contract,
+                slowest=slowest,
+            )
             (results / (name + ".xml")).write_text(text)
+            times = {"began": began, "setup": 65, "tests": minutes * 60 - 65}
+            (results / (name + ".json")).write_text(json.dumps(times))
         for python in pythons:
             (machine / ("python" + python)).symlink_to(sys.executable)
         for name, value in environ.items():
@@ -86,11 +108,11 @@ def test_environment_where_every_test_was_skipped_has_failed(run):
 def test_failures_fail_and_skips_are_shown(run):
     status, lines = run(everything(py37_theano=2))
     assert status == 1
-    assert "py37-theano: 2 passed, 2 failed, 1 skipped in 8 s" in lines
+    assert "py37-theano: 2 passed, 2 failed, 1 skipped" in lines
     assert "    skipped test_a: why not" in lines
     row = [line for line in lines if line.startswith("| py37-theano ")]
     assert [cell.strip() for cell in row[0].strip("|").split("|")] == [
-        "py37-theano", "3.7", "theano", "theano 1.0.5", "keras 2.2.4", "failed",
+        "py37-theano", "3.7", "theano", "theano 1.0.5", "keras 2.2.4", "whole", "failed",
     ]  # fmt: skip
 
 
@@ -105,7 +127,7 @@ def test_features_are_in_the_environments_where_all_their_tests_passed(run):
 def test_results_of_several_processes_are_added(run):
     run({"py36-theano": 0, "py36-theano.again": 1})
     _, lines = run({})
-    assert "py36-theano: 7 passed, 1 failed, 2 skipped in 16 s" in lines
+    assert "py36-theano: 7 passed, 1 failed, 2 skipped" in lines
 
 
 def test_readme_must_have_the_table_and_is_given_it(run, tmp_path, monkeypatch):
@@ -121,3 +143,106 @@ def test_readme_must_have_the_table_and_is_given_it(run, tmp_path, monkeypatch):
     text = readme.read_text()
     assert text.startswith("before\n" + support_table.BEGIN + "| tox environment ")
     assert text.endswith(" |\n" + support_table.END + "after\n")
+
+
+def rows_of_times(lines):
+    """The table of times: setting up, tests and CPU by environment."""
+    start = lines.index("   setup     tests       CPU  (minutes:seconds)") + 1
+    rows = [line.split() for line in lines[start : lines.index("", start)]]
+    return {row[-1]: row[:-1] for row in rows}
+
+
+def test_times_of_environments_and_their_sum(run):
+    run({"py36-theano": 0}, minutes=5)
+    _, lines = run({"py37-theano": 0})
+    assert rows_of_times(lines) == {
+        "py36-theano": ["1:05", "3:55", "1:10"],
+        "py37-theano": ["1:05", "1:55", "1:10"],
+        "sum": ["2:10", "5:50", "2:21"],
+    }
+
+
+def test_cpu_of_several_processes_is_added(run):
+    _, lines = run({"py36-theano": 0, "py36-theano.again": 0})
+    assert rows_of_times(lines)["py36-theano"] == ["1:05", "1:55", "2:21"]
+
+
+def test_times_that_are_missing_or_old_are_unknown(run):
+    run({"py36-theano": 0, "py37-theano": 0, "py38-theano": 0})
+    (run.results / "py36-theano.json").unlink()
+    os.utime(str(run.results / "py37-theano.json"), (999, 999))
+    _, lines = run({})
+    assert rows_of_times(lines) == {
+        "py36-theano": ["?", "?", "1:10"],
+        "py37-theano": ["?", "?", "1:10"],
+        "py38-theano": ["1:05", "1:55", "1:10"],
+        "sum": ["1:05", "1:55", "3:31"],
+    }
+
+
+def test_slowest_tests_of_all_environments(run):
+    run({"py36-theano": 0}, slowest=2)
+    run({"py37-theano": 0}, slowest=9.26)
+    _, lines = run({"py38-theano": 0}, slowest=1.25)
+    start = lines.index("the slowest tests:") + 1
+    slowest = [line.split() for line in lines[start : lines.index("", start)]]
+    assert slowest[:2] == [
+        ["9.3", "s", "py37-theano", "TestClass::test_b"],
+        ["2.0", "s", "py36-theano", "TestClass::test_b"],
+    ]
+    assert [test[0] for test in slowest] == "9.3 2.0 1.5 1.5 1.5 1.2 0.0 0.0 0.0".split()
+    assert "test_file::test_c" in slowest[2]
+
+
+def test_slowest_tests_are_no_more_than_a_person_reads(run):
+    _, lines = run(everything())
+    start = lines.index("the slowest tests:") + 1
+    assert lines.index("", start) - start == 30
+
+
+@pytest.mark.parametrize("minutes", [44, 46])
+def test_tests_that_take_too_long_are_warned_of(run, monkeypatch, minutes):
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    run({"py36-theano": 0})
+    status, lines = run({"py37-theano": 0}, began=560, minutes=minutes - 1)
+    assert status == 0
+    time = "{}:00 from the first environment's start to the last one's end, on 2 cores".format(
+        minutes
+    )
+    warning = "WARNING: the tests took 46 minutes on 2 cores; README says at most 40 on two"
+    assert time in lines
+    assert [line for line in lines if "WARNING" in line] == [warning] * (minutes == 46)
+
+
+def test_contract_is_what_the_first_process_ran(run):
+    run({"py36-theano": 0}, contract="span")
+    _, lines = run({"py36-theano.again": 0, "py37-theano": 0}, contract="whole")
+    rows = [[cell.strip() for cell in line.split("|")] for line in lines if line.startswith("|")]
+    contracts = {row[1]: row[6] for row in rows if len(row) > 6}
+    assert contracts["py36-theano"] == "span"
+    assert contracts["py37-theano"] == "whole"
+    assert contracts["py38-theano"] == ""  # not run
+
+
+BUSY = """
+import subprocess
+import sys
+
+
+def test_that_starts_a_process():
+    one_second = "import time\\nwhile time.process_time() < 1: pass"
+    subprocess.check_call([sys.executable, "-c", one_second])
+"""
+
+
+def test_results_have_the_cpu_of_tests_and_what_they_start(tmp_path):
+    """tests/conftest.py records it, here as a plugin."""
+    file, junit = tmp_path / "test_busy.py", str(tmp_path / "results.xml")
+    file.write_text(BUSY)
+    plugin = os.path.dirname(os.path.abspath(__file__))
+    subprocess.check_call(
+        [sys.executable, "-m", "pytest", "-p", "conftest", "--junitxml", junit, str(file)],
+        cwd=str(tmp_path),
+        env=dict(os.environ, PYTHONPATH=plugin),
+    )
+    assert support_table.Result([junit], {}).times["cpu"] > 1

@@ -46,7 +46,7 @@ collect_ignore = [
 
 
 @pytest.fixture(scope="session", autouse=True)
-def record_versions(record_testsuite_property):
+def record_versions(record_testsuite_property, pytestconfig):
     """What tests/support_table.py reads from the results."""
     frameworks = [(b.name, b.framework, _detect.installed_version(b)) for b in INSTALLED]
     keras = os.environ.get("COMPAT_TEST_KERAS", "keras")
@@ -59,3 +59,5 @@ def record_versions(record_testsuite_property):
     record_testsuite_property("backend", ", ".join(name for name, _, _ in frameworks))
     record_testsuite_property("framework", ", ".join("%s %s" % f[1:] for f in frameworks))
     record_testsuite_property("keras", " ".join(filter(None, [keras, version])))
+    contract = "span" if pytestconfig.getoption("-m") == "span" else "whole"
+    record_testsuite_property("contract", contract)

@@ -5,6 +5,7 @@ import pytest
 
 import compat
 from compat import _registry, _replicas, errors
+from compat.testing import in_span, span
 
 from .test_mxnet import placement
 
@@ -104,7 +105,7 @@ def contexts(net):
 
 @pytest.mark.parametrize("hybridize", [False, True])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-@pytest.mark.parametrize("build", [dense, convolutional, recurrent])
+@pytest.mark.parametrize("build", in_span([dense, convolutional, recurrent], [dense]))
 def test_trains_to_the_numbers_of_one_context(mx, build, optimizer, hybridize):
     nets = []
     for parallel in (False, True):
@@ -152,6 +153,7 @@ def test_trainer_made_before_or_after(mx, moment, optimizer):
 
 
 @pytest.mark.parametrize("hybridize", [False, True])
+@span
 def test_each_context_computes_its_shard_forward_and_backward(mx, hybridize):
     net = initialise(mx, compat.parallelize(dense(mx)))
     if hybridize:
@@ -220,6 +222,7 @@ def test_initialised_after_parallelize(mx, build):
     assert contexts(net) == [DEVICES] * 4
 
 
+@span
 def test_saves_and_loads(mx, tmp_path):
     net = train_net = initialise(mx, compat.parallelize(dense(mx)))
     net.hybridize()
@@ -245,6 +248,7 @@ def test_saves_and_loads(mx, tmp_path):
     assert contexts(net)[0] == DEVICES
 
 
+@span
 def test_trainer_state_is_saved_and_loaded(mx, tmp_path):
     path = str(tmp_path / "states")
     plain, net = initialise(mx, dense(mx)), compat.parallelize(initialise(mx, dense(mx)))
@@ -303,7 +307,7 @@ def test_gradients_clipped_between_allreduce_and_update(mx):
 # Where mathematics forbids one context's numbers --------------------------------------------------
 
 
-@pytest.mark.parametrize("rows", [61, 16, 2])
+@pytest.mark.parametrize("rows", in_span([61, 16, 2], [61]))
 def test_batchnorm_by_numbers(mx, rows, tmp_path):
     """Each shard by its own statistics; one step of the running ones, weighted by shard size."""
     norm = mx.gluon.nn.BatchNorm(momentum=0.75, in_channels=8)
@@ -414,6 +418,7 @@ def test_one_device_changes_nothing(mx):
     assert contexts(net) == [["cpu(0)"]] * 4
 
 
+@span
 def test_a_function_that_builds_a_block(mx):
     net = compat.parallelize(lambda: dense(mx, hybrid=False))
     net.initialize()

@@ -1,15 +1,11 @@
 """Ranks on keras-mxnet: Horovod."""
 
-import functools
-
 import numpy as np
 import pytest
 
 from compat.testing_ranks import RanksContract
 
 from . import ranks
-
-run = functools.partial(ranks.run, backend="mxnet")
 
 
 @pytest.mark.row("ranks: Horovod")
@@ -36,7 +32,7 @@ class Record(keras.callbacks.Callback):
 
 
 model.fit(inputs, targets, rows, epochs=1, shuffle=False, verbose=0, callbacks=[Record()])
-said = {"rank": compat.rank(), "read": read, "summed": summed}
+said.update(rank=compat.rank(), read=read, summed=summed)
 weights["model"] = model.get_weights()
 weights["optimizer"] = model.optimizer.get_weights()
 """
@@ -119,16 +115,52 @@ arrays = [
 ]
 engine.mean(arrays, (rank + 1) / 4.0, "test")
 said["context"] = [str(array.context) for array in arrays]
-said["kind"] = [array.stype for array in arrays]
+said["kinds"] = [array.stype for array in arrays]
 weights["means"] = [array.asnumpy() for array in arrays]
 """
 
 
-def test_means_of_arrays_wherever_they_are(tmp_path):
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory):
+    """What one process and two ranks left of all programs above: arrays, and what they said."""
+    folder = tmp_path_factory.mktemp("jobs")
+    alone = ranks.run(ROWS + WAYS + ranks.GENERATOR, folder, 1, "mxnet")
+    both = ranks.run(ROWS + WAYS + ranks.GENERATOR + NATIVE + ENGINE, folder, 2, "mxnet")
+    both[1].sort(key=lambda said: said["rank"])
+    return alone, both
+
+
+@pytest.mark.row("ranks: Horovod")
+def test_every_program_trains_to_the_same_numbers(jobs):
+    """Any layer and optimizer, rows from generators; rank 1's optimizer had other state."""
+    ((one,), _), (both, said) = jobs
+    for arrays in both:
+        assert sorted(set(arrays) - set(one)) == sorted(k for k in arrays if "means" in k)
+        for key in one:
+            np.testing.assert_allclose(arrays[key], one[key], rtol=0, atol=1e-5, err_msg=key)
+            np.testing.assert_array_equal(arrays[key], both[0][key], err_msg=key)
+    for name in ("clips", "centre", "sparse", "stateful", "loss", "val_loss", "evaluated"):
+        assert said[0][name] == said[1][name]
+    assert said[0]["evaluated"] == pytest.approx(said[0]["val_loss"][-1], abs=1e-6)
+    assert said[0]["kind"] == "row_sparse"
+
+
+@pytest.mark.row("ranks: Horovod")
+def test_ranks_read_their_rows_and_sum_gradients(jobs):
+    """As MXNet's executors have them: rows of one's own, and the mean gradient of all rows."""
+    (_, (alone,)), (_, said) = jobs
+    assert [len(read) for read in said[1]["read"]] == [4, 4, 2]
+    for batch, read in enumerate(alone["read"]):
+        np.testing.assert_array_equal(said[0]["read"][batch] + said[1]["read"][batch], read)
+    assert said[0]["summed"] == said[1]["summed"]
+    np.testing.assert_allclose(said[0]["summed"], alone["summed"], rtol=1e-4, atol=1e-6)
+
+
+def test_means_of_arrays_wherever_they_are(jobs):
     """Times the shares of 1/4 and 1/2, in the host's memory and (as of a GPU) elsewhere."""
-    both, said = run(ENGINE, tmp_path, 2)
+    _, (both, said) = jobs
     assert said[0]["context"] == 3 * ["cpu(0)"] + 3 * ["cpu(1)"] + ["cpu(0)", "cpu(1)"]
-    assert said[0]["kind"] == 6 * ["default"] + 2 * ["row_sparse"]
+    assert said[0]["kinds"] == 6 * ["default"] + 2 * ["row_sparse"]
     for arrays in both:
         for place in range(6):
             mean = arrays["means-%d" % place]
@@ -138,40 +170,8 @@ def test_means_of_arrays_wherever_they_are(tmp_path):
             np.testing.assert_array_equal(arrays["means-%d" % place].ravel(), [0.25, 0.5, 1.5, 0])
 
 
-@pytest.mark.row("ranks: Horovod")
-def test_ranks_read_their_rows_and_sum_gradients(tmp_path):
-    """As MXNet's executors have them: rows of one's own, and the mean gradient of all rows."""
-    (one,), (alone,) = run(ROWS, tmp_path, 1)
-    both, said = run(ROWS, tmp_path, 2)
-    said.sort(key=lambda each: each["rank"])
-    assert [len(read) for read in said[1]["read"]] == [4, 4, 2]
-    for batch, read in enumerate(alone["read"]):
-        np.testing.assert_array_equal(said[0]["read"][batch] + said[1]["read"][batch], read)
-    assert said[0]["summed"] == said[1]["summed"]
-    np.testing.assert_allclose(said[0]["summed"], alone["summed"], rtol=1e-4, atol=1e-6)
-    for arrays in both:
-        assert sorted(arrays) == sorted(one)
-        for key in one:
-            np.testing.assert_allclose(arrays[key], one[key], rtol=0, atol=1e-5, err_msg=key)
-            np.testing.assert_array_equal(arrays[key], both[0][key], err_msg=key)
-
-
-@pytest.mark.row("ranks: Horovod")
-def test_any_layer_and_optimizer_trains_to_the_same_numbers(tmp_path):
-    said = ranks.check_same(WAYS, tmp_path, run=run)
-    assert said[0] == said[1]
-    assert said[0]["kind"] == "row_sparse"
-
-
-@pytest.mark.row("ranks: Horovod")
-def test_generators_train_to_the_same_numbers(tmp_path):
-    said = ranks.check_same(ranks.GENERATOR, tmp_path, run=run)
-    assert said[0] == said[1]
-    assert said[0]["evaluated"] == pytest.approx(said[0]["val_loss"][-1], abs=1e-6)
-
-
-def test_models_of_mxnets_own_are_refused(tmp_path):
-    _, said = run(NATIVE, tmp_path, 2)
+def test_models_of_mxnets_own_are_refused(jobs):
+    _, (_, said) = jobs
     for each in said:
         assert each["error"] == (
             "mxnet cannot train a Dense of MXNet's own as one of several ranks. Use a model of "

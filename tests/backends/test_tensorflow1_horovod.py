@@ -6,7 +6,7 @@ import pages
 import pytest
 from conftest import ROOT
 
-from compat.testing import keras_under_test
+from compat.testing import keras_under_test, span
 from compat.testing_ranks import RanksContract
 
 from . import ranks
@@ -62,13 +62,9 @@ trained("is_of_tensorflow", tf.compat.v1.train.MomentumOptimizer(0.05, 0.9))
 """
 
 
-def test_any_optimizer_trains_to_the_same_numbers(tmp_path):
-    said = ranks.check_same(WAYS, tmp_path)
-    assert said[0] == said[1]
-
-
-def test_generators_train_to_the_same_numbers(tmp_path):
-    said = ranks.check_same(ranks.GENERATOR, tmp_path)
+@span
+def test_any_optimizer_and_generators_train_to_the_same_numbers(tmp_path):
+    said = ranks.check_same(WAYS + ranks.GENERATOR, tmp_path)
     assert said[0] == said[1]
     assert said[0]["evaluated"] == pytest.approx(said[0]["val_loss"][-1], abs=1e-6)
 

@@ -22,10 +22,18 @@ from compat._backends.tensorflow2 import _chosen_gpus, backend, forget_compiled_
 from compat._devices import Devices
 from compat._ranks import Launch
 from compat._settings import Memory, Settings
-from compat.testing import DEVICES, ParallelContract, initialise, keras_under_test
+from compat.testing import (
+    DEVICES,
+    ParallelContract,
+    in_span,
+    initialise,
+    keras_under_test,
+    span,
+)
 
-# A recurrent layer of tf.keras runs as one function call on one device.
-COMPUTING = ("MatMul", "_FusedMatMul", "BatchMatMulV2", "Conv2D", "_FusedConv2D", "PartitionedCall")
+# How operations are called, also after Grappler ("_FusedMatMul") and, on CPUs that have what it
+# wants, oneDNN ("_MklMatMul", "_MklNativeFusedMatMul").
+PRODUCTS = ("MatMul", "BatchMatMulV2", "Conv2D")
 BACKWARD = ("gradient_tape", "gradients", "_grad", "Backprop")
 
 
@@ -78,7 +86,9 @@ class TestTensorFlow2(ParallelContract):
     def placement(self, model, inputs, targets):
         counts = collections.defaultdict(lambda: [0, 0])
         for node in executed(functools.partial(train_in_a_new_graph, model, inputs, targets)):
-            if node.op in COMPUTING or "Backprop" in node.op:
+            # A recurrent layer of tf.keras runs as one function call on one device.
+            computing = node.op.endswith(PRODUCTS) or node.op == "PartitionedCall"
+            if computing or "Backprop" in node.op:
                 name = node.name + node.op
                 # The gradient of a product is a product with a transposed matrix.
                 transposed = node.attr["transpose_a"].b or node.attr["transpose_b"].b
@@ -148,7 +158,7 @@ def difference(first, second):
 # Layers and models ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("eagerly", [False, True])
+@pytest.mark.parametrize("eagerly", in_span([False, True], [False]))
 def test_losses_added_within_the_call_count_once(keras, eagerly):
     histories, models = [], pair(lambda: regularized(keras))
     for model in models:
@@ -161,6 +171,7 @@ def test_losses_added_within_the_call_count_once(keras, eagerly):
 
 if not TRAIN_STEP:
 
+    @span
     def test_loops_of_tensorflow_20_are_refused(keras):
         layers = keras.layers
         inputs = layers.Input((3, 2))
@@ -175,7 +186,7 @@ if not TRAIN_STEP:
         assert "call" not in vars(model)
 
 
-@pytest.mark.parametrize("seed", [None, 7])
+@pytest.mark.parametrize("seed", in_span([None, 7], [7]))
 @pytest.mark.parametrize("eagerly", [False, True])
 def test_dropout_masks_differ_between_replicas_and_steps(keras, seed, eagerly):
     layers = keras.layers
@@ -190,6 +201,7 @@ def test_dropout_masks_differ_between_replicas_and_steps(keras, seed, eagerly):
     assert len({tuple(mask) for mask in masks}) == 6
 
 
+@span
 def test_batchnorm_variance_is_the_mean_of_the_replicas_variances(keras):
     layers = keras.layers
     model = keras.models.Sequential(
@@ -205,6 +217,7 @@ def test_batchnorm_variance_is_the_mean_of_the_replicas_variances(keras):
     np.testing.assert_allclose(moving_variance, expected, rtol=1e-4)
 
 
+@span
 def test_inference_sets_no_state(keras):
     layers = keras.layers
     model = keras.models.Sequential([layers.Input((8,)), layers.BatchNormalization()])
@@ -261,7 +274,7 @@ def test_subclassed_model_with_dictionaries_and_a_scalar_output(keras):
 
 
 @pytest.mark.row("subclassed models")
-@pytest.mark.parametrize("own_step", [False, True] if TRAIN_STEP else [False])
+@pytest.mark.parametrize("own_step", in_span([False, True] if TRAIN_STEP else [False], [False]))
 def test_subclassed_model_within_another_trains_to_the_numbers_of_one_device(keras, own_step):
     layers = keras.layers
 
@@ -309,7 +322,7 @@ def test_subclassed_model_within_another_trains_to_the_numbers_of_one_device(ker
     assert len(set(placement.values())) == 1 and all(placement["/cpu:1"]), placement
 
 
-@pytest.mark.parametrize("eagerly", [False, True])
+@pytest.mark.parametrize("eagerly", in_span([False, True], [False]))
 def test_model_without_shapes_before_its_first_batch(keras, eagerly):
     layers = keras.layers
     models = []
@@ -404,7 +417,7 @@ GRADIENTS = [penalty, twice, function_within] + ([loop, branch] if TRAIN_STEP el
 
 
 @pytest.mark.parametrize("gradients", GRADIENTS)
-@pytest.mark.parametrize("rows", ["eagerly", 7, None])
+@pytest.mark.parametrize("rows", in_span(["eagerly", 7, None], [None]))
 def test_gradients_of_ones_own(keras, gradients, rows):
     layers = keras.layers
     batch = tf.constant(ROWS[:7])
@@ -428,6 +441,7 @@ def test_gradients_of_ones_own(keras, gradients, rows):
 # What cannot be divided -----------------------------------------------------------------------
 
 
+@span
 def test_stateful_model_stays_whole_and_says_so(keras):
     layers = keras.layers
     inputs = layers.Input(batch_shape=(4, 3, 2))
@@ -448,6 +462,7 @@ def test_stateful_model_stays_whole_and_says_so(keras):
     np.testing.assert_allclose(plain, found)
 
 
+@span
 def test_fixed_batch_size_stays_whole_and_says_so(keras):
     inputs = keras.layers.Input(batch_shape=(5, 8))
     model = keras.models.Model(inputs, keras.layers.Dense(4)(inputs))
@@ -459,6 +474,7 @@ def test_fixed_batch_size_stays_whole_and_says_so(keras):
 
 if XLA:
 
+    @span
     def test_xla_is_refused(keras):
         model = regularized(keras)
         model.compile("sgd", "mse", jit_compile=True)
@@ -488,6 +504,7 @@ if XLA:
 # Copies and files -----------------------------------------------------------------------------
 
 
+@span
 def test_copies_are_independent(keras):
     model = compat.parallelize(regularized(keras))
     model.compile("sgd", "mse")
@@ -516,6 +533,7 @@ def saved(model, path):
     return {node.device for node in list(graph.node) + nodes}
 
 
+@span
 def test_saved_model_names_no_device(keras, tmp_path):
     plain, model = pair(lambda: regularized(keras))
     for each in (plain, model):
@@ -530,6 +548,7 @@ def test_saved_model_names_no_device(keras, tmp_path):
         revived.fit(ROWS, TARGETS, verbose=0)
 
 
+@span
 def test_one_device_leaves_nothing_behind(keras):
     model = regularized(keras)
     before = dict(vars(model))
@@ -546,6 +565,7 @@ def test_one_device_leaves_nothing_behind(keras):
 # Configuring ----------------------------------------------------------------------------------
 
 
+@span
 def test_environ():
     def environ(devices, memory=None, given=None):
         return backend.environ(Settings(devices, memory), given or {})
@@ -563,6 +583,7 @@ def test_environ():
     assert environ(Devices(simulated=2), grow) == {"CUDA_VISIBLE_DEVICES": "-1"}
 
 
+@span
 def test_chosen_gpus_count_inside_what_tensorflow_listed(monkeypatch):
     """Stand-ins for GPUs: there is none here."""
     listed = ["GPU:0", "GPU:1", "GPU:2"]
@@ -624,6 +645,7 @@ def test_options_and_memory_on_a_machine_without_gpu():
     ]
 
 
+@span
 def test_too_late_says_why():
     printed = run(
         """
@@ -665,6 +687,7 @@ def test_float_type_is_set_in_the_keras_under_test():
     assert printed == "float64"
 
 
+@span
 def test_ranks_without_horovod_say_what_is_missing(keras, monkeypatch):
     for name, value in (("RANK", "0"), ("SIZE", "2"), ("LOCAL_RANK", "0"), ("LOCAL_SIZE", "2")):
         monkeypatch.setenv("HOROVOD_" + name, value)

@@ -7,6 +7,8 @@ import textwrap
 
 import pytest
 
+from compat.testing import in_span
+
 from .test_tensorflow2 import KERAS3
 
 SCRIPT = """
@@ -28,7 +30,7 @@ def build():
     inputs = layers.Input((8,))
     hidden = layers.Dropout(0.0)(layers.Dense(6, activation="tanh")(inputs))
     hidden = layers.Reshape((3, 2))(hidden)
-    hidden = layers.LSTM(3)(hidden)
+    hidden = layers.SimpleRNN(3)(hidden)
     model = keras.models.Model(inputs, layers.Dense(4)(hidden))
     random = np.random.RandomState(0)
     model.set_weights([random.normal(size=w.shape) for w in model.get_weights()])
@@ -57,7 +59,7 @@ model.train_on_batch(X, Y)
 counts = collections.defaultdict(lambda: [0, 0])
 for graph in metadata.partition_graphs:
     for node in graph.node:
-        if node.op in ("MatMul", "_FusedMatMul"):
+        if node.op.endswith("MatMul"):
             counts[node.device[-5:]]["gradients" in node.name] += 1
 print(sorted(counts), all(min(c) >= 2 and c == counts["CPU:0"] for c in counts.values()))
 
@@ -73,7 +75,9 @@ CONFIGURE = "report = compat.configure_gpu(simulate=3); print(report.backend, re
 
 
 @pytest.mark.row("TensorFlow 2 in v1 mode")
-@pytest.mark.parametrize("first", [True, False], ids=["configured before", "configured after"])
+@pytest.mark.parametrize(
+    "first", in_span([True, False], [True]), ids=["configured before", "configured after"]
+)
 def graph_model_runs_on_every_device(first):
     script = SCRIPT.format(first=CONFIGURE if first else "", second="" if first else CONFIGURE)
     printed = subprocess.check_output(

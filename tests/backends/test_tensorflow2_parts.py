@@ -9,12 +9,19 @@ import pytest
 import tensorflow as tf
 
 import compat
-from compat.testing import DEVICES, initialise, keras_under_test, largest_difference
+from compat.testing import (
+    DEVICES,
+    in_span,
+    initialise,
+    keras_under_test,
+    largest_difference,
+    span,
+)
 
 from .test_tensorflow2 import (
     BACKWARD,
-    COMPUTING,
     KERAS3,
+    PRODUCTS,
     ROWS,
     TARGETS,
     TRAIN_STEP,
@@ -38,7 +45,7 @@ def products(nodes):
     """Matrix products among these executed nodes, by device: forward, backward."""
     counts = collections.defaultdict(lambda: [0, 0])
     for node in nodes:
-        if node.op in COMPUTING and "PartitionedCall" not in node.op:
+        if node.op.endswith(PRODUCTS):
             counts[short(node.device)][any(mark in node.name for mark in BACKWARD)] += 1
     return {device: tuple(count) for device, count in counts.items()}
 
@@ -112,7 +119,7 @@ def step_of(model, rate=0.1):
 
 
 @pytest.mark.row("tf.Module and tf.function")
-@pytest.mark.parametrize("build", [Plain, Decorated, Holder, function])
+@pytest.mark.parametrize("build", in_span([Plain, Decorated, Holder, function], [Plain, function]))
 @pytest.mark.parametrize("eagerly", [False, True])
 def test_native_model_trains_to_the_numbers_of_one_device(keras, build, eagerly):
     results = []
@@ -129,7 +136,7 @@ def test_native_model_trains_to_the_numbers_of_one_device(keras, build, eagerly)
 
 
 @pytest.mark.row("tf.Module and tf.function")
-@pytest.mark.parametrize("build", [Plain, Decorated, function])
+@pytest.mark.parametrize("build", in_span([Plain, Decorated, function], [Plain, function]))
 def test_native_model_runs_on_every_device(keras, build):
     model = compat.parallelize(build())
     rows, targets = tf.constant(ROWS), tf.constant(TARGETS)
@@ -166,6 +173,7 @@ def test_native_model_keeps_its_face(keras, build, tmp_path):
 
 
 @pytest.mark.row("tf.Module and tf.function")
+@span
 def test_layers_and_variables_are_no_models(keras):
     for other in (keras.layers.Dense(3), tf.Variable(1.0), tf.constant(1.0)):
         with pytest.raises(compat.CompatError):
@@ -209,6 +217,7 @@ def placed(keras):
 
 
 @pytest.mark.row("device()")
+@span
 def test_shared_lstm_on_two_devices_trains_to_the_same_numbers(placed):
     for found, expected in zip(*(model.get_weights() for model in placed)):
         np.testing.assert_allclose(expected, found, rtol=1e-5, atol=1e-6)
@@ -217,6 +226,7 @@ def test_shared_lstm_on_two_devices_trains_to_the_same_numbers(placed):
 
 
 @pytest.mark.row("device()")
+@span
 def test_shared_lstm_runs_forward_and_backward_where_it_was_placed(placed):
     model = placed[0]
     nodes = executed(lambda: train_in_a_new_graph(model, SEQUENCES, ENDS))
@@ -289,6 +299,7 @@ def mirrored_pair(keras):
 
 
 @pytest.mark.row('strategy="mirrored"')
+@span
 def test_mirrored_even_batches_train_to_the_numbers_of_one_device(keras):
     models = mirrored_pair(keras)
     for model in models:

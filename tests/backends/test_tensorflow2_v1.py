@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import compat
 from compat._backends import tensorflow1
-from compat.testing import CASES, DEVICES, initialise, optimizer
+from compat.testing import CASES, DEVICES, initialise, optimizer, span
 
 from . import test_tensorflow1
 from .test_tensorflow1 import partitions, products
@@ -30,6 +30,7 @@ class TestV1Mode(test_tensorflow1.TestTensorFlow1):
 
     # Layers of tf.keras, some of which are others than those of tf.compat.v1.keras ----------------
 
+    @span
     def test_layers_of_tf_keras(self, keras):
         layers = tf.keras.layers
         assert layers.LSTM is not keras.layers.LSTM
@@ -53,6 +54,7 @@ class TestV1Mode(test_tensorflow1.TestTensorFlow1):
         assert len(set(placement.values())) == 1
         assert min(placement["/cpu:0"]) > 4
 
+    @span
     def test_batchnorm_of_tf_keras(self, keras):
         layers = tf.keras.layers
         assert layers.BatchNormalization is not keras.layers.BatchNormalization
@@ -60,6 +62,7 @@ class TestV1Mode(test_tensorflow1.TestTensorFlow1):
 
     # Sessions -----------------------------------------------------------------------------------
 
+    @span
     def test_limits_of_gpus_are_not_added_up(self):
         """Keras makes sessions with what tf.config has; laid under them is the same."""
         config = v1.ConfigProto(allow_soft_placement=True)
@@ -75,6 +78,7 @@ class TestV1Mode(test_tensorflow1.TestTensorFlow1):
     # Without Keras, and by TensorFlow itself ------------------------------------------------------
 
     @pytest.mark.row("device()")
+    @span
     def test_parts_of_a_graph_without_keras(self, configuration):
         with tf.Graph().as_default():
             rows = v1.placeholder("float32", (None, 3))
@@ -94,6 +98,7 @@ class TestV1Mode(test_tensorflow1.TestTensorFlow1):
             "/device:CPU:2": (1, 2),
         }
 
+    @span
     def test_model_without_keras_is_refused(self, configuration):
         class Net(tf.Module):
             def __init__(self):
@@ -114,6 +119,7 @@ class TestV1Mode(test_tensorflow1.TestTensorFlow1):
         )
 
     @pytest.mark.row('strategy="mirrored"')
+    @span
     def test_mirrored_strategy(self, keras):
         """When a model is compiled TensorFlow gives Keras a new session, for it alone."""
         inputs, targets = CASES["dense"].data(60)

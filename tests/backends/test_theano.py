@@ -13,7 +13,7 @@ from compat import _detect, _registry, errors
 from compat._backends import _theano_flags
 from compat._devices import Devices
 from compat._settings import Memory, Settings
-from compat.testing import CASES, DEVICES, ParallelContract
+from compat.testing import CASES, DEVICES, ParallelContract, in_span, span
 
 # Keras takes TensorFlow, and Theano compiles with all its optimizations, where nothing is said.
 os.environ.setdefault("KERAS_BACKEND", "theano")
@@ -161,6 +161,7 @@ class TestTheano(ParallelContract):
             sizes.append(held[first.outputs[0]][0].shape[0])
         return sizes
 
+    @span
     def test_each_device_has_functions_and_weights_of_its_own(self, keras):
         model = self.compiled(keras, "multi", parallel=True)
         model.train_on_batch(*CASES["multi"].data(13))
@@ -193,7 +194,7 @@ class TestTheano(ParallelContract):
             model.reset_states()
         self.close(*[[model.predict(inputs, batch_size=7)] for model in models])
 
-    @pytest.mark.parametrize("layer", ["SimpleRNN", "LSTM"])
+    @pytest.mark.parametrize("layer", in_span(["SimpleRNN", "LSTM"], ["SimpleRNN"]))
     def test_unrolled_loop(self, keras, configuration, layer):
         """Its products are those of the function itself."""
 
@@ -254,6 +255,7 @@ class TestTheano(ParallelContract):
         self.close(*results)
         assert len(results[0]) == 2 + 1 + 4
 
+    @span
     def test_weight_that_no_loss_depends_on_is_the_error_of_one_device(self, keras):
         from theano.gradient import DisconnectedInputError
 
@@ -282,6 +284,7 @@ class TestTheano(ParallelContract):
         )
 
     @pytest.mark.row("subclassed models")
+    @span
     def test_subclassed_model(self, keras, configuration):
         class Branches(keras.models.Model):
             def __init__(self):
@@ -314,6 +317,7 @@ class TestTheano(ParallelContract):
     def configure(self, theano, devices=None, **settings):
         return theano.configure(Settings(devices or Devices(simulated=DEVICES), **settings))
 
+    @span
     def test_unknown_and_refused_flags(self, keras, theano):
         for flags, problem in (
             ({"optimiser": "None"}, "Theano 1.0.5 has no flag optimiser"),
@@ -327,6 +331,7 @@ class TestTheano(ParallelContract):
                 self.configure(theano, options={"theano_flags": flags})
             assert str(caught.value) == str(errors.theano_flags_invalid(flags, problem))
 
+    @span
     def test_gpus_come_too_late(self, keras, theano):
         with pytest.raises(compat.TooLateError) as caught:
             self.configure(theano, Devices(["3", "1"], [1, 0]), memory=Memory(fraction=0.5))
@@ -340,6 +345,7 @@ class TestTheano(ParallelContract):
 # Before the import ----------------------------------------------------------------------------
 
 
+@span
 def test_flags_before_the_import(theano_process, tmp_path):
     """The user's flags are kept, ours go before them, and Keras and Theano agree on floatX."""
     shown = theano_process(
@@ -529,6 +535,7 @@ TRAIN_BOTH = """if True:
 """
 
 
+@span
 def test_compiled_functions_do_the_same(theano_process):
     shown = theano_process(TRAIN_BOTH, flags=COMPILING, OMP_NUM_THREADS="1")
     assert shown["devices"] == ["cpu:0", "cpu:1", "cpu:2"]
@@ -539,6 +546,7 @@ def test_compiled_functions_do_the_same(theano_process):
 # After the import -----------------------------------------------------------------------------
 
 
+@span
 def test_after_the_import_what_theano_allows_is_set(theano_process):
     shown = theano_process(
         """if True:
@@ -592,6 +600,7 @@ def test_after_the_import_what_theano_allows_is_set(theano_process):
     ]
 
 
+@span
 def test_the_first_import_is_named(theano_process, machine):
     shown = theano_process(
         """if True:
@@ -714,6 +723,7 @@ def test_memory(theano, tmp_path, memory, megabytes):
     assert flags == {"device": "cuda0", "gpuarray.preallocate": megabytes}
 
 
+@span
 def test_the_environment_before_the_import(theano, tmp_path):
     (tmp_path / ".theanorc").write_text("[global]\ninit_gpu_device = cuda1\nfloatX = float32\n")
     home = {"HOME": str(tmp_path)}
@@ -760,6 +770,7 @@ def problems(theano, tmp_path):
     return problems
 
 
+@span
 def test_nothing_is_wrong(problems):
     assert problems() == []
     assert problems(THEANO_FLAGS="device=cuda0,openmp=true,floatX=32,dnn.enabled=auto") == []

@@ -17,6 +17,9 @@ from compat import _registry
 from compat._backends import _theano_flags
 from compat._devices import Devices
 from compat._settings import Memory, Settings
+from compat.testing import span
+
+pytestmark = span
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 

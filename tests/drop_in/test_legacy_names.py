@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from compat.testing import span
+
 pytestmark = pytest.mark.row("install_legacy_names()")
 
 CONFIGURE = """\
@@ -63,6 +65,7 @@ session = K.get_session()
 """
 
 
+@span
 def test_an_old_script(contract):
     """In a process of its own, since the names stay."""
     name = os.environ.get("COMPAT_TEST_KERAS", "keras")
