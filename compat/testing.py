@@ -259,6 +259,11 @@ class BackendContract:
         model.compile(optimizer(keras, optimizer_name), CASES[name].loss)
         return model
 
+    @pytest.fixture
+    def batches(self, request):
+        """All batches; in the span contract the uneven one, since models compile for each size."""
+        return BATCHES[1:2] if request.config.getoption("-m") == "span" else BATCHES
+
     def close(self, first, second, tolerance=None):
         difference = largest_difference(first, second)
         assert difference <= (tolerance or self.tolerance), difference
@@ -350,13 +355,13 @@ class ParallelContract(BackendContract):
     # The same numbers -------------------------------------------------------------------------
 
     @pytest.mark.parametrize("name, optimizer_name", in_span(TRIALS, SPAN_TRIALS))
-    def test_trains_to_the_numbers_of_one_device(self, keras, name, optimizer_name):
+    def test_trains_to_the_numbers_of_one_device(self, keras, batches, name, optimizer_name):
         if optimizer_name not in self.optimizers:
             return self.check_optimizer_does_not_repeat(keras, name, optimizer_name)
         plain = self.compiled(keras, name, optimizer_name)
         parallel = self.compiled(keras, name, optimizer_name, parallel=True)
         start = plain.get_weights()
-        for batch, samples in BATCHES:
+        for batch, samples in batches:
             inputs, targets = CASES[name].data(samples)
             losses = []
             for model in (plain, parallel):
@@ -373,11 +378,11 @@ class ParallelContract(BackendContract):
         """Left out of ``optimizers``: a subclass shows that the plain model differs by itself."""
         raise NotImplementedError
 
-    @pytest.mark.parametrize("name", in_span(sorted(CASES), ["multi"]))
-    def test_evaluates_and_predicts_what_one_device_does(self, keras, name):
+    @pytest.mark.parametrize("name", in_span(sorted(CASES), ["dense"]))
+    def test_evaluates_and_predicts_what_one_device_does(self, keras, batches, name):
         plain = self.compiled(keras, name)
         parallel = self.compiled(keras, name, parallel=True)
-        for batch, samples in BATCHES:
+        for batch, samples in batches:
             inputs, targets = CASES[name].data(samples)
             results = [
                 (
@@ -517,7 +522,6 @@ class ParallelContract(BackendContract):
 
         return loss
 
-    @span
     def test_siamese_outputs_of_one_shared_layer(self, keras):
         def build():
             layers = keras.layers
@@ -595,7 +599,6 @@ class ParallelContract(BackendContract):
         )
         self.close(plain.get_weights(), parallel.get_weights())
 
-    @span
     def test_generator(self, keras):
         inputs, targets = CASES["dense"].data(45)
 

@@ -3,8 +3,8 @@
     python tests/build_horovod.py FOLDER
 
 The framework is TensorFlow or MXNet, whichever is installed. FOLDER keeps the wheels, for other
-environments and later runs: no registry has any. A build takes half a CPU-minute. pip's own cache
-would not tell frameworks apart, so it is left out.
+environments and later runs: no registry has any. A build takes 35 to 55 CPU-seconds. pip's own
+cache would not tell frameworks apart, so it is left out.
 """
 
 import fcntl
@@ -24,29 +24,30 @@ BUILD = {
     "HOROVOD_WITHOUT_PYTORCH": "1",
     "MAKEFLAGS": "-j2",
 }
-# What CMake reads before Horovod's own files. A library for tests may be slow, so nothing is
-# optimized, and a few large files compile in a fraction of the time that many small ones take.
+# CMake reads this before Horovod's own files. A library for tests may be slow, so nothing is
+# optimized. Joined sources read the same headers once.
 TOOLCHAIN = """
 set(CMAKE_CXX_FLAGS_RELWITHDEBINFO "-O0 -w" CACHE STRING "")
-# No nvcc is tried out: nothing here is for a GPU.
+# Else an nvcc that is installed is tried, for nothing: this build has no CUDA.
 set(CMAKE_CUDA_COMPILER NOTFOUND)
 set(CMAKE_DISABLE_FIND_PACKAGE_CUDAToolkit ON)
-if(PROJECT_NAME STREQUAL horovod)
+if(PROJECT_NAME STREQUAL horovod)  # and not what CMake compiles to try the compiler
     set(CMAKE_UNITY_BUILD ON)
-    # Joins the 25 sources that every framework needs, and no framework's with them: macros clash.
+    # The 25 sources that come first are the same for all frameworks. The framework's own stay
+    # apart from them: both define LOG.
     set(CMAKE_UNITY_BUILD_BATCH_SIZE 25)
-    # When Horovod's own files have been read.
+    # This runs after Horovod's own files, when there are targets.
     cmake_language(DEFER CALL cmake_language EVAL CODE [[
-        # There are up to two, for two C++ ABIs. A framework is linked with one of them.
+        # One or two of these, for different C++ ABIs. Only what the framework links is built.
         foreach(gloo gloo compatible_gloo compatible17_gloo)
             if(TARGET ${gloo})
-                # The fourth source and the fifth have one name for different things.
+                # Its fourth and fifth source define the same name, so they stay apart.
                 set_target_properties(
                     ${gloo} PROPERTIES EXCLUDE_FROM_ALL ON UNITY_BUILD_BATCH_SIZE 4)
             endif()
         endforeach()
         if(TARGET tensorflow)
-            # Only with HOROVOD_ENABLE_XLA_OPS.
+            # Left out: it is large, and used only with HOROVOD_ENABLE_XLA_OPS=1.
             set_source_files_properties(
                 ${CMAKE_SOURCE_DIR}/horovod/tensorflow/xla_mpi_ops.cc
                 TARGET_DIRECTORY tensorflow PROPERTIES HEADER_FILE_ONLY ON)

@@ -158,7 +158,7 @@ def difference(first, second):
 # Layers and models ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("eagerly", in_span([False, True], [False]))
+@pytest.mark.parametrize("eagerly", [False, True])
 def test_losses_added_within_the_call_count_once(keras, eagerly):
     histories, models = [], pair(lambda: regularized(keras))
     for model in models:

@@ -119,8 +119,8 @@ def step_of(model, rate=0.1):
 
 
 @pytest.mark.row("tf.Module and tf.function")
-@pytest.mark.parametrize("build", in_span([Plain, Decorated, Holder, function], [Plain, function]))
-@pytest.mark.parametrize("eagerly", [False, True])
+@pytest.mark.parametrize("build", [Plain, Decorated, Holder, function])
+@pytest.mark.parametrize("eagerly", in_span([False, True], [True]))
 def test_native_model_trains_to_the_numbers_of_one_device(keras, build, eagerly):
     results = []
     for parallel in (False, True):
@@ -136,7 +136,7 @@ def test_native_model_trains_to_the_numbers_of_one_device(keras, build, eagerly)
 
 
 @pytest.mark.row("tf.Module and tf.function")
-@pytest.mark.parametrize("build", in_span([Plain, Decorated, function], [Plain, function]))
+@pytest.mark.parametrize("build", in_span([Plain, Decorated, function], [function]))
 def test_native_model_runs_on_every_device(keras, build):
     model = compat.parallelize(build())
     rows, targets = tf.constant(ROWS), tf.constant(TARGETS)
@@ -211,8 +211,8 @@ def placed(keras):
     """The placed model, trained, and the plain one, trained the same."""
     models = [shared_lstm(keras, placed) for placed in (True, False)]
     for model in models:
-        for rows in (20, 7):
-            model.train_on_batch([s[:rows] for s in SEQUENCES], ENDS[:rows])
+        for _ in range(2):
+            model.train_on_batch(SEQUENCES, ENDS)
     return models
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import compat
-from compat.testing import DEVICES, initialise
+from compat.testing import BATCHES, DEVICES, initialise
 
 from . import test_theano
 
@@ -73,11 +73,11 @@ class TestContexts:
 
     @pytest.mark.parametrize("name", cases)
     def test_trains_to_the_numbers_of_one_device(self, keras, name):
-        self.contract.test_trains_to_the_numbers_of_one_device(keras, name, "sgd")
+        self.contract.test_trains_to_the_numbers_of_one_device(keras, BATCHES, name, "sgd")
 
     @pytest.mark.parametrize("name", cases)
     def test_evaluates_and_predicts_what_one_device_does(self, keras, name):
-        self.contract.test_evaluates_and_predicts_what_one_device_does(keras, name)
+        self.contract.test_evaluates_and_predicts_what_one_device_does(keras, BATCHES, name)
 
     @pytest.mark.parametrize("name", cases + ["dense"])
     def test_forward_and_backward_run_on_every_device(self, keras, configuration, name):
