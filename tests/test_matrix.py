@@ -61,6 +61,21 @@ def test_support_table_of_the_readme_has_every_environment():
     ]
 
 
+def test_each_backend_runs_the_whole_contract_on_each_keras():
+    """On Keras 2 and on Keras 3, whichever of the two it has."""
+    table = support_table.readme_tables().partition("\n\n")[0].splitlines()[2:]
+    contracts = {}
+    for line in table:
+        _, _, backend, _, keras, contract, _ = [cell.strip() for cell in line.strip("|").split("|")]
+        if backend != "none":
+            major = "3" if re.match(r"keras 3\.", keras) else "2"
+            contracts.setdefault((backend, major), set()).add(contract)
+    assert {backend for backend, _ in contracts} == set(_registry.names())
+    assert ("tensorflow2", "3") in contracts
+    for each, run in contracts.items():
+        assert "whole" in run and run <= {"whole", "span"}, each
+
+
 def test_feature_table_of_the_readme_has_every_row_that_tests_name():
     """And each row names environments that the matrix has."""
     marked = set()

@@ -124,9 +124,17 @@ class MakeTrainFunction(MakeFunction):
     def extend(self, model, made):
         """Give state that a step sets (moving averages) its mean over all ranks."""
         tf = self.engine.tf
+        v1 = tensorflow1._names(tf)
         written = set(map(_variable_of, tensorflow1.writing_operations([made.updates_op])))
-        state = [weight for weight in model.non_trainable_weights if weight.dtype.is_floating]
-        state = [variable for variable in state if _handle(variable).op in written]
+        # assign_moving_average(zero_debias=True), which keras 2 calls, keeps the sums behind an
+        # average in variables that are no weights: "moving_mean/biased".
+        scopes = tuple(weight.op.name + "/" for weight in model.non_trainable_weights)
+        behind = [v for v in v1.global_variables() if v.op.name.startswith(scopes)]
+        state = [
+            variable
+            for variable in model.non_trainable_weights + behind
+            if variable.dtype.is_floating and _handle(variable).op in written
+        ]
         if not state:
             return
         with tf.control_dependencies([made.updates_op]):
