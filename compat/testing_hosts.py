@@ -84,6 +84,7 @@ def other_machine(number):
 
 def run(machines, arguments, folder):
     """Make the machines, and run a command on the first. Returns its exit status."""
+    number_processes_from(os.environ["COMPAT_TESTING_HOSTS"])
     names = os.path.join(folder, "hosts")
     with open(names, "w") as file:
         file.write("127.0.0.1 localhost\n")
@@ -105,6 +106,16 @@ def run(machines, arguments, folder):
     for line in left:
         print("compat.testing_hosts: left running: " + line, file=sys.stderr)
     return status or bool(left)
+
+
+def number_processes_from(process):
+    """Have the next process here numbered from that one on, which is not in these namespaces.
+
+    Open MPI names files that ranks share by its machine and its process: two commands that run at
+    the same time, each on machines of its own, must not have the same.
+    """
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/ns_last_pid", "w") as file:
+        file.write(process)
 
 
 def survivors(known):
@@ -129,7 +140,7 @@ def main(machines="", *arguments):
         needs = "compat.testing_hosts needs {}, which PATH has not. Try: apt-get install {}"
         sys.exit(needs.format(" and ".join(missing), "util-linux mount iproute2"))
     if "COMPAT_TESTING_HOSTS" not in os.environ:
-        environ = dict(os.environ, COMPAT_TESTING_HOSTS="inside")
+        environ = dict(os.environ, COMPAT_TESTING_HOSTS=str(os.getpid()))
         inside = ["unshare"] + OUTSIDE.split() + command(machines, *arguments)
         return subprocess.call(inside, env=environ)
     with tempfile.TemporaryDirectory() as folder:

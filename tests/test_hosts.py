@@ -210,6 +210,13 @@ def test_missing_programs_are_told(monkeypatch, tmp_path):
         testing_hosts.main("2", "true")
 
 
+def test_processes_of_two_commands_have_different_numbers():
+    """Both share the disk, and Open MPI's files there have a process in their names."""
+    program = testing_hosts.command(2, sys.executable, "-c", "import os; print(os.getpid())")
+    commands = [subprocess.Popen(program, stdout=subprocess.PIPE) for _ in range(2)]
+    assert len({command.communicate()[0] for command in commands}) == 2
+
+
 def test_survivors_are_told():
     program = "import subprocess; subprocess.Popen(['sleep', '60'])"
     completed = subprocess.run(
