@@ -22,7 +22,15 @@ import compat
 from compat._backends.jax import _fraction, _name, backend
 from compat._devices import Devices
 from compat._settings import Memory, Settings
-from compat.testing import CASES, DEVICES, ParallelContract, initialise, keras_under_test
+from compat.testing import (
+    CASES,
+    DEVICES,
+    SHARDS,
+    ParallelContract,
+    in_span,
+    initialise,
+    keras_under_test,
+)
 
 INSTRUCTION = re.compile(r"\s+(?:ROOT )?%(\S+) = (.+?) ([\w-]+)\((.*)")
 
@@ -129,7 +137,7 @@ class TestJAX(ParallelContract):
             ((rows, _),) = [result for result, _, _ in products]
             yield rows
 
-    @pytest.mark.parametrize("samples", [64, 61, 13, 2, 1])
+    @pytest.mark.parametrize("samples", in_span(sorted(SHARDS), [14, 2]))
     def test_batch_is_split_evenly(self, keras, samples):
         """XLA's shards are all of one size, that of the largest of an even split.
 

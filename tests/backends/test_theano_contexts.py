@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import compat
-from compat.testing import BATCHES, DEVICES, initialise
+from compat.testing import BATCHES, DEVICES, SHARDS, initialise
 
 from . import test_theano
 
@@ -83,7 +83,7 @@ class TestContexts:
     def test_forward_and_backward_run_on_every_device(self, keras, configuration, name):
         self.contract.test_forward_and_backward_run_on_every_device(keras, configuration, name)
 
-    @pytest.mark.parametrize("samples", [64, 61, 13, 2, 1])
+    @pytest.mark.parametrize("samples", sorted(SHARDS))
     def test_batch_is_split_evenly(self, keras, samples):
         self.contract.test_batch_is_split_evenly(keras, samples)
 
