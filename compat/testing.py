@@ -39,7 +39,7 @@ DEVICES = 3
 BATCHES = [(64, 128), (61, 122), (16, 45), (2, 6), (1, 3)]
 UNEVEN = BATCHES[1:2]
 
-# Rows of a batch: those that each of the three devices computes, which is never none.
+# Rows of a batch, and how many of them each of the three devices computes: at least one.
 SHARDS = {64: [21, 21, 22], 61: [20, 20, 21], 14: [4, 5, 5], 2: [1, 1, 1], 1: [1, 1, 1]}
 
 #: Marks the tests of the span contract.
@@ -163,6 +163,11 @@ TRIALS = list(itertools.product(sorted(CASES), ("sgd", "adam")))
 SPAN_TRIALS = [("dense", "adam"), ("lstm", "sgd"), ("multi", "sgd")]
 
 
+def contract_of(config):
+    """The contract that this run of pytest tests: "span", or "whole"."""
+    return "span" if config.getoption("-m") == "span" else "whole"
+
+
 def in_span(values, chosen):
     """Values for ``parametrize``, of which those chosen are in the span contract, too."""
     return [
@@ -269,7 +274,7 @@ class BackendContract:
     @pytest.fixture
     def batches(self, request):
         """All batches; in the span contract the uneven one, since models compile for each size."""
-        return UNEVEN if request.config.getoption("-m") == "span" else BATCHES
+        return UNEVEN if contract_of(request.config) == "span" else BATCHES
 
     def close(self, first, second, tolerance=None):
         difference = largest_difference(first, second)
@@ -368,8 +373,9 @@ class ParallelContract(BackendContract):
         plain = self.compiled(keras, name, optimizer_name)
         parallel = self.compiled(keras, name, optimizer_name, parallel=True)
         start = plain.get_weights()
-        # The gradients are the same, whichever optimizer takes them.
-        for batch, samples in batches if optimizer_name == "sgd" else UNEVEN:
+        if optimizer_name != "sgd":  # the gradients are the same, whichever optimizer takes them
+            batches = UNEVEN
+        for batch, samples in batches:
             inputs, targets = CASES[name].data(samples)
             losses = []
             for model in (plain, parallel):

@@ -109,10 +109,10 @@ def run(machines, arguments, folder):
 
 
 def number_processes_from(process):
-    """Have the next process here numbered from that one on, which is not in these namespaces.
+    """Number the processes of this PID namespace from that of a process outside it.
 
-    Open MPI names files that ranks share by its machine and its process: two commands that run at
-    the same time, each on machines of its own, must not have the same.
+    Open MPI names the files that ranks share after the host and a PID. Two commands that run at
+    the same time, each on machines of its own, share the disk and must not share PIDs.
     """
     with contextlib.suppress(OSError), open("/proc/sys/kernel/ns_last_pid", "w") as file:
         file.write(process)

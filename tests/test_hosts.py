@@ -166,11 +166,11 @@ def test_one_that_fails_ends_all_on_both_machines(job, fails):
 def test_a_machine_that_cannot_be_reached_is_heard(job):
     status, out, err = finished(job("time.sleep(60)", "node1:1,gamma:1"))
     assert (status, out) == (255, [])
-    # Rank 0 may have started by then, and tell its end.
+    # Rank 0 may have started by then, and report its end.
     assert re.match(
         "ssh: connect to host gamma port 22: No route to host\n"
         "compat run: the launcher ended with exit status 255; nothing was heard of the end of "
-        "(ranks 0 and 1|rank 1)\\.\n$",
+        "(ranks 0 and 1|rank 1)\\.\n\\Z",
         err,
     )
 

@@ -126,13 +126,13 @@ class MakeTrainFunction(MakeFunction):
         tf = self.engine.tf
         v1 = tensorflow1._names(tf)
         written = set(map(_variable_of, tensorflow1.writing_operations([made.updates_op])))
-        # assign_moving_average(zero_debias=True), which keras 2 calls, keeps the sums behind an
-        # average in variables that are no weights: "moving_mean/biased".
+        # assign_moving_average(zero_debias=True), which keras 2 calls, keeps an average's running
+        # sums in variables that are not weights of the model: "moving_mean/biased".
         scopes = tuple(weight.op.name + "/" for weight in model.non_trainable_weights)
-        behind = [v for v in v1.global_variables() if v.op.name.startswith(scopes)]
+        sums = [v for v in v1.global_variables() if v.op.name.startswith(scopes)]
         state = [
             variable
-            for variable in model.non_trainable_weights + behind
+            for variable in model.non_trainable_weights + sums
             if variable.dtype.is_floating and _handle(variable).op in written
         ]
         if not state:

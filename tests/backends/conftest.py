@@ -11,6 +11,7 @@ import re
 import pytest
 
 from compat import _detect, _registry
+from compat.testing import contract_of
 
 
 def _installed():
@@ -59,5 +60,4 @@ def record_versions(record_testsuite_property, pytestconfig):
     record_testsuite_property("backend", ", ".join(name for name, _, _ in frameworks))
     record_testsuite_property("framework", ", ".join("%s %s" % f[1:] for f in frameworks))
     record_testsuite_property("keras", " ".join(filter(None, [keras, version])))
-    contract = "span" if pytestconfig.getoption("-m") == "span" else "whole"
-    record_testsuite_property("contract", contract)
+    record_testsuite_property("contract", contract_of(pytestconfig))
