@@ -124,9 +124,12 @@ def survivors(known):
     while True:
         lines = []
         for process in filter(str.isdigit, os.listdir("/proc")):
-            with contextlib.suppress(OSError), open("/proc/{}/cmdline".format(process)) as file:
-                line = file.read().replace("\0", " ").strip()  # empty: it has ended
-                lines += [line] if line and int(process) not in known else []
+            with contextlib.suppress(OSError):
+                with open("/proc/{}/stat".format(process)) as file:
+                    state = file.read().rpartition(") ")[2][0]
+                with open("/proc/{}/cmdline".format(process)) as file:
+                    line = file.read().replace("\0", " ").strip()  # empty while it is started
+                lines += [line] if state not in "XZ" and int(process) not in known else []
         if not lines or time.monotonic() > until:
             return lines
         time.sleep(0.1)
