@@ -6,6 +6,7 @@ and when autograd has finished a backward pass, the gradients of all ranks becom
 weighted by those rows, in one all-reduce.
 """
 
+import atexit
 import datetime
 import os
 import re
@@ -41,7 +42,16 @@ class TorchDistributed(_engine.Engine):
                     world_size=ranks.size,
                     timeout=limit,
                 )
+            if not cuda:
+                # One of gloo's threads that still lets go of a tensor while Python finalizes ends
+                # the process: "terminate called without an active exception".
+                atexit.register(self._leave)
         self.check_size(distributed.get_world_size())
+
+    def _leave(self):
+        """At the end of this process, unless the script has done so."""
+        if self.distributed.is_initialized():
+            self.distributed.destroy_process_group()
 
     def sum(self, values):
         torch = sys.modules["torch"]
