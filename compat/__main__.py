@@ -34,6 +34,10 @@ TEST = """\
 Train a small model on one device and on several, from the same start on the same batches, and
 compare step by step. CPU devices stand in where there are not GPUs enough.
 
+With a script: run it as it is on simulated devices, whatever it asks for, where the first steps of
+each parallelized model are also done on one device and compared; then, where the backend has them,
+as ranks. A verdict at the end says what was verified and what could not be.
+
 exit status: 0 the same numbers, 1 other numbers, 2 the comparison could not be made."""
 
 
@@ -96,7 +100,11 @@ def _parser():
     run.set_defaults(run=_run)
 
     test = commands.add_parser(
-        "test", help="compare several devices with one", description=TEST, formatter_class=text
+        "test",
+        help="compare several devices with one",
+        usage="compat test [--devices N] [--backend NAME] [--simulate] [-n N] [script.py ...]",
+        description=TEST,
+        formatter_class=text,
     )
     test.add_argument(
         "--devices",
@@ -108,6 +116,15 @@ def _parser():
     test.add_argument(
         "--simulate", action="store_true", help="use CPU devices even where there are GPUs"
     )
+    test.add_argument(
+        "-n",
+        dest="ranks",
+        type=int,
+        metavar="N",
+        help="of a script: as so many ranks the second time (default: 2; 0: not at all)",
+    )
+    test.add_argument("script", nargs="?", help="a script's path; what follows are its arguments")
+    test.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     test.set_defaults(run=_test)
     return parser
 
@@ -239,6 +256,12 @@ def _run(arguments):
 
 
 def _test(arguments):
+    if arguments.script:
+        from . import _test_script
+
+        script = [arguments.script] + arguments.arguments
+        same = _test_script.run(script, arguments.devices, arguments.backend, arguments.ranks)
+        return 0 if same else 1
     from . import _selftest
 
     same = _selftest.run(arguments.devices, arguments.backend, arguments.simulate)

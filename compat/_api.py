@@ -3,7 +3,15 @@
 import os
 
 from . import errors
-from ._settings import Configuration, Settings, parse_floatx, parse_memory, parse_simulate
+from ._settings import (
+    Configuration,
+    Settings,
+    parse_floatx,
+    parse_memory,
+    parse_simulate,
+    parse_verify,
+    simulated_from_outside,
+)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -27,6 +35,7 @@ def configure_gpu(
     memory: "Union[None, float, str]" = None,
     floatx: "Optional[str]" = None,
     simulate: "Optional[int]" = None,
+    verify: "Optional[int]" = None,
     persist: bool = False,
     strict: bool = False,
     **options: "Any",
@@ -49,6 +58,9 @@ def configure_gpu(
         floatx: "float16", "float32" or "float64", for Keras and the backend.
         simulate: this many CPU devices stand in for GPUs, to test a script for several GPUs
             where there is none.
+        verify: how many training steps of each parallelized model, and its first evaluation and
+            prediction, are also done on one device from the same state and compared; None: what
+            the variable ``COMPAT_VERIFY`` says, else 1 under ``simulate``, and 0 on GPUs.
         persist: also write the settings to the backend's configuration file, where it has one
             (Theano's ``.theanorc``).
         strict: fewer devices than asked for are an error, not a warning.
@@ -69,8 +81,14 @@ def configure_gpu(
     from . import _detect, _devices, _ranks
 
     selection = _devices.parse_gpus(gpus)
-    parsed = parse_memory(memory), parse_floatx(floatx), bool(persist), bool(strict), options
     simulate = parse_simulate(simulate)
+    from_outside = simulated_from_outside(os.environ)
+    if from_outside:
+        selection, simulate = _devices.parse_gpus(None), from_outside
+    verify = parse_verify(verify, os.environ, simulate)
+    parsed = (
+        parse_memory(memory), parse_floatx(floatx), bool(persist), bool(strict), options, verify,
+    )  # fmt: skip
     _check_options(options)
     chosen, reason = _detect.choose(backend)
     call = (chosen.name, selection, simulate, parsed)
@@ -94,6 +112,12 @@ def configure_gpu(
             "{}, {}".format(chosen.name, settings),
         )
     _active = _configure(chosen, reason, settings, ranks)
+    if from_outside and ranks is None:
+        _active.applied.append(
+            "COMPAT_SIMULATE={}: simulated devices stand in for gpus={!r}".format(
+                from_outside, gpus
+            )
+        )
     _first_call = call, environ
     for warning in _active.warnings:
         _warn(warning)
@@ -251,7 +275,24 @@ def parallelize(model: "Any", gpus: "Gpus" = None, *, strategy: "Optional[str]" 
         raise errors.wrong_backend(backend.name, _active.backend)
     if ranks is not None:
         return backend.distribute(model, ranks)
-    return backend.parallelize(model, _chosen(backend, selection))
+    devices = _chosen(backend, selection)
+    backend.verify(model, None)
+    return _verified(backend, backend.parallelize(model, devices), devices)
+
+
+def _verified(backend, model, devices):
+    """The model, whose first steps on several devices will be compared with one device."""
+    if _active is not None:
+        steps = _active.settings.verify
+    else:
+        steps = parse_verify(None, os.environ, None)
+    if steps and len(devices) > 1:
+        from . import _verification
+
+        _verification.report_at_exit(os.environ)
+        name = getattr(model, "name", None) or type(model).__name__
+        backend.verify(model, _verification.Verification(name, devices, steps))
+    return model
 
 
 def device(which: "Union[int, str]") -> "ContextManager[Any]":

@@ -28,6 +28,8 @@ class Engine:
     def __init__(self, ranks: "Ranks") -> None:
         self.ranks = ranks
         self.steps = 0  # since the last epoch began
+        self.more = []  # type: List[float]  # exchanged with each step's rows
+        self.totals = None  # type: Any  # their sums
 
     @classmethod
     def join(cls, ranks: "Ranks") -> "Any":
@@ -45,9 +47,22 @@ class Engine:
         """The sum over all ranks of lists of float64 of one length, as an array."""
         raise NotImplementedError
 
+    def gather(self, numbers: "Sequence[int]") -> "List[List[int]]":
+        """Each rank's list of whole numbers up to 2**24, of one length, in the order of ranks."""
+        count = len(numbers)
+        row = [0.0] * (count * self.ranks.size)
+        start = count * self.ranks.rank
+        row[start : start + count] = [float(number) for number in numbers]
+        sums = [int(total) for total in self.sum(row)]
+        return [sums[i * count : (i + 1) * count] for i in range(self.ranks.size)]
+
     def broadcast(self, value: "Any") -> "Any":
         """What rank 0 passes: numbers, texts, arrays and lists of them."""
         raise NotImplementedError
+
+    def state_besides(self, model: "Any") -> "List[Any]":
+        """Variables that training a model of Keras' sets, and that are not among its weights."""
+        return []
 
     def problem(self, error: Exception) -> "Optional[str]":
         """The phrase in which this exception tells of a failure between ranks, or None."""
@@ -72,19 +87,31 @@ class Engine:
                 raise
             raise errors.rank_lost(self.ranks, what, self.absent(), problem) from error
 
-    def share(self, rows: int) -> float:
+    def share(self, rows: int, numbers: "Sequence[float]" = ()) -> float:
         """This rank's share of the step that all ranks begin, where it has so many rows.
 
         Gradients times the shares sum up to the gradient of all rows.
 
+        Arguments:
+            numbers: more to sum up on the way, as many on all ranks: to ``totals``.
+
         Raises:
             RankLostError: other ranks have no more batches.
         """
+        self.more = list(numbers)
         total, ended = self._agree(rows, False)
+        self.stepped(ended)
+        return rows / total
+
+    def stepped(self, ended: "Sequence[int]") -> None:
+        """Count a step. ``ended`` are the ranks that had no more batches.
+
+        Raises:
+            RankLostError: there are such ranks.
+        """
         if ended:
             raise errors.out_of_step(self.ranks, ended, self.steps)
         self.steps += 1
-        return rows / total
 
     def close(self) -> None:
         """Say that this rank has no more batches in this epoch. All say so at once.
@@ -92,10 +119,14 @@ class Engine:
         Raises:
             RankError: other ranks have more.
         """
-        _, ended = self._agree(0, True)
+        ended = self._close()
         if len(ended) < self.ranks.size:
             raise errors.out_of_batches(self.ranks, ended, self.steps)
         self.steps = 0
+
+    def _close(self):
+        """The ranks that have no more batches, this one among them."""
+        return self._agree(0, True)[1]
 
     def _agree(self, rows, closing):
         """The rows of all ranks, and the ranks that have no more."""
@@ -104,9 +135,15 @@ class Engine:
 
     def _exchange(self, rows, flag):
         """The rows of all ranks, and each rank's flag."""
-        flags = [flag * (rank == self.ranks.rank) for rank in range(self.ranks.size)]
-        sums = self.sum([float(rows)] + flags)
-        return float(sums[0]), sums[1:]
+        size = self.ranks.size
+        sums = self.sum([float(rows)] + self.flags(flag) + self.more)
+        self.more = [0.0] * len(self.more)  # of one that has no more batches
+        self.totals = sums[1 + size :]
+        return float(sums[0]), sums[1 : 1 + size]
+
+    def flags(self, flag: float) -> "List[float]":
+        """This rank's flag in its place, which sums up to all ranks' flags."""
+        return [float(flag) * (rank == self.ranks.rank) for rank in range(self.ranks.size)]
 
 
 def print_for_main_thread(error):

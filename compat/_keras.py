@@ -247,22 +247,43 @@ class StatelessReplicas:
         carried = [
             (variable, last[key])
             for key, variable in variables.items()
-            if key in last and not _is_float(variable)
+            if key in last and self.is_carried(variable)
         ]
         scope = Scope(list(values) + carried, collect_losses=True)
         with scope:
             yield scope.losses
         self.updates.append(scope.state_mapping)
 
+    def is_carried(self, variable):
+        """Whether a variable goes on from replica to replica."""
+        return not _is_float(variable)
+
     def finish(self, shares):
         """Set the state, once."""
         for key, variable in self.variables.items():
             values = [update.get(key, variable.value) for update in self.updates]
-            variable.assign(self.mean(values, shares) if _is_float(variable) else values[-1])
+            carried = self.is_carried(variable)
+            variable.assign(values[-1] if carried else self.mean(values, shares))
 
     def add_loss(self, place, loss):
         # The base class's method: functional models refuse their own.
         self.keras.Layer.add_loss(self.model, loss)
+
+
+def reader_and_writer(model):
+    """Functions that read a list of variables as arrays, and write pairs of variable and array."""
+    keras = keras_of(model)
+    if hasattr(keras.backend, "batch_set_value"):
+        return keras.backend.batch_get_value, keras.backend.batch_set_value
+
+    def read(variables):
+        return [keras.ops.convert_to_numpy(variable) for variable in variables]
+
+    def write(pairs):
+        for variable, value in pairs:
+            variable.assign(value)
+
+    return read, write
 
 
 def _is_float(variable):

@@ -3,7 +3,7 @@
 import os
 import warnings
 
-from . import _api, _detect, _devices, _keras, errors
+from . import _api, _detect, _devices, _keras, _verification, errors
 
 #: Rows of the batches: even, uneven, few, fewer than devices, one.
 BATCHES = (64, 61, 13, 2, 1)
@@ -19,15 +19,18 @@ def run(devices=None, backend=None, simulate=False):
         simulate: use CPU devices even where there are GPUs enough.
 
     Returns:
-        Whether the weights were the same, to ``TOLERANCE``, after every step.
+        Whether the weights were the same, to ``TOLERANCE``, after every step, and every device
+        worked, forward and backward.
     """
     # Tensor cores round float32 to ten bits of mantissa, differently for each batch size.
     os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
+    os.environ.update(_detect.choose(backend)[0].recording)
     configuration = _configure(devices, backend, simulate)
     _say(configuration)
     count = len(configuration.devices)
     if count < (devices or 2):
         raise errors.nothing_to_compare(devices or 2, ", ".join(configuration.devices))
+    _verification.record_operations()
     keras = _keras.import_keras(_detect.choose(configuration.backend)[0])
     single, several = _models(keras, count)
     _say(
@@ -35,7 +38,23 @@ def run(devices=None, backend=None, simulate=False):
             configuration.devices[0], count
         )
     )
-    return _compare(single, several, count)
+    same = _compare(single, several, count)
+    return _show_where(configuration.devices) and same
+
+
+def _show_where(devices):
+    """Print where the first step's products ran; whether each device had its part."""
+    ran = {}
+    for record in _verification.records():
+        ran = record.operations
+    worked = [d for d in devices if min(ran.get(d, (0, 0))) > 0]
+    _say("\nMatrix products of a step that each device ran, forward + backward:")
+    for device in devices:
+        _say("  {}: {} + {}".format(device, *ran.get(device, (0, 0))))
+    if len(worked) == len(devices):
+        return True
+    _say("NOT on all devices: {} of {} worked.".format(len(worked), len(devices)))
+    return False
 
 
 def _say(text):
@@ -49,8 +68,8 @@ def _configure(devices, backend, simulate):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", errors.CompatWarning)  # the report shows them
         if simulate:
-            return _api.configure_gpu(backend=backend, simulate=devices or 3)
-        return _api.configure_gpu(devices, backend=backend)
+            return _api.configure_gpu(backend=backend, simulate=devices or 3, verify=1)
+        return _api.configure_gpu(devices, backend=backend, verify=1)
 
 
 def _models(keras, count):

@@ -79,14 +79,49 @@ def parse_simulate(simulate):
     return simulate.__index__()
 
 
+def simulated_from_outside(environ):
+    """The number of simulated devices that ``COMPAT_SIMULATE`` asks for, or None."""
+    text = environ.get("COMPAT_SIMULATE", "").strip()
+    if not text:
+        return None
+    if not text.isdecimal() or not int(text):
+        raise errors.InvalidArgumentError(
+            "COMPAT_SIMULATE={!r} is not a number of devices, 1 or more. Set it to one, for "
+            "example COMPAT_SIMULATE=3, or remove it.".format(text)
+        )
+    return int(text)
+
+
+def parse_verify(verify, environ, simulated):
+    """How many steps to verify: as asked, else ``COMPAT_VERIFY``, else 1 where GPUs are simulated.
+
+    Raises:
+        InvalidArgumentError: that is no number of steps, from 0.
+    """
+    if verify is None:
+        verify = environ.get("COMPAT_VERIFY", "").strip() or int(bool(simulated))
+        if isinstance(verify, str) and verify.isdecimal():
+            verify = int(verify)
+    if isinstance(verify, bool) or not hasattr(verify, "__index__") or verify < 0:
+        raise errors.invalid_verify(verify)
+    return verify.__index__()
+
+
 class Settings:
     """What a backend is to apply: the devices chosen, and the rest as it was asked."""
 
-    _ASKED = ("devices", "memory", "floatx", "persist", "strict", "options")
+    _ASKED = ("devices", "memory", "floatx", "persist", "strict", "options", "verify")
     __slots__ = _ASKED + ("warnings",)
 
     def __init__(
-        self, devices, memory=None, floatx=None, persist=False, strict=False, options=None
+        self,
+        devices,
+        memory=None,
+        floatx=None,
+        persist=False,
+        strict=False,
+        options=None,
+        verify=0,
     ):
         self.devices = devices
         self.memory = memory
@@ -94,6 +129,7 @@ class Settings:
         self.persist = persist
         self.strict = strict
         self.options = dict(options or {})
+        self.verify = verify
         # From the backend: what is not as it was asked.
         self.warnings: "List[str]" = []
 
@@ -108,6 +144,8 @@ class Settings:
         for name in ("persist", "strict"):
             if getattr(self, name):
                 parts.append(name)
+        if self.verify:
+            parts.append("verify: {}".format(self.verify))
         parts += ["{}={!r}".format(*option) for option in sorted(self.options.items())]
         return ", ".join(parts)
 

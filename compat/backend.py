@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from ._ranks import Launch, Ranks
     from ._settings import Settings
+    from ._verification import Verification
 
 
 class Backend:
@@ -32,6 +33,8 @@ class Backend:
     configuration_file = ""  # type: str
     #: Environment variables worth showing in a report.
     variables = ()  # type: Sequence[str]
+    #: Environment variables with which the framework records each operation by itself.
+    recording = {}  # type: Mapping[str, str]
 
     def accepts(self, version: str) -> bool:
         """Whether this backend is the one for ``version`` of its framework."""
@@ -108,6 +111,25 @@ class Backend:
         raise errors.unsupported(
             self.name, "run one model on several devices", "Use one device: gpus=1."
         )
+
+    def verify(self, model: "Any", verification: "Optional[Verification]") -> None:
+        """Have first steps of a model that runs on several devices compared with one device.
+
+        A backend that cannot do so leaves this as it is, which warns.
+
+        Arguments:
+            model: one that ``parallelize`` has returned.
+            verification: which steps, and what compares them; None: no more.
+        """
+        if verification is not None:
+            import warnings
+
+            warnings.warn(
+                "verify={}: the backend {} cannot compare several devices with one, so nothing "
+                "is verified.".format(verification.left["train"], self.name),
+                errors.CompatWarning,
+                stacklevel=4,
+            )
 
     def build(
         self, strategy: str, function: "Callable[[], Any]", devices: "Sequence[str]"

@@ -9,6 +9,10 @@ the exceptions, so that a text stands once and its test (``tests/test_errors.py`
 class CompatError(Exception):
     """Base class of every error that compat raises by itself."""
 
+    # By this TensorFlow's autograph knows that it may raise this class again, with its own
+    # lines in the text; others become a StagingError.
+    __init__ = Exception.__init__
+
 
 class InvalidArgumentError(CompatError, ValueError):
     """An argument has a form or a value that compat does not know."""
@@ -56,6 +60,10 @@ class DeviceFailedError(CompatError, RuntimeError):
 
 class NotAModelError(CompatError, TypeError):
     """``parallelize()`` was given something that is not a model of an installed Keras."""
+
+
+class ResultsDifferError(CompatError, ArithmeticError):
+    """A model on several devices does not do what it does on one."""
 
 
 class RankError(CompatError, RuntimeError):
@@ -111,6 +119,24 @@ def invalid_floatx(floatx):
     return InvalidArgumentError(
         'floatx={!r} is not understood. Use "float16", "float32", "float64", or None (what Keras '
         "is set to).".format(floatx)
+    )
+
+
+def invalid_verify(verify):
+    return InvalidArgumentError(
+        "verify={!r} (or the variable COMPAT_VERIFY) is not a number of steps to verify. "
+        "Give 0 for none, or 1 or more, for example verify=1.".format(verify)
+    )
+
+
+def results_differ(model, kind, devices, label, difference, limit, cause):
+    return ResultsDifferError(
+        "The first thing that differs when model {!r} does a {} step on {} devices and on one is "
+        "{}: by {:.3g}, where rounding explains at most {:.1g}. {} The model is as it was before "
+        "the step. Change the model, or run it on one device: parallelize(model, gpus=1); "
+        "verify=0 goes on without looking.".format(
+            model, kind, devices, label, difference, limit, cause
+        )
     )
 
 
@@ -395,6 +421,33 @@ def no_rows_in_result(shapes, sizes):
         "replicas were given {} rows and returned {}. Compute totals and means outside of the "
         "block that is parallelized.".format(
             ", ".join(str(size or 1) for size in sizes), ", ".join(map(str, shapes))
+        )
+    )
+
+
+def rows_cannot_be_cut(model, problem):
+    return UnsupportedError(
+        "{!r} cannot be computed on a part of a batch: {}.\n"
+        "parallelize() cuts each batch by rows: every input needs one row for each sample, and "
+        "nothing may depend on how many there are. parallelize(model, gpus=1) runs it whole, on "
+        "one device.".format(model, problem.strip().rstrip("."))
+    )
+
+
+def state_of_replicas(operation, model, state):
+    return UnsupportedError(
+        "The operation {} of {!r} has the state {!r}, which several devices would each change by "
+        "their own rows. How these go together is known of BatchNorm's averages only. "
+        "parallelize(model, gpus=1) runs it on one device.".format(operation, model, state)
+    )
+
+
+def across_rows(operation, model, device):
+    """The text of a warning."""
+    return (
+        "The operation {} of {!r} computes across the rows of a batch, of which each device has a "
+        "part. It, and all that follows from it, runs on {} with the whole batch.".format(
+            operation, model, device
         )
     )
 

@@ -23,14 +23,16 @@ import functools
 import importlib
 import itertools
 import os
+import re
 import subprocess
 import sys
+import warnings
 
 import numpy as np
 import pytest
 
 import compat
-from compat import _registry, _selftest
+from compat import _registry, _selftest, _verification
 
 DEVICES = 3
 
@@ -345,6 +347,9 @@ class BackendContract:
 class ParallelContract(BackendContract):
     """What a backend that runs several devices in one process must pass besides."""
 
+    #: What becomes of an operation across the rows of a batch: "right", or "found" and refused.
+    across_rows = "found"
+
     def test_test_command_compares_step_by_step(self):
         status, out = self.command(
             self.prelude
@@ -362,7 +367,26 @@ class ParallelContract(BackendContract):
         rows = [[str(step), str(rows)] for step, rows in enumerate(_selftest.BATCHES, 1)]
         assert [step for step in steps if step in rows + [["1", "1"]]] == rows + [["1", "1"]]
         assert "\nThe same: no weight ever differs by more than 1e-05.\n" in out
-        assert out.endswith("\nNOT the same: a weight differs by more than -1.\n")
+        assert "\nNOT the same: a weight differs by more than -1.\n" in out
+        ran = re.findall(r"^  \S+: (\d+) \+ (\d+)$", out, re.MULTILINE)
+        assert len(ran) == 2 * DEVICES and len(set(ran)) == 1 and "0" not in ran[0], ran
+
+    def test_test_command_fails_where_one_device_worked(self):
+        status, out = self.command(
+            self.prelude
+            + "import sys\n"
+            "from compat import _registry, _selftest\n"
+            "from compat import __main__\n"
+            "_selftest.BATCHES = (13,)\n"
+            "backend = _registry.load({!r})\n"
+            "type(backend).parallelize = lambda self, model, devices: model\n"
+            "sys.exit(__main__.main(['test', '--devices', '{}', '--simulate']))\n".format(
+                self.backend, DEVICES
+            )
+        )
+        assert status == 1, out
+        assert "\nThe same: no weight ever differs" in out
+        assert re.search(r"\nNOT on all devices: [01] of {} worked.\n$".format(DEVICES), out), out
 
     # The same numbers -------------------------------------------------------------------------
 
@@ -586,6 +610,95 @@ class ParallelContract(BackendContract):
             means.append(model.get_weights()[2])
             assert np.abs(means[-1]).max() > 0.1
         np.testing.assert_allclose(means[0], means[1], rtol=1e-4, atol=1e-5)
+
+    # Verification -----------------------------------------------------------------------------
+
+    def verified(self, model, steps=1):
+        """Have the model's first steps verified, and return the record of what was."""
+        devices = compat._api.configured_backend().devices()
+        verification = _verification.Verification(model.name, devices, steps)
+        _registry.load(self.backend).verify(model, verification)
+        return verification.record
+
+    @pytest.mark.parametrize("name", in_span(sorted(CASES), ["dense"]))
+    def test_first_steps_are_verified(self, keras, name):
+        """They leave the model as steps do that are not, and say what they compared."""
+        inputs, targets = CASES[name].data(45)
+        models = [self.compiled(keras, name, parallel=True) for _ in range(2)]
+        record = self.verified(models[1], 2)
+        for model in models:
+            model.fit(
+                inputs, targets, batch_size=16, epochs=1, shuffle=False, verbose=0,
+                validation_data=(inputs, targets),
+            )  # fmt: skip
+            model.predict(inputs, verbose=0)
+        assert record.steps == {"train": 2, "evaluate": 1, "predict": 1}
+        assert record.compared > 2 * len(models[0].get_weights())
+        assert not record.incomparable
+        assert 0 < record.largest[0] < 1e-3  # the same work in another order
+        self.close(models[0].get_weights(), models[1].get_weights())
+
+    @span
+    def test_a_difference_is_found_and_the_model_left_as_it_was(self, keras, monkeypatch):
+        """A weight that a step on several devices changes by a tenth too much."""
+        inputs, targets = CASES["dense"].data(45)
+        model = self.compiled(keras, "dense", parallel=True)
+        model.train_on_batch(inputs, targets)
+        start = model.get_weights()
+        self.verified(model)
+        difference = self.disturb(monkeypatch)
+        with pytest.raises(compat.ResultsDifferError) as caught:
+            model.train_on_batch(inputs, targets)
+        assert "model {!r} does a training step on 3 devices".format(model.name) in str(
+            caught.value
+        )
+        assert difference and difference[0] in str(caught.value)
+        self.close(start, model.get_weights(), 1e-12)
+        model.train_on_batch(inputs, targets)  # it can be trained on
+        assert largest_difference(start, model.get_weights()) > 1e-4
+
+    def disturb(self, monkeypatch):
+        """Change a weight after each step on several devices; the list gets its label."""
+        labels = []
+        verify = _verification.Comparison.compare
+
+        def compare(comparison, found):
+            label = sorted(label for label in found if label.startswith("weight"))[0]
+            change = found[label] - comparison.start[label]
+            labels.append(label)
+            verify(comparison, dict(found, **{label: found[label] + 0.1 * change}))
+
+        monkeypatch.setattr(_verification.Comparison, "compare", compare)
+        return labels
+
+    @span
+    def test_operation_across_rows_is_right_or_found(self, keras):
+        """Each row less the mean of all rows of the batch, which no replica sees."""
+        K = keras.ops if hasattr(keras, "ops") else keras.backend
+
+        def build():
+            layers = keras.layers
+            rows = layers.Input(shape=(8,))
+            hidden = layers.Dense(6, name="hidden")(rows)
+            centred = layers.Lambda(lambda x: x - K.mean(x, axis=0, keepdims=True))(hidden)
+            return keras.models.Model(rows, layers.Dense(4, name="classes")(centred))
+
+        inputs, targets = CASES["dense"].data(45)
+        plain, parallel = initialise(build()), initialise(build())
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", compat.CompatWarning)
+                compat.parallelize(parallel)
+                for model in (plain, parallel):
+                    model.compile(optimizer(keras, "sgd"), "mse")
+                self.verified(parallel)
+                for model in (plain, parallel):
+                    model.train_on_batch(inputs, targets)
+        except (compat.ResultsDifferError, compat.UnsupportedError, compat.CompatWarning) as error:
+            assert self.across_rows == "found", error
+        else:
+            assert self.across_rows == "right"
+            self.close(plain.get_weights(), parallel.get_weights())
 
     # Ways to train ----------------------------------------------------------------------------
 

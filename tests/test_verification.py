@@ -1,0 +1,246 @@
+"""Verification, on a model of a few numbers: what is compared, what is found, what is said."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import compat
+from compat import _verification
+from compat._settings import parse_verify, simulated_from_outside
+
+
+class Regression(_verification.Step):
+    """One step of linear regression; ``fault`` changes what several devices make of it."""
+
+    def __init__(self, fault=None, noise=0.0, dtype="float32", by_design=None, rows=61):
+        random = np.random.RandomState(0)
+        self.inputs = random.normal(size=(rows, 8)).astype(dtype)
+        self.targets = random.normal(size=(rows, 4)).astype(dtype)
+        self.dtype = dtype
+        self.by_design = by_design
+        self.values = {
+            "weight kernel": (random.normal(size=(8, 4)) * 0.3).astype(dtype),
+            "state seen": np.zeros((), "int64"),
+            "state random": np.array(1),
+        }
+        self.fault = fault or (lambda results, values: None)
+        self.noise = noise
+        self.inferred = []
+
+    def read(self):
+        return dict(self.values)
+
+    def write(self, values):
+        self.values.update(values)
+
+    def is_random(self, label):
+        return label == "state random"
+
+    def _do(self, parts):
+        kernel = self.values["weight kernel"]
+        noise = np.random.RandomState(int(self.values["state random"])).normal(size=kernel.shape)
+        self.values["state random"] = self.values["state random"] + 1
+        gradient, loss = np.zeros_like(kernel), 0.0
+        for inputs, targets in zip(
+            np.array_split(self.inputs, parts), np.array_split(self.targets, parts)
+        ):
+            error = inputs.dot(kernel) - targets
+            gradient += inputs.T.dot(error).astype(self.dtype)
+            loss += float((error**2).sum())
+        gradient = gradient / len(self.inputs) + (self.noise * noise).astype(self.dtype)
+        self.values["weight kernel"] = (kernel - 0.1 * gradient).astype(self.dtype)
+        self.values["state seen"] = self.values["state seen"] + len(self.inputs)
+        return {"the loss": np.asarray(loss / len(self.inputs) + self.noise * noise[0, 0])}
+
+    def on_one_device(self):
+        return self._do(1)
+
+    def on_all_devices(self):
+        results = self._do(3)
+        self.fault(results, self.values)
+        return "given", results
+
+    def outputs(self, undivided):
+        self.inferred.append(undivided)
+        return {"output 1": self.inputs.dot(self.values["weight kernel"])}
+
+
+def verify(step, steps=1):
+    verification = _verification.Verification("model", ["a", "b", "c"], steps)
+    start = {label: value.copy() for label, value in step.values.items()}
+    try:
+        return verification, verification.verify("train", step)
+    except compat.ResultsDifferError:
+        for label, value in start.items():
+            np.testing.assert_array_equal(step.values[label], value)
+        raise
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+def test_rounding_is_no_difference(dtype):
+    step = Regression(dtype=dtype)
+    verification, given = verify(step)
+    assert given == "given"
+    assert verification.record.steps == {"train": 1, "evaluate": 0, "predict": 0}
+    assert verification.record.compared == 3
+    assert verification.record.incomparable == {}
+    assert step.values["state seen"] == 61, "the step counts once"
+    assert not step.inferred
+
+
+def scaled(factor):
+    def fault(results, values):
+        start = Regression().values["weight kernel"]
+        values["weight kernel"] = start + (values["weight kernel"] - start) * factor
+
+    return fault
+
+
+def counted_by_each(results, values):
+    values["state seen"] = values["state seen"] * 3
+
+
+def not_a_number(results, values):
+    values["weight kernel"] = values["weight kernel"] * np.float32("nan")
+
+
+def short(results, values):
+    results["the loss"] = np.zeros(2)
+
+
+@pytest.mark.parametrize(
+    "fault, label, cause",
+    [
+        (scaled(1 / 3.0), "weight kernel", "It is 1/3 of it: a loss that is a sum over the rows"),
+        (scaled(3.0), "weight kernel", "It is 3 times as much: each replica counted all of it."),
+        (scaled(1.01), "weight kernel", "A loss or an operation that is no mean over the rows"),
+        (counted_by_each, "state seen", "It is 3 times as much: each replica counted all of it."),
+        (not_a_number, "weight kernel", "A loss or an operation that is no mean over the rows"),
+        (short, "the loss", "A loss or an operation that is no mean over the rows"),
+    ],
+)
+def test_a_difference_is_an_error_that_names_it(fault, label, cause):
+    with pytest.raises(compat.ResultsDifferError) as caught:
+        verify(Regression(fault))
+    assert "does a training step on 3 devices and on one is {}:".format(label) in str(caught.value)
+    assert cause in str(caught.value)
+
+
+def test_the_whole_text():
+    with pytest.raises(compat.ResultsDifferError) as caught:
+        verify(Regression(counted_by_each))
+    assert str(caught.value) == (
+        "The first thing that differs when model 'model' does a training step on 3 devices and on "
+        "one is state seen: by 122, where rounding explains at most 0. It is 3 times as much: each "
+        "replica counted all of it. The model is as it was before the step. Change the model, or "
+        "run it on one device: parallelize(model, gpus=1); verify=0 goes on without looking."
+    )
+
+
+def test_what_is_random_is_compared_in_inference():
+    step = Regression(noise=0.1)
+    verification, _ = verify(step)
+    assert step.inferred == [True, True, False]
+    assert verification.record.incomparable == {"the train step": "it is random"}
+    assert verification.record.compared == 1
+
+
+def test_what_differs_by_design_is_compared_in_inference():
+    step = Regression(scaled(2.0), by_design="layer 'bn' normalises by itself")
+    verification, _ = verify(step)
+    assert step.inferred == [True, True, False]
+    assert verification.record.incomparable == {"the train step": "layer 'bn' normalises by itself"}
+
+
+def test_a_difference_in_inference_is_found_although_training_is_random(monkeypatch):
+    step = Regression(noise=0.1)
+    monkeypatch.setattr(step, "outputs", lambda undivided: {"output 1": np.ones(3) * undivided})
+    with pytest.raises(compat.ResultsDifferError) as caught:
+        verify(step)
+    assert "output 1: by 1" in str(caught.value)
+
+
+def test_nothing_compared_is_a_warning(monkeypatch):
+    step = Regression(noise=0.1)
+    monkeypatch.setattr(step, "outputs", lambda undivided: None)
+    with pytest.warns(compat.CompatWarning, match="Nothing was compared"):
+        verify(step)
+
+
+def test_so_many_steps_and_no_more():
+    verification = _verification.Verification("model", ["a", "b"], 2)
+    for wanted in (True, True, False):
+        assert verification.wants("train") == wanted
+        if wanted:
+            verification.verify("train", Regression())
+    assert verification.wants("predict") and verification.wants("evaluate")
+    assert not _verification.Verification("model", ["a", "b"], 0).wants("predict")
+
+
+def test_record_for_a_person():
+    record = _verification.Record("net", ["cpu:0", "cpu:1"])
+    record.steps["train"], record.steps["predict"] = 2, 1
+    record.compared, record.largest = 12, (1.2e-6, "weight kernel")
+    record.operations = {"cpu:0": (2, 3), "cpu:1": (0, 0)}
+    record.incomparable = {"metric {}".format(i): "one device does not repeat it" for i in range(5)}
+    assert _verification.shown(record.as_dict()) == [
+        "model 'net' on cpu:0, cpu:1",
+        "  verified: 2 training steps, 1 prediction step; 12 values",
+        "  largest difference: 1.2e-06 of its size (weight kernel)",
+        "  products ran, forward + backward: cpu:0 2 + 3, cpu:1 0 + 0",
+        "  only 1 of its devices worked",
+        "  not compared: metric 0, metric 1, metric 2 and 2 more (one device does not repeat it)",
+    ]
+    assert not _verification.is_good(record.as_dict())
+    record.operations["cpu:1"] = (2, 3)
+    assert _verification.is_good(record.as_dict())
+    record.failure = "it differs"
+    assert not _verification.is_good(record.as_dict())
+    assert _verification.shown(record.as_dict())[-1] == "  it differs"
+
+
+def test_records_are_left_at_exit(tmp_path):
+    program = (
+        "import os, sys\n"
+        "from compat import _verification\n"
+        "_verification.report_at_exit(os.environ)\n"
+        "_verification._records.append(_verification.Record('net', ['a']))\n"
+    )
+    environ = dict(os.environ, COMPAT_VERIFY_REPORT=str(tmp_path))
+    subprocess.check_call([sys.executable, "-c", program], env=environ)
+    (file,) = tmp_path.iterdir()
+    (record,) = json.loads(file.read_text())
+    assert (record["model"], record["devices"], record["failure"]) == ("net", ["a"], None)
+
+
+def test_how_many_steps_are_verified():
+    assert parse_verify(None, {}, 3) == 1
+    assert parse_verify(None, {}, None) == 0
+    assert parse_verify(None, {"COMPAT_VERIFY": "4"}, None) == 4
+    assert parse_verify(None, {"COMPAT_VERIFY": "0"}, 3) == 0
+    assert parse_verify(2, {"COMPAT_VERIFY": "4"}, 3) == 2
+    for wrong in (-1, "3", 1.5, True):
+        with pytest.raises(compat.InvalidArgumentError):
+            parse_verify(wrong, {}, None)
+    with pytest.raises(compat.InvalidArgumentError) as caught:
+        parse_verify(None, {"COMPAT_VERIFY": "yes"}, None)
+    assert str(caught.value) == (
+        "verify='yes' (or the variable COMPAT_VERIFY) is not a number of steps to verify. "
+        "Give 0 for none, or 1 or more, for example verify=1."
+    )
+
+
+def test_simulated_devices_from_outside():
+    assert simulated_from_outside({}) is None
+    assert simulated_from_outside({"COMPAT_SIMULATE": " 3 "}) == 3
+    for wrong in ("0", "-1", "three"):
+        with pytest.raises(compat.InvalidArgumentError) as caught:
+            simulated_from_outside({"COMPAT_SIMULATE": wrong})
+        assert str(caught.value) == (
+            "COMPAT_SIMULATE={!r} is not a number of devices, 1 or more. Set it to one, for "
+            "example COMPAT_SIMULATE=3, or remove it.".format(wrong)
+        )
