@@ -266,10 +266,12 @@ def shard(data: "Any", batch_size: "Optional[int]" = None) -> "Any":
     Arguments:
         data: an array, or anything else with ``shape`` and slices along its first axis; a tuple,
             list or dictionary of those, which have the same number of rows (None stays None);
-            or a ``tf.data.Dataset``, of which each rank gets every N-th element.
+            or a ``tf.data.Dataset``, of rows or of batches. Shuffle it afterwards, or with a seed.
         batch_size: rows of a batch of all ranks together. With it a rank's k-th batch of
             ``local_batch_size(batch_size)`` rows is its part of the k-th batch that one process
-            would see, also where a batch does not divide evenly.
+            would see, also where a batch does not divide evenly. A dataset of batches stays one,
+            of this rank's parts of them. Without it each rank gets every N-th element of a
+            dataset, and a run of an array's rows.
 
     Returns:
         The same structure.
@@ -283,7 +285,15 @@ def shard(data: "Any", batch_size: "Optional[int]" = None) -> "Any":
     if place is None:
         return data
     if hasattr(data, "element_spec") and hasattr(data, "shard"):
-        return data.shard(place.size, place.rank)
+        if batch_size is not None:
+            local_batch_size(batch_size)  # one row per rank, at least
+        from . import _ranks_datasets
+
+        texts = []  # type: List[str]
+        dataset = _ranks_datasets.shard(place, data, batch_size, _bounds, texts.append)
+        for text in texts:
+            _warn(text)
+        return dataset
     lengths = sorted(set(_lengths(data)))
     if not lengths:
         raise errors.no_rows()

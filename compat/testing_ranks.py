@@ -176,6 +176,46 @@ def normalise(keras, folder):
     return {"weight%d" % place: w for place, w in enumerate(model.get_weights())}, {}
 
 
+# How far weights may be from one process's, whose matrix products sum up in that type, too.
+POLICIES = {"mixed_float16": 3e-3, "mixed_bfloat16": 1e-2}
+
+
+def mixed(keras, folder, policies):
+    """Train under policies of mixed precision; then a step that overflows on the last rank."""
+    arrays, facts = {}, {}
+    for policy in policies:
+        keras.mixed_precision.set_global_policy(policy)
+        try:
+            model = compat.parallelize(lambda: _start(keras, "multi", {}))
+        finally:
+            keras.mixed_precision.set_global_policy("float32")
+        model.compile(optimizer(keras, "sgd"), CASES["multi"].loss)
+        _fit(model, "multi", 3)
+        scales = [_loss_scale(model.optimizer)]
+        for place, weight in enumerate(model.get_weights()):
+            arrays["{}-{}".format(policy, place)] = weight
+        if scales[0] is not None:
+            (left, right), (score, same), batch_size = _data("multi")
+            if compat.rank() == compat.size() - 1:
+                score = score.copy()
+                score[batch_size - 1] = 1e8  # one process has it in the same batch
+            rows = slice(batch_size)
+            model.train_on_batch([left[rows], right[rows]], [score[rows], same[rows]])
+            scales.append(_loss_scale(model.optimizer))
+            for place, weight in enumerate(model.get_weights()):
+                arrays["{}-overflow-{}".format(policy, place)] = weight
+        facts[policy] = scales
+    return arrays, facts
+
+
+def _loss_scale(optimizer):
+    """Of mixed_float16's optimizer; other optimizers have none."""
+    for name in ("loss_scale", "dynamic_scale"):
+        if getattr(optimizer, name, None) is not None:
+            return float(np.asarray(getattr(optimizer, name)))
+    return None
+
+
 FAULTS = {
     "raise": lambda: _raise(),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
@@ -273,6 +313,8 @@ class RanksContract:
     #: Cases and optimizers to train: SGD shows the scale of a gradient, Adam hides it; the LSTM's
     #: embedding has a sparse gradient.
     trials = (("dense", "sgd"), ("lstm", "sgd"), ("multi", "sgd"), ("multi", "adam"))
+    #: Policies of mixed precision that this Keras has on this backend: of ``POLICIES``.
+    policies = ()  # type: tuple
     #: Seconds that ranks wait for each other in the tests of faults.
     timeout = 20
     #: How much longer than that a fault may take to end a job, starting Python included.
@@ -333,6 +375,8 @@ class RanksContract:
                 ("train_on", [self.extension]),
                 ("normalise", []),
             ]
+            if self.policies:
+                functions.append(("mixed", [self.policies]))
             job = self.start(size, folder, *functions, two_machines=size == 3)
             assert job.status == 0, job.out + job.err
 
@@ -403,6 +447,32 @@ class RanksContract:
             assert np.abs(arrays[name]).max() > 1e-3
             difference = largest_difference([arrays[name]], [one[name]])
             assert difference <= self.tolerance, difference
+
+    @pytest.mark.parametrize("size", SIZES)
+    def test_mixed_precision_trains_to_the_numbers_of_one_process(self, results, size):
+        """With the same loss scale; a step that overflows on one rank is skipped on all."""
+        if not self.policies:
+            assert not hasattr(keras_under_test(), "mixed_precision")
+            return
+        (one, one_facts), *_ = results(1, "mixed")
+        ranks = results(size, "mixed")
+        for policy in self.policies:
+            keys = sorted(key for key in one if key.startswith(policy + "-"))
+            before = [key for key in keys if "overflow" not in key]
+            after = [key for key in keys if "overflow" in key]
+            for arrays, facts in ranks:
+                difference = largest_difference(
+                    [arrays[key] for key in before], [one[key] for key in before]
+                )
+                assert difference <= POLICIES[policy], (policy, difference)
+                assert facts[policy] == one_facts[policy]
+                for key in keys:
+                    np.testing.assert_array_equal(arrays[key], ranks[0][0][key], err_msg=key)
+                for key, skipped in zip(before, after):
+                    np.testing.assert_array_equal(arrays[key], arrays[skipped])
+            if "float16" in policy.split("_"):
+                normal, reduced = one_facts[policy]
+                assert reduced == normal / 2
 
     @pytest.mark.parametrize("size", in_span(SIZES, [2]))
     def test_goes_on_from_rank_0_after_a_fit(self, results, size):

@@ -344,12 +344,22 @@ def test_steps_are_shared_by_rows(rank):
         engine.share(10)
 
 
+def test_numbers_ride_with_the_rows_of_a_step(rank):
+    rank(1, 3)
+    engine = Together(_ranks.launched(os.environ))
+    engine.others = (30.0, 0.0, 0.0, 0.0, 1.5, 2.5)
+    assert engine.share(10, [0.5, 0.0]) == 0.25
+    assert list(engine.totals) == [2.0, 2.5]
+
+
 def test_epochs_end_on_all_ranks_at_once(rank):
     rank(1, 3)
     engine = Together(_ranks.launched(os.environ))
     engine.others = (20.0, 0.0, 0.0, 0.0)
     engine.share(10)
-    engine.others = (0.0, 1.0, 0.0, 1.0)
+    engine.others = (20.0, 0.0, 0.0, 0.0, 3.0)
+    engine.share(10, [1.0])
+    engine.others = (0.0, 1.0, 0.0, 1.0, 0.0)  # as many numbers as before
     engine.close()
     assert engine.steps == 0
     engine.others = (10.0, 0.0, 0.0, 1.0)

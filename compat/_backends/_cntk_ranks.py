@@ -10,32 +10,30 @@ import contextlib
 
 import numpy as np
 
-from .. import _keras_ranks
+from .. import _keras_ranks, _keras_ranks_functions
 from . import _mpi
 
 
 def distribute(model, ranks):
     """Make a model one of the ranks', in place. A second time changes nothing."""
-    kinds = MakeTrainFunction, _keras_ranks.MakeTestFunction
-    _keras_ranks.install_functions(model, _mpi.MPI.join(ranks), kinds)
+    kinds = MakeTrainFunction, _keras_ranks_functions.MakeTestFunction
+    _keras_ranks_functions.install(model, _mpi.MPI.join(ranks), kinds)
     return model
 
 
-class MakeTrainFunction(_keras_ranks.MakeFunction):
+class MakeTrainFunction(_keras_ranks_functions.MakeFunction):
     method = "_make_train_function"
     function = "train_function"
 
     def __init__(self, engine):
         super().__init__(engine)
-        self.share = None  # CNTK's constant in the loss
+        self.factor = None  # CNTK's constant in the loss
 
     def run(self, function, inputs):
         if not function.started:
             _keras_ranks.same_start(function.model, self.engine)
-        rows = len(inputs[0])
-        _keras_ranks.count(function.model, rows, True)
-        share = self.engine.share(rows)
-        self.share.value = np.asarray(share, "float32")
+        share, inputs = self.share(function, inputs)
+        self.factor.value = np.asarray(share, "float32")
         with self.engine.watched("for the others' gradients"):
             result = function.made(inputs)
         self.mean_state(_state(function.model), share)
@@ -61,13 +59,13 @@ class MakeTrainFunction(_keras_ranks.MakeFunction):
 
         def function(inputs, outputs, updates=(), **options):
             made = make(inputs, outputs, updates, **options)
-            self.share = cntk.constant(0.0)
+            self.factor = cntk.constant(0.0)
             if made.trainer is None:  # nothing is to be trained
                 return made
             learners = made.trainer.parameter_learners
             made.trainer = cntk.Trainer(
                 cntk.combine(made.trainer_output),  # what is not the loss it does not sum up
-                (made.loss * self.share,),
+                (made.loss * self.factor,),
                 [cntk.train.distributed.data_parallel_distributed_learner(*learners)],
             )
             return made

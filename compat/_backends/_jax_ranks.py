@@ -12,7 +12,16 @@ import sys
 import threading
 import time
 
-from .. import _engine, _keras, _keras_ranks, _ranks, errors
+from .. import (
+    _checksum,
+    _engine,
+    _keras,
+    _keras3_ranks,
+    _keras_ranks,
+    _keras_ranks_losses,
+    _ranks,
+    errors,
+)
 
 # How often a rank that waits looks whether another one has gone, in seconds.
 _LOOK = 0.2
@@ -67,23 +76,30 @@ class JaxDistributed(_engine.Engine):
         self.rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("ranks"))
         whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         self.total = jax.jit(lambda rows: rows.sum(0, dtype=rows.dtype), out_shardings=whole)
+        self.all_rows = jax.jit(lambda rows: rows, out_shardings=whole)
         atexit.register(self.end)
         threading.Thread(target=self.watch, daemon=True).start()
 
     def sum(self, values):
         import numpy as np
 
-        return np.asarray(self.sum_array(np.asarray(values, "float32"), "for the others"))
+        # By their bytes: unless told to, JAX makes float32 of float64.
+        row = np.asarray(values, "float64").view("uint32")
+        rows = np.asarray(self.collect(self.all_rows, row, "for the others"))
+        return rows.view("float64").sum(0)
 
     def sum_array(self, array, what="for the others' gradients"):
         """The sum of an array over all ranks, on this process's device."""
+        return self.collect(self.total, array, what)
+
+    def collect(self, function, array, what):
+        """What a function makes of all ranks' arrays, on this process's device."""
         jax = self.jax
         with self.waiting(what):
             row = jax.device_put(array[None], jax.local_devices()[0])
             shape = (self.ranks.size,) + row.shape[1:]
             rows = jax.make_array_from_single_device_arrays(shape, self.rows, [row])
-            total = self.total(rows).addressable_data(0)
-            return total.block_until_ready()
+            return function(rows).addressable_data(0).block_until_ready()
 
     def broadcast(self, value):
         import numpy as np
@@ -219,14 +235,8 @@ class RankedTrainFunction(_keras_ranks.RankedMethod):
     method = "make_train_function"
 
     def __call__(self, model, force=False):
-        if model.train_function is not None and not force:
-            return
-        step = Step(model, self.engine)
-        if not model.run_eagerly and model.jit_compile:
-            jax = sys.modules["jax"]
-            step.compute = jax.jit(step.compute, donate_argnums=0)
-            step.update = jax.jit(step.update, donate_argnums=(0, 1))
-        model.train_function = model._make_function(step)
+        if model.train_function is None or force:
+            model.train_function = model._make_function(Step(model, self.engine))
 
 
 class RankedTestFunction(_keras_ranks.RankedMethod):
@@ -237,15 +247,90 @@ class RankedTestFunction(_keras_ranks.RankedMethod):
     def __call__(self, model, force=False):
         if model.test_function is not None and not force:
             return
-        step = model.test_step
-        if not model.run_eagerly and model.jit_compile:
-            step = sys.modules["jax"].jit(step, donate_argnums=0)
+        reduced = Reduced(
+            model, self.engine, lambda state, data, share: model.test_step(state, data)
+        )
 
         def counted(state, data):
-            _keras_ranks.count(model, _rows(model, data), False)
-            return step(state, data)
+            rows = _rows(model, data)
+            _keras_ranks.count(model, rows, False)
+
+            def share():
+                _keras_ranks.in_step(model)
+                return self.engine.share(rows)
+
+            return reduced(state, data, share)
 
         model.test_function = model._make_function(counted)
+
+
+def _compiled(model):
+    return not model.run_eagerly and model.jit_compile
+
+
+class Reduced:
+    """A step in which Keras' losses divide by what all ranks have, where they are no means.
+
+    Their totals (the rows that a mask leaves, for example) are exchanged before, by a program of
+    their own. It has the whole step in it, of which XLA leaves out all that they do not need.
+    """
+
+    def __init__(self, model, engine, step):
+        jax = sys.modules["jax"]
+        self.engine = engine
+        self.keras = _keras.keras_of(model)
+        self.step = step  # of state, data and this rank's share of the rows
+        self.asked = {}  # shapes of data -> whether losses ask for the share, and for totals
+        self.compiled = _compiled(model)
+        self.ask = jax.jit(self.find) if self.compiled else self.find
+        self.run = jax.jit(self.reduced, donate_argnums=0) if self.compiled else self.reduced
+
+    def __call__(self, state, data, share):
+        """``share`` is a function that gives the share, and is called only where it is needed."""
+        key = str([getattr(leaf, "shape", None) for leaf in self.keras.tree.flatten(data)])
+        if key not in self.asked:
+            self.asked[key] = self.what_is_asked(state, data)
+        needs_share, needs_totals = self.asked[key]
+        mine = share() if needs_share else 1.0
+        totals = []
+        if needs_totals:
+            parts = self.ask(state, data, mine)
+            sums = iter(self.engine.sum([float(part) for group in parts for part in group]))
+            totals = [[float(next(sums)) for _ in group] for group in parts]
+        return self.run(state, data, mine, totals)
+
+    def what_is_asked(self, state, data):
+        """Found by tracing the step; one that cannot be traced is taken to ask for all."""
+        if not self.compiled:
+            return True, True
+        asked = []
+        found = sys.modules["jax"].eval_shape(
+            lambda state, data: self.find(state, data, 1.0, asked), state, data
+        )
+        return bool(asked or found), bool(found)
+
+    def find(self, state, data, share, asked=None):
+        """The lists of which losses ask the totals."""
+        found = []
+
+        def total(values):
+            found.append(list(values))
+            return values
+
+        def give_share():
+            if asked is not None:
+                asked.append(share)
+            return share
+
+        with _keras_ranks_losses.Reductions(give_share, total).within(self.keras):
+            self.step(state, data, give_share)
+        return found
+
+    def reduced(self, state, data, share, totals):
+        rest = iter(totals)
+        reductions = _keras_ranks_losses.Reductions(lambda: share, lambda values: next(rest))
+        with reductions.within(self.keras):
+            return self.step(state, data, lambda: share)
 
 
 class Step:
@@ -254,50 +339,55 @@ class Step:
     def __init__(self, model, engine):
         self.model = model
         self.engine = engine
-        made = {id(v) for layer in model._flatten_layers() for v in layer._non_trainable_variables}
-        # Moving averages and their like; not weights that are frozen.
+        self.compute = Reduced(model, engine, self.gradients)
+        self.update = self.updated
+        if _compiled(model):
+            self.update = sys.modules["jax"].jit(self.updated, donate_argnums=(0, 1))
+        averaged = {id(variable) for variable in _keras3_ranks.averaged(model)}
         self.averaged = [
             place
             for place, variable in enumerate(model.non_trainable_variables)
-            if id(variable) in made and "float" in str(variable.dtype)
+            if id(variable) in averaged
         ]
+        self.count = 0
 
     def __call__(self, state, data):
         rows = _rows(self.model, data)
         _keras_ranks.count(self.model, rows, True)
         share = self.engine.share(rows)
-        logs, flat, trainable, others = self.compute(state, data, share)
-        trainable, others = self.update(trainable, others, self.engine.sum_array(flat))
+        if not self.count:
+            self.check_loss(state, data)
+        logs, buckets, trainable, others = self.compute(state, data, lambda: share)
+        means = [self.engine.sum_array(bucket) for bucket in buckets]
+        trainable, others = self.update(trainable, others, means)
+        self.count += 1
         non_trainable, optimizer, metrics = others
-        return logs, (trainable, non_trainable, optimizer, metrics)
+        state = trainable, non_trainable, optimizer, metrics
+        return logs, self.verified(state) if _checksum.is_due(self.count) else state
 
-    def compute(self, state, data, share):
+    def gradients(self, state, data, share):
         """Keras' own step up to the update: this rank's part of gradients and averages."""
-        jnp = sys.modules["jax"].numpy
         trainable, before, _, _ = state
-        with _captured(self.model) as gradients:
+        with _captured(self.model, share) as captured:
             logs, (trainable, non_trainable, optimizer, metrics) = self.model.train_step(
                 state, data
             )
-        if len(gradients) != 1:
-            raise errors.not_one_update(self.model.name, len(gradients))
-        changes = [non_trainable[place] - before[place] for place in self.averaged]
-        parts = [jnp.ravel(part).astype("float32") for part in list(gradients[0]) + changes]
+        if len(captured.gradients) != 1:
+            raise errors.not_one_update(self.model.name, len(captured.gradients))
+        scale = 1.0 if captured.scaled else share()
+        parts = [gradient * scale for gradient in captured.gradients[0]]
+        parts += [(non_trainable[place] - before[place]) * share() for place in self.averaged]
         non_trainable = [
             before[place] if place in self.averaged else value
             for place, value in enumerate(non_trainable)
         ]
-        return logs, jnp.concatenate(parts) * share, trainable, (non_trainable, optimizer, metrics)
+        return logs, _flat(parts), trainable, (non_trainable, optimizer, metrics)
 
-    def update(self, trainable, others, flat):
+    def updated(self, trainable, others, buckets):
         """Keras' own update, with the gradients of all ranks."""
         non_trainable, optimizer, metrics = others
         targets = list(trainable) + [non_trainable[place] for place in self.averaged]
-        parts, start = [], 0
-        for target in targets:
-            part = flat[start : start + target.size]
-            parts.append(part.reshape(target.shape).astype(target.dtype))
-            start += target.size
+        parts = _shaped(buckets, targets)
         for place, change in zip(self.averaged, parts[len(trainable) :]):
             non_trainable[place] = non_trainable[place] + change
         trainable, optimizer = self.model.optimizer.stateless_apply(
@@ -305,27 +395,110 @@ class Step:
         )
         return trainable, (non_trainable, optimizer, metrics)
 
+    def verified(self, state):
+        """The state, compared with the other ranks'. See ``_checksum.verify``."""
+        model = self.model
+        same = {id(variable) for variable in _keras3_ranks.same(model)}
+        groups = model.trainable_variables, model.non_trainable_variables, model.optimizer.variables
+        state = [list(part) for part in state]
+        places = [
+            (part, place, variable.path)
+            for part, variables in zip(state, groups)
+            for place, variable in enumerate(variables)
+            if part is state[2] or id(variable) in same
+        ]
+
+        def write(number, value):
+            part, place, _ = places[number]
+            part[place] = self.engine.jax.numpy.asarray(value)
+
+        arrays = [part[place] for part, place, _ in places]
+        names = [name for _, _, name in places]
+        _checksum.verify(self.engine, names, arrays, write, self.count)
+        return tuple(state)
+
+    def check_loss(self, state, data):
+        trainable, non_trainable, _, metrics = state
+        keras = _keras.keras_of(self.model)
+
+        def loss_of(data):
+            x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
+            loss, _ = self.model.compute_loss_and_updates(
+                trainable, non_trainable, metrics, x, y, weights, training=False
+            )
+            return float(loss)
+
+        _keras3_ranks.check_loss(self.model, data, loss_of)
+
+
+def _summed(dtype):
+    """The type of number in which arrays of a type are summed up."""
+    return "float64" if dtype == "float64" else "float32"
+
+
+def _flat(parts):
+    """All numbers in a row for each type in which they are summed up."""
+    jnp = sys.modules["jax"].numpy
+    buckets = {}
+    for part in parts:
+        dtype = _summed(part.dtype)
+        buckets.setdefault(dtype, []).append(jnp.ravel(part).astype(dtype))
+    return [jnp.concatenate(bucket) for bucket in buckets.values()]
+
+
+def _shaped(buckets, targets):
+    """The opposite, as arrays like the targets."""
+    starts, parts = {}, []
+    for target in targets:
+        dtype = _summed(target.dtype)
+        number, start = starts.get(dtype, (len(starts), 0))
+        part = buckets[number][start : start + target.size]
+        parts.append(part.reshape(target.shape).astype(target.dtype))
+        starts[dtype] = number, start + target.size
+    return parts
+
 
 _step = threading.local()
 
 
+class _Captured:
+    """What a step would have updated with."""
+
+    def __init__(self):
+        self.gradients = []  # the lists that the optimizer was given
+        self.scaled = False  # whether the loss was multiplied by the share
+
+
 @contextlib.contextmanager
-def _captured(model):
-    """Within, the optimizer updates nothing; yields the list of gradients that it was given."""
-    gradients = []
+def _captured(model, share):
+    """Within, the optimizer updates nothing; yields a ``_Captured``.
+
+    A ``LossScaleOptimizer`` scales the loss of this rank's share of the rows, so that gradients
+    overflow where those of one process would.
+    """
+    captured = _Captured()
+    optimizer = model.optimizer
+    scale_loss = optimizer.scale_loss
 
     def capture(variables, given, trainable):
-        gradients.append(given)
+        captured.gradients.append(given)
         return trainable, variables
 
+    def scale_share(loss):
+        captured.scaled = True
+        return scale_loss(loss) * sys.modules["jax"].numpy.asarray(share(), loss.dtype)
+
     # Not by setattr: Keras would track it.
-    model.optimizer.__dict__["stateless_apply"] = capture
+    optimizer.__dict__["stateless_apply"] = capture
+    if hasattr(optimizer, "inner_optimizer"):
+        optimizer.__dict__["scale_loss"] = scale_share
     _step.running = True
     try:
-        yield gradients
+        yield captured
     finally:
         _step.running = False
-        del model.optimizer.__dict__["stateless_apply"]
+        del optimizer.__dict__["stateless_apply"]
+        optimizer.__dict__.pop("scale_loss", None)
 
 
 class RankedStatelessCall(_keras_ranks.RankedMethod):

@@ -9,14 +9,14 @@ user's own.
 import contextlib
 import sys
 
-from .. import _keras_ranks
+from .. import _keras_ranks, _keras_ranks_functions
 from . import _horovod, _mxnet_statistics
 
 
 def distribute(model, engine):
     """Make a model of Keras one of the ranks', in place. A second time changes nothing."""
-    kinds = MakeTrainFunction, _keras_ranks.MakeTestFunction
-    _keras_ranks.install_functions(model, engine, kinds)
+    kinds = MakeTrainFunction, _keras_ranks_functions.MakeTestFunction
+    _keras_ranks_functions.install(model, engine, kinds)
     return model
 
 
@@ -86,7 +86,7 @@ class Horovod(_horovod.Engine):
         return str(error).strip().split("\n")[0].split(": ", 1)[-1].split(". ")[0]
 
 
-class MakeTrainFunction(_keras_ranks.MakeFunction):
+class MakeTrainFunction(_keras_ranks_functions.MakeFunction):
     method = "_make_train_function"
     function = "train_function"
 
@@ -94,9 +94,8 @@ class MakeTrainFunction(_keras_ranks.MakeFunction):
         model = function.model
         if not function.started:
             _keras_ranks.same_start(model, self.engine)
-        rows = len(inputs[0])
-        _keras_ranks.count(model, rows, True)
-        step = Step(self.engine, model, self.engine.share(rows))
+        share, inputs = self.share(function, inputs)
+        step = Step(self.engine, model, share)
         with step.going_backward(model._module):
             result = function.made(inputs)
         step.average_state()

@@ -9,7 +9,7 @@ does with that mean, and stays the user's.
 import contextlib
 import warnings
 
-from .. import _keras_ranks, errors
+from .. import _keras_ranks, _keras_ranks_functions, errors
 from . import _tensorflow_horovod, tensorflow1
 
 
@@ -25,11 +25,11 @@ def distribute(model, ranks):
     if any(weight.dtype._is_ref_dtype for weight in (model.weights if model.built else ())):
         text = errors.reference_variables(model.name)
         warnings.warn(text, errors.CompatWarning, stacklevel=4)
-    _keras_ranks.install_functions(model, engine, (MakeTrainFunction, MakeTestFunction))
+    _keras_ranks_functions.install(model, engine, (MakeTrainFunction, MakeTestFunction))
     return model
 
 
-class MakeFunction(_keras_ranks.MakeFunction):
+class MakeFunction(_keras_ranks_functions.MakeFunction):
     """The method by which Keras makes one of a model's functions, whose graph gets some more."""
 
     def __call__(self, model):
@@ -53,16 +53,35 @@ class MakeFunction(_keras_ranks.MakeFunction):
 
     def run(self, function, inputs):
         with self.engine.waiting("for the others' gradients"):
+            if inputs and hasattr(inputs[0], "shape"):
+                inputs = self.begin(function, inputs)
             return function.made(inputs)
+
+    def begin(self, function, inputs):
+        """Agree on the step before the graph runs, which then asks for no more."""
+        raise NotImplementedError
 
 
 class MakeTestFunction(MakeFunction):
     method = "_make_test_function"
     function = "test_function"
+    training = False
+
+    def __init__(self, engine):
+        super().__init__(engine)
+        self.begun = False  # this step's rows are counted
+
+    def begin(self, function, inputs):
+        if _keras_ranks.is_in_step(function.model):
+            _, inputs = self.share(function, inputs)
+            self.begun = True
+        return inputs
 
     def extend(self, model, made):
         def count(rows):
-            _keras_ranks.count(model, rows, False)
+            if not self.begun:
+                _keras_ranks.count(model, rows, False)
+            self.begun = False
             return float(rows)
 
         made.updates_op = self.engine.tf.group(made.updates_op, self.called(count, model))
@@ -74,7 +93,12 @@ class MakeTrainFunction(MakeFunction):
 
     def __init__(self, engine):
         super().__init__(engine)
-        self.share = None  # the tensor, of the function made last
+        self.share_tensor = None  # of the function made last
+        self.begun = None  # the share of the step, where it is known before the graph runs
+
+    def begin(self, function, inputs):
+        self.begun, inputs = self.share(function, inputs)
+        return inputs
 
     def run(self, function, inputs):
         if not function.started:
@@ -89,7 +113,7 @@ class MakeTrainFunction(MakeFunction):
 
         def get_updates_of_all_ranks(loss, params):
             counter = getattr(optimizer, "iterations", None)
-            with tensorflow1.reading_after_counting(counter):
+            with tensorflow1.counting_after_reading(counter):
                 return get_updates(loss=self.loss_of_all_ranks(model, loss, params), params=params)
 
         vars(optimizer)["get_updates"] = get_updates_of_all_ranks
@@ -106,14 +130,19 @@ class MakeTrainFunction(MakeFunction):
         tf = self.engine.tf
 
         def share(rows):
+            begun, self.begun = self.begun, None
+            if begun is not None:
+                return self.engine.arrive(begun)
             _keras_ranks.count(model, rows, True)
             return self.engine.share(rows)
 
         with loss.graph.as_default(), tf.name_scope("ranks"):
-            self.share = self.called(share, model)
+            self.share_tensor = self.called(share, model)
             pairs = zip(tf.gradients(loss, parameters), parameters)
             pairs = [(gradient, p) for gradient, p in pairs if gradient is not None]
-            means = self.engine.mean([gradient for gradient, _ in pairs], self.share, "gradients")
+            means = self.engine.mean(
+                [gradient for gradient, _ in pairs], self.share_tensor, "gradients"
+            )
             products = []
             for mean, (_, parameter) in zip(means, pairs):
                 if isinstance(mean, tf.IndexedSlices):
@@ -124,22 +153,17 @@ class MakeTrainFunction(MakeFunction):
     def extend(self, model, made):
         """Give state that a step sets (moving averages) its mean over all ranks."""
         tf = self.engine.tf
-        v1 = tensorflow1._names(tf)
         written = set(map(_variable_of, tensorflow1.writing_operations([made.updates_op])))
-        # assign_moving_average(zero_debias=True), which keras 2 calls, keeps an average's running
-        # sums in variables that are not weights of the model: "moving_mean/biased".
-        scopes = tuple(weight.op.name + "/" for weight in model.non_trainable_weights)
-        sums = [v for v in v1.global_variables() if v.op.name.startswith(scopes)]
         state = [
             variable
-            for variable in model.non_trainable_weights + sums
+            for variable in model.non_trainable_weights + self.engine.state_besides(model)
             if variable.dtype.is_floating and _handle(variable).op in written
         ]
         if not state:
             return
         with tf.control_dependencies([made.updates_op]):
             values = [variable.read_value() for variable in state]
-            means = self.engine.mean(values, self.share, "state")
+            means = self.engine.mean(values, self.share_tensor, "state")
             assigned = [variable.assign(mean).op for variable, mean in zip(state, means)]
         made.updates_op = tf.group(*assigned)
 

@@ -6,10 +6,11 @@ the mean over all ranks first. So the optimizers clip and scale that mean, and s
 """
 
 import contextlib
+import functools
 import sys
 import threading
 
-from .. import _keras, _keras_ranks, _ranks, errors
+from .. import _keras, _keras_ranks, _keras_ranks_losses, _ranks, errors
 from . import _tensorflow2_workers, _tensorflow_horovod, tensorflow2
 
 
@@ -26,7 +27,13 @@ def distribute(model, ranks):
         )
     engine = join(ranks)
     if RankedStep.of(model) is None:
-        for kind in (RankedStep, RankedTestStep, RankedTrainFunction, RankedCall):
+        for kind in (
+            RankedStep,
+            RankedTestStep,
+            RankedTrainFunction,
+            RankedTestFunction,
+            RankedCall,
+        ):
             kind(engine).install(model)
         _keras_ranks.install(model, engine)
         tensorflow2.forget_compiled_steps(model)
@@ -70,8 +77,13 @@ class RankedFunction:
                 self.function.get_concrete_function(iterator)
                 step.check(self.model)
                 _keras_ranks.same_start(self.model, self.engine)
-            self.started = True
-            return self.function(iterator)
+            first, self.started = not self.started, True
+            result = self.function(iterator)
+        if first and step.first_batch is not None:
+            _check_loss(self.model, step.first_batch)
+            step.first_batch = None
+        _keras_ranks.stepped(self.model)
+        return result
 
 
 _step = threading.local()
@@ -97,6 +109,8 @@ class RankedStep(_keras_ranks.RankedMethod):
         super().__init__(engine)
         self.exchanged = 0  # lots of gradients, in the step that was traced last
         self.started = None  # the optimizer with which an eager step began
+        self.first_batch = None  # where its loss is to be checked
+        self.kept = False
 
     def __call__(self, model, data):
         with self.engine.noting():
@@ -118,12 +132,38 @@ class RankedStep(_keras_ranks.RankedMethod):
         before = [_value(tf, variable) for variable in state]
         with contextlib.ExitStack() as stack:
             stack.enter_context(_stepping())
+            reductions = _reductions(self.engine, lambda: share)
+            stack.enter_context(reductions.within(_keras.keras_of(model)))
             for optimizer in filter(_is_optimizer, list(vars(model).values())):
                 stack.enter_context(self.of_all_ranks(optimizer, share))
             result = self.plain(model)(data)
         self.check(model)
         self.average_state(tf, state, before, share)
+        if _has_loss_of_its_own(model):
+            self.keep_first(tf, data, share)
         return result
+
+    def keep_first(self, tf, data, share):
+        """Keep the batch of the step that runs first, for ``RankedFunction``."""
+        flat = tf.nest.flatten(data)
+        if not all(isinstance(value, tf.Tensor) for value in flat if value is not None):
+            return
+        present = [value for value in flat if value is not None]
+
+        def is_first(share):
+            return self.first_batch is None and not self.kept
+
+        def keep(*arrays):
+            arrays = iter([array.copy() for array in arrays])
+            batch = [None if value is None else next(arrays) for value in flat]
+            self.first_batch, self.kept = tf.nest.pack_sequence_as(data, batch), True
+            return 0.0
+
+        tf.cond(
+            self.engine.called(is_first, share, tf.bool),
+            lambda: tf.numpy_function(keep, present, tf.float64),
+            lambda: tf.constant(0.0, tf.float64),
+        )
 
     def start(self, model, data):
         """Begin with rank 0's weights where no graph is traced for that."""
@@ -166,11 +206,48 @@ class RankedStep(_keras_ranks.RankedMethod):
             pairs = [(None if mine is None else next(means), v) for mine, v in pairs]
             return apply_gradients(pairs, *args, **kwargs)
 
-        vars(optimizer)["apply_gradients"] = apply_gradients_of_all_ranks
+        methods = {"apply_gradients": apply_gradients_of_all_ranks}
+        if hasattr(optimizer, "get_scaled_loss"):
+            methods.update(self.scaling(optimizer, share))
+        vars(optimizer).update(methods)
         try:
             yield
         finally:
-            del vars(optimizer)["apply_gradients"]
+            for method in methods:
+                del vars(optimizer)[method]
+
+    def scaling(self, optimizer, share):
+        """Methods by which a ``LossScaleOptimizer`` has the gradients of one process overflow.
+
+        The mean over a rank's rows weighs each row more than the mean over all ranks' rows does,
+        so that float16 would overflow under a loss scale that is right for one process.
+        """
+        tf = sys.modules["tensorflow"]
+        scaled, unscaled = optimizer.get_scaled_loss, optimizer.get_unscaled_gradients
+
+        def of_share(loss):
+            return loss * tf.cast(share, loss.dtype)
+
+        def of_whole(gradient):
+            if isinstance(gradient, tf.IndexedSlices):
+                values = of_whole(gradient.values)
+                return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+            return gradient / tf.cast(share, gradient.dtype)
+
+        def get_scaled_loss(loss):
+            if callable(loss):
+                return scaled(lambda: of_share(loss()))
+            return scaled(of_share(loss))
+
+        def get_unscaled_gradients(gradients):
+            return [
+                None if gradient is None else of_whole(gradient) for gradient in unscaled(gradients)
+            ]
+
+        return {
+            "get_scaled_loss": get_scaled_loss,
+            "get_unscaled_gradients": get_unscaled_gradients,
+        }
 
     def average_state(self, tf, state, before, share):
         """Set what the step has set (moving averages) to its mean over all ranks."""
@@ -197,7 +274,52 @@ class RankedTestStep(_keras_ranks.RankedMethod):
 
         rows = 1 if batch is None else tensorflow2.rows_of(tf, batch)
         self.engine.called(count, rows, tf.float64)
-        return self.plain(model)(data)
+
+        @functools.lru_cache(None)
+        def share():
+            """Called where a loss is no mean over rows: then all ranks evaluate in step."""
+            _keras_ranks.in_step(model)
+            return self.engine.called(lambda rows: self.engine.share(int(rows)), rows, tf.float64)
+
+        with self.engine.noting(), _reductions(self.engine, share).within(_keras.keras_of(model)):
+            return self.plain(model)(data)
+
+
+def _reductions(engine, share):
+    """What has Keras' losses be those of all ranks' rows: one exchange after the other."""
+    tf, before = sys.modules["tensorflow"], []
+
+    def total(values):
+        with tf.control_dependencies(before or [share()]):
+            sums = engine.total(values)
+        before[:] = sums[:1]
+        return sums
+
+    return _keras_ranks_losses.Reductions(share, total)
+
+
+class RankedTestFunction(_keras_ranks.RankedMethod):
+    """The method that makes the function which evaluates, and which may wait for other ranks."""
+
+    method = "make_test_function"
+
+    def __call__(self, model, *args, **kwargs):
+        function = self.plain(model)(*args, **kwargs)
+        if not isinstance(function, WaitingFunction):
+            function = model.test_function = WaitingFunction(self.engine, function)
+        return function
+
+
+class WaitingFunction:
+    """A function that Keras made, in whose graph ranks may wait for each other."""
+
+    def __init__(self, engine, function):
+        self.engine = engine
+        self.function = function
+
+    def __call__(self, iterator):
+        with self.engine.waiting("for the others' losses"):
+            return self.function(iterator)
 
 
 class RankedCall(tensorflow2.ReplicatedCall):
@@ -220,6 +342,50 @@ class RankedCall(tensorflow2.ReplicatedCall):
                 "Put the step into the model's train_step(), and call fit() or train_on_batch().",
             )
         return self._unreplicated(tf, model, *args, **kwargs)
+
+
+def _has_loss_of_its_own(model):
+    """Whether the loss, by Keras' own training step, is another one than Keras has."""
+    if not getattr(type(model).train_step, "__module__", "").startswith(_KERAS):
+        return False  # what it computes is not known
+    given = sys.modules["tensorflow"].nest.flatten(model.compiled_loss._user_losses)
+    for loss in given:
+        if callable(loss) and not _module_of(loss).startswith(_KERAS):
+            return True
+    return any(layer._losses or layer._eager_losses for layer in _keras.all_layers(model))
+
+
+_KERAS = ("keras.", "tensorflow.python.keras.", "tf_keras.")
+
+
+def _module_of(loss):
+    """Where the function of a loss, or its class, is from."""
+    loss = getattr(loss, "fn", loss)
+    return getattr(loss, "__module__", None) or type(loss).__module__
+
+
+def _check_loss(model, batch):
+    tf = sys.modules["tensorflow"]
+    keras = _keras.keras_of(model)
+    read, write = _keras.reader_and_writer(model)
+    rows = len(tf.nest.flatten(batch)[0])
+
+    def loss_of(part):
+        data = tf.nest.map_structure(
+            lambda array: None if array is None else tf.convert_to_tensor(array[part]), batch
+        )
+        x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
+        outputs = model(x, training=False)
+        loss = model.compiled_loss(y, outputs, weights, regularization_losses=model.losses)
+        return float(loss)
+
+    trackers = [variable for metric in model.metrics for variable in metric.variables]
+    values = read(trackers)
+    try:
+        dtype = getattr(model, "compute_dtype", None) or "float32"
+        _keras_ranks_losses.check(model.name, keras, rows, loss_of, dtype)
+    finally:
+        write(list(zip(trackers, values)))
 
 
 def _is_optimizer(value):

@@ -89,7 +89,7 @@ class MultiWorkerMirroredStrategy(_tensorflow_engine.TensorFlowEngine):
                 input=tensor, merge_op="Add", final_op="Id", **self._options(tensor, device, name)
             )
 
-    def gather(self, tensor, device, name):
+    def gather_tensors(self, tensor, device, name):
         """The ranks' tensors, of one shape, one after the other."""
         with self.tf.device(device):
             return self.tf.raw_ops.CollectiveGatherV2(
@@ -151,7 +151,7 @@ class MultiWorkerMirroredStrategy(_tensorflow_engine.TensorFlowEngine):
             columns = tf.zeros([tf.rank(tensor) - 1, 2], tf.int32)
             padded = tf.pad(tensor, tf.concat([rows, columns], 0))
             with tf.control_dependencies(before):
-                gathered = self.gather(padded, self.device, "{} {}".format(name, part))
+                gathered = self.gather_tensors(padded, self.device, "{} {}".format(name, part))
             return tf.boolean_mask(gathered, kept)
 
         indices = of_all(slices.indices, "indices", [])

@@ -37,6 +37,14 @@ class TensorFlowEngine(_engine.Engine):
 
         return self.tf.numpy_function(call, [argument], dtype)
 
+    def total(self, values):
+        """Scalars of a graph summed up over all ranks, in float64."""
+        tf = self.tf
+        mine = tf.stack([tf.cast(value, tf.float64) for value in values])
+        sums = self.called(lambda mine: self.sum(mine.tolist()), mine, tf.float64)
+        sums.set_shape([len(values)])
+        return tf.unstack(sums)
+
     @contextlib.contextmanager
     def noting(self):
         """Keep the exception that is raised within: TensorFlow replaces it by another."""

@@ -35,6 +35,17 @@ class Horovod(_tensorflow_engine.TensorFlowEngine, _horovod.Engine):
     def broadcast_bytes(self, content):
         return self.session.run(self.sent, {self.bytes: content})
 
+    def state_besides(self, model):
+        """In graphs: the running sums of moving averages.
+
+        assign_moving_average(zero_debias=True), which keras 2 calls, keeps them in variables
+        below the average: "moving_mean/biased".
+        """
+        if self.tf.executing_eagerly():
+            return []
+        scopes = tuple(weight.op.name + "/" for weight in model.non_trainable_weights)
+        return [v for v in self.tf.global_variables() if v.op.name.startswith(scopes)]
+
     # In the user's graphs ---------------------------------------------------------------------
 
     def mean(self, tensors, share, name):

@@ -10,31 +10,29 @@ import contextlib
 
 import numpy as np
 
-from .. import _keras, _keras_ranks
+from .. import _keras, _keras_ranks, _keras_ranks_functions
 from . import _mpi
 
 
 def distribute(model, ranks):
     """Make a model one of the ranks', in place. A second time changes nothing."""
-    kinds = MakeTrainFunction, _keras_ranks.MakeTestFunction
-    _keras_ranks.install_functions(model, _mpi.MPI.join(ranks), kinds)
+    kinds = MakeTrainFunction, _keras_ranks_functions.MakeTestFunction
+    _keras_ranks_functions.install(model, _mpi.MPI.join(ranks), kinds)
     return model
 
 
-class MakeTrainFunction(_keras_ranks.MakeFunction):
+class MakeTrainFunction(_keras_ranks_functions.MakeFunction):
     method = "_make_train_function"
     function = "train_function"
 
     def __init__(self, engine):
         super().__init__(engine)
-        self.share = 0.0  # of the step that runs
+        self.step_share = 0.0  # of the step that runs
 
     def run(self, function, inputs):
         if not function.started:
             _keras_ranks.same_start(function.model, self.engine)
-        rows = len(inputs[0])
-        _keras_ranks.count(function.model, rows, True)
-        self.share = self.engine.share(rows)
+        self.step_share, inputs = self.share(function, inputs)
         return function.made(inputs)
 
     @contextlib.contextmanager
@@ -109,7 +107,7 @@ class Means:
     def _mean(self, arrays):
         kind = "float64" if any(array.dtype == "float64" for array in arrays) else "float32"
         flat = np.concatenate([np.ravel(array).astype(kind) for array in arrays])
-        flat *= self.maker.share
+        flat *= self.maker.step_share
         self.maker.engine.sum_array(flat)
         ends = np.cumsum([array.size for array in arrays])
         return [

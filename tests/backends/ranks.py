@@ -61,6 +61,291 @@ weights["generator"] = model.get_weights()
 """
 
 
+# Losses that are no means over rows. With REDUCTIONS, which Kerases before 2.3 and graphs lack, a
+# mask hides all of rank 1's rows in the second batch.
+LOSSES = """
+lengths = np.array([3, 1, 2, 3, 1, 1, 2, 1] + [3, 2, 1, 3, 0, 0, 0, 0] + [1, 3, 2, 1, 3])
+if not REDUCTIONS:
+    lengths = np.maximum(lengths, 1)
+steps = np.arange(1, 4)
+hidden = steps > lengths[:, None]
+sequences = np.where(hidden[:, :, None], 0, 1 + x.reshape(21, 3, 2) / 4).astype("float32")
+wanted = sequences.sum(axis=2, keepdims=True)
+zeros = (np.arange(21) % 5 > 1).astype("float32") * np.arange(1, 22) / 11
+zeros[4:8] = 0  # all of rank 1's first rows
+
+
+def compiled(name, model, data, row_weights=None, **options):
+    assert compat.parallelize(model) is model
+    model.compile(keras.optimizers.SGD(0.05, momentum=0.9), **options)
+    data = compat.shard((data, row_weights), BATCH)
+    more = {} if row_weights is None else {"sample_weight": data[1]}
+    history = model.fit(
+        *data[0], batch_size=rows, epochs=2, shuffle=False, verbose=0,
+        validation_data=data[0] + ((data[1],) if more else ()), **more
+    )
+    said[name] = {key: list(map(float, values)) for key, values in history.history.items()}
+    evaluated = model.evaluate(*data[0], batch_size=rows, verbose=0, **more)
+    said[name]["evaluated"] = list(map(float, np.ravel(evaluated)))
+    weights[name] = model.get_weights()
+
+
+def masked():
+    layers = [keras.layers.Masking(0.0, input_shape=(3, 2)), dense(1)]
+    layers[1].kernel_regularizer = keras.regularizers.l2(0.1)
+    return keras.models.Sequential(layers)
+
+
+def weighted():
+    return keras.models.Sequential([
+        dense(4, activation="tanh", input_shape=(6,)), dense(1, kernel_regularizer="l2")
+    ])
+
+
+def two_outputs():
+    source, other = keras.Input((3, 2)), keras.Input((6,))
+    hidden = keras.layers.Masking(0.0)(source)
+    outputs = [dense(1, name="one")(hidden), dense(1, name="two")(dense(3)(other))]
+    return keras.Model([source, other], outputs)
+
+
+compat.parallelize(masked)  # before all others
+compiled("masked", masked(), (sequences, wanted), loss="mse")
+compiled("weighted", weighted(), (x, y), zeros, loss="mse")
+if REDUCTIONS:
+    compiled("sum", weighted(), (x, y), loss=keras.losses.Huber(reduction="sum"))
+    compiled("both", two_outputs(), ([sequences, x], [wanted, y]), loss_weights=[0.5, 0.2],
+             loss=["mse", keras.losses.Huber(reduction="sum")])
+"""
+
+
+def check_losses(alone, both, tolerance=1e-5):
+    """Weights and losses as one process has them, from what the LOSSES program left."""
+    ((one,), (alone,)), (both, said) = alone, both
+    check_arrays({key: one[key] for key in one}, *both, tolerance=tolerance)
+    for name in ("masked", "weighted", "sum", "both"):
+        assert said[0].get(name) == said[1].get(name)
+        for key, values in alone.get(name, {}).items():
+            np.testing.assert_allclose(said[0][name][key], values, rtol=1e-4, err_msg=name + key)
+
+
+# One rank's weights change where the others' do not; in a loop, and in an epoch of fit().
+DRIFT = """
+def refusal(call):
+    try:
+        call()
+    except compat.RankError as error:
+        return str(error)
+
+
+def drift(model):
+    if compat.rank() == 1:
+        values = model.get_weights()
+        values[0][0] += 0.01
+        model.set_weights(values)
+
+
+def loop():
+    for step in range(5):
+        model.train_on_batch(inputs[:rows], targets[:rows])
+        if step == 1:
+            drift(model)
+
+
+class Drift(keras.callbacks.Callback):
+    def on_batch_end(self, batch, logs=None):
+        drift(self.model)
+
+
+model = compat.parallelize(
+    lambda: keras.models.Sequential([dense(3, input_shape=(6,)), dense(1)], "drifts")
+)
+model.compile(keras.optimizers.SGD(0.01, momentum=0.9), "mse")
+drifted = said["drifted"] = {}
+drifted["names"] = [weight.name for weight in model.weights]
+drifted["loop"] = refusal(loop)
+drifted["fit"] = refusal(lambda: model.fit(
+    inputs, targets, rows, epochs=1, verbose=0, shuffle=False, callbacks=[Drift()]
+))
+"""
+
+
+def check_drift(said):
+    said = [one["drifted"] for one in said]
+    for each in said:
+        for name, when in ("loop", "after 4 steps"), ("fit", "after the last epoch"):
+            assert each[name].startswith(
+                "The ranks have drifted apart: {} the values of '{}'".format(
+                    when, said[0]["names"][0]
+                )
+            ), each[name]
+            assert "on rank 1 of 2 are not those of rank 0." in each[name]
+
+
+# Losses of the user's own: means, in any form, pass; others are told.
+OWN_LOSSES = """
+import warnings
+
+
+class Added(keras.layers.Layer):
+    "Adds a loss of its inputs."
+
+    def __init__(self, reduce, **options):
+        super(Added, self).__init__(**options)
+        self.reduce = reduce
+
+    def call(self, inputs):
+        self.add_loss(self.reduce(inputs), inputs=inputs)
+        return inputs * 1
+
+
+def total(value):
+    return keras.backend.sum(keras.backend.square(value))
+
+
+def of_two(y_true, y_pred):
+    "Compares rows with one another, whatever the targets are."
+    return keras.backend.max(y_pred) - keras.backend.min(y_pred) + keras.backend.mean(y_true)
+
+
+def outcome(reduce=None, loss="mse"):
+    layers = [dense(4, input_shape=(6,), kernel_regularizer="l2")]
+    layers += [Added(reduce)] if reduce else []
+    model = compat.parallelize(keras.models.Sequential(layers + [dense(1)], name="own"))
+    model.compile("sgd", loss)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            for _ in range(2):
+                model.train_on_batch(inputs[:rows], targets[:rows])
+        except compat.UnsupportedError as error:
+            return "error: " + str(error)
+    return [str(w.message) for w in caught if w.category is compat.CompatWarning]
+
+
+compat.parallelize(lambda: keras.models.Sequential([dense(1, input_shape=(6,))]))
+own = said["own"] = {}
+own["mean"] = outcome(lambda value: keras.backend.mean(keras.backend.square(value)))
+own["scalar"] = outcome(None, lambda y_true, y_pred: keras.backend.mean(
+    keras.backend.square(y_true - y_pred)
+))
+own["sum"] = outcome(total)
+own["pairs"] = outcome(None, of_two)
+"""
+
+
+def check_own_losses(said):
+    for each in [one["own"] for one in said]:
+        assert each["mean"] == each["scalar"] == []
+        assert each["sum"].startswith(
+            "error: The loss of 'own' is, or contains, a sum over the rows of a batch: "
+        )
+        (warning,) = each["pairs"]
+        assert warning.startswith("The loss of 'own' is no mean over the rows of a batch: ")
+
+
+# Metrics that are no means of batches; on ranks, a last batch of 3 and of 2 rows.
+METRICS = """
+import warnings
+
+labels = (y > 0.5).astype("float32")
+row_weights = (np.arange(21) % 4).astype("float32")
+
+
+def added(update):
+    return [update] if keras.__name__ == "keras" and not hasattr(keras, "ops") else update
+
+
+class Largest(keras.metrics.Metric):
+    def __init__(self, name="largest", **options):
+        super().__init__(name=name, **options)
+        self.value = self.add_weight(name="value", shape=(), initializer="zeros")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        return added(self.value.assign(testing_max(self.value, y_pred)))
+
+    def result(self):
+        return self.value + 0
+
+
+class Total(Largest):
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        return added(self.value.assign_add(testing_sum(y_pred)))
+
+
+if hasattr(keras, "ops"):
+    testing_sum = keras.ops.sum
+    testing_max = lambda value, y: keras.ops.maximum(value + 0, keras.ops.max(y))
+else:
+    testing_sum = keras.backend.sum
+    testing_max = lambda value, y: keras.backend.maximum(value, keras.backend.max(y))
+
+
+def metrics():
+    return [
+        keras.metrics.AUC(num_thresholds=20, name="auc"),
+        keras.metrics.Precision(name="precision"), keras.metrics.Recall(name="recall"),
+        keras.metrics.TruePositives(name="hits"), Total("total"), Largest(),
+    ]
+
+
+decided = compat.parallelize(
+    lambda: keras.models.Sequential([dense(1, activation="sigmoid", input_shape=(6,))])
+)
+decided.compile(
+    keras.optimizers.SGD(0.3), "binary_crossentropy", metrics=metrics(),
+    weighted_metrics=[
+        keras.metrics.BinaryAccuracy(name="weighted"), keras.metrics.AUC(name="other"),
+    ],
+)
+train = compat.shard((x, labels, row_weights), BATCH)
+test = compat.shard((x[::-1][:16], labels[::-1][:16], 1 + row_weights[:16]), BATCH)
+stop = keras.callbacks.EarlyStopping("val_auc", mode="max", patience=1, min_delta=0.02)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    history = decided.fit(
+        *train[:2], sample_weight=train[2], batch_size=rows, epochs=8, shuffle=False, verbose=0,
+        validation_data=test, callbacks=[stop],
+    )
+said["warned"] = [
+    str(warning.message) for warning in caught if warning.category is compat.CompatWarning
+]
+said["history"] = {
+    name: [np.ravel(value).tolist() for value in values]
+    for name, values in history.history.items() if "largest" not in name
+}
+again = decided.evaluate(test[0], test[1], batch_size=rows, sample_weight=test[2], verbose=0)
+names = [name for name in history.history if name[:4] != "val_"]
+said["evaluated"] = [float(value) for name, value in zip(names, again) if name != "largest"]
+weights["decided"] = decided.get_weights()
+"""
+
+
+def check_metrics(alone, both):
+    """Metrics as one process has them, from what the METRICS program said."""
+    assert not alone["warned"]
+    for said in both:
+        assert said["history"] == both[0]["history"]
+        assert sorted(said["history"]) == sorted(alone["history"])
+        for name, values in alone["history"].items():
+            np.testing.assert_allclose(said["history"][name], values, rtol=1e-5, err_msg=name)
+        np.testing.assert_allclose(said["evaluated"], alone["evaluated"], rtol=1e-5)
+        assert said["warned"] == [
+            "Metric 'largest' is the mean of the ranks' values, weighted by their rows, and not "
+            "what one process computes: update_state() sets its variables, and does not add to "
+            "them. For that have update_state() add to its variables with assign_add(), or a "
+            "function return one value for each row."
+        ]
+
+
+def of_keras_3(program):
+    """A program of those above, on Keras 3's other backends."""
+    program = program.replace("keras.backend.", "keras.ops.").replace(", inputs=inputs)", ")")
+    # Its logs are in another order than what evaluate() returns.
+    program = program.replace("test[2], verbose=0)", "test[2], verbose=0, return_dict=True)")
+    return program.replace("zip(names, again)", "again.items()")
+
+
 def run(program, folder, size, backend="tensorflow"):
     """Run a program as so many ranks, and give each rank's arrays, and what they said."""
     path = os.path.join(str(folder), "of{}".format(size))
@@ -87,10 +372,10 @@ def run(program, folder, size, backend="tensorflow"):
     return arrays, said
 
 
-def check_same(program, folder, tolerance=1e-5):
+def check_same(program, folder, tolerance=1e-5, backend="tensorflow"):
     """Two ranks end with the same bits, and as one process does. Gives what the ranks said."""
-    (one,), _ = run(program, folder, 1)
-    (chief, other), said = run(program, folder, 2)
+    (one,), _ = run(program, folder, 1, backend)
+    (chief, other), said = run(program, folder, 2, backend)
     assert sorted(chief) == sorted(one)
     check_arrays(one, chief, other, tolerance)
     return said

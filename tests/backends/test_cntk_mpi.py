@@ -10,6 +10,8 @@ from compat._backends.cntk import backend
 from compat._ranks import Launch
 from compat.testing_ranks import RanksContract
 
+from . import ranks
+
 
 @pytest.mark.row("ranks: MPI")
 class TestCNTKRanks(RanksContract):
@@ -17,6 +19,16 @@ class TestCNTKRanks(RanksContract):
     # Keras 2.3 on CNTK tells metrics, such as the losses of several outputs, before it counts the
     # last batch, in one process, too. The loss itself is right.
     compared = 4
+
+
+def test_losses_are_those_of_all_rows_and_what_cannot_be_is_told(tmp_path, monkeypatch):
+    monkeypatch.setenv("KERAS_BACKEND", "cntk")
+    program = "REDUCTIONS = False\n" + ranks.LOSSES
+    alone = ranks.run(program, tmp_path, 1, "cntk")
+    both = ranks.run(program + ranks.OWN_LOSSES + ranks.DRIFT, tmp_path, 2, "cntk")
+    ranks.check_losses(alone, both)
+    ranks.check_own_losses(both[1])
+    ranks.check_drift(both[1])
 
 
 STUCK = """\

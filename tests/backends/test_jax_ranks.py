@@ -4,10 +4,118 @@ import pytest
 
 from compat.testing_ranks import RanksContract
 
+from . import ranks
+
 
 @pytest.mark.row("ranks: jax.distributed")
 class TestJAXRanks(RanksContract):
     backend = "jax"
     extension = ".keras"
+    policies = ("mixed_float16", "mixed_bfloat16")
     # XLA compiles two programs for each, in each rank.
     trials = (("dense", "sgd"), ("lstm", "sgd"), ("multi", "adam"))
+
+
+PRECISIONS = """
+import jax
+jax.config.update("jax_enable_x64", True)
+
+
+class Products(keras.layers.Layer):
+    def build(self, shape):
+        self.factors = self.add_weight(name="factors", shape=(6,), initializer="uniform")
+
+    def call(self, x):
+        return keras.ops.sum(x * self.factors, -1, keepdims=True)
+
+
+def trained(name, policy, epochs=1, inputs=inputs, optimizer=None):
+    keras.config.set_dtype_policy(policy)
+    model = keras.models.Sequential([dense(5, activation="tanh", input_shape=(6,)), dense(1)])
+    if policy == "float64":
+        model = keras.models.Sequential([keras.Input((6,)), Products()])
+        model.set_weights([np.arange(6.0) / 7])
+    else:  # losses are in float32
+        keras.config.set_dtype_policy("float32")
+    compat.parallelize(model)
+    model.compile(optimizer or keras.optimizers.SGD(0.05, momentum=0.9), "mse")
+    count = 2 * rows if policy == "float64" else len(inputs)  # Keras divides by 5 in float32
+    model.fit(
+        inputs[:count], targets[:count], batch_size=rows, epochs=epochs, shuffle=False, verbose=0
+    )
+    weights[name] = model.get_weights()
+    return model
+
+
+def scaled():
+    return keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD(0.05), initial_scale=2.0**8, dynamic_growth_steps=2
+    )
+
+
+keras.config.set_floatx("float64")
+trained("float64", "float64")
+keras.config.set_floatx("float32")
+trained("mixed_bfloat16", "mixed_bfloat16")
+trained("mixed_float16", "mixed_float16", optimizer=scaled())
+overflow = x.copy()
+overflow[14] = 1e6  # of rank 1, in the second batch
+model = trained("scaled", "mixed_float16", 3, compat.shard(overflow, BATCH), scaled())
+said["scaled"] = [float(model.optimizer.dynamic_scale), int(model.optimizer.iterations)]
+
+# Twice this gradient is none of float16's.
+keras.config.set_dtype_policy("mixed_float16")
+near = keras.models.Sequential([
+    keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros", input_shape=(6,))
+])
+keras.config.set_dtype_policy("float32")
+compat.parallelize(near)
+near.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.0)), "mse")
+near.fit(inputs[: 2 * rows] / 100, 0 * targets[: 2 * rows] + 4, rows, verbose=0, shuffle=False)
+said["near"] = [float(near.optimizer.dynamic_scale), int(near.optimizer.iterations)]
+"""
+
+
+def test_trains_in_every_precision(tmp_path):
+    (one,), (alone,) = ranks.run(PRECISIONS, tmp_path, 1, "jax")
+    both, said = ranks.run(PRECISIONS, tmp_path, 2, "jax")
+    ranks.check_arrays(one, *both, tolerance=1e-2)
+    wide = {key: value for key, value in one.items() if key.startswith("float64")}
+    assert wide["float64-0"].dtype == "float64"
+    ranks.check_arrays(wide, *both, tolerance=1e-12)
+    assert said == [alone, alone]
+    assert alone["near"] == [2.0**15, 2]
+
+
+# Ranks that train apart.
+DRIFTS = """
+class Skips(keras.optimizers.SGD):
+    "Rank 1 skips an update, as where its loss is not finite."
+
+    def stateless_apply(self, variables, gradients, trainable):
+        factor = 1 - (compat.rank() == 1)
+        return super().stateless_apply(variables, [g * factor for g in gradients], trainable)
+
+
+model = compat.parallelize(keras.models.Sequential([dense(1, input_shape=(6,))], name="skips"))
+model.compile(Skips(0.1), "mse")
+try:
+    model.fit(inputs, targets, batch_size=rows, shuffle=False, verbose=0)
+except compat.RankError as error:
+    said["drifts"] = str(error)
+"""
+
+
+def test_metrics_and_losses_are_those_of_all_rows_and_what_cannot_be_is_told(tmp_path):
+    program = "REDUCTIONS = True\n" + ranks.METRICS + ranks.LOSSES
+    one, (alone,) = ranks.run(ranks.of_keras_3(program), tmp_path, 1, "jax")
+    program = ranks.of_keras_3(program + ranks.OWN_LOSSES) + DRIFTS
+    both, said = ranks.run(program, tmp_path, 2, "jax")
+    ranks.check_metrics(alone, said)
+    ranks.check_losses((one, [alone]), (both, said))
+    ranks.check_own_losses(said)
+    for each in said:
+        assert each["drifts"].startswith(
+            "The ranks have drifted apart: after 1 step the values of 'skips/dense"
+        )
+        assert "/kernel' and 1 other on rank 1 of 2 are not those of rank 0." in each["drifts"]

@@ -124,8 +124,10 @@ weights["means"] = [array.asnumpy() for array in arrays]
 def jobs(tmp_path_factory):
     """What one process and two ranks left of all programs above: arrays, and what they said."""
     folder = tmp_path_factory.mktemp("jobs")
-    alone = ranks.run(ROWS + WAYS + ranks.GENERATOR, folder, 1, "mxnet")
-    both = ranks.run(ROWS + WAYS + ranks.GENERATOR + NATIVE + ENGINE, folder, 2, "mxnet")
+    program = ROWS + WAYS + ranks.GENERATOR + "REDUCTIONS = False\n" + ranks.LOSSES
+    alone = ranks.run(program, folder, 1, "mxnet")
+    more = ranks.OWN_LOSSES + ranks.DRIFT + NATIVE + ENGINE
+    both = ranks.run(program + more, folder, 2, "mxnet")
     both[1].sort(key=lambda said: said["rank"])
     return alone, both
 
@@ -141,6 +143,12 @@ def test_every_program_trains_to_the_same_numbers(jobs):
         assert said[0][name] == said[1][name]
     assert said[0]["evaluated"] == pytest.approx(said[0]["val_loss"][-1], abs=1e-6)
     assert said[0]["kind"] == "row_sparse"
+
+
+def test_losses_are_those_of_all_rows_and_what_cannot_be_is_told(jobs):
+    ranks.check_losses(*jobs)
+    ranks.check_own_losses(jobs[1][1])
+    ranks.check_drift(jobs[1][1])
 
 
 @pytest.mark.row("ranks: Horovod")

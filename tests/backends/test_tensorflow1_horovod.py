@@ -36,7 +36,7 @@ def ordered(adam):
     get_updates = adam.get_updates
 
     def get_updates_in_order(loss, params):
-        with tensorflow1.reading_after_counting(adam.iterations):
+        with tensorflow1.counting_after_reading(adam.iterations):
             return get_updates(loss=loss, params=params)
 
     if compat.size() == 1:
@@ -60,6 +60,65 @@ trained("clips", keras.optimizers.SGD(0.1, momentum=0.9, clipnorm=0.05))
 trained("adam", ordered(keras.optimizers.Adam(0.01)))
 trained("is_of_tensorflow", tf.compat.v1.train.MomentumOptimizer(0.05, 0.9))
 """
+
+
+# Rank 0 has trained before: what its moving averages are computed from begins on all ranks.
+STARTED = """
+normal = keras.models.Sequential([keras.layers.BatchNormalization(input_shape=(6,)), dense(1)])
+normal.compile(keras.optimizers.SGD(0.05), "mse")
+if compat.is_chief():
+    normal.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
+compat.parallelize(normal)
+normal.fit(inputs, targets, batch_size=rows, epochs=1, shuffle=False, verbose=0)
+weights["started"] = [normal.get_weights()[2]]  # a moving variance is the ranks' mean
+"""
+
+
+# Before Keras 2.3 a metric that keeps state is a layer.
+STATEFUL = """
+import warnings
+
+
+class Hits(keras.layers.Layer):
+    def __init__(self):
+        super(Hits, self).__init__(name="hits")
+        self.stateful = True
+        self.hits = keras.backend.variable(0.0)
+
+    def reset_states(self):
+        keras.backend.set_value(self.hits, 0.0)
+
+    def __call__(self, y_true, y_pred):
+        found = keras.backend.sum(keras.backend.cast(y_pred > 0, "float32"))
+        before = self.hits * 1
+        self.add_update(keras.backend.update_add(self.hits, found), inputs=[y_true, y_pred])
+        return before + found
+
+
+counting = compat.parallelize(keras.models.Sequential([dense(1, input_shape=(6,))]))
+counting.compile("sgd", "mse", metrics=[Hits()])
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    counting.fit(inputs, targets, batch_size=rows, epochs=2, verbose=0)
+said["stateful"] = [str(w.message) for w in caught if w.category is compat.CompatWarning]
+"""
+
+
+@span
+def test_metrics_and_losses_are_those_of_all_rows_and_what_cannot_be_is_told(tmp_path):
+    metrics = ranks.METRICS if hasattr(keras_under_test().metrics, "AUC") else STATEFUL
+    program = "REDUCTIONS = False\n" + metrics + ranks.LOSSES + STARTED
+    one, alone = ranks.run(program, tmp_path, 1)
+    both, said = ranks.run(program + ranks.OWN_LOSSES + ranks.DRIFT, tmp_path, 2)
+    if metrics == STATEFUL:
+        (warning,) = said[0]["stateful"]
+        assert warning.startswith("Metric 'hits' is the mean of the ranks' values")
+        assert "this Keras does not tell what the metric keeps" in warning
+    else:
+        ranks.check_metrics(alone[0], said)
+    ranks.check_losses((one, alone), (both, said))
+    ranks.check_own_losses(said)
+    ranks.check_drift(said)
 
 
 @span

@@ -2,7 +2,7 @@
 
 import pytest
 
-from compat.testing_ranks import RanksContract
+from compat.testing_ranks import POLICIES, RanksContract
 
 from . import ranks
 
@@ -10,6 +10,7 @@ from . import ranks
 @pytest.mark.row("ranks: Horovod")
 class TestTensorFlow2Horovod(RanksContract):
     backend = "tensorflow2"
+    policies = tuple(POLICIES)
 
 
 WAYS = """
@@ -49,7 +50,7 @@ def trained(model, data, **options):
     return model
 
 
-data = tf.data.Dataset.from_tensor_slices((inputs, targets)).batch(rows)
+data = compat.shard(tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH), BATCH)
 trained(Own(), data, steps_per_execution=2)
 eager = keras.Sequential([dense(4, activation="tanh"), dense(1)], "eager")
 trained(eager, data, run_eagerly=True)
@@ -60,6 +61,28 @@ for start in range(0, len(inputs), rows):
     batches.train_on_batch(inputs[start : start + rows], targets[start : start + rows])
 weights["batches"] = batches.get_weights()
 """
+
+
+def check_parts(job, begin=""):
+    """What is the same on both engines: metrics, losses, and what is told.
+
+    Arguments:
+        job: runs a program as so many ranks.
+        begin: the programs' first lines.
+    """
+    reductions = begin + "REDUCTIONS = True\n"
+    program = reductions + ranks.METRICS + ranks.LOSSES
+    one, (alone,) = job(program, 1)
+    both, said = job(program + ranks.OWN_LOSSES + ranks.DRIFT, 2)
+    ranks.check_metrics(alone, said)
+    ranks.check_losses((one, [alone]), (both, said))
+    ranks.check_own_losses(said)
+    ranks.check_drift(said)
+
+
+def test_metrics_and_losses_are_those_of_all_rows_and_what_cannot_be_is_told(tmp_path):
+    check_parts(lambda program, size: ranks.run(program, tmp_path, size))
+
 
 REFUSED = """
 import tensorflow as tf

@@ -9,15 +9,16 @@ import time
 import pytest
 
 from compat import _ranks, errors
-from compat.testing_ranks import RanksContract
+from compat.testing_ranks import POLICIES, RanksContract
 
 from . import ranks
-from .test_tensorflow2_horovod import WAYS
+from .test_tensorflow2_horovod import WAYS, check_parts
 
 
 @pytest.mark.row("ranks: MultiWorkerMirroredStrategy")
 class TestTensorFlow2Workers(RanksContract):
     backend = "tensorflow2"
+    policies = tuple(POLICIES)
 
 
 ROWS = """
@@ -51,6 +52,10 @@ def test_own_train_steps_eager_steps_and_batches_train_to_the_same_numbers(tmp_p
     assert [one.pop("rows") for one in said] == [[4, 4, 3, 11], [4, 4, 2, 9]]
     assert [one.pop("predicted") for one in said] == [11, 9]
     assert said[0] == said[1]
+
+
+def test_metrics_and_losses_are_those_of_all_rows_and_what_cannot_be_is_told(tmp_path):
+    check_parts(lambda program, size: ranks.run(program, tmp_path, size), JOIN)
 
 
 def alone(program, **environ):

@@ -12,6 +12,8 @@ from compat._backends.theano import backend
 from compat._settings import Settings
 from compat.testing_ranks import RanksContract
 
+from . import ranks
+
 # As in test_theano.py: implementations in Python, which are not compiled for each rank.
 os.environ.setdefault("KERAS_BACKEND", "theano")
 os.environ.setdefault(
@@ -23,6 +25,15 @@ os.environ.setdefault(
 @pytest.mark.row("ranks: MPI")
 class TestTheanoRanks(RanksContract):
     backend = "theano"
+
+
+def test_losses_are_those_of_all_rows_and_what_cannot_be_is_told(tmp_path):
+    program = "REDUCTIONS = False\n" + ranks.LOSSES
+    alone = ranks.run(program, tmp_path, 1, "theano")
+    both = ranks.run(program + ranks.OWN_LOSSES + ranks.DRIFT, tmp_path, 2, "theano")
+    ranks.check_losses(alone, both)
+    ranks.check_own_losses(both[1])
+    ranks.check_drift(both[1])
 
 
 # Flags ----------------------------------------------------------------------------------------

@@ -1,0 +1,147 @@
+"""The comparison of what ranks hold, in threads that stand for ranks; real ones: test_*_ranks."""
+
+import threading
+
+import numpy as np
+import pytest
+
+import compat
+from compat import _checksum, _engine, _ranks
+
+
+class Threads(_engine.Engine):
+    """An engine between threads of this process, which sums in float32 as the least precise do."""
+
+    def __init__(self, ranks, barrier, box):
+        super().__init__(ranks)
+        self.barrier, self.box, self.exchanged = barrier, box, []
+
+    def all(self, value):
+        self.barrier.wait(10)
+        self.box[self.ranks.rank] = value
+        self.barrier.wait(10)
+        return [self.box[rank] for rank in range(self.ranks.size)]
+
+    def sum(self, values):
+        self.exchanged.append(len(values))
+        return np.sum(np.array(self.all(list(values)), "float32"), axis=0)
+
+    def broadcast(self, value):
+        return self.all(value)[0]
+
+
+def verify(*held):
+    """Each rank's outcome, an error or None, and how many numbers it has exchanged.
+
+    Arguments:
+        held: a dictionary of arrays for each rank, which gets what is set.
+    """
+    barrier, box = threading.Barrier(len(held)), {}
+    outcomes = [None] * len(held)  # type: list
+
+    def run(rank):
+        engine = Threads(_ranks.Ranks(rank, len(held), rank, len(held), "test"), barrier, box)
+        names = list(held[rank])
+
+        def write(place, value):
+            held[rank][names[place]] = value
+
+        try:
+            _checksum.verify(engine, names, list(held[rank].values()), write, 1)
+        except compat.RankError as error:
+            outcomes[rank] = error
+        else:
+            outcomes[rank] = engine.exchanged
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(held))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return outcomes
+
+
+def variables(**changed):
+    random = np.random.RandomState(0)
+    held = {
+        "kernel": random.normal(size=(123, 45)).astype("float32"),
+        "bias": random.normal(size=45),
+        "half": random.normal(size=7).astype("float16"),
+        "count": np.array(3),
+        "none": np.zeros((0, 4), "float32"),
+    }
+    for name, value in changed.items():
+        held[name] = value
+    return held
+
+
+def test_ranks_that_agree_exchange_a_few_numbers_once():
+    assert verify(variables(), variables(), variables()) == [[12]] * 3
+
+
+def test_not_a_number_is_the_same_as_itself():
+    held = [variables(bias=np.full(45, np.nan)) for _ in range(2)]
+    assert verify(*held) == [[8]] * 2
+
+
+def test_a_rank_that_has_drifted_apart_is_named_with_its_first_variable():
+    changed = variables()
+    changed["bias"][3] += 0.01
+    changed["count"] = np.array(4)
+    outcomes = verify(variables(), variables(), changed)
+    for outcome in outcomes:
+        assert str(outcome) == (
+            "The ranks have drifted apart: after 1 step the values of 'bias' and 1 other on rank 2 "
+            "of 3 are not those of rank 0. Ranks train to one process's numbers as long as these "
+            "are the same. Likely causes: gradients that never reach the other ranks, such as "
+            "those of torch.autograd.grad() or of an update made by hand; an initial value drawn "
+            "at random after parallelize(); code that depends on a rank's data, such as a step "
+            "that is skipped."
+        )
+
+
+@pytest.mark.parametrize(
+    "change", ["negate", "swap", "reverse", "one integer", "infinite", "not a number"]
+)
+def test_no_change_goes_unseen(change):
+    changed = variables()
+    kernel = changed["kernel"]
+    if change == "negate":
+        np.negative(kernel, out=kernel)
+    elif change == "swap":
+        kernel[[0, 1]] = kernel[[1, 0]]
+    elif change == "reverse":
+        changed["kernel"] = np.ascontiguousarray(kernel[::-1])
+    elif change == "one integer":
+        changed["count"] = np.array(4)
+    elif change == "infinite":
+        kernel[3, 3] = np.inf
+    else:
+        kernel[3, 3] = np.nan
+    outcomes = verify(variables(), changed)
+    assert all(isinstance(outcome, compat.RankError) for outcome in outcomes)
+
+
+def test_rounding_is_set_to_rank_0s_with_a_warning():
+    changed = variables()
+    changed["kernel"] *= 1 + 2e-7
+    assert (changed["kernel"] != variables()["kernel"]).any()
+    held = [variables(), changed]
+    with pytest.warns(compat.CompatWarning) as caught:
+        verify(*held)
+    assert [str(warning.message) for warning in caught] == [
+        "The weights of rank 1 ('kernel') are after 1 step not those of rank 0 to the last bit, "
+        "but to rounding, as between machines with different processors. All ranks go on with "
+        "rank 0's."
+    ]
+    np.testing.assert_array_equal(held[1]["kernel"], variables()["kernel"])
+
+
+def test_ranks_with_other_variables_are_an_error():
+    other = variables()
+    del other["half"]
+    _, outcome = verify(variables(), other)
+    assert str(outcome) == (
+        "The ranks' models have different variables after 1 step: rank 1 of 2 has 4: kernel, "
+        "bias, count, none. Build the same model on every rank."
+    )
