@@ -1,6 +1,7 @@
 """TensorFlow 1 under keras 2.2.4, keras 2.3.1 and tf.keras: ``COMPAT_TEST_KERAS`` chooses."""
 
 import contextlib
+import functools
 import subprocess
 import sys
 import textwrap
@@ -11,7 +12,9 @@ import tensorflow as tf
 
 import compat
 from compat import _keras, errors
-from compat._backends import tensorflow1
+from compat._backends import _tensorflow1_placement, tensorflow1
+from compat._backends._tensorflow1_graph import ancestors
+from compat._backends._tensorflow1_placement import partitions, products
 from compat.testing import (
     CASES,
     DEVICES,
@@ -25,10 +28,6 @@ from compat.testing import (
 )
 
 v1 = tensorflow1._names(tf)
-# How operations are called, also after Grappler ("_FusedMatMul") and, in TensorFlow 2's v1 mode on
-# CPUs that have what it wants, oneDNN ("_MklMatMul", "_MklNativeFusedMatMul").
-MATRIX_PRODUCTS = ("MatMul", "Conv2D")
-BACKWARD_PRODUCT = "Conv2DBackprop"
 
 
 def function_of(model, name="train_function"):
@@ -40,40 +39,8 @@ def function_of(model, name="train_function"):
 
 def record(model, inputs, targets):
     """One training step, as TensorFlow recorded it: the graphs it ran, and their statistics."""
-    function = function_of(model)
-    metadata = v1.RunMetadata()
-    options = v1.RunOptions(output_partition_graphs=True, trace_level=v1.RunOptions.FULL_TRACE)
-    if hasattr(function, "_callable_fn"):  # made once, for many runs
-        function.run_options, function.run_metadata = options, metadata
-        function._callable_fn = None
-    else:  # keras before 2.2
-        function.session_kwargs = {"options": options, "run_metadata": metadata}
-    try:
-        model.train_on_batch(inputs, targets)
-    finally:
-        function.run_options = function.run_metadata = function._callable_fn = None
-        function.session_kwargs = {}
-    return metadata
-
-
-def partitions(metadata):
-    """The operations that ran, by device, constants left out."""
-    return {
-        graph.node[0].device[graph.node[0].device.index("/device:") :]: list(graph.node)
-        for graph in metadata.partition_graphs
-        if len(graph.node)
-    }
-
-
-def products(ran):
-    """Matrix products and convolutions by device, forward and backward."""
-    found = {}
-    for device, nodes in ran.items():
-        here = [n for n in nodes if is_product(n) or BACKWARD_PRODUCT in n.op]
-        backward = sum(map(is_backward, here))
-        if here:
-            found[device] = len(here) - backward, backward
-    return found
+    step = functools.partial(model.train_on_batch, inputs, targets)
+    return _tensorflow1_placement.record(v1, function_of(model), step)
 
 
 def counts_without_order(keras):
@@ -83,7 +50,7 @@ def counts_without_order(keras):
 
 def unordered_reads(model):
     """Reads of the optimizer's step counter that may come before or after its increment."""
-    operations, _ = tensorflow1._ancestors([function_of(model).updates_op], set())
+    operations, _ = ancestors([function_of(model).updates_op], set())
     counter = model.optimizer.iterations.handle
     uses = [op for op in operations if counter in list(op.inputs)]
     (write,) = [op for op in uses if op.type == "AssignAddVariableOp"]
@@ -91,17 +58,9 @@ def unordered_reads(model):
         read
         for read in uses
         if read.type == "ReadVariableOp"
-        and write not in tensorflow1._ancestors([read], set())[0]
-        and read not in tensorflow1._ancestors([write], set())[0]
+        and write not in ancestors([read], set())[0]
+        and read not in ancestors([write], set())[0]
     ]
-
-
-def is_product(node):
-    return node.op.endswith(MATRIX_PRODUCTS)
-
-
-def is_backward(node):
-    return "gradients" in node.name or BACKWARD_PRODUCT in node.op
 
 
 #: Before 2.2, a Model needs its inputs and outputs.
@@ -136,7 +95,7 @@ class TestTensorFlow1(ParallelContract):
         get_updates = optimizer.get_updates
 
         def get_updates_in_order(loss, params):
-            with tensorflow1.reading_after_counting(optimizer.iterations):
+            with tensorflow1.counting_after_reading(optimizer.iterations):
                 return get_updates(loss=loss, params=params)
 
         optimizer.get_updates = get_updates_in_order
@@ -146,6 +105,20 @@ class TestTensorFlow1(ParallelContract):
         """In keras 2 the plain model does not repeat; tf.keras has an order from 1.14 on."""
         model = super().compiled(keras, "dense", "adam")
         assert bool(unordered_reads(model)) == counts_without_order(keras)
+
+    @span
+    def test_first_step_of_adam_is_step_one(self, keras):
+        """Its size is the learning rate, whatever the gradient."""
+        layers, K = keras.layers, keras.backend
+        model = keras.models.Sequential([layers.Dense(3, input_shape=(4,))])
+        compat.parallelize(initialise(model)).compile(optimizer(keras, "adam"), "mse")
+        inputs = CASES["dense"].data(13)[0]
+        for _ in range(2):
+            before = model.get_weights()[-1]
+            model.train_on_batch(inputs[:, :4], np.full((13, 3), 9.0))
+            steps = np.abs(model.get_weights()[-1] - before) / 0.01
+            np.testing.assert_allclose(steps, 1, rtol=1e-2)
+        assert int(K.get_value(model.optimizer.iterations)) == 2
 
     @span
     def test_reading_the_step_counter_does_not_count(self, keras):
@@ -222,7 +195,11 @@ class TestTensorFlow1(ParallelContract):
         assert len(undivided) > 30
         assert not names & {op.name for op in undivided}
         for index, device in enumerate(sorted(ran)):
-            here = {node.name.split("/")[0] for node in ran[device] if is_product(node)}
+            here = {
+                node.name.split("/")[0]
+                for node in ran[device]
+                if _tensorflow1_placement.is_product(node)
+            }
             assert "replica_{}".format(index) in str(sorted(here))
 
     @span

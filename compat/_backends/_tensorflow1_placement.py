@@ -1,0 +1,56 @@
+"""Where TensorFlow 1 ran the operations of a step: from the graphs that its sessions record."""
+
+# How operations are called, also after Grappler ("_FusedMatMul") and, in TensorFlow 2's v1 mode on
+# CPUs that have what it wants, oneDNN ("_MklMatMul", "_MklNativeFusedMatMul").
+MATRIX_PRODUCTS = ("MatMul", "Conv2D")
+BACKWARD_PRODUCT = "Conv2DBackprop"
+
+
+def record(tf, function, step):
+    """Do a step, and return TensorFlow's record: the graphs that it ran, and their statistics.
+
+    Arguments:
+        tf: TensorFlow under its 1.x names.
+        function: the ``K.function`` of Keras that ``step()`` calls.
+    """
+    metadata = tf.RunMetadata()
+    options = tf.RunOptions(output_partition_graphs=True, trace_level=tf.RunOptions.FULL_TRACE)
+    if hasattr(function, "_callable_fn"):  # made once, for many runs
+        function.run_options, function.run_metadata = options, metadata
+        function._callable_fn = None
+    else:  # keras before 2.2
+        function.session_kwargs = {"options": options, "run_metadata": metadata}
+    try:
+        step()
+    finally:
+        function.run_options = function.run_metadata = function._callable_fn = None
+        function.session_kwargs = {}
+    return metadata
+
+
+def partitions(metadata):
+    """The operations that ran, by device, constants left out."""
+    return {
+        graph.node[0].device[graph.node[0].device.index("/device:") :]: list(graph.node)
+        for graph in metadata.partition_graphs
+        if len(graph.node)
+    }
+
+
+def products(ran):
+    """Matrix products and convolutions by device, forward and backward."""
+    found = {}
+    for device, nodes in ran.items():
+        here = [n for n in nodes if is_product(n) or BACKWARD_PRODUCT in n.op]
+        backward = sum(map(is_backward, here))
+        if here:
+            found[device] = len(here) - backward, backward
+    return found
+
+
+def is_product(node):
+    return node.op.endswith(MATRIX_PRODUCTS)
+
+
+def is_backward(node):
+    return "gradients" in node.name or BACKWARD_PRODUCT in node.op

@@ -1,0 +1,616 @@
+"""TensorFlow 1: what depends on several rows of a batch, of which each replica sees a part."""
+
+import inspect
+import re
+import warnings
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import compat
+from compat import _keras
+from compat._backends import tensorflow1
+from compat._backends._tensorflow1_graph import ancestors
+from compat.testing import (
+    CASES,
+    DEVICES,
+    in_span,
+    initialise,
+    keras_under_test,
+    largest_difference,
+    span,
+)
+
+v1 = tensorflow1._names(tf)
+#: Rows of steps: even, uneven, fewer than devices.
+STEPS = (12, 13, 2)
+
+
+@pytest.fixture(name="keras")
+def three_devices():
+    compat.configure_gpu(simulate=DEVICES)
+    keras = keras_under_test()
+    yield keras
+    keras.backend.clear_session()
+
+
+def rows_of(count, columns=4, seed=0):
+    return np.random.RandomState(seed + count).normal(size=(count, columns)).astype("float32")
+
+
+def one_and_three(build, loss="mse"):
+    """Two models with the same weights, compiled, the second one on three devices."""
+    plain, parallel = initialise(build()), compat.parallelize(initialise(build()))
+    for model in (plain, parallel):
+        model.compile("sgd", loss)
+    return plain, parallel
+
+
+def train_both(models, steps=STEPS, columns=2):
+    """The largest difference between the models' weights and losses after some steps."""
+    results = []
+    for model in models:
+        losses = [model.train_on_batch(rows_of(n), rows_of(n, columns, seed=7)) for n in steps]
+        results.append(model.get_weights() + [np.array(losses)])
+    return largest_difference(*results)
+
+
+def warned(function):
+    """The texts of compat's warnings while ``function`` runs."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        function()
+    return [str(w.message) for w in caught if issubclass(w.category, compat.CompatWarning)]
+
+
+def add_updates(layer, updates, inputs):
+    if "inputs" in inspect.signature(layer.add_update).parameters:
+        layer.add_update(updates, inputs)
+    else:  # TensorFlow 2
+        layer.add_update(updates)
+
+
+def layer_with_state(keras, updates):
+    """A layer that passes its input on.
+
+    Arguments:
+        updates: name of a variable -> its shape, and a function of it and of the layer's input
+            that gives the update.
+    """
+
+    class WithState(keras.layers.Layer):
+        def build(self, input_shape):
+            self.state = {
+                name: self.add_weight(name=name, shape=shape, initializer="zeros", trainable=False)
+                for name, (shape, _) in sorted(updates.items())
+            }
+            super().build(input_shape)
+
+        def call(self, inputs):
+            for name, (_, update) in sorted(updates.items()):
+                add_updates(self, [update(self.state[name], inputs)], inputs)
+            return inputs
+
+        def compute_output_shape(self, input_shape):
+            return input_shape
+
+    return WithState(name="with_state")
+
+
+def model_with(keras, layer):
+    layers = keras.layers
+    inputs = layers.Input(shape=(4,))
+    hidden = layers.Dense(3, activation="tanh")(inputs)
+    return keras.models.Model(inputs, layers.Dense(2)(layer(hidden)))
+
+
+# State ----------------------------------------------------------------------------------------
+
+
+def accumulating(K):
+    """What layers keep, by any function of the whole batch."""
+
+    def rows(x):
+        return K.cast(K.shape(x)[0], "float32")
+
+    return {
+        "steps": ((), lambda state, x: K.update_add(state, 1.0)),
+        "rows": ((), lambda state, x: K.update_add(state, rows(x))),
+        "sum": ((), lambda state, x: K.update_add(state, K.sum(x))),
+        "sums": ((3,), lambda state, x: K.update_add(state, K.sum(x, axis=0))),
+        "squares": ((3, 3), lambda state, x: K.update_add(state, K.dot(K.transpose(x), x))),
+        "mean": ((3,), lambda state, x: K.update(state, 0.9 * state + 0.1 * K.mean(x, axis=0))),
+        "spread": ((3,), lambda state, x: K.update(state, K.sqrt(K.var(x, axis=0)))),
+        "largest": ((), lambda state, x: K.update(state, K.maximum(state, K.max(x)))),
+        "mean_by_hand": ((3,), lambda state, x: K.update(state, K.sum(x, axis=0) / rows(x))),
+        "first": ((3,), lambda state, x: K.update(state, x[0])),
+    }
+
+
+@span
+def test_state_of_layers_is_computed_of_the_whole_batch(keras):
+    """Sums add up, counters count once, means are means, and so is anything else."""
+
+    def build():
+        return model_with(keras, layer_with_state(keras, accumulating(keras.backend)))
+
+    models = plain, parallel = one_and_three(build)
+    start = plain.get_weights()
+    assert train_both(models) <= 1e-5
+    changes = [abs(a - b).max() for a, b in zip(start, plain.get_weights())]
+    # Each of them was updated; tf.keras of TensorFlow 1.12 alone leaves "spread" as it is.
+    assert sorted(changes)[1] > 1e-3
+
+
+@span
+def test_state_that_the_outputs_need_the_statistics_of(keras):
+    """A mean that each replica takes of its rows; the state's is of all rows."""
+    K = keras.backend
+
+    class Centered(keras.layers.Layer):
+        def build(self, input_shape):
+            self.mean, self.rows, self.largest = [
+                self.add_weight(name=name, shape=(), initializer="zeros", trainable=False)
+                for name in ("mean", "rows", "largest")
+            ]
+            super().build(input_shape)
+
+        def call(self, x):
+            mean, rows = K.mean(x), K.cast(K.shape(x)[0], "float32")
+            largest = K.max(x)
+            updates = [
+                K.update(self.mean, mean),
+                K.update_add(self.rows, rows),
+                K.update(self.largest, K.exp(largest)),
+            ]
+            add_updates(self, updates, x)
+            return x - mean + 0 * rows / largest
+
+        def compute_output_shape(self, input_shape):
+            return input_shape
+
+    def build():
+        inputs = keras.layers.Input(shape=(4,))
+        return keras.models.Model(inputs, Centered()(inputs))
+
+    plain, parallel = one_and_three(build)
+    batch = rows_of(13)
+    for model in (plain, parallel):
+        model.train_on_batch(batch, batch)
+    assert largest_difference(plain.get_weights(), parallel.get_weights()) <= 1e-6
+
+
+@span
+def test_number_of_rows_that_the_outputs_need_too(keras):
+    """A replica needs that of its rows, the state that of all."""
+    K = keras.backend
+
+    class Counting(keras.layers.Layer):
+        def build(self, input_shape):
+            self.rows = self.add_weight(name="rows", shape=(), initializer="zeros", trainable=False)
+            super().build(input_shape)
+
+        def call(self, x):
+            rows = K.shape(x)[0]
+            add_updates(self, [K.update_add(self.rows, K.cast(rows, "float32"))], x)
+            return K.reshape(x, (rows, 3))
+
+        def compute_output_shape(self, input_shape):
+            return input_shape
+
+    models = one_and_three(lambda: model_with(keras, Counting(name="counting")))
+    start = models[1].get_weights()
+    assert train_both(models) <= 1e-5
+    changes = [after - before for after, before in zip(models[1].get_weights(), start)]
+    assert any(np.allclose(change, sum(STEPS)) for change in changes)
+
+
+def layer_that_waits(keras, value):
+    """A layer that passes its input on when a variable has grown by a value, which it waits for."""
+
+    class Waiting(keras.layers.Layer):
+        def build(self, input_shape):
+            self.state = self.add_weight(
+                name="state", shape=(), initializer="zeros", trainable=False
+            )
+            super().build(input_shape)
+
+        def call(self, x):
+            with tf.control_dependencies([keras.backend.update_add(self.state, value(x))]):
+                return tf.identity(x)
+
+        def compute_output_shape(self, input_shape):
+            return input_shape
+
+    return Waiting(name="waiting")
+
+
+@pytest.mark.parametrize("what", in_span(["steps", "sum"], ["steps"]))
+def test_write_that_a_call_waits_for_runs_once(keras, what):
+    value = {"steps": lambda x: 1.0, "sum": keras.backend.sum}[what]
+    models = one_and_three(lambda: model_with(keras, layer_that_waits(keras, value)))
+    assert train_both(models) <= 1e-5
+
+
+@span
+def test_write_of_a_call_that_no_rule_covers_is_refused(keras):
+    def value(x):
+        return tf.reduce_sum(tf.boolean_mask(x, x[:, 0] > 0))
+
+    _, parallel = one_and_three(lambda: model_with(keras, layer_that_waits(keras, value)))
+    with pytest.raises(compat.UnsupportedError) as raised:
+        parallel.train_on_batch(rows_of(13), rows_of(13, 2))
+    assert "writes the variable waiting" in str(raised.value)
+    assert "layer.add_update()" in str(raised.value)
+
+
+def test_metrics_of_layers(keras):
+    """tf.keras: means over vectors of rows that do not divide."""
+    if not hasattr(keras.layers.Layer, "add_metric"):
+        return
+    K = keras.backend
+
+    class Measuring(keras.layers.Layer):
+        def call(self, x):
+            self.add_metric(K.sum(K.square(x), axis=1), name="squares", aggregation="mean")
+            return x
+
+    def build():
+        inputs = keras.layers.Input(shape=(4,))
+        hidden = keras.layers.Dense(3, activation="tanh")(inputs)
+        model = keras.models.Model(inputs, keras.layers.Dense(2)(Measuring()(hidden)))
+        model.add_metric(K.max(hidden), name="largest", aggregation="mean")
+        return model
+
+    models = one_and_three(build)
+    results = [
+        model.evaluate(rows_of(45), rows_of(45, 2), batch_size=13, verbose=0) for model in models
+    ]
+    assert len(results[0]) == 3
+    np.testing.assert_allclose(results[0], results[1], rtol=1e-5)
+    histories = [
+        model.fit(rows_of(45), rows_of(45, 2), batch_size=13, verbose=0, shuffle=False).history
+        for model in models
+    ]
+    for name in histories[0]:
+        np.testing.assert_allclose(histories[0][name], histories[1][name], rtol=1e-5)
+
+
+# Outputs --------------------------------------------------------------------------------------
+
+
+@span
+def test_outputs_without_rows_are_computed_of_the_whole_batch(keras):
+    K, layers = keras.backend, keras.layers
+
+    def build():
+        inputs = layers.Input(shape=(4,))
+        hidden = layers.Dense(3, activation="tanh")(inputs)
+        functions = [K.sum, K.std, K.max, lambda x: K.dot(K.transpose(x), x)]
+        outputs = [layers.Lambda(f, output_shape=())(hidden) for f in functions]
+        return keras.models.Model(inputs, outputs + [hidden])
+
+    plain, parallel = initialise(build()), compat.parallelize(initialise(build()))
+    found = []
+    for model in (plain, parallel):
+        model._make_predict_function()
+        for rows in STEPS:
+            feed = {model.inputs[0]: rows_of(rows)}
+            phase = getattr(K, "symbolic_learning_phase", K.learning_phase)()
+            feed[phase] = False
+            found.append(K.get_session().run(model.predict_function.outputs, feed))
+    for expected, result in zip(found[: len(STEPS)], found[len(STEPS) :]):
+        assert largest_difference(expected, result) <= 1e-5
+
+
+ACROSS_ROWS = {
+    "similarity": lambda K, x: K.dot(K.dot(x, K.transpose(x)), x),
+    "centered": lambda K, x: x - K.mean(x, axis=0),
+    "normalized": lambda K, x: x / K.max(x),
+    "softmax": lambda K, x: K.transpose(K.softmax(K.transpose(x))),
+    "cumulated": lambda K, x: K.cumsum(x, axis=0),
+    "pairs": lambda K, x: x + K.sum(K.expand_dims(x, 1) - K.expand_dims(x, 0), axis=1),
+    "first": lambda K, x: x - x[0],
+    "reversed": lambda K, x: K.reverse(x, 0),
+    "scaled": lambda K, x: x / K.cast(K.shape(x)[0], "float32"),
+    "conditional": lambda K, x: K.in_train_phase(lambda: x - K.mean(x, axis=0), lambda: x),
+}
+
+
+@pytest.mark.parametrize("name", in_span(sorted(ACROSS_ROWS), ["similarity", "softmax"]))
+def test_layers_across_rows_see_the_whole_batch(keras, name):
+    """They, and all after them, run undivided, which is said where it costs something."""
+    K, layers = keras.backend, keras.layers
+
+    def build():
+        layer = layers.Lambda(lambda x: ACROSS_ROWS[name](K, x), name=name)
+        return model_with(keras, layer)
+
+    models = one_and_three(build)
+    differences = []
+    texts = warned(lambda: differences.append(train_both(models)))
+    assert differences[0] <= 1e-6
+    assert len(texts) == 1
+    across = "across the rows of a batch on the way to its outputs: {}[_0-9]*/".format(name)
+    assert re.search(across, texts[0])
+    assert "on one device: dense_" in texts[0]
+
+
+@span
+def test_last_layer_across_rows_is_not_warned_of(keras):
+    """All that is costly is divided."""
+    K, layers = keras.backend, keras.layers
+
+    def build():
+        inputs = layers.Input(shape=(4,))
+        hidden = layers.Dense(2, activation="tanh")(inputs)
+        similar = layers.Lambda(lambda x: K.dot(x, K.transpose(x)))(hidden)
+        return keras.models.Model(inputs, [similar, hidden])
+
+    def loss(expected, found):
+        return K.mean(K.square(found), axis=-1) - 0 * expected[:, 0]
+
+    plain, parallel = one_and_three(build, loss)
+    assert not warned(parallel._make_train_function)
+    batch, targets = rows_of(13), [rows_of(13, 13), rows_of(13, 2)]
+    losses = [model.train_on_batch(batch, targets) for model in (plain, parallel)]
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
+    assert largest_difference(plain.get_weights(), parallel.get_weights()) <= 1e-6
+    found = [model.predict_on_batch(batch) for model in (plain, parallel)]
+    assert largest_difference(*found) <= 1e-6
+
+
+def harmless(keras):
+    """Models whose outputs have each row computed from that row, but for BatchNorm's."""
+    K, layers = keras.backend, keras.layers
+    inputs = layers.Input(shape=(6, 4))
+    x = layers.Conv1D(5, 3, padding="same")(inputs)
+    x = layers.BatchNormalization()(x)
+    x = layers.Activation("softmax")(x)
+    x = layers.TimeDistributed(layers.Dense(5))(x)
+    x = layers.Dropout(0.1)(x)
+    scores = layers.Permute((2, 1))(layers.Dense(6, activation="softmax")(x))
+    x = layers.Lambda(lambda ab: K.batch_dot(ab[0], ab[1]))([scores, x])
+    x = layers.Lambda(lambda x: x / K.sqrt(K.sum(K.square(x), axis=-1, keepdims=True)))(x)
+    x = layers.Bidirectional(layers.GRU(3, return_sequences=True))(x)
+    x = layers.concatenate([layers.GlobalMaxPooling1D()(x), layers.GlobalAveragePooling1D()(x)])
+    x = layers.Dense(8)(layers.BatchNormalization()(x))
+    x = layers.Reshape((2, 2, 2))(x)
+    x = layers.BatchNormalization()(layers.Conv2D(2, 1)(x))
+    x = layers.Flatten()(layers.UpSampling2D()(x))
+    inner_inputs = layers.Input(shape=(32,))
+    inner = keras.models.Model(inner_inputs, layers.BatchNormalization()(inner_inputs))
+    yield keras.models.Model(inputs, layers.Dense(2)(inner(x)))
+    words = layers.Input(shape=(6,))
+    x = layers.Embedding(9, 4, mask_zero=True)(words)
+    x = layers.Dense(2)(layers.LSTM(3)(layers.Masking()(x)))
+    yield keras.models.Model(words, x)
+
+
+def test_no_false_alarms(keras):
+    for name in sorted(CASES):
+        model = compat.parallelize(CASES[name].build(keras))
+        model.compile("sgd", CASES[name].loss)
+        assert not warned(lambda: model.train_on_batch(*CASES[name].data(13))), name  # noqa: B023
+    for model in harmless(keras):
+        compat.parallelize(model).compile("sgd", "mse")
+        batch = np.ones((13,) + tuple(model.inputs[0].get_shape().as_list()[1:]))
+        assert not warned(lambda: model.train_on_batch(batch, rows_of(13, 2)))  # noqa: B023
+
+
+# A fixed number of rows -----------------------------------------------------------------------
+
+
+def fixed_recurrent(keras, x):
+    x = keras.layers.LSTM(3, return_sequences=True)(x)
+    return keras.layers.SimpleRNN(5)(x)
+
+
+def fixed_shapes(keras, x):
+    """tf.shape() and tf.zeros_like() are constants here."""
+    K, layers = keras.backend, keras.layers
+    x = layers.Lambda(lambda x: K.concatenate([x, K.zeros_like(x) + 0.5]))(x)
+    x = layers.Lambda(lambda x: K.reshape(x, (K.shape(x)[0], 16)))(x)
+    x = layers.Dense(7)(x)  # 7 rows, 7 columns
+    x = layers.Lambda(lambda x: x * K.constant(np.arange(49).reshape(7, 7) / 50.0))(x)
+    return layers.Dropout(0.5)(x)
+
+
+@pytest.mark.parametrize(
+    "hidden", in_span([fixed_recurrent, fixed_shapes], [fixed_recurrent, fixed_shapes])
+)
+def test_fixed_number_of_rows(keras, hidden):
+    layers = keras.layers
+    found = []
+    for parallel in (False, True):
+        inputs = layers.Input(batch_shape=(7, 2, 4))
+        model = keras.models.Model(inputs, layers.Dense(2)(hidden(keras, inputs)))
+        if parallel:
+            compat.parallelize(model)
+        initialise(model).compile("sgd", "mse")
+        batch = np.random.RandomState(3).normal(size=(7, 2, 4))
+        found.append(
+            [model.predict_on_batch(batch), np.array(model.test_on_batch(batch, rows_of(7, 2)))]
+        )
+        assert np.isfinite(model.train_on_batch(batch, rows_of(7, 2)))
+    assert largest_difference(*found) <= 1e-5
+
+
+@span
+def test_sparse_adjacency(keras):
+    """A graph's edges between all rows, and K.function on a sparse input."""
+    from scipy import sparse
+
+    K, layers = keras.backend, keras.layers
+    if keras.__name__ != "keras" or keras.__version__.startswith("2.3"):
+        return  # there a sparse input fails on one device: see test_sparse_input
+    random = np.random.RandomState(0)
+    edges, nodes = sparse.csr_matrix(random.rand(13, 13)), rows_of(13)
+    found = []
+    for parallel in (False, True):
+        inputs = [layers.Input(batch_shape=(None, None), sparse=True), layers.Input(shape=(4,))]
+        hidden = layers.Dense(3, activation="tanh")(inputs[1])
+        product = layers.Lambda(lambda ab: K.dot(ab[0], ab[1]), output_shape=(3,))
+        outputs = layers.Dense(2)(product([inputs[0], hidden]))
+        model = initialise(keras.models.Model(inputs, outputs))
+        model = compat.parallelize(model) if parallel else model
+        model.compile("sgd", "mse")
+        losses = [model.train_on_batch([edges, nodes], rows_of(13, 2)) for _ in range(2)]
+        outputs = K.function(model.inputs, model.outputs)([edges, nodes])
+        found.append([np.array(losses)] + outputs + model.get_weights())
+    assert largest_difference(*found) <= 1e-5
+
+
+# Losses ---------------------------------------------------------------------------------------
+
+
+def variational_autoencoder(keras, encode, parallel):
+    """As in Keras' examples, without noise: the loss needs tensors that no output does."""
+    K, layers = keras.backend, keras.layers
+    inputs = layers.Input(shape=(6, 4))
+    hidden = encode(inputs)
+    mean, variance = layers.Dense(2)(hidden), layers.Dense(2)(hidden)
+    code = layers.Lambda(lambda mv: mv[0] + 0.1 * K.exp(0.5 * mv[1]))([mean, variance])
+    encoder = keras.models.Model(inputs, [mean, variance, code])
+    codes = layers.Input(shape=(2,))
+    decoded = layers.Reshape((6, 4))(layers.Dense(24, activation="sigmoid")(codes))
+    decoder = keras.models.Model(codes, decoded)
+    outputs = decoder(encoder(inputs)[2])
+    model = initialise(keras.models.Model(inputs, outputs))
+    divergence = -0.5 * K.sum(1 + variance - K.square(mean) - K.exp(variance), axis=-1)
+    loss = 24 * K.mean(K.square(inputs - outputs), axis=(1, 2)) + divergence
+    model.add_loss(K.mean(loss))
+    if parallel:
+        compat.parallelize(model)
+    model.compile("sgd", loss=None) if keras.__name__ == "keras" else model.compile("sgd")
+    return model
+
+
+def recurrent(keras, x):
+    return keras.layers.LSTM(3)(x)
+
+
+def convolutional(keras, x):
+    return keras.layers.Flatten()(keras.layers.Conv1D(3, 2, activation="tanh")(x))
+
+
+if not _keras.wraps_a_model(keras_under_test().models.Sequential()):  # from 2.2: a loss alone
+
+    @pytest.mark.parametrize("encode", in_span([recurrent, convolutional], [convolutional]))
+    def test_parts_that_only_a_loss_needs_are_divided(keras, encode):
+        models = [
+            variational_autoencoder(keras, lambda x: encode(keras, x), parallel)
+            for parallel in (False, True)
+        ]
+        plain, parallel = models
+        assert not warned(parallel._make_train_function)
+        batches = [np.random.RandomState(n).uniform(size=(n, 6, 4)) for n in STEPS]
+        losses = [[model.train_on_batch(batch, None) for batch in batches] for model in models]
+        np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
+        assert largest_difference(plain.get_weights(), parallel.get_weights()) <= 1e-5
+        undivided = [
+            op
+            for op in ancestors([parallel.total_loss], ())[0]
+            if op.type == "MatMul" and op not in replicas_of(parallel).batch_part
+        ]
+        assert not undivided
+
+
+def replicas_of(model):
+    return vars(model)["_compat_functions"]._replicas
+
+
+# Variables ------------------------------------------------------------------------------------
+
+
+@span
+def test_losses_that_begin_as_a_variable(keras):
+    """As in Keras' examples deep_dream and neural_style_transfer."""
+    K = keras.backend
+    model = initialise(CASES["dense"].build(keras))
+    loss, coefficient = K.variable(0.0), K.variable(3.0)
+    before = loss
+    loss += K.sum(K.square(model.output))
+    loss -= 1.0
+    loss *= coefficient
+    loss /= 2.0
+    assert loss is not before and isinstance(loss, tf.Tensor)
+    gradients = K.gradients(loss, model.input)
+    function = K.function([model.input], [loss] + gradients)
+    batch, _ = CASES["dense"].data(13)
+    outputs = model.predict(batch)
+    value, gradient = function([batch])
+    np.testing.assert_allclose(value, 1.5 * (np.square(outputs).sum() - 1), rtol=1e-5)
+    assert np.shape(gradient) == batch.shape and np.abs(gradient).max() > 1e-4
+    assert K.get_value(before) == 0.0
+
+
+# Errors ---------------------------------------------------------------------------------------
+
+
+def model_of_two(keras, function, second=None):
+    layers = keras.layers
+    first = layers.Input(shape=(4,))
+    second = layers.Input(shape=(4,)) if second is None else layers.Input(tensor=second)
+    hidden = [layers.Dense(4)(tensor) for tensor in (first, second)]
+    model = keras.models.Model([first, second], layers.Lambda(function)(hidden))
+    return compat.parallelize(initialise(model))
+
+
+@span
+def test_inputs_of_different_rows(keras):
+    """Refused where each replica would take a part of both, right where it does not."""
+    K = keras.backend
+    model = model_of_two(keras, lambda ab: ab[0] + 0 * ab[1])
+    with pytest.raises(compat.UnsupportedError) as raised:
+        model.predict_on_batch([rows_of(6), rows_of(3)])
+    assert "has 6" in str(raised.value) and "has 3" in str(raised.value)
+    assert "parallelize(model, gpus=1)" in str(raised.value)
+    found = []
+    for parallel in (False, True):
+        nodes, edges = keras.layers.Input(shape=(4,)), keras.layers.Input(batch_shape=(None, None))
+        hidden = keras.layers.Dense(3, activation="tanh")(nodes)
+        hidden = keras.layers.Lambda(lambda ab: K.dot(ab[0], ab[1]))([edges, hidden])
+        model = initialise(keras.models.Model([nodes, edges], keras.layers.Dense(2)(hidden)))
+        model = compat.parallelize(model) if parallel else model
+        model.compile("sgd", "mse")
+        batch = [rows_of(13), rows_of(13, 13)]
+        losses = [model.train_on_batch(batch, rows_of(13, 2)) for _ in range(2)]
+        rectangular = [rows_of(13), rows_of(5, 13)]
+        found.append([np.array(losses), model.predict_on_batch(rectangular)] + model.get_weights())
+    assert found[1][1].shape == (5, 2)
+    assert largest_difference(*found) <= 1e-5
+
+
+@span
+def test_inputs_that_are_tensors_of_different_rows(keras):
+    three = tf.identity(keras.backend.variable(rows_of(3)))
+    model = model_of_two(keras, lambda ab: ab[0] + 0 * ab[1], three)
+    np.testing.assert_equal(model.predict_on_batch(rows_of(3)).shape, (3, 4))
+    with pytest.raises(tf.errors.InvalidArgumentError) as raised:
+        model.predict_on_batch(rows_of(6))
+    assert "parallelize() divides each input" in str(raised.value)
+
+
+@span
+def test_errors_of_tensorflow_tell_of_the_divided_batch(keras):
+    """What was made for a whole batch of 13 rows does not fit a part of it."""
+
+    def shuffled(x):
+        order = v1.py_func(lambda x: np.float32(np.eye(13)), [x], "float32")
+        order.set_shape((None, None))
+        return tf.matmul(tf.identity(order), x)
+
+    layers = keras.layers
+    inputs = layers.Input(shape=(4,))
+    model = keras.models.Model(inputs, layers.Lambda(shuffled, output_shape=(4,))(inputs))
+    model = compat.parallelize(model)
+    with pytest.raises(tf.errors.InvalidArgumentError) as raised:
+        model.predict_on_batch(rows_of(13))
+    assert "replica_" in str(raised.value)
+    assert "parallelize(model, gpus=1)" in str(raised.value)
+    assert isinstance(raised.value.__cause__, tf.errors.InvalidArgumentError)
+    with pytest.raises(Exception) as raised:
+        model.predict_on_batch(rows_of(13, 5))
+    assert "parallelize" not in str(raised.value)
