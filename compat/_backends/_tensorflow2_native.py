@@ -7,7 +7,8 @@ its own, made for it, of the same name.
 import contextlib
 import functools
 
-from .tensorflow2 import ReplicatedCall, _mean
+from ._tensorflow2_state import VariableState
+from .tensorflow2 import ReplicatedCall
 
 
 def is_native(model):
@@ -46,7 +47,7 @@ def parallelize(model, devices, replicated):
 
 def _replicated_class(plain, replicated_call):
     def __call__(self, *args, **kwargs):
-        return replicated_call(self, *args, **kwargs)
+        return type(self)._compat_call(self, *args, **kwargs)
 
     def by_plain_class(name):
         """The method of the plain class, while the object is one of it."""
@@ -63,6 +64,7 @@ def _replicated_class(plain, replicated_call):
         "__module__": plain.__module__,
         "__qualname__": plain.__qualname__,
         "_compat_plain_class": plain,
+        "_compat_call": replicated_call,  # or what verifies its first calls
         "autograph_info__": {},  # as in ReplicatedCall
         "__reduce_ex__": by_plain_class("__reduce_ex__"),  # copies and pickles are plain
     }
@@ -88,13 +90,13 @@ class NativeCall(ReplicatedCall):
 
     def __init__(self, devices):
         super().__init__(devices)
-        self._traced = set()
+        self._traced = set()  # whether the first call has made its variables
 
     def _only_traced(self, tf, model):
         return False
 
     def _state_of(self, tf, model):
-        return NativeState(tf, model, self._traced)
+        return NativeState(tf, model, len(self.devices), self._traced)
 
     def _unreplicated(self, tf, model, *args, **kwargs):
         plain = type(model)._compat_plain_class
@@ -109,52 +111,36 @@ class NativeCall(ReplicatedCall):
         return call(*args, **kwargs)
 
 
-class NativeState:
-    """State that a call sets: each replica starts from the same, and it is set once.
+class NativeState(VariableState):
+    """State of a model without Keras: any of its variables may be set by the call."""
 
-    Floats that are not trained become the mean weighted by the replicas' rows; integers
-    (counters) what one replica made of them.
-    """
+    def __init__(self, tf, model, replicas, traced):
+        super().__init__(tf, model, replicas)
+        self.made = traced
 
-    def __init__(self, tf, model, traced):
-        self.tf = tf
-        self.model = model
-        self.traced = traced
-
-    def prepare(self, call, args, kwargs):
+    def prepare(self, call, args, kwargs, trace):
         tf = self.tf
-        if tf.executing_eagerly() and not self.traced:
+        if tf.executing_eagerly() and not self.made:
             # Variables that the first call makes must not be made within a replica.
             tf.function(call).get_concrete_function(*args, **kwargs)
-            self.traced.add(True)
-        self.variables = [v for v in self._variables(args, kwargs) if self._is_state(v)]
-        self.before = [variable.read_value() for variable in self.variables]
-        self.after = []  # type: list
+            self.made.add(True)
+        self.watch(self._variables(args, kwargs), trace)
 
     def _variables(self, args, kwargs):
         if hasattr(self.model, "get_concrete_function"):
             plain = type(self.model)._compat_plain_class
             return plain.get_concrete_function(self.model, *args, **kwargs).graph.variables
         found = list(getattr(self.model, "variables", ()))
-        found += [value for value in _held(self.model) if _is_variable(value)]
-        return list({id(variable): variable for variable in found}.values())
-
-    def _is_state(self, variable):
-        if variable.dtype.is_floating:
-            return not variable.trainable
-        return variable.shape.rank == 0  # others are random generators', which go on
+        return found + [value for value in _held(self.model) if _is_variable(value)]
 
     @contextlib.contextmanager
     def replica(self):
         yield []
-        self.after.append([variable.read_value() for variable in self.variables])
-        for variable, before in zip(self.variables, self.before):
-            variable.assign(before)
+        self.note()
 
-    def finish(self, shares):
-        for variable, values in zip(self.variables, zip(*self.after)):
-            floating = variable.dtype.is_floating
-            variable.assign(_mean(self.tf, values, shares) if floating else values[-1])
+    @contextlib.contextmanager
+    def traced(self):
+        yield []
 
     def add_loss(self, place, loss):
         raise AssertionError("only Keras adds losses within a call")

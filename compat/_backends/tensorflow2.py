@@ -12,10 +12,13 @@ import inspect
 import os
 import sys
 import threading
+import warnings
 
-from .. import _devices, _keras, _ranks, _replicas, errors
+from .. import _devices, _keras, _keras_steps, _ranks, _replicas, errors
 from ..backend import Backend
-from . import tensorflow1
+from . import _tensorflow2_reductions, _tensorflow2_shards, _tensorflow2_state, tensorflow1
+from ._tensorflow2_shards import has_rows, rows_of  # noqa: F401  # for _tensorflow2_ranks
+from ._tensorflow2_state import is_set  # noqa: F401  # for _tensorflow2_ranks
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
 
     from .._ranks import Launch, Ranks
     from .._settings import Settings
+    from .._verification import Verification
 
 # configure_gpu(option=...) -> the function of tf.config that sets it.
 _OPTIONS = {
@@ -205,6 +209,7 @@ class TensorFlow2(Backend):
 
         replicated = list(devices) != self.devices()[:1]
         if replicated:
+            _refuse_strategies(tf, model)
             _keras.warn_of_distribution(model)
             _keras.warn_of_placed_parts(model, _tensorflow2_device.placed_parts(model), devices)
         reason = _keras.undivided(model) if replicated else None
@@ -212,14 +217,38 @@ class TensorFlow2(Backend):
             _keras.warn_not_divided(model, reason, self.devices()[0])
         elif replicated:
             _check(tf, model)
-        before = ReplicatedCall.of(model)
-        if before is not None:
-            before.remove(model)
+        changed = _remove_replicas(model)
         if replicated and not reason:
             ReplicatedCall(devices).install(model)
-        if ReplicatedCall.of(model) is not before:
+            if _keras_steps.has_own_steps(model):
+                _keras_steps.WatchedTraining(devices).install(model)
+            for part in _keras_steps.called_models(model):
+                reason = _keras.undivided(part)
+                if reason:
+                    _keras.warn_not_divided(part, reason, self.devices()[0])
+                elif ReplicatedCall.of(part) is None:
+                    ReplicatedCall(devices, belongs_to_step=True).install(part)
+        if changed or ReplicatedCall.of(model) is not None:
             forget_compiled_steps(model)
         return model
+
+    def verify(self, model: "Any", verification: "Optional[Verification]") -> None:
+        tf = self.import_framework()
+        if _in_v1_mode(tf):
+            tensorflow1.backend.verify(model, verification)
+            return
+        if self.is_native(model):
+            if not hasattr(tf.keras.Model, "train_step"):
+                # TensorFlow 2.0 dies where a thread of its own traces what another one has.
+                super().verify(model, verification)
+                return
+            from . import _tensorflow2_native_verification
+
+            _tensorflow2_native_verification.VerifiedCall.install_on(model, verification)
+            return
+        from . import _tensorflow2_verification
+
+        _tensorflow2_verification.VerifiedStep.install_on(model, verification)
 
     def is_native(self, model: "Any") -> bool:
         from . import _tensorflow2_native
@@ -378,6 +407,13 @@ def _runs_eagerly(tf):
     return getattr(v1, "executing_eagerly_outside_functions", v1.executing_eagerly)()
 
 
+def _in_graph_of_ones_own(tf):
+    """Whether TensorFlow would compute eagerly, were it not for a ``tf.Graph`` around."""
+    from tensorflow.python.eager import context
+
+    return not _runs_eagerly(tf) and context.default_execution_mode == context.EAGER_MODE
+
+
 def _full_name(device):
     """/cpu:1 as TensorFlow's graphs name it: /device:CPU:1."""
     return "/device:" + device.strip("/").upper()
@@ -386,6 +422,13 @@ def _full_name(device):
 def _check(tf, model):
     """Refuse models that a replicated ``call`` would not reach."""
     keras = _keras.keras_of(model)
+    if _in_graph_of_ones_own(tf):
+        raise errors.unsupported(
+            "tensorflow2",
+            "run a model on several devices within tf.Graph().as_default()",
+            "Build the model outside of that graph, or write tf.compat.v1.disable_v2_behavior() "
+            "at the top of the script, to have TensorFlow 1.",
+        )
     if not _runs_eagerly(tf):
         raise errors.unsupported(
             "tensorflow2",
@@ -404,6 +447,46 @@ def _check(tf, model):
         and _keras.compiled_with(model).get("jit_compile") != "auto"
     ):
         raise errors.several_devices_in_xla()
+
+
+def _refuse_strategies(tf, model):
+    """Refuse a model that a strategy of TensorFlow's replicates already, or will."""
+    scope = tf.distribute.has_strategy()
+    variables = [] if scope or _is_unbuilt(model) else model.variables
+    # A Keras 3 variable has one of TensorFlow's.
+    variables = [v if isinstance(v, tf.Variable) else v.value for v in variables]
+    parents = [parent for variable in variables for parent in type(variable).__mro__]
+    if scope or any(parent.__name__ == "DistributedValues" for parent in parents):
+        raise errors.UnsupportedError(
+            "parallelize() and tf.distribute both run a model on several devices: {}. Build the "
+            "model and call parallelize() outside of the strategy's scope, or write "
+            'compat.parallelize(build_model, strategy="mirrored").'.format(
+                "it was called within the scope of a {}".format(
+                    type(tf.distribute.get_strategy()).__name__
+                )
+                if scope
+                else "the variables of {!r} were made in the scope of a strategy".format(model.name)
+            )
+        )
+
+
+def _is_unbuilt(model):
+    """Whether asking for a model's variables would be an error."""
+    return hasattr(model, "_eager_losses") and not model.built
+
+
+def _remove_replicas(model):
+    """Make a model plain, and the models within that became replicated with it."""
+    changed = False
+    for part in _keras.all_layers(model):
+        call = ReplicatedCall.of(part)
+        if call is not None and (part is model or call.belongs_to_step):
+            call.remove(part)
+            changed = True
+    watched = _keras_steps.WatchedTraining.of(model)
+    if watched is not None:
+        watched.remove(model)
+    return changed
 
 
 def refuse_loops(tf, layers):
@@ -445,6 +528,22 @@ _TRACES = (
 _replica_running = threading.local()
 
 
+@contextlib.contextmanager
+def undivided():
+    """Within, models run in one piece where they would run on several devices."""
+    before = runs_undivided()
+    _replica_running.now = True
+    try:
+        yield
+    finally:
+        _replica_running.now = before
+
+
+def runs_undivided():
+    """Whether models called now run in one piece: within a replica, or ``undivided()``."""
+    return getattr(_replica_running, "now", False)
+
+
 class ReplicatedCall(_keras.InstanceMethod):
     """The ``call`` of a model on several devices.
 
@@ -453,17 +552,22 @@ class ReplicatedCall(_keras.InstanceMethod):
     is a function with a gradient of its own (``tf.custom_gradient``), computed under the
     replica's device, too. TensorFlow sums the gradients of the replicas.
 
-    Two things more must be as if there were no replicas. Losses added within ``call`` (activity
-    regularizers) leave the replicas as outputs and are added again, each weighted by its share
-    of the batch. State (moving averages) starts from the same value in each replica, and is
-    set once, to the mean weighted by the shares; integers (random seeds) go from replica to
-    replica instead, so that dropout masks are independent.
+    Losses added within ``call``, outputs without rows and state (counters, moving averages) leave
+    the replicas as values of their own rows, and become those of all rows by ``Merging``: sums,
+    means or neither, as a ``Trace`` of the plain call shows. See ``_tensorflow2_shards``,
+    ``_tensorflow2_state`` and ``_tensorflow2_reductions``.
     """
 
     # Autograph leaves what carries this mark alone, as it does tf.function's own wrappers.
     autograph_info__ = {}  # type: dict
 
     supports_jit = None  # what jit_compile="auto" went by, in Keras 3
+
+    def __init__(self, devices, belongs_to_step=False):
+        super().__init__(devices)
+        # Whether it is there for a model around this one, whose step may call this one.
+        self.belongs_to_step = belongs_to_step
+        self.traces = {}  # type: Dict[Any, Any]  # of eager calls
 
     def install(self, model):
         super().install(model)
@@ -480,37 +584,66 @@ class ReplicatedCall(_keras.InstanceMethod):
             model.__dict__["supports_jit"] = True
 
     def __call__(self, model, *args, **kwargs):
+        _keras_steps.note_call()
         tf = sys.modules["tensorflow"]
         call = functools.partial(self._unreplicated, tf, model)
-        arguments = tf.nest.flatten((args, kwargs))
-        batch = next(filter(lambda value: has_rows(tf, value), arguments), None)
-        if batch is None or getattr(_replica_running, "now", False) or self._only_traced(tf, model):
+        if runs_undivided() or self._only_traced(tf, model):
+            return call(*args, **kwargs)
+        arguments = _tensorflow2_shards.Arguments(tf, args, kwargs, len(self.devices))
+        if arguments.batch is None:
             return call(*args, **kwargs)
         if getattr(model, "_jit_compile", None):
             raise errors.several_devices_in_xla()
+        if tf.distribute.get_strategy().num_replicas_in_sync > 1:
+            _refuse_strategies(tf, model)
         state = self._state_of(tf, model)
-        state.prepare(call, args, kwargs)
-        rows, replicas = rows_of(tf, batch), []
+        trace = functools.partial(self._trace, tf, model, call, arguments, state, [])
+        state.prepare(call, args, kwargs, trace)
+        rows, replicas = arguments.rows, []
         for index, device in enumerate(self.devices):
             bounds = _replicas.run_bounds(
                 rows, len(self.devices), index, max if isinstance(rows, int) else tf.maximum
             )
             first, last = _replicas.bounds(rows, len(self.devices), index)
-            shard = tf.nest.map_structure(
-                functools.partial(_slice, tf, batch, bounds), (args, kwargs)
-            )
             replica = Replica(tf, call, state, last - first)
-            replica.run(device, shard)
+            with _explained(tf, model, call, arguments, state):
+                replica.run(device, arguments.shard(bounds), arguments.has_others)
             replicas.append(replica)
-        shares = [_share(tf, replica.size, rows) for replica in replicas]
-        state.finish(shares)
-        return _merged(tf, replicas, shares)
+        merging = _tensorflow2_shards.Merging(tf, _name(model), replicas, rows, trace)
+        state.finish(merging)
+        return _merged(tf, merging, state)
+
+    def _trace(self, tf, model, call, arguments, state, made):
+        """The plain call's trace, made once for each call.
+
+        Eagerly it is kept for calls with arguments of the same kinds.
+        """
+        if made:
+            return made[0]
+        tensors, places, compute = _as_function(tf, call, state.traced, arguments.structure)
+        flags = arguments.traced()
+        flags = [flags[place] for place in places]
+        key = None
+        if tf.executing_eagerly():
+            plain = [v for v in arguments.leaves if not tf.is_tensor(v)]
+            shapes = [(str(t.dtype), str(t.shape[1:]), f) for t, f in zip(tensors, flags)]
+            key = repr((shapes, plain))
+        if key is None or key not in self.traces:
+            self.traces[key] = _traced(tf, model, compute, tensors, flags, state)
+        trace = self.traces[key]
+        if key is None:
+            del self.traces[key]
+        made.append(trace)
+        return trace
 
     def _only_traced(self, tf, model):
         return _only_traced(tf, model)
 
     def _state_of(self, tf, model):
-        return _state_of(tf, model)
+        """The state of a model or layer of Keras."""
+        if hasattr(model, "_eager_losses"):
+            return _tensorflow2_state.Keras2State(tf, model, len(self.devices))
+        return _tensorflow2_state.Keras3State(tf, sys.modules["keras"], model)
 
     def _unreplicated(self, tf, model, *args, **kwargs):
         """The call this one hides, converted by autograph where Keras would do so."""
@@ -536,12 +669,77 @@ def _only_traced(tf, model):
     return _keras.in_stateless_scope(_keras.keras_of(model))
 
 
-class Replica:
-    """One device's share of a call: its outputs, and what belongs to them.
+class Results:
+    """What a call returns, flat, and what belongs to that.
 
-    ``outputs`` is flat, ``structure`` is what the model returned; ``logits`` and ``masks`` are
+    ``structure`` is what the model returned, ``outputs`` that, flat; ``logits`` and ``masks`` are
     Keras' attributes of the outputs, or None; ``losses`` were added within the call.
     """
+
+    def __init__(self, tf, structure, losses):
+        self.tf = tf
+        self.structure = structure
+        self.losses = losses
+        self.outputs = tf.nest.flatten(structure)
+        self.masks = [getattr(output, "_keras_mask", None) for output in self.outputs]
+        self.logits = [_logits(tf, output) for output in self.outputs]
+
+    def differentiable(self):
+        """All that may get a gradient: the tensors that ``outputs``, ... consist of."""
+        values = self.tf.nest.flatten(self._values(), expand_composites=True)
+        return [value for value in values if self.tf.is_tensor(value)]
+
+    def take(self, tensors):
+        """Put the tensors back where ``differentiable`` found them."""
+        tf, tensors = self.tf, iter(tensors)
+        values = self._values()
+        flat = tf.nest.flatten(values, expand_composites=True)
+        flat = [next(tensors) if tf.is_tensor(value) else value for value in flat]
+        self.outputs, self.logits, self.losses = tf.nest.pack_sequence_as(
+            values, flat, expand_composites=True
+        )
+
+    def _values(self):
+        return [self.outputs, self.logits, self.losses]
+
+
+def _as_function(tf, call, scope, structure):
+    """A call as a function of the tensors that its arguments and their masks consist of.
+
+    Arguments:
+        scope: makes the context of the call, which yields the losses added in it.
+
+    Returns:
+        The tensors, all tensors and what else is among them, and the function, which returns
+        ``Results``.
+    """
+    masks = [getattr(value, "_keras_mask", None) for value in tf.nest.flatten(structure)]
+    flat = tf.nest.flatten((structure, masks), expand_composites=True)
+    places = [place for place, value in enumerate(flat) if tf.is_tensor(value)]
+
+    def compute(*values):
+        given = list(flat)
+        for place, value in zip(places, values):
+            given[place] = value
+        (args, kwargs), given_masks = tf.nest.pack_sequence_as(
+            (structure, masks), given, expand_composites=True
+        )
+        for value, mask in zip(tf.nest.flatten((args, kwargs)), given_masks):
+            if mask is not None:
+                value._keras_mask = mask
+        _replica_running.now = True
+        try:
+            with scope() as losses:
+                outputs = call(*args, **kwargs)
+        finally:
+            _replica_running.now = False
+        return Results(tf, outputs, losses)
+
+    return [flat[place] for place in places], places, compute
+
+
+class Replica:
+    """One device's share of a call, and its results."""
 
     def __init__(self, tf, call, state, size):
         self.tf = tf
@@ -549,23 +747,28 @@ class Replica:
         self.state = state
         self.size = size  # rows kept; none of the one row computed where this is 0
 
-    def run(self, device, arguments):
-        tf = self.tf
-        masks = [getattr(value, "_keras_mask", None) for value in tf.nest.flatten(arguments)]
-        tensors = tf.nest.flatten((arguments, masks), expand_composites=True)
-        places = [place for place, value in enumerate(tensors) if tf.is_tensor(value)]
+    def run(self, device, arguments, check_rows):
+        """Compute.
 
-        def compute(*values):
-            for place, value in zip(places, values):
-                tensors[place] = value
-            return self._compute(
-                tf.nest.pack_sequence_as((arguments, masks), tensors, expand_composites=True)
-            )
+        Arguments:
+            check_rows: make sure that the outputs follow the rows of the batch.
+        """
+        tf = self.tf
+        self.device = device
+        self.batch = next(v for v in tf.nest.flatten(arguments) if has_rows(tf, v))
+        self.shard, _, compute = _as_function(tf, self.call, self.state.replica, arguments)
+
+        def results_of(*values):
+            self.results = compute(*values)
+            if check_rows:
+                self._check_rows()
+            self._keep()
+            return self.results.differentiable()
 
         @tf.custom_gradient
         def replica(*values):
             with tf.device(device):
-                results, gradients_of = _differentiable(tf, compute, values)
+                results, gradients_of = _differentiable(tf, results_of, values)
 
             def gradient(*upstream, **kwargs):  # up to TensorFlow 2.3 no keyword-only argument
                 variables = list(kwargs.get("variables") or ())
@@ -583,52 +786,38 @@ class Replica:
 
             return results, gradient
 
-        shard = [tensors[place] for place in places]
         if recording():
-            results = replica(*shard)
+            tensors = replica(*self.shard)
         else:  # predict, evaluate: no gradient to keep intermediate results for
             with tf.device(device):
-                results = compute(*shard)
-        self._take(list(results))
+                tensors = results_of(*self.shard)
+        self.results.take(tensors)
 
-    def _compute(self, arguments_and_masks):
-        """Call the model, and return everything that may get a gradient, flat."""
-        tf = self.tf
-        (args, kwargs), masks = arguments_and_masks
-        for value, mask in zip(tf.nest.flatten((args, kwargs)), masks):
-            if mask is not None:
-                value._keras_mask = mask
-        _replica_running.now = True
-        try:
-            with self.state.replica() as self.losses:
-                self.structure = self.call(*args, **kwargs)
-        finally:
-            _replica_running.now = False
-        outputs = tf.nest.flatten(self.structure)
-        self.masks = [self._kept(getattr(output, "_keras_mask", None)) for output in outputs]
-        self.logits = [_logits(tf, output) for output in outputs]
-        self.outputs = outputs
-        return [self._kept(value) for value in self._results()]
-
-    def _results(self):
-        """The tensors among outputs, logits and losses."""
-        values = self.outputs + self.logits + self.losses
-        return [value for value in values if self.tf.is_tensor(value)]
-
-    def _take(self, results):
-        """Put the results back where ``_results`` found them."""
-        for values in (self.outputs, self.logits, self.losses):
-            for place, value in enumerate(values):
-                if self.tf.is_tensor(value):
-                    values[place] = results.pop(0)
-
-    def _kept(self, value):
-        """The rows of a result that are this replica's own: all of them, or none."""
-        if value is None or value.shape.rank == 0:
-            return value
+    def _keep(self):
+        """Keep this replica's own rows here, where their number is not known before."""
         if isinstance(self.size, int):
-            return value if self.size else value[:0]
-        return value[: self.tf.shape(value)[0] * self.tf.minimum(self.size, 1)]
+            return
+        results = self.results
+        for values in (results.outputs, results.masks, results.logits):
+            for place, value in enumerate(values):
+                if self.tf.is_tensor(value) and self.has_same_rows(value):
+                    values[place] = _tensorflow2_shards.kept(self.tf, value, self.size)
+
+    def kept(self, value):
+        """A result's rows that are this replica's own."""
+        if isinstance(self.size, int):
+            return _tensorflow2_shards.kept(self.tf, value, self.size)
+        return value  # see _keep
+
+    def _check_rows(self):
+        for place, output in enumerate(self.results.outputs):
+            if self.tf.is_tensor(output) and self.has_same_rows(output):
+                self.results.outputs[place] = _tensorflow2_shards.checked(
+                    self.tf, output, self.batch
+                )
+
+    def has_same_rows(self, value):
+        return _tensorflow2_shards.has_same_rows(value, self.batch)
 
 
 def _differentiable(tf, compute, values):
@@ -663,78 +852,114 @@ def recording():
     return True
 
 
-# Splitting and merging ------------------------------------------------------------------------
+def _traced(tf, model, compute, tensors, flags, state):
+    """The ``Trace`` of a call, which Keras' layers of batch normalization are apart from."""
+    normalizations = _tensorflow2_state.normalizations(state.layers)
+    with _tensorflow2_state.noting_operations(tf, normalizations) as noted:
+
+        def function(*placeholders):
+            results = compute(*placeholders)
+            return {
+                "outputs": results.outputs,
+                "losses": results.losses,
+                "updates": state.traced_updates,
+            }
+
+        try:
+            trace = _tensorflow2_reductions.Trace(tf, function, tensors, flags, noted)
+        except Exception as error:
+            raise errors.UnsupportedError(
+                "parallelize() cannot tell how losses, state and outputs without rows of model "
+                "{!r} are put together from the devices' parts: its call cannot be traced for a "
+                "batch with an unknown number of rows. {}: {}\nTake the number of rows from "
+                "tf.shape(x)[0], or run this model on one device, with parallelize(model, "
+                "gpus=1).".format(_name(model), type(error).__name__, error)
+            ) from error
+    trace.updates = dict(zip(state.traced_ids, trace.kinds["updates"]))
+    if any(
+        getattr(kind, "mixes", False) or getattr(kind, "mixed", False)
+        for kind in trace.kinds["outputs"]
+    ):
+        warnings.warn(
+            "model {!r} computes each row of an output from other rows of the batch, too, besides "
+            "batch normalization. On several devices these are the rows of one device's part, so "
+            "the numbers differ from one device's. Compute this in the loss, which sees the "
+            "whole batch, or run this model on one device, with parallelize(model, "
+            "gpus=1).".format(_name(model)),
+            errors.CompatWarning,
+            stacklevel=2,
+        )
+    return trace
 
 
-def has_rows(tf, value):
-    return tf.is_tensor(value) and value.shape.rank != 0
+def _name(model):
+    return getattr(model, "name", None) or type(model).__name__
 
 
-def rows_of(tf, batch):
-    """The number of rows: an integer where it is known, else a scalar tensor."""
-    if batch.shape.rank is not None and batch.shape[0] is not None:
-        return batch.shape[0]
-    if isinstance(batch, tf.RaggedTensor):
-        return batch.nrows()
-    return batch.dense_shape[0] if isinstance(batch, tf.SparseTensor) else tf.shape(batch)[0]
+@contextlib.contextmanager
+def _explained(tf, model, call, arguments, state):
+    """Say that a batch was cut where a replica fails on its rows, and the whole model would not."""
+    try:
+        yield
+    except errors.CompatError:
+        raise
+    except Exception as error:
+        tensors, _, compute = _as_function(tf, call, state.traced, arguments.structure)
+        specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
+        try:
+            tf.function(lambda *values: compute(*values).differentiable()).get_concrete_function(
+                *specs
+            )
+        except Exception:
+            raise error from None  # as on one device
+        raise errors.UnsupportedError(
+            "model {!r} fails on a part of the batch's rows, though not on all of them. "
+            "parallelize() cuts every input by its first dimension, so each row has to be "
+            "computed by itself: a matrix of rows by rows (a graph's adjacency, a similarity) "
+            "or of time by time cannot be cut. Make such a matrix an attribute of the model or "
+            "compute it in the loss, or run this model on one device, with parallelize(model, "
+            "gpus=1). {}: {}".format(_name(model), type(error).__name__, error)
+        ) from error
 
 
-def _slice(tf, batch, bounds, value):
-    """A replica's rows of an argument; what has no rows of the batch is passed whole."""
-    if not has_rows(tf, value):
-        return value
-    # As lists: up to TensorFlow 2.3 an unknown dimension of a shape equals no other.
-    if value.shape[:1].as_list() != batch.shape[:1].as_list():
-        return value
-    start, stop = bounds
-    if isinstance(value, tf.SparseTensor):
-        shape = tf.unstack(value.dense_shape, num=value.shape.rank)
-        sizes = [tf.cast(stop - start, tf.int64)] + shape[1:]
-        starts = [tf.cast(start, tf.int64)] + [0] * (len(shape) - 1)
-        return tf.sparse.slice(value, tf.stack(starts), tf.stack(sizes))
-    shard = value[start:stop]
-    mask = getattr(value, "_keras_mask", None)
-    if mask is not None:
-        shard._keras_mask = mask[start:stop]
-    return shard
-
-
-def _share(tf, size, rows):
-    """A function of a dtype that gives a replica's part of the batch, from 0 to 1."""
-    return lambda dtype: tf.cast(size, dtype) / tf.cast(rows, dtype)
-
-
-def _mean(tf, values, shares):
-    """The mean weighted by the replicas' shares of the batch."""
-    return tf.add_n([value * share(value.dtype) for value, share in zip(values, shares)])
-
-
-def _merge(tf, values, shares):
-    """The replicas' rows together; a scalar is the mean of theirs."""
-    if not tf.is_tensor(values[0]):
-        return values[0]
-    if values[0].shape.rank != 0:
-        return tf.concat(values, axis=0)
-    return _mean(tf, values, shares) if values[0].dtype.is_floating else values[0]
-
-
-def _merged(tf, replicas, shares):
+def _merged(tf, merging, state):
     """What the model returns for the whole batch."""
-
-    def merge(name, place):
-        return _merge(tf, [getattr(replica, name)[place] for replica in replicas], shares)
-
+    results = [replica.results for replica in merging.replicas]
     outputs = []
-    for place in range(len(replicas[0].outputs)):
-        output = merge("outputs", place)
-        for name, values in (("_keras_mask", "masks"), ("_keras_logits", "logits")):
-            value = merge(values, place)
-            if value is not None:
-                setattr(output, name, value)
+    for place, output in enumerate(results[0].outputs):
+        if tf.is_tensor(output):
+            output = _merged_output(merging, results, place)
         outputs.append(output)
-    for place in range(len(replicas[0].losses)):
-        replicas[0].state.add_loss(place, merge("losses", place))
-    return tf.nest.pack_sequence_as(replicas[0].structure, outputs)
+    for place in range(len(results[0].losses)):
+        values = [result.losses[place] for result in results]
+
+        def kind_in(trace, place=place):
+            return trace.kinds["losses"][place]
+
+        state.add_loss(place, merging.value(values, kind_in, state.name_of_loss(place)))
+    return tf.nest.pack_sequence_as(results[0].structure, outputs)
+
+
+def _merged_output(merging, results, place):
+    values = [result.outputs[place] for result in results]
+    replicas = merging.replicas
+
+    def kind_in(trace):
+        return trace.kinds["outputs"][place]
+
+    same_rows = all(replica.has_same_rows(value) for replica, value in zip(replicas, values))
+    if not same_rows and len(values) > 1:
+        kind = kind_in(merging.trace())
+        if not isinstance(kind, _tensorflow2_reductions.Rows) or kind.axis != 0:
+            return merging.value(values, kind_in, "output {}".format(place + 1))
+    output = merging.concatenated(values) if len(values) > 1 else values[0]
+    for name, attribute in (("masks", "_keras_mask"), ("logits", "_keras_logits")):
+        parts = [getattr(result, name)[place] for result in results]
+        if parts[0] is not None and len(values) > 1:
+            setattr(output, attribute, merging.concatenated(parts))
+        elif parts[0] is not None:
+            setattr(output, attribute, parts[0])
+    return output
 
 
 def _logits(tf, output):
@@ -749,103 +974,6 @@ def _logits(tf, output):
         if operation is not None and operation.type in ("Softmax", "Sigmoid"):
             logits = operation.inputs[0]
     return logits
-
-
-# State ----------------------------------------------------------------------------------------
-
-
-def _state_of(tf, model):
-    """The state of a model or layer of Keras."""
-    if hasattr(model, "_eager_losses"):
-        return Keras2State(tf, model)
-
-    def mean(values, shares):
-        return _mean(tf, [tf.convert_to_tensor(value) for value in values], shares)
-
-    return _keras.StatelessReplicas(sys.modules["keras"], model, mean)
-
-
-# Operations on a variable that leave it as it is.
-_READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape")
-
-
-def is_set(tf, variable):
-    """Whether the function being traced may set the variable."""
-    if tf.executing_eagerly():
-        return True
-    handle = tf.compat.v1.get_default_graph().capture(variable.handle)
-    return any(user.type not in _READS for user in handle.consumers())
-
-
-class Keras2State:
-    """Losses and state of tf.keras' layers: taken back after each replica."""
-
-    def __init__(self, tf, model):
-        self.tf = tf
-        self.model = model
-
-    def prepare(self, call, args, kwargs):
-        """Note the state as it is before the first replica.
-
-        Eagerly, layers that are not built yet would make their state only then. (A tf.function
-        that makes variables is traced twice, so that there the second trace finds them.)
-        """
-        tf, model = self.tf, self.model
-        if tf.executing_eagerly() and not all(layer.built for layer in _keras.all_layers(model)):
-            tf.function(call).get_concrete_function(*args, **kwargs)
-        self.layers = _keras.all_layers(model)
-        self.replicas = 0  # begun
-        state = list(model.non_trainable_variables)
-        for layer in self.layers:
-            state += [v for metric in getattr(layer, "_metrics", ()) for v in metric.variables]
-        self.variables = list({id(v): v for v in state if v.dtype.is_floating}.values())
-        self.before = [self._read(variable) for variable in self.variables]
-        self.after = [[] for _ in self.variables]  # type: List[List[Any]]
-
-    def _read(self, variable):
-        """The value in the variable's own dtype, whatever mixed precision casts it to."""
-        return self.tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
-
-    @contextlib.contextmanager
-    def replica(self):
-        counts = [len(layer._eager_losses) for layer in self.layers]
-        losses, self.owners = [], []  # type: List[Any], List[Any]
-        with self._seeds_apart():
-            yield losses
-        for layer, count in zip(self.layers, counts):
-            losses += layer._eager_losses[count:]
-            self.owners += [layer] * (len(layer._eager_losses) - count)
-            del layer._eager_losses[count:]
-        for variable, before, after in zip(self.variables, self.before, self.after):
-            if is_set(self.tf, variable):
-                after.append(self._read(variable))
-                variable.assign(before)
-
-    @contextlib.contextmanager
-    def _seeds_apart(self):
-        """Give seeded layers other masks in each replica; up to TensorFlow 2.3 they would repeat.
-
-        There a layer hands its seed to an operation, whose random numbers start from it on every
-        device. Later it starts a generator of the layer's, which goes on from replica to replica.
-        """
-        seeds = [(vars(layer), vars(layer).get("seed")) for layer in self.layers]
-        seeds = [(attributes, seed) for attributes, seed in seeds if isinstance(seed, int)]
-        for attributes, seed in seeds:
-            attributes["seed"] = seed + 104729 * self.replicas  # a prime: no neighbour's seed
-        self.replicas += 1
-        try:
-            yield
-        finally:
-            for attributes, seed in seeds:
-                attributes["seed"] = seed
-
-    def finish(self, shares):
-        for variable, values in zip(self.variables, self.after):
-            if values:
-                variable.assign(_mean(self.tf, values, shares))
-
-    def add_loss(self, place, loss):
-        self.owners[place]._eager_losses.append(loss)
 
 
 backend = TensorFlow2()

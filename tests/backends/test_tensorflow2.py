@@ -15,14 +15,15 @@ import types
 import numpy as np
 import pytest
 import tensorflow as tf
-from tensorflow.python.eager import context
 
 import compat
+from compat._backends._tensorflow2_placement import executed, products, short
 from compat._backends.tensorflow2 import _chosen_gpus, backend, forget_compiled_steps
 from compat._devices import Devices
 from compat._ranks import Launch
 from compat._settings import Memory, Settings
 from compat.testing import (
+    CASES,
     DEVICES,
     ParallelContract,
     in_span,
@@ -30,28 +31,6 @@ from compat.testing import (
     keras_under_test,
     span,
 )
-
-# How operations are called, also after Grappler ("_FusedMatMul") and, on CPUs that have what it
-# wants, oneDNN ("_MklMatMul", "_MklNativeFusedMatMul").
-PRODUCTS = ("MatMul", "BatchMatMulV2", "Conv2D")
-BACKWARD = ("gradient_tape", "gradients", "_grad", "Backprop")
-
-
-def executed(step):
-    """Run a step, and return the nodes of every graph partition that TensorFlow executed."""
-    context.enable_run_metadata()
-    try:
-        context.export_run_metadata()  # drop what others left
-        step()
-        record = context.export_run_metadata()
-    finally:
-        context.disable_run_metadata()
-    return [
-        node
-        for function in record.function_graphs
-        for partition in function.partition_graphs
-        for node in partition.node
-    ]
 
 
 def train_in_a_new_graph(model, inputs, targets):
@@ -62,11 +41,6 @@ def train_in_a_new_graph(model, inputs, targets):
     else:  # there TensorFlow 2.0 computes eagerly
         rows = len(inputs[0] if isinstance(inputs, list) else inputs)
         model.fit(inputs, targets, batch_size=rows, verbose=0)
-
-
-def short(device):
-    """/job:localhost/replica:0/task:0/device:CPU:1 as compat names it."""
-    return "/" + device.split("device:")[-1].lower()
 
 
 Model = keras_under_test().Model
@@ -83,18 +57,22 @@ class TestTensorFlow2(ParallelContract):
     extension = ".keras" if KERAS3 else ".h5"
     lstm_options = {} if TRAIN_STEP else {"unroll": True}
 
+    if not TRAIN_STEP:
+        test_a_difference_is_found_and_the_model_left_as_it_was = None  # nothing is compared
+
+        @span
+        def test_first_steps_are_verified(self, keras):
+            """They cannot be there: a warning says so, once for each model."""
+            model = self.compiled(keras, "dense", parallel=True)
+            with pytest.warns(compat.CompatWarning, match="nothing is verified of model") as told:
+                record = self.verified(model)
+                model.train_on_batch(*CASES["dense"].data(45))
+            assert len([w for w in told if w.category is compat.CompatWarning]) == 1
+            assert not any(record.steps.values())
+
     def placement(self, model, inputs, targets):
-        counts = collections.defaultdict(lambda: [0, 0])
-        for node in executed(functools.partial(train_in_a_new_graph, model, inputs, targets)):
-            # A recurrent layer of tf.keras runs as one function call on one device.
-            computing = node.op.endswith(PRODUCTS) or node.op == "PartitionedCall"
-            if computing or "Backprop" in node.op:
-                name = node.name + node.op
-                # The gradient of a product is a product with a transposed matrix.
-                transposed = node.attr["transpose_a"].b or node.attr["transpose_b"].b
-                backward = transposed or any(mark in name for mark in BACKWARD)
-                counts[short(node.device)][backward] += 1
-        return {device: tuple(count) for device, count in counts.items()}
+        step = functools.partial(train_in_a_new_graph, model, inputs, targets)
+        return products(executed(step))
 
     def shard_sizes(self, model, inputs, targets):
         """Eagerly, TensorFlow shows each operation with its result, and where that lies."""

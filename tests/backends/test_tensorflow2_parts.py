@@ -3,12 +3,14 @@
 import collections
 import copy
 import functools
+import warnings
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import compat
+from compat._backends._tensorflow2_placement import BACKWARD, PRODUCTS, executed, short
 from compat.testing import (
     DEVICES,
     in_span,
@@ -19,14 +21,10 @@ from compat.testing import (
 )
 
 from .test_tensorflow2 import (
-    BACKWARD,
     KERAS3,
-    PRODUCTS,
     ROWS,
     TARGETS,
     TRAIN_STEP,
-    executed,
-    short,
     train_in_a_new_graph,
 )
 
@@ -337,3 +335,14 @@ def test_mirrored_uneven_batches_are_tensorflows_own_limit(keras):
 def test_mirrored_function_that_builds_no_model(keras):
     with pytest.raises(compat.NotAModelError):
         compat.parallelize(lambda: None, strategy="mirrored")
+
+
+@span
+def test_models_without_keras_are_verified_or_it_is_said(keras, monkeypatch):
+    """Which TensorFlow 2.0 cannot do."""
+    monkeypatch.setattr(compat._api._active.settings, "verify", 1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        compat.parallelize(Plain())
+    told = [str(w.message) for w in caught if "cannot compare" in str(w.message)]
+    assert bool(told) == (not TRAIN_STEP)

@@ -9,10 +9,20 @@ import tensorflow as tf
 
 import compat
 from compat._backends import tensorflow1
+from compat._backends._tensorflow1_placement import partitions, products
 from compat.testing import CASES, DEVICES, initialise, optimizer, span
 
 from . import test_tensorflow1
-from .test_tensorflow1 import partitions, products
+from .test_tensorflow1_rows import (  # noqa: F401  # run here, too
+    test_inputs_of_different_rows,
+    test_last_layer_across_rows_is_not_warned_of,
+    test_layers_across_rows_see_the_whole_batch,
+    test_no_false_alarms,
+    test_outputs_without_rows_are_computed_of_the_whole_batch,
+    test_state_of_layers_is_computed_of_the_whole_batch,
+    test_write_that_a_call_waits_for_runs_once,
+    three_devices,
+)
 
 v1 = tf.compat.v1
 

@@ -1,0 +1,84 @@
+"""Steps of the user's own (``train_step`` and the like), in tf.keras and Keras 3.
+
+Keras' own steps call the model. A step of one's own may call the model's parts instead, as those
+of GANs and autoencoders do. So these parts run on several devices as well, and the first step of
+training is watched: it must have reached one of them.
+"""
+
+import warnings
+
+from . import _keras, errors
+
+_STEPS = ("train_step", "test_step", "predict_step", "compute_loss")
+
+_reached = [0]  # how often a call that is divided was begun
+
+
+def note_call():
+    """Note that the call of a model that is divided was reached, divided this time or not."""
+    _reached[0] += 1
+
+
+def has_own_steps(model):
+    """Whether a step of this model is the user's."""
+    functions = [getattr(type(model), name, None) for name in _STEPS]
+    modules = [getattr(function, "__module__", None) or "keras" for function in functions]
+    kerases = ("keras", "tf_keras", "tensorflow", "tensorflow_core")
+    return any(module.split(".")[0] not in kerases for module in modules)
+
+
+def called_models(model):
+    """The models within ``model`` that a step of the user's may call."""
+    if not has_own_steps(model):
+        return []
+    parts = [layer for layer in _keras.all_layers(model) if layer is not model]
+    return [part for part in parts if _keras.keras_of(part) is not None]
+
+
+class WatchedTraining(_keras.InstanceMethod):
+    """The method that makes the function which trains; the first step of that is watched.
+
+    To be installed where ``has_own_steps``.
+    """
+
+    method = "make_train_function"
+
+    def __call__(self, model, *args, **kwargs):
+        function = self.plain(model)(*args, **kwargs) or model.train_function
+        if not isinstance(function, _WatchedFunction):
+            function = _WatchedFunction(model, function)
+            model.train_function = function
+        return function
+
+
+class _WatchedFunction:
+    def __init__(self, model, function):
+        self.model = model
+        self.function = function
+        self.is_watched = True
+
+    def __getattr__(self, name):
+        return getattr(self.function, name)
+
+    def __call__(self, *args, **kwargs):
+        before, is_first = _reached[0], self.is_watched
+        self.is_watched = False
+        result = self.function(*args, **kwargs)
+        if self.model.train_function is self:
+            self.model.train_function = self.function
+        if is_first and _reached[0] == before:
+            # At the caller of fit(), in whose code this is deep.
+            warnings.warn(_not_reached(self.model), errors.CompatWarning, stacklevel=2)
+        return result
+
+
+def _not_reached(model):
+    within = {id(part) for part in called_models(model)}
+    names = sorted(name for name, value in vars(model).items() if id(value) in within)
+    return (
+        "The first step of training {!r} ran on one device: its train_step() calls neither the "
+        "model nor a model within it ({}). Write compat.parallelize(part) for each model that it "
+        "calls; put layers that it calls by themselves into a keras.Model first.".format(
+            model.name, ", ".join("model." + name for name in names) or "there is none"
+        )
+    )

@@ -1,0 +1,227 @@
+"""TensorFlow 2: steps of one's own that call parts of a model, as keras.io's examples do."""
+
+import warnings
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import compat
+from compat._backends._tensorflow2_placement import executed
+from compat.testing import DEVICES, initialise, keras_under_test, span
+
+from .test_tensorflow2 import KERAS3, ROWS, TARGETS, TRAIN_STEP, weights_of
+from .test_tensorflow2_parts import products
+
+keras_ = keras_under_test()
+layers = keras_.layers
+RATE = 0.01
+
+
+@pytest.fixture(scope="module")
+def keras():
+    compat.configure_gpu(simulate=DEVICES)
+    return keras_
+
+
+def dense(inputs, *units):
+    parts = [layers.Input((inputs,))]
+    parts += [layers.Dense(unit, activation="tanh") for unit in units[:-1]]
+    return initialise(keras_.models.Sequential(parts + [layers.Dense(units[-1])]), seed=sum(units))
+
+
+def apply(optimizer, tape, loss, model):
+    gradients = tape.gradient(loss, weights_of(model))
+    optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+
+
+class Adversarial(keras_.Model):
+    """keras.io's GAN; its noise comes with the data."""
+
+    def __init__(self):
+        super().__init__()
+        self.discriminator, self.generator = dense(8, 6, 1), dense(4, 6, 8)
+
+    def compile(self, d_optimizer, g_optimizer, **options):
+        super().compile(**options)
+        self.d_optimizer, self.g_optimizer = d_optimizer, g_optimizer
+        self.loss_fn = keras_.losses.BinaryCrossentropy(from_logits=True)
+
+    def train_step(self, data):
+        real, noise = data
+        rows = tf.shape(real)[0]
+        generated = self.generator(noise)
+        combined = tf.concat([generated, real], axis=0)
+        labels = tf.concat([tf.ones((rows, 1)), tf.zeros((rows, 1))], axis=0)
+        with tf.GradientTape() as tape:
+            d_loss = self.loss_fn(labels, self.discriminator(combined))
+        apply(self.d_optimizer, tape, d_loss, self.discriminator)
+        with tf.GradientTape() as tape:
+            predictions = self.discriminator(self.generator(noise))
+            g_loss = self.loss_fn(tf.zeros((rows, 1)), predictions)
+        apply(self.g_optimizer, tape, g_loss, self.generator)
+        return {"d_loss": d_loss, "g_loss": g_loss}
+
+
+class WithPenalty(Adversarial):
+    """keras.io's WGAN-GP: a gradient of a gradient goes through the discriminator."""
+
+    def gradient_penalty(self, real, fake):
+        mixed = 0.3 * real + 0.7 * fake
+        with tf.GradientTape() as tape:
+            tape.watch(mixed)
+            predictions = self.discriminator(mixed, training=True)
+        gradients = tape.gradient(predictions, [mixed])[0]
+        norm = tf.sqrt(tf.reduce_sum(tf.square(gradients), axis=1) + 1e-6)
+        return tf.reduce_mean((norm - 1.0) ** 2)
+
+    def train_step(self, data):
+        real, noise = data
+        for _ in range(2):
+            with tf.GradientTape() as tape:
+                fake = self.generator(noise, training=True)
+                d_loss = tf.reduce_mean(self.discriminator(fake, training=True))
+                d_loss -= tf.reduce_mean(self.discriminator(real, training=True))
+                d_loss += 10.0 * self.gradient_penalty(real, fake)
+            apply(self.d_optimizer, tape, d_loss, self.discriminator)
+        with tf.GradientTape() as tape:
+            fake = self.generator(noise, training=True)
+            g_loss = -tf.reduce_mean(self.discriminator(fake, training=True))
+        apply(self.g_optimizer, tape, g_loss, self.generator)
+        return {"d_loss": d_loss, "g_loss": g_loss}
+
+
+class Autoencoder(keras_.Model):
+    """keras.io's VAE."""
+
+    def __init__(self):
+        super().__init__()
+        inputs = layers.Input((8,))
+        hidden = layers.Dense(6, activation="tanh")(inputs)
+        outputs = [layers.Dense(3)(hidden), layers.Dense(3)(hidden)]
+        self.encoder = initialise(keras_.models.Model(inputs, outputs, name="encoder"))
+        self.decoder = dense(3, 6, 8)
+        self.tracker = keras_.metrics.Mean(name="loss")
+
+    def compile(self, d_optimizer, g_optimizer, **options):
+        super().compile(optimizer=d_optimizer, **options)
+
+    def train_step(self, data):
+        rows, noise = data
+        with tf.GradientTape() as tape:
+            mean, log_variance = self.encoder(rows)
+            decoded = self.decoder(mean + tf.exp(0.5 * log_variance) * noise[:, :3])
+            loss = tf.reduce_mean(tf.reduce_sum((rows - decoded) ** 2, axis=1))
+            divergence = -0.5 * (1 + log_variance - mean**2 - tf.exp(log_variance))
+            loss += tf.reduce_mean(tf.reduce_sum(divergence, axis=1))
+        apply(self.optimizer, tape, loss, self)
+        self.tracker.update_state(loss)
+        return {"loss": self.tracker.result()}
+
+
+def fitted(model, parallel, batch_size=16):
+    if parallel:
+        assert compat.parallelize(model) is model
+    options = {} if not KERAS3 else {"jit_compile": False}
+    sgd = keras_.optimizers.SGD
+    model.compile(d_optimizer=sgd(RATE), g_optimizer=sgd(RATE), **options)
+    return model.fit(ROWS, TARGETS, batch_size=batch_size, epochs=2, shuffle=False, verbose=0)
+
+
+if TRAIN_STEP:  # TensorFlow 2.0 has no steps of one's own
+
+    @pytest.mark.row("subclassed models")
+    @pytest.mark.parametrize("build", [Adversarial, WithPenalty, Autoencoder])
+    def test_steps_that_call_parts_train_to_the_numbers_of_one_device(keras, build):
+        results = []
+        for parallel in (False, True):
+            model = build()
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", compat.CompatWarning)
+                history = fitted(model, parallel).history
+            results.append(model.get_weights() + [history[name] for name in sorted(history)])
+        for expected, found in zip(*results):
+            np.testing.assert_allclose(expected, found, rtol=1e-5, atol=1e-6)
+
+    def test_parts_called_by_a_step_run_on_every_device(keras):
+        model = Autoencoder()
+        found = products(executed(lambda: fitted(model, True, batch_size=45)))
+        assert set(found) == {"/cpu:0", "/cpu:1", "/cpu:2"}
+        assert len(set(found.values())) == 1 and all(found["/cpu:1"]), found
+        compat.parallelize(model, gpus=1)
+        for each in (model, model.encoder, model.decoder):
+            assert not {"call", "make_train_function"} & set(vars(each))
+
+    class Hidden(keras_.Model):
+        """Its step calls models that Keras does not know of."""
+
+        def __init__(self, hidden):
+            super().__init__()
+            self.hidden, self.shown = hidden, dense(8, 2, 4)
+
+        def train_step(self, data):
+            rows, targets = data
+            (model,) = self.hidden()
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((model(rows) - targets) ** 2)
+            apply(self.optimizer, tape, loss, model)
+            return {"loss": loss}
+
+    @span
+    @pytest.mark.parametrize("verify", [0, 1])
+    def test_a_step_that_reaches_no_replica_says_so(keras, verify, monkeypatch):
+        monkeypatch.setattr(compat._api._active.settings, "verify", verify)
+        part = dense(8, 6, 4)
+        model = compat.parallelize(Hidden(lambda: [part]))
+        model.compile(keras.optimizers.SGD(RATE))
+        with pytest.warns(compat.CompatWarning) as record:
+            model.fit(ROWS, TARGETS, batch_size=16, epochs=2, verbose=0)
+        texts = [str(w.message) for w in record if w.category is compat.CompatWarning]
+        assert texts == [
+            "The first step of training {!r} ran on one device: its train_step() calls neither "
+            "the model nor a model within it (model.shown). Write compat.parallelize(part) for "
+            "each model that it calls; put layers that it calls by themselves into a keras.Model "
+            "first.".format(model.name)
+        ]
+        compat.parallelize(part)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", compat.CompatWarning)
+            compat.parallelize(model)
+            model.fit(ROWS, TARGETS, batch_size=16, verbose=0)
+
+
+# Strategies and graphs around the model -------------------------------------------------------
+
+
+@span
+def test_a_strategy_around_parallelize_is_refused(keras):
+    strategy = tf.distribute.MirroredStrategy(["/cpu:0", "/cpu:1"])
+    plain = dense(8, 4)
+    with strategy.scope():
+        model = dense(8, 4)
+        with pytest.raises(compat.UnsupportedError) as error:
+            compat.parallelize(plain)
+    assert str(error.value) == (
+        "parallelize() and tf.distribute both run a model on several devices: it was called "
+        "within the scope of a MirroredStrategy. Build the model and call parallelize() outside "
+        'of the strategy\'s scope, or write compat.parallelize(build_model, strategy="mirrored").'
+    )
+    with pytest.raises(compat.UnsupportedError, match="were made in the scope of a strategy"):
+        compat.parallelize(model)
+    assert compat.parallelize(model, gpus=1) is model
+    assert "call" not in vars(model)
+
+
+if not KERAS3:  # which builds no model there
+
+    @span
+    def test_a_graph_around_parallelize_is_named(keras):
+        with tf.Graph().as_default():
+            model = keras.models.Sequential([layers.Dense(4, input_shape=(8,))])
+            with pytest.raises(compat.UnsupportedError) as error:
+                compat.parallelize(model)
+        assert str(error.value) == (
+            "tensorflow2 cannot run a model on several devices within tf.Graph().as_default(). "
+            "Build the model outside of that graph, or write "
+            "tf.compat.v1.disable_v2_behavior() at the top of the script, to have TensorFlow 1."
+        )
