@@ -3,17 +3,29 @@
 torch's own ``DistributedDataParallel`` wraps the model in another one and weights all ranks
 alike. Here the model stays itself: its ``call`` or ``forward`` notes how many rows it was given,
 and when autograd has finished a backward pass, the gradients of all ranks become their mean
-weighted by those rows, in one all-reduce.
+weighted by those rows (``_torch_exchange``).
 """
 
 import atexit
+import contextlib
 import datetime
 import os
 import re
 import sys
 import time
+import types
+import weakref
 
-from .. import _engine, _keras, _keras_ranks, _ranks, errors
+from .. import (
+    _engine,
+    _keras,
+    _keras3_ranks,
+    _keras_ranks,
+    _keras_ranks_losses,
+    _ranks,
+    errors,
+)
+from . import _torch_batch, _torch_exchange
 
 
 class TorchDistributed(_engine.Engine):
@@ -24,6 +36,8 @@ class TorchDistributed(_engine.Engine):
 
         super().__init__(ranks)
         self.distributed = distributed
+        self.backward = _torch_exchange.Backward()
+        self.last = None  # the exchange that all ranks did last
         self.store = None
         if not distributed.is_initialized():
             meeting = _meeting(ranks)
@@ -62,6 +76,23 @@ class TorchDistributed(_engine.Engine):
         with self.waiting("for the others' gradients"):
             self.distributed.all_reduce(tensor)
         return tensor
+
+    def concatenate(self, tensor):
+        """All ranks' tensors of any numbers of rows, one below the other."""
+        torch = sys.modules["torch"]
+        sizes = [0.0] * self.ranks.size
+        sizes[self.ranks.rank] = float(len(tensor))
+        sizes = [int(size) for size in self.sum(sizes)]
+        padded = tensor.new_zeros((max(sizes),) + tensor.shape[1:])
+        padded[: len(tensor)] = tensor
+        found = [torch.empty_like(padded) for _ in sizes]
+        with self.waiting("for the others' gradients"):
+            self.distributed.all_gather(found, padded)
+        return torch.cat([part[:size] for part, size in zip(found, sizes)])
+
+    def _close(self):
+        # Others that have more batches are in an exchange like the last one.
+        return super()._close() if self.last is None else self.last.close()
 
     def broadcast(self, value):
         box = [value]
@@ -109,99 +140,68 @@ def distribute(model, ranks):
     engine = TorchDistributed.join(ranks)
     kind = RankedForward if keras is None else RankedCall
     if kind.of(model) is None:
-        kind(engine).install(model)
+        ranked = kind(engine)
+        ranked.install(model)
         if keras is not None:
+            for step in (RankedTrainStep, RankedTestStep):
+                step(ranked).install(model)
             _keras_ranks.install(model, engine)
     kind.of(model).start(model)
     return model
 
 
-# One step -------------------------------------------------------------------------------------
-
-
 class Ranked(_keras.InstanceMethod):
-    """The ``call`` or ``forward`` of a model that trains together with the other ranks."""
+    """The ``call`` or ``forward`` of a model that trains together with the other ranks.
+
+    Deep copies of a model share it.
+    """
 
     def __init__(self, engine):
         super().__init__([])
         self.engine = engine
-        self.weights = None  # how many were made the same on all ranks
+        self.exchanges = weakref.WeakKeyDictionary()  # model -> its exchange
+        self.weights = weakref.WeakKeyDictionary()  # model -> how many were made the same
+
+    def exchange(self, model):
+        if model not in self.exchanges:
+            self.exchanges[model] = _torch_exchange.Exchange(self.engine, self, model)
+        return self.exchanges[model]
 
     def __call__(self, model, *args, **kwargs):
         torch = sys.modules["torch"]
-        tree = torch.utils._pytree
-        leaves = tree.tree_leaves((args, kwargs))
-        batch = next((leaf for leaf in leaves if getattr(leaf, "shape", None)), None)
-        if batch is None or self.is_only_traced(model, batch):
+        batch = _torch_exchange.first_batch((args, kwargs))
+        if self.is_only_traced(model, batch):
             return self.plain(model)(*args, **kwargs)
-        rows = int(batch.shape[0])
-        self.count(model, rows)
+        self.count(model, batch)
         if not torch.is_grad_enabled():
             return self.plain(model)(*args, **kwargs)
-        self.start(model)
-        before = [(tensor, _version(tensor)) for tensor in self.state(model)]
-        result = self.plain(model)(*args, **kwargs)
-        step = Step(self.engine, self.parameters(model), before, rows)
-        for leaf in tree.tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                leaf.register_hook(step.queue)
+        parameters = self.start(model)
+        exchange = self.exchange(model)
+        exchange.look(parameters)
+        result, rows = self.run(model, batch, args, kwargs)
+        if rows is not None:
+            exchange.rows.forward(rows, result)
         return result
 
+    def run(self, model, batch, args, kwargs):
+        """The model's own result, and its rows."""
+        rows = None if batch is None else int(batch.shape[0])
+        return self.plain(model)(*args, **kwargs), rows
+
     def start(self, model):
-        """Take rank 0's weights, wherever there are other ones than before."""
-        weights = self.weights_made(model)
-        if weights != self.weights:
-            self.weights = weights
-            self.same_start(model)
+        """Take rank 0's weights, wherever there are other ones than before.
 
-
-def _version(tensor):
-    return tensor._version
-
-
-class Step:
-    """The exchange of one backward pass: gradients, and state that the forward pass has changed."""
-
-    def __init__(self, engine, parameters, before, rows):
-        self.engine = engine
-        self.parameters = parameters
-        self.before = before
-        self.rows = rows
-        self.queued = False
-
-    def queue(self, gradient):
-        """When autograd comes to the model's outputs: run when it has finished."""
-        if not self.queued:
-            self.queued = True
-            sys.modules["torch"].autograd.Variable._execution_engine.queue_callback(self.run)
-
-    def run(self):
-        """Make the gradients, and the state, the mean over all ranks' rows."""
-        torch = sys.modules["torch"]
-        self.queued = False
-        share = self.engine.share(self.rows)
-        changed = [tensor for tensor, version in self.before if _version(tensor) != version]
-        with torch.no_grad():
-            values = [parameter.grad for parameter in self.parameters] + changed
-            targets = self.parameters + changed
-            flat = [_flat(value, target) for value, target in zip(values, targets)]
-            mean = self.engine.sum_tensor(torch.cat(flat) * share)
-            parts = mean.split([target.numel() for target in targets])
-            for parameter, part in zip(self.parameters, parts):
-                if parameter.grad is not None:
-                    parameter.grad.copy_(part.view_as(parameter))
-                elif part.any():  # another rank's batch has used it
-                    parameter.grad = part.view_as(parameter).to(parameter.dtype, copy=True)
-            for tensor, part in zip(changed, parts[len(self.parameters) :]):
-                tensor.copy_(part.view_as(tensor))
-
-
-def _flat(value, target):
-    """The numbers of a tensor in a row, in float32; zeros where there is no tensor."""
-    torch = sys.modules["torch"]
-    if value is None:
-        return torch.zeros(target.numel(), device=target.device)
-    return value.detach().reshape(-1).float()
+        Returns:
+            The parameters that are trained.
+        """
+        parameters = self.parameters(model)
+        if model not in self.weights or not self.exchange(model).is_hooked(parameters):
+            weights = self.weights_made(model)
+            if weights != self.weights.get(model):
+                self.weights[model] = weights
+                self.same_start(model)
+        self.exchange(model).watch(parameters)
+        return parameters
 
 
 # Keras ----------------------------------------------------------------------------------------
@@ -214,8 +214,10 @@ class RankedCall(Ranked):
         """Keras runs a model on the device "meta" to learn shapes, and in scopes of its own."""
         return getattr(batch, "is_meta", False) or _keras.in_stateless_scope(_keras.keras_of(model))
 
-    def count(self, model, rows):
-        _keras_ranks.count(model, rows, sys.modules["torch"].is_grad_enabled())
+    def count(self, model, batch):
+        if batch is not None and self.exchange(model).rows.step is None:
+            rows, training = int(batch.shape[0]), sys.modules["torch"].is_grad_enabled()
+            _keras_ranks.count(model, rows, training)
 
     def weights_made(self, model):
         return len(model.weights) or None
@@ -223,12 +225,139 @@ class RankedCall(Ranked):
     def same_start(self, model):
         _keras_ranks.same_start(model, self.engine)
 
-    def parameters(self, model):
-        return [variable.value for variable in model.trainable_variables]
+    # Not ``value``, which within an autocast scope is a copy of another type.
 
-    def state(self, model):
-        values = [variable.value for variable in model.non_trainable_variables]
-        return [value for value in values if value.is_floating_point()]
+    def parameters(self, model):
+        return [variable._value for variable in model.trainable_variables]
+
+    def averaged(self, model):
+        return [variable._value for variable in _keras3_ranks.averaged(model)]
+
+    def warn_of_means(self, model, differ):
+        for variable in _keras3_ranks.not_kerass(model):
+            if differ(variable._value):
+                _keras3_ranks.warn_of_mean(variable)
+
+    def verified(self, model):
+        return [(variable.path, variable._value) for variable in _keras3_ranks.same(model)]
+
+    def verified_state(self, model):
+        return []
+
+
+class RankedStep(_keras.InstanceMethod):
+    """A step of Keras' on a batch, whose rows count however it calls the model or its parts."""
+
+    training = False
+
+    def __init__(self, ranked):
+        super().__init__([])
+        self.ranked = ranked
+
+    def __call__(self, model, data, *args, **kwargs):
+        step = self.plain(model)
+        exchange = self.ranked.exchange(model)
+        keras = _keras.keras_of(model)
+        leaves = keras.tree.flatten(data)  # tensors, and arrays in train_on_batch()
+        batch = next((leaf for leaf in leaves if getattr(leaf, "shape", None)), None)
+        if batch is None or exchange.rows.step is not None:
+            return step(data, *args, **kwargs)
+        rows = exchange.rows.step = int(batch.shape[0])
+        _keras_ranks.count(model, rows, self.training)
+        with contextlib.ExitStack() as stack:
+            stack.callback(setattr, exchange.rows, "step", None)
+            stack.callback(setattr, exchange, "agreed", False)
+            stack.enter_context(self.reductions(model, exchange).within(keras))
+            stack.enter_context(self.scaling(model))
+            result = step(data, *args, **kwargs)
+        if self.training and not exchange.checked:
+            exchange.checked = True
+            _check_loss(model, data)
+        return result
+
+    def reductions(self, model, exchange):
+        """Losses that are no means over rows are those of all ranks' rows."""
+        engine = self.ranked.engine
+        rows = exchange.rows.step
+        shares = []
+
+        def share():
+            if not shares:
+                shares.append(engine.share(rows))
+                self.agreed(model, exchange)
+            return shares[0]
+
+        def total(values):
+            share()
+            return engine.sum([float(value) for value in values]).tolist()
+
+        return _keras_ranks_losses.Reductions(share, total)
+
+    def agreed(self, model, exchange):
+        """The ranks have said their rows in front of the step."""
+
+    @contextlib.contextmanager
+    def scaling(self, model):
+        """What becomes of a ``LossScaleOptimizer``."""
+        yield
+
+
+def _check_loss(model, data):
+    keras = _keras.keras_of(model)
+    read, write = _keras.reader_and_writer(model)
+    trackers = list(model.metrics_variables)
+    values = [value.copy() for value in read(trackers)]
+
+    def loss_of(data):
+        x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
+        with sys.modules["torch"].no_grad():
+            outputs = model(x, training=False)
+            return float(model._compute_loss(x, y, outputs, weights, training=False))
+
+    try:
+        _keras3_ranks.check_loss(model, data, loss_of)
+    finally:
+        write(list(zip(trackers, values)))
+
+
+class RankedTrainStep(RankedStep):
+    method = "train_step"
+    training = True
+
+    def agreed(self, model, exchange):
+        exchange.agreed = True
+
+    @contextlib.contextmanager
+    def scaling(self, model):
+        """Within, the gradients of a rank overflow where those of one process would.
+
+        The mean over a rank's rows weighs each row as many times more as there are ranks.
+        """
+        optimizer = model.optimizer
+        if not hasattr(optimizer, "inner_optimizer"):
+            yield
+            return
+        size = self.ranked.engine.ranks.size
+        scale_loss, apply = optimizer.scale_loss, optimizer.apply
+
+        def apply_scaled(gradients, *args, **kwargs):
+            scaled = [None if gradient is None else gradient * size for gradient in gradients]
+            return apply(scaled, *args, **kwargs)
+
+        # Not by setattr: Keras would track them.
+        optimizer.__dict__["scale_loss"] = lambda loss: scale_loss(loss) / size
+        optimizer.__dict__["apply"] = apply_scaled
+        try:
+            yield
+        finally:
+            del optimizer.__dict__["scale_loss"], optimizer.__dict__["apply"]
+
+
+class RankedTestStep(RankedStep):
+    method = "test_step"
+
+    def agreed(self, model, exchange):
+        _keras_ranks.in_step(model)
 
 
 # torch ----------------------------------------------------------------------------------------
@@ -239,11 +368,53 @@ class RankedForward(Ranked):
 
     method = "forward"
 
-    def is_only_traced(self, model, batch):
-        return batch.is_meta or sys.modules["torch"].jit.is_tracing()
+    def install(self, model):
+        """A function: ``torch.compile`` takes no other callables for methods.
 
-    def count(self, model, rows):
-        """Nobody asks."""
+        It leaves the code of this package as it is, and compiles the module's own.
+        """
+        rules = sys.modules["torch"]._dynamo.trace_rules
+        if hasattr(rules, "add"):
+            rules.add(__name__.partition(".")[0])
+
+        def forward(module, *args, **kwargs):
+            return self(module, *args, **kwargs)
+
+        forward.ranked = self
+        self.hidden = model.__dict__.get("forward")
+        model.__dict__["forward"] = types.MethodType(forward, model)
+
+    @classmethod
+    def of(cls, model):
+        function = getattr(model.__dict__.get("forward"), "__func__", None)
+        return getattr(function, "ranked", None)
+
+    def is_only_traced(self, model, batch):
+        return getattr(batch, "is_meta", False) is True or sys.modules["torch"].jit.is_tracing()
+
+    def count(self, model, batch):
+        """Nothing needs it: metrics are the script's."""
+
+    def run(self, model, batch, args, kwargs):
+        """The rows are where torch's recurrent layers and transformers in the model find them."""
+        if isinstance(batch, sys.modules["torch"].nn.utils.rnn.PackedSequence):
+            return self.plain(model)(*args, **kwargs), int(batch.batch_sizes[0])
+        own = _torch_batch.declared(model)
+        if own is not None:
+            rows = None if batch is None else int(batch.shape[own]) if batch.dim() > 2 else 1
+            return self.plain(model)(*args, **kwargs), rows
+        exchange = self.exchange(model)
+        if exchange.declares is None:
+            exchange.declares = _torch_batch.has_declared(model)
+        if batch is None or not exchange.declares:
+            return super().run(model, batch, args, kwargs)
+        with _torch_batch.Seen(model, 1) as seen:
+            result = self.plain(model)(*args, **kwargs)
+        found = [size for size in seen.sizes if size is not None]
+        sizes = [int(size) for size in batch.shape[:2]]
+        same = [size for size in sizes if size in found]
+        multiple = [size for size in sizes if size and all(each % size == 0 for each in found)]
+        return result, (same + multiple + sizes)[0]
 
     def weights_made(self, model):
         parameters = list(model.parameters())
@@ -252,7 +423,9 @@ class RankedForward(Ranked):
 
     def same_start(self, model):
         """Rank 0's parameters and buffers. The user's optimizer has no state before a step."""
-        mine = model.state_dict()
+        torch = sys.modules["torch"]
+        state = model.state_dict()
+        mine = {n: value for n, value in state.items() if isinstance(value, torch.Tensor)}
         chief = self.engine.broadcast(
             {name: tensor.cpu() for name, tensor in mine.items()}
             if self.engine.ranks.rank == 0
@@ -260,10 +433,37 @@ class RankedForward(Ranked):
         )
         if {n: t.shape for n, t in mine.items()} != {n: t.shape for n, t in chief.items()}:
             raise errors.ranks_differ(self.engine.ranks, type(model).__name__)
-        model.load_state_dict(chief)
+        state.update(chief)
+        model.load_state_dict(state)
 
     def parameters(self, model):
-        return [parameter for parameter in model.parameters() if parameter.requires_grad]
+        lazy = sys.modules["torch"].nn.parameter.is_lazy
+        return [p for p in model.parameters() if p.requires_grad and not lazy(p)]
 
-    def state(self, model):
-        return [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    def averaged(self, model):
+        """Running statistics. The operation that updates them does not move their version."""
+        kind = sys.modules["torch"].nn.modules.batchnorm._NormBase
+        found = [
+            getattr(part, name)
+            for part in model.modules()
+            if isinstance(part, kind) and part.track_running_stats
+            for name in ("running_mean", "running_var")
+        ]
+        lazy = sys.modules["torch"].nn.parameter.is_lazy
+        return [tensor for tensor in found if tensor is not None and not lazy(tensor)]
+
+    def warn_of_means(self, model, differ):
+        """Running statistics of torch's own are means."""
+
+    def verified(self, model):
+        return list(model.named_parameters())
+
+    def verified_state(self, model):
+        """Buffers; those that are not saved are the rank's own."""
+        torch = sys.modules["torch"]
+        saved = model.state_dict()
+        return [
+            (name, buffer)
+            for name, buffer in model.named_buffers()
+            if name in saved and buffer.layout is torch.strided and not buffer.is_quantized
+        ]

@@ -1,18 +1,12 @@
 """torch: under Keras 3, and models made with torch alone.
 
-A model runs on several devices by a ``call`` (Keras) or a ``forward`` (torch) of its own: an
-attribute of the instance that hides its class's method. It splits the batch, runs the class's
-method on each device with weights copied there, and puts the outputs together. The copies belong
-to autograd's graph, so that the gradients of all replicas reach the one set of weights. See
-``ReplicatedCall`` and ``ReplicatedForward``.
+See ``_torch_replicas`` for several devices, ``_torch_ranks`` for several processes.
 """
 
-import functools
 import os
 import sys
-import threading
 
-from .. import _keras, _replicas, errors
+from .. import _keras, errors
 from ..backend import Backend
 
 TYPE_CHECKING = False
@@ -21,6 +15,7 @@ if TYPE_CHECKING:
 
     from .._ranks import Launch, Ranks
     from .._settings import Settings
+    from .._verification import Verification
 
 _DEVICE = "KERAS_TORCH_DEVICE"
 
@@ -110,9 +105,11 @@ class Torch(Backend):
         A stateful Keras model, or one with a fixed batch size, stays in one piece, with a warning.
         """
         self.import_framework()
+        from . import _torch_keras, _torch_modules
+
+        _refuse_wrapped(model)
         keras = _keras.keras_of(model)
         replicated = list(devices) != self.devices()[:1]
-        replicated_function = ReplicatedForward if keras is None else ReplicatedCall
         if keras is not None and replicated:
             if _keras.compiled_with(model).get("jit_compile") is True:
                 raise errors.several_devices_in_torch_compile()
@@ -121,12 +118,17 @@ class Torch(Backend):
             if reason:
                 _keras.warn_not_divided(model, reason, self.devices()[0])
                 replicated = False
-        before = replicated_function.of(model)
-        if before is not None:
-            before.remove(model)
+        module = _torch_modules if keras is None else _torch_keras
+        module.remove(model)
         if replicated:
-            replicated_function(devices).install(model)
+            module.install(model, devices)
         return model
+
+    def verify(self, model: "Any", verification: "Optional[Verification]") -> None:
+        from . import _torch_verification as kinds
+
+        kind = kinds.VerifiedForward if _keras.keras_of(model) is None else kinds.VerifiedStep
+        kind.install_on(model, verification)
 
     # Ranks ------------------------------------------------------------------------------------
 
@@ -163,6 +165,17 @@ def _check_devices_shown(torch, reason, chosen):
     )
 
 
+def _refuse_wrapped(model):
+    """torch's own replicas would split each device's part of the batch once more."""
+    nn = sys.modules["torch"].nn.parallel
+    if isinstance(model, (nn.DataParallel, nn.DistributedDataParallel)):
+        name = type(model).__name__
+        raise errors.UnsupportedError(
+            "parallelize() was given a torch.nn.parallel.{}, which splits batches by itself. "
+            "Pass the module within it: parallelize(model.module), and use that.".format(name)
+        )
+
+
 def _limit_memory(torch, memory):
     """torch takes memory as it is needed; a limit is a fraction of each GPU."""
     if memory.grow:
@@ -176,236 +189,6 @@ def _limit_memory(torch, memory):
             "torch.cuda.set_per_process_memory_fraction({:g}, {})".format(fraction, index)
         )
     return applied
-
-
-# Replicas -------------------------------------------------------------------------------------
-
-_running = threading.local()
-
-
-class Replicated(_keras.InstanceMethod):
-    """A method of a model that runs on several devices.
-
-    Replica i computes the rows ``_replicas.run_bounds`` gives it, on its device, one after the
-    other: work on GPUs is queued, so that they compute at the same time, and autograd runs the
-    backward pass of each device in a thread of its own.
-
-    Arguments with as many rows as the batch, the first tensor among them, are sliced; all else
-    is passed whole. Outputs are concatenated where the model's own would be; a scalar output is
-    the mean weighted by the replicas' shares of the batch.
-    """
-
-    def most_replicas(self, model, rows):
-        """How many replicas a batch of so many rows can be split over."""
-        return len(self.devices)
-
-    def __call__(self, model, *args, **kwargs):
-        torch = sys.modules["torch"]
-        tree = torch.utils._pytree
-        args, kwargs = tree.tree_map(self.converter(model), (args, kwargs))
-        batch = next(filter(_has_rows, tree.tree_leaves((args, kwargs))), None)
-        if batch is None or getattr(_running, "now", False) or self.is_only_traced(model, batch):
-            return self.plain(model)(*args, **kwargs)
-        rows = batch.shape[0]
-        devices = self.devices[: self.most_replicas(model, rows)]
-        count = len(devices)
-        sizes, results = _replicas.sizes(rows, count), []
-        state = self.state(model)
-        for index, name in enumerate(devices):
-            # On the CPU "cpu:1" is a name only.
-            device = torch.device(name if name.startswith("cuda") else "cpu")
-            start, stop = _replicas.run_bounds(rows, count, index)
-            shard = functools.partial(_shard, rows, start, stop, device)
-            with torch.profiler.record_function("replica on {}".format(name)):
-                arguments = tree.tree_map(shard, (args, kwargs))
-                _running.now = True
-                try:
-                    result = state.run(self.plain(model), device, index > 0, *arguments)
-                finally:
-                    _running.now = False
-            leaves, structure = tree.tree_flatten(result)
-            results.append([_kept(leaf, stop - start, sizes[index]) for leaf in leaves])
-        shares = [size / float(rows) for size in sizes]
-        home = self.home(model, batch)
-        state.finish(shares)
-        merged = [_merged(torch, values, shares, home) for values in zip(*results)]
-        return state.result(tree.tree_unflatten(merged, structure))
-
-
-def _has_rows(value):
-    return isinstance(value, sys.modules["torch"].Tensor) and value.dim() > 0
-
-
-def _shard(rows, start, stop, device, value):
-    """A replica's rows of an argument, on its device."""
-    if not isinstance(value, sys.modules["torch"].Tensor):
-        return value
-    mask = getattr(value, "_keras_mask", None)
-    if value.dim() and value.shape[0] == rows:
-        value = value[start:stop]
-    value = value.to(device)
-    if mask is not None:
-        value = value.view_as(value)  # another object: the mask is not for the argument itself
-        value._keras_mask = mask[start:stop].to(device)
-    return value
-
-
-def _kept(value, computed, size):
-    """The rows of a result that are this replica's own: all, or none of the one computed."""
-    if size or not _has_rows(value) or value.shape[0] != computed:
-        return value
-    mask = getattr(value, "_keras_mask", None)
-    value = value[:0]
-    if mask is not None:
-        value._keras_mask = mask[:0]
-    return value
-
-
-def _merged(torch, values, shares, home):
-    """The replicas' rows together; a scalar is the mean of theirs."""
-    if not isinstance(values[0], torch.Tensor):
-        return values[0]
-    values = [value.to(home) for value in values]
-    if not values[0].dim():
-        return _mean(values, shares) if values[0].is_floating_point() else values[0]
-    merged = torch.cat(values)
-    masks = [getattr(value, "_keras_mask", None) for value in values]
-    if masks[0] is not None:
-        merged._keras_mask = torch.cat([mask.to(home) for mask in masks])
-    return merged
-
-
-def _mean(values, shares):
-    """The mean weighted by the replicas' shares of the batch, where the first value lies."""
-    return sum(value.to(values[0].device) * share for value, share in zip(values, shares))
-
-
-# Keras ----------------------------------------------------------------------------------------
-
-
-class ReplicatedCall(Replicated):
-    """The ``call`` of a Keras model on several devices."""
-
-    def converter(self, model):
-        """Keras hands arrays to a model, too."""
-        numpy = sys.modules["numpy"]
-        convert = _keras.keras_of(model).ops.convert_to_tensor
-        return lambda value: convert(value) if isinstance(value, numpy.ndarray) else value
-
-    def is_only_traced(self, model, batch):
-        """Keras runs a model on the device "meta" to learn shapes, and in scopes of its own."""
-        return batch.is_meta or _keras.in_stateless_scope(_keras.keras_of(model))
-
-    def home(self, model, batch):
-        keras = _keras.keras_of(model)
-        return keras.ops.convert_to_tensor(0).device  # where Keras computes
-
-    def state(self, model):
-        return KerasReplicas(_keras.keras_of(model), model, _mean)
-
-
-class KerasReplicas(_keras.StatelessReplicas):
-    """Runs the replicas of a Keras model, each with the variables on its device.
-
-    All but the first get copies even on the CPU, so that simulated devices do what GPUs would.
-    """
-
-    def run(self, call, device, copy, args, kwargs):
-        with self.keras.device(str(device)):
-            values = [
-                (variable, variable._value.to(device, copy=copy))
-                for variable in self.model.variables
-                if variable._value is not None
-            ]
-            with self.replica(values) as losses:
-                outputs = call(*args, **kwargs)
-        return outputs, list(losses)
-
-    def result(self, merged):
-        outputs, losses = merged
-        for loss in losses:
-            self.add_loss(None, loss)
-        return outputs
-
-
-# torch ----------------------------------------------------------------------------------------
-
-
-class ReplicatedForward(Replicated):
-    """The ``forward`` of a torch module on several devices."""
-
-    method = "forward"
-
-    def converter(self, model):
-        return lambda value: value
-
-    def is_only_traced(self, model, batch):
-        return batch.is_meta or sys.modules["torch"].jit.is_tracing()
-
-    def most_replicas(self, model, rows):
-        """In training torch's batch normalization refuses a batch of one row."""
-        kind = sys.modules["torch"].nn.modules.batchnorm._BatchNorm
-        normalised = any(isinstance(part, kind) and part.training for part in model.modules())
-        return max(1, rows // 2) if normalised else len(self.devices)
-
-    def home(self, model, batch):
-        """Where the module's weights lie, as the plain module's outputs would."""
-        weight = next(model.parameters(), None)
-        return batch.device if weight is None else weight.device
-
-    def state(self, model):
-        return ModuleReplicas(model)
-
-
-class ModuleReplicas:
-    """Runs the replicas of a torch module, each with weights and buffers of its own.
-
-    Buffers (moving averages) start from the same value in each replica, and are set once, to the
-    mean weighted by the replicas' shares of the batch; integers (counters) to the last.
-    """
-
-    def __init__(self, module):
-        self.module = module
-        self.before = dict(module.named_buffers())
-        self.after = []  # for each replica, name of buffer -> its value
-
-    def run(self, forward, device, copy, args, kwargs):
-        torch = sys.modules["torch"]
-        tensors = {
-            name: parameter.to(device, copy=copy)
-            for name, parameter in self.module.named_parameters()
-        }
-        buffers = {name: buffer.to(device, copy=True) for name, buffer in self.before.items()}
-        tensors.update(buffers)
-        body = _body(self.module, forward)
-        named = {"module." + name: tensor for name, tensor in tensors.items()}
-        result = torch.func.functional_call(body, named, args, kwargs)
-        self.after.append({name: named["module." + name] for name in buffers})
-        return result
-
-    def finish(self, shares):
-        torch = sys.modules["torch"]
-        with torch.no_grad():
-            for name, buffer in self.before.items():
-                values = [after[name] for after in self.after]
-                mean = _mean(values, shares) if buffer.is_floating_point() else values[-1]
-                buffer.copy_(mean)
-
-    def result(self, merged):
-        return merged
-
-
-def _body(module, forward):
-    """A module whose forward is ``forward``: the hooks of ``module`` itself run once, outside."""
-    torch = sys.modules["torch"]
-
-    class Body(torch.nn.Module):
-        def forward(self, *args, **kwargs):
-            return forward(*args, **kwargs)
-
-    body = Body()
-    body.module = module
-    return body
 
 
 backend = Torch()

@@ -9,58 +9,9 @@ import numpy as np
 import pytest
 
 import compat
+from compat._backends._torch_placement import products as placement
+from compat._backends._torch_placement import within
 from compat.testing import CASES, DEVICES, ParallelContract, largest_difference
-
-# What a layer computes with, and what autograd computes its gradient with.
-PRODUCTS = ("aten::addmm", "aten::mm", "aten::bmm", "aten::convolution", "aten::embedding")
-GRADIENTS = PRODUCTS + ("aten::convolution_backward", "aten::embedding_dense_backward")
-
-
-def placement(step):
-    """For each replica, how many layers' products ``step()`` computed, and how many gradients.
-
-    From torch's profiler: a product lies within the time of its replica's forward pass, and the
-    gradient that autograd computes has its operation's sequence number.
-    """
-    import torch
-
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        step()
-    events = profile.events()
-    replicas = [e for e in events if e.name.startswith("replica on ")]
-    placed, owners = {}, {}
-    for event in events:
-        owner = next((r for r in replicas if _within(event, r)), None)
-        if owner is not None and event.sequence_nr >= 0:
-            owners[event.sequence_nr] = owner.name
-        if owner is not None and event.name in PRODUCTS and not _nested(event):
-            placed.setdefault(owner.name, [0, 0])[0] += 1
-    for event in events:
-        if event.name in GRADIENTS:
-            gradient = _gradient(event)
-            if gradient is not None and gradient.sequence_nr in owners:
-                placed[owners[gradient.sequence_nr]][1] += 1
-    return {name[len("replica on ") :]: tuple(counts) for name, counts in placed.items()}
-
-
-def _within(event, replica):
-    inside, around = event.time_range, replica.time_range
-    return (
-        event.thread == replica.thread and around.start <= inside.start and inside.end <= around.end
-    )
-
-
-def _nested(event):
-    """Whether another product calls this one: a convolution its own implementation."""
-    parent = event.cpu_parent
-    return parent is not None and (parent.name in PRODUCTS or _nested(parent))
-
-
-def _gradient(event):
-    """The step of autograd's backward pass that this operation belongs to, or None."""
-    while event is not None and not event.name.startswith("autograd::engine::evaluate_function"):
-        event = event.cpu_parent
-    return event
 
 
 class TestTorch(ParallelContract):
@@ -81,7 +32,7 @@ class TestTorch(ParallelContract):
         for replica in replicas:
             products = [
                 e for e in profile.events()
-                if e.name in ("aten::addmm", "aten::mm") and _within(e, replica)
+                if e.name in ("aten::addmm", "aten::mm") and within(e, replica)
             ]  # fmt: skip
             shapes = [s for s in products[0].input_shapes if len(s) == 2]
             sizes[replica.name] = shapes[0][0]
@@ -277,13 +228,12 @@ class TestModule:
         calls = []
         module.register_forward_hook(lambda *_: calls.append("hook"))
         left, right = torch.randn(61, 8), torch.randn(61, 8)
-        expected = plain(({"x": left}, right), 2.0)
+        expected = plain(({"x": left}, right), 2.0, rows=torch.zeros(61))
         result = module(({"x": left}, right), 2.0, rows=torch.zeros(61))
         torch.testing.assert_close(result["out"], expected["out"])
         assert list(result) == ["out", "parts"]
-        assert result["parts"][1] == 20  # not a tensor: the first replica's
-        mean = sum(part.sum() * len(part) / 61 for part in expected["out"].split([20, 20, 21]))
-        torch.testing.assert_close(result["parts"][0], mean)
+        assert result["parts"][1] == 61
+        torch.testing.assert_close(result["parts"][0], expected["parts"][0])
         assert calls == ["hook"]
 
     def test_saving_copying_and_moving(self, devices):

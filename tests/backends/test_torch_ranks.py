@@ -4,8 +4,712 @@ import pytest
 
 from compat.testing_ranks import RanksContract
 
+from . import ranks
+
 
 @pytest.mark.row("ranks: torch.distributed")
 class TestTorchRanks(RanksContract):
     backend = "torch"
     extension = ".keras"
+    policies = ("mixed_float16", "mixed_bfloat16")
+
+
+# Modules in loops of their own ----------------------------------------------------------------
+
+BEGIN = """
+import copy, dataclasses, io, types, warnings
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+def made(build):
+    "A module of the ranks', with other weights on each before that."
+    torch.manual_seed(compat.rank())
+    return compat.parallelize(build())
+
+
+def batches(x=x, y=y, batch=BATCH):
+    x, y = compat.shard((x, y), batch)
+    local = compat.local_batch_size(batch)
+    for start in range(0, len(x), local):
+        yield torch.tensor(x[start : start + local]), torch.tensor(y[start : start + local])
+
+
+def train(name, model, loss, optimizer=None, batches=batches, back=lambda loss: loss.backward()):
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    for number, (rows, targets) in enumerate(batches()):
+        optimizer.zero_grad()
+        back(loss(rows, targets))
+        optimizer.step()
+    keep(name, model)
+
+
+def keep(name, model):
+    weights[name] = [tensor.detach().numpy() for tensor in model.state_dict().values()]
+
+
+def mse(model):
+    return lambda rows, targets: ((model(rows) - targets) ** 2).mean()
+
+
+def stack():
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1))
+
+
+class Module(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stack = stack()
+
+    def forward(self, x):
+        return self.stack(x)
+
+"""
+
+# Whatever calls the model, and whatever it returns.
+CALLS = """
+@dataclasses.dataclass
+class Output:
+    prediction: torch.Tensor
+    nothing: object = None
+
+
+class Returns(Module):
+    def forward(self, x):
+        return Output(super().forward(x))
+
+
+model = made(Returns)
+train("dataclass", model, lambda rows, targets: ((model(rows).prediction - targets) ** 2).mean())
+
+
+class Slotted:
+    __slots__ = ("inner",)
+
+
+class Takes(Module):
+    def forward(self, batch):
+        return Output(types.SimpleNamespace(deep=super().forward(batch.inner["x"])))
+
+
+def slotted(rows):
+    batch = Slotted()
+    batch.inner = {"x": rows}
+    return batch
+
+
+model = made(Takes)
+train(
+    "custom batch",
+    model,
+    lambda rows, targets: ((model(slotted(rows)).prediction.deep - targets) ** 2).mean(),
+)
+
+
+model = made(lambda: nn.Sequential(nn.LazyLinear(5), nn.Tanh(), nn.LazyLinear(1)))
+first = list(batches())[0]
+model(first[0])  # makes the weights
+loss = mse(model)
+train("lazy", model, loss)
+
+
+class Encodes(Module):
+    def encode(self, x):
+        return self.stack(x)
+
+    def forward(self):
+        return self.stack(self.rows)
+
+    def loss(self, x, y):
+        return ((self.stack(x) - y) ** 2).mean()
+
+
+def even():
+    return list(batches())[:2]
+
+
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    model = made(Encodes)
+    train("another method", model, model.loss, batches=even)
+said["warned"] = [str(w.message) for w in caught if issubclass(w.category, compat.CompatWarning)]
+
+
+def takes_nothing(rows, targets):
+    model.rows = rows
+    return ((model() - targets) ** 2).mean()
+
+
+model = made(Encodes)
+train("takes nothing", model, takes_nothing, batches=even)
+
+model = made(Module)
+compiled = torch.compile(model, backend="aot_eager")
+train("compiled", model, mse(compiled))
+model = made(Module)
+model.compile(backend="aot_eager")
+train("compiled in place", model, mse(model))
+
+model = copy.deepcopy(made(Module))
+train("a copy", model, mse(model))
+torch.save(model, io.BytesIO())
+model = made(Module)
+for number, parameter in enumerate(model.parameters()):
+    parameter.requires_grad = number > 1
+train("frozen", model, mse(model))
+for parameter in model.parameters():
+    parameter.requires_grad = True
+train("thawed", model, mse(model))
+"""
+
+
+def test_every_backward_pass_is_exchanged_whatever_called_the_model(tmp_path):
+    """With an uneven last batch, but for the two that show no rows."""
+    said = ranks.check_same(BEGIN + CALLS, tmp_path, backend="torch")
+    assert said[0]["warned"] == [
+        "A backward pass reached the parameters of Encodes, but no call of the model in which rows "
+        "of a batch are seen. So all ranks count alike, which is one process's gradient where all "
+        "have the same number of rows. Call the model itself with a batch of tensors."
+    ]
+    assert said[1]["warned"] == []
+
+
+# Whatever backward passes there are.
+PASSES = """
+class Checkpointed(Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        x = x.requires_grad_()
+        for part in self.stack[:2], self.stack[2:], nn.Tanh():
+            x = checkpoint(part, x, use_reentrant=self.reentrant)
+        return x + 0.1 * self.stack(x.expand(-1, 6))
+
+
+for reentrant in (False, True):
+    model = made(lambda: Checkpointed(reentrant))
+    train("checkpoint %s" % reentrant, model, mse(model))
+
+model = made(Module)
+
+
+def parts(rows, targets):
+    return [mse(model)(rows, targets), model(rows).abs().mean()]
+
+
+def accumulate(losses):
+    for loss in losses:
+        loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+train("accumulated and clipped", model, parts, back=accumulate)
+model = made(Module)
+
+
+def twice(loss):
+    loss.backward(retain_graph=True)
+    (0.5 * loss).backward()
+
+
+train("graph retained", model, mse(model), back=twice)
+model = made(Module)
+
+
+def penalty(rows, targets):
+    rows.requires_grad_()
+    output = model(rows)
+    slope, = torch.autograd.grad(output.sum(), rows, create_graph=True)
+    return ((output - targets) ** 2).mean() + (slope ** 2).sum(1).mean()
+
+
+train("gradient penalty", model, penalty)
+
+
+class Branches(Module):
+    "Of the rows in a batch of 8 only the last four, rank 1's, use the branch."
+
+    def __init__(self):
+        super().__init__()
+        self.branch = nn.Linear(6, 1)
+        self.never = nn.Linear(6, 1)
+
+    def forward(self, x):
+        output, chosen = super().forward(x), x[:, 0] > 0
+        if chosen.any():
+            output = output + torch.zeros_like(output).index_put(
+                (chosen.nonzero()[:, 0],), self.branch(x[chosen])
+            )
+        return output
+
+
+chosen = x.copy()
+chosen[:, 0] = np.where(np.arange(len(x)) % 8 < 4, -1, 1)
+model = made(Branches)
+adam = torch.optim.Adam(model.parameters(), 0.01, weight_decay=0.1)
+train("unused", model, mse(model), adam, batches=lambda: list(batches(chosen)))
+assert model.never.weight.grad is None
+
+model = made(lambda: Module().double())
+x64 = x.astype("float64")
+y64 = x64.sum(axis=1, keepdims=True)
+train("float64", model, mse(model), batches=lambda: list(batches(x64, y64)))
+
+
+class Mixed(Module):
+    "Parameters of other types of number, too."
+
+    def __init__(self):
+        super().__init__()
+        self.wide = nn.Parameter(torch.ones(1, dtype=torch.float64))
+        self.one = nn.Parameter(torch.ones(1))
+        self.complex = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+
+    def forward(self, x):
+        factor = self.one * self.wide.float() * (self.complex * (1 + 2j)).abs().mean()
+        return super().forward(x) * factor
+
+
+model = made(Mixed)
+train("several types", model, mse(model))
+model = made(lambda: Module().bfloat16())
+for rows, targets in batches():
+    mse(model)(rows.bfloat16(), targets).backward()
+said["bfloat16"] = [parameter.grad.float().flatten().tolist() for parameter in model.parameters()]
+
+
+class Sequences(nn.Module):
+    "Time comes first, as torch's recurrent layers and transformers have it."
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+        self.dense = nn.Linear(2, 1)
+
+    def forward(self, x):
+        result = self.layer(x)
+        return self.dense((result[0] if isinstance(result, tuple) else result).mean(0))
+
+
+def sequences():
+    for rows, targets in batches():
+        yield rows.view(-1, 3, 2).transpose(0, 1).contiguous(), targets
+
+
+encoder = lambda: nn.TransformerEncoder(
+    nn.TransformerEncoderLayer(2, 1, 4, dropout=0.0), 1, enable_nested_tensor=False
+)
+lstm = lambda: Sequences(nn.LSTM(2, 2))
+for kind, build in (("lstm", lstm), ("encoder", lambda: Sequences(encoder()))):
+    model = made(build)
+    train(kind, model, mse(model), batches=sequences)
+model = made(lambda: nn.GRU(2, 1))
+train("gru", model, lambda rows, targets: ((model(rows)[0].sum(0) - targets) ** 2).mean(),
+      batches=sequences)
+model = made(lambda: nn.GRU(2, 1))
+
+
+def packed(rows, targets):
+    lengths = [2] * rows.shape[1]
+    hidden = model(nn.utils.rnn.pack_padded_sequence(rows, lengths))[1]
+    return ((hidden[0] - targets) ** 2).mean()
+
+
+train("packed", model, packed, batches=sequences)
+
+
+class Words(nn.Module):
+    def __init__(self, mode=None):
+        super().__init__()
+        self.table = nn.Embedding(30, 4, sparse=True)
+        self.dense = nn.Linear(4, 1)
+
+    def forward(self, words):
+        return self.dense(self.table(words).mean(1))
+
+
+words = np.random.RandomState(1).randint(0, 30, (21, 3))
+words[[3, 4, 5, 11]] = words[2]
+for kind in (torch.optim.SparseAdam, torch.optim.SGD):
+    model = made(Words)
+    sgd = torch.optim.SGD(model.dense.parameters(), 0.1)
+    table = kind(model.table.parameters(), 0.05)
+
+    def step(loss):
+        loss.backward()
+        table.step()
+        table.zero_grad()
+
+    train("sparse %s" % kind.__name__, model, mse(model), sgd,
+          batches=lambda: list(batches(words)), back=step)
+
+model = made(Module)
+scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** 10, growth_interval=1)
+sgd = torch.optim.SGD(model.parameters(), 0.05)
+sgd_step = sgd.step
+overflow = x.copy()
+overflow[14] = 1e38  # of rank 1, in the second batch
+sgd.step = lambda: (scaler.step(types.SimpleNamespace(
+    step=sgd_step, param_groups=sgd.param_groups)), scaler.update())
+scales = []
+
+
+def scaled(loss):
+    scaler.scale(loss).backward()
+    scales.append(scaler.get_scale())
+
+
+train("scaled", model, lambda rows, targets: (model(rows) * rows.abs().max(1)[0][:, None]).mean(),
+      sgd, batches=lambda: list(batches(overflow)), back=scaled)
+said["scales"] = scales + [scaler.get_scale()]
+"""
+
+
+def test_every_kind_of_backward_pass_gives_one_processs_gradients(tmp_path):
+    (one,), _ = ranks.run(BEGIN + PASSES, tmp_path, 1, "torch")
+    both, said = ranks.run(BEGIN + PASSES, tmp_path, 2, "torch")
+    ranks.check_arrays(one, *both)
+    wide = {key: value for key, value in one.items() if key.startswith("float64")}
+    assert wide["float64-0"].dtype == "float64"
+    ranks.check_arrays(wide, *both, tolerance=1e-13)
+    assert [each["scales"] for each in said] == [[1024.0, 2048.0, 1024.0, 2048.0]] * 2
+    assert said[0]["bfloat16"] == said[1]["bfloat16"]
+
+
+# Ranks that drift apart, each in another way. In one process they are all as good as any.
+DRIFTING = """
+def drifts(name, model, back, loss=None):
+    try:
+        for _ in range(3):
+            train(name, model, loss or mse(model), back=back)
+    except compat.RankError as error:
+        said[name] = str(error)
+    weights.clear()
+
+
+def by_hand(loss):
+    model.zero_grad()
+    parameters = list(model.parameters())
+    for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters)):
+        parameter.grad = gradient
+
+
+model = made(Module)
+drifts("autograd.grad", model, by_hand)
+
+
+def in_place(loss):
+    by_hand(loss)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= 0.01 * parameter.grad
+            parameter.grad = None
+
+
+model = made(Module)
+drifts("update by hand", model, in_place)
+
+def at_once(parameter):
+    parameter.data -= 0.01 * parameter.grad
+    parameter.grad = None
+
+
+model = made(Module)
+for parameter in model.parameters():
+    parameter.register_post_accumulate_grad_hook(at_once)
+drifts("update in the backward pass", model, lambda loss: loss.backward())
+
+model = made(Module)
+for parameter in model.parameters():
+    nn.init.normal_(parameter)
+drifts("initial value", model, lambda loss: loss.backward())
+
+
+def skips(loss):
+    loss.backward()
+    if loss > 1 and compat.rank():  # as where a rank's loss is not finite
+        model.zero_grad()
+
+
+model = made(Module)
+drifts("skipped", model, skips)
+
+
+class Sums(Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("total", torch.zeros(()))
+
+    def forward(self, x):
+        self.total += x.detach().sum()
+        return super().forward(x)
+
+
+model = made(Sums)
+drifts("buffer", model, lambda loss: loss.backward())
+"""
+
+
+def test_ranks_that_drift_apart_are_told_and_the_first_variable_is_named(tmp_path):
+    _, said = ranks.run(BEGIN + DRIFTING, tmp_path, 2, "torch")
+    drifted = (
+        "The ranks have drifted apart: {} the values of {} on rank 1 of 2 are not those of rank 0. "
+        "Ranks train to one process's numbers as long as these are the same. "
+    )
+    buffer = drifted + (
+        "Each rank computes this buffer from its own rows; of such buffers only the running "
+        "statistics of torch's own normalization are averaged over ranks. Sum or average it in "
+        "forward() by torch.distributed.all_reduce(), or, if it is each rank's own, register it "
+        "with persistent=False."
+    )
+    drifted += (
+        "Likely causes: gradients that never reach the other ranks, such as those of "
+        "torch.autograd.grad() or of an update made by hand; an initial value drawn at random "
+        "after parallelize(); code that depends on a rank's data, such as a step that is skipped."
+    )
+    for one in said:
+        assert one == {
+            "autograd.grad": drifted.format("after 1 step", "'stack.0.weight' and 3 others"),
+            "update by hand": drifted.format("after 1 step", "'stack.0.weight' and 3 others"),
+            "update in the backward pass": drifted.format(
+                "before the first update", "'stack.0.weight' and 3 others"
+            ),
+            "initial value": drifted.format(
+                "before the first update", "'stack.0.weight' and 3 others"
+            ),
+            "skipped": drifted.format("after 1 step", "'stack.0.weight' and 3 others"),
+            "buffer": buffer.format("before the first update", "'total'"),
+        }
+
+
+# State that is right without an error, and what each rank may have for itself.
+STATE = """
+class Normalised(Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.BatchNorm1d(6, affine=False)
+        self.second = nn.BatchNorm1d(6, affine=False, momentum=None)
+        self.third = nn.SyncBatchNorm(6)
+        self.frozen = nn.BatchNorm1d(6).eval()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("own", torch.zeros(()), persistent=False)
+        self.spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6))
+
+    def forward(self, x):
+        self.first(x), self.second(x), self.spectral(x), self.frozen(x)
+        self.calls += 1
+        self.own = x.detach().sum()
+        return super().forward(x)
+
+
+model = made(Normalised)
+for _ in range(2):
+    train("statistics", model, mse(model))
+names = list(model.state_dict())
+weights["means"] = [v for n, v in zip(names, weights["statistics"]) if "running_mean" in n]
+weights["counters"] = [v for n, v in zip(names, weights["statistics"]) if v.dtype == "int64"]
+assert (weights["counters"][0] == 6).all()
+assert abs(weights["means"][0]).max() > 0.01
+weights["statistics"] = [  # a variance is the mean of the ranks' variances
+    v for n, v in zip(names, weights["statistics"])
+    if n.startswith(("stack", "frozen")) or "spectral" in n
+]
+
+model = made(Module)
+model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
+lbfgs = torch.optim.LBFGS(model.parameters(), 0.1, max_iter=3)
+rows, targets = next(batches())
+
+
+def closure():
+    lbfgs.zero_grad()
+    loss = mse(model)(rows, targets) + 0.0 * model(rows).sum()
+    loss.backward()
+    return loss
+
+
+for _ in range(2):
+    model(rows)  # by the way
+    lbfgs.step(closure)
+"""
+
+
+def test_running_statistics_are_the_mean_over_ranks_and_no_false_alarm_is_given(tmp_path):
+    ranks.check_same(BEGIN + STATE, tmp_path, backend="torch")
+
+
+# Keras ----------------------------------------------------------------------------------------
+
+KERAS = """
+import warnings
+import torch
+
+
+def trained(name, model, epochs=1, inputs=inputs, targets=targets, **options):
+    assert compat.parallelize(model) is model
+    options.setdefault("optimizer", keras.optimizers.SGD(0.05, momentum=0.9))
+    model.compile(loss=options.pop("loss", "mse"), **options)
+    history = model.fit(inputs, targets, batch_size=rows, epochs=epochs, shuffle=False, verbose=0)
+    weights[name] = model.get_weights()
+    said[name] = history.history
+    return model
+
+
+def stack():
+    return keras.models.Sequential([dense(5, activation="tanh", input_shape=(6,)), dense(1)])
+
+
+def stack_in(policy):
+    keras.config.set_dtype_policy(policy)
+    try:
+        return stack()
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
+def scaled():
+    return keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD(0.05), initial_scale=2.0**8, dynamic_growth_steps=2
+    )
+
+
+trained("float64", stack_in("float64"))
+trained("mixed_bfloat16", stack_in("mixed_bfloat16"))
+trained("mixed_float16", stack_in("mixed_float16"), optimizer=scaled())
+overflow = x.copy()
+overflow[14] = 1e6  # of rank 1, in the second batch
+model = trained("scaled", stack_in("mixed_float16"), epochs=3, optimizer=scaled(),
+                inputs=compat.shard(overflow, BATCH))
+said["scaled"] = [float(model.optimizer.dynamic_scale), int(model.optimizer.iterations)]
+
+# Twice this gradient is none of float16's.
+keras.config.set_dtype_policy("mixed_float16")
+near = keras.models.Sequential([
+    keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros", input_shape=(6,))
+])
+keras.config.set_dtype_policy("float32")
+compat.parallelize(near)
+near.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.0)), "mse")
+near.fit(inputs[: 2 * rows] / 100, 0 * targets[: 2 * rows] + 4, rows, verbose=0, shuffle=False)
+said["near"] = [float(near.optimizer.dynamic_scale), int(near.optimizer.iterations)]
+
+
+class Tracks(keras.layers.Layer):
+    "Keeps a moving average of its own."
+
+    def build(self, shape):
+        self.moving = self.add_weight(name="moving", initializer="zeros", trainable=False)
+
+    def call(self, x):
+        self.moving.assign(0.9 * self.moving + 0.1 * keras.ops.mean(x))
+        return x
+
+
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    trained("tracks", keras.models.Sequential([Tracks(name="tracks"), stack()]), epochs=2)
+said["warned"] = [str(w.message) for w in caught if issubclass(w.category, compat.CompatWarning)]
+
+
+class Parts(keras.Model):
+    "Trains by its parts, and is never called itself."
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = dense(4), dense(1)
+
+    def train_step(self, data):
+        x, y = data
+        self.zero_grad()
+        loss = keras.ops.mean((self.two(self.one(x)) - y) ** 2)
+        loss.backward()
+        pairs = [(v.value.grad, v) for v in self.trainable_weights]
+        with torch.no_grad():
+            self.optimizer.apply_gradients(pairs)
+        self._loss_tracker.update_state(loss, sample_weight=x.shape[0])
+        return {"loss": self._loss_tracker.result()}
+
+    def call(self, x):
+        said.setdefault("called", 0)
+        said["called"] += not x.is_meta
+        return self.two(self.one(x))
+
+
+def parts():
+    model = Parts()
+    model.one.build((None, 6)), model.two.build((None, 4))
+    model.built = True
+    return model
+
+
+trained("parts", parts(), epochs=2)
+
+
+class OneByOne(keras.Model):
+    "Two backward passes in a step."
+
+    def __init__(self):
+        super().__init__()
+        self.stack = stack()
+
+    def call(self, x):
+        return self.stack(x)
+
+    def train_step(self, data):
+        x, y = data
+        for part in range(2):
+            self.zero_grad()
+            loss = keras.ops.mean((self(x)[:, 0] - y[:, 0] * part) ** 2)
+            loss.backward()
+            gradients = [v.value.grad for v in self.trainable_weights]
+            with torch.no_grad():
+                self.optimizer.apply(gradients, self.trainable_weights)
+        self._loss_tracker.update_state(loss, sample_weight=x.shape[0])
+        return {"loss": self._loss_tracker.result()}
+
+
+def one_by_one():
+    model = OneByOne()
+    model.build((None, 6))
+    return model
+
+
+trained("one by one", one_by_one(), epochs=2)
+"""
+
+
+def test_keras_trains_in_every_precision_and_by_any_step(tmp_path):
+    (one,), (alone,) = ranks.run(KERAS, tmp_path, 1, "torch")
+    both, said = ranks.run(KERAS, tmp_path, 2, "torch")
+    rough = ("mixed", "scaled")
+    ranks.check_arrays({k: v for k, v in one.items() if not k.startswith(rough)}, *both)
+    ranks.check_arrays({k: v for k, v in one.items() if k.startswith(rough)}, *both, tolerance=1e-2)
+    assert alone["warned"] == said[1]["warned"] == []
+    (warned,) = said[0]["warned"]
+    assert warned == (
+        "Each rank sets 'sequential_6/tracks/moving' from its own rows. All ranks get the mean, "
+        "weighted by rows, which is one process's value for a moving average; it is not for a sum "
+        "over rows. Divide such a sum by the number of rows."
+    )
+    for each in said:
+        assert each["called"] == 0
+        assert each["scaled"] == alone["scaled"]
+        assert each["near"] == alone["near"] == [2.0**15, 2]
+        for name in ("parts", "one by one"):
+            assert each[name]["loss"] == pytest.approx(alone[name]["loss"], abs=1e-5)
+
+
+def test_keras_metrics_and_losses_are_those_of_all_rows_and_what_cannot_be_is_told(tmp_path):
+    program = "REDUCTIONS = True\n" + ranks.METRICS + ranks.LOSSES
+    one, (alone,) = ranks.run(ranks.of_keras_3(program), tmp_path, 1, "torch")
+    program = ranks.of_keras_3(program + ranks.OWN_LOSSES)
+    both, said = ranks.run(program, tmp_path, 2, "torch")
+    for each in [alone] + said:
+        # On torch Keras' own logs hold the metric's variable, which validation then sets.
+        del each["history"]["hits"]
+    ranks.check_metrics(alone, said)
+    ranks.check_losses((one, [alone]), (both, said))
+    ranks.check_own_losses(said)

@@ -1,0 +1,207 @@
+"""torch: which arguments are data, and what runs a module in a way of its own."""
+
+import copy
+
+import pytest
+
+import compat
+from compat.testing import DEVICES
+
+from .test_torch import devices  # noqa: F401  (a fixture)
+from .test_torch_merge import agree, computing, replicas, rows, same
+
+pytestmark = [pytest.mark.row("torch nn.Module"), pytest.mark.usefixtures("devices")]
+ROWS = 8
+
+
+def tables():
+    import torch
+
+    F = torch.nn.functional
+    return {
+        "index": lambda m, y, i, table: y + table[i],
+        "embedding": lambda m, y, i, table: y + F.embedding(i, table),
+        "linear": lambda m, y, i, table: F.linear(y, table),
+        "position": lambda m, y, i, table: y[:, None].expand(-1, ROWS, -1) + table,
+        "mean": lambda m, y, i, table: y + table.mean(0),
+        "memory": lambda m, y, i, table: (y @ table.T).softmax(1) @ table,
+    }
+
+
+@pytest.mark.parametrize("few", [1, 2])
+@pytest.mark.parametrize("name", ["index", "embedding", "linear", "position", "mean", "memory"])
+def test_a_table_with_as_many_rows_as_the_batch(name, few):
+    """Where the indices are small, nothing fails but the numbers."""
+    import torch
+
+    table = rows(ROWS, 5)
+    numbers = torch.arange(ROWS).flip(0) // few % ROWS
+    module, _ = agree(computing(tables()[name]), rows(ROWS, 4), numbers, table)
+    plain = computing(tables()[name]).double()
+    for count in (5, ROWS):
+        given = rows(count, 4), numbers[:count], table
+        same(plain(*given), module(*given), 1e-12)
+
+
+def test_a_batch_that_comes_to_have_as_many_rows_as_a_table():
+    import torch
+
+    plain = computing(tables()["index"]).double()
+    module = compat.parallelize(copy.deepcopy(plain))
+    for count in (13, 13, ROWS, ROWS):
+        given = rows(count, 4), torch.arange(count) % 3, rows(ROWS, 5)
+        same(plain(*given), module(*given), 1e-12)
+
+
+def test_tensors_with_other_numbers_of_rows_are_passed_whole():
+    attend = tables()["memory"]
+    agree(computing(attend), rows(6, 4), None, rows(11, 5))
+
+
+@pytest.mark.parametrize("name", ["src_mask", "mask", "attend_to"])
+def test_a_mask_of_times(name):
+    import torch
+
+    class Encoder(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            layer = torch.nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True)
+            self.layers = torch.nn.TransformerEncoder(layer, 1)
+
+        def forward(self, x, src_mask=None, mask=None, attend_to=None):
+            masks = [m for m in (src_mask, mask, attend_to) if m is not None]
+            return self.layers(x, mask=masks[0])
+
+    causal = torch.nn.Transformer.generate_square_subsequent_mask(ROWS).double()
+    agree(Encoder(), rows(ROWS, ROWS, 4), atol=1e-10, **{name: causal})
+
+
+def test_a_model_that_needs_all_rows_says_that_the_batch_was_cut():
+    module = compat.parallelize(computing(lambda m, y, adjacent: adjacent @ y).double())
+    with pytest.raises(RuntimeError, match="cannot be multiplied") as caught:
+        module(rows(ROWS, 4), rows(ROWS, ROWS))
+    assert caught.value.__notes__ == [
+        "compat.parallelize() ran this model on cpu:0 with rows 0 to 1 of a batch of 8: it cut "
+        "'x', a positional argument. A model whose rows need one another, or a tensor that has as "
+        "many rows by chance, cannot be cut: keep such a tensor as a buffer of the model."
+    ]
+
+
+def test_similarities_of_rows_are_refused():
+    module = compat.parallelize(computing(lambda m, y: y @ y.T).double())
+    with pytest.raises(compat.UnsupportedError, match=r"matmul\(\) computes it from several rows"):
+        module(rows(ROWS, 4))
+
+
+def test_choosing_rows_of_the_batch_is_refused():
+    import torch
+
+    def backwards(m, y):
+        return y[torch.arange(len(y)).flip(0)]
+
+    for function in (backwards, lambda m, y: y.flip(0), lambda m, y: y[:2], lambda m, y: y[0]):
+        module = compat.parallelize(computing(function).double())
+        with pytest.raises(compat.UnsupportedError, match="computes it from several rows"):
+            module(rows(6, 4))
+    agree(computing(lambda m, y: y[: len(y)]), rows(6, 4))
+
+
+def test_the_last_of_each_sequence():
+    import torch
+
+    def last(m, y, lengths):
+        return y[torch.arange(len(y)), lengths - 1], y.gather(1, (lengths - 1)[:, None, None])
+
+    lengths = torch.arange(ROWS) % 3 + 1
+    agree(computing(last), rows(ROWS, 3, 4), lengths)
+
+
+def test_what_holds_its_tensors_unseen_runs_on_one_device():
+    class Batch:
+        x = rows(ROWS, 4)
+
+    module = computing(lambda m, y: y).double()
+    expected = module(Batch.x)
+    module.register_forward_pre_hook(lambda m, args: args)
+
+    class Outer(type(module)):
+        def forward(self, batch):
+            return super().forward(batch.x)
+
+    module.__class__ = Outer
+    compat.parallelize(module)
+    with pytest.warns(compat.CompatWarning, match="was given no tensor"):
+        found = module(Batch())
+    same(expected, found, 0)
+
+
+# torch.compile, torch's own replicas ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["before", "after", "in place", "around"])
+def test_compiled_modules(order):
+    import torch
+
+    def forward(m, y, t):
+        return y.relu(), torch.nn.functional.cross_entropy(y, t)
+
+    class Outer(torch.nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = compat.parallelize(module)
+
+        def forward(self, *args):
+            return self.module(*args)
+
+    plain = computing(forward).double()
+    compiled = copy.deepcopy(plain)
+    if order == "before":
+        compiled = torch.compile(compiled, backend="eager")
+        assert compat.parallelize(compiled) is compiled
+    elif order == "after":
+        compiled = torch.compile(compat.parallelize(compiled), backend="eager")
+    elif order == "in place":
+        compat.parallelize(compiled).compile(backend="eager")
+    else:
+        compiled = torch.compile(Outer(compiled), backend="eager")
+    targets = torch.arange(13) % 5
+    for ignored in (0, 3, 6):
+        targets[:ignored] = -100
+        for module in (plain, compiled):
+            module.zero_grad()
+        expected, found = plain(rows(13, 4), targets), compiled(rows(13, 4), targets)
+        same(expected, found, 1e-12)
+        expected[1].backward()
+        found[1].backward()
+        for one, other in zip(plain.parameters(), compiled.parameters()):
+            torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=1e-12)
+    assert replicas(lambda: compiled(rows(13, 4), targets)) == DEVICES
+
+
+def test_a_compiled_module_stays_compiled():
+    import torch
+
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    module = compat.parallelize(torch.compile(computing(lambda m, y: y.relu()), backend=count))
+    for _ in range(3):  # the first call is watched, in eager mode
+        module(rows(13, 4).float())
+    assert graphs
+
+
+def test_replicas_of_torchs_own_are_refused():
+    import torch
+
+    wrapped = torch.nn.DataParallel(computing(lambda m, y: y))
+    with pytest.raises(compat.UnsupportedError) as caught:
+        compat.parallelize(wrapped)
+    assert str(caught.value) == (
+        "parallelize() was given a torch.nn.parallel.DataParallel, which splits batches by "
+        "itself. Pass the module within it: parallelize(model.module), and use that."
+    )
+    agree(wrapped.module, rows(13, 4))

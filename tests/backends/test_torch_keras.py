@@ -1,0 +1,152 @@
+"""Keras 3 on torch: losses and state that are no means over the rows, on three devices."""
+
+import numpy as np
+import pytest
+
+import compat
+from compat.testing import DEVICES
+
+from .test_torch import devices  # noqa: F401  (a fixture)
+from .test_torch_merge import replicas
+
+pytestmark = pytest.mark.usefixtures("devices")
+ROWS = 13
+
+
+def data(rows=ROWS):
+    random = np.random.RandomState(rows)
+    return random.normal(size=(rows, 4)).astype("float32"), random.normal(size=(rows, 2))
+
+
+def model_of(call, *layers, **variables):
+    """A model of a layer of its own, whose ``call`` is given, and of other layers."""
+    import keras
+
+    class Mine(keras.layers.Layer):
+        def build(self, shape):
+            for name, value in variables.items():
+                kind = "int32" if isinstance(value, int) else "float32"
+                weight = self.add_weight(
+                    shape=np.shape(value), dtype=kind, trainable=False, name=name
+                )
+                weight.assign(np.asarray(value, kind))
+                setattr(self, name, weight)
+
+        def call(self, x):
+            call(self, x)
+            return x
+
+    keras.utils.set_random_seed(0)
+    layers = [keras.layers.Input((4,)), *layers, Mine(), keras.layers.Dense(2)]
+    return keras.Sequential(layers)
+
+
+def agree(build, rows=ROWS, steps=3, tolerance=1e-5):
+    """Train a model on one device and on three: losses, weights and state are the same."""
+    import keras
+
+    results = []
+    for parallel in (False, True):
+        model = build()
+        if parallel:
+            compat.parallelize(model)
+        model.compile(keras.optimizers.SGD(0.01), "mse")
+        losses = [model.train_on_batch(*data(rows)) for _ in range(steps)]
+        losses.append(model.evaluate(*data(rows), batch_size=rows, verbose=0))
+        results.append(losses + model.get_weights())
+    for one, other in zip(*results):
+        np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance)
+    assert replicas(lambda: model(data(rows)[0])) == DEVICES
+    return model
+
+
+def ops():
+    import keras
+
+    return keras.ops
+
+
+LOSSES = {
+    "sum": lambda layer, x: layer.add_loss(0.1 * ops().sum(x**2)),
+    "mean": lambda layer, x: layer.add_loss(ops().mean(x**2)),
+    "by rows": lambda layer, x: layer.add_loss(ops().sum(x**2) / ops().shape(x)[0]),
+    "both": lambda layer, x: [
+        layer.add_loss(ops().sqrt(ops().mean(x**2))), layer.add_loss(ops().max(x))
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", [ROWS, 12, 2])
+@pytest.mark.parametrize("name", sorted(LOSSES))
+def test_losses_that_layers_add(name, rows):
+    agree(lambda: model_of(LOSSES[name]), rows)
+
+
+def _count(layer, x):
+    layer.steps.assign_add(1)
+    layer.calls.assign_add(1.0)
+    layer.seen.assign_add(ops().cast(ops().shape(x)[0], "float32"))
+    layer.total.assign_add(ops().sum(x))
+    layer.mean.assign(0.9 * layer.mean + 0.1 * ops().mean(x, 0))
+
+
+@pytest.mark.parametrize("rows", [ROWS, 12])
+def test_counters_and_sums(rows):
+    zeros = [0.0] * 4
+    model = agree(
+        lambda: model_of(_count, steps=0, calls=0.0, seen=0.0, total=0.0, mean=zeros), rows
+    )
+    assert model.layers[0].steps.numpy() == 5  # three steps, an evaluation, and a call
+
+
+def test_memory_of_rows_is_refused():
+    def remember(layer, x):
+        layer.memory.assign(x[:4])
+
+    model = compat.parallelize(model_of(remember, memory=[[0.0] * 4] * 4))
+    with pytest.raises(compat.UnsupportedError, match="state '.*memory' of Sequential"):
+        model(data()[0])
+
+
+def test_dropout_and_batch_normalization_hide_nothing():
+    import keras
+
+    layers = keras.layers
+    model = model_of(_count_only, layers.BatchNormalization(), layers.Dropout(0.5, seed=1), steps=0)
+    compat.parallelize(model)
+    model.compile("sgd", "mse")
+    for _ in range(3):
+        model.train_on_batch(*data())
+    assert model.layers[2].steps.numpy() == 3
+
+
+def _count_only(layer, x):
+    layer.steps.assign_add(1)
+    layer.add_loss(ops().sum(x))
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4])
+@pytest.mark.parametrize("kind", ["TimeDistributed", "LSTM"])
+def test_outputs_that_are_sequences(kind, steps):
+    """Keras stacks the steps in front; a part may have as many rows as there are steps."""
+    import keras
+
+    layers = keras.layers
+
+    def build():
+        rows = layers.Input((3,))
+        repeated = layers.RepeatVector(steps)(rows)
+        if kind == "LSTM":
+            return keras.Model(rows, layers.LSTM(2, return_sequences=True)(repeated))
+        return keras.Model(rows, layers.TimeDistributed(layers.Dense(2))(repeated))
+
+    plain = build()
+    for gpus in (2, 3):
+        model = build()
+        model.set_weights(plain.get_weights())
+        compat.parallelize(model, gpus=gpus)
+        for count in (4, 5, 6, 8, 12):
+            batch = np.random.RandomState(count).normal(size=(count, 3)).astype("float32")
+            expected, found = (each.predict(batch, verbose=0) for each in (plain, model))
+            assert found.shape == (count, steps, 2)
+            np.testing.assert_allclose(found, expected, atol=1e-6)

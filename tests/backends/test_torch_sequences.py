@@ -1,0 +1,199 @@
+"""torch: sequences, whose rows are in the second dimension by default."""
+
+import warnings
+
+import pytest
+
+import compat
+
+from .test_torch import devices  # noqa: F401  (a fixture)
+from .test_torch_merge import agree, rows, same
+
+pytestmark = [pytest.mark.row("torch nn.Module"), pytest.mark.usefixtures("devices")]
+TIME, ROWS, SIZE = 7, 13, 4
+
+
+def recurrent(name, **options):
+    import torch
+
+    torch.manual_seed(0)
+    return getattr(torch.nn, name)(SIZE, 6, num_layers=2, **options)
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("name", ["LSTM", "GRU", "RNN"])
+@pytest.mark.parametrize("count", [ROWS, TIME, 2])
+def test_recurrent_layers(name, batch_first, count):
+    shape = (count, TIME) if batch_first else (TIME, count)
+    state = rows(4, count, 6)
+    module = recurrent(name, batch_first=batch_first, bidirectional=True)
+    agree(module, rows(*shape, SIZE))
+    module = recurrent(name, batch_first=batch_first, bidirectional=True)
+    agree(module, rows(*shape, SIZE), (state, state * 2) if name == "LSTM" else state)
+
+
+@pytest.mark.parametrize("enforce_sorted", [False, True])
+def test_packed_sequences(enforce_sorted):
+    import torch
+
+    lengths = [3, 7, 1, 5, 2, 4, 6, 3]
+    lengths = sorted(lengths, reverse=True) if enforce_sorted else lengths
+    sequences = [rows(length, SIZE) + index for index, length in enumerate(lengths)]
+    packed = torch.nn.utils.rnn.pack_sequence(sequences, enforce_sorted)
+    agree(recurrent("GRU"), packed)
+    agree(recurrent("LSTM"), packed)
+
+
+def test_a_module_that_is_given_packed_sequences():
+    import torch
+
+    sequences = [rows(length, SIZE) + length for length in (3, 7, 1, 5, 2, 4, 6, 3)]
+    packed = torch.nn.utils.rnn.pack_sequence(sequences, enforce_sorted=False)
+    agree(torch.nn.Sequential(recurrent("LSTM")), packed)
+
+
+def test_packed_within_a_module():
+    import torch
+
+    class Classifier(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.lstm = torch.nn.LSTM(SIZE, 6, batch_first=True)
+            self.classes = torch.nn.Linear(6, 3)
+
+        def forward(self, x, lengths):
+            pack = torch.nn.utils.rnn.pack_padded_sequence
+            packed = pack(x, lengths, batch_first=True, enforce_sorted=False)
+            _, (state, _) = self.lstm(packed)
+            return self.classes(state[-1])
+
+    agree(Classifier(), rows(ROWS, TIME, SIZE), torch.arange(ROWS) % TIME + 1)
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("count", [ROWS, TIME])
+def test_attention(batch_first, count):
+    import torch
+
+    torch.manual_seed(0)
+    shape = (count, TIME, SIZE) if batch_first else (TIME, count, SIZE)
+    module = torch.nn.MultiheadAttention(SIZE, 2, batch_first=batch_first)
+    x = rows(*shape)
+    padded = torch.arange(TIME) >= torch.arange(count)[:, None] % TIME + 1
+    causal = torch.ones(TIME, TIME).triu(1).bool()
+    agree(module, x, x, x)
+    module = torch.nn.MultiheadAttention(SIZE, 2, batch_first=batch_first)
+    agree(module, x, x, x, key_padding_mask=padded, attn_mask=causal)
+    module = torch.nn.MultiheadAttention(SIZE, 2, batch_first=batch_first)
+    agree(module, x, x, x, attn_mask=rows(count * 2, TIME, TIME), need_weights=False)
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("count", [ROWS, TIME])
+def test_transformers(batch_first, count):
+    import torch
+
+    nn = torch.nn
+    torch.manual_seed(0)
+    shape = (count, TIME, SIZE) if batch_first else (TIME, count, SIZE)
+    x = rows(*shape)
+    causal = nn.Transformer.generate_square_subsequent_mask(TIME).double()
+    options = dict(batch_first=batch_first, dropout=0.0, dim_feedforward=8)
+    agree(nn.Transformer(SIZE, 2, 1, 1, **options), x, x + 1, tgt_mask=causal, atol=1e-10)
+    layer = nn.TransformerEncoderLayer(SIZE, 2, **options)
+    agree(nn.TransformerEncoder(layer, 1), x, mask=causal, atol=1e-10)
+    decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(SIZE, 2, **options), 1)
+    agree(decoder, x, x, tgt_mask=causal, atol=1e-10)
+
+
+def language_model():
+    """Time first throughout, as pytorch/examples' word_language_model."""
+    import torch
+
+    class LanguageModel(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.encoder = torch.nn.Embedding(11, SIZE)
+            self.rnn = torch.nn.LSTM(SIZE, 6, 2)
+            self.decoder = torch.nn.Linear(6, 11)
+
+        def forward(self, input, hidden):
+            output, hidden = self.rnn(self.encoder(input), hidden)
+            decoded = self.decoder(output).view(-1, 11)
+            return torch.nn.functional.log_softmax(decoded, dim=1), hidden
+
+    return LanguageModel()
+
+
+@pytest.mark.parametrize("count", [ROWS, TIME, 2, 9])
+def test_a_language_model_with_time_first(count):
+    import torch
+
+    words = torch.arange(TIME * count).view(TIME, count) % 11
+    state = rows(2, count, 6)
+    module, _ = agree(language_model(), words, (state, state * 2))
+    plain = language_model().double()
+    for length in (3, count):  # a last part of another length
+        words = torch.arange(length * count).view(length, count) % 11
+        same(plain(words, (state, state)), module(words, (state, state)), 1e-12)
+
+
+@pytest.mark.parametrize("shape", [(ROWS, TIME), (TIME, TIME), (3, 2), (2, 9)])
+def test_rows_first_around_a_layer_with_time_first(shape):
+    import torch
+
+    class Transposing(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.rnn = torch.nn.GRU(SIZE, 6)
+            self.classes = torch.nn.Linear(6, 3)
+
+        def forward(self, x, state=None):
+            output, state = self.rnn(x.transpose(0, 1), state)
+            return self.classes(output[-1]), state, output.transpose(0, 1)
+
+    agree(Transposing(), rows(*shape, SIZE))
+    agree(Transposing(), rows(*shape, SIZE), rows(1, shape[0], 6))
+
+
+def test_a_container():
+    import torch
+
+    agree(torch.nn.Sequential(recurrent("LSTM")), rows(TIME, ROWS, SIZE))
+    first = recurrent("LSTM", batch_first=True)
+    agree(torch.nn.Sequential(torch.nn.Linear(SIZE, SIZE), first), rows(ROWS, TIME, SIZE))
+
+
+def test_rows_that_cannot_be_found_are_refused():
+    import torch
+
+    class Set(torch.nn.Module):
+        """Attention between the rows."""
+
+        def __init__(self):
+            super().__init__()
+            self.attention = torch.nn.MultiheadAttention(SIZE, 2)
+
+        def forward(self, x):
+            x = x.unsqueeze(1)
+            return self.attention(x, x, x)[0].squeeze(1)
+
+    module = compat.parallelize(Set().double())
+    with pytest.raises(compat.UnsupportedError, match="cannot tell which dimension") as caught:
+        module(rows(ROWS, SIZE))
+    assert "attention (MultiheadAttention)" in str(caught.value)
+
+
+def test_a_sequence_without_a_batch_runs_on_one_device():
+    module = recurrent("LSTM").double()
+    expected = module(rows(TIME, SIZE))
+    compat.parallelize(module)
+    with pytest.warns(compat.CompatWarning, match="LSTM was given a sequence without a batch"):
+        found = module(rows(TIME, SIZE))
+    same(expected, found, 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        module(rows(TIME, ROWS, SIZE))
