@@ -3,6 +3,8 @@
 import threading
 
 from .. import _replicas, errors
+from . import _mxnet_graph
+from ._mxnet_gluon_states import OwnStates, check_equal, states_of
 from ._mxnet_statistics import unite
 
 _running = threading.local()  # .replicas: whether a replica runs, whose parts must not split again
@@ -37,6 +39,10 @@ class Replicas:
       saved or collected. (MXNet's own practice lets them drift apart.)
     - Dropout draws an independent mask in each replica.
 
+    What else a block keeps from batch to batch is one context's, or an error. A HybridBlock is
+    traced once, and refused if one of its operations computes across rows; of other blocks that
+    cannot be known.
+
     ``Block.__call__`` and what saves call a block's methods on the instance, where three are
     replaced: it stays the same object, and its children stay plain.
     """
@@ -47,6 +53,11 @@ class Replicas:
         self.block = block
         self.contexts = None
         self._rows = None  # of the last batch trained, while statistics may differ
+        self._split = {}  # by the place of an array among the arguments: whether it was split
+        self._operations = {}  # that write states, by name: of what was traced
+        self._traced = set()  # type: set  # kinds of arguments that the block was traced for
+        self._returns_rows = False  # known from a batch that has two rows for a replica
+        self.verified = None  # a VerifiedForward, which runs the first calls
         for name in self.METHODS:
             object.__setattr__(block, name, getattr(self, name))
         object.__setattr__(block, "_compat_replicas", self)
@@ -65,34 +76,135 @@ class Replicas:
     # Called by Gluon ----------------------------------------------------------------------------
 
     def forward(self, *args):
-        import mxnet as mx
-
-        plain = type(self.block).forward
         arrays = list(_arrays(args))
         if not arrays or not arrays[0].shape or getattr(_running, "replicas", False):
-            return plain(self.block, *args)  # symbols, too: the block is being exported
-        rows, count = arrays[0].shape[0], len(self.contexts)
+            # Symbols, too: the block is being exported.
+            return type(self.block).forward(self.block, *args)
+        return self.run(args) if self.verified is None else self.verified(args)
+
+    def run_undivided(self, args):
+        """The block on the first context alone, where no replica is running."""
+        first = self.contexts[0]
+        self._unite_statistics()
+        _move(self.block, self.contexts)
+        _running.replicas = True
+        try:
+            with first:
+                whole = _mapped(lambda _, array: _on(first, array), args)
+                return type(self.block).forward(self.block, *whole)
+        finally:
+            _running.replicas = False
+
+    def run(self, args):
+        """The block on all contexts."""
+        import mxnet as mx
+
+        rows, count = next(_arrays(args)).shape[0], len(self.contexts)
+        self._decide_what_is_split(args, rows)
         self._unite_statistics()
         _move(self.block, self.contexts)  # if it was initialised or given a Trainer since
         if mx.autograd.is_training():
-            self._rows = rows
+            self.note_training(args)
         # One without rows of its own is run for its gradients: Trainer.step() insists on some.
         replicas = [
             i
             for i, size in enumerate(_replicas.sizes(rows, count))
             if size or mx.autograd.is_recording()
         ]
+        sizes = [_replicas.sizes(rows, count)[i] for i in replicas]
         results = []
         _running.replicas = True
         try:
+            self._trace(args)
+            states = OwnStates(self.block, states_of(self.block, self._operations)[1])
             for i in replicas:
-                shard = _shard(args, rows, _replicas.run_bounds(rows, count, i), self.contexts[i])
-                with self.contexts[i]:
-                    results.append(plain(self.block, *shard))
+                with states.replica(self.contexts[i]), self.contexts[i]:
+                    results.append(self._run(args, _replicas.run_bounds(rows, count, i), i))
+            self._check_results(args, results, sizes)
+            states.finish()
         finally:
             _running.replicas = False
-        sizes = [_replicas.sizes(rows, count)[i] for i in replicas]
         return _gather(results, sizes, self.contexts[0])
+
+    def note_training(self, args):
+        """Have statistics united before their next use, by the rows of this batch."""
+        self._rows = next(_arrays(args)).shape[0]
+
+    def _run(self, args, bounds, replica):
+        with _mxnet_graph.shape_errors(self.block.name, bounds[1] - bounds[0]):
+            shard = self._shard(args, bounds, self.contexts[replica])
+            return type(self.block).forward(self.block, *shard)
+
+    # Arguments ------------------------------------------------------------------------------------
+
+    def _decide_what_is_split(self, args, rows):
+        """Arrays with as many rows as the first; what was whole before stays whole."""
+        for place, array in _arrays_in_places(args):
+            has_rows = bool(array.shape) and array.shape[0] == rows
+            if self._split.setdefault(place, has_rows) and not has_rows:
+                raise errors.rows_cannot_be_cut(
+                    self.block.name,
+                    "the array of shape {} among its arguments had a row for each of a batch "
+                    "before, and has not in one of {} rows".format(array.shape, rows),
+                )
+
+    def _shard(self, args, bounds, context):
+        """A replica's part of the arguments, on its context."""
+
+        def part(place, array):
+            return _on(context, array[bounds[0] : bounds[1]] if self._split[place] else array)
+
+        return _mapped(part, args)
+
+    # What the block does --------------------------------------------------------------------------
+
+    def _trace(self, args):
+        """Refuse operations across rows, and see which write states, of a HybridBlock."""
+        import mxnet as mx
+
+        kind = tuple((place, self._split[place]) for place, _ in _arrays_in_places(args))
+        if kind in self._traced or not isinstance(self.block, mx.gluon.HybridBlock):
+            return
+        states = OwnStates(self.block, states_of(self.block, self._operations)[1])
+        shapes = {rows: {} for rows in _mxnet_graph.ROWS}  # type: dict
+        split = []  # type: list
+
+        def variable(place, array):
+            name = "compat_input" + "_".join(map(str, place))
+            for rows, known in shapes.items():
+                known[name] = (rows,) + array.shape[1:] if self._split[place] else array.shape
+            if self._split[place]:
+                split.append(name)
+            symbol = mx.sym.var(name)
+            return symbol.as_np_ndarray() if type(array) is not mx.nd.NDArray else symbol
+
+        try:
+            traced = type(self.block).forward(self.block, *_mapped(variable, args))
+            graph = _mxnet_graph.Graph([], mx.sym.Group(list(_leaves(traced, mx.sym.Symbol))))
+            graph.follow(graph.heads, split, shapes)
+        except Exception:  # whatever a block of the user's cannot do with symbols
+            self._traced.add(kind)
+            return
+        finally:
+            states.reset()
+        if graph.across_rows is not None:
+            problem = "its operation {} computes across rows".format(graph.across_rows)
+            raise errors.rows_cannot_be_cut(self.block.name, problem)
+        names = [parameter.name for parameter in _parameters(self.block)]
+        self._operations.update(graph.states(names))
+        self._traced.add(kind)
+
+    def _check_results(self, args, results, sizes):
+        """Tell a row from one number for a batch, where each replica had one row only."""
+        import mxnet as mx
+
+        if self._returns_rows or max(sizes) > 1:
+            self._returns_rows = True
+            return
+        if sum(sizes) > 1 and any(array.shape == (1,) for array in _arrays(results[0])):
+            with mx.autograd.pause():
+                tried = self._run(args, (0, 2), 0)
+            _gather([tried], [2], self.contexts[0])
 
     def collect_params(self, *args, **kwargs):
         self._unite_statistics()
@@ -113,13 +225,11 @@ class Replicas:
 
         if self._rows is None:
             return
-        statistics = [
-            parameter.list_data()
-            for parameter in _parameters(self.block)
-            if not parameter._differentiable and parameter._data is not None
-        ]
+        means, others = states_of(self.block, self._operations)
+        statistics = [p.list_data() for p in means if p._data is not None]
         with mx.autograd.pause():
             unite(statistics, _replicas.sizes(self._rows, len(self.contexts)))
+            check_equal(self.block, others)
         if not mx.autograd.is_recording():
             self._rows = None
 
@@ -207,30 +317,38 @@ def _refuse_time_first(block):
 # Arguments and results, nested as they may be ---------------------------------------------------
 
 
+def _leaves(value, kind):
+    """All of a kind within lists, tuples and dictionaries."""
+    if isinstance(value, kind):
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for each in value.values() if isinstance(value, dict) else value:
+            for leaf in _leaves(each, kind):
+                yield leaf
+
+
 def _arrays(values):
     import mxnet as mx
 
-    for value in values:
-        if isinstance(value, mx.nd.NDArray):
-            yield value
-        elif isinstance(value, (list, tuple, dict)):
-            for array in _arrays(value.values() if isinstance(value, dict) else value):
-                yield array
+    return _leaves(values, mx.nd.NDArray)
 
 
-def _shard(value, rows, bounds, context):
-    """A replica's part of the arguments, on its context."""
+def _mapped(function, value, place=()):
+    """The same with ``function(place, array)`` for each array; a place is a tuple of keys."""
     import mxnet as mx
 
     if isinstance(value, (list, tuple)):
-        return type(value)([_shard(each, rows, bounds, context) for each in value])
+        parts = [_mapped(function, each, place + (key,)) for key, each in enumerate(value)]
+        return type(value)(parts)
     if isinstance(value, dict):
-        return {key: _shard(each, rows, bounds, context) for key, each in value.items()}
-    if not isinstance(value, mx.nd.NDArray):
-        return value
-    if value.shape and value.shape[0] == rows:
-        value = value[bounds[0] : bounds[1]]
-    return _on(context, value)
+        return {key: _mapped(function, each, place + (key,)) for key, each in value.items()}
+    return function(place, value) if isinstance(value, mx.nd.NDArray) else value
+
+
+def _arrays_in_places(value):
+    found = []
+    _mapped(lambda place, array: found.append((place, array)), value)
+    return found
 
 
 def _on(context, array):

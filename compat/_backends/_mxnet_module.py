@@ -7,7 +7,8 @@ of a batch is refused, since each shard would divide by its own.
 """
 
 from .. import _replicas, errors
-from ._mxnet_statistics import unite
+from . import _mxnet_graph
+from ._mxnet_statistics import MEANS, unite
 
 
 def parallelize(module, contexts):
@@ -62,11 +63,11 @@ class _Replicas:
     def __init__(self, module):
         self.module = module
 
-    def bind(self, data_shapes, label_shapes=None, *args, **kwargs):
+    def bind(self, data_shapes, label_shapes=None, for_training=True, *args, **kwargs):
         module = self.module
         bind, count = type(module).bind, len(module._context)
         if module.binded and not kwargs.get("force_rebind"):
-            return bind(module, data_shapes, label_shapes, *args, **kwargs)
+            return bind(module, data_shapes, label_shapes, for_training, *args, **kwargs)
         data, labels = _described(data_shapes), _described(label_shapes or ())
         _check(module.symbol, data + labels)
         rows = data[0].shape[max(_axis(data[0].layout), 0)]
@@ -75,8 +76,10 @@ class _Replicas:
         module._work_load_list = _replicas.sizes(enough, count)
         wide = [_with_rows(desc, enough) for desc in data]
         wide_labels = [_with_rows(desc, enough) for desc in labels] or None
-        bind(module, wide, wide_labels, *args, **kwargs)
+        bind(module, wide, wide_labels, True, *args, **kwargs)
         group = module._exec_group
+        # Bound for inference, oneDNN's convolutions would keep the weights of their first batch.
+        module.for_training = group.for_training = for_training
         group.__class__ = type("Group", (_Group, type(group)), {})
         if rows < count:
             module.reshape(data, labels or None)
@@ -149,22 +152,33 @@ class _Group:
 
 
 def _check(symbol, inputs):
-    """Refuse a loss that is divided by the rows of a batch."""
+    """Refuse what is computed across the rows of a batch, as of a loss divided by their number."""
     for node, attributes in sorted(symbol.attr_dict().items()):
         if attributes.get("normalization", "null") != "null":
             raise errors.loss_depends_on_the_batch(
                 "{} has normalization={!r}".format(node, attributes["normalization"])
             )
-    rows = 1009  # far from any width, so that a shape tells whether it has a row for each
     names = symbol.list_arguments()
-    known = {desc.name: _with_rows(desc, rows).shape for desc in inputs if desc.name in names}
-    _, shapes, _ = symbol.infer_shape_partial(**known)
-    for output, shape in zip(symbol, shapes or ()):
+    shapes = {
+        rows: {d.name: _with_rows(d, rows).shape for d in inputs if d.name in names}
+        for rows in _mxnet_graph.ROWS
+    }
+    rows = _mxnet_graph.ROWS[0]
+    _, found, _ = symbol.infer_shape_partial(**shapes[rows])
+    for output, shape in zip(symbol, found or ()):
         axis = _axis(output.attr("__layout__"))
         if shape and axis >= 0 and rows not in shape[axis : axis + 1]:
             raise errors.loss_depends_on_the_batch(
                 "{} has no row for each of the batch".format(output.name)
             )
+    graph = _mxnet_graph.Graph([], symbol)
+    graph.follow(graph.heads, [d.name for d in inputs if _axis(d.layout) >= 0], shapes)
+    if graph.across_rows is not None:
+        problem = "its operation {} computes across rows".format(graph.across_rows)
+        raise errors.rows_cannot_be_cut("The Module", problem)
+    for state, operation in sorted(graph.states(symbol.list_auxiliary_states()).items()):
+        if operation not in MEANS:
+            raise errors.state_of_replicas(operation, "the Module", state)
 
 
 def _described(shapes):

@@ -1,5 +1,8 @@
 """Running statistics, as of BatchNorm, of several replicas, for the MXNet backend."""
 
+# Operations whose states are moving averages of means over the rows of a batch.
+MEANS = ("BatchNorm", "BatchNorm_v1", "_contrib_SyncBatchNorm", "IdentityAttachKLSparseReg")
+
 
 def wait_for_updates():
     """Wait for all that is being computed.

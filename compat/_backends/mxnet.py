@@ -8,6 +8,7 @@ or a model of MXNet's own (``_mxnet_gluon.py``, ``_mxnet_module.py``).
 import contextlib
 import os
 import sys
+import warnings
 import weakref
 from numbers import Number
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from .._ranks import Launch, Ranks
     from .._settings import Settings
+    from .._verification import Verification
 
 # Options of configure_gpu(), and the variables that MXNet reads for them when it is imported
 # (its documentation, "Environment Variables").
@@ -29,6 +31,7 @@ _WORKERS = {
     "gpu_worker_threads": "MXNET_GPU_WORKER_NTHREADS",
 }
 _RESERVE = "MXNET_GPU_MEM_POOL_RESERVE"
+_UNUSED = "compat_unused"  # a variable that has a gradient, and that nothing depends on
 
 
 class MXNet(Backend):
@@ -44,6 +47,7 @@ class MXNet(Backend):
 
     name = "mxnet"
     framework = "mxnet"
+    recording = {"MXNET_EXEC_BULK_EXEC_TRAIN": "0"}
     distributions = (
         ("mxnet", "mxnet-mkl", "mxnet-native")
         + tuple("mxnet-cu" + cuda for cuda in "117 116 115 114 113 112 110 102 101 100".split())
@@ -202,6 +206,20 @@ class MXNet(Backend):
         return model
 
     # Ranks ------------------------------------------------------------------------------------
+
+    def verify(self, model: "Any", verification: "Optional[Verification]") -> None:
+        if _is_module(model):
+            return super().verify(model, verification)
+        if _is_block(model):
+            from . import _mxnet_native_verification
+
+            _mxnet_native_verification.VerifiedForward.install_on(model, verification)
+            return None
+        from . import _mxnet_verification
+
+        if getattr(model, "_compat_replicas", None) is None:
+            verification = None  # it runs on one device
+        _mxnet_verification.VerifiedStep.install_on(model, verification)
 
     def launcher(self, launch: "Launch") -> "List[str]":
         from . import _horovod
@@ -528,6 +546,10 @@ class _Replicas:
       tf.distribute.MirroredStrategy does.
     - Dropout draws an independent mask in each replica.
 
+    What computes across the rows of a batch, and all that follows from it, is the head's, with a
+    warning, since it runs on one device. Sums and other states that layers update are the head's,
+    too. An operation of MXNet's with states other than moving averages is refused.
+
     Stateful RNNs do not differ: each replica has the states of its rows. What no output depends
     on (a layer's own loss or averages) is computed by the head. ``save_mxnet_model()`` needs a
     module that Keras has bound: give the plain behaviour back and predict once before.
@@ -549,6 +571,7 @@ class _Replicas:
         from keras.backend import mxnet_backend as K
 
         self.model = model
+        self._warned = False
         self._source = None  # the symbol, or the outputs, that arrays and phases were made for
         if model.compiled:
             K.set_model(model)  # it may have been compiled before keras-mxnet was mended
@@ -577,10 +600,26 @@ class _Replicas:
             delattr(self.model, name)
         return self._updater
 
+    @contextlib.contextmanager
+    def undivided(self):
+        """Within, the first replica runs the whole batch."""
+        self._follow()
+        self._hold_arrays()
+        kept = self.contexts, self.args, self.auxs, self.phases
+        self.contexts, self.phases = self.contexts[:1], self._undivided_phases
+        self.args, self.auxs = self.args[:1], self.auxs[:1]
+        try:
+            yield
+            self._sync_weights()
+        finally:
+            self.contexts, self.args, self.auxs, self.phases = kept
+            self._stale = True
+
     def _forget(self):
         """Drop arrays and executors; they are made again when a batch comes."""
         self.args = self.auxs = None  # of weights and auxiliary states by name, for each replica
         self.phases = {}
+        self._undivided_phases = {}
         self._stale = False  # whether Keras' variables have newer values than the arrays
 
     def _pairs(self, replica):
@@ -661,9 +700,8 @@ class _Replicas:
             self._forget()
             K.set_model(model)
 
-    def _prepared(self, name, inputs):
-        """The phase of that name, with executors for these inputs and current weights."""
-        self._follow()
+    def _hold_arrays(self):
+        """Make each replica's arrays of the weights and auxiliary states."""
         model = self.model
         if self.args is None:
             states = _state_names(model)
@@ -672,7 +710,13 @@ class _Replicas:
                 [{key: array.copyto(c) for key, array in held.items()} for c in self.contexts]
                 for held in (weights, model._auxs)
             )
-        elif self._stale:
+            self._stale = False
+
+    def _prepared(self, name, inputs):
+        """The phase of that name, with executors for these inputs and current weights."""
+        self._follow()
+        self._hold_arrays()
+        if self._stale:
             for replica in range(len(self.contexts)):
                 for mine, keras in self._pairs(replica):
                     keras.copyto(mine)
@@ -704,11 +748,22 @@ class _Replicas:
 
     def _average_auxiliary_states(self, phase):
         """Moving averages: one update, to the mean of the replicas' weighted by shard size."""
-        names = phase.body.list_auxiliary_states()
         _mxnet_statistics.unite(
-            [[auxs[name] for auxs in self.auxs] for name in names],
+            [[auxs[name] for auxs in self.auxs] for name in phase.body.list_auxiliary_states()],
             _replicas.sizes(phase.rows, len(self.contexts)),
         )
+        if phase.head is not None and phase.head.aux_dict:  # of the whole batch
+            _mxnet_statistics.wait_for_updates()
+            for name, array in phase.head.aux_dict.items():
+                for auxs in self.auxs[1:]:
+                    array.copyto(auxs[name])
+
+    def warn_of_whole_batches(self, operation):
+        """Say, once, that the devices do not share all of the work."""
+        if operation is not None and not self._warned:
+            self._warned = True
+            text = errors.across_rows(operation, self.model.name, self.contexts[0])
+            warnings.warn(text, errors.CompatWarning, stacklevel=2)
 
     def _assign(self, updates):
         """Store new values of variables that layers update: RNN states, a layer's own averages."""
@@ -777,15 +832,31 @@ class _Phase:
             order = range(results, results + len(updates))
         self.results = results
         wanted = values[:results] + [values[position] for position in order]
-        # Far from any width, so that a shape tells whether it has a row for each of the batch;
-        # a stateful model knows only its own batch size.
-        rows = len(inputs[0])
-        probe = rows if self.states else 1009
-        shapes = {n: (probe,) + tuple(x.shape[1:]) for n, x in zip(self.fed, inputs)}
-        self.body, self.head_symbol, self.cuts, self.places = graph.cut(
-            graph.heads[: len(outputs)], wanted, self.sharded, shapes
-        )
+        # A stateful model knows only its own batch size.
+        counts = [len(inputs[0])] if self.states else _mxnet_graph.ROWS
+        shapes = {
+            count: {n: (count,) + tuple(x.shape[1:]) for n, x in zip(self.fed, inputs)}
+            for count in counts
+        }
+        self._check_rows(inputs)
+        with _mxnet_graph.shape_errors(model.name, counts[0]):
+            self.body, self.head_symbol, self.cuts, self.places = graph.cut(
+                graph.heads[: len(outputs)], wanted, self.sharded, shapes
+            )
+        replicas.warn_of_whole_batches(graph.across_rows)
+        states = self.body.list_auxiliary_states()
+        for state, operation in sorted(graph.states(states).items()):
+            if operation not in _mxnet_statistics.MEANS:
+                raise errors.state_of_replicas(operation, model.name, state)
         self.shapes = None
+
+    def _check_rows(self, inputs):
+        """Refuse inputs whose rows are not those of one batch."""
+        rows = [len(x) for x in inputs[: len(self.replicas.model.inputs)]]
+        if len(set(rows)) > 1:
+            named = ", ".join("{} of {}".format(*pair) for pair in zip(rows, self.fed))
+            problem = "its inputs have rows: " + named
+            raise errors.rows_cannot_be_cut(self.replicas.model.name, problem)
 
     # Executors ----------------------------------------------------------------------------------
 
@@ -797,6 +868,7 @@ class _Phase:
         shapes = {name: tuple(x.shape) for name, x in zip(self.fed, inputs)}
         if shapes == self.shapes:
             return
+        self._check_rows(inputs)
         self.bodies, self.head = [], None  # give their memory back first
         self.rows = rows = len(inputs[0])
         replicas = self.replicas
@@ -825,14 +897,23 @@ class _Phase:
         """Bind ``symbol`` on a replica's context, to its weights and to new arrays."""
         import mxnet as mx
 
+        is_head = symbol is self.head_symbol
+        if not differentiated:
+            # Bound without any gradient, MXNet 1.9 runs oneDNN's fused convolutions on cpu(0),
+            # which go on with the weights of their first batch (SgMKLDNNConvOperator).
+            unused = mx.sym.make_loss(mx.sym.var(_UNUSED, shape=(1,), dtype="float32"))
+            symbol = mx.sym.Group([symbol, unused])
+            differentiated = [_UNUSED]
         context, weights = self.replicas.contexts[replica], self.replicas.args[replica]
         names = symbol.list_arguments()
         types = {n: w.dtype for n, w in weights.items() if n in names}
-        if symbol is self.head_symbol:
+        if is_head:
             types.update((n, o.dtype) for n, o in zip(self.cuts, self.bodies[0].outputs))
         shapes = {n: shape for n, shape in shapes.items() if n in names}
-        inferred, _, _ = symbol.infer_shape(**shapes)
-        typed, _, _ = symbol.infer_type(**{n: t for n, t in types.items() if n in names})
+        types = {n: t for n, t in types.items() if n in names}
+        rows = next(iter(shapes.values()))[0] if shapes else 0
+        with _mxnet_graph.shape_errors(self.replicas.model.name, rows):
+            inferred, typed = _mxnet_graph.inferred(symbol, shapes, types)
         args = {
             n: weights[n] if n in weights else mx.nd.zeros(shape, context, dtype)
             for n, shape, dtype in zip(names, inferred, typed)
@@ -894,6 +975,8 @@ class _Phase:
         import mxnet as mx
 
         self.head.backward()
+        if not self.cuts:  # the head computes all
+            return
         for body, (start, stop) in zip(self.bodies, self.kept):
             context = body.outputs[0].context
             body.backward(

@@ -1,11 +1,8 @@
 """MXNet under keras-mxnet: the contract, and what is special to it."""
 
-import collections
-import json
 import os
 import subprocess
 import sys
-import tempfile
 import textwrap
 
 import numpy as np
@@ -13,6 +10,7 @@ import pytest
 
 import compat
 from compat import _registry, _replicas
+from compat._backends._mxnet_placement import products as placement
 from compat._ranks import Launch
 from compat.testing import (
     CASES,
@@ -25,47 +23,6 @@ from compat.testing import (
     optimizer,
     span,
 )
-
-# Not a bulk of them as one record; MXNet reads it when it first runs.
-os.environ["MXNET_EXEC_BULK_EXEC_TRAIN"] = "0"
-
-# What a layer computes with: matrix products, convolutions, look-ups. The loss has none of them.
-OPERATIONS = ("dot", "Convolution", "FullyConnected", "Embedding")
-
-
-def operations(step):
-    """Operations per device while ``step()`` is computed, as MXNet's engine recorded them."""
-    import mxnet as mx
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = os.path.join(folder, "trace.json")
-        mx.profiler.set_config(profile_symbolic=True, profile_imperative=True, filename=path)
-        mx.nd.waitall()
-        mx.profiler.set_state("run")
-        try:
-            step()
-            mx.nd.waitall()
-        finally:
-            mx.profiler.set_state("stop")
-        mx.profiler.dump(finished=False)
-        with open(path) as file:
-            text = file.read()
-    # The first file begins an object that is never ended; later ones go on with its list.
-    listed = text[text.index("[") + 1 :] if text.startswith("{") else text
-    events = json.loads("[" + listed[listed.index("{") : listed.rindex("}") + 1] + "]")
-    return collections.Counter(
-        ("cpu({})".format(event["pid"]), event["name"]) for event in events if event["ph"] == "B"
-    )
-
-
-def placement(step):
-    """For each device, how many layers' products ``step()`` computed there, and their gradients."""
-    placed = {}
-    for (device, name), count in operations(step).items():
-        backward = name.startswith("_backward_")
-        if (name[len("_backward_") :] if backward else name) in OPERATIONS:
-            placed.setdefault(device, [0, 0])[backward] += count
-    return {device: tuple(counts) for device, counts in placed.items()}
 
 
 def executors(model):
@@ -81,6 +38,7 @@ def mxnet_error():
 
 class TestMXNet(ParallelContract):
     backend = "mxnet"
+    across_rows = "found"  # right, and a warning says what it costs
 
     def placement(self, model, inputs, targets):
         return placement(lambda: model.train_on_batch(inputs, targets))

@@ -8,6 +8,8 @@ import pytest
 
 import compat
 from compat import errors
+from compat._backends._mxnet_placement import operations
+from compat._backends._mxnet_placement import products as placement
 from compat.testing import (
     in_span,
     initialise,
@@ -17,7 +19,7 @@ from compat.testing import (
     span,
 )
 
-from .test_mxnet import executors, operations, placement
+from .test_mxnet import executors
 
 pytestmark = pytest.mark.row("device()")
 

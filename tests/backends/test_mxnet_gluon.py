@@ -5,9 +5,8 @@ import pytest
 
 import compat
 from compat import _registry, _replicas, errors
+from compat._backends._mxnet_placement import products as placement
 from compat.testing import in_span, span
-
-from .test_mxnet import placement
 
 BATCHES = (64, 61, 2, 1, 64, 13)
 DEVICES = ["cpu(0)", "cpu(1)", "cpu(2)"]

@@ -5,9 +5,9 @@ import pytest
 
 import compat
 from compat import _registry, _replicas, errors
+from compat._backends._mxnet_placement import products as placement
 from compat.testing import in_span, span
 
-from .test_mxnet import placement
 from .test_mxnet_gluon import DEVICES, data
 
 pytestmark = pytest.mark.row("MXNet Module")
@@ -266,6 +266,68 @@ def test_a_loss_divided_by_the_batch_is_refused(mx):
     with pytest.raises(compat.UnsupportedError):
         compat.parallelize(module)
     assert module._exec_group is group and len(module._context) == 1
+
+
+def test_operations_across_rows_are_refused(mx):
+    data, sym = mx.sym.var("data"), mx.sym
+    centred = sym.broadcast_sub(data, sym.mean(data, axis=0, keepdims=True, name="mean"))
+    softmax = sym.softmax(data, axis=0, name="weights")
+    for inner, name in ((centred, "mean"), (softmax, "weights")):
+        loss = sym.LinearRegressionOutput(inner, name="lin")
+        module = compat.parallelize(mx.mod.Module(loss, label_names=["lin_label"]))
+        with pytest.raises(compat.UnsupportedError) as error:
+            module.bind([("data", (61, 8))], [("lin_label", (61, 8))])
+        problem = "its operation {} computes across rows".format(name)
+        assert str(error.value) == str(errors.rows_cannot_be_cut("The Module", problem))
+
+
+def test_sums_are_refused(mx):
+    """Each context would give its own."""
+    total = mx.sym.MakeLoss(mx.sym.sum(mx.sym.square(mx.sym.var("data"))), name="total")
+    module = compat.parallelize(mx.mod.Module(total, label_names=None))
+    with pytest.raises(compat.UnsupportedError, match="total has no row for each of the batch"):
+        module.bind([("data", (61, 8))])
+
+
+def test_rows_in_another_dimension(mx):
+    """``layout`` says where: time first, and no operation across rows for that."""
+    shapes, results = [mx.io.DataDesc("data", (5, 13, 4), layout="TNC")], []
+    net = mx.sym.softmax(mx.sym.square(mx.sym.var("data")), axis=0)
+    net._set_attr(__layout__="TNC")
+    inputs = np.random.RandomState(0).normal(size=(5, 13, 4))
+    for parallel in (False, True):
+        module = mx.mod.Module(net, label_names=None)
+        if parallel:
+            compat.parallelize(module)
+        module.bind(shapes, for_training=False)
+        module.init_params()
+        module.forward(mx.io.DataBatch([mx.nd.array(inputs)], None))
+        results.append(module.get_outputs()[0].asnumpy())
+    assert results[0].shape == (5, 13, 4)
+    assert difference(results[:1], results[1:]) < 1e-6
+
+
+@span
+def test_bound_for_inference_it_takes_new_weights(mx):
+    """oneDNN's fused operations keep those of their first batch, on the first context."""
+    sym = mx.sym
+    net = sym.Activation(
+        sym.Convolution(sym.var("data"), num_filter=3, kernel=(2, 2), name="c"), act_type="relu"
+    )
+    module = compat.parallelize(mx.mod.Module(net, label_names=None))
+    inputs = mx.nd.array(np.random.RandomState(0).normal(size=(13, 2, 5, 5)))
+    module.bind([("data", inputs.shape)], for_training=False)
+    assert not module.for_training
+    kernel = np.random.RandomState(1).normal(size=(3, 2, 2, 2))
+    for factor, rows in ((1, 13), (-2, 13), (3, 7), (4, 7)):
+        weight = mx.nd.array(factor * kernel)
+        module.set_params({"c_weight": weight, "c_bias": mx.nd.zeros(3)}, {})
+        module.forward(mx.io.DataBatch([inputs[:rows]], None))
+        expected = mx.nd.Convolution(
+            inputs[:rows], weight, mx.nd.zeros(3), kernel=(2, 2), num_filter=3
+        ).relu()
+        outputs = module.get_outputs()[0].asnumpy()
+        np.testing.assert_allclose(outputs, expected.asnumpy(), atol=1e-5)
 
 
 def test_other_modules_are_refused(mx):

@@ -1,0 +1,44 @@
+"""Where MXNet ran the operations of a step: from the record of its engine."""
+
+import collections
+import json
+import os
+import tempfile
+
+# What a layer computes with: matrix products, convolutions, look-ups. The loss has none of them.
+OPERATIONS = ("dot", "Convolution", "FullyConnected", "Embedding")
+
+
+def operations(step):
+    """Operations per device while ``step()`` is computed, as MXNet's engine recorded them."""
+    import mxnet as mx
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "trace.json")
+        mx.profiler.set_config(profile_symbolic=True, profile_imperative=True, filename=path)
+        mx.nd.waitall()
+        mx.profiler.set_state("run")
+        try:
+            step()
+            mx.nd.waitall()
+        finally:
+            mx.profiler.set_state("stop")
+        mx.profiler.dump(finished=False)
+        with open(path) as file:
+            text = file.read()
+    # The first file begins an object that is never ended; later ones go on with its list.
+    listed = text[text.index("[") + 1 :] if text.startswith("{") else text
+    events = json.loads("[" + listed[listed.index("{") : listed.rindex("}") + 1] + "]")
+    return collections.Counter(
+        ("cpu({})".format(event["pid"]), event["name"]) for event in events if event["ph"] == "B"
+    )
+
+
+def products(step):
+    """For each device, how many layers' products ``step()`` computed there, and their gradients."""
+    placed = {}  # type: dict
+    for (device, name), count in operations(step).items():
+        backward = name.startswith("_backward_")
+        if (name[len("_backward_") :] if backward else name) in OPERATIONS:
+            placed.setdefault(device, [0, 0])[backward] += count
+    return {device: tuple(counts) for device, counts in placed.items()}
