@@ -9,10 +9,12 @@ when it then turns tensors into a function to run (``_make_train_function`` and 
 siblings), its graph is cut in two:
 
 - The *body*, all that the model's outputs depend on, is compiled for each device and computes its
-  shard of the batch. What leaves it, towards loss, metrics or updates, is put together on the
-  host: rows in order, or a mean where there are no rows (BatchNorm's statistics).
-- The *head*, the rest, runs once, with the whole batch: losses, metrics, penalties. Its gradient
-  at the cut goes back to the devices' bodies, the sum of whose gradients the optimizer sees.
+  shard of the batch. What leaves it, towards loss, metrics or updates, has rows, which are put
+  together on the host.
+- The *head*, the rest, runs once, with the whole batch: losses, metrics, penalties, statistics of
+  the batch, and what computes across its rows (``_theano_rows.py``) with all that follows. Its
+  gradient at the cut goes back to the devices' bodies, the sum of whose gradients the optimizer
+  sees.
 
 So any loss, also one that compares rows with one another, and every metric is that of one device,
 however uneven the shards. A compiled function keeps nothing for the next one, so going back
@@ -21,10 +23,12 @@ computes the body anew.
 
 import collections
 import contextlib
+import warnings
 
 import numpy as np
 
 from .. import _keras, _replicas, errors
+from . import _theano_rows
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -108,6 +112,7 @@ class ReplicatedFunctions:
         self.model = model
         self.devices = list(devices)
         self._bodies = {}  # type: Any
+        self._warned = False
 
     def install(self):
         vars(self.model)["_compat_functions"] = self
@@ -154,6 +159,13 @@ class ReplicatedFunctions:
         finally:
             K.function, K.gradients = make, differentiate
 
+    def warn_of_whole_batches(self, operation):
+        """Say, once, that the devices do not share all of the work."""
+        if not self._warned:
+            self._warned = True
+            text = errors.across_rows(operation, self.model.name, self.devices[0].name)
+            warnings.warn(text, errors.CompatWarning, stacklevel=2)
+
     def bodies(self, cuts, frozen, make):
         """The devices' functions that compute ``cuts``, which functions may have in common."""
         key = tuple(cut.variable for cut in cuts), frozen
@@ -189,13 +201,18 @@ class ReplicatedFunction:
         self.measure = None  # type: Any
 
     def __call__(self, inputs):
-        rows = inputs[0].shape[0]
+        model, rows = self.owner.model, inputs[0].shape[0]
+        given = dict(zip(self.inputs, inputs))
+        counts = [given[variable].shape[0] for variable in model.inputs if variable in given]
+        if len(set(counts)) > 1:
+            named = " and ".join(map(str, counts))
+            raise errors.rows_cannot_be_cut(model.name, "its inputs have {} rows".format(named))
         if not self.forward:
-            self._make(inputs)
+            with _shape_errors(model.name):
+                self._make(inputs)
         devices = self.owner.devices
         for device in devices:
             device.take_weights()
-        given = dict(zip(self.inputs, inputs))
         given.update((state, state.get_value(borrow=True)) for state in self.states)
         shards = []
         for index in range(len(devices)):
@@ -204,10 +221,11 @@ class ReplicatedFunction:
                 [given[v][start:stop] if v in self.sharded else given[v] for v in self.body_inputs]
             )
         # A GPU's functions return before it has computed: all of them start, then one is awaited.
-        computed = [
-            device.run(forward, shard)
-            for device, forward, shard in zip(devices, self.forward, shards)
-        ]
+        with _shape_errors(model.name):
+            computed = [
+                device.run(forward, shard)
+                for device, forward, shard in zip(devices, self.forward, shards)
+            ]
         computed = [[np.asarray(value) for value in values] for values in computed]
         sizes = _replicas.sizes(rows, len(devices))
         whole = [cut.merge(parts, sizes) for cut, parts in zip(self.cuts, zip(*computed))]
@@ -286,14 +304,15 @@ class ReplicatedFunction:
         wanted = self.outputs + [new for _, new in self.updates]
         body = _following(self.sharded, outputs) & _ancestors(outputs)
         body.difference_update(self.sharded)
+        body -= self._whole(outputs)
         passed = set()  # type: set
         while True:
             cuts = _frontier(wanted, body, passed)
             given = dict(zip(self.inputs, inputs))
             given.update((state, state.get_value(borrow=True)) for state in self.states)
             _find_axes(cuts, self.body_inputs, self.sharded, given)
-            # A number that tells of the batch, such as its length: the head's own to compute.
-            wrong = [cut.variable for cut in cuts if not cut.can_be_merged()]
+            # What has no rows is the head's to compute, from rows: sums over the batch, its length.
+            wrong = [cut.variable for cut in cuts if not cut.has_rows()]
             if not wrong:
                 break
             passed.update(wrong)
@@ -302,6 +321,14 @@ class ReplicatedFunction:
         whole = [cut.variable for cut in cuts if not cut.is_shape]
         self.cuts = [cut for cut in cuts if not (cut.is_shape and cut.measured in whole)]
         self.shapes = [cut for cut in cuts if cut not in self.cuts]
+
+    def _whole(self, outputs):
+        """What is computed across rows, and what follows from that: not for parts of a batch."""
+        mixed = _theano_rows.mixed_rows(self.sharded, outputs)
+        whole = _following(mixed, outputs)
+        if any(v in whole and v.ndim and not v.broadcastable[0] for v in outputs):
+            self.owner.warn_of_whole_batches(str(mixed[0].owner.op))
+        return whole
 
     def _make_head(self):
         import theano
@@ -436,6 +463,15 @@ class ReplicatedFunction:
         return self._compile(inputs, values, updates=updates, no_default_updates=True)
 
 
+@contextlib.contextmanager
+def _shape_errors(name):
+    """Within, Theano's errors about shapes say that batches of model ``name`` are cut by rows."""
+    try:
+        yield
+    except (ValueError, IndexError, AssertionError) as error:
+        raise errors.rows_cannot_be_cut(name, str(error).partition("\n")[0]) from error
+
+
 # The cut --------------------------------------------------------------------------------------
 
 
@@ -457,30 +493,24 @@ class _Cut:
     def is_differentiable(self):
         return not self.is_shape and "float" in self.variable.type.dtype
 
-    def can_be_merged(self):
-        return self.is_shape or self.axis is not None or "float" in self.variable.type.dtype
+    def has_rows(self):
+        return self.is_shape or self.axis is not None
 
     def merge(self, parts, sizes):
-        """What the devices computed, as one: rows in order, or the mean where there are none."""
+        """What the devices computed, as one, their rows in order."""
         kept = [part for part, size in zip(parts, sizes) if size]
         if self.is_shape:
             shape = np.array(kept[0])
             if self.axis is not None:
                 shape[self.axis] = sum(part[self.axis] for part in kept)
             return shape
-        if self.axis is not None:
-            return np.concatenate(kept, axis=self.axis)
-        mean = sum(part * (float(size) / sum(sizes)) for part, size in zip(parts, sizes))
-        return np.asarray(mean, dtype=parts[0].dtype)
+        return np.concatenate(kept, axis=self.axis)
 
     def split(self, gradient, parts, sizes):
         """Each device's part of the gradient with respect to what was merged."""
         gradient, result, start = np.asarray(gradient), [], 0
         for part, size in zip(parts, sizes):
-            if self.axis is None:
-                share = gradient * (float(size) / sum(sizes))
-                result.append(np.asarray(share, dtype=gradient.dtype))
-            elif size:
+            if size:
                 stop = start + part.shape[self.axis]
                 result.append(gradient[(slice(None),) * self.axis + (slice(start, stop),)])
                 start = stop
@@ -537,7 +567,9 @@ def _find_axes(cuts, body_inputs, sharded, given):
         found.append(shapes(*values))
     for cut, two, three in zip(cuts, *found):
         grown = np.flatnonzero(two != three)
-        cut.axis = int(grown[0]) if len(grown) else None
+        # Of all pairs, or of all rows but the first, the devices' parts do not make the whole.
+        if len(grown) == 1 and 3 * two[grown[0]] == 2 * three[grown[0]]:
+            cut.axis = int(grown[0])
 
 
 # Graphs ---------------------------------------------------------------------------------------

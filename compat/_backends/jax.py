@@ -6,12 +6,13 @@ program, in which XLA splits everything that depends on the batch, and sums the 
 ``ShardedCall``.
 """
 
+import contextlib
 import os
 import sys
 import threading
 import types
 
-from .. import _keras, _ranks, errors
+from .. import _keras, _keras_steps, _ranks, errors
 from ..backend import Backend
 
 TYPE_CHECKING = False
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from .._ranks import Launch, Ranks
     from .._settings import Settings
+    from .._verification import Verification
 
 _FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _FRACTION_SINCE_2025 = "XLA_CLIENT_MEM_FRACTION"  # both at once are an error of JAX
@@ -116,9 +118,9 @@ class JAX(Backend):
         by_name = {_name(device): device for device in jax.local_devices()}
         before = ShardedCall.of(model)
         if before is not None:
-            before.remove(model)
+            _remove(model)
         if list(devices) != self.devices()[:1]:
-            ShardedCall([by_name[name] for name in devices]).install(model)
+            _install(model, [by_name[name] for name in devices])
         if ShardedCall.of(model) is not before:
             # Keras traces its steps again: the ones it has hold the call that was.
             for name in ("train_function", "test_function", "predict_function"):
@@ -127,6 +129,11 @@ class JAX(Backend):
 
     def device(self, device: str) -> "ContextManager[Any]":
         raise errors.one_program(device)
+
+    def verify(self, model: "Any", verification: "Optional[Verification]") -> None:
+        from . import _jax_verification
+
+        _jax_verification.VerifiedStep.install_on(model, verification)
 
     # Ranks ------------------------------------------------------------------------------------
 
@@ -183,12 +190,48 @@ def _fraction(settings):
 _running = threading.local()
 
 
+@contextlib.contextmanager
+def undivided():
+    """Within, models run in one piece where they would run on several devices."""
+    before = getattr(_running, "now", False)
+    _running.now = True
+    try:
+        yield
+    finally:
+        _running.now = before
+
+
 def _check_distribution(model):
     """Refuse a model that Keras distributes itself: each would undo what the other does."""
     keras = _keras.keras_of(model)
     laid_out = any(getattr(v, "_layout", None) is not None for v in model.variables)
     if laid_out or keras.distribution.distribution() is not None:
         raise errors.keras_distribution_is_set(model.name)
+
+
+def _install(model, devices):
+    """Have a model run on several devices, and what steps of its own call in its place."""
+    sharded = ShardedCall(devices)
+    sharded.install(model)
+    if not _keras_steps.has_own_steps(model):
+        return
+    for part in _keras_steps.called_models(model):
+        if ShardedCall.of(part) is None:
+            ShardedCall(devices, belongs_to=sharded).install(part)
+    for step in STEPS:
+        step(sharded).install(model)
+
+
+def _remove(model):
+    """Make a model plain, and the models within that are sharded because it is."""
+    sharded = ShardedCall.of(model)
+    for part in _keras.all_layers(model):
+        call = ShardedCall.of(part)
+        if call is not None and (part is model or call.belongs_to is sharded):
+            call.remove(part)
+    for step in STEPS:
+        if step.of(model) is not None:
+            step.of(model).remove(model)
 
 
 def _variables(model):
@@ -218,11 +261,12 @@ class ShardedCall(_keras.InstanceMethod):
     computed whole on each device.
     """
 
-    def __init__(self, devices):
+    def __init__(self, devices, belongs_to=None):
         import jax
         import numpy as np
 
         super().__init__(devices)
+        self.belongs_to = belongs_to  # that of the model whose steps call this one
         mesh = jax.sharding.Mesh(np.array(devices), ("batch",))
         self.rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("batch"))
         self.whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
@@ -263,30 +307,67 @@ class ShardedCall(_keras.InstanceMethod):
         if not isinstance(batch, jax.core.Tracer):
             self.place(model)
 
+        rows = batch.shape[0]
+        args, kwargs = self.shard((args, kwargs), rows, tree)
+        _running.now = True
+        try:
+            outputs = call(*args, **kwargs)
+        finally:
+            _running.now = False
+        return self.shard(outputs, rows, tree)
+
+    def shard(self, values, rows, tree):
+        """The same nested values, with the arrays of so many rows sharded."""
+        import jax
+
         def shard(value):
-            if not _has_rows(value) or value.shape[0] != batch.shape[0]:
+            if not _has_rows(value) or value.shape[0] != rows:
                 return value
-            if isinstance(value, jax.core.Tracer):
+            if _is_staged(value):
                 sharded = jax.lax.with_sharding_constraint(value, self.rows)
             else:
-                divides = value.shape[0] % len(self.devices) == 0
+                # Of run_eagerly: an array by itself cannot be uneven.
+                divides = rows % len(self.devices) == 0
                 sharded = jax.device_put(value, self.rows if divides else self.whole)
             mask = _masking().get_keras_mask(value)  # loss and metrics look for it
             if mask is not None:
                 _masking().set_keras_mask(sharded, mask)
             return sharded
 
-        args, kwargs = tree.map_structure(shard, (args, kwargs))
-        _running.now = True
-        try:
-            outputs = call(*args, **kwargs)
-        finally:
-            _running.now = False
-        return tree.map_structure(shard, outputs)
+        return tree.map_structure(shard, values)
+
+
+class ShardedStep(_keras.InstanceMethod):
+    """A step of the user's, which may call anything: XLA then splits all that the data reaches."""
+
+    def __init__(self, sharded):
+        super().__init__(sharded.devices)
+        self.sharded = sharded
+
+    def __call__(self, model, state, data):
+        tree = _keras.keras_of(model).tree
+        batch = next(filter(_has_rows, tree.flatten(data)), None)
+        if batch is not None:
+            data = self.sharded.shard(data, batch.shape[0], tree)
+        return self.plain(model)(state, data)
+
+
+STEPS = [
+    type("ShardedStep", (ShardedStep,), {"method": name})
+    for name in ("train_step", "test_step", "predict_step")
+]
 
 
 def _masking():
     return sys.modules["keras.src.backend.common.masking"]
+
+
+def _is_staged(value):
+    """Whether a program is being traced, and not an array differentiated where it is."""
+    tracer = sys.modules["jax"].core.Tracer
+    while isinstance(value, tracer) and hasattr(value, "primal"):
+        value = value.primal
+    return isinstance(value, tracer)
 
 
 def _has_rows(value):

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from .._ranks import Launch, Ranks
     from .._settings import Settings
+    from .._verification import Verification
 
 _BOOLEANS = ("True", "true", "1", "False", "false", "0")
 
@@ -217,9 +218,10 @@ class Theano(Backend):
     def parallelize(self, model: "Any", devices: "Sequence[str]") -> "Any":
         """Run ``model`` on ``devices``, the same object; see ``_theano_contexts.py``.
 
-        BatchNorm normalises each device's rows by their own statistics, and its moving averages
-        take one step to the mean of theirs. Dropout masks of the devices are independent. A
-        stateful RNN keeps one state per row of the batch, as on one device.
+        BatchNorm normalises each device's rows by their own statistics; its moving averages are
+        those of the whole batch. Dropout masks of the devices are independent. A stateful RNN keeps
+        one state per row of the batch, as on one device. What computes across the rows of a batch,
+        and all that follows from it, runs on the first device, with a warning.
 
         Functions of the user's own (``K.function``) run on the first device, undivided.
 
@@ -227,7 +229,8 @@ class Theano(Backend):
         in other threads.
 
         Raises:
-            UnsupportedError: an input is a tensor of the user's, and not fed.
+            UnsupportedError: an input is a tensor of the user's, and not fed. Or, with the first
+                batch: the inputs have different numbers of rows, or a part of a batch fails.
         """
         from . import _theano_contexts  # imports numpy
 
@@ -244,6 +247,11 @@ class Theano(Backend):
                 replicas = [_theano_contexts.Device(name, self._target(name)) for name in devices]
                 _theano_contexts.ReplicatedFunctions(model, replicas).install()
         return model
+
+    def verify(self, model: "Any", verification: "Optional[Verification]") -> None:
+        from . import _theano_verification
+
+        _theano_verification.VerifiedStep.install_on(model, verification)
 
     def launcher(self, launch: "Launch") -> "List[str]":
         from . import _mpi

@@ -1,14 +1,11 @@
 """Keras 3 on JAX: the contract, and what is special to programs that XLA partitions."""
 
 import copy
-import glob
 import math
 import os
 import pickle
-import re
 import subprocess
 import sys
-import tempfile
 import textwrap
 
 import numpy as np
@@ -19,6 +16,7 @@ os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # isort: split
 import jax
 
 import compat
+from compat._backends import _jax_placement
 from compat._backends.jax import _fraction, _name, backend
 from compat._devices import Devices
 from compat._settings import Memory, Settings
@@ -32,90 +30,15 @@ from compat.testing import (
     keras_under_test,
 )
 
-INSTRUCTION = re.compile(r"\s+(?:ROOT )?%(\S+) = (.+?) ([\w-]+)\((.*)")
-
-
-class Operation:
-    """A matrix product or convolution of a compiled program, as one device executes it."""
-
-    def __init__(self, name, shapes):
-        self.name = name  # where it comes from: "jit(train_step)/jvp(hidden)/dot_general", or ""
-        self.shapes = shapes  # of the result and of the operands
-        self.dimensions = sum(shapes, [])
-
-    @property
-    def is_forward(self):
-        return "jvp(" in self.name and "transpose(" not in self.name
-
-    @property
-    def is_backward(self):
-        return "transpose(jvp(" in self.name
-
-
-def computations(program):
-    """The computations of a program in XLA's text form: instructions by name, in each."""
-    found = {}
-    for line in program.splitlines():
-        header = re.match(r"(?:ENTRY )?%(\S+) \(.*\{$", line)
-        if header:
-            current = found[header.group(1)] = {}
-        instruction = INSTRUCTION.match(line)
-        if instruction:
-            current[instruction.group(1)] = instruction.groups()[1:]
-    return found
-
-
-def operations(program):
-    """By each instruction's name: the products and convolutions it computes, fused or not."""
-    everything = computations(program)
-
-    def inside(computation, name):
-        shape, kind, rest = computation[name]
-        called = re.search(r"calls=%([\w.-]+)", rest)
-        if called:
-            body = everything[called.group(1)]
-            return [operation for inner in body for operation in inside(body, inner)]
-        if kind not in ("dot", "convolution"):
-            return []
-        shapes = [shape] + [
-            computation[operand][0] for operand in re.findall(r"%([\w.-]+)", rest.split(")")[0])
-        ]
-        sizes = [list(map(int, re.search(r"\[([\d,]*)\]", s).group(1).split(","))) for s in shapes]
-        source = re.search(r'op_name="([^"]*)"', rest)
-        return [Operation(source.group(1) if source else "", sizes)]
-
-    return {name: inside(body, name) for body in everything.values() for name in body}
-
 
 def executed(model, inputs, targets):
-    """Train one step; by device, what JAX's profiler saw it execute.
-
-    The profiler records which instruction ran on which device; what an instruction computes, the
-    program tells that XLA compiled for this step.
-    """
-    client = jax.devices()[0].client
-    before = client.live_executables()
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            model.train_on_batch(inputs, targets)
-        (path,) = glob.glob(os.path.join(folder, "**", "*.xplane.pb"), recursive=True)
-        profile = jax.profiler.ProfileData.from_file(path)
-    new = [e for e in client.live_executables() if all(e is not other for other in before)]
-    (program,) = [e for e in new if e.hlo_modules()[0].name == "jit_train_step"]
-    computed = operations(program.hlo_modules()[0].to_string())
-    found = {}
-    for plane in profile.planes:
-        for line in plane.lines:
-            for event in line.events:
-                record = dict(event.stats)
-                if record.get("hlo_module") == "jit_train_step" and "hlo_op" in record:
-                    device = "cpu:{}".format(record["device_ordinal"])
-                    found.setdefault(device, []).extend(computed[record["hlo_op"]])
-    return found
+    """Train one step; by device, what JAX's profiler saw it execute."""
+    return _jax_placement.executed(jax, lambda: model.train_on_batch(inputs, targets))
 
 
 class TestJAX(ParallelContract):
     backend = "jax"
+    across_rows = "right"
     extension = ".keras"
 
     def placement(self, model, inputs, targets):
@@ -273,6 +196,49 @@ def test_subclassed_model_with_a_step_of_its_own(keras, tmp_path):
         assert not any(len(ROWS) in o.dimensions for o in ran)
 
 
+@pytest.mark.parametrize("parts", ["models", "layers"])
+def test_step_that_calls_the_parts_of_a_model_runs_on_several_devices(keras, parts):
+    """As those of GANs and autoencoders do; its step never calls the model itself."""
+
+    class Parts(keras.Model):
+        def __init__(self):
+            super().__init__(name="parts")
+            wrap = keras.models.Sequential if parts == "models" else lambda layers: layers[0]
+            self.encoder = wrap([keras.layers.Dense(16, name="hidden")])
+            self.decoder = wrap([keras.layers.Dense(4)])
+            self.encoder.build((None, 8)), self.decoder.build((None, 16))
+            self.built = True
+
+        def call(self, x):  # by which Keras builds it
+            return self.decoder(self.encoder(x))
+
+        def loss_of(self, trainable, data):
+            first = len(self.encoder.trainable_variables)
+            hidden, _ = self.encoder.stateless_call(trainable[:first], [], data[0])
+            outputs, _ = self.decoder.stateless_call(trainable[first:], [], hidden)
+            return keras.ops.mean((outputs - data[1]) ** 2)
+
+        def train_step(self, state, data):
+            trainable, others, variables, metrics = state
+            loss, gradients = jax.value_and_grad(self.loss_of)(trainable, data)
+            trainable, variables = self.optimizer.stateless_apply(variables, gradients, trainable)
+            return {"loss": loss}, (trainable, others, variables, metrics)
+
+    plain, parallel = pair(Parts)
+    for model in plain, parallel:
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        model.fit(ROWS, TARGETS, batch_size=44, epochs=2, shuffle=False, verbose=0)
+    for one, several in zip(plain.get_weights(), parallel.get_weights()):
+        np.testing.assert_allclose(several, one, atol=1e-6)
+    found = executed(parallel, ROWS, TARGETS)
+    assert sorted(found) == ["cpu:0", "cpu:1", "cpu:2"]
+    for ran in found.values():
+        shapes = [o.shapes for o in ran if o.shapes[0][-1] == 16 and 8 in o.shapes[1]]
+        assert [result for result, _, _ in shapes] == [[15, 16]]
+    compat.parallelize(parallel, gpus=1)
+    assert "train_step" not in vars(parallel) and "call" not in vars(parallel.encoder)
+
+
 def test_loop_of_ones_own(keras):
     """``stateless_call`` under ``jax.jit`` is sharded like Keras' loops."""
     models, results = pair(lambda: small(keras)), []
@@ -292,7 +258,7 @@ def test_loop_of_ones_own(keras):
         results.append([value] + gradients)
     for expected, found in zip(*results):
         np.testing.assert_allclose(expected, found, atol=1e-6)
-    computed = sum(operations(lowered.as_text()).values(), [])
+    computed = sum(_jax_placement.operations(lowered.as_text()).values(), [])
     assert computed and not any(len(ROWS) in o.dimensions for o in computed)
 
 
@@ -380,7 +346,8 @@ def test_one_device_leaves_nothing_behind(keras):
     compat.parallelize(model)
     train(keras, model)
     assert len(model.weights[0].value.devices()) == DEVICES
-    assert set(vars(model)) - before == {"call", "_get_jax_state"}
+    added = {name for name in set(vars(model)) - before if not name.startswith("make_")}
+    assert added == {"call", "_get_jax_state"}  # and what verifies the first steps
     compat.parallelize(model, gpus=1)
     assert set(vars(model)) == before
     for variable in model.variables + model.optimizer.variables + model.metrics_variables:
@@ -543,3 +510,13 @@ def test_too_late_says_why():
         "`import jax` or `import keras`.",
         "['cpu:0']",
     ]
+
+
+def test_eager_steps_of_batches_that_do_not_divide(keras):
+    models = pair(lambda: small(keras))
+    for model in models:
+        model.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=True)
+        for rows in (7, 6):
+            model.train_on_batch(ROWS[:rows], TARGETS[:rows])
+    for expected, found in zip(*[model.get_weights() for model in models]):
+        np.testing.assert_allclose(expected, found, atol=1e-6)

@@ -11,6 +11,7 @@ import pytest
 import compat
 from compat import _detect, _registry, errors
 from compat._backends import _theano_flags
+from compat._backends._theano_verification import of_gradients, products
 from compat._devices import Devices
 from compat._settings import Memory, Settings
 from compat.testing import CASES, DEVICES, ParallelContract, in_span, span
@@ -57,43 +58,11 @@ def theano_process(run, tmp_path, monkeypatch):
     return theano_process
 
 
-# Which of a compiled function's operations are the products of layers; a loop has its own.
-PRODUCTS = (
-    "Dot", "Dot22", "Dot22Scalar", "Gemm", "Gemv", "CGemv", "Ger", "CGer", "Scan",
-    "CorrMM", "CorrMM_gradWeights", "CorrMM_gradInputs", "AbstractConv2d",
-    "AbstractConv2d_gradWeights", "AbstractConv2d_gradInputs",
-    "GpuDot22", "GpuGemm", "GpuGemv", "GpuGer", "GpuCorrMM", "GpuCorrMM_gradWeights",
-    "GpuCorrMM_gradInputs", "GpuDnnConv", "GpuDnnConvGradW", "GpuDnnConvGradI",
-)  # fmt: skip
-
-
 def functions(model):
     """For each device of a parallel model, its compiled functions: forward and backward."""
     made = model.train_function
     names = [device.name for device in model._compat_functions.devices]
     return dict(zip(names, zip(made.forward, made.backward)))
-
-
-def products(function):
-    return [n for n in function.maker.fgraph.apply_nodes if type(n.op).__name__ in PRODUCTS]
-
-
-def is_shared(given):
-    return hasattr(given.variable, "get_value")
-
-
-def of_gradients(function, forward):
-    """The products that depend on the gradients which a device is given at its outputs."""
-    given = forward.maker.fgraph
-    fed = [i for i, v in zip(given.inputs, forward.maker.inputs) if not is_shared(v)]
-    graph = function.maker.fgraph
-    inputs = [i for i, v in zip(graph.inputs, function.maker.inputs) if not is_shared(v)]
-    depend = set(inputs[len(fed) :])
-    assert depend
-    for node in graph.toposort():
-        if depend.intersection(node.inputs):
-            depend.update(node.outputs)
-    return [node for node in products(function) if depend.intersection(node.inputs)]
 
 
 def runs(function, nodes):
@@ -131,6 +100,7 @@ def profiles_not_printed():
 @pytest.mark.row("Theano on several devices in one process")
 class TestTheano(ParallelContract):
     backend = "theano"
+    across_rows = "found"  # right, and a warning says what it costs
 
     def placement(self, model, inputs, targets):
         before = ran(model)
@@ -166,7 +136,7 @@ class TestTheano(ParallelContract):
         model = self.compiled(keras, "multi", parallel=True)
         model.train_on_batch(*CASES["multi"].data(13))
         weights = [
-            {i.variable for i in made.maker.inputs if is_shared(i)}
+            {i.variable for i in made.maker.inputs if hasattr(i.variable, "get_value")}
             for pair in functions(model).values()
             for made in pair
         ]
