@@ -91,7 +91,7 @@ def read(folder):
     """Results by environment: those of the wheel that was built last."""
     results = {}
     for name, _ in environments():
-        junit = _new(folder, name + ".xml", name + ".again.xml")
+        junit = _new(folder, name + ".xml", name + ".again.xml", name + ".fuzz.xml")
         if junit:
             times = {}
             for path in _new(folder, name + ".json"):  # toxfile.py writes it

@@ -1,0 +1,88 @@
+"""Eight simulated devices, the options of the fuzz run, and its summary."""
+
+import collections
+import os
+
+import pytest
+from backends.conftest import INSTALLED, record_versions  # noqa: F401
+from models import DEVICES
+from trial import OUTCOMES
+
+import compat
+from compat import _detect
+from compat.testing import keras_under_test
+
+# Theano runs what it has in Python, which takes less time than compiling it in C.
+os.environ.setdefault(
+    "THEANO_FLAGS",
+    "optimizer=fast_compile,optimizer_excluding=conv_gemm:AbstractConvCheck,cxx=",
+)
+#: Programs of a run of CI where nothing is said: as many as fit in 40 seconds of CPU.
+COUNTS = {"tensorflow1": 20, "tensorflow2": 16, "jax": 8, "theano": 30, "mxnet": 80, "torch": 50}
+
+
+def pytest_addoption(parser):
+    group = parser.getgroup("fuzz")
+    group.addoption("--seed", type=int, default=0, help="the first program")
+    group.addoption("--count", type=int, help="how many programs; default: some 40 s of CPU")
+    group.addoption("--subject", default="any", help="programs about this alone")
+    group.addoption("--floatx", help="float32 or float64; default: 64 bits where it can")
+    group.addoption("--verify", type=int, default=0, help="steps that compat itself compares")
+
+
+def pytest_configure(config):
+    config.fuzz_outcomes = []
+
+
+@pytest.fixture(scope="session")
+def configuration(pytestconfig):
+    (backend,) = INSTALLED
+    floatx = pytestconfig.getoption("floatx")
+    if floatx is None:
+        # In 64 bits keras-mxnet fails, as do the oldest; Keras on torch computes some of it in 32.
+        version = _detect.distribution_version("keras") or ""
+        few = backend.name in ("mxnet", "torch") or version.startswith(("2.0.", "2.1."))
+        floatx = "float32" if few else "float64"
+    return compat.configure_gpu(
+        simulate=DEVICES, floatx=floatx, verify=pytestconfig.getoption("verify")
+    )
+
+
+@pytest.fixture
+def keras(configuration):
+    keras = keras_under_test()
+    yield keras
+    if hasattr(keras.backend, "clear_session"):  # Theano has none
+        keras.backend.clear_session()
+
+
+def pytest_generate_tests(metafunc):
+    if "seed" in metafunc.fixturenames:
+        first, count = (metafunc.config.getoption(n) for n in ("seed", "count"))
+        if count is None:
+            count = COUNTS[INSTALLED[0].name]
+        metafunc.parametrize("seed", range(first, first + count))
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    outcomes = config.fuzz_outcomes
+    if not outcomes:
+        return
+    kinds = collections.Counter(outcome.kind for _, outcome in outcomes)
+    terminalreporter.section("fuzz")
+    terminalreporter.line(
+        "{:.0f} s of CPU, {} programs, {} steps: {}".format(
+            sum(os.times()[:4]),
+            len(outcomes),
+            sum(outcome.steps for _, outcome in outcomes),
+            ", ".join("{} {}".format(kinds[kind], kind) for kind in OUTCOMES if kinds[kind]),
+        )
+    )
+    reasons = collections.defaultdict(list)
+    for program, outcome in outcomes:
+        if outcome.kind != "same":
+            key = outcome.kind, program.subject or "plain", outcome.reason[:110]
+            reasons[key].append(program.seed)
+    for key in sorted(reasons):
+        line = "{} ({}): {}".format(*key).replace("\n", " ")
+        terminalreporter.line("{} x {}: seeds {}".format(len(reasons[key]), line, reasons[key][:6]))

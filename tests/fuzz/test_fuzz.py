@@ -1,0 +1,96 @@
+"""Random Keras programs do on several simulated devices what they do on one, or say they cannot.
+
+    python -m pytest tests/fuzz --seed 1000 --count 500
+
+A failure prints its program; ``--seed N --count 1`` runs it again. With ``--verify 1`` compat
+compares the first steps with one device itself, and what it finds counts as loud.
+"""
+
+import numpy as np
+import pytest
+import trial
+from models import SUBJECTS, Program
+from parts import lacks
+
+import compat
+
+
+@pytest.mark.row("random models")
+def test_same_as_one_device_or_loud(keras, pytestconfig, seed):
+    program = Program(seed, lacks(keras), pytestconfig.getoption("subject"))
+    outcome = trial.attempt(program, keras)
+    pytestconfig.fuzz_outcomes.append((program, outcome))
+    print(program)
+    expected = {"same"}
+    if program.subject in trial.MAY_REFUSE:
+        expected |= {"refused", "verified", "warned"}
+    if "nothing may depend on how many there are" in outcome.reason:
+        expected.add("refused")  # MXNet, where the graph itself has the batch's size
+    assert outcome.kind in expected, outcome.reason
+
+
+# The test itself --------------------------------------------------------------------------------
+
+
+def test_seed_is_the_program():
+    assert str(Program(7)) == str(Program(7)) != str(Program(8))
+
+
+def test_every_part_is_drawn():
+    programs = [Program(seed) for seed in range(400)]
+    assert {program.subject for program in programs} == {None, *SUBJECTS}
+    text = "\n".join(map(str, programs))
+    for part in (
+        "LSTM", "GRU", "SimpleRNN", "Bidirectional", "Embedding", "mask_zero=True", "Masking",
+        "Conv2D", "Conv1D", "Dot", "Multiply", "Concatenate", "Sequential", "Subclassed", "Adam",
+        "go_backwards=True", "_regularizer=", "_constraint=", "sample_weight=", "class_weight=",
+        "loss_weights=", "fit", "evaluate", "predict", "parallelize(gpus=8)", "rows=1)",
+    ):  # fmt: skip
+        assert part in text, part
+
+
+def test_program_leaves_out_what_a_keras_lacks():
+    text = "\n".join(str(Program(seed, {"Dot", "stateful", "Adam"})) for seed in range(400))
+    assert not any(part in text for part in ("Dot", "stateful", "Adam"))
+
+
+@pytest.mark.parametrize("floatx", sorted(trial.TOLERANCES))
+def test_differences_are_seen(floatx):
+    tolerance = trial.TOLERANCES[floatx]
+    start, end = np.zeros(3), np.ones(3)
+    expected = [("weights", [start]), ("loss", [np.array([2.0])]), ("weights", [end])]
+    trial.compare(expected, expected, tolerance)
+    for place, (what, (values,)) in enumerate(expected):
+        for wrong in (values + 5 * tolerance, values[:0]):
+            found = list(expected)
+            found[place] = (what, [wrong])
+            with pytest.raises(trial.Different):
+                trial.compare(expected, found, tolerance)
+
+
+@pytest.mark.parametrize(
+    "error, kind",
+    [
+        (compat.UnsupportedError("no"), "refused"),
+        (compat.ResultsDifferError("no"), "verified"),
+        (ValueError("no"), "crashed"),
+    ],
+)
+def test_errors_on_several_devices_alone(keras, monkeypatch, error, kind):
+    def parallelize(model, gpus):
+        raise error
+
+    monkeypatch.setattr(compat, "parallelize", parallelize)
+    assert trial.attempt(Program(1, lacks(keras), None), keras).kind == kind
+
+
+def test_other_numbers_on_several_devices(keras, monkeypatch):
+    def parallelize(model, gpus):
+        method = model.fit
+        model.fit = lambda x, y, **options: method(x, y, **dict(options, batch_size=2))
+        method2 = model.train_on_batch
+        model.train_on_batch = lambda x, y, **options: method2(x, y)
+
+    monkeypatch.setattr(compat, "parallelize", parallelize)
+    programs = (Program(seed, lacks(keras), None) for seed in range(1, 9))
+    assert any(trial.attempt(program, keras).kind == "differs" for program in programs)

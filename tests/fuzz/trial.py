@@ -1,0 +1,227 @@
+"""Run a program on one device and on several, and say what became of it."""
+
+import collections
+import warnings
+
+import numpy as np
+import parts
+
+import compat
+from compat import errors
+
+# How far a number may be from one device's, relative to its size or, for a weight, to how far it
+# moved: rounding, of sums in another order, some steps long.
+TOLERANCES = {"float64": 1e-9, "float32": 2e-4}
+
+#: What can become of a program. The same numbers; or other ones, and loud: an error of compat's
+#: ("refused"), of its comparison with one device ("verified"), a warning. "unrepeatable": one
+#: device itself does not get the same numbers twice; "unusable": it cannot run the program.
+#: "crashed": an error of the framework's, on several devices alone; "differs": silently.
+OUTCOMES = (
+    "same", "refused", "verified", "warned", "unrepeatable", "unusable", "crashed", "differs",
+)  # fmt: skip
+
+Outcome = collections.namedtuple("Outcome", "kind reason steps")
+
+#: Subjects that a backend may not be able to divide: there loud is as good as right.
+MAY_REFUSE = ("across rows", "row counts", "state", "loss in a layer", "loss of the model",
+              "activity", "scalar loss")  # fmt: skip
+
+
+class Different(Exception):
+    """A number on several devices that one device does not have."""
+
+
+def data(program, step, rows, floatx):
+    """Inputs and targets of ``rows`` rows, the same for each run of a step."""
+    random = np.random.RandomState([program.seed % 2**32, step])
+    inputs = []
+    for place, (kind, shape) in enumerate(program.inputs):
+        few = 1 if place and program.subject == "row counts" else rows
+        if kind == "words":
+            values = random.randint(0, 9, size=(few,) + shape)
+            values[:, 0] = random.randint(1, 9, size=few)
+        else:
+            values = random.normal(size=(few,) + shape)
+        if kind == "sequence":  # padding, which Masking leaves out
+            for row, length in enumerate(random.randint(1, shape[0] + 1, size=few)):
+                values[row, length:] = 0
+        if kind == "same rows":
+            values[:] = values[:1]
+        inputs.append(values.astype(floatx))
+    targets = []
+    for kind, shape in program.targets:
+        size = (rows,) + shape
+        targets.append({
+            "normal": lambda s: random.normal(size=s),
+            "binary": lambda s: random.randint(2, size=s),
+            "sign": lambda s: random.randint(2, size=s) * 2 - 1,
+            "one-hot": lambda s: np.eye(3)[random.randint(3, size=s[:-1])],
+            "class": lambda s: random.randint(3, size=s[:-1] + (1,)),
+        }[kind](size).astype(floatx))  # fmt: skip
+    weights = [random.uniform(0.2, 2, size=rows).astype(floatx) for _ in targets]
+    for each in weights:
+        each[1:-1:4] = 0  # not all of a last partial batch: Keras divides by their sum
+    return inputs, targets, weights
+
+
+def _one(values):
+    """Keras takes a list of one as well; what most people write is the one."""
+    return values[0] if len(values) == 1 else values
+
+
+def variables(model):
+    """The variables of a model, in the order of ``get_weights()``."""
+    if "keras.engine" in str(type(model).__mro__):  # Keras 2 lists those that are trained first
+        return [variable for layer in model.layers for variable in layer.weights]
+    return model.weights
+
+
+def weights_of(program, model, salt=0):
+    """Random weights for a model; variances and other state stay as they are made."""
+    random = np.random.RandomState([program.seed % 2**32, 7000 + salt])
+    kept = {id(weight) for weight in model.non_trainable_weights}
+    return [
+        value if id(weight) in kept and np.ndim(value) < 2
+        else random.normal(size=value.shape).astype(value.dtype) * 0.4
+        for weight, value in zip(variables(model), model.get_weights())
+    ]  # fmt: skip
+
+
+class Run:
+    """One model of a program, on one device or on several.
+
+    ``observed`` has for each step what it returned, and the weights after it.
+    """
+
+    def __init__(self, program, keras, parallel):
+        self.program = program
+        self.keras = keras
+        self.parallel = parallel
+        self.floatx = keras.backend.floatx()
+        self.observed = []
+
+    def go(self):
+        names = parts.namespace(self.keras)
+        exec("\n".join(self.program.lines), names)
+        self.model = names["model"]
+        optimizer = parts.optimizer(self.keras, *self.program.optimizer)
+        losses = [names.get(loss, loss) for loss in self.program.losses]
+        steps = list(enumerate(self.program.steps))
+        self.step(*steps.pop(0))
+        self.model.compile(optimizer, _one(losses), **self.program.compile_options)
+        self.model.set_weights(weights_of(self.program, self.model))
+        self.note_weights()
+        for place, step in steps:
+            self.step(place, step)
+        return self.observed
+
+    def note(self, what, values):
+        self.observed.append((what, [np.array(v, dtype="float64") for v in values]))
+
+    def note_weights(self):
+        # A variance that some versions correct for the number of rows is that of each part.
+        self.note(
+            "weights",
+            [
+                value
+                for variable, value in zip(variables(self.model), self.model.get_weights())
+                if not (self.program.subject == "batch norm" and "variance" in variable.name)
+            ],
+        )
+
+    def step(self, place, step):
+        verb, options = step.verb, dict(step.options)
+        if verb == "parallelize":
+            if self.parallel:
+                compat.parallelize(self.model, **options)
+            return
+        if verb == "set_weights":
+            self.model.set_weights(weights_of(self.program, self.model, salt=place))
+            return
+        inputs, targets, weights = data(self.program, place, options.pop("rows"), self.floatx)
+        if options.pop("sample_weight", False):
+            options["sample_weight"] = _one(weights)
+        inputs, targets = _one(inputs), _one(targets)
+        if verb == "call":
+            found = self.model(inputs)
+            found = found if isinstance(found, (list, tuple)) else [found]
+            return self.note(verb, [self.keras.ops.convert_to_numpy(f) if parts.is_keras_3(
+                self.keras) else f.numpy() for f in found])  # fmt: skip
+        if verb == "predict":
+            found = self.model.predict(inputs, verbose=0, **options)
+            return self.note(verb, found if isinstance(found, list) else [found])
+        if verb == "fit":
+            history = self.model.fit(inputs, targets, shuffle=False, verbose=0, **options).history
+            found = [history[key] for key in sorted(history)]
+        elif verb == "evaluate":
+            found = self.model.evaluate(inputs, targets, verbose=0, **options)
+        else:
+            found = getattr(self.model, verb)(inputs, targets, **options)
+        self.note(verb, [np.ravel(found)])
+        self.note_weights()
+
+
+def compare(expected, found, tolerance):
+    """Raise ``Different`` where a run's observations are not those of one device."""
+    assert len(expected) == len(found)
+    first = None
+    for place, ((what, right), (_, values)) in enumerate(zip(expected, found)):
+        shapes = [[array.shape for array in arrays] for arrays in (values, right)]
+        if shapes[0] != shapes[1]:
+            raise Different(
+                "{} at step {}: shapes {}, {} on one device".format(what, place, *shapes)
+            )
+        scale = [np.abs(r) for r in right]
+        if what == "weights":
+            first = first or right
+            moved = [np.abs(r - f).max() if r.size else 0 for r, f in zip(right, first)]
+            # Of a weight that hardly moves, such as a bias before a softmax, rounding is more.
+            scale = [m + 0.1 * max(moved) + 1e-3 * s for m, s in zip(moved, scale)]
+        for index, (r, v, s) in enumerate(zip(right, values, scale)):
+            if not np.isfinite(r).all():
+                raise ValueError("one device itself gives {} in {}".format(r, what))
+            worst = np.abs(r - v) - tolerance * (s + 1e-2)
+            if not (worst <= 0).all():
+                raise Different(
+                    "{} [{}] at step {}: {} on several devices, {} on one".format(
+                        what, index, place, v.ravel()[:4], r.ravel()[:4]
+                    )
+                )
+
+
+def attempt(program, keras):
+    """Run a program both ways; its outcome."""
+    tolerance = TOLERANCES[keras.backend.floatx()]
+    steps = len(program.steps)
+    try:
+        expected = Run(program, keras, parallel=False).go()
+        compare(expected, expected, tolerance)
+    except Exception as error:
+        return Outcome("unusable", _text(error), steps)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", errors.CompatWarning)
+        try:
+            found = Run(program, keras, parallel=True).go()
+            compare(expected, found, tolerance)
+            return Outcome("same", "", steps)
+        except errors.ResultsDifferError as error:
+            return Outcome("verified", _text(error), steps)
+        except errors.CompatError as error:
+            return Outcome("refused", _text(error), steps)
+        except Different as error:
+            difference = str(error)
+        except Exception as error:
+            return Outcome("crashed", _text(error), steps)
+    try:
+        compare(expected, Run(program, keras, parallel=False).go(), tolerance)
+    except Different as error:
+        return Outcome("unrepeatable", str(error), steps)
+    texts = [str(w.message) for w in caught if isinstance(w.message, errors.CompatWarning)]
+    if texts:
+        return Outcome("warned", "; ".join(texts) + ": " + difference, steps)
+    return Outcome("differs", difference, steps)
+
+
+def _text(error):
+    return "{}: {}".format(type(error).__name__, str(error)[:600])
