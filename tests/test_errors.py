@@ -45,6 +45,22 @@ TEXTS = [
         "(what Keras is set to).",
     ),
     (
+        errors.invalid_verify,
+        ("yes",),
+        errors.InvalidArgumentError,
+        "verify='yes' (or the variable COMPAT_VERIFY) is not a number of steps to verify. "
+        "Give 0 for none, or 1 or more, for example verify=1.",
+    ),
+    (
+        errors.results_differ,
+        ("net", "training", 3, "the loss", 0.5, 1e-5, "It is random."),
+        errors.ResultsDifferError,
+        "The first thing that differs when model 'net' does a training step on 3 devices and on "
+        "one is the loss: by 0.5, where rounding explains at most 1e-05. It is random. The model "
+        "is as it was before the step. Change the model, or run it on one device: "
+        "parallelize(model, gpus=1); verify=0 goes on without looking.",
+    ),
+    (
         errors.invalid_simulate,
         (0,),
         errors.InvalidArgumentError,
@@ -333,6 +349,30 @@ TEXTS = [
         "A block on several devices must return arrays with a row for each of the batch; its "
         "replicas were given 2, 3 rows and returned (1,), (1,). Compute totals and means outside "
         "of the block that is parallelized.",
+    ),
+    (
+        errors.rows_cannot_be_cut,
+        ("model_1", "its inputs have 6 and 11 rows"),
+        errors.UnsupportedError,
+        "'model_1' cannot be computed on a part of a batch: its inputs have 6 and 11 rows.\n"
+        "parallelize() cuts each batch by rows: every input needs one row for each sample, and "
+        "nothing may depend on how many there are. parallelize(model, gpus=1) runs it whole, on "
+        "one device.",
+    ),
+    (
+        errors.state_of_replicas,
+        ("Custom", "model_1", "count"),
+        errors.UnsupportedError,
+        "The operation Custom of 'model_1' has the state 'count', which several devices would each "
+        "change by their own rows. How these go together is known of BatchNorm's averages only. "
+        "parallelize(model, gpus=1) runs it on one device.",
+    ),
+    (
+        errors.across_rows,
+        ("mean0", "model_1", "cpu(0)"),
+        None,
+        "The operation mean0 of 'model_1' computes across the rows of a batch, of which each "
+        "device has a part. It, and all that follows from it, runs on cpu(0) with the whole batch.",
     ),
     (
         errors.not_a_plain_module,
@@ -929,6 +969,7 @@ BUILT_IN = {
     "NotAModelError": TypeError,
     "RankError": RuntimeError,
     "RankLostError": RuntimeError,
+    "ResultsDifferError": ArithmeticError,
     "ConfigurationFileError": OSError,
 }
 
