@@ -60,6 +60,8 @@ class Job:
         self.ended: "List[Ended]" = []
         self.tracebacks: "Dict[int, List[str]]" = {}
         self.launcher_said: "List[str]" = []
+        # Of lines too long for one message, what has come: other ranks' messages come between.
+        self.parts: "Dict[Tuple[int, str], str]" = {}
         self.unfinished: "Optional[Tuple[int, str]]" = None  # whose line stands open, and where
 
     def hear(self, line: str) -> None:
@@ -69,15 +71,17 @@ class Job:
             self.launcher_said = self.launcher_said[-200:] + [line]
             return
         rank, kind, text = message
-        piece = kind.startswith(_rank.PIECE)
-        kind = kind[len(_rank.PIECE) :] if piece else kind
+        if kind.startswith(_rank.PART):
+            key = rank, kind[len(_rank.PART) :]
+            self.parts[key] = self.parts.get(key, "") + text
+            return
+        text = self.parts.pop((rank, kind), "") + text
+        unfinished = kind.startswith(_rank.UNFINISHED)
+        kind = kind[len(_rank.UNFINISHED) :] if unfinished else kind
         if kind in (_rank.OUT, _rank.ERR):
-            self.show(rank, kind, text, piece)
+            self.show(rank, kind, text, unfinished)
         elif kind == _rank.TRACEBACK:
-            lines = self.tracebacks.setdefault(rank, [""])
-            lines[-1] += text
-            if not piece:
-                lines.append("")
+            self.tracebacks.setdefault(rank, []).append(text)
         elif kind == _rank.END:
             end = Ended(rank, traceback=self.tracebacks.get(rank), **json.loads(text))
             # An engine may end a rank by a signal when another has given up.
@@ -85,7 +89,7 @@ class Job:
                 end.terminated = True
             self.ended.append(end)
 
-    def show(self, rank: int, kind: str, text: str, piece: bool) -> None:
+    def show(self, rank: int, kind: str, text: str, unfinished: bool) -> None:
         """Print what a rank has printed, the rank in front of each line."""
         stream = sys.stdout if kind == _rank.OUT else sys.stderr
         if self.unfinished not in (None, (rank, kind)):
@@ -95,7 +99,7 @@ class Job:
         # A progress bar goes back to the beginning of its line, where the rank stands.
         stream.write(text.replace("\r", "\r[{}] ".format(rank)))
         self.unfinished = (rank, kind)
-        if not piece:
+        if not unfinished:
             self.end_line()
         stream.flush()
 

@@ -24,11 +24,12 @@ if TYPE_CHECKING:
 BEGIN, BETWEEN = "\x1e", "\x1f"
 # Kinds: a line of standard output, of standard error, of the traceback; how the rank ended.
 OUT, ERR, TRACEBACK, END = "out", "err", "traceback", "end"
-# In front of a kind: the line goes on in the next message.
-PIECE = "piece of "
+# In front of a kind. A part of a line too long for one message: what follows ends it soon. And the
+# beginning of a line that is not printed to its end yet, such as a progress bar.
+PART, UNFINISHED = "part of ", "unfinished "
 # Characters of up to four bytes each: a write of 4096 bytes to a pipe is never torn apart (POSIX's
 # PIPE_BUF, on Linux).
-_PIECE = 1000
+_PART = 1000
 # How long a progress bar may stand unfinished before it is shown, in seconds.
 _IDLE = 0.3
 # How long a rank that was told to end may take.
@@ -85,13 +86,13 @@ class _Rank:
     def send_line(self, kind, line):
         if kind == ERR:
             self.traceback.add(line)
-        rest = len(line) % _PIECE
-        self.send_piece(kind, line[: len(line) - rest])
-        self.send(kind, line[len(line) - rest :])
+        self.send_in_parts(kind, line)
 
-    def send_piece(self, kind, text):
-        for start in range(0, len(text), _PIECE):
-            self.send(PIECE + kind, text[start : start + _PIECE])
+    def send_in_parts(self, kind, text):
+        while len(text) > _PART:
+            self.send(PART + kind, text[:_PART])
+            text = text[_PART:]
+        self.send(kind, text)
 
     def run(self, command: "List[str]") -> int:
         """Run the command to its end, and tell of it. Returns the exit status."""
@@ -148,7 +149,8 @@ class _Rank:
                         raise BrokenPipeError("nobody listens to {}".format(self.rank))
                     # Lines not ended yet: progress bars.
                     for kind in rest:
-                        self.send_piece(kind, rest[kind])
+                        if rest[kind]:
+                            self.send_in_parts(UNFINISHED + kind, rest[kind])
                         rest[kind] = ""
                     if process.poll() is not None:
                         break

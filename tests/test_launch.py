@@ -77,6 +77,24 @@ def test_long_lines_and_other_alphabets_are_whole(finished):
     assert sorted(out.splitlines()) == ["[0] " + text, "[1] " + text]
 
 
+def test_long_lines_of_two_ranks_are_not_mixed(capsys, monkeypatch):
+    sent = {}
+    for number in range(2):
+        rank, messages = _rank._Rank(number), []
+        monkeypatch.setattr(os, "write", lambda _, data, to=messages: to.append(data.decode()))
+        rank.send_line(_rank.OUT, str(number) * 2500)
+        rank.send_line(_rank.TRACEBACK, str(number) * 2500)
+        sent[number] = messages
+    monkeypatch.undo()
+    job = _launch.Job(2)
+    for pair in zip(sent[0], sent[1]):
+        for message in pair:
+            job.hear(message.rstrip("\n"))
+    assert len(sent[0]) == 6
+    assert capsys.readouterr().out == "[0] {}\n[1] {}\n".format("0" * 2500, "1" * 2500)
+    assert job.tracebacks == {0: ["0" * 2500], 1: ["1" * 2500]}
+
+
 def test_a_progress_bar_is_shown_while_it_grows(job, tmp_path):
     seen = tmp_path / "seen"
     process = job(
