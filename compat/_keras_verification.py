@@ -224,9 +224,12 @@ class KerasStep(_verification.Step):
         self.model = function.model
         self.kind = method.kind
         layers = _keras.all_layers(self.model)
-        self.dtype = coarsest(
-            {str(getattr(layer, "compute_dtype", None) or layer.dtype) for layer in layers}
-        )
+        dtypes = {str(getattr(layer, "compute_dtype", None) or layer.dtype) for layer in layers}
+        result_type = getattr(_keras.keras_of(self.model).backend, "result_type", None)
+        if result_type is not None:
+            # On JAX and torch Keras 3 sums float64 in float32, as in losses and normalization.
+            dtypes |= {result_type(dtype, "float32") for dtype in dtypes}
+        self.dtype = coarsest(dtypes)
         self.by_design = by_design(layers)
 
     def as_array(self, value):

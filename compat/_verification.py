@@ -256,13 +256,15 @@ class Verification:
         import numpy as np
 
         random = np.random.RandomState(seed)
+        # What weights of 64 bits are rounded to, where the step computes in 32.
+        coarse = min(_EPS[step.dtype], _EPS["float32"])
         moved = {}
         for label, value in start.items():
             if step.is_random(label):
                 continue  # goes on from the step before
             moved[label] = value
             if step.is_weight(label) and value.dtype.kind == "f":
-                unit = _EPS.get(str(value.dtype), 2.0**-7)
+                unit = max(_EPS.get(str(value.dtype), 2.0**-7), coarse)
                 signs = random.choice([-4.0, 4.0], size=value.shape) * unit
                 moved[label] = (value * (1.0 + signs)).astype(value.dtype)
         step.write(moved)

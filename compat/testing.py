@@ -638,6 +638,26 @@ class ParallelContract(BackendContract):
         assert 0 < record.largest[0] < 1e-3  # the same work in another order
         self.close(models[0].get_weights(), models[1].get_weights())
 
+    def test_a_step_that_cannot_be_compared_is_taken_all_the_same(self, keras):
+        """Its weights and slots are those of a step that nobody looked at."""
+
+        def build():
+            layers = keras.layers
+            return keras.models.Sequential(
+                [layers.BatchNormalization(momentum=0.5, input_shape=(8,)), layers.Dense(4)]
+            )
+
+        inputs, targets = CASES["dense"].data(45)
+        models = [initialise(build()) for _ in range(2)]
+        for model in models:
+            compat.parallelize(model)
+            model.compile(optimizer(keras, "sgd"), "mse")
+        self.verified(models[1])
+        for model in models:
+            for _ in range(3):
+                model.train_on_batch(inputs, targets)
+        self.close(models[0].get_weights(), models[1].get_weights())
+
     @span
     def test_a_difference_is_found_and_the_model_left_as_it_was(self, keras, monkeypatch):
         """A weight that a step on several devices changes by a tenth too much."""

@@ -28,11 +28,14 @@ class VerifiedStep(_keras_verification.Verified):
         # jax.jit() keeps one program for each function, and Keras gives it the model's method: by
         # another object, or what was traced undivided would run in the place of the other.
         step.__name__ = name
+        hidden = model.__dict__.get(name)
         model.__dict__[name] = step
         try:
             return _keras_verification.made_anew(self, model)
         finally:
             del model.__dict__[name]
+            if hidden is not None:
+                model.__dict__[name] = hidden
 
     def step(self, function, args):
         return _Step(self, function, *args)

@@ -70,8 +70,7 @@ class _Step(_verification.Step):
                 (label for label in values if label.startswith("slot ")),
                 key=lambda label: int(label.split()[1]),
             )
-            if not slots:
-                self.replicas._updater = None  # the next step makes the state anew
+            # Without any, as before the first step, set_weights() makes them 0, as they begin.
             optimizer.set_weights([values[label] for label in slots])
 
     def on_one_device(self):

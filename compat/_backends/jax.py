@@ -257,6 +257,10 @@ class ShardedCall(_keras.InstanceMethod):
     stay replicated. So any batch gives the numbers of one device, also for whole-batch losses,
     batch normalization, dropout, stateful layers.
 
+    What comes into a program uneven is said to be whole on each device, and what leaves it. Where
+    nothing says so, XLA infers how a program's arguments and results are sharded: ten rows on four
+    devices become two parts, each on two devices, which JAX fails to express (IndivisibleError).
+
     Called directly, outside of ``jax.jit``, a batch that divides is sharded; any other is
     computed whole on each device.
     """
@@ -314,7 +318,7 @@ class ShardedCall(_keras.InstanceMethod):
             outputs = call(*args, **kwargs)
         finally:
             _running.now = False
-        return self.shard(outputs, rows, tree)
+        return self.replicate_uneven(self.shard(outputs, rows, tree), rows, tree)
 
     def shard(self, values, rows, tree):
         """The same nested values, with the arrays of so many rows sharded."""
@@ -327,14 +331,25 @@ class ShardedCall(_keras.InstanceMethod):
                 sharded = jax.lax.with_sharding_constraint(value, self.rows)
             else:
                 # Of run_eagerly: an array by itself cannot be uneven.
-                divides = rows % len(self.devices) == 0
-                sharded = jax.device_put(value, self.rows if divides else self.whole)
-            mask = _masking().get_keras_mask(value)  # loss and metrics look for it
-            if mask is not None:
-                _masking().set_keras_mask(sharded, mask)
-            return sharded
+                sharded = jax.device_put(value, self.rows if self.divides(rows) else self.whole)
+            return _with_mask_of(value, sharded)
 
-        return tree.map_structure(shard, values)
+        return tree.map_structure(shard, self.replicate_uneven(values, rows, tree))
+
+    def divides(self, rows):
+        return rows % len(self.devices) == 0
+
+    def replicate_uneven(self, values, rows, tree):
+        """The same nested values, whole on each device if so many rows do not divide."""
+        import jax
+
+        def replicate(value):
+            if not _is_staged(value) or not _has_rows(value):
+                return value
+            whole = jax.lax.with_sharding_constraint(value, self.whole)
+            return _with_mask_of(value, whole)
+
+        return values if self.divides(rows) else tree.map_structure(replicate, values)
 
 
 class ShardedStep(_keras.InstanceMethod):
@@ -347,15 +362,26 @@ class ShardedStep(_keras.InstanceMethod):
     def __call__(self, model, state, data):
         tree = _keras.keras_of(model).tree
         batch = next(filter(_has_rows, tree.flatten(data)), None)
-        if batch is not None:
-            data = self.sharded.shard(data, batch.shape[0], tree)
-        return self.plain(model)(state, data)
+        if batch is None or getattr(_running, "now", False):
+            return self.plain(model)(state, data)
+        rows = batch.shape[0]
+        data = self.sharded.shard(data, rows, tree)
+        results = self.plain(model)(state, data)
+        return self.sharded.replicate_uneven(results, rows, tree)
 
 
 STEPS = [
     type("ShardedStep", (ShardedStep,), {"method": name})
     for name in ("train_step", "test_step", "predict_step")
 ]
+
+
+def _with_mask_of(value, other):
+    """Keep what losses and metrics look for at an output."""
+    mask = _masking().get_keras_mask(value)
+    if mask is not None:
+        _masking().set_keras_mask(other, mask)
+    return other
 
 
 def _masking():

@@ -193,6 +193,10 @@ class MXNet(Backend):
         self._mend_keras()
         if len(contexts) > 1 and _groups(model):
             raise errors.device_with_replicas(model.name)
+        if len(contexts) > 1 and _has_size_of_batches(model):
+            size = model.inputs[0].shape[0]
+            _keras.warn_not_divided(model, "its batch size is fixed to {}".format(size), devices[0])
+            contexts = contexts[:1]
         replicas = getattr(model, "_compat_replicas", None)
         if replicas is not None and len(contexts) > 1:
             replicas.move(contexts)
@@ -774,6 +778,32 @@ class _Replicas:
                 self.model._weights_dirty = True
             else:
                 value.copyto(self.model._args[name])
+
+
+def _has_size_of_batches(model):
+    """Whether a model's graph gives one row as many rows as its inputs' ``batch_shape`` has.
+
+    keras-mxnet writes that size into some operations, such as those of ``Conv1D``, and not into
+    others: a stateful RNN can be cut. Where sizes other than the batch's are unknown, it is not
+    tried.
+    """
+    import mxnet as mx
+
+    if any(tensor.shape[0] in (None, 1) or None in tensor.shape for tensor in model.inputs):
+        return False
+    states = [variable for variable, _ in model.state_updates]
+    values = model.outputs + [value for _, value in model.state_updates]
+    shapes = {held.name: (1,) + tuple(held.shape[1:]) for held in model.inputs + states}
+    symbol = mx.sym.Group([value.symbol for value in values])
+    names = symbol.list_arguments()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            given = {name: shape for name, shape in shapes.items() if name in names}
+            _, made, _ = symbol.infer_shape(**given)
+    except mx.base.MXNetError:
+        return True
+    return made is None or any(shape[0] != 1 for shape in made)
 
 
 def _state_names(model):

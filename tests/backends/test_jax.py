@@ -262,6 +262,43 @@ def test_loop_of_ones_own(keras):
     assert computed and not any(len(ROWS) in o.dimensions for o in computed)
 
 
+def test_uneven_batches_that_share_a_divisor_with_the_devices():
+    """XLA would have cut what a program is given, such as targets, into two parts for four."""
+    printed = run(
+        """
+        import compat
+        compat.configure_gpu(simulate=4, verify=0)
+        import jax, keras, numpy as np
+
+        keras.utils.set_random_seed(0)
+        layers = [keras.layers.Input((4, 3)), keras.layers.SimpleRNN(3), keras.layers.Dense(2)]
+        model = keras.Sequential(layers)
+        rows, targets = np.ones((10, 4, 3), "float32"), np.ones((10, 2), "float32")
+
+        def loss(weights, rows, targets):
+            others = [v.value for v in model.non_trainable_variables]
+            outputs, _ = model.stateless_call(weights, others, rows)
+            return ((outputs - targets) ** 2).mean()
+
+        def results(count):
+            weights = [v.value for v in model.trainable_variables]
+            step = jax.jit(jax.value_and_grad(loss))
+            value, gradients = step(weights, rows[:count], targets[:count])
+            return [value] + gradients
+
+        expected = [results(count) for count in (10, 6, 2)]
+        compat.parallelize(model)
+        for count, one in zip((10, 6, 2), expected):
+            for a, b in zip(one, results(count)):
+                print(np.allclose(a, b, atol=1e-6))
+        model.compile("sgd", "mse")
+        model.fit(rows, targets, batch_size=6, verbose=0)
+        print(model.predict(rows, verbose=0).shape)
+        """
+    )
+    assert printed == ["True"] * 18 + ["(10, 2)"]
+
+
 def test_direct_calls(keras):
     """Outside of a program only a batch that divides is sharded; others are right, too."""
     plain, parallel = pair(lambda: small(keras))

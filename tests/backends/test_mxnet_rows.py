@@ -1,5 +1,7 @@
 """What models on MXNet may compute of the rows of a batch, and of what came before."""
 
+import warnings
+
 import numpy as np
 import pytest
 
@@ -28,6 +30,44 @@ def lambda_model(keras, function, name=None):
     first = layers.Input(shape=(8,))
     x = layers.Lambda(wrapped, output_shape=(5,))(layers.Dense(5)(first))
     return keras.models.Model(first, layers.Dense(4)(x), name=name)
+
+
+# The size of batches in a graph -----------------------------------------------------------------
+
+
+def stateful(keras, fixed):
+    """An LSTM that knows its batch size, beside an operation that may hold it, too."""
+    layers = keras.layers
+    rows = layers.Input(batch_shape=(7, 4, 3))
+    branch = layers.Dense(5)(layers.Flatten()(rows))
+    if fixed:
+        branch = layers.Dense(5)(layers.Reshape((12,))(rows))
+    state = layers.LSTM(5, unroll=True, stateful=True)(rows)
+    return initialise(keras.models.Model(rows, layers.Dense(2)(layers.add([branch, state]))))
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_a_model_of_a_fixed_batch_size(keras, fixed):
+    """Divided, unless its graph has that size: then it stays on one device, with a warning."""
+    random = np.random.RandomState(0)
+    inputs, targets = random.normal(size=(14, 4, 3)), random.normal(size=(14, 2))
+    plain, parallel = stateful(keras, fixed), stateful(keras, fixed)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert compat.parallelize(parallel) is parallel
+    said = [str(w.message) for w in caught if issubclass(w.category, compat.CompatWarning)]
+    assert said == fixed * [
+        "parallelize() leaves model {!r} on cpu(0): its batch size is fixed to 7, so its batches "
+        "cannot be split. The numbers are those of one device, and so is the speed.".format(
+            parallel.name
+        )
+    ]
+    assert hasattr(parallel, "_compat_replicas") != fixed
+    for model in (plain, parallel):
+        model.compile(optimizer(keras, "sgd"), "mse")
+        model.fit(inputs, targets, batch_size=7, epochs=2, shuffle=False, verbose=0)
+    for one, several in zip(plain.get_weights(), parallel.get_weights()):
+        np.testing.assert_allclose(one, several, atol=1e-5)
 
 
 # Weights that change between predictions --------------------------------------------------------

@@ -39,9 +39,9 @@ def configuration(pytestconfig):
     (backend,) = INSTALLED
     floatx = pytestconfig.getoption("floatx")
     if floatx is None:
-        # In 64 bits keras-mxnet fails, as do the oldest; Keras on torch computes some of it in 32.
+        # In 64 bits keras-mxnet fails, as do the oldest; Keras on torch and JAX sums in 32.
         version = _detect.distribution_version("keras") or ""
-        few = backend.name in ("mxnet", "torch") or version.startswith(("2.0.", "2.1."))
+        few = backend.name in ("mxnet", "torch", "jax") or version.startswith(("2.0.", "2.1."))
         floatx = "float32" if few else "float64"
     return compat.configure_gpu(
         simulate=DEVICES, floatx=floatx, verify=pytestconfig.getoption("verify")

@@ -44,9 +44,8 @@ def lacks(keras):
     if backend == "mxnet":
         # Its unrolled loops take their input from no layer, and know no number of rows when
         # something is made of theirs and another's output; it normalises images alone.
-        missing |= {"RNN", "repeat", "Concatenate", "Maximum", "PReLU"}
-        missing |= {"Bidirectional", "Conv2DTranspose", "Dot", "loops", "masked losses", "state"}
-        missing |= {"norm"}
+        missing |= {"RNN", "repeat", "Concatenate"}
+        missing |= {"Bidirectional", "Conv2DTranspose", "Dot", "loops", "state"}
     return missing
 
 
