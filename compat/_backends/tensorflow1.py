@@ -168,6 +168,11 @@ class TensorFlow1(Backend):
                 return model
             with _keras.training_goes_on(_keras.that_makes_functions(model)):
                 current.uninstall()
+        maker = _keras.that_makes_functions(model)
+        if maker is not None and OrderedCounting.of(maker) is not None:
+            if len(devices) == 1:
+                return model
+            OrderedCounting.of(maker).remove(maker)
         if len(devices) > 1:
             weights = model.weights if model.built else ()  # a Sequential of unknown input
             if any(weight.dtype._is_ref_dtype for weight in weights):
@@ -180,6 +185,9 @@ class TensorFlow1(Backend):
                 warnings.warn(text, errors.CompatWarning, stacklevel=3)
             with _keras.training_goes_on(_keras.that_makes_functions(model)):
                 _ReplicatedFunctions(model, devices).install()
+        elif maker is not None and _counts_without_order(maker):
+            with _keras.training_goes_on(maker):
+                OrderedCounting(devices).install(maker)
         return model
 
     def verify(self, model: "Any", verification: "Optional[Verification]") -> None:
@@ -473,20 +481,54 @@ class _ReplicatedFunctions:
     @contextlib.contextmanager
     def _training_on_replicas(self):
         """Within, the optimizer takes its gradients from the replicas, each on its device."""
-        optimizer = vars(self.model.optimizer)
-        get_updates = self.model.optimizer.get_updates
+        optimizer = self.model.optimizer
+        get_updates = optimizer.get_updates
 
         def get_updates_on_replicas(loss, params):
             replicas = self._replicas_now()
-            counter = getattr(self.model.optimizer, "iterations", None)
+            counter = getattr(optimizer, "iterations", None)
             with replicas.gradients_beside_forward(), counting_after_reading(counter):
                 return get_updates(loss=replicas.whole(loss), params=params)
 
-        optimizer["get_updates"] = get_updates_on_replicas
-        try:
+        with _updating_by(optimizer, get_updates_on_replicas):
             yield
-        finally:
-            del optimizer["get_updates"]
+
+
+@contextlib.contextmanager
+def _updating_by(optimizer, get_updates):
+    """Within, an optimizer of Keras has another method ``get_updates``."""
+    known = vars(optimizer)
+    hidden = known.get("get_updates")
+    known["get_updates"] = get_updates
+    try:
+        yield
+    finally:
+        del known["get_updates"]
+        if hidden is not None:
+            known["get_updates"] = hidden
+
+
+class OrderedCounting(_keras.InstanceMethod):
+    """How a model on one device makes its training function, so that its first step is step 1."""
+
+    method = "_make_train_function"
+
+    def __call__(self, model):
+        optimizer = model.optimizer
+        get_updates = optimizer.get_updates
+
+        def get_updates_in_order(loss, params):
+            with counting_after_reading(getattr(optimizer, "iterations", None)):
+                return get_updates(loss=loss, params=params)
+
+        # Not around all of it: a session that has run knows no new order (keras 2.3).
+        with _updating_by(optimizer, get_updates_in_order):
+            self.plain(model)()
+
+
+def _counts_without_order(model):
+    """Whether an Adam of this model's Keras may read its step counter before or after it grows."""
+    return "get_updates" in vars(_keras.keras_of(model).optimizers.Adam)  # not that of all later optimizers
 
 
 @contextlib.contextmanager
