@@ -248,6 +248,8 @@ class TensorFlow2(Backend):
             return
         from . import _tensorflow2_verification
 
+        if _keras.undivided(model):
+            verification = None  # it runs on one device
         _tensorflow2_verification.VerifiedStep.install_on(model, verification)
 
     def is_native(self, model: "Any") -> bool:

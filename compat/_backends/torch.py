@@ -127,8 +127,12 @@ class Torch(Backend):
     def verify(self, model: "Any", verification: "Optional[Verification]") -> None:
         from . import _torch_verification as kinds
 
-        kind = kinds.VerifiedForward if _keras.keras_of(model) is None else kinds.VerifiedStep
-        kind.install_on(model, verification)
+        if _keras.keras_of(model) is None:
+            kinds.VerifiedForward.install_on(model, verification)
+            return
+        if _keras.undivided(model):
+            verification = None  # it runs on one device
+        kinds.VerifiedStep.install_on(model, verification)
 
     # Ranks ------------------------------------------------------------------------------------
 
