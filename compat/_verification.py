@@ -249,6 +249,8 @@ class Verification:
             raise
         step.write({label: value for label, value in found.items() if label not in results})
         self.record.steps[kind] += 1
+        if kind == "train":  # what evaluates and predicts next may have kept the weights of before
+            self.left.update(evaluate=1, predict=1)
         return given
 
     def _again(self, step, start, seed=0):
