@@ -883,6 +883,14 @@ def several_devices_in_xla():
     )
 
 
+def arrays_are_no_tensors(model):
+    """The text of a warning."""
+    return (
+        "A call of the parallelized {} was given numpy arrays, which are not split, so it ran on "
+        "one device: give it tensors, tf.constant(array).".format(model)
+    )
+
+
 def not_divided(model, reason, device):
     """The text of a warning."""
     return (

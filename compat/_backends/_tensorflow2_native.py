@@ -6,7 +6,11 @@ its own, made for it, of the same name.
 
 import contextlib
 import functools
+import sys
+import warnings
 
+from .. import errors
+from ._tensorflow2_shards import has_rows
 from ._tensorflow2_state import VariableState
 from .tensorflow2 import ReplicatedCall
 
@@ -27,6 +31,16 @@ def is_native(model):
 
 def _held(model):
     return list(getattr(model, "__dict__", {}).values())
+
+
+def _is_array(value):
+    return type(value).__module__ == "numpy" and getattr(value, "ndim", 0) > 0
+
+
+def _is_function(model):
+    """Whether what is called is a ``tf.function``, be it the model or its ``__call__``."""
+    called = type(model)._compat_plain_class.__call__
+    return hasattr(model, "get_concrete_function") or hasattr(called, "get_concrete_function")
 
 
 def _is_variable(value):
@@ -91,6 +105,22 @@ class NativeCall(ReplicatedCall):
     def __init__(self, devices):
         super().__init__(devices)
         self._traced = set()  # whether the first call has made its variables
+        self._has_warned = False
+
+    def __call__(self, model, *args, **kwargs):
+        tf = sys.modules["tensorflow"]
+        leaves = tf.nest.flatten((args, kwargs))
+        if any(map(_is_array, leaves)) and not any(has_rows(tf, leaf) for leaf in leaves):
+            if _is_function(model):  # which makes tensors of them in any case
+                args, kwargs = tf.nest.map_structure(
+                    lambda leaf: tf.convert_to_tensor(leaf) if _is_array(leaf) else leaf,
+                    (args, kwargs),
+                )
+            elif not self._has_warned:
+                self._has_warned = True
+                text = errors.arrays_are_no_tensors(type(model).__name__)
+                warnings.warn(text, errors.CompatWarning, stacklevel=3)
+        return super().__call__(model, *args, **kwargs)
 
     def _only_traced(self, tf, model):
         return False

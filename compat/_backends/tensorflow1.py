@@ -528,7 +528,9 @@ class OrderedCounting(_keras.InstanceMethod):
 
 def _counts_without_order(model):
     """Whether an Adam of this model's Keras may read its step counter before or after it grows."""
-    return "get_updates" in vars(_keras.keras_of(model).optimizers.Adam)  # not that of all later optimizers
+    return "get_updates" in vars(
+        _keras.keras_of(model).optimizers.Adam
+    )  # not that of all later optimizers
 
 
 @contextlib.contextmanager

@@ -145,6 +145,26 @@ def test_native_model_runs_on_every_device(keras, build):
 
 
 @pytest.mark.row("tf.Module and tf.function")
+@pytest.mark.parametrize("build", [Plain, Decorated, function])
+def test_numpy_arrays_are_split_or_it_is_said(keras, build):
+    """A tf.function makes tensors of them; to any other call they are what it is given."""
+    model = build()
+    compat.parallelize(model)
+    model(tf.constant(ROWS))  # its first call, traced and perhaps verified
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = products(executed(tf.function(lambda: model(ROWS))))
+        model(ROWS)
+    said = [str(w.message) for w in caught if w.category is compat.CompatWarning]
+    if build is Plain:
+        assert len(said) == 1 and "give it tensors, tf.constant(array)" in said[0]
+        assert list(found) == ["/cpu:0"]
+    else:
+        assert not said
+        assert set(found) == {"/cpu:0", "/cpu:1", "/cpu:2"}
+
+
+@pytest.mark.row("tf.Module and tf.function")
 @pytest.mark.parametrize("build", [Plain, Decorated])
 def test_native_model_keeps_its_face(keras, build, tmp_path):
     model = build()
