@@ -574,6 +574,13 @@ TEXTS = [
         "whole step on one. Compile the model with jit_compile=False.",
     ),
     (
+        errors.arrays_are_no_tensors,
+        ("Net",),
+        None,
+        "A call of the parallelized Net was given numpy arrays, which are not split, so it ran on "
+        "one device: give it tensors, tf.constant(array).",
+    ),
+    (
         errors.not_divided,
         ("encoder", "it is stateful", "/gpu:0"),
         None,
