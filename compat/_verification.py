@@ -110,7 +110,9 @@ def shown(record: "Mapping[str, Any]") -> "List[str]":
                 difference, " ({})".format(label) if label else ""
             )
         )
-    if record["operations"]:
+    if record["operations"] and not _has_products(record):
+        lines.append("  no products were seen on any device")
+    elif record["operations"]:
         places = [
             "{} {} + {}".format(device, *counts)
             for device, counts in sorted(record["operations"].items())
@@ -131,7 +133,12 @@ def shown(record: "Mapping[str, Any]") -> "List[str]":
 
 def is_good(record: "Mapping[str, Any]") -> bool:
     """Whether nothing differed, and more than one device worked."""
-    return not record["failure"] and (not record["operations"] or _on_several(record))
+    return not record["failure"] and (not _has_products(record) or _on_several(record))
+
+
+def _has_products(record):
+    """Models may have none, and XLA makes none of one row for each device."""
+    return any(map(any, record["operations"].values()))
 
 
 def _working(record):

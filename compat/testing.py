@@ -356,7 +356,7 @@ class ParallelContract(BackendContract):
             + "import sys\n"
             "from compat import __main__, _selftest\n"
             "assert __main__.main(['test', '--devices', '{}', '--simulate']) == 0\n"
-            "_selftest.BATCHES, _selftest.TOLERANCE = (1,), -1.0\n"
+            "_selftest.BATCHES, _selftest.TOLERANCE = (13,), -1.0\n"
             "sys.exit(__main__.main(['test', '--devices', '{}', '--simulate']))\n".format(
                 DEVICES, DEVICES
             )
@@ -365,7 +365,8 @@ class ParallelContract(BackendContract):
         assert "{} simulated on the CPU".format(DEVICES) in out
         steps = [line.split()[:2] for line in out.splitlines() if line.startswith("   ")]
         rows = [[str(step), str(rows)] for step, rows in enumerate(_selftest.BATCHES, 1)]
-        assert [step for step in steps if step in rows + [["1", "1"]]] == rows + [["1", "1"]]
+        rows += [["1", "13"]]  # of one row for each device XLA makes no products
+        assert [step for step in steps if step in rows] == rows
         assert "\nThe same: no weight ever differs by more than 1e-05.\n" in out
         assert "\nNOT the same: a weight differs by more than -1.\n" in out
         ran = re.findall(r"^  \S+: (\d+) \+ (\d+)$", out, re.MULTILINE)

@@ -198,6 +198,9 @@ def test_record_for_a_person():
     assert not _verification.is_good(record.as_dict())
     record.operations["cpu:1"] = (2, 3)
     assert _verification.is_good(record.as_dict())
+    record.operations = dict.fromkeys(record.devices, (0, 0))
+    assert "  no products were seen on any device" in _verification.shown(record.as_dict())
+    assert _verification.is_good(record.as_dict())
     record.failure = "it differs"
     assert not _verification.is_good(record.as_dict())
     assert _verification.shown(record.as_dict())[-1] == "  it differs"
