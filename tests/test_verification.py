@@ -181,6 +181,15 @@ def test_so_many_steps_and_no_more():
     assert not _verification.Verification("model", ["a", "b"], 0).wants("predict")
 
 
+def test_predictions_are_verified_again_after_a_training_step():
+    """What predicts may have kept the weights of before."""
+    verification = _verification.Verification("model", ["a", "b"], 1)
+    for kind in ("predict", "train", "predict"):
+        assert verification.wants(kind)
+        verification.verify(kind, Regression())
+    assert not verification.wants("predict")
+
+
 def test_record_for_a_person():
     record = _verification.Record("net", ["cpu:0", "cpu:1"])
     record.steps["train"], record.steps["predict"] = 2, 1
