@@ -9,6 +9,27 @@ The functions use only ``*``, ``//``, ``+`` and a ``maximum`` handed in, so that
 integers and on any framework's scalar tensors.
 """
 
+import contextlib
+import threading
+
+_running = threading.local()
+
+
+@contextlib.contextmanager
+def undivided():
+    """Within, models run in one piece where they would run on several devices."""
+    before = runs_undivided()
+    _running.undivided = True
+    try:
+        yield
+    finally:
+        _running.undivided = before
+
+
+def runs_undivided():
+    """Whether models called now run in one piece: within a replica, or ``undivided()``."""
+    return getattr(_running, "undivided", False)
+
 
 def bounds(rows, replicas, replica):
     """First row of a replica's shard, and the one after its last, in a batch of ``rows``."""

@@ -6,8 +6,7 @@ Its random numbers do not depend on how it is sharded, so that they are compared
 
 import contextlib
 
-from .. import _keras_verification
-from . import jax as backend
+from .. import _keras_verification, _replicas
 
 
 class VerifiedStep(_keras_verification.Verified):
@@ -116,7 +115,7 @@ class _Step(_keras_verification.KerasStep):
         return results, after
 
     def on_one_device(self):
-        with backend.undivided():
+        with _replicas.undivided():
             results, _ = self._run(self.function.undivided)
         return self.named(results)
 
@@ -145,7 +144,7 @@ class _Step(_keras_verification.KerasStep):
             )
             return outputs, losses
 
-        with backend.undivided() if undivided else contextlib.ExitStack():
+        with _replicas.undivided() if undivided else contextlib.ExitStack():
             try:
                 outputs, losses = jax.jit(infer)(self.state[0], self.state[1], inputs)
             except NotImplementedError:  # a model whose train_step calls its parts

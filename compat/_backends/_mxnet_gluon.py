@@ -1,13 +1,9 @@
 """Gluon blocks on several contexts, for the MXNet backend."""
 
-import threading
-
 from .. import _replicas, errors
 from . import _mxnet_graph
 from ._mxnet_gluon_states import OwnStates, check_equal, states_of
 from ._mxnet_statistics import unite
-
-_running = threading.local()  # .replicas: whether a replica runs, whose parts must not split again
 
 
 def parallelize(block, contexts):
@@ -77,7 +73,7 @@ class Replicas:
 
     def forward(self, *args):
         arrays = list(_arrays(args))
-        if not arrays or not arrays[0].shape or getattr(_running, "replicas", False):
+        if not arrays or not arrays[0].shape or _replicas.runs_undivided():
             # Symbols, too: the block is being exported.
             return type(self.block).forward(self.block, *args)
         return self.run(args) if self.verified is None else self.verified(args)
@@ -87,13 +83,9 @@ class Replicas:
         first = self.contexts[0]
         self._unite_statistics()
         _move(self.block, self.contexts)
-        _running.replicas = True
-        try:
-            with first:
-                whole = _mapped(lambda _, array: _on(first, array), args)
-                return type(self.block).forward(self.block, *whole)
-        finally:
-            _running.replicas = False
+        with _replicas.undivided(), first:
+            whole = _mapped(lambda _, array: _on(first, array), args)
+            return type(self.block).forward(self.block, *whole)
 
     def run(self, args):
         """The block on all contexts."""
@@ -113,8 +105,7 @@ class Replicas:
         ]
         sizes = [_replicas.sizes(rows, count)[i] for i in replicas]
         results = []
-        _running.replicas = True
-        try:
+        with _replicas.undivided():  # parts that are parallelized must not split again
             self._trace(args)
             states = OwnStates(self.block, states_of(self.block, self._operations)[1])
             for i in replicas:
@@ -122,8 +113,6 @@ class Replicas:
                     results.append(self._run(args, _replicas.run_bounds(rows, count, i), i))
             self._check_results(args, results, sizes)
             states.finish()
-        finally:
-            _running.replicas = False
         return _gather(results, sizes, self.contexts[0])
 
     def note_training(self, args):

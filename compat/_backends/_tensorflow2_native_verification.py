@@ -15,7 +15,7 @@ import sys
 import threading
 import warnings
 
-from .. import _keras_verification, _verification, errors
+from .. import _keras_verification, _replicas, _verification, errors
 from . import _tensorflow2_state, tensorflow2
 
 # What models call the argument that tells training from inference.
@@ -49,7 +49,7 @@ class VerifiedCall:
     def __call__(self, model, *args, **kwargs):
         tf = sys.modules["tensorflow"]
         kind = "train" if tensorflow2.recording() else "predict"
-        if not self.verification.wants(kind) or tensorflow2.runs_undivided():
+        if not self.verification.wants(kind) or _replicas.runs_undivided():
             return self.call(model, *args, **kwargs)
         if not tf.executing_eagerly():
             self._warn_of_function()
@@ -116,7 +116,7 @@ class _Call(_verification.Step):
         return function.get_concrete_function(*self.args, **self.kwargs)
 
     def _plain(self, *args, **kwargs):
-        with tensorflow2.undivided():
+        with _replicas.undivided():
             return self.undivided(*args, **kwargs)
 
     def read(self):

@@ -3,8 +3,7 @@
 import contextlib
 import sys
 
-from .. import _keras_verification
-from . import tensorflow2
+from .. import _keras_verification, _replicas
 
 
 class VerifiedStep(_keras_verification.Verified):
@@ -104,7 +103,7 @@ class _Step(_keras_verification.KerasStep):
     # Doing it -----------------------------------------------------------------------------------
 
     def on_one_device(self):
-        with tensorflow2.undivided():
+        with _replicas.undivided():
             return self.named(self.function.undivided(self._again()))
 
     def on_all_devices(self):
@@ -121,7 +120,7 @@ class _Step(_keras_verification.KerasStep):
     def outputs(self, undivided):
         data = self.batches[0]
         inputs = data[0] if isinstance(data, tuple) else data
-        with tensorflow2.undivided() if undivided else contextlib.ExitStack():
+        with _replicas.undivided() if undivided else contextlib.ExitStack():
             try:
                 results = self.model(inputs, training=False)
             except NotImplementedError:  # a model whose train_step calls its parts

@@ -9,7 +9,6 @@ copies belong to autograd's graph, so that all gradients reach the one set of we
 
 import contextlib
 import functools
-import threading
 import warnings
 
 import torch
@@ -19,23 +18,11 @@ from . import _torch_batch, _torch_merge
 from ._torch_reductions import NotMergeable, Rows, tag, tag_of
 from ._torch_watch import Watch
 
-_running = threading.local()
 # How many arguments may turn out to have as many rows as the batch by chance.
 MOST_TRIED = 6
 
 # What torch.compile() makes of a model around a parallelized one stops at this.
 outside_of_graphs = getattr(getattr(torch, "compiler", None), "disable", lambda function: function)
-
-
-@contextlib.contextmanager
-def undivided():
-    """Within, models run in one piece where they would run on several devices."""
-    before = getattr(_running, "now", False)
-    _running.now = True
-    try:
-        yield
-    finally:
-        _running.now = before
 
 
 class Outcome:
@@ -118,7 +105,7 @@ class Replicated(_keras.InstanceMethod):
 
     @outside_of_graphs
     def __call__(self, model, *args, **kwargs):
-        if getattr(_running, "now", False):
+        if _replicas.runs_undivided():
             return self.plain(model)(*args, **kwargs)
         if self.names is None:
             self.names = _torch_batch.names_of(self.plain(model))
@@ -208,7 +195,7 @@ class Replicated(_keras.InstanceMethod):
             leaves.append(leaf)
         args, kwargs = arguments.with_leaves(leaves)
         watch = Watch(rows, probing) if watched else None
-        with undivided(), _eager() if watched else contextlib.ExitStack():
+        with _replicas.undivided(), _eager() if watched else contextlib.ExitStack():
             result, losses, values, given = state.run(
                 self.plain(model), device, copy, args, kwargs, watch
             )

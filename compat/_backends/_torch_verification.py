@@ -7,7 +7,7 @@ and the gradients of its parameters for a random gradient of its results.
 import contextlib
 import sys
 
-from .. import _keras, _keras_verification, _verification
+from .. import _keras, _keras_verification, _replicas, _verification
 from . import _torch_modules, _torch_replicas
 
 
@@ -37,7 +37,7 @@ class _Step(_keras_verification.KerasStep):
         return convert(value.detach() if hasattr(value, "detach") else value)
 
     def on_one_device(self):
-        with _torch_replicas.undivided():
+        with _replicas.undivided():
             return self.named(self.function.undivided(self.data))
 
     def on_all_devices(self):
@@ -52,7 +52,7 @@ class _Step(_keras_verification.KerasStep):
     def outputs(self, undivided):
         data = self.data[0]
         inputs = data[0] if isinstance(data, tuple) else data
-        with _torch_replicas.undivided() if undivided else contextlib.ExitStack():
+        with _replicas.undivided() if undivided else contextlib.ExitStack():
             with sys.modules["torch"].no_grad():
                 try:
                     results = self.model(inputs, training=False)
@@ -148,7 +148,7 @@ class _Call(_verification.Step):
                 tensor.data.copy_(self.torch.as_tensor(values[label]))
 
     def on_one_device(self):
-        with _torch_replicas.undivided(), _torch_modules.attributes_kept(self.module):
+        with _replicas.undivided(), _torch_modules.attributes_kept(self.module):
             result = self.forward(*self.args, **self.kwargs)
         return self._named(result, keep=False)
 
@@ -200,7 +200,7 @@ class _Call(_verification.Step):
         modes = [(part, part.training) for part in self.module.modules()]
         self.module.eval()
         try:
-            with _torch_replicas.undivided() if undivided else contextlib.ExitStack():
+            with _replicas.undivided() if undivided else contextlib.ExitStack():
                 with self.torch.no_grad():
                     result = self.forward(*self.args, **self.kwargs)
         finally:

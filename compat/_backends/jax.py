@@ -6,13 +6,11 @@ program, in which XLA splits everything that depends on the batch, and sums the 
 ``ShardedCall``.
 """
 
-import contextlib
 import os
 import sys
-import threading
 import types
 
-from .. import _keras, _keras_steps, _ranks, errors
+from .. import _keras, _keras_steps, _ranks, _replicas, errors
 from ..backend import Backend
 
 TYPE_CHECKING = False
@@ -187,19 +185,6 @@ def _fraction(settings):
 
 # Models ---------------------------------------------------------------------------------------
 
-_running = threading.local()
-
-
-@contextlib.contextmanager
-def undivided():
-    """Within, models run in one piece where they would run on several devices."""
-    before = getattr(_running, "now", False)
-    _running.now = True
-    try:
-        yield
-    finally:
-        _running.now = before
-
 
 def _check_distribution(model):
     """Refuse a model that Keras distributes itself: each would undo what the other does."""
@@ -306,18 +291,15 @@ class ShardedCall(_keras.InstanceMethod):
         tree = _keras.keras_of(model).tree
         batch = next(filter(_has_rows, tree.flatten((args, kwargs))), None)
         # Not where a model is exported: a batch of unknown size names no machine's devices.
-        if batch is None or getattr(_running, "now", False) or not isinstance(batch.shape[0], int):
+        if batch is None or _replicas.runs_undivided() or not isinstance(batch.shape[0], int):
             return call(*args, **kwargs)
         if not isinstance(batch, jax.core.Tracer):
             self.place(model)
 
         rows = batch.shape[0]
         args, kwargs = self.shard((args, kwargs), rows, tree)
-        _running.now = True
-        try:
+        with _replicas.undivided():
             outputs = call(*args, **kwargs)
-        finally:
-            _running.now = False
         return self.replicate_uneven(self.shard(outputs, rows, tree), rows, tree)
 
     def shard(self, values, rows, tree):
@@ -362,7 +344,7 @@ class ShardedStep(_keras.InstanceMethod):
     def __call__(self, model, state, data):
         tree = _keras.keras_of(model).tree
         batch = next(filter(_has_rows, tree.flatten(data)), None)
-        if batch is None or getattr(_running, "now", False):
+        if batch is None or _replicas.runs_undivided():
             return self.plain(model)(state, data)
         rows = batch.shape[0]
         data = self.sharded.shard(data, rows, tree)

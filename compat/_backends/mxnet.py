@@ -789,6 +789,8 @@ def _has_size_of_batches(model):
     """
     import mxnet as mx
 
+    if not model.inputs:  # it is built by its first batch
+        return False
     if any(tensor.shape[0] in (None, 1) or None in tensor.shape for tensor in model.inputs):
         return False
     states = [variable for variable, _ in model.state_updates]

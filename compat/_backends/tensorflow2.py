@@ -11,7 +11,6 @@ import functools
 import inspect
 import os
 import sys
-import threading
 import warnings
 
 from .. import _devices, _keras, _keras_steps, _ranks, _replicas, errors
@@ -248,7 +247,7 @@ class TensorFlow2(Backend):
             return
         from . import _tensorflow2_verification
 
-        if _keras.undivided(model):
+        if verification is not None and _keras.undivided(model):
             verification = None  # it runs on one device
         _tensorflow2_verification.VerifiedStep.install_on(model, verification)
 
@@ -454,7 +453,7 @@ def _check(tf, model):
 def _refuse_strategies(tf, model):
     """Refuse a model that a strategy of TensorFlow's replicates already, or will."""
     scope = tf.distribute.has_strategy()
-    variables = [] if scope or _is_unbuilt(model) else model.variables
+    variables = [] if scope or _is_unbuilt(model) else model.weights
     # A Keras 3 variable has one of TensorFlow's.
     variables = [v if isinstance(v, tf.Variable) else v.value for v in variables]
     parents = [parent for variable in variables for parent in type(variable).__mro__]
@@ -527,24 +526,6 @@ _TRACES = (
     "_layer_call_fn", "_conditional_losses", "_wrapped_model", "__call__", "serving_default",
 )  # fmt: skip
 
-_replica_running = threading.local()
-
-
-@contextlib.contextmanager
-def undivided():
-    """Within, models run in one piece where they would run on several devices."""
-    before = runs_undivided()
-    _replica_running.now = True
-    try:
-        yield
-    finally:
-        _replica_running.now = before
-
-
-def runs_undivided():
-    """Whether models called now run in one piece: within a replica, or ``undivided()``."""
-    return getattr(_replica_running, "now", False)
-
 
 class ReplicatedCall(_keras.InstanceMethod):
     """The ``call`` of a model on several devices.
@@ -589,7 +570,7 @@ class ReplicatedCall(_keras.InstanceMethod):
         _keras_steps.note_call()
         tf = sys.modules["tensorflow"]
         call = functools.partial(self._unreplicated, tf, model)
-        if runs_undivided() or self._only_traced(tf, model):
+        if _replicas.runs_undivided() or self._only_traced(tf, model):
             return call(*args, **kwargs)
         arguments = _tensorflow2_shards.Arguments(tf, args, kwargs, len(self.devices))
         if arguments.batch is None:
@@ -729,12 +710,8 @@ def _as_function(tf, call, scope, structure):
         for value, mask in zip(tf.nest.flatten((args, kwargs)), given_masks):
             if mask is not None:
                 value._keras_mask = mask
-        _replica_running.now = True
-        try:
-            with scope() as losses:
-                outputs = call(*args, **kwargs)
-        finally:
-            _replica_running.now = False
+        with _replicas.undivided(), scope() as losses:
+            outputs = call(*args, **kwargs)
         return Results(tf, outputs, losses)
 
     return [flat[place] for place in places], places, compute

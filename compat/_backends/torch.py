@@ -130,7 +130,7 @@ class Torch(Backend):
         if _keras.keras_of(model) is None:
             kinds.VerifiedForward.install_on(model, verification)
             return
-        if _keras.undivided(model):
+        if verification is not None and _keras.undivided(model):
             verification = None  # it runs on one device
         kinds.VerifiedStep.install_on(model, verification)
 
