@@ -649,7 +649,8 @@ class ParallelContract(BackendContract):
             )
 
         inputs, targets = CASES["dense"].data(45)
-        models = [initialise(build()) for _ in range(2)]
+        models = [build(), build()]
+        models[1].set_weights(models[0].get_weights())
         for model in models:
             compat.parallelize(model)
             model.compile(optimizer(keras, "sgd"), "mse")
