@@ -3,6 +3,7 @@
 In an environment whose backend is missing nothing is collected, and pytest fails by itself.
 """
 
+import gc
 import importlib
 import os
 import platform
@@ -48,11 +49,20 @@ collect_ignore = [
 ]
 
 
-if any(
+IS_TENSORFLOW_20 = any(
     b.framework == "tensorflow" and _detect.installed_version(b)[:4] == "2.0." for b in INSTALLED
-):
+)
+if IS_TENSORFLOW_20:
     # Models without Keras are not verified there: test_tensorflow2_parts.py sees the warning.
     collect_ignore.append("test_tensorflow2_native_verification.py")
+
+
+@pytest.fixture(autouse=True)
+def collect_iterators():
+    """TensorFlow 2.0 dies where an iterator is collected while a graph is traced."""
+    yield
+    if IS_TENSORFLOW_20:
+        gc.collect()
 
 
 @pytest.fixture(scope="session", autouse=True)
