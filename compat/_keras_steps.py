@@ -23,8 +23,8 @@ def has_own_steps(model):
     """Whether a step of this model is the user's."""
     functions = [getattr(type(model), name, None) for name in _STEPS]
     modules = [getattr(function, "__module__", None) or "keras" for function in functions]
-    kerases = ("keras", "tf_keras", "tensorflow", "tensorflow_core")
-    return any(module.split(".")[0] not in kerases for module in modules)
+    packages = ("keras", "tf_keras", "tensorflow", "tensorflow_core")
+    return any(module.split(".")[0] not in packages for module in modules)
 
 
 def called_models(model):

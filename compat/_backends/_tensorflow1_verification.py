@@ -9,7 +9,7 @@ class VerifiedStep(_keras2_verification.VerifiedStep):
     """The method by which Keras 2 makes the function of a step."""
 
     def written(self, function, model):
-        metrics = list(getattr(model, "metrics", None) or ())  # names, in old Kerases
+        metrics = list(getattr(model, "metrics", None) or ())  # names or None, before keras 2.3
         metrics += getattr(model, "_output_loss_metrics", None) or []  # of tf.keras
         held = [v for metric in metrics for v in getattr(metric, "variables", ())]
         return variables_written(function, held)  # TensorFlow does not list those

@@ -37,7 +37,7 @@ def _is_keras_own(model, method):
 
 
 def _build(optimizer, variables):
-    """Make the optimizer's state, which some Kerases make in the first step."""
+    """Make the optimizer's state, which some versions of Keras make in the first step."""
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)  # of a LossScaleOptimizer
     if _is_built(optimizer):
         return

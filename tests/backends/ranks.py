@@ -61,7 +61,21 @@ weights["generator"] = model.get_weights()
 """
 
 
-# Losses that are no means over rows. With REDUCTIONS, which Kerases before 2.3 and graphs lack, a
+# Keras 3: scaled losses whose sum over ranks is more than float16 holds, and whose mean is not.
+NEAR_OVERFLOW = """
+# Twice this gradient is none of float16's.
+keras.config.set_dtype_policy("mixed_float16")
+near = keras.models.Sequential([
+    keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros", input_shape=(6,))
+])
+keras.config.set_dtype_policy("float32")
+compat.parallelize(near)
+near.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.0)), "mse")
+near.fit(inputs[: 2 * rows] / 100, 0 * targets[: 2 * rows] + 4, rows, verbose=0, shuffle=False)
+said["near"] = [float(near.optimizer.dynamic_scale), int(near.optimizer.iterations)]
+"""
+
+# Losses that are no means over rows. With REDUCTIONS, which Keras before 2.3 and graphs lack, a
 # mask hides all of rank 1's rows in the second batch.
 LOSSES = """
 lengths = np.array([3, 1, 2, 3, 1, 1, 2, 1] + [3, 2, 1, 3, 0, 0, 0, 0] + [1, 3, 2, 1, 3])

@@ -87,18 +87,9 @@ class TestTensorFlow1(ParallelContract):
         model = super().compiled(keras, name, optimizer_name, parallel)
         if optimizer_name == "adam":
             if counts_without_order(keras) and not parallel:
-                self.order(model.optimizer)
+                tensorflow1.OrderedCounting([]).install(_keras.that_makes_functions(model))
             assert not unordered_reads(model)
         return model
-
-    def order(self, optimizer):
-        get_updates = optimizer.get_updates
-
-        def get_updates_in_order(loss, params):
-            with tensorflow1.counting_after_reading(optimizer.iterations):
-                return get_updates(loss=loss, params=params)
-
-        optimizer.get_updates = get_updates_in_order
 
     @span
     def test_nothing_orders_the_step_counter_of_plain_adam(self, keras):
