@@ -66,6 +66,12 @@ class Result:
             for case in cases
             if case.find("skipped") is not None
         ]
+        self.failures = [
+            "{}: {}".format(_name(case), (found.get("message") or "").split("\n")[0][:200])
+            for case in cases
+            for found in case
+            if found.tag in ("failure", "error")
+        ]
         self.durations = [(float(case.get("time")), _name(case)) for case in cases]
         # The features whose tests ran here, and whether all of them passed.
         self.features = {}
@@ -238,7 +244,10 @@ def main(folder, *options):
     for lines in (slowest_tests(results), times_by_environment(results), whole_time(results)):
         print("\n" + "\n".join(lines))
     missing, failures = not_run(results)
-    failures += ["failed: {}: {}".format(n, results[n]) for n in results if results[n].bad]
+    for name, result in results.items():
+        if result.bad:
+            failures.append("failed: {}: {}".format(name, result))
+            failures += ["    {}".format(failure) for failure in result.failures]
     print("\n".join(missing))
     if "--write" in options:
         write_readme(table)

@@ -50,7 +50,7 @@ def run(tmp_path, monkeypatch, capsys):
             text = JUNIT.format(
                 failures=count,
                 tests=tests,
-                failure="<failure />" if count else "",
+                failure='<failure message="no GPU&#10;more" />' if count else "",
                 contract=contract,
                 slowest=slowest,
             )
@@ -110,6 +110,7 @@ def test_failures_fail_and_skips_are_shown(run):
     assert status == 1
     assert "py37-theano: 2 passed, 2 failed, 1 skipped" in lines
     assert "    skipped test_a: why not" in lines
+    assert "    test_file::test_c: no GPU" in lines
     row = [line for line in lines if line.startswith("| py37-theano ")]
     assert [cell.strip() for cell in row[0].strip("|").split("|")] == [
         "py37-theano", "3.7", "theano", "theano 1.0.5", "keras 2.2.4", "whole", "failed",

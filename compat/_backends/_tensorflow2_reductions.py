@@ -261,18 +261,21 @@ class Walk:
             if op.type in ("Sum", "Mean") and is_fixed(inputs[1]):
                 return scaled(rows)
             return self._whole(op)
-        rank = op.inputs[0].shape.rank
-        axes = self.value(op.inputs[1])
-        if axes is None or rank is None:
-            return self._whole(op)
-        axes = {int(axis) % rank for axis in axes.flatten()} if rank else set()
         axis = self._axis(op.inputs[0], rows)
-        if axis is None and len(axes) < rank:
-            return self._whole(op)
-        if axis is not None and axis not in axes:
-            kept = op.get_attr("keep_dims")
-            before = 0 if kept else sum(1 for other in axes if other < axis)
-            return rows._replace(axis=axis - before)
+        kept = op.get_attr("keep_dims")
+        # A scalar without axes kept is reduced over all of them. A saved function of a layer may
+        # know no more than that: its input's rank is unknown, and so are the axes.
+        if kept or op.outputs[0].shape.rank != 0:
+            rank = op.inputs[0].shape.rank
+            axes = self.value(op.inputs[1])
+            if axes is None or rank is None:
+                return self._whole(op)
+            axes = {int(each) % rank for each in axes.flatten()} if rank else set()
+            if axis is None and len(axes) < rank:
+                return self._whole(op)
+            if axis is not None and axis not in axes:
+                before = 0 if kept else sum(1 for other in axes if other < axis)
+                return rows._replace(axis=axis - before)
         if op.type == "Sum":
             if rows.mixed:
                 return Reduced(frozenset([MIXED_MEAN]))
@@ -282,7 +285,8 @@ class Walk:
                 return Reduced(frozenset([MIXED_MEAN]))
             if rows.even:
                 return Reduced(frozenset([MEAN]))
-            return Reduced(frozenset([_mean(self._counted(op.inputs[0], axis))]))
+            if axis is not None:
+                return Reduced(frozenset([_mean(self._counted(op.inputs[0], axis))]))
         return self._whole(op)
 
     def _counted(self, tensor, axis):
@@ -290,7 +294,7 @@ class Walk:
         import tensorflow as tf
 
         with self.graph.as_default():
-            length = tf.shape(tensor)[axis or 0]
+            length = tf.shape(tensor)[axis]
         self.kinds[length.name] = _SUM
         return Denominator(length.name, length.name)
 
