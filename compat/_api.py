@@ -17,7 +17,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, ContextManager, List, Optional, Sequence, Tuple, Union
 
-    from ._ranks import Ranks
+    from ._launchers import Ranks
     from .backend import Backend
 
     Gpus = Union[None, int, str, Sequence[Union[int, str]]]
@@ -78,7 +78,7 @@ def configure_gpu(
         DevicesNotFoundError: under ``strict=True`` (a ``RuntimeError``).
     """
     global _active, _first_call
-    from . import _detect, _devices, _ranks
+    from . import _detect, _devices, _launchers, _ranks
 
     selection = _devices.parse_gpus(gpus)
     simulate = parse_simulate(simulate)
@@ -96,7 +96,7 @@ def configure_gpu(
         return _active
     # Ids count inside what was visible before the first call narrowed it.
     environ = dict(os.environ) if _active is None else _first_call[1]
-    ranks = _ranks.launched(environ)
+    ranks = _launchers.launched(environ) or _ranks.own_place()
     if ranks is None:
         devices = _devices.choose(selection, simulate, environ)
     elif simulate:
@@ -247,14 +247,14 @@ def parallelize(model: "Any", gpus: "Gpus" = None, *, strategy: "Optional[str]" 
         DevicesNotFoundError: after ``configure_gpu(strict=True)`` (a ``RuntimeError``).
         RankError: the ranks cannot train together (a ``RuntimeError``).
     """
-    from . import _devices, _ranks
+    from . import _devices, _keras, _launchers, _ranks
 
     selection = _devices.parse_gpus(gpus)
-    ranks = _ranks.launched(os.environ)
+    ranks = _ranks.own_place()
     if strategy is not None:
         if strategy not in STRATEGIES:
             raise errors.invalid_strategy(strategy)
-        if ranks is not None and ranks.launcher != _ranks.TF_CONFIG:
+        if ranks is not None and ranks.launcher != _launchers.TF_CONFIG:
             raise errors.strategy_in_rank(strategy, ranks)
         if not _is_function(model):
             raise errors.strategy_needs_function(strategy, model)
@@ -263,7 +263,7 @@ def parallelize(model: "Any", gpus: "Gpus" = None, *, strategy: "Optional[str]" 
             return backend.build(strategy, model, _chosen(backend, selection))
     backend = backend_of(model)
     if backend is None and _is_function(model):
-        if ranks is not None and ranks.launcher == _ranks.TF_CONFIG:
+        if ranks is not None and ranks.launcher == _launchers.TF_CONFIG:
             configured_backend().join(ranks)
         function, model = model, model()
         backend = backend_of(model)
@@ -277,6 +277,10 @@ def parallelize(model: "Any", gpus: "Gpus" = None, *, strategy: "Optional[str]" 
         return backend.distribute(model, ranks)
     devices = _chosen(backend, selection)
     backend.verify(model, None)
+    if _launchers.is_evaluator(os.environ) and _keras.keras_of(model) is not None:
+        from . import _keras_ranks
+
+        _keras_ranks.never_save(model, _launchers.Ranks(-1, 1, 0, 1, _launchers.TF_CONFIG))
     return _verified(backend, backend.parallelize(model, devices), devices)
 
 

@@ -403,10 +403,28 @@ def choose_for_rank(selection, environ, ranks, discover=discover):
     if not pool.gpus:
         return pool
     shortage = pool.shortage
+    if len(pool) == 1 and _is_bound(environ, ranks, pool.gpus[0]):
+        return pool.only(0, None)
     if not shortage and len(pool) < ranks.local_size:
         asked = "a GPU for each of {} ranks".format(ranks.local_size)
         shortage = asked, "{}: {}".format(_are(len(pool), "there"), pool)
     return pool.only(ranks.local_rank % len(pool), shortage)
+
+
+def _is_bound(environ, ranks, gpu):
+    """Whether the one GPU that this rank sees was given to it alone: others see another one.
+
+    So do SLURM (``--gpus-per-task``, ``--gpu-bind``), jsrun, and scripts that show each rank the
+    GPU of its local rank.
+    """
+    if ranks.launcher == "srun":
+        on_node = environ.get("SLURM_STEP_GPUS", "") or environ.get("SLURM_JOB_GPUS", "")
+        counts = [on_node.count(",") + 1] if on_node else []
+        counts += [int(environ[name]) for name in ("SLURM_GPUS_ON_NODE",) if name in environ]
+        return any(count >= ranks.local_size for count in counts)
+    if ranks.launcher == "jsrun":
+        return True
+    return environ.get("CUDA_VISIBLE_DEVICES") == gpu == str(ranks.local_rank)
 
 
 def _choose_simulated(selection, simulate):

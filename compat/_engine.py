@@ -14,7 +14,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, Iterator, List, Optional, Sequence
 
-    from ._ranks import Ranks
+    from ._launchers import Ranks
 
 
 class Engine:

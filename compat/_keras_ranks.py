@@ -10,6 +10,7 @@ import inspect
 import os
 import shutil
 import tempfile
+import types
 import warnings
 
 from . import _checksum, _keras, _keras_ranks_metrics, errors
@@ -36,6 +37,17 @@ def install(model, engine):
     for method in SAVING:
         if hasattr(type(model), method) and RankedSave.named(method).of(model) is None:
             RankedSave.named(method)(engine).install(model)
+
+
+def never_save(model, ranks):
+    """Have this model's saving methods do nothing: another process of the job saves.
+
+    Arguments:
+        ranks: a place that is not rank 0's.
+    """
+    for method in SAVING:
+        if hasattr(type(model), method) and RankedSave.named(method).of(model) is None:
+            RankedSave.named(method)(types.SimpleNamespace(ranks=ranks)).install(model)
 
 
 class RankedMethod(_keras.InstanceMethod):

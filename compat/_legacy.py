@@ -7,7 +7,6 @@ What they return is divided by ``parallelize()``; the template stays a model of 
 same weights.
 """
 
-import os
 import sys
 
 from . import _api, errors
@@ -49,7 +48,7 @@ def multi_gpu_model(
     from . import _ranks
 
     backend = _backend(model, "multi_gpu_model")
-    if _ranks.launched(os.environ) is not None:  # each rank has one device, whatever ``gpus``
+    if _ranks.own_place() is not None:  # each rank has one device, whatever ``gpus``
         return _api.parallelize(_wrapped(model))
     devices = backend.devices()
     available = _as_gpus(devices)

@@ -195,7 +195,7 @@ def die_with_parent():
 
 
 def main(command: "List[str]") -> int:
-    ranks = _ranks.launched(os.environ)
+    ranks = _ranks.own_place()
     assert ranks is not None, "compat run starts this through a launcher"
     die_with_parent()
     return _Rank(ranks.rank).run(command)

@@ -7,49 +7,18 @@ class for. Importing this module imports nothing else.
 """
 
 import os
+import sys
 
-from . import errors
+from . import _launchers, errors
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, List, Mapping, Optional, Tuple
 
-# Each launcher, and the variables that hold a process's rank, the number of ranks, and the same
-# two among the processes of one machine. The first whose four are set tells.
-LAUNCHERS = (
-    ("compat run", "COMPAT_RANK COMPAT_SIZE COMPAT_LOCAL_RANK COMPAT_LOCAL_SIZE"),
-    ("horovodrun", "HOROVOD_RANK HOROVOD_SIZE HOROVOD_LOCAL_RANK HOROVOD_LOCAL_SIZE"),
-    ("torchrun", "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE"),
-    (
-        "mpirun",
-        "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_RANK "
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    ("mpiexec", "PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS"),  # MPICH, Intel MPI
-)
-
-# The variable that tells TensorFlow's workers the cluster and their task in it, as JSON. It comes
-# last: a launcher starts its ranks with whatever else the environment holds.
-TF_CONFIG = "TF_CONFIG"
+    from ._launchers import Ranks
 
 #: How long ranks wait for each other where the user sets nothing, in seconds.
 TIMEOUT = 600.0
-
-
-class Ranks:
-    """This process's place: its rank of so many, and the same on its own machine."""
-
-    __slots__ = ("rank", "size", "local_rank", "local_size", "launcher")
-
-    def __init__(self, rank, size, local_rank, local_size, launcher):
-        self.rank = rank
-        self.size = size
-        self.local_rank = local_rank
-        self.local_size = local_size
-        self.launcher = launcher
-
-    def __str__(self):
-        return "rank {0.rank} of {0.size} ({0.launcher})".format(self)
 
 
 class Launch:
@@ -74,52 +43,90 @@ class Launch:
         self.hosts = hosts
 
 
-def launched(environ: "Mapping[str, str]") -> "Optional[Ranks]":
-    """The place that a launcher gave this process, or None where it is alone. Pure.
+def own_place() -> "Optional[Ranks]":
+    """This process's place among the ranks, or None where it is alone.
 
     Raises:
-        RankError: the launcher's variables contradict each other.
+        RankError: as ``_launchers.launched``.
     """
-    for launcher, names in LAUNCHERS:
-        values = [environ.get(name) for name in names.split()]
-        if None in values:
-            continue
-        texts = [value.strip() for value in values if value is not None]
-        if not all(text.isdecimal() for text in texts):
-            raise errors.invalid_ranks(launcher, names.split(), texts)
-        rank, size, local_rank, local_size = map(int, texts)
-        if not (rank < size and local_rank < local_size <= size):
-            raise errors.invalid_ranks(launcher, names.split(), texts)
-        return Ranks(rank, size, local_rank, local_size, launcher) if size > 1 else None
-    return _worker(environ.get(TF_CONFIG, "").strip())
+    return _launchers.launched(os.environ) or _place_in_group()
 
 
-def _worker(text):
-    """The place of one of TensorFlow's workers, or None: alone, or the one that evaluates.
-
-    The chief, where there is one, is rank 0.
-    """
-    if not text:
+def _place_in_group():
+    """The place in the process group of torch.distributed that the script made, if any."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None
-    import json
+    rank, size = distributed.get_rank(), distributed.get_world_size()
+    if size < 2 or _launchers.is_to_be_alone(os.environ):
+        return None
+    local_rank = os.environ.get("LOCAL_RANK", "")
+    here = int(local_rank) if local_rank.isdecimal() else 0
+    return _launchers.Ranks(rank, size, here, here + 1, "torch.distributed", False)
 
+
+def meeting(ranks: "Ranks", engine: str) -> "Tuple[str, int]":
+    """The host and the port of rank 0 where ranks meet.
+
+    Arguments:
+        engine: what they talk through, for the error.
+
+    Raises:
+        RankError: nothing tells where.
+    """
+    found = _launchers.meeting(ranks, os.environ)
+    if found is None:
+        raise errors.no_meeting_point(ranks, engine)
+    return found
+
+
+def listen(ranks: "Ranks", host: str, port: int) -> "Any":
+    """A socket that listens where ranks meet: for this machine alone where all of them are on it.
+
+    For several machines it listens at the address of ``host``. It listens at all addresses of
+    this machine where that name stands for another one (a cluster's own proxy), or for the
+    loopback interface, as Debian's /etc/hosts and PyTorchJob have rank 0's.
+
+    Raises:
+        RankError: the port is taken.
+    """
+    import socket
+
+    everywhere = "::" if socket.has_ipv6 else ""
     try:
-        config = json.loads(text)
-        cluster, task = config.get("cluster") or {}, config.get("task") or {}
-        addresses = list(cluster.get("chief") or []) + list(cluster.get("worker") or [])
-        machines = [str(address).rpartition(":")[0] for address in addresses]
-        kind, index = task.get("type"), int(task.get("index", 0))
-    except (ValueError, TypeError, AttributeError) as error:
-        raise errors.invalid_tf_config(text, error) from error
-    if cluster.get("ps"):
-        raise errors.parameter_servers(text)
-    if len(addresses) < 2 or kind == "evaluator":
-        return None
-    if kind not in ("chief", "worker") or not 0 <= index < len(cluster.get(kind) or []):
-        raise errors.invalid_tf_config(text, "the cluster has no task {} {}".format(kind, index))
-    rank = index + (len(cluster.get("chief") or []) if kind == "worker" else 0)
-    mine = machines[rank]
-    return Ranks(rank, len(machines), machines[:rank].count(mine), machines.count(mine), TF_CONFIG)
+        address = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        address = everywhere
+    if _launchers.is_loopback(address) and not ranks.on_one_machine:
+        address = everywhere
+    try:
+        return _listening(address, port)
+    except OSError as error:
+        import errno
+
+        if error.errno != errno.EADDRNOTAVAIL or address == everywhere:
+            raise errors.meeting_point_taken(ranks, host, port, error.strerror) from error
+    try:
+        return _listening(everywhere, port)
+    except OSError as error:
+        raise errors.meeting_point_taken(ranks, host, port, error.strerror) from error
+
+
+def _listening(address, port):
+    import socket
+
+    listening = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    try:
+        # The last job's connections may not be over yet.
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if address == "::":
+            listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        listening.bind((address, port))
+        listening.listen(128)
+    except BaseException:
+        listening.close()
+        raise
+    return listening
 
 
 def timeout(environ: "Mapping[str, str]") -> float:
@@ -182,13 +189,17 @@ def fill_hosts(text: str, size: "Optional[int]") -> "Tuple[int, str]":
 def rank() -> int:
     """The number of this process among all that train together, from 0; 0 where it is alone.
 
+    -1 in the evaluator of ``TF_CONFIG``, which is none of them.
+
     Like all calls here it reads the launcher's environment and imports no framework.
 
     Raises:
         RankError: the launcher's variables contradict each other (a ``RuntimeError``).
     """
-    place = launched(os.environ)
-    return place.rank if place else 0
+    place = own_place()
+    if place is None:
+        return -1 if _launchers.is_evaluator(os.environ) else 0
+    return place.rank
 
 
 def size() -> int:
@@ -197,7 +208,7 @@ def size() -> int:
     Raises:
         RankError: as ``rank()``.
     """
-    place = launched(os.environ)
+    place = own_place()
     return place.size if place else 1
 
 
@@ -207,7 +218,7 @@ def local_rank() -> int:
     Raises:
         RankError: as ``rank()``.
     """
-    place = launched(os.environ)
+    place = own_place()
     return place.local_rank if place else 0
 
 
@@ -235,7 +246,7 @@ def local_batch_size(batch_size: int) -> int:
         InvalidArgumentError: less than one row per rank (a ``ValueError``).
         RankError: as ``rank()``.
     """
-    place = launched(os.environ)
+    place = own_place()
     if place is None:
         return batch_size
     if batch_size < place.size:
@@ -281,7 +292,7 @@ def shard(data: "Any", batch_size: "Optional[int]" = None) -> "Any":
             different numbers of rows, or it is of another kind (a ``ValueError``).
         RankError: as ``rank()``.
     """
-    place = launched(os.environ)
+    place = own_place()
     if place is None:
         return data
     if hasattr(data, "element_spec") and hasattr(data, "shard"):

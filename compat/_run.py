@@ -126,6 +126,8 @@ def run(
     if ranks is not None and ranks < 2:
         raise errors.invalid_number_of_ranks(ranks)
     asked = dict(os.environ) if timeout is None else dict(os.environ, COMPAT_TIMEOUT=timeout)
+    if ranks:
+        asked.pop("COMPAT_ALONE", None)  # several are asked for just now
     _ranks.timeout(asked)
     chosen, interpreter, environ, lines = prepare(gpus, backend, python, asked, ranks or 1, hosts)
     launcher = chosen.launcher(_ranks.Launch(ranks, interpreter, environ, hosts)) if ranks else []

@@ -11,7 +11,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, Callable, ContextManager, Dict, List, Mapping, Optional, Sequence
 
-    from ._ranks import Launch, Ranks
+    from ._launchers import Ranks
+    from ._ranks import Launch
     from ._settings import Settings
     from ._verification import Verification
 
@@ -162,7 +163,7 @@ class Backend:
     def launcher(self, launch: "Launch") -> "List[str]":
         """The command that starts the ranks of the command that follows it.
 
-        It tells each rank its place in one of the ways of ``compat._ranks.LAUNCHERS``, ends all
+        It tells each rank its place in one of the ways of ``compat._launchers.LAUNCHERS``, ends all
         ranks when one fails, and passes on what they print.
 
         Arguments:

@@ -512,8 +512,59 @@ def invalid_ranks(launcher, names, values):
     pairs = ", ".join("{}={}".format(*pair) for pair in zip(names, values))
     return RankError(
         "The environment of {} contradicts itself: {}. Ranks count from 0 and are fewer than the "
-        "size. Unset these variables to train alone, or start the script with {} again.".format(
-            launcher, pairs, launcher
+        "size. Start the script with its launcher again, or set COMPAT_ALONE=1 to train "
+        "alone.".format(launcher, pairs)
+    )
+
+
+def not_a_rank(name, text):
+    return RankError(
+        "{}={} tells no place among ranks that compat understands. Set COMPAT_RANK, COMPAT_SIZE, "
+        "COMPAT_LOCAL_RANK and COMPAT_LOCAL_SIZE instead, or COMPAT_ALONE=1 to train "
+        "alone.".format(name, text)
+    )
+
+
+def place_unknown(name, text):
+    return RankError(
+        "{}={} says that several processes train together, but nothing tells which of them this "
+        "is: each would train alone. Start the script with a launcher that does (compat run -n N, "
+        "torchrun, mpirun, srun), set COMPAT_RANK, COMPAT_SIZE, COMPAT_LOCAL_RANK and "
+        "COMPAT_LOCAL_SIZE, or set COMPAT_ALONE=1 to train alone.".format(name, text)
+    )
+
+
+def processes_without_torchrun(name, processes):
+    return RankError(
+        "{}={} asks for {} processes on each machine, but this one was started without torchrun, "
+        "which would start them: RANK and WORLD_SIZE do not count them alike. Start the script "
+        "with torchrun, or set {}=1 for one process on each machine, or COMPAT_ALONE=1 to train "
+        "alone.".format(name, processes, processes, name)
+    )
+
+
+def sparse_cluster(text):
+    return RankError(
+        "TF_CONFIG={} names only some of the workers, so that nothing tells how many there are. "
+        "Name all of them (in a TFJob, without enableDynamicWorker), or set COMPAT_ALONE=1 to "
+        "train alone.".format(text)
+    )
+
+
+def invalid_meeting_point(name, address):
+    return RankError(
+        "{} {} {!r}: that is no host and port at which ranks can meet. Use the host name or "
+        "address of rank 0's machine and a free port there, such as node1:29500.".format(
+            name, "are" if " and " in name else "is", address
+        )
+    )
+
+
+def meeting_point_taken(ranks, host, port, problem):
+    return RankError(
+        "This process is {}, and ranks are to meet here at {}:{}, where it cannot listen: {}. Set "
+        "MASTER_ADDR and MASTER_PORT to another host or port, the same for all ranks.".format(
+            ranks, host, port, problem
         )
     )
 
@@ -522,14 +573,14 @@ def invalid_tf_config(text, problem):
     return RankError(
         'TF_CONFIG={} is not understood: {}. Use JSON such as {{"cluster": {{"worker": '
         '["host1:2222", "host2:2222"]}}, "task": {{"type": "worker", "index": 0}}}}, or '
-        "unset it to train alone.".format(text, problem)
+        "set COMPAT_ALONE=1 to train alone.".format(text, problem)
     )
 
 
-def parameter_servers(text):
+def parameter_servers(text, name="TF_CONFIG"):
     return RankError(
-        "TF_CONFIG={} names parameter servers (ps), which compat does not use: ranks train in "
-        "step. Give all machines as workers, or unset it to train alone.".format(text)
+        "{}={} names parameter servers, which compat does not use: ranks train in step. Give all "
+        "machines as workers, or set COMPAT_ALONE=1 to train alone.".format(name, text)
     )
 
 
@@ -654,14 +705,12 @@ def no_horovod(framework):
     )
 
 
-def no_meeting_point(ranks, engine, missing):
+def no_meeting_point(ranks, engine):
     return RankError(
-        "This process is {}, but {} is not told where ranks meet: {} not set. Start the script "
-        "with compat run -n {}.".format(
-            ranks, engine, " and ".join(missing) + (" is" if len(missing) == 1 else " are"),
-            ranks.size,
-        )
-    )  # fmt: skip
+        "This process is {}, but nothing tells {} where ranks meet. Set MASTER_ADDR to the host "
+        "name or address of rank 0's machine and MASTER_PORT to a free port there, the same for "
+        "all ranks; or start the script with compat run -n {}.".format(ranks, engine, ranks.size)
+    )
 
 
 def _ranks(numbers):

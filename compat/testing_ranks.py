@@ -30,7 +30,7 @@ import pytest
 
 import compat
 from compat import _registry, testing_hosts
-from compat._ranks import LAUNCHERS
+from compat._launchers import LAUNCHERS
 from compat.testing import (
     CASES,
     in_span,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import compat
-from compat import _checksum, _engine, _ranks
+from compat import _checksum, _engine, _launchers
 
 
 class Threads(_engine.Engine):
@@ -40,7 +40,7 @@ def verify(*held):
     outcomes = [None] * len(held)  # type: list
 
     def run(rank):
-        engine = Threads(_ranks.Ranks(rank, len(held), rank, len(held), "test"), barrier, box)
+        engine = Threads(_launchers.Ranks(rank, len(held), rank, len(held), "test"), barrier, box)
         names = list(held[rank])
 
         def write(place, value):

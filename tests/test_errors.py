@@ -7,7 +7,7 @@ import pytest
 import compat
 from compat import errors
 from compat._launch import Ended
-from compat._ranks import Ranks
+from compat._launchers import Ranks
 
 # Function, its arguments, the exception's class (None: the text of a warning), the whole text.
 RANKS = Ranks(1, 3, 1, 3, "torchrun")
@@ -720,8 +720,57 @@ TEXTS = [
         ("torchrun", ["RANK", "WORLD_SIZE"], ["2", "2"]),
         errors.RankError,
         "The environment of torchrun contradicts itself: RANK=2, WORLD_SIZE=2. Ranks count from 0 "
-        "and are fewer than the size. Unset these variables to train alone, or start the script "
-        "with torchrun again.",
+        "and are fewer than the size. Start the script with its launcher again, or set "
+        "COMPAT_ALONE=1 to train alone.",
+    ),
+    (
+        errors.not_a_rank,
+        ("RANK", "one"),
+        errors.RankError,
+        "RANK=one tells no place among ranks that compat understands. Set COMPAT_RANK, "
+        "COMPAT_SIZE, COMPAT_LOCAL_RANK and COMPAT_LOCAL_SIZE instead, or COMPAT_ALONE=1 to train "
+        "alone.",
+    ),
+    (
+        errors.place_unknown,
+        ("WORLD_SIZE", "8"),
+        errors.RankError,
+        "WORLD_SIZE=8 says that several processes train together, but nothing tells which of them "
+        "this is: each would train alone. Start the script with a launcher that does (compat run "
+        "-n N, torchrun, mpirun, srun), set COMPAT_RANK, COMPAT_SIZE, COMPAT_LOCAL_RANK and "
+        "COMPAT_LOCAL_SIZE, or set COMPAT_ALONE=1 to train alone.",
+    ),
+    (
+        errors.processes_without_torchrun,
+        ("NPROC_PER_NODE", "8"),
+        errors.RankError,
+        "NPROC_PER_NODE=8 asks for 8 processes on each machine, but this one was started without "
+        "torchrun, which would start them: RANK and WORLD_SIZE do not count them alike. Start the "
+        "script with torchrun, or set NPROC_PER_NODE=1 for one process on each machine, or "
+        "COMPAT_ALONE=1 to train alone.",
+    ),
+    (
+        errors.sparse_cluster,
+        ('{"sparseCluster": {}}',),
+        errors.RankError,
+        'TF_CONFIG={"sparseCluster": {}} names only some of the workers, so that nothing tells '
+        "how many there are. Name all of them (in a TFJob, without enableDynamicWorker), or set "
+        "COMPAT_ALONE=1 to train alone.",
+    ),
+    (
+        errors.invalid_meeting_point,
+        ("JAX_COORDINATOR_ADDRESS", "node1"),
+        errors.RankError,
+        "JAX_COORDINATOR_ADDRESS is 'node1': that is no host and port at which ranks can meet. Use "
+        "the host name or address of rank 0's machine and a free port there, such as node1:29500.",
+    ),
+    (
+        errors.meeting_point_taken,
+        (RANKS, "node1", 29500, "Address already in use"),
+        errors.RankError,
+        "This process is rank 1 of 3 (torchrun), and ranks are to meet here at node1:29500, where "
+        "it cannot listen: Address already in use. Set MASTER_ADDR and MASTER_PORT to another "
+        "host or port, the same for all ranks.",
     ),
     (
         errors.invalid_timeout,
@@ -741,15 +790,16 @@ TEXTS = [
         ("{", "it is no JSON"),
         errors.RankError,
         'TF_CONFIG={ is not understood: it is no JSON. Use JSON such as {"cluster": {"worker": '
-        '["host1:2222", "host2:2222"]}, "task": {"type": "worker", "index": 0}}, or unset it to '
-        "train alone.",
+        '["host1:2222", "host2:2222"]}, "task": {"type": "worker", "index": 0}}, or set '
+        "COMPAT_ALONE=1 to train alone.",
     ),
     (
         errors.parameter_servers,
         ('{"cluster": {"ps": ["a:1"]}}',),
         errors.RankError,
-        'TF_CONFIG={"cluster": {"ps": ["a:1"]}} names parameter servers (ps), which compat does '
-        "not use: ranks train in step. Give all machines as workers, or unset it to train alone.",
+        'TF_CONFIG={"cluster": {"ps": ["a:1"]}} names parameter servers, which compat does not '
+        "use: ranks train in step. Give all machines as workers, or set COMPAT_ALONE=1 to train "
+        "alone.",
     ),
     (
         errors.not_built_in_rank,
@@ -846,10 +896,11 @@ TEXTS = [
     ),
     (
         errors.no_meeting_point,
-        (RANKS, "torch.distributed", ["MASTER_ADDR", "MASTER_PORT"]),
+        (RANKS, "torch.distributed"),
         errors.RankError,
-        "This process is rank 1 of 3 (torchrun), but torch.distributed is not told where ranks "
-        "meet: MASTER_ADDR and MASTER_PORT are not set. Start the script with compat run -n 3.",
+        "This process is rank 1 of 3 (torchrun), but nothing tells torch.distributed where ranks "
+        "meet. Set MASTER_ADDR to the host name or address of rank 0's machine and MASTER_PORT to "
+        "a free port there, the same for all ranks; or start the script with compat run -n 3.",
     ),
     (
         errors.rank_lost,

@@ -21,6 +21,7 @@ OWN = {
     "._api",
     "._legacy",
     "._ranks",
+    "._launchers",
     "._registry",
     "._settings",
     "._version",

@@ -1,28 +1,14 @@
 """Ranks: what launchers' environments mean, and what the public calls make of it."""
 
-import json
 import os
 
 import pytest
 from conftest import Toy
 
 import compat
-from compat import _engine, _ranks
+from compat import _engine, _launchers, _ranks
 
 pytestmark = pytest.mark.usefixtures("process")
-
-ENVIRONMENTS = {
-    "compat run": "COMPAT_RANK=5 COMPAT_SIZE=8 COMPAT_LOCAL_RANK=1 COMPAT_LOCAL_SIZE=4",
-    "horovodrun": "HOROVOD_RANK=5 HOROVOD_SIZE=8 HOROVOD_LOCAL_RANK=1 HOROVOD_LOCAL_SIZE=4",
-    "torchrun": "RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4",
-    "mpirun": "OMPI_COMM_WORLD_RANK=5 OMPI_COMM_WORLD_SIZE=8 OMPI_COMM_WORLD_LOCAL_RANK=1 "
-    "OMPI_COMM_WORLD_LOCAL_SIZE=4",
-    "mpiexec": "PMI_RANK=5 PMI_SIZE=8 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=4",
-}
-
-
-def environment(text):
-    return dict(pair.split("=") for pair in text.split())
 
 
 @pytest.fixture
@@ -33,104 +19,10 @@ def rank(monkeypatch):
         values = number, size, local_rank, local_size
         if local_rank is None:
             values = number, size, number, size
-        for name, value in zip(_ranks.LAUNCHERS[0][1].split(), values):
+        for name, value in zip(_launchers.LAUNCHERS[0][1].split(), values):
             monkeypatch.setenv(name, str(value))
 
     return rank
-
-
-@pytest.mark.parametrize("launcher", sorted(ENVIRONMENTS))
-def test_each_launcher_tells_the_place(launcher):
-    place = _ranks.launched(environment(ENVIRONMENTS[launcher]))
-    assert (place.rank, place.size, place.local_rank, place.local_size) == (5, 8, 1, 4)
-    assert str(place) == "rank 5 of 8 ({})".format(launcher)
-
-
-@pytest.mark.parametrize("launcher", sorted(ENVIRONMENTS))
-def test_half_a_launcher_is_none(launcher):
-    """A scheduler sets some of them, for other purposes."""
-    variables = environment(ENVIRONMENTS[launcher])
-    for name in variables:
-        assert _ranks.launched({n: v for n, v in variables.items() if n != name}) is None
-
-
-def test_one_rank_of_one_is_alone():
-    text = "RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1"
-    assert _ranks.launched(environment(text)) is None
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "RANK=2 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2",
-        "RANK=0 WORLD_SIZE=2 LOCAL_RANK=2 LOCAL_WORLD_SIZE=2",
-        "RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=3",
-        "RANK=-1 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1",
-        "RANK=one WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1",
-    ],
-)
-def test_contradictions_are_errors(text):
-    with pytest.raises(compat.RankError, match="torchrun contradicts itself: RANK="):
-        _ranks.launched(environment(text))
-
-
-def worker(kind, index, **cluster):
-    config = {"cluster": cluster, "task": {"type": kind, "index": index}}
-    return {"TF_CONFIG": json.dumps(config)}
-
-
-def test_tf_config_tells_the_place():
-    """The chief is rank 0, workers on one machine are its local ranks."""
-    cluster = {"chief": ["a:1"], "worker": ["b:1", "a:2", "b:2"], "evaluator": ["a:9"]}
-    places = [
-        _ranks.launched(worker(kind, index, **cluster))
-        for kind, index in (("chief", 0), ("worker", 0), ("worker", 1), ("worker", 2))
-    ]
-    assert [(p.rank, p.size, p.local_rank, p.local_size) for p in places] == [
-        (0, 4, 0, 2),
-        (1, 4, 0, 2),
-        (2, 4, 1, 2),
-        (3, 4, 1, 2),
-    ]
-    assert str(places[1]) == "rank 1 of 4 (TF_CONFIG)"
-    place = _ranks.launched(worker("worker", "1", worker=["[::1]:1", "[::1]:2"]))
-    assert (place.rank, place.local_rank) == (1, 1)
-
-
-@pytest.mark.parametrize(
-    "environ",
-    [
-        {"TF_CONFIG": ""},
-        {"TF_CONFIG": "{}"},
-        worker("worker", 0, worker=["a:1"]),
-        worker("evaluator", 0, worker=["a:1", "b:1"], evaluator=["c:1"]),
-    ],
-)
-def test_tf_config_of_one_or_of_an_evaluator_is_no_rank(environ):
-    assert _ranks.launched(environ) is None
-
-
-def test_a_launcher_comes_before_tf_config():
-    environ = worker("worker", 0, worker=["a:1", "b:1"])
-    environ.update(environment(ENVIRONMENTS["horovodrun"]))
-    assert _ranks.launched(environ).launcher == "horovodrun"
-
-
-@pytest.mark.parametrize(
-    "environ, problem",
-    [
-        ({"TF_CONFIG": "{"}, "is not understood: "),
-        ({"TF_CONFIG": "[]"}, "is not understood: "),
-        (worker("worker", "one", worker=["a:1", "b:1"]), "is not understood: "),
-        (worker("worker", 2, worker=["a:1", "b:1"]), "the cluster has no task worker 2"),
-        (worker("worker", -1, worker=["a:1", "b:1"]), "the cluster has no task worker -1"),
-        (worker("chief", 0, worker=["a:1", "b:1"]), "the cluster has no task chief 0"),
-        (worker("worker", 0, worker=["a:1", "b:1"], ps=["c:1"]), "names parameter servers"),
-    ],
-)
-def test_a_tf_config_that_no_rank_can_have_is_an_error(environ, problem):
-    with pytest.raises(compat.RankError, match=problem):
-        _ranks.launched(environ)
 
 
 def test_alone_all_calls_do_nothing():
@@ -333,7 +225,7 @@ class Together(_engine.Engine):
 
 def test_steps_are_shared_by_rows(rank):
     rank(1, 3)
-    engine = Together(_ranks.launched(os.environ))
+    engine = Together(_ranks.own_place())
     engine.others = (30.0, 0.0, 0.0, 0.0)
     assert engine.share(10) == 0.25
     engine.others = (5.0, 1.0, 0.0, 0.0)
@@ -346,7 +238,7 @@ def test_steps_are_shared_by_rows(rank):
 
 def test_numbers_ride_with_the_rows_of_a_step(rank):
     rank(1, 3)
-    engine = Together(_ranks.launched(os.environ))
+    engine = Together(_ranks.own_place())
     engine.others = (30.0, 0.0, 0.0, 0.0, 1.5, 2.5)
     assert engine.share(10, [0.5, 0.0]) == 0.25
     assert list(engine.totals) == [2.0, 2.5]
@@ -354,7 +246,7 @@ def test_numbers_ride_with_the_rows_of_a_step(rank):
 
 def test_epochs_end_on_all_ranks_at_once(rank):
     rank(1, 3)
-    engine = Together(_ranks.launched(os.environ))
+    engine = Together(_ranks.own_place())
     engine.others = (20.0, 0.0, 0.0, 0.0)
     engine.share(10)
     engine.others = (20.0, 0.0, 0.0, 0.0, 3.0)
@@ -371,7 +263,7 @@ def test_epochs_end_on_all_ranks_at_once(rank):
 
 def test_another_size_than_the_launcher_s_is_an_error(rank):
     rank(0, 2)
-    engine = Together(_ranks.launched(os.environ))
+    engine = Together(_ranks.own_place())
     engine.check_size(2)
     with pytest.raises(compat.RankError, match="as one of 2, but Together sees 1"):
         engine.check_size(1)

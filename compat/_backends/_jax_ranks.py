@@ -19,6 +19,7 @@ from .. import (
     _keras3_ranks,
     _keras_ranks,
     _keras_ranks_losses,
+    _launchers,
     _ranks,
     errors,
 )
@@ -44,9 +45,14 @@ class JaxDistributed(_engine.Engine):
         self.timeout = _ranks.timeout(os.environ)
         self.gave_up = False
         self.waits = None  # for what, and until when
-        meeting = os.environ.get("COMPAT_MEETING")
-        if meeting is None:
-            raise errors.no_meeting_point(ranks, "jax.distributed", ["COMPAT_MEETING"])
+        host, port = _ranks.meeting(ranks, "jax.distributed")
+        meeting = {"coordinator_address": _launchers.address(host, port)}
+        if ranks.rank == 0:
+            # JAX would listen at all addresses, and share the port with another job's service.
+            listening = _ranks.listen(ranks, host, port)
+            bound = listening.getsockname()[0]
+            listening.close()
+            meeting["coordinator_bind_address"] = _launchers.address(bound, port)
         for name, value in (
             # Else JAX ends a rank by a signal when another one fails, and lets none end alone.
             ("jax_enable_recoverability", True),
@@ -58,11 +64,11 @@ class JaxDistributed(_engine.Engine):
                 jax.config.update(name, value)
         try:
             jax.distributed.initialize(
-                meeting,
-                ranks.size,
-                ranks.rank,
+                num_processes=ranks.size,
+                process_id=ranks.rank,
                 local_device_ids=[0],  # the one that configure_gpu() has left visible
                 initialization_timeout=int(self.timeout),
+                **meeting,
             )
         except RuntimeError as error:
             raise errors.rank_lost(ranks, "to start", [], str(error).split("\n")[0]) from error

@@ -10,7 +10,7 @@ import functools
 import sys
 import threading
 
-from .. import _keras, _keras_ranks, _keras_ranks_losses, _ranks, errors
+from .. import _keras, _keras_ranks, _keras_ranks_losses, _launchers, errors
 from . import _tensorflow2_workers, _tensorflow_horovod, tensorflow2
 
 
@@ -42,7 +42,7 @@ def distribute(model, ranks):
 
 def join(ranks):
     """The engine that the launcher is for."""
-    if ranks.launcher == _ranks.TF_CONFIG:
+    if ranks.launcher == _launchers.TF_CONFIG:
         return _tensorflow2_workers.MultiWorkerMirroredStrategy.join(ranks)
     return _tensorflow_horovod.Horovod.join(ranks)
 

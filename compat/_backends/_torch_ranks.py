@@ -40,22 +40,19 @@ class TorchDistributed(_engine.Engine):
         self.last = None  # the exchange that all ranks did last
         self.store = None
         if not distributed.is_initialized():
-            meeting = _meeting(ranks)
             self.timeout = _ranks.timeout(os.environ)
             limit = datetime.timedelta(seconds=self.timeout)
             cuda = sys.modules["torch"].cuda.is_available()
             with self.waiting("to start"):
-                # Under torchrun the launcher keeps the store, so it outlives every rank.
-                self.store, _, _ = next(
-                    distributed.rendezvous(meeting, ranks.rank, ranks.size, timeout=limit)
-                )
-                distributed.init_process_group(
-                    "cpu:gloo,cuda:nccl" if cuda else "gloo",
-                    store=distributed.PrefixStore("compat", self.store),
-                    rank=ranks.rank,
-                    world_size=ranks.size,
-                    timeout=limit,
-                )
+                self.store = _store(distributed, ranks, limit)
+                with _interface(ranks):
+                    distributed.init_process_group(
+                        "cpu:gloo,cuda:nccl" if cuda else "gloo",
+                        store=distributed.PrefixStore("compat", self.store),
+                        rank=ranks.rank,
+                        world_size=ranks.size,
+                        timeout=limit,
+                    )
             if not cuda:
                 # One of gloo's threads that still lets go of a tensor while Python finalizes ends
                 # the process: "terminate called without an active exception".
@@ -117,19 +114,40 @@ class TorchDistributed(_engine.Engine):
             while others and time.monotonic() < until:
                 time.sleep(0.1)
                 others = [r for r in others if not self.store.check(["compat/waits/%d" % r])]
-        except RuntimeError:  # the store has gone, too
-            return []
+        except RuntimeError:  # the store has gone, too: rank 0's, or torchrun's
+            return [0] if ranks_keep_store() else []
         return others
 
 
-def _meeting(ranks):
-    """Where the ranks meet, as torch.distributed takes it."""
-    if ranks.launcher == "compat run":
-        return "tcp://" + os.environ["COMPAT_MEETING"]
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
-        raise errors.no_meeting_point(ranks, "torch.distributed", missing)
-    return "env://"
+def ranks_keep_store():
+    """Whether rank 0 keeps the store, as torch.distributed's ``rendezvous("env://")`` tells."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
+def _store(distributed, ranks, limit):
+    """The store where the ranks meet."""
+    if not ranks_keep_store():  # torchrun does, and it outlives every rank
+        return next(distributed.rendezvous("env://", ranks.rank, ranks.size, timeout=limit))[0]
+    host, port = _ranks.meeting(ranks, "torch.distributed")
+    options = {"is_master": ranks.rank == 0, "timeout": limit}
+    if ranks.rank == 0:
+        # By itself the store would listen at all addresses.
+        options["master_listen_fd"] = _ranks.listen(ranks, host, port).detach()
+    return distributed.TCPStore(host, port, ranks.size, **options)
+
+
+@contextlib.contextmanager
+def _interface(ranks):
+    """Within, gloo listens on the loopback interface where all ranks are on this machine."""
+    name = "GLOO_SOCKET_IFNAME"
+    if name in os.environ or not (ranks.on_one_machine and sys.platform == "linux"):
+        yield
+        return
+    os.environ[name] = "lo"
+    try:
+        yield
+    finally:
+        del os.environ[name]
 
 
 def distribute(model, ranks):

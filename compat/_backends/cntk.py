@@ -15,7 +15,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, List, Mapping, Optional, Sequence
 
-    from .._ranks import Launch, Ranks
+    from .._launchers import Ranks
+    from .._ranks import Launch
     from .._settings import Settings
 
 # OpenMPI 1.10's names of the libraries that CNTK's own are linked with, and today's files.

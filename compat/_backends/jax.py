@@ -17,7 +17,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, ContextManager, Dict, List, Mapping, Optional, Sequence
 
-    from .._ranks import Launch, Ranks
+    from .._launchers import Ranks
+    from .._ranks import Launch
     from .._settings import Settings
     from .._verification import Verification
 
@@ -91,7 +92,7 @@ class JAX(Backend):
         for name, value in changes.items():
             jax.config.update(name, value)
             applied.append("jax.config.update({!r}, {!r})".format(name, value))
-        ranks = _ranks.launched(os.environ)
+        ranks = _ranks.own_place()
         if ranks is not None:
             from . import _jax_ranks
 

@@ -20,7 +20,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence
 
-    from .._ranks import Launch, Ranks
+    from .._launchers import Ranks
+    from .._ranks import Launch
     from .._settings import Settings
     from .._verification import Verification
 

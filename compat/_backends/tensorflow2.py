@@ -13,7 +13,7 @@ import os
 import sys
 import warnings
 
-from .. import _devices, _keras, _keras_steps, _ranks, _replicas, errors
+from .. import _devices, _keras, _keras_steps, _launchers, _replicas, errors
 from ..backend import Backend
 from . import _tensorflow2_reductions, _tensorflow2_shards, _tensorflow2_state, tensorflow1
 from ._tensorflow2_shards import has_rows, rows_of  # noqa: F401  # for _tensorflow2_ranks
@@ -23,7 +23,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, Callable, ContextManager, Dict, List, Mapping, Optional, Sequence
 
-    from .._ranks import Launch, Ranks
+    from .._launchers import Ranks
+    from .._ranks import Launch
     from .._settings import Settings
     from .._verification import Verification
 
@@ -164,7 +165,7 @@ class TensorFlow2(Backend):
                 "train a model without Keras as one of several ranks",
                 "Use a model of tf.keras, or start the script without a launcher.",
             )
-        if ranks.launcher == _ranks.TF_CONFIG and not _runs_eagerly(tf):
+        if ranks.launcher == _launchers.TF_CONFIG and not _runs_eagerly(tf):
             raise errors.workers_without_eager_execution(ranks)
         if _in_v1_mode(tf):
             from . import _tensorflow1_ranks

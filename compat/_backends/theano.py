@@ -11,7 +11,7 @@ import shutil
 import sys
 import types
 
-from .. import _detect, _keras, _ranks, errors
+from .. import _detect, _keras, _launchers, _ranks, errors
 from ..backend import Backend
 from . import _theano_flags
 
@@ -19,7 +19,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, Dict, List, Mapping, Optional, Sequence
 
-    from .._ranks import Launch, Ranks
+    from .._launchers import Ranks
+    from .._ranks import Launch
     from .._settings import Settings
     from .._verification import Verification
 
@@ -94,7 +95,7 @@ class Theano(Backend):
         return "theano was imported" + (" (by {})".format(importer) if importer else "")
 
     def import_framework(self) -> "Any":
-        if _ranks.launched(os.environ):
+        if _ranks.own_place():
             from . import _mpi
 
             _mpi.leave_to_engine()  # Theano imports mpi4py.MPI where it can
@@ -142,7 +143,7 @@ class Theano(Backend):
             flags[name] = _megabytes(settings.memory)
         if settings.floatx:
             flags["floatX"] = settings.floatx
-        if _ranks.launched(environ):
+        if _launchers.launched(environ):
             # Ranks compile the same at the same time, and by itself Theano waits 5 to 10 seconds
             # before it looks for its lock again; so long it stays another's, as ever.
             for name, seconds in (("compile.wait", "1"), ("compile.timeout", "120")):

@@ -13,7 +13,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, Dict, List, Mapping, Optional, Sequence
 
-    from .._ranks import Launch, Ranks
+    from .._launchers import Ranks
+    from .._ranks import Launch
     from .._settings import Settings
     from .._verification import Verification
 
@@ -137,13 +138,12 @@ class Torch(Backend):
     # Ranks ------------------------------------------------------------------------------------
 
     def launcher(self, launch: "Launch") -> "List[str]":
-        """torchrun, which has to be started on each machine where there are several."""
-        if launch.hosts is not None:
-            from .. import _start
+        """compat's own: torchrun's store listens at all addresses of the machine."""
+        from .. import _start
 
-            return _start.launcher(launch)
-        torchrun = [launch.python, "-m", "torch.distributed.run", "--standalone", "--no-python"]
-        return torchrun + ["--nproc-per-node={}".format(launch.size)]
+        # As torchrun does: else each rank would have a thread for each core.
+        threads = [] if "OMP_NUM_THREADS" in launch.environ else ["env", "OMP_NUM_THREADS=1"]
+        return threads + _start.launcher(launch)
 
     def distribute(self, model: "Any", ranks: "Ranks") -> "Any":
         """See ``_torch_ranks``."""

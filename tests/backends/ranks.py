@@ -418,5 +418,5 @@ def refused_alone(program):
 
 
 def disagreement(size):
-    ranks = compat._ranks.Ranks(1, size, 1, size, "mpirun")
+    ranks = compat._launchers.Ranks(1, size, 1, size, "mpirun")
     return "compat.errors.RankError: " + str(compat.errors.ranks_disagree(ranks, "Horovod", 1))

@@ -104,7 +104,7 @@ import mxnet as mx
 from compat import _ranks
 from compat._backends import _mxnet_ranks
 
-engine = _mxnet_ranks.Horovod.join(_ranks.launched(os.environ))
+engine = _mxnet_ranks.Horovod.join(_ranks.own_place())
 rank = compat.rank()
 arrays = [
     mx.nd.array([[1, 2], [3, 4]], mx.cpu(index), dtype) * (rank + 1)

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 import compat
-from compat._ranks import LAUNCHERS
+from compat._launchers import LAUNCHERS
 from compat.testing import span
 
 SIZE, BATCH = 3, 5

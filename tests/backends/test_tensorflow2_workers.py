@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from compat import _ranks, errors
+from compat import _launchers, errors
 from compat.testing_ranks import POLICIES, RanksContract
 
 from . import ranks
@@ -105,7 +105,7 @@ refusal(lambda: compat.parallelize(build))
 def test_a_model_that_was_built_before_is_refused():
     job = alone(REFUSED)
     assert job.returncode == 0, job.stderr
-    place = _ranks.Ranks(1, 2, 1, 2, "TF_CONFIG")
+    place = _launchers.Ranks(1, 2, 1, 2, "TF_CONFIG")
     early = "RankError {}".format(errors.not_built_in_rank(place))
     no_function = "NotAModelError strategy='mirrored' takes a function that builds the model, "
     late = "UnsupportedError {}".format(errors.workers_without_eager_execution(place))

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from compat import _devices, _ranks
+from compat import _devices, _launchers, _ranks
 from compat._backends.theano import backend
 from compat._settings import Settings
 from compat.testing_ranks import RanksContract
@@ -49,7 +49,7 @@ def test_flags_of_a_rank(machine, local_rank):
         "OMPI_COMM_WORLD_LOCAL_RANK": str(local_rank),
         "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
     }
-    ranks = _ranks.launched(environ)
+    ranks = _launchers.launched(environ)
     devices = _devices.choose_for_rank(_devices.parse_gpus(None), environ, ranks)
     variables = backend.environ(Settings(devices), environ)
     assert variables["CUDA_VISIBLE_DEVICES"] == str(local_rank)
@@ -65,7 +65,7 @@ PROGRAM = """\
 import os, sys, time
 from compat import _ranks
 from compat._backends import _mpi
-ranks = _ranks.launched(os.environ)
+ranks = _ranks.own_place()
 {}
 """
 

@@ -1,0 +1,489 @@
+"""The environments that launchers document: what compat makes of each, and the table in docs."""
+
+import json
+import os
+import re
+import socket
+import zlib
+
+import pytest
+
+import compat
+from compat import _devices, _launchers, _ranks
+
+DOCS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "docs", "launchers.md")
+
+
+def environment(text):
+    return dict(pair.split("=", 1) for pair in text.split())
+
+
+def port_of(job):
+    """The port that follows from what a launcher calls its job."""
+    return 61440 + zlib.crc32(job.encode()) % 4096
+
+
+def worker(kind, index, **cluster):
+    config = {"cluster": cluster, "task": {"type": kind, "index": index}}
+    return {"TF_CONFIG": json.dumps(config)}
+
+
+def pool(kind, index, *hosts, **more):
+    """Vertex AI's, of machines with these names; ``more`` are pools besides."""
+    cluster = {"workerpool0": [hosts[0] + ":2222"], "workerpool1": [h + ":2222" for h in hosts[1:]]}
+    task = {"type": kind, "index": index, "trial": "1"}
+    config = {"cluster": dict(cluster, **more), "environment": "cloud", "task": task}
+    return {"CLUSTER_SPEC": json.dumps(config)}
+
+
+# The third of four tasks of a step on two nodes, the first of the second node's two.
+SRUN = environment(
+    "SLURM_JOB_ID=77 SLURM_STEP_ID=1 SLURM_PROCID=2 SLURM_LOCALID=0 SLURM_NODEID=1 "
+    "SLURM_NTASKS=4 SLURM_STEP_NUM_TASKS=4 SLURM_STEP_TASKS_PER_NODE=2(x2) "
+    "SLURM_STEP_NUM_NODES=2 SLURM_STEP_NODELIST=gpu[07-08]"
+)
+FOUR = "{0}RANK=5 {0}SIZE=8 {0}LOCAL_RANK=1 {0}LOCAL_SIZE=4"
+TORCH = "RANK=1 WORLD_SIZE=2 MASTER_ADDR=job-master-0 MASTER_PORT=23456"
+
+# Each launcher's row in the docs: the environment that it documents, and the place it stands for
+# (rank, size, local rank, local size), what compat calls it, and where ranks meet.
+JOINED = {
+    "compat run": (
+        dict(environment(FOUR.format("COMPAT_")), COMPAT_MEETING="node1:45001"),
+        (5, 8, 1, 4), "compat run", ("node1", 45001),
+    ),
+    "horovodrun": (environment(FOUR.format("HOROVOD_")), (5, 8, 1, 4), "horovodrun", None),
+    "torchrun": (
+        environment(
+            "RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4 GROUP_RANK=1 MASTER_ADDR=node1 "
+            "MASTER_PORT=29500 TORCHELASTIC_USE_AGENT_STORE=True"
+        ),
+        (5, 8, 1, 4), "torchrun", ("node1", 29501),
+    ),
+    "Ray TorchTrainer": (
+        environment(
+            "RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 NODE_RANK=1 MASTER_ADDR=10.0.0.1 "
+            "MASTER_PORT=40001"
+        ),
+        (3, 4, 1, 2), "torchrun", ("10.0.0.1", 40001),
+    ),
+    "Spark TorchDistributor": (
+        environment(
+            "RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 "
+            "MASTER_PORT=40001"
+        ),
+        (3, 4, 1, 2), "torchrun", ("10.0.0.1", 40001),
+    ),
+    "SageMaker torch_distributed": (
+        dict(
+            environment(
+                "RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 MASTER_ADDR=algo-1 "
+                "MASTER_PORT=7777 SM_CURRENT_HOST=algo-2 SM_NUM_GPUS=2"
+            ),
+            SM_HOSTS='["algo-1","algo-2"]',
+        ),
+        (3, 4, 1, 2), "torchrun", ("algo-1", 7777),
+    ),
+    "DeepSpeed": (
+        environment(
+            "RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_SIZE=4 CROSS_RANK=1 CROSS_SIZE=2 "
+            "MASTER_ADDR=node1 MASTER_PORT=29500"
+        ),
+        (5, 8, 1, 4), "deepspeed", ("node1", 29500),
+    ),
+    "mpirun (Open MPI)": (
+        environment(
+            FOUR.format("OMPI_COMM_WORLD_") + " PMIX_RANK=5 PMIX_NAMESPACE=993722369 "
+            "OMPI_MCA_orte_hnp_uri=993722368.0;tcp://10.0.0.7:48641;tcp6://[fd00::2]:46497"
+        ),
+        (5, 8, 1, 4), "mpirun", ("10.0.0.7", port_of("993722369")),
+    ),
+    "Kubeflow MPIJob": (
+        environment(
+            FOUR.format("OMPI_COMM_WORLD_") + " OMPI_MCA_orte_keep_fqdn_hostnames=true "
+            "OMPI_MCA_orte_default_hostfile=/etc/mpi/hostfile K_MPI_JOB_ROLE=worker "
+            "KUBERNETES_SERVICE_HOST=10.96.0.1 MASTER_ADDR=job-worker-0.job MASTER_PORT=29500"
+        ),
+        (5, 8, 1, 4), "mpirun", ("job-worker-0.job", 29500),
+    ),
+    "mpiexec (MPICH, Intel MPI)": (
+        environment("PMI_RANK=5 PMI_SIZE=8 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=4 PMI_FD=8"),
+        (5, 8, 1, 4), "mpiexec", None,
+    ),
+    "Cray PALS": (
+        environment(
+            "PMI_RANK=5 PMI_SIZE=8 PMI_LOCAL_RANK=1 PMI_LOCAL_SIZE=8 PALS_RANKID=5 PALS_NODEID=0 "
+            "PALS_APID=ab12"
+        ),
+        (5, 8, 1, 8), "PALS", ("127.0.0.1", port_of("ab12")),
+    ),
+    "mpirun_rsh (MVAPICH2)": (
+        environment(FOUR.format("MV2_COMM_WORLD_")), (5, 8, 1, 4), "mpirun_rsh", None,
+    ),
+    "jsrun": (environment(FOUR.format("JSM_NAMESPACE_")), (5, 8, 1, 4), "jsrun", None),
+    "srun": (SRUN, (2, 4, 0, 2), "srun", ("gpu07", port_of("77.1"))),
+    "srun --mpi=pmi2": (
+        dict(SRUN, PMI_RANK="2", PMI_SIZE="4", PMI_JOBID="77.1", SLURM_MPI_TYPE="pmi2"),
+        (2, 4, 0, 2), "srun", ("gpu07", port_of("77.1")),
+    ),
+    "srun --mpi=pmix": (
+        dict(SRUN, PMIX_RANK="2", PMIX_NAMESPACE="slurm.pmix.77.1", SLURM_MPI_TYPE="pmix"),
+        (2, 4, 0, 2), "srun", ("gpu07", port_of("77.1")),
+    ),
+    "Kubeflow PyTorchJob": (
+        environment(
+            TORCH + " PET_MASTER_ADDR=job-master-0 PET_MASTER_PORT=23456 PET_NNODES=2 "
+            "PET_NODE_RANK=1 PET_NPROC_PER_NODE=auto KUBERNETES_SERVICE_HOST=10.96.0.1"
+        ),
+        (1, 2, 0, 1), "RANK", ("job-master-0", 23456),
+    ),
+    "Alibaba DLC": (
+        environment(TORCH + " NPROC_PER_NODE=1"), (1, 2, 0, 1), "RANK", ("job-master-0", 23456),
+    ),
+    "Lightning": (
+        environment("LOCAL_RANK=1 NODE_RANK=0 WORLD_SIZE=4 MASTER_ADDR=127.0.0.1 MASTER_PORT=5001"),
+        (1, 4, 1, 2), "RANK", ("127.0.0.1", 5001),
+    ),
+    "Kubeflow JAXJob": (
+        environment(
+            "COORDINATOR_ADDRESS=job-worker-0 COORDINATOR_PORT=6666 NUM_PROCESSES=2 PROCESS_ID=1"
+        ),
+        (1, 2, 0, 1), "JAXJob", ("job-worker-0", 6666),
+    ),
+    "JAX's variables": (
+        environment("JAX_COORDINATOR_ADDRESS=node1:1234 JAX_NUM_PROCESSES=2 JAX_PROCESS_ID=1"),
+        (1, 2, 0, 1), "JAX's variables", ("node1", 1234),
+    ),
+    "Keras' variables": (
+        environment(
+            "KERAS_DISTRIBUTION_JOB_ADDRESSES=10.0.0.1:1234,10.0.0.2:2345,10.0.0.2:2346 "
+            "KERAS_DISTRIBUTION_NUM_PROCESSES=3 KERAS_DISTRIBUTION_PROCESS_ID=2"
+        ),
+        (2, 3, 1, 2), "Keras' variables", ("10.0.0.1", 1234),
+    ),
+    "TF_CONFIG": (
+        worker("worker", 1, chief=["a:1"], worker=["b:1", "a:2", "b:2"], evaluator=["a:9"]),
+        (2, 4, 1, 2), "TF_CONFIG", ("a", 1),
+    ),
+    "AI Platform, SageMaker (TensorFlow)": (
+        worker("worker", 0, master=["a:1"], worker=["b:1"]), (1, 2, 0, 1), "TF_CONFIG", ("a", 1),
+    ),
+    "Vertex AI": (
+        pool("workerpool1", 0, "cmle-0", "cmle-1", "cmle-2"),
+        (1, 3, 0, 1), "CLUSTER_SPEC", ("cmle-0", 2222),
+    ),
+    "SageMaker script mode": (
+        dict(SM_HOSTS='["algo-2","algo-1"]', SM_CURRENT_HOST="algo-2", SM_NUM_GPUS="1"),
+        (1, 2, 0, 1), "SageMaker", ("algo-1", 7777),
+    ),
+}  # fmt: skip
+
+# Rows of what no process can be told its place by: the environment, and what the error names.
+REFUSED = {
+    "Flux": (environment("FLUX_TASK_RANK=5 FLUX_JOB_SIZE=8 FLUX_TASK_LOCAL_ID=1"), "FLUX_JOB_SIZE=8"),
+    "aprun": (environment("ALPS_APP_PE=1"), "ALPS_APP_PE=1"),
+    "Kubeflow TrainJob without torchrun": (
+        environment("PET_NNODES=2 PET_NODE_RANK=0 PET_NPROC_PER_NODE=1 PET_MASTER_ADDR=job-0"),
+        "PET_NNODES=2",
+    ),
+    "PyTorchJob with nprocPerNode, without torchrun": (
+        environment(TORCH + " PET_NNODES=2 PET_NODE_RANK=1 PET_NPROC_PER_NODE=8"),
+        "PET_NPROC_PER_NODE=8 asks for 8 processes",
+    ),
+    "Alibaba DLC with NPROC_PER_NODE, without torchrun": (
+        environment(TORCH + " NPROC_PER_NODE=8"), "NPROC_PER_NODE=8 asks for 8 processes",
+    ),
+    "Lightning on its second node": (
+        environment("LOCAL_RANK=1 NODE_RANK=1 WORLD_SIZE=4"), "WORLD_SIZE=4",
+    ),
+    "TF_CONFIG with a sparse cluster": (
+        {"TF_CONFIG": '{"sparseCluster": {"worker": {"1": "a:1"}}, "task": {"type": "worker"}}'},
+        "names only some of the workers",
+    ),
+    "TF_CONFIG with parameter servers": (
+        worker("worker", 0, worker=["a:1", "b:1"], ps=["c:1"]), "names parameter servers",
+    ),
+    "Vertex AI with parameter servers": (
+        pool("workerpool0", 0, "a", "b", workerpool2=["c:2222"]), "names parameter servers",
+    ),
+}  # fmt: skip
+
+
+def four(place):
+    return place.rank, place.size, place.local_rank, place.local_size
+
+
+@pytest.mark.parametrize("launcher", sorted(JOINED))
+def test_joined(launcher):
+    environ, place, name, meeting = JOINED[launcher]
+    found = _launchers.launched(environ)
+    assert four(found) == place
+    assert str(found) == "rank {} of {} ({})".format(place[0], place[1], name)
+    assert _launchers.meeting(found, environ) == meeting
+    assert _launchers.launched(dict(environ, COMPAT_ALONE="1")) is None
+
+
+@pytest.mark.parametrize("launcher", sorted(REFUSED))
+def test_refused(launcher):
+    environ, named = REFUSED[launcher]
+    with pytest.raises(compat.RankError, match=re.escape(named)) as error:
+        _launchers.launched(environ)
+    assert "COMPAT_ALONE=1" in str(error.value)
+    assert _launchers.launched(dict(environ, COMPAT_ALONE="1")) is None
+
+
+def test_docs_have_a_row_for_each():
+    with open(DOCS, encoding="utf-8") as file:
+        rows = [line.strip("|\n ").split(" | ") for line in file if line.startswith("| ")]
+    joined = {row[0].replace("`", "") for row in rows if len(row) == 4}
+    refused = {row[0].replace("`", "") for row in rows if len(row) == 3}
+    assert joined - {"launcher", "---"} == set(JOINED)
+    assert refused - {"environment", "---"} == set(REFUSED)
+
+
+# What makes a place ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("launcher, names", _launchers.LAUNCHERS)
+def test_part_of_a_launcher_never_makes_a_process_alone(launcher, names):
+    variables = dict(zip(names.split(), "5818"))
+    for name in variables:
+        rest = {n: v for n, v in variables.items() if n != name}
+        try:
+            place = _launchers.launched(rest)
+        except compat.RankError as error:
+            assert "COMPAT_ALONE=1" in str(error)
+        else:  # RANK and WORLD_SIZE, with or without LOCAL_RANK
+            assert (place.rank, place.size) == (5, 8) and {"RANK", "WORLD_SIZE"} <= set(rest)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        environment("RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1"),
+        environment("RANK=0 WORLD_SIZE=1 MASTER_ADDR=localhost MASTER_PORT=1"),
+        # A bare sbatch shell of four tasks, and a step of one task within it.
+        environment("SLURM_JOB_ID=77 SLURM_NTASKS=4 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0"),
+        environment("SLURM_NTASKS=4 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_STEP_NUM_TASKS=1"),
+        environment("NUM_PROCESSES=8 PROCESS_ID=1"),  # not JAXJob's
+        environment("PET_NNODES=1:1 PET_NODE_RANK=0"),
+        environment("LOCAL_RANK=0 NODE_RANK=0"),
+        {"TF_CONFIG": ""},
+        {"TF_CONFIG": "{}"},
+        worker("worker", 0, worker=["a:1"]),
+        worker("master", 0, master=["a:1"]),
+        dict(SM_HOSTS='["algo-1"]', SM_CURRENT_HOST="algo-1"),
+        pool("workerpool0", 0, "a"),
+        pool("workerpool3", 0, "a", "b", workerpool3=["c:2222"]),
+    ],
+)
+def test_alone(environ):
+    assert _launchers.launched(environ) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "RANK=2 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2",
+        "RANK=0 WORLD_SIZE=2 LOCAL_RANK=2 LOCAL_WORLD_SIZE=2",
+        "RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=3",
+        "RANK=-1 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1",
+        "RANK=one WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1",
+        "RANK=2 WORLD_SIZE=2",
+        "RANK=0 WORLD_SIZE=2 LOCAL_RANK=2",
+        "JAX_PROCESS_ID=2 JAX_NUM_PROCESSES=2",
+        "SLURM_PROCID=4 SLURM_STEP_NUM_TASKS=4 SLURM_LOCALID=0 SLURM_STEP_TASKS_PER_NODE=4",
+    ],
+)
+def test_contradictions_are_errors(text):
+    with pytest.raises(compat.RankError, match="contradicts itself: "):
+        _launchers.launched(environment(text))
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        environment("RANK=one WORLD_SIZE=2"),
+        environment("JAX_PROCESS_ID=0 JAX_NUM_PROCESSES=two"),
+        environment("SM_HOSTS=algo-1,algo-2 SM_CURRENT_HOST=algo-1"),
+        dict(SM_HOSTS='["algo-1","algo-2"]', SM_CURRENT_HOST="algo-3"),
+        {"CLUSTER_SPEC": "{"},
+        {"CLUSTER_SPEC": '{"cluster": {"workerpool0": ["a:1"]}}'},
+        pool("workerpool1", 1, "a", "b"),
+    ],
+)
+def test_what_is_no_place_is_an_error(environ):
+    with pytest.raises(compat.RankError, match="tells no place among ranks"):
+        _launchers.launched(environ)
+
+
+def test_what_runs_within_a_task_of_a_scheduler_comes_first():
+    for launcher in ("compat run", "torchrun", "mpirun (Open MPI)", "JAX's variables", "TF_CONFIG"):
+        environ, place, _, _ = JOINED[launcher]
+        assert four(_launchers.launched(dict(SRUN, **environ))) == place
+
+
+def test_ranks_by_number_alone_are_one_a_machine_or_all_on_this_one():
+    """On Kubernetes PyTorchJob tells its first pod "localhost", and the others its name."""
+    local = environment("RANK=1 WORLD_SIZE=3 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500")
+    place = _launchers.launched(local)
+    assert four(place) == (1, 3, 1, 3) and place.on_one_machine
+    pod = environment("RANK=0 WORLD_SIZE=2 MASTER_ADDR=localhost KUBERNETES_SERVICE_HOST=10.0.0.1")
+    place = _launchers.launched(pod)
+    assert four(place) == (0, 2, 0, 1) and not place.on_one_machine
+
+
+@pytest.mark.parametrize(
+    "text, counts",
+    [("3", [3]), ("2(x3),1", [2, 2, 2, 1]), ("4(x2)", [4, 4]), ("1,2(x2)", [1, 2, 2])],
+)
+def test_tasks_per_node(text, counts):
+    assert _launchers._tasks_per_node(text) == counts
+
+
+@pytest.mark.parametrize(
+    "text, host",
+    [
+        ("gpu07", "gpu07"),
+        ("gpu07,gpu09", "gpu07"),
+        ("gpu[07-08]", "gpu07"),
+        ("rack1-gpu[7,9-11],login", "rack1-gpu7"),
+        ("gpu[1-2].cluster", "gpu1.cluster"),
+    ],
+)
+def test_first_of_hostlist(text, host):
+    assert _launchers._first_of_hostlist(text) == host
+
+
+# TF_CONFIG ------------------------------------------------------------------------------------
+
+
+def test_tf_config_tells_the_place():
+    """The chief is rank 0, workers on one machine are its local ranks."""
+    cluster = {"chief": ["a:1"], "worker": ["b:1", "a:2", "b:2"], "evaluator": ["a:9"]}
+    tasks = [("chief", 0), ("worker", 0), ("worker", 1), ("worker", 2)]
+    expected = [(0, 4, 0, 2), (1, 4, 0, 2), (2, 4, 1, 2), (3, 4, 1, 2)]
+    for first in ("chief", "master"):
+        named = {first if kind == "chief" else kind: part for kind, part in cluster.items()}
+        found = [
+            _launchers.launched(worker(first if kind == "chief" else kind, index, **named))
+            for kind, index in tasks
+        ]
+        assert [four(place) for place in found] == expected
+    place = _launchers.launched(worker("worker", "1", worker=["[::1]:1", "[::1]:2"]))
+    assert (place.rank, place.local_rank) == (1, 1)
+
+
+def test_a_cluster_by_index():
+    """As TensorFlow's ``ClusterSpec`` takes it; one with gaps does not tell how many there are."""
+    place = _launchers.launched(worker("worker", 1, worker={"1": "b:1", "0": "a:1"}))
+    assert four(place) == (1, 2, 0, 1)
+    with pytest.raises(compat.RankError, match="names only some of the workers"):
+        _launchers.launched(worker("worker", 1, worker={"1": "b:1"}))
+
+
+def test_the_evaluator_is_no_rank_and_never_the_chief(monkeypatch):
+    environ = worker("evaluator", 0, worker=["a:1", "b:1"], evaluator=["c:1"])
+    assert _launchers.launched(environ) is None
+    monkeypatch.setenv("TF_CONFIG", environ["TF_CONFIG"])
+    assert (compat.rank(), compat.size(), compat.is_chief()) == (-1, 1, False)
+    monkeypatch.setenv("COMPAT_ALONE", "1")
+    assert (compat.rank(), compat.is_chief()) == (0, True)
+
+
+@pytest.mark.parametrize(
+    "environ, problem",
+    [
+        ({"TF_CONFIG": "{"}, "is not understood: "),
+        ({"TF_CONFIG": "[]"}, "is not understood: "),
+        (worker("worker", "one", worker=["a:1", "b:1"]), "is not understood: "),
+        (worker("worker", 2, worker=["a:1", "b:1"]), "the cluster has no task worker 2"),
+        (worker("worker", -1, worker=["a:1", "b:1"]), "the cluster has no task worker -1"),
+        (worker("chief", 0, worker=["a:1", "b:1"]), "the cluster has no task chief 0"),
+    ],
+)
+def test_a_tf_config_that_no_rank_can_have_is_an_error(environ, problem):
+    with pytest.raises(compat.RankError, match=problem):
+        _launchers.launched(environ)
+
+
+# Where ranks meet -----------------------------------------------------------------------------
+
+
+def test_what_the_user_sets_comes_before_what_the_launcher_tells():
+    place = _launchers.launched(SRUN)
+    meetings = [
+        environment("MASTER_ADDR=node9 MASTER_PORT=1"),
+        environment("JAX_COORDINATOR_ADDRESS=node9:1"),
+    ]
+    for variables in meetings:
+        assert _launchers.meeting(place, dict(SRUN, **variables)) == ("node9", 1)
+
+
+def test_ranks_of_one_machine_meet_on_its_loopback_interface():
+    step = dict(SRUN, SLURM_PROCID="0", SLURM_NODEID="0", SLURM_STEP_TASKS_PER_NODE="4")
+    host, port = _launchers.meeting(_launchers.launched(step), step)
+    assert (host, port) == ("127.0.0.1", port_of("77.1"))
+    other = dict(step, SLURM_STEP_ID="2")  # of the same job, at the same time
+    assert _launchers.meeting(_launchers.launched(other), other)[1] != port
+    environ = environment("RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2")
+    environ.update(environment("MASTER_ADDR=myself MASTER_PORT=29500"))
+    place = _launchers.launched(environ)
+    assert _launchers.meeting(place, environ) == ("127.0.0.1", 29500)
+
+
+@pytest.mark.parametrize("address", ["node1", "node1:", ":29500", "node1:70000", "node1:http"])
+def test_an_address_that_is_none_is_an_error(address):
+    environ = dict(JOINED["JAX's variables"][0], JAX_COORDINATOR_ADDRESS=address)
+    with pytest.raises(compat.RankError, match="that is no host and port"):
+        _launchers.meeting(_launchers.launched(environ), environ)
+
+
+def listening_at(host, on_one_machine):
+    place = _launchers.Ranks(0, 2, 0, 2 if on_one_machine else 1, "srun")
+    with _ranks.listen(place, host, 0) as listening:
+        return listening.getsockname()[0]
+
+
+def test_rank_0_listens_where_the_others_are_and_nowhere_else():
+    assert listening_at("127.0.0.1", on_one_machine=True) == "127.0.0.1"
+    # As Debian's /etc/hosts has the machine's own name: other machines could not come.
+    everywhere = listening_at("127.0.1.1", on_one_machine=False)
+    assert everywhere in ("::", "0.0.0.0")
+    # Another machine's address, such as that of a proxy in front of this one.
+    assert listening_at("192.0.2.77", on_one_machine=False) == everywhere
+
+
+def test_a_port_that_is_taken_is_an_error():
+    place = _launchers.Ranks(0, 2, 0, 2, "srun")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen(1)
+        with pytest.raises(compat.RankError, match="Set MASTER_ADDR and MASTER_PORT to another"):
+            _ranks.listen(place, "127.0.0.1", taken.getsockname()[1])
+
+
+# The GPU of a rank ----------------------------------------------------------------------------
+
+
+def choose(environ, gpus):
+    """What a rank gets on a machine with so many GPUs that it sees."""
+    machine = [_devices.GPU(index) for index in range(gpus)]
+    place = _launchers.launched(environ)
+    return _devices.choose_for_rank(_devices.parse_gpus(None), environ, place, lambda: machine)
+
+
+@pytest.mark.parametrize("task", ["0", "1"])
+def test_a_gpu_that_the_scheduler_bound_is_no_shortage(task):
+    """With --gpus-per-task each task sees one GPU, and often it is number 0 for all of them."""
+    step = dict(SRUN, SLURM_PROCID=task, SLURM_LOCALID=task, SLURM_NODEID="0")
+    bound = dict(step, CUDA_VISIBLE_DEVICES="0", SLURM_STEP_GPUS="4,5")
+    devices = choose(bound, 1)
+    assert (devices.gpus, devices.shortage) == (("0",), None)
+    bound = dict(step, CUDA_VISIBLE_DEVICES="0", SLURM_GPUS_ON_NODE="2")
+    assert choose(bound, 1).shortage is None
+    assert choose(dict(step, SLURM_GPUS_ON_NODE="1"), 1).shortage  # two tasks share it
+    wrapped = dict(JOINED["mpirun (Open MPI)"][0], OMPI_COMM_WORLD_LOCAL_RANK=task)
+    assert choose(dict(wrapped, CUDA_VISIBLE_DEVICES=task), 2).shortage is None
+    assert choose(dict(wrapped, CUDA_VISIBLE_DEVICES="3"), 4).shortage  # all four share it
