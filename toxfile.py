@@ -37,12 +37,12 @@ def _lines(*command):
 
 @impl
 def tox_add_env_config(env_conf, state):
-    """The second part of an environment's name is the extra that it installs."""
+    """The parts of an environment's name that are extras are what it installs."""
     setup = configparser.ConfigParser()
     setup.read(state.conf.core["tox_root"] / "setup.cfg", encoding="utf-8")
-    extra = env_conf.name.partition("-")[2].partition("-")[0]
-    if extra in setup["options.extras_require"]:
-        env_conf.loaders.insert(0, MemoryLoader(extras={extra}))
+    extras = set(env_conf.name.split("-")) & set(setup["options.extras_require"])
+    if extras:
+        env_conf.loaders.insert(0, MemoryLoader(extras=extras))
 
 
 @impl

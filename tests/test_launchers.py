@@ -180,7 +180,7 @@ JOINED = {
 
 # Rows of what no process can be told its place by: the environment, and what the error names.
 REFUSED = {
-    "Flux": (environment("FLUX_TASK_RANK=5 FLUX_JOB_SIZE=8 FLUX_TASK_LOCAL_ID=1"), "FLUX_JOB_SIZE=8"),
+    "Flux": (environment("FLUX_TASK_RANK=5 FLUX_JOB_SIZE=8"), "FLUX_JOB_SIZE=8"),
     "aprun": (environment("ALPS_APP_PE=1"), "ALPS_APP_PE=1"),
     "Kubeflow TrainJob without torchrun": (
         environment("PET_NNODES=2 PET_NODE_RANK=0 PET_NPROC_PER_NODE=1 PET_MASTER_ADDR=job-0"),

@@ -27,7 +27,7 @@ for _backend in INSTALLED:  # frameworks read these when they first run
     os.environ.update(_backend.recording)
 # The tests of a mode of the whole process, or of an engine of ranks that has to be installed
 # besides, are in files of their own, which run alone.
-MODES = ("contexts", "horovod", "keras23", "mpi", "v1", "workers")
+MODES = ("contexts", "horovod", "keras23", "launchers", "mpi", "v1", "workers")
 V1_MODE = os.environ.get("COMPAT_TEST_KERAS") == "tensorflow.compat.v1.keras"
 MODE = "v1" if V1_MODE else os.environ.get("COMPAT_TEST_MODE")
 TESTED = [b.name + ("_" + MODE if MODE else "") for b in INSTALLED]

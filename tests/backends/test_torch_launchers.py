@@ -1,0 +1,51 @@
+"""Ranks of torch under real launchers, and what these tell a process of any framework."""
+
+import subprocess
+import sys
+
+import pytest
+
+from . import launchers
+from .launchers import MPICH, PLACE, Launchers, environment, run, slurm  # noqa: F401  # a fixture
+
+
+@pytest.mark.row("launchers: srun, mpirun, mpiexec, torchrun, PyTorchJob")
+class TestTorchLaunchers(Launchers):
+    backend = "torch"
+
+    def test_mpiexec_of_mpich(self, check):
+        variables = {
+            "LD_LIBRARY_PATH": launchers.LIBRARIES,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(launchers.free_port()),
+        }
+        check(MPICH, "mpiexec", variables)
+
+    def test_mpiexec_of_mpich_without_a_meeting_point_is_refused(self, script, tmp_path):
+        environ = environment("torch", LD_LIBRARY_PATH=launchers.LIBRARIES)
+        command = MPICH + [sys.executable, str(script), str(tmp_path)]
+        job = subprocess.run(
+            command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=300
+        )
+        assert job.returncode
+        text = "(mpiexec), but nothing tells torch.distributed where ranks meet. Set MASTER_ADDR"
+        assert text in job.stderr.decode()
+
+
+# Debian's plugin for pmix looks for its library in /usr alone.
+@pytest.mark.parametrize("mpi", ["none", "pmi2"])
+def test_srun_tells_the_place(slurm, mpi):  # noqa: F811
+    command = [launchers.BIN + "/srun", "--mpi=" + mpi, "--ntasks=3", sys.executable, "-c", PLACE]
+    assert run(command, environment("torch", **slurm)) == ["0 3 0", "1 3 1", "2 3 2"]
+
+
+def test_a_batch_script_is_alone_and_its_steps_are_not(slurm, tmp_path):  # noqa: F811
+    """The shell has SLURM_NTASKS and SLURM_PROCID=0, and runs once."""
+    script, out = tmp_path / "job.sh", tmp_path / "out"
+    line = '{} -c "{}"\n'.format(sys.executable, PLACE)
+    script.write_text("#!/bin/sh\n{}{}/srun {}".format(line, launchers.BIN, line))
+    command = ["/sbatch", "--quiet", "--wait", "--ntasks=2", "--output=" + str(out), str(script)]
+    command[0] = launchers.BIN + command[0]
+    assert run(command, environment("torch", **slurm)) == []
+    said = out.read_text().splitlines()
+    assert said[0] == "0 1 0" and sorted(said[1:]) == ["0 2 0", "1 2 1"]
