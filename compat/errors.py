@@ -743,6 +743,23 @@ def invalid_hosts(hosts):
     )
 
 
+def invalid_host_name(hosts, host):
+    kind = " looks like an IPv6 address, and launchers take none" if host.count(":") > 1 else ""
+    return InvalidArgumentError(
+        "--hosts {}: {!r}{}. Use a name of letters, digits, '.', '-' and '_' that does not begin "
+        "with '-', or an IPv4 address; user@name logs in as another user.".format(
+            hosts, host, kind or " is not the name of a machine"
+        )
+    )
+
+
+def user_of_host(hosts, launcher):
+    return InvalidArgumentError(
+        "--hosts {}: {} takes no user@ in front of a machine. Name the user in ~/.ssh/config, "
+        "as User under the machine's Host.".format(hosts, launcher)
+    )
+
+
 def no_room_on_hosts(ranks, hosts, room):
     return InvalidArgumentError(
         "-n {}: --hosts {} has room for {}. Use fewer ranks, or give the machines more: "
@@ -826,6 +843,14 @@ def no_session():
         "get_session() has nothing to return: this Keras runs in no TensorFlow session. Call "
         "models and functions directly; compat.configure_gpu() has what a session's ConfigProto "
         "set."
+    )
+
+
+def shadowed(script, path):
+    """The text of a warning."""
+    return (
+        "`import compat` in {} finds {}, not this package. Rename that one to use "
+        "compat.configure_gpu() there.".format(script, path)
     )
 
 

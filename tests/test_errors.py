@@ -474,6 +474,13 @@ TEXTS = [
         "/home/a/.theanorc could not be written: No space left on device. The file is as it was "
         "before.",
     ),
+    (
+        errors.shadowed,
+        ("train.py", "/home/a/compat.py"),
+        None,
+        "`import compat` in train.py finds /home/a/compat.py, not this package. Rename that one "
+        "to use compat.configure_gpu() there.",
+    ),
     # Texts of single backends.
     (
         errors.memory_total_unknown,
@@ -891,6 +898,29 @@ TEXTS = [
         errors.InvalidArgumentError,
         "--hosts a:x is not understood. Use machines, by the names that all of them know, and "
         "how many ranks each is to run: --hosts first:4,second:4.",
+    ),
+    (
+        errors.invalid_host_name,
+        ("a,-oProxyCommand=x", "-oProxyCommand=x"),
+        errors.InvalidArgumentError,
+        "--hosts a,-oProxyCommand=x: '-oProxyCommand=x' is not the name of a machine. Use a name "
+        "of letters, digits, '.', '-' and '_' that does not begin with '-', or an IPv4 address; "
+        "user@name logs in as another user.",
+    ),
+    (
+        errors.invalid_host_name,
+        ("[::1]:4", "[::1]:4"),
+        errors.InvalidArgumentError,
+        "--hosts [::1]:4: '[::1]:4' looks like an IPv6 address, and launchers take none. Use a "
+        "name of letters, digits, '.', '-' and '_' that does not begin with '-', or an IPv4 "
+        "address; user@name logs in as another user.",
+    ),
+    (
+        errors.user_of_host,
+        ("ann@a:2,b:2", "mpirun"),
+        errors.InvalidArgumentError,
+        "--hosts ann@a:2,b:2: mpirun takes no user@ in front of a machine. Name the user in "
+        "~/.ssh/config, as User under the machine's Host.",
     ),
     (
         errors.no_room_on_hosts,
