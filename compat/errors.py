@@ -348,6 +348,17 @@ def device_order(value):
     )
 
 
+# Idle GPUs, the text of a warning -------------------------------------------------------------
+
+
+def unclaimed_gpu(index, path, problem):
+    return (
+        "GPU {} is idle but cannot be claimed: {} cannot be locked ({}). Another job that asks "
+        "for idle GPUs may take it, too. Choose GPUs by their ids, or have that file "
+        "removed.".format(index, path, getattr(problem, "strerror", None) or problem)
+    )
+
+
 # Configuring ----------------------------------------------------------------------------------
 
 

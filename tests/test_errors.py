@@ -475,6 +475,14 @@ TEXTS = [
         "before.",
     ),
     (
+        errors.unclaimed_gpu,
+        (3, "/tmp/x.lock", OSError(13, "Permission denied", "/tmp/x.lock")),
+        None,
+        "GPU 3 is idle but cannot be claimed: /tmp/x.lock cannot be locked (Permission denied). "
+        "Another job that asks for idle GPUs may take it, too. Choose GPUs by their ids, or have "
+        "that file removed.",
+    ),
+    (
         errors.shadowed,
         ("train.py", "/home/a/compat.py"),
         None,
