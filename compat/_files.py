@@ -15,7 +15,10 @@ def plain(path: str, flags: int, mode: int = 0o666) -> int:
     """
     descriptor = os.open(path, flags | getattr(os, "O_NONBLOCK", 0), mode)
     try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+        if not stat.S_ISREG(mode):
             raise OSError(errno.EINVAL, "It is not a regular file", path)
     except BaseException:
         os.close(descriptor)

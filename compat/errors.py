@@ -1016,6 +1016,39 @@ def theanorc_names_no_file():
     )
 
 
+def theanorc_without_home(path):
+    return ConfigurationFileError(
+        "persist=True would write {}: HOME is set and empty. Set HOME to the home folder, unset "
+        "it, or name a file in THEANORC.".format(path)
+    )
+
+
+def theanorc_not_a_path(path):
+    return ConfigurationFileError(
+        "{!r} is the path of no file: it holds a NUL character. Give THEANORC, or HOME, another "
+        "value.".format(path)
+    )
+
+
+def theanorc_not_a_file(path):
+    return unreadable_file(
+        path,
+        "it is not a regular file",
+        "Theano would wait for what it says when it is imported. Put a file there, or name one in "
+        "THEANORC.",
+    )
+
+
+def theanorc_defaults(section, options):
+    return ConfigurationFileError(
+        "persist=True has written nothing: it needs a section [{0}], and what a section [DEFAULT] "
+        "says of {1} would then hold there, where it does not yet. Move that from [DEFAULT] into "
+        "the sections that it is for, or add the line [{0}] yourself.".format(
+            section, " and ".join(options)
+        )
+    )
+
+
 def theano_device_overruled(said, devices):
     """The text of a warning."""
     return (

@@ -585,7 +585,7 @@ def make_socket(path):
 
 OBSTACLES = {
     "FIFO": (os.mkfifo, "It is not a regular file"),
-    "folder": (os.mkdir, "It is not a regular file"),
+    "folder": (os.mkdir, "Is a directory"),
     "socket": (make_socket, "No such device or address"),
     "link": (lambda path: os.symlink("/tmp/keras-gpu-compat-made-elsewhere", path), "Too many"),
     "device": (lambda path: os.symlink("/dev/zero", path), "Too many levels of symbolic links"),

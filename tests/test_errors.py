@@ -639,6 +639,35 @@ TEXTS = [
         "section such as [global].",
     ),
     (
+        errors.theanorc_without_home,
+        ("/.theanorc",),
+        errors.ConfigurationFileError,
+        "persist=True would write /.theanorc: HOME is set and empty. Set HOME to the home folder, "
+        "unset it, or name a file in THEANORC.",
+    ),
+    (
+        errors.theanorc_not_a_path,
+        ("/a\0b",),
+        errors.ConfigurationFileError,
+        "'/a\\x00b' is the path of no file: it holds a NUL character. Give THEANORC, or HOME, "
+        "another value.",
+    ),
+    (
+        errors.theanorc_not_a_file,
+        ("/home/a/.theanorc",),
+        errors.ConfigurationFileError,
+        "/home/a/.theanorc cannot be read: it is not a regular file. Theano would wait for what it "
+        "says when it is imported. Put a file there, or name one in THEANORC.",
+    ),
+    (
+        errors.theanorc_defaults,
+        ("global", ["cxx", "floatx"]),
+        errors.ConfigurationFileError,
+        "persist=True has written nothing: it needs a section [global], and what a section "
+        "[DEFAULT] says of cxx and floatx would then hold there, where it does not yet. Move that "
+        "from [DEFAULT] into the sections that it is for, or add the line [global] yourself.",
+    ),
+    (
         errors.theanorc_names_no_file,
         (),
         errors.ConfigurationFileError,
