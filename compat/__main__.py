@@ -1,4 +1,4 @@
-"""The command line: ``python -m compat``, also installed as ``compat``."""
+"""The command line: ``python -m compat``, also ``python -m keras_gpu_compat`` and ``compat``."""
 
 import argparse
 import os
@@ -53,7 +53,10 @@ def main(arguments=None):
 
 def _parser():
     parser = argparse.ArgumentParser(
-        prog="compat", description="GPUs and several devices for every Keras backend."
+        prog="compat",
+        description="GPUs and several devices for every Keras backend.",
+        epilog="Where a file or folder of yours is called compat, `python -m compat` runs that: "
+        "use `python -m keras_gpu_compat`, or the command `compat`.",
     )
     parser.add_argument("--version", action="version", version="compat " + __version__)
     commands = parser.add_subparsers(dest="command", metavar="command")
@@ -143,7 +146,7 @@ def _several(text):
 
 
 def _env(arguments):
-    from . import _settings
+    from . import _by_path, _settings
 
     problems: "List[str]" = []
     sections = [
@@ -151,6 +154,9 @@ def _env(arguments):
         ("python", ["{} ({})".format(sys.version.split()[0], sys.executable)]),
     ]
     sections += _backend(problems) + _gpus(problems)
+    other = _by_path.shadow(os.getcwd(), os.environ)
+    if other:
+        problems.append(errors.shadowed("scripts in " + os.getcwd(), other))
     print(_settings.report(sections + [("problems", problems or ["none"])]))
     return 1 if problems else 0
 

@@ -215,8 +215,10 @@ def read_keras_json(path):
     """
     import json
 
+    from ._files import plain
+
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8", opener=plain) as file:
             content = json.load(file)
         if not isinstance(content, dict):
             raise ValueError("it holds no object")

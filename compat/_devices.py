@@ -284,7 +284,8 @@ class Devices:
         self.simulated = simulated
         self.declined = declined
         self.shortage = shortage  # (asked, found), where fewer were found than asked for
-        self.problems = list(problems)  # what is wrong with CUDA_VISIBLE_DEVICES
+        # What is wrong with CUDA_VISIBLE_DEVICES, or with the claims of idle GPUs.
+        self.problems = list(problems)
 
     def __len__(self):
         return self.simulated or len(self.gpus)
@@ -376,7 +377,7 @@ def choose(selection, simulate, environ, discover=discover):
     if entries is None:
         entries = [str(gpu.index) for gpu in machine]
     visible = [(entry, _gpu_of(entry, machine or [])) for entry in entries]
-    positions, shortage = _choose_among(selection, visible)
+    positions, shortage = _choose_among(selection, visible, problems)
     if shortage:
         shortage = str(selection), shortage + found
     uuids = [gpu.uuid if gpu else "" for _, gpu in visible]
@@ -459,8 +460,11 @@ def _gpu_of(entry, machine):
     return None
 
 
-def _choose_among(selection, visible):
-    """Positions in ``visible``, pairs of entry and GPU; and what is short, or None."""
+def _choose_among(selection, visible, problems):
+    """Positions in ``visible``, pairs of entry and GPU; and what is short, or None.
+
+    Appends to ``problems``.
+    """
     if selection.kind == "all":
         return range(len(visible)), None
     if selection.kind == "count":
@@ -473,7 +477,7 @@ def _choose_among(selection, visible):
         return positions, short
     if any(gpu and not gpu.uuid for _, gpu in visible):
         return [], "without nvidia-smi nothing tells which GPUs are idle"
-    positions = _idle(visible, selection.count)
+    positions = _idle(visible, selection.count, problems)
     if len(positions) >= (selection.count or 1):
         return positions, None
     return positions, "{} of {} visible".format(_are(len(positions), "idle"), len(visible))
@@ -509,8 +513,10 @@ def _positions(ids, visible):
 # Idle GPUs ------------------------------------------------------------------------------------
 
 
-def _idle(visible, count):
+def _idle(visible, count, problems):
     """Positions of idle GPUs, those with most free memory, each claimed for this process.
+
+    Where one cannot be claimed, which two jobs may then choose, ``problems`` gets a sentence.
 
     Idle: no process computes on it that nvidia-smi shows, less than a tenth of the memory is
     used (a desktop uses some) and less than a tenth of the time, and no other process that
@@ -529,12 +535,19 @@ def _idle(visible, count):
         )
     ]
     claimed: "List[int]" = []
+    unclaimed = []
     for _, _, position, gpu in sorted(idle, key=lambda item: item[:3]):
         if len(claimed) == (count or len(visible)):
             break
-        if _claim(gpu):
-            claimed.append(position)
-    return sorted(claimed)
+        try:
+            if _claim(gpu):
+                claimed.append(position)
+        except OSError as error:
+            unclaimed.append((position, errors.unclaimed_gpu(gpu.index, _lock_path(gpu), error)))
+    # Those that cannot be locked come last: nobody can keep them from others for ever so.
+    short = (count or len(visible)) - len(claimed)
+    problems += [problem for _, problem in unclaimed[:short]]
+    return sorted(claimed + [position for position, _ in unclaimed[:short]])
 
 
 # Open lock files, by GPU; the system drops the locks when the process ends.
@@ -552,33 +565,50 @@ def hand_over_claims():
     return {"COMPAT_CLAIMS": ",".join(sorted(_claims))} if _claims else {}
 
 
+def _lock_path(gpu):
+    """Where its lock file lies: not in ``TMPDIR``, which schedulers set for each job."""
+    return "/tmp/keras-gpu-compat-{}.lock".format(gpu.uuid)
+
+
 def _claim(gpu):
     """Take this GPU's lock, so that two jobs started together do not pick the same one.
 
-    The lock file lies in /tmp, not in ``TMPDIR``, which schedulers set for each job.
+    Returns:
+        Whether no other job has it.
+
+    Raises:
+        OSError: nothing can be locked there: what anybody may have put into /tmp is no lock.
     """
     if _claimed(gpu):
         return True
     try:
         import fcntl
-    except ImportError:  # no such locks on Windows
-        return True
-    path = "/tmp/keras-gpu-compat-{}.lock".format(gpu.uuid)
-    try:
-        lock = _open(path)
-    except OSError:  # no folder to lock in: the lock is not needed to train
-        return True
+    except ImportError as error:  # Windows
+        raise OSError("this system has no such locks") from error
+    lock = _open(_lock_path(gpu))
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         os.close(lock)
         return False
+    except OSError:
+        os.close(lock)
+        raise
     _claims[gpu.uuid] = lock
     return True
 
 
 def _open(path):
+    from ._files import plain
+
     try:
-        return os.open(path, os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-    except PermissionError:  # another user's file, which Linux lets nobody else "create"
-        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        # Without O_CREAT, since Linux lets nobody "create" another user's file in /tmp.
+        return plain(path, os.O_RDONLY | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        pass
+    try:
+        lock = plain(path, os.O_RDONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
+    except FileExistsError:  # another job has made it meanwhile
+        return plain(path, os.O_RDONLY | os.O_NOFOLLOW)
+    os.fchmod(lock, 0o644)  # whatever the umask: other users are to lock it, too
+    return lock

@@ -1,4 +1,4 @@
-"""``python -m compat._rank COMMAND...``: what a launcher starts in place of each rank's command.
+"""``_rank COMMAND...``, by ``_by_path``: what a launcher starts in place of each rank's command.
 
 Runs the command and tells ``compat run``, on standard output and so through whatever launcher,
 what it printed and how it ended. A message is a line: ``BEGIN``, the rank, its kind, its text.

@@ -144,20 +144,39 @@ def timeout(environ: "Mapping[str, str]") -> float:
 def parse_hosts(text: str) -> "List[Tuple[str, int]]":
     """Machines and how many ranks each runs: ``"first:4,second:4"``; one where none is said. Pure.
 
+    A machine is a name or an IPv4 address, ``user@`` in front where ssh is to log in as another
+    user. Launchers hand it to ssh, some through a shell: whatever else it may hold is refused.
+
     Raises:
         InvalidArgumentError: that is not understood, or a machine comes twice.
     """
     hosts = []
     for part in text.split(","):
         name, _, slots = part.strip().partition(":")
+        if part.count(":") > 1 or (name and not _is_host(name)):
+            raise errors.invalid_host_name(text, part.strip())
         if not name or not (slots or "1").isdecimal() or int(slots or 1) < 1:
             raise errors.invalid_hosts(text)
         hosts.append((name, int(slots or 1)))
-    names = [name for name, _ in hosts]
+    names = [host_address(name) for name, _ in hosts]
     here = [name for name in names if name == "localhost" or name.startswith("127.")]
     if len(set(names)) < len(names) or (here and len(names) > 1):
         raise errors.invalid_hosts(text)
     return hosts
+
+
+def _is_host(name):
+    user, at, host = name.rpartition("@")
+    parts = [user, host] if at else [host]
+    return all(
+        (part[:1].isalnum() or part[:1] == "_") and all(c.isalnum() or c in "._-" for c in part)
+        for part in parts
+    )
+
+
+def host_address(host: str) -> str:
+    """What other machines know a host of ``parse_hosts`` by: without the user who logs in."""
+    return host.rpartition("@")[2]
 
 
 def fill_hosts(text: str, size: "Optional[int]") -> "Tuple[int, str]":

@@ -119,7 +119,7 @@ def run(
         UnsupportedError: the backend has no ranks.
         as ``prepare()``.
     """
-    from . import _devices, _launch, _ranks
+    from . import _by_path, _devices, _launch, _ranks
 
     if hosts is not None:
         ranks, hosts = _ranks.fill_hosts(hosts, ranks)
@@ -135,11 +135,14 @@ def run(
         # mpirun is told the names of all variables.
         shown = textwrap.shorten(" ".join(launcher), 400, placeholder=" ...")
         lines.append("{} ranks: {}".format(ranks, shown))
+    other = _by_path.shadow(os.path.dirname(os.path.realpath(script[0])), environ)
+    if other:
+        lines.append(errors.shadowed(script[0], other))
     for line in lines:
         print("compat run: " + line, file=sys.stderr)
     sys.stderr.flush()
     environ.update(_devices.hand_over_claims())
     if not ranks:
         os.execve(interpreter, [interpreter] + script, environ)
-    rank = [sys.executable, "-m", "compat._rank", interpreter]
+    rank = _by_path.command("_rank") + [interpreter]
     return _launch.launch(launcher + rank + script, environ, ranks)

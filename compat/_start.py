@@ -1,4 +1,4 @@
-"""``python -m compat._start WHERE [--tf-config] COMMAND...``: start ranks of a command.
+"""``_start WHERE [--tf-config] COMMAND...``, by ``_by_path``: start ranks of a command.
 
 The launcher for engines that have none of their own, or none for several machines. ``WHERE`` is
 how many ranks on this machine, or machines and how many on each: ``first:4,second:4``. Other
@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 
-from . import _ranks
+from . import _by_path, _ranks
 from ._rank import die_with_parent
 
 TYPE_CHECKING = False
@@ -35,7 +35,7 @@ _OWN_PREFIXES = "BASH_FUNC_", "DBUS_", "DISPLAY", "SSH_", "XDG_"
 
 def launcher(launch: "_ranks.Launch", *options: str) -> "List[str]":
     """As ``Backend.launcher``."""
-    return [sys.executable, "-m", "compat._start", launch.hosts or str(launch.size)] + list(options)
+    return _by_path.command("_start") + [launch.hosts or str(launch.size)] + list(options)
 
 
 def exported(environ: "Mapping[str, str]") -> "Dict[str, str]":
@@ -75,7 +75,9 @@ def start(where: str, tf_config: bool, command: "Sequence[str]") -> int:
 def _places(machines, tf_config):
     """Each machine's ranks: the variables that tell them their places."""
     size = sum(slots for _, slots in machines)
-    hosts = [host or "127.0.0.1" for host, slots in machines for _ in range(slots)]
+    hosts = [
+        _ranks.host_address(host or "127.0.0.1") for host, slots in machines for _ in range(slots)
+    ]
     addresses = ["{}:{}".format(*pair) for pair in zip(hosts, _free_ports(size))]
     rank = 0
     for _, slots in machines:
@@ -104,16 +106,13 @@ def _free_ports(count):
 
 def _agent(host):
     """The command that starts a machine's own process."""
-    agent = [sys.executable, "-m", "compat._start"]
+    agent = _by_path.command("_start")
     if host is None or _is_here(host):
         return agent
-    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    paths = [os.path.abspath(path) for path in paths if path]  # ssh begins in another folder
-    agent = ["env", "PYTHONPATH=" + os.pathsep.join(paths)] + agent
     # No question is asked that nobody sees; a machine that is gone is noticed in half a minute.
     options = ["BatchMode=yes", "ConnectTimeout=30", "ServerAliveInterval=10"]
     ssh = ["ssh"] + [part for option in options for part in ("-o", option)]
-    return ssh + [host, " ".join(map(shlex.quote, agent))]
+    return ssh + ["--", host, " ".join(map(shlex.quote, agent))]
 
 
 def _is_here(host):

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 
-from . import _detect, _verification, errors
+from . import _by_path, _detect, _verification, errors
 from .backend import Backend
 
 TYPE_CHECKING = False
@@ -51,6 +51,10 @@ def run(
     environ = dict(os.environ, COMPAT_VERIFY=str(steps))
     environ.update(chosen.recording)
     environ.update(_detect.keras_variable(chosen, os.environ))
+    # Whatever PYTHONPATH says, the script finds this package: see _run().
+    other = _by_path.shadow(os.path.dirname(os.path.realpath(script[0])), {})
+    if other:
+        _say(errors.shadowed(script[0], other))
     lines, same = _on_replicas(script, environ, chosen, devices)
     if ranks != 0 and type(chosen).distribute is not Backend.distribute:
         more, also = _as_ranks(script, environ, chosen, ranks or RANKS)
@@ -90,7 +94,7 @@ def _on_replicas(script, environ, chosen, devices):
 def _as_ranks(script, environ, chosen, ranks):
     """The lines of the verdict on ranks, and whether it is good."""
     _say("{} as {} ranks".format(script[0], ranks))
-    command = [sys.executable, "-m", "compat", "run", "-n", str(ranks), "--gpus", "cpu"]
+    command = _by_path.command("__main__") + ["run", "-n", str(ranks), "--gpus", "cpu"]
     command += ["--backend", chosen.framework]
     status, _ = _run(command + script, environ)
     if status:
@@ -104,7 +108,8 @@ def _run(command, environ):
     environ = dict(environ, COMPAT_VERIFY_REPORT=folder)
     # The script finds this compat as its own.
     path = [os.path.dirname(os.path.dirname(os.path.abspath(__file__)))]
-    environ["PYTHONPATH"] = os.pathsep.join(path + environ.get("PYTHONPATH", "").split(os.pathsep))
+    path += [environ["PYTHONPATH"]] if environ.get("PYTHONPATH") else []  # "" is this folder
+    environ["PYTHONPATH"] = os.pathsep.join(path)
     try:
         status = subprocess.call(command, env=environ)
         reports = []

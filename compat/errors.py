@@ -348,6 +348,17 @@ def device_order(value):
     )
 
 
+# Idle GPUs, the text of a warning -------------------------------------------------------------
+
+
+def unclaimed_gpu(index, path, problem):
+    return (
+        "GPU {} is idle but cannot be claimed: {} cannot be locked ({}). Another job that asks "
+        "for idle GPUs may take it, too. Choose GPUs by their ids, or have that file "
+        "removed.".format(index, path, getattr(problem, "strerror", None) or problem)
+    )
+
+
 # Configuring ----------------------------------------------------------------------------------
 
 
@@ -792,6 +803,23 @@ def invalid_hosts(hosts):
     )
 
 
+def invalid_host_name(hosts, host):
+    kind = " looks like an IPv6 address, and launchers take none" if host.count(":") > 1 else ""
+    return InvalidArgumentError(
+        "--hosts {}: {!r}{}. Use a name of letters, digits, '.', '-' and '_' that does not begin "
+        "with '-', or an IPv4 address; user@name logs in as another user.".format(
+            hosts, host, kind or " is not the name of a machine"
+        )
+    )
+
+
+def user_of_host(hosts, launcher):
+    return InvalidArgumentError(
+        "--hosts {}: {} takes no user@ in front of a machine. Name the user in ~/.ssh/config, "
+        "as User under the machine's Host.".format(hosts, launcher)
+    )
+
+
 def no_room_on_hosts(ranks, hosts, room):
     return InvalidArgumentError(
         "-n {}: --hosts {} has room for {}. Use fewer ranks, or give the machines more: "
@@ -875,6 +903,14 @@ def no_session():
         "get_session() has nothing to return: this Keras runs in no TensorFlow session. Call "
         "models and functions directly; compat.configure_gpu() has what a session's ConfigProto "
         "set."
+    )
+
+
+def shadowed(script, path):
+    """The text of a warning."""
+    return (
+        "`import compat` in {} finds {}, not this package. Rename that one to use "
+        "compat.configure_gpu() there.".format(script, path)
     )
 
 
@@ -1026,6 +1062,39 @@ def theanorc_names_no_file():
     return ConfigurationFileError(
         "persist=True has no file to write: THEANORC is set and names none. Unset it, for "
         "~/.theanorc, or name a file."
+    )
+
+
+def theanorc_without_home(path):
+    return ConfigurationFileError(
+        "persist=True would write {}: HOME is set and empty. Set HOME to the home folder, unset "
+        "it, or name a file in THEANORC.".format(path)
+    )
+
+
+def theanorc_not_a_path(path):
+    return ConfigurationFileError(
+        "{!r} is the path of no file: it holds a NUL character. Give THEANORC, or HOME, another "
+        "value.".format(path)
+    )
+
+
+def theanorc_not_a_file(path):
+    return unreadable_file(
+        path,
+        "it is not a regular file",
+        "Theano would wait for what it says when it is imported. Put a file there, or name one in "
+        "THEANORC.",
+    )
+
+
+def theanorc_defaults(section, options):
+    return ConfigurationFileError(
+        "persist=True has written nothing: it needs a section [{0}], and what a section [DEFAULT] "
+        "says of {1} would then hold there, where it does not yet. Move that from [DEFAULT] into "
+        "the sections that it is for, or add the line [{0}] yourself.".format(
+            section, " and ".join(options)
+        )
     )
 
 

@@ -25,7 +25,7 @@ SSH = """\
 #!/bin/sh
 while getopts 46o:p:qTtx option; do :; done
 shift $((OPTIND - 1))
-case "$1" in
+case "${{1#*@}}" in
     {cases}
     *) echo "ssh: connect to host $1 port 22: No route to host" >&2; exit 255;;
 esac

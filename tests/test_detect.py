@@ -247,6 +247,14 @@ def test_keras_json_unreadable(site, monkeypatch, keras_json, content, problem):
     assert choice() == ("theano", "KERAS_BACKEND=theano")
 
 
+def test_keras_json_that_is_no_file_is_not_waited_for(tmp_path):
+    """In /tmp/.keras, Keras' second choice, anybody may have put it."""
+    path = str(tmp_path / "keras.json")
+    os.mkfifo(path)
+    with pytest.raises(compat.ConfigurationFileError, match="It is not a regular file"):
+        _detect.read_keras_json(path)
+
+
 def test_keras_mxnet(site, monkeypatch, keras_json):
     site.install("mxnet", "1.9.1")
     site.install("theano", "1.0.5")

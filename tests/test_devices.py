@@ -1,6 +1,8 @@
 """The ``gpus=`` grammar, what CUDA_VISIBLE_DEVICES means, and which GPUs are chosen."""
 
+import contextlib
 import os
+import socket
 import subprocess
 import sys
 
@@ -563,3 +565,73 @@ def test_a_claim_holds_for_the_next_call_of_the_same_process(machine):
     machine.plug()
     assert chosen("free:1").gpus == ("0",)
     assert chosen("free").gpus == ("0", "1")
+
+
+@pytest.fixture
+def lock_paths(machine):
+    """The lock files of two idle GPUs, which are not there yet."""
+    machine.plug(2)
+    paths = ["/tmp/keras-gpu-compat-{}.lock".format(name) for name in machine.uuids]
+    yield paths
+    for path in paths:
+        with contextlib.suppress(OSError):
+            (os.rmdir if os.path.isdir(path) and not os.path.islink(path) else os.unlink)(path)
+
+
+def make_socket(path):
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(path)
+
+
+OBSTACLES = {
+    "FIFO": (os.mkfifo, "It is not a regular file"),
+    "folder": (os.mkdir, "Is a directory"),
+    "socket": (make_socket, "No such device or address"),
+    "link": (lambda path: os.symlink("/tmp/keras-gpu-compat-made-elsewhere", path), "Too many"),
+    "device": (lambda path: os.symlink("/dev/zero", path), "Too many levels of symbolic links"),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(OBSTACLES))
+def test_what_is_no_lock_file_neither_hangs_nor_claims(kind, lock_paths):
+    """Anybody may have put it into /tmp. GPUs that can be claimed go first."""
+    make, said = OBSTACLES[kind]
+    make(lock_paths[0])
+    for ask, gpus in (("free:1", ("1",)), ("free", ("0", "1"))):
+        devices = chosen(ask)
+        assert devices.gpus == gpus and devices.shortage is None
+    assert list(_devices._claims) == [lock_paths[1][len("/tmp/keras-gpu-compat-") : -len(".lock")]]
+    (problem,) = devices.problems
+    assert problem.startswith(
+        "GPU 0 is idle but cannot be claimed: {} cannot be locked ({}".format(lock_paths[0], said)
+    )
+    assert not os.path.exists("/tmp/keras-gpu-compat-made-elsewhere")
+
+
+def test_nothing_in_tmp_keeps_people_from_all_gpus_for_ever(lock_paths):
+    for path in lock_paths:
+        os.mkfifo(path)
+    program = (
+        "import os, sys; from compat import _devices; "
+        'd = _devices.choose(_devices.parse_gpus("free:1"), None, {}); print(d.gpus, d.problems)'
+    )
+    for _ in range(2):  # each is told that it may share the GPU
+        said = subprocess.check_output(
+            [sys.executable, "-c", program], env=dict(os.environ, PYTHONPATH=ROOT), timeout=60
+        )
+        assert said.startswith(b"('0',) [") and lock_paths[0].encode() in said
+
+
+def test_a_claim_that_cannot_be_made_is_a_warning(toy, lock_paths):
+    os.mkdir(lock_paths[0])
+    with pytest.warns(compat.CompatWarning, match="GPU 0 is idle but cannot be claimed"):
+        compat.configure_gpu("free", backend="toy")
+
+
+def test_other_users_can_lock_the_file_whatever_the_umask(lock_paths):
+    before = os.umask(0o077)
+    try:
+        chosen("free")
+    finally:
+        os.umask(before)
+    assert [os.stat(path).st_mode & 0o777 for path in lock_paths] == [0o644, 0o644]

@@ -474,6 +474,21 @@ TEXTS = [
         "/home/a/.theanorc could not be written: No space left on device. The file is as it was "
         "before.",
     ),
+    (
+        errors.unclaimed_gpu,
+        (3, "/tmp/x.lock", OSError(13, "Permission denied", "/tmp/x.lock")),
+        None,
+        "GPU 3 is idle but cannot be claimed: /tmp/x.lock cannot be locked (Permission denied). "
+        "Another job that asks for idle GPUs may take it, too. Choose GPUs by their ids, or have "
+        "that file removed.",
+    ),
+    (
+        errors.shadowed,
+        ("train.py", "/home/a/compat.py"),
+        None,
+        "`import compat` in train.py finds /home/a/compat.py, not this package. Rename that one "
+        "to use compat.configure_gpu() there.",
+    ),
     # Texts of single backends.
     (
         errors.memory_total_unknown,
@@ -622,6 +637,35 @@ TEXTS = [
         "/home/a/.theanorc cannot be read: File contains no section headers. Theano cannot be "
         "imported with it. Mend the file: each option stands once, as `name = value`, under a "
         "section such as [global].",
+    ),
+    (
+        errors.theanorc_without_home,
+        ("/.theanorc",),
+        errors.ConfigurationFileError,
+        "persist=True would write /.theanorc: HOME is set and empty. Set HOME to the home folder, "
+        "unset it, or name a file in THEANORC.",
+    ),
+    (
+        errors.theanorc_not_a_path,
+        ("/a\0b",),
+        errors.ConfigurationFileError,
+        "'/a\\x00b' is the path of no file: it holds a NUL character. Give THEANORC, or HOME, "
+        "another value.",
+    ),
+    (
+        errors.theanorc_not_a_file,
+        ("/home/a/.theanorc",),
+        errors.ConfigurationFileError,
+        "/home/a/.theanorc cannot be read: it is not a regular file. Theano would wait for what it "
+        "says when it is imported. Put a file there, or name one in THEANORC.",
+    ),
+    (
+        errors.theanorc_defaults,
+        ("global", ["cxx", "floatx"]),
+        errors.ConfigurationFileError,
+        "persist=True has written nothing: it needs a section [global], and what a section "
+        "[DEFAULT] says of cxx and floatx would then hold there, where it does not yet. Move that "
+        "from [DEFAULT] into the sections that it is for, or add the line [global] yourself.",
     ),
     (
         errors.theanorc_names_no_file,
@@ -942,6 +986,29 @@ TEXTS = [
         errors.InvalidArgumentError,
         "--hosts a:x is not understood. Use machines, by the names that all of them know, and "
         "how many ranks each is to run: --hosts first:4,second:4.",
+    ),
+    (
+        errors.invalid_host_name,
+        ("a,-oProxyCommand=x", "-oProxyCommand=x"),
+        errors.InvalidArgumentError,
+        "--hosts a,-oProxyCommand=x: '-oProxyCommand=x' is not the name of a machine. Use a name "
+        "of letters, digits, '.', '-' and '_' that does not begin with '-', or an IPv4 address; "
+        "user@name logs in as another user.",
+    ),
+    (
+        errors.invalid_host_name,
+        ("[::1]:4", "[::1]:4"),
+        errors.InvalidArgumentError,
+        "--hosts [::1]:4: '[::1]:4' looks like an IPv6 address, and launchers take none. Use a "
+        "name of letters, digits, '.', '-' and '_' that does not begin with '-', or an IPv4 "
+        "address; user@name logs in as another user.",
+    ),
+    (
+        errors.user_of_host,
+        ("ann@a:2,b:2", "mpirun"),
+        errors.InvalidArgumentError,
+        "--hosts ann@a:2,b:2: mpirun takes no user@ in front of a machine. Name the user in "
+        "~/.ssh/config, as User under the machine's Host.",
     ),
     (
         errors.no_room_on_hosts,

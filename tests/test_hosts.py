@@ -9,7 +9,7 @@ import textwrap
 import pytest
 from conftest import ROOT
 
-from compat import _launch, _rank, _ranks, _run, _start, errors, testing_hosts
+from compat import _by_path, _launch, _rank, _ranks, _run, _start, errors, testing_hosts
 
 
 @pytest.mark.parametrize(
@@ -18,6 +18,12 @@ from compat import _launch, _rank, _ranks, _run, _start, errors, testing_hosts
         ("first:4,second:2", [("first", 4), ("second", 2)]),
         (" first , second:3 ", [("first", 1), ("second", 3)]),
         ("localhost:2", [("localhost", 2)]),
+        ("10.0.0.4:8,10.0.0.5:8", [("10.0.0.4", 8), ("10.0.0.5", 8)]),
+        (
+            "gpu-01.cluster.example.org.:4,gpu_02",
+            [("gpu-01.cluster.example.org.", 4), ("gpu_02", 1)],
+        ),
+        ("ann@first:4,j.doe-2@second", [("ann@first", 4), ("j.doe-2@second", 1)]),
     ],
 )
 def test_hosts(text, hosts):
@@ -30,6 +36,51 @@ def test_hosts(text, hosts):
 def test_hosts_that_cannot_be_meant(text):
     with pytest.raises(errors.InvalidArgumentError, match="--hosts first:4,second:4"):
         _ranks.parse_hosts(text)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["-oProxyCommand=touch x", "-v", "ann@-v", "-l@b", "b;id", "b id", "$(id)", "`id`", "b|c", "b&"]
+    + ["b>x", "~", "*", "'b'", "b\\c", "b\nc", "../b", "@b", "ann@", "a@b@c", "b%c", "\0", "a=b"]
+    + ["::1", "[::1]:2", "fe80::1", "b:2:3"],
+)
+def test_names_that_ssh_or_a_shell_would_take_for_something_else(name):
+    for text in (name, "a:2," + name):
+        with pytest.raises(errors.InvalidArgumentError, match="a name of letters, digits"):
+            _ranks.parse_hosts(text)
+
+
+def test_the_same_machine_twice_whoever_logs_in():
+    with pytest.raises(errors.InvalidArgumentError, match="--hosts first:4,second:4"):
+        _ranks.parse_hosts("a:2,ann@a:2")
+
+
+def test_a_host_is_no_option_of_ssh():
+    """Whatever it is: the second defence."""
+    ssh = _start._agent("-oProxyCommand=touch x")
+    assert ssh[-3:-1] == ["--", "-oProxyCommand=touch x"]
+
+
+def test_no_variable_is_on_the_command_line_of_ssh(monkeypatch):
+    """Where all users of both machines can read it."""
+    monkeypatch.setenv("PYTHONPATH", "/secret")
+    monkeypatch.setenv("TOKEN", "secret")
+    assert "secret" not in " ".join(_start._agent("gamma"))
+
+
+def test_ranks_meet_at_a_machine_not_at_its_user():
+    first, _ = _start._places([("ann@first", 1), ("second", 1)], False)
+    assert first[0]["COMPAT_MEETING"].startswith("first:")
+
+
+def test_launchers_that_take_no_users():
+    from compat._backends import _horovod, _mpi
+
+    launch = _ranks.Launch(2, "another python", {}, "a,ann@b")
+    with pytest.raises(errors.InvalidArgumentError, match="mpirun takes no user@"):
+        _mpi.launcher(launch)
+    with pytest.raises(errors.InvalidArgumentError, match="horovodrun takes no user@"):
+        _horovod.launcher(launch, "mxnet")
 
 
 def test_ranks_fill_one_machine_after_the_other():
@@ -74,22 +125,25 @@ def test_a_login_s_own_variables_stay_on_its_machine():
 def job(tmp_path):
     """Start a program as ranks on ``node1`` and ``node2``."""
     started = []
+    here = tmp_path / "here"
+    here.mkdir()
+    (here / "compat.py").write_text("raise SystemExit(0)")  # which nothing of compat's may import
 
     def job(program, where="node1:1,node2:2"):
         script = tmp_path / "script.py"
         begin = "import os, socket, sys, time, compat\nrank = compat.rank()\n"
         script.write_text(begin + textwrap.dedent(program))
         size = sum(slots for _, slots in _ranks.parse_hosts(where))
-        command = [sys.executable, "-m", "compat._start", where]
-        command += [sys.executable, "-m", "compat._rank", sys.executable, str(script), "it's"]
+        command = _by_path.command("_start") + [where] + _by_path.command("_rank")
+        command += [sys.executable, str(script), "it's"]
         launch = (
-            "import os, sys\nfrom compat import _launch\n"
+            "import os, sys\ndel sys.path[0]\nfrom compat import _launch\n"
             "sys.exit(_launch.launch({!r}, dict(os.environ), {}))".format(command, size)
         )
         process = subprocess.Popen(
             testing_hosts.command(2, sys.executable, "-c", launch),
             env=dict(os.environ, PYTHONPATH=ROOT, COMPAT_TEST_SAID="what is set"),
-            cwd=str(tmp_path),
+            cwd=str(here),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             universal_newlines=True,
@@ -117,7 +171,8 @@ def test_each_machine_runs_its_ranks(job):
             place = compat.local_rank(), compat.size(), os.environ["COMPAT_LOCAL_SIZE"]
             said = os.environ["COMPAT_TEST_SAID"], os.path.basename(os.getcwd()), sys.argv[1]
             print(socket.gethostname(), *(place + said))
-            """
+            """,
+            "node1:1,ann@node2:2",
         )
     )
     assert (status, err) == (0, "")

@@ -10,7 +10,7 @@ import time
 import pytest
 from conftest import ROOT
 
-from compat import _launch, _rank
+from compat import _by_path, _launch, _rank
 from compat._launch import Ended
 
 
@@ -22,8 +22,8 @@ def job(tmp_path):
         script = tmp_path / "script.py"
         begin = "import os, sys, time, signal, compat\nrank = compat.rank()\n"
         script.write_text(begin + textwrap.dedent(program))
-        ranks = [sys.executable, "-m", "compat._start", str(size)]
-        rank = [sys.executable, "-m", "compat._rank", sys.executable, str(script)]
+        ranks = _by_path.command("_start") + [str(size)]
+        rank = _by_path.command("_rank") + [sys.executable, str(script)]
         program = (
             "import os, sys\nfrom compat import _launch\n"
             "sys.exit(_launch.launch({!r}, dict(os.environ), {}))".format(ranks + rank, size)
@@ -194,7 +194,7 @@ def test_a_rank_ends_when_nobody_listens_any_more(tmp_path):
     mark = tmp_path / "pid"
     program = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)"
     process = subprocess.Popen(
-        [sys.executable, "-m", "compat._rank", sys.executable, "-c", program, str(mark)],
+        _by_path.command("_rank") + [sys.executable, "-c", program, str(mark)],
         env=dict(os.environ, PYTHONPATH=ROOT, RANK="0", WORLD_SIZE="2", LOCAL_RANK="0",
                  LOCAL_WORLD_SIZE="2"),
         stdout=subprocess.PIPE,

@@ -159,8 +159,11 @@ def launcher(launch, framework):
 
     Raises:
         NotInstalledError: Horovod is not installed.
+        InvalidArgumentError: a machine has a user in front, which horovodrun refuses.
     """
     if is_missing(launch.python):
         raise errors.no_horovod(framework)
+    if launch.hosts and "@" in launch.hosts:
+        raise errors.user_of_host(launch.hosts, "horovodrun")
     horovodrun = [launch.python, "-m", "horovod.runner.launch", "--gloo", "--disable-cache"]
     return horovodrun + ["-np", str(launch.size)] + (["-H", launch.hosts] if launch.hosts else [])

@@ -240,7 +240,10 @@ def launcher(launch):
 
     Raises:
         NotInstalledError: there is no mpirun.
+        InvalidArgumentError: a machine has a user in front: mpirun would not find it again.
     """
+    if launch.hosts and "@" in launch.hosts:
+        raise errors.user_of_host(launch.hosts, "mpirun")
     mpirun = shutil.which("mpirun", path=launch.environ.get("PATH"))
     if mpirun is None:
         raise errors.no_mpirun()

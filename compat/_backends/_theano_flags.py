@@ -7,18 +7,21 @@ first. Values are plain texts here: what they mean is Theano's business.
 
 import configparser
 import contextlib
+import errno
 import io
 import locale
 import os
 import shlex
 import stat
 import sys
+import time
 
 from .. import errors
+from .._files import plain
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Dict, Iterator, List, Mapping, Optional, Tuple
+    from typing import Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 # THEANO_FLAGS ---------------------------------------------------------------------------------
 
@@ -68,23 +71,34 @@ def _escaped(entry):
 
 
 def files(environ: "Mapping[str, str]") -> "List[str]":
-    """The files that Theano reads, present or not; what a later one says wins."""
+    """The files that Theano reads, present or not; what a later one says wins.
+
+    Raises:
+        ConfigurationFileError: no file can have such a path.
+    """
     listed = environ.get("THEANORC")
     paths = (listed if listed is not None else "~/.theanorc").split(os.pathsep)
     if listed is None and sys.platform == "win32":
         paths.append("~/.theanorc.txt")
-    return [_expanduser(path, environ) for path in paths if path]
+    paths = [_expanduser(path, environ) for path in paths if path]
+    for path in paths:
+        if "\0" in path:
+            raise errors.theanorc_not_a_path(path)
+    return paths
 
 
 def file_to_write(environ: "Mapping[str, str]") -> str:
     """The file whose settings win: the last of those that Theano reads.
 
     Raises:
-        ConfigurationFileError: ``THEANORC`` names no file at all.
+        ConfigurationFileError: ``THEANORC`` names no file at all, or one in a home that is not set.
     """
     paths = files(environ)
     if not paths:
         raise errors.theanorc_names_no_file()
+    named = [path for path in environ.get("THEANORC", "~").split(os.pathsep) if path]
+    if named[-1][:2] in ("~", "~/") and environ.get("HOME") == "" and os.name == "posix":
+        raise errors.theanorc_without_home(paths[-1])
     if "THEANORC" not in environ:  # on Windows ~/.theanorc.txt only where it is in use
         paths = [path for path in paths if os.path.exists(path)] or paths[:1]
     return paths[-1]
@@ -114,10 +128,8 @@ class Flags:
         self._raw = configparser.RawConfigParser()
         self.files: "List[str]" = []
         for path in files(environ):
-            with _readable(path):
-                if self._parser.read(path):
-                    self._raw.read(path)
-                    self.files.append(path)
+            if _read_into(path, self._parser, self._raw):
+                self.files.append(path)
 
     def get(self, name: str) -> "Optional[str]":
         """The text that Theano would take as this flag's value, or None for its default."""
@@ -145,6 +157,27 @@ def _place(name):
     """The section and option of a flag in a file."""
     section, _, option = name.rpartition(".")
     return section or "global", option
+
+
+def _read_into(path, *parsers):
+    """Have parsers read a file, as their ``read()``; whether there is one that can be read.
+
+    Raises:
+        ConfigurationFileError: a parser cannot, or nothing but a file could be read to its end.
+    """
+    if os.path.realpath(path) == os.devnull:  # THEANORC=/dev/null: no file
+        return True
+    try:
+        for parser in parsers:
+            with _readable(path), open(path, opener=plain) as file:
+                parser.read_file(file, path)
+    except OSError as error:
+        if isinstance(error, errors.CompatError):
+            raise
+        if error.errno == errno.EINVAL:
+            raise errors.theanorc_not_a_file(path) from error
+        return False
+    return True
 
 
 @contextlib.contextmanager
@@ -247,11 +280,42 @@ def _set_option(text, section, option, value):
     return "".join(lines)
 
 
-def write(path: str, flags: "Mapping[str, str]") -> "Optional[str]":
+def _check_defaults(before, old, new, flags):
+    """Refuse a new section, into which [DEFAULT] says something that nobody wrote there.
+
+    Arguments:
+        before: the files that Theano reads before this one.
+        old, new: the file's text as it was, and as it is to be.
+
+    Raises:
+        ConfigurationFileError: there is such a section.
+    """
+    was, becomes = _with_defaults(before, old), _with_defaults(before, new)
+    wanted = {_place(name.lower()) for name in flags}
+    for section, options in becomes.items():
+        more = [o for o in options if o not in was.get(section, ()) and (section, o) not in wanted]
+        if more:
+            raise errors.theanorc_defaults(section, sorted(more))
+
+
+def _with_defaults(before, text):
+    """The options of each section, with those that [DEFAULT] gives it."""
+    parser = configparser.RawConfigParser(strict=False)
+    for path in before:
+        _read_into(path, parser)
+    parser.read_file(io.StringIO(text, newline=None))
+    return {section: set(parser.options(section)) for section in parser.sections()}
+
+
+def write(path: str, flags: "Mapping[str, str]", before: "Sequence[str]" = ()) -> "Optional[str]":
     """Set these flags in a file, and keep all else in it, its rights and links to it.
 
     A crash at any point leaves the old file or the new one, complete; two processes that write
-    at once wait for each other.
+    at once wait for each other. Others may write to its folder, too: new files have names that
+    nobody foresees, and nothing that stands in the way is followed or waited for.
+
+    Arguments:
+        before: the files that Theano reads before this one.
 
     Returns:
         The path of a copy of the file as it was, or None where there was no file. Where the
@@ -260,34 +324,43 @@ def write(path: str, flags: "Mapping[str, str]") -> "Optional[str]":
     Raises:
         ConfigurationFileError: the file cannot be read, or not be written; it is as it was.
     """
-    path = os.path.realpath(path)
     encoding = locale.getpreferredencoding(False)  # in which Theano reads it
     try:
+        path = os.path.realpath(path)
         with _alone(path + ".lock"):
-            old = _read(path)
+            old, model = _read(path)
             with _readable(path):
                 text = (old or b"").decode(encoding)
                 configparser.RawConfigParser().read_file(io.StringIO(text, newline=None), path)
                 changed = set_options(text, flags)
             if old is not None and changed == text:
                 return path
+            _check_defaults(before, text, changed, flags)
             backup = path + ".before-compat" if old is not None else None
             if backup:
-                _replace(backup, old, like=path)
-            _replace(path, changed.encode(encoding), like=path)
+                _replace(backup, old, model)
+            _replace(path, changed.encode(encoding), model)
             return backup
-    except (OSError, UnicodeEncodeError) as error:
+    except (OSError, ValueError) as error:
         if isinstance(error, errors.CompatError):
             raise
         raise errors.unwritable_file(path, error) from error
 
 
+_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)  # Windows has none
+
+
 def _read(path):
+    """A file's content and what ``os.stat()`` says of it; None and None where there is none."""
     try:
-        with open(path, "rb") as file:
-            return file.read()
+        with open(plain(path, os.O_RDONLY | _NOFOLLOW), "rb") as file:
+            return file.read(), os.fstat(file.fileno())
     except FileNotFoundError:
-        return None
+        return None, None
+
+
+# How long another process may hold the lock, in seconds.
+_PATIENCE = 60.0
 
 
 @contextlib.contextmanager
@@ -308,32 +381,39 @@ def _alone(path):
 
 
 def _locked(path, fcntl):
+    until = time.monotonic() + _PATIENCE
     while True:
-        lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        lock = plain(path, os.O_RDWR | os.O_CREAT | _NOFOLLOW)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if os.path.samestat(os.stat(path), os.fstat(lock)):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.lstat(path), os.fstat(lock)):
                 return lock
-        except FileNotFoundError:
+        except (BlockingIOError, FileNotFoundError):
             pass
         except BaseException:
             os.close(lock)
             raise
-        os.close(lock)  # its holder has removed the file while this process waited
+        os.close(lock)  # its holder has it, or has removed the file meanwhile
+        if time.monotonic() > until:
+            text = "Another process has held it for {:g} seconds".format(_PATIENCE)
+            raise OSError(errno.EBUSY, text, path)
+        time.sleep(0.01)
 
 
-def _replace(path, content, like):
-    """Write a whole file in one step, with the rights and the owner of the file ``like``."""
-    temporary = "{}.{}.tmp".format(path, os.getpid())
-    try:
-        model = os.stat(like)
-    except FileNotFoundError:
-        model = None
+def _replace(path, content, model):
+    """Write a whole file in one step.
+
+    Arguments:
+        model: ``os.stat()`` of the file whose rights and owner it is to have; None: a new one's.
+    """
+    temporary = "{}.{}.tmp".format(path, os.urandom(8).hex())
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NOFOLLOW
     rights = 0o666 if model is None else 0o600  # less what the process withholds (umask)
+    descriptor = os.open(temporary, flags, rights)
     try:
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, rights), "wb") as file:
+        with open(descriptor, "wb") as file:
             if model is not None:
-                _give(temporary, model)
+                _give(file.fileno(), temporary, model)
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -345,12 +425,15 @@ def _replace(path, content, like):
     _sync_folder(os.path.dirname(path))
 
 
-def _give(path, model):
+def _give(descriptor, path, model):
     """Give a file the owner, where this process may, and the rights of another one."""
-    if os.name == "posix" and (model.st_uid, model.st_gid) != (os.geteuid(), os.getegid()):
+    if os.name != "posix":
+        os.chmod(path, stat.S_IMODE(model.st_mode))
+        return
+    if (model.st_uid, model.st_gid) != (os.geteuid(), os.getegid()):
         with contextlib.suppress(PermissionError):
-            os.chown(path, model.st_uid, model.st_gid)
-    os.chmod(path, stat.S_IMODE(model.st_mode))
+            os.fchown(descriptor, model.st_uid, model.st_gid)
+    os.fchmod(descriptor, stat.S_IMODE(model.st_mode))
 
 
 def _sync_folder(path):

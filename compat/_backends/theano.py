@@ -122,7 +122,8 @@ class Theano(Backend):
             environ = dict(os.environ, THEANO_FLAGS="")
             flags = self._flags(settings, environ, devices.positions)
             path = _theano_flags.file_to_write(environ)
-            lines.append(_written(path, _theano_flags.write(path, flags)))
+            before = [other for other in _theano_flags.files(environ) if other != path]
+            lines.append(_written(path, _theano_flags.write(path, flags, before)))
         return lines
 
     def _flags(self, settings, environ, ids):

@@ -17,6 +17,7 @@ import pytest
 import tensorflow as tf
 
 import compat
+from compat import _by_path
 from compat._backends._tensorflow2_placement import executed, products, short
 from compat._backends.tensorflow2 import _chosen_gpus, backend, forget_compiled_steps
 from compat._devices import Devices
@@ -666,5 +667,5 @@ def test_ranks_without_horovod_say_what_is_missing(keras, monkeypatch):
     ):
         compat.parallelize(model)
     # TensorFlow's own workers do without.
-    command = [sys.executable, "-m", "compat._start", "2", "--tf-config"]
+    command = _by_path.command("_start") + ["2", "--tf-config"]
     assert backend.launcher(Launch(2, sys.executable, {})) == command

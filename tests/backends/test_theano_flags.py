@@ -2,6 +2,7 @@
 
 import collections
 import configparser
+import fcntl
 import json
 import os
 import random
@@ -241,7 +242,13 @@ def generate_claims(seed, folder):
     ours = theano._flags(settings, without, range(len(settings.devices.gpus)))
     path = _theano_flags.file_to_write(without)
     comments, order = comments_and_order(path)
-    _theano_flags.write(path, ours)
+    earlier = [other for other in _theano_flags.files(without) if other != path]
+    try:
+        _theano_flags.write(path, ours, earlier)
+    except compat.ConfigurationFileError as error:
+        assert "what a section [DEFAULT] says of " in str(error)
+        assert comments_and_order(path) == (comments, order)
+        return claims
     new_comments, new_order = comments_and_order(path)
     assert new_comments == comments
     assert [option for option in new_order if option in order] == order
@@ -444,6 +451,137 @@ def test_which_file_is_written(tmp_path):
         write(dict(home, THEANORC=""))
 
 
+# Traps and strangers in its folder ------------------------------------------------------------
+
+
+TRAPS = {
+    "FIFO": os.mkfifo,
+    "folder": os.mkdir,
+    "link": lambda path: os.symlink(os.path.join(os.path.dirname(path), "treasure"), path),
+    "dangling link": lambda path: os.symlink(os.path.join(os.path.dirname(path), "no"), path),
+}
+
+
+@pytest.mark.parametrize("trap", sorted(TRAPS))
+def test_temporary_files_meet_no_trap(rc, tmp_path, trap):
+    treasure = tmp_path / "treasure"
+    treasure.write_text("mine")
+    for ending in (".{}.tmp".format(os.getpid()), ".before-compat.{}.tmp".format(os.getpid())):
+        TRAPS[trap](str(rc) + ending)
+    _theano_flags.write(str(rc), FLAGS)
+    assert rc.read_text() == NEW and not rc.is_symlink()
+    assert treasure.read_text() == "mine" and not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize("trap", sorted(TRAPS))
+def test_a_lock_that_is_no_file_is_an_error(rc, tmp_path, trap):
+    (tmp_path / "treasure").write_text("mine")
+    lock = str(rc) + ".lock"
+    TRAPS[trap](lock)
+    with pytest.raises(compat.ConfigurationFileError) as caught:
+        _theano_flags.write(str(rc), FLAGS)
+    assert str(caught.value).startswith("{} could not be written: [Errno ".format(rc))
+    assert str(caught.value).endswith("'{}'. The file is as it was before.".format(lock))
+    assert rc.read_text() == OLD
+    assert not (tmp_path / "no").exists()
+
+
+def test_a_lock_that_another_process_keeps_is_not_waited_for_for_ever(rc, monkeypatch):
+    monkeypatch.setattr(_theano_flags, "_PATIENCE", 0.1)
+    lock = str(rc) + ".lock"
+    with open(lock, "w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(compat.ConfigurationFileError) as caught:
+            _theano_flags.write(str(rc), FLAGS)
+    assert str(caught.value) == (
+        "{0} could not be written: [Errno 16] Another process has held it for 0.1 seconds: "
+        "'{0}.lock'. The file is as it was before.".format(rc)
+    )
+    assert rc.read_text() == OLD
+
+
+@pytest.mark.parametrize("trap", ["FIFO", "folder"])
+def test_a_link_to_what_is_no_file_stays(rc, tmp_path, trap):
+    rc.unlink()
+    target = tmp_path / "target"
+    TRAPS[trap](str(target))
+    rc.symlink_to(target)
+    with pytest.raises(compat.ConfigurationFileError, match="could not be written"):
+        _theano_flags.write(str(rc), FLAGS)
+    assert rc.is_symlink() and not target.is_file()
+
+
+def test_a_link_to_a_file_that_is_not_there_yet(rc, tmp_path):
+    rc.unlink()
+    (tmp_path / "dotfiles").mkdir()
+    rc.symlink_to(os.path.join("dotfiles", "theanorc"))
+    assert _theano_flags.write(str(rc), {"device": "cpu"}) is None
+    assert rc.is_symlink()
+    assert (tmp_path / "dotfiles" / "theanorc").read_text() == "[global]\ndevice = cpu\n"
+
+
+def test_a_file_to_read_that_is_none(tmp_path):
+    path = str(tmp_path / "rc")
+    os.mkfifo(path)
+    with pytest.raises(compat.ConfigurationFileError, match="rc cannot be read: it is not a reg"):
+        _theano_flags.Flags({"THEANORC": path})
+    for skipped in (tmp_path, tmp_path / "missing"):  # as Theano skips them
+        flags = _theano_flags.Flags({"THEANORC": str(skipped)})
+        assert flags.get("device") is None and flags.files == []
+    assert _theano_flags.Flags({"THEANORC": os.devnull}).get("device") is None
+
+
+def test_an_empty_home_is_not_the_root_of_the_system():
+    for listed, name in (({}, "/.theanorc"), ({"THEANORC": "/etc/theanorc:~/rc"}, "/rc")):
+        environ = dict(listed, HOME="")
+        assert _theano_flags.files(environ)[-1] == name  # as Theano reads it
+        with pytest.raises(compat.ConfigurationFileError) as caught:
+            _theano_flags.file_to_write(environ)
+        assert str(caught.value).startswith("persist=True would write {}: HOME is".format(name))
+        # This is what containers say that have no other.
+        assert _theano_flags.file_to_write(dict(environ, HOME="/")) == name
+    assert _theano_flags.file_to_write({"HOME": "", "THEANORC": "/etc/theanorc"}) == "/etc/theanorc"
+
+
+def test_a_nul_in_the_path(tmp_path):
+    for environ in ({"THEANORC": "/a\0b"}, {"HOME": "/a\0b"}):
+        for call in (_theano_flags.file_to_write, _theano_flags.Flags):
+            with pytest.raises(compat.ConfigurationFileError, match="it holds a NUL character"):
+                call(environ)
+    with pytest.raises(compat.ConfigurationFileError, match="embedded null byte"):
+        _theano_flags.write(str(tmp_path / "a\0b"), FLAGS)
+
+
+DEFAULTS = "[DEFAULT]\nfloatX = float64\nmode = FAST_COMPILE\n"
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_defaults_do_not_begin_to_hold_in_a_new_section(rc, tmp_path, elsewhere):
+    """Of sections that are not there Theano takes nothing of [DEFAULT], which then would appear."""
+    own = "" if elsewhere else DEFAULTS
+    rc.write_text(own)
+    first = tmp_path / "first"
+    first.write_text(DEFAULTS if elsewhere else "")
+    before = [str(first)]
+    environ = {"THEANORC": os.pathsep.join(before + [str(rc)])}
+    assert _theano_flags.Flags(environ).get("mode") is None
+    with pytest.raises(compat.ConfigurationFileError) as caught:
+        _theano_flags.write(str(rc), {"floatX": "float32"}, before)
+    assert "a section [global], and what a section [DEFAULT] says of mode would" in str(
+        caught.value
+    )
+    assert rc.read_text() == own and names(rc) == sorted([".theanorc", "first"])
+    # All that it says is asked for, or its section is there.
+    asked = {"floatX": "float32", "mode": "FAST_RUN"}
+    _theano_flags.write(str(rc), asked, before)
+    assert rc.read_text().endswith("[global]\nfloatX = float32\nmode = FAST_RUN\n")
+    rc.write_text(own + "[global]\n")
+    _theano_flags.write(str(rc), {"floatX": "float32"}, before)
+    flags = _theano_flags.Flags(environ)
+    assert (flags.get("floatX"), flags.get("mode")) == ("float32", "FAST_COMPILE")
+    assert own in rc.read_text()
+
+
 # Whether a function written in C may ask the system for something: nothing else changes a file.
 SYSTEM_CALL = """
 def is_system_call(function):
@@ -558,7 +696,7 @@ def test_a_full_disk_leaves_the_old_file(rc):
     assert failed == FAILING
 
 
-FAILING = {"open", "flock", "read", "write", "flush", "fsync", "chmod", "replace"}
+FAILING = {"open", "flock", "read", "write", "flush", "fsync", "fchmod", "replace"}
 
 WRITE_MANY = """
 import sys
