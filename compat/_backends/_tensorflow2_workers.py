@@ -18,7 +18,7 @@ import threading
 import time
 import zlib
 
-from .. import _ranks, errors
+from .. import _launchers, _ranks, errors
 from . import _tensorflow_engine, tensorflow2
 
 # What sums together, and how TensorFlow numbers these groups; its strategies begin at 1.
@@ -28,6 +28,14 @@ _GROUPS = {_HOST: 1000001, _GPU: 1000002}
 _LAST_WORDS = 3.0
 # In place of the flag of a rank that closes its epoch: that of one that ends.
 _ENDS = 2.0
+
+
+def _resolver(tf):
+    """The cluster of TF_CONFIG in TensorFlow 2's words, which have no "master"."""
+    cluster, kind, index = _launchers.tf_cluster(os.environ)
+    return tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec(cluster), task_type=kind, task_id=index, rpc_layer="grpc"
+    )
 
 
 class MultiWorkerMirroredStrategy(_tensorflow_engine.TensorFlowEngine):
@@ -49,7 +57,7 @@ class MultiWorkerMirroredStrategy(_tensorflow_engine.TensorFlowEngine):
             with self._bounded_start():
                 # It must live as long as the workers do.
                 self.strategy = tf.distribute.MultiWorkerMirroredStrategy(
-                    communication_options=options
+                    cluster_resolver=_resolver(tf), communication_options=options
                 )
         except tf.errors.OpError as error:
             problem = _tensorflow_engine.problem_of(error)
@@ -165,9 +173,8 @@ class MultiWorkerMirroredStrategy(_tensorflow_engine.TensorFlowEngine):
 
         TensorFlow would wait for them for an hour, or for ever, and holds Python's lock meanwhile.
         """
-        cluster = self.tf.distribute.cluster_resolver.TFConfigClusterResolver().cluster_spec()
-        jobs = cluster.as_dict()
-        host, _, port = (jobs.get("chief") or jobs["worker"])[0].rpartition(":")
+        cluster, _, _ = _launchers.tf_cluster(os.environ)
+        host, _, port = (cluster.get("chief") or cluster["worker"])[0].rpartition(":")
         meet = self._open if self.ranks.rank == 0 else self._knock
         absent = meet(host.strip("[]"), int(port), time.monotonic() + self.timeout)
         if absent:
@@ -183,11 +190,7 @@ class MultiWorkerMirroredStrategy(_tensorflow_engine.TensorFlowEngine):
         """Meet the others where TensorFlow will, and return those that do not come in time."""
         come = {}
         with contextlib.ExitStack() as stack:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            door = stack.enter_context(socket.socket(family))
-            door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            door.bind(("", port))
-            door.listen(self.ranks.size)
+            door = stack.enter_context(_ranks.listen(self.ranks, host, port))
             while len(come) < self.ranks.size - 1 and time.monotonic() < deadline:
                 with contextlib.suppress(OSError, ValueError):
                     door.settimeout(max(0.1, deadline - time.monotonic()))

@@ -1,11 +1,14 @@
 """Ranks on tf.keras 2: TF_CONFIG's workers."""
 
+import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 
 from compat import _launchers, errors
@@ -129,3 +132,36 @@ def test_a_tf_config_that_is_no_json_is_an_error():
     job = alone("", TF_CONFIG="{")
     assert job.returncode == 1
     assert "compat.errors.RankError: TF_CONFIG={ is not understood: " in job.stderr
+
+
+MASTER = """
+model = compat.parallelize(lambda: keras.Sequential([dense(1, input_shape=(6,))]))
+model.compile("sgd", "mse")
+model.fit(inputs, targets, batch_size=rows, epochs=1, shuffle=False, verbose=0)
+model.save_weights(sys.argv[1] + "-saved-by-{}.h5".format(compat.rank()))
+said["place"] = [compat.rank(), compat.size(), compat.is_chief()]
+weights["model"] = model.get_weights()
+"""
+
+
+def test_a_master_its_worker_and_an_evaluator(tmp_path):
+    """A cluster as AI Platform and TFJob write it; the evaluator is no rank, and never saves."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(3)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        first, second, third = ["127.0.0.1:%d" % each.getsockname()[1] for each in sockets]
+    cluster = {"master": [first], "worker": {"0": second}, "evaluator": [third]}
+    jobs = []
+    for kind in ("master", "worker", "evaluator"):
+        config = {"cluster": cluster, "task": {"type": kind, "index": 0}}
+        command = [sys.executable, "-c", ranks.BEGIN + MASTER + ranks.END, str(tmp_path / kind)]
+        environ = dict(os.environ, TF_CONFIG=json.dumps(config))
+        jobs.append(subprocess.Popen(command, env=environ, stdout=subprocess.PIPE))
+    said = [json.loads(job.communicate(timeout=300)[0].decode().split("SAID ")[1]) for job in jobs]
+    assert [job.returncode for job in jobs] == [0, 0, 0]
+    assert [one["place"] for one in said] == [[0, 2, True], [1, 2, False], [-1, 1, False]]
+    assert sorted(tmp_path.glob("*.h5")) == [tmp_path / "master-saved-by-0.h5"]
+    trained = [np.load(str(tmp_path / name)) for name in ("master-0.npz", "worker-1.npz")]
+    for name in trained[0].files:
+        np.testing.assert_array_equal(trained[0][name], trained[1][name])

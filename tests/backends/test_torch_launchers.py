@@ -49,3 +49,39 @@ def test_a_batch_script_is_alone_and_its_steps_are_not(slurm, tmp_path):  # noqa
     assert run(command, environment("torch", **slurm)) == []
     said = out.read_text().splitlines()
     assert said[0] == "0 1 0" and sorted(said[1:]) == ["0 2 0", "1 2 1"]
+
+
+GROUP = """\
+import sys
+import torch
+import compat
+
+rank = int(sys.argv[1])
+torch.distributed.init_process_group("gloo", "file://" + sys.argv[2], rank=rank, world_size=2)
+print(compat.configure_gpu(gpus="cpu").ranks)
+torch.manual_seed(rank)
+model = compat.parallelize(torch.nn.Linear(3, 1))
+rows = torch.arange(12.0).reshape(4, 3)[2 * rank : 2 * rank + 2]
+model(rows).square().mean().backward()
+print(model.weight.tolist(), model.weight.grad.tolist())
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_the_process_group_that_a_script_has_made_counts(tmp_path):
+    """No launcher's variable is set: without the group each process would train alone."""
+    command = [sys.executable, "-c", GROUP]
+    jobs = [
+        subprocess.Popen(
+            command + [str(rank), str(tmp_path / "store")],
+            env=environment("torch"),
+            stdout=subprocess.PIPE,
+        )
+        for rank in (0, 1)
+    ]
+    said = [job.communicate(timeout=100)[0].decode().splitlines() for job in jobs]
+    assert [job.returncode for job in jobs] == [0, 0]
+    assert [place for place, _ in said] == [
+        "rank {} of 2 (torch.distributed)".format(rank) for rank in (0, 1)
+    ]
+    assert said[0][1] == said[1][1]
