@@ -140,4 +140,4 @@ def run(
     if not ranks:
         os.execve(interpreter, [interpreter] + script, environ)
     rank = [sys.executable, "-m", "compat._rank", interpreter]
-    return _launch.launch(launcher + rank + script, environ, ranks)
+    return _launch.launch(launcher + rank + script, environ, ranks, elsewhere=hosts is not None)

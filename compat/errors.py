@@ -724,6 +724,19 @@ def rank_ended(ended, size):
     return "rank {} of {} {}; the others were ended.".format(ended.rank, size, how)
 
 
+def interrupted(seconds):
+    """What ``compat run`` says at Ctrl-C."""
+    return (
+        "compat run: interrupted. The ranks are, too, and have up to {:.0f} seconds to end; Ctrl-C "
+        "again ends them at once.".format(seconds)
+    )
+
+
+def told_to_end(signal):
+    """What ``compat run`` says of another signal, or a second one."""
+    return "compat run: told to end by {}; the ranks are ended.".format(signal)
+
+
 def launcher_failed(status, silent):
     """What ``compat run`` says where no rank told that it failed."""
     heard = "nothing was heard of the end of " + _ranks(silent) if silent else "no rank failed"

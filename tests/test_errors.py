@@ -880,6 +880,19 @@ TEXTS = [
         "rank 1 of 3 was killed by signal 9; the others were ended.",
     ),
     (
+        errors.interrupted,
+        (60.0,),
+        None,
+        "compat run: interrupted. The ranks are, too, and have up to 60 seconds to end; Ctrl-C "
+        "again ends them at once.",
+    ),
+    (
+        errors.told_to_end,
+        ("SIGTERM",),
+        None,
+        "compat run: told to end by SIGTERM; the ranks are ended.",
+    ),
+    (
         errors.launcher_failed,
         (1, []),
         None,
