@@ -192,6 +192,7 @@ SAVES = """
         print("interrupted", flush=True)
         time.sleep({} if rank else 0)
         print("saved", flush=True)
+        sys.exit(130)
 """
 
 
