@@ -156,10 +156,15 @@ def simulate_with_gpus(selection, simulate):
     )
 
 
-def unknown_option(option, known):
+def unknown_option(option, meant, arguments, known):
+    """``meant``: what to write instead, or None; ``known``: the options of single backends."""
     return UnknownOptionError(
-        "configure_gpu() got an option that no backend knows: {!r}. Known options: {}.".format(
-            option, ", ".join(known) or "none"
+        "configure_gpu() has no argument {!r}, and no backend has an option of that name.{} Its "
+        "arguments: {}. Options of single backends: {}.".format(
+            option,
+            " Did you mean {}?".format(meant) if meant else "",
+            ", ".join(arguments),
+            ", ".join(known) or "none",
         )
     )
 

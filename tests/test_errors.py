@@ -76,16 +76,18 @@ TEXTS = [
     ),
     (
         errors.unknown_option,
-        ("mistake", ["log_device_placement", "soft_placement"]),
+        ("memmory", "memory=1", ["gpus", "memory"], ["log_device_placement", "soft_placement"]),
         errors.UnknownOptionError,
-        "configure_gpu() got an option that no backend knows: 'mistake'. Known options: "
+        "configure_gpu() has no argument 'memmory', and no backend has an option of that name. Did "
+        "you mean memory=1? Its arguments: gpus, memory. Options of single backends: "
         "log_device_placement, soft_placement.",
     ),
     (
         errors.unknown_option,
-        ("mistake", []),
+        ("mistake", None, ["gpus", "memory"], []),
         errors.UnknownOptionError,
-        "configure_gpu() got an option that no backend knows: 'mistake'. Known options: none.",
+        "configure_gpu() has no argument 'mistake', and no backend has an option of that name. Its "
+        "arguments: gpus, memory. Options of single backends: none.",
     ),
     (
         errors.option_of_others,
