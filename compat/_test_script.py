@@ -27,7 +27,7 @@ def run(
     """Run a script as it is, twice, and print a verdict on what was verified.
 
     Arguments:
-        script: its path, and its arguments.
+        script: its path, or "-m" and a module, and its arguments.
         devices: how many simulated ones; None: 3.
         backend: its name; None: the one that Keras would use.
         ranks: as how many ranks the second time; None: 2; 0: not at all.
@@ -41,13 +41,10 @@ def run(
         InvalidArgumentError: there is no such script.
         NotInstalledError, AmbiguousBackendError: as ``configure_gpu()``.
     """
-    if not os.path.isfile(script[0]):
-        raise errors.InvalidArgumentError(
-            "compat test: there is no file {}. Give the path of a script, then its "
-            "arguments.".format(script[0])
-        )
+    if script[0] != "-m" and not os.path.isfile(script[0]):
+        raise errors.no_script(script[0])
     devices = devices or 3
-    chosen, _ = _detect.choose(backend, os.environ)
+    chosen, _ = _detect.choose(backend, os.environ, typed=True)
     environ = dict(os.environ, COMPAT_VERIFY=str(steps))
     environ.update(chosen.recording)
     environ.update(_detect.keras_variable(chosen, os.environ))
@@ -62,12 +59,12 @@ def run(
 
 def _on_replicas(script, environ, chosen, devices):
     """The lines of the verdict on simulated devices, and whether it is good."""
-    _say("{} on {} simulated devices ({})".format(script[0], devices, chosen.name))
+    _say("{} on {} simulated devices ({})".format(_name(script), devices, chosen.name))
     environ = dict(environ, COMPAT_SIMULATE=str(devices))
     status, reports = _run([sys.executable] + script, environ)
     records = [record for report in reports for record in report]
     title = "compat test: {} on {} simulated devices of {}".format(
-        os.path.basename(script[0]), devices, chosen.name
+        os.path.basename(_name(script)), devices, chosen.name
     )
     lines, same = [title, ""], True
     for record in records:
@@ -89,13 +86,17 @@ def _on_replicas(script, environ, chosen, devices):
 
 def _as_ranks(script, environ, chosen, ranks):
     """The lines of the verdict on ranks, and whether it is good."""
-    _say("{} as {} ranks".format(script[0], ranks))
+    _say("{} as {} ranks".format(_name(script), ranks))
     command = [sys.executable, "-m", "compat", "run", "-n", str(ranks), "--gpus", "cpu"]
     command += ["--backend", chosen.framework]
     status, _ = _run(command + script, environ)
     if status:
         return ["As {} ranks: NOT well, exit status {} (see above).".format(ranks, status)], False
     return ["As {} ranks: all ended well, with the same weights.".format(ranks)], True
+
+
+def _name(script):
+    return script[1] if script[0] == "-m" else script[0]
 
 
 def _run(command, environ):

@@ -17,6 +17,8 @@ class CompatError(Exception):
 class InvalidArgumentError(CompatError, ValueError):
     """An argument has a form or a value that compat does not know."""
 
+    problem = ""  # what is wrong with the value alone, for the text about a command's option
+
 
 class UnknownOptionError(CompatError, TypeError):
     """A keyword option that no backend knows."""
@@ -101,9 +103,36 @@ GPUS_FORMS = """\
     0, [], "cpu"    no GPU"""
 
 
+GPUS_OPTIONS = """\
+    --gpus 0,2      these ids, counted inside CUDA_VISIBLE_DEVICES where it is set
+    --gpus 2        the one GPU with this id
+    --gpus GPU-8932f937
+                    GPUs, or MIG instances, by name
+    --gpus free     the idle GPUs
+    --gpus free:2   two idle GPUs
+    --gpus cpu      no GPU
+    --gpus all      every visible GPU, as without --gpus"""
+
+
 def invalid_gpus(gpus, problem):
-    return InvalidArgumentError(
+    error = InvalidArgumentError(
         "gpus={!r} is not understood: {}. Use one of:\n{}".format(gpus, problem, GPUS_FORMS)
+    )
+    error.problem = problem
+    return error
+
+
+def invalid_gpus_option(gpus, problem):
+    return InvalidArgumentError(
+        "--gpus {} is not understood: {}. Use one of:\n{}".format(gpus, problem, GPUS_OPTIONS)
+    )
+
+
+def gpus_option_is_an_id(gpus):
+    """The text of a warning."""
+    return (
+        "--gpus {0} means the GPU with id {0}; ids count from 0. Several are named one by one, "
+        "such as --gpus 0,1, and --gpus cpu means none.".format(gpus)
     )
 
 
@@ -227,10 +256,16 @@ def unknown_backend(reason, known):
     )
 
 
-def ambiguous_backend(fitting):
+def ambiguous_backend(fitting, typed=False):
+    """``typed``: for a command, not for a call."""
+    if typed:
+        remedy = "Pass --backend, such as --backend {}, or set KERAS_BACKEND.".format(fitting[0])
+    else:
+        remedy = "Pass backend=..., set KERAS_BACKEND, or import keras first."
     return AmbiguousBackendError(
-        "Several backends are installed and nothing says which one this script uses: {}. Pass "
-        "backend=..., set KERAS_BACKEND, or import keras first.".format(", ".join(fitting))
+        "Several backends are installed and nothing says which one this script uses: {}. {}".format(
+            ", ".join(fitting), remedy
+        )
     )
 
 
@@ -243,8 +278,10 @@ def no_backend(known):
     )
 
 
-def not_installed(framework, reason, extra, others):
-    choice = "Use backend={!r}".format(others[0]) if others else "Choose another backend"
+def not_installed(framework, reason, extra, others, typed=False):
+    """``typed``: for a command, not for a call."""
+    use = "Use --backend {}" if typed else "Use backend={!r}"
+    choice = use.format(others[0]) if others else "Choose another backend"
     return NotInstalledError(
         "{} is not installed, but {}. {}, or install it: pip install "
         '"keras-gpu-compat[{}]".'.format(framework, reason, choice, extra)
@@ -750,7 +787,22 @@ def launcher_failed(status, silent):
 
 def invalid_number_of_ranks(number):
     return InvalidArgumentError(
-        "-n {} is not understood. Use the number of processes to start, 2 or more.".format(number)
+        "-n {} is not understood. Use the number of processes to start, 1 or more.".format(number)
+    )
+
+
+def one_rank_on_hosts(hosts):
+    return InvalidArgumentError(
+        "--hosts {} makes one rank, which has nobody to train with. Give the machines room for 2 "
+        "or more, such as --hosts first:4,second:4, or run the script on that machine, without "
+        "--hosts.".format(hosts)
+    )
+
+
+def no_script(path):
+    return InvalidArgumentError(
+        "there is no file {}. Give the path of a script, or -m and the name of a module; what "
+        "follows are its own arguments.".format(path)
     )
 
 
@@ -1001,7 +1053,7 @@ def theanorc_names_no_file():
 def theano_device_overruled(said, devices):
     """The text of a warning."""
     return (
-        "Theano's flags say device={}, but configure_gpu() chose {}, so device=cpu was set. For a "
+        "Theano's flags say device={}, but compat chose {}, so device=cpu was set. For a "
         'device that is no CUDA GPU pass theano_flags={{"device": "{}"}}.'.format(
             said, devices, said
         )
@@ -1080,7 +1132,7 @@ def reference_variables(model):
 
 def keras_torch_device_overruled(said, devices):
     """The text of a warning."""
-    return "KERAS_TORCH_DEVICE says {}, but configure_gpu() chose {}.".format(said, devices)
+    return "KERAS_TORCH_DEVICE says {}, but compat chose {}.".format(said, devices)
 
 
 def several_devices_in_torch_compile():

@@ -30,6 +30,27 @@ TEXTS = [
         '    0, [], "cpu"    no GPU',
     ),
     (
+        errors.invalid_gpus_option,
+        ("two", "'two' is neither an id nor a name"),
+        errors.InvalidArgumentError,
+        "--gpus two is not understood: 'two' is neither an id nor a name. Use one of:\n"
+        "    --gpus 0,2      these ids, counted inside CUDA_VISIBLE_DEVICES where it is set\n"
+        "    --gpus 2        the one GPU with this id\n"
+        "    --gpus GPU-8932f937\n"
+        "                    GPUs, or MIG instances, by name\n"
+        "    --gpus free     the idle GPUs\n"
+        "    --gpus free:2   two idle GPUs\n"
+        "    --gpus cpu      no GPU\n"
+        "    --gpus all      every visible GPU, as without --gpus",
+    ),
+    (
+        errors.gpus_option_is_an_id,
+        ("4",),
+        None,
+        "--gpus 4 means the GPU with id 4; ids count from 0. Several are named one by one, such as "
+        "--gpus 0,1, and --gpus cpu means none.",
+    ),
+    (
         errors.invalid_memory,
         (2, "a number is a fraction, above 0 and at most 1"),
         errors.InvalidArgumentError,
@@ -150,6 +171,20 @@ TEXTS = [
         errors.AmbiguousBackendError,
         "Several backends are installed and nothing says which one this script uses: mxnet, "
         "theano. Pass backend=..., set KERAS_BACKEND, or import keras first.",
+    ),
+    (
+        errors.ambiguous_backend,
+        (["mxnet", "theano"], True),
+        errors.AmbiguousBackendError,
+        "Several backends are installed and nothing says which one this script uses: mxnet, "
+        "theano. Pass --backend, such as --backend mxnet, or set KERAS_BACKEND.",
+    ),
+    (
+        errors.not_installed,
+        ("theano", "--backend theano was asked for", "theano", ["torch"], True),
+        errors.NotInstalledError,
+        "theano is not installed, but --backend theano was asked for. Use --backend torch, or "
+        'install it: pip install "keras-gpu-compat[theano]".',
     ),
     (
         errors.no_backend,
@@ -636,7 +671,7 @@ TEXTS = [
         errors.theano_device_overruled,
         ("opencl0:0", "CPU"),
         None,
-        "Theano's flags say device=opencl0:0, but configure_gpu() chose CPU, so device=cpu was "
+        "Theano's flags say device=opencl0:0, but compat chose CPU, so device=cpu was "
         'set. For a device that is no CUDA GPU pass theano_flags={"device": "opencl0:0"}.',
     ),
     (
@@ -658,7 +693,7 @@ TEXTS = [
         errors.keras_torch_device_overruled,
         ("cpu", "GPU 0"),
         None,
-        "KERAS_TORCH_DEVICE says cpu, but configure_gpu() chose GPU 0.",
+        "KERAS_TORCH_DEVICE says cpu, but compat chose GPU 0.",
     ),
     (
         errors.several_devices_in_torch_compile,
@@ -734,9 +769,9 @@ TEXTS = [
     ),
     (
         errors.invalid_number_of_ranks,
-        (1,),
+        (0,),
         errors.InvalidArgumentError,
-        "-n 1 is not understood. Use the number of processes to start, 2 or more.",
+        "-n 0 is not understood. Use the number of processes to start, 1 or more.",
     ),
     (
         errors.invalid_tf_config,
@@ -913,6 +948,21 @@ TEXTS = [
         errors.InvalidArgumentError,
         "-n 6: --hosts a:2,b:3 has room for 5. Use fewer ranks, or give the machines more: "
         "--hosts first:4,second:4.",
+    ),
+    (
+        errors.one_rank_on_hosts,
+        ("a:1",),
+        errors.InvalidArgumentError,
+        "--hosts a:1 makes one rank, which has nobody to train with. Give the machines room for 2 "
+        "or more, such as --hosts first:4,second:4, or run the script on that machine, without "
+        "--hosts.",
+    ),
+    (
+        errors.no_script,
+        ("train.py",),
+        errors.InvalidArgumentError,
+        "there is no file train.py. Give the path of a script, or -m and the name of a module; "
+        "what follows are its own arguments.",
     ),
     (
         errors.free_gpus_on_hosts,

@@ -346,10 +346,10 @@ def test_command_line(tmp_path):
         assert completed.returncode == 2
         return completed.stderr
 
-    assert "-n 1 is not understood" in said("-n", "1")
-    assert "COMPAT_TIMEOUT=x is not understood" in said("-n", "2", "--timeout", "x")
+    assert "-n 0 is not understood" in said("-n", "0")
+    assert "--timeout=x is not understood" in said("-n", "2", "--timeout", "x")
     assert "-n 3: --hosts a:2 has room for 2" in said("-n", "3", "--hosts", "a:2")
     assert "--hosts a:x is not understood" in said("--hosts", "a:x")
-    assert "-n 1 is not understood" in said("--hosts", "a")
+    assert "--hosts a:1 makes one rank" in said("--hosts", "a")
     message = said("-n", "2", "--backend", "cntk", "--python", sys.executable)
     assert "Ranks of Theano and CNTK are started by mpirun, which is not on PATH." in message

@@ -437,7 +437,7 @@ def test_a_gpu_in_the_flags_is_not_given_up_in_silence(theano_process):
         shown["warned"]
         == shown["reported"]
         == [
-            "Theano's flags say device=cuda1, but configure_gpu() chose CPU, so device=cpu was "
+            "Theano's flags say device=cuda1, but compat chose CPU, so device=cpu was "
             'set. For a device that is no CUDA GPU pass theano_flags={"device": "cuda1"}.'
         ]
     )
