@@ -1050,8 +1050,33 @@ def theanorc_names_no_file():
     )
 
 
+def theano_has_no_flag(name, value, version, meant):
+    """The text of a warning."""
+    return "{}={}: Theano {} has no flag {}, and ignores it.{}".format(
+        name, value, version, name, " Did you mean {}?".format(meant) if meant else ""
+    )
+
+
+def theano_device_without_pygpu(device):
+    """The text of a warning."""
+    return (
+        "device={}: Theano needs the package pygpu for it, which is not installed, and goes on "
+        "with the CPU. Install libgpuarray and pygpu 0.7.".format(device)
+    )
+
+
+def theano_device_without_gpu(device):
+    """The text of a warning."""
+    return "device={}: no GPU is visible, and Theano goes on with the CPU.".format(device)
+
+
 def theano_device_overruled(said, devices):
     """The text of a warning."""
+    if said.startswith(("cuda", "gpu")):
+        return (
+            "Theano's flags say device={}, but compat chose {}, so device=cpu was set. "
+            "`compat env` tells which GPUs are visible.".format(said, devices)
+        )
     return (
         "Theano's flags say device={}, but compat chose {}, so device=cpu was set. For a "
         'device that is no CUDA GPU pass theano_flags={{"device": "{}"}}.'.format(

@@ -668,6 +668,38 @@ TEXTS = [
         "~/.theanorc, or name a file.",
     ),
     (
+        errors.theano_has_no_flag,
+        ("FloatX", "float32", "1.0.5", "floatX"),
+        None,
+        "FloatX=float32: Theano 1.0.5 has no flag FloatX, and ignores it. Did you mean floatX?",
+    ),
+    (
+        errors.theano_has_no_flag,
+        ("a", "b", "1.0.5", None),
+        None,
+        "a=b: Theano 1.0.5 has no flag a, and ignores it.",
+    ),
+    (
+        errors.theano_device_without_pygpu,
+        ("cuda",),
+        None,
+        "device=cuda: Theano needs the package pygpu for it, which is not installed, and goes on "
+        "with the CPU. Install libgpuarray and pygpu 0.7.",
+    ),
+    (
+        errors.theano_device_without_gpu,
+        ("cuda",),
+        None,
+        "device=cuda: no GPU is visible, and Theano goes on with the CPU.",
+    ),
+    (
+        errors.theano_device_overruled,
+        ("cuda0", "CPU"),
+        None,
+        "Theano's flags say device=cuda0, but compat chose CPU, so device=cpu was set. `compat "
+        "env` tells which GPUs are visible.",
+    ),
+    (
         errors.theano_device_overruled,
         ("opencl0:0", "CPU"),
         None,
