@@ -605,7 +605,8 @@ def no_ranks(backend):
     return unsupported(
         backend,
         "train as one of several ranks yet",
-        "Start the script without a launcher; parallelize() then uses the devices of one process.",
+        "Start the script without a launcher (compat run without -n); parallelize() then uses the "
+        "devices of one process.",
     )
 
 
@@ -692,7 +693,9 @@ def no_horovod(framework):
         "Ranks of {0} train together through Horovod, which is not installed. Build it where {0} "
         "is: HOROVOD_WITH_GLOO=1 HOROVOD_WITH_{1}=1 pip install --no-build-isolation "
         "--no-cache-dir horovod==0.28.1 (that needs a C++ compiler, setuptools<60 and cmake<4). "
-        "Or start the script without a launcher.".format(framework, framework.upper())
+        "Or start the script without a launcher (compat run without -n).".format(
+            framework, framework.upper()
+        )
     )
 
 

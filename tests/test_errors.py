@@ -841,8 +841,8 @@ TEXTS = [
         errors.no_ranks,
         ("toy",),
         errors.UnsupportedError,
-        "toy cannot train as one of several ranks yet. Start the script without a launcher; "
-        "parallelize() then uses the devices of one process.",
+        "toy cannot train as one of several ranks yet. Start the script without a launcher (compat "
+        "run without -n); parallelize() then uses the devices of one process.",
     ),
     (
         errors.strategy_in_rank,
@@ -1032,7 +1032,8 @@ TEXTS = [
         "Ranks of tensorflow train together through Horovod, which is not installed. Build it "
         "where tensorflow is: HOROVOD_WITH_GLOO=1 HOROVOD_WITH_TENSORFLOW=1 pip install "
         "--no-build-isolation --no-cache-dir horovod==0.28.1 (that needs a C++ compiler, "
-        "setuptools<60 and cmake<4). Or start the script without a launcher.",
+        "setuptools<60 and cmake<4). Or start the script without a launcher (compat run without "
+        "-n).",
     ),
 ]
 
