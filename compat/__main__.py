@@ -22,13 +22,29 @@ starts. What only a call inside the script can set (memory, simulated devices) i
 configure_gpu() there, which keeps to these GPUs. Where there are fewer, a line says so.
 
 With -n or --hosts it runs several times at once, as ranks that train together through the engine
-of the backend. One that fails ends all.
+of the backend. One that fails ends all. Ctrl-C interrupts all, which may save what they have; a
+second one ends them.
 
-exit status: the script's own, or that of the rank that failed; 2 where it could not be started."""
+exit status: the script's own, or that of the rank that failed; 2 where it could not be started;
+128 + N where signal N ended it (130: Ctrl-C)."""
 
 GPUS = """\
-ids such as 0,2 (one number is an id), names, "free" or "free:2" for idle ones, "cpu" for none
-(default: all visible ones)"""
+ids such as 0,2 (one number is an id, not a count), names, "free" or "free:2" for idle ones, "cpu"
+for none (default: all visible ones)"""
+
+BACKEND = """\
+tensorflow, jax, torch, theano, mxnet, cntk, or one of third parties (default: the one that Keras
+would use)"""
+
+EXAMPLES = """\
+examples:
+  compat env                             which backend, which GPUs, what is wrong
+  compat run --gpus 0,1 train.py         a script as it is, on two GPUs
+  compat run -n 4 train.py --epochs 5    as four processes that train together, a GPU each
+  compat test train.py                   whether it does the same on several devices
+
+`compat COMMAND --help` tells more. `python -m compat` is the same as `compat`; where a file or
+folder of yours is called compat, that would run: use `python -m keras_gpu_compat`."""
 
 TEST = """\
 Train a small model on one device and on several, from the same start on the same batches, and
@@ -43,9 +59,16 @@ exit status: 0 the same numbers, 1 other numbers, 2 the comparison could not be 
 
 def main(arguments=None):
     """Run one command and return its exit status."""
-    parsed = _parser().parse_args(arguments)
+    parser = _parser()
+    parsed, unknown = parser.parse_known_args(arguments)
+    if parsed.command is None:
+        parser.error("a command is needed: env, run or test")
+    if unknown:  # the command's usage, not that of all
+        parsed.parser.error("unrecognized arguments: " + " ".join(unknown))
     try:
         return parsed.run(parsed)
+    except KeyboardInterrupt:
+        return 130
     except errors.CompatError as error:
         print("compat {}: {}".format(parsed.command, error), file=sys.stderr)
         return 2
@@ -55,40 +78,38 @@ def _parser():
     parser = argparse.ArgumentParser(
         prog="compat",
         description="GPUs and several devices for every Keras backend.",
-        epilog="Where a file or folder of yours is called compat, `python -m compat` runs that: "
-        "use `python -m keras_gpu_compat`, or the command `compat`.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version="compat " + __version__)
     commands = parser.add_subparsers(dest="command", metavar="command")
-    commands.required = True
     text = argparse.RawDescriptionHelpFormatter
 
     env = commands.add_parser(
         "env", help="report what is installed, set and wrong", description=ENV, formatter_class=text
     )
-    env.set_defaults(run=_env)
+    env.set_defaults(run=_env, parser=env)
 
     run = commands.add_parser(
         "run",
         help="run a script on chosen GPUs",
-        usage="compat run [-n N] [--gpus GPUS] [--backend NAME] [--python PYTHON] "
-        "[--hosts HOSTS] [--timeout SECONDS] script.py ...",
+        usage=_usage("run"),
         description=RUN,
         formatter_class=text,
     )
     run.add_argument(
         "-n",
         dest="ranks",
-        type=int,
+        type=_ranks,
         metavar="N",
-        help="as so many ranks, each with one of the GPUs, that train together",
+        help="as so many ranks, each with one of the GPUs, that train together (1: alone)",
     )
     run.add_argument(
         "--hosts",
         help="machines, reached by ssh, and how many ranks each may run: first:4,second:4",
     )
     run.add_argument("--gpus", help=GPUS)
-    run.add_argument("--backend", metavar="NAME", help="default: the one that Keras would use")
+    run.add_argument("--backend", metavar="NAME", help=BACKEND)
     run.add_argument(
         "--python",
         help="another interpreter, of any age; compat need not be installed there",
@@ -98,14 +119,13 @@ def _parser():
         metavar="SECONDS",
         help="how long a rank waits for the others (default: 600)",
     )
-    run.add_argument("script", help="its path; what follows are its arguments")
-    run.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    run.set_defaults(run=_run)
+    _add_script(run)
+    run.set_defaults(run=_run, parser=run)
 
     test = commands.add_parser(
         "test",
         help="compare several devices with one",
-        usage="compat test [--devices N] [--backend NAME] [--simulate] [-n N] [script.py ...]",
+        usage="compat test [options]\n       " + _usage("test"),
         description=TEST,
         formatter_class=text,
     )
@@ -113,23 +133,71 @@ def _parser():
         "--devices",
         type=_several,
         metavar="N",
-        help="how many, 2 or more (default: all GPUs where there are two or more, else 3)",
+        help="how many, 2 or more (default: all GPUs where there are two or more, else 3; of a "
+        "script: 3)",
     )
-    test.add_argument("--backend", metavar="NAME", help="default: the one that Keras would use")
+    test.add_argument("--backend", metavar="NAME", help=BACKEND)
     test.add_argument(
-        "--simulate", action="store_true", help="use CPU devices even where there are GPUs"
+        "--simulate",
+        action="store_true",
+        help="use CPU devices even where there are GPUs (with a script always)",
     )
     test.add_argument(
         "-n",
         dest="ranks",
-        type=int,
+        type=_no_ranks_or_several,
         metavar="N",
         help="of a script: as so many ranks the second time (default: 2; 0: not at all)",
     )
-    test.add_argument("script", nargs="?", help="a script's path; what follows are its arguments")
-    test.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    test.set_defaults(run=_test)
+    _add_script(test)
+    test.set_defaults(run=_test, parser=test)
     return parser
+
+
+def _usage(command):
+    return (
+        "compat {0} [options] script.py [its arguments]\n"
+        "       compat {0} [options] -m module [its arguments]".format(command)
+    )
+
+
+def _add_script(parser):
+    parser.add_argument(
+        "-m",
+        dest="module",
+        nargs=argparse.REMAINDER,
+        help="in place of a script: the name of a module, as after python -m",
+    )
+    parser.add_argument(
+        "script", nargs="?", help="a script's path; all that follows is the script's own"
+    )
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+def _script(arguments):
+    """The script, or "-m" and the module, and its arguments; nothing where none is given."""
+    if arguments.module is None:
+        return [arguments.script] + arguments.arguments if arguments.script else []
+    if not arguments.module or arguments.module[0].startswith("-"):
+        arguments.parser.error("argument -m: the name of a module is needed")
+    return ["-m"] + arguments.module
+
+
+def _ranks(text):
+    if not text.lstrip("-").isdecimal():
+        raise argparse.ArgumentTypeError(
+            "{!r} is not a number of processes; write -n 4".format(text)
+        )
+    return int(text)
+
+
+def _no_ranks_or_several(text):
+    number = _ranks(text)
+    if number == 1 or number < 0:
+        raise argparse.ArgumentTypeError(
+            "{!r} is not a number of ranks to compare: 2 or more, or 0 for none".format(text)
+        )
+    return number
 
 
 def _several(text):
@@ -246,7 +314,9 @@ def _gpu(gpu):
 def _run(arguments):
     from . import _run
 
-    script = [arguments.script] + arguments.arguments
+    script = _script(arguments)
+    if not script:
+        arguments.parser.error("a script is needed, or -m and a module")
     return _run.run(
         script,
         arguments.gpus,
@@ -262,12 +332,14 @@ def _run(arguments):
 
 
 def _test(arguments):
-    if arguments.script:
+    script = _script(arguments)
+    if script:
         from . import _test_script
 
-        script = [arguments.script] + arguments.arguments
         same = _test_script.run(script, arguments.devices, arguments.backend, arguments.ranks)
         return 0 if same else 1
+    if arguments.ranks is not None:
+        arguments.parser.error("argument -n: a script is needed, or -m and a module")
     from . import _selftest
 
     same = _selftest.run(arguments.devices, arguments.backend, arguments.simulate)

@@ -132,7 +132,12 @@ def _check_options(options):
         known = sorted({option for b in _registry.backends() for option in b.options})
         for option in sorted(options):
             if option not in known:
-                raise errors.unknown_option(option, known)
+                from . import _spelling
+
+                code = configure_gpu.__code__
+                arguments = list(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
+                meant = _spelling.meant(option, options[option], arguments + known)
+                raise errors.unknown_option(option, meant, arguments, known)
 
 
 def _configure(

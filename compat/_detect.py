@@ -9,29 +9,32 @@ from . import _registry, errors
 _DEFAULTS = {"keras-mxnet": "mxnet", "keras": "tensorflow"}
 
 
-def choose(asked=None, environ=os.environ):
+def choose(asked=None, environ=os.environ, typed=False):
     """Choose the backend.
 
     In this order: what was asked; the Keras that is imported; what the installed Keras would
     choose (``KERAS_BACKEND``, then keras.json, where that Keras reads them, then its default);
     the one framework that is installed, also where that Keras' default is another one.
 
+    Arguments:
+        typed: errors are for a command's ``--backend``, not for ``configure_gpu(backend=)``.
+
     Returns:
         The backend, and the reason for it as a phrase.
     """
     if asked is not None:
-        return _named(asked, _asked(asked))
+        return _named(asked, _asked(asked, typed), typed)
     keras, reason = _keras_told(environ)
     if keras:
-        return _named(keras, reason)
+        return _named(keras, reason, typed)
     keras, reason = _keras_default(environ)
     fitting = installed()
     if len(fitting) == 1 and keras not in (fitting[0].name, fitting[0].framework):
         return fitting[0], "the only backend installed"
     if keras:
-        return _named(keras, reason)
+        return _named(keras, reason, typed)
     if fitting:
-        raise errors.ambiguous_backend([backend.name for backend in fitting])
+        raise errors.ambiguous_backend([backend.name for backend in fitting], typed)
     raise errors.no_backend(sorted({backend.extra for backend in _registry.backends()}))
 
 
@@ -47,14 +50,14 @@ def foreseen(asked, environ, python):
     Returns:
         The backend, and the reason for it as a phrase.
     """
-    name, reason = _variable_told(environ) if asked is None else (asked, _asked(asked))
+    name, reason = _variable_told(environ) if asked is None else (asked, _asked(asked, True))
     if name is None:
         raise errors.backend_of_python_unknown(python)
     return _candidates(name, reason)[0], reason
 
 
-def _asked(name):
-    return "backend={!r} was asked for".format(name)
+def _asked(name, typed):
+    return ("--backend {} was asked for" if typed else "backend={!r} was asked for").format(name)
 
 
 def _candidates(name, reason):
@@ -71,7 +74,7 @@ def _candidates(name, reason):
     return candidates
 
 
-def _named(name, reason):
+def _named(name, reason, typed):
     """The backend of that name, or the one for the installed version of that framework."""
     candidates = _candidates(name, reason)
     for backend in candidates:
@@ -82,7 +85,7 @@ def _named(name, reason):
     version = installed_version(backend)
     if version is None:
         others = [b.name for b in installed()]
-        raise errors.not_installed(backend.framework, reason, backend.extra, others)
+        raise errors.not_installed(backend.framework, reason, backend.extra, others, typed)
     known = [b.name for b in _registry.backends()]
     raise errors.unsupported_version(backend.framework, version, known)
 

@@ -111,7 +111,7 @@ def _parse_text(gpus):
             return Selection("free", int(count))
         raise errors.invalid_gpus(gpus, '"free:" takes a number of GPUs, 1 or more')
     if not text:
-        raise errors.invalid_gpus(gpus, "an empty text names no GPU; [] means none")
+        raise errors.invalid_gpus(gpus, 'an empty text names no GPU; "cpu" means none')
     if text == "-1":
         return Selection("all")
     # A text lists ids, as CUDA_VISIBLE_DEVICES does: "2" is the GPU with id 2.

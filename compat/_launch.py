@@ -5,6 +5,7 @@ ended through the launcher's own output. So the same code watches ranks under to
 and horovodrun, on one machine and on several.
 """
 
+import contextlib
 import json
 import os
 import select
@@ -58,6 +59,7 @@ class Job:
     def __init__(self, size: int) -> None:
         self.size = size
         self.ended: "List[Ended]" = []
+        self.processes: "Dict[int, int]" = {}  # of each rank the one to be signalled
         self.tracebacks: "Dict[int, List[str]]" = {}
         self.launcher_said: "List[str]" = []
         # Of lines too long for one message, what has come: other ranks' messages come between.
@@ -78,7 +80,9 @@ class Job:
         text = self.parts.pop((rank, kind), "") + text
         unfinished = kind.startswith(_rank.UNFINISHED)
         kind = kind[len(_rank.UNFINISHED) :] if unfinished else kind
-        if kind in (_rank.OUT, _rank.ERR):
+        if kind == _rank.START:
+            self.processes[rank] = int(text)
+        elif kind in (_rank.OUT, _rank.ERR):
             self.show(rank, kind, text, unfinished)
         elif kind == _rank.TRACEBACK:
             self.tracebacks.setdefault(rank, []).append(text)
@@ -136,15 +140,28 @@ class Job:
         return sorted(set(range(self.size)) - {end.rank for end in self.ended})
 
 
-def launch(command: "List[str]", environ: "Dict[str, str]", size: int) -> int:
+def launch(
+    command: "List[str]", environ: "Dict[str, str]", size: int, elsewhere: bool = False
+) -> int:
     """Run a launcher to its end, and return the exit status: the failing rank's.
+
+    Where this process is told to end by a signal, the ranks are, too, and the exit status is
+    128 + the signal's number.
 
     Arguments:
         command: the launcher, and what it is to start in each rank.
         environ: its environment.
         size: the number of ranks.
+        elsewhere: some of them may run on other machines.
     """
     job = Job(size)
+    told: "List[int]" = []
+    # One that is ignored stays so: SIGHUP under nohup, SIGINT in the background of a shell script.
+    before = {
+        number: signal.signal(number, lambda number, frame: told.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) != signal.SIG_IGN
+    }
     launcher = subprocess.Popen(
         command,
         env=environ,
@@ -154,30 +171,32 @@ def launch(command: "List[str]", environ: "Dict[str, str]", size: int) -> int:
         start_new_session=True,
         preexec_fn=_rank.die_with_parent,
     )
-    stops = signal.SIGTERM, signal.SIGHUP
-    before = [signal.signal(number, _interrupted) for number in stops]
     try:
-        for line in _lines(launcher, job):
+        for line in _lines(launcher, job, told, elsewhere):
             job.hear(line)
-    except KeyboardInterrupt:
-        job.end_line()
-        return 128 + signal.SIGINT
     finally:
         _end(launcher)
-        for number, handler in zip(stops, before):
+        for number, handler in before.items():
             signal.signal(number, handler)
+    if told:
+        job.end_line()
+        return 128 + told[0]
     return job.conclude(launcher.wait())
 
 
-def _interrupted(number, frame):
-    raise KeyboardInterrupt
+def _lines(launcher: "Any", job: "Job", told: "List[int]", elsewhere: bool) -> "Iterator[str]":
+    """The launcher's output until it has ended; not for long after a rank has failed.
 
-
-def _lines(launcher: "Any", job: "Job") -> "Iterator[str]":
-    """The launcher's output until it has ended; not for long after a rank has failed."""
-    rest, deadline = b"", None  # type: Any, Optional[float]
+    Nor after a signal, or when all ranks have ended after one.
+    """
+    rest, deadline, passed_on = b"", None, 0  # type: Any, Optional[float], int
     descriptor = launcher.stdout.fileno()
     while deadline is None or time.monotonic() < deadline:
+        if len(told) > passed_on:
+            passed_on = len(told)
+            deadline = time.monotonic() + _pass_on(told[:passed_on], launcher, job, elsewhere)
+        if told and len(job.ended) == job.size:
+            break
         if select.select([descriptor], [], [], 0.2)[0]:
             data = os.read(descriptor, 65536)
             lines = (rest + data).split(b"\n")
@@ -194,12 +213,39 @@ def _lines(launcher: "Any", job: "Job") -> "Iterator[str]":
         yield rest.decode("utf-8", "replace")
 
 
+def _pass_on(told, launcher, job, elsewhere):
+    """Pass the last signal on to the ranks, and return how long they may take, in seconds.
+
+    Launchers make SIGTERM of SIGINT, or give the others little time once one rank has ended: so
+    the ranks are interrupted directly. That cannot be done on other machines, where
+    ``compat._start`` does it; what other launchers do there is theirs.
+    """
+    job.end_line()
+    running = set(job.processes) - {end.rank for end in job.ended}
+    if told == [signal.SIGINT] and (elsewhere or len(job.processes) == job.size):
+        print(errors.interrupted(_rank.INTERRUPT_GRACE), file=sys.stderr, flush=True)
+        if elsewhere:
+            launcher.send_signal(signal.SIGINT)
+        for rank in [] if elsewhere else running:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(job.processes[rank], signal.SIGINT)
+        return _rank.INTERRUPT_GRACE
+    if len(told) < 3:
+        print(errors.told_to_end(signal.Signals(told[-1]).name), file=sys.stderr, flush=True)
+        launcher.terminate()
+        return GRACE
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(launcher.pid, signal.SIGKILL)
+    return 1.0
+
+
 def _end(launcher):
     """End the launcher, and with it the ranks, if it has not ended."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
+    # To the launcher alone, which ends the ranks. In its process group they would be told twice.
+    for end in (launcher.terminate, lambda: os.killpg(launcher.pid, signal.SIGKILL)):
         if launcher.poll() is None:
             try:
-                os.killpg(launcher.pid, number)
+                end()
                 launcher.wait(GRACE)
             except (ProcessLookupError, subprocess.TimeoutExpired):
                 pass

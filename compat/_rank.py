@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
 # Characters that no program prints by chance: ASCII's record and unit separators.
 BEGIN, BETWEEN = "\x1e", "\x1f"
-# Kinds: a line of standard output, of standard error, of the traceback; how the rank ended.
-OUT, ERR, TRACEBACK, END = "out", "err", "traceback", "end"
+# Kinds: the rank has started, with the number of this process; a line of standard output, of
+# standard error, of the traceback; how the rank ended.
+START, OUT, ERR, TRACEBACK, END = "start", "out", "err", "traceback", "end"
 # In front of a kind. A part of a line too long for one message: what follows ends it soon. And the
 # beginning of a line that is not printed to its end yet, such as a progress bar.
 PART, UNFINISHED = "part of ", "unfinished "
@@ -36,6 +37,8 @@ _IDLE = 0.3
 _GRACE = 5.0
 # How long one that only lost another holds its end back, for the other to be heard first.
 _HOLD = 2.0
+# How long ranks may take to end after Ctrl-C: they may be saving what they have.
+INTERRUPT_GRACE = 60.0
 
 # So many lines of a traceback are told.
 _LONGEST = 500
@@ -78,6 +81,7 @@ class _Rank:
         self.rank = rank
         self.traceback = Traceback()
         self.terminated = False
+        self.interrupted = False
 
     def send(self, kind, text):
         message = "{}{}{}{}{}{}\n".format(BEGIN, self.rank, BETWEEN, kind, BETWEEN, text)
@@ -111,8 +115,14 @@ class _Rank:
             signal.signal(signal.SIGALRM, lambda *ignored: process.kill())
             signal.alarm(int(_GRACE))
 
-        for name in ("SIGTERM", "SIGINT", "SIGHUP"):
-            signal.signal(getattr(signal, name), terminate)
+        def interrupt(signum, frame):
+            self.interrupted = True
+            process.send_signal(signal.SIGINT)
+
+        signal.signal(signal.SIGTERM, terminate)
+        signal.signal(signal.SIGHUP, terminate)
+        signal.signal(signal.SIGINT, interrupt)
+        self.send(START, str(os.getpid()))
         self.forward({process.stdout: OUT, process.stderr: ERR}, process)
         status = process.wait()
         return self.end(status if status >= 0 else 128 - status)
@@ -167,7 +177,20 @@ class _Rank:
         self.send(END, json.dumps(record))
         if lost and not self.terminated:
             time.sleep(_HOLD)
+        if self.interrupted:
+            self.wait_to_be_terminated()
         return status
+
+    def wait_to_be_terminated(self) -> None:
+        """Stay until ``compat run`` ends the launcher, which it does when all ranks have ended.
+
+        A launcher that sees one end would kill the others, which may still be saving.
+        """
+        listener = select.poll()
+        listener.register(1, 0)  # tells errors only
+        until = time.monotonic() + INTERRUPT_GRACE
+        while not self.terminated and time.monotonic() < until and not listener.poll(0):
+            time.sleep(0.05)
 
 
 def _gpus(environ):

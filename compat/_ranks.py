@@ -129,15 +129,19 @@ def _listening(address, port):
     return listening
 
 
-def timeout(environ: "Mapping[str, str]") -> float:
-    """How long a rank waits for the others, in seconds: ``COMPAT_TIMEOUT``, or ``TIMEOUT``."""
+def timeout(environ: "Mapping[str, str]", name: str = "COMPAT_TIMEOUT") -> float:
+    """How long a rank waits for the others, in seconds: ``COMPAT_TIMEOUT``, or ``TIMEOUT``.
+
+    Arguments:
+        name: of what has set it, for the error.
+    """
     text = environ.get("COMPAT_TIMEOUT", str(TIMEOUT))
     try:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
     if not seconds > 0:
-        raise errors.invalid_timeout("COMPAT_TIMEOUT", text)
+        raise errors.invalid_timeout(name, text)
     return seconds
 
 

@@ -19,7 +19,7 @@ def prepare(
     backend: "Optional[str]",
     python: "Optional[str]",
     environ: "Mapping[str, str]",
-    ranks: int = 1,
+    ranks: "Optional[int]" = None,
     hosts: "Optional[str]" = None,
 ) -> "Tuple[Backend, str, Dict[str, str], List[str]]":
     """What a script is to be started with.
@@ -30,7 +30,8 @@ def prepare(
         python: another interpreter, by its path or name; compat need not be installed there,
             and ``backend`` or ``KERAS_BACKEND`` must tell the backend.
         environ: the environment as it is.
-        ranks: as how many ranks. Several see all the GPUs; each takes its own.
+        ranks: as how many ranks. Several see all the GPUs, and each takes its own; one sees its
+            own only. None: the script alone, with all of them.
         hosts: the machines that run them, where GPUs are looked for only there; None: this one.
 
     Returns:
@@ -43,12 +44,16 @@ def prepare(
         NotInstalledError, AmbiguousBackendError: as ``configure_gpu()``.
     """
     from . import _api, _detect, _devices
+    from ._launchers import Ranks
     from ._settings import Settings
 
-    selection = _devices.parse_gpus(gpus)
+    try:
+        selection = _devices.parse_gpus(gpus)
+    except errors.InvalidArgumentError as error:
+        raise errors.invalid_gpus_option(gpus, error.problem) from None
     if python is None:
         interpreter = sys.executable
-        chosen, reason = _detect.choose(backend, environ)
+        chosen, reason = _detect.choose(backend, environ, typed=True)
         variables = dict(_detect.keras_variable(chosen, environ))
     else:
         interpreter = _found(python)
@@ -56,12 +61,20 @@ def prepare(
         variables = {"KERAS_BACKEND": chosen.framework}
     notes: "List[str]" = []
     if hosts is None:
-        settings = Settings(_devices.choose(selection, None, environ))
+        if ranks == 1:
+            one = Ranks(0, 1, 0, 1, "compat run")
+            settings = Settings(_devices.choose_for_rank(selection, environ, one))
+        else:
+            settings = Settings(_devices.choose(selection, None, environ))
         where = str(settings.devices)
         notes += list(settings.devices.problems) + chosen.overruled(settings, environ)
         if settings.devices.shortage:
-            notes.append(_api.fewer(settings.devices.shortage, settings.devices, strict=False))
-        if ranks == 1:
+            asked = "every GPU" if gpus is None else "--gpus " + gpus
+            shortage = asked, settings.devices.shortage[1]
+            notes.append(_api.fewer(shortage, settings.devices, strict=False))
+            if gpus and gpus.isdecimal():
+                notes.append(errors.gpus_option_is_an_id(gpus))
+        if ranks in (None, 1):
             variables.update(chosen.environ(settings, environ))
         else:
             variables.update(settings.devices.environ(environ))
@@ -81,6 +94,11 @@ def prepare(
             started[name] = value
             lines.append("{}={}".format(name, value))
     return chosen, interpreter, started, lines + notes
+
+
+def name_of(script: "List[str]") -> str:
+    """The script's path, or the module's name after ``-m``."""
+    return script[1] if script[0] == "-m" else script[0]
 
 
 def _found(python):
@@ -105,9 +123,10 @@ def run(
     has the rank in front, and one that fails ends all.
 
     Arguments:
-        script: its path, and its arguments.
+        script: its path, or "-m" and a module, and its arguments.
         gpus, backend, python: as ``prepare()`` takes them.
-        ranks: how many, 2 or more; None: the script alone, or as many as ``hosts`` say.
+        ranks: how many; 1: the script alone, with one of the GPUs; None: alone with all of them, or
+            as many as ``hosts`` say.
         timeout: how long a rank waits for the others, in seconds.
         hosts: machines and how many ranks each may run, ``"first:4,second:4"``; None: this one.
 
@@ -115,21 +134,30 @@ def run(
         The exit status of several ranks: that of the one that failed.
 
     Raises:
-        InvalidArgumentError: ``ranks``, ``timeout`` or ``hosts`` is not understood.
+        InvalidArgumentError: ``ranks``, ``timeout`` or ``hosts`` is not understood, or there is no
+            such script.
         UnsupportedError: the backend has no ranks.
         as ``prepare()``.
     """
     from . import _by_path, _devices, _launch, _ranks
 
+    if ranks is not None and ranks < 1:
+        raise errors.invalid_number_of_ranks(ranks)
     if hosts is not None:
         ranks, hosts = _ranks.fill_hosts(hosts, ranks)
-    if ranks is not None and ranks < 2:
-        raise errors.invalid_number_of_ranks(ranks)
+        if ranks == 1:
+            raise errors.one_rank_on_hosts(hosts)
+    # Another interpreter may be one in a container, with files of its own.
+    if python is None and script[0] not in ("-", "-m") and not os.path.exists(script[0]):
+        raise errors.no_script(script[0])
     asked = dict(os.environ) if timeout is None else dict(os.environ, COMPAT_TIMEOUT=timeout)
-    if ranks:
+    if ranks is not None and ranks > 1:
         asked.pop("COMPAT_ALONE", None)  # several are asked for just now
-    _ranks.timeout(asked)
-    chosen, interpreter, environ, lines = prepare(gpus, backend, python, asked, ranks or 1, hosts)
+    _ranks.timeout(asked, "COMPAT_TIMEOUT" if timeout is None else "--timeout")
+    chosen, interpreter, environ, lines = prepare(gpus, backend, python, asked, ranks, hosts)
+    if ranks == 1:
+        lines.append("1 rank: the script alone")
+        ranks = None
     launcher = chosen.launcher(_ranks.Launch(ranks, interpreter, environ, hosts)) if ranks else []
     if ranks:
         # mpirun is told the names of all variables.
@@ -137,7 +165,7 @@ def run(
         lines.append("{} ranks: {}".format(ranks, shown))
     other = _by_path.shadow(os.path.dirname(os.path.realpath(script[0])), environ)
     if other:
-        lines.append(errors.shadowed(script[0], other))
+        lines.append(errors.shadowed(name_of(script), other))
     for line in lines:
         print("compat run: " + line, file=sys.stderr)
     sys.stderr.flush()
@@ -145,4 +173,4 @@ def run(
     if not ranks:
         os.execve(interpreter, [interpreter] + script, environ)
     rank = _by_path.command("_rank") + [interpreter]
-    return _launch.launch(launcher + rank + script, environ, ranks)
+    return _launch.launch(launcher + rank + script, environ, ranks, elsewhere=hosts is not None)

@@ -24,7 +24,7 @@ def run(devices=None, backend=None, simulate=False):
     """
     # Tensor cores round float32 to ten bits of mantissa, differently for each batch size.
     os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
-    os.environ.update(_detect.choose(backend)[0].recording)
+    os.environ.update(_detect.choose(backend, typed=True)[0].recording)
     configuration = _configure(devices, backend, simulate)
     _say(configuration)
     count = len(configuration.devices)

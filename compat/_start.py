@@ -5,7 +5,8 @@ how many ranks on this machine, or machines and how many on each: ``first:4,seco
 machines are reached by ssh, and have the same folders. One rank that fails ends all.
 
 Each machine's ranks are children of one process there, which is told on its standard input what
-to start. When that input ends, for whatever reason, it ends them.
+to start. When that input ends, for whatever reason, it ends them; a line "interrupt" interrupts
+them.
 """
 
 import contextlib
@@ -63,6 +64,7 @@ def start(where: str, tf_config: bool, command: "Sequence[str]") -> int:
             agents[-1].stdin.write(line.encode("ascii"))
             agents[-1].stdin.flush()
     signal.signal(signal.SIGTERM, lambda *ignored: sys.exit(128 + signal.SIGTERM))
+    signal.signal(signal.SIGINT, lambda *ignored: _interrupt(agents))
     try:
         return _watch(agents)
     finally:
@@ -70,6 +72,14 @@ def start(where: str, tf_config: bool, command: "Sequence[str]") -> int:
             with contextlib.suppress(BrokenPipeError):
                 agent.stdin.close()
         _wait(agents, 2 * _GRACE)
+
+
+def _interrupt(agents):
+    """Have SIGINT sent to all ranks. (ssh passes no signal on.)"""
+    for agent in agents:
+        with contextlib.suppress(BrokenPipeError):
+            agent.stdin.write(b"interrupt\n")
+            agent.stdin.flush()
 
 
 def _places(machines, tf_config):
@@ -152,7 +162,10 @@ def start_here() -> int:
 
 
 def _watch(processes, told=None):
-    """Wait until all have ended, one has failed, or ``told`` has; an exit status."""
+    """Wait until all have ended, one has failed, or ``told`` has; an exit status.
+
+    What ``told`` says before is passed on.
+    """
     while True:
         ends = [process.poll() for process in processes]
         failed = [status for status in ends if status]
@@ -161,7 +174,10 @@ def _watch(processes, told=None):
         if None not in ends:
             return 0
         if select.select([told] if told else [], [], [], 0.05)[0]:
-            return 128 + signal.SIGTERM
+            if told.readline() != "interrupt\n":
+                return 128 + signal.SIGTERM
+            for process in processes:
+                process.send_signal(signal.SIGINT)
 
 
 def _wait(processes, seconds):

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 
-from . import _by_path, _detect, _verification, errors
+from . import _by_path, _detect, _run, _verification, errors
 from .backend import Backend
 
 TYPE_CHECKING = False
@@ -27,7 +27,7 @@ def run(
     """Run a script as it is, twice, and print a verdict on what was verified.
 
     Arguments:
-        script: its path, and its arguments.
+        script: its path, or "-m" and a module, and its arguments.
         devices: how many simulated ones; None: 3.
         backend: its name; None: the one that Keras would use.
         ranks: as how many ranks the second time; None: 2; 0: not at all.
@@ -41,20 +41,17 @@ def run(
         InvalidArgumentError: there is no such script.
         NotInstalledError, AmbiguousBackendError: as ``configure_gpu()``.
     """
-    if not os.path.isfile(script[0]):
-        raise errors.InvalidArgumentError(
-            "compat test: there is no file {}. Give the path of a script, then its "
-            "arguments.".format(script[0])
-        )
+    if script[0] != "-m" and not os.path.isfile(script[0]):
+        raise errors.no_script(script[0])
     devices = devices or 3
-    chosen, _ = _detect.choose(backend, os.environ)
+    chosen, _ = _detect.choose(backend, os.environ, typed=True)
     environ = dict(os.environ, COMPAT_VERIFY=str(steps))
     environ.update(chosen.recording)
     environ.update(_detect.keras_variable(chosen, os.environ))
-    # Whatever PYTHONPATH says, the script finds this package: see _run().
+    # Whatever PYTHONPATH says, the script finds this package: see _reported().
     other = _by_path.shadow(os.path.dirname(os.path.realpath(script[0])), {})
     if other:
-        _say(errors.shadowed(script[0], other))
+        _say(errors.shadowed(_run.name_of(script), other))
     lines, same = _on_replicas(script, environ, chosen, devices)
     if ranks != 0 and type(chosen).distribute is not Backend.distribute:
         more, also = _as_ranks(script, environ, chosen, ranks or RANKS)
@@ -66,12 +63,12 @@ def run(
 
 def _on_replicas(script, environ, chosen, devices):
     """The lines of the verdict on simulated devices, and whether it is good."""
-    _say("{} on {} simulated devices ({})".format(script[0], devices, chosen.name))
+    _say("{} on {} simulated devices ({})".format(_run.name_of(script), devices, chosen.name))
     environ = dict(environ, COMPAT_SIMULATE=str(devices))
-    status, reports = _run([sys.executable] + script, environ)
+    status, reports = _reported([sys.executable] + script, environ)
     records = [record for report in reports for record in report]
     title = "compat test: {} on {} simulated devices of {}".format(
-        os.path.basename(script[0]), devices, chosen.name
+        os.path.basename(_run.name_of(script)), devices, chosen.name
     )
     lines, same = [title, ""], True
     for record in records:
@@ -93,16 +90,16 @@ def _on_replicas(script, environ, chosen, devices):
 
 def _as_ranks(script, environ, chosen, ranks):
     """The lines of the verdict on ranks, and whether it is good."""
-    _say("{} as {} ranks".format(script[0], ranks))
+    _say("{} as {} ranks".format(_run.name_of(script), ranks))
     command = _by_path.command("__main__") + ["run", "-n", str(ranks), "--gpus", "cpu"]
     command += ["--backend", chosen.framework]
-    status, _ = _run(command + script, environ)
+    status, _ = _reported(command + script, environ)
     if status:
         return ["As {} ranks: NOT well, exit status {} (see above).".format(ranks, status)], False
     return ["As {} ranks: all ended well, with the same weights.".format(ranks)], True
 
 
-def _run(command, environ):
+def _reported(command, environ):
     """Run a command, and return its exit status and the reports that its processes left."""
     folder = tempfile.mkdtemp(prefix="compat-test-")
     environ = dict(environ, COMPAT_VERIFY_REPORT=folder)

@@ -17,6 +17,8 @@ class CompatError(Exception):
 class InvalidArgumentError(CompatError, ValueError):
     """An argument has a form or a value that compat does not know."""
 
+    problem = ""  # what is wrong with the value alone, for the text about a command's option
+
 
 class UnknownOptionError(CompatError, TypeError):
     """A keyword option that no backend knows."""
@@ -101,9 +103,36 @@ GPUS_FORMS = """\
     0, [], "cpu"    no GPU"""
 
 
+GPUS_OPTIONS = """\
+    --gpus 0,2      these ids, counted inside CUDA_VISIBLE_DEVICES where it is set
+    --gpus 2        the one GPU with this id
+    --gpus GPU-8932f937
+                    GPUs, or MIG instances, by name
+    --gpus free     the idle GPUs
+    --gpus free:2   two idle GPUs
+    --gpus cpu      no GPU
+    --gpus all      every visible GPU, as without --gpus"""
+
+
 def invalid_gpus(gpus, problem):
-    return InvalidArgumentError(
+    error = InvalidArgumentError(
         "gpus={!r} is not understood: {}. Use one of:\n{}".format(gpus, problem, GPUS_FORMS)
+    )
+    error.problem = problem
+    return error
+
+
+def invalid_gpus_option(gpus, problem):
+    return InvalidArgumentError(
+        "--gpus {} is not understood: {}. Use one of:\n{}".format(gpus, problem, GPUS_OPTIONS)
+    )
+
+
+def gpus_option_is_an_id(gpus):
+    """The text of a warning."""
+    return (
+        "--gpus {0} means the GPU with id {0}; ids count from 0. Several are named one by one, "
+        "such as --gpus 0,1, and --gpus cpu means none.".format(gpus)
     )
 
 
@@ -156,10 +185,15 @@ def simulate_with_gpus(selection, simulate):
     )
 
 
-def unknown_option(option, known):
+def unknown_option(option, meant, arguments, known):
+    """``meant``: what to write instead, or None; ``known``: the options of single backends."""
     return UnknownOptionError(
-        "configure_gpu() got an option that no backend knows: {!r}. Known options: {}.".format(
-            option, ", ".join(known) or "none"
+        "configure_gpu() has no argument {!r}, and no backend has an option of that name.{} Its "
+        "arguments: {}. Options of single backends: {}.".format(
+            option,
+            " Did you mean {}?".format(meant) if meant else "",
+            ", ".join(arguments),
+            ", ".join(known) or "none",
         )
     )
 
@@ -222,10 +256,16 @@ def unknown_backend(reason, known):
     )
 
 
-def ambiguous_backend(fitting):
+def ambiguous_backend(fitting, typed=False):
+    """``typed``: for a command, not for a call."""
+    if typed:
+        remedy = "Pass --backend, such as --backend {}, or set KERAS_BACKEND.".format(fitting[0])
+    else:
+        remedy = "Pass backend=..., set KERAS_BACKEND, or import keras first."
     return AmbiguousBackendError(
-        "Several backends are installed and nothing says which one this script uses: {}. Pass "
-        "backend=..., set KERAS_BACKEND, or import keras first.".format(", ".join(fitting))
+        "Several backends are installed and nothing says which one this script uses: {}. {}".format(
+            ", ".join(fitting), remedy
+        )
     )
 
 
@@ -238,8 +278,10 @@ def no_backend(known):
     )
 
 
-def not_installed(framework, reason, extra, others):
-    choice = "Use backend={!r}".format(others[0]) if others else "Choose another backend"
+def not_installed(framework, reason, extra, others, typed=False):
+    """``typed``: for a command, not for a call."""
+    use = "Use --backend {}" if typed else "Use backend={!r}"
+    choice = use.format(others[0]) if others else "Choose another backend"
     return NotInstalledError(
         "{} is not installed, but {}. {}, or install it: pip install "
         '"keras-gpu-compat[{}]".'.format(framework, reason, choice, extra)
@@ -625,7 +667,8 @@ def no_ranks(backend):
     return unsupported(
         backend,
         "train as one of several ranks yet",
-        "Start the script without a launcher; parallelize() then uses the devices of one process.",
+        "Start the script without a launcher (compat run without -n); parallelize() then uses the "
+        "devices of one process.",
     )
 
 
@@ -712,7 +755,9 @@ def no_horovod(framework):
         "Ranks of {0} train together through Horovod, which is not installed. Build it where {0} "
         "is: HOROVOD_WITH_GLOO=1 HOROVOD_WITH_{1}=1 pip install --no-build-isolation "
         "--no-cache-dir horovod==0.28.1 (that needs a C++ compiler, setuptools<60 and cmake<4). "
-        "Or start the script without a launcher.".format(framework, framework.upper())
+        "Or start the script without a launcher (compat run without -n).".format(
+            framework, framework.upper()
+        )
     )
 
 
@@ -784,6 +829,19 @@ def rank_ended(ended, size):
     return "rank {} of {} {}; the others were ended.".format(ended.rank, size, how)
 
 
+def interrupted(seconds):
+    """What ``compat run`` says at Ctrl-C."""
+    return (
+        "compat run: interrupted. The ranks are, too, and have up to {:.0f} seconds to end; Ctrl-C "
+        "again ends them at once.".format(seconds)
+    )
+
+
+def told_to_end(signal):
+    """What ``compat run`` says of another signal, or a second one."""
+    return "compat run: told to end by {}; the ranks are ended.".format(signal)
+
+
 def launcher_failed(status, silent):
     """What ``compat run`` says where no rank told that it failed."""
     heard = "nothing was heard of the end of " + _ranks(silent) if silent else "no rank failed"
@@ -792,7 +850,22 @@ def launcher_failed(status, silent):
 
 def invalid_number_of_ranks(number):
     return InvalidArgumentError(
-        "-n {} is not understood. Use the number of processes to start, 2 or more.".format(number)
+        "-n {} is not understood. Use the number of processes to start, 1 or more.".format(number)
+    )
+
+
+def one_rank_on_hosts(hosts):
+    return InvalidArgumentError(
+        "--hosts {} makes one rank, which has nobody to train with. Give the machines room for 2 "
+        "or more, such as --hosts first:4,second:4, or run the script on that machine, without "
+        "--hosts.".format(hosts)
+    )
+
+
+def no_script(path):
+    return InvalidArgumentError(
+        "there is no file {}. Give the path of a script, or -m and the name of a module; what "
+        "follows are its own arguments.".format(path)
     )
 
 
@@ -1098,10 +1171,35 @@ def theanorc_defaults(section, options):
     )
 
 
-def theano_device_overruled(said, devices):
+def theano_has_no_flag(name, value, version, meant):
+    """The text of a warning."""
+    return "{}={}: Theano {} has no flag {}, and ignores it.{}".format(
+        name, value, version, name, " Did you mean {}?".format(meant) if meant else ""
+    )
+
+
+def theano_device_without_pygpu(device):
     """The text of a warning."""
     return (
-        "Theano's flags say device={}, but configure_gpu() chose {}, so device=cpu was set. For a "
+        "device={}: Theano needs the package pygpu for it, which is not installed, and goes on "
+        "with the CPU. Install libgpuarray and pygpu 0.7.".format(device)
+    )
+
+
+def theano_device_without_gpu(device):
+    """The text of a warning."""
+    return "device={}: no GPU is visible, and Theano goes on with the CPU.".format(device)
+
+
+def theano_device_overruled(said, devices):
+    """The text of a warning."""
+    if said.startswith(("cuda", "gpu")):
+        return (
+            "Theano's flags say device={}, but compat chose {}, so device=cpu was set. "
+            "`compat env` tells which GPUs are visible.".format(said, devices)
+        )
+    return (
+        "Theano's flags say device={}, but compat chose {}, so device=cpu was set. For a "
         'device that is no CUDA GPU pass theano_flags={{"device": "{}"}}.'.format(
             said, devices, said
         )
@@ -1180,7 +1278,7 @@ def reference_variables(model):
 
 def keras_torch_device_overruled(said, devices):
     """The text of a warning."""
-    return "KERAS_TORCH_DEVICE says {}, but configure_gpu() chose {}.".format(said, devices)
+    return "KERAS_TORCH_DEVICE says {}, but compat chose {}.".format(said, devices)
 
 
 def several_devices_in_torch_compile():

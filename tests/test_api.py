@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import sys
 import warnings
 
@@ -182,9 +183,36 @@ class Other(Toy):
 def test_an_option_that_no_backend_knows(toy, register):
     register(toy, Other())
     assert refusal(compat.UnknownOptionError, toy_sed=1) == (
-        "configure_gpu() got an option that no backend knows: 'toy_sed'. Known options: "
-        "other_option, toy_seed."
+        "configure_gpu() has no argument 'toy_sed', and no backend has an option of that name. Did "
+        "you mean toy_seed=1? Its arguments: gpus, backend, memory, floatx, simulate, verify, "
+        "persist, strict. Options of single backends: other_option, toy_seed."
     )
+
+
+@pytest.mark.parametrize(
+    "name, value, meant",
+    [
+        ("memmory", "grow", "memory='grow'"),
+        ("gpu", 2, "gpus=2"),
+        ("num_gpus", 2, "gpus=2"),
+        ("n_gpus", 2, "gpus=2"),
+        ("devices", ["GPU-" + "f" * 40], "gpus=..."),
+        ("ctx", [0], "gpus=[0]"),
+        ("allow_growth", True, 'memory="grow"'),
+        ("gpu_memory_fraction", 0.3, "memory=0.3"),
+        ("per_process_gpu_memory_fraction", None, "memory=0.5"),
+        ("memory_limit", 2048, 'memory="2048MiB"'),
+        ("float", "float32", "floatx='float32'"),
+        ("floatX", "float32", "floatx='float32'"),
+        ("framework", "theano", "backend='theano'"),
+        ("strategy", "mirrored", "parallelize(model, strategy=...)"),
+        ("epochs", 3, None),
+    ],
+)
+def test_what_a_name_of_others_means(toy, name, value, meant):
+    text = refusal(compat.UnknownOptionError, **{name: value})
+    said = re.search(r"name\. Did you mean (.*)\? Its", text)
+    assert (said and said.group(1)) == meant
 
 
 def test_an_option_of_another_backend_is_said(toy, register):

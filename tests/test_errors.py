@@ -30,6 +30,27 @@ TEXTS = [
         '    0, [], "cpu"    no GPU',
     ),
     (
+        errors.invalid_gpus_option,
+        ("two", "'two' is neither an id nor a name"),
+        errors.InvalidArgumentError,
+        "--gpus two is not understood: 'two' is neither an id nor a name. Use one of:\n"
+        "    --gpus 0,2      these ids, counted inside CUDA_VISIBLE_DEVICES where it is set\n"
+        "    --gpus 2        the one GPU with this id\n"
+        "    --gpus GPU-8932f937\n"
+        "                    GPUs, or MIG instances, by name\n"
+        "    --gpus free     the idle GPUs\n"
+        "    --gpus free:2   two idle GPUs\n"
+        "    --gpus cpu      no GPU\n"
+        "    --gpus all      every visible GPU, as without --gpus",
+    ),
+    (
+        errors.gpus_option_is_an_id,
+        ("4",),
+        None,
+        "--gpus 4 means the GPU with id 4; ids count from 0. Several are named one by one, such as "
+        "--gpus 0,1, and --gpus cpu means none.",
+    ),
+    (
         errors.invalid_memory,
         (2, "a number is a fraction, above 0 and at most 1"),
         errors.InvalidArgumentError,
@@ -76,16 +97,18 @@ TEXTS = [
     ),
     (
         errors.unknown_option,
-        ("mistake", ["log_device_placement", "soft_placement"]),
+        ("memmory", "memory=1", ["gpus", "memory"], ["log_device_placement", "soft_placement"]),
         errors.UnknownOptionError,
-        "configure_gpu() got an option that no backend knows: 'mistake'. Known options: "
+        "configure_gpu() has no argument 'memmory', and no backend has an option of that name. Did "
+        "you mean memory=1? Its arguments: gpus, memory. Options of single backends: "
         "log_device_placement, soft_placement.",
     ),
     (
         errors.unknown_option,
-        ("mistake", []),
+        ("mistake", None, ["gpus", "memory"], []),
         errors.UnknownOptionError,
-        "configure_gpu() got an option that no backend knows: 'mistake'. Known options: none.",
+        "configure_gpu() has no argument 'mistake', and no backend has an option of that name. Its "
+        "arguments: gpus, memory. Options of single backends: none.",
     ),
     (
         errors.option_of_others,
@@ -148,6 +171,20 @@ TEXTS = [
         errors.AmbiguousBackendError,
         "Several backends are installed and nothing says which one this script uses: mxnet, "
         "theano. Pass backend=..., set KERAS_BACKEND, or import keras first.",
+    ),
+    (
+        errors.ambiguous_backend,
+        (["mxnet", "theano"], True),
+        errors.AmbiguousBackendError,
+        "Several backends are installed and nothing says which one this script uses: mxnet, "
+        "theano. Pass --backend, such as --backend mxnet, or set KERAS_BACKEND.",
+    ),
+    (
+        errors.not_installed,
+        ("theano", "--backend theano was asked for", "theano", ["torch"], True),
+        errors.NotInstalledError,
+        "theano is not installed, but --backend theano was asked for. Use --backend torch, or "
+        'install it: pip install "keras-gpu-compat[theano]".',
     ),
     (
         errors.no_backend,
@@ -675,10 +712,42 @@ TEXTS = [
         "~/.theanorc, or name a file.",
     ),
     (
+        errors.theano_has_no_flag,
+        ("FloatX", "float32", "1.0.5", "floatX"),
+        None,
+        "FloatX=float32: Theano 1.0.5 has no flag FloatX, and ignores it. Did you mean floatX?",
+    ),
+    (
+        errors.theano_has_no_flag,
+        ("a", "b", "1.0.5", None),
+        None,
+        "a=b: Theano 1.0.5 has no flag a, and ignores it.",
+    ),
+    (
+        errors.theano_device_without_pygpu,
+        ("cuda",),
+        None,
+        "device=cuda: Theano needs the package pygpu for it, which is not installed, and goes on "
+        "with the CPU. Install libgpuarray and pygpu 0.7.",
+    ),
+    (
+        errors.theano_device_without_gpu,
+        ("cuda",),
+        None,
+        "device=cuda: no GPU is visible, and Theano goes on with the CPU.",
+    ),
+    (
+        errors.theano_device_overruled,
+        ("cuda0", "CPU"),
+        None,
+        "Theano's flags say device=cuda0, but compat chose CPU, so device=cpu was set. `compat "
+        "env` tells which GPUs are visible.",
+    ),
+    (
         errors.theano_device_overruled,
         ("opencl0:0", "CPU"),
         None,
-        "Theano's flags say device=opencl0:0, but configure_gpu() chose CPU, so device=cpu was "
+        "Theano's flags say device=opencl0:0, but compat chose CPU, so device=cpu was "
         'set. For a device that is no CUDA GPU pass theano_flags={"device": "opencl0:0"}.',
     ),
     (
@@ -700,7 +769,7 @@ TEXTS = [
         errors.keras_torch_device_overruled,
         ("cpu", "GPU 0"),
         None,
-        "KERAS_TORCH_DEVICE says cpu, but configure_gpu() chose GPU 0.",
+        "KERAS_TORCH_DEVICE says cpu, but compat chose GPU 0.",
     ),
     (
         errors.several_devices_in_torch_compile,
@@ -825,9 +894,9 @@ TEXTS = [
     ),
     (
         errors.invalid_number_of_ranks,
-        (1,),
+        (0,),
         errors.InvalidArgumentError,
-        "-n 1 is not understood. Use the number of processes to start, 2 or more.",
+        "-n 0 is not understood. Use the number of processes to start, 1 or more.",
     ),
     (
         errors.invalid_tf_config,
@@ -866,8 +935,8 @@ TEXTS = [
         errors.no_ranks,
         ("toy",),
         errors.UnsupportedError,
-        "toy cannot train as one of several ranks yet. Start the script without a launcher; "
-        "parallelize() then uses the devices of one process.",
+        "toy cannot train as one of several ranks yet. Start the script without a launcher (compat "
+        "run without -n); parallelize() then uses the devices of one process.",
     ),
     (
         errors.strategy_in_rank,
@@ -975,6 +1044,19 @@ TEXTS = [
         "rank 1 of 3 was killed by signal 9; the others were ended.",
     ),
     (
+        errors.interrupted,
+        (60.0,),
+        None,
+        "compat run: interrupted. The ranks are, too, and have up to 60 seconds to end; Ctrl-C "
+        "again ends them at once.",
+    ),
+    (
+        errors.told_to_end,
+        ("SIGTERM",),
+        None,
+        "compat run: told to end by SIGTERM; the ranks are ended.",
+    ),
+    (
         errors.launcher_failed,
         (1, []),
         None,
@@ -1018,6 +1100,21 @@ TEXTS = [
         "--hosts first:4,second:4.",
     ),
     (
+        errors.one_rank_on_hosts,
+        ("a:1",),
+        errors.InvalidArgumentError,
+        "--hosts a:1 makes one rank, which has nobody to train with. Give the machines room for 2 "
+        "or more, such as --hosts first:4,second:4, or run the script on that machine, without "
+        "--hosts.",
+    ),
+    (
+        errors.no_script,
+        ("train.py",),
+        errors.InvalidArgumentError,
+        "there is no file train.py. Give the path of a script, or -m and the name of a module; "
+        "what follows are its own arguments.",
+    ),
+    (
         errors.free_gpus_on_hosts,
         ("free:2",),
         errors.InvalidArgumentError,
@@ -1053,7 +1150,8 @@ TEXTS = [
         "Ranks of tensorflow train together through Horovod, which is not installed. Build it "
         "where tensorflow is: HOROVOD_WITH_GLOO=1 HOROVOD_WITH_TENSORFLOW=1 pip install "
         "--no-build-isolation --no-cache-dir horovod==0.28.1 (that needs a C++ compiler, "
-        "setuptools<60 and cmake<4). Or start the script without a launcher.",
+        "setuptools<60 and cmake<4). Or start the script without a launcher (compat run without "
+        "-n).",
     ),
 ]
 

@@ -97,7 +97,7 @@ def test_gpus_are_chosen_on_each_machine(toy):
         _, _, started, lines = _run.prepare(gpus, "toy", None, environ, 2, "a,b")
         assert started["CUDA_VISIBLE_DEVICES"] == "3"
         assert started.get("COMPAT_GPUS") == gpus
-        assert lines[0] == "toy (backend='toy' was asked for), on a,b"
+        assert lines[0] == "toy (--backend toy was asked for), on a,b"
     with pytest.raises(errors.InvalidArgumentError, match="idle GPUs cannot be found on other"):
         _run.prepare("free:2", "toy", None, environ, 2, "a,b")
 

@@ -10,7 +10,7 @@ import time
 import pytest
 from conftest import ROOT
 
-from compat import _by_path, _launch, _rank
+from compat import _by_path, _launch, _rank, errors
 from compat._launch import Ended
 
 
@@ -18,7 +18,7 @@ from compat._launch import Ended
 def job(tmp_path):
     """Start a program as three ranks of the launcher that compat has of its own."""
 
-    def job(program, size=3):
+    def job(program, size=3, elsewhere=False, ignored=None):
         script = tmp_path / "script.py"
         begin = "import os, sys, time, signal, compat\nrank = compat.rank()\n"
         script.write_text(begin + textwrap.dedent(program))
@@ -26,7 +26,9 @@ def job(tmp_path):
         rank = _by_path.command("_rank") + [sys.executable, str(script)]
         program = (
             "import os, sys\nfrom compat import _launch\n"
-            "sys.exit(_launch.launch({!r}, dict(os.environ), {}))".format(ranks + rank, size)
+            "sys.exit(_launch.launch({!r}, dict(os.environ), {}, {}))".format(
+                ranks + rank, size, elsewhere
+            )
         )
         return subprocess.Popen(
             [sys.executable, "-c", program],
@@ -35,7 +37,10 @@ def job(tmp_path):
             stderr=subprocess.PIPE,
             start_new_session=True,
             # These tests may run in the background, where a shell has SIGINT ignored.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            preexec_fn=lambda: [
+                signal.signal(number, signal.SIG_IGN if number == ignored else signal.SIG_DFL)
+                for number in (signal.SIGINT, signal.SIGHUP)
+            ],
         )
 
     return job
@@ -164,19 +169,85 @@ def test_ranks_that_do_not_end_politely_are_killed(finished, tmp_path):
     assert status == 3
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL])
 def test_no_rank_survives_the_launcher(job, tmp_path, number):
     process = job("print(os.getpid(), flush=True); time.sleep(60)")
     pids = [int(process.stdout.readline().split()[1]) for _ in range(3)]
     process.send_signal(number)
     process.communicate(timeout=30)
-    assert process.returncode == (-number if number == signal.SIGKILL else 130)
+    assert process.returncode == (-number if number == signal.SIGKILL else 128 + number)
     for _ in range(100):
         left = [pid for pid in pids if os.path.exists("/proc/{}".format(pid))]
         if not left:
             break
         time.sleep(0.1)
     assert not left
+
+
+SAVES = """
+    try:
+        print("ready", flush=True)
+        time.sleep(60)
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+        time.sleep({} if rank else 0)
+        print("saved", flush=True)
+        sys.exit(130)
+"""
+
+
+def _ready(process, size):
+    assert [process.stdout.readline()[3:] for _ in range(size)] == [b" ready\n"] * size
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_ctrl_c_reaches_each_rank_once_and_all_may_save(job, elsewhere):
+    """Rank 0 ends at once, which must not end rank 1 before it has saved."""
+    process = job(SAVES.format(0.7), 2, elsewhere)
+    _ready(process, 2)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    said = ["[{}] {}".format(rank, text) for rank in range(2) for text in ("interrupted", "saved")]
+    assert sorted(out.decode().splitlines()) == said
+    assert err.decode() == errors.interrupted(60) + "\n"
+
+
+def test_a_second_ctrl_c_ends_ranks_that_do_not(job):
+    process = job(SAVES.format(60), 2)
+    _ready(process, 2)
+    process.send_signal(signal.SIGINT)
+    assert {process.stdout.readline() for _ in range(3)} >= {b"[1] interrupted\n", b"[0] saved\n"}
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=_launch.GRACE - 1)
+    assert (process.returncode, out) == (130, b"")
+    assert err.decode().splitlines()[1] == errors.told_to_end("SIGINT")
+
+
+def test_a_rank_may_end_as_it_likes_when_the_job_is_told_to(job):
+    """What it prints then is heard, and the signal comes once."""
+    process = job(
+        """
+        signal.signal(signal.SIGTERM, lambda *told: print("told", flush=True))
+        print("ready", flush=True)
+        time.sleep(0.7)
+        """,
+        2,
+    )
+    _ready(process, 2)
+    process.terminate()
+    out, _ = process.communicate(timeout=30)
+    out = b"".join(sorted(out.splitlines(True)))
+    assert (process.returncode, out) == (143, b"[0] told\n[1] told\n")
+
+
+def test_a_hangup_that_is_ignored_stays_so(job):
+    """As under nohup."""
+    process = job("print('ready', flush=True); time.sleep(0.5)", 2, ignored=signal.SIGHUP)
+    _ready(process, 2)
+    process.send_signal(signal.SIGHUP)
+    process.communicate(timeout=30)
+    assert process.returncode == 0
 
 
 def test_a_launcher_that_fails_is_heard(tmp_path, capfd):
@@ -275,10 +346,10 @@ def test_command_line(tmp_path):
         assert completed.returncode == 2
         return completed.stderr
 
-    assert "-n 1 is not understood" in said("-n", "1")
-    assert "COMPAT_TIMEOUT=x is not understood" in said("-n", "2", "--timeout", "x")
+    assert "-n 0 is not understood" in said("-n", "0")
+    assert "--timeout=x is not understood" in said("-n", "2", "--timeout", "x")
     assert "-n 3: --hosts a:2 has room for 2" in said("-n", "3", "--hosts", "a:2")
     assert "--hosts a:x is not understood" in said("--hosts", "a:x")
-    assert "-n 1 is not understood" in said("--hosts", "a")
+    assert "--hosts a:1 makes one rank" in said("--hosts", "a")
     message = said("-n", "2", "--backend", "cntk", "--python", sys.executable)
     assert "Ranks of Theano and CNTK are started by mpirun, which is not on PATH." in message

@@ -155,10 +155,50 @@ def test_test_needs_two_devices(number):
     assert err.endswith("compat test: error: {}\n".format(what))
 
 
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["-n", "1", "x.py"], "'1' is not a number of ranks to compare: 2 or more, or 0 for none"),
+        (["-n", "two", "x.py"], "'two' is not a number of processes; write -n 4"),
+        (["-n", "2"], "a script is needed, or -m and a module"),
+    ],
+)
+def test_test_as_ranks(arguments, said):
+    status, out, err = command("test", *arguments)
+    assert (status, out) == (2, "")
+    assert err.endswith("compat test: error: argument -n: {}\n".format(said))
+
+
+def test_test_of_a_module(monkeypatch):
+    from compat import _run, _test_script
+
+    asked = []
+    monkeypatch.setattr(_test_script, "run", lambda *arguments: asked.append(arguments) or True)
+    assert __main__.main(["test", "-n", "0", "-m", "package.train", "--epochs", "3"]) == 0
+    assert asked == [(["-m", "package.train", "--epochs", "3"], None, None, 0)]
+    assert _run.name_of(asked[0][0]) == "package.train"
+
+
+def test_ctrl_c_is_no_traceback(monkeypatch):
+    from compat import _selftest
+
+    def run(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_selftest, "run", run)
+    assert __main__.main(["test"]) == 130
+
+
+def test_test_of_a_script_that_is_not_there():
+    status, out, err = command("test", "missing.py")
+    assert (status, out) == (2, "")
+    assert err.startswith("compat test: there is no file missing.py. ")
+
+
 def test_a_command_is_needed_and_told():
     status, out, err = command()
     assert (status, out) == (2, "")
-    assert err.endswith("compat: error: the following arguments are required: command\n")
+    assert err.endswith("compat: error: a command is needed: env, run or test\n")
 
 
 def test_version():

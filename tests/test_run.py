@@ -10,7 +10,7 @@ import pytest
 from conftest import ROOT
 
 import compat
-from compat import _run
+from compat import _run, errors
 
 pytestmark = pytest.mark.usefixtures("process")
 
@@ -60,7 +60,7 @@ def test_script_gets_devices_arguments_and_input(machine, script):
         "THEANO_FLAGS=device=cuda0,contexts=dev0->cuda0;dev1->cuda1\n"
         "['a', '--gpus=1', '-n']\n"
         "typed\n",
-        "compat run: theano (backend='theano' was asked for), GPU 2,0\n"
+        "compat run: theano (--backend theano was asked for), GPU 2,0\n"
         "compat run: CUDA_DEVICE_ORDER=PCI_BUS_ID\n"
         "compat run: CUDA_VISIBLE_DEVICES=2,0\n"
         "compat run: KERAS_BACKEND=theano\n"
@@ -76,9 +76,44 @@ def test_fewer_gpus_than_asked_for(script):
     assert out.startswith("CUDA_VISIBLE_DEVICES=-1\n")
     assert err.splitlines()[0] == "compat run: mxnet (KERAS_BACKEND=mxnet), CPU"
     assert err.splitlines()[-1] == (
-        "compat run: gpus=[0, 1] was asked for, but there is no GPU 0 or GPU 1: no GPU is visible. "
+        "compat run: --gpus 0,1 was asked for, but there is no GPU 0 or GPU 1: no GPU is visible. "
         "Going on with CPU."
     )
+
+
+def test_one_gpu_that_is_not_there(machine, script):
+    """Who asks for two GPUs with ``--gpus 2`` is told what that means."""
+    machine.plug(2)
+    _, out, err = finished("--gpus=2", "--backend=theano", "--python", sys.executable, script)
+    assert out.startswith("CUDA_VISIBLE_DEVICES=-1\n")
+    assert err.splitlines()[-2:] == [
+        "compat run: --gpus 2 was asked for, but there is no GPU 2: 2 GPUs are visible. "
+        "Going on with CPU.",
+        "compat run: " + errors.gpus_option_is_an_id("2"),
+    ]
+
+
+@pytest.mark.parametrize("gpus, own", [(None, "0"), ("2,0", "2"), ("free", "0"), ("cpu", "-1")])
+def test_one_rank_is_the_script_alone_with_a_gpu_of_its_own(machine, script, gpus, own):
+    machine.plug(3)
+    options = ["-n", "1", "--backend=theano", "--python", sys.executable]
+    status, out, err = finished(*(options + (["--gpus", gpus] if gpus else []) + [script, "a"]))
+    assert status == 7
+    assert out.splitlines()[0] == "CUDA_VISIBLE_DEVICES=" + own
+    assert out.splitlines()[-2:] == ["['a']", "typed"]
+    assert err.splitlines()[-1] == "compat run: 1 rank: the script alone"
+
+
+@pytest.mark.parametrize("options", [[], ["-n", "1"], ["--gpus", "cpu"]])
+def test_module_in_place_of_a_script(tmp_path, monkeypatch, options):
+    package = tmp_path / "mypackage"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "train.py").write_text("import sys; print(__name__, __package__, sys.argv[1:])")
+    monkeypatch.chdir(tmp_path)
+    options = options + ["--backend=theano", "--python", sys.executable]
+    options += ["-m", "mypackage.train", "--epochs", "3", "-n", "5"]
+    assert finished(*options)[:2] == (0, "__main__ mypackage ['--epochs', '3', '-n', '5']\n")
 
 
 def test_script_that_is_killed_is_seen_so(tmp_path):
@@ -128,10 +163,19 @@ def test_what_cannot_be_started(script):
     assert "nothing says which backend the script uses there" in err
     status, out, err = finished("--gpus=two", "--backend=theano", script)
     assert (status, out) == (2, "")
-    assert "gpus='two' is not understood" in err
-    status, out, err = finished("--backend=theano")
+    assert "--gpus two is not understood" in err and "--gpus free:2" in err
+    assert "gpus=" not in err and "[]" not in err
+    for arguments in (), ("-m",), ("-m", "-n", "2"):
+        status, out, err = finished("--backend=theano", *arguments)
+        assert (status, out) == (2, "")
+        assert err.startswith("usage: compat run [options] script.py [its arguments]\n")
+        assert "a script is needed" in err or "the name of a module is needed" in err
+    status, out, err = finished("--backend=theano", "missing.py")
     assert (status, out) == (2, "")
-    assert "required: script" in err
+    assert err.startswith("compat run: there is no file missing.py. ")
+    status, out, err = finished("--ranks=2", script)
+    assert (status, out) == (2, "")
+    assert err.endswith("compat run: error: unrecognized arguments: --ranks=2\n")
 
 
 HOLDS = """\

@@ -21,7 +21,7 @@ from .._files import plain
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+    from typing import Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 # THEANO_FLAGS ---------------------------------------------------------------------------------
 
@@ -151,6 +151,49 @@ class Flags:
                 prefix = "" if section == "global" else section + "."
                 yield prefix + option, self._raw.get(section, option)
         yield from self._flags.items()
+
+    def spelled_as(self, defined: "Iterable[str]") -> "Iterator[Tuple[str, str]]":
+        """As ``__iter__``, names in files, where case does not matter, as Theano defines them.
+
+        Without what a file has under [DEFAULT], which stands in each of its sections.
+        """
+        names = {name.lower(): name for name in defined}
+        for name, value in self:
+            if name in self._flags:
+                continue
+            if name.lower() in names or _place(name)[1] not in self._raw.defaults():
+                yield names.get(name.lower(), name), value
+        yield from self._flags.items()
+
+
+def defined(path: str) -> "Dict[str, Optional[List[str]]]":
+    """The flags that Theano's ``configdefaults.py`` defines, and what each takes: None: see there.
+
+    Read from the file, since importing it configures Theano and may bring up a GPU.
+    """
+    import ast
+
+    with open(path, encoding="utf-8") as file:
+        tree = ast.parse(file.read())
+    flags = {}  # type: Dict[str, Optional[List[str]]]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "AddConfigVar":
+            with contextlib.suppress(ValueError):
+                flags[ast.literal_eval(node.args[0])] = _choices(node.args[2])
+    return flags
+
+
+def _choices(parameter):
+    """The values that such an expression takes, such as ``EnumStr("low", "high")``, or None."""
+    import ast
+
+    with contextlib.suppress(ValueError):
+        # convert= makes other spellings of a value one of them.
+        if getattr(parameter.func, "id", None) == "EnumStr" and "convert" not in [
+            k.arg for k in parameter.keywords
+        ]:
+            return [ast.literal_eval(argument) for argument in parameter.args]
+    return None
 
 
 def _place(name):

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from .._settings import Settings
     from .._verification import Verification
 
+_DEVICES = "cuda", "opencl"
+_FLOATX = "float16", "float32", "float64", "16", "32", "64"
 _BOOLEANS = ("True", "true", "1", "False", "false", "0")
 
 
@@ -116,7 +118,9 @@ class Theano(Backend):
         if settings.memory and not devices.gpus:
             lines.append("memory={}: there is no GPU to reserve it on".format(settings.memory))
         lines += _check_gpus(theano, failure.error, settings)
-        lines += ["{} is read, too".format(p) for p in _theano_flags.Flags(os.environ).files]
+        said = _theano_flags.Flags(os.environ)
+        settings.warnings += self._misspelled(theano, said)
+        lines += ["{} is read, too".format(p) for p in said.files]
         if settings.persist:
             # The file is read without what this process has set.
             environ = dict(os.environ, THEANO_FLAGS="")
@@ -152,6 +156,23 @@ class Theano(Backend):
                     flags[name] = seconds
         flags.update(options)
         return flags
+
+    def _misspelled(self, theano, said):
+        """A sentence for each flag that is none of Theano's, but close to one.
+
+        Others may be those of another version, in a file for several: ``compat env`` tells them.
+        """
+        defined = [parameter.fullname for parameter in theano.configparser._config_var_list]
+        wrong = [pair for pair in said.spelled_as(defined) if pair[0].strip() not in defined]
+        if not wrong:
+            return []
+        from .. import _spelling
+
+        return [
+            self._no_flag(name.strip(), value, defined)
+            for name, value in wrong
+            if _spelling.closest(name, defined)
+        ]
 
     def _gpuarray(self):
         """Whether this Theano has the GPU back-end that came with 0.9."""
@@ -293,15 +314,62 @@ class Theano(Backend):
             for name, value in flags:
                 found += _ignored("THEANO_FLAGS", name, value)
             said = _theano_flags.Flags(environ)
-            for name, value in said:
-                found += self._refused(name.strip(), value)
-            found += _overruled(said.get("floatX"), environ)
+            defined = self._defined()
+            for name, value in said.spelled_as(defined):
+                name, value = name.strip(), value.strip()
+                if defined and name not in defined:
+                    found.append(self._no_flag(name, value, defined))
+                else:
+                    found += self._refused(name, value, defined.get(name))
+            found += self._not_up(said.get("device") or "cpu", environ)
+            if not any(problem.startswith("floatX=") for problem in found):
+                found += _overruled(said.get("floatX"), environ)
         except errors.CompatError as error:
             found.append(str(error))
         return found
 
-    def _refused(self, name, value):
-        """Why Theano refuses this value, in no sentence or one."""
+    def _defined(self):
+        """The flags of the installed Theano, and what each takes; none where that is not known."""
+        import importlib.util
+
+        spec = importlib.util.find_spec("theano")
+        version = _detect.installed_version(self)
+        if spec is None or not spec.origin or not version or _detect.release(version) < (1, 0):
+            return {}  # of others some flags are defined elsewhere
+        path = os.path.join(os.path.dirname(spec.origin), "configdefaults.py")
+        return _theano_flags.defined(path)
+
+    def _no_flag(self, name, value, defined):
+        from .. import _spelling
+
+        version = _detect.installed_version(self)
+        return errors.theano_has_no_flag(name, value, version, _spelling.closest(name, defined))
+
+    def _not_up(self, device, environ):
+        """Why the device of the flags cannot be brought up, in no sentence or one."""
+        import importlib.util
+
+        from .. import _devices
+
+        if not (self._gpuarray() and device.startswith(("cuda", "opencl"))):
+            return []
+        if importlib.util.find_spec("pygpu") is None:
+            return [errors.theano_device_without_pygpu(device)]
+        everything = _devices.choose(_devices.parse_gpus(None), None, environ)
+        if device.startswith("cuda") and not everything.gpus and not everything.shortage:
+            return [errors.theano_device_without_gpu(device)]
+        return []
+
+    def _refused(self, name, value, choices):
+        """Why Theano refuses this value, in no sentence or one.
+
+        Arguments:
+            choices: the values that it takes, or None.
+        """
+        if choices and value not in choices:
+            return ["{}={}: Theano takes {}.".format(name, value, " or ".join(choices))]
+        if name == "floatX" and value not in _FLOATX:
+            return ["floatX={}: Theano takes float16, float32 or float64.".format(value)]
         if value in _BOOLEANS or name == "dnn.enabled":
             return []
         if value.lower() in ("yes", "no", "on", "off", "true", "false"):
@@ -318,6 +386,8 @@ class Theano(Backend):
                         name, value, right + (value[len(wrong) :] or "0")
                     )
                 ]
+            if self._gpuarray() and value not in ("cpu", "") and not value.startswith(_DEVICES):
+                return ["{}={}: Theano takes cpu, cuda0 or opencl0:0.".format(name, value)]
         return []
 
 

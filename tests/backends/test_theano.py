@@ -1,5 +1,6 @@
 """Theano: what every backend must do, its flags, files and GPUs, and models on its contexts."""
 
+import importlib.util
 import json
 import os
 import stat
@@ -430,15 +431,16 @@ def test_a_gpu_in_the_flags_is_not_given_up_in_silence(theano_process):
             reported=configuration.warnings,
         )
         """,
-        flags="device=cuda1",
+        flags="device=cuda1,FloatX=float32,bogus=1",
     )
     assert shown["device"] == "cpu"
     assert (
         shown["warned"]
         == shown["reported"]
         == [
-            "Theano's flags say device=cuda1, but configure_gpu() chose CPU, so device=cpu was "
-            'set. For a device that is no CUDA GPU pass theano_flags={"device": "cuda1"}.'
+            "Theano's flags say device=cuda1, but compat chose CPU, so device=cpu was "
+            "set. `compat env` tells which GPUs are visible.",
+            "FloatX=float32: Theano 1.0.5 has no flag FloatX, and ignores it. Did you mean floatX?",
         ]
     )
 
@@ -743,7 +745,47 @@ def problems(theano, tmp_path):
 @span
 def test_nothing_is_wrong(problems):
     assert problems() == []
-    assert problems(THEANO_FLAGS="device=cuda0,openmp=true,floatX=32,dnn.enabled=auto") == []
+    assert problems(THEANO_FLAGS="device=cpu,openmp=true,floatX=32,dnn.enabled=auto") == []
+
+
+@span
+def test_flags_that_theano_ignores_or_refuses(problems, theano):
+    version = theano.import_framework().__version__
+    flags = "FloatX=float32,optimiser=fast_run,gpuarray.prealocate=1,bogus=1"
+    meant = {"FloatX": "floatX", "optimiser": "optimizer"}
+    meant.update({"gpuarray.prealocate": "gpuarray.preallocate", "bogus": None})
+    assert problems(THEANO_FLAGS=flags) == [
+        str(errors.theano_has_no_flag(name, value, version, meant[name]))
+        for name, value in (flag.split("=") for flag in flags.split(","))
+    ]
+    assert problems(THEANO_FLAGS="device=CPU,exception_verbosity=hi,floatX=float31") == [
+        "device=CPU: Theano takes cpu, cuda0 or opencl0:0.",
+        "exception_verbosity=hi: Theano takes low or high.",
+        "floatX=float31: Theano takes float16, float32 or float64.",
+    ]
+
+
+@span
+def test_the_flags_read_from_the_file_are_theanos(theano):
+    parameters = theano.import_framework().configparser._config_var_list
+    defined = theano._defined()
+    assert set(defined) == {parameter.fullname for parameter in parameters}
+    for parameter in parameters:
+        for value in defined[parameter.fullname] or []:
+            assert parameter.filter(value) == value
+
+
+def test_a_device_that_cannot_be_brought_up(problems, machine, tmp_path, monkeypatch):
+    without_pygpu = [str(errors.theano_device_without_pygpu("cuda0"))]
+    if importlib.util.find_spec("pygpu") is None:
+        assert problems(THEANO_FLAGS="device=cuda0") == without_pygpu
+    path = os.environ["PATH"]
+    (tmp_path / "pygpu.py").write_text("raise ImportError('imported')")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)] + sys.path)
+    importlib.invalidate_caches()
+    assert problems(THEANO_FLAGS="device=cuda0") == [errors.theano_device_without_gpu("cuda0")]
+    machine.plug(1)
+    assert problems(THEANO_FLAGS="device=cuda0", PATH=path) == []
 
 
 def test_what_is_wrong(problems, tmp_path):

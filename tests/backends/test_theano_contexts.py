@@ -152,7 +152,7 @@ def test_device_in_theanorc(theano_process, tmp_path):
     shown = theano_process(program.format(""))
     assert shown["devices"] == ["cpu"]
     assert shown["warned"] == [
-        "Theano's flags say device={0}, but configure_gpu() chose CPU, so device=cpu was set. For "
+        "Theano's flags say device={0}, but compat chose CPU, so device=cpu was set. For "
         'a device that is no CUDA GPU pass theano_flags={{"device": "{0}"}}.'.format(CONTEXTS[0])
     ]
     assert theano_process(program.format("gpus=0")) == {"devices": ["cpu"], "warned": []}

@@ -1,0 +1,66 @@
+"""What was meant by a name that compat does not know. Loaded only where one is refused."""
+
+import difflib
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, Iterable, Optional
+
+# Names of other libraries and other versions for arguments of configure_gpu(), without underscores.
+_GPUS = """
+    gpu gpuid gpuids gpucount gpulist ngpu ngpus nogpus numgpu numgpus numberofgpus device devices
+    deviceid deviceids ndevices numdevices visibledevices visibledevicelist cudavisibledevices
+    cudadevice cudadevices ctx context contexts
+"""
+_GROW = """
+    growth grow allowgrowth gpuallowgrowth memorygrowth gpumemorygrowth allowmemorygrowth
+    setmemorygrowth enablememorygrowth memorygrow
+"""
+_FRACTION = """
+    fraction gpufraction memfraction memoryfraction gpumemoryfraction gpumemfraction
+    perprocessgpumemoryfraction perprocessmemoryfraction preallocate
+"""
+_LIMIT = "limit memorylimit gpumemorylimit memorysize maxmemory gpumemory memorymb memlimit"
+_FLOATX = "float floattype dtype precision"
+_BACKEND = "framework kerasbackend engine library"
+_SIMULATE = """
+    simulated simulation simulategpus fakegpus fakedevices virtualgpus virtualdevices logicaldevices
+    numcpudevices cpudevices
+"""
+
+
+def plain(name: str) -> str:
+    return name.lower().replace("_", "").replace("-", "")
+
+
+def closest(name: str, known: "Iterable[str]") -> "Optional[str]":
+    """The one of these names that this is a misspelling of, or None."""
+    by_plain = {plain(each): each for each in known}
+    found = difflib.get_close_matches(plain(name), list(by_plain), 1, 0.75)
+    return by_plain[found[0]] if found else None
+
+
+def meant(name: str, value: "Any", known: "Iterable[str]") -> "Optional[str]":
+    """What to write in place of ``name=value`` in ``configure_gpu()``, or None where nothing tells.
+
+    Arguments:
+        known: its arguments, and the options of backends.
+    """
+    short = plain(name)
+    if short in _GROW.split():
+        return 'memory="grow"'
+    if short in _FRACTION.split():
+        right = isinstance(value, float) and 0 < value <= 1
+        return "memory={}".format(value if right else 0.5)
+    if short in _LIMIT.split():
+        size = value if isinstance(value, int) and value > 1 else 4096
+        return 'memory="{}MiB"'.format(size)
+    if short in ("strategy", "distributionstrategy", "distribute"):
+        return "parallelize(model, strategy=...)"
+    names = {"gpus": _GPUS, "floatx": _FLOATX, "backend": _BACKEND, "simulate": _SIMULATE}
+    found = [right for right, others in names.items() if short in others.split()]
+    right_name = found[0] if found else closest(name, known)
+    if right_name is None:
+        return None
+    text = repr(value)
+    return "{}={}".format(right_name, text if len(text) <= 40 and "\n" not in text else "...")
