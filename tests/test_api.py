@@ -41,7 +41,8 @@ def test_variables_are_set_before_the_framework_is_imported(toy, machine):
     assert str(configuration) == (
         "backend    toy (the only backend installed)\n"
         "versions   toyframework 1.2\n"
-        "asked      devices: GPU 2,0, memory: grow, toy_seed=7\n"
+        "asked      gpus=[2, 0], memory: grow, toy_seed=7\n"
+        "chosen     GPU 2,0\n"
         "devices    gpu:0, gpu:1\n"
         "variables  CUDA_DEVICE_ORDER=PCI_BUS_ID\n"
         "           CUDA_VISIBLE_DEVICES=2,0\n"
