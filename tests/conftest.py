@@ -4,6 +4,7 @@ Both are real for the code under test: an executable ``nvidia-smi`` on PATH that
 tool documents, and folders on ``sys.path`` such as pip leaves behind.
 """
 
+import inspect
 import os
 import subprocess
 import sys
@@ -126,6 +127,20 @@ def process(tmp_path, monkeypatch, machine):
         os.close(lock)
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.fixture
+def imitate(monkeypatch):
+    """Put a function in a framework's place that takes what the framework's own takes."""
+
+    def imitate(owner, name, function):
+        def parameters(function):
+            return [p for p in inspect.signature(function).parameters if p != "self"]
+
+        assert parameters(function) == parameters(getattr(owner, name)), name
+        monkeypatch.setattr(owner, name, function)
+
+    return imitate
 
 
 class Site:

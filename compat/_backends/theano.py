@@ -85,7 +85,7 @@ class Theano(Backend):
             return []
         device = self._flags(settings, environ, range(len(settings.devices.gpus)))["device"]
         if device == "cpu" and not said.startswith("cpu"):
-            return [errors.theano_device_overruled(said, settings.devices)]
+            return [errors.theano_device_overruled(said, "CPU")]
         return []
 
     def initialised(self) -> "Optional[str]":

@@ -12,7 +12,7 @@ import compat
 from compat import _detect, _registry, errors
 from compat._backends import _theano_flags
 from compat._backends._theano_verification import of_gradients, products
-from compat._devices import Devices
+from compat._devices import Devices, choose, parse_gpus
 from compat._settings import Memory, Settings
 from compat.testing import CASES, DEVICES, ParallelContract, in_span, span
 
@@ -346,17 +346,18 @@ def test_flags_before_the_import(theano_process, tmp_path):
     )
     assert shown["config"] == ["cpu", "float64", r"-DA=\"1,2\"", ""]
     assert shown["keras"] == ["float64", "float64"] and shown["finite"] and shown["again"]
-    assert shown["variables"] == {"CUDA_VISIBLE_DEVICES": "-1", "THEANO_FLAGS": flags}
+    assert shown["variables"] == {"THEANO_FLAGS": flags}
     assert shown["reason"] == "KERAS_BACKEND=theano"
     assert shown["devices"] == ["cpu"]
     keras = _detect.distribution_version("keras")
     assert shown["report"] == [
         "backend    theano (KERAS_BACKEND=theano)",
         "versions   theano 1.0.5, keras " + keras,
-        "asked      devices: CPU, memory: 0.5 of each GPU, floatx: float64",
+        "asked      gpus=None, memory: 0.5 of each GPU, floatx: float64",
+        "chosen     CPU: no GPU was found (amd-smi and rocm-smi are not installed; nvidia-smi "
+        "lists none); the framework lists none",
         "devices    cpu",
-        "variables  CUDA_VISIBLE_DEVICES=-1",
-        "           THEANO_FLAGS=" + flags,
+        "variables  THEANO_FLAGS=" + flags,
         "applied    theano.config.device = cpu",
         "           theano.config.floatX = float64",
         "           memory=0.5 of each GPU: there is no GPU to reserve it on",
@@ -441,6 +442,22 @@ def test_a_gpu_in_the_flags_is_not_given_up_in_silence(theano_process):
             'set. For a device that is no CUDA GPU pass theano_flags={"device": "cuda1"}.'
         ]
     )
+
+
+@pytest.mark.parametrize("flags", ["device=opencl0:0", "contexts=a->opencl0:0;b->opencl0:1"])
+def test_opencls_gpus_in_the_flags_are_kept_unless_declined(flags):
+    def environ(gpus, memory=None):
+        devices = choose(parse_gpus(gpus), None, {}, discover=list)
+        settings = Settings(devices, memory)
+        before, backend = {"THEANO_FLAGS": flags}, _registry.load("theano")
+        assert backend.overruled(settings, before) == []
+        return backend.environ(settings, before)
+
+    assert environ(None) == {}
+    assert environ(None, Memory(fraction=0.5)) == {
+        "THEANO_FLAGS": flags + ",gpuarray.preallocate=0.5"
+    }
+    assert "device=cpu" in environ(0)["THEANO_FLAGS"]
 
 
 def test_a_gpu_that_does_not_come_up_is_an_error_if_strict(theano_process, machine):
