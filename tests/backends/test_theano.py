@@ -346,18 +346,18 @@ def test_flags_before_the_import(theano_process, tmp_path):
     )
     assert shown["config"] == ["cpu", "float64", r"-DA=\"1,2\"", ""]
     assert shown["keras"] == ["float64", "float64"] and shown["finite"] and shown["again"]
-    assert shown["variables"] == {"THEANO_FLAGS": flags}
+    assert shown["variables"] == {"CUDA_VISIBLE_DEVICES": "-1", "THEANO_FLAGS": flags}
     assert shown["reason"] == "KERAS_BACKEND=theano"
     assert shown["devices"] == ["cpu"]
     keras = _detect.distribution_version("keras")
     assert shown["report"] == [
         "backend    theano (KERAS_BACKEND=theano)",
         "versions   theano 1.0.5, keras " + keras,
-        "asked      gpus=None, memory: 0.5 of each GPU, floatx: float64",
-        "chosen     CPU: no GPU was found (amd-smi and rocm-smi are not installed; nvidia-smi "
-        "lists none); the framework lists none",
+        "asked      gpus=0, memory: 0.5 of each GPU, floatx: float64",
+        "chosen     CPU, as asked",
         "devices    cpu",
-        "variables  THEANO_FLAGS=" + flags,
+        "variables  CUDA_VISIBLE_DEVICES=-1",
+        "           THEANO_FLAGS=" + flags,
         "applied    theano.config.device = cpu",
         "           theano.config.floatX = float64",
         "           memory=0.5 of each GPU: there is no GPU to reserve it on",
