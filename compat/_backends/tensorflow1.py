@@ -81,6 +81,8 @@ class TensorFlow1(Backend):
             settings.devices.settle(len(gpus), restricted=True)
             if gpus and settings.memory and settings.memory.size:
                 raise errors.memory_total_unknown(settings.memory)
+            if not gpus:
+                config.CopyFrom(self.session_config(tf, settings, late))
         shown = " ".join(str(config).split())
         lines = ["every session, of Keras and others: ConfigProto {}".format(shown)]
         if settings.memory and not settings.devices.gpus:
@@ -97,7 +99,7 @@ class TensorFlow1(Backend):
         if devices.simulated:
             config.device_count["CPU"] = devices.simulated
         unlisted = devices.undecided is not None and devices.listed is None
-        ids = devices.wanted()
+        ids = devices.wanted() if unlisted else None
         if ids and ids == list(range(len(ids))):
             config.device_count["GPU"] = len(ids)  # at most
         elif ids:

@@ -804,13 +804,14 @@ def test_gpus_that_only_tensorflow_lists(monkeypatch):
         backend = tensorflow1.TensorFlow1()
         devices = _devices.choose(_devices.parse_gpus(gpus), None, {}, discover=list)
         settings = _settings.Settings(devices, _settings.parse_memory(memory))
-        config = backend.session_config(v1, settings, None)
+        configs = []
         names = ["/device:GPU:{}".format(index) for index in range(listed)] or ["/device:CPU:0"]
-        for name in ("make_room_for", "lay_under_every_session"):
-            monkeypatch.setattr(tensorflow1, name, lambda *arguments: None)
+        monkeypatch.setattr(tensorflow1, "make_room_for", lambda *arguments: None)
+        monkeypatch.setattr(tensorflow1, "lay_under_every_session", configs.append)
+        monkeypatch.setattr(backend, "initialised", lambda: None)
         monkeypatch.setattr(backend, "devices", lambda: names)
         backend.configure(settings)
-        return config, devices
+        return configs[0](), devices
 
     config, devices = configured(None, 2, "grow")
     assert not config.device_count and config.gpu_options.allow_growth
@@ -820,6 +821,8 @@ def test_gpus_that_only_tensorflow_lists(monkeypatch):
     assert devices.shortage == ("gpus=3", "2 GPUs are visible")
     config, _ = configured([2, 1], 2)
     assert config.gpu_options.visible_device_list == "2,1"
-    assert configured(None, 0, "4GiB")[1].gpus == ()
+    config, devices = configured(2, 0, "grow")
+    assert dict(config.device_count) == {"GPU": 0} and not config.gpu_options.allow_growth
+    assert configured(None, 0, "4GiB")[1].gpus == devices.gpus == ()
     with pytest.raises(compat.UnsupportedError, match="it takes a fraction of each GPU only"):
         configured(None, 1, "4GiB")
