@@ -291,21 +291,31 @@ def _gpus(problems):
     problems += visible.problems
     if machine is None:
         return [("GPUs", ["unknown: nvidia-smi is missing or fails"])]
-    lines = [_gpu(gpu) for gpu in machine] or ["none"]
+    problems += getattr(machine, "failures", [])
+    why = machine.why() if not machine and hasattr(machine, "why") else ""
+    lines = [_gpu(gpu) for gpu in machine] or ["none" + (why and ": " + why)]
     return [("GPUs", lines), ("visible", [str(visible)])]
 
 
 def _gpu(gpu):
+    from . import _devices
+
+    if gpu.variable == _devices.HIP:
+        return "{}: of AMD, chosen by {}".format(gpu.index, gpu.variable)
     if not gpu.uuid:
         return "{}: nvidia-smi is missing or fails, so nothing more is known".format(gpu.index)
-    return "{}: {}, {:.0f} of {:.0f} MiB used, {} % busy, {}".format(
+    return "{}: {}, {} of {} MiB used, {} % busy, {}".format(
         gpu.index,
         gpu.name,
-        gpu.memory_used / 2.0**20,
-        gpu.memory_total / 2.0**20,
-        gpu.utilization,
+        _told(gpu.memory_used, 2**20),
+        _told(gpu.memory_total, 2**20),
+        _told(gpu.utilization),
         gpu.uuid,
     )
+
+
+def _told(number, unit=1):
+    return "?" if number is None else "{:.0f}".format(number / unit)
 
 
 # run ------------------------------------------------------------------------------------------

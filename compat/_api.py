@@ -1,6 +1,7 @@
 """The public calls: normalise the arguments, choose the backend, delegate to it."""
 
 import os
+from _thread import RLock  # threading costs an import
 
 from . import errors
 from ._settings import (
@@ -26,6 +27,9 @@ STRATEGIES = ("mirrored",)
 
 _active = None  # type: Optional[Configuration]
 _first_call = None  # type: Any
+_configuring = RLock()
+# Models parallelized before configure_gpu(): their names, and the devices.
+_parallelized_before = []  # type: List[Tuple[str, List[str]]]
 
 
 def configure_gpu(
@@ -77,13 +81,16 @@ def configure_gpu(
         AlreadyConfiguredError: an earlier call had other settings (a ``RuntimeError``).
         DevicesNotFoundError: under ``strict=True`` (a ``RuntimeError``).
     """
-    global _active, _first_call
-    from . import _detect, _devices, _launchers, _ranks
+    from . import _detect, _devices
 
     selection = _devices.parse_gpus(gpus)
     simulate = parse_simulate(simulate)
     from_outside = simulated_from_outside(os.environ)
+    asked = _asked(selection, simulate, from_outside)
+    applied = []
     if from_outside:
+        text = "COMPAT_SIMULATE={}: simulated devices stand in for gpus={!r}"
+        applied.append(text.format(from_outside, gpus))
         selection, simulate = _devices.parse_gpus(None), from_outside
     verify = parse_verify(verify, os.environ, simulate)
     parsed = (
@@ -92,6 +99,24 @@ def configure_gpu(
     _check_options(options)
     chosen, reason = _detect.choose(backend)
     call = (chosen.name, selection, simulate, parsed)
+    with _configuring:  # of two threads, one is first, and the other one sees what it did
+        return _configure_once(call, chosen, reason, asked, applied)
+
+
+def _asked(selection, simulate, from_outside):
+    """How the devices were asked for."""
+    parts = [] if simulate and selection.kind == "all" else [str(selection)]
+    parts += ["simulate={}".format(simulate)] * bool(simulate)
+    parts += ["COMPAT_SIMULATE={}".format(from_outside)] * bool(from_outside)
+    return ", ".join(parts)
+
+
+def _configure_once(call, chosen, reason, asked, applied):
+    """Configure, unless an earlier call did; ``applied``: more lines for the report."""
+    global _active, _first_call
+    from . import _devices, _launchers, _ranks
+
+    _, selection, simulate, parsed = call
     if _active is not None and call == _first_call[0]:
         return _active
     # Ids count inside what was visible before the first call narrowed it.
@@ -103,8 +128,9 @@ def configure_gpu(
         devices = _devices.Devices(simulated=1)
     else:
         devices = _devices.choose_for_rank(selection, environ, ranks)
-    settings = Settings(devices, *parsed)
+    settings = Settings(devices, *parsed + (asked,))
     if _active is not None:
+        devices.settle(_active.settings.devices.listed or 0)
         if (chosen.name, settings) == (_active.backend, _active.settings):
             return _active
         raise errors.already_configured(
@@ -112,16 +138,19 @@ def configure_gpu(
             "{}, {}".format(chosen.name, settings),
         )
     _active = _configure(chosen, reason, settings, ranks)
-    if from_outside and ranks is None:
-        _active.applied.append(
-            "COMPAT_SIMULATE={}: simulated devices stand in for gpus={!r}".format(
-                from_outside, gpus
-            )
-        )
+    _active.applied += applied if ranks is None else []
+    _active.warnings += _parallelized_too_early(_active.devices)
     _first_call = call, environ
     for warning in _active.warnings:
-        _warn(warning)
+        _warn(warning, depth=1)
     return _active
+
+
+def _parallelized_too_early(devices):
+    """Warnings of models that configure_gpu() came too late for."""
+    early = [(name, its) for name, its in _parallelized_before if its != devices]
+    _parallelized_before.clear()
+    return [errors.parallelized_before(name, its, devices) for name, its in early]
 
 
 def _check_options(options):
@@ -157,18 +186,24 @@ def _configure(
     )
     if settings.persist and not chosen.configuration_file:
         notes.append(errors.nothing_to_persist(chosen.name))
-    if settings.devices.shortage:
+    undecided = settings.devices.undecided is not None
+    if settings.devices.shortage and not undecided:
         notes.append(fewer(settings.devices.shortage, settings.devices, settings.strict))
     notes += chosen.overruled(settings, os.environ)
     variables = _detect.keras_variable(chosen, os.environ)
     if not chosen.initialised():
         variables.update(chosen.environ(settings, os.environ))
-    before = {name: os.environ.get(name) for name in variables}
+    before = {name: os.environ.get(name) for name in set(variables).union(chosen.variables)}
     _set_environ(variables)
     try:
         applied = list(chosen.configure(settings))
         notes += settings.warnings
         devices = chosen.devices()
+        if undecided:  # a backend that does not choose among its GPUs takes all that it lists
+            gpus = [device for device in devices if "cpu" not in device.lower()]
+            settings.devices.settle(len(gpus), restricted=True)
+            if settings.devices.shortage:
+                notes.append(fewer(settings.devices.shortage, settings.devices, settings.strict))
         if len(devices) < len(settings.devices) or _only_cpu(devices, settings):
             shortage = (
                 str(settings.devices),
@@ -281,6 +316,8 @@ def parallelize(model: "Any", gpus: "Gpus" = None, *, strategy: "Optional[str]" 
     if ranks is not None:
         return backend.distribute(model, ranks)
     devices = _chosen(backend, selection)
+    if _active is None:
+        _parallelized_before.append((_name_of(model), list(devices)))
     backend.verify(model, None)
     if _launchers.is_evaluator(os.environ) and _keras.keras_of(model) is not None:
         from . import _keras_ranks
@@ -299,9 +336,12 @@ def _verified(backend, model, devices):
         from . import _verification
 
         _verification.report_at_exit(os.environ)
-        name = getattr(model, "name", None) or type(model).__name__
-        backend.verify(model, _verification.Verification(name, devices, steps))
+        backend.verify(model, _verification.Verification(_name_of(model), devices, steps))
     return model
+
+
+def _name_of(model):
+    return getattr(model, "name", None) or type(model).__name__
 
 
 def device(which: "Union[int, str]") -> "ContextManager[Any]":

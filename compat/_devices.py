@@ -1,35 +1,13 @@
-"""The ``gpus=`` grammar, and which GPUs this machine has, asked without any framework."""
+"""The ``gpus=`` grammar, and which of this machine's GPUs are chosen."""
 
 import os
 
 from . import errors
+from ._discovery import CUDA, GPU, HIP, busy, discover
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Dict, List
-
-
-class GPU:
-    """One GPU as the driver lists it."""
-
-    __slots__ = ("index", "uuid", "name", "memory_total", "memory_used", "utilization")
-
-    def __init__(self, index, uuid="", name="", memory_total=0, memory_used=0, utilization=0):
-        self.index = index
-        self.uuid = uuid
-        self.name = name
-        self.memory_total = memory_total  # bytes
-        self.memory_used = memory_used  # bytes
-        self.utilization = utilization  # percent
-
-    def matches(self, entry):
-        """Whether ``entry``, an id or the beginning of a UUID, names this GPU.
-
-        Without nvidia-smi the UUID is not known: any name may be this GPU's.
-        """
-        if entry.isdecimal():
-            return int(entry) == self.index
-        return not self.uuid or self.uuid.startswith(entry)
+    from typing import Any, Dict, List
 
 
 class Selection:
@@ -158,7 +136,7 @@ def visible_entries(environ, machine=None):
 
     Arguments:
         environ: where the variable is read.
-        machine: the machine's GPUs, from ``discover()``; None: unknown.
+        machine: the machine's GPUs, from ``discover()``; None, or none: no entry is checked.
 
     Returns:
         The entries, or None where the variable is not set; and the problems, a sentence each.
@@ -177,7 +155,7 @@ def visible_entries(environ, machine=None):
         if not _valid_entry(entry, entries):
             problems.append(errors.visible_devices_invalid(value, entry))
             break
-        if machine is not None and not _exists(entry, machine):
+        if machine and not _exists(entry, machine):
             problems.append(errors.visible_devices_absent(value, entry))
             break
         entries.append(entry)
@@ -203,55 +181,29 @@ def _exists(entry, machine):
     return any(gpu.matches(entry) for gpu in machine)
 
 
-_DRIVER = "/proc/driver/nvidia/gpus"
-_WSL = "/dev/dxg"
+def hip_entries(environ, machine):
+    """The GPUs that HIP, AMD's CUDA, shows a process, which variable says so, and problems.
 
-
-def discover():
-    """The machine's GPUs, in PCI order, or None where nothing tells how many there are.
-
-    Asks nvidia-smi; initialises no GPU and no framework.
+    HIP reads CUDA_VISIBLE_DEVICES, too, where its own variable is empty. Both count inside
+    ROCR_VISIBLE_DEVICES, which the runtime below reads ("GPU isolation techniques", ROCm's docs).
     """
-    listing = _nvidia_smi("--query-gpu=index,uuid,name,memory.total,memory.used,utilization.gpu")
-    if listing is None:
-        return _discover_without_nvidia_smi()
-    return [_parse_gpu(line) for line in listing if line.count(",") == 5]
-
-
-def _nvidia_smi(query):
-    """The lines that nvidia-smi answers, or None where it is missing or fails."""
-    import subprocess
-
-    for command in ("nvidia-smi", "/usr/lib/wsl/lib/nvidia-smi"):
-        try:
-            listing = subprocess.check_output(
-                [command, query, "--format=csv,noheader,nounits"],
-                stderr=subprocess.DEVNULL,
-                timeout=20,
-            )
-        except (OSError, subprocess.SubprocessError):
+    below = environ.get("ROCR_VISIBLE_DEVICES")
+    there = len(machine) if below is None else min(len(machine), len(below.split(",")))
+    for variable in (HIP, CUDA):
+        value = environ.get(variable, "").strip()
+        if not value:
             continue
-        return listing.decode("utf-8", "replace").splitlines()
-    return None
-
-
-def _parse_gpu(line):
-    def number(text):  # "[N/A]" under MIG, and where the driver has no counter
-        return int(text) if text.isdecimal() else 0
-
-    index, uuid, name, total, used, utilization = [field.strip() for field in line.split(",")]
-    mebi = 2**20
-    return GPU(
-        int(index), uuid, name, number(total) * mebi, number(used) * mebi, number(utilization)
-    )
-
-
-def _discover_without_nvidia_smi():
-    try:
-        return [GPU(index) for index, _ in enumerate(os.listdir(_DRIVER))]
-    except OSError:
-        # WSL has GPUs and no /proc entry for them; elsewhere there is no driver, so no GPU.
-        return None if os.path.exists(_WSL) else []
+        entries: "List[str]" = []
+        for entry in [part.strip() for part in value.split(",")]:
+            exists = entry.isdecimal() and int(entry) < there or entry.startswith("GPU-")
+            if not exists or entry in entries:
+                wrong = (
+                    [] if entry == "-1" else [errors.hip_devices_invalid(variable, value, entry)]
+                )
+                return entries, variable, wrong
+            entries.append(entry)
+        return entries, variable, []
+    return [str(index) for index in range(there)], None, []
 
 
 # Choosing -------------------------------------------------------------------------------------
@@ -260,13 +212,29 @@ def _discover_without_nvidia_smi():
 class Devices:
     """The devices chosen for this process.
 
-    ``gpus`` are entries for ``CUDA_VISIBLE_DEVICES``: ids or names, as strings. ``positions``
-    are where those stand among the GPUs visible before; ``uuids`` are theirs, "" where unknown.
+    ``gpus`` are entries for ``variable``: ids or names, as strings. ``positions`` are where
+    those stand among the GPUs visible before; ``uuids`` are theirs, "" where unknown.
     ``simulated`` counts the CPU devices that stand in for GPUs. Neither: the CPU, ``declined``
-    where no GPU was asked for.
+    where no GPU was asked for; ``reason`` says why.
+
+    Where neither driver nor command lists a GPU, the framework may know of some (Apple's, AMD's
+    without its commands): ``undecided`` is the selection, until ``settle()`` is told how many.
     """
 
-    __slots__ = ("gpus", "positions", "uuids", "simulated", "declined", "shortage", "problems")
+    __slots__ = (
+        "gpus",
+        "positions",
+        "uuids",
+        "simulated",
+        "declined",
+        "shortage",
+        "problems",
+        "variable",
+        "reason",
+        "undecided",
+        "listed",
+        "ranks",
+    )
 
     def __init__(
         self,
@@ -277,6 +245,9 @@ class Devices:
         declined=False,
         shortage=None,
         problems=(),
+        variable=CUDA,
+        reason="",
+        undecided=None,
     ):
         self.gpus = tuple(gpus)
         self.positions = tuple(positions)
@@ -286,6 +257,11 @@ class Devices:
         self.shortage = shortage  # (asked, found), where fewer were found than asked for
         # What is wrong with CUDA_VISIBLE_DEVICES, or with the claims of idle GPUs.
         self.problems = list(problems)
+        self.variable = variable  # what shows a process these GPUs
+        self.reason = reason
+        self.undecided = undecided
+        self.listed = None  # how many the framework lists, once it was asked
+        self.ranks = None  # of an undecided rank: its place, to take one GPU of the selection
 
     def __len__(self):
         return self.simulated or len(self.gpus)
@@ -298,7 +274,71 @@ class Devices:
             return "{} simulated on the CPU".format(self.simulated)
         if self.gpus:
             return "GPU " + ",".join(self.gpus)
+        if self.undecided is not None and self.listed is None:
+            return "the GPUs that the framework lists"
         return "CPU"
+
+    def outcome(self):
+        """What became of what was asked, for a report."""
+        if self.declined:
+            return "CPU, as asked"
+        if self.gpus and self.listed:
+            return "{} of the {} that the framework lists".format(self, self.listed)
+        if self.simulated or self.gpus or not self.reason:
+            return str(self)
+        return "CPU: " + self.reason
+
+    def settle(self, listed, restricted=False):
+        """Choose among the GPUs that the framework lists, if nothing else told which there are.
+
+        Arguments:
+            listed: how many it lists.
+            restricted: whether it was told which to list, by ``wanted()``.
+        """
+        if self.undecided is None or self.listed is not None:
+            return
+        self.listed = listed
+        if restricted:
+            wanted = len(self.wanted() or range(listed))
+            positions = list(range(min(listed, wanted)))
+            short = _are(listed, "visible") if listed < wanted else None
+        else:
+            visible = [(str(position), None) for position in range(listed)]
+            positions, short = _choose_among(self.undecided, visible, self.problems)
+            if self.ranks is not None and positions:
+                if not short and len(positions) < self.ranks.local_size:
+                    short = "{} for {} ranks".format(
+                        _are(len(positions), "there"), self.ranks.local_size
+                    )
+                positions = [positions[self.ranks.local_rank % len(positions)]]
+        self.gpus = tuple(map(str, positions))
+        self.positions = tuple(positions)
+        self.uuids = ("",) * len(self.gpus)
+        if listed:
+            self.shortage = short and (str(self.undecided), short)
+        else:
+            self.reason += "; the framework lists none"
+
+    def wanted(self):
+        """The ids to ask a framework for that has to be told before it lists its GPUs.
+
+        None: all of them.
+        """
+        selection = self.undecided
+        if selection is None:
+            return None
+        ids = list(selection.ids or range(selection.count or 0))
+        if self.ranks is not None:
+            ids = [ids[self.ranks.local_rank % len(ids)] if ids else self.ranks.local_rank]
+        return ids or None
+
+    def trusting(self, environ):
+        """The variables that show the GPUs asked for to a framework that nobody has asked yet."""
+        ids = self.wanted()
+        if ids is None:
+            return {}
+        value = ",".join(map(str, ids))
+        return {variable: value for variable in (CUDA, HIP) if variable == CUDA or HIP in environ}
 
     def only(self, index, shortage):
         """One of these devices, for a rank that may have a shortage to tell of."""
@@ -308,6 +348,7 @@ class Devices:
             self.uuids[index : index + 1],
             shortage=shortage,
             problems=self.problems,
+            variable=self.variable,
         )
 
     def index(self, name):
@@ -319,7 +360,9 @@ class Devices:
 
     def are_shown_by(self, environ):
         """Whether a process with that environment sees these GPUs, in this order, and no other."""
-        return environ.get("CUDA_VISIBLE_DEVICES") == ",".join(self.gpus)
+        if self.undecided is not None:  # they are chosen in the framework
+            return False
+        return environ.get(self.variable) == ",".join(self.gpus)
 
     def ordinals(self, environ):
         """The numbers of these GPUs in a process with that environment."""
@@ -329,19 +372,29 @@ class Devices:
         """The memory of each of these GPUs, in bytes; 0 where the driver does not tell."""
         machine = discover() or []
         found = [_gpu_of(entry, machine) for entry in self.gpus]
-        return [gpu.memory_total if gpu else 0 for gpu in found]
+        return [gpu and gpu.memory_total or 0 for gpu in found]
 
     def environ(self, environ):
-        """The CUDA variables that show a process these GPUs and no other."""
+        """The variables that show a process these GPUs and no other; none where undecided."""
+        if self.undecided is not None:
+            return {}
         if not self.gpus:
-            hidden = environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-            return {} if hidden else {"CUDA_VISIBLE_DEVICES": "-1"}
+            return self._hiding(environ)
         shown = self.are_shown_by(environ)
-        variables = {} if shown else {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)}
-        if "CUDA_DEVICE_ORDER" not in environ:
+        variables = {} if shown else {self.variable: ",".join(self.gpus)}
+        if self.variable == CUDA and "CUDA_DEVICE_ORDER" not in environ:
             # CUDA's own order is fastest first; ids then disagree with nvidia-smi's
             # (tensorflow#32881).
             variables["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+        return variables
+
+    def _hiding(self, environ):
+        hidden = environ.get(CUDA) in ("", "-1")
+        variables = {} if hidden else {CUDA: "-1"}
+        # HIP reads its own variable first; torch prefers the one of the runtime below.
+        amd = self.variable == HIP or {HIP, "ROCR_VISIBLE_DEVICES"} & set(environ)
+        if amd and environ.get(HIP) != "-1":
+            variables[HIP] = "-1"
         return variables
 
 
@@ -365,28 +418,56 @@ def choose(selection, simulate, environ, discover=discover):
     if selection.kind == "none":
         return Devices(declined=True)
     machine = discover()
+    if machine and machine[0].variable == HIP:
+        entries, said, problems = hip_entries(environ, machine)
+        visible = [(entry, GPU(None, variable=HIP)) for entry in entries]
+        return _chosen(selection, visible, problems, environ, said, HIP)
     entries, problems = visible_entries(environ, machine)
+    said = None if entries is None else CUDA
+    if machine == [] or (machine is None and entries is None and selection.kind == "all"):
+        devices = _chosen(selection, [], problems, environ, said)
+        devices.undecided = selection
+        devices.reason = "no GPU was found" + _why(machine, environ)
+        if getattr(machine, "failures", None) and not devices.shortage:
+            devices.shortage = str(selection), "no GPU is visible: " + "; ".join(machine.failures)
+        return devices
     if entries is None and (machine is None or (machine and _any_mig(selection))):
         # Nothing tells what is there: trust the request, the framework will answer.
         return _trusting(selection)
-    found = (
-        ""
-        if entries is None
-        else " (CUDA_VISIBLE_DEVICES={})".format(environ["CUDA_VISIBLE_DEVICES"])
-    )
     if entries is None:
         entries = [str(gpu.index) for gpu in machine]
     visible = [(entry, _gpu_of(entry, machine or [])) for entry in entries]
+    devices = _chosen(selection, visible, problems, environ, said)
+    if not visible:
+        number = "GPU" if len(machine or ()) == 1 else "GPUs"
+        devices.reason = "{}={} hides the {} of this machine".format(CUDA, environ[CUDA], number)
+    return devices
+
+
+def _why(machine, environ):
+    why = [machine.why()] if getattr(machine, "why", None) and machine.why() else []
+    why += ["{}={}".format(CUDA, environ[CUDA])] if CUDA in environ else []
+    return " ({})".format("; ".join(why)) if why else ""
+
+
+def _chosen(selection, visible, problems, environ, said, variable=CUDA):
+    """Of the visible GPUs, pairs of entry and GPU, those that were asked for.
+
+    ``said``: the variable that says which are visible, or None.
+    """
     positions, shortage = _choose_among(selection, visible, problems)
     if shortage:
+        found = " ({}={})".format(said, environ[said]) if said else ""
         shortage = str(selection), shortage + found
     uuids = [gpu.uuid if gpu else "" for _, gpu in visible]
     return Devices(
-        [entries[p] for p in positions],
+        [visible[p][0] for p in positions],
         positions,
         [uuids[p] for p in positions],
         shortage=shortage,
         problems=problems,
+        variable=variable,
+        reason=shortage[1] if shortage else "",
     )
 
 
@@ -401,6 +482,8 @@ def choose_for_rank(selection, environ, ranks, discover=discover):
     if selection.kind == "count":
         selection = Selection("count", ranks.local_size)
     pool = choose(selection, None, environ, discover)
+    if pool.undecided is not None:
+        pool.ranks = ranks
     if not pool.gpus:
         return pool
     shortage = pool.shortage
@@ -475,12 +558,28 @@ def _choose_among(selection, visible, problems):
         there = _are(len(visible), "visible")
         short = "there is no {}: {}".format(" or ".join(missing), there) if missing else None
         return positions, short
-    if any(gpu and not gpu.uuid for _, gpu in visible):
-        return [], "without nvidia-smi nothing tells which GPUs are idle"
-    positions = _idle(visible, selection.count, problems)
-    if len(positions) >= (selection.count or 1):
-        return positions, None
-    return positions, "{} of {} visible".format(_are(len(positions), "idle"), len(visible))
+    positions, unsure = _idle(visible, selection.count, problems)
+    found = []
+    if len(positions) < (selection.count or 1):
+        idle = _are(len(positions) - len(unsure), "idle")
+        found.append("{} of {} visible".format(idle, len(visible)))
+    if unsure:
+        found.append(_unsure(unsure))
+    return positions, ", and ".join(found) or None
+
+
+def _unsure(unsure):
+    """Which GPUs were taken that may be busy: pairs of entry and what is unknown."""
+    names = ["GPU " + entry if entry.isdecimal() else entry for entry, _ in unsure]
+    unknown = sorted(set(name for _, names in unsure for name in names))
+    # The driver tells of a GPU as a whole, and not how busy it is.
+    mig = "processes" not in unknown and not any(entry.startswith("MIG-") for entry, _ in unsure)
+    return "nothing tells whether {} {} idle (unknown: {}{})".format(
+        " and ".join(names),
+        "is" if len(names) == 1 else "are",
+        ", ".join(unknown),
+        "" if not mig else '; under MIG, name an instance: gpus="MIG-..."',
+    )
 
 
 def _are(number, what):
@@ -518,36 +617,65 @@ def _idle(visible, count, problems):
 
     Where one cannot be claimed, which two jobs may then choose, ``problems`` gets a sentence.
 
-    Idle: no process computes on it that nvidia-smi shows, less than a tenth of the memory is
+    Idle: no process computes on it that the driver shows, less than a tenth of the memory is
     used (a desktop uses some) and less than a tenth of the time, and no other process that
-    chose in this way has claimed it. A GPU that nothing is known of is not idle.
+    chose in this way has claimed it. Where the driver does not tell one of these, as under MIG,
+    a GPU is not known to be idle: such ones are taken where there are too few others, and only
+    one where no number was asked for.
+
+    Returns:
+        The positions; and for those not known to be idle, their entries and what is unknown.
     """
-    busy = _nvidia_smi("--query-compute-apps=gpu_uuid") or []
-    idle = [
-        (not _claimed(gpu), gpu.memory_used - gpu.memory_total, position, gpu)
-        for position, (_, gpu) in enumerate(visible)
-        if gpu
-        and (
-            _claimed(gpu)
-            or gpu.uuid not in busy
-            and gpu.memory_used * 10 <= gpu.memory_total
-            and gpu.utilization < 10
-        )
-    ]
+    computing = busy()
+    known: "List[Any]" = []
+    unknown: "List[Any]" = []
+    for position, (entry, gpu) in enumerate(visible):
+        if gpu is None or not gpu.uuid:  # a MIG instance, or a GPU that only the framework lists
+            gpu = GPU(None, entry.replace("/", "-"))
+        missing = gpu.unknown() + (["processes"] if computing is None or gpu.index is None else [])
+        free = (gpu.memory_total or 0) - (gpu.memory_used or 0)
+        item = -free, position, gpu, entry, missing
+        if _claimed(gpu):
+            known.append((False,) + item)
+        elif not _is_busy(gpu, computing or []):
+            (unknown if missing else known).append((True,) + item)
     claimed: "List[int]" = []
+    unsure = []
     unclaimed = []
-    for _, _, position, gpu in sorted(idle, key=lambda item: item[:3]):
-        if len(claimed) == (count or len(visible)):
-            break
-        try:
-            if _claim(gpu):
+    candidates = sorted(known, key=lambda i: i[:3]), sorted(unknown, key=lambda i: i[:3])
+    for which, items in enumerate(candidates):
+        wanted = count or (1 if which else len(visible))
+        for _, _, position, gpu, entry, missing in items:
+            if len(claimed) >= wanted:
+                break
+            try:
+                is_ours = _claim(gpu)
+            except OSError as error:
+                text = errors.unclaimed_gpu(entry, _lock_path(gpu), error)
+                unclaimed.append((wanted, position, entry, missing, text))
+                continue
+            if is_ours:
                 claimed.append(position)
-        except OSError as error:
-            unclaimed.append((position, errors.unclaimed_gpu(gpu.index, _lock_path(gpu), error)))
+                if which:
+                    unsure.append((position, entry, missing))
     # Those that cannot be locked come last: nobody can keep them from others for ever so.
-    short = (count or len(visible)) - len(claimed)
-    problems += [problem for _, problem in unclaimed[:short]]
-    return sorted(claimed + [position for position, _ in unclaimed[:short]])
+    for wanted, position, entry, missing, text in unclaimed:
+        if len(claimed) < wanted:
+            claimed.append(position)
+            problems.append(text)
+            if missing:
+                unsure.append((position, entry, missing))
+    return sorted(claimed), [pair for _, *pair in sorted(unsure)]
+
+
+def _is_busy(gpu, computing):
+    """Whether something that the driver tells says so."""
+    used, total, utilization = gpu.memory_used, gpu.memory_total, gpu.utilization
+    return (
+        gpu.uuid in computing
+        or (used is not None and total is not None and used * 10 > total)
+        or (utilization is not None and utilization >= 10)
+    )
 
 
 # Open lock files, by GPU; the system drops the locks when the process ends.

@@ -78,6 +78,7 @@ def prepare(
             variables.update(chosen.environ(settings, environ))
         else:
             variables.update(settings.devices.environ(environ))
+        variables.update(settings.devices.trusting(environ))
     else:
         where = "on " + hosts
         if selection.kind == "free":

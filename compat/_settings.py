@@ -111,7 +111,7 @@ class Settings:
     """What a backend is to apply: the devices chosen, and the rest as it was asked."""
 
     _ASKED = ("devices", "memory", "floatx", "persist", "strict", "options", "verify")
-    __slots__ = _ASKED + ("warnings",)
+    __slots__ = _ASKED + ("gpus", "warnings")
 
     def __init__(
         self,
@@ -122,6 +122,7 @@ class Settings:
         strict=False,
         options=None,
         verify=0,
+        gpus="",
     ):
         self.devices = devices
         self.memory = memory
@@ -130,6 +131,7 @@ class Settings:
         self.strict = strict
         self.options = dict(options or {})
         self.verify = verify
+        self.gpus = gpus  # how the devices were asked for, such as "gpus=2"
         # From the backend: what is not as it was asked.
         self.warnings: "List[str]" = []
 
@@ -137,7 +139,14 @@ class Settings:
         return all(getattr(self, name) == getattr(other, name) for name in self._ASKED)
 
     def __str__(self):
-        parts = ["devices: {}".format(self.devices)]
+        return self._with("devices: {}".format(self.devices))
+
+    def asked(self):
+        """What was asked, whatever became of it."""
+        return self._with(self.gpus) if self.gpus else str(self)
+
+    def _with(self, devices):
+        parts = [devices]
         for name in ("memory", "floatx"):
             if getattr(self, name) is not None:
                 parts.append("{}: {}".format(name, getattr(self, name)))
@@ -200,7 +209,8 @@ class Configuration:
             [
                 ("backend", ["{} ({})".format(self.backend, self.reason)]),
                 ("versions", [", ".join("%s %s" % pair for pair in self.versions.items())]),
-                ("asked", [str(self.settings)]),
+                ("asked", [self.settings.asked()]),
+                ("chosen", [self.settings.devices.outcome()]),
                 ("devices", [", ".join(self.devices)]),
             ]
             + ranks

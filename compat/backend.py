@@ -79,7 +79,9 @@ class Backend:
     def configure(self, settings: "Settings") -> "List[str]":
         """Apply to the framework what only it can take, importing it if needed.
 
-        What is not as it was asked goes to ``settings.warnings``, a sentence each.
+        What is not as it was asked goes to ``settings.warnings``, a sentence each. Where no driver
+        lists a GPU, ``settings.devices.undecided`` is what was asked for: hide none, and tell
+        ``settings.devices.settle()`` how many the framework lists; it sets ``positions``.
 
         Returns:
             Lines for the report: what was set, and in which of the framework's own names.

@@ -383,6 +383,13 @@ def visible_devices_twice(value, entry):
     )
 
 
+def hip_devices_invalid(variable, value, entry):
+    return (
+        '{}="{}": AMD\'s HIP ignores "{}" and what follows it, which is no id of a GPU that is '
+        "visible here.".format(variable, value, entry)
+    )
+
+
 def device_order(value):
     return (
         "CUDA_DEVICE_ORDER={}: ids may mean other GPUs than in nvidia-smi's listing. Set "
@@ -417,6 +424,15 @@ def already_configured(first, second):
         "Devices are fixed once per process: make both calls the same, or drop one.".format(
             first, second
         )
+    )
+
+
+def parallelized_before(model, before, now):
+    """The text of a warning."""
+    return (
+        "parallelize() put the model {!r} on {} before configure_gpu() was called, and there it "
+        "stays; configured now: {}. Call configure_gpu() at the top of the script, or "
+        "parallelize() the model again after it.".format(model, ", ".join(before), ", ".join(now))
     )
 
 

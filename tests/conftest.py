@@ -4,6 +4,7 @@ Both are real for the code under test: an executable ``nvidia-smi`` on PATH that
 tool documents, and folders on ``sys.path`` such as pip leaves behind.
 """
 
+import inspect
 import os
 import subprocess
 import sys
@@ -112,11 +113,13 @@ def process(tmp_path, monkeypatch, machine):
 
     before = dict(os.environ)
     for name in list(os.environ):
-        if name.startswith(("CUDA_", "KERAS_")):
+        if name.startswith(("CUDA_", "HIP_", "KERAS_", "ROCR_")):
             monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(_api, "_active", None)
     monkeypatch.setattr(_api, "_first_call", None)
+    monkeypatch.setattr(_api, "_parallelized_before", [])
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # NVML would tell of other GPUs
     monkeypatch.setattr(_devices, "_claims", {})
     machine.plug()
     yield
@@ -124,6 +127,20 @@ def process(tmp_path, monkeypatch, machine):
         os.close(lock)
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.fixture
+def imitate(monkeypatch):
+    """Put a function in a framework's place that takes what the framework's own takes."""
+
+    def imitate(owner, name, function):
+        def parameters(function):
+            return [p for p in inspect.signature(function).parameters if p != "self"]
+
+        assert parameters(function) == parameters(getattr(owner, name)), name
+        monkeypatch.setattr(owner, name, function)
+
+    return imitate
 
 
 class Site:
@@ -199,7 +216,7 @@ class Toy(Backend):
     def configure(self, settings):
         toy = self.import_framework()
         visible = settings.devices.environ({}).get("CUDA_VISIBLE_DEVICES")
-        if toy.visible != visible:
+        if toy.visible != visible and settings.devices.undecided is None:
             raise errors.too_late(self.framework, "it shows {}".format(toy.visible), "Call first.")
         toy.simulated = settings.devices.simulated
         toy.seed = settings.options.get("toy_seed")

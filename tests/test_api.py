@@ -4,10 +4,11 @@ import contextlib
 import os
 import re
 import sys
+import threading
 import warnings
 
 import pytest
-from conftest import Toy
+from conftest import TOY_FRAMEWORK, Toy
 
 import compat
 from compat import _keras
@@ -42,7 +43,8 @@ def test_variables_are_set_before_the_framework_is_imported(toy, machine):
     assert str(configuration) == (
         "backend    toy (the only backend installed)\n"
         "versions   toyframework 1.2\n"
-        "asked      devices: GPU 2,0, memory: grow, toy_seed=7\n"
+        "asked      gpus=[2, 0], memory: grow, toy_seed=7\n"
+        "chosen     GPU 2,0\n"
         "devices    gpu:0, gpu:1\n"
         "variables  CUDA_DEVICE_ORDER=PCI_BUS_ID\n"
         "           CUDA_VISIBLE_DEVICES=2,0\n"
@@ -57,6 +59,79 @@ def test_without_a_gpu_and_without_arguments_all_is_well(toy):
     configuration = configure()
     assert configuration.devices == ["cpu:0"]
     assert configuration.warnings == []
+
+
+def test_without_a_gpu_nothing_is_hidden_and_the_report_says_why(toy):
+    configuration = configure()
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ
+    assert str(configuration) == (
+        "backend    toy (the only backend installed)\n"
+        "versions   toyframework 1.2\n"
+        "asked      gpus=None\n"
+        "chosen     CPU: no GPU was found (amd-smi and rocm-smi are not installed; nvidia-smi "
+        "lists none); the framework lists none\n"
+        "devices    cpu:0\n"
+        "variables  none set\n"
+        "applied    toyframework.seed = None\n"
+        "warnings   none"
+    )
+
+
+@pytest.fixture
+def metal(toy, site):
+    """The toy's framework with two GPUs that no command of a driver knows."""
+    own = (
+        "\n\ndef devices():\n    return ['cpu:0'] if visible == '-1' else ['metal:0', 'metal:1']\n"
+    )
+    (site.folder / "toyframework.py").write_text(TOY_FRAMEWORK + own)
+
+
+@pytest.mark.parametrize("gpus", [None, 2])
+def test_gpus_that_only_the_framework_lists_are_used(metal, gpus):
+    configuration = configure(gpus)
+    assert configuration.devices == ["metal:0", "metal:1"]
+    assert configuration.environ == {}
+    assert "asked      gpus={}\n".format(gpus) in str(configuration)
+    assert "chosen     GPU 0,1 of the 2 that the framework lists\n" in str(configuration)
+    assert configure(-1) is configure("0,1") is configuration
+
+
+def test_fewer_gpus_than_asked_for_of_those_that_the_framework_lists(metal):
+    with pytest.warns(compat.CompatWarning) as caught:
+        compat.configure_gpu(3)
+    assert [text for text, _, _ in shown(caught)] == [
+        "gpus=3 was asked for, but 2 GPUs are visible. Going on with GPU 0,1."
+    ]
+
+
+def test_fewer_of_these_are_an_error_under_strict(metal):
+    assert refusal(compat.DevicesNotFoundError, 3, strict=True) == (
+        "gpus=3 was asked for, but 2 GPUs are visible. Ask for fewer, or drop strict=True to go on "
+        "with what there is."
+    )
+
+
+def test_gpus_that_only_the_framework_lists_can_be_declined(metal):
+    configuration = configure(0)
+    assert configuration.devices == ["cpu:0"]
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "-1"
+    assert "asked      gpus=0\nchosen     CPU, as asked\n" in str(configuration)
+
+
+def test_a_driver_that_does_not_work_is_a_warning(toy, machine, monkeypatch):
+    machine.plug(status=9)
+    with pytest.warns(compat.CompatWarning) as caught:
+        compat.configure_gpu()
+    assert [text for text, _, _ in shown(caught)] == [
+        "gpus=None was asked for, but no GPU is visible: nvidia-smi fails (exit status 9). Going "
+        "on with CPU."
+    ]
+
+
+def test_what_was_asked_is_shown_where_there_is_no_gpu(toy):
+    with pytest.warns(compat.CompatWarning):
+        report = str(compat.configure_gpu(2))
+    assert "asked      gpus=2\nchosen     CPU: no GPU was found (" in report
 
 
 def test_simulated_devices(toy, machine):
@@ -305,6 +380,33 @@ def test_a_call_for_another_backend_contradicts_the_first(toy, register, site):
     )
 
 
+def test_of_two_threads_that_contradict_each_other_one_gets_the_error(toy, machine, monkeypatch):
+    machine.plug(2)
+    both = threading.Barrier(2)
+    plain = toy.configure
+
+    def configure_slowly(settings):
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.2)  # where both threads are configuring, they meet here
+        return plain(settings)
+
+    monkeypatch.setattr(toy, "configure", configure_slowly, raising=False)
+    results = []
+
+    def thread(gpus):
+        try:
+            results.append(compat.configure_gpu(gpus).devices)
+        except compat.AlreadyConfiguredError as error:
+            results.append(type(error))
+
+    threads = [threading.Thread(target=thread, args=([index],)) for index in range(2)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert results == [["gpu:0"], compat.AlreadyConfiguredError]
+
+
 def test_an_idle_gpu_stays_chosen(toy, machine):
     machine.plug(2)
     first = configure("free:1")
@@ -418,6 +520,30 @@ def test_the_same_object_comes_back(keras):
     model = keras.Model()
     assert compat.parallelize(model) is model
     assert model.devices == ["cpu:0", "cpu:1", "cpu:2"]
+
+
+def test_a_model_that_was_parallelized_before_is_told_of(keras, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")  # the framework reads it now
+    model = keras.Model()
+    compat.parallelize(model)
+    with pytest.warns(compat.CompatWarning) as caught:
+        configuration = compat.configure_gpu(simulate=3)
+    assert shown(caught) == [
+        (
+            "parallelize() put the model 'Model' on cpu:0 before configure_gpu() was called, and "
+            "there it stays; configured now: cpu:0, cpu:1, cpu:2. Call configure_gpu() at the top "
+            "of the script, or parallelize() the model again after it.",
+            compat.CompatWarning,
+            __file__,
+        )
+    ]
+    assert configuration.warnings == [text for text, _, _ in shown(caught)]
+    assert configure(simulate=3) is configuration  # once
+
+
+def test_a_model_that_was_parallelized_before_on_the_same_devices_is_no_matter(keras):
+    compat.parallelize(keras.Model())
+    assert configure().warnings == []
 
 
 def test_a_subclass_is_a_model_too(keras):

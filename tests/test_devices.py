@@ -10,7 +10,7 @@ import pytest
 from conftest import ROOT
 
 import compat
-from compat import _devices
+from compat import _devices, _discovery
 from compat._devices import Devices, choose, parse_gpus, visible_entries
 
 pytestmark = pytest.mark.usefixtures("process")
@@ -244,14 +244,14 @@ def test_discovery_reads_what_nvidia_smi_prints(machine):
     assert (one.memory_total, one.memory_used) == (81559 * mebi, 1234 * mebi)
     assert one.utilization == 56
     assert (two.index, two.uuid, two.name) == (1, second, "NVIDIA A100-SXM4-40GB")
-    assert (two.memory_used, two.utilization) == (0, 0)
+    assert (two.memory_used, two.utilization) == (None, None)
 
 
 @pytest.fixture
 def driver(tmp_path, monkeypatch):
     """Where the driver lists its GPUs, one folder for each; none yet."""
-    monkeypatch.setattr(_devices, "_DRIVER", str(tmp_path / "gpus"))
-    monkeypatch.setattr(_devices, "_WSL", str(tmp_path / "dxg"))
+    monkeypatch.setattr(_discovery, "_DRIVER", str(tmp_path / "gpus"))
+    monkeypatch.setattr(_discovery, "_WSL", str(tmp_path / "dxg"))
     return tmp_path
 
 
@@ -426,7 +426,7 @@ def test_problems_of_the_variable_come_with_the_choice(machine):
         (2, ("0", "1"), None),
         ([3, 1], ("3", "1"), None),
         ("MIG-c7384736", ("MIG-c7384736",), None),
-        (None, ("0",), ("gpus=None", "nothing tells which GPUs there are")),
+        (None, (), None),  # whatever the framework lists
         ("free:2", ("0", "1"), ('gpus="free:2"', "nothing tells which GPUs there are")),
     ],
 )
@@ -520,17 +520,71 @@ def test_idle_gpus_are_without_processes_memory_and_work(machine):
     )
 
 
-def test_without_nvidia_smi_nothing_tells_which_gpus_are_idle():
-    devices = choose(parse_gpus("free"), None, {}, discover=lambda: [_devices.GPU(0)])
-    assert devices.shortage == (
-        'gpus="free"',
-        "without nvidia-smi nothing tells which GPUs are idle",
+def test_without_nvidia_smi_nothing_tells_which_gpus_are_idle(machine, monkeypatch):
+    monkeypatch.setenv("PATH", str(machine.folder.parent))
+    gpus = [_devices.GPU(0), _devices.GPU(1)]
+    devices = choose(parse_gpus("free"), None, {}, discover=lambda: gpus)
+    assert summary(devices) == (
+        ("0",),
+        (0,),
+        (
+            'gpus="free"',
+            "nothing tells whether GPU 0 is idle (unknown: memory, processes, utilization)",
+        ),
+    )
+
+
+def test_gpus_of_which_the_driver_tells_too_little_come_last(machine):
+    machine.add(utilization="[N/A]")
+    machine.add(used="[N/A]")
+    machine.add(used="[N/A]", utilization=99)  # busy, as far as is known
+    machine.add(utilization="[N/A]", busy=True)
+    machine.add(used=4000)
+    machine.plug()
+    assert summary(chosen("free")) == (("4",), (4,), None)
+    assert summary(chosen("free:1")) == (("4",), (4,), None)
+    several = chosen("free:4")
+    assert several.gpus == ("0", "1", "4")
+    assert several.shortage == (
+        'gpus="free:4"',
+        "1 GPU is idle of 5 visible, and nothing tells whether GPU 0 and GPU 1 are idle (unknown: "
+        'memory, utilization; under MIG, name an instance: gpus="MIG-...")',
+    )
+
+
+def test_where_no_gpu_is_known_to_be_idle_one_is_taken_and_it_is_said(machine):
+    machine.add(utilization="[N/A]")  # MIG is on
+    machine.add(utilization="[N/A]")
+    machine.plug()
+    assert summary(chosen("free")) == (
+        ("0",),
+        (0,),
+        (
+            'gpus="free"',
+            "nothing tells whether GPU 0 is idle (unknown: utilization; under MIG, name an "
+            'instance: gpus="MIG-...")',
+        ),
+    )
+
+
+def test_a_mig_instance_that_was_given_is_taken(machine):
+    machine.add(utilization="[N/A]")
+    machine.plug()
+    devices = chosen("free", CUDA_VISIBLE_DEVICES="MIG-c7384736")
+    assert summary(devices) == (
+        ("MIG-c7384736",),
+        (0,),
+        (
+            'gpus="free"',
+            "nothing tells whether MIG-c7384736 is idle (unknown: memory, processes, utilization) "
+            "(CUDA_VISIBLE_DEVICES=MIG-c7384736)",
+        ),
     )
 
 
 PICK = """\
 import sys
-from compat import _devices
+from compat import _devices, _discovery
 print(_devices.choose(_devices.parse_gpus("free:1"), None, {}).gpus, flush=True)
 sys.stdin.read()
 """

@@ -334,6 +334,21 @@ TEXTS = [
         "Devices are fixed once per process: make both calls the same, or drop one.",
     ),
     (
+        errors.parallelized_before,
+        ("net", ["cpu"], ["cpu:0", "cpu:1"]),
+        None,
+        "parallelize() put the model 'net' on cpu before configure_gpu() was called, and there it "
+        "stays; configured now: cpu:0, cpu:1. Call configure_gpu() at the top of the script, or "
+        "parallelize() the model again after it.",
+    ),
+    (
+        errors.hip_devices_invalid,
+        ("HIP_VISIBLE_DEVICES", "0,x", "x"),
+        None,
+        'HIP_VISIBLE_DEVICES="0,x": AMD\'s HIP ignores "x" and what follows it, which is no id of '
+        "a GPU that is visible here.",
+    ),
+    (
         errors.fewer_devices,
         ("gpus=2", "1 GPU is visible", "Going on with GPU 0"),
         None,

@@ -137,8 +137,8 @@ def test_env_where_no_backend_is_installed():
         "versions    no framework, no Keras\n"
         "variables   not set: CUDA_DEVICE_ORDER, CUDA_VISIBLE_DEVICES, KERAS_BACKEND, KERAS_HOME\n"
         "keras.json  {} (not there)\n"
-        "GPUs        none\n"
-        "visible     CPU\n"
+        "GPUs        none: amd-smi and rocm-smi are not installed; nvidia-smi lists none\n"
+        "visible     the GPUs that the framework lists\n"
         "problems    {}".format(os.path.expanduser("~/.keras/keras.json"), NO_BACKEND)
     )
 

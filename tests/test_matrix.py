@@ -35,7 +35,8 @@ def test_every_backend_has_a_test_file_and_no_other_file_is_there():
 
 
 def test_every_extra_has_an_environment_and_no_environment_is_without():
-    assert environment_extras() == extras()
+    assert environment_extras() | {"nvml"} == extras()
+    assert "extras =\n    core: nvml\n" in read("tox.ini")
 
 
 def test_every_backend_has_an_extra():

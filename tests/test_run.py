@@ -73,11 +73,14 @@ def test_fewer_gpus_than_asked_for(script):
         "--gpus=0,1", "--python", sys.executable, script, KERAS_BACKEND="mxnet"
     )
     assert status == 7
-    assert out.startswith("CUDA_VISIBLE_DEVICES=-1\n")
-    assert err.splitlines()[0] == "compat run: mxnet (KERAS_BACKEND=mxnet), CPU"
+    # None of NVIDIA's: those of others, which the framework may know, are numbered likewise.
+    assert out.startswith("CUDA_VISIBLE_DEVICES=0,1\n")
+    assert err.splitlines()[0] == (
+        "compat run: mxnet (KERAS_BACKEND=mxnet), the GPUs that the framework lists"
+    )
     assert err.splitlines()[-1] == (
         "compat run: --gpus 0,1 was asked for, but there is no GPU 0 or GPU 1: no GPU is visible. "
-        "Going on with CPU."
+        "Going on with the GPUs that the framework lists."
     )
 
 

@@ -141,6 +141,26 @@ def test_wrong_simulate(simulate, shown):
     )
 
 
+def test_what_was_asked_stays_whatever_became_of_it():
+    settings = Settings(Devices(), Memory(grow=True), gpus="gpus=2")
+    assert settings.asked() == "gpus=2, memory: grow"
+    assert str(settings) == "devices: CPU, memory: grow"
+    assert settings == Settings(Devices(), Memory(grow=True), gpus="gpus=[0, 1]")
+
+
+@pytest.mark.parametrize(
+    "devices, outcome",
+    [
+        (Devices(declined=True), "CPU, as asked"),
+        (Devices(simulated=2), "2 simulated on the CPU"),
+        (Devices(["0", "2"]), "GPU 0,2"),
+        (Devices(reason="no GPU is visible"), "CPU: no GPU is visible"),
+    ],
+)
+def test_what_became_of_it(devices, outcome):
+    assert devices.outcome() == outcome
+
+
 def test_settings_show_what_was_asked_and_nothing_else():
     assert str(Settings(Devices())) == "devices: CPU"
     settings = Settings(
@@ -174,7 +194,7 @@ def test_a_configuration_prints_as_a_report():
         "the only backend installed",
         {"toyframework": "1.2", "keras": "2.2.4"},
         ["gpu:0", "gpu:1"],
-        Settings(Devices(["0", "1"]), Memory(fraction=0.5)),
+        Settings(Devices(["0", "1"]), Memory(fraction=0.5), gpus="gpus=2"),
         {"CUDA_VISIBLE_DEVICES": "0,1", "TOY_FLAGS": None},
         ["toyframework.grow = True", "toyframework.seed = 1"],
         [],
@@ -182,7 +202,8 @@ def test_a_configuration_prints_as_a_report():
     assert str(configuration) == (
         "backend    toy (the only backend installed)\n"
         "versions   toyframework 1.2, keras 2.2.4\n"
-        "asked      devices: GPU 0,1, memory: 0.5 of each GPU\n"
+        "asked      gpus=2, memory: 0.5 of each GPU\n"
+        "chosen     GPU 0,1\n"
         "devices    gpu:0, gpu:1\n"
         "variables  CUDA_VISIBLE_DEVICES=0,1\n"
         "           TOY_FLAGS removed\n"

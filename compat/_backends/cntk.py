@@ -128,11 +128,12 @@ def _has_gpus(cntk):
 def _wanted(cntk, settings):
     """The device to make the default; None where CNTK shall choose by itself."""
     devices = settings.devices
+    devices.settle(sum(device.type() != 0 for device in cntk.device.all_devices()))
     if not _has_gpus(cntk) and (devices.gpus or devices.shortage):
         settings.warnings.append(errors.cntk_without_gpus())
     elif devices.gpus:
         return cntk.device.gpu(devices.ordinals(os.environ)[0])
-    if devices.gpus or devices.declined or devices.simulated:
+    if devices.gpus or devices.declined or devices.simulated or devices.shortage:
         return cntk.device.cpu()
     return None
 

@@ -51,7 +51,7 @@ class JAX(Backend):
         """JAX reads them when it makes its devices ("GPU memory allocation" in its docs)."""
         variables = dict(super().environ(settings, environ))
         memory = settings.memory
-        if settings.devices.gpus and memory:
+        if (settings.devices.gpus or settings.devices.undecided is not None) and memory:
             if memory.grow:
                 variables["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
             if memory.fraction:
@@ -74,7 +74,9 @@ class JAX(Backend):
         chosen = settings.devices
         changes = {}  # type: Dict[str, Any]
         applied = []
-        if self.initialised():
+        made = bool(self.initialised())
+        if made:
+            chosen.settle(len(_gpus(jax)))
             _check_devices_made(jax, settings)
         elif chosen.simulated or chosen.declined:
             changes["jax_platforms"] = "cpu"
@@ -87,6 +89,9 @@ class JAX(Backend):
             platforms = jax.config.jax_platforms or ""
             if platforms and not {"cuda", "gpu", "rocm"} & set(platforms.split(",")):
                 settings.warnings.append(errors.platforms_without_gpus(platforms))
+        elif chosen.wanted():
+            ids = ",".join(map(str, chosen.wanted()))
+            changes.update(jax_cuda_visible_devices=ids, jax_rocm_visible_devices=ids)
         if settings.floatx == "float64":
             changes["jax_enable_x64"] = True  # else JAX makes float32 of it
         for name, value in changes.items():
@@ -98,7 +103,17 @@ class JAX(Backend):
 
             _jax_ranks.JaxDistributed.join(ranks)
             applied.append("jax.distributed.initialize()")
+        if chosen.undecided is not None and not made:
+            self._settle(jax, settings)
         return applied
+
+    def _settle(self, jax, settings):
+        """Take the GPUs that JAX lists, which makes its devices."""
+        gpus = _gpus(jax)
+        # Those of CUDA and ROCm are now the ones that were asked for; Apple's is one.
+        settings.devices.settle(len(gpus), restricted=any(d.platform != "METAL" for d in gpus))
+        if gpus and settings.memory and settings.memory.size:
+            raise errors.one_fraction_for_all_gpus(settings.memory)
 
     def devices(self) -> "List[str]":
         """As Keras names them. Simulated ones are known before JAX makes them."""
@@ -152,6 +167,10 @@ class JAX(Backend):
 
 
 # Configuring ----------------------------------------------------------------------------------
+
+
+def _gpus(jax):
+    return [device for device in jax.local_devices() if device.platform != "cpu"]
 
 
 def _name(device):

@@ -112,6 +112,8 @@ class MXNet(Backend):
         return lines
 
     def _contexts(self, mx, devices):
+        if devices.undecided is not None:
+            devices.settle(_visible_gpus(mx))
         if devices.simulated:
             return ["cpu({})".format(index) for index in range(devices.simulated)]
         visible = _visible_gpus(mx) if devices.gpus else 0

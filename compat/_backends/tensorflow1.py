@@ -77,6 +77,13 @@ class TensorFlow1(Backend):
         make_room_for(tf, config)
         lay_under_every_session(lambda: config)
         self._settings = settings
+        if settings.devices.undecided is not None:
+            gpus = [name for name in self.devices() if "GPU" in name]
+            settings.devices.settle(len(gpus), restricted=True)
+            if gpus and settings.memory and settings.memory.size:
+                raise errors.memory_total_unknown(settings.memory)
+            if not gpus:
+                config.CopyFrom(self.session_config(tf, settings, late))
         shown = " ".join(str(config).split())
         lines = ["every session, of Keras and others: ConfigProto {}".format(shown)]
         if settings.memory and not settings.devices.gpus:
@@ -92,12 +99,18 @@ class TensorFlow1(Backend):
         config.allow_soft_placement = True
         if devices.simulated:
             config.device_count["CPU"] = devices.simulated
-        if not devices.gpus:
+        unlisted = devices.undecided is not None and devices.listed is None
+        ids = devices.wanted() if unlisted else None
+        if ids and ids == list(range(len(ids))):
+            config.device_count["GPU"] = len(ids)  # at most
+        elif ids:
+            config.gpu_options.visible_device_list = ",".join(map(str, ids))
+        elif not devices.gpus and not unlisted:
             config.device_count["GPU"] = 0
         elif late and not devices.are_shown_by(os.environ):
             # The ids count inside CUDA_VISIBLE_DEVICES as TensorFlow found it.
             config.gpu_options.visible_device_list = ",".join(map(str, devices.positions))
-        if memory and devices.gpus:
+        if memory and (devices.gpus or (unlisted and not memory.size)):
             if memory.grow:
                 config.gpu_options.allow_growth = True
             else:

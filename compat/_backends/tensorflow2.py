@@ -73,9 +73,10 @@ class TensorFlow2(Backend):
         variables = dict(super().environ(settings, environ))
         memory = settings.memory
         # TensorFlow lets this variable beat tf.config ("Limiting GPU memory growth").
-        if settings.devices.gpus and memory and memory.grow:
-            if environ.get("TF_FORCE_GPU_ALLOW_GROWTH") != "true":
-                variables["TF_FORCE_GPU_ALLOW_GROWTH"] = "true"
+        said = environ.get("TF_FORCE_GPU_ALLOW_GROWTH")
+        gpus = settings.devices.gpus or (said and settings.devices.undecided is not None)
+        if gpus and memory and memory.grow and said != "true":
+            variables["TF_FORCE_GPU_ALLOW_GROWTH"] = "true"
         return variables
 
     def initialised(self) -> "Optional[str]":
@@ -101,6 +102,8 @@ class TensorFlow2(Backend):
 
     def configure(self, settings: "Settings") -> "List[str]":
         tf = self.import_framework()
+        # Apple's and AMD's GPUs have the type "GPU", too.
+        settings.devices.settle(len(_config(tf, "list_physical_devices")("GPU")))
         if _in_v1_mode(tf) and tensorflow1.sessions_made():
             v1 = tf.compat.v1
             tensorflow1.make_room_for(v1, tensorflow1.backend.session_config(v1, settings, None))
@@ -353,12 +356,16 @@ def _chosen_gpus(tf, devices):
     if not devices.gpus:
         return []
     physical = _config(tf, "list_physical_devices")("GPU")
-    entries, _ = _devices.visible_entries(os.environ)
+    if devices.undecided is not None:
+        return [physical[position] for position in devices.positions]
+    entries = _devices.visible_entries(os.environ)[0]
+    if devices.variable == _devices.HIP:
+        entries = (os.environ.get(_devices.HIP) or ",".join(devices.gpus)).split(",")
     if entries is not None and len(entries) < len(physical):
         raise errors.too_late(
             "tensorflow",
-            "CUDA_VISIBLE_DEVICES={} was set after TensorFlow had listed {} GPUs".format(
-                os.environ["CUDA_VISIBLE_DEVICES"], len(physical)
+            "{}={} was set after TensorFlow had listed {} GPUs".format(
+                devices.variable, os.environ.get(devices.variable), len(physical)
             ),
             "Set it before the first `import tensorflow` or `import keras`.",
         )

@@ -84,9 +84,11 @@ class Theano(Backend):
         if settings.devices.declined or settings.devices.simulated:
             return []
         said = _theano_flags.Flags(environ).get("device") or "cpu"
+        if _keeps_devices(settings, _theano_flags.Flags(environ)):
+            return []
         device = self._flags(settings, environ, range(len(settings.devices.gpus)))["device"]
         if device == "cpu" and not said.startswith("cpu"):
-            return [errors.theano_device_overruled(said, settings.devices)]
+            return [errors.theano_device_overruled(said, "CPU")]
         return []
 
     def initialised(self) -> "Optional[str]":
@@ -115,7 +117,7 @@ class Theano(Backend):
         flags = self._flags(settings, os.environ, devices.ordinals(os.environ))
         lines = self._apply(theano, flags, settings)
         self._simulated = devices.simulated
-        if settings.memory and not devices.gpus:
+        if settings.memory and not devices.gpus and "gpuarray.preallocate" not in flags:
             lines.append("memory={}: there is no GPU to reserve it on".format(settings.memory))
         lines += _check_gpus(theano, failure.error, settings)
         said = _theano_flags.Flags(os.environ)
@@ -137,13 +139,16 @@ class Theano(Backend):
         gpuarray = self._gpuarray()
         names = ["{}{}".format("cuda" if gpuarray else "gpu", i) for i in ids]
         flags = {"device": names[0] if names else "cpu"}
+        keeps = _keeps_devices(settings, said)
+        if keeps:
+            del flags["device"]
         if len(names) > 1 and gpuarray:
             pairs = ("dev{}->{}".format(*pair) for pair in enumerate(names))
             flags["contexts"] = ";".join(pairs)
         for other in ("contexts", "init_gpu_device"):  # both would bring up further GPUs
-            if other not in flags and said.get(other):
+            if other not in flags and said.get(other) and not keeps:
                 flags[other] = ""
-        if settings.memory and names:
+        if settings.memory and (names or keeps):
             name = "gpuarray.preallocate" if gpuarray else "lib.cnmem"
             flags[name] = _megabytes(settings.memory)
         if settings.floatx:
@@ -395,6 +400,13 @@ backend = Theano()
 
 
 # Flags ----------------------------------------------------------------------------------------
+
+
+def _keeps_devices(settings, said):
+    """Whether the user's flags name OpenCL's GPUs, of which no command of a driver tells."""
+    names = ("device", "contexts", "init_gpu_device")
+    opencl = any("opencl" in (said.get(name) or "") for name in names)
+    return settings.devices.undecided is not None and opencl
 
 
 def _checked(flags):

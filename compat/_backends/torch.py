@@ -37,6 +37,7 @@ class Torch(Backend):
 
     def __init__(self):
         self._simulated = 0
+        self._names = None  # type: Optional[List[str]]  # chosen among those that torch lists
 
     # Before the first use of a GPU --------------------------------------------------------------
 
@@ -74,12 +75,20 @@ class Torch(Backend):
         torch = self.import_framework()
         chosen = settings.devices
         too_late = self.initialised()
+        applied = []
+        self._names = None
+        if chosen.undecided is not None:
+            listed = [] if os.environ.get(_DEVICE) == "cpu" else _listed(torch)
+            chosen.settle(len(listed))
+            self._names = [listed[position] for position in chosen.positions]
+            applied += _use_first(torch, self._names, listed)
+            if os.environ.get(_DEVICE) == "cpu":
+                chosen.reason = _DEVICE + "=cpu"
         if too_late:
             _check_devices_shown(torch, too_late, chosen)
         self._simulated = chosen.simulated or 0
-        applied = []
         if chosen.gpus and settings.memory:
-            applied += _limit_memory(torch, settings.memory)
+            applied += _limit_memory(torch, settings.memory, self.devices())
         if settings.floatx:
             torch.set_default_dtype(getattr(torch, settings.floatx))
             applied.append("torch.set_default_dtype(torch.{})".format(settings.floatx))
@@ -92,7 +101,7 @@ class Torch(Backend):
             return ["cpu:{}".format(index) for index in range(self._simulated)]
         if os.environ.get(_DEVICE) == "cpu":
             return ["cpu"]
-        return ["cuda:{}".format(index) for index in range(torch.cuda.device_count())] or ["cpu"]
+        return (_listed(torch) if self._names is None else self._names) or ["cpu"]
 
     # Replicas ---------------------------------------------------------------------------------
 
@@ -158,7 +167,9 @@ class Torch(Backend):
 
 def _check_devices_shown(torch, reason, chosen):
     """Refuse what would have to change now that the GPUs that torch shows are fixed."""
-    shown = torch.cuda.device_count()
+    if chosen.undecided is not None:
+        return  # no variable is needed
+    shown = len(_listed(torch))
     everything = list(chosen.positions or ()) == list(range(shown))
     if (everything or not shown) if chosen.gpus else (not shown or not chosen.declined):
         return
@@ -167,6 +178,26 @@ def _check_devices_shown(torch, reason, chosen):
         "{}; it shows {} GPUs, and {} was asked for".format(reason, shown, chosen),
         "Call it before the first `import keras`, and before anything runs on a GPU.",
     )
+
+
+def _listed(torch):
+    """The GPUs that torch lists: Apple's, which Keras prefers, or CUDA's, as which AMD's count."""
+    metal = getattr(torch.backends, "mps", None)
+    if metal is not None and metal.is_available():
+        return ["mps"]
+    return ["cuda:{}".format(index) for index in range(torch.cuda.device_count())]
+
+
+def _use_first(torch, names, listed):
+    """Have torch and Keras begin with the first of these, where that is not the first listed."""
+    if names == listed[: len(names)] and bool(names) == bool(listed):
+        return []
+    if not names:  # none of those that were asked for
+        os.environ[_DEVICE] = "cpu"
+        return [_DEVICE + "=cpu"]
+    torch.cuda.set_device(names[0])
+    os.environ[_DEVICE] = names[0]
+    return ["torch.cuda.set_device({!r})".format(names[0]), "{}={}".format(_DEVICE, names[0])]
 
 
 def _refuse_wrapped(model):
@@ -180,12 +211,17 @@ def _refuse_wrapped(model):
         )
 
 
-def _limit_memory(torch, memory):
+def _limit_memory(torch, memory, devices):
     """torch takes memory as it is needed; a limit is a fraction of each GPU."""
     if memory.grow:
         return ["memory: torch takes it as it is needed"]
+    if devices == ["mps"]:
+        total = torch.mps.recommended_max_memory() if memory.size else 1
+        fraction = memory.fraction or min(1.0, memory.size / float(total))
+        torch.mps.set_per_process_memory_fraction(fraction)
+        return ["torch.mps.set_per_process_memory_fraction({:g})".format(fraction)]
     applied = []
-    for index in range(torch.cuda.device_count()):
+    for index in [int(name.rpartition(":")[2]) for name in devices if name != "cpu"]:
         total = torch.cuda.get_device_properties(index).total_memory
         fraction = memory.fraction or min(1.0, memory.size / float(total))
         torch.cuda.set_per_process_memory_fraction(fraction, index)

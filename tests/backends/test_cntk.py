@@ -184,3 +184,31 @@ def test_missing_openmpi_is_diagnosed_without_importing_cntk(run, monkeypatch):
 def test_openmpi_that_is_there_is_no_problem():
     assert _registry.load("cntk").problems(os.environ) == []
     assert "cntk" in sys.modules or backend._missing_libraries(os.environ) == []
+
+
+def test_gpus_that_only_cntk_lists(imitate):
+    from compat._devices import choose, parse_gpus
+    from compat._settings import Settings
+
+    cntk = backend.backend.import_framework()
+    cpu = cntk.device.cpu()
+
+    class GPU:  # "gpu(1)" is a ValueError in a build for the CPU
+        def __init__(self, device_id):
+            self.index = device_id
+
+        def type(self):
+            return 1
+
+        def id(self):
+            return self.index
+
+    assert all(hasattr(cpu, name) for name in ("type", "id"))
+    imitate(cntk.device, "all_devices", lambda: [GPU(0), GPU(1), cpu])
+    imitate(cntk.device, "gpu", GPU)
+
+    def wanted(gpus):
+        devices = choose(parse_gpus(gpus), None, {}, discover=list)
+        return backend._name(backend._wanted(cntk, Settings(devices)))
+
+    assert [wanted(gpus) for gpus in (None, [1], [7], 0)] == ["gpu(0)", "gpu(1)", "cpu()", "cpu()"]

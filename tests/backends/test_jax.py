@@ -17,8 +17,8 @@ import jax
 
 import compat
 from compat._backends import _jax_placement
-from compat._backends.jax import _fraction, _name, backend
-from compat._devices import Devices
+from compat._backends.jax import JAX, _fraction, _name, backend
+from compat._devices import Devices, choose, parse_gpus
 from compat._settings import Memory, Settings
 from compat.testing import (
     CASES,
@@ -466,6 +466,59 @@ def test_environ():
     assert environ(gpus, Memory(fraction=0.25), dict(order, **new)) == dict(
         fraction, XLA_CLIENT_MEM_FRACTION=None
     )
+
+
+@pytest.fixture
+def machine_of(monkeypatch, imitate):
+    """Have JAX list GPUs that are not here; returns what configures, before JAX made any."""
+
+    def machine_of(platform, number):
+        class Device:
+            def __init__(self, index):
+                self.platform, self.id = platform, index
+
+        assert all(hasattr(jax.devices()[0], name) for name in vars(Device(0)))
+
+        def local_devices(process_index=None, backend=None, host_id=None):
+            said = updates.get("jax_rocm_visible_devices") if platform == "gpu" else None
+            return [Device(i) for i in range(min(number, len(said.split(","))) if said else number)]
+
+        def update(name, val):
+            assert name in jax.config.values
+            updates[name] = val
+
+        updates = {}
+        imitate(jax, "local_devices", local_devices)
+        imitate(jax.config, "update", update)
+        monkeypatch.setattr(JAX, "initialised", lambda self: None)
+
+        def configured(gpus=None, **settings):
+            updates.clear()
+            devices = choose(parse_gpus(gpus), None, {}, discover=list)
+            JAX().configure(Settings(devices, **settings))
+            shortage = devices.shortage and devices.shortage[1]
+            return JAX().devices(), dict(updates), devices.gpus, shortage
+
+        return configured
+
+    return machine_of
+
+
+def test_gpus_of_a_rocm_machine(machine_of):
+    configured = machine_of("gpu", 2)
+    assert configured() == (["gpu:0", "gpu:1"], {}, ("0", "1"), None)
+    ids = {"jax_cuda_visible_devices": "1", "jax_rocm_visible_devices": "1"}
+    assert configured([1]) == (["gpu:0"], ids, ("0",), None)
+    assert configured(3)[2:] == (("0", "1"), "2 GPUs are visible")
+    with pytest.raises(compat.UnsupportedError, match="it takes one fraction for all GPUs"):
+        configured(memory=Memory(size=2**30))
+
+
+def test_the_gpu_of_a_metal_machine(machine_of):
+    configured = machine_of("METAL", 1)
+    assert configured() == (["METAL:0"], {}, ("0",), None)
+    assert configured(2)[2:] == (("0",), "1 GPU is visible")
+    assert configured(0)[1] == {"jax_platforms": "cpu"}
 
 
 def test_size_of_memory_becomes_one_fraction(machine):

@@ -11,6 +11,7 @@ import pytest
 import compat
 from compat import _registry, _replicas
 from compat._backends._mxnet_placement import products as placement
+from compat._devices import choose, parse_gpus
 from compat._ranks import Launch
 from compat.testing import (
     CASES,
@@ -698,3 +699,19 @@ def test_problems_of_an_environment(tmp_path, monkeypatch):
     (tmp_path / "h5py-3.1.0.dist-info").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
     assert problems({}) == ["h5py 3.1.0 is installed: load_model() of keras-mxnet needs h5py<3."]
+
+
+# GPUs that only MXNet lists -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "gpus, contexts",
+    [(None, ["gpu(0)", "gpu(1)"]), (1, ["gpu(0)"]), ([1, 0], ["gpu(1)", "gpu(0)"])],
+)
+def test_gpus_that_only_mxnet_lists(gpus, contexts, imitate):
+    import mxnet as mx
+
+    imitate(mx.context, "num_gpus", lambda: 2)
+    devices = choose(parse_gpus(gpus), None, {}, discover=list)
+    assert _registry.load("mxnet")._contexts(mx, devices) == contexts
+    assert devices.positions == tuple(int(name[4]) for name in contexts)

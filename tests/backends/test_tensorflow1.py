@@ -791,3 +791,38 @@ def test_memory_size_is_a_fraction_of_the_largest_gpu(monkeypatch):
         "only, and nvidia-smi does not tell how much memory the GPUs have. Use a fraction such "
         'as memory=0.5, or memory="grow".'
     )
+
+
+# GPUs that no command of a driver lists -------------------------------------------------------
+
+
+@span
+def test_gpus_that_only_tensorflow_lists(monkeypatch):
+    from compat import _devices, _settings
+
+    def configured(gpus, listed, memory=None):
+        backend = tensorflow1.TensorFlow1()
+        devices = _devices.choose(_devices.parse_gpus(gpus), None, {}, discover=list)
+        settings = _settings.Settings(devices, _settings.parse_memory(memory))
+        configs = []
+        names = ["/device:GPU:{}".format(index) for index in range(listed)] or ["/device:CPU:0"]
+        monkeypatch.setattr(tensorflow1, "make_room_for", lambda *arguments: None)
+        monkeypatch.setattr(tensorflow1, "lay_under_every_session", configs.append)
+        monkeypatch.setattr(backend, "initialised", lambda: None)
+        monkeypatch.setattr(backend, "devices", lambda: names)
+        backend.configure(settings)
+        return configs[0](), devices
+
+    config, devices = configured(None, 2, "grow")
+    assert not config.device_count and config.gpu_options.allow_growth
+    assert devices.gpus == ("0", "1") and not devices.shortage
+    config, devices = configured(3, 2)
+    assert dict(config.device_count) == {"GPU": 3}  # at most
+    assert devices.shortage == ("gpus=3", "2 GPUs are visible")
+    config, _ = configured([2, 1], 2)
+    assert config.gpu_options.visible_device_list == "2,1"
+    config, devices = configured(2, 0, "grow")
+    assert dict(config.device_count) == {"GPU": 0} and not config.gpu_options.allow_growth
+    assert configured(None, 0, "4GiB")[1].gpus == devices.gpus == ()
+    with pytest.raises(compat.UnsupportedError, match="it takes a fraction of each GPU only"):
+        configured(None, 1, "4GiB")

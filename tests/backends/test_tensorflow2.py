@@ -18,9 +18,16 @@ import tensorflow as tf
 
 import compat
 from compat import _by_path
+from compat._backends import tensorflow1
 from compat._backends._tensorflow2_placement import executed, products, short
-from compat._backends.tensorflow2 import _chosen_gpus, backend, forget_compiled_steps
-from compat._devices import Devices
+from compat._backends.tensorflow2 import (
+    TensorFlow2,
+    _chosen_gpus,
+    _config,
+    backend,
+    forget_compiled_steps,
+)
+from compat._devices import Devices, choose, parse_gpus
 from compat._ranks import Launch
 from compat._settings import Memory, Settings
 from compat.testing import (
@@ -584,6 +591,70 @@ def test_chosen_gpus_count_inside_what_tensorflow_listed(monkeypatch):
         "TensorFlow had listed 3 GPUs.\nSet it before the first `import tensorflow` or `import "
         "keras`."
     )
+
+
+@pytest.fixture
+def machine_of(monkeypatch, imitate):
+    """Have TensorFlow list GPUs that are not here, as its plug-ins do: of the type "GPU"."""
+    real = _config(tf, "list_physical_devices")("CPU")[0]
+
+    def owner(name):
+        return tf.config if hasattr(tf.config, name) else tf.config.experimental
+
+    def machine_of(number):
+        names = ["/physical_device:GPU:{}".format(index) for index in range(number)]
+        gpus = [type(real)(name, "GPU") for name in names]
+        shown = {"GPU": gpus, "CPU": [real]}
+
+        def list_physical_devices(device_type=None):
+            return {"GPU": gpus, "CPU": [real]}[device_type]
+
+        def get_visible_devices(device_type=None):
+            return shown[device_type]
+
+        def set_visible_devices(devices, device_type=None):
+            shown[device_type] = devices
+
+        for function in (list_physical_devices, get_visible_devices, set_visible_devices):
+            imitate(owner(function.__name__), function.__name__, function)
+        for name in ("get_logical_device_configuration", "get_virtual_device_configuration"):
+            if hasattr(owner(name), name):
+                imitate(owner(name), name, lambda device: None)
+        for name in ("lay_under_every_session", "make_room_for"):
+            monkeypatch.setattr(tensorflow1, name, lambda *arguments: None)
+        return configured
+
+    def configured(gpus=None):
+        devices = choose(parse_gpus(gpus), None, {}, discover=list)
+        backend = TensorFlow2()
+        settings = Settings(devices)
+        assert backend.environ(settings, {}) == (
+            {"CUDA_VISIBLE_DEVICES": "-1"} if gpus == 0 else {}
+        )
+        applied = backend.configure(settings)
+        return backend.devices(), applied[0], devices.shortage and devices.shortage[1]
+
+    return machine_of
+
+
+@span
+def test_the_gpu_of_a_metal_machine(machine_of):
+    configured = machine_of(1)
+    visible = "tf.{}set_visible_devices([{}], 'GPU')".format
+    prefix = "config." if hasattr(tf.config, "set_visible_devices") else "config.experimental."
+    one = visible(prefix, "/physical_device:GPU:0")
+    assert configured() == configured(1) == configured([0]) == (["/gpu:0"], one, None)
+    assert configured(2) == (["/gpu:0"], one, "1 GPU is visible")
+    assert configured(0) == (["/cpu:0"], visible(prefix, ""), None)
+
+
+@span
+def test_gpus_of_a_rocm_machine(machine_of):
+    configured = machine_of(3)
+    assert configured()[::2] == (["/gpu:0", "/gpu:1", "/gpu:2"], None)
+    assert configured([2, 0])[::2] == (["/gpu:1", "/gpu:0"], None)  # numbered as TensorFlow does
+    assert "[/physical_device:GPU:2, /physical_device:GPU:0]" in configured([2, 0])[1]
+    assert configured(4)[::2] == (["/gpu:0", "/gpu:1", "/gpu:2"], "3 GPUs are visible")
 
 
 def run(script):

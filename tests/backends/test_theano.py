@@ -13,7 +13,7 @@ import compat
 from compat import _detect, _registry, errors
 from compat._backends import _theano_flags
 from compat._backends._theano_verification import of_gradients, products
-from compat._devices import Devices
+from compat._devices import Devices, choose, parse_gpus
 from compat._settings import Memory, Settings
 from compat.testing import CASES, DEVICES, ParallelContract, in_span, span
 
@@ -354,7 +354,8 @@ def test_flags_before_the_import(theano_process, tmp_path):
     assert shown["report"] == [
         "backend    theano (KERAS_BACKEND=theano)",
         "versions   theano 1.0.5, keras " + keras,
-        "asked      devices: CPU, memory: 0.5 of each GPU, floatx: float64",
+        "asked      gpus=0, memory: 0.5 of each GPU, floatx: float64",
+        "chosen     CPU, as asked",
         "devices    cpu",
         "variables  CUDA_VISIBLE_DEVICES=-1",
         "           THEANO_FLAGS=" + flags,
@@ -443,6 +444,22 @@ def test_a_gpu_in_the_flags_is_not_given_up_in_silence(theano_process):
             "FloatX=float32: Theano 1.0.5 has no flag FloatX, and ignores it. Did you mean floatX?",
         ]
     )
+
+
+@pytest.mark.parametrize("flags", ["device=opencl0:0", "contexts=a->opencl0:0;b->opencl0:1"])
+def test_opencls_gpus_in_the_flags_are_kept_unless_declined(flags):
+    def environ(gpus, memory=None):
+        devices = choose(parse_gpus(gpus), None, {}, discover=list)
+        settings = Settings(devices, memory)
+        before, backend = {"THEANO_FLAGS": flags}, _registry.load("theano")
+        assert backend.overruled(settings, before) == []
+        return backend.environ(settings, before)
+
+    assert environ(None) == {}
+    assert environ(None, Memory(fraction=0.5)) == {
+        "THEANO_FLAGS": flags + ",gpuarray.preallocate=0.5"
+    }
+    assert "device=cpu" in environ(0)["THEANO_FLAGS"]
 
 
 def test_a_gpu_that_does_not_come_up_is_an_error_if_strict(theano_process, machine):

@@ -3,6 +3,7 @@
 import collections
 import copy
 import io
+import os
 import pickle
 
 import numpy as np
@@ -11,6 +12,9 @@ import pytest
 import compat
 from compat._backends._torch_placement import products as placement
 from compat._backends._torch_placement import within
+from compat._backends.torch import Torch
+from compat._devices import choose, parse_gpus
+from compat._settings import Memory, Settings
 from compat.testing import CASES, DEVICES, ParallelContract, largest_difference
 
 
@@ -288,6 +292,76 @@ class TestModule:
         before = module[0].weight.clone()
         train(module, steps=1)
         assert torch.equal(before, module[0].weight)
+
+
+# GPUs of others than NVIDIA, which are not here -------------------------------------------------
+
+
+@pytest.fixture
+def machine_of(monkeypatch, imitate):
+    """Have torch list a ROCm machine's GPUs, or Apple's; returns what configures a new backend."""
+    import torch
+
+    def machine_of(cuda=0, metal=False):
+        imitate(torch.cuda, "device_count", lambda: cuda)
+        imitate(torch.backends.mps, "is_available", lambda: metal)
+        imitate(torch.cuda, "set_device", lambda device: None)
+        # Set afterwards, too: both are the process's.
+        monkeypatch.setenv("KERAS_TORCH_DEVICE", "cpu")
+        monkeypatch.delenv("KERAS_TORCH_DEVICE")
+        return configured
+
+    def configured(gpus=None, **settings):
+        backend = Torch()
+        devices = choose(parse_gpus(gpus), None, os.environ, discover=list)
+        settings = Settings(devices, **settings)
+        assert backend.environ(settings, {"KERAS_TORCH_DEVICE": "cuda"}) == {}
+        applied = backend.configure(settings)
+        return backend.devices(), applied, devices.shortage and devices.shortage[1]
+
+    return machine_of
+
+
+def test_gpus_of_a_rocm_machine(machine_of):
+    configured = machine_of(cuda=3)
+    assert configured() == (["cuda:0", "cuda:1", "cuda:2"], [], None)
+    assert configured(2) == (["cuda:0", "cuda:1"], [], None)
+    assert configured([2, 0]) == (
+        ["cuda:2", "cuda:0"],
+        ["torch.cuda.set_device('cuda:2')", "KERAS_TORCH_DEVICE=cuda:2"],
+        None,
+    )
+    assert os.environ["KERAS_TORCH_DEVICE"] == "cuda:2"
+
+
+def test_none_of_the_gpus_asked_for_is_there(machine_of):
+    assert machine_of(cuda=1)([4]) == (
+        ["cpu"],
+        ["KERAS_TORCH_DEVICE=cpu"],
+        "there is no GPU 4: 1 GPU is visible",
+    )
+
+
+def test_the_gpu_of_a_metal_machine(machine_of, imitate):
+    import torch
+
+    configured = machine_of(metal=True)
+    assert configured() == configured(1) == (["mps"], [], None)
+    assert configured(2)[::2] == (["mps"], "1 GPU is visible")
+    imitate(torch.mps, "set_per_process_memory_fraction", lambda fraction: None)
+    imitate(torch.mps, "recommended_max_memory", lambda: 2**33)
+    for memory in (Memory(fraction=0.25), Memory(size=2**31)):
+        assert configured(memory=memory)[1] == ["torch.mps.set_per_process_memory_fraction(0.25)"]
+
+
+def test_a_metal_gpu_is_declined_before_keras_is_imported(machine_of):
+    import keras  # noqa: F401
+
+    machine_of(metal=True)
+    declined = Settings(choose(parse_gpus(0), None, {}))
+    assert Torch().environ(declined, {})["KERAS_TORCH_DEVICE"] == "cpu"
+    with pytest.raises(compat.TooLateError, match="it shows 1 GPUs, and CPU was asked for"):
+        Torch().configure(declined)
 
 
 # Configuring, a process each ------------------------------------------------------------------

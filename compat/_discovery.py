@@ -1,0 +1,242 @@
+"""Which GPUs this machine has: asked without any framework."""
+
+import os
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import List
+
+CUDA = "CUDA_VISIBLE_DEVICES"
+HIP = "HIP_VISIBLE_DEVICES"  # of AMD's GPUs
+
+
+class GPU:
+    """One GPU as the driver lists it; numbers are None where the driver does not tell them."""
+
+    __slots__ = ("index", "uuid", "name", "memory_total", "memory_used", "utilization", "variable")
+
+    def __init__(
+        self,
+        index,
+        uuid="",
+        name="",
+        memory_total=None,
+        memory_used=None,
+        utilization=None,
+        variable=CUDA,
+    ):
+        self.index = index
+        self.uuid = uuid
+        self.name = name
+        self.memory_total = memory_total  # bytes
+        self.memory_used = memory_used  # bytes
+        self.utilization = utilization  # percent
+        self.variable = variable  # what shows a process this GPU
+
+    def unknown(self):
+        """What the driver does not tell of how busy this GPU is."""
+        known = {"memory": self.memory_used, "utilization": self.utilization}
+        if self.memory_total is None:
+            known["memory"] = None
+        return [name for name in sorted(known) if known[name] is None]
+
+    def matches(self, entry):
+        """Whether ``entry``, an id or the beginning of a UUID, names this GPU.
+
+        Without nvidia-smi the UUID is not known: any name may be this GPU's.
+        """
+        if entry.isdecimal():
+            return int(entry) == self.index
+        return not self.uuid or self.uuid.startswith(entry)
+
+
+_DRIVER = "/proc/driver/nvidia/gpus"
+_WSL = "/dev/dxg"
+
+
+class Listing(list):
+    """GPUs in PCI order; and what was asked for them, where that explains why there are none."""
+
+    def __init__(self):
+        super().__init__()
+        self.missing: "List[str]" = []  # commands
+        self.answers: "List[str]" = []  # what others said, a phrase each
+        self.failures: "List[str]" = []  # a driver is installed, and does not work
+
+    def why(self):
+        """Why there are none, in half a sentence."""
+        names = self.missing
+        missing = " and ".join([", ".join(names[:-1])] * (len(names) > 1) + names[-1:])
+        said = [missing + (" are" if len(names) > 1 else " is") + " not installed"] if names else []
+        return "; ".join(said + self.failures + self.answers)
+
+
+def discover():
+    """The machine's GPUs, in PCI order, or None where nothing tells how many there are.
+
+    Asks NVML, where nvidia-ml-py is installed, else nvidia-smi, else the driver's folder; then,
+    where there is none of NVIDIA's, AMD's commands. Initialises no GPU and no framework.
+    """
+    listing = Listing()
+    asked = "NVML"
+    gpus = _nvml(_nvml_gpu)
+    if gpus is None:
+        asked = "nvidia-smi"
+        gpus = _from_nvidia_smi(listing)
+    if gpus == []:
+        listing.answers.append(asked + " lists none")
+    if gpus is None:
+        gpus = _discover_without_nvidia_smi(listing)
+    if gpus is None:
+        return None
+    listing += gpus or _from_amd(listing)
+    return listing
+
+
+def _nvml(ask):
+    """For each GPU, what ``ask`` reads from NVML, or None where NVML is missing or fails."""
+    try:
+        import pynvml
+    except Exception:  # not installed, or another package of that name
+        return None
+    try:
+        pynvml.nvmlInit()
+        try:
+            handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+            return [ask(pynvml, index, handle) for index, handle in enumerate(handles)]
+        finally:
+            pynvml.nvmlShutdown()
+    except Exception:  # no driver, a very old pynvml, ...: nvidia-smi says more of it
+        return None
+
+
+def _nvml_gpu(pynvml, index, handle):
+    """A GPU as nvidia-smi would list it."""
+    mebi = 2**20
+
+    def told(function, *arguments):
+        try:
+            return function(handle, *arguments)
+        except pynvml.NVMLError:  # as under MIG
+            return None
+
+    def text(value):  # bytes up to nvidia-ml-py 11
+        return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+
+    # The second version does not count what the driver keeps for itself; nor does nvidia-smi.
+    memory = told(pynvml.nvmlDeviceGetMemoryInfo, pynvml.nvmlMemory_v2)
+    memory = memory or told(pynvml.nvmlDeviceGetMemoryInfo)
+    rates = told(pynvml.nvmlDeviceGetUtilizationRates)
+    return GPU(
+        index,
+        text(pynvml.nvmlDeviceGetUUID(handle)),
+        text(pynvml.nvmlDeviceGetName(handle)),
+        memory and memory.total // mebi * mebi,
+        memory and memory.used // mebi * mebi,
+        rates and rates.gpu,
+    )
+
+
+def _nvml_is_busy(pynvml, index, handle):
+    """The UUID of a GPU on which a process computes, or None."""
+    processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    uuid = pynvml.nvmlDeviceGetUUID(handle)
+    uuid = uuid.decode("utf-8", "replace") if isinstance(uuid, bytes) else uuid
+    return uuid if processes else None
+
+
+def busy():
+    """The UUIDs of GPUs on which a process computes, or None where nothing tells."""
+    uuids = _nvml(_nvml_is_busy)
+    return _nvidia_smi("--query-compute-apps=gpu_uuid") if uuids is None else uuids
+
+
+def _from_nvidia_smi(listing):
+    lines = _nvidia_smi(
+        "--query-gpu=index,uuid,name,memory.total,memory.used,utilization.gpu", listing
+    )
+    return lines and [_parse_gpu(line) for line in lines if line.count(",") == 5]
+
+
+def _nvidia_smi(query, listing=None):
+    """The lines that nvidia-smi answers, or None where it is missing or fails."""
+    listing = Listing() if listing is None else listing
+    command = [query, "--format=csv,noheader,nounits"]
+    for name in ("nvidia-smi", "/usr/lib/wsl/lib/nvidia-smi"):
+        answer = _answer([name] + command, listing)
+        if answer is not None:
+            return answer.splitlines()
+    return None
+
+
+def _answer(command, listing):
+    """What a command prints, or None where it is missing or fails; why not, to ``listing``."""
+    import subprocess
+
+    try:
+        ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=20)
+    except OSError:
+        if "/" not in command[0]:
+            listing.missing.append(command[0])
+        return None
+    except subprocess.TimeoutExpired:
+        listing.failures.append("{} does not answer".format(command[0]))
+        return None
+    answer = ended.stdout.decode("utf-8", "replace")
+    if not ended.returncode:
+        return answer
+    said = (answer + ended.stderr.decode("utf-8", "replace")).strip().split("\n")[0].rstrip(". ")
+    if said == "No devices were found":
+        return ""
+    status = "exit status {}{}".format(ended.returncode, said and ": " + said)
+    listing.failures.append("{} fails ({})".format(command[0], status))
+    return None
+
+
+def _parse_gpu(line):
+    def number(text, unit=1):  # "[N/A]" under MIG, and where the driver has no counter
+        return int(text) * unit if text.isdecimal() else None
+
+    index, uuid, name, total, used, utilization = [field.strip() for field in line.split(",")]
+    mebi = 2**20
+    return GPU(int(index), uuid, name, number(total, mebi), number(used, mebi), number(utilization))
+
+
+def _discover_without_nvidia_smi(listing):
+    try:
+        return [GPU(index) for index, _ in enumerate(os.listdir(_DRIVER))]
+    except OSError:
+        listing.answers.append("no NVIDIA driver is loaded")
+        # WSL has GPUs and no /proc entry for them; elsewhere there is no driver, so no GPU.
+        return None if os.path.exists(_WSL) else []
+
+
+def _from_amd(listing):
+    """AMD's GPUs, as its newer command lists them, or its older one."""
+    for command in (["amd-smi", "list", "--json"], ["rocm-smi", "--showid", "--json"]):
+        answer = _answer(command, listing)
+        if answer is None:
+            continue
+        found = _json(answer)
+        if found is None:
+            listing.failures.append("{} answers no JSON".format(command[0]))
+            continue
+        if isinstance(found, dict):  # of rocm-smi {"card0": {...}}, of later versions of amd-smi
+            found = found.get("gpu_data", [key for key in found if key.startswith("card")])
+        if found:
+            return [GPU(index, variable=HIP) for index, _ in enumerate(found)]
+    return []
+
+
+def _json(text):
+    """What a command prints as JSON, also with warnings before and after it, or None."""
+    import json
+
+    lines = text.splitlines()
+    for number, line in enumerate(lines):
+        if line.startswith(("[", "{")):
+            try:
+                return json.JSONDecoder().raw_decode("\n".join(lines[number:]))[0]
+            except ValueError:
+                continue
+    return None
