@@ -11,7 +11,7 @@ import pytest
 import support_table
 
 ROOT = support_table.ROOT
-LINK = r"\]\((?!\w+:|#)([^)]+)\)"  # to another file of the project
+LINK = r"\]\((?!\w+:)([^)]+)\)"  # to another file of the project, or within a file
 # What setuptools writes, and what tools leave in the tree.
 WRITTEN = {"PKG-INFO"}
 LEFT = {".git", ".mypy_cache", ".pytest_cache", ".ruff_cache", ".tox", ".venv", "__pycache__"}
@@ -57,16 +57,24 @@ def test_description_for_an_index_has_no_link_that_leads_nowhere(sdist):
     """The README's links to other files: there are no such files beside the page of an index."""
     description = sdist["PKG-INFO"]
     assert "# keras-gpu-compat\n" in description
-    linked = re.findall(LINK, sdist["README.md"])
+    linked = {to for to in re.findall(LINK, sdist["README.md"]) if to[0] != "#"}
     assert linked and all(to in description for to in linked)
     assert re.findall(LINK, description) == []
 
 
-def test_links_between_the_documents_lead_to_files():
+def headings(path):
+    """The anchors of a document's headings."""
+    with open(path, encoding="utf-8") as file:
+        found = re.findall("^#+ (.*)$", file.read(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", text).lower().replace(" ", "-") for text in found}
+
+
+def test_links_between_the_documents_lead_to_files_and_headings():
     for document in (path for path in files() if path.endswith(".md")):
         with open(os.path.join(ROOT, document), encoding="utf-8") as file:
             links = re.findall(LINK, file.read())
-        folder = os.path.dirname(document)
         for link in links:
-            path = os.path.join(ROOT, folder, link.partition("#")[0])
-            assert os.path.exists(path), (document, link)
+            path, _, anchor = link.partition("#")
+            path = os.path.join(os.path.dirname(document), path) if path else document
+            assert os.path.exists(os.path.join(ROOT, path)), (document, link)
+            assert not anchor or anchor in headings(os.path.join(ROOT, path)), (document, link)
