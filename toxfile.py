@@ -11,7 +11,9 @@ import time
 from tox.config.loader.memory import MemoryLoader
 from tox.plugin import impl
 
+RUN = time.time()  # tells the environments of one run of tox from those of another
 BEGAN = {}  # when each environment began; they run in threads, and each sets its own
+PART = "--" in sys.argv  # of the user's choice: no result of an environment
 
 
 @impl
@@ -29,6 +31,20 @@ def tox_add_core_config(core_conf, state):
         names = _lines(pyenv, "version-name") + _lines(pyenv, "versions", "--bare")
         os.environ["PYENV_VERSION"] = ":".join(names)
         os.environ["PYENV_ROOT"] = _lines(pyenv, "root")[0]  # its default lies in HOME
+    # The core's tests run on the oldest and the newest Python of the matrix; on a machine that has
+    # neither, on the one that runs tox.
+    environments = core_conf["env_list"].envs
+    pythons = [name[2:].partition("-")[0] for name in environments if name.endswith("-core")]
+    if not any(_answers("python{}.{}".format(each[0], each[1:])) for each in pythons):
+        environments.insert(0, "core")
+
+
+def _answers(python):
+    """Whether there is such an interpreter; a shim of pyenv's can be there without one."""
+    try:
+        return subprocess.run([python, "-c", ""], stderr=subprocess.DEVNULL).returncode == 0
+    except OSError:
+        return False
 
 
 def _lines(*command):
@@ -48,7 +64,19 @@ def tox_add_env_config(env_conf, state):
 @impl
 def tox_on_install(tox_env):
     """Note when an environment begins: tox calls nothing earlier."""
-    BEGAN.setdefault(tox_env.name, time.time())
+    _begin(tox_env)
+
+
+def _begin(tox_env):
+    """Note when, and remove what its tests left before: they may not come to an end this time."""
+    if tox_env.name not in BEGAN:
+        BEGAN[tox_env.name] = time.time()
+        if not PART:
+            results = tox_env.core["work_dir"] / "results"
+            for ending in (".xml", ".again.xml", ".fuzz.xml", ".json"):
+                path = results / (tox_env.name + ending)
+                if path.exists():
+                    path.unlink()
 
 
 @impl
@@ -57,18 +85,22 @@ def tox_before_run_commands(tox_env):
     home = tox_env.env_dir / "home"
     home.mkdir(parents=True, exist_ok=True)
     tox_env.conf["set_env"].update({"HOME": str(home), "USERPROFILE": str(home)})
-    BEGAN.setdefault(tox_env.name, time.time())  # with --skip-env-install nothing was installed
-    if "--" in sys.argv:  # tests of the user's choice: run them once
-        del tox_env.conf["commands"][1:]
+    _begin(tox_env)  # with --skip-env-install nothing was installed
+    if PART and tox_env.name != "report":  # run the chosen tests once, and leave the results be
+        commands = tox_env.conf["commands"]
+        del commands[1:]
+        commands[0].args = [each for each in commands[0].args if "--junitxml" not in each]
 
 
 @impl
 def tox_after_run_commands(tox_env, outcomes):
     """Leave the times of an environment beside its results, for tests/support_table.py."""
+    if PART:
+        return
     began = BEGAN[tox_env.name]
     before = len(tox_env.conf["commands_pre"])
     tests = sum(outcome.elapsed for outcome in outcomes[before:])
-    times = {"began": began, "setup": time.time() - began - tests, "tests": tests}
+    times = {"run": RUN, "began": began, "setup": time.time() - began - tests, "tests": tests}
     results = tox_env.core["work_dir"] / "results"
     results.mkdir(exist_ok=True)
     (results / (tox_env.name + ".json")).write_text(json.dumps(times), encoding="utf-8")

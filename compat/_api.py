@@ -52,13 +52,13 @@ def configure_gpu(
     of those that ``gpus`` names, whatever their number.
 
     Arguments:
-        gpus: None for all visible GPUs, a count, -1 for all, ids as a list or a text
-            (``[0, 2]``, ``"0,2"``), GPU or MIG names, ``"free"`` or ``"free:2"`` for idle ones,
-            ``0``, ``[]`` or ``"cpu"`` for none. Ids count inside ``CUDA_VISIBLE_DEVICES`` where
-            that is set.
+        gpus: None, -1, ``"all"`` or ``"auto"`` for all visible GPUs, a count, ids as a list or a
+            text (``[0, 2]``, ``"0,2"``), GPU or MIG names, ``"free"`` or ``"free:2"`` for idle
+            ones, ``0``, ``[]``, ``"cpu"`` or ``"none"`` for none. Ids count inside
+            ``CUDA_VISIBLE_DEVICES`` where that is set.
         backend: "theano", "tensorflow", "mxnet", ...; None: the one that Keras will use.
-        memory: "grow" (take memory as needed), a fraction of each GPU (0.5), or a size per GPU
-            ("4GiB"). Each backend maps it to its own setting or says that it cannot.
+        memory: "grow" or "growth" (take memory as needed), a fraction of each GPU (0.5), or a
+            size per GPU ("4GiB"). Each backend maps it to its own setting or says that it cannot.
         floatx: "float16", "float32" or "float64", for Keras and the backend.
         simulate: this many CPU devices stand in for GPUs, to test a script for several GPUs
             where there is none.

@@ -3,7 +3,7 @@
 import os
 import sys
 
-from . import _registry, errors
+from . import _extras, _registry, errors
 
 # What each Keras runs on where nobody has chosen.
 _DEFAULTS = {"keras-mxnet": "mxnet", "keras": "tensorflow"}
@@ -35,7 +35,24 @@ def choose(asked=None, environ=os.environ, typed=False):
         return _named(keras, reason, typed)
     if fitting:
         raise errors.ambiguous_backend([backend.name for backend in fitting], typed)
-    raise errors.no_backend(sorted({backend.extra for backend in _registry.backends()}))
+    raise _no_backend(environ)
+
+
+def _no_backend(environ):
+    """The error where none is installed; its example is what KERAS_BACKEND names, if it can be."""
+    backends = _registry.backends()
+    frameworks = sorted({backend.framework for backend in backends})
+    extras = {each: extra_of([b for b in backends if b.framework == each]) for each in frameworks}
+    fitting = sorted(filter(_extras.installs, extras.values()))
+    wanted = [extras.get(environ.get("KERAS_BACKEND")), extras.get("tensorflow")] + fitting
+    example = next((extra for extra in wanted if extra in fitting), None)
+    return errors.no_backend(fitting, example, "{}.{}".format(*_extras.here()))
+
+
+def extra_of(backends):
+    """The extra that brings one of these backends, of one framework, for the Keras installed."""
+    _, version = installed_keras()
+    return _extras.of(backends, release(version) if version else (None, None))
 
 
 def installed():
@@ -85,7 +102,11 @@ def _named(name, reason, typed):
     version = installed_version(backend)
     if version is None:
         others = [b.name for b in installed()]
-        raise errors.not_installed(backend.framework, reason, backend.extra, others, typed)
+        extra = extra_of(candidates)
+        if _extras.installs(extra):
+            raise errors.not_installed(backend.framework, reason, extra, others, typed)
+        place = _extras.pythons(extra), "{}.{}".format(*_extras.here())
+        raise errors.not_installable(backend.framework, reason, extra, others, *place, typed=typed)
     known = [b.name for b in _registry.backends()]
     raise errors.unsupported_version(backend.framework, version, known)
 

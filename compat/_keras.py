@@ -368,5 +368,5 @@ def import_keras(backend):
     """
     names = kerases(backend)
     if not names:
-        raise errors.no_keras(backend.name, backend.extra)
+        raise errors.no_keras(backend.name, _detect.extra_of([backend]))
     return _import(names[0])

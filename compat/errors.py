@@ -269,22 +269,41 @@ def ambiguous_backend(fitting, typed=False):
     )
 
 
-def no_backend(known):
+def no_backend(extras, example, python):
+    """``extras`` are those that install on this Python."""
+    if not extras:
+        return NotInstalledError(
+            "No backend is installed in this Python, and no extra of keras-gpu-compat installs on "
+            "Python {}. Use another Python, or install a framework and a Keras that runs on it "
+            "yourself.".format(python)
+        )
     return NotInstalledError(
         "No backend is installed in this Python. Install one of {} with its pins, for example: "
-        'pip install "keras-gpu-compat[{}]".'.format(
-            ", ".join(known), "tensorflow" if "tensorflow" in known else known[0]
-        )
+        'pip install "keras-gpu-compat[{}]".'.format(", ".join(extras), example)
     )
 
 
 def not_installed(framework, reason, extra, others, typed=False):
     """``typed``: for a command, not for a call."""
-    use = "Use --backend {}" if typed else "Use backend={!r}"
-    choice = use.format(others[0]) if others else "Choose another backend"
     return NotInstalledError(
         "{} is not installed, but {}. {}, or install it: pip install "
-        '"keras-gpu-compat[{}]".'.format(framework, reason, choice, extra)
+        '"keras-gpu-compat[{}]".'.format(framework, reason, _other_backend(others, typed), extra)
+    )
+
+
+def _other_backend(others, typed):
+    use = "Use --backend {}" if typed else "Use backend={!r}"
+    return use.format(others[0]) if others else "Choose another backend"
+
+
+def not_installable(framework, reason, extra, others, pythons, python, typed=False):
+    """``typed``: for a command, not for a call."""
+    choice = _other_backend(others, typed)
+    return NotInstalledError(
+        "{} is not installed, but {}. {}, or run the script on {}, where pip install "
+        '"keras-gpu-compat[{}]" brings it: this is Python {}.'.format(
+            framework, reason, choice, pythons, extra, python
+        )
     )
 
 

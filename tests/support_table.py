@@ -6,8 +6,14 @@ RESULTS is the folder where each tox environment leaves its JUnit files. Prints 
 ran in each environment, and where the tests marked ``row(name)`` passed), every test that was
 skipped, every environment that was not run, where the time went, and the sum of all. Fails where
 a test failed or an environment whose interpreter is here left no result; where CI is set, also
-where an interpreter is missing or the README's tables are not the ones generated here. --write
-puts the tables into the README.
+where an interpreter is missing or the README's tables are not the ones generated here.
+
+Results count that are newer than the code: those of one environment stay when another is run. An
+environment that is run begins by removing its own, and the tests of one's own choice
+(``tox run -e py311-torch -- tests/backends -k masked``) leave none; see toxfile.py.
+
+--write puts what the results say into the README's tables. Environments without a result keep
+what the README says of them, and are named.
 """
 
 import configparser
@@ -25,12 +31,12 @@ HEADING = ("tox environment", "Python", "backend", "framework", "Keras", "contra
 FEATURES = ("feature", "tests passed in")
 TIMES = ("setup", "tests", "cpu")
 SLOWEST = 30
-PROMISED_MINUTES = 40  # what the README says of a machine of two cores
-WARNING_MINUTES = 45  # a little more: one run differs from the next
+ANY_PYTHON = "core"  # the core's tests, where the Pythons of the matrix's rows for it are missing
+PROMISED_MINUTES = 45  # what the README says of a machine of two cores; CI allows 50
 
 
 def environments():
-    """The tox environments that run tests, as (name, Python version)."""
+    """The rows of the matrix: the tox environments that run tests, as (name, Python version)."""
     tox = configparser.ConfigParser()
     tox.read(os.path.join(ROOT, "tox.ini"), encoding="utf-8")
     for line in tox["tox"]["env_list"].split():
@@ -94,50 +100,83 @@ def _name(case):
 
 
 def read(folder):
-    """Results by environment: those of the wheel that was built last."""
-    results = {}
-    for name, _ in environments():
-        junit = _new(folder, name + ".xml", name + ".again.xml", name + ".fuzz.xml")
+    """Results by environment, as far as they are newer than the code; see the top of the file."""
+    results, since = {}, _since(folder)
+    for name in [name for name, _ in environments()] + [ANY_PYTHON]:
+        junit = _new(since, folder, name + ".xml", name + ".again.xml", name + ".fuzz.xml")
         if junit:
             times = {}
-            for path in _new(folder, name + ".json"):  # toxfile.py writes it
+            for path in _new(since, folder, name + ".json"):  # toxfile.py writes it
                 with open(path, encoding="utf-8") as file:
                     times = json.load(file)
             results[name] = Result(junit, times)
     return results
 
 
-def _new(folder, *files):
-    """The paths of those files that this run of tox has written."""
+def _new(since, folder, *files):
+    """The paths of those files that are not older."""
     paths = [os.path.join(folder, file) for file in files]
-    return [p for p in paths if os.path.exists(p) and os.path.getmtime(p) >= _built(folder)]
+    return [p for p in paths if os.path.exists(p) and os.path.getmtime(p) >= since]
 
 
-def _built(folder):
-    """When this run of tox built its wheel: results that are older come from an earlier one."""
+def _since(folder):
+    """When the code changed last, or tox built its wheel: what came first.
+
+    Results of the run of tox that is being reported on count, whatever was edited meanwhile.
+    """
+    changed = max(map(os.path.getmtime, _code()))
     wheels = os.path.join(os.path.dirname(os.path.abspath(folder)), ".pkg", "dist")
-    times = [os.path.getmtime(os.path.join(wheels, wheel)) for wheel in os.listdir(wheels)]
-    return max(times)
+    built = [os.path.join(wheels, wheel) for wheel in _listed(wheels)]
+    return min(changed, max(map(os.path.getmtime, built))) if built else changed
 
 
-def rows(results):
-    """One row for each environment, as in the README: nothing that changes with every commit."""
+def _code():
+    """The files that results are results of."""
+    for name in ("setup.cfg", "tox.ini"):
+        yield os.path.join(ROOT, name)
+    for top in ("compat", "tests"):
+        for folder, _, files in os.walk(os.path.join(ROOT, top)):
+            yield from (os.path.join(folder, file) for file in files if file.endswith(".py"))
+
+
+def _listed(folder):
+    return os.listdir(folder) if os.path.isdir(folder) else []
+
+
+def rows(results, kept=()):
+    """One row for each environment, as in the README: nothing that changes with every commit.
+
+    ``kept`` are the README's rows, for environments that have no result.
+    """
     keys = ("backend", "framework", "keras", "contract")
+    kept = {row[0]: row for row in kept}
     for name, python in environments():
         result = results.get(name)
-        facts = result.properties if result else {}
-        outcome = "not run" if not result else "failed" if result.bad else "passed"
-        columns = [facts.get(key, "none") for key in keys]
-        yield [name, python] + (columns if result else [""] * len(keys)) + [outcome]
+        if result:
+            facts = [result.properties.get(key, "none") for key in keys]
+            yield [name, python] + facts + ["failed" if result.bad else "passed"]
+        else:
+            yield kept.get(name, [name, python] + [""] * len(keys) + ["not run"])
 
 
-def feature_rows(results):
-    """One row for each feature: the environments in which all of its tests passed."""
+def feature_rows(results, kept=()):
+    """One row for each feature: the environments in which all of its tests passed.
+
+    ``kept`` are the README's rows, for environments that have no result.
+    """
     passed = {}
+    for feature, names in kept:
+        for name in names.split(", "):
+            if name not in results:
+                passed.setdefault(feature, set()).add(name)
     for name, result in results.items():
         for feature, good in result.features.items():
-            passed.setdefault(feature, []).extend([name] if good else [])
-    return [[feature, ", ".join(passed[feature]) or "none"] for feature in sorted(passed)]
+            passed.setdefault(feature, set()).update([name] if good else [])
+    matrix = [name for name, _ in environments()]
+    return [
+        [feature, ", ".join(name for name in matrix if name in passed[feature]) or "none"]
+        for feature in sorted(passed)
+    ]
 
 
 def markdown(heading, table):
@@ -153,15 +192,27 @@ def markdown(heading, table):
     )
 
 
-def tables(results):
-    """Both tables, as the README has them."""
-    return markdown(HEADING, rows(results)) + "\n" + markdown(FEATURES, feature_rows(results))
+def tables(results, kept=((), ())):
+    """Both tables, as the README has them, with the rows of environments that have no result."""
+    first, second = rows(results, kept[0]), feature_rows(results, kept[1])
+    return markdown(HEADING, first) + "\n" + markdown(FEATURES, second)
 
 
 def readme_tables():
     """The tables that the README has."""
     with open(README, encoding="utf-8") as file:
         return file.read().partition(BEGIN)[2].partition(END)[0]
+
+
+def readme_rows():
+    """The rows of both, as lists of cells."""
+    return [
+        [
+            [cell.strip() for cell in line.strip("|").split("|")]
+            for line in table.strip().splitlines()[2:]
+        ]
+        for table in readme_tables().partition("\n\n")[::2]
+    ]
 
 
 def write_readme(table):
@@ -187,7 +238,10 @@ def not_run(results):
         if name in results:
             continue
         if interpreter_answers(python):
-            failures.append("no result: {}: it did not come to its tests".format(name))
+            failures.append(
+                "no result: {}: it was not run since the code changed, or it did not come to its "
+                "tests".format(name)
+            )
         else:
             lines.append("not run: {}: this machine has no Python {}".format(name, python))
     return lines, failures
@@ -217,17 +271,19 @@ def _minutes(seconds):
 
 
 def whole_time(results):
-    """How long all environments took, side by side, and a warning if that is too long."""
+    """How long the last run of tox took, and a warning if that is too long."""
     times = [result.times for result in results.values() if "began" in result.times]
     if not times:
         return
+    last = max(each.get("run", 0) for each in times)
+    times = [each for each in times if each.get("run", 0) == last]
     ends = [each["began"] + each["setup"] + each["tests"] for each in times]
     seconds = max(ends) - min(each["began"] for each in times)
     cores = os.cpu_count()
     yield "{} from the first environment's start to the last one's end, on {} cores".format(
         _minutes(seconds), cores
     )
-    if seconds > 60 * WARNING_MINUTES:
+    if seconds > 60 * PROMISED_MINUTES:
         yield (
             "WARNING: the tests took {:.0f} minutes on {} cores; README says at most {} on two"
         ).format(seconds / 60, cores, PROMISED_MINUTES)
@@ -235,7 +291,7 @@ def whole_time(results):
 
 def main(folder, *options):
     results = read(folder)
-    table = tables(results)
+    table = tables(results, readme_rows() if "--write" in options else ((), ()))
     print(table)
     for name, result in results.items():
         print("{}: {}".format(name, result))
@@ -244,17 +300,22 @@ def main(folder, *options):
     for lines in (slowest_tests(results), times_by_environment(results), whole_time(results)):
         print("\n" + "\n".join(lines))
     missing, failures = not_run(results)
+    if "--write" in options:
+        write_readme(table)
+        without = [name for name, _ in environments() if name not in results]
+        missing, failures = ["README.md: the rows of {} were written".format(_list(results))], []
+        if without:
+            missing.append("not touched, for want of a result: {}".format(", ".join(without)))
     for name, result in results.items():
         if result.bad:
             failures.append("failed: {}: {}".format(name, result))
             failures += ["    {}".format(failure) for failure in result.failures]
     print("\n".join(missing))
-    if "--write" in options:
-        write_readme(table)
-    elif not missing and not failures and table != readme_tables():
-        failures.append("README.md has other tables: tox run -e report -- --write")
-    if os.environ.get("CI") and missing:
-        failures.append("CI needs every interpreter of the matrix")
+    if "--write" not in options:
+        if not missing and not failures and table != readme_tables():
+            failures.append("README.md has other tables: tox run -e report -- --write")
+        if os.environ.get("CI") and missing:
+            failures.append("CI needs every interpreter of the matrix")
     print("\n".join(failures))
     passed, failed, skipped = (
         sum(getattr(result, what) for result in results.values())
@@ -262,6 +323,10 @@ def main(folder, *options):
     )
     print("{} passed, {} failed, {} skipped".format(passed, failed, skipped))
     return 1 if failures else 0
+
+
+def _list(results):
+    return ", ".join(name for name, _ in environments() if name in results) or "no environment"
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import pytest
 from conftest import Toy
 
 import compat
-from compat import _detect
+from compat import _detect, _extras
 
 pytestmark = pytest.mark.usefixtures("process")
 
@@ -40,8 +40,20 @@ class Tensorflow2(Tensorflow1):
 
 
 @pytest.fixture(autouse=True)
-def four(register, site):
+def four(register, site, on_python):
     register(Theano(), Mxnet(), Tensorflow1(), Tensorflow2())
+    on_python("3.8")
+
+
+@pytest.fixture
+def on_python(monkeypatch):
+    """Let this be another Python, for what is said of extras."""
+
+    def on_python(version):
+        parts = tuple(map(int, version.split(".")))
+        monkeypatch.setattr(_extras, "here", lambda: parts)
+
+    return on_python
 
 
 def choice(asked=None):
@@ -315,9 +327,78 @@ def test_several_installed_are_not_guessed_from(site, monkeypatch):
 
 def test_none_installed():
     assert refusal(compat.NotInstalledError) == (
-        "No backend is installed in this Python. Install one of mxnet, tensorflow, tensorflow1, "
-        'theano with its pins, for example: pip install "keras-gpu-compat[tensorflow]".'
+        "No backend is installed in this Python. Install one of mxnet, tensorflow, theano with "
+        'its pins, for example: pip install "keras-gpu-compat[tensorflow]".'
     )
+
+
+@pytest.mark.parametrize(
+    "python, variable, extras, example",
+    [
+        ("3.7", None, "mxnet, tensorflow1, theano", "tensorflow1"),
+        ("3.7", "theano", "mxnet, tensorflow1, theano", "theano"),
+        ("3.11", None, "tensorflow", "tensorflow"),
+        ("3.11", "theano", "tensorflow", "tensorflow"),
+    ],
+)
+def test_none_installed_names_what_installs_here(
+    on_python, monkeypatch, python, variable, extras, example
+):
+    on_python(python)
+    if variable:
+        monkeypatch.setenv("KERAS_BACKEND", variable)
+    said = refusal(compat.NotInstalledError)
+    assert "Install one of {} with".format(extras) in said
+    assert said.endswith(': pip install "keras-gpu-compat[{}]".'.format(example))
+
+
+def test_none_installed_on_a_python_that_no_extra_knows(on_python):
+    on_python("3.99")
+    said = refusal(compat.NotInstalledError)
+    assert "no extra of keras-gpu-compat installs on Python 3.99" in said
+
+
+@pytest.mark.parametrize(
+    "python, keras, asked, extra",
+    [
+        ("3.11", None, "tensorflow", "tensorflow"),
+        ("3.11", "3.15.0", "tensorflow", "keras3"),
+        ("3.10", "3.10.0", "tensorflow", "tensorflow"),  # that of the extra is newer
+        ("3.11", "2.2.4", "tensorflow", "tensorflow"),
+        ("3.11", "2.15.0", "tensorflow2", "tensorflow"),
+        ("3.13", "3.15.0", "tensorflow2", "keras3"),
+        ("3.7", None, "tensorflow", "tensorflow1"),
+        ("3.7", "2.2.4", "tensorflow", "tensorflow1"),
+        ("3.7", "2.2.4", "tensorflow2", "tensorflow23"),
+        ("3.7", "2.4.3", "tensorflow", "tensorflow23"),
+        ("3.7", "2.1.6", "tensorflow", "tensorflow1"),
+        ("3.6", "2.1.6", "tensorflow", "tensorflow112"),
+        ("3.6", "2.0.8", "tensorflow1", "tensorflow14"),
+        ("3.8", "2.2.4", "tensorflow", "tensorflow"),
+    ],
+)
+def test_the_extra_that_installs_here_and_fits_the_keras(
+    on_python, site, python, keras, asked, extra
+):
+    on_python(python)
+    if keras:
+        site.install("Keras", keras)
+    said = refusal(compat.NotInstalledError, asked)
+    assert said.endswith('install it: pip install "keras-gpu-compat[{}]".'.format(extra))
+
+
+@pytest.mark.parametrize(
+    "python, asked, said",
+    [
+        ("3.11", "theano", 'on Python 3.6 to 3.8, where pip install "keras-gpu-compat[theano]"'),
+        ("3.9", "tensorflow1", 'on Python 3.6 or 3.7, where pip install "keras-gpu-compat[tens'),
+    ],
+)
+def test_no_extra_for_it_installs_here(on_python, python, asked, said):
+    on_python(python)
+    message = refusal(compat.NotInstalledError, asked)
+    assert said in message
+    assert message.endswith(" brings it: this is Python {}.".format(python))
 
 
 def test_a_version_that_is_not_accepted_is_not_chosen(site):

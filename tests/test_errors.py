@@ -188,17 +188,18 @@ TEXTS = [
     ),
     (
         errors.no_backend,
-        (["mxnet", "tensorflow", "theano"],),
+        (["mxnet", "tensorflow", "theano"], "tensorflow", "3.8"),
         errors.NotInstalledError,
         "No backend is installed in this Python. Install one of mxnet, tensorflow, theano with "
         'its pins, for example: pip install "keras-gpu-compat[tensorflow]".',
     ),
     (
         errors.no_backend,
-        (["mxnet", "theano"],),
+        ([], None, "3.14"),
         errors.NotInstalledError,
-        "No backend is installed in this Python. Install one of mxnet, theano with its pins, for "
-        'example: pip install "keras-gpu-compat[mxnet]".',
+        "No backend is installed in this Python, and no extra of keras-gpu-compat installs on "
+        "Python 3.14. Use another Python, or install a framework and a Keras that runs on it "
+        "yourself.",
     ),
     (
         errors.not_installed,
@@ -213,6 +214,14 @@ TEXTS = [
         errors.NotInstalledError,
         "tensorflow is not installed, but it is the default of keras 2.2.4. Use "
         "backend='theano', or install it: pip install \"keras-gpu-compat[tensorflow1]\".",
+    ),
+    (
+        errors.not_installable,
+        ("theano", "KERAS_BACKEND=theano", "theano", ["jax"], "Python 3.6 to 3.8", "3.11"),
+        errors.NotInstalledError,
+        "theano is not installed, but KERAS_BACKEND=theano. Use backend='jax', or run the script "
+        'on Python 3.6 to 3.8, where pip install "keras-gpu-compat[theano]" brings it: this is '
+        "Python 3.11.",
     ),
     (
         errors.python_not_found,

@@ -11,7 +11,7 @@ import pytest
 from conftest import ROOT
 
 import compat
-from compat import __main__, _registry
+from compat import __main__
 
 pytestmark = pytest.mark.usefixtures("process")
 
@@ -120,10 +120,18 @@ def command(*arguments):
     return completed.returncode, completed.stdout, completed.stderr
 
 
+# Those that pip can install here, by the oldest Python that has them.
+EXTRAS = {
+    (3, 6): "cntk, mxnet, tensorflow1, theano",
+    (3, 7): "mxnet, tensorflow1, theano",
+    (3, 8): "mxnet, tensorflow, theano",
+    (3, 9): "tensorflow",
+    (3, 11): "jax, tensorflow, torch",
+}[max(each for each in [(3, 6), (3, 7), (3, 8), (3, 9), (3, 11)] if each <= sys.version_info)]
 NO_BACKEND = (
-    "No backend is installed in this Python. Install one of {} "
-    'with its pins, for example: pip install "keras-gpu-compat[tensorflow]".\n'.format(
-        ", ".join(sorted({backend.extra for backend in _registry.backends()}))
+    "No backend is installed in this Python. Install one of {} with its pins, for example: "
+    'pip install "keras-gpu-compat[{}]".\n'.format(
+        EXTRAS, "tensorflow1" if "tensorflow1" in EXTRAS else "tensorflow"
     )
 )
 

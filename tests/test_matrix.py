@@ -6,7 +6,7 @@ import re
 
 import support_table
 
-from compat import _registry
+from compat import _extras, _registry
 
 ROOT = support_table.ROOT
 
@@ -37,6 +37,21 @@ def test_every_backend_has_a_test_file_and_no_other_file_is_there():
 def test_every_extra_has_an_environment_and_no_environment_is_without():
     assert environment_extras() | {"nvml"} == extras()
     assert "extras =\n    core: nvml\n" in read("tox.ini")
+
+
+def test_advice_on_extras_knows_their_pythons():
+    """As the README's table says, and on which the matrix installs them."""
+    assert set(_extras.PYTHONS) == extras()
+    table = re.findall(r"^\| (`.*\[.*?) \| .* \| (3[\d., to]*) \|$", read("README.md"), re.M)
+    said = {name: pythons for names, pythons in table for name in re.findall(r"\[(\w+)", names)}
+    said.update(mxnet16="3.6", mxnet15="3.6")
+    assert {name: _extras.pythons(name) for name in extras()} == {
+        name: "Python " + pythons.replace(", ", " or ") for name, pythons in said.items()
+    }
+    for name, python in support_table.environments():
+        if not name.endswith("-core"):
+            oldest, newest = _extras.PYTHONS[name.split("-")[1]]
+            assert oldest <= tuple(map(int, python.split("."))) <= newest, name
 
 
 def test_every_backend_has_an_extra():

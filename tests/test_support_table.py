@@ -2,8 +2,10 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import time
 
 import pytest
 import support_table
@@ -44,6 +46,8 @@ def run(tmp_path, monkeypatch, capsys):
         slowest=2,
         began=500,
         minutes=3,
+        tox=1,
+        options=(),
         **environ,
     ):
         for name, count in failures.items():
@@ -55,13 +59,13 @@ def run(tmp_path, monkeypatch, capsys):
                 slowest=slowest,
             )
             (results / (name + ".xml")).write_text(text)
-            times = {"began": began, "setup": 65, "tests": minutes * 60 - 65}
+            times = {"run": tox, "began": began, "setup": 65, "tests": minutes * 60 - 65}
             (results / (name + ".json")).write_text(json.dumps(times))
         for python in pythons:
             (machine / ("python" + python)).symlink_to(sys.executable)
         for name, value in environ.items():
             monkeypatch.setenv(name, value)
-        status = support_table.main(str(results))
+        status = support_table.main(str(results), *options)
         return status, capsys.readouterr().out.splitlines()
 
     run.results = results
@@ -88,15 +92,42 @@ def test_missing_interpreters_are_named_and_fail_in_ci(run):
 def test_missing_result_fails_where_the_interpreter_is_here(run):
     status, lines = run({"py37-theano": 0}, pythons=["3.6"])
     assert status == 1
-    assert "no result: py36-theano: it did not come to its tests" in lines
+    assert (
+        "no result: py36-theano: it was not run since the code changed, or it did not come to its "
+        "tests" in lines
+    )
 
 
-def test_result_of_an_earlier_run_does_not_count(run):
+def test_result_of_older_code_does_not_count(run):
     run({"py37-theano": 0})
     os.utime(str(run.results / "py37-theano.xml"), (999, 999))
     _, lines = run({})
     assert "not run: py37-theano: this machine has no Python 3.7" in lines
     assert lines[-1] == "0 passed, 0 failed, 0 skipped"
+
+
+def test_result_counts_when_another_environment_is_run_later(run):
+    """tox builds a wheel each time, of the same code."""
+    run({"py37-theano": 0})
+    later = time.time() + 1000
+    os.utime(str(run.results.parent / ".pkg" / "dist" / "a.whl"), (later, later))
+    _, lines = run({})
+    assert "py37-theano: 4 passed, 0 failed, 1 skipped" in lines
+
+
+def test_report_works_before_tox_has_built_anything(run):
+    shutil.rmtree(str(run.results.parent / ".pkg"))
+    status, lines = run({})
+    assert status == 0
+    assert lines[-1] == "0 passed, 0 failed, 0 skipped"
+
+
+def test_core_on_another_python_counts_and_is_no_row(run):
+    status, lines = run({"core": 1})
+    assert status == 1
+    assert "failed: core: 3 passed, 1 failed, 1 skipped" in lines
+    assert not [line for line in lines if line.startswith("| core")]
+    assert "| native  | none            |" in lines
 
 
 def test_environment_where_every_test_was_skipped_has_failed(run):
@@ -144,6 +175,42 @@ def test_readme_must_have_the_table_and_is_given_it(run, tmp_path, monkeypatch):
     text = readme.read_text()
     assert text.startswith("before\n" + support_table.BEGIN + "| tox environment ")
     assert text.endswith(" |\n" + support_table.END + "after\n")
+
+
+def test_only_rows_that_have_results_are_written(run, tmp_path, monkeypatch):
+    readme = tmp_path / "README.md"
+    readme.write_text(support_table.BEGIN + support_table.END)
+    monkeypatch.setattr(support_table, "README", str(readme))
+    run(everything())
+    support_table.main(str(run.results), "--write")
+    before = support_table.readme_rows()
+    shutil.rmtree(str(run.results))
+    run.results.mkdir()
+    run({"py37-theano": 1}, contract="span", pythons=["3.6"])
+    status, lines = run({}, options=["--write"])
+    assert status == 1  # a test failed
+    assert "README.md: the rows of py37-theano were written" in lines
+    untouched = [line for line in lines if line.startswith("not touched, for want of a result: ")]
+    names = [name for name, _ in support_table.environments()]
+    names.remove("py37-theano")
+    assert untouched[0].partition(": ")[2].split(", ") == names
+    assert not [line for line in lines if line.startswith(("no result", "not run"))]
+    first, second = support_table.readme_rows()
+    changed = [row for row, old in zip(first, before[0]) if row != old]
+    assert changed == [
+        ["py37-theano", "3.7", "theano", "theano 1.0.5", "keras 2.2.4", "span", "failed"]
+    ]
+    assert second == [["native", ", ".join(names)]]
+
+
+def test_nothing_is_written_where_there_are_no_results(run, tmp_path, monkeypatch):
+    readme = tmp_path / "README.md"
+    shutil.copy(support_table.README, str(readme))
+    text = readme.read_text(encoding="utf-8")
+    monkeypatch.setattr(support_table, "README", str(readme))
+    _, lines = run({}, options=["--write"])
+    assert "README.md: the rows of no environment were written" in lines
+    assert readme.read_text(encoding="utf-8") == text
 
 
 def rows_of_times(lines):
@@ -210,9 +277,19 @@ def test_tests_that_take_too_long_are_warned_of(run, monkeypatch, minutes):
     time = "{}:00 from the first environment's start to the last one's end, on 2 cores".format(
         minutes
     )
-    warning = "WARNING: the tests took 46 minutes on 2 cores; README says at most 40 on two"
+    warning = "WARNING: the tests took 46 minutes on 2 cores; README says at most 45 on two"
     assert time in lines
     assert [line for line in lines if "WARNING" in line] == [warning] * (minutes == 46)
+
+
+def test_time_is_that_of_the_last_run(run):
+    run({"py36-theano": 0}, began=500, minutes=3, tox=400)
+    _, lines = run({"py37-theano": 0}, began=90000, minutes=2, tox=89000)
+    assert [line for line in lines if " from the first environment's start" in line] == [
+        "2:00 from the first environment's start to the last one's end, on {} cores".format(
+            os.cpu_count()
+        )
+    ]
 
 
 def test_contract_is_what_the_first_process_ran(run):
@@ -240,10 +317,10 @@ def test_results_have_the_cpu_of_tests_and_what_they_start(tmp_path):
     """tests/conftest.py records it, here as a plugin."""
     file, junit = tmp_path / "test_busy.py", str(tmp_path / "results.xml")
     file.write_text(BUSY)
-    plugin = os.path.dirname(os.path.abspath(__file__))
+    path = os.pathsep.join([os.path.join(support_table.ROOT, "tests"), support_table.ROOT])
     subprocess.check_call(
         [sys.executable, "-m", "pytest", "-p", "conftest", "--junitxml", junit, str(file)],
         cwd=str(tmp_path),
-        env=dict(os.environ, PYTHONPATH=plugin),
+        env=dict(os.environ, PYTHONPATH=path),
     )
     assert support_table.Result([junit], {}).times["cpu"] > 1

@@ -1,0 +1,80 @@
+"""The source distribution, built as pip builds it, and what it says of the project."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+
+import pytest
+import support_table
+
+ROOT = support_table.ROOT
+LINK = r"\]\((?!\w+:)([^)]+)\)"  # to another file of the project, or within a file
+# What setuptools writes, and what tools leave in the tree.
+WRITTEN = {"PKG-INFO"}
+LEFT = {".git", ".mypy_cache", ".pytest_cache", ".ruff_cache", ".tox", ".venv", "__pycache__"}
+
+
+def files():
+    """The project's files: those that git tracks; in a source distribution, those that are here."""
+    if os.path.exists(os.path.join(ROOT, ".git")):
+        listed = subprocess.check_output(["git", "ls-files"], cwd=ROOT).decode().splitlines()
+        return {path for path in listed if os.path.exists(os.path.join(ROOT, path))}
+    found = set()
+    for folder, folders, names in os.walk(ROOT):
+        folders[:] = [each for each in folders if each not in LEFT and ".egg-info" not in each]
+        found.update(os.path.relpath(os.path.join(folder, name), ROOT) for name in names)
+    return found - WRITTEN
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory):
+    """The files of a source distribution made of a copy of the tree: names and texts."""
+    tree, made = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("made")
+    for path in files():
+        target = tree / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(os.path.join(ROOT, path), str(target))
+    build = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+    subprocess.check_output([sys.executable, "-c", build, str(made)], cwd=str(tree))
+    (archive,) = made.iterdir()
+    with tarfile.open(str(archive)) as tar:
+        return {
+            member.name.partition("/")[2]: tar.extractfile(member).read().decode("utf-8")
+            for member in tar.getmembers()
+            if member.isfile()
+        }
+
+
+def test_source_distribution_has_all_files_of_the_project(sdist):
+    packed = {name for name in sdist if ".egg-info" not in name} - WRITTEN
+    assert packed == files()
+
+
+def test_description_for_an_index_has_no_link_that_leads_nowhere(sdist):
+    """The README's links to other files: there are no such files beside the page of an index."""
+    description = sdist["PKG-INFO"]
+    assert "# keras-gpu-compat\n" in description
+    linked = {to for to in re.findall(LINK, sdist["README.md"]) if to[0] != "#"}
+    assert linked and all(to in description for to in linked)
+    assert re.findall(LINK, description) == []
+
+
+def headings(path):
+    """The anchors of a document's headings."""
+    with open(path, encoding="utf-8") as file:
+        found = re.findall("^#+ (.*)$", file.read(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", text).lower().replace(" ", "-") for text in found}
+
+
+def test_links_between_the_documents_lead_to_files_and_headings():
+    for document in (path for path in files() if path.endswith(".md")):
+        with open(os.path.join(ROOT, document), encoding="utf-8") as file:
+            links = re.findall(LINK, file.read())
+        for link in links:
+            path, _, anchor = link.partition("#")
+            path = os.path.join(os.path.dirname(document), path) if path else document
+            assert os.path.exists(os.path.join(ROOT, path)), (document, link)
+            assert not anchor or anchor in headings(os.path.join(ROOT, path)), (document, link)

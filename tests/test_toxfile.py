@@ -1,0 +1,94 @@
+"""toxfile.py, which tox loads: what it does to environments; tox is not installed in them."""
+
+import importlib.util
+import os
+import sys
+import types
+
+import pytest
+import support_table
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """Load toxfile.py, with what it takes from tox, as ``tox run`` with these arguments does."""
+
+    def load(*arguments):
+        loader = types.ModuleType("tox.config.loader.memory")
+        loader.MemoryLoader = dict
+        plugin = types.ModuleType("tox.plugin")
+        plugin.impl = lambda hook: hook
+        for module in (loader, plugin):
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+        monkeypatch.setattr(sys, "argv", ["tox", "run"] + list(arguments))
+        spec = importlib.util.spec_from_file_location(
+            "toxfile", os.path.join(support_table.ROOT, "toxfile.py")
+        )
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return load
+
+
+def environment(tmp_path, name="py37-theano"):
+    """As the hooks see one: ``tox.tox_env.api.ToxEnv``."""
+    (tmp_path / "results").mkdir()
+    for ending in (".xml", ".fuzz.xml", ".json"):
+        (tmp_path / "results" / (name + ending)).write_text("of before")
+    commands = [
+        types.SimpleNamespace(args=["pytest", "tests/backends", "--junitxml=a.xml"]),
+        types.SimpleNamespace(args=["pytest", "tests/drop_in", "--junitxml=a.again.xml"]),
+    ]
+    return types.SimpleNamespace(
+        name=name,
+        env_dir=tmp_path / name,
+        core={"work_dir": tmp_path},
+        conf={"set_env": {}, "commands": commands, "commands_pre": []},
+    )
+
+
+def results(tmp_path):
+    return sorted(path.name for path in (tmp_path / "results").iterdir())
+
+
+def test_an_environment_begins_without_its_old_results(load, tmp_path):
+    tox, env = load("-e", "py37-theano"), environment(tmp_path)
+    (tmp_path / "results" / "py38-theano.xml").write_text("of another")
+    tox.tox_on_install(env)
+    assert results(tmp_path) == ["py38-theano.xml"]
+    (tmp_path / "results" / "py37-theano.xml").write_text("new")
+    tox.tox_before_run_commands(env)
+    tox.tox_after_run_commands(env, [])
+    assert results(tmp_path) == ["py37-theano.json", "py37-theano.xml", "py38-theano.xml"]
+    assert len(env.conf["commands"]) == 2
+
+
+def test_chosen_tests_run_once_and_leave_the_results_be(load, tmp_path):
+    tox, env = load("-e", "py37-theano", "--", "-k", "masked"), environment(tmp_path)
+    before = results(tmp_path)
+    tox.tox_on_install(env)
+    tox.tox_before_run_commands(env)
+    tox.tox_after_run_commands(env, [])
+    assert results(tmp_path) == before
+    assert [command.args for command in env.conf["commands"]] == [["pytest", "tests/backends"]]
+
+
+@pytest.mark.parametrize(
+    "here, listed", [(["3.11"], True), (["3.6"], False), (["3.13", "3.11"], False)]
+)
+def test_core_is_run_where_the_pythons_of_its_rows_are_missing(
+    load, tmp_path, monkeypatch, here, listed
+):
+    monkeypatch.setenv("UV_PYTHON_DOWNLOADS", "never")  # or the hook sets it for later tests
+    monkeypatch.setenv("UV_FIND_LINKS", "")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for python in here:
+        program = tmp_path / ("python" + python)
+        program.write_text("#!/bin/sh\n")
+        program.chmod(0o755)
+    envs = ["py36-core", "py313-core", "lint"]
+    tox = load()
+    monkeypatch.setattr(tox, "_lines", lambda *command: [])  # pip, in an environment that has none
+    tox.tox_add_core_config({"env_list": types.SimpleNamespace(envs=envs)}, None)
+    assert ("core" in envs) == listed
