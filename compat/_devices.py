@@ -234,6 +234,7 @@ class Devices:
         "undecided",
         "listed",
         "ranks",
+        "bound",
     )
 
     def __init__(
@@ -261,7 +262,10 @@ class Devices:
         self.reason = reason
         self.undecided = undecided
         self.listed = None  # how many the framework lists, once it was asked
-        self.ranks = None  # of an undecided rank: its place, to take one GPU of the selection
+        # Of an undecided rank: its place, to take one GPU of the selection, and whether a
+        # scheduler has given it one.
+        self.ranks = None
+        self.bound = False
 
     def __len__(self):
         return self.simulated or len(self.gpus)
@@ -306,7 +310,8 @@ class Devices:
             visible = [(str(position), None) for position in range(listed)]
             positions, short = _choose_among(self.undecided, visible, self.problems)
             if self.ranks is not None and positions:
-                if not short and len(positions) < self.ranks.local_size:
+                is_bound = self.bound and len(positions) == 1
+                if not short and not is_bound and len(positions) < self.ranks.local_size:
                     short = "{} for {} ranks".format(
                         _are(len(positions), "there"), self.ranks.local_size
                     )
@@ -482,12 +487,13 @@ def choose_for_rank(selection, environ, ranks, discover=discover):
     if selection.kind == "count":
         selection = Selection("count", ranks.local_size)
     pool = choose(selection, None, environ, discover)
+    is_bound = _is_bound(environ, ranks)
     if pool.undecided is not None:
-        pool.ranks = ranks
+        pool.ranks, pool.bound = ranks, is_bound
     if not pool.gpus:
         return pool
     shortage = pool.shortage
-    if len(pool) == 1 and _is_bound(environ, ranks, pool.gpus[0]):
+    if len(pool) == 1 and is_bound:
         return pool.only(0, None)
     if not shortage and len(pool) < ranks.local_size:
         asked = "a GPU for each of {} ranks".format(ranks.local_size)
@@ -495,8 +501,8 @@ def choose_for_rank(selection, environ, ranks, discover=discover):
     return pool.only(ranks.local_rank % len(pool), shortage)
 
 
-def _is_bound(environ, ranks, gpu):
-    """Whether the one GPU that this rank sees was given to it alone: others see another one.
+def _is_bound(environ, ranks):
+    """Whether, if this rank sees one GPU, that was given to it alone: others see another one.
 
     So do SLURM (``--gpus-per-task``, ``--gpu-bind``), jsrun, and scripts that show each rank the
     GPU of its local rank.
@@ -508,7 +514,8 @@ def _is_bound(environ, ranks, gpu):
         return any(count >= ranks.local_size for count in counts)
     if ranks.launcher == "jsrun":
         return True
-    return environ.get("CUDA_VISIBLE_DEVICES") == gpu == str(ranks.local_rank)
+    shown = [environ.get(name) for name in (CUDA, HIP, "ROCR_VISIBLE_DEVICES")]
+    return str(ranks.local_rank) in shown
 
 
 def _choose_simulated(selection, simulate):

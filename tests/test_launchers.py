@@ -484,6 +484,11 @@ def test_a_gpu_that_the_scheduler_bound_is_no_shortage(task):
     bound = dict(step, CUDA_VISIBLE_DEVICES="0", SLURM_GPUS_ON_NODE="2")
     assert choose(bound, 1).shortage is None
     assert choose(dict(step, SLURM_GPUS_ON_NODE="1"), 1).shortage  # two tasks share it
+    unlisted = _devices.choose_for_rank(
+        _devices.parse_gpus(None), bound, _launchers.launched(bound), list
+    )
+    unlisted.settle(1)  # by a framework, such as on AMD's GPUs without their commands
+    assert (unlisted.gpus, unlisted.shortage) == (("0",), None)
     wrapped = dict(JOINED["mpirun (Open MPI)"][0], OMPI_COMM_WORLD_LOCAL_RANK=task)
     assert choose(dict(wrapped, CUDA_VISIBLE_DEVICES=task), 2).shortage is None
     assert choose(dict(wrapped, CUDA_VISIBLE_DEVICES="3"), 4).shortage  # all four share it
