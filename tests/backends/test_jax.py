@@ -490,6 +490,8 @@ def machine_of(monkeypatch, imitate):
         updates = {}
         imitate(jax, "local_devices", local_devices)
         imitate(jax.config, "update", update)
+        # Other tests in this process have simulated devices.
+        monkeypatch.setattr(type(jax.config), "jax_platforms", None)
         monkeypatch.setattr(JAX, "initialised", lambda self: None)
 
         def configured(gpus=None, **settings):
