@@ -268,7 +268,7 @@ def test_slowest_tests_are_no_more_than_a_person_reads(run):
     assert lines.index("", start) - start == 30
 
 
-@pytest.mark.parametrize("minutes", [44, 46])
+@pytest.mark.parametrize("minutes", [44, 51])
 def test_tests_that_take_too_long_are_warned_of(run, monkeypatch, minutes):
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     run({"py36-theano": 0})
@@ -277,9 +277,9 @@ def test_tests_that_take_too_long_are_warned_of(run, monkeypatch, minutes):
     time = "{}:00 from the first environment's start to the last one's end, on 2 cores".format(
         minutes
     )
-    warning = "WARNING: the tests took 46 minutes on 2 cores; README says at most 45 on two"
+    warning = "WARNING: the tests took 51 minutes on 2 cores; README says at most 50 on two"
     assert time in lines
-    assert [line for line in lines if "WARNING" in line] == [warning] * (minutes == 46)
+    assert [line for line in lines if "WARNING" in line] == [warning] * (minutes == 51)
 
 
 def test_time_is_that_of_the_last_run(run):
