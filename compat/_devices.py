@@ -217,8 +217,9 @@ class Devices:
     ``simulated`` counts the CPU devices that stand in for GPUs. Neither: the CPU, ``declined``
     where no GPU was asked for; ``reason`` says why.
 
-    Where neither driver nor command lists a GPU, the framework may know of some (Apple's, AMD's
-    without its commands): ``undecided`` is the selection, until ``settle()`` is told how many.
+    Where neither driver nor command lists a GPU, the framework may still list some: Apple's, and
+    AMD's where amd-smi and rocm-smi are missing. ``undecided`` then holds the selection, and
+    ``settle()`` chooses once the framework has said how many there are.
     """
 
     __slots__ = (
@@ -509,8 +510,9 @@ def _is_bound(environ, ranks):
     """
     if ranks.launcher == "srun":
         on_node = environ.get("SLURM_STEP_GPUS", "") or environ.get("SLURM_JOB_GPUS", "")
+        number = environ.get("SLURM_GPUS_ON_NODE", "").strip()
         counts = [on_node.count(",") + 1] if on_node else []
-        counts += [int(environ[name]) for name in ("SLURM_GPUS_ON_NODE",) if name in environ]
+        counts += [int(number)] if number.isdecimal() else []
         return any(count >= ranks.local_size for count in counts)
     if ranks.launcher == "jsrun":
         return True

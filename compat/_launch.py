@@ -145,7 +145,7 @@ def launch(
 ) -> int:
     """Run a launcher to its end, and return the exit status: the failing rank's.
 
-    Where this process is told to end by a signal, the ranks are, too, and the exit status is
+    A signal that tells this process to end is passed on to the ranks; the exit status is then
     128 + the signal's number.
 
     Arguments:

@@ -11,7 +11,7 @@ from . import errors
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, Iterator, Mapping, Optional, Tuple
+    from typing import Any, Iterator, List, Mapping, Optional, Tuple
 
 #: Launchers, and their variables for the rank, the number of ranks, and the same two among the
 #: processes of one machine. The first whose four are set tells.
@@ -42,8 +42,8 @@ LAUNCHERS = (
 #: The variable that tells TensorFlow's workers the cluster and their task in it, as JSON.
 TF_CONFIG = "TF_CONFIG"
 
-# What else says that there are several processes: variables for a size, for a rank, and who sets
-# them.
+# Variables that say that there are several processes, where none of the launchers here tells which
+# of them this is: sizes of 2 or more, and ranks of 1 or more.
 _SIZES = [names.split()[1] for _, names in LAUNCHERS] + [
     "FLUX_JOB_SIZE", "JAX_NUM_PROCESSES", "KERAS_DISTRIBUTION_NUM_PROCESSES", "PET_NNODES",
 ]  # fmt: skip
@@ -52,7 +52,7 @@ _RANKS = [names.split()[0] for _, names in LAUNCHERS] + [
     "LOCAL_RANK", "PET_NODE_RANK", "PMIX_RANK",
 ]  # fmt: skip
 
-# Ports for ranks that are told none: above those that Linux gives to clients.
+# Where nothing tells a port, one of these is used: they lie above Linux's ephemeral ports.
 _FIRST_PORT, _PORTS = 61440, 4096
 # SageMaker's containers leave it to their processes.
 _SAGEMAKER_PORT = 7777
@@ -91,7 +91,7 @@ def launched(environ: "Mapping[str, str]") -> "Optional[Ranks]":
     if is_to_be_alone(environ):
         return None
     for launcher, names in LAUNCHERS:
-        place = _told(launcher, names.split(), environ)
+        place = _told(launcher, names.split(), [environ.get(name) for name in names.split()])
         if place is not None:
             return place if place.size > 1 else None
     # A scheduler comes after what may have been started within one of its tasks.
@@ -117,9 +117,8 @@ def is_evaluator(environ: "Mapping[str, str]") -> bool:
     return config is not None and (config.get("task") or {}).get("type") == "evaluator"
 
 
-def _told(launcher, names, environ, values=None):
-    """The place that four values are, or None where one of them is not set."""
-    values = values or [environ.get(name) for name in names]
+def _told(launcher, names, values):
+    """The place that the values of four variables are, or None where one of them is not set."""
     if None in values:
         return None
     texts = [value.strip() for value in values]
@@ -213,7 +212,7 @@ def _worker(environ):
     if _parsed(TF_CONFIG, environ) is None or is_evaluator(environ):
         return None
     cluster, kind, index = tf_cluster(environ)
-    addresses = cluster.get("chief", []) + cluster.get("worker", [])
+    addresses = tf_addresses(cluster)
     if len(addresses) < 2:
         return None
     if kind not in ("chief", "worker") or not 0 <= index < len(cluster.get(kind, [])):
@@ -248,6 +247,11 @@ def tf_cluster(environ: "Mapping[str, str]") -> "Tuple[Any, Any, int]":
     if "master" in cluster:
         cluster["chief"] = cluster.pop("master") + cluster.get("chief", [])
     return cluster, "chief" if kind == "master" else kind, index
+
+
+def tf_addresses(cluster: "Mapping[str, List[str]]") -> "List[str]":
+    """The addresses of a cluster's ranks, in their order: the chief is rank 0."""
+    return cluster.get("chief", []) + cluster.get("worker", [])
 
 
 def _addresses(part):
@@ -321,7 +325,7 @@ def _srun(environ):
     node = _number("SLURM_NODEID", environ) or 0
     local_size = tasks[node] if node < len(tasks) else local_rank + 1
     values = [str(value) for value in (rank, size, local_rank, local_size)]
-    return _told("srun", names, environ, values)
+    return _told("srun", names, values)
 
 
 def _tasks_per_node(text):
@@ -409,14 +413,22 @@ def meeting(ranks: "Ranks", environ: "Mapping[str, str]") -> "Optional[Tuple[str
     return None
 
 
+def torchrun_keeps_store(environ: "Mapping[str, str]") -> bool:
+    """Whether torchrun, and not rank 0, keeps the store where torch's ranks meet.
+
+    As torch.distributed's ``rendezvous("env://")`` tells.
+    """
+    return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def _meetings(ranks: "Ranks", environ: "Mapping[str, str]") -> "Iterator[Tuple[str, str]]":
     """Where ranks may meet, as (what tells it, address), the first that is not empty first."""
     if ranks.launcher == LAUNCHERS[0][0]:
         yield "COMPAT_MEETING", environ.get("COMPAT_MEETING", "")
     if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
         port = environ["MASTER_PORT"].strip()
-        if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and port.isdecimal():
-            port = str(int(port) + 1)  # at its own port torchrun listens
+        if torchrun_keeps_store(environ) and port.isdecimal():
+            port = str(int(port) + 1)  # torchrun itself listens at MASTER_PORT
         yield "MASTER_ADDR and MASTER_PORT", address(environ["MASTER_ADDR"].strip(), port)
     yield "JAX_COORDINATOR_ADDRESS", _jax_address(environ)
     if "COORDINATOR_ADDRESS" in environ and "COORDINATOR_PORT" in environ:
@@ -425,7 +437,7 @@ def _meetings(ranks: "Ranks", environ: "Mapping[str, str]") -> "Iterator[Tuple[s
     yield "KERAS_DISTRIBUTION_JOB_ADDRESSES", "".join(_keras_addresses(environ)[:1])
     if ranks.launcher == TF_CONFIG:
         cluster, _, _ = tf_cluster(environ)
-        yield TF_CONFIG, (cluster.get("chief", []) + cluster.get("worker", []))[0]
+        yield TF_CONFIG, tf_addresses(cluster)[0]
     if ranks.launcher == "CLUSTER_SPEC":
         yield "CLUSTER_SPEC", str(_vertex_pools(environ)[0]["workerpool0"][0])
     if ranks.launcher == "SageMaker":

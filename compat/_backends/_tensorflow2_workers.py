@@ -174,7 +174,7 @@ class MultiWorkerMirroredStrategy(_tensorflow_engine.TensorFlowEngine):
         TensorFlow would wait for them for an hour, or for ever, and holds Python's lock meanwhile.
         """
         cluster, _, _ = _launchers.tf_cluster(os.environ)
-        host, _, port = (cluster.get("chief") or cluster["worker"])[0].rpartition(":")
+        host, _, port = _launchers.tf_addresses(cluster)[0].rpartition(":")
         meet = self._open if self.ranks.rank == 0 else self._knock
         absent = meet(host.strip("[]"), int(port), time.monotonic() + self.timeout)
         if absent:

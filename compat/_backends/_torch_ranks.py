@@ -22,6 +22,7 @@ from .. import (
     _keras3_ranks,
     _keras_ranks,
     _keras_ranks_losses,
+    _launchers,
     _ranks,
     errors,
 )
@@ -115,18 +116,13 @@ class TorchDistributed(_engine.Engine):
                 time.sleep(0.1)
                 others = [r for r in others if not self.store.check(["compat/waits/%d" % r])]
         except RuntimeError:  # the store has gone, too: rank 0's, or torchrun's
-            return [0] if ranks_keep_store() else []
+            return [] if _launchers.torchrun_keeps_store(os.environ) else [0]
         return others
-
-
-def ranks_keep_store():
-    """Whether rank 0 keeps the store, as torch.distributed's ``rendezvous("env://")`` tells."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def _store(distributed, ranks, limit):
     """The store where the ranks meet."""
-    if not ranks_keep_store():  # torchrun does, and it outlives every rank
+    if _launchers.torchrun_keeps_store(os.environ):  # it outlives every rank
         return next(distributed.rendezvous("env://", ranks.rank, ranks.size, timeout=limit))[0]
     host, port = _ranks.meeting(ranks, "torch.distributed")
     options = {"is_master": ranks.rank == 0, "timeout": limit}
