@@ -1,7 +1,7 @@
-"""setup.cfg says the rest. Here: the description that an index of packages shows.
+"""setup.cfg has the metadata. Here: the long description that a package index shows.
 
-There links of README.md to other files of the project lead nowhere, and those within it need not
-work; they become the files' names, and plain text.
+README.md has links to other files of the project, which lead nowhere on an index: they become the
+files' names. Links to its own headings become plain text.
 """
 
 import os

@@ -10,15 +10,7 @@ Two calls, the same on every backend::
 
 from ._api import configure_gpu, device, parallelize
 from ._legacy import install_legacy_names, make_parallel, multi_gpu_model
-from ._ranks import (
-    is_chief,
-    local_batch_size,
-    local_rank,
-    rank,
-    scaled_learning_rate,
-    shard,
-    size,
-)
+from ._ranks import is_chief, local_batch_size, local_rank, rank, scaled_learning_rate, shard, size
 from ._registry import register
 from ._settings import Configuration
 from ._version import __version__

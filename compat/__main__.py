@@ -214,7 +214,7 @@ def _several(text):
 
 
 def _env(arguments):
-    from . import _by_path, _settings
+    from . import _by_path, _settings  # for start-up time
 
     problems: "List[str]" = []
     sections = [
@@ -231,7 +231,7 @@ def _env(arguments):
 
 def _backend(problems):
     """Sections about the backend and its settings; appends to ``problems``."""
-    from . import _detect, _keras
+    from . import _detect, _keras  # for start-up time
 
     installed = _detect.installed()
     try:
@@ -268,7 +268,7 @@ def _variables(names):
 
 
 def _keras_json(problems):
-    from . import _detect
+    from . import _detect  # for start-up time
 
     path = _detect.keras_json(os.environ)
     try:
@@ -284,10 +284,12 @@ def _keras_json(problems):
 
 
 def _gpus(problems):
-    from . import _devices
+    from . import _devices, _selection  # for start-up time
 
     machine = _devices.discover()
-    visible = _devices.choose(_devices.parse_gpus(None), None, os.environ, discover=lambda: machine)
+    visible = _devices.choose(
+        _selection.parse_gpus(None), None, os.environ, discover=lambda: machine
+    )
     problems += visible.problems
     if machine is None:
         return [("GPUs", ["unknown: nvidia-smi is missing or fails"])]
@@ -298,7 +300,7 @@ def _gpus(problems):
 
 
 def _gpu(gpu):
-    from . import _devices
+    from . import _devices  # for start-up time
 
     if gpu.variable == _devices.HIP:
         return "{}: of AMD, chosen by {}".format(gpu.index, gpu.variable)
@@ -322,12 +324,12 @@ def _told(number, unit=1):
 
 
 def _run(arguments):
-    from . import _run
+    from ._commands import run_script  # for start-up time
 
     script = _script(arguments)
     if not script:
         arguments.parser.error("a script is needed, or -m and a module")
-    return _run.run(
+    return run_script.run(
         script,
         arguments.gpus,
         arguments.backend,
@@ -344,15 +346,15 @@ def _run(arguments):
 def _test(arguments):
     script = _script(arguments)
     if script:
-        from . import _test_script
+        from ._commands import verify_script  # for start-up time
 
-        same = _test_script.run(script, arguments.devices, arguments.backend, arguments.ranks)
+        same = verify_script.run(script, arguments.devices, arguments.backend, arguments.ranks)
         return 0 if same else 1
     if arguments.ranks is not None:
         arguments.parser.error("argument -n: a script is needed, or -m and a module")
-    from . import _selftest
+    from ._commands import selftest  # for start-up time
 
-    same = _selftest.run(arguments.devices, arguments.backend, arguments.simulate)
+    same = selftest.run(arguments.devices, arguments.backend, arguments.simulate)
     return 0 if same else 1
 
 

@@ -1,12 +1,11 @@
 """The public calls: normalise the arguments, choose the backend, delegate to it."""
 
 import os
-from _thread import RLock  # threading costs an import
 
 from . import errors
+from ._process import process
 from ._settings import (
     Configuration,
-    Settings,
     parse_floatx,
     parse_memory,
     parse_simulate,
@@ -18,18 +17,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, ContextManager, List, Optional, Sequence, Tuple, Union
 
-    from ._launchers import Ranks
-    from .backend import Backend
-
     Gpus = Union[None, int, str, Sequence[Union[int, str]]]
-
-STRATEGIES = ("mirrored",)
-
-_active = None  # type: Optional[Configuration]
-_first_call = None  # type: Any
-_configuring = RLock()
-# Models parallelized before configure_gpu(): their names, and the devices.
-_parallelized_before = []  # type: List[Tuple[str, List[str]]]
 
 
 def configure_gpu(
@@ -81,175 +69,26 @@ def configure_gpu(
         AlreadyConfiguredError: an earlier call had other settings (a ``RuntimeError``).
         DevicesNotFoundError: under ``strict=True`` (a ``RuntimeError``).
     """
-    from . import _detect, _devices
+    from . import _configuring, _detect, _selection  # for start-up time
 
-    selection = _devices.parse_gpus(gpus)
+    selection = _selection.parse_gpus(gpus)
     simulate = parse_simulate(simulate)
     from_outside = simulated_from_outside(os.environ)
-    asked = _asked(selection, simulate, from_outside)
+    asked = _configuring.how_asked(selection, simulate, from_outside)
     applied = []
     if from_outside:
         text = "COMPAT_SIMULATE={}: simulated devices stand in for gpus={!r}"
         applied.append(text.format(from_outside, gpus))
-        selection, simulate = _devices.parse_gpus(None), from_outside
+        selection, simulate = _selection.parse_gpus(None), from_outside
     verify = parse_verify(verify, os.environ, simulate)
     parsed = (
         parse_memory(memory), parse_floatx(floatx), bool(persist), bool(strict), options, verify,
     )  # fmt: skip
-    _check_options(options)
+    _configuring.check_options(options, configure_gpu)
     chosen, reason = _detect.choose(backend)
     call = (chosen.name, selection, simulate, parsed)
-    with _configuring:  # of two threads, one is first, and the other one sees what it did
-        return _configure_once(call, chosen, reason, asked, applied)
-
-
-def _asked(selection, simulate, from_outside):
-    """How the devices were asked for."""
-    parts = [] if simulate and selection.kind == "all" else [str(selection)]
-    parts += ["simulate={}".format(simulate)] * bool(simulate)
-    parts += ["COMPAT_SIMULATE={}".format(from_outside)] * bool(from_outside)
-    return ", ".join(parts)
-
-
-def _configure_once(call, chosen, reason, asked, applied):
-    """Configure, unless an earlier call did; ``applied``: more lines for the report."""
-    global _active, _first_call
-    from . import _devices, _launchers, _ranks
-
-    _, selection, simulate, parsed = call
-    if _active is not None and call == _first_call[0]:
-        return _active
-    # Ids count inside what was visible before the first call narrowed it.
-    environ = dict(os.environ) if _active is None else _first_call[1]
-    ranks = _launchers.launched(environ) or _ranks.own_place()
-    if ranks is None:
-        devices = _devices.choose(selection, simulate, environ)
-    elif simulate:
-        devices = _devices.Devices(simulated=1)
-    else:
-        devices = _devices.choose_for_rank(selection, environ, ranks)
-    settings = Settings(devices, *parsed + (asked,))
-    if _active is not None:
-        devices.settle(_active.settings.devices.listed or 0)
-        if (chosen.name, settings) == (_active.backend, _active.settings):
-            return _active
-        raise errors.already_configured(
-            "{}, {}".format(_active.backend, _active.settings),
-            "{}, {}".format(chosen.name, settings),
-        )
-    _active = _configure(chosen, reason, settings, ranks)
-    _active.applied += applied if ranks is None else []
-    _active.warnings += _parallelized_too_early(_active.devices)
-    _first_call = call, environ
-    for warning in _active.warnings:
-        _warn(warning, depth=1)
-    return _active
-
-
-def _parallelized_too_early(devices):
-    """Warnings of models that configure_gpu() came too late for."""
-    early = [(name, its) for name, its in _parallelized_before if its != devices]
-    _parallelized_before.clear()
-    return [errors.parallelized_before(name, its, devices) for name, its in early]
-
-
-def _check_options(options):
-    """Refuse options that no backend knows; a known one of another backend is no error."""
-    if options:
-        from . import _registry
-
-        known = sorted({option for b in _registry.backends() for option in b.options})
-        for option in sorted(options):
-            if option not in known:
-                from . import _spelling
-
-                code = configure_gpu.__code__
-                arguments = list(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
-                meant = _spelling.meant(option, options[option], arguments + known)
-                raise errors.unknown_option(option, meant, arguments, known)
-
-
-def _configure(
-    chosen: "Backend", reason: str, settings: "Settings", ranks: "Optional[Ranks]"
-) -> "Configuration":
-    """Apply the settings, or leave the environment as it was and raise."""
-    from . import _detect, _keras
-
-    notes = (
-        _detect.keras_elsewhere(chosen)
-        + settings.devices.problems
-        + [
-            errors.option_of_others(option, chosen.name)
-            for option in sorted(settings.options)
-            if option not in chosen.options
-        ]
-    )
-    if settings.persist and not chosen.configuration_file:
-        notes.append(errors.nothing_to_persist(chosen.name))
-    undecided = settings.devices.undecided is not None
-    if settings.devices.shortage and not undecided:
-        notes.append(fewer(settings.devices.shortage, settings.devices, settings.strict))
-    notes += chosen.overruled(settings, os.environ)
-    variables = _detect.keras_variable(chosen, os.environ)
-    if not chosen.initialised():
-        variables.update(chosen.environ(settings, os.environ))
-    before = {name: os.environ.get(name) for name in set(variables).union(chosen.variables)}
-    _set_environ(variables)
-    try:
-        applied = list(chosen.configure(settings))
-        notes += settings.warnings
-        devices = chosen.devices()
-        if undecided:  # a backend that does not choose among its GPUs takes all that it lists
-            gpus = [device for device in devices if "cpu" not in device.lower()]
-            settings.devices.settle(len(gpus), restricted=True)
-            if settings.devices.shortage:
-                notes.append(fewer(settings.devices.shortage, settings.devices, settings.strict))
-        if len(devices) < len(settings.devices) or _only_cpu(devices, settings):
-            shortage = (
-                str(settings.devices),
-                "{} sees {}".format(chosen.framework, ", ".join(devices)),
-            )
-            notes.append(fewer(shortage, ", ".join(devices), settings.strict))
-        if settings.floatx:
-            applied += _keras.set_floatx(settings.floatx, chosen)
-    except BaseException:
-        _set_environ(before)
-        raise
-    versions = _keras.versions(chosen)
-    return Configuration(
-        chosen.name, reason, versions, devices, settings, variables, applied, notes, ranks
-    )
-
-
-def _set_environ(variables):
-    for name, value in variables.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
-
-
-def _only_cpu(devices, settings):
-    return settings.devices.gpus and all("cpu" in device.lower() for device in devices)
-
-
-def fewer(shortage, going_on_with, strict):
-    """The warning that there are fewer devices than asked for; under ``strict`` the error.
-
-    Arguments:
-        shortage: what was asked for, and what was found.
-    """
-    asked, found = shortage
-    if strict:
-        raise errors.devices_not_found(asked, found)
-    return errors.fewer_devices(asked, found, "Going on with {}".format(going_on_with))
-
-
-def _warn(text, depth=0):
-    import warnings
-
-    # Shown at the line that called the public function, which called this one at that depth.
-    warnings.warn(text, errors.CompatWarning, stacklevel=3 + depth)
+    with process.configuring:  # of two threads, one is first, and the other one sees what it did
+        return _configuring.configure_once(call, chosen, reason, asked, applied)
 
 
 def parallelize(model: "Any", gpus: "Gpus" = None, *, strategy: "Optional[str]" = None) -> "Any":
@@ -287,53 +126,84 @@ def parallelize(model: "Any", gpus: "Gpus" = None, *, strategy: "Optional[str]" 
         DevicesNotFoundError: after ``configure_gpu(strict=True)`` (a ``RuntimeError``).
         RankError: the ranks cannot train together (a ``RuntimeError``).
     """
-    from . import _devices, _keras, _launchers, _ranks
+    from . import _keras, _ranks, _selection  # for start-up time
 
-    selection = _devices.parse_gpus(gpus)
-    ranks = _ranks.own_place()
+    selection = _selection.parse_gpus(gpus)
+    place = _ranks.own_place()
     if strategy is not None:
-        if strategy not in STRATEGIES:
-            raise errors.invalid_strategy(strategy)
-        if ranks is not None and ranks.launcher != _launchers.TF_CONFIG:
-            raise errors.strategy_in_rank(strategy, ranks)
+        _check_strategy(strategy)
+        if place is not None and not configured_backend().ranks_train_under(strategy, place):
+            raise errors.unsupported(
+                "compat",
+                "use strategy={!r} in {}".format(strategy, place),
+                "Leave strategy out, or start the script without a launcher.",
+            )
         if not _is_function(model):
-            raise errors.strategy_needs_function(strategy, model)
-        if ranks is None:
+            raise errors.NotAModelError(
+                "strategy={!r} takes a function that builds the model, since its variables "
+                "must be made under the strategy; it was given {!r}. Put the lines that "
+                "build the model into a function, and pass that.".format(
+                    strategy, errors.class_of(model)
+                )
+            )
+        if place is None:
             backend = configured_backend()
             return backend.build(strategy, model, _chosen(backend, selection))
     backend = backend_of(model)
     if backend is None and _is_function(model):
-        if ranks is not None and ranks.launcher == _launchers.TF_CONFIG:
-            configured_backend().join(ranks)
+        if place is not None:
+            configured_backend().join(place)
         function, model = model, model()
         backend = backend_of(model)
         if backend is None:
             raise errors.builds_no_model(function.__qualname__, model)
     if backend is None:
-        raise errors.not_a_model(model)
-    if _active is not None and _active.backend != backend.name:
-        raise errors.wrong_backend(backend.name, _active.backend)
-    if ranks is not None:
-        return backend.distribute(model, ranks)
+        raise errors.NotAModelError(
+            "parallelize() takes a Keras model, a model of the backend's own kind, or a "
+            "function that builds one; it was given {!r}.".format(errors.class_of(model))
+        )
+    if process.configuration is not None and process.configuration.backend != backend.name:
+        raise errors.InvalidArgumentError(
+            "The model runs on {}, but configure_gpu() set up {}. Build the model with the "
+            "Keras that was configured, or pass backend={!r} to configure_gpu().".format(
+                backend.name, process.configuration.backend, backend.name
+            )
+        )
+    if place is not None:
+        return backend.distribute(model, place)
     devices = _chosen(backend, selection)
-    if _active is None:
-        _parallelized_before.append((_name_of(model), list(devices)))
+    if process.configuration is None:
+        process.parallelized_before.append((_name_of(model), list(devices)))
     backend.verify(model, None)
-    if _launchers.is_evaluator(os.environ) and _keras.keras_of(model) is not None:
-        from . import _keras_ranks
+    evaluator = _ranks.evaluator()
+    if evaluator is not None and _keras.keras_of(model) is not None:
+        from ._ranks import saving  # for start-up time
 
-        _keras_ranks.never_save(model, _launchers.Ranks(-1, 1, 0, 1, _launchers.TF_CONFIG))
+        saving.never_save(model, evaluator)
     return _verified(backend, backend.parallelize(model, devices), devices)
+
+
+def _check_strategy(strategy):
+    from . import _registry  # for start-up time
+
+    known = {name: what for b in _registry.backends() for name, what in b.strategies.items()}
+    if strategy not in known:
+        raise errors.InvalidArgumentError(
+            "strategy={!r} is not understood. Use None (the model's replicas run in this process, "
+            "split by compat) or {}.".format(
+                strategy, " or ".join('"{}" ({})'.format(*pair) for pair in sorted(known.items()))
+            )
+        )
 
 
 def _verified(backend, model, devices):
     """The model, whose first steps on several devices will be compared with one device."""
-    if _active is not None:
-        steps = _active.settings.verify
+    if process.configuration is not None:
+        steps = process.configuration.settings.verify
     else:
         steps = parse_verify(None, os.environ, None)
     if steps and len(devices) > 1:
-        from . import _verification
+        from . import _verification  # for start-up time
 
         _verification.report_at_exit(os.environ)
         backend.verify(model, _verification.Verification(_name_of(model), devices, steps))
@@ -375,12 +245,15 @@ def device(which: "Union[int, str]") -> "ContextManager[Any]":
         if which >= len(devices):
             name = devices[which % len(devices)]
             asked = "device({})".format(which), _these(devices)
-            _warn(fewer(asked, name, _is_strict()))
+            errors.warn(errors.fewer(asked, name, _is_strict()))
             which = name
         else:
             which = devices[which]
     elif which != "cpu" and which not in devices:
-        raise errors.invalid_device(which, devices)
+        raise errors.InvalidArgumentError(
+            "device({!r}) is not understood. Use a number, counted among the configured "
+            'devices from 0, one of their names ({}), or "cpu".'.format(which, ", ".join(devices))
+        )
     if len(devices) == 1 and (which != "cpu" or "cpu" in devices[0].lower()):
         from contextlib import ExitStack
 
@@ -390,13 +263,14 @@ def device(which: "Union[int, str]") -> "ContextManager[Any]":
 
 def configured_backend():
     """The backend that ``configure_gpu()`` set up; before that, the one it would."""
-    from . import _detect
+    from . import _detect  # for start-up time
 
-    return _detect.choose(None if _active is None else _active.backend)[0]
+    active = process.configuration
+    return _detect.choose(None if active is None else active.backend)[0]
 
 
 def _is_strict():
-    return _active is not None and _active.settings.strict
+    return process.configuration is not None and process.configuration.settings.strict
 
 
 def _is_function(model):
@@ -405,19 +279,19 @@ def _is_function(model):
 
 def backend_of(model):
     """The backend that runs this model, or None where it is no model."""
-    from . import _detect, _keras
+    from . import _detect, _keras  # for start-up time
 
     keras = _keras.keras_of(model)
     if keras is not None:
         return _detect.choose(_keras.backend_name(keras))[0]
-    return next((b for b in _detect.installed() if b.is_native(model)), None)
+    return _detect.native_to(model)
 
 
 def _chosen(backend, selection):
     """The devices that ``selection`` asks for, of those that the backend has."""
     devices, shortage = _among(backend.devices(), selection)
     if shortage:
-        _warn(fewer(shortage, ", ".join(devices), _is_strict()), depth=1)
+        errors.warn(errors.fewer(shortage, ", ".join(devices), _is_strict()))
     return devices
 
 
@@ -435,7 +309,8 @@ def _these(devices):
 
 
 def _index(name, missing):
-    index = None if _active is None else _active.settings.devices.index(name)
+    active = process.configuration
+    index = None if active is None else active.settings.devices.index(name)
     return missing if index is None else index
 
 

@@ -3,9 +3,10 @@
 import os
 import sys
 
-from . import _extras, _registry, errors
+from . import _distributions, _extras, _registry, errors
+from ._files import plain
 
-# What each Keras runs on where nobody has chosen.
+# What each Keras runs on by default.
 _DEFAULTS = {"keras-mxnet": "mxnet", "keras": "tensorflow"}
 
 
@@ -28,13 +29,13 @@ def choose(asked=None, environ=os.environ, typed=False):
     if keras:
         return _named(keras, reason, typed)
     keras, reason = _keras_default(environ)
-    fitting = installed()
+    fitting = installed() or _installed(_registry.plugins())
     if len(fitting) == 1 and keras not in (fitting[0].name, fitting[0].framework):
         return fitting[0], "the only backend installed"
     if keras:
         return _named(keras, reason, typed)
     if fitting:
-        raise errors.ambiguous_backend([backend.name for backend in fitting], typed)
+        raise _ambiguous_backend([backend.name for backend in fitting], typed)
     raise _no_backend(environ)
 
 
@@ -52,13 +53,29 @@ def _no_backend(environ):
 def extra_of(backends):
     """The extra that brings one of these backends, of one framework, for the Keras installed."""
     _, version = installed_keras()
-    return _extras.of(backends, release(version) if version else (None, None))
+    return _extras.of(backends, _distributions.release(version) if version else (None, None))
 
 
 def installed():
-    """The backends whose framework is installed in a version that they accept."""
-    found = [(backend, installed_version(backend)) for backend in _registry.backends()]
+    """The backends whose framework is installed in a version that they accept; no plug-ins."""
+    return _installed(_registry.backends())
+
+
+def _installed(backends):
+    found = [(backend, installed_version(backend)) for backend in backends]
     return [backend for backend, version in found if version and backend.accepts(version)]
+
+
+def native_to(model):
+    """The installed backend to whose framework's own kind a model belongs, or None.
+
+    Plug-ins are asked where no other backend knows the model.
+    """
+    for backends in (_registry.backends, _registry.plugins):
+        for backend in _installed(backends()):
+            if backend.is_native(model):
+                return backend
+    return None
 
 
 def foreseen(asked, environ, python):
@@ -69,7 +86,10 @@ def foreseen(asked, environ, python):
     """
     name, reason = _variable_told(environ) if asked is None else (asked, _asked(asked, True))
     if name is None:
-        raise errors.backend_of_python_unknown(python)
+        raise errors.AmbiguousBackendError(
+            "compat does not look into {}, and nothing says which backend the script uses "
+            "there. Pass --backend, such as --backend=theano, or set KERAS_BACKEND.".format(python)
+        )
     return _candidates(name, reason)[0], reason
 
 
@@ -85,9 +105,15 @@ def _candidates(name, reason):
     if not candidates:
         third_party = _registry.plugin(name)
         candidates = [third_party] if third_party else []
+    if not candidates:  # KERAS_BACKEND and ``compat run`` name the framework
+        candidates = [b for b in _registry.plugins() if b.framework == name]
     if not candidates:
         known = {b.name for b in backends} | {b.framework for b in backends}
-        raise errors.unknown_backend(reason, sorted(known))
+        raise errors.InvalidArgumentError(
+            "{}, but compat does not know that backend. Known backends: {}.".format(
+                reason, ", ".join(sorted(known.union(_registry.plugin_names())))
+            )
+        )
     return candidates
 
 
@@ -103,12 +129,26 @@ def _named(name, reason, typed):
     if version is None:
         others = [b.name for b in installed()]
         extra = extra_of(candidates)
+        if not extra:  # a third party's
+            raise errors.NotInstalledError(
+                "{} is not installed, but {}. Choose another backend, or install it: pip install "
+                "{}.".format(backend.framework, reason, backend.distributions[0])
+            )
         if _extras.installs(extra):
-            raise errors.not_installed(backend.framework, reason, extra, others, typed)
+            raise errors.NotInstalledError(
+                "{} is not installed, but {}. {}, or install it: pip install "
+                '"keras-gpu-compat[{}]".'.format(
+                    backend.framework, reason, _other_backend(others, typed), extra
+                )
+            )
         place = _extras.pythons(extra), "{}.{}".format(*_extras.here())
-        raise errors.not_installable(backend.framework, reason, extra, others, *place, typed=typed)
+        raise _not_installable(backend.framework, reason, extra, others, *place, typed=typed)
     known = [b.name for b in _registry.backends()]
-    raise errors.unsupported_version(backend.framework, version, known)
+    raise errors.UnsupportedError(
+        "{} {} is installed, which no backend of compat accepts. Known backends: {}.".format(
+            backend.framework, version, ", ".join(known)
+        )
+    )
 
 
 def keras_backend(environ):
@@ -133,7 +173,7 @@ def _keras_running():
 def installed_keras():
     """Name and version of the standalone Keras that is installed, or (None, None)."""
     for name in _DEFAULTS:
-        version = distribution_version(name)
+        version = _distributions.version(name)
         if version:
             return name, version
     return None, None
@@ -141,7 +181,7 @@ def installed_keras():
 
 def _tensorflow_only(keras, version):
     """Keras 2.4 to 2.15 runs on TensorFlow only, and reads neither variable nor file."""
-    return keras == "keras" and (2, 4) <= release(version) < (3,)
+    return keras == "keras" and (2, 4) <= _distributions.release(version) < (3,)
 
 
 def _keras_told(environ):
@@ -192,7 +232,10 @@ def keras_elsewhere(backend):
     running = _keras_running()
     if running in (None, backend.name, backend.framework):
         return []
-    return [errors.keras_elsewhere(running, backend.name)]
+    return [
+        "keras is imported and runs on {}, but {} was configured: models of this keras will "
+        "not use it. Call configure_gpu() before keras is imported.".format(running, backend.name)
+    ]
 
 
 def keras_variable(backend, environ):
@@ -210,14 +253,20 @@ def keras_variable(backend, environ):
 
 
 def problems(environ):
-    """What is wrong with the Kerases installed, whatever the backend, a sentence each."""
+    """Problems of the installed Keras packages, whatever the backend, a sentence each."""
     keras, version = installed_keras()
     found = []
-    if keras == "keras-mxnet" and distribution_version("keras"):
-        found.append(errors.two_kerases())
+    if keras == "keras-mxnet" and _distributions.version("keras"):
+        found.append(
+            "keras and keras-mxnet are both installed; they overwrite each other's files. "
+            "Uninstall both, then install one."
+        )
     asked = environ.get("KERAS_BACKEND")
     if asked not in (None, "", "tensorflow") and keras and _tensorflow_only(keras, version):
-        found.append(errors.keras_backend_ignored(asked, "{} {}".format(keras, version)))
+        found.append(
+            "KERAS_BACKEND={} is ignored: {} runs on TensorFlow only. Unset it, or install "
+            "another Keras.".format(asked, "{} {}".format(keras, version))
+        )
     return found
 
 
@@ -225,7 +274,9 @@ def keras_json(environ):
     """Where Keras looks for its configuration file (``keras/backend/__init__.py``)."""
     keras, version = installed_keras()
     home = environ.get("KERAS_HOME")
-    if home is None or (keras == "keras" and release(version) < (2, 2)):  # came with 2.2.0
+    if home is None or (
+        keras == "keras" and _distributions.release(version) < (2, 2)
+    ):  # came with 2.2.0
         parent = os.path.expanduser("~")
         home = os.path.join(parent if os.access(parent, os.W_OK) else "/tmp", ".keras")
     return os.path.expanduser(os.path.join(home, "keras.json"))
@@ -239,8 +290,6 @@ def read_keras_json(path):
     """
     import json
 
-    from ._files import plain
-
     try:
         with open(path, encoding="utf-8", opener=plain) as file:
             content = json.load(file)
@@ -249,7 +298,10 @@ def read_keras_json(path):
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise errors.keras_json_unreadable(path, error) from error
+        raise errors.ConfigurationFileError(
+            "{} cannot be read: {}. Keras would ignore it silently: correct or remove "
+            "the file, or set KERAS_BACKEND.".format(path, error)
+        ) from error
     return content
 
 
@@ -258,54 +310,33 @@ def installed_version(backend):
     version = getattr(sys.modules.get(backend.framework), "__version__", None)
     if isinstance(version, str):
         return version
-    return distribution_version(*backend.distributions)
+    return _distributions.version(*backend.distributions)
 
 
-def distribution_version(*names):
-    """The version of the first of these distributions that is installed, or None.
-
-    Read from the names of the folders on ``sys.path``, which are gone through once.
-
-    Python 3.6 and 3.7 have no importlib.metadata, and pkg_resources takes longer than Keras'
-    own choice of a backend.
-    """
-    wanted = [_normalised(name) for name in names]
-    found = {}  # type: dict
-    for folder in sys.path:
-        try:
-            entries = os.listdir(folder or ".")
-        except OSError:
-            continue
-        for entry in entries:
-            stem, extension = os.path.splitext(entry)
-            if extension not in (".dist-info", ".egg-info"):
-                continue
-            project, _, rest = stem.partition("-")
-            project = _normalised(project)
-            if project in wanted and project not in found:
-                # A development install has no version in the name of its folder.
-                version = rest.partition("-")[0] or _metadata_version(os.path.join(folder, entry))
-                found[project] = version
-    return next((found[name] for name in wanted if found.get(name)), None)
+def _ambiguous_backend(fitting, typed=False):
+    """``typed``: for a command, not for a call."""
+    if typed:
+        remedy = "Pass --backend, such as --backend {}, or set KERAS_BACKEND.".format(fitting[0])
+    else:
+        remedy = "Pass backend=..., set KERAS_BACKEND, or import keras first."
+    return errors.AmbiguousBackendError(
+        "Several backends are installed and nothing says which one this script uses: {}. {}".format(
+            ", ".join(fitting), remedy
+        )
+    )
 
 
-def _metadata_version(folder):
-    try:
-        with open(os.path.join(folder, "PKG-INFO"), encoding="utf-8") as file:
-            for line in file:
-                if line.startswith("Version:"):
-                    return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return None
+def _not_installable(framework, reason, extra, others, pythons, python, typed=False):
+    """``typed``: for a command, not for a call."""
+    choice = _other_backend(others, typed)
+    return errors.NotInstalledError(
+        "{} is not installed, but {}. {}, or run the script on {}, where pip install "
+        '"keras-gpu-compat[{}]" brings it: this is Python {}.'.format(
+            framework, reason, choice, pythons, extra, python
+        )
+    )
 
 
-def _normalised(name):
-    return name.lower().replace("-", "_").replace(".", "_")
-
-
-def release(version):
-    """The first two numbers of a version, for comparison: (2, 4) for "2.4rc0"."""
-    import re
-
-    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+def _other_backend(others, typed):
+    use = "Use --backend {}" if typed else "Use backend={!r}"
+    return use.format(others[0]) if others else "Choose another backend"

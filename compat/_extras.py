@@ -2,8 +2,8 @@
 
 import sys
 
-# The oldest and the newest Python on which each installs: the README's table. Extras that are not
-# here are those of third parties.
+# The oldest and the newest Python on which each installs, as in docs/install.md. Extras that are
+# not here are those of third parties.
 PYTHONS = {
     "cntk": ((3, 6), (3, 6)),
     "jax": ((3, 11), (3, 13)),

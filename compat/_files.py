@@ -8,7 +8,7 @@ import stat
 def plain(path: str, flags: int, mode: int = 0o666) -> int:
     """As ``os.open()``, for a regular file only; also an ``opener`` of ``open()``.
 
-    A FIFO that nobody writes to would block for ever.
+    A FIFO without a writer would block for ever.
 
     Raises:
         OSError: it cannot be opened, or is a FIFO, a folder, a device.

@@ -1,12 +1,11 @@
-"""The one module that knows the Kerases apart: keras 2, keras-mxnet, tf.keras and Keras 3."""
+"""The module that tells the kinds of Keras apart: keras 2, keras-mxnet, tf.keras and Keras 3."""
 
 import contextlib
 import functools
 import os
 import sys
-import types
 
-from . import _detect, errors
+from . import _detect, _distributions, errors
 
 
 def keras_of(model):
@@ -62,17 +61,20 @@ def wraps_a_model(model):
     return "model" in vars(model) and any(c.__name__ == "Sequential" for c in type(model).__mro__)
 
 
-def that_makes_functions(model):
-    """The model whose methods make the functions of ``model``; None before that is built."""
+def inner_model(model):
+    """The model that makes the functions of ``model``: itself, or the one inside a ``Sequential``.
+
+    None before that one is built.
+    """
     return vars(model)["model"] if wraps_a_model(model) else model
 
 
 @contextlib.contextmanager
-def training_goes_on(model):
-    """Within, the way a model of Keras 2 makes its functions changes; the optimizer's state stays.
+def rebuilding_functions(model):
+    """Within, change how a model of Keras 2 makes its functions; afterwards it makes them anew.
 
-    Keras makes new state variables with every train function, so their values move over.
-    ``model`` is None where it is not built yet.
+    Keras makes new variables for the optimizer's state with every train function. Their values are
+    copied from the old ones. ``model`` is None where it is not built yet.
     """
     known = vars(model) if model is not None else {}
     made = [function for function in FUNCTIONS if known.get(function) is not None]
@@ -124,13 +126,22 @@ def undivided(model):
 
 
 def warn_not_divided(model, reason, device):
-    _warn(errors.not_divided(model.name, reason, device))
+    errors.warn(
+        "parallelize() leaves model {!r} on {}: {}, so its batches cannot be split. The "
+        "numbers are those of one device, and so is the speed.".format(model.name, device, reason)
+    )
 
 
 def warn_of_placed_parts(model, parts, devices):
-    """Say that replicas on ``devices`` run the ``parts``, too, that ``device()`` placed."""
-    if parts:
-        _warn(errors.parts_placed(model.name, parts, devices))
+    """Warn that replicas on ``devices`` run the ``parts``, too, that ``device()`` placed."""
+    if not parts:
+        return
+    errors.warn(
+        "Parts of {} were placed on {} by device(), but parallelize() runs all of it on each of "
+        "{}. Leave out one of the two; parallelize(model, gpus=1) puts the parts back.".format(
+            model.name, ", ".join(parts), ", ".join(devices)
+        )
+    )
 
 
 def warn_of_distribution(model):
@@ -138,62 +149,11 @@ def warn_of_distribution(model):
     keras = keras_of(model)
     distribution = getattr(getattr(keras, "distribution", None), "distribution", None)
     if distribution is not None and distribution() is not None:
-        _warn(errors.keras_distribution_does_nothing(keras.backend.backend()))
-
-
-def _warn(text):
-    import warnings
-
-    # At the caller of compat.parallelize(), which called a backend, which called this module.
-    warnings.warn(text, errors.CompatWarning, stacklevel=5)
-
-
-class InstanceMethod:
-    """A method of one model that hides its class's: how a model runs on several devices.
-
-    The instance gets it as a bound method, like the one it hides: Keras inspects that when it
-    saves, a deep copy of the model binds it to the copy, and pickle keeps only its name, so that
-    an unpickled model is plain.
-    """
-
-    method = "call"
-
-    def __init__(self, devices):
-        self.devices = list(devices)
-        self.hidden = None  # what the instance itself had before, as after an unpickling
-
-    @property
-    def __name__(self):
-        return self.method
-
-    def __call__(self, model, *args, **kwargs):
-        raise NotImplementedError
-
-    def __deepcopy__(self, memo):
-        return self  # devices are not copied
-
-    @classmethod
-    def of(cls, model):
-        """The method of this kind that this very instance has, or None."""
-        function = getattr(model.__dict__.get(cls.method), "__func__", None)
-        return function if isinstance(function, cls) else None
-
-    def install(self, model):
-        """Not by setattr: Keras would track the method as a part of the model."""
-        self.hidden = model.__dict__.get(self.method)
-        model.__dict__[self.method] = types.MethodType(self, model)
-
-    def remove(self, model):
-        del model.__dict__[self.method]
-        if self.hidden is not None:
-            model.__dict__[self.method] = self.plain(model)
-
-    def plain(self, model):
-        """The method that this one hides, of this model: deep copies share ``hidden``."""
-        hidden = self.hidden or types.MethodType(getattr(type(model), self.method), model)
-        if isinstance(getattr(hidden, "__self__", None), type(model)):
-            hidden = types.MethodType(hidden.__func__, model)
-        return hidden
+        errors.warn(
+            "A keras.distribution is set: on {} Keras accepts it and does nothing with it. "
+            "Remove keras.distribution.set_distribution(); parallelize() splits the batches "
+            "by itself.".format(keras.backend.backend())
+        )
 
 
 def compiled_with(model):
@@ -300,7 +260,7 @@ def set_floatx(floatx, backend):
         Lines for the report.
     """
     lines = []
-    for name in kerases(backend):
+    for name in keras_packages(backend):
         keras = _import(name)
         keras.backend.set_floatx(floatx)
         lines.append("{}.backend.set_floatx({!r})".format(name, floatx))
@@ -308,23 +268,23 @@ def set_floatx(floatx, backend):
 
 
 def versions(backend):
-    """Versions of the backend's framework and of the standalone Kerases, as installed."""
+    """Versions of the backend's framework and of the standalone Keras packages, as installed."""
     found = [
         (backend.framework, _detect.installed_version(backend)),
-        ("keras", _detect.distribution_version("keras")),
-        ("keras-mxnet", _detect.distribution_version("keras-mxnet")),
-        ("tf_keras", _detect.distribution_version("tf_keras")),
+        ("keras", _distributions.version("keras")),
+        ("keras-mxnet", _distributions.version("keras-mxnet")),
+        ("tf_keras", _distributions.version("tf_keras")),
     ]
     return {name: version for name, version in found if version}
 
 
-def kerases(backend):
-    """The installed Kerases that run on this backend, the one that a program would use first."""
+def keras_packages(backend):
+    """The installed Keras packages that run on this backend, first the one a program would use."""
     running, _ = _detect.keras_backend(os.environ)
     names = ["keras"] if running in (backend.name, backend.framework) else []
     if backend.framework == "tensorflow":
         names.append("tensorflow.keras")
-        if _detect.distribution_version("tf_keras"):
+        if _distributions.version("tf_keras"):
             # `import keras` and tf.keras stay Keras 3 unless this makes tf.keras tf_keras.
             asked = os.environ.get("TF_USE_LEGACY_KERAS") in ("1", "true", "True")
             names.insert(0 if asked else len(names), "tf_keras")
@@ -366,7 +326,17 @@ def import_keras(backend):
         NotInstalledError: none does.
         BrokenInstallError: it is installed, but importing it fails.
     """
-    names = kerases(backend)
+    names = keras_packages(backend)
+    if not names and not backend.extra:  # a third party's
+        raise errors.NotInstalledError(
+            "No Keras that runs on {} is installed, or KERAS_BACKEND and keras.json choose another "
+            "backend for it.".format(backend.name)
+        )
     if not names:
-        raise errors.no_keras(backend.name, _detect.extra_of([backend]))
+        raise errors.NotInstalledError(
+            "No Keras that runs on {} is installed, or KERAS_BACKEND and keras.json choose "
+            'another backend for it. Install one: pip install "keras-gpu-compat[{}]".'.format(
+                backend.name, _detect.extra_of([backend])
+            )
+        )
     return _import(names[0])

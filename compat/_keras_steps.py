@@ -5,9 +5,7 @@ of GANs and autoencoders do. So these parts run on several devices as well, and 
 training is watched: it must have reached one of them.
 """
 
-import warnings
-
-from . import _keras, errors
+from . import _keras, _patching, errors
 
 _STEPS = ("train_step", "test_step", "predict_step", "compute_loss")
 
@@ -35,7 +33,7 @@ def called_models(model):
     return [part for part in parts if _keras.keras_of(part) is not None]
 
 
-class WatchedTraining(_keras.InstanceMethod):
+class WatchedTraining(_patching.InstanceMethod):
     """The method that makes the function which trains; the first step of that is watched.
 
     To be installed where ``has_own_steps``.
@@ -68,7 +66,7 @@ class _WatchedFunction:
             self.model.train_function = self.function
         if is_first and _reached[0] == before:
             # At the caller of fit(), in whose code this is deep.
-            warnings.warn(_not_reached(self.model), errors.CompatWarning, stacklevel=2)
+            errors.warn(_not_reached(self.model))
         return result
 
 

@@ -45,7 +45,7 @@ def multi_gpu_model(
         NotAModelError: ``model`` is not a Keras model with symbolic inputs (a ``TypeError``).
         UnsupportedError: the backend cannot run several devices in one process.
     """
-    from . import _ranks
+    from . import _ranks  # for start-up time
 
     backend = _backend(model, "multi_gpu_model")
     if _ranks.own_place() is not None:  # each rank has one device, whatever ``gpus``
@@ -56,17 +56,22 @@ def multi_gpu_model(
         gpus = len(available)
     if isinstance(gpus, (list, tuple)):
         if len(gpus) <= 1:
-            raise errors.too_few_gpus("len(gpus)", gpus)
+            raise _too_few_gpus("len(gpus)", gpus)
         ids = list(gpus)
     elif isinstance(gpus, int):
         if gpus <= 1:
-            raise errors.too_few_gpus("gpus", gpus)
+            raise _too_few_gpus("gpus", gpus)
         ids = list(range(gpus))
     else:
         raise errors.invalid_number_option("gpus", gpus)
     wanted = ["/gpu:{}".format(i) for i in ids]
     if not set(wanted) <= set(available):
-        raise errors.gpus_not_available(gpus, ["/cpu:0"] + wanted, ["/cpu:0"] + available)
+        raise errors.InvalidArgumentError(
+            "To call `multi_gpu_model` with `gpus={}`, we expect the following devices to "
+            "be available: {}. However this machine only has: {}. Try reducing `gpus`.".format(
+                gpus, (["/cpu:0"] + wanted), (["/cpu:0"] + available)
+            )
+        )
     # An id that stands twice, two replicas on one GPU in Keras, is one here: the same numbers.
     chosen = [devices[i] for i in sorted(set(ids), key=ids.index)]
     return backend.parallelize(_wrapped(model), chosen)
@@ -100,11 +105,15 @@ def make_parallel(model: "Any", gpu_count: int) -> "Any":
 
 def _backend(model, function):
     """The backend of a model that can be wrapped."""
-    from . import _keras
+    from . import _keras  # for start-up time
 
     keras = _keras.keras_of(model)
     if keras is None or not getattr(model, "outputs", None):
-        raise errors.not_symbolic(function, model)
+        raise errors.NotAModelError(
+            "{}() takes a Keras model with symbolic inputs, functional or Sequential with "
+            "an input shape, to make another one around it; it was given {!r}. "
+            "compat.parallelize() takes any Keras model.".format(function, errors.class_of(model))
+        )
     return _api.backend_of(model)
 
 
@@ -121,7 +130,7 @@ def _wrapped(template):
     An identity per output stands where Keras concatenated the replicas' outputs, and has the
     output's name, as theirs had.
     """
-    from . import _keras
+    from . import _keras  # for start-up time
 
     keras = _keras.keras_of(template)
     outputs = template(template.inputs if len(template.inputs) > 1 else template.inputs[0])
@@ -160,10 +169,10 @@ def install_legacy_names() -> "List[str]":
     Raises:
         NotInstalledError, BrokenInstallError: as ``configure_gpu()``.
     """
-    from . import _keras
+    from . import _keras  # for start-up time
 
     installed = []  # type: List[str]
-    for keras in _keras.kerases(_api.configured_backend()):
+    for keras in _keras.keras_packages(_api.configured_backend()):
         for path, value in (
             ("utils.multi_gpu_model", multi_gpu_model),
             ("utils.multi_gpu_utils.multi_gpu_model", multi_gpu_model),
@@ -227,7 +236,11 @@ def get_session() -> "Any":
     """
     functions = _session_functions()
     if functions is None:
-        raise errors.no_session()
+        raise errors.UnsupportedError(
+            "get_session() has nothing to return: this Keras runs in no TensorFlow session. "
+            "Call models and functions directly; compat.configure_gpu() has what a "
+            "session's ConfigProto set."
+        )
     return functions.get_session()
 
 
@@ -236,10 +249,21 @@ def set_session(session: "Any") -> None:
     functions = _session_functions()
     if functions is not None:
         return functions.set_session(session)
-    import warnings
 
-    warnings.warn(errors.session_ignored(), errors.CompatWarning, stacklevel=2)
+    errors.warn(
+        "set_session() does nothing here: this Keras runs in no TensorFlow session, and the "
+        "session's settings have no effect. Pass them to compat.configure_gpu(), such as "
+        'memory="grow" for allow_growth.'
+    )
 
 
 def _get_available_gpus():
     return _as_gpus(_api.configured_backend().devices())
+
+
+def _too_few_gpus(name, gpus):
+    """In the words of keras/utils/multi_gpu_utils.py, which users search for."""
+    return errors.InvalidArgumentError(
+        "For multi-gpu usage to be effective, call `multi_gpu_model` with `{} >= 2`. Received: "
+        "`gpus={}`".format(name, gpus)
+    )

@@ -4,14 +4,20 @@ from . import errors
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import List
+    pass
 
 FLOATX = ("float16", "float32", "float64")
 _UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 
 class Memory:
-    """``memory=``, normalised: one of ``grow``, ``fraction`` and ``size`` (bytes) is set."""
+    """How much of each GPU's memory to take; exactly one of the three is set.
+
+    Arguments:
+        grow: take memory as it is needed.
+        fraction: a part of each GPU's memory, above 0 and at most 1.
+        size: per GPU, in bytes.
+    """
 
     __slots__ = ("grow", "fraction", "size")
 
@@ -42,13 +48,13 @@ def parse_memory(memory):
     if memory is None:
         return None
     if isinstance(memory, bool):
-        raise errors.invalid_memory(memory, "True and False name no amount")
+        raise _invalid_memory(memory, "True and False name no amount")
     if isinstance(memory, (int, float)):
         if not 0 < memory <= 1:
-            raise errors.invalid_memory(memory, "a number is a fraction, above 0 and at most 1")
+            raise _invalid_memory(memory, "a number is a fraction, above 0 and at most 1")
         return Memory(fraction=float(memory))
     if not isinstance(memory, str):
-        raise errors.invalid_memory(memory, "it is a {}".format(type(memory).__name__))
+        raise _invalid_memory(memory, "it is a {}".format(type(memory).__name__))
     text = memory.strip().lower()
     if text in ("grow", "growth"):
         return Memory(grow=True)
@@ -57,16 +63,19 @@ def parse_memory(memory):
     try:
         size = int(float(digits) * _UNITS[unit])
     except (KeyError, ValueError, OverflowError):
-        raise errors.invalid_memory(memory, "it is no size with a unit") from None
+        raise _invalid_memory(memory, "it is no size with a unit") from None
     if size <= 0:
-        raise errors.invalid_memory(memory, "a size is above 0")
+        raise _invalid_memory(memory, "a size is above 0")
     return Memory(size=size)
 
 
 def parse_floatx(floatx):
     """Check ``floatx=``: one of ``FLOATX``, or None."""
     if floatx is not None and floatx not in FLOATX:
-        raise errors.invalid_floatx(floatx)
+        raise errors.InvalidArgumentError(
+            'floatx={!r} is not understood. Use "float16", "float32", "float64", or None '
+            "(what Keras is set to).".format(floatx)
+        )
     return floatx
 
 
@@ -75,7 +84,10 @@ def parse_simulate(simulate):
     if simulate is None:
         return None
     if isinstance(simulate, bool) or not hasattr(simulate, "__index__") or simulate < 1:
-        raise errors.invalid_simulate(simulate)
+        raise errors.InvalidArgumentError(
+            "simulate={!r} is not understood. Use the number of CPU devices that shall "
+            "stand in for GPUs, 1 or more, or None (no simulation).".format(simulate)
+        )
     return simulate.__index__()
 
 
@@ -103,15 +115,29 @@ def parse_verify(verify, environ, simulated):
         if isinstance(verify, str) and verify.isdecimal():
             verify = int(verify)
     if isinstance(verify, bool) or not hasattr(verify, "__index__") or verify < 0:
-        raise errors.invalid_verify(verify)
+        raise errors.InvalidArgumentError(
+            "verify={!r} (or the variable COMPAT_VERIFY) is not a number of steps to "
+            "verify. Give 0 for none, or 1 or more, for example verify=1.".format(verify)
+        )
     return verify.__index__()
 
 
 class Settings:
-    """What a backend is to apply: the devices chosen, and the rest as it was asked."""
+    """What a backend is to apply: the devices chosen, and the rest as it was asked.
+
+    Arguments:
+        devices: the ``Devices`` chosen for this process.
+        memory: a ``Memory``; None: nothing was asked.
+        floatx: "float16", "float32" or "float64"; None: nothing was asked.
+        persist: whether to write the settings to the backend's configuration file, too.
+        strict: whether fewer devices than asked for are an error.
+        options: keyword options of ``configure_gpu()``, by name, also those of other backends.
+        verify: how many training steps of each model are compared with one device.
+        gpus: how the devices were asked for, for reports: "gpus=2".
+    """
 
     _ASKED = ("devices", "memory", "floatx", "persist", "strict", "options", "verify")
-    __slots__ = _ASKED + ("gpus", "warnings")
+    __slots__ = _ASKED + ("gpus",)
 
     def __init__(
         self,
@@ -131,9 +157,7 @@ class Settings:
         self.strict = strict
         self.options = dict(options or {})
         self.verify = verify
-        self.gpus = gpus  # how the devices were asked for, such as "gpus=2"
-        # From the backend: what is not as it was asked.
-        self.warnings: "List[str]" = []
+        self.gpus = gpus
 
     def __eq__(self, other):
         return all(getattr(self, name) == getattr(other, name) for name in self._ASKED)
@@ -171,7 +195,7 @@ class Configuration:
         environ: the environment variables that were set, and their values (None: removed).
         applied: what was set in the framework or in files, a line each.
         warnings: what is not as it was asked, a sentence each.
-        ranks: this process's place among those that train together; None where it is alone.
+        place: this process's place among those that train together; None where it is alone.
     """
 
     def __init__(
@@ -184,7 +208,7 @@ class Configuration:
         environ,
         applied,
         warnings,
-        ranks=None,
+        place=None,
     ):
         self.backend = backend
         self.reason = reason
@@ -194,7 +218,7 @@ class Configuration:
         self.environ = dict(environ)
         self.applied = list(applied)
         self.warnings = list(warnings)
-        self.ranks = ranks
+        self.place = place
 
     def __repr__(self):
         return "<Configuration {} on {}>".format(self.backend, ", ".join(self.devices))
@@ -204,7 +228,7 @@ class Configuration:
             "{} removed".format(name) if value is None else "{}={}".format(name, value)
             for name, value in sorted(self.environ.items())
         ]
-        ranks = [("ranks", [str(self.ranks)])] if self.ranks else []
+        place = [("ranks", [str(self.place)])] if self.place else []
         return report(
             [
                 ("backend", ["{} ({})".format(self.backend, self.reason)]),
@@ -213,7 +237,7 @@ class Configuration:
                 ("chosen", [self.settings.devices.outcome()]),
                 ("devices", [", ".join(self.devices)]),
             ]
-            + ranks
+            + place
             + [
                 ("variables", variables or ["none set"]),
                 ("applied", self.applied or ["nothing"]),
@@ -229,4 +253,12 @@ def report(sections):
         "{:<{}}{}".format(heading if index == 0 else "", width, line)
         for heading, lines in sections
         for index, line in enumerate(lines)
+    )
+
+
+def _invalid_memory(memory, problem):
+    return errors.InvalidArgumentError(
+        'memory={!r} is not understood: {}. Use "grow" (take memory as it is needed), a '
+        'fraction of each GPU such as 0.5, a size per GPU such as "4GiB" or "512MiB", or None '
+        "(the backend's default).".format(memory, problem)
     )

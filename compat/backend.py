@@ -1,41 +1,109 @@
-"""The contract between compat and a backend: what third parties subclass.
+"""The contract between compat and a backend: what third parties subclass, and what it speaks of.
 
 A backend answers in two phases, since that is this field's central difficulty: what can be
 set before the framework is imported (``environ``, pure), and what afterwards (``configure``).
 Methods not overridden raise ``UnsupportedError``; overriding one *is* the capability.
+
+All types that compat hands to a backend, and those that it subclasses, are importable from here:
+
+- ``Settings``, ``Memory`` and ``Devices``: what was asked of ``configure_gpu()``, and what chosen.
+- ``Place`` and ``Job``: a process's place among the ranks; which ranks a launcher is to start.
+- ``Engine``: what ranks talk through. ``own_launcher`` makes the command of compat's own launcher,
+  for frameworks that bring none.
+- ``Verification`` and ``Step``: a step on several devices compared with the same step on one.
+
+``compat.testing`` has the tests that a backend must pass.
 """
 
+import sys
+
 from . import errors
+from ._process import process
+from ._ranks import Job
+from ._ranks.place import Place
+from ._settings import Memory, Settings
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, Callable, ContextManager, Dict, List, Mapping, Optional, Sequence
+    from typing import Any, Callable, ContextManager, Dict, List, Mapping, Optional, Sequence, Tuple
 
-    from ._launchers import Ranks
-    from ._ranks import Launch
-    from ._settings import Settings
-    from ._verification import Verification
+    from ._devices import Devices
+    from ._engines import Engine
+    from ._launch.starter import launcher as own_launcher
+    from ._verification import Step, Verification
+
+__all__ = [
+    "Backend",
+    "Devices",
+    "Engine",
+    "Job",
+    "Memory",
+    "Place",
+    "Settings",
+    "Step",
+    "Verification",
+    "own_launcher",
+]
+
+# Imported when they are asked for: ``import compat`` stays as cheap as it is without them.
+_LAZY = {
+    "Devices": ("._devices", "Devices"),
+    "Engine": ("._engines", "Engine"),
+    "Step": ("._verification", "Step"),
+    "Verification": ("._verification", "Verification"),
+    "own_launcher": ("._launch.starter", "launcher"),
+}
+
+
+class _Module(type(sys)):  # type: ignore  # the class of modules, which mypy does not see in it
+    """This module's class: modules have no ``__getattr__`` of their own before Python 3.7."""
+
+    def __getattr__(self, name):
+        if name not in _LAZY:
+            raise AttributeError("module {!r} has no attribute {!r}".format(__name__, name))
+        import importlib
+
+        module, attribute = _LAZY[name]
+        value = getattr(importlib.import_module(module, __package__), attribute)
+        setattr(self, name, value)
+        return value
+
+    def __dir__(self):
+        return sorted(set(super().__dir__()).union(_LAZY))
+
+
+sys.modules[__name__].__class__ = _Module
 
 
 class Backend:
     """One framework that Keras runs on. Creating one imports nothing."""
 
-    #: The name users pass as ``backend=``: the name of the backend's file.
+    #: The name users pass as ``backend=``: that of the backend's package, or of its entry point.
     name = ""  # type: str
     #: The module to import, and what Keras calls the backend (``KERAS_BACKEND``).
     framework = ""  # type: str
     #: Distributions that install the framework; the first one found tells its version.
     distributions = ()  # type: Sequence[str]
-    #: The extra of ``keras-gpu-compat`` that installs it.
+    #: The extra of ``keras-gpu-compat`` that installs it; empty for a backend of a third party.
     extra = ""  # type: str
     #: Keyword options of ``configure_gpu()`` that this backend knows.
     options = ()  # type: Sequence[str]
+    #: What ``build()`` knows: names of strategies of the framework's own, and what each one is.
+    strategies = {}  # type: Mapping[str, str]
     #: The file that ``persist=True`` writes; empty where the framework reads none.
     configuration_file = ""  # type: str
     #: Environment variables worth showing in a report.
     variables = ()  # type: Sequence[str]
     #: Environment variables with which the framework records each operation by itself.
     recording = {}  # type: Mapping[str, str]
+
+    @property
+    def kept(self) -> "Dict[str, Any]":
+        """What ``configure()`` leaves for this backend's other methods; empty before it is called.
+
+        Everything that compat keeps of a process is in one place, and forgotten at once by tests.
+        """
+        return process.of_backend(self)
 
     def accepts(self, version: str) -> bool:
         """Whether this backend is the one for ``version`` of its framework."""
@@ -76,15 +144,16 @@ class Backend:
         """Why environment variables come too late now, or None while they still work."""
         raise errors.unsupported(self.name, "be configured", "Use another backend.")
 
-    def configure(self, settings: "Settings") -> "List[str]":
+    def configure(self, settings: "Settings") -> "Tuple[List[str], List[str]]":
         """Apply to the framework what only it can take, importing it if needed.
 
-        What is not as it was asked goes to ``settings.warnings``, a sentence each. Where no driver
-        lists a GPU, ``settings.devices.undecided`` is what was asked for: hide none, and tell
-        ``settings.devices.settle()`` how many the framework lists; it sets ``positions``.
+        Where no driver lists a GPU, ``settings.devices.undecided`` is what was asked for: hide
+        none, and tell ``settings.devices.settle()`` how many the framework lists; it sets
+        ``positions``.
 
         Returns:
-            Lines for the report: what was set, and in which of the framework's own names.
+            Lines for the report: what was set, and in which of the framework's own names. And
+            warnings, a sentence each: what is not as it was asked.
 
         Raises:
             TooLateError: something that must change can no longer be changed.
@@ -125,13 +194,9 @@ class Backend:
             verification: which steps, and what compares them; None: no more.
         """
         if verification is not None:
-            import warnings
-
-            warnings.warn(
+            errors.warn(
                 "verify={}: the backend {} cannot compare several devices with one, so nothing "
-                "is verified.".format(verification.left["train"], self.name),
-                errors.CompatWarning,
-                stacklevel=4,
+                "is verified.".format(verification.left["train"], self.name)
             )
 
     def build(
@@ -140,7 +205,7 @@ class Backend:
         """Call ``function``, which builds a model, under the framework's own strategy.
 
         Arguments:
-            strategy: its name: "mirrored".
+            strategy: its name, one of ``strategies``.
             function: builds the model and returns it.
             devices: one or more of ``self.devices()``.
         """
@@ -162,24 +227,29 @@ class Backend:
             "Leave compat.device() out; parallelize() may run the whole model on several.",
         )
 
-    def launcher(self, launch: "Launch") -> "List[str]":
+    def launcher(self, job: "Job") -> "List[str]":
         """The command that starts the ranks of the command that follows it.
 
-        It tells each rank its place in one of the ways of ``compat._launchers.LAUNCHERS``, ends all
-        ranks when one fails, and passes on what they print.
+        It tells each rank its place by the variables of one of the launchers that compat knows
+        (docs/launchers.md), ends all ranks when one fails, and passes on what they print.
+        ``own_launcher(job)`` is such a command, of compat's own.
 
         Arguments:
-            launch: how many, in which interpreter and environment, on which machines.
+            job: how many ranks, in which interpreter and environment, on which machines.
         """
-        raise errors.no_ranks(self.name)
+        raise _no_ranks(self.name)
 
-    def join(self, ranks: "Ranks") -> None:
+    def join(self, place: "Place") -> None:
         """Join the other ranks, before a model is built, if the engine cannot be joined later.
 
-        Called in workers of TensorFlow's ``TF_CONFIG``.
+        Called in a rank whose ``parallelize()`` is given a function that builds the model.
         """
 
-    def distribute(self, model: "Any", ranks: "Ranks") -> "Any":
+    def ranks_train_under(self, strategy: str, place: "Place") -> bool:
+        """Whether ranks that were started in this way train under that strategy in any case."""
+        return False
+
+    def distribute(self, model: "Any", place: "Place") -> "Any":
         """Make ``model`` train together with the other ranks, and return it.
 
         It begins with the weights and the optimizer's state of rank 0; gradients become the mean
@@ -187,10 +257,19 @@ class Backend:
 
         Arguments:
             model: as for ``parallelize``.
-            ranks: this process's place among them.
+            place: this process's place among them.
         """
-        raise errors.no_ranks(self.name)
+        raise _no_ranks(self.name)
 
     def problems(self, environ: "Mapping[str, str]") -> "List[str]":
         """What is wrong with this environment for this backend, a sentence each. Pure."""
         return []
+
+
+def _no_ranks(backend):
+    return errors.unsupported(
+        backend,
+        "train as one of several ranks yet",
+        "Start the script without a launcher (compat run without -n); parallelize() then uses "
+        "the devices of one process.",
+    )

@@ -16,7 +16,7 @@ import pytest
 from compat import errors
 from compat.backend import Backend
 
-pytest.register_assert_rewrite("compat.testing", "compat.testing_ranks")
+pytest.register_assert_rewrite("compat.testing")
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -109,22 +109,18 @@ def machine(tmp_path, monkeypatch):
 @pytest.fixture
 def process(tmp_path, monkeypatch, machine):
     """This process as if new: no GPU, nothing configured, an environment and a home of its own."""
-    from compat import _api, _devices
+    from compat._process import process
 
     before = dict(os.environ)
     for name in list(os.environ):
         if name.startswith(("CUDA_", "HIP_", "KERAS_", "ROCR_")):
             monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(_api, "_active", None)
-    monkeypatch.setattr(_api, "_first_call", None)
-    monkeypatch.setattr(_api, "_parallelized_before", [])
+    process.start_afresh()
     monkeypatch.setitem(sys.modules, "pynvml", None)  # NVML would tell of other GPUs
-    monkeypatch.setattr(_devices, "_claims", {})
     machine.plug()
     yield
-    for lock in _devices._claims.values():
-        os.close(lock)
+    process.start_afresh()
     os.environ.clear()
     os.environ.update(before)
 
@@ -202,6 +198,7 @@ class Toy(Backend):
     distributions = ("toy-framework", "toy-framework-gpu")
     extra = "toy"
     options = ("toy_seed",)
+    strategies = {"mirrored": "a mirror"}
     variables = ("TOY_FLAGS",)
 
     def environ(self, settings, environ):
@@ -220,7 +217,7 @@ class Toy(Backend):
             raise errors.too_late(self.framework, "it shows {}".format(toy.visible), "Call first.")
         toy.simulated = settings.devices.simulated
         toy.seed = settings.options.get("toy_seed")
-        return ["toyframework.seed = {}".format(toy.seed)]
+        return ["toyframework.seed = {}".format(toy.seed)], []
 
     def devices(self):
         return self.import_framework().devices()

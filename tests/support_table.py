@@ -1,4 +1,4 @@
-"""The support tables of the README, from the results of the tests.
+"""The tables of docs/support.md, generated from the results of the tests.
 
     python tests/support_table.py RESULTS [--write]
 
@@ -6,14 +6,14 @@ RESULTS is the folder where each tox environment leaves its JUnit files. Prints 
 ran in each environment, and where the tests marked ``row(name)`` passed), every test that was
 skipped, every environment that was not run, where the time went, and the sum of all. Fails where
 a test failed or an environment whose interpreter is here left no result; where CI is set, also
-where an interpreter is missing or the README's tables are not the ones generated here.
+where an interpreter is missing or the page's tables are not the ones generated here.
 
 Results count that are newer than the code: those of one environment stay when another is run. An
-environment that is run begins by removing its own, and the tests of one's own choice
-(``tox run -e py311-torch -- tests/backends -k masked``) leave none; see toxfile.py.
+environment that is run begins by removing its own, and a run of selected tests
+(``tox run -e py311-torch -- tests/backends -k masked``) leaves none; see toxfile.py.
 
---write puts what the results say into the README's tables. Environments without a result keep
-what the README says of them, and are named.
+--write updates the page's tables from the results. Environments without a result keep their rows,
+and are named.
 """
 
 import configparser
@@ -24,7 +24,7 @@ import sys
 import xml.etree.ElementTree as ElementTree
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-README = os.path.join(ROOT, "README.md")
+PAGE = os.path.join(ROOT, "docs", "support.md")
 BEGIN = "<!-- support table: written by tests/support_table.py -->\n"
 END = "<!-- end of the support table -->\n"
 HEADING = ("tox environment", "Python", "backend", "framework", "Keras", "contract", "tests")
@@ -144,9 +144,9 @@ def _listed(folder):
 
 
 def rows(results, kept=()):
-    """One row for each environment, as in the README: nothing that changes with every commit.
+    """One row for each environment, as on the page: nothing that changes with every commit.
 
-    ``kept`` are the README's rows, for environments that have no result.
+    ``kept`` are the page's rows, for environments that have no result.
     """
     keys = ("backend", "framework", "keras", "contract")
     kept = {row[0]: row for row in kept}
@@ -162,7 +162,7 @@ def rows(results, kept=()):
 def feature_rows(results, kept=()):
     """One row for each feature: the environments in which all of its tests passed.
 
-    ``kept`` are the README's rows, for environments that have no result.
+    ``kept`` are the page's rows, for environments that have no result.
     """
     passed = {}
     for feature, names in kept:
@@ -193,32 +193,32 @@ def markdown(heading, table):
 
 
 def tables(results, kept=((), ())):
-    """Both tables, as the README has them, with the rows of environments that have no result."""
+    """Both tables, as the page has them, with the rows of environments that have no result."""
     first, second = rows(results, kept[0]), feature_rows(results, kept[1])
     return markdown(HEADING, first) + "\n" + markdown(FEATURES, second)
 
 
-def readme_tables():
-    """The tables that the README has."""
-    with open(README, encoding="utf-8") as file:
+def page_tables():
+    """The tables that the page has."""
+    with open(PAGE, encoding="utf-8") as file:
         return file.read().partition(BEGIN)[2].partition(END)[0]
 
 
-def readme_rows():
+def page_rows():
     """The rows of both, as lists of cells."""
     return [
         [
             [cell.strip() for cell in line.strip("|").split("|")]
             for line in table.strip().splitlines()[2:]
         ]
-        for table in readme_tables().partition("\n\n")[::2]
+        for table in page_tables().partition("\n\n")[::2]
     ]
 
 
-def write_readme(table):
-    with open(README, encoding="utf-8") as file:
+def write_page(table):
+    with open(PAGE, encoding="utf-8") as file:
         before, _, rest = file.read().partition(BEGIN)
-    with open(README, "w", encoding="utf-8") as file:
+    with open(PAGE, "w", encoding="utf-8") as file:
         file.write(before + BEGIN + table + END + rest.partition(END)[2])
 
 
@@ -291,7 +291,7 @@ def whole_time(results):
 
 def main(folder, *options):
     results = read(folder)
-    table = tables(results, readme_rows() if "--write" in options else ((), ()))
+    table = tables(results, page_rows() if "--write" in options else ((), ()))
     print(table)
     for name, result in results.items():
         print("{}: {}".format(name, result))
@@ -301,19 +301,20 @@ def main(folder, *options):
         print("\n" + "\n".join(lines))
     missing, failures = not_run(results)
     if "--write" in options:
-        write_readme(table)
+        write_page(table)
         without = [name for name, _ in environments() if name not in results]
-        missing, failures = ["README.md: the rows of {} were written".format(_list(results))], []
+        written = "docs/support.md: the rows of {} were written"
+        missing, failures = [written.format(_list(results))], []
         if without:
-            missing.append("not touched, for want of a result: {}".format(", ".join(without)))
+            missing.append("unchanged, no result: {}".format(", ".join(without)))
     for name, result in results.items():
         if result.bad:
             failures.append("failed: {}: {}".format(name, result))
             failures += ["    {}".format(failure) for failure in result.failures]
     print("\n".join(missing))
     if "--write" not in options:
-        if not missing and not failures and table != readme_tables():
-            failures.append("README.md has other tables: tox run -e report -- --write")
+        if not missing and not failures and table != page_tables():
+            failures.append("docs/support.md has other tables: tox run -e report -- --write")
         if os.environ.get("CI") and missing:
             failures.append("CI needs every interpreter of the matrix")
     print("\n".join(failures))

@@ -5,6 +5,7 @@ import os
 import re
 import sys
 import threading
+import types
 import warnings
 
 import pytest
@@ -224,7 +225,9 @@ def test_the_cpu_is_known_under_any_name(toy, machine, monkeypatch):
     assert [message for message, _, _ in shown(caught)] == [text]
 
 
-def test_a_broken_value_of_cuda_visible_devices_is_mended_and_said(toy, machine, monkeypatch):
+def test_a_broken_value_of_cuda_visible_devices_is_corrected_with_a_warning(
+    toy, machine, monkeypatch
+):
     machine.plug(2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1, 0")
     with pytest.warns(compat.CompatWarning) as caught:
@@ -644,7 +647,11 @@ def test_wrong_arguments_of_parallelize(keras):
     assert str(caught.value).startswith("strategy='mirror' is not understood. Use None ")
     with pytest.raises(compat.NotAModelError) as caught:
         compat.parallelize(keras.Model(), strategy="mirrored")
-    assert "takes a function that builds the model" in str(caught.value)
+    assert str(caught.value) == (
+        "strategy='mirrored' takes a function that builds the model, since its variables must be "
+        "made under the strategy; it was given {!r}. Put the lines that build the model into a "
+        "function, and pass that.".format("{0.__module__}.{0.__qualname__}".format(keras.Model))
+    )
     with pytest.raises(compat.InvalidArgumentError):
         compat.parallelize(keras.Model(), "two")
     for value, name in (
@@ -870,3 +877,47 @@ def test_a_broken_keras_is_told_from_one_that_is_missing(toy, site):
         "keras'` to see all of it."
     )
     assert dict(os.environ) == before
+
+
+def test_devices_simulated_from_outside_stand_in_for_those_of_the_script(toy):
+    os.environ["COMPAT_SIMULATE"] = "2"
+    configuration = configure([1])
+    assert configuration.devices == ["cpu:0", "cpu:1"]
+    assert configuration.applied == [
+        "toyframework.seed = None",
+        "COMPAT_SIMULATE=2: simulated devices stand in for gpus=[1]",
+    ]
+
+
+def test_a_backend_that_cannot_verify_says_so(keras):
+    configure(simulate=2, verify=3)
+    with pytest.warns(compat.CompatWarning) as caught:
+        compat.parallelize(keras.Model())
+    assert [text for text, _, _ in shown(caught)] == [
+        "verify=3: the backend toy cannot compare several devices with one, so nothing is verified."
+    ]
+
+
+def test_a_distribution_of_keras_that_does_nothing_is_told(keras):
+    model = keras.Model()
+    keras.distribution = types.SimpleNamespace(distribution=lambda: None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _keras.warn_of_distribution(model)
+    keras.distribution.distribution = object
+    with pytest.warns(compat.CompatWarning) as caught:
+        _keras.warn_of_distribution(model)
+    assert [text for text, _, _ in shown(caught)] == [
+        "A keras.distribution is set: on toyframework Keras accepts it and does nothing with it. "
+        "Remove keras.distribution.set_distribution(); parallelize() splits the batches by itself."
+    ]
+
+
+def test_a_strategy_that_no_backend_has():
+    with pytest.raises(ValueError) as caught:
+        compat.parallelize(Native, strategy="mirror")
+    assert str(caught.value) == (
+        "strategy='mirror' is not understood. Use None (the model's replicas run in this process, "
+        'split by compat) or "mirrored" (TensorFlow 2\'s MirroredStrategy, for a function that '
+        "builds the model)."
+    )

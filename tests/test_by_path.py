@@ -7,7 +7,8 @@ import sys
 import pytest
 from conftest import ROOT
 
-from compat import _by_path, _test_script, errors
+from compat import _by_path, errors
+from compat._commands import verify_script
 
 pytestmark = pytest.mark.usefixtures("process")
 
@@ -37,7 +38,10 @@ def finished(folder, *command, **environ):
 
 
 def note(script, path):
-    return "compat run: {}\n".format(errors.shadowed(script, path))
+    return (
+        "compat run: `import compat` in {} finds {}, not this package. Rename that one to use "
+        "compat.configure_gpu() there.\n".format(script, path)
+    )
 
 
 def test_second_name(folder):
@@ -128,7 +132,14 @@ def test_script_behind_a_link_is_at_home_where_the_link_leads(folder, tmp_path):
 def test_test_names_it(folder, toy, capfd, monkeypatch):
     script = str(folder / "script.py")
     monkeypatch.setenv("PYTHONPATH", "")
-    assert not _test_script.run([script], ranks=0)
+    assert not verify_script.run([script], ranks=0)
     out, err = capfd.readouterr()
-    assert "my own\n" in out and "Nothing was verified" in out
+    assert out == "my own\n[]\n\n" + "-" * 72 + (
+        "\n"
+        "compat test: script.py on 3 simulated devices of toy\n"
+        "\n"
+        "Nothing was verified: the script ran no step of a model that compat.parallelize() was "
+        "given after compat.configure_gpu().\n"
+        "NOT the same on several devices.\n"
+    )
     assert "compat test: {}\n".format(errors.shadowed(script, folder / "compat.py")) in err

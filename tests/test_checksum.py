@@ -6,21 +6,23 @@ import numpy as np
 import pytest
 
 import compat
-from compat import _checksum, _engine, _launchers
+from compat import _engines
+from compat._ranks import checksum
+from compat._ranks.place import Place
 
 
-class Threads(_engine.Engine):
+class Threads(_engines.Engine):
     """An engine between threads of this process, which sums in float32 as the least precise do."""
 
-    def __init__(self, ranks, barrier, box):
-        super().__init__(ranks)
+    def __init__(self, place, barrier, box):
+        super().__init__(place)
         self.barrier, self.box, self.exchanged = barrier, box, []
 
     def all(self, value):
         self.barrier.wait(10)
-        self.box[self.ranks.rank] = value
+        self.box[self.place.rank] = value
         self.barrier.wait(10)
-        return [self.box[rank] for rank in range(self.ranks.size)]
+        return [self.box[rank] for rank in range(self.place.size)]
 
     def sum(self, values):
         self.exchanged.append(len(values))
@@ -40,14 +42,14 @@ def verify(*held):
     outcomes = [None] * len(held)  # type: list
 
     def run(rank):
-        engine = Threads(_launchers.Ranks(rank, len(held), rank, len(held), "test"), barrier, box)
+        engine = Threads(Place(rank, len(held), rank, len(held), "test"), barrier, box)
         names = list(held[rank])
 
         def write(place, value):
             held[rank][names[place]] = value
 
         try:
-            _checksum.verify(engine, names, list(held[rank].values()), write, 1)
+            checksum.verify(engine, names, list(held[rank].values()), write, 1)
         except compat.RankError as error:
             outcomes[rank] = error
         else:

@@ -7,7 +7,7 @@ import pytest
 from conftest import Toy
 
 import compat
-from compat import _detect, _extras
+from compat import _detect, _distributions, _extras
 
 pytestmark = pytest.mark.usefixtures("process")
 
@@ -123,7 +123,7 @@ def test_asked_for_a_version_that_no_backend_accepts(site, asked):
 # While it is imported, its backend is not yet decided; afterwards, keras.backend.backend() is.
 KERAS = """\
 from types import SimpleNamespace
-from compat import _detect
+from compat import _detect, _distributions
 backend = SimpleNamespace(backend=lambda: "theano")
 chosen_meanwhile = _detect.choose()
 """
@@ -252,7 +252,7 @@ def test_keras_json_unreadable(site, monkeypatch, keras_json, content, problem):
     site.install("Keras", "2.2.4")
     path = keras_json(content)
     assert refusal(compat.ConfigurationFileError) == (
-        "{} cannot be read: {}. Keras would ignore it without a word: mend or remove the file, or "
+        "{} cannot be read: {}. Keras would ignore it silently: correct or remove the file, or "
         "set KERAS_BACKEND.".format(path, problem)
     )
     monkeypatch.setenv("KERAS_BACKEND", "theano")  # then Keras does not need the file
@@ -323,6 +323,12 @@ def test_several_installed_are_not_guessed_from(site, monkeypatch):
         "Several backends are installed and nothing says which one this script uses: mxnet, "
         "theano. Pass backend=..., set KERAS_BACKEND, or import keras first."
     )
+    with pytest.raises(compat.AmbiguousBackendError) as error:
+        _detect.choose(None, typed=True)
+    assert str(error.value) == (
+        "Several backends are installed and nothing says which one this script uses: mxnet, "
+        "theano. Pass --backend, such as --backend mxnet, or set KERAS_BACKEND."
+    )
 
 
 def test_none_installed():
@@ -355,7 +361,11 @@ def test_none_installed_names_what_installs_here(
 def test_none_installed_on_a_python_that_no_extra_knows(on_python):
     on_python("3.99")
     said = refusal(compat.NotInstalledError)
-    assert "no extra of keras-gpu-compat installs on Python 3.99" in said
+    assert said == (
+        "No backend is installed in this Python, and no extra of keras-gpu-compat installs on "
+        "Python 3.99. Use another Python, or install a framework and a Keras that runs on it "
+        "yourself."
+    )
 
 
 @pytest.mark.parametrize(
@@ -388,17 +398,24 @@ def test_the_extra_that_installs_here_and_fits_the_keras(
 
 
 @pytest.mark.parametrize(
-    "python, asked, said",
+    "python, asked, framework, pythons",
     [
-        ("3.11", "theano", 'on Python 3.6 to 3.8, where pip install "keras-gpu-compat[theano]"'),
-        ("3.9", "tensorflow1", 'on Python 3.6 or 3.7, where pip install "keras-gpu-compat[tens'),
+        ("3.11", "theano", "theano", "Python 3.6 to 3.8"),
+        ("3.9", "tensorflow1", "tensorflow", "Python 3.6 or 3.7"),
     ],
 )
-def test_no_extra_for_it_installs_here(on_python, python, asked, said):
+def test_no_extra_for_it_installs_here(on_python, python, asked, framework, pythons):
     on_python(python)
-    message = refusal(compat.NotInstalledError, asked)
-    assert said in message
-    assert message.endswith(" brings it: this is Python {}.".format(python))
+    text = (
+        "{} is not installed, but {} was asked for. Choose another backend, or run the script on "
+        '{}, where pip install "keras-gpu-compat[{}]" brings it: this is Python {}.'
+    )
+    assert refusal(compat.NotInstalledError, asked) == text.format(
+        framework, "backend={!r}".format(asked), pythons, asked, python
+    )
+    with pytest.raises(compat.NotInstalledError) as error:
+        _detect.choose(asked, typed=True)
+    assert str(error.value) == text.format(framework, "--backend " + asked, pythons, asked, python)
 
 
 def test_a_version_that_is_not_accepted_is_not_chosen(site):
@@ -420,32 +437,32 @@ def test_versions_are_those_that_are_installed(monkeypatch):
     monkeypatch.undo()  # the real sys.path
     found = {d.metadata["Name"]: d.version for d in distributions()}
     assert "pytest" in found
-    assert {name: _detect.distribution_version(name) for name in found} == found
+    assert {name: _distributions.version(name) for name in found} == found
 
 
 def test_a_development_install_tells_its_version_in_a_file(site):
     folder = site.folder / "Theano.egg-info"
     folder.mkdir()
-    assert _detect.distribution_version("theano") is None
+    assert _distributions.version("theano") is None
     (folder / "PKG-INFO").write_text("Metadata-Version: 1.2\nName: Theano\nVersion: 1.0.5+dev\n")
-    assert _detect.distribution_version("theano") == "1.0.5+dev"
+    assert _distributions.version("theano") == "1.0.5+dev"
 
 
 def test_an_egg_info_has_the_python_in_its_name(site):
     (site.folder / "Keras_Applications-1.0.8-py3.7.egg-info").mkdir()
-    assert _detect.distribution_version("keras-applications") == "1.0.8"
-    assert _detect.distribution_version("keras") is None
+    assert _distributions.version("keras-applications") == "1.0.8"
+    assert _distributions.version("keras") is None
 
 
 def test_folders_and_files_that_are_no_distribution(site, monkeypatch):
     for name in ("theano-1.0.4", "theano-1.0.4.txt", "theano"):
         (site.folder / name).mkdir()
     monkeypatch.setattr(sys, "path", [str(site.folder / "missing")] + sys.path)
-    assert _detect.distribution_version("theano") is None
+    assert _distributions.version("theano") is None
     later = site.folder / "later"
     (later / "theano-1.0.5.dist-info").mkdir(parents=True)
     monkeypatch.setattr(sys, "path", sys.path + [str(later)])
-    assert _detect.distribution_version("theano") == "1.0.5"
+    assert _distributions.version("theano") == "1.0.5"
 
 
 def test_what_is_imported_tells_its_version_itself(site):
@@ -461,7 +478,7 @@ def test_what_is_imported_tells_its_version_itself(site):
     [("2.2.4", (2, 2)), ("2.4rc0", (2, 4)), ("3", (3,)), ("2.10.0.dev1+cpu", (2, 10))],
 )
 def test_release(version, release):
-    assert _detect.release(version) == release
+    assert _distributions.release(version) == release
 
 
 # Not installed, and installed but broken ------------------------------------------------------

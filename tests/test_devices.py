@@ -11,7 +11,10 @@ from conftest import ROOT
 
 import compat
 from compat import _devices, _discovery
-from compat._devices import Devices, choose, parse_gpus, visible_entries
+from compat._devices import Devices, choose
+from compat._process import process
+from compat._selection import parse_gpus
+from compat._visible import visible_entries
 
 pytestmark = pytest.mark.usefixtures("process")
 
@@ -584,8 +587,8 @@ def test_a_mig_instance_that_was_given_is_taken(machine):
 
 PICK = """\
 import sys
-from compat import _devices, _discovery
-print(_devices.choose(_devices.parse_gpus("free:1"), None, {}).gpus, flush=True)
+from compat import _devices, _discovery, _idle, _selection
+print(_devices.choose(_selection.parse_gpus("free:1"), None, {}).gpus, flush=True)
 sys.stdin.read()
 """
 
@@ -641,7 +644,10 @@ OBSTACLES = {
     "FIFO": (os.mkfifo, "It is not a regular file"),
     "folder": (os.mkdir, "Is a directory"),
     "socket": (make_socket, "No such device or address"),
-    "link": (lambda path: os.symlink("/tmp/keras-gpu-compat-made-elsewhere", path), "Too many"),
+    "link": (
+        lambda path: os.symlink("/tmp/keras-gpu-compat-made-elsewhere", path),
+        "Too many levels of symbolic links",
+    ),
     "device": (lambda path: os.symlink("/dev/zero", path), "Too many levels of symbolic links"),
 }
 
@@ -654,10 +660,13 @@ def test_what_is_no_lock_file_neither_hangs_nor_claims(kind, lock_paths):
     for ask, gpus in (("free:1", ("1",)), ("free", ("0", "1"))):
         devices = chosen(ask)
         assert devices.gpus == gpus and devices.shortage is None
-    assert list(_devices._claims) == [lock_paths[1][len("/tmp/keras-gpu-compat-") : -len(".lock")]]
+    assert list(process.claims) == [lock_paths[1][len("/tmp/keras-gpu-compat-") : -len(".lock")]]
     (problem,) = devices.problems
-    assert problem.startswith(
-        "GPU 0 is idle but cannot be claimed: {} cannot be locked ({}".format(lock_paths[0], said)
+    assert problem == (
+        "GPU 0 is idle but cannot be claimed: {} cannot be locked ({}). Another job that asks for "
+        "idle GPUs may take it, too. Choose GPUs by their ids, or have that file removed.".format(
+            lock_paths[0], said
+        )
     )
     assert not os.path.exists("/tmp/keras-gpu-compat-made-elsewhere")
 
@@ -666,8 +675,8 @@ def test_nothing_in_tmp_keeps_people_from_all_gpus_for_ever(lock_paths):
     for path in lock_paths:
         os.mkfifo(path)
     program = (
-        "import os, sys; from compat import _devices; "
-        'd = _devices.choose(_devices.parse_gpus("free:1"), None, {}); print(d.gpus, d.problems)'
+        "import os, sys; from compat import _devices, _selection; "
+        'd = _devices.choose(_selection.parse_gpus("free:1"), None, {}); print(d.gpus, d.problems)'
     )
     for _ in range(2):  # each is told that it may share the GPU
         said = subprocess.check_output(

@@ -8,8 +8,9 @@ import types
 import pytest
 
 from compat import _devices, _discovery
-from compat._devices import Devices, Selection, choose, parse_gpus
-from compat._launchers import Ranks
+from compat._devices import Devices, choose
+from compat._ranks.place import Place
+from compat._selection import Selection, parse_gpus
 
 pytestmark = pytest.mark.usefixtures("process")
 
@@ -305,7 +306,7 @@ def test_what_the_framework_lists_is_chosen_among(gpus, listed, positions, short
 def test_a_rank_takes_one_of_those_that_the_framework_lists():
     def rank(gpus, index, size, listed):
         devices = _devices.choose_for_rank(
-            parse_gpus(gpus), {}, Ranks(index, size, index, size, "")
+            parse_gpus(gpus), {}, Place(index, size, index, size, "")
         )
         devices.settle(listed)
         return devices.positions, devices.shortage and devices.shortage[1]

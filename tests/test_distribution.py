@@ -1,4 +1,4 @@
-"""The source distribution, built as pip builds it, and what it says of the project."""
+"""The source distribution, built as pip builds it, and the documentation in it."""
 
 import os
 import re
@@ -54,7 +54,7 @@ def test_source_distribution_has_all_files_of_the_project(sdist):
 
 
 def test_description_for_an_index_has_no_link_that_leads_nowhere(sdist):
-    """The README's links to other files: there are no such files beside the page of an index."""
+    """The README's links to other files, which an index of packages does not have."""
     description = sdist["PKG-INFO"]
     assert "# keras-gpu-compat\n" in description
     linked = {to for to in re.findall(LINK, sdist["README.md"]) if to[0] != "#"}
@@ -78,3 +78,18 @@ def test_links_between_the_documents_lead_to_files_and_headings():
             path = os.path.join(os.path.dirname(document), path) if path else document
             assert os.path.exists(os.path.join(ROOT, path)), (document, link)
             assert not anchor or anchor in headings(os.path.join(ROOT, path)), (document, link)
+
+
+def test_documents_name_files_and_modules_that_exist():
+    """All but the list of changes, which has old names."""
+    for document in (path for path in files() if path.endswith(".md") and path != "CHANGELOG.md"):
+        with open(os.path.join(ROOT, document), encoding="utf-8") as file:
+            text = file.read()
+        paths = re.findall(
+            r"(?<![\w/.])(?:\.ci|benchmarks|compat|docs|examples|tests)/[\w./-]+", text
+        )
+        modules = re.findall(r"(?<![\w/.])compat\.(?:testing|_\w+)(?:\.[a-z_]+)*", text)
+        named = {path.rstrip(".") for path in paths if "NAME" not in path}
+        for each in named | {module.replace(".", "/") for module in modules}:
+            found = [os.path.join(ROOT, each + ending) for ending in ("", ".py")]
+            assert any(map(os.path.exists, found)), (document, each)

@@ -9,7 +9,10 @@ import textwrap
 import pytest
 from conftest import ROOT
 
-from compat import _by_path, _launch, _rank, _ranks, _run, _start, errors, testing_hosts
+from compat import _by_path, _ranks, errors
+from compat._commands import run_script
+from compat._launch import rank_process, starter, watching
+from compat.testing import machines
 
 
 @pytest.mark.parametrize(
@@ -34,8 +37,12 @@ def test_hosts(text, hosts):
     "text", ["", "a,,b", ":2", "a:0", "a:x", "a:-1", "a,a:2", "localhost,b", "b,127.0.0.1:2"]
 )
 def test_hosts_that_cannot_be_meant(text):
-    with pytest.raises(errors.InvalidArgumentError, match="--hosts first:4,second:4"):
+    with pytest.raises(errors.InvalidArgumentError) as error:
         _ranks.parse_hosts(text)
+    assert str(error.value) == (
+        "--hosts {} is not understood. Use machines, by the names that all of them know, and how "
+        "many ranks each is to run: --hosts first:4,second:4.".format(text)
+    )
 
 
 @pytest.mark.parametrize(
@@ -46,8 +53,18 @@ def test_hosts_that_cannot_be_meant(text):
 )
 def test_names_that_ssh_or_a_shell_would_take_for_something_else(name):
     for text in (name, "a:2," + name):
-        with pytest.raises(errors.InvalidArgumentError, match="a name of letters, digits"):
+        with pytest.raises(errors.InvalidArgumentError) as error:
             _ranks.parse_hosts(text)
+        host = text.rpartition(",")[2].strip()
+        problem = " is not the name of a machine"
+        if host.count(":") > 1:
+            problem = " looks like an IPv6 address, and launchers take none"
+        assert str(error.value) == (
+            "--hosts {}: {!r}{}. Use a name of letters, digits, '.', '-' and '_' that does not "
+            "begin with '-', or an IPv4 address; user@name logs in as another user.".format(
+                text, host, problem
+            )
+        )
 
 
 def test_the_same_machine_twice_whoever_logs_in():
@@ -57,7 +74,7 @@ def test_the_same_machine_twice_whoever_logs_in():
 
 def test_a_host_is_no_option_of_ssh():
     """Whatever it is: the second defence."""
-    ssh = _start._agent("-oProxyCommand=touch x")
+    ssh = starter._agent("-oProxyCommand=touch x")
     assert ssh[-3:-1] == ["--", "-oProxyCommand=touch x"]
 
 
@@ -65,46 +82,56 @@ def test_no_variable_is_on_the_command_line_of_ssh(monkeypatch):
     """Where all users of both machines can read it."""
     monkeypatch.setenv("PYTHONPATH", "/secret")
     monkeypatch.setenv("TOKEN", "secret")
-    assert "secret" not in " ".join(_start._agent("gamma"))
+    assert "secret" not in " ".join(starter._agent("gamma"))
 
 
 def test_ranks_meet_at_a_machine_not_at_its_user():
-    first, _ = _start._places([("ann@first", 1), ("second", 1)], False)
-    assert first[0]["COMPAT_MEETING"].startswith("first:")
+    first, _ = starter._places([("ann@first", 1), ("second", 1)], False)
+    assert first[0]["COMPAT_RENDEZVOUS"].startswith("first:")
 
 
 def test_launchers_that_take_no_users():
-    from compat._backends import _horovod, _mpi
+    from compat._engines import horovod, mpi
 
-    launch = _ranks.Launch(2, "another python", {}, "a,ann@b")
-    with pytest.raises(errors.InvalidArgumentError, match="mpirun takes no user@"):
-        _mpi.launcher(launch)
-    with pytest.raises(errors.InvalidArgumentError, match="horovodrun takes no user@"):
-        _horovod.launcher(launch, "mxnet")
+    job = _ranks.Job(2, "another python", {}, "a,ann@b")
+    text = (
+        "--hosts a,ann@b: {} takes no user@ in front of a machine. Name the user in ~/.ssh/config, "
+        "as User under the machine's Host."
+    )
+    with pytest.raises(errors.InvalidArgumentError) as error:
+        mpi.launcher(job)
+    assert str(error.value) == text.format("mpirun")
+    with pytest.raises(errors.InvalidArgumentError) as error:
+        horovod.launcher(job, "mxnet")
+    assert str(error.value) == text.format("horovodrun")
 
 
 def test_ranks_fill_one_machine_after_the_other():
     assert _ranks.fill_hosts("a:2,b:3", None) == (5, "a:2,b:3")
     assert _ranks.fill_hosts("a:2,b:3", 4) == (4, "a:2,b:2")
     assert _ranks.fill_hosts("a:2,b:3", 2) == (2, "a:2")
-    with pytest.raises(errors.InvalidArgumentError, match="-n 6: --hosts a:2,b:3 has room for 5"):
+    with pytest.raises(errors.InvalidArgumentError) as error:
         _ranks.fill_hosts("a:2,b:3", 6)
+    assert str(error.value) == (
+        "-n 6: --hosts a:2,b:3 has room for 5. Use fewer ranks, or give the machines more: --hosts "
+        "first:4,second:4."
+    )
 
 
 def test_gpus_are_chosen_on_each_machine(toy):
     environ = {"CUDA_VISIBLE_DEVICES": "3"}
     for gpus in (None, "0,1", "cpu"):
-        _, _, started, lines = _run.prepare(gpus, "toy", None, environ, 2, "a,b")
+        _, _, started, lines = run_script.prepare(gpus, "toy", None, environ, 2, "a,b")
         assert started["CUDA_VISIBLE_DEVICES"] == "3"
         assert started.get("COMPAT_GPUS") == gpus
         assert lines[0] == "toy (--backend toy was asked for), on a,b"
     with pytest.raises(errors.InvalidArgumentError, match="idle GPUs cannot be found on other"):
-        _run.prepare("free:2", "toy", None, environ, 2, "a,b")
+        run_script.prepare("free:2", "toy", None, environ, 2, "a,b")
 
 
 def test_a_rank_sees_the_gpus_that_were_asked_for_on_its_machine():
-    assert _rank._gpus({}) == {}
-    assert _rank._gpus({"COMPAT_GPUS": "cpu"}) == {"CUDA_VISIBLE_DEVICES": "-1"}
+    assert rank_process._gpus({}) == {}
+    assert rank_process._gpus({"COMPAT_GPUS": "cpu"}) == {"CUDA_VISIBLE_DEVICES": "-1"}
 
 
 def test_a_login_s_own_variables_stay_on_its_machine():
@@ -115,7 +142,7 @@ def test_a_login_s_own_variables_stay_on_its_machine():
         "PATH": "/bin",
         "THEANO_FLAGS": "",
     }
-    assert _start.exported(environ) == {"PATH": "/bin", "THEANO_FLAGS": ""}
+    assert starter.exported(environ) == {"PATH": "/bin", "THEANO_FLAGS": ""}
 
 
 # Two machines ---------------------------------------------------------------------------------
@@ -134,14 +161,16 @@ def job(tmp_path):
         begin = "import os, socket, sys, time, compat\nrank = compat.rank()\n"
         script.write_text(begin + textwrap.dedent(program))
         size = sum(slots for _, slots in _ranks.parse_hosts(where))
-        command = _by_path.command("_start") + [where] + _by_path.command("_rank")
+        command = (
+            _by_path.command("_launch.starter") + [where] + _by_path.command("_launch.rank_process")
+        )
         command += [sys.executable, str(script), "it's"]
         launch = (
-            "import os, sys\ndel sys.path[0]\nfrom compat import _launch\n"
-            "sys.exit(_launch.launch({!r}, dict(os.environ), {}))".format(command, size)
+            "import os, sys\ndel sys.path[0]\nfrom compat._launch import watching\n"
+            "sys.exit(watching.launch({!r}, dict(os.environ), {}))".format(command, size)
         )
         process = subprocess.Popen(
-            testing_hosts.command(2, sys.executable, "-c", launch),
+            machines.command(2, sys.executable, "-c", launch),
             env=dict(os.environ, PYTHONPATH=ROOT, COMPAT_TEST_SAID="what is set"),
             cwd=str(here),
             stdout=subprocess.PIPE,
@@ -160,7 +189,7 @@ def job(tmp_path):
 def finished(process):
     """The exit status, the lines printed, and what went to stderr, survivors included."""
     # Less than compat run gives the launcher to end the others, which it has to do by itself.
-    out, err = process.communicate(timeout=_launch.GRACE - 1)
+    out, err = process.communicate(timeout=watching.GRACE - 1)
     return process.returncode, sorted(out.splitlines()), err
 
 
@@ -189,7 +218,7 @@ def test_ranks_meet_where_all_machines_can_reach_it(job):
     status, out, _ = finished(
         job(
             """
-            host, port = os.environ["COMPAT_MEETING"].split(":")
+            host, port = os.environ["COMPAT_RENDEZVOUS"].split(":")
             if rank == 0:
                 with socket.socket() as server:
                     server.bind((host, int(port)))
@@ -236,7 +265,7 @@ def test_no_rank_survives_the_one_who_started_all(job):
             """
             if rank == 0:
                 print("told")
-                starter = os.getppid()  # compat._rank; above it the machine's process, then this
+                starter = os.getppid()  # rank_process; above it the machine's process, then this
                 for _ in range(2):
                     with open("/proc/{}/stat".format(starter)) as file:
                         starter = int(file.read().rpartition(")")[2].split()[1])
@@ -251,8 +280,8 @@ def test_no_rank_survives_the_one_who_started_all(job):
 
 @pytest.mark.parametrize("arguments", [[], ["two", "true"], ["1", "true"], ["2"]])
 def test_wrong_arguments_are_told_the_right_ones(arguments):
-    with pytest.raises(SystemExit, match="python -m compat.testing_hosts 4 COMMAND"):
-        testing_hosts.main(*arguments)
+    with pytest.raises(SystemExit, match="python -m compat.testing.machines 4 COMMAND"):
+        machines.main(*arguments)
 
 
 def test_missing_programs_are_told(monkeypatch, tmp_path):
@@ -260,14 +289,16 @@ def test_missing_programs_are_told(monkeypatch, tmp_path):
         (tmp_path / name).write_text("")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    message = "^compat.testing_hosts needs ip, which PATH has not. Try: apt-get install .*iproute2$"
+    message = (
+        "^compat.testing.machines needs ip, which PATH has not. Try: apt-get install .*iproute2$"
+    )
     with pytest.raises(SystemExit, match=message):
-        testing_hosts.main("2", "true")
+        machines.main("2", "true")
 
 
 def test_processes_of_two_commands_have_different_numbers():
     """Both share the disk, and Open MPI's files there have a process in their names."""
-    program = testing_hosts.command(2, sys.executable, "-c", "import os; print(os.getpid())")
+    program = machines.command(2, sys.executable, "-c", "import os; print(os.getpid())")
     commands = [subprocess.Popen(program, stdout=subprocess.PIPE) for _ in range(2)]
     assert len({command.communicate()[0] for command in commands}) == 2
 
@@ -275,9 +306,9 @@ def test_processes_of_two_commands_have_different_numbers():
 def test_survivors_are_told():
     program = "import subprocess; subprocess.Popen(['sleep', '60'])"
     completed = subprocess.run(
-        testing_hosts.command(2, sys.executable, "-c", program),
+        machines.command(2, sys.executable, "-c", program),
         stderr=subprocess.PIPE,
         universal_newlines=True,
     )
     assert completed.returncode == 1
-    assert completed.stderr == "compat.testing_hosts: left running: sleep 60\n"
+    assert completed.stderr == "compat.testing.machines: left running: sleep 60\n"

@@ -10,8 +10,9 @@ import time
 import pytest
 from conftest import ROOT
 
-from compat import _by_path, _launch, _rank, errors
-from compat._launch import Ended
+from compat import _by_path
+from compat._launch import rank_process, watching
+from compat._launch.watching import Ended
 
 
 @pytest.fixture
@@ -22,11 +23,11 @@ def job(tmp_path):
         script = tmp_path / "script.py"
         begin = "import os, sys, time, signal, compat\nrank = compat.rank()\n"
         script.write_text(begin + textwrap.dedent(program))
-        ranks = _by_path.command("_start") + [str(size)]
-        rank = _by_path.command("_rank") + [sys.executable, str(script)]
+        ranks = _by_path.command("_launch.starter") + [str(size)]
+        rank = _by_path.command("_launch.rank_process") + [sys.executable, str(script)]
         program = (
-            "import os, sys\nfrom compat import _launch\n"
-            "sys.exit(_launch.launch({!r}, dict(os.environ), {}, {}))".format(
+            "import os, sys\nfrom compat._launch import watching\n"
+            "sys.exit(watching.launch({!r}, dict(os.environ), {}, {}))".format(
                 ranks + rank, size, elsewhere
             )
         )
@@ -51,7 +52,7 @@ def finished(job):
     def finished(program, size=3):
         process = job(program, size)
         # Less than compat run gives the launcher to end the others, which it has to do by itself.
-        out, err = process.communicate(timeout=_launch.GRACE - 1)
+        out, err = process.communicate(timeout=watching.GRACE - 1)
         return process.returncode, out.decode("utf-8"), err.decode("utf-8")
 
     return finished
@@ -85,19 +86,19 @@ def test_long_lines_and_other_alphabets_are_whole(finished):
 def test_long_lines_of_two_ranks_are_not_mixed(capsys, monkeypatch):
     sent = {}
     for number in range(2):
-        rank, messages = _rank._Rank(number), []
+        rank, messages = rank_process._Rank(number), []
         monkeypatch.setattr(os, "write", lambda _, data, to=messages: to.append(data.decode()))
-        rank.send_line(_rank.OUT, str(number) * 2500)
-        rank.send_line(_rank.TRACEBACK, str(number) * 2500)
+        rank.send_line(rank_process.OUT, str(number) * 2500)
+        rank.send_line(rank_process.TRACEBACK, str(number) * 2500)
         sent[number] = messages
     monkeypatch.undo()
-    job = _launch.Job(2)
+    ranks = watching.WatchedRanks(2)
     for pair in zip(sent[0], sent[1]):
         for message in pair:
-            job.hear(message.rstrip("\n"))
+            ranks.hear(message.rstrip("\n"))
     assert len(sent[0]) == 6
     assert capsys.readouterr().out == "[0] {}\n[1] {}\n".format("0" * 2500, "1" * 2500)
-    assert job.tracebacks == {0: ["0" * 2500], 1: ["1" * 2500]}
+    assert ranks.tracebacks == {0: ["0" * 2500], 1: ["1" * 2500]}
 
 
 def test_a_progress_bar_is_shown_while_it_grows(job, tmp_path):
@@ -155,6 +156,24 @@ def test_exit_statuses_and_signals_are_the_rank_s(finished):
     assert err == "compat run: rank 0 of 3 was killed by signal 9; the others were ended.\n\n"
 
 
+def test_a_rank_that_ends_too_early_is_named(finished):
+    status, _, err = finished(
+        """
+        if rank == 0:
+            time.sleep(1)
+            raise compat.RankLostError("rank 1 is gone")
+        """,
+        size=2,
+    )
+    assert status == 1
+    report = err[err.index("compat run: ") :].splitlines()
+    assert report[0] == (
+        "compat run: rank 1 of 2 ended (exit status 0) while others were still training; the "
+        "others were ended."
+    )
+    assert report[-1] == "compat.errors.RankLostError: rank 1 is gone"
+
+
 def test_ranks_that_do_not_end_politely_are_killed(finished, tmp_path):
     mark = str(tmp_path / "here")
     status, _, _ = finished(
@@ -210,7 +229,14 @@ def test_ctrl_c_reaches_each_rank_once_and_all_may_save(job, elsewhere):
     assert process.returncode == 130
     said = ["[{}] {}".format(rank, text) for rank in range(2) for text in ("interrupted", "saved")]
     assert sorted(out.decode().splitlines()) == said
-    assert err.decode() == errors.interrupted(60) + "\n"
+    assert (
+        err.decode()
+        == (
+            "compat run: interrupted. The ranks are, too, and have up to {:.0f} seconds to end; "
+            "Ctrl-C again ends them at once.".format(60)
+        )
+        + "\n"
+    )
 
 
 def test_a_second_ctrl_c_ends_ranks_that_do_not(job):
@@ -219,9 +245,11 @@ def test_a_second_ctrl_c_ends_ranks_that_do_not(job):
     process.send_signal(signal.SIGINT)
     assert {process.stdout.readline() for _ in range(3)} >= {b"[1] interrupted\n", b"[0] saved\n"}
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=_launch.GRACE - 1)
+    out, err = process.communicate(timeout=watching.GRACE - 1)
     assert (process.returncode, out) == (130, b"")
-    assert err.decode().splitlines()[1] == errors.told_to_end("SIGINT")
+    assert err.decode().splitlines()[
+        1
+    ] == "compat run: told to end by {}; the ranks are ended.".format("SIGINT")
 
 
 def test_a_rank_may_end_as_it_likes_when_the_job_is_told_to(job):
@@ -252,7 +280,7 @@ def test_a_hangup_that_is_ignored_stays_so(job):
 
 def test_a_launcher_that_fails_is_heard(tmp_path, capfd):
     command = [sys.executable, "-c", "print('no such host'); import sys; sys.exit(5)"]
-    assert _launch.launch(command, dict(os.environ), 2) == 5
+    assert watching.launch(command, dict(os.environ), 2) == 5
     assert capfd.readouterr().err == (
         "no such host\n"
         "compat run: the launcher ended with exit status 5; nothing was heard of the end of "
@@ -265,7 +293,7 @@ def test_a_rank_ends_when_nobody_listens_any_more(tmp_path):
     mark = tmp_path / "pid"
     program = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)"
     process = subprocess.Popen(
-        _by_path.command("_rank") + [sys.executable, "-c", program, str(mark)],
+        _by_path.command("_launch.rank_process") + [sys.executable, "-c", program, str(mark)],
         env=dict(os.environ, PYTHONPATH=ROOT, RANK="0", WORLD_SIZE="2", LOCAL_RANK="0",
                  LOCAL_WORLD_SIZE="2"),
         stdout=subprocess.PIPE,
@@ -289,7 +317,7 @@ def _ended(text):
 
 
 @pytest.mark.parametrize(
-    "ended, blamed",
+    "ended, cause",
     [
         (["0 0", "1 0"], None),
         (["1 3", "0 143 terminated"], 1),
@@ -298,15 +326,17 @@ def _ended(text):
         (["2 0", "0 143 terminated"], None),
         (["0 1 lost", "2 1 lost", "1 143 terminated"], 1),
         (["0 1 lost", "2 1 lost"], 0),
+        (["1 0", "0 134"], 1),
+        (["0 134", "1 143 terminated"], 0),
     ],
 )
-def test_the_right_rank_is_blamed(ended, blamed):
-    end = _launch.blamed([_ended(text) for text in ended])
-    assert (end and end.rank) == blamed
+def test_the_rank_at_fault_is_the_root_cause(ended, cause):
+    end = watching.root_cause([_ended(text) for text in ended])
+    assert (end and end.rank) == cause
 
 
 def test_a_traceback_is_found_behind_a_prefix():
-    traceback = _rank.Traceback()
+    traceback = rank_process.Traceback()
     for line in [
         "[rank1]: Traceback (most recent call last):",
         "[rank1]: ValueError: old",
@@ -325,11 +355,35 @@ def test_a_traceback_is_found_behind_a_prefix():
     ]
 
 
+def test_a_log_behind_a_traceback_is_none_of_its_lines():
+    lines = [
+        "Traceback (most recent call last):",
+        "ValueError: first",
+        "",
+        "During handling of the above exception, another exception occurred:",
+        "",
+        "Traceback (most recent call last):",
+        "KeyError: second",
+        "of two lines",
+    ]
+    logged = [
+        "2026-11-22 21:39:19.746755: W tensorflow/core/x.cc:10] UNAVAILABLE: failed to connect",
+        "Additional GRPC error information from remote target:",
+        ':{"created":"@1795383559.746755925","grpc_status":14}',
+    ]
+    traceback = rank_process.Traceback()
+    for line in lines[:3] + logged + lines[3:] + ["E1122 21:39:19.746755 1 x.cc:10] no"]:
+        traceback.add(line)
+    assert traceback.lines == lines
+
+
 def test_messages_survive_launchers_that_put_something_in_front():
-    line = "[1,0]<stdout>:{}12{}out{}text\x1f".format(_rank.BEGIN, _rank.BETWEEN, _rank.BETWEEN)
-    assert _rank.decode(line) == (12, "out", "text\x1f")
-    for line in ("", "text", _rank.BEGIN + "1", _rank.BEGIN + "x\x1fout\x1ftext"):
-        assert _rank.decode(line) is None
+    line = "[1,0]<stdout>:{}12{}out{}text\x1f".format(
+        rank_process.BEGIN, rank_process.BETWEEN, rank_process.BETWEEN
+    )
+    assert rank_process.decode(line) == (12, "out", "text\x1f")
+    for line in ("", "text", rank_process.BEGIN + "1", rank_process.BEGIN + "x\x1fout\x1ftext"):
+        assert rank_process.decode(line) is None
 
 
 def test_command_line(tmp_path):
@@ -346,10 +400,24 @@ def test_command_line(tmp_path):
         assert completed.returncode == 2
         return completed.stderr
 
-    assert "-n 0 is not understood" in said("-n", "0")
+    assert said("-n", "0") == (
+        "compat run: -n 0 is not understood. Use the number of processes to start, 1 or more.\n"
+    )
     assert "--timeout=x is not understood" in said("-n", "2", "--timeout", "x")
     assert "-n 3: --hosts a:2 has room for 2" in said("-n", "3", "--hosts", "a:2")
     assert "--hosts a:x is not understood" in said("--hosts", "a:x")
-    assert "--hosts a:1 makes one rank" in said("--hosts", "a")
+    assert said("--hosts", "a") == (
+        "compat run: --hosts a:1 makes one rank, which has nobody to train with. Give the machines "
+        "room for 2 or more, such as --hosts first:4,second:4, or run the script on that machine, "
+        "without --hosts.\n"
+    )
+    idle = "--gpus", "free:2", "--hosts", "a,b", "--backend", "theano", "--python", sys.executable
+    assert said(*idle) == (
+        "compat run: --gpus free:2 with --hosts: idle GPUs cannot be found on other machines from "
+        "here. Use ids that are meant on each of them, such as --gpus 0,1, or leave --gpus out.\n"
+    )
     message = said("-n", "2", "--backend", "cntk", "--python", sys.executable)
-    assert "Ranks of Theano and CNTK are started by mpirun, which is not on PATH." in message
+    assert message.endswith(
+        "Ranks of Theano and CNTK are started by mpirun, which is not on PATH. Install the MPI "
+        "that mpi4py was compiled with: on Debian and Ubuntu, apt-get install openmpi-bin.\n"
+    )

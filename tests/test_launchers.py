@@ -2,14 +2,15 @@
 
 import json
 import os
-import re
 import socket
 import zlib
 
 import pytest
 
 import compat
-from compat import _devices, _launchers, _ranks
+from compat import _devices, _selection
+from compat._ranks import launchers, rendezvous
+from compat._ranks.place import Place
 
 DOCS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "docs", "launchers.md")
 
@@ -46,10 +47,10 @@ FOUR = "{0}RANK=5 {0}SIZE=8 {0}LOCAL_RANK=1 {0}LOCAL_SIZE=4"
 TORCH = "RANK=1 WORLD_SIZE=2 MASTER_ADDR=job-master-0 MASTER_PORT=23456"
 
 # Each launcher's row in the docs: the environment that it documents, and the place it stands for
-# (rank, size, local rank, local size), what compat calls it, and where ranks meet.
+# (rank, size, local rank, local size), what compat calls it, and the rendezvous.
 JOINED = {
     "compat run": (
-        dict(environment(FOUR.format("COMPAT_")), COMPAT_MEETING="node1:45001"),
+        dict(environment(FOUR.format("COMPAT_")), COMPAT_RENDEZVOUS="node1:45001"),
         (5, 8, 1, 4), "compat run", ("node1", 45001),
     ),
     "horovodrun": (environment(FOUR.format("HOROVOD_")), (5, 8, 1, 4), "horovodrun", None),
@@ -178,33 +179,59 @@ JOINED = {
     ),
 }  # fmt: skip
 
-# Rows of what no process can be told its place by: the environment, and what the error names.
+UNKNOWN = (
+    "{}={} says that several processes train together, but nothing tells which of them this is: "
+    "each would train alone. Start the script with a launcher that does (compat run -n N, "
+    "torchrun, mpirun, srun), set COMPAT_RANK, COMPAT_SIZE, COMPAT_LOCAL_RANK and "
+    "COMPAT_LOCAL_SIZE, or set COMPAT_ALONE=1 to train alone."
+)
+WITHOUT_TORCHRUN = (
+    "{0}=8 asks for 8 processes on each machine, but this one was started without torchrun, which "
+    "would start them: RANK and WORLD_SIZE do not count them alike. Start the script with "
+    "torchrun, or set {0}=1 for one process on each machine, or COMPAT_ALONE=1 to train alone."
+)
+SPARSE = (
+    "TF_CONFIG={TF_CONFIG} names only some of the workers, so that nothing tells how many there "
+    "are. Name all of them (in a TFJob, without enableDynamicWorker), or set COMPAT_ALONE=1 to "
+    "train alone."
+)
+PARAMETER_SERVERS = (
+    "{}={} names parameter servers, which compat does not use: ranks train in step. Give all "
+    "machines as workers, or set COMPAT_ALONE=1 to train alone."
+)
+
+# Rows of what no process can be told its place by: the environment, and the error, with the
+# variables of the environment to be filled in.
 REFUSED = {
-    "Flux": (environment("FLUX_TASK_RANK=5 FLUX_JOB_SIZE=8"), "FLUX_JOB_SIZE=8"),
-    "aprun": (environment("ALPS_APP_PE=1"), "ALPS_APP_PE=1"),
+    "Flux": (
+        environment("FLUX_TASK_RANK=5 FLUX_JOB_SIZE=8"), UNKNOWN.format("FLUX_JOB_SIZE", 8),
+    ),
+    "aprun": (environment("ALPS_APP_PE=1"), UNKNOWN.format("ALPS_APP_PE", 1)),
     "Kubeflow TrainJob without torchrun": (
         environment("PET_NNODES=2 PET_NODE_RANK=0 PET_NPROC_PER_NODE=1 PET_MASTER_ADDR=job-0"),
-        "PET_NNODES=2",
+        UNKNOWN.format("PET_NNODES", 2),
     ),
     "PyTorchJob with nprocPerNode, without torchrun": (
         environment(TORCH + " PET_NNODES=2 PET_NODE_RANK=1 PET_NPROC_PER_NODE=8"),
-        "PET_NPROC_PER_NODE=8 asks for 8 processes",
+        WITHOUT_TORCHRUN.format("PET_NPROC_PER_NODE"),
     ),
     "Alibaba DLC with NPROC_PER_NODE, without torchrun": (
-        environment(TORCH + " NPROC_PER_NODE=8"), "NPROC_PER_NODE=8 asks for 8 processes",
+        environment(TORCH + " NPROC_PER_NODE=8"), WITHOUT_TORCHRUN.format("NPROC_PER_NODE"),
     ),
     "Lightning on its second node": (
-        environment("LOCAL_RANK=1 NODE_RANK=1 WORLD_SIZE=4"), "WORLD_SIZE=4",
+        environment("LOCAL_RANK=1 NODE_RANK=1 WORLD_SIZE=4"), UNKNOWN.format("WORLD_SIZE", 4),
     ),
     "TF_CONFIG with a sparse cluster": (
         {"TF_CONFIG": '{"sparseCluster": {"worker": {"1": "a:1"}}, "task": {"type": "worker"}}'},
-        "names only some of the workers",
+        SPARSE,
     ),
     "TF_CONFIG with parameter servers": (
-        worker("worker", 0, worker=["a:1", "b:1"], ps=["c:1"]), "names parameter servers",
+        worker("worker", 0, worker=["a:1", "b:1"], ps=["c:1"]),
+        PARAMETER_SERVERS.format("TF_CONFIG", "{TF_CONFIG}"),
     ),
     "Vertex AI with parameter servers": (
-        pool("workerpool0", 0, "a", "b", workerpool2=["c:2222"]), "names parameter servers",
+        pool("workerpool0", 0, "a", "b", workerpool2=["c:2222"]),
+        PARAMETER_SERVERS.format("CLUSTER_SPEC", "{CLUSTER_SPEC}"),
     ),
 }  # fmt: skip
 
@@ -215,21 +242,21 @@ def four(place):
 
 @pytest.mark.parametrize("launcher", sorted(JOINED))
 def test_joined(launcher):
-    environ, place, name, meeting = JOINED[launcher]
-    found = _launchers.launched(environ)
+    environ, place, name, address = JOINED[launcher]
+    found = launchers.launched(environ)
     assert four(found) == place
     assert str(found) == "rank {} of {} ({})".format(place[0], place[1], name)
-    assert _launchers.meeting(found, environ) == meeting
-    assert _launchers.launched(dict(environ, COMPAT_ALONE="1")) is None
+    assert rendezvous.find(found, environ) == address
+    assert launchers.launched(dict(environ, COMPAT_ALONE="1")) is None
 
 
 @pytest.mark.parametrize("launcher", sorted(REFUSED))
 def test_refused(launcher):
-    environ, named = REFUSED[launcher]
-    with pytest.raises(compat.RankError, match=re.escape(named)) as error:
-        _launchers.launched(environ)
-    assert "COMPAT_ALONE=1" in str(error.value)
-    assert _launchers.launched(dict(environ, COMPAT_ALONE="1")) is None
+    environ, text = REFUSED[launcher]
+    with pytest.raises(compat.RankError) as error:
+        launchers.launched(environ)
+    assert str(error.value) == text.format(**environ)
+    assert launchers.launched(dict(environ, COMPAT_ALONE="1")) is None
 
 
 def test_docs_have_a_row_for_each():
@@ -244,13 +271,13 @@ def test_docs_have_a_row_for_each():
 # What makes a place ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("launcher, names", _launchers.LAUNCHERS)
+@pytest.mark.parametrize("launcher, names", launchers.LAUNCHERS)
 def test_part_of_a_launcher_never_makes_a_process_alone(launcher, names):
     variables = dict(zip(names.split(), "5818"))
     for name in variables:
         rest = {n: v for n, v in variables.items() if n != name}
         try:
-            place = _launchers.launched(rest)
+            place = launchers.launched(rest)
         except compat.RankError as error:
             assert "COMPAT_ALONE=1" in str(error)
         else:  # RANK and WORLD_SIZE, with or without LOCAL_RANK
@@ -279,58 +306,71 @@ def test_part_of_a_launcher_never_makes_a_process_alone(launcher, names):
     ],
 )
 def test_alone(environ):
-    assert _launchers.launched(environ) is None
+    assert launchers.launched(environ) is None
 
 
 @pytest.mark.parametrize(
-    "text",
+    "launcher, text",
     [
-        "RANK=2 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2",
-        "RANK=0 WORLD_SIZE=2 LOCAL_RANK=2 LOCAL_WORLD_SIZE=2",
-        "RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=3",
-        "RANK=-1 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1",
-        "RANK=one WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1",
-        "RANK=2 WORLD_SIZE=2",
-        "RANK=0 WORLD_SIZE=2 LOCAL_RANK=2",
-        "JAX_PROCESS_ID=2 JAX_NUM_PROCESSES=2",
-        "SLURM_PROCID=4 SLURM_STEP_NUM_TASKS=4 SLURM_LOCALID=0 SLURM_STEP_TASKS_PER_NODE=4",
+        ("torchrun", "RANK=2 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2"),
+        ("torchrun", "RANK=0 WORLD_SIZE=2 LOCAL_RANK=2 LOCAL_WORLD_SIZE=2"),
+        ("torchrun", "RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=3"),
+        ("torchrun", "RANK=-1 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1"),
+        ("torchrun", "RANK=one WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1"),
+        ("RANK", "RANK=2 WORLD_SIZE=2"),
+        ("RANK", "RANK=0 WORLD_SIZE=2 LOCAL_RANK=2"),
+        ("JAX's variables", "JAX_PROCESS_ID=2 JAX_NUM_PROCESSES=2"),
+        (
+            "srun",
+            "SLURM_PROCID=4 SLURM_STEP_NUM_TASKS=4 SLURM_LOCALID=0 SLURM_STEP_TASKS_PER_NODE=4",
+        ),
     ],
 )
-def test_contradictions_are_errors(text):
-    with pytest.raises(compat.RankError, match="contradicts itself: "):
-        _launchers.launched(environment(text))
+def test_contradictions_are_errors(launcher, text):
+    with pytest.raises(compat.RankError) as error:
+        launchers.launched(environment(text))
+    assert str(error.value) == (
+        "The environment of {} contradicts itself: {}. Ranks count from 0 and are fewer than the "
+        "size. Start the script with its launcher again, or set COMPAT_ALONE=1 to train "
+        "alone.".format(launcher, text.replace(" ", ", "))
+    )
 
 
 @pytest.mark.parametrize(
-    "environ",
+    "name, environ",
     [
-        environment("RANK=one WORLD_SIZE=2"),
-        environment("JAX_PROCESS_ID=0 JAX_NUM_PROCESSES=two"),
-        environment("SM_HOSTS=algo-1,algo-2 SM_CURRENT_HOST=algo-1"),
-        dict(SM_HOSTS='["algo-1","algo-2"]', SM_CURRENT_HOST="algo-3"),
-        {"CLUSTER_SPEC": "{"},
-        {"CLUSTER_SPEC": '{"cluster": {"workerpool0": ["a:1"]}}'},
-        pool("workerpool1", 1, "a", "b"),
+        ("RANK", environment("RANK=one WORLD_SIZE=2")),
+        ("JAX_NUM_PROCESSES", environment("JAX_PROCESS_ID=0 JAX_NUM_PROCESSES=two")),
+        ("SM_HOSTS", environment("SM_HOSTS=algo-1,algo-2 SM_CURRENT_HOST=algo-1")),
+        ("SM_CURRENT_HOST", dict(SM_HOSTS='["algo-1","algo-2"]', SM_CURRENT_HOST="algo-3")),
+        ("CLUSTER_SPEC", {"CLUSTER_SPEC": "{"}),
+        ("CLUSTER_SPEC", {"CLUSTER_SPEC": '{"cluster": {"workerpool0": ["a:1"]}}'}),
+        ("CLUSTER_SPEC", pool("workerpool1", 1, "a", "b")),
     ],
 )
-def test_what_is_no_place_is_an_error(environ):
-    with pytest.raises(compat.RankError, match="tells no place among ranks"):
-        _launchers.launched(environ)
+def test_what_is_no_place_is_an_error(name, environ):
+    with pytest.raises(compat.RankError) as error:
+        launchers.launched(environ)
+    assert str(error.value) == (
+        "{}={} does not tell the rank of this process in a way that compat understands. Set "
+        "COMPAT_RANK, COMPAT_SIZE, COMPAT_LOCAL_RANK and COMPAT_LOCAL_SIZE instead, or "
+        "COMPAT_ALONE=1 to train alone.".format(name, environ[name])
+    )
 
 
 def test_what_runs_within_a_task_of_a_scheduler_comes_first():
     for launcher in ("compat run", "torchrun", "mpirun (Open MPI)", "JAX's variables", "TF_CONFIG"):
         environ, place, _, _ = JOINED[launcher]
-        assert four(_launchers.launched(dict(SRUN, **environ))) == place
+        assert four(launchers.launched(dict(SRUN, **environ))) == place
 
 
 def test_ranks_by_number_alone_are_one_a_machine_or_all_on_this_one():
     """On Kubernetes PyTorchJob tells its first pod "localhost", and the others its name."""
     local = environment("RANK=1 WORLD_SIZE=3 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500")
-    place = _launchers.launched(local)
+    place = launchers.launched(local)
     assert four(place) == (1, 3, 1, 3) and place.on_one_machine
     pod = environment("RANK=0 WORLD_SIZE=2 MASTER_ADDR=localhost KUBERNETES_SERVICE_HOST=10.0.0.1")
-    place = _launchers.launched(pod)
+    place = launchers.launched(pod)
     assert four(place) == (0, 2, 0, 1) and not place.on_one_machine
 
 
@@ -339,7 +379,7 @@ def test_ranks_by_number_alone_are_one_a_machine_or_all_on_this_one():
     [("3", [3]), ("2(x3),1", [2, 2, 2, 1]), ("4(x2)", [4, 4]), ("1,2(x2)", [1, 2, 2])],
 )
 def test_tasks_per_node(text, counts):
-    assert _launchers._tasks_per_node(text) == counts
+    assert launchers._tasks_per_node(text) == counts
 
 
 @pytest.mark.parametrize(
@@ -353,7 +393,7 @@ def test_tasks_per_node(text, counts):
     ],
 )
 def test_first_of_hostlist(text, host):
-    assert _launchers._first_of_hostlist(text) == host
+    assert rendezvous._first_of_hostlist(text) == host
 
 
 # TF_CONFIG ------------------------------------------------------------------------------------
@@ -367,25 +407,27 @@ def test_tf_config_tells_the_place():
     for first in ("chief", "master"):
         named = {first if kind == "chief" else kind: part for kind, part in cluster.items()}
         found = [
-            _launchers.launched(worker(first if kind == "chief" else kind, index, **named))
+            launchers.launched(worker(first if kind == "chief" else kind, index, **named))
             for kind, index in tasks
         ]
         assert [four(place) for place in found] == expected
-    place = _launchers.launched(worker("worker", "1", worker=["[::1]:1", "[::1]:2"]))
+    place = launchers.launched(worker("worker", "1", worker=["[::1]:1", "[::1]:2"]))
     assert (place.rank, place.local_rank) == (1, 1)
 
 
 def test_a_cluster_by_index():
     """As TensorFlow's ``ClusterSpec`` takes it; one with gaps does not tell how many there are."""
-    place = _launchers.launched(worker("worker", 1, worker={"1": "b:1", "0": "a:1"}))
+    place = launchers.launched(worker("worker", 1, worker={"1": "b:1", "0": "a:1"}))
     assert four(place) == (1, 2, 0, 1)
-    with pytest.raises(compat.RankError, match="names only some of the workers"):
-        _launchers.launched(worker("worker", 1, worker={"1": "b:1"}))
+    environ = worker("worker", 1, worker={"1": "b:1"})
+    with pytest.raises(compat.RankError) as error:
+        launchers.launched(environ)
+    assert str(error.value) == SPARSE.format(**environ)
 
 
 def test_the_evaluator_is_no_rank_and_never_the_chief(monkeypatch):
     environ = worker("evaluator", 0, worker=["a:1", "b:1"], evaluator=["c:1"])
-    assert _launchers.launched(environ) is None
+    assert launchers.launched(environ) is None
     monkeypatch.setenv("TF_CONFIG", environ["TF_CONFIG"])
     assert (compat.rank(), compat.size(), compat.is_chief()) == (-1, 1, False)
     monkeypatch.setenv("COMPAT_ALONE", "1")
@@ -395,54 +437,93 @@ def test_the_evaluator_is_no_rank_and_never_the_chief(monkeypatch):
 @pytest.mark.parametrize(
     "environ, problem",
     [
-        ({"TF_CONFIG": "{"}, "is not understood: "),
-        ({"TF_CONFIG": "[]"}, "is not understood: "),
-        (worker("worker", "one", worker=["a:1", "b:1"]), "is not understood: "),
+        (
+            {"TF_CONFIG": "{"},
+            "Expecting property name enclosed in double quotes: line 1 column 2 (char 1)",
+        ),
+        ({"TF_CONFIG": "[]"}, "'list' object has no attribute 'get'"),
+        (
+            worker("worker", "one", worker=["a:1", "b:1"]),
+            "invalid literal for int() with base 10: 'one'",
+        ),
         (worker("worker", 2, worker=["a:1", "b:1"]), "the cluster has no task worker 2"),
         (worker("worker", -1, worker=["a:1", "b:1"]), "the cluster has no task worker -1"),
         (worker("chief", 0, worker=["a:1", "b:1"]), "the cluster has no task chief 0"),
     ],
 )
 def test_a_tf_config_that_no_rank_can_have_is_an_error(environ, problem):
-    with pytest.raises(compat.RankError, match=problem):
-        _launchers.launched(environ)
+    with pytest.raises(compat.RankError) as error:
+        launchers.launched(environ)
+    assert str(error.value) == (
+        'TF_CONFIG={} is not understood: {}. Use JSON such as {{"cluster": {{"worker": '
+        '["host1:2222", "host2:2222"]}}, "task": {{"type": "worker", "index": 0}}}}, or set '
+        "COMPAT_ALONE=1 to train alone.".format(environ["TF_CONFIG"], problem)
+    )
 
 
-# Where ranks meet -----------------------------------------------------------------------------
+# The rendezvous -------------------------------------------------------------------------------
 
 
 def test_what_the_user_sets_comes_before_what_the_launcher_tells():
-    place = _launchers.launched(SRUN)
-    meetings = [
+    place = launchers.launched(SRUN)
+    given = [
         environment("MASTER_ADDR=node9 MASTER_PORT=1"),
         environment("JAX_COORDINATOR_ADDRESS=node9:1"),
     ]
-    for variables in meetings:
-        assert _launchers.meeting(place, dict(SRUN, **variables)) == ("node9", 1)
+    for variables in given:
+        assert rendezvous.find(place, dict(SRUN, **variables)) == ("node9", 1)
 
 
 def test_ranks_of_one_machine_meet_on_its_loopback_interface():
     step = dict(SRUN, SLURM_PROCID="0", SLURM_NODEID="0", SLURM_STEP_TASKS_PER_NODE="4")
-    host, port = _launchers.meeting(_launchers.launched(step), step)
+    host, port = rendezvous.find(launchers.launched(step), step)
     assert (host, port) == ("127.0.0.1", port_of("77.1"))
     other = dict(step, SLURM_STEP_ID="2")  # of the same job, at the same time
-    assert _launchers.meeting(_launchers.launched(other), other)[1] != port
+    assert rendezvous.find(launchers.launched(other), other)[1] != port
     environ = environment("RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2")
     environ.update(environment("MASTER_ADDR=myself MASTER_PORT=29500"))
-    place = _launchers.launched(environ)
-    assert _launchers.meeting(place, environ) == ("127.0.0.1", 29500)
+    place = launchers.launched(environ)
+    assert rendezvous.find(place, environ) == ("127.0.0.1", 29500)
 
 
 @pytest.mark.parametrize("address", ["node1", "node1:", ":29500", "node1:70000", "node1:http"])
 def test_an_address_that_is_none_is_an_error(address):
     environ = dict(JOINED["JAX's variables"][0], JAX_COORDINATOR_ADDRESS=address)
-    with pytest.raises(compat.RankError, match="that is no host and port"):
-        _launchers.meeting(_launchers.launched(environ), environ)
+    with pytest.raises(compat.RankError) as error:
+        rendezvous.find(launchers.launched(environ), environ)
+    assert str(error.value) == (
+        "JAX_COORDINATOR_ADDRESS is {!r}, which is not a host and a port. Use the host name or "
+        "address of rank 0's machine and a free port there, such as node1:29500.".format(address)
+    )
+
+
+def test_two_variables_that_are_no_address_are_an_error():
+    environ = environment("RANK=0 WORLD_SIZE=2 MASTER_ADDR=node1 MASTER_PORT=http")
+    with pytest.raises(compat.RankError) as error:
+        rendezvous.find(launchers.launched(environ), environ)
+    assert str(error.value) == (
+        "MASTER_ADDR and MASTER_PORT are 'node1:http', which is not a host and a port. Use the "
+        "host name or address of rank 0's machine and a free port there, such as node1:29500."
+    )
+
+
+def test_an_unknown_rendezvous_is_an_error(monkeypatch):
+    environ = environment("PMI_RANK=1 PMI_SIZE=2 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2")
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(compat.RankError) as error:
+        rendezvous.require(launchers.launched(environ), "torch.distributed")
+    assert str(error.value) == (
+        "This process is rank 1 of 2 (mpiexec), but nothing tells torch.distributed where the "
+        "rendezvous is. Set MASTER_ADDR to the host name or address of rank 0's machine and "
+        "MASTER_PORT to a free port there, the same for all ranks; or start the script with compat "
+        "run -n 2."
+    )
 
 
 def listening_at(host, on_one_machine):
-    place = _launchers.Ranks(0, 2, 0, 2 if on_one_machine else 1, "srun")
-    with _ranks.listen(place, host, 0) as listening:
+    place = Place(0, 2, 0, 2 if on_one_machine else 1, "srun")
+    with rendezvous.listen(place, host, 0) as listening:
         return listening.getsockname()[0]
 
 
@@ -456,12 +537,18 @@ def test_rank_0_listens_where_the_others_are_and_nowhere_else():
 
 
 def test_a_port_that_is_taken_is_an_error():
-    place = _launchers.Ranks(0, 2, 0, 2, "srun")
+    place = Place(0, 2, 0, 2, "srun")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen(1)
-        with pytest.raises(compat.RankError, match="Set MASTER_ADDR and MASTER_PORT to another"):
-            _ranks.listen(place, "127.0.0.1", taken.getsockname()[1])
+        port = taken.getsockname()[1]
+        with pytest.raises(compat.RankError) as error:
+            rendezvous.listen(place, "127.0.0.1", port)
+    assert str(error.value) == (
+        "This process is rank 0 of 2 (srun), and it cannot listen at 127.0.0.1:{}, the rendezvous "
+        "of the ranks: Address already in use. Set MASTER_ADDR and MASTER_PORT to another host or "
+        "port, the same for all ranks.".format(port)
+    )
 
 
 # The GPU of a rank ----------------------------------------------------------------------------
@@ -470,8 +557,8 @@ def test_a_port_that_is_taken_is_an_error():
 def choose(environ, gpus):
     """What a rank gets on a machine with so many GPUs that it sees."""
     machine = [_devices.GPU(index) for index in range(gpus)]
-    place = _launchers.launched(environ)
-    return _devices.choose_for_rank(_devices.parse_gpus(None), environ, place, lambda: machine)
+    place = launchers.launched(environ)
+    return _devices.choose_for_rank(_selection.parse_gpus(None), environ, place, lambda: machine)
 
 
 @pytest.mark.parametrize("task", ["0", "1"])
@@ -485,7 +572,7 @@ def test_a_gpu_that_the_scheduler_bound_is_no_shortage(task):
     assert choose(bound, 1).shortage is None
     assert choose(dict(step, SLURM_GPUS_ON_NODE="1"), 1).shortage  # two tasks share it
     unlisted = _devices.choose_for_rank(
-        _devices.parse_gpus(None), bound, _launchers.launched(bound), list
+        _selection.parse_gpus(None), bound, launchers.launched(bound), list
     )
     unlisted.settle(1)  # by a framework, such as on AMD's GPUs without their commands
     assert (unlisted.gpus, unlisted.shortage) == (("0",), None)

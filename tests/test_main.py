@@ -7,11 +7,12 @@ import os
 import subprocess
 import sys
 
+import numpy.random  # noqa: F401  (here, since the fixture site hides site-packages)
 import pytest
-from conftest import ROOT
+from conftest import ROOT, Toy
 
 import compat
-from compat import __main__
+from compat import __main__, _verification
 
 pytestmark = pytest.mark.usefixtures("process")
 
@@ -69,7 +70,7 @@ def test_env_says_what_is_wrong(toy, site, machine, capsys, monkeypatch, tmp_pat
     path.write_text('{"backend": "toy"')
     unreadable = (
         "{} cannot be read: Expecting ',' delimiter: line 1 column 18 (char 17). Keras would "
-        "ignore it without a word: mend or remove the file, or set KERAS_BACKEND.".format(path)
+        "ignore it silently: correct or remove the file, or set KERAS_BACKEND.".format(path)
     )
     others = [
         "keras and keras-mxnet are both installed; they overwrite each other's files. Uninstall "
@@ -178,29 +179,124 @@ def test_test_as_ranks(arguments, said):
 
 
 def test_test_of_a_module(monkeypatch):
-    from compat import _run, _test_script
+    from compat._commands import run_script, verify_script
 
     asked = []
-    monkeypatch.setattr(_test_script, "run", lambda *arguments: asked.append(arguments) or True)
+    monkeypatch.setattr(verify_script, "run", lambda *arguments: asked.append(arguments) or True)
     assert __main__.main(["test", "-n", "0", "-m", "package.train", "--epochs", "3"]) == 0
     assert asked == [(["-m", "package.train", "--epochs", "3"], None, None, 0)]
-    assert _run.name_of(asked[0][0]) == "package.train"
+    assert run_script.name_of(asked[0][0]) == "package.train"
 
 
 def test_ctrl_c_is_no_traceback(monkeypatch):
-    from compat import _selftest
+    from compat._commands import selftest
 
     def run(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(_selftest, "run", run)
+    monkeypatch.setattr(selftest, "run", run)
     assert __main__.main(["test"]) == 130
+
+
+# What ``compat test`` uses of Keras; these weights never change.
+KERAS = """\
+from types import SimpleNamespace
+import numpy
+
+class Model(object):
+    def __init__(self, inputs, outputs):
+        self.values = [numpy.ones(2)]
+    def get_weights(self):
+        return self.values
+    def set_weights(self, values):
+        self.values = values
+    def compile(self, optimizer, loss):
+        pass
+    def train_on_batch(self, inputs, targets):
+        return 0.5
+
+Model.__module__ = "keras.engine.training"
+models = SimpleNamespace(Model=Model)
+layers = SimpleNamespace(
+    Input=lambda shape: shape, Dense=lambda units, activation: lambda inputs: inputs)
+optimizers = SimpleNamespace(SGD=lambda rate, momentum: None)
+backend = SimpleNamespace(
+    backend=lambda: "toyframework", floatx=lambda: "float32", set_floatx=lambda floatx: None)
+"""
+
+
+class VerifiedToy(Toy):
+    """One product forward and two backward on each device that ``works``."""
+
+    works = ("cpu:0", "cpu:1")
+
+    def parallelize(self, model, devices):
+        if len(devices) > 1:
+            record = _verification.report.Record("model", devices)
+            record.operations = {device: (1, 2) for device in self.works}
+            _verification.report.add(record)
+        return model
+
+    def verify(self, model, verification):
+        pass
+
+
+@pytest.fixture
+def verified_toy(toy, site, register, monkeypatch):
+    backend = VerifiedToy()
+    register(backend)
+    site.install("Keras", "2.2.4", "keras", KERAS)
+    monkeypatch.setenv("KERAS_BACKEND", "toyframework")
+    monkeypatch.setattr(_verification.report, "_records", [])
+    monkeypatch.setattr(_verification.report, "_recording", [])
+    return backend
+
+
+@pytest.mark.parametrize("works", [2, 1])
+def test_test_says_what_each_device_did(verified_toy, capsys, monkeypatch, works):
+    from compat._commands import selftest
+
+    verified_toy.works = verified_toy.works[:works]
+    monkeypatch.setattr(selftest, "BATCHES", (64, 1))
+    assert selftest.run(2, simulate=True) == (works == 2)
+    expected = (
+        "\n"
+        "One dense model on cpu:0, the same on 2 devices, SGD with momentum:\n"
+        "\n"
+        "step  rows  loss on 1  loss on 2  largest difference of a weight\n"
+        "   1    64  0.5000000   0.5000000  0.0e+00\n"
+        "   2     1  0.5000000   0.5000000  0.0e+00\n"
+        "\n"
+        "The same: no weight ever differs by more than 1e-05.\n"
+        "\n"
+        "Matrix products of a step that each device ran, forward + backward:\n"
+        "  cpu:0: 1 + 2\n"
+    )
+    if works == 2:
+        expected += "  cpu:1: 1 + 2\n"
+    else:
+        expected += "  cpu:1: 0 + 0\nNOT on all devices: 1 of 2 worked.\n"
+    assert capsys.readouterr().out.partition("warnings   none\n")[2] == expected
+
+
+def test_test_needs_as_many_devices_as_were_asked_for(verified_toy, monkeypatch):
+    from compat._commands import selftest
+
+    monkeypatch.setattr(verified_toy, "devices", lambda: ["cpu:0"])
+    with pytest.raises(compat.DevicesNotFoundError) as error:
+        selftest.run(3, simulate=True)
+    assert str(error.value) == (
+        "3 devices are needed for the comparison, but the framework shows cpu:0."
+    )
 
 
 def test_test_of_a_script_that_is_not_there():
     status, out, err = command("test", "missing.py")
     assert (status, out) == (2, "")
-    assert err.startswith("compat test: there is no file missing.py. ")
+    assert err == (
+        "compat test: there is no file missing.py. Give the path of a script, or -m and the name "
+        "of a module; what follows are its own arguments.\n"
+    )
 
 
 def test_a_command_is_needed_and_told():

@@ -1,4 +1,4 @@
-"""Lists that must agree: backends, their tests, extras, tox environments, README, CI."""
+"""Lists that must agree: backends, their tests, extras, tox environments, documentation, CI."""
 
 import configparser
 import os
@@ -11,8 +11,12 @@ from compat import _extras, _registry
 ROOT = support_table.ROOT
 
 
+def _path(*path):
+    return os.path.join(ROOT, *path)
+
+
 def read(*path):
-    with open(os.path.join(ROOT, *path), encoding="utf-8") as file:
+    with open(_path(*path), encoding="utf-8") as file:
         return file.read()
 
 
@@ -40,10 +44,11 @@ def test_every_extra_has_an_environment_and_no_environment_is_without():
 
 
 def test_advice_on_extras_knows_their_pythons():
-    """As the README's table says, and on which the matrix installs them."""
+    """As the table in docs/install.md says, and on which the matrix installs them."""
     backend_extras = extras() - {"nvml"}
     assert set(_extras.PYTHONS) == backend_extras
-    table = re.findall(r"^\| (`.*\[.*?) \| .* \| (3[\d., to]*) \|$", read("README.md"), re.M)
+    page = read("docs", "install.md")
+    table = re.findall(r"^\| (`.*\[.*?) \| .* \| (3[\d., to]*) \|$", page, re.M)
     said = {name: pythons for names, pythons in table for name in re.findall(r"\[(\w+)", names)}
     said.update(mxnet16="3.6", mxnet15="3.6")
     assert {name: _extras.pythons(name) for name in backend_extras} == {
@@ -53,6 +58,16 @@ def test_advice_on_extras_knows_their_pythons():
         if not name.endswith("-core"):
             oldest, newest = _extras.PYTHONS[name.split("-")[1]]
             assert oldest <= tuple(map(int, python.split("."))) <= newest, name
+
+
+def test_every_backend_has_a_page_which_the_readme_links():
+    pages = {"docs/backends/{}.md".format(name) for name in _registry.names()}
+    assert pages == set(re.findall(r"\((docs/backends/[^)]*)\)", read("README.md")))
+    assert pages == {"docs/backends/" + name for name in os.listdir(_path("docs", "backends"))}
+
+
+def test_readme_stays_short():
+    assert len(read("README.md").splitlines()) < 200
 
 
 def test_every_backend_has_an_extra():
@@ -71,8 +86,8 @@ def test_ci_runs_the_command_of_the_readme():
     assert read(".ci", "run").rstrip().splitlines()[-1] == command
 
 
-def test_support_table_of_the_readme_has_every_environment():
-    table = support_table.readme_tables().partition("\n\n")[0].splitlines()
+def test_support_table_has_every_environment():
+    table = support_table.page_tables().partition("\n\n")[0].splitlines()
     assert [line.split()[1] for line in table[2:]] == [
         name for name, _ in support_table.environments()
     ]
@@ -80,7 +95,7 @@ def test_support_table_of_the_readme_has_every_environment():
 
 def test_each_backend_runs_the_whole_contract_on_each_keras():
     """On Keras 2 and on Keras 3, whichever of the two it has."""
-    table = support_table.readme_tables().partition("\n\n")[0].splitlines()[2:]
+    table = support_table.page_tables().partition("\n\n")[0].splitlines()[2:]
     contracts = {}
     for line in table:
         _, _, backend, _, keras, contract, _ = [cell.strip() for cell in line.strip("|").split("|")]
@@ -93,7 +108,7 @@ def test_each_backend_runs_the_whole_contract_on_each_keras():
         assert "whole" in run and run <= {"whole", "span"}, each
 
 
-def test_feature_table_of_the_readme_has_every_row_that_tests_name():
+def test_feature_table_has_every_row_that_tests_name():
     """And each row names environments that the matrix has."""
     marked = set()
     for folder, _, files in os.walk(os.path.join(ROOT, "tests")):
@@ -101,7 +116,7 @@ def test_feature_table_of_the_readme_has_every_row_that_tests_name():
             if file.startswith("test_") and file.endswith(".py"):
                 found = re.findall(r"""mark\.row\((["'])(.+?)\1\)""", read(folder, file))
                 marked.update(name for _, name in found)
-    table = support_table.readme_tables().partition("\n\n")[2].splitlines()
+    table = support_table.page_tables().partition("\n\n")[2].splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table[2:]]
     assert {name for name, _ in cells} == marked
     known = {name for name, _ in support_table.environments()}
@@ -109,10 +124,10 @@ def test_feature_table_of_the_readme_has_every_row_that_tests_name():
         assert set(environments.split(", ")) <= known, name
 
 
-def test_support_table_of_the_readme_has_the_pinned_versions():
+def test_support_table_has_the_pinned_versions():
     """All but the version of tf.keras, which TensorFlow brings along."""
     pins = set(re.findall(r"([\w-]+==\d+(?:\.\d+)*)", read("setup.cfg") + read("tox.ini")))
-    table = support_table.readme_tables().partition("\n\n")[0]
+    table = support_table.page_tables().partition("\n\n")[0]
     named = re.findall(r"(?<![\w.-])([\w-]+) (\d[\w.]*)", table)
     assert named
     for name, version in named:

@@ -20,8 +20,10 @@ OWN = {
     "",
     "._api",
     "._legacy",
+    "._process",
     "._ranks",
-    "._launchers",
+    "._ranks.addresses",
+    "._ranks.place",
     "._registry",
     "._settings",
     "._version",
@@ -65,5 +67,21 @@ try:
 except compat.CompatError:
     pass
 _detect.problems({})
+"""
+    assert not FRAMEWORKS.intersection(loaded(run, program))
+
+
+def test_the_contract_of_backends_loads_what_is_asked_for(run):
+    """Python 3.6 has no ``__getattr__`` of modules."""
+    program = "from compat.backend import Backend, Job, Memory, Place, Settings"
+    assert set(loaded(run, program)) == {"compat" + name for name in OWN}
+    program = """\
+from compat.backend import *
+from compat import backend
+for name in backend.__all__:
+    assert globals()[name] is getattr(backend, name)
+    assert name in dir(backend)
+assert own_launcher(Job(2, "python", {}))[-1] == "2"
+assert not hasattr(backend, "Absent")
 """
     assert not FRAMEWORKS.intersection(loaded(run, program))

@@ -6,7 +6,8 @@ import pytest
 from conftest import Toy
 
 import compat
-from compat import _engine, _launchers, _ranks
+from compat import _engines, _ranks
+from compat._ranks import launchers
 
 pytestmark = pytest.mark.usefixtures("process")
 
@@ -19,7 +20,7 @@ def rank(monkeypatch):
         values = number, size, local_rank, local_size
         if local_rank is None:
             values = number, size, number, size
-        for name, value in zip(_launchers.LAUNCHERS[0][1].split(), values):
+        for name, value in zip(launchers.LAUNCHERS[0][1].split(), values):
             monkeypatch.setenv(name, str(value))
 
     return rank
@@ -49,8 +50,9 @@ def test_batches_are_dealt_out(rank):
         rank(number, 3)
         sizes.append([compat.local_batch_size(batch) for batch in (3, 4, 64, 65, 66)])
     assert list(zip(*sizes)) == [(1, 1, 1), (2, 1, 1), (22, 21, 21), (22, 22, 21), (22, 22, 22)]
-    with pytest.raises(compat.InvalidArgumentError, match="2 rows is too small for 3 ranks"):
+    with pytest.raises(compat.InvalidArgumentError) as error:
         compat.local_batch_size(2)
+    assert str(error.value) == ("A batch of 2 rows is too small for 3 ranks. Use 3 rows or more.")
 
 
 class Rows:
@@ -70,8 +72,11 @@ def test_rows_are_dealt_out_evenly(rank):
     parts = []
     for number in range(3):
         rank(number, 3)
-        with pytest.warns(compat.CompatWarning, match="The last 1 of 7 rows are left out") as said:
+        with pytest.warns(compat.CompatWarning) as said:
             parts.append(compat.shard(data))
+        assert [str(warning.message) for warning in said] == [
+            "The last 1 of 7 rows are left out: they are too few for one on each of 3 ranks."
+        ]
         assert said[0].filename == __file__
     assert [part["x"] for part in parts] == [([0, 1], None), ([2, 3], None), ([4, 5], None)]
     assert [part["y"] for part in parts] == [[list("ab")], [list("cd")], [list("ef")]]
@@ -80,24 +85,38 @@ def test_rows_are_dealt_out_evenly(rank):
 @pytest.mark.parametrize(
     "data, message",
     [
-        ((Rows("abc"), Rows("ab")), "different numbers of rows: 2, 3"),
-        (Rows("a"), "1 rows are too few for 2 ranks"),
-        ([], "There is no array"),
-        ((Rows("abc"), object()), "there is a builtins.object in what it was given"),
+        (
+            (Rows("abc"), Rows("ab")),
+            "The arrays given to shard() have different numbers of rows: 2, 3. Give it arrays that "
+            "belong together, row by row.",
+        ),
+        (Rows("a"), "1 rows are too few for 2 ranks. Give shard() one row per rank or more."),
+        ([], "There is no array to take rows of in what shard() was given."),
+        (
+            (Rows("abc"), object()),
+            "shard() takes arrays, tuples, lists and dictionaries of arrays, and tf.data datasets; "
+            "there is a builtins.object in what it was given. Let it read every size()-th item "
+            "from rank() on.",
+        ),
     ],
 )
 def test_what_cannot_be_dealt_out_is_an_error(rank, data, message):
     rank(0, 2)
-    with pytest.raises(compat.InvalidArgumentError, match=message):
+    with pytest.raises(compat.InvalidArgumentError) as error:
         compat.shard(data)
+    assert str(error.value) == message
 
 
 def test_timeout():
     assert _ranks.timeout({}) == 600.0
     assert _ranks.timeout({"COMPAT_TIMEOUT": "2.5"}) == 2.5
     for text in ("", "0", "-1", "soon", "nan"):
-        with pytest.raises(compat.InvalidArgumentError, match="COMPAT_TIMEOUT="):
+        with pytest.raises(compat.InvalidArgumentError) as error:
             _ranks.timeout({"COMPAT_TIMEOUT": text})
+        assert str(error.value) == (
+            "COMPAT_TIMEOUT={} is not understood. Use a number of seconds above 0: how long a rank "
+            "waits for the others.".format(text)
+        )
 
 
 # configure_gpu() and parallelize() in a rank ------------------------------------------------------
@@ -182,8 +201,8 @@ class RankedToy(Toy):
     def is_native(self, model):
         return isinstance(model, Native)
 
-    def distribute(self, model, ranks):
-        model.ranks = str(ranks)
+    def distribute(self, model, place):
+        model.place = str(place)
         return model
 
 
@@ -198,23 +217,31 @@ def test_parallelize_makes_the_model_one_of_the_ranks(ranked_toy, rank):
     rank(1, 2)
     model = Native()
     assert compat.parallelize(model, gpus=2) is model
-    assert model.ranks == "rank 1 of 2 (compat run)"
+    assert model.place == "rank 1 of 2 (compat run)"
     assert compat.parallelize(lambda: model) is model
-    with pytest.raises(compat.UnsupportedError, match="strategy='mirrored' in rank 1 of 2"):
+    with pytest.raises(compat.UnsupportedError) as error:
         compat.parallelize(Native, strategy="mirrored")
+    assert str(error.value) == (
+        "compat cannot use strategy='mirrored' in rank 1 of 2 (compat run). Leave strategy out, or "
+        "start the script without a launcher."
+    )
 
 
 def test_a_backend_without_ranks_never_trains_alone(ranked_toy, rank, monkeypatch):
     rank(1, 2)
     monkeypatch.delattr(RankedToy, "distribute")
-    with pytest.raises(compat.UnsupportedError, match="toy cannot train as one of several ranks"):
+    with pytest.raises(compat.UnsupportedError) as error:
         compat.parallelize(Native())
+    assert str(error.value) == (
+        "toy cannot train as one of several ranks yet. Start the script without a launcher (compat "
+        "run without -n); parallelize() then uses the devices of one process."
+    )
 
 
 # The protocol of a step --------------------------------------------------------------------------
 
 
-class Together(_engine.Engine):
+class Together(_engines.Engine):
     """All ranks' engines in one process: what the others say is known beforehand."""
 
     others = (0.0,)
@@ -229,11 +256,12 @@ def test_steps_are_shared_by_rows(rank):
     engine.others = (30.0, 0.0, 0.0, 0.0)
     assert engine.share(10) == 0.25
     engine.others = (5.0, 1.0, 0.0, 0.0)
-    with pytest.raises(
-        compat.RankLostError,
-        match="Rank 1 of 3 has more batches, but rank 0 ran out of them after 1 batch[.]",
-    ):
+    with pytest.raises(compat.RankLostError) as error:
         engine.share(10)
+    assert str(error.value) == (
+        "Rank 1 of 3 has more batches, but rank 0 ran out of them after 1 batch. Give every rank "
+        "the same number: compat.shard() does."
+    )
 
 
 def test_numbers_ride_with_the_rows_of_a_step(rank):
@@ -255,15 +283,21 @@ def test_epochs_end_on_all_ranks_at_once(rank):
     engine.close()
     assert engine.steps == 0
     engine.others = (10.0, 0.0, 0.0, 1.0)
-    with pytest.raises(
-        compat.RankError, match="Rank 1 of 3 ran out of batches after 0 batches, but rank 0 had"
-    ):
+    with pytest.raises(compat.RankError) as error:
         engine.close()
+    assert str(error.value) == (
+        "Rank 1 of 3 ran out of batches after 0 batches, but rank 0 had more. Give every rank the "
+        "same number: compat.shard() does."
+    )
 
 
 def test_another_size_than_the_launcher_s_is_an_error(rank):
     rank(0, 2)
     engine = Together(_ranks.own_place())
     engine.check_size(2)
-    with pytest.raises(compat.RankError, match="as one of 2, but Together sees 1"):
+    with pytest.raises(compat.RankError) as error:
         engine.check_size(1)
+    assert str(error.value) == (
+        "compat run started this process as one of 2, but Together sees 1: each would train alone. "
+        "Start it with the launcher of Together, or with compat run -n 2."
+    )

@@ -17,23 +17,34 @@ PACKAGE = """\
 from compat import Backend
 
 class Tpu(Backend):
-    name = framework = extra = "tpu"
-    distributions = ("tpu",)
+    name = "tpu"
+    framework = "xla_tpu"
+    distributions = ("xla-tpu",)
+    options = ("tpu_topology",)
 
     def initialised(self):
         return None
 
     def configure(self, settings):
-        return []
+        return ["topology " + settings.options.get("tpu_topology", "none")], []
 
     def devices(self):
         return ["tpu:0", "tpu:1"]
 
+    def is_native(self, model):
+        return type(model).__module__ == "xla_tpu"
+
     def parallelize(self, model, devices):
+        model.devices = devices
         return model
+
+    def verify(self, model, verification):
+        pass
 
 backend = Tpu()
 """
+
+FRAMEWORK = "class Program:\n    devices = None\n"
 
 ENTRY_POINTS = """\
 [keras_gpu_compat.backends]
@@ -42,6 +53,17 @@ tpu = tpu_keras:{}
 [console_scripts]
 tpu = tpu_keras:main
 """
+
+
+@pytest.fixture
+def plugin(site):
+    """Installs a package that brings a backend, and the backend's framework."""
+
+    def install():
+        site.install("tpu-keras", "1", "tpu_keras", PACKAGE, ENTRY_POINTS.format("backend"))
+        site.install("xla-tpu", "3.1", "xla_tpu", FRAMEWORK)
+
+    return install
 
 
 @pytest.fixture(autouse=True)
@@ -72,55 +94,109 @@ class Shadow(Toy):
 
 
 @pytest.mark.parametrize(
-    "backend, text",
+    "backend, name, problem",
     [
-        (Toy, "'toy': it is no instance of a subclass of compat.Backend"),
-        (Nameless(), "'test_registry.Nameless': its name is empty"),
-        (Shadow(), "'theano': compat has a backend of that name"),
+        (3, "builtins.int", "it is no instance of a subclass of compat.Backend"),
+        (Toy, "toy", "it is no instance of a subclass of compat.Backend"),
+        (Nameless(), "test_registry.Nameless", "its name is empty"),
+        (Shadow(), "theano", "compat has a backend of that name"),
     ],
 )
-def test_what_cannot_be_registered(backend, text):
+def test_what_cannot_be_registered(backend, name, problem):
     with pytest.raises(ValueError) as caught:
         compat.register(backend)
     assert type(caught.value) is compat.InvalidArgumentError
     assert str(caught.value) == (
-        "register() cannot take {}. Pass an instance of a subclass of compat.Backend that has a "
-        "name of its own.".format(text)
+        "register() cannot take {!r}: {}. Pass an instance of a subclass of compat.Backend that "
+        "has a name of its own.".format(name, problem)
     )
     assert _registry._registered == {}
 
 
-def test_entry_points_are_looked_at_on_a_miss_only(site):
-    site.install("tpu-keras", "1", "tpu_keras", PACKAGE, ENTRY_POINTS.format("backend"))
-    site.install("tpu", "3.1")
+def test_entry_points_are_looked_at_on_a_miss_only(site, plugin):
+    plugin()
     site.install("theano", "1.0.5")
     assert _detect.choose("theano")[0].name == "theano"
+    assert _detect.choose()[0].name == "theano"
+    assert "log_device_placement" in _registry.options(["log_device_placement"])
     assert "tpu_keras" not in sys.modules
     configuration = compat.configure_gpu(backend="tpu")
     assert (configuration.backend, configuration.devices) == ("tpu", ["tpu:0", "tpu:1"])
 
 
-@pytest.mark.parametrize(
-    "attribute, problem",
-    [
-        ("absent", "module 'tpu_keras' has no attribute 'absent'"),
-        ("Tpu", "it is no instance of a subclass of compat.Backend"),
-    ],
-)
-def test_a_broken_plug_in_troubles_only_who_asks_for_it(site, attribute, problem):
-    site.install("tpu-keras", "1", "tpu_keras", PACKAGE, ENTRY_POINTS.format(attribute))
-    site.install("theano", "1.0.5")
-    assert _detect.choose()[0].name == "theano"
-    with pytest.raises(ImportError) as caught:
-        _detect.choose("tpu")
-    assert type(caught.value) is compat.BrokenInstallError
+def test_a_plug_in_is_chosen_by_its_framework_and_where_it_is_the_only_backend(plugin):
+    plugin()
+    chosen, reason = _detect.choose()
+    assert (chosen.name, reason) == ("tpu", "the only backend installed")
+    assert _detect.choose("xla_tpu")[0] is chosen
+    assert _detect.choose(None, {"KERAS_BACKEND": "xla_tpu"})[0] is chosen
+
+
+def test_options_of_a_plug_in_are_known(plugin):
+    plugin()
+    configuration = compat.configure_gpu(backend="tpu", tpu_topology="2x2")
+    assert configuration.applied == ["topology 2x2"]
+    with pytest.raises(compat.UnknownOptionError) as caught:
+        compat.configure_gpu(backend="tpu", tpu_topologie="2x2")
+    assert "tpu_topology" in str(caught.value)
+
+
+def test_models_of_a_plug_in_are_known(plugin):
+    plugin()
+    import xla_tpu
+
+    program = xla_tpu.Program()
+    assert compat.parallelize(program) is program
+    assert program.devices == ["tpu:0", "tpu:1"]
+    assert compat.parallelize(lambda: xla_tpu.Program(), gpus=1).devices == ["tpu:0"]
+
+
+def test_a_plug_in_without_its_framework(site):
+    site.install("tpu-keras", "1", "tpu_keras", PACKAGE, ENTRY_POINTS.format("backend"))
+    with pytest.raises(compat.NotInstalledError) as caught:
+        compat.configure_gpu(backend="tpu")
     assert str(caught.value) == (
-        "An installed package names tpu_keras:{} as the backend 'tpu' in its entry points, but "
-        "that gives no backend: {}. Mend or uninstall that package.".format(attribute, problem)
+        "xla_tpu is not installed, but backend='tpu' was asked for. Choose another backend, or "
+        "install it: pip install xla-tpu."
     )
 
 
-def test_an_unknown_name_is_still_unknown():
+@pytest.mark.parametrize(
+    "name, attribute, problem",
+    [
+        ("tpu", "absent", "module 'tpu_keras' has no attribute 'absent'"),
+        ("tpu", "Tpu", "it is no instance of a subclass of compat.Backend"),
+        ("npu", "backend", "its name is 'tpu'"),
+    ],
+)
+def test_a_broken_plug_in_troubles_only_who_asks_for_it(site, name, attribute, problem):
+    listed = ENTRY_POINTS.format(attribute).replace("tpu =", name + " =")
+    site.install("tpu-keras", "1", "tpu_keras", PACKAGE, listed)
+    site.install("theano", "1.0.5")
+    assert _detect.choose()[0].name == "theano"
+    assert _registry.plugins() == []
+    with pytest.raises(ImportError) as caught:
+        _detect.choose(name)
+    assert type(caught.value) is compat.BrokenInstallError
+    assert str(caught.value) == (
+        "An installed package names tpu_keras:{} as the backend {!r} in its entry points, but "
+        "that gives no backend: {}. Repair or uninstall that package.".format(
+            attribute, name, problem
+        )
+    )
+
+
+def test_entry_points_that_cannot_be_read_are_none(site, plugin):
+    plugin()
+    for name, content in ("a", b"\xff"), ("b", b"[keras_gpu_compat.backends\ntpu"):
+        (site.folder / (name + "-1.dist-info")).mkdir()
+        (site.folder / (name + "-1.dist-info") / "entry_points.txt").write_bytes(content)
+    assert _registry.plugin_names() == ["tpu"]
+
+
+def test_an_unknown_name_is_still_unknown(plugin):
+    plugin()
     with pytest.raises(compat.InvalidArgumentError) as caught:
-        _detect.choose("tpu")
+        _detect.choose("npu")
     assert "compat does not know that backend" in str(caught.value)
+    assert ", torch, tpu." in str(caught.value)

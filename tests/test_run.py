@@ -10,7 +10,7 @@ import pytest
 from conftest import ROOT
 
 import compat
-from compat import _run, errors
+from compat._commands import run_script
 
 pytestmark = pytest.mark.usefixtures("process")
 
@@ -92,7 +92,11 @@ def test_one_gpu_that_is_not_there(machine, script):
     assert err.splitlines()[-2:] == [
         "compat run: --gpus 2 was asked for, but there is no GPU 2: 2 GPUs are visible. "
         "Going on with CPU.",
-        "compat run: " + errors.gpus_option_is_an_id("2"),
+        "compat run: "
+        + (
+            "--gpus {0} means the GPU with id {0}; ids count from 0. Several are named one "
+            "by one, such as --gpus 0,1, and --gpus cpu means none.".format("2")
+        ),
     ]
 
 
@@ -129,7 +133,7 @@ def test_backend_of_this_python(toy, machine, monkeypatch):
     machine.plug(2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     before = dict(os.environ)
-    _, interpreter, environ, lines = _run.prepare(None, None, None, before)
+    _, interpreter, environ, lines = run_script.prepare(None, None, None, before)
     assert interpreter == sys.executable
     assert environ == dict(before, CUDA_DEVICE_ORDER="PCI_BUS_ID")
     assert lines == ["toy (the only backend installed), GPU 1", "CUDA_DEVICE_ORDER=PCI_BUS_ID"]
@@ -140,7 +144,7 @@ def test_backend_of_this_python(toy, machine, monkeypatch):
 def test_variable_that_a_backend_removes(toy, monkeypatch):
     monkeypatch.setattr(toy, "environ", lambda settings, environ: {"TOY_FLAGS": None, "A": "b"})
     environ = {"TOY_FLAGS": "x", "PATH": os.environ["PATH"]}
-    _, _, started, lines = _run.prepare("cpu", "toy", None, environ)
+    _, _, started, lines = run_script.prepare("cpu", "toy", None, environ)
     assert started == {"PATH": os.environ["PATH"], "A": "b"}
     assert lines[1:] == ["A=b", "without TOY_FLAGS"]
     assert environ["TOY_FLAGS"] == "x"
@@ -151,19 +155,27 @@ def test_interpreter_by_name_on_the_path(toy, tmp_path, monkeypatch):
     python.write_text("#!/bin/sh\n")
     python.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    assert _run.prepare(None, "toy", "python0.9", os.environ)[1] == str(python)
+    assert run_script.prepare(None, "toy", "python0.9", os.environ)[1] == str(python)
     python.chmod(0o644)
     with pytest.raises(compat.PythonNotFoundError):
-        _run.prepare(None, "toy", "python0.9", os.environ)
+        run_script.prepare(None, "toy", "python0.9", os.environ)
 
 
 def test_what_cannot_be_started(script):
     status, out, err = finished("--python=python0.9", "--backend=theano", script)
     assert (status, out) == (2, "")
-    assert err.startswith("compat run: --python=python0.9: there is no such program. ")
+    assert err == (
+        "compat run: --python=python0.9: there is no such program. Give the path of an "
+        "interpreter, or a name that is on the PATH, such as python2.7.\n"
+    )
     status, out, err = finished("--python", sys.executable, script)
     assert (status, out) == (2, "")
-    assert "nothing says which backend the script uses there" in err
+    assert err == (
+        "compat run: compat does not look into {}, and nothing says which backend the script uses "
+        "there. Pass --backend, such as --backend=theano, or set KERAS_BACKEND.\n".format(
+            sys.executable
+        )
+    )
     status, out, err = finished("--gpus=two", "--backend=theano", script)
     assert (status, out) == (2, "")
     assert "--gpus two is not understood" in err and "--gpus free:2" in err
@@ -175,7 +187,10 @@ def test_what_cannot_be_started(script):
         assert "a script is needed" in err or "the name of a module is needed" in err
     status, out, err = finished("--backend=theano", "missing.py")
     assert (status, out) == (2, "")
-    assert err.startswith("compat run: there is no file missing.py. ")
+    assert err == (
+        "compat run: there is no file missing.py. Give the path of a script, or -m and the name "
+        "of a module; what follows are its own arguments.\n"
+    )
     status, out, err = finished("--ranks=2", script)
     assert (status, out) == (2, "")
     assert err.endswith("compat run: error: unrecognized arguments: --ranks=2\n")
@@ -183,8 +198,8 @@ def test_what_cannot_be_started(script):
 
 HOLDS = """\
 import os, sys
-from compat import _devices
-print(sorted(_devices.choose(_devices.parse_gpus("free"), None, os.environ).gpus), flush=True)
+from compat import _devices, _selection
+print(sorted(_devices.choose(_selection.parse_gpus("free"), None, os.environ).gpus), flush=True)
 sys.stdin.read()
 """
 

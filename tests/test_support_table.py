@@ -1,4 +1,4 @@
-"""The report at the end of a run of tox: nothing is left out unsaid."""
+"""The report at the end of a run of tox, and the tables that it writes."""
 
 import json
 import os
@@ -162,40 +162,40 @@ def test_results_of_several_processes_are_added(run):
     assert "py36-theano: 7 passed, 1 failed, 2 skipped" in lines
 
 
-def test_readme_must_have_the_table_and_is_given_it(run, tmp_path, monkeypatch):
-    readme = tmp_path / "README.md"
-    readme.write_text("before\n" + support_table.BEGIN + support_table.END + "after\n")
-    monkeypatch.setattr(support_table, "README", str(readme))
+def test_page_must_have_the_tables_and_is_given_them(run, tmp_path, monkeypatch):
+    page = tmp_path / "support.md"
+    page.write_text("before\n" + support_table.BEGIN + support_table.END + "after\n")
+    monkeypatch.setattr(support_table, "PAGE", str(page))
     status, lines = run(everything())
     assert status == 1
-    assert "README.md has other tables: tox run -e report -- --write" in lines
+    assert "docs/support.md has other tables: tox run -e report -- --write" in lines
     assert support_table.main(str(run.results), "--write") == 0
     status, lines = run({})
     assert status == 0
-    text = readme.read_text()
+    text = page.read_text()
     assert text.startswith("before\n" + support_table.BEGIN + "| tox environment ")
     assert text.endswith(" |\n" + support_table.END + "after\n")
 
 
 def test_only_rows_that_have_results_are_written(run, tmp_path, monkeypatch):
-    readme = tmp_path / "README.md"
-    readme.write_text(support_table.BEGIN + support_table.END)
-    monkeypatch.setattr(support_table, "README", str(readme))
+    page = tmp_path / "support.md"
+    page.write_text(support_table.BEGIN + support_table.END)
+    monkeypatch.setattr(support_table, "PAGE", str(page))
     run(everything())
     support_table.main(str(run.results), "--write")
-    before = support_table.readme_rows()
+    before = support_table.page_rows()
     shutil.rmtree(str(run.results))
     run.results.mkdir()
     run({"py37-theano": 1}, contract="span", pythons=["3.6"])
     status, lines = run({}, options=["--write"])
     assert status == 1  # a test failed
-    assert "README.md: the rows of py37-theano were written" in lines
-    untouched = [line for line in lines if line.startswith("not touched, for want of a result: ")]
+    assert "docs/support.md: the rows of py37-theano were written" in lines
+    untouched = [line for line in lines if line.startswith("unchanged, no result: ")]
     names = [name for name, _ in support_table.environments()]
     names.remove("py37-theano")
     assert untouched[0].partition(": ")[2].split(", ") == names
     assert not [line for line in lines if line.startswith(("no result", "not run"))]
-    first, second = support_table.readme_rows()
+    first, second = support_table.page_rows()
     changed = [row for row, old in zip(first, before[0]) if row != old]
     assert changed == [
         ["py37-theano", "3.7", "theano", "theano 1.0.5", "keras 2.2.4", "span", "failed"]
@@ -204,13 +204,13 @@ def test_only_rows_that_have_results_are_written(run, tmp_path, monkeypatch):
 
 
 def test_nothing_is_written_where_there_are_no_results(run, tmp_path, monkeypatch):
-    readme = tmp_path / "README.md"
-    shutil.copy(support_table.README, str(readme))
-    text = readme.read_text(encoding="utf-8")
-    monkeypatch.setattr(support_table, "README", str(readme))
+    page = tmp_path / "support.md"
+    shutil.copy(support_table.PAGE, str(page))
+    text = page.read_text(encoding="utf-8")
+    monkeypatch.setattr(support_table, "PAGE", str(page))
     _, lines = run({}, options=["--write"])
-    assert "README.md: the rows of no environment were written" in lines
-    assert readme.read_text(encoding="utf-8") == text
+    assert "docs/support.md: the rows of no environment were written" in lines
+    assert page.read_text(encoding="utf-8") == text
 
 
 def rows_of_times(lines):

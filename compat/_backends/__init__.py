@@ -1,1 +1,1 @@
-"""One module per backend; the directory itself is the registry (see ``compat._registry``)."""
+"""One package per backend; the folder itself is the registry (see ``compat._registry``)."""

@@ -11,7 +11,7 @@ import re
 
 import pytest
 
-from compat import _detect, _registry
+from compat import _detect, _distributions, _registry
 from compat.testing import contract_of
 
 
@@ -70,11 +70,11 @@ def record_versions(record_testsuite_property, pytestconfig):
     """What tests/support_table.py reads from the results."""
     frameworks = [(b.name, b.framework, _detect.installed_version(b)) for b in INSTALLED]
     keras = os.environ.get("COMPAT_TEST_KERAS", "keras")
-    version = _detect.distribution_version("keras-mxnet")
+    version = _distributions.version("keras-mxnet")
     if version is not None:
         keras = "keras-mxnet"
     elif keras == "keras" or frameworks[0][0] != "tensorflow1":
-        version = _detect.distribution_version("tf_keras" if keras == "tf_keras" else "keras")
+        version = _distributions.version("tf_keras" if keras == "tf_keras" else "keras")
     record_testsuite_property("python", platform.python_version())
     record_testsuite_property("backend", ", ".join(name for name, _, _ in frameworks))
     record_testsuite_property("framework", ", ".join("%s %s" % f[1:] for f in frameworks))

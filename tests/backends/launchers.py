@@ -36,7 +36,7 @@ model.compile(keras.optimizers.SGD(0.1), "mse")
 model.fit(x, y, batch_size=compat.local_batch_size(10), epochs=2, shuffle=False, verbose=0)
 weights = np.concatenate([np.ravel(weight) for weight in model.get_weights()])
 np.save("{}/{}-of-{}".format(sys.argv[1], compat.rank(), compat.size()), weights)
-sys.stdout.write("{}\\n".format(configuration.ranks))
+sys.stdout.write("{}\\n".format(configuration.place))
 """
 
 PLACE = "import compat; print('{} {} {}'.format(compat.rank(), compat.size(), compat.local_rank()))"
@@ -204,7 +204,7 @@ class Launchers:
 
     def test_pytorchjob(self, check):
         """MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE alone."""
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+        told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
 
         def launch(command, environ):
             ranks = [
@@ -220,7 +220,7 @@ class Launchers:
             assert [rank.returncode for rank in ranks] == [0, 0]
             return said[0] + said[1]
 
-        check([], "RANK", meeting, launch)
+        check([], "RANK", told, launch)
 
 
 OPEN_MPI = {

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -248,14 +249,90 @@ own["pairs"] = outcome(None, of_two)
 """
 
 
+SUM = (
+    "The loss of 'own' is, or contains, a sum over the rows of a batch: {}. Only means over rows "
+    "can be averaged over ranks; the gradient of a sum would be too small by the number of ranks. "
+    "Divide by the number of rows: reduce_mean() in place of reduce_sum(), in add_loss() for "
+    "example."
+)
+NO_MEAN = (
+    "The loss of 'own' is no mean over the rows of a batch: {}. Each rank computes it of its own "
+    "rows, so that the ranks train to other numbers than one process. A loss that returns one "
+    "value for each row trains to the same."
+)
+
+
+def _numbers(text):
+    """The losses in such a text, whatever they are."""
+    losses = re.findall(r"-?\d+\.\d+(?:e[+-]\d+)?", text)
+    return "{} of 4 rows, {} of the first 1 and {} of the others".format(*losses)
+
+
 def check_own_losses(said):
     for each in [one["own"] for one in said]:
         assert each["mean"] == each["scalar"] == []
-        assert each["sum"].startswith(
-            "error: The loss of 'own' is, or contains, a sum over the rows of a batch: "
+        assert each["sum"] == "error: " + SUM.format(_numbers(each["sum"]))
+        assert each["pairs"] == [NO_MEAN.format(_numbers(each["pairs"][0]))]
+
+
+# What Keras 2 in a graph computes otherwise than in one process.
+OF_KERAS_2 = """
+import warnings
+
+
+def outcome(call):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            call()
+        except compat.UnsupportedError as error:
+            return str(error)
+    return [str(w.message) for w in caught if w.category is compat.CompatWarning]
+
+
+def net(loss, *layers):
+    model = compat.parallelize(keras.models.Sequential(list(layers), name="net"))
+    model.compile("sgd", loss)
+    return model
+
+
+def masking():
+    return net("mse", keras.layers.Masking(0.0, input_shape=(3, 2)), dense(1, name="last"))
+
+
+steps = inputs.reshape(-1, 3, 2), targets[:, :, None] * np.ones((1, 3, 1), "float32")
+if hasattr(keras.losses, "MeanSquaredError"):
+    model = net(keras.losses.MeanSquaredError(reduction="sum"), dense(1, input_shape=(6,)))
+    said["of Keras 2"] = [outcome(lambda: model.train_on_batch(inputs, targets))]
+else:
+    masked, partly = masking(), masking()
+    said["of Keras 2"] = [
+        outcome(lambda: masked.train_on_batch(0 * steps[0], steps[1])),
+        outcome(lambda: partly.fit(
+            *steps, rows, verbose=0, validation_data=steps if compat.is_chief() else None
+        )),
+    ]
+"""
+
+
+def check_of_keras_2(said):
+    for one in said:
+        assert one["of Keras 2"] in (
+            [
+                "'net' cannot train on several ranks with a loss of reduction='sum': ranks average "
+                "means over rows. Use reduction='sum_over_batch_size', and a learning rate times "
+                "the batch size for the steps of a sum."
+            ],
+            [
+                "All rows of a batch on one rank are masked in output 'last' of 'net': this Keras "
+                "divides by the number of those left. Shuffle the rows, or use larger batches.",
+                [
+                    "Validation losses of 'net' are those of the ranks that validate, each of its "
+                    "own rows: masks or sample weights divide them by what the others do not tell. "
+                    "Give every rank its part of the validation data: compat.shard()."
+                ],
+            ],
         )
-        (warning,) = each["pairs"]
-        assert warning.startswith("The loss of 'own' is no mean over the rows of a batch: ")
 
 
 # Metrics that are no means of batches; on ranks, a last batch of 3 and of 2 rows.
@@ -418,5 +495,10 @@ def refused_alone(program):
 
 
 def disagreement(size):
-    ranks = compat._launchers.Ranks(1, size, 1, size, "mpirun")
-    return "compat.errors.RankError: " + str(compat.errors.ranks_disagree(ranks, "Horovod", 1))
+    place = compat._ranks.place.Place(1, size, 1, size, "mpirun")
+    return "compat.errors.RankError: " + (
+        "{} started this process as one of {}, but {} sees {}: each would train alone. "
+        "Start it with the launcher of {}, or with compat run -n {}.".format(
+            place.launcher, place.size, "Horovod", 1, "Horovod", place.size
+        )
+    )

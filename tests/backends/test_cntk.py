@@ -6,14 +6,9 @@ import sys
 import pytest
 
 import compat
-from compat import _detect, _registry
+from compat import _distributions, _registry
 from compat._backends import cntk as backend
-from compat.testing import (
-    CASES,
-    BackendContract,
-    largest_difference,
-    optimizer,
-)
+from compat.testing import CASES, BackendContract, largest_difference, optimizer
 
 
 class TestCNTK(BackendContract):
@@ -62,7 +57,7 @@ class TestCNTK(BackendContract):
         with pytest.raises(compat.UnsupportedError, match="^cntk cannot place parts of a model"):
             compat.device(1)
 
-    if _detect.release(_detect.distribution_version("keras")) >= (2, 2):
+    if _distributions.release(_distributions.version("keras")) >= (2, 2):
 
         @pytest.mark.row("subclassed models")
         def test_subclassed_model(self, keras):
@@ -113,23 +108,49 @@ def test_the_device_is_fixed_before_keras_fixes_it(run):
     assert "['cpu()'] ['cntk.device.try_set_default_device(cpu())']" in out
 
 
-def test_a_build_for_the_cpu_says_so_and_goes_on(run):
+def test_a_build_for_the_cpu_says_so_and_goes_on(run, machine, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)  # set by the tests in this process
+    machine.plug(1)
     out = run(
         """
         import warnings, compat
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            configuration = compat.configure_gpu(gpus=[0], excluded_devices=[1], floatx="float64")
+            configuration = compat.configure_gpu(
+                gpus=[0], excluded_devices=[1], floatx="float64", memory=0.5
+            )
         for warning in caught:
             if warning.category is compat.CompatWarning:
                 print("warning:", warning.message)
         print(configuration.devices)
         """
     )
-    assert "warning: This CNTK shows no GPU: it is a build for the CPU" in out
-    assert "warning: gpus=[0] was asked for, but" in out and "Going on with" in out
-    assert "warning: floatx=float64 was asked for, but on CNTK Keras trains in float32" in out
-    assert out.splitlines()[-1] == "['cpu()']"
+    assert out.splitlines()[-5:] == [
+        "warning: This CNTK shows no GPU: it is a build for the CPU, or CUDA's driver is not "
+        "there. The package cntk-gpu is the build for GPUs.",
+        "warning: memory=0.5 of each GPU was asked for, but CNTK has no setting for a GPU's "
+        "memory.",
+        "warning: floatx=float64 was asked for, but on CNTK Keras trains in float32 only: it "
+        "makes the places for gradients in that type.",
+        "warning: GPU 0 was asked for, but cntk sees cpu(). Going on with cpu().",
+        "['cpu()']",
+    ]
+
+
+def test_a_machine_of_excluded_devices_is_an_error(run):
+    out = run(
+        """
+        import compat
+        try:
+            compat.configure_gpu(gpus=0, excluded_devices=["cpu"])
+        except compat.DeviceFailedError as error:
+            print("error:", error)
+        """
+    )
+    assert out.endswith(
+        "error: cntk did not bring up cpu(): Device selection: No eligible device found.\n"
+        "See that excluded_devices does not name it, and that no other process holds it.\n"
+    )
 
 
 @pytest.mark.parametrize("late", ["cntk", "keras"])
@@ -149,8 +170,12 @@ def test_excluded_devices_that_are_no_list_of_devices():
     class Settings:
         options = {"excluded_devices": ["gpu"]}
 
-    with pytest.raises(compat.InvalidArgumentError, match="excluded_devices="):
+    with pytest.raises(compat.InvalidArgumentError) as caught:
         backend._excluded(None, Settings)
+    assert str(caught.value) == (
+        "excluded_devices=['gpu'] is not understood. Use a list of GPU ids and \"cpu\", such as "
+        '[1, "cpu"].'
+    )
 
 
 # Installation ---------------------------------------------------------------------------------
@@ -186,29 +211,49 @@ def test_openmpi_that_is_there_is_no_problem():
     assert "cntk" in sys.modules or backend._missing_libraries(os.environ) == []
 
 
+class GPU:
+    """Of CNTK's: ``gpu(1)`` is a ValueError in a build for the CPU."""
+
+    def __init__(self, device_id):
+        self.index = device_id
+
+    def type(self):
+        return 1
+
+    def id(self):
+        return self.index
+
+
+@pytest.mark.parametrize("imported", ["keras", "cntk"])
+def test_another_device_than_the_fixed_one_comes_too_late(imitate, imported):
+    cntk = backend.backend.import_framework()
+
+    def refuse(new_default_device, acquire_device_lock=False):
+        return False
+
+    imitate(cntk.device, "try_set_default_device", refuse)
+    with pytest.raises(compat.TooLateError) as caught:
+        backend._set_default(cntk, GPU(1), [imported])
+    assert str(caught.value) == (
+        "configure_gpu() came too late for cntk: its default device was fixed when {} was "
+        "imported, and cannot become gpu(1).\n"
+        "Call it before the first `import keras`.".format(imported)
+    )
+
+
 def test_gpus_that_only_cntk_lists(imitate):
-    from compat._devices import choose, parse_gpus
+    from compat._devices import choose
+    from compat._selection import parse_gpus
     from compat._settings import Settings
 
     cntk = backend.backend.import_framework()
     cpu = cntk.device.cpu()
-
-    class GPU:  # "gpu(1)" is a ValueError in a build for the CPU
-        def __init__(self, device_id):
-            self.index = device_id
-
-        def type(self):
-            return 1
-
-        def id(self):
-            return self.index
-
     assert all(hasattr(cpu, name) for name in ("type", "id"))
     imitate(cntk.device, "all_devices", lambda: [GPU(0), GPU(1), cpu])
     imitate(cntk.device, "gpu", GPU)
 
     def wanted(gpus):
         devices = choose(parse_gpus(gpus), None, {}, discover=list)
-        return backend._name(backend._wanted(cntk, Settings(devices)))
+        return backend._name(backend._wanted(cntk, Settings(devices), []))
 
     assert [wanted(gpus) for gpus in (None, [1], [7], 0)] == ["gpu(0)", "gpu(1)", "cpu()", "cpu()"]

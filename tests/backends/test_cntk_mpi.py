@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from compat._backends.cntk import backend
-from compat._ranks import Launch
-from compat.testing_ranks import RanksContract
+from compat._ranks import Job
+from compat.testing.ranks import RanksContract
 
 from . import ranks
 
@@ -25,9 +25,11 @@ def test_losses_are_those_of_all_rows_and_what_cannot_be_is_told(tmp_path, monke
     monkeypatch.setenv("KERAS_BACKEND", "cntk")
     program = "REDUCTIONS = False\n" + ranks.LOSSES
     alone = ranks.run(program, tmp_path, 1, "cntk")
-    both = ranks.run(program + ranks.OWN_LOSSES + ranks.DRIFT, tmp_path, 2, "cntk")
+    more = ranks.OWN_LOSSES + ranks.OF_KERAS_2 + ranks.DRIFT
+    both = ranks.run(program + more, tmp_path, 2, "cntk")
     ranks.check_losses(alone, both)
     ranks.check_own_losses(both[1])
+    ranks.check_of_keras_2(both[1])
     ranks.check_drift(both[1])
 
 
@@ -52,7 +54,7 @@ def test_waits_of_its_own_learner_are_bounded(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(STUCK)
     completed = subprocess.run(
-        backend.launcher(Launch(2, sys.executable, os.environ)) + [sys.executable, str(script)],
+        backend.launcher(Job(2, sys.executable, os.environ)) + [sys.executable, str(script)],
         env=dict(os.environ, KERAS_BACKEND="cntk"),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

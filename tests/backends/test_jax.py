@@ -16,9 +16,9 @@ os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # isort: split
 import jax
 
 import compat
-from compat._backends import _jax_placement
-from compat._backends.jax import JAX, _fraction, _name, backend
-from compat._devices import Devices, choose, parse_gpus
+from compat._backends.jax import JAX, _fraction, _name, backend, op_placement
+from compat._devices import Devices, choose
+from compat._selection import parse_gpus
 from compat._settings import Memory, Settings
 from compat.testing import (
     CASES,
@@ -33,7 +33,7 @@ from compat.testing import (
 
 def executed(model, inputs, targets):
     """Train one step; by device, what JAX's profiler saw it execute."""
-    return _jax_placement.executed(jax, lambda: model.train_on_batch(inputs, targets))
+    return op_placement.executed(jax, lambda: model.train_on_batch(inputs, targets))
 
 
 class TestJAX(ParallelContract):
@@ -86,10 +86,10 @@ def pair(build):
     return initialise(build()), compat.parallelize(initialise(build()))
 
 
-def small(keras):
+def small(keras, name=None):
     layers = keras.layers
     return keras.Sequential(
-        [layers.Input((8,)), layers.Dense(6, activation="tanh"), layers.Dense(4)]
+        [layers.Input((8,)), layers.Dense(6, activation="tanh"), layers.Dense(4)], name=name
     )
 
 
@@ -258,7 +258,7 @@ def test_loop_of_ones_own(keras):
         results.append([value] + gradients)
     for expected, found in zip(*results):
         np.testing.assert_allclose(expected, found, atol=1e-6)
-    computed = sum(_jax_placement.operations(lowered.as_text()).values(), [])
+    computed = sum(op_placement.operations(lowered.as_text()).values(), [])
     assert computed and not any(len(ROWS) in o.dimensions for o in computed)
 
 
@@ -412,17 +412,27 @@ def test_copies_are_independent(keras):
 
 def test_keras_own_distribution_is_refused(keras):
     """It shards batches before the step, where JAX takes none that does not divide."""
-    model, spread = compat.parallelize(small(keras)), keras.distribution.DataParallel()
+    text = (
+        "parallelize() cannot shard the batches of model {!r}: a keras.distribution is set, or was "
+        "when the model was built, and Keras shards them itself, with an error for batches that do "
+        "not divide. Use one of the two: call keras.distribution.set_distribution(None) before the "
+        "model is built, or leave parallelize() out."
+    )
+    model, spread = compat.parallelize(small(keras, "before")), keras.distribution.DataParallel()
     with spread.scope():
-        with pytest.raises(compat.UnsupportedError, match="a keras.distribution is set"):
-            compat.parallelize(small(keras))
-        with pytest.raises(compat.UnsupportedError, match="a keras.distribution is set"):
-            model.predict_on_batch(ROWS)
-        laid_out = small(keras)
+        for name, call in (
+            ("in_scope", lambda: compat.parallelize(small(keras, "in_scope"))),
+            ("before", lambda: model.predict_on_batch(ROWS)),
+        ):
+            with pytest.raises(compat.UnsupportedError) as error:
+                call()
+            assert str(error.value) == text.format(name)
+        laid_out = small(keras, "laid_out")
         with pytest.raises(Exception, match="divisible|divide"):
             train(keras, laid_out)
-    with pytest.raises(compat.UnsupportedError, match="or was when the model was built"):
+    with pytest.raises(compat.UnsupportedError) as error:
         compat.parallelize(laid_out)
+    assert str(error.value) == text.format("laid_out")
     train(keras, model)
 
 
@@ -512,8 +522,23 @@ def test_gpus_of_a_rocm_machine(machine_of):
     ids = {"jax_cuda_visible_devices": "1", "jax_rocm_visible_devices": "1"}
     assert configured([1]) == (["gpu:0"], ids, ("0",), None)
     assert configured(3)[2:] == (("0", "1"), "2 GPUs are visible")
-    with pytest.raises(compat.UnsupportedError, match="it takes one fraction for all GPUs"):
+    with pytest.raises(compat.UnsupportedError) as error:
         configured(memory=Memory(size=2**30))
+    assert str(error.value) == (
+        "jax cannot limit memory to 1024 MiB per GPU: it takes one fraction for all GPUs, and "
+        "nvidia-smi does not tell that they all have the same amount. Use a fraction such as "
+        'memory=0.5, or memory="grow".'
+    )
+
+
+def test_a_platform_without_gpus_is_a_warning(machine_of, monkeypatch):
+    monkeypatch.setattr(type(jax.config), "jax_platforms", "cpu")
+    monkeypatch.setattr(JAX, "initialised", lambda self: None)
+    settings = Settings(Devices(["0"], [0]))
+    _, warnings = JAX().configure(settings)
+    assert warnings == [
+        "JAX_PLATFORMS=cpu keeps JAX from GPUs. Remove the variable, or ask for no GPU with gpus=0."
+    ]
 
 
 def test_the_gpu_of_a_metal_machine(machine_of):

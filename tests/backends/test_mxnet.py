@@ -10,9 +10,10 @@ import pytest
 
 import compat
 from compat import _registry, _replicas
-from compat._backends._mxnet_placement import products as placement
-from compat._devices import choose, parse_gpus
-from compat._ranks import Launch
+from compat._backends.mxnet.op_placement import products as placement
+from compat._devices import choose
+from compat._ranks import Job
+from compat._selection import parse_gpus
 from compat.testing import (
     CASES,
     SPAN_TRIALS,
@@ -443,7 +444,7 @@ class TestMXNet(ParallelContract):
         for forward, backward in self.placement(models[1], inputs, targets).values():
             assert forward > 0 and backward > 0
 
-    # keras-mxnet mended -----------------------------------------------------------------------
+    # keras-mxnet fixed ------------------------------------------------------------------------
 
     @pytest.mark.parametrize("parallel", [False, True])
     def test_lstm_not_unrolled_learns_and_tells(self, keras, parallel, tmp_path):
@@ -528,11 +529,20 @@ class TestMXNet(ParallelContract):
         for name, value in (("RANK", "0"), ("SIZE", "2"), ("LOCAL_RANK", "0"), ("LOCAL_SIZE", "2")):
             monkeypatch.setenv("HOROVOD_" + name, value)
         model = keras.models.Sequential([keras.layers.Dense(1, input_shape=(3,))])
-        message = "Ranks of mxnet train together through Horovod, which is not installed"
-        with pytest.raises(compat.NotInstalledError, match=message):
-            compat.parallelize(model)
-        with pytest.raises(compat.NotInstalledError, match="HOROVOD_WITH_MXNET=1"):
-            _registry.load("mxnet").launcher(Launch(2, sys.executable, {}))
+        job = Job(2, sys.executable, {})
+        for call in (
+            lambda: compat.parallelize(model),
+            lambda: _registry.load("mxnet").launcher(job),
+        ):
+            with pytest.raises(compat.NotInstalledError) as error:
+                call()
+            assert str(error.value) == (
+                "Ranks of mxnet train together through Horovod, which is not installed. Build it "
+                "where mxnet is: HOROVOD_WITH_GLOO=1 HOROVOD_WITH_MXNET=1 pip install "
+                "--no-build-isolation --no-cache-dir horovod==0.28.1 (that needs a C++ compiler, "
+                "setuptools<60 and cmake<4). Or start the script without a launcher (compat run "
+                "without -n)."
+            )
 
 
 # Configuring, a process each ----------------------------------------------------------------------
@@ -580,8 +590,14 @@ def test_configured_before_mxnet_is_imported(tmp_path):
         """,
         tmp_path,
     )
-    assert "applied    models not parallelized run on cpu(0)" in printed
-    assert "memory: cached memory is given back while less than 25% of a GPU is free" in printed
+    applied = [
+        "models not parallelized run on cpu(0)",
+        "memory: cached memory is given back while less than 25% of a GPU is free",
+        "keras-mxnet fixed: weights are read and set for every model, not only for the one "
+        "compiled last,",
+        "and for RNN layers not unrolled; the optimizer's state is saved with its model",
+    ]
+    assert "applied    " + "\n           ".join(applied) + "\n" in printed
     assert "keras.backend.set_floatx('float64')" in printed
 
 
@@ -610,7 +626,7 @@ def test_configured_after_mxnet_was_imported(tmp_path):
 
         # Models built later run on the first device, also loaded and cloned; others are moved.
         backend = compat._registry.load("mxnet")
-        backend._names = ["cpu(1)", "cpu(2)"]
+        backend.kept["names"] = ["cpu(1)", "cpu(2)"]
         after = built()
         after.compile("sgd", "mse")
         after.save("model.h5")
@@ -625,11 +641,16 @@ def test_configured_after_mxnet_was_imported(tmp_path):
     )
 
 
-def test_gpus_that_this_mxnet_cannot_use(tmp_path):
-    """Noticed at once, not by "simple_bind error" in the first fit; the driver lists two GPUs."""
-    driver = tmp_path / "nvidia-smi"
+def two_gpus(folder):
+    """PATH with a driver in this folder that lists two GPUs."""
+    driver = folder / "nvidia-smi"
     driver.write_text('#!/bin/sh\nfor i in 0 1; do echo "$i, GPU-$i, A100, 40000, 0, 0"; done\n')
     driver.chmod(0o755)
+    return "{}{}{}".format(folder, os.pathsep, os.environ["PATH"])
+
+
+def test_gpus_that_this_mxnet_cannot_use(tmp_path):
+    """Noticed at once, not by "simple_bind error" in the first fit; the driver lists two GPUs."""
     printed = run(
         """
         import warnings
@@ -642,13 +663,9 @@ def test_gpus_that_this_mxnet_cannot_use(tmp_path):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             print(compat.configure_gpu(gpus=2, memory="4GiB"))
-        texts = [str(w.message) for w in caught if w.category is compat.CompatWarning]
-        assert texts == [
-            "memory=4096 MiB per GPU was asked for, but mxnet limits GPU memory by no size. It "
-            "takes memory as it is needed; memory=0.5 makes it give cached memory back while less "
-            "than half of a GPU is free.",
-            "GPU 0,1 was asked for, but mxnet sees cpu(0). Going on with cpu(0).",
-        ], texts
+        for warning in caught:
+            if warning.category is compat.CompatWarning:
+                print("warning:", warning.message)
         import keras
 
         model = keras.models.Sequential([keras.layers.Dense(2, input_shape=(3,))])
@@ -657,10 +674,44 @@ def test_gpus_that_this_mxnet_cannot_use(tmp_path):
         model.fit(np.ones((4, 3)), np.ones((4, 2)), verbose=0)
         """,
         tmp_path,
-        PATH="{}{}{}".format(tmp_path, os.pathsep, os.environ["PATH"]),
+        PATH=two_gpus(tmp_path),
     )
-    assert "built without CUDA: install the mxnet-cu package for your CUDA" in printed
+    assert [line for line in printed.splitlines() if line.startswith("warning: ")] == [
+        "warning: memory=4096 MiB per GPU was asked for, but mxnet limits GPU memory by no size. "
+        "It takes memory as it is needed; memory=0.5 makes it give cached memory back while less "
+        "than half of a GPU is free.",
+        "warning: GPU 0,1 was asked for, but mxnet sees cpu(0). Going on with cpu(0).",
+    ]
+    assert (
+        "           this mxnet was built without CUDA: install the mxnet-cu package for your CUDA\n"
+    ) in printed
     assert "memory: no limit (MXNet has none by size)" in printed
+
+
+@pytest.mark.parametrize(
+    "gpus, applied",
+    [
+        (0, "mxnet was built with CUDA, but finds no GPU: look at the driver and its version"),
+        (2, "other GPUs stay visible: mxnet was imported before"),
+    ],
+)
+def test_a_build_for_gpus_that_was_imported_before(tmp_path, gpus, applied):
+    """As if of this one: what it finds of the driver's two GPUs."""
+    printed = run(
+        """
+        import mxnet as mx
+        import mxnet.runtime
+        import compat
+
+        mx.runtime.Features.is_enabled = lambda self, name: True
+        mx.context.num_gpus = lambda: {}
+        for line in compat.configure_gpu(gpus=[1]).applied:
+            print(line)
+        """.format(gpus),
+        tmp_path,
+        PATH=two_gpus(tmp_path),
+    )
+    assert applied in printed.splitlines()
 
 
 @span

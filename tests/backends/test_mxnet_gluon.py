@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 import compat
-from compat import _registry, _replicas, errors
-from compat._backends._mxnet_placement import products as placement
+from compat import _registry, _replicas
+from compat._backends.mxnet.op_placement import products as placement
 from compat.testing import in_span, span
 
 BATCHES = (64, 61, 2, 1, 64, 13)
@@ -431,7 +431,10 @@ def test_time_first_is_refused(mx):
     before = dict(vars(net))
     with pytest.raises(compat.UnsupportedError) as error:
         compat.parallelize(net)
-    assert str(error.value) == str(errors.time_comes_first(net[0].name))
+    assert str(error.value) == (
+        "The RNN layer {} takes time as its first dimension, which parallelize() would "
+        'split for the batch. Build it with layout="NTC".'.format(net[0].name)
+    )
     assert vars(net) == before
 
 
@@ -450,7 +453,13 @@ def test_result_without_rows_is_refused(mx):
     net = compat.parallelize(Mean())
     with pytest.raises(compat.UnsupportedError) as error:
         net(inputs)
-    assert str(error.value) == str(errors.no_rows_in_result([(1,)] * 3, [20, 20, 21]))
+    assert str(error.value) == (
+        "A block on several devices must return arrays with a row for each of the batch; "
+        "its replicas were given {} rows and returned {}. Compute totals and means outside "
+        "of the block that is parallelized.".format(
+            ", ".join(str(size or 1) for size in [20, 20, 21]), ", ".join(map(str, [(1,)] * 3))
+        )
+    )
 
 
 def test_is_native(mx):

@@ -173,7 +173,8 @@ def test_wrong_gradient_is_found(mx, monkeypatch):
 def test_randomness_and_batch_normalization_are_no_alarm(mx):
     """They are compared in inference, and running statistics take one step as ever."""
     nn = mx.gluon.nn
-    for layer, why in ((nn.Dropout(0.5), "it is random"), (nn.BatchNorm(), "normalises")):
+    normalises = "block '{}' normalises each replica's rows by their own statistics"
+    for layer, why in ((nn.Dropout(0.5), "it is random"), (nn.BatchNorm(), normalises)):
         nets = []
         for is_verified in (False, True):
             net = nn.HybridSequential()
@@ -189,8 +190,8 @@ def test_randomness_and_batch_normalization_are_no_alarm(mx):
                 loss.backward()  # a trainer's first step would make the contexts' states equal
             nets.append(weights(net))
         assert record.steps["train"] == 1 and record.compared == 1
-        assert why in record.incomparable["the train step"]
-        if why == "normalises":
+        assert record.incomparable["the train step"] == why.format(net.name)
+        if why == normalises:
             assert difference(*nets) < 1e-5
 
 
@@ -201,7 +202,7 @@ def _options(layer):
 @span
 def test_parallelize_verifies_as_configured(mx, monkeypatch):
     """And no more on one device; parameters made by the first call are verified in the second."""
-    monkeypatch.setattr(compat._api._active.settings, "verify", 1)
+    monkeypatch.setattr(compat._process.process.configuration.settings, "verify", 1)
     net = compat.parallelize(centred(mx))
     net.initialize()
     inputs = mx.nd.array(data(14)[0])
@@ -211,14 +212,14 @@ def test_parallelize_verifies_as_configured(mx, monkeypatch):
     net = compat.parallelize(initialise(mx, centred(mx)))
     compat.parallelize(net, gpus=1)
     net(inputs)
-    monkeypatch.setattr(compat._api._active.settings, "verify", 0)
+    monkeypatch.setattr(compat._process.process.configuration.settings, "verify", 0)
     compat.parallelize(net)
     net(inputs)
 
 
 def test_products_are_counted_by_context(mx, monkeypatch):
     """What ``compat test script.py`` tells of a block."""
-    monkeypatch.setattr(_verification, "_recording", [True])
+    monkeypatch.setattr(_verification.report, "_recording", [True])
     net = compat.parallelize(initialise(mx, dense(mx)))
     net.hybridize(forward_bulk_size=0, backward_bulk_size=0)  # one operation a record
     record = verified(net)

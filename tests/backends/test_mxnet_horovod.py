@@ -3,13 +3,14 @@
 import numpy as np
 import pytest
 
-from compat.testing_ranks import RanksContract
+from compat.testing.ranks import RanksContract
 
 from . import ranks
 
 
 @pytest.mark.row("ranks: Horovod")
 class TestMXNetHorovod(RanksContract):
+    may_abort = True
     backend = "mxnet"
 
 
@@ -102,9 +103,9 @@ ENGINE = """
 import mxnet as mx
 
 from compat import _ranks
-from compat._backends import _mxnet_ranks
+from compat._backends.mxnet import ranks
 
-engine = _mxnet_ranks.Horovod.join(_ranks.own_place())
+engine = ranks.Horovod.join(_ranks.own_place())
 rank = compat.rank()
 arrays = [
     mx.nd.array([[1, 2], [3, 4]], mx.cpu(index), dtype) * (rank + 1)

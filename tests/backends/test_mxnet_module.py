@@ -5,7 +5,7 @@ import pytest
 
 import compat
 from compat import _registry, _replicas, errors
-from compat._backends._mxnet_placement import products as placement
+from compat._backends.mxnet.op_placement import products as placement
 from compat.testing import in_span, span
 
 from .test_mxnet_gluon import DEVICES, data
@@ -240,7 +240,10 @@ def test_with_an_optimizer_it_stays_where_it_is(mx):
     before = dict(vars(module))
     with pytest.raises(compat.UnsupportedError) as error:
         compat.parallelize(module)
-    assert str(error.value) == str(errors.module_has_an_optimizer())
+    assert str(error.value) == (
+        "This Module has an optimizer already, and MXNet numbers its state by device. Call "
+        "parallelize() before fit() or init_optimizer()."
+    )
     assert vars(module) == before
     assert compat.parallelize(module, gpus=1) is module  # it is there
 
@@ -255,10 +258,18 @@ def test_a_loss_divided_by_the_batch_is_refused(mx):
         compat.parallelize(module).bind([("data", (61, 8))])
 
     text = refused(symbol(mx, normalization="batch"), bind)
-    assert text == str(errors.loss_depends_on_the_batch("softmax has normalization='batch'"))
+    assert text == (
+        "A Module on several devices must not divide its loss by the batch, since each "
+        "device sees a shard of it: {}. Leave the division to the optimizer's rescale_grad, "
+        "which is 1/batch size.".format("softmax has normalization='batch'")
+    )
     mean = mx.sym.MakeLoss(mx.sym.mean(symbol(mx).get_internals()["b_output"]), name="loss")
     text = refused(mean, bind, label_names=None)
-    assert text == str(errors.loss_depends_on_the_batch("loss has no row for each of the batch"))
+    assert text == (
+        "A Module on several devices must not divide its loss by the batch, since each "
+        "device sees a shard of it: {}. Leave the division to the optimizer's rescale_grad, "
+        "which is 1/batch size.".format("loss has no row for each of the batch")
+    )
     # One that is bound already stays as it is.
     module = mx.mod.Module(mean, label_names=None)
     module.bind([("data", (61, 8))])
@@ -335,4 +346,7 @@ def test_other_modules_are_refused(mx):
     assert _registry.load("mxnet").is_native(module)
     with pytest.raises(compat.UnsupportedError) as error:
         compat.parallelize(module)
-    assert str(error.value) == str(errors.not_a_plain_module("BucketingModule"))
+    assert str(error.value) == (
+        "parallelize() runs an mx.mod.Module on several devices, not a {}. Give "
+        "context=[...] to the {} itself.".format("BucketingModule", "BucketingModule")
+    )

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import re
 import subprocess
 import sys
 import textwrap
@@ -11,10 +12,12 @@ import pytest
 import tensorflow as tf
 
 import compat
-from compat import _keras, errors
-from compat._backends import _tensorflow1_placement, tensorflow1
-from compat._backends._tensorflow1_graph import ancestors
-from compat._backends._tensorflow1_placement import partitions, products
+from compat import _keras
+from compat._backends import tensorflow1
+from compat._backends.tensorflow1 import op_placement
+from compat._backends.tensorflow1.graph import ancestors, v1_names
+from compat._backends.tensorflow1.op_placement import partitions, products
+from compat._backends.tensorflow1.step_counter import OrderedCounting
 from compat.testing import (
     CASES,
     DEVICES,
@@ -27,12 +30,12 @@ from compat.testing import (
     span,
 )
 
-v1 = tensorflow1._names(tf)
+v1 = v1_names(tf)
 
 
 def function_of(model, name="train_function"):
     """One of the three functions of a Keras model, made."""
-    model = _keras.that_makes_functions(model)
+    model = _keras.inner_model(model)
     getattr(model, "_make_" + name)()
     return getattr(model, name)
 
@@ -40,7 +43,7 @@ def function_of(model, name="train_function"):
 def record(model, inputs, targets):
     """One training step, as TensorFlow recorded it: the graphs it ran, and their statistics."""
     step = functools.partial(model.train_on_batch, inputs, targets)
-    return _tensorflow1_placement.record(v1, function_of(model), step)
+    return op_placement.record(v1, function_of(model), step)
 
 
 def counts_without_order(keras):
@@ -87,7 +90,7 @@ class TestTensorFlow1(ParallelContract):
         model = super().compiled(keras, name, optimizer_name, parallel)
         if optimizer_name == "adam":
             if counts_without_order(keras) and not parallel:
-                tensorflow1.OrderedCounting([]).install(_keras.that_makes_functions(model))
+                OrderedCounting([]).install(_keras.inner_model(model))
             assert not unordered_reads(model)
         return model
 
@@ -183,14 +186,12 @@ class TestTensorFlow1(ParallelContract):
         inputs, targets = CASES["dense"].data(13)
         ran = self.ran(model, inputs, targets)
         names = {node.name for nodes in ran.values() for node in nodes}
-        undivided = vars(model)["_compat_functions"]._replicas.batch_part
+        undivided = vars(model)["_compat_functions"]._replicas.part.operations
         assert len(undivided) > 30
         assert not names & {op.name for op in undivided}
         for index, device in enumerate(sorted(ran)):
             here = {
-                node.name.split("/")[0]
-                for node in ran[device]
-                if _tensorflow1_placement.is_product(node)
+                node.name.split("/")[0] for node in ran[device] if op_placement.is_product(node)
             }
             assert "replica_{}".format(index) in str(sorted(here))
 
@@ -342,7 +343,7 @@ class TestTensorFlow1(ParallelContract):
             ran = self.ran(model, inputs, targets)
             assert sorted(products(ran).values()) == [(2, 3)] * DEVICES
             names = {node.name for nodes in ran.values() for node in nodes}
-            undivided = vars(model)["_compat_functions"]._replicas.batch_part
+            undivided = vars(model)["_compat_functions"]._replicas.part.operations
             assert not names & {op.name for op in undivided}
 
         @span
@@ -351,8 +352,14 @@ class TestTensorFlow1(ParallelContract):
             model = keras.models.Sequential([rnn])
             model.compile("sgd", "mse")
             compat.parallelize(model)
-            with pytest.raises(compat.UnsupportedError, match="is in a loop and has a gradient"):
+            with pytest.raises(compat.UnsupportedError) as raised:
                 model.train_on_batch(np.ones((5, 4, 3)), np.ones((5, 3)))
+            assert re.fullmatch(
+                r"tensorflow cannot run \S+ on several devices: it is in a loop and has a gradient "
+                r"by tf.custom_gradient, which is bound to the undivided batch\. Use one device: "
+                r"gpus=1, or give the operation TensorFlow's own gradient\.",
+                str(raised.value),
+            )
 
     @span
     def test_sparse_input(self, keras):
@@ -465,8 +472,11 @@ class TestTensorFlow1(ParallelContract):
         plain, model = [siamese(*devices, layer="Dense") for devices in ([None] * 3, [0, 1, 2])]
         with pytest.warns(compat.CompatWarning) as warned:
             compat.parallelize(model, gpus=2)
-        devices = ["/device:CPU:{}".format(index) for index in range(DEVICES)]
-        assert str(warned[0].message) == errors.parts_placed(model.name, devices, devices[:2])
+        assert str(warned[0].message) == (
+            "Parts of {} were placed on /device:CPU:0, /device:CPU:1, /device:CPU:2 by device(), "
+            "but parallelize() runs all of it on each of /device:CPU:0, /device:CPU:1. Leave out "
+            "one of the two; parallelize(model, gpus=1) puts the parts back.".format(model.name)
+        )
         for each in (plain, model):
             each.fit(inputs, targets, batch_size=16, epochs=1, shuffle=False, verbose=0)
         self.close(plain.get_weights(), model.get_weights(), 1e-6)
@@ -515,8 +525,8 @@ class TestTensorFlow1(ParallelContract):
             keras.backend.set_session(old)
             weight = keras.backend.variable(3.0)
             assert keras.backend.get_value(weight) == 3.0
-            from compat import _api
-            _api._active = None  # as if never configured
+            from compat import _process
+            _process.process.configuration = None  # as if never configured
             try:
                 compat.configure_gpu(simulate=2)
             except compat.TooLateError as error:
@@ -525,11 +535,13 @@ class TestTensorFlow1(ParallelContract):
             """,
             self.prelude,
         )
-        first, second = printed.splitlines()[-2:]
-        assert first.startswith("configure_gpu() came too late for tensorflow: Keras has made its ")
-        assert 'device_count { key: "CPU" value: 2 }' in first
-        assert "another one would lose the values of its 1 variables" in first
-        assert second == "Call it before the first model is built."
+        assert re.fullmatch(
+            r"configure_gpu\(\) came too late for tensorflow: Keras has made its session already, "
+            r'without .*device_count \{ key: "CPU" value: 2 \}.*; what a session has cannot be '
+            r"changed, and another one would lose the values of its 1 variables\.\n"
+            r"Call it before the first model is built\.",
+            "\n".join(printed.splitlines()[-2:]),
+        )
 
     @span
     def test_own_session_has_the_devices_too(self):
@@ -537,8 +549,8 @@ class TestTensorFlow1(ParallelContract):
             """
             compat.configure_gpu(simulate=3)
             import tensorflow
-            from compat._backends import tensorflow1
-            tf = tensorflow1._names(tensorflow)
+            from compat._backends.tensorflow1.graph import v1_names
+            tf = v1_names(tensorflow)
             keras = keras_under_test()
 
             def seen(session):
@@ -567,7 +579,7 @@ class TestTensorFlow1(ParallelContract):
     def test_one_device_leaves_the_model_alone(self, keras):
         """But for the order of Adam's step counter, where Keras has none."""
         model = self.compiled(keras, "dense")
-        known = vars(_keras.that_makes_functions(model))  # of the inner one, in an old Sequential
+        known = vars(_keras.inner_model(model))  # of the inner one, in an old Sequential
         before = dict(known)
         orders = {"_make_train_function"} if counts_without_order(keras) else set()
         assert compat.parallelize(model, gpus=1) is model
@@ -584,7 +596,11 @@ class TestTensorFlow1(ParallelContract):
             return  # keras 2.3 and tf.keras make resource variables in any case
         with pytest.warns(compat.CompatWarning) as warned:
             compat.parallelize(model)
-        assert str(warned[0].message) == errors.reference_variables(model.name)
+        assert str(warned[0].message) == (
+            "The weights of {} are reference variables, which TensorFlow may overwrite while a "
+            "replica still reads them: training goes wrong now and then. Call configure_gpu() "
+            "before the model is built; it switches resource variables on.".format(model.name)
+        )
 
 
 def square(x):
@@ -686,7 +702,7 @@ from compat.testing import keras_under_test
 
 
 @span
-def test_one_configuration_lies_under_every_session():
+def test_every_session_begins_with_one_configuration():
     printed = run(
         """
         report = compat.configure_gpu(
@@ -695,9 +711,10 @@ def test_one_configuration_lies_under_every_session():
         )
         print(report)
         keras = keras_under_test()
-        from compat._backends import tensorflow1
+        from compat._backends.tensorflow1 import sessions
+        from compat._backends.tensorflow1.graph import v1_names
         import tensorflow
-        tf = tensorflow1._names(tensorflow)
+        tf = v1_names(tensorflow)
 
         def seen(session):
             cpus = [d.name for d in session.list_devices() if d.device_type == "CPU"]
@@ -724,17 +741,49 @@ def test_one_configuration_lies_under_every_session():
             device_count={"CPU": 4},
         ) is report
         constructor = tf.Session.__bases__[0].__init__
-        tensorflow1.lay_under_every_session(None)
+        sessions.set_session_defaults(None)
         assert tf.Session.__bases__[0].__init__ is not constructor
         with tf.Session() as session:
             assert seen(session) == (1, 0, False)
         """
     )
     assert "/device:CPU:0, /device:CPU:1, /device:CPU:2" in printed
-    assert "every session, of Keras and others: ConfigProto" in printed
-    assert "resource_variables(), since reference" in printed.replace(
+    assert (
+        'every session, of Keras and others: ConfigProto device_count { key: "CPU" value: 4 } '
+        'device_count { key: "GPU" value: 0 } intra_op_parallelism_threads: 2 '
+        "allow_soft_placement: true\n"
+    ) in printed
+    resource = ", since reference variables race and train wrongly\n"
+    assert "tf.enable_resource_variables()" + resource in printed.replace(
         "tf.Variable() makes resource variables",
-        "resource_variables()",  # before 1.11
+        "tf.enable_resource_variables()",  # before 1.11
+    )
+
+
+@span
+def test_a_session_of_the_users_has_fixed_the_memory_of_gpus():
+    from tensorflow.python.client import session
+
+    printed = run(
+        """
+        import tensorflow
+        from compat._backends.tensorflow1.graph import v1_names
+        tf = v1_names(tensorflow)
+        tf.Session()
+        tf.test.is_built_with_cuda = lambda: True
+        try:
+            compat.configure_gpu(memory="grow")
+        except compat.TooLateError as error:
+            print(error)
+        """
+    )
+    if not hasattr(session, "_python_session_create_counter"):
+        assert printed == ""  # before TensorFlow 1.13 nothing tells
+        return
+    assert "\n".join(printed.splitlines()[-2:]) == (
+        "configure_gpu() came too late for tensorflow: a session was made in this process, which "
+        "fixed GPUs and their memory; they cannot become allow_growth: true.\n"
+        "Call it before the first tf.Session()."
     )
 
 
@@ -742,9 +791,12 @@ def test_listing_devices_makes_no_session():
     run(
         """
         keras = keras_under_test()
-        from compat._backends import tensorflow1
-        assert tensorflow1.backend.devices() == ["/device:CPU:0"]
-        assert tensorflow1._session_of(keras) is None
+        from compat._backends.tensorflow1 import backend, sessions
+        assert backend.devices() == ["/device:CPU:0"]
+        assert sessions.session_of(keras) is None
+        assert backend.initialised() == (
+            "tensorflow is imported, and may have asked CUDA for its GPUs"
+        )
         """
     )
 
@@ -798,16 +850,16 @@ def test_memory_size_is_a_fraction_of_the_largest_gpu(monkeypatch):
 
 @span
 def test_gpus_that_only_tensorflow_lists(monkeypatch):
-    from compat import _devices, _settings
+    from compat import _devices, _selection, _settings
 
     def configured(gpus, listed, memory=None):
         backend = tensorflow1.TensorFlow1()
-        devices = _devices.choose(_devices.parse_gpus(gpus), None, {}, discover=list)
+        devices = _devices.choose(_selection.parse_gpus(gpus), None, {}, discover=list)
         settings = _settings.Settings(devices, _settings.parse_memory(memory))
         configs = []
         names = ["/device:GPU:{}".format(index) for index in range(listed)] or ["/device:CPU:0"]
-        monkeypatch.setattr(tensorflow1, "make_room_for", lambda *arguments: None)
-        monkeypatch.setattr(tensorflow1, "lay_under_every_session", configs.append)
+        monkeypatch.setattr(tensorflow1, "ensure_no_other_session", lambda *arguments: None)
+        monkeypatch.setattr(tensorflow1, "set_session_defaults", configs.append)
         monkeypatch.setattr(backend, "initialised", lambda: None)
         monkeypatch.setattr(backend, "devices", lambda: names)
         backend.configure(settings)

@@ -7,7 +7,7 @@ import pytest
 from conftest import ROOT
 
 from compat.testing import keras_under_test, span
-from compat.testing_ranks import RanksContract
+from compat.testing.ranks import RanksContract
 
 from . import ranks
 
@@ -17,6 +17,7 @@ KERAS = keras_under_test().__name__ == "keras"
 
 @pytest.mark.row("ranks: Horovod")
 class TestTensorFlow1Horovod(RanksContract):
+    may_abort = True
     backend = "tensorflow1"
     # To the losses of single outputs (Keras 2.3, tf.keras) each batch counts as much, of 61 rows
     # or of 13.
@@ -28,7 +29,7 @@ class TestTensorFlow1Horovod(RanksContract):
 WAYS = """
 import tensorflow as tf
 
-from compat._backends import tensorflow1
+from compat._backends.tensorflow1.step_counter import counting_after_reading
 
 
 def ordered(adam):
@@ -36,7 +37,7 @@ def ordered(adam):
     get_updates = adam.get_updates
 
     def get_updates_in_order(loss, params):
-        with tensorflow1.counting_after_reading(adam.iterations):
+        with counting_after_reading(adam.iterations):
             return get_updates(loss=loss, params=params)
 
     if compat.size() == 1:
@@ -131,6 +132,29 @@ def test_any_optimizer_and_generators_train_to_the_same_numbers(tmp_path):
 def test_mpirun_with_a_horovod_that_knows_no_mpi_is_an_error():
     program = "compat.parallelize(keras.models.Sequential([keras.layers.Dense(1)]))"
     assert ranks.refused_alone(program) == ranks.disagreement(2)
+
+
+EAGER = """
+import tensorflow as tf
+
+tf.compat.v1.enable_eager_execution()
+try:
+    compat.parallelize(keras.models.Sequential([dense(1, input_shape=(6,))]))
+except compat.UnsupportedError as error:
+    said["refused"] = str(error)
+"""
+
+
+@span
+def test_eager_execution_is_refused(tmp_path):
+    if KERAS:
+        return  # keras runs in sessions alone
+    _, said = ranks.run(EAGER, tmp_path, 2)
+    text = (
+        "tensorflow1 cannot train as one of several ranks after tf.enable_eager_execution(). "
+        "Remove that call, or use TensorFlow 2."
+    )
+    assert said == [{"refused": text}] * 2
 
 
 def test_page_of_one_gpu_to_many(tmp_path):

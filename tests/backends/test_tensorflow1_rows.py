@@ -10,8 +10,7 @@ import tensorflow as tf
 
 import compat
 from compat import _keras
-from compat._backends import tensorflow1
-from compat._backends._tensorflow1_graph import ancestors
+from compat._backends.tensorflow1.graph import ancestors, v1_names
 from compat.testing import (
     CASES,
     DEVICES,
@@ -22,7 +21,7 @@ from compat.testing import (
     span,
 )
 
-v1 = tensorflow1._names(tf)
+v1 = v1_names(tf)
 #: Rows of steps: even, uneven, fewer than devices.
 STEPS = (12, 13, 2)
 
@@ -241,8 +240,13 @@ def test_write_of_a_call_that_no_rule_covers_is_refused(keras):
     _, parallel = one_and_three(lambda: model_with(keras, layer_that_waits(keras, value)))
     with pytest.raises(compat.UnsupportedError) as raised:
         parallel.train_on_batch(rows_of(13), rows_of(13, 2))
-    assert "writes the variable waiting" in str(raised.value)
-    assert "layer.add_update()" in str(raised.value)
+    assert re.fullmatch(
+        r"Model '{}' writes the variable waiting\S* while it computes its outputs, and what it "
+        r"writes depends on the batch: each device would write another value. Make it an update "
+        r"of the layer, layer.add_update\(\), which parallelize\(\) runs once a step, of the whole "
+        r"batch\.".format(parallel.name),
+        str(raised.value),
+    )
 
 
 def test_metrics_of_layers(keras):
@@ -332,9 +336,14 @@ def test_layers_across_rows_see_the_whole_batch(keras, name):
     texts = warned(lambda: differences.append(train_both(models)))
     assert differences[0] <= 1e-6
     assert len(texts) == 1
-    across = "across the rows of a batch on the way to its outputs: {}[_0-9]*/".format(name)
-    assert re.search(across, texts[0])
-    assert "on one device: dense_" in texts[0]
+    operations = r"\S+ \(\w+\)(, \S+ \(\w+\))*( and others)?"
+    assert re.fullmatch(
+        r"Model '{}' computes across the rows of a batch on the way to its outputs: {}[_0-9]*/{}\. "
+        r"That, and all that needs it, parallelize\(\) runs of the whole batch, on one device: "
+        r"dense_{}\. To have these divided, compute across rows after them, or in the "
+        r"loss\.".format(models[1].name, name, operations, operations),
+        texts[0],
+    )
 
 
 @span
@@ -512,7 +521,7 @@ if not _keras.wraps_a_model(keras_under_test().models.Sequential()):  # from 2.2
         undivided = [
             op
             for op in ancestors([parallel.total_loss], ())[0]
-            if op.type == "MatMul" and op not in replicas_of(parallel).batch_part
+            if op.type == "MatMul" and op not in replicas_of(parallel).part.operations
         ]
         assert not undivided
 
@@ -565,8 +574,15 @@ def test_inputs_of_different_rows(keras):
     model = model_of_two(keras, lambda ab: ab[0] + 0 * ab[1])
     with pytest.raises(compat.UnsupportedError) as raised:
         model.predict_on_batch([rows_of(6), rows_of(3)])
-    assert "has 6" in str(raised.value) and "has 3" in str(raised.value)
-    assert "parallelize(model, gpus=1)" in str(raised.value)
+    names = [tensor.name for tensor in model.inputs]
+    assert str(raised.value) == (
+        "parallelize() divides each input of model {!r} by its rows, but they do not have as many: "
+        "{}. Give each input a row for each row of the batch, or use one device: "
+        "parallelize(model, gpus=1).".format(
+            model.name,
+            ", ".join(sorted(map("{} has {}".format, names, (6, 3)))),
+        )
+    )
     found = []
     for parallel in (False, True):
         nodes, edges = keras.layers.Input(shape=(4,)), keras.layers.Input(batch_shape=(None, None))
@@ -590,7 +606,84 @@ def test_inputs_that_are_tensors_of_different_rows(keras):
     np.testing.assert_equal(model.predict_on_batch(rows_of(3)).shape, (3, 4))
     with pytest.raises(tf.errors.InvalidArgumentError) as raised:
         model.predict_on_batch(rows_of(6))
-    assert "parallelize() divides each input" in str(raised.value)
+    text = (
+        "parallelize() divides each input of model {!r} by its rows, but they do not have as many. "
+        "Give each input a row for each row of the batch, or use one device: parallelize(model, "
+        "gpus=1). Rows:] [6] [3]".format(model.name)
+    )
+    assert text in str(raised.value).replace("\\'", "'")
+
+
+@span
+def test_inputs_that_are_variables_are_refused(keras):
+    try:
+        inputs = keras.layers.Input(tensor=keras.backend.variable(rows_of(3)))
+    except (AttributeError, TypeError, ValueError):
+        return  # by Keras itself
+    outputs = keras.layers.Dense(2)(inputs)
+    model = compat.parallelize(keras.models.Model(inputs, outputs))
+    if isinstance(model.inputs[0], tf.Tensor):
+        return  # Keras has taken its value
+    model.compile("sgd", "mse")
+    with pytest.raises(compat.UnsupportedError) as raised:
+        model.train_on_batch(None, rows_of(3, 2))
+    assert str(raised.value) == (
+        "parallelize() divides the inputs of model {!r} by rows, and cannot divide a variable: {}. "
+        "Give its value: Input(tensor=tf.identity(variable)).".format(
+            model.name, model.inputs[0].name
+        )
+    )
+
+
+@span
+def test_what_a_loss_takes_of_a_loop_must_have_rows(keras):
+    class Looping(keras.layers.Layer):
+        def call(self, x):
+            def step(count, total, rows):
+                return count + 1, total + tf.reduce_sum(rows), 2.0 * rows
+
+            _, total, rows = tf.while_loop(lambda count, *_: count < 3, step, [0, 0.0, x])
+            self.add_loss(total)
+            return rows
+
+        def compute_output_shape(self, input_shape):
+            return input_shape
+
+    _, parallel = one_and_three(lambda: model_with(keras, Looping(name="looping")))
+    with pytest.raises(compat.UnsupportedError) as raised:
+        parallel.train_on_batch(rows_of(13), rows_of(13, 2))
+    assert re.fullmatch(
+        r"A loss, a metric or an update of model '{}' needs 'looping\S*', which a loop computes "
+        r"and which has no rows, so parallelize\(\) does not know what it is of the whole batch\. "
+        r"Compute it from the loop's rows, or train on one device, with parallelize\(model, "
+        r"gpus=1\)\.".format(parallel.name),
+        str(raised.value),
+    )
+
+
+@span
+def test_products_that_a_loss_alone_needs_and_that_cannot_be_divided(keras):
+    class Selecting(keras.layers.Layer):
+        def call(self, x):
+            chosen = tf.boolean_mask(x, x[:, 0] > 0)
+            self.add_loss(tf.reduce_sum(tf.matmul(chosen, tf.ones((3, 2)))))
+            return x
+
+        def compute_output_shape(self, input_shape):
+            return input_shape
+
+    models = one_and_three(lambda: model_with(keras, Selecting(name="selecting")))
+    differences = []
+    (text,) = warned(lambda: differences.append(train_both(models)))
+    assert differences[0] <= 1e-5
+    assert re.fullmatch(
+        r"A loss or an update of model '{}' needs operations that its outputs do not need and that "
+        r"parallelize\(\) cannot divide, so they run on one device: selecting\S* \(MatMul\)\. To "
+        r"have them divided, make what they compute an output of the model\.".format(
+            models[1].name
+        ),
+        text,
+    )
 
 
 @span
@@ -609,7 +702,15 @@ def test_errors_of_tensorflow_tell_of_the_divided_batch(keras):
     with pytest.raises(tf.errors.InvalidArgumentError) as raised:
         model.predict_on_batch(rows_of(13))
     assert "replica_" in str(raised.value)
-    assert "parallelize(model, gpus=1)" in str(raised.value)
+    assert (
+        str(raised.value)
+        .rstrip()
+        .endswith(
+            "\n\nparallelize() runs the operations named replica_... of a part of the batch. An "
+            "operation that needs all rows, or a size that is the whole batch's, fails there: use "
+            "sizes of its inputs, such as K.shape(x)[0], or one device: parallelize(model, gpus=1)."
+        )
+    )
     assert isinstance(raised.value.__cause__, tf.errors.InvalidArgumentError)
     with pytest.raises(Exception) as raised:
         model.predict_on_batch(rows_of(13, 5))

@@ -17,18 +17,15 @@ import pytest
 import tensorflow as tf
 
 import compat
-from compat import _by_path
-from compat._backends import tensorflow1
-from compat._backends._tensorflow2_placement import executed, products, short
-from compat._backends.tensorflow2 import (
-    TensorFlow2,
-    _chosen_gpus,
-    _config,
-    backend,
-    forget_compiled_steps,
-)
-from compat._devices import Devices, choose, parse_gpus
-from compat._ranks import Launch
+from compat import _by_path, _distributions
+from compat._backends.tensorflow1 import sessions
+from compat._backends.tensorflow2 import TensorFlow2, backend
+from compat._backends.tensorflow2.compiled_steps import forget_compiled_steps
+from compat._backends.tensorflow2.device_configuration import chosen_gpus, config_function
+from compat._backends.tensorflow2.op_placement import executed, products, short
+from compat._devices import Devices, choose
+from compat._ranks import Job
+from compat._selection import parse_gpus
 from compat._settings import Memory, Settings
 from compat.testing import (
     CASES,
@@ -72,10 +69,15 @@ class TestTensorFlow2(ParallelContract):
         def test_first_steps_are_verified(self, keras):
             """They cannot be there: a warning says so, once for each model."""
             model = self.compiled(keras, "dense", parallel=True)
-            with pytest.warns(compat.CompatWarning, match="nothing is verified of model") as told:
+            with pytest.warns(compat.CompatWarning) as told:
                 record = self.verified(model)
                 model.train_on_batch(*CASES["dense"].data(45))
-            assert len([w for w in told if w.category is compat.CompatWarning]) == 1
+            assert [str(w.message) for w in told if w.category is compat.CompatWarning] == [
+                "verify=1: {} {} makes no functions of a model's steps that could be verified, so "
+                "nothing is verified of model {!r}. Verify it with TensorFlow 2.3 or later.".format(
+                    keras.__name__, keras.__version__, model.name
+                )
+            ]
             assert not any(record.steps.values())
 
     def placement(self, model, inputs, targets):
@@ -570,13 +572,23 @@ def test_environ():
 
 
 @span
+def test_legacy_keras_that_is_not_installed_is_a_problem(monkeypatch):
+    monkeypatch.setattr(_distributions, "version", lambda name: None)
+    assert backend.problems({}) == []
+    assert backend.problems({"TF_USE_LEGACY_KERAS": "1"}) == [
+        "TF_USE_LEGACY_KERAS is set, but tf_keras is not installed: tf.keras fails. Install "
+        "tf_keras, or remove the variable."
+    ]
+
+
+@span
 def test_chosen_gpus_count_inside_what_tensorflow_listed(monkeypatch):
     """Stand-ins for GPUs: there is none here."""
     listed = ["GPU:0", "GPU:1", "GPU:2"]
     stand_in = types.SimpleNamespace(
         config=types.SimpleNamespace(list_physical_devices=lambda kind: listed, experimental=None)
     )
-    chosen = functools.partial(_chosen_gpus, stand_in)
+    chosen = functools.partial(chosen_gpus, stand_in)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert chosen(Devices()) == []
     assert chosen(Devices(["2", "0"], [2, 0])) == ["GPU:2", "GPU:0"]
@@ -596,7 +608,7 @@ def test_chosen_gpus_count_inside_what_tensorflow_listed(monkeypatch):
 @pytest.fixture
 def machine_of(monkeypatch, imitate):
     """Have TensorFlow list GPUs that are not here, as its plug-ins do: of the type "GPU"."""
-    real = _config(tf, "list_physical_devices")("CPU")[0]
+    real = config_function(tf, "list_physical_devices")("CPU")[0]
 
     def owner(name):
         return tf.config if hasattr(tf.config, name) else tf.config.experimental
@@ -620,18 +632,18 @@ def machine_of(monkeypatch, imitate):
         for name in ("get_logical_device_configuration", "get_virtual_device_configuration"):
             if hasattr(owner(name), name):
                 imitate(owner(name), name, lambda device: None)
-        for name in ("lay_under_every_session", "make_room_for"):
-            monkeypatch.setattr(tensorflow1, name, lambda *arguments: None)
+        for name in ("set_session_defaults", "ensure_no_other_session"):
+            monkeypatch.setattr(sessions, name, lambda *arguments: None)
         return configured
 
-    def configured(gpus=None):
+    def configured(gpus=None, memory=None):
         devices = choose(parse_gpus(gpus), None, {}, discover=list)
         backend = TensorFlow2()
-        settings = Settings(devices)
+        settings = Settings(devices, memory)
         assert backend.environ(settings, {}) == (
             {"CUDA_VISIBLE_DEVICES": "-1"} if gpus == 0 else {}
         )
-        applied = backend.configure(settings)
+        applied, _ = backend.configure(settings)
         return backend.devices(), applied[0], devices.shortage and devices.shortage[1]
 
     return machine_of
@@ -646,6 +658,16 @@ def test_the_gpu_of_a_metal_machine(machine_of):
     assert configured() == configured(1) == configured([0]) == (["/gpu:0"], one, None)
     assert configured(2) == (["/gpu:0"], one, "1 GPU is visible")
     assert configured(0) == (["/cpu:0"], visible(prefix, ""), None)
+
+
+@span
+def test_a_fraction_of_a_gpu_of_unknown_size_is_refused(machine_of):
+    with pytest.raises(compat.UnsupportedError) as error:
+        machine_of(1)(memory=Memory(fraction=0.5))
+    assert str(error.value) == (
+        "tensorflow2 cannot take a fraction of a GPU whose size the driver does not tell. Give a "
+        'size, such as memory="4GiB".'
+    )
 
 
 @span
@@ -733,10 +755,18 @@ def test_ranks_without_horovod_say_what_is_missing(keras, monkeypatch):
     for name, value in (("RANK", "0"), ("SIZE", "2"), ("LOCAL_RANK", "0"), ("LOCAL_SIZE", "2")):
         monkeypatch.setenv("HOROVOD_" + name, value)
     model = keras.models.Sequential([keras.layers.Dense(1, input_shape=(3,))])
-    with pytest.raises(
-        compat.NotInstalledError if TRAIN_STEP and not KERAS3 else compat.UnsupportedError
-    ):
-        compat.parallelize(model)
+    if TRAIN_STEP and not KERAS3:
+        with pytest.raises(compat.NotInstalledError):
+            compat.parallelize(model)
+    else:
+        with pytest.raises(compat.UnsupportedError) as error:
+            compat.parallelize(model)
+        assert str(error.value) == (
+            "tensorflow2 cannot train a model of {} {} as one of several ranks. Use tf.keras from "
+            "TensorFlow 2.4 to 2.15, or Keras 3 on torch or JAX.".format(
+                keras.__name__, keras.__version__
+            )
+        )
     # TensorFlow's own workers do without.
-    command = _by_path.command("_start") + ["2", "--tf-config"]
-    assert backend.launcher(Launch(2, sys.executable, {})) == command
+    command = _by_path.command("_launch.starter") + ["2", "--cluster"]
+    assert backend.launcher(Job(2, sys.executable, {})) == command

@@ -103,6 +103,7 @@ if not KERAS3:  # which has no graph mode
 def test_graph_mode_with_second_control_flow_is_refused():
     """disable_eager_execution() alone leaves TensorFlow 2's loops in the graph."""
     script = """
+    import os
     import tensorflow as tf
     import compat
     from compat.testing import keras_under_test
@@ -112,14 +113,26 @@ def test_graph_mode_with_second_control_flow_is_refused():
     keras = keras_under_test()
     inputs = keras.layers.Input((8,))
     model = keras.models.Model(inputs, keras.layers.Dense(2)(inputs))
-    try:
-        compat.parallelize(model)
-    except compat.UnsupportedError as error:
-        print(error)
+
+    def refused():
+        try:
+            compat.parallelize(model)
+        except compat.UnsupportedError as error:
+            print(error)
+
+    refused()
+    for name, value in (("RANK", 0), ("SIZE", 2), ("LOCAL_RANK", 0), ("LOCAL_SIZE", 2)):
+        os.environ["HOROVOD_" + name] = str(value)
+    refused()
     """
     printed = subprocess.check_output(
         [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)],
         env=dict(os.environ, TF_CPP_MIN_LOG_LEVEL="3"),
         universal_newlines=True,
     )
-    assert "after tf.compat.v1.disable_eager_execution()" in printed
+    assert printed.splitlines() == [
+        "tensorflow2 cannot run a model on several devices after "
+        "tf.compat.v1.disable_eager_execution(). Remove that call, or use TensorFlow 1.",
+        "tensorflow2 cannot train as one of several ranks after "
+        "tf.compat.v1.disable_eager_execution(). Remove that call.",
+    ]

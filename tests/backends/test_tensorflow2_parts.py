@@ -10,15 +10,8 @@ import pytest
 import tensorflow as tf
 
 import compat
-from compat._backends._tensorflow2_placement import BACKWARD, PRODUCTS, executed, short
-from compat.testing import (
-    DEVICES,
-    in_span,
-    initialise,
-    keras_under_test,
-    largest_difference,
-    span,
-)
+from compat._backends.tensorflow2.op_placement import BACKWARD, PRODUCTS, executed, short
+from compat.testing import DEVICES, in_span, initialise, keras_under_test, largest_difference, span
 
 from .test_tensorflow2 import (
     KERAS3,
@@ -157,7 +150,10 @@ def test_numpy_arrays_are_split_or_it_is_said(keras, build):
         model(ROWS)
     said = [str(w.message) for w in caught if w.category is compat.CompatWarning]
     if build is Plain:
-        assert len(said) == 1 and "give it tensors, tf.constant(array)" in said[0]
+        assert said == [
+            "A call of the parallelized Plain was given numpy arrays, which are not split, so it "
+            "ran on one device: give it tensors, tf.constant(array)."
+        ]
         assert list(found) == ["/cpu:0"]
     else:
         assert not said
@@ -272,6 +268,23 @@ def test_recurrent_loop_runs_where_it_was_placed(keras):
 
 
 @pytest.mark.row("device()")
+@span
+def test_layers_run_on_the_device_of_the_innermost_context(keras):
+    layers = keras.layers
+    inputs = layers.Input((8,))
+    with compat.device(1):
+        hidden = layers.Dense(6)(inputs)
+        with compat.device(2):
+            hidden = layers.Dense(5)(hidden)
+        outputs = layers.Dense(4)(hidden)
+    model = keras.models.Model(inputs, layers.Dense(4)(outputs))
+    model.compile("sgd", "mse")
+    found = products(executed(lambda: train_in_a_new_graph(model, ROWS, TARGETS)))
+    assert set(found) == {"/cpu:0", "/cpu:1", "/cpu:2"}
+    assert (found["/cpu:1"][0], found["/cpu:2"][0]) == (2, 1)
+
+
+@pytest.mark.row("device()")
 def test_placed_model_is_saved_as_a_plain_one(keras, placed, tmp_path):
     model, plain = placed
     assert model.get_config() == plain.get_config()
@@ -286,8 +299,13 @@ def test_placed_model_is_saved_as_a_plain_one(keras, placed, tmp_path):
 @pytest.mark.row("device()")
 def test_replicas_run_parts_placed_before_and_say_so(keras):
     model, plain = shared_lstm(keras, True), shared_lstm(keras, False)
-    with pytest.warns(compat.CompatWarning, match="device"):
+    with pytest.warns(compat.CompatWarning) as record:
         compat.parallelize(model)
+    assert [str(w.message) for w in record if w.category is compat.CompatWarning] == [
+        "Parts of tweets were placed on /cpu:0, /cpu:1, /cpu:2 by device(), but parallelize() runs "
+        "all of it on each of /cpu:0, /cpu:1, /cpu:2. Leave out one of the two; "
+        "parallelize(model, gpus=1) puts the parts back."
+    ]
     found = products(executed(lambda: train_in_a_new_graph(model, SEQUENCES, ENDS)))
     plain.train_on_batch(SEQUENCES, ENDS)
     assert set(found) == {"/cpu:0", "/cpu:1", "/cpu:2"} and len(set(found.values())) == 1, found
@@ -360,7 +378,7 @@ def test_mirrored_function_that_builds_no_model(keras):
 @span
 def test_models_without_keras_are_verified_or_it_is_said(keras, monkeypatch):
     """Which TensorFlow 2.0 cannot do."""
-    monkeypatch.setattr(compat._api._active.settings, "verify", 1)
+    monkeypatch.setattr(compat._process.process.configuration.settings, "verify", 1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         compat.parallelize(Plain())

@@ -1,6 +1,7 @@
 """TensorFlow 2: sums, means, counters and inputs of all kinds, on three devices and on one."""
 
 import gc
+import re
 import warnings
 
 import numpy as np
@@ -131,17 +132,36 @@ WHOLE = {
     "two kinds": lambda x: tf.reduce_sum(x) + tf.reduce_mean(x),
     "covariance": lambda x: tf.reduce_sum(tf.square(tf.matmul(x, x, transpose_a=True))),
     "softmax of rows": lambda x: tf.reduce_sum(tf.nn.softmax(x, axis=0)[:, 0] ** 2),
+    "masked, in a function": lambda x: tf.function(masked_mean)(x),
 }
+REASONS = {
+    "two kinds": "by adding sums and means over the rows, or means with different weights",
+    "variance": "from rows that have a statistic of the whole batch in them",
+    "masked, in a function": "within a tf.function, by a mean with a weight of its own",
+}
+
+
+def masked_mean(x):
+    mask = tf.sigmoid(9 * x)
+    return tf.reduce_sum(x**2 * mask) / tf.reduce_sum(mask)
+
+
+def not_put_together(what, model, reason):
+    return (
+        r"parallelize\(\) cannot put {} of model '{}' together from the devices' parts: it is "
+        r"computed from the whole batch, {}\. Compute it from each row by itself, as one sum or "
+        r"one mean over the rows, or in the loss, which sees the whole batch; or run this model on "
+        r"one device, with parallelize\(model, gpus=1\)\.".format(what, model, reason)
+    )
 
 
 @pytest.mark.parametrize("name", in_span(sorted(WHOLE), ["variance"]))
 def test_losses_of_the_whole_batch_are_refused(keras, name):
     with pytest.raises(Exception) as error:
         trained(lambda: adding(WHOLE[name]), parallel=[True])
-    text = str(error.value)
-    assert "parallelize() cannot put " in text and "of model 'net' together" in text
-    assert ("the loss added by layer 'adding'" if not KERAS3 else "loss 1 of those added") in text
-    assert "run this model on one device, with parallelize(model, gpus=1)" in text
+    what = "loss 1 of those added by layers" if KERAS3 else "the loss added by layer 'adding'"
+    reason = REASONS.get(name, r"by the operation '\S+' \(\w+\)")
+    assert re.search(not_put_together(what, "net", reason), str(error.value))
 
 
 # State ----------------------------------------------------------------------------------------
@@ -291,6 +311,32 @@ def test_native_model_sums_count_as_on_one_device(keras, eagerly):
     same(results, rtol=1e-4, atol=1e-5)
 
 
+class Sizing(tf.Module):
+    """It needs the number of rows before it runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.sums = tf.Variable(0.0)
+
+    def __call__(self, x):
+        self.sums.assign_add(tf.reduce_sum(x) / int(x.shape[0]))
+        return x
+
+
+@span
+def test_a_call_that_cannot_be_traced_is_refused(keras):
+    model = compat.parallelize(Sizing())
+    with pytest.raises(compat.UnsupportedError) as error:
+        model(tf.constant(ROWS))
+    cause = error.value.__cause__
+    assert str(error.value) == (
+        "parallelize() cannot tell how losses, state and outputs without rows of model 'sizing' "
+        "are put together from the devices' parts: its call cannot be traced for a batch with an "
+        "unknown number of rows. {}: {}\nTake the number of rows from tf.shape(x)[0], or run this "
+        "model on one device, with parallelize(model, gpus=1).".format(type(cause).__name__, cause)
+    )
+
+
 # Inputs ---------------------------------------------------------------------------------------
 
 
@@ -361,10 +407,18 @@ def test_an_output_that_follows_another_argument_is_refused(keras, known):
     def call(memory, queries):
         return model(memory, queries=queries)
 
-    with pytest.raises(
-        Exception, match="parallelize.. (cut the first argument|cannot put output 1 )"
-    ):
+    with pytest.raises(Exception) as error:
         call(memory, queries)
+    if known:
+        reason = r"by the operation '\S+' \(\w+\)"
+        assert re.search(not_put_together("output 1", model.name, reason), str(error.value))
+    else:
+        assert (
+            "parallelize() cut the first argument of this model, some rows on this device, and an "
+            "output has others: it does not follow the rows of the first argument. Pass the "
+            "argument that it follows first, or run this model on one device, with "
+            "parallelize(model, gpus=1)."
+        ) in str(error.value)
 
 
 @span
@@ -389,10 +443,18 @@ def test_inputs_with_different_rows_are_refused(keras):
         output_types=((tf.float32, tf.float32), tf.float32),
         output_shapes=(((None, 8), (None, 8)), (None, 4)),
     )
-    with pytest.raises(Exception, match="inputs have different numbers of rows"):
+    text = (
+        "parallelize() cuts each batch by rows, and this model's inputs have different numbers of "
+        "rows: {} and {}. Give inputs with one row for each sample, pass what all samples share "
+        "as another argument of the call or as the model's own attribute, or run this model on "
+        "one device, with parallelize(model, gpus=1)."
+    )
+    with pytest.raises(Exception) as error:
         model.fit(data, epochs=1, verbose=0)
-    with pytest.raises(Exception, match="different numbers of rows: 6 and 11"):
+    assert text.format("some", "others") in str(error.value).replace("\\'", "'")
+    with pytest.raises(Exception) as error:
         model((tf.constant(ROWS[:6]), tf.constant(ROWS[10:21])))
+    assert text.format(6, 11) in str(error.value)
 
 
 class Pair(Attending):
@@ -411,8 +473,17 @@ def test_a_matrix_of_rows_by_rows_fails_with_a_hint(keras):
     model = Graph()
     np.testing.assert_allclose(model((nodes, adjacency)), ROWS[:9])
     compat.parallelize(model)
-    with pytest.raises(compat.UnsupportedError, match="parallelize.. cuts every input by its"):
+    with pytest.raises(compat.UnsupportedError) as error:
         model((nodes, adjacency))
+    assert (
+        "model {!r} fails on a part of the batch's rows, though not on all of them. parallelize() "
+        "cuts every input by its first dimension, so each row has to be computed by itself: a "
+        "matrix of rows by rows (a graph's adjacency, a similarity) or of time by time cannot be "
+        "cut. Make such a matrix an attribute of the model or compute it in the loss, or run this "
+        "model on one device, with parallelize(model, gpus=1). InvalidArgumentError: ".format(
+            model.name
+        )
+    ) in str(error.value)
     with pytest.raises(Exception) as error:  # one's own mistake stays what it is
         model((nodes, tf.eye(7)[:, :5]))
     assert "fails on a part" not in str(error.value)
@@ -514,7 +585,15 @@ def test_rows_computed_from_other_rows_are_told_of(keras, layer):
         trained(build, parallel=[True])
     texts = [str(w.message) for w in record if w.category is compat.CompatWarning]
     assert bool(texts) == (layer is not keras.layers.BatchNormalization)
-    assert all("each row of an output from other rows of the batch" in text for text in texts)
+    for text in texts:
+        assert re.fullmatch(
+            r"model '\w+' computes each row of an output from other rows of the batch, too, "
+            r"besides batch normalization\. On several devices these are the rows of one device's "
+            r"part, so the numbers differ from one device's\. Compute this in the loss, which sees "
+            r"the whole batch, or run this model on one device, with parallelize\(model, "
+            r"gpus=1\)\.",
+            text,
+        )
 
 
 @pytest.mark.parametrize("name", ["variance", "two kinds"])

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 import compat
-from compat._launchers import LAUNCHERS
+from compat._ranks.launchers import LAUNCHERS
 from compat.testing import span
 
 SIZE, BATCH = 3, 5
@@ -88,8 +88,9 @@ def test_a_last_batch_with_too_few_rows_is_left_out_on_all_ranks(shards, batched
     found, warned = shards(make, BATCH)
     whole = [rank[:4] if batched else sum(rank[:4], []) for rank in PARTS]
     assert [[element["x"] for element in rank] for rank in found] == whole
-    what = "A batch of 2 rows is" if batched else "The last 2 of 22 rows are"
-    text = what + " left out: they are too few for one on each of 3 ranks."
+    text = "The last 2 of 22 rows are left out: they are too few for one on each of 3 ranks."
+    if batched:
+        text = "A batch of 2 rows is left out: they are too few for one on each of 3 ranks."
     assert warned == [[text]] * SIZE
 
 
@@ -103,14 +104,27 @@ def test_without_a_batch_size_all_ranks_get_equally_many_elements(shards, make):
 
 def test_a_shuffle_that_differs_between_ranks_is_told(shards):
     _, warned = shards(lambda: pairs(20).shuffle(20).batch(BATCH), BATCH)
-    for (warning,) in warned:
-        assert warning.startswith("shard() was given a dataset that is shuffled without a seed")
+    text = (
+        "shard() was given a dataset that is shuffled without a seed: each rank shuffles it in "
+        "another order, so that they train on some rows several times and on others never. Call "
+        "shuffle() after shard(), or give it the same seed on all ranks."
+    )
+    assert warned == [[text]] * SIZE
 
 
 def test_what_cannot_be_told_or_does_not_fit_is_an_error(shards):
-    with pytest.raises(compat.InvalidArgumentError, match="in batches of 4. Give its own batch"):
+    with pytest.raises(compat.InvalidArgumentError) as error:
         shards(lambda: pairs(20).batch(4), BATCH)
+    assert str(error.value) == (
+        "shard(batch_size=5) was given a dataset in batches of 4. Give its own batch size, or "
+        "shard the dataset before its batch()."
+    )
     batches = (np.ones((rows, 2)) for rows in (3, 4))
     unknown = tf.data.Dataset.from_generator(lambda: batches, tf.float32, tf.TensorShape([None, 2]))
-    with pytest.raises(compat.InvalidArgumentError, match="rows or batches"):
+    with pytest.raises(compat.InvalidArgumentError) as error:
         shards(lambda: unknown, BATCH)
+    assert str(error.value) == (
+        "shard() cannot tell whether the elements of this dataset are rows or batches: the length "
+        "of their first axis is not known. Batches: call its unbatch() before. Rows: call shard() "
+        "after batch(), or without batch_size."
+    )

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 import compat
-from compat._backends._tensorflow2_placement import executed
+from compat._backends.tensorflow2.op_placement import executed
 from compat.testing import DEVICES, initialise, keras_under_test, span
 
 from .test_tensorflow2 import KERAS3, ROWS, TARGETS, TRAIN_STEP, weights_of
@@ -170,7 +170,7 @@ if TRAIN_STEP:  # TensorFlow 2.0 has no steps of one's own
     @span
     @pytest.mark.parametrize("verify", [0, 1])
     def test_a_step_that_reaches_no_replica_says_so(keras, verify, monkeypatch):
-        monkeypatch.setattr(compat._api._active.settings, "verify", verify)
+        monkeypatch.setattr(compat._process.process.configuration.settings, "verify", verify)
         part = dense(8, 6, 4)
         model = compat.parallelize(Hidden(lambda: [part]))
         model.compile(keras.optimizers.SGD(RATE))
@@ -206,8 +206,14 @@ def test_a_strategy_around_parallelize_is_refused(keras):
         "within the scope of a MirroredStrategy. Build the model and call parallelize() outside "
         'of the strategy\'s scope, or write compat.parallelize(build_model, strategy="mirrored").'
     )
-    with pytest.raises(compat.UnsupportedError, match="were made in the scope of a strategy"):
+    with pytest.raises(compat.UnsupportedError) as error:
         compat.parallelize(model)
+    assert str(error.value) == (
+        "parallelize() and tf.distribute both run a model on several devices: the variables of "
+        "{!r} were made in the scope of a strategy. Build the model and call parallelize() outside "
+        "of the strategy's scope, or write compat.parallelize(build_model, "
+        'strategy="mirrored").'.format(model.name)
+    )
     assert compat.parallelize(model, gpus=1) is model
     assert "call" not in vars(model)
 

@@ -8,8 +8,8 @@ import pytest
 import tensorflow as tf
 
 import compat
-from compat._backends import tensorflow1
-from compat._backends._tensorflow1_placement import partitions, products
+from compat._backends.tensorflow1.op_placement import partitions, products
+from compat._backends.tensorflow1.sessions import merged
 from compat.testing import CASES, DEVICES, initialise, optimizer, span
 
 from . import test_tensorflow1
@@ -33,6 +33,11 @@ class TestV1Mode(test_tensorflow1.TestTensorFlow1):
     # TensorFlow 2.15 writes what ends in ".weights.h5" in Keras 3's way, which fails in v1 mode.
     weights_extension = ".h5"
     prelude = "import tensorflow\ntensorflow.compat.v1.disable_v2_behavior()\n"
+
+    @span
+    def test_test_command_compares_step_by_step(self):
+        """The names of devices are not those of TensorFlow 1."""
+        super().test_test_command_compares_step_by_step()
 
     def name(self, device):
         """/device:CPU:1 is /cpu:1."""
@@ -78,12 +83,12 @@ class TestV1Mode(test_tensorflow1.TestTensorFlow1):
         config = v1.ConfigProto(allow_soft_placement=True)
         config.gpu_options.visible_device_list = "0"
         config.gpu_options.experimental.virtual_devices.add(memory_limit_mb=[1024])
-        assert tensorflow1._merged(config, config) == config
+        assert merged(config, config) == config
         own = v1.ConfigProto()
         own.gpu_options.allow_growth = True
-        merged = tensorflow1._merged(config, own).gpu_options
-        assert merged.allow_growth
-        assert merged.experimental == config.gpu_options.experimental
+        options = merged(config, own).gpu_options
+        assert options.allow_growth
+        assert options.experimental == config.gpu_options.experimental
 
     # Without Keras, and by TensorFlow itself ------------------------------------------------------
 

@@ -11,8 +11,9 @@ import time
 import numpy as np
 import pytest
 
-from compat import _launchers, errors
-from compat.testing_ranks import POLICIES, RanksContract
+from compat import errors
+from compat._ranks.place import Place
+from compat.testing.ranks import POLICIES, RanksContract
 
 from . import ranks
 from .test_tensorflow2_horovod import WAYS, check_parts
@@ -108,10 +109,24 @@ refusal(lambda: compat.parallelize(build))
 def test_a_model_that_was_built_before_is_refused():
     job = alone(REFUSED)
     assert job.returncode == 0, job.stderr
-    place = _launchers.Ranks(1, 2, 1, 2, "TF_CONFIG")
-    early = "RankError {}".format(errors.not_built_in_rank(place))
+    place = Place(1, 2, 1, 2, "TF_CONFIG")
+    early = "RankError {}".format(
+        errors.RankError(
+            "This process is {}, but TensorFlow started before it could join the others: a "
+            "model, a variable or a tensor was made. Give compat.parallelize() a function that "
+            "builds the model, as the first thing after configure_gpu(); it joins them, and "
+            "then calls it.".format(place)
+        )
+    )
     no_function = "NotAModelError strategy='mirrored' takes a function that builds the model, "
-    late = "UnsupportedError {}".format(errors.workers_without_eager_execution(place))
+    late = "UnsupportedError {}".format(
+        errors.unsupported(
+            "tensorflow2",
+            "train as {} after tf.compat.v1.disable_v2_behavior() or "
+            "disable_eager_execution()".format(place),
+            "Remove that call, or start the script with horovodrun.",
+        )
+    )
     said = job.stdout.strip().split("\n")
     assert said[:3] == [early] * 3
     assert said[3].startswith(no_function)

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 import compat
-from compat import _detect, _registry, errors
-from compat._backends import _theano_flags
-from compat._backends._theano_verification import of_gradients, products
-from compat._devices import Devices, choose, parse_gpus
+from compat import _detect, _distributions, _registry
+from compat._backends.theano import flag_problems, theano_flags
+from compat._backends.theano.verified_steps import of_gradients, products
+from compat._devices import Devices, choose
+from compat._selection import parse_gpus
 from compat._settings import Memory, Settings
 from compat.testing import CASES, DEVICES, ParallelContract, in_span, span
 
@@ -51,7 +52,7 @@ def theano_process(run, tmp_path, monkeypatch):
 
     def theano_process(program, flags="", **environ):
         compiled = {"base_compiledir": COMPILED, "optimizer": "fast_compile"}
-        environ["THEANO_FLAGS"] = _theano_flags.merge_flags(flags, compiled)
+        environ["THEANO_FLAGS"] = theano_flags.merge_flags(flags, compiled)
         environ.setdefault("HOME", str(tmp_path))
         show = "import json, os, sys\ndef show(**named): print('shown:' + json.dumps(named))\n"
         return json.loads(run(show + program, **environ).partition("shown:")[2])
@@ -244,7 +245,11 @@ class TestTheano(ParallelContract):
         model = keras.models.Model(tensor, keras.layers.Dense(2)(tensor), name="mine")
         with pytest.raises(compat.UnsupportedError) as caught:
             compat.parallelize(model)
-        assert str(caught.value) == str(errors.theano_input_not_fed("mine"))
+        assert str(caught.value) == (
+            "theano cannot run model 'mine' on several devices: an input of it is a tensor of the "
+            "user's, Input(tensor=...), whose rows cannot be split. Give the model an "
+            "Input(shape=...) and feed it."
+        )
 
     def test_parts_of_a_model_cannot_be_placed(self, configuration):
         with pytest.raises(compat.UnsupportedError) as caught:
@@ -285,7 +290,7 @@ class TestTheano(ParallelContract):
 
     # What cannot change once Theano is imported, as it is here.
 
-    def configure(self, theano, devices=None, **settings):
+    def configure_again(self, theano, devices=None, **settings):
         return theano.configure(Settings(devices or Devices(simulated=DEVICES), **settings))
 
     @span
@@ -299,18 +304,23 @@ class TestTheano(ParallelContract):
             ),
         ):
             with pytest.raises(compat.InvalidArgumentError) as caught:
-                self.configure(theano, options={"theano_flags": flags})
-            assert str(caught.value) == str(errors.theano_flags_invalid(flags, problem))
+                self.configure_again(theano, options={"theano_flags": flags})
+            assert str(caught.value) == (
+                "theano_flags={!r} is not understood: {}. Use a dictionary of Theano's "
+                'flags, such as {{"optimizer": "fast_compile", "openmp": True}}.'.format(
+                    flags, problem
+                )
+            )
 
     @span
     def test_gpus_come_too_late(self, keras, theano):
         with pytest.raises(compat.TooLateError) as caught:
-            self.configure(theano, Devices(["3", "1"], [1, 0]), memory=Memory(fraction=0.5))
+            self.configure_again(theano, Devices(["3", "1"], [1, 0]), memory=Memory(fraction=0.5))
         assert str(caught.value).startswith(
             "configure_gpu() came too late for theano: device and contexts and "
             "gpuarray.preallocate were fixed when theano was imported"
         )
-        self.configure(theano)  # what is said already comes never too late
+        self.configure_again(theano)  # what is said already comes never too late
 
 
 # Before the import ----------------------------------------------------------------------------
@@ -350,7 +360,7 @@ def test_flags_before_the_import(theano_process, tmp_path):
     assert shown["variables"] == {"CUDA_VISIBLE_DEVICES": "-1", "THEANO_FLAGS": flags}
     assert shown["reason"] == "KERAS_BACKEND=theano"
     assert shown["devices"] == ["cpu"]
-    keras = _detect.distribution_version("keras")
+    keras = _distributions.version("keras")
     assert shown["report"] == [
         "backend    theano (KERAS_BACKEND=theano)",
         "versions   theano 1.0.5, keras " + keras,
@@ -417,7 +427,28 @@ def test_gpus_that_do_not_come_up_are_a_warning(theano_process, machine):
     assert set(shown["where"]) <= {"-c", "<string>"}  # the caller's line
 
 
-def test_a_gpu_in_the_flags_is_not_given_up_in_silence(theano_process):
+@pytest.mark.parametrize(
+    "device, plug, environ, text",
+    [
+        (
+            "cuda1",
+            0,
+            {},
+            "Theano's flags say device=cuda1, but compat chose CPU, so device=cpu was set. `compat "
+            "env` tells which GPUs are visible.",
+        ),
+        (
+            "opencl0:0",
+            1,
+            {"CUDA_VISIBLE_DEVICES": ""},
+            "Theano's flags say device=opencl0:0, but compat chose CPU, so device=cpu was set. For "
+            'a device that is no CUDA GPU pass theano_flags={"device": "opencl0:0"}.',
+        ),
+    ],
+)
+def test_a_gpu_in_the_flags_is_not_given_up_in_silence(
+    theano_process, machine, device, plug, environ, text
+):
     shown = theano_process(
         """if True:
         import compat
@@ -432,15 +463,15 @@ def test_a_gpu_in_the_flags_is_not_given_up_in_silence(theano_process):
             reported=configuration.warnings,
         )
         """,
-        flags="device=cuda1,FloatX=float32,bogus=1",
+        flags="device={},FloatX=float32,bogus=1".format(device),
+        **dict(environ, PATH=plugged(machine, plug)),
     )
     assert shown["device"] == "cpu"
     assert (
         shown["warned"]
         == shown["reported"]
         == [
-            "Theano's flags say device=cuda1, but compat chose CPU, so device=cpu was "
-            "set. `compat env` tells which GPUs are visible.",
+            text,
             "FloatX=float32: Theano 1.0.5 has no flag FloatX, and ignores it. Did you mean floatX?",
         ]
     )
@@ -482,15 +513,15 @@ def test_the_reason_is_theanos_own():
     """What Theano logs with pygpu installed, here without CUDA (seen with pygpu 0.7.6)."""
     from types import SimpleNamespace
 
-    from compat._backends.theano import _reason
+    from compat._backends.theano.gpu_startup import reason
 
     with_pygpu = SimpleNamespace(gpuarray=SimpleNamespace(pygpu=True))
     logged = RuntimeError(b'Could not load "libcuda.so"', 2)
-    assert _reason(with_pygpu, logged) == (
+    assert reason(with_pygpu, logged) == (
         'Could not load "libcuda.so", 2',
         "Look at the driver (nvidia-smi) and at CUDA (CUDA_ROOT), or choose the CPU: gpus=0.",
     )
-    assert _reason(with_pygpu, None) == (
+    assert reason(with_pygpu, None) == (
         "theano logged the reason when it was imported",
         "Look at its log, or call configure_gpu() before `import theano`.",
     )
@@ -772,7 +803,15 @@ def test_flags_that_theano_ignores_or_refuses(problems, theano):
     meant = {"FloatX": "floatX", "optimiser": "optimizer"}
     meant.update({"gpuarray.prealocate": "gpuarray.preallocate", "bogus": None})
     assert problems(THEANO_FLAGS=flags) == [
-        str(errors.theano_has_no_flag(name, value, version, meant[name]))
+        str(
+            "{}={}: Theano {} has no flag {}, and ignores it.{}".format(
+                name,
+                value,
+                version,
+                name,
+                " Did you mean {}?".format(meant[name]) if meant[name] else "",
+            )
+        )
         for name, value in (flag.split("=") for flag in flags.split(","))
     ]
     assert problems(THEANO_FLAGS="device=CPU,exception_verbosity=hi,floatX=float31") == [
@@ -785,7 +824,7 @@ def test_flags_that_theano_ignores_or_refuses(problems, theano):
 @span
 def test_the_flags_read_from_the_file_are_theanos(theano):
     parameters = theano.import_framework().configparser._config_var_list
-    defined = theano._defined()
+    defined = flag_problems.defined(_detect.installed_version(theano))
     assert set(defined) == {parameter.fullname for parameter in parameters}
     for parameter in parameters:
         for value in defined[parameter.fullname] or []:
@@ -793,14 +832,21 @@ def test_the_flags_read_from_the_file_are_theanos(theano):
 
 
 def test_a_device_that_cannot_be_brought_up(problems, machine, tmp_path, monkeypatch):
-    without_pygpu = [str(errors.theano_device_without_pygpu("cuda0"))]
+    without_pygpu = [
+        str(
+            "device={}: Theano needs the package pygpu for it, which is not installed, and goes "
+            "on with the CPU. Install libgpuarray and pygpu 0.7.".format("cuda0")
+        )
+    ]
     if importlib.util.find_spec("pygpu") is None:
         assert problems(THEANO_FLAGS="device=cuda0") == without_pygpu
     path = os.environ["PATH"]
     (tmp_path / "pygpu.py").write_text("raise ImportError('imported')")
     monkeypatch.setattr(sys, "path", [str(tmp_path)] + sys.path)
     importlib.invalidate_caches()
-    assert problems(THEANO_FLAGS="device=cuda0") == [errors.theano_device_without_gpu("cuda0")]
+    assert problems(THEANO_FLAGS="device=cuda0") == [
+        "device={}: no GPU is visible, and Theano goes on with the CPU.".format("cuda0")
+    ]
     machine.plug(1)
     assert problems(THEANO_FLAGS="device=cuda0", PATH=path) == []
 
@@ -846,7 +892,7 @@ def test_what_is_wrong_in_files(problems, tmp_path):
 def test_the_files_of_a_report_are_those_that_exist(tmp_path):
     environ = {"HOME": str(tmp_path), "THEANORC": "~/a:~/b"}
     (tmp_path / "b").write_text("[global]\ndevice = cpu\n")
-    flags = _theano_flags.Flags(environ)
+    flags = theano_flags.Flags(environ)
     assert flags.files == [str(tmp_path / "b")]
     assert list(flags) == [("device", "cpu")]
     assert flags.get("device") == "cpu" and flags.get("floatX") is None

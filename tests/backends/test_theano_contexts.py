@@ -79,7 +79,7 @@ class TestContexts:
     def test_evaluates_and_predicts_what_one_device_does(self, keras, name):
         self.contract.test_evaluates_and_predicts_what_one_device_does(keras, BATCHES, name)
 
-    @pytest.mark.parametrize("name", cases + ["multi"])
+    @pytest.mark.parametrize("name", cases)
     def test_forward_and_backward_run_on_every_device(self, keras, configuration, name):
         self.contract.test_forward_and_backward_run_on_every_device(keras, configuration, name)
 

@@ -15,7 +15,7 @@ import pytest
 
 import compat
 from compat import _registry
-from compat._backends import _theano_flags
+from compat._backends.theano import theano_flags, theanorc
 from compat._devices import Devices
 from compat._settings import Memory, Settings
 from compat.testing import span
@@ -197,7 +197,7 @@ def generate_settings(rng):
 def readings(environ):
     """What compat says Theano's flags are in this environment, or None where it refuses it."""
     try:
-        flags = _theano_flags.Flags(environ)
+        flags = theano_flags.Flags(environ)
     except compat.CompatError:
         return None
     return {name: flags.get(name) for name in VALUES}
@@ -240,11 +240,11 @@ def generate_claims(seed, folder):
     }
     before = readings(without)
     ours = theano._flags(settings, without, range(len(settings.devices.gpus)))
-    path = _theano_flags.file_to_write(without)
+    path = theanorc.file_to_write(without)
     comments, order = comments_and_order(path)
-    earlier = [other for other in _theano_flags.files(without) if other != path]
+    earlier = [other for other in theano_flags.files(without) if other != path]
     try:
-        _theano_flags.write(path, ours, earlier)
+        theanorc.write(path, ours, earlier)
     except compat.ConfigurationFileError as error:
         assert "what a section [DEFAULT] says of " in str(error)
         assert comments_and_order(path) == (comments, order)
@@ -300,7 +300,7 @@ def test_imported_theano_reports_it_too(tmp_path):
             continue
         environ, said = claims[seed % 3]
         # Without a compiler nothing is compiled for these folders, which would take a minute.
-        flags = _theano_flags.merge_flags(environ.get("THEANO_FLAGS", ""), {"cxx": ""})
+        flags = theano_flags.merge_flags(environ.get("THEANO_FLAGS", ""), {"cxx": ""})
         environ["THEANO_FLAGS"] = flags
         assert ask_theano("import", [(environ, said)], tmp_path) == [[]]
         done += 1
@@ -308,14 +308,14 @@ def test_imported_theano_reports_it_too(tmp_path):
 
 
 def test_texts_as_theano_splits_them():
-    split = _theano_flags.split_flags
+    split = theano_flags.split_flags
     assert split("device=cpu,floatX=float32") == [("device", "cpu"), ("floatX", "float32")]
     assert split(r"gcc.cxxflags=-I/a\,b,openmp=1") == [("gcc.cxxflags", "-I/a,b"), ("openmp", "1")]
     assert split("""a='x,"y"',b="x,'y'" """) == [("a", 'x,"y"'), ("b", "x,'y'")]
     assert split("device = cpu") == [("device ", " cpu")]
     assert split("openmp,,device=cpu # and, so on") == [("openmp", None), ("device", "cpu")]
-    assert _theano_flags.parse_flags("mode=a,mode=b,mode") == {"mode": "b"}
-    merge = _theano_flags.merge_flags
+    assert theano_flags.parse_flags("mode=a,mode=b,mode") == {"mode": "b"}
+    merge = theano_flags.merge_flags
     assert merge("", {"device": "cpu"}) == "device=cpu"
     assert merge("device=gpu0,openmp,mode=a,mode=b", {"device": "cpu"}) == (
         "device=cpu,openmp,mode=b"
@@ -363,7 +363,7 @@ def names(path):
 
 
 def test_write_merges_into_what_the_user_has(rc):
-    backup = _theano_flags.write(str(rc), FLAGS)
+    backup = theanorc.write(str(rc), FLAGS)
     assert rc.read_text() == NEW
     assert backup == str(rc) + ".before-compat"
     with open(backup) as file:
@@ -374,7 +374,7 @@ def test_write_merges_into_what_the_user_has(rc):
 def test_write_does_nothing_where_all_is_said(rc):
     rc.write_text(NEW)
     before = rc.stat()
-    assert _theano_flags.write(str(rc), FLAGS) == str(rc)
+    assert theanorc.write(str(rc), FLAGS) == str(rc)
     after = rc.stat()
     for kept in ("st_ino", "st_mtime_ns", "st_ctime_ns"):  # reading it sets the time of access
         assert getattr(after, kept) == getattr(before, kept)
@@ -385,7 +385,7 @@ def test_write_makes_a_file_where_there_is_none(tmp_path):
     path = tmp_path / "new.rc"
     umask = os.umask(0o027)
     try:
-        assert _theano_flags.write(str(path), {"device": "cpu", "dnn.conv.algo_fwd": "fft"}) is None
+        assert theanorc.write(str(path), {"device": "cpu", "dnn.conv.algo_fwd": "fft"}) is None
     finally:
         os.umask(umask)
     assert path.read_text() == "[global]\ndevice = cpu\n\n[dnn.conv]\nalgo_fwd = fft\n"
@@ -402,7 +402,7 @@ def test_write_keeps_rights_owner_and_links(rc, tmp_path):
     if os.geteuid() == 0:
         os.chown(str(target), 1234, 2345)
     before = target.stat()
-    backup = _theano_flags.write(str(rc), FLAGS)
+    backup = theanorc.write(str(rc), FLAGS)
     assert rc.is_symlink() and target.read_text() == NEW
     for path in (str(target), backup):
         after = os.stat(path)
@@ -422,10 +422,10 @@ def test_write_keeps_rights_owner_and_links(rc, tmp_path):
 def test_write_refuses_what_theano_cannot_read(rc, text, problem):
     rc.write_text(text)
     with pytest.raises(compat.ConfigurationFileError) as caught:
-        _theano_flags.write(str(rc), FLAGS)
+        theanorc.write(str(rc), FLAGS)
     assert str(caught.value).startswith("{} cannot be read: {}".format(rc, problem.format(rc)))
     assert str(caught.value).endswith(
-        ". Theano cannot be imported with it. Mend the file: each option stands once, as "
+        ". Theano cannot be imported with it. Fix the file: each option stands once, as "
         "`name = value`, under a section such as [global]."
     )
     assert rc.read_text() == text
@@ -435,7 +435,7 @@ def test_write_refuses_what_theano_cannot_read(rc, text, problem):
 def test_write_says_why_it_cannot(tmp_path):
     path = tmp_path / "missing" / "rc"
     with pytest.raises(compat.ConfigurationFileError) as caught:
-        _theano_flags.write(str(path), FLAGS)
+        theanorc.write(str(path), FLAGS)
     assert str(caught.value) == (
         "{} could not be written: [Errno 2] No such file or directory: '{}.lock'. The file is as "
         "it was before.".format(path, path)
@@ -444,11 +444,15 @@ def test_write_says_why_it_cannot(tmp_path):
 
 def test_which_file_is_written(tmp_path):
     home = {"HOME": str(tmp_path)}
-    write = _theano_flags.file_to_write
+    write = theanorc.file_to_write
     assert write(home) == str(tmp_path / ".theanorc")
     assert write(dict(home, THEANORC="/a:~/b:")) == str(tmp_path / "b")
-    with pytest.raises(compat.ConfigurationFileError, match="THEANORC is set and names none"):
+    with pytest.raises(compat.ConfigurationFileError) as caught:
         write(dict(home, THEANORC=""))
+    assert str(caught.value) == (
+        "persist=True has no file to write: THEANORC is set and names none. Unset it, for "
+        "~/.theanorc, or name a file."
+    )
 
 
 # Traps and strangers in its folder ------------------------------------------------------------
@@ -468,7 +472,7 @@ def test_temporary_files_meet_no_trap(rc, tmp_path, trap):
     treasure.write_text("mine")
     for ending in (".{}.tmp".format(os.getpid()), ".before-compat.{}.tmp".format(os.getpid())):
         TRAPS[trap](str(rc) + ending)
-    _theano_flags.write(str(rc), FLAGS)
+    theanorc.write(str(rc), FLAGS)
     assert rc.read_text() == NEW and not rc.is_symlink()
     assert treasure.read_text() == "mine" and not (tmp_path / "no").exists()
 
@@ -479,7 +483,7 @@ def test_a_lock_that_is_no_file_is_an_error(rc, tmp_path, trap):
     lock = str(rc) + ".lock"
     TRAPS[trap](lock)
     with pytest.raises(compat.ConfigurationFileError) as caught:
-        _theano_flags.write(str(rc), FLAGS)
+        theanorc.write(str(rc), FLAGS)
     assert str(caught.value).startswith("{} could not be written: [Errno ".format(rc))
     assert str(caught.value).endswith("'{}'. The file is as it was before.".format(lock))
     assert rc.read_text() == OLD
@@ -487,12 +491,12 @@ def test_a_lock_that_is_no_file_is_an_error(rc, tmp_path, trap):
 
 
 def test_a_lock_that_another_process_keeps_is_not_waited_for_for_ever(rc, monkeypatch):
-    monkeypatch.setattr(_theano_flags, "_PATIENCE", 0.1)
+    monkeypatch.setattr(theanorc, "_PATIENCE", 0.1)
     lock = str(rc) + ".lock"
     with open(lock, "w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         with pytest.raises(compat.ConfigurationFileError) as caught:
-            _theano_flags.write(str(rc), FLAGS)
+            theanorc.write(str(rc), FLAGS)
     assert str(caught.value) == (
         "{0} could not be written: [Errno 16] Another process has held it for 0.1 seconds: "
         "'{0}.lock'. The file is as it was before.".format(rc)
@@ -507,7 +511,7 @@ def test_a_link_to_what_is_no_file_stays(rc, tmp_path, trap):
     TRAPS[trap](str(target))
     rc.symlink_to(target)
     with pytest.raises(compat.ConfigurationFileError, match="could not be written"):
-        _theano_flags.write(str(rc), FLAGS)
+        theanorc.write(str(rc), FLAGS)
     assert rc.is_symlink() and not target.is_file()
 
 
@@ -515,7 +519,7 @@ def test_a_link_to_a_file_that_is_not_there_yet(rc, tmp_path):
     rc.unlink()
     (tmp_path / "dotfiles").mkdir()
     rc.symlink_to(os.path.join("dotfiles", "theanorc"))
-    assert _theano_flags.write(str(rc), {"device": "cpu"}) is None
+    assert theanorc.write(str(rc), {"device": "cpu"}) is None
     assert rc.is_symlink()
     assert (tmp_path / "dotfiles" / "theanorc").read_text() == "[global]\ndevice = cpu\n"
 
@@ -523,33 +527,47 @@ def test_a_link_to_a_file_that_is_not_there_yet(rc, tmp_path):
 def test_a_file_to_read_that_is_none(tmp_path):
     path = str(tmp_path / "rc")
     os.mkfifo(path)
-    with pytest.raises(compat.ConfigurationFileError, match="rc cannot be read: it is not a reg"):
-        _theano_flags.Flags({"THEANORC": path})
+    with pytest.raises(compat.ConfigurationFileError) as caught:
+        theano_flags.Flags({"THEANORC": path})
+    assert str(caught.value) == (
+        "{} cannot be read: it is not a regular file. Theano would wait for what it says when it "
+        "is imported. Put a file there, or name one in THEANORC.".format(path)
+    )
     for skipped in (tmp_path, tmp_path / "missing"):  # as Theano skips them
-        flags = _theano_flags.Flags({"THEANORC": str(skipped)})
+        flags = theano_flags.Flags({"THEANORC": str(skipped)})
         assert flags.get("device") is None and flags.files == []
-    assert _theano_flags.Flags({"THEANORC": os.devnull}).get("device") is None
+    assert theano_flags.Flags({"THEANORC": os.devnull}).get("device") is None
 
 
 def test_an_empty_home_is_not_the_root_of_the_system():
     for listed, name in (({}, "/.theanorc"), ({"THEANORC": "/etc/theanorc:~/rc"}, "/rc")):
         environ = dict(listed, HOME="")
-        assert _theano_flags.files(environ)[-1] == name  # as Theano reads it
+        assert theano_flags.files(environ)[-1] == name  # as Theano reads it
         with pytest.raises(compat.ConfigurationFileError) as caught:
-            _theano_flags.file_to_write(environ)
-        assert str(caught.value).startswith("persist=True would write {}: HOME is".format(name))
+            theanorc.file_to_write(environ)
+        assert str(caught.value) == (
+            "persist=True would write {}: HOME is set and empty. Set HOME to the home folder, "
+            "unset it, or name a file in THEANORC.".format(name)
+        )
         # This is what containers say that have no other.
-        assert _theano_flags.file_to_write(dict(environ, HOME="/")) == name
-    assert _theano_flags.file_to_write({"HOME": "", "THEANORC": "/etc/theanorc"}) == "/etc/theanorc"
+        assert theanorc.file_to_write(dict(environ, HOME="/")) == name
+    assert theanorc.file_to_write({"HOME": "", "THEANORC": "/etc/theanorc"}) == "/etc/theanorc"
 
 
 def test_a_nul_in_the_path(tmp_path):
-    for environ in ({"THEANORC": "/a\0b"}, {"HOME": "/a\0b"}):
-        for call in (_theano_flags.file_to_write, _theano_flags.Flags):
-            with pytest.raises(compat.ConfigurationFileError, match="it holds a NUL character"):
+    for environ, path in (
+        ({"THEANORC": "/a\0b"}, "/a\0b"),
+        ({"HOME": "/a\0b"}, "/a\0b/.theanorc"),
+    ):
+        for call in (theanorc.file_to_write, theano_flags.Flags):
+            with pytest.raises(compat.ConfigurationFileError) as caught:
                 call(environ)
+            assert str(caught.value) == (
+                "{!r} is the path of no file: it holds a NUL character. Give THEANORC, or HOME, "
+                "another value.".format(path)
+            )
     with pytest.raises(compat.ConfigurationFileError, match="embedded null byte"):
-        _theano_flags.write(str(tmp_path / "a\0b"), FLAGS)
+        theanorc.write(str(tmp_path / "a\0b"), FLAGS)
 
 
 DEFAULTS = "[DEFAULT]\nfloatX = float64\nmode = FAST_COMPILE\n"
@@ -564,20 +582,22 @@ def test_defaults_do_not_begin_to_hold_in_a_new_section(rc, tmp_path, elsewhere)
     first.write_text(DEFAULTS if elsewhere else "")
     before = [str(first)]
     environ = {"THEANORC": os.pathsep.join(before + [str(rc)])}
-    assert _theano_flags.Flags(environ).get("mode") is None
+    assert theano_flags.Flags(environ).get("mode") is None
     with pytest.raises(compat.ConfigurationFileError) as caught:
-        _theano_flags.write(str(rc), {"floatX": "float32"}, before)
-    assert "a section [global], and what a section [DEFAULT] says of mode would" in str(
-        caught.value
+        theanorc.write(str(rc), {"floatX": "float32"}, before)
+    assert str(caught.value) == (
+        "persist=True has written nothing: it needs a section [{0}], and what a section [DEFAULT] "
+        "says of {1} would then hold there, where it does not yet. Move that from [DEFAULT] into "
+        "the sections that it is for, or add the line [{0}] yourself.".format("global", "mode")
     )
     assert rc.read_text() == own and names(rc) == sorted([".theanorc", "first"])
     # All that it says is asked for, or its section is there.
     asked = {"floatX": "float32", "mode": "FAST_RUN"}
-    _theano_flags.write(str(rc), asked, before)
+    theanorc.write(str(rc), asked, before)
     assert rc.read_text().endswith("[global]\nfloatX = float32\nmode = FAST_RUN\n")
     rc.write_text(own + "[global]\n")
-    _theano_flags.write(str(rc), {"floatX": "float32"}, before)
-    flags = _theano_flags.Flags(environ)
+    theanorc.write(str(rc), {"floatX": "float32"}, before)
+    flags = theano_flags.Flags(environ)
     assert (flags.get("floatX"), flags.get("mode")) == ("float32", "FAST_COMPILE")
     assert own in rc.read_text()
 
@@ -593,7 +613,7 @@ KILL = (
     SYSTEM_CALL
     + """
 import os, sys
-from compat._backends import _theano_flags
+from compat._backends.theano import theanorc
 path, flags, new = sys.argv[1], eval(sys.argv[2]), sys.argv[3]
 folder, real = os.path.dirname(path), os.path.realpath(path)
 old = open(path).read() if os.path.exists(path) else None
@@ -611,7 +631,7 @@ def killed(at):
                 if seen[0] == at:
                     os._exit(1)
         sys.setprofile(count)
-        _theano_flags.write(path, flags)
+        theanorc.write(path, flags)
         sys.setprofile(None)
         os._exit(0)
     return os.waitpid(child, 0)[1] != 0
@@ -623,7 +643,7 @@ while killed(at):
     assert backup in (None, old), (at, backup)
     assert os.path.realpath(path) == real
     found.add(after)
-    _theano_flags.write(path, flags)  # what it left stops nobody
+    theanorc.write(path, flags)  # what it left stops nobody
     assert content(path) == new
     for name in os.listdir(os.path.dirname(real)):
         if name.startswith(os.path.basename(real) + "."):
@@ -678,7 +698,7 @@ def test_a_full_disk_leaves_the_old_file(rc):
         rc.write_text(OLD)
         sys.setprofile(fail)
         try:
-            _theano_flags.write(str(rc), FLAGS)
+            theanorc.write(str(rc), FLAGS)
         except compat.ConfigurationFileError as error:
             sys.setprofile(None)
             failed.add(calls[at - 1])
@@ -700,10 +720,10 @@ FAILING = {"open", "flock", "read", "write", "flush", "fsync", "fchmod", "replac
 
 WRITE_MANY = """
 import sys
-from compat._backends import _theano_flags
+from compat._backends.theano import theanorc
 path, name = sys.argv[1:]
 for number in range(15):
-    _theano_flags.write(path, {"%s.o%d" % (name, number): str(number), "last": name})
+    theanorc.write(path, {"%s.o%d" % (name, number): str(number), "last": name})
 """
 
 

@@ -7,10 +7,11 @@ import sys
 import numpy as np
 import pytest
 
-from compat import _devices, _launchers, _ranks
+from compat import _devices, _ranks, _selection
 from compat._backends.theano import backend
+from compat._ranks import launchers
 from compat._settings import Settings
-from compat.testing_ranks import RanksContract
+from compat.testing.ranks import RanksContract
 
 from . import ranks
 
@@ -30,9 +31,11 @@ class TestTheanoRanks(RanksContract):
 def test_losses_are_those_of_all_rows_and_what_cannot_be_is_told(tmp_path):
     program = "REDUCTIONS = False\n" + ranks.LOSSES
     alone = ranks.run(program, tmp_path, 1, "theano")
-    both = ranks.run(program + ranks.OWN_LOSSES + ranks.DRIFT, tmp_path, 2, "theano")
+    more = ranks.OWN_LOSSES + ranks.OF_KERAS_2 + ranks.DRIFT
+    both = ranks.run(program + more, tmp_path, 2, "theano")
     ranks.check_losses(alone, both)
     ranks.check_own_losses(both[1])
+    ranks.check_of_keras_2(both[1])
     ranks.check_drift(both[1])
 
 
@@ -49,8 +52,8 @@ def test_flags_of_a_rank(machine, local_rank):
         "OMPI_COMM_WORLD_LOCAL_RANK": str(local_rank),
         "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
     }
-    ranks = _launchers.launched(environ)
-    devices = _devices.choose_for_rank(_devices.parse_gpus(None), environ, ranks)
+    place = launchers.launched(environ)
+    devices = _devices.choose_for_rank(_selection.parse_gpus(None), environ, place)
     variables = backend.environ(Settings(devices), environ)
     assert variables["CUDA_VISIBLE_DEVICES"] == str(local_rank)
     assert variables["THEANO_FLAGS"] == "device=cuda0,compile.wait=1,compile.timeout=120"
@@ -64,7 +67,7 @@ def test_flags_of_a_rank(machine, local_rank):
 PROGRAM = """\
 import os, sys, time
 from compat import _ranks
-from compat._backends import _mpi
+from compat._engines import mpi
 ranks = _ranks.own_place()
 {}
 """
@@ -75,7 +78,7 @@ def job(tmp_path, program, size=2, timeout=100):
     script = tmp_path / "script.py"
     script.write_text(PROGRAM.format(program))
     return subprocess.run(
-        backend.launcher(_ranks.Launch(size, sys.executable, os.environ))
+        backend.launcher(_ranks.Job(size, sys.executable, os.environ))
         + [sys.executable, str(script)],
         env=dict(os.environ, COMPAT_TIMEOUT=str(timeout)),
         stdout=subprocess.PIPE,
@@ -87,13 +90,13 @@ def job(tmp_path, program, size=2, timeout=100):
 
 def test_sums_and_broadcasts(tmp_path):
     program = """
-engine = _mpi.MPI.join(ranks)
-assert engine is _mpi.MPI.join(ranks)
+engine = mpi.MPI.join(ranks)
+assert engine is mpi.MPI.join(ranks)
 import numpy
 big = numpy.arange(300000, dtype="float32") * (ranks.rank + 1)
 assert (engine.sum_array(big) == numpy.arange(300000, dtype="float32") * 6).all()
 assert list(engine.sum([1, ranks.rank])) == [3, 3]
-_mpi._CHUNK = 7
+mpi._CHUNK = 7
 sent = engine.broadcast(["text", numpy.arange(5)] if ranks.rank == 0 else None)
 assert sent[0] == "text" and list(sent[1]) == [0, 1, 2, 3, 4]
 assert engine.share(ranks.rank) == ranks.rank / 3
@@ -107,7 +110,7 @@ print("done")
 
 def test_rank_that_has_nothing_left_to_say_may_end_before_the_others(tmp_path):
     program = """
-engine = _mpi.MPI.join(ranks)
+engine = mpi.MPI.join(ranks)
 engine.close()
 engine.timeout = 1
 time.sleep(3 if ranks.rank else 0)
@@ -122,13 +125,19 @@ print("done")
     "fault, timeout, said",
     [
         ("raise ValueError('bad')", 100, "\nValueError: bad"),
-        ("sys.exit(3)", 100, "but rank 1 failed, ended or did not come: its script has ended."),
+        (
+            "sys.exit(3)",
+            100,
+            "Rank 0 of 2 waited for the others, but rank 1 failed, ended or did not come: its "
+            "script has ended. Look at what rank 1 printed. (COMPAT_TIMEOUT, or compat run "
+            "--timeout, sets how many seconds ranks wait.)",
+        ),
         ("time.sleep(100)", 2, "but rank 1 failed, ended or did not come: 2 seconds are over."),
     ],
 )
 def test_rank_that_fails_ends_the_job(tmp_path, fault, timeout, said):
     program = """
-engine = _mpi.MPI.join(ranks)
+engine = mpi.MPI.join(ranks)
 engine.timeout = {}
 if ranks.rank == 1: {}
 engine.close()
@@ -140,7 +149,7 @@ engine.close()
 
 def test_rank_that_goes_on_after_an_error_ends_the_job(tmp_path):
     program = """
-engine = _mpi.MPI.join(ranks)
+engine = mpi.MPI.join(ranks)
 try:
     if ranks.rank == 1: engine.close()
 except RuntimeError as error:
@@ -153,7 +162,7 @@ except RuntimeError as error:
 
 def test_rank_that_does_not_start_ends_the_job(tmp_path):
     """``MPI_Init`` has no timeout."""
-    completed = job(tmp_path, "if ranks.rank: time.sleep(100)\n_mpi.MPI.join(ranks)", timeout=2)
+    completed = job(tmp_path, "if ranks.rank: time.sleep(100)\nmpi.MPI.join(ranks)", timeout=2)
     assert completed.returncode == 1
     assert "Traceback" in completed.stderr
     assert "\ncompat.errors.RankLostError: Rank 0 of 2 waited to start, " in completed.stderr
@@ -164,7 +173,7 @@ def test_script_that_began_mpi_itself(tmp_path, faulty, said):
     """mpi4py ends MPI then, and waits for all ranks; one that fails does not wait."""
     program = """
 from mpi4py import MPI
-engine = _mpi.MPI.join(ranks)
+engine = mpi.MPI.join(ranks)
 if ranks.rank == {}: raise ValueError("bad")
 engine.close()
 """
@@ -175,7 +184,7 @@ engine.close()
 
 def alone(run, first):
     """What comes of a process that torchrun started, with no MPI around it."""
-    join = "\ntry: _mpi.MPI.join(ranks)\nexcept Exception as error: print(error)\n"
+    join = "\ntry: mpi.MPI.join(ranks)\nexcept Exception as error: print(error)\n"
     variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     return run(PROGRAM.format(first + join), **variables)
 
@@ -189,7 +198,12 @@ def test_another_launcher_is_an_error(run):
 
 def test_missing_mpi4py_is_an_error(run):
     out = alone(run, "sys.modules['mpi4py'] = None")  # as if it were not installed
-    assert out.startswith("Rank 0 of 2 (torchrun) needs mpi4py, which is not installed here")
+    assert out == (
+        "Rank 0 of 2 (torchrun) needs mpi4py, which is not installed here, to train with the "
+        "others. Install it for the MPI of the launcher: pip install mpi4py, which compiles it "
+        "where there is no wheel (on Debian and Ubuntu that needs apt-get install libopenmpi-dev "
+        "openmpi-bin).\n"
+    )
 
 
 # Generators, which Keras 2 has methods of their own for ------------------------------------------
@@ -226,7 +240,7 @@ def test_generators(tmp_path):
     for size in (1, 2):
         command = [sys.executable, str(script), str(tmp_path)]
         launcher = (
-            backend.launcher(_ranks.Launch(size, sys.executable, os.environ)) if size > 1 else []
+            backend.launcher(_ranks.Job(size, sys.executable, os.environ)) if size > 1 else []
         )
         subprocess.run(launcher + command, check=True, timeout=200)
     one, first, second = [

@@ -5,17 +5,38 @@ import copy
 import io
 import os
 import pickle
+import types
 
 import numpy as np
 import pytest
 
 import compat
-from compat._backends._torch_placement import products as placement
-from compat._backends._torch_placement import within
+from compat import _registry, _verification
 from compat._backends.torch import Torch
-from compat._devices import choose, parse_gpus
+from compat._backends.torch.op_placement import products as placement
+from compat._backends.torch.op_placement import within
+from compat._devices import choose
+from compat._selection import parse_gpus
 from compat._settings import Memory, Settings
 from compat.testing import CASES, DEVICES, ParallelContract, largest_difference
+
+
+def shard_sizes(step):
+    """The rows of the first layer's products, forward, on each device."""
+    import torch
+
+    sizes = collections.OrderedDict()
+    with torch.profiler.profile(record_shapes=True) as profile:
+        step()
+    replicas = [e for e in profile.events() if e.name.startswith("replica on ")]
+    for replica in replicas:
+        products = [
+            e for e in profile.events()
+            if e.name in ("aten::addmm", "aten::mm") and within(e, replica)
+        ]  # fmt: skip
+        shapes = [s for s in products[0].input_shapes if len(s) == 2]
+        sizes[replica.name] = shapes[0][0]
+    return list(sizes.values())
 
 
 class TestTorch(ParallelContract):
@@ -26,21 +47,7 @@ class TestTorch(ParallelContract):
         return placement(lambda: model.train_on_batch(inputs, targets))
 
     def shard_sizes(self, model, inputs, targets):
-        """The rows of the first layer's products, forward."""
-        import torch
-
-        sizes = collections.OrderedDict()
-        with torch.profiler.profile(record_shapes=True) as profile:
-            model.train_on_batch(inputs, targets)
-        replicas = [e for e in profile.events() if e.name.startswith("replica on ")]
-        for replica in replicas:
-            products = [
-                e for e in profile.events()
-                if e.name in ("aten::addmm", "aten::mm") and within(e, replica)
-            ]  # fmt: skip
-            shapes = [s for s in products[0].input_shapes if len(s) == 2]
-            sizes[replica.name] = shapes[0][0]
-        return list(sizes.values())
+        return shard_sizes(lambda: model.train_on_batch(inputs, targets))
 
     # What is special to Keras on torch --------------------------------------------------------
 
@@ -120,8 +127,12 @@ class TestTorch(ParallelContract):
     def test_torch_compile_is_refused(self, keras):
         model = self.build(keras, "dense")
         model.compile("sgd", "mse", jit_compile=True)
-        with pytest.raises(compat.UnsupportedError, match="under jit_compile=True"):
+        with pytest.raises(compat.UnsupportedError) as error:
             compat.parallelize(model)
+        assert str(error.value) == (
+            "torch cannot run a model on several devices under jit_compile=True: torch.compile() "
+            "makes one program for one device. Compile the model with jit_compile=False."
+        )
         assert "call" not in vars(model)
 
     def test_keras_distribution_is_said_to_do_nothing(self, keras):
@@ -135,6 +146,16 @@ class TestTorch(ParallelContract):
             keras.distribution.set_distribution(None)
         model.compile("sgd", "mse")
         assert len(self.placement(model, *CASES["dense"].data(61))) == DEVICES
+
+    def test_verification_tells_why_batch_normalization_is_not_compared(self, keras):
+        layers = [keras.layers.BatchNormalization(name="bn"), keras.layers.Dense(4)]
+        model = compat.parallelize(keras.models.Sequential(layers))
+        model.compile("sgd", "mse")
+        record = self.verified(model)
+        model.train_on_batch(*CASES["dense"].data(45))
+        assert record.incomparable == {
+            "the train step": "layer 'bn' normalises each replica's rows by their own statistics"
+        }
 
     def test_parts_of_a_model_cannot_be_placed(self, keras):
         with pytest.raises(NotImplementedError) as caught:
@@ -282,6 +303,15 @@ class TestModule:
         counts = placement(lambda: train(compat.parallelize(network()), rows, steps=1))
         assert sorted(counts) == devices[: rows // 2 if rows > 3 else 1]
 
+    def test_verification_tells_why_batch_normalization_is_not_compared(self, devices):
+        module = compat.parallelize(network())
+        verification = _verification.Verification("net", devices, 1)
+        _registry.load("torch").verify(module, verification)
+        train(module, steps=1)
+        assert verification.record.incomparable == {
+            "the train step": "module '2' normalises each replica's rows by their own statistics"
+        }
+
     def test_no_gradient_where_none_is_wanted(self, devices):
         import torch
 
@@ -316,7 +346,7 @@ def machine_of(monkeypatch, imitate):
         devices = choose(parse_gpus(gpus), None, os.environ, discover=list)
         settings = Settings(devices, **settings)
         assert backend.environ(settings, {"KERAS_TORCH_DEVICE": "cuda"}) == {}
-        applied = backend.configure(settings)
+        applied, _ = backend.configure(settings)
         return backend.devices(), applied, devices.shortage and devices.shortage[1]
 
     return machine_of
@@ -342,6 +372,23 @@ def test_none_of_the_gpus_asked_for_is_there(machine_of):
     )
 
 
+def test_memory_is_limited_by_a_fraction_of_each_gpu(machine_of, imitate):
+    import torch
+
+    limits, total = [], types.SimpleNamespace(total_memory=2**33)
+    imitate(torch.cuda, "get_device_properties", lambda device=None: total)
+    imitate(
+        torch.cuda,
+        "set_per_process_memory_fraction",
+        lambda fraction, device=None: limits.append((fraction, device)),
+    )
+    assert machine_of(cuda=2)(memory=Memory(size=2**31))[1] == [
+        "torch.cuda.set_per_process_memory_fraction(0.25, 0)",
+        "torch.cuda.set_per_process_memory_fraction(0.25, 1)",
+    ]
+    assert limits == [(0.25, 0), (0.25, 1)]
+
+
 def test_the_gpu_of_a_metal_machine(machine_of, imitate):
     import torch
 
@@ -360,8 +407,13 @@ def test_a_metal_gpu_is_declined_before_keras_is_imported(machine_of):
     machine_of(metal=True)
     declined = Settings(choose(parse_gpus(0), None, {}))
     assert Torch().environ(declined, {})["KERAS_TORCH_DEVICE"] == "cpu"
-    with pytest.raises(compat.TooLateError, match="it shows 1 GPUs, and CPU was asked for"):
+    with pytest.raises(compat.TooLateError) as error:
         Torch().configure(declined)
+    assert str(error.value) == (
+        "configure_gpu() came too late for torch: keras was imported, which asks torch for GPUs; "
+        "it shows 1 GPUs, and CPU was asked for.\n"
+        "Call it before the first `import keras`, and before anything runs on a GPU."
+    )
 
 
 # Configuring, a process each ------------------------------------------------------------------

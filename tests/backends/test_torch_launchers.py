@@ -21,14 +21,14 @@ class TestTorchLaunchers(Launchers):
         }
         check(MPICH, "mpiexec", variables)
 
-    def test_mpiexec_of_mpich_without_a_meeting_point_is_refused(self, script, tmp_path):
+    def test_mpiexec_of_mpich_without_a_rendezvous_is_refused(self, script, tmp_path):
         environ = environment("torch", LD_LIBRARY_PATH=launchers.LIBRARIES)
         command = MPICH + [sys.executable, str(script), str(tmp_path)]
         job = subprocess.run(
             command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=300
         )
         assert job.returncode
-        text = "(mpiexec), but nothing tells torch.distributed where ranks meet. Set MASTER_ADDR"
+        text = "(mpiexec), but nothing tells torch.distributed where the rendezvous is. Set"
         assert text in job.stderr.decode()
 
 
@@ -58,7 +58,7 @@ import compat
 
 rank = int(sys.argv[1])
 torch.distributed.init_process_group("gloo", "file://" + sys.argv[2], rank=rank, world_size=2)
-print(compat.configure_gpu(gpus="cpu").ranks)
+print(compat.configure_gpu(gpus="cpu").place)
 torch.manual_seed(rank)
 model = compat.parallelize(torch.nn.Linear(3, 1))
 rows = torch.arange(12.0).reshape(4, 3)[2 * rank : 2 * rank + 2]

@@ -203,24 +203,77 @@ def test_losses_beside_dropout_and_batch_normalization():
     assert module.layers[1].num_batches_tracked == 3
 
 
+def refusal(what, why):
+    return (
+        "{} cannot be put together from the parts of a batch that several devices compute: {}. "
+        "Compute it outside of the model that is parallelized, from values for each row (or the "
+        "logits) that the model returns, or run the model on one device: parallelize(model, "
+        "gpus=1).".format(what, why)
+    )
+
+
+def several_rows(function):
+    return "Result 0 of Mine", function + "() computes it from several rows"
+
+
+def turns(y):
+    """Whether the first row, of which each replica has another one, is above the middle."""
+    return y[0].sum() > 0.5
+
+
 REFUSED = {
-    "std": (lambda m, y: y.std(), "std"),
-    "argmax": (lambda m, y: y.max(0)[1], "argmax|cannot be followed"),
-    "item": (lambda m, y: (y, y.std().item()), "it is a number"),
-    "similarity": (lambda m, y: (y @ y.T).softmax(1).diagonal().log().mean(), "softmax|matmul"),
-    "centred": (lambda m, y: y - y.mean(0), "sub"),
-    "first row": (lambda m, y: y - y[0], "__getitem__"),
-    "order": (lambda m, y: y.softmax(0), "softmax"),
-    "squared": (lambda m, y: y.sum() / len(y) ** 2, "a number that is 4 for two rows"),
-}
+    "std": (lambda m, y: y.std(), several_rows("std")),
+    "argmax": (lambda m, y: y.max(0)[1], several_rows("argmax")),
+    "item": (lambda m, y: (y, y.std().item()), ("Result 1 of Mine", "it is a number")),
+    "similarity": (
+        lambda m, y: (y @ y.T).softmax(1).diagonal().log().mean(), several_rows("matmul"),
+    ),
+    "centred": (lambda m, y: y - y.mean(0), several_rows("sub")),
+    "first row": (lambda m, y: y - y[0], several_rows("__getitem__")),
+    "order": (lambda m, y: y.softmax(0), several_rows("softmax")),
+    "squared": (
+        lambda m, y: y.sum() / len(y) ** 2,
+        (
+            "Result 0 of Mine",
+            "it depends on a number that is 4 for two rows, 1 for another one and 9 for the three "
+            "together",
+        ),
+    ),
+    "other totals": (
+        lambda m, y: y.mean() if turns(y) else y.sum(),
+        ("Result 0 of Mine", "the replicas took different paths through the model"),
+    ),
+    "other functions": (
+        lambda m, y: y.mean().exp() if turns(y) else y.mean().sqrt(),
+        ("Result 0 of Mine", "the replicas took different paths through the model"),
+    ),
+    "more results": (
+        lambda m, y: (y,) if turns(y) else (y, y),
+        ("The result of Mine", "the replicas took different paths through the model"),
+    ),
+    "in place": (
+        lambda m, y: _changed_afterwards(y),
+        ("Result 0 of Mine", "a tensor it was computed from was changed in place"),
+    ),
+}  # fmt: skip
+
+
+def _changed_afterwards(y):
+    import torch
+
+    factor = torch.ones((), dtype=y.dtype)
+    total = y.sum().exp() * factor
+    factor.mul_(2)
+    return total
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_what_takes_the_whole_batch_is_refused(name):
     function, why = REFUSED[name]
     module = compat.parallelize(computing(function).double())
-    with pytest.raises(compat.UnsupportedError, match="cannot be put together.*" + why):
+    with pytest.raises(compat.UnsupportedError) as error:
         module(rows(ROWS, 4))
+    assert str(error.value) == refusal(*why)
 
 
 # State ----------------------------------------------------------------------------------------
@@ -286,8 +339,11 @@ class TestState:
             return y
 
         module = compat.parallelize(computing(remember, memory=[0.0]).double())
-        with pytest.raises(compat.UnsupportedError, match="'memory'.* values for each row"):
+        with pytest.raises(compat.UnsupportedError) as error:
             module(rows(count, 4))
+        assert str(error.value) == refusal(
+            "The state 'memory' of Mine", "it keeps values for each row"
+        )
 
 
 # Containers -----------------------------------------------------------------------------------
@@ -321,7 +377,7 @@ def test_containers():
 def test_only_the_first_call_of_common_models_is_watched(monkeypatch):
     import torch
 
-    from compat._backends import _torch_watch
+    from compat._backends.torch import watch
 
     nn = torch.nn
     norm = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Dropout(0.1), nn.Linear(5, 2))
@@ -330,7 +386,7 @@ def test_only_the_first_call_of_common_models_is_watched(monkeypatch):
     modules = [compat.parallelize(module.double()) for module in (norm, loss, state)]
     for module in modules:
         module(rows(ROWS, 4))
-    monkeypatch.setattr(_torch_watch.Watch, "__torch_function__", None)  # fails where it is used
+    monkeypatch.setattr(watch.Watch, "__torch_function__", None)  # fails where it is used
     for module in modules:
         module(rows(ROWS, 4))
         module(rows(2, 4))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from compat.testing_ranks import RanksContract
+from compat.testing.ranks import RanksContract
 
 from . import ranks
 
@@ -450,6 +450,11 @@ class Sums(Module):
 
 model = made(Sums)
 drifts("buffer", model, lambda loss: loss.backward())
+
+try:
+    compat.parallelize(nn.Linear(3, 2 + compat.rank()))
+except compat.RankError as error:
+    said["other shapes"] = str(error)
 """
 
 
@@ -470,6 +475,10 @@ def test_ranks_that_drift_apart_are_told_and_the_first_variable_is_named(tmp_pat
         "torch.autograd.grad() or of an update made by hand; an initial value drawn at random "
         "after parallelize(); code that depends on a rank's data, such as a step that is skipped."
     )
+    assert said[1].pop("other shapes") == (
+        "Model 'Linear' has other weights on rank 1 than on rank 0: their number or their shapes "
+        "differ. Build the same model, and compile it with the same optimizer, on every rank."
+    )
     for one in said:
         assert one == {
             "autograd.grad": drifted.format("after 1 step", "'stack.0.weight' and 3 others"),
@@ -483,6 +492,44 @@ def test_ranks_that_drift_apart_are_told_and_the_first_variable_is_named(tmp_pat
             "skipped": drifted.format("after 1 step", "'stack.0.weight' and 3 others"),
             "buffer": buffer.format("before the first update", "'total'"),
         }
+
+
+# What ranks do not have in common.
+REFUSED = """
+def refusal(name, model, loss=None):
+    try:
+        train(name, model, loss or mse(model))
+    except compat.CompatError as error:
+        said[name] = type(error).__name__ + ": " + str(error)
+    weights.clear()
+
+
+class Table(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(30, 1, sparse=compat.rank() == 0)
+
+    def forward(self, x):
+        return self.table(x.abs().long()).mean(1)
+
+
+refusal("sparse", made(Table))
+model = made(Module)
+refusal("rows", model, mse(model if compat.rank() else model.stack))
+"""
+
+
+def test_what_ranks_do_not_have_in_common_is_an_error(tmp_path):
+    _, said = ranks.run(BEGIN + REFUSED, tmp_path, 2, "torch")
+    assert said[0] == said[1]
+    assert said[0] == {
+        "sparse": "UnsupportedError: The gradient of a parameter of shape (30, 1) is sparse on "
+        "some ranks or in some passes and dense in others, which cannot be exchanged. Make it one "
+        "of both: sparse=False of the embedding.",
+        "rows": "RankError: Some ranks have called Module with a batch in this backward pass, and "
+        "others have not, so that their gradients cannot be weighted by rows. Have all ranks do "
+        "the same.",
+    }
 
 
 # State that is right without an error, and what each rank may have for itself.
@@ -692,6 +739,75 @@ def test_keras_trains_in_every_precision_and_by_any_step(tmp_path):
         assert each["near"] == alone["near"] == [2.0**15, 2]
         for name in ("parts", "one by one"):
             assert each[name]["loss"] == pytest.approx(alone[name]["loss"], abs=1e-5)
+
+
+KERAS_REFUSED = """
+import warnings
+
+
+def outcome(call):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            call()
+        except compat.CompatError as error:
+            return type(error).__name__ + ": " + str(error)
+    return [str(w.message) for w in caught if issubclass(w.category, compat.CompatWarning)]
+
+
+def compiled(loss="mse", **options):
+    model = compat.parallelize(keras.models.Sequential([dense(1, input_shape=(6,))], name="net"))
+    model.compile("sgd", loss, **options)
+    return model
+
+
+class Averaged(keras.metrics.Metric):
+    def __init__(self):
+        super().__init__(name="averaged")
+        self.value = self.add_variable((), "zeros", aggregation="mean", name="value")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.value.assign_add(keras.ops.mean(y_pred))
+
+    def result(self):
+        return self.value + 0
+
+
+model = compiled()
+said["split"] = outcome(
+    lambda: model.fit(inputs, targets, rows, validation_split=0.25, verbose=0)
+)
+model = compiled(keras.losses.MeanSquaredError(reduction="none"))
+said["none"] = outcome(lambda: model.fit(inputs, targets, rows, verbose=0))
+model = compiled(metrics=[Averaged()])
+said["averaged"] = outcome(lambda: model.fit(inputs, targets, rows, verbose=0))
+model = compiled(metrics=["mae"] * compat.rank())
+said["metrics"] = outcome(lambda: model.evaluate(inputs, targets, rows, verbose=0))
+"""
+
+
+def test_what_keras_computes_otherwise_than_in_one_process_is_told(tmp_path):
+    _, said = ranks.run(KERAS_REFUSED, tmp_path, 2, "torch")
+    assert said[0] == said[1]
+    assert said[0] == {
+        "split": [
+            "validation_split=0.25 takes the last rows of each rank's part of the data, and not "
+            "those that one process would take. Split the data first, then shard() both parts, and "
+            "give validation_data."
+        ],
+        "none": "UnsupportedError: A loss with reduction='none' cannot train on several ranks: "
+        "what becomes of its values is not known there. Use reduction='sum_over_batch_size' or "
+        "'sum'.",
+        "averaged": [
+            "Metric 'averaged' is the mean of the ranks' values, weighted by their rows, and not "
+            "what one process computes: its variable 'value' is not to be summed up: its "
+            "aggregation is mean. For that have update_state() add to its variables with "
+            "assign_add(), or a function return one value for each row."
+        ],
+        "metrics": "RankError: The ranks' metrics have different numbers of values: 2, 4, by rank. "
+        "Compile the model with the same metrics on every rank, and call evaluate() on all of "
+        "them.",
+    }
 
 
 def test_keras_metrics_and_losses_are_those_of_all_rows_and_what_cannot_be_is_told(tmp_path):

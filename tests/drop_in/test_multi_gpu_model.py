@@ -78,18 +78,17 @@ def test_multi_input_and_multi_output(keras, contract):
 
 
 @pytest.mark.parametrize(
-    "gpus, text",
-    [
-        (1, "call `multi_gpu_model` with `gpus >= 2`. Received: `gpus=1`"),
-        (-1, "call `multi_gpu_model` with `gpus >= 2`. Received: `gpus=-1`"),
-        ([0], "call `multi_gpu_model` with `len(gpus) >= 2`. Received: `gpus=[0]`"),
-    ],
+    "gpus, name",
+    [(1, "gpus"), (-1, "gpus"), ([0], "len(gpus)")],
 )
 @span
-def test_fewer_than_two(keras, gpus, text):
+def test_fewer_than_two(keras, gpus, name):
     with pytest.raises(ValueError) as caught:
         compat.multi_gpu_model(dense(keras), gpus=gpus)
-    assert str(caught.value) == "For multi-gpu usage to be effective, " + text
+    assert str(caught.value) == (
+        "For multi-gpu usage to be effective, call `multi_gpu_model` with `{} >= 2`. Received: "
+        "`gpus={}`".format(name, gpus)
+    )
 
 
 @pytest.mark.parametrize("gpus", [10, [0, 2, 4, 6, 8]])
@@ -115,10 +114,18 @@ def test_what_is_no_number(keras, gpus):
 
 
 def test_no_model_with_symbolic_inputs(keras):
-    with pytest.raises(TypeError, match="takes a Keras model with symbolic inputs"):
-        compat.multi_gpu_model(3)
-    with pytest.raises(compat.NotAModelError, match="takes a Keras model with symbolic inputs"):
-        compat.make_parallel(keras.models.Sequential(), 2)
+    model = keras.models.Sequential()
+    for function, given in ((compat.multi_gpu_model, 3), (compat.make_parallel, model)):
+        with pytest.raises(TypeError) as caught:
+            function(given, 2)
+        assert type(caught.value) is compat.NotAModelError
+        assert str(caught.value) == (
+            "{}() takes a Keras model with symbolic inputs, functional or Sequential with an input "
+            "shape, to make another one around it; it was given '{}.{}'. compat.parallelize() "
+            "takes any Keras model.".format(
+                function.__name__, type(given).__module__, type(given).__name__
+            )
+        )
 
 
 @span
@@ -165,7 +172,7 @@ def test_siamese_names(keras):
     left, right = layers.Input(shape=(3,)), layers.Input(shape=(3,))
     siamese = keras.models.Model([left, right], [nested(left), nested(right)])
     parallel = compat.multi_gpu_model(siamese, gpus=2)
-    assert len(set(siamese.output_names)) in (1, 2)  # newer Kerases number them by themselves
+    assert len(set(siamese.output_names)) in (1, 2)  # newer versions number them by themselves
     expected = [name + end for name, end in zip(siamese.output_names, ("_1", "_2"))]
     if len(set(siamese.output_names)) == 2:
         expected = list(siamese.output_names)

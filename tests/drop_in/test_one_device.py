@@ -26,8 +26,12 @@ def test_several_devices(template):
 
 
 def test_arguments_are_checked_as_elsewhere(template):
-    with pytest.raises(ValueError, match="call `multi_gpu_model` with `gpus >= 2`"):
+    with pytest.raises(ValueError) as caught:
         compat.multi_gpu_model(template, 1)
+    assert str(caught.value) == (
+        "For multi-gpu usage to be effective, call `multi_gpu_model` with `gpus >= 2`. Received: "
+        "`gpus=1`"
+    )
     with pytest.raises(ValueError, match="we expect the following devices to be available"):
         compat.multi_gpu_model(template, 9)
 

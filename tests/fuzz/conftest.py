@@ -9,7 +9,7 @@ from models import DEVICES
 from trial import OUTCOMES
 
 import compat
-from compat import _detect
+from compat import _distributions
 from compat.testing import keras_under_test
 
 # Theano runs what it has in Python, which takes less time than compiling it in C.
@@ -40,7 +40,7 @@ def configuration(pytestconfig):
     floatx = pytestconfig.getoption("floatx")
     if floatx is None:
         # In 64 bits keras-mxnet fails, as do the oldest; Keras on torch and JAX sums in 32.
-        version = _detect.distribution_version("keras") or ""
+        version = _distributions.version("keras") or ""
         few = backend.name in ("mxnet", "torch", "jax") or version.startswith(("2.0.", "2.1."))
         floatx = "float32" if few else "float64"
     return compat.configure_gpu(

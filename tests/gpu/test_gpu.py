@@ -19,12 +19,13 @@ pytestmark = pytest.mark.gpu
 TRAIN = """\
 import json, subprocess, sys
 import compat
-from compat import _detect, _keras, _selftest
+from compat import _detect, _keras
+from compat._commands import selftest
 
 arguments = json.loads(sys.argv[1])
 configuration = compat.configure_gpu(strict=True, **arguments)
 keras = _keras.import_keras(_detect.choose(configuration.backend)[0])
-model = compat.parallelize(_selftest._dense(keras))
+model = compat.parallelize(selftest._dense(keras))
 model.compile(optimizer="sgd", loss="mse")
 import numpy as np
 loss = model.train_on_batch(np.zeros((64, 8), "float32"), np.zeros((64, 4), "float32"))

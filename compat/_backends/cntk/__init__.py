@@ -1,0 +1,257 @@
+"""CNTK 2, under Keras 2.
+
+A process of CNTK computes on one device, its default device, which is fixed when it is used first;
+importing Keras uses it. So it is chosen before that. Several devices need several processes: see
+``ranks.py``; without them ``parallelize()`` is an error that says so.
+"""
+
+import os
+import sys
+
+from ... import errors
+from ...backend import Backend
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, List, Mapping, Optional, Sequence, Tuple
+
+    from ..._ranks import Job
+    from ..._ranks.place import Place
+    from ..._settings import Settings
+
+# OpenMPI 1.10's names of the libraries that CNTK's own are linked with, and today's files.
+_LIBRARIES = {"libmpi.so.12": "libmpi.so.40", "libmpi_cxx.so.1": "libmpi_cxx.so.40"}
+
+
+class CNTK(Backend):
+    """CNTK 2."""
+
+    name = "cntk"
+    framework = "cntk"
+    distributions = ("cntk", "cntk-gpu")
+    extra = "cntk"
+    options = ("excluded_devices",)
+    variables = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "LD_LIBRARY_PATH")
+
+    def accepts(self, version: str) -> bool:
+        return version.startswith("2.")
+
+    def import_framework(self) -> "Any":
+        try:
+            return super().import_framework()
+        except errors.BrokenInstallError as error:
+            missing = _missing_libraries(os.environ)
+            if not missing:
+                raise
+            raise _cntk_without_openmpi(*missing) from error
+
+    def initialised(self) -> "Optional[str]":
+        """CNTK looks for GPUs when it is imported."""
+        return "cntk was imported" if self.framework in sys.modules else None
+
+    def configure(self, settings: "Settings") -> "Tuple[List[str], List[str]]":
+        imported = [name for name in ("keras", "cntk") if name in sys.modules]
+        cntk = self.import_framework()
+        applied, warnings = [], []  # type: List[str], List[str]
+        excluded = _excluded(cntk, settings)
+        if excluded:
+            cntk.device.set_excluded_devices(excluded)
+            names = ", ".join(map(_name, excluded))
+            applied.append("cntk.device.set_excluded_devices([{}])".format(names))
+        device = _wanted(cntk, settings, warnings)
+        if device is not None:
+            applied.append(_set_default(cntk, device, imported))
+        self.kept["simulated"] = settings.devices.simulated or 0
+        if settings.memory and settings.devices.gpus:
+            warnings.append(
+                "memory={} was asked for, but CNTK has no setting for a GPU's memory.".format(
+                    settings.memory
+                )
+            )
+        if settings.floatx not in (None, "float32"):
+            warnings.append(
+                "floatx={} was asked for, but on CNTK Keras trains in float32 only: it "
+                "makes the places for gradients in that type.".format(settings.floatx)
+            )
+        return applied, warnings
+
+    def devices(self) -> "List[str]":
+        """The default device; one name each for simulated ones, which all are the CPU."""
+        if self.kept.get("simulated"):
+            return ["cpu:{}".format(index) for index in range(self.kept["simulated"])]
+        return [_name(self.import_framework().device.use_default_device())]
+
+    def parallelize(self, model: "Any", devices: "Sequence[str]") -> "Any":
+        """Return ``model`` as it is: it runs on the default device.
+
+        Raises:
+            UnsupportedError: several devices, or another one than the first, were asked for.
+        """
+        first = self.devices()[0]
+        if list(devices) != [first]:
+            raise errors.unsupported(
+                self.name,
+                "run a model on {} in one process: all of it runs on {}".format(
+                    ", ".join(devices), first
+                ),
+                "Start one process per device, with compat run -n, or train on that one, "
+                "with parallelize(model, gpus=1).",
+            )
+        return model
+
+    def launcher(self, job: "Job") -> "List[str]":
+        from ..._engines import mpi  # here for start-up time
+
+        return mpi.launcher(job)
+
+    def distribute(self, model: "Any", place: "Place") -> "Any":
+        """See ``ranks`` and ``keras2.install``; NotInstalledError where mpi4py is missing."""
+        from ..._engines import mpi  # these import numpy
+        from ..._ranks import keras2
+        from . import ranks
+
+        kinds = ranks.MakeTrainFunction, keras2.MakeTestFunction
+        keras2.install(model, mpi.MPI.join(place), kinds)
+        return model
+
+    def problems(self, environ: "Mapping[str, str]") -> "List[str]":
+        missing = _missing_libraries(environ)
+        return [str(_cntk_without_openmpi(*missing))] if missing else []
+
+
+# The default device ---------------------------------------------------------------------------
+
+
+def _name(device):
+    """As CNTK's functions are written: "cpu()", "gpu(0)"."""
+    return "cpu()" if device.type() == 0 else "gpu({})".format(device.id())
+
+
+def _has_gpus(cntk):
+    """A build for the CPU lists no GPU, and ``gpu(0)`` is a ValueError there."""
+    return any(device.type() != 0 for device in cntk.device.all_devices())
+
+
+def _wanted(cntk, settings, warnings):
+    """The device to make the default; None where CNTK shall choose by itself."""
+    devices = settings.devices
+    devices.settle(sum(device.type() != 0 for device in cntk.device.all_devices()))
+    if not _has_gpus(cntk) and (devices.gpus or devices.shortage):
+        warnings.append(
+            "This CNTK shows no GPU: it is a build for the CPU, or CUDA's driver is not "
+            "there. The package cntk-gpu is the build for GPUs."
+        )
+    elif devices.gpus:
+        return cntk.device.gpu(devices.ordinals(os.environ)[0])
+    if devices.gpus or devices.declined or devices.simulated or devices.shortage:
+        return cntk.device.cpu()
+    return None
+
+
+def _set_default(cntk, device, imported):
+    """Fix the default device, and see that it is this one.
+
+    ``try_set_default_device`` may return False for a device that it does not take, and True for
+    one that it does not use.
+    """
+    try:
+        taken = cntk.device.try_set_default_device(device)
+    except RuntimeError as error:  # another device is fixed
+        raise _cntk_device_fixed(_name(device), imported) from error
+    try:
+        default = cntk.device.use_default_device()
+    except RuntimeError as error:  # all devices are excluded
+        problem = str(error).partition("\n")[0].rstrip(".")
+        raise _device_failed(_name(device), problem) from error
+    if not taken or default != device:
+        if imported:
+            raise _cntk_device_fixed(_name(device), imported)
+        raise _device_failed(_name(device), "its default device is {}".format(_name(default)))
+    return "cntk.device.try_set_default_device({})".format(_name(device))
+
+
+def _device_failed(device, problem):
+    return errors.device_failed(
+        "cntk",
+        device,
+        problem,
+        "See that excluded_devices does not name it, and that no other process holds it.",
+    )
+
+
+def _excluded(cntk, settings):
+    """CNTK's descriptors of the devices that ``excluded_devices`` names."""
+    asked, excluded = settings.options.get("excluded_devices", ()), []
+    if isinstance(asked, (int, str)):
+        asked = [asked]
+    for entry in asked:
+        if entry == "cpu":
+            excluded.append(cntk.device.cpu())
+        elif isinstance(entry, int) and not isinstance(entry, bool) and entry >= 0:
+            if any(d.type() != 0 and d.id() == entry for d in cntk.device.all_devices()):
+                excluded.append(cntk.device.gpu(entry))
+        else:
+            raise errors.InvalidArgumentError(
+                'excluded_devices={!r} is not understood. Use a list of GPU ids and "cpu", '
+                'such as [1, "cpu"].'.format(settings.options["excluded_devices"])
+            )
+    return excluded
+
+
+# Installation ---------------------------------------------------------------------------------
+
+
+def _missing_libraries(environ):
+    """CNTK's own folder of libraries, and what OpenMPI's library is missing, or nothing."""
+    import importlib.util  # here for start-up time
+
+    spec = importlib.util.find_spec("cntk")
+    if not sys.platform.startswith("linux") or spec is None:
+        return []
+    own = os.path.join(list(spec.submodule_search_locations)[0], "libs")
+    folders = [own] + environ.get("LD_LIBRARY_PATH", "").split(":")
+    known = _loader_cache()
+    missing = [
+        name
+        for name in sorted(_LIBRARIES)
+        if name not in known and not any(os.path.exists(os.path.join(f, name)) for f in folders)
+    ]
+    return [own, {name: _LIBRARIES[name] for name in missing}] if missing else []
+
+
+def _loader_cache():
+    """Names of the libraries that the dynamic loader finds in the system's folders."""
+    import subprocess  # here for start-up time
+
+    try:
+        listed = subprocess.check_output(
+            ["/sbin/ldconfig", "-p"], env={}, stderr=subprocess.DEVNULL, universal_newlines=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return set()
+    return {line.split()[0] for line in listed.splitlines() if line.startswith("\t")}
+
+
+def _cntk_device_fixed(device, imported):
+    return errors.too_late(
+        "cntk",
+        "its default device was fixed when {} was imported, and cannot become {}".format(
+            imported[0] if imported else "cntk", device
+        ),
+        "Call it before the first `import keras`.",
+    )
+
+
+def _cntk_without_openmpi(folder, missing):
+    """``missing``: each library that CNTK is linked with, and the file of OpenMPI 4 that does."""
+    commands = " && ".join(
+        "ln -s $(ldconfig -p | grep -o '/.*/{}') {}/{}".format(there, folder, name)
+        for name, there in sorted(missing.items())
+    )
+    return errors.BrokenInstallError(
+        "cntk is installed, but importing it fails without OpenMPI's {}. On Debian and Ubuntu: "
+        "apt-get install libopenmpi3 && {}".format(" and ".join(sorted(missing)), commands)
+    )
+
+
+backend = CNTK()

@@ -1,0 +1,77 @@
+"""CNTK as one of several ranks: its own distributed learner sums gradients, over MPI.
+
+Keras makes the function that trains by a method of the model, with a trainer of CNTK's in it. That
+gets another one here, whose loss is the rank's share of the batch times Keras' and whose learner
+is CNTK's data-parallel one around the user's: the sum that it makes of all ranks' gradients is
+their mean. Before each step, and besides, ranks speak through compat's own MPI.
+"""
+
+import contextlib
+
+import numpy as np
+
+from ..._patching import replaced
+from ..._ranks import keras2, keras_model
+
+
+class MakeTrainFunction(keras2.MakeFunction):
+    method = "_make_train_function"
+    function = "train_function"
+
+    def __init__(self, engine):
+        super().__init__(engine)
+        self.factor = None  # CNTK's constant in the loss
+
+    def run(self, function, inputs):
+        if not function.started:
+            keras_model.same_start(function.model, self.engine)
+        share, inputs = self.share(function, inputs)
+        self.factor.value = np.asarray(share, "float32")
+        with self.engine.watched("for the others' gradients"):
+            result = function.made(inputs)
+        self.mean_state(_state(function.model), share)
+        return result
+
+    def mean_state(self, variables, share):
+        """Give what a step has set its mean over all ranks."""
+        if variables:
+            values = [variable.value for variable in variables]
+            flat = np.concatenate([np.ravel(value) for value in values]).astype("float32")
+            flat = self.engine.sum_array(flat * np.float32(share))
+            parts = np.split(flat, np.cumsum([value.size for value in values])[:-1])
+            for variable, value, part in zip(variables, values, parts):
+                variable.value = part.reshape(value.shape)
+
+    @contextlib.contextmanager
+    def making(self, model):
+        """Within, the function gets a trainer of all ranks."""
+        import cntk
+        from keras import backend as K
+
+        make = K.function
+
+        def function(inputs, outputs, updates=(), **options):
+            made = make(inputs, outputs, updates, **options)
+            self.factor = cntk.constant(0.0)
+            if made.trainer is None:  # nothing is to be trained
+                return made
+            learners = made.trainer.parameter_learners
+            made.trainer = cntk.Trainer(
+                cntk.combine(made.trainer_output),  # what is not the loss it does not sum up
+                (made.loss * self.factor,),
+                [cntk.train.distributed.data_parallel_distributed_learner(*learners)],
+            )
+            return made
+
+        with replaced(K, function=function):
+            yield
+
+
+def _state(model):
+    """Moving averages and the like: the weights that the model's own updates set."""
+    weights = {weight.uid: weight for weight in model.non_trainable_weights}
+    updated = [
+        (update[0] if isinstance(update, tuple) else update.root_function.inputs[0]).uid
+        for update in model.updates
+    ]
+    return [weights[uid] for uid in dict.fromkeys(updated) if uid in weights]

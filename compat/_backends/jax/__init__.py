@@ -1,0 +1,228 @@
+"""JAX, under Keras 3.
+
+See ``sharding`` for several devices, ``ranks`` for several processes.
+"""
+
+import os
+import sys
+
+from ... import _ranks, errors
+from ...backend import Backend
+from . import sharding
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, ContextManager, Dict, List, Mapping, Optional, Sequence, Tuple
+
+    from ..._ranks import Job
+    from ..._ranks.place import Place
+    from ..._settings import Settings
+    from ..._verification import Verification
+
+_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+_FRACTION_SINCE_2025 = "XLA_CLIENT_MEM_FRACTION"  # both at once are an error of JAX
+
+
+class JAX(Backend):
+    """JAX."""
+
+    name = "jax"
+    framework = "jax"
+    distributions = ("jax",)
+    extra = "jax"
+    variables = (
+        "CUDA_VISIBLE_DEVICES",
+        "CUDA_DEVICE_ORDER",
+        "JAX_PLATFORMS",
+        "XLA_FLAGS",
+        "XLA_PYTHON_CLIENT_PREALLOCATE",
+        _FRACTION,
+        _FRACTION_SINCE_2025,
+    )
+
+    # Before the first operation ---------------------------------------------------------------
+
+    def environ(
+        self, settings: "Settings", environ: "Mapping[str, str]"
+    ) -> "Dict[str, Optional[str]]":
+        """JAX reads them when it makes its devices ("GPU memory allocation" in its docs)."""
+        variables = dict(super().environ(settings, environ))
+        memory = settings.memory
+        if (settings.devices.gpus or settings.devices.undecided is not None) and memory:
+            if memory.grow:
+                variables["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+            if memory.fraction:
+                variables[_FRACTION] = "{:g}".format(memory.fraction)
+            if not memory.grow and _FRACTION_SINCE_2025 in environ:
+                variables[_FRACTION_SINCE_2025] = None
+        return variables
+
+    def initialised(self) -> "Optional[str]":
+        """Variables and configuration count until JAX makes its devices."""
+        bridge = sys.modules.get("jax._src.xla_bridge")
+        if bridge is None or not getattr(bridge, "_backends", None):
+            return None
+        return "JAX has made its devices"
+
+    # After the import -------------------------------------------------------------------------
+
+    def configure(self, settings: "Settings") -> "Tuple[List[str], List[str]]":
+        jax = self.import_framework()
+        chosen = settings.devices
+        changes = {}  # type: Dict[str, Any]
+        applied, warnings = [], []
+        made = bool(self.initialised())
+        if made:
+            chosen.settle(len(_gpus(jax)))
+            _check_devices_made(jax, settings)
+        elif chosen.simulated or chosen.declined:
+            changes["jax_platforms"] = "cpu"
+            if chosen.simulated:
+                changes["jax_num_cpu_devices"] = chosen.simulated
+        elif chosen.gpus:
+            if settings.memory and settings.memory.size:
+                os.environ[_FRACTION] = "{:g}".format(_fraction(settings))
+                applied.append("{}={}".format(_FRACTION, os.environ[_FRACTION]))
+            platforms = jax.config.jax_platforms or ""
+            if platforms and not {"cuda", "gpu", "rocm"} & set(platforms.split(",")):
+                warnings.append(
+                    "JAX_PLATFORMS={} keeps JAX from GPUs. Remove the variable, or ask for "
+                    "no GPU with gpus=0.".format(platforms)
+                )
+        elif chosen.wanted():
+            ids = ",".join(map(str, chosen.wanted()))
+            changes.update(jax_cuda_visible_devices=ids, jax_rocm_visible_devices=ids)
+        if settings.floatx == "float64":
+            changes["jax_enable_x64"] = True  # else JAX makes float32 of it
+        for name, value in changes.items():
+            jax.config.update(name, value)
+            applied.append("jax.config.update({!r}, {!r})".format(name, value))
+        place = _ranks.own_place()
+        if place is not None:
+            from ..._engines.jax_distributed import JaxDistributed  # only ranks need it
+
+            JaxDistributed.join(place)
+            applied.append("jax.distributed.initialize()")
+        if chosen.undecided is not None and not made:
+            self._settle(jax, settings)
+        return applied, warnings
+
+    def _settle(self, jax, settings):
+        """Take the GPUs that JAX lists, which makes its devices."""
+        gpus = _gpus(jax)
+        # Those of CUDA and ROCm are now the ones that were asked for; Apple's is one.
+        settings.devices.settle(len(gpus), restricted=any(d.platform != "METAL" for d in gpus))
+        if gpus and settings.memory and settings.memory.size:
+            raise _one_fraction_for_all_gpus(settings.memory)
+
+    def devices(self) -> "List[str]":
+        """As Keras names them. Simulated ones are known before JAX makes them."""
+        jax = self.import_framework()
+        simulated = getattr(jax.config, "jax_num_cpu_devices", -1)
+        if not self.initialised() and jax.config.jax_platforms == "cpu" and simulated > 0:
+            return ["cpu:{}".format(index) for index in range(simulated)]
+        return [_name(device) for device in jax.local_devices()]
+
+    # Replicas ---------------------------------------------------------------------------------
+
+    def parallelize(self, model: "Any", devices: "Sequence[str]") -> "Any":
+        """Give the instance a ``call`` that is sharded, or the class's own one back."""
+        jax = self.import_framework()
+        sharding.check_distribution(model)
+        by_name = {_name(device): device for device in jax.local_devices()}
+        before = sharding.ShardedCall.of(model)
+        if before is not None:
+            sharding.remove(model)
+        if list(devices) != self.devices()[:1]:
+            sharding.install(model, [by_name[name] for name in devices])
+        if sharding.ShardedCall.of(model) is not before:
+            # Keras traces its steps again: the ones it has hold the call that was.
+            for name in ("train_function", "test_function", "predict_function"):
+                setattr(model, name, None)
+        return model
+
+    def device(self, device: str) -> "ContextManager[Any]":
+        raise errors.unsupported(
+            "jax",
+            "place parts of a model on {}: under jax.jit a step is one program, all of "
+            "which runs on the same devices".format(device),
+            "Leave compat.device() out; parallelize() splits the batches of the whole model.",
+        )
+
+    def verify(self, model: "Any", verification: "Optional[Verification]") -> None:
+        from . import verified_steps  # not at start-up
+
+        verified_steps.VerifiedStep.install_on(model, verification)
+
+    # Ranks ------------------------------------------------------------------------------------
+
+    def launcher(self, job: "Job") -> "List[str]":
+        """JAX has none of its own."""
+        from ..._launch import starter  # not at start-up
+
+        return starter.launcher(job)
+
+    def distribute(self, model: "Any", place: "Place") -> "Any":
+        """See ``ranks``."""
+        self.import_framework()
+        from . import ranks  # not at start-up
+
+        sharding.check_distribution(model)
+        return ranks.distribute(model, place)
+
+
+# Configuring ----------------------------------------------------------------------------------
+
+
+def _gpus(jax):
+    return [device for device in jax.local_devices() if device.platform != "cpu"]
+
+
+def _name(device):
+    return "{}:{}".format(device.platform, device.id)
+
+
+def _check_devices_made(jax, settings):
+    """Refuse what would have to change now that JAX has made its devices."""
+    made, chosen = jax.local_devices(), settings.devices
+    on_cpu = made[0].platform == "cpu"
+    if chosen.simulated:
+        as_asked = on_cpu and len(made) == chosen.simulated
+    elif chosen.gpus:
+        everything = list(chosen.positions) == list(range(len(made)))
+        as_asked = not on_cpu and everything and not settings.memory
+    else:
+        as_asked = on_cpu or not chosen.declined
+    if as_asked:
+        return
+    imported = [module.split(".")[0] for module in sys.modules]  # in the order of import
+    first = next(top for top in imported if top in ("keras", "jax"))
+    raise errors.too_late(
+        "jax",
+        "JAX made its devices ({}) with its first operation (it was imported by `import "
+        "{}`), and cannot change them or their memory any more ({})".format(
+            ", ".join(map(_name, made)), first, settings
+        ),
+        "Call it before the first model, variable or array is made, best before the first "
+        "`import jax` or `import keras`.",
+    )
+
+
+def _fraction(settings):
+    """The size asked for, as a fraction of each GPU."""
+    totals = set(settings.devices.memory_totals())
+    if len(totals) != 1 or 0 in totals:
+        raise _one_fraction_for_all_gpus(settings.memory)
+    return min(1.0, settings.memory.size / float(totals.pop()))
+
+
+def _one_fraction_for_all_gpus(memory):
+    return errors.unsupported(
+        "jax",
+        "limit memory to {}: it takes one fraction for all GPUs, and nvidia-smi does not tell "
+        "that they all have the same amount".format(memory),
+        'Use a fraction such as memory=0.5, or memory="grow".',
+    )
+
+
+backend = JAX()

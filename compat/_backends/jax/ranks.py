@@ -1,0 +1,325 @@
+"""JAX as one of several ranks: jax.distributed, and one array over all processes for each sum.
+
+A step is two programs of this process, with the sum of the gradients between: the shapes of a
+program that spans processes would have to be the same on all ranks, and batches need not be.
+"""
+
+import contextlib
+import sys
+import threading
+
+from ... import _keras, _patching, errors
+from ..._engines.jax_distributed import JaxDistributed
+from ..._ranks import checksum, keras3, keras_model, losses
+
+
+def distribute(model, place):
+    """Make a model one of the ranks', in place. A second time changes nothing."""
+    engine = JaxDistributed.join(place)
+    for kind in (RankedTrainFunction, RankedTestFunction, RankedStatelessCall):
+        if kind.of(model) is None:
+            kind(engine).install(model)
+            model.train_function = model.test_function = None
+    keras_model.install(model, engine)
+    if model.built:
+        keras_model.same_start(model, engine)
+    return model
+
+
+def _rows(model, data):
+    batch = next(leaf for leaf in _keras.keras_of(model).tree.flatten(data) if leaf is not None)
+    return int(batch.shape[0])
+
+
+class RankedTrainFunction(keras_model.RankedMethod):
+    """What Keras makes of ``train_step``: a step in two programs."""
+
+    method = "make_train_function"
+
+    def __call__(self, model, force=False):
+        if model.train_function is None or force:
+            model.train_function = model._make_function(Step(model, self.engine))
+
+
+class RankedTestFunction(keras_model.RankedMethod):
+    """What Keras makes of ``test_step``, with its rows counted."""
+
+    method = "make_test_function"
+
+    def __call__(self, model, force=False):
+        if model.test_function is not None and not force:
+            return
+        reduced = Reduced(
+            model, self.engine, lambda state, data, share: model.test_step(state, data)
+        )
+
+        def counted(state, data):
+            rows = _rows(model, data)
+            keras_model.count(model, rows, False)
+
+            def share():
+                keras_model.in_step(model)
+                return self.engine.share(rows)
+
+            return reduced(state, data, share)
+
+        model.test_function = model._make_function(counted)
+
+
+def _compiled(model):
+    return not model.run_eagerly and model.jit_compile
+
+
+class Reduced:
+    """A step in which Keras' losses divide by what all ranks have, where they are no means.
+
+    Their totals (the rows that a mask leaves, for example) are exchanged before, by a program of
+    their own. It has the whole step in it, of which XLA leaves out all that they do not need.
+    """
+
+    def __init__(self, model, engine, step):
+        jax = sys.modules["jax"]
+        self.engine = engine
+        self.keras = _keras.keras_of(model)
+        self.step = step  # of state, data and this rank's share of the rows
+        self.asked = {}  # shapes of data -> whether losses ask for the share, and for totals
+        self.compiled = _compiled(model)
+        self.ask = jax.jit(self.find) if self.compiled else self.find
+        self.run = jax.jit(self.reduced, donate_argnums=0) if self.compiled else self.reduced
+
+    def __call__(self, state, data, share):
+        """``share`` is a function that gives the share, and is called only where it is needed."""
+        key = str([getattr(leaf, "shape", None) for leaf in self.keras.tree.flatten(data)])
+        if key not in self.asked:
+            self.asked[key] = self.what_is_asked(state, data)
+        needs_share, needs_totals = self.asked[key]
+        mine = share() if needs_share else 1.0
+        totals = []
+        if needs_totals:
+            parts = self.ask(state, data, mine)
+            sums = iter(self.engine.sum([float(part) for group in parts for part in group]))
+            totals = [[float(next(sums)) for _ in group] for group in parts]
+        return self.run(state, data, mine, totals)
+
+    def what_is_asked(self, state, data):
+        """Found by tracing the step; one that cannot be traced is taken to ask for all."""
+        if not self.compiled:
+            return True, True
+        asked = []
+        found = sys.modules["jax"].eval_shape(
+            lambda state, data: self.find(state, data, 1.0, asked), state, data
+        )
+        return bool(asked or found), bool(found)
+
+    def find(self, state, data, share, asked=None):
+        """The lists of which losses ask the totals."""
+        found = []
+
+        def total(values):
+            found.append(list(values))
+            return values
+
+        def give_share():
+            if asked is not None:
+                asked.append(share)
+            return share
+
+        with losses.Reductions(give_share, total).within(self.keras):
+            self.step(state, data, give_share)
+        return found
+
+    def reduced(self, state, data, share, totals):
+        rest = iter(totals)
+        reductions = losses.Reductions(lambda: share, lambda values: next(rest))
+        with reductions.within(self.keras):
+            return self.step(state, data, lambda: share)
+
+
+class Step:
+    """One step of this rank and the others, in place of Keras' program of ``train_step``."""
+
+    def __init__(self, model, engine):
+        self.model = model
+        self.engine = engine
+        self.compute = Reduced(model, engine, self.gradients)
+        self.update = self.updated
+        if _compiled(model):
+            self.update = sys.modules["jax"].jit(self.updated, donate_argnums=(0, 1))
+        averaged = {id(variable) for variable in keras3.averaged(model)}
+        self.averaged = [
+            place
+            for place, variable in enumerate(model.non_trainable_variables)
+            if id(variable) in averaged
+        ]
+        self.count = 0
+
+    def __call__(self, state, data):
+        rows = _rows(self.model, data)
+        keras_model.count(self.model, rows, True)
+        share = self.engine.share(rows)
+        if not self.count:
+            self.check_loss(state, data)
+        logs, buckets, trainable, others = self.compute(state, data, lambda: share)
+        means = [self.engine.sum_array(bucket) for bucket in buckets]
+        trainable, others = self.update(trainable, others, means)
+        self.count += 1
+        non_trainable, optimizer, metrics = others
+        state = trainable, non_trainable, optimizer, metrics
+        return logs, self.verified(state) if checksum.is_due(self.count) else state
+
+    def gradients(self, state, data, share):
+        """Keras' own step up to the update: this rank's part of gradients and averages."""
+        trainable, before, _, _ = state
+        with _captured(self.model, share) as captured:
+            logs, (trainable, non_trainable, optimizer, metrics) = self.model.train_step(
+                state, data
+            )
+        if len(captured.gradients) != 1:
+            raise errors.unsupported(
+                "jax",
+                "train model {!r} as one of several ranks: its train_step calls "
+                "optimizer.stateless_apply {} times".format(
+                    self.model.name, len(captured.gradients)
+                ),
+                "Have it do so once.",
+            )
+        scale = 1.0 if captured.scaled else share()
+        parts = [gradient * scale for gradient in captured.gradients[0]]
+        parts += [(non_trainable[place] - before[place]) * share() for place in self.averaged]
+        non_trainable = [
+            before[place] if place in self.averaged else value
+            for place, value in enumerate(non_trainable)
+        ]
+        return logs, _flat(parts), trainable, (non_trainable, optimizer, metrics)
+
+    def updated(self, trainable, others, buckets):
+        """Keras' own update, with the gradients of all ranks."""
+        non_trainable, optimizer, metrics = others
+        targets = list(trainable) + [non_trainable[place] for place in self.averaged]
+        parts = _shaped(buckets, targets)
+        for place, change in zip(self.averaged, parts[len(trainable) :]):
+            non_trainable[place] = non_trainable[place] + change
+        trainable, optimizer = self.model.optimizer.stateless_apply(
+            optimizer, parts[: len(trainable)], trainable
+        )
+        return trainable, (non_trainable, optimizer, metrics)
+
+    def verified(self, state):
+        """The state, compared with the other ranks'. See ``_ranks.checksum.verify``."""
+        model = self.model
+        same = {id(variable) for variable in keras3.same(model)}
+        groups = model.trainable_variables, model.non_trainable_variables, model.optimizer.variables
+        state = [list(part) for part in state]
+        places = [
+            (part, place, variable.path)
+            for part, variables in zip(state, groups)
+            for place, variable in enumerate(variables)
+            if part is state[2] or id(variable) in same
+        ]
+
+        def write(number, value):
+            part, place, _ = places[number]
+            part[place] = self.engine.jax.numpy.asarray(value)
+
+        arrays = [part[place] for part, place, _ in places]
+        names = [name for _, _, name in places]
+        checksum.verify(self.engine, names, arrays, write, self.count)
+        return tuple(state)
+
+    def check_loss(self, state, data):
+        trainable, non_trainable, _, metrics = state
+        keras = _keras.keras_of(self.model)
+
+        def loss_of(data):
+            x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
+            loss, _ = self.model.compute_loss_and_updates(
+                trainable, non_trainable, metrics, x, y, weights, training=False
+            )
+            return float(loss)
+
+        keras3.check_loss(self.model, data, loss_of)
+
+
+def _summed(dtype):
+    """The type of number in which arrays of a type are summed up."""
+    return "float64" if dtype == "float64" else "float32"
+
+
+def _flat(parts):
+    """All numbers in a row for each type in which they are summed up."""
+    jnp = sys.modules["jax"].numpy
+    buckets = {}
+    for part in parts:
+        dtype = _summed(part.dtype)
+        buckets.setdefault(dtype, []).append(jnp.ravel(part).astype(dtype))
+    return [jnp.concatenate(bucket) for bucket in buckets.values()]
+
+
+def _shaped(buckets, targets):
+    """The opposite, as arrays like the targets."""
+    starts, parts = {}, []
+    for target in targets:
+        dtype = _summed(target.dtype)
+        number, start = starts.get(dtype, (len(starts), 0))
+        part = buckets[number][start : start + target.size]
+        parts.append(part.reshape(target.shape).astype(target.dtype))
+        starts[dtype] = number, start + target.size
+    return parts
+
+
+_step = threading.local()
+
+
+class _Captured:
+    """What a step would have updated with."""
+
+    def __init__(self):
+        self.gradients = []  # the lists that the optimizer was given
+        self.scaled = False  # whether the loss was multiplied by the share
+
+
+@contextlib.contextmanager
+def _captured(model, share):
+    """Within, the optimizer updates nothing; yields a ``_Captured``.
+
+    A ``LossScaleOptimizer`` scales the loss of this rank's share of the rows, so that gradients
+    overflow where those of one process would.
+    """
+    captured = _Captured()
+    optimizer = model.optimizer
+    scale_loss = optimizer.scale_loss
+
+    def capture(variables, given, trainable):
+        captured.gradients.append(given)
+        return trainable, variables
+
+    def scale_share(loss):
+        captured.scaled = True
+        return scale_loss(loss) * sys.modules["jax"].numpy.asarray(share(), loss.dtype)
+
+    ours = {"stateless_apply": capture}
+    if hasattr(optimizer, "inner_optimizer"):
+        ours["scale_loss"] = scale_share
+    _step.running = True
+    try:
+        with _patching.replaced(optimizer, **ours):
+            yield captured
+    finally:
+        _step.running = False
+
+
+class RankedStatelessCall(keras_model.RankedMethod):
+    """``stateless_call``, refused where a loop of the user's own trains with it: it would do so
+    alone, since no part of it is the model's."""
+
+    method = "stateless_call"
+
+    def __call__(self, model, *args, **kwargs):
+        if kwargs.get("training") and not getattr(_step, "running", False):
+            raise errors.unsupported(
+                "jax",
+                "train model {!r} in a loop of the script's own in {}: gradients of such a "
+                "loop are never the model's".format(model.name, self.engine.place),
+                "Use fit() or train_on_batch(), or start the script without a launcher.",
+            )
+        return self.plain(model)(*args, **kwargs)

@@ -1,0 +1,218 @@
+"""A model on several devices: a ``call`` that tells XLA to shard the rows of a batch.
+
+It is an attribute of the instance that hides its class's method. The step stays one program, in
+which XLA splits everything that depends on the batch, and sums the gradients. See
+``ShardedCall``.
+"""
+
+import sys
+
+from ... import _keras, _keras_steps, _patching, _replicas, errors
+
+
+def check_distribution(model):
+    """Refuse a model that Keras distributes itself: each would undo what the other does."""
+    keras = _keras.keras_of(model)
+    laid_out = any(getattr(v, "_layout", None) is not None for v in model.variables)
+    if laid_out or keras.distribution.distribution() is not None:
+        raise errors.UnsupportedError(
+            "parallelize() cannot shard the batches of model {!r}: a keras.distribution is "
+            "set, or was when the model was built, and Keras shards them itself, with an "
+            "error for batches that do not divide. Use one of the two: call "
+            "keras.distribution.set_distribution(None) before the model is built, or leave "
+            "parallelize() out.".format(model.name)
+        )
+
+
+def install(model, devices):
+    """Have a model run on several devices, and what steps of its own call in its place."""
+    sharded = ShardedCall(devices)
+    sharded.install(model)
+    if not _keras_steps.has_own_steps(model):
+        return
+    for part in _keras_steps.called_models(model):
+        if ShardedCall.of(part) is None:
+            ShardedCall(devices, belongs_to=sharded).install(part)
+    for step in _STEPS:
+        step(sharded).install(model)
+
+
+def remove(model):
+    """Make a model plain, and the models within that are sharded because it is."""
+    sharded = ShardedCall.of(model)
+    for part in _keras.all_layers(model):
+        call = ShardedCall.of(part)
+        if call is not None and (part is model or call.belongs_to is sharded):
+            call.remove(part)
+    for step in _STEPS:
+        if step.of(model) is not None:
+            step.of(model).remove(model)
+
+
+def _variables(model):
+    """All that a step reads or writes, once each."""
+    optimizer = getattr(model, "optimizer", None)
+    groups = model.variables, model.metrics_variables, getattr(optimizer, "variables", ())
+    return {id(variable): variable for group in groups for variable in group}.values()
+
+
+class ShardedCall(_patching.InstanceMethod):
+    """The ``call`` of a model on several devices.
+
+    Where it is traced (``jax.jit``, as in all of Keras' loops), inputs and outputs get a sharding
+    of their rows, an annotation that changes no value: XLA partitions the program, and hides
+    from sums, means and batch statistics the rows with which it fills up the last shards. (A
+    constraint within a program may be uneven; an array that is an argument may not.) Weights
+    stay replicated. So any batch gives the numbers of one device, also for whole-batch losses,
+    batch normalization, dropout, stateful layers.
+
+    What comes into a program uneven is declared whole on each device, and what leaves it. Where
+    nothing says so, XLA infers how a program's arguments and results are sharded: ten rows on four
+    devices become two parts, each on two devices, which JAX fails to express (IndivisibleError).
+
+    Called directly, outside of ``jax.jit``, a batch that divides is sharded; any other is
+    computed whole on each device.
+    """
+
+    def __init__(self, devices, belongs_to=None):
+        import jax
+        import numpy as np
+
+        super().__init__(devices)
+        self.belongs_to = belongs_to  # that of the model whose steps call this one
+        mesh = jax.sharding.Mesh(np.array(devices), ("batch",))
+        self.rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("batch"))
+        self.whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+    def install(self, model):
+        super().install(model)
+        StateOnDevices(self.devices).install(model)
+
+    def remove(self, model):
+        """Give the variables back to JAX's default device, too."""
+        import numpy as np
+
+        super().remove(model)
+        StateOnDevices.of(model).remove(model)
+        for variable in _variables(model):
+            if variable._value is not None:
+                variable.assign(np.asarray(variable._value))
+
+    def place(self, model):
+        """Replicate the variables: also those that are new, or that were set since."""
+        import jax
+
+        check_distribution(model)
+        for variable in _variables(model):
+            value = variable._value  # None: a variable whose making is deferred
+            if isinstance(value, jax.Array) and value.sharding != self.whole:
+                variable.assign(jax.device_put(value, self.whole))
+
+    def __call__(self, model, *args, **kwargs):
+        import jax
+
+        call = self.plain(model)
+        tree = _keras.keras_of(model).tree
+        batch = next(filter(_has_rows, tree.flatten((args, kwargs))), None)
+        # Not where a model is exported: a batch of unknown size names no machine's devices.
+        if batch is None or _replicas.runs_undivided() or not isinstance(batch.shape[0], int):
+            return call(*args, **kwargs)
+        if not isinstance(batch, jax.core.Tracer):
+            self.place(model)
+
+        rows = batch.shape[0]
+        args, kwargs = self.shard((args, kwargs), rows, tree)
+        with _replicas.undivided():
+            outputs = call(*args, **kwargs)
+        return self.replicate_uneven(self.shard(outputs, rows, tree), rows, tree)
+
+    def shard(self, values, rows, tree):
+        """The same nested values, with the arrays of so many rows sharded."""
+        import jax
+
+        def shard(value):
+            if not _has_rows(value) or value.shape[0] != rows:
+                return value
+            if _is_staged(value):
+                sharded = jax.lax.with_sharding_constraint(value, self.rows)
+            else:
+                # Of run_eagerly: an array by itself cannot be uneven.
+                sharded = jax.device_put(value, self.rows if self.divides(rows) else self.whole)
+            return _with_mask_of(value, sharded)
+
+        return tree.map_structure(shard, self.replicate_uneven(values, rows, tree))
+
+    def divides(self, rows):
+        return rows % len(self.devices) == 0
+
+    def replicate_uneven(self, values, rows, tree):
+        """The same nested values, whole on each device if so many rows do not divide."""
+        import jax
+
+        def replicate(value):
+            if not _is_staged(value) or not _has_rows(value):
+                return value
+            whole = jax.lax.with_sharding_constraint(value, self.whole)
+            return _with_mask_of(value, whole)
+
+        return values if self.divides(rows) else tree.map_structure(replicate, values)
+
+
+class StateOnDevices(_patching.InstanceMethod):
+    """The method with which each of Keras' loops begins: it hands out the variables' values."""
+
+    method = "_get_jax_state"
+
+    def __call__(self, model, *args, **kwargs):
+        ShardedCall.of(model).place(model)
+        return self.plain(model)(*args, **kwargs)
+
+
+class ShardedStep(_patching.InstanceMethod):
+    """A step of the user's, which may call anything: XLA then splits all that the data reaches."""
+
+    def __init__(self, sharded):
+        super().__init__(sharded.devices)
+        self.sharded = sharded
+
+    def __call__(self, model, state, data):
+        tree = _keras.keras_of(model).tree
+        batch = next(filter(_has_rows, tree.flatten(data)), None)
+        if batch is None or _replicas.runs_undivided():
+            return self.plain(model)(state, data)
+        rows = batch.shape[0]
+        data = self.sharded.shard(data, rows, tree)
+        results = self.plain(model)(state, data)
+        return self.sharded.replicate_uneven(results, rows, tree)
+
+
+_STEPS = [
+    type("ShardedStep", (ShardedStep,), {"method": name})
+    for name in ("train_step", "test_step", "predict_step")
+]
+
+
+def _with_mask_of(value, other):
+    """Keep what losses and metrics look for at an output."""
+    mask = _masking().get_keras_mask(value)
+    if mask is not None:
+        _masking().set_keras_mask(other, mask)
+    return other
+
+
+def _masking():
+    return sys.modules["keras.src.backend.common.masking"]
+
+
+def _is_staged(value):
+    """Whether a program is being traced, and not an array differentiated where it is."""
+    tracer = sys.modules["jax"].core.Tracer
+    while isinstance(value, tracer) and hasattr(value, "primal"):
+        value = value.primal
+    return isinstance(value, tracer)
+
+
+def _has_rows(value):
+    """Whether this is a dense array (sparse ones stay whole) with a first dimension."""
+    jax = sys.modules["jax"]
+    return isinstance(value, (jax.Array, jax.core.Tracer)) and value.ndim > 0

@@ -1,0 +1,146 @@
+"""Verification of Keras models on JAX: a step done on one device, from the same state.
+
+A step of Keras on JAX is a pure function of the state, which it hands from step to step itself.
+Its random numbers do not depend on how it is sharded, so that they are compared as well.
+"""
+
+import contextlib
+
+from ... import _patching, _replicas
+from ..._verification import keras_steps
+from . import op_placement
+
+
+class VerifiedStep(keras_steps.Verified):
+    """The method by which Keras makes the function of a step."""
+
+    def make_undivided(self, model):
+        return self.made_anew(model)
+
+    def made_anew(self, model):
+        name = {"train": "train_step", "evaluate": "test_step", "predict": "predict_step"}[
+            self.kind
+        ]
+        method = getattr(model, name)
+
+        def step(*args):
+            return method(*args)
+
+        # jax.jit() keeps one program for each function, and Keras gives it the model's method: by
+        # another object, or what was traced undivided would run in the place of the other.
+        step.__name__ = name
+        with _patching.replaced(model, **{name: step}):
+            return keras_steps.made_anew(self, model)
+
+    def step(self, function, args):
+        return _Step(self, function, *args)
+
+
+class _Step(keras_steps.KerasStep):
+    def __init__(self, method, function, state, iterator):
+        super().__init__(method, function)
+        self.method = method
+        self.by_design = None  # one program, with the statistics of the whole batch
+        model = self.model
+        groups = {
+            "train": (model.optimizer_variables, model.metrics_variables)
+            if hasattr(model, "optimizer_variables")
+            else (getattr(model.optimizer, "variables", ()), model.metrics_variables),
+            "evaluate": (model.metrics_variables,),
+            "predict": (),
+        }[self.kind]
+        words = {"train": ("slot", "metric state"), "evaluate": ("metric state",), "predict": ()}
+        words = ("weight", "state") + words[self.kind]
+        groups = (model.trainable_variables, model.non_trainable_variables) + groups
+        self.labels = [
+            ["{} {}".format(word, variable.path) for variable in group]
+            for word, group in zip(words, groups)
+        ]
+        self.variables = groups
+        self.state = self._arrays(state)
+        self.batches = self._taken(iterator)
+
+    def _taken(self, iterator):
+        batches = []
+        for _ in range(self.model.steps_per_execution):
+            try:
+                batches.append(next(iterator))
+            except StopIteration:
+                if not batches:
+                    raise
+        return batches
+
+    def as_array(self, value):
+        import numpy as np
+
+        return np.asarray(value)
+
+    def _arrays(self, state):
+        return [[self.as_array(value) for value in values] for values in state]
+
+    def read(self):
+        return {
+            label: value
+            for labels, values in zip(self.labels, self.state)
+            for label, value in zip(labels, values)
+        }
+
+    def write(self, values):
+        self.state = [
+            [values.get(label, old) for label, old in zip(labels, olds)]
+            for labels, olds in zip(self.labels, self.state)
+        ]
+
+    def give_up(self, values):
+        """Keras has taken the values out of the variables for as long as it loops."""
+        self.write(values)
+        for variables, arrays in zip(self.variables, self.state):
+            for variable, value in zip(variables, arrays):
+                variable.assign(value)
+
+    def is_random(self, label):
+        return False
+
+    def _run(self, function):
+        import jax
+
+        # The program takes the memory of its arguments.
+        state = tuple([jax.numpy.array(value) for value in values] for values in self.state)
+        results, after = function(state, iter(self.batches))
+        self.state = self._arrays(after)
+        return results, after
+
+    def on_one_device(self):
+        with _replicas.undivided():
+            results, _ = self._run(self.function.undivided)
+        return self.named(results)
+
+    def on_all_devices(self):
+        results, state = self._run(self.function.made)
+        return (results, state), self.named(results)
+
+    def operations(self):
+        import jax
+
+        function = self.method.made_anew(self.model)
+        found = op_placement.executed(jax, lambda: self._run(function))
+        return op_placement.products(found)
+
+    def outputs(self, undivided):
+        import jax
+
+        data = self.batches[0]
+        inputs = data[0] if isinstance(data, tuple) else data
+
+        def infer(weights, state, inputs):
+            outputs, _, losses = self.model.stateless_call(
+                weights, state, inputs, training=False, return_losses=True
+            )
+            return outputs, losses
+
+        with _replicas.undivided() if undivided else contextlib.ExitStack():
+            try:
+                outputs, losses = jax.jit(infer)(self.state[0], self.state[1], inputs)
+            except NotImplementedError:  # a model whose train_step calls its parts
+                return None
+        return self.outputs_and_losses(outputs, losses)

@@ -1,0 +1,266 @@
+"""MXNet, under keras-mxnet (Keras 2.2.4 as its last release has it) and by itself.
+
+``configure`` fixes the context of models built later, and two faults of keras-mxnet that make a
+model lose its weights (``keras_mxnet_fixes.py``); ``parallelize`` gives a Keras model replicas
+(``keras_replicas.py``), or a model of MXNet's own (``gluon_replicas.py``, ``module_replicas.py``).
+"""
+
+import contextlib
+import os
+import sys
+
+from ... import _distributions, _keras, errors
+from ...backend import Backend
+from . import gluon_replicas, keras_mxnet_fixes, keras_replicas, module_replicas
+from .context_names import context_named, visible_gpus
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+
+    from ..._ranks import Job
+    from ..._ranks.place import Place
+    from ..._settings import Settings
+    from ..._verification import Verification
+
+# Options of configure_gpu(), and the variables that MXNet reads for them when it is imported
+# (its documentation, "Environment Variables").
+_WORKERS = {
+    "cpu_worker_threads": "MXNET_CPU_WORKER_NTHREADS",
+    "gpu_worker_threads": "MXNET_GPU_WORKER_NTHREADS",
+}
+_RESERVE = "MXNET_GPU_MEM_POOL_RESERVE"
+
+
+class MXNet(Backend):
+    """MXNet contexts as devices: ``gpu(0)``, or ``cpu(0)``, ``cpu(1)``... where simulated.
+
+    A model that is not parallelized runs on the first device configured, whenever it was built,
+    loaded or cloned. A context given to Keras by name is taken as it is.
+
+    ``memory=``: MXNet takes GPU memory as it needs it, so "grow" is what it always does. For a
+    fraction its pool gives cached memory back while less than the rest is free; it refuses no
+    allocation. A limit by size it does not have: a warning says so.
+    """
+
+    name = "mxnet"
+    framework = "mxnet"
+    recording = {"MXNET_EXEC_BULK_EXEC_TRAIN": "0"}
+    distributions = (
+        ("mxnet", "mxnet-mkl", "mxnet-native")
+        + tuple("mxnet-cu" + cuda for cuda in "117 116 115 114 113 112 110 102 101 100".split())
+        + tuple("mxnet-cu{}mkl".format(cuda) for cuda in "102 101 100 92 91 90 80 75".split())
+        + tuple("mxnet-cu" + cuda for cuda in "92 91 90 80 75".split())
+    )
+    extra = "mxnet"
+    options = tuple(sorted(_WORKERS))
+    variables = (
+        "CUDA_VISIBLE_DEVICES",
+        "MXNET_CPU_WORKER_NTHREADS",
+        "MXNET_GPU_WORKER_NTHREADS",
+        "MXNET_GPU_MEM_POOL_TYPE",
+        "MXNET_GPU_MEM_POOL_RESERVE",
+        "MXNET_ENGINE_TYPE",
+        "DMLC_ROLE",
+    )
+
+    # Configuring ------------------------------------------------------------------------------
+
+    def environ(
+        self, settings: "Settings", environ: "Mapping[str, str]"
+    ) -> "Dict[str, Optional[str]]":
+        wanted = {
+            variable: _number(option, settings.options[option])
+            for option, variable in sorted(_WORKERS.items())
+            if option in settings.options
+        }
+        if settings.memory is not None and settings.memory.fraction:
+            wanted[_RESERVE] = str(int(round(100 * (1 - settings.memory.fraction))))
+        changed = {name: value for name, value in wanted.items() if environ.get(name) != value}
+        return dict(settings.devices.environ(environ), **changed)
+
+    def initialised(self) -> "Optional[str]":
+        return "mxnet is imported, and reads its variables then" if _imported() else None
+
+    def configure(self, settings: "Settings") -> "Tuple[List[str], List[str]]":
+        missing = self.environ(settings, os.environ)
+        late = {name: value for name, value in missing.items() if not name.startswith("CUDA_")}
+        if late:
+            changes = ", ".join("{}={}".format(*item) for item in sorted(late.items()))
+            raise errors.too_late(
+                self.framework,
+                "it reads {} only when it is imported, and is imported already".format(changes),
+                "Call it before the first `import mxnet` or `import keras`.",
+            )
+        mx = self.import_framework()
+        names = self.kept["names"] = self._contexts(mx, settings.devices)
+        warnings: "List[str]" = []
+        lines = ["models not parallelized run on {}".format(names[0])]
+        if settings.devices.gpus and not visible_gpus(mx):
+            lines.append(_no_gpu())
+        elif settings.devices.gpus and not settings.devices.are_shown_by(os.environ):
+            lines.append("other GPUs stay visible: mxnet was imported before")
+        if settings.memory is not None:
+            line, warnings = _memory_line(settings)
+            lines.append(line)
+        if "keras" in _keras.keras_packages(self):
+            lines += self._fix_keras()
+        return lines, warnings
+
+    def _contexts(self, mx, devices):
+        if devices.undecided is not None:
+            devices.settle(visible_gpus(mx))
+        if devices.simulated:
+            return ["cpu({})".format(index) for index in range(devices.simulated)]
+        visible = visible_gpus(mx) if devices.gpus else 0
+        ids = [index for index in devices.ordinals(os.environ) if index < visible]
+        return ["gpu({})".format(index) for index in ids] or ["cpu(0)"]
+
+    def devices(self) -> "List[str]":
+        if "names" not in self.kept:  # nothing was configured: what MXNet sees
+            mx = self.import_framework()
+            gpus = ["gpu({})".format(i) for i in range(visible_gpus(mx))]
+            self.kept["names"] = gpus or ["cpu(0)"]
+        return list(self.kept["names"])
+
+    def problems(self, environ: "Mapping[str, str]") -> "List[str]":
+        found = []
+        if environ.get("DMLC_ROLE") in ("server", "scheduler"):
+            found.append(
+                "DMLC_ROLE={}: `import mxnet` starts a {} and never returns.".format(
+                    environ["DMLC_ROLE"], environ["DMLC_ROLE"]
+                )
+            )
+        h5py = _distributions.version("h5py")
+        if h5py and _distributions.release(h5py) >= (3,):
+            found.append(
+                "h5py {} is installed: load_model() of keras-mxnet needs h5py<3.".format(h5py)
+            )
+        return found
+
+    # Parallelizing ----------------------------------------------------------------------------
+
+    def is_native(self, model: "Any") -> bool:
+        return _is_block(model) or _is_module(model)
+
+    def parallelize(self, model: "Any", devices: "Sequence[str]") -> "Any":
+        """Run ``model`` on ``devices``; see ``keras_replicas`` for what that means.
+
+        keras-mxnet's own several contexts are not used: they sum gradients of shard means, drop
+        weights set after compile, and fail on a batch smaller than their number.
+        """
+        contexts = [context_named(name) for name in devices]
+        if _is_block(model):
+            gluon_replicas.parallelize(model, contexts)
+        elif _is_module(model):
+            module_replicas.parallelize(model, contexts)
+        else:
+            self._fix_keras()
+            keras_replicas.parallelize(model, contexts)
+        return model
+
+    def _fix_keras(self):
+        return keras_mxnet_fixes.fix(lambda: self.devices()[0])
+
+    # Ranks ------------------------------------------------------------------------------------
+
+    def verify(self, model: "Any", verification: "Optional[Verification]") -> None:
+        if _is_module(model):
+            return super().verify(model, verification)
+        if _is_block(model):
+            from . import verified_native  # here for start-up time
+
+            verified_native.VerifiedForward.install_on(model, verification)
+            return None
+        from . import verified_steps  # here for start-up time
+
+        if getattr(model, "_compat_replicas", None) is None:
+            verification = None  # it runs on one device
+        verified_steps.VerifiedStep.install_on(model, verification)
+
+    def launcher(self, job: "Job") -> "List[str]":
+        from ..._engines import horovod  # here for start-up time
+
+        return horovod.launcher(job, self.framework)
+
+    def distribute(self, model: "Any", place: "Place") -> "Any":
+        """See ``ranks``; for models of Keras."""
+        if self.is_native(model):
+            raise errors.unsupported(
+                self.name,
+                "train a {} of MXNet's own as one of several ranks".format(type(model).__name__),
+                "Use a model of Keras, or start the script without a launcher.",
+            )
+        from . import ranks  # here for start-up time
+
+        engine = ranks.Horovod.join(place)
+        self.parallelize(model, self.devices()[:1])
+        return ranks.distribute(model, engine)
+
+    # Placing parts of a model -----------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def device(self, device: str) -> "Iterator[None]":
+        """Build Keras layers, symbols, parameters and arrays for ``device``.
+
+        What Keras layers compute gets the attribute ``ctx_group``, which names the device, and
+        which the executors of the model follow; MXNet copies between them, and the backward pass
+        runs where the forward pass did. Arrays, and Gluon's parameters that are initialised
+        here, lie on the device themselves; a symbol of one's own needs ``group2ctxs=`` in its
+        ``Module``, with the names of devices as keys.
+        """
+        import mxnet as mx
+
+        if "keras" in _keras.keras_packages(self):
+            self._fix_keras()
+        name = "cpu(0)" if device == "cpu" else device
+        with mx.AttrScope(ctx_group=name), context_named(name):
+            yield
+
+
+backend = MXNet()
+
+
+def _is_block(model):
+    return _is_a(model, "mxnet.gluon.", "Block")
+
+
+def _is_module(model):
+    return _is_a(model, "mxnet.module.", "BaseModule")
+
+
+def _is_a(model, prefix, name):
+    return any(c.__name__ == name and c.__module__.startswith(prefix) for c in type(model).__mro__)
+
+
+def _imported():
+    return "mxnet" in sys.modules
+
+
+def _number(option, value):
+    if isinstance(value, bool) or not hasattr(value, "__index__") or value < 1:
+        raise errors.invalid_number_option(option, value)
+    return str(value.__index__())
+
+
+def _no_gpu():
+    from mxnet.runtime import Features  # no attribute of mxnet before 1.6
+
+    if Features().is_enabled("CUDA"):
+        return "mxnet was built with CUDA, but finds no GPU: look at the driver and its version"
+    return "this mxnet was built without CUDA: install the mxnet-cu package for your CUDA"
+
+
+def _memory_line(settings):
+    memory = settings.memory
+    if memory.grow:
+        return "memory: MXNet takes it as it is needed, always", []
+    if memory.size:
+        warning = (
+            "memory={} was asked for, but mxnet limits GPU memory by no size. It takes memory "
+            "as it is needed; memory=0.5 makes it give cached memory back while less than "
+            "half of a GPU is free.".format(memory)
+        )
+        return "memory: no limit (MXNet has none by size)", [warning]
+    line = "memory: cached memory is given back while less than {:.0%} of a GPU is free"
+    return line.format(1 - memory.fraction), []

@@ -1,0 +1,118 @@
+"""What Gluon blocks keep from batch to batch beside their weights, for the MXNet backend."""
+
+import contextlib
+
+from ... import errors
+from .running_statistics import MEANS
+
+
+def states_of(block, operations):
+    """The parameters that a block sets by itself.
+
+    Arguments:
+        operations: of those known to be written by operations of MXNet, the operation by name.
+
+    Returns:
+        Running statistics, which are means over rows; and those of which only the user's own
+        block knows what they are.
+    """
+    means, others, seen = [], [], set()
+    for part, parameter in _own_parameters(block):
+        if id(parameter) in seen or parameter.grad_req != "null" or _is_constant(parameter):
+            continue
+        seen.add(id(parameter))
+        if operations.get(parameter.name) in MEANS or _is_of_gluon(part, "BatchNorm"):
+            means.append(parameter)
+        elif parameter.name in operations or not type(part).__module__.startswith("mxnet.gluon"):
+            others.append(parameter)  # or a frozen weight, which does not change
+    return means, others
+
+
+def _own_parameters(block):
+    """Each block within, with the parameters that are its own."""
+    for parameter in list(block.params.values()) + list(block._reg_params.values()):
+        yield block, parameter
+    for child in block._children.values():
+        for pair in _own_parameters(child):
+            yield pair
+
+
+def _is_of_gluon(part, name):
+    return any(
+        c.__name__.endswith(name) and c.__module__.startswith("mxnet.gluon")
+        for c in type(part).__mro__
+    )
+
+
+def _is_constant(parameter):
+    import mxnet as mx
+
+    return isinstance(parameter, mx.gluon.Constant)
+
+
+class OwnStates:
+    """States that a user's block sets in its ``forward``: to one device's values, or an error.
+
+    Each replica begins with the same values, also where ``set_data()`` of the one before has set
+    those of all contexts. If all end with the same (a step counter) that is the new value. If
+    not, it depends on the rows, and only the user knows whether as a sum or as a mean.
+    """
+
+    def __init__(self, block, parameters):
+        self.block = block
+        self.parameters = [p for p in parameters if p._data is not None]
+        self.before = [parameter.list_data()[0].copy() for parameter in self.parameters]
+        self.after = [[] for _ in self.parameters]  # type: list
+
+    def reset(self):
+        for parameter, before in zip(self.parameters, self.before):
+            _set(parameter, before)
+
+    @contextlib.contextmanager
+    def replica(self, context):
+        import mxnet as mx
+
+        if self.parameters:
+            with mx.autograd.pause():
+                self.reset()
+        yield
+        for parameter, values in zip(self.parameters, self.after):
+            values.append(parameter.data(context).copy())
+
+    def finish(self):
+        import mxnet as mx
+
+        with mx.autograd.pause():
+            for parameter, values in zip(self.parameters, self.after):
+                if not _equal(values):
+                    raise _undecidable(self.block, parameter)
+                _set(parameter, values[0])
+
+
+def check_equal(block, parameters):
+    """See that no replica has set a state of its own since, in its backward pass."""
+    for parameter in parameters:
+        if parameter._data is not None and not _equal(parameter.list_data()):
+            raise _undecidable(block, parameter)
+
+
+def _set(parameter, value):
+    for array in parameter.list_data():
+        value.copyto(array)
+
+
+def _equal(arrays):
+    import mxnet as mx
+
+    first = arrays[0].as_nd_ndarray() if hasattr(arrays[0], "as_nd_ndarray") else arrays[0]
+    others = [mx.nd.array(array, ctx=first.context, dtype=first.dtype) for array in arrays[1:]]
+    return not sum(float(mx.nd.sum(other != first).asscalar()) for other in others)
+
+
+def _undecidable(block, parameter):
+    return errors.UnsupportedError(
+        "The replicas of the block {!r} set its parameter {!r} to different values, each from its "
+        "own rows, and whether these are to be added up or averaged only the block knows. Set it "
+        "outside of the block, from results for the whole batch; or run the block on one device: "
+        "parallelize(block, gpus=1).".format(block.name, parameter.name)
+    )

@@ -1,0 +1,347 @@
+"""Keras models on several contexts, for the MXNet backend."""
+
+import contextlib
+import warnings
+
+from ... import _keras, _replicas, errors
+from ..._patching import InstanceMethod
+from . import running_statistics
+from .group_placement import device_with_replicas, groups_of, place_groups
+from .optimizer_state import take_to, updater_of
+from .phase_executors import Phase, state_names
+
+
+def parallelize(model, contexts):
+    """Run ``model`` on ``contexts``; one context gives the plain behaviour back."""
+    if len(contexts) > 1 and groups_of(model):
+        raise device_with_replicas(model.name)
+    if len(contexts) > 1 and _has_size_of_batches(model):
+        size = model.inputs[0].shape[0]
+        problem = "its batch size is fixed to {}".format(size)
+        _keras.warn_not_divided(model, problem, str(contexts[0]))
+        contexts = contexts[:1]
+    replicas = getattr(model, "_compat_replicas", None)
+    if replicas is not None and len(contexts) > 1:
+        replicas.move(contexts)
+    elif replicas is not None:
+        _run_plain(model, contexts[0], replicas.remove())
+    elif len(contexts) > 1:
+        Replicas(model, contexts)
+    elif model._context != contexts:
+        model._sync_weights()
+        _run_plain(model, contexts[0], updater_of(model))
+
+
+def _run_plain(model, context, updater):
+    """Let a model run as Keras alone would, on one context, with the optimizer's state."""
+    import mxnet as mx
+
+    model._context = [context]
+    if not model.compiled:
+        return  # Keras makes a module for each prediction
+    module = mx.mod.BucketingModule(
+        sym_gen=model._module._sym_gen,
+        default_bucket_key="pred",
+        context=[context],
+        fixed_param_names=model._fixed_weights,
+    )
+    model._module = module
+    place_groups(model, module)
+    if updater is None:
+        return
+    take_to(updater, context)
+
+    _InitOptimizer(updater, context).install(module)
+
+
+class _InitOptimizer(InstanceMethod):
+    """Brings the state along: a module takes none before it is bound to shapes."""
+
+    method = "init_optimizer"
+
+    def __init__(self, updater, context):
+        super().__init__([context])
+        self.updater = updater
+
+    def __call__(self, module, **arguments):
+        self.plain(module)(**arguments)
+        module._curr_module._updater = self.updater
+
+
+# Replicas -------------------------------------------------------------------------------------
+
+
+class Replicas:
+    """The replicas of one model, each on its own context.
+
+    Keras' graph of a phase (train, test, predict) is cut in two. The *body*, all that the
+    model's outputs depend on, runs on each context with its shard of the batch. The *head*, the
+    rest, runs once, on the first context, with the whole batch gathered from there: losses,
+    metrics, penalties, masks' means. Its gradient at the cut is what the bodies go back from.
+    So any loss, also one that compares rows with one another, and every metric is that of one
+    device, however uneven the shards; summed over the replicas, the gradients are, too. One
+    optimizer updates the first context's weights, which are then copied to the others.
+
+    Differs from one device:
+
+    - BatchNormalization normalises each shard by its own statistics. The moving averages take
+      one step to the mean of the replicas' new values, weighted by shard size, as
+      tf.distribute.MirroredStrategy does.
+    - Dropout draws an independent mask in each replica.
+
+    What computes across the rows of a batch, and all that follows from it, is the head's, with a
+    warning, since it runs on one device. Sums and other states that layers update are the head's,
+    too. An operation of MXNet's with states other than moving averages is refused.
+
+    Stateful RNNs do not differ: each replica has the states of its rows. What no output depends
+    on (a layer's own loss or averages) is computed by the head. ``save_mxnet_model()`` needs a
+    module that Keras has bound: give the plain behaviour back and predict once before.
+
+    keras-mxnet calls a model's own methods at a few points. These are replaced on the instance,
+    so it stays the same object, and compile(), whenever it comes, is followed at the next batch.
+    """
+
+    METHODS = (
+        "compile",
+        "_make_train_function",
+        "_make_test_function",
+        "_make_predict_function",
+        "_sync_weights",
+        "_set_weights",
+    )
+
+    def __init__(self, model, contexts):
+        from keras.backend import mxnet_backend as K
+
+        self.model = model
+        self._warned = False
+        self._source = None  # the symbol, or the outputs, that arrays and phases were made for
+        if model.compiled:
+            K.set_model(model)  # it may have been compiled before keras-mxnet was fixed
+            self._source = model._pred_mxnet_symbol
+        model._sync_weights()
+        self._updater = updater_of(model)
+        self._forget()
+        self.move(contexts)
+        for name in self.METHODS:
+            setattr(model, name, getattr(self, name))
+        model._compat_replicas = self
+
+    def move(self, contexts):
+        """Go on with other contexts."""
+        self._sync_weights()
+        self.contexts = contexts
+        if self._updater is not None:
+            take_to(self._updater, contexts[0])
+        self._forget()
+
+    def remove(self):
+        """Leave the model without replicas, and return the updater, or None."""
+        self._sync_weights()
+        self._follow()
+        for name in self.METHODS + ("_compat_replicas",):
+            delattr(self.model, name)
+        return self._updater
+
+    @contextlib.contextmanager
+    def undivided(self):
+        """Within, the first replica runs the whole batch."""
+        self._follow()
+        self._hold_arrays()
+        kept = self.contexts, self.args, self.auxs, self.phases
+        self.contexts, self.phases = self.contexts[:1], self._undivided_phases
+        self.args, self.auxs = self.args[:1], self.auxs[:1]
+        try:
+            yield
+            self._sync_weights()
+        finally:
+            self.contexts, self.args, self.auxs, self.phases = kept
+            self._stale = True
+
+    def _forget(self):
+        """Drop arrays and executors; they are made again when a batch comes."""
+        self.args = self.auxs = None  # of weights and auxiliary states by name, for each replica
+        self.phases = {}
+        self._undivided_phases = {}
+        self._stale = False  # whether Keras' variables have newer values than the arrays
+
+    def _pairs(self, replica):
+        """A replica's arrays, each with that of Keras' variable."""
+        model = self.model
+        for mine, keras in ((self.args, model._args), (self.auxs, model._auxs)):
+            for name, array in mine[replica].items():
+                yield array, keras[name]
+
+    # Called by Keras ----------------------------------------------------------------------------
+
+    def compile(self, *args, **kwargs):
+        self._sync_weights()  # compiling begins with the values that Keras has
+        return type(self.model).compile(self.model, *args, **kwargs)
+
+    def _make_train_function(self):
+        self.model.train_function = self._train
+
+    def _make_test_function(self):
+        self.model.test_function = self._test
+
+    def _make_predict_function(self):
+        self.model.predict_function = self._predict
+
+    def _sync_weights(self):
+        """Bring what was trained to the arrays of Keras' variables, where Keras reads it."""
+        if self.args is None or not self.model._weights_dirty:
+            return
+        for mine, keras in self._pairs(0):
+            mine.copyto(keras)
+        self.model._weights_dirty = False
+
+    def _set_weights(self, arg_params=None, auxs_params=None):
+        """Take values for Keras' variables; the replicas take them before the next batch."""
+        self._sync_weights()
+        for given, keras in ((arg_params, self.model._args), (auxs_params, self.model._auxs)):
+            for name, value in (given or {}).items():
+                keras[name][:] = value
+        self._stale = True
+
+    def _train(self, inputs):
+        self.model._check_trainable_weights_consistency()
+        phase = self._prepared("train", inputs)
+        results = phase.forward(inputs, is_train=True)
+        phase.backward()
+        self._update_weights(phase)
+        self._average_auxiliary_states(phase)
+        self._assign(phase.updates)
+        self.model._weights_dirty = True
+        return [array.asnumpy().mean() for array in results]
+
+    def _test(self, inputs):
+        phase = self._prepared("test", inputs)
+        results = phase.forward(inputs, is_train=False)
+        self._assign(phase.updates)
+        return [array.asnumpy().mean() for array in results]
+
+    def _predict(self, inputs):
+        phase = self._prepared("predict", inputs)
+        results = phase.forward(inputs, is_train=False)
+        self._assign(phase.updates)
+        return [array.asnumpy() for array in results]
+
+    # Arrays -------------------------------------------------------------------------------------
+
+    def _follow(self):
+        """Begin anew where the model was compiled since the last batch, or its layers changed."""
+        from keras.backend import mxnet_backend as K
+
+        model = self.model
+        if model.compiled:
+            if self._source is not model._pred_mxnet_symbol:
+                self._source, self._updater = model._pred_mxnet_symbol, None
+                self._forget()
+        elif self._source != model.outputs:
+            model._create_predict_module()
+            self._source = list(model.outputs)
+            self._forget()
+            K.set_model(model)
+
+    def _hold_arrays(self):
+        """Make each replica's arrays of the weights and auxiliary states."""
+        model = self.model
+        if self.args is None:
+            states = state_names(model)
+            weights = {key: array for key, array in model._args.items() if key not in states}
+            self.args, self.auxs = (
+                [{key: array.copyto(c) for key, array in held.items()} for c in self.contexts]
+                for held in (weights, model._auxs)
+            )
+            self._stale = False
+
+    def _prepared(self, name, inputs):
+        """The phase of that name, with executors for these inputs and current weights."""
+        self._follow()
+        self._hold_arrays()
+        if self._stale:
+            for replica in range(len(self.contexts)):
+                for mine, keras in self._pairs(replica):
+                    keras.copyto(mine)
+        self._stale = False
+        if name not in self.phases:
+            self.phases[name] = Phase(self, name, inputs)
+        self.phases[name].bind(inputs)
+        return self.phases[name]
+
+    def _update_weights(self, phase):
+        import mxnet as mx
+
+        if self._updater is None:
+            self._updater = mx.optimizer.get_updater(self.model.optimizer)
+        weights, first = self.args[0], self.contexts[0]
+        numbers, gradients = [], []
+        for number, name in enumerate(phase.parameters):  # numbered as a plain module does
+            parts = [executor.grad_dict.get(name) for executor in phase.executors()]
+            parts = [part.as_in_context(first) for part in parts if part is not None]
+            if parts:
+                numbers.append(number)
+                gradients.append(mx.nd.add_n(*parts))
+        names = [phase.parameters[number] for number in numbers]
+        if names:
+            self._updater(numbers, gradients, [weights[name] for name in names])
+        for others in self.args[1:]:
+            for name in names:
+                weights[name].copyto(others[name])
+
+    def _average_auxiliary_states(self, phase):
+        """Moving averages: one update, to the mean of the replicas' weighted by shard size."""
+        running_statistics.unite(
+            [[auxs[name] for auxs in self.auxs] for name in phase.body.list_auxiliary_states()],
+            _replicas.sizes(phase.rows, len(self.contexts)),
+        )
+        if phase.head is not None and phase.head.aux_dict:  # of the whole batch
+            running_statistics.wait_for_updates()
+            for name, array in phase.head.aux_dict.items():
+                for auxs in self.auxs[1:]:
+                    array.copyto(auxs[name])
+
+    def warn_of_whole_batches(self, operation):
+        """Say, once, that the devices do not share all of the work."""
+        if operation is not None and not self._warned:
+            self._warned = True
+            text = errors.across_rows(operation, self.model.name, self.contexts[0])
+            errors.warn(text)
+
+    def _assign(self, updates):
+        """Store new values of variables that layers update: RNN states, a layer's own averages."""
+        for name, value in updates:
+            if name in self.args[0]:
+                for args in self.args:
+                    value.copyto(args[name])
+                self.model._weights_dirty = True
+            else:
+                value.copyto(self.model._args[name])
+
+
+def _has_size_of_batches(model):
+    """Whether a model's graph gives one row as many rows as its inputs' ``batch_shape`` has.
+
+    keras-mxnet writes that size into some operations, such as those of ``Conv1D``, and not into
+    others: a stateful RNN can be cut. Where sizes other than the batch's are unknown, it is not
+    tried.
+    """
+    import mxnet as mx
+
+    if not model.inputs:  # it is built by its first batch
+        return False
+    if any(tensor.shape[0] in (None, 1) or None in tensor.shape for tensor in model.inputs):
+        return False
+    states = [variable for variable, _ in model.state_updates]
+    values = model.outputs + [value for _, value in model.state_updates]
+    shapes = {held.name: (1,) + tuple(held.shape[1:]) for held in model.inputs + states}
+    symbol = mx.sym.Group([value.symbol for value in values])
+    names = symbol.list_arguments()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            given = {name: shape for name, shape in shapes.items() if name in names}
+            _, made, _ = symbol.infer_shape(**given)
+    except mx.base.MXNetError:
+        return True
+    return made is None or any(shape[0] != 1 for shape in made)

@@ -1,0 +1,142 @@
+"""keras-mxnet as one of several ranks: Horovod carries the gradients.
+
+keras-mxnet's train function has its module go forward and backward, and then update. In between,
+the gradients in the module's executor become the mean of all ranks', so that whatever the
+optimizer does with gradients (it clips them, for example) it does with that mean, and it is the
+user's own.
+"""
+
+import contextlib
+import sys
+
+from ..._engines import horovod
+from ..._patching import replaced
+from ..._ranks import keras2, keras_model
+from . import running_statistics
+
+
+def distribute(model, engine):
+    """Make a model of Keras one of the ranks', in place. A second time changes nothing."""
+    kinds = MakeTrainFunction, keras2.MakeTestFunction
+    keras2.install(model, engine, kinds)
+    return model
+
+
+class Horovod(horovod.Engine):
+    framework = "mxnet"
+
+    def sum_numbers(self, values):
+        mx = sys.modules["mxnet"]
+        array = mx.nd.array(values, mx.cpu(), "float64")
+        return self.horovod.allreduce_(array, op=self.horovod.Sum, name="horovod_sum").asnumpy()
+
+    def broadcast_bytes(self, content):
+        mx = sys.modules["mxnet"]
+        array = mx.nd.array(content, mx.cpu(), "uint8")
+        return self.horovod.broadcast_(array, 0, name="horovod_broadcast").asnumpy()
+
+    def mean(self, arrays, share, name):
+        """Set arrays to their means over all ranks, weighted by their shares of the rows.
+
+        Arguments:
+            arrays: dense and row-sparse ones, the same on all ranks.
+            share: this rank's.
+            name: of the operation; the ranks' operations of one name belong together.
+        """
+        mx = sys.modules["mxnet"]
+        # Without CUDA, Horovod would look for arrays of a GPU in the host's memory.
+        sent = arrays if self.horovod.cuda_built() else [a.as_in_context(mx.cpu()) for a in arrays]
+        groups = {}  # type: dict  # by dtype: an operation is of one
+        for array in sent:
+            array.wait_to_read()  # what goes wrong there is not Horovod's, nor a wait for others
+            if array.stype == "default":
+                groups.setdefault(array.dtype.__name__, []).append(array)
+        with self.waiting("for the others' gradients"):
+            self.arrive()
+            for dtype, group in sorted(groups.items()):
+                for array in group:
+                    array *= share
+                self.horovod.grouped_allreduce_(
+                    group, op=self.horovod.Sum, name="horovod_{}_{}".format(name, dtype)
+                )
+            for place, array in enumerate(sent):
+                if array.stype != "default":
+                    self._mean_of_rows(array, share, "horovod_{}_{}".format(name, place))
+            for array in sent:
+                array.wait_to_read()  # MXNet computes, and fails, in threads of its own
+        for array, mean in zip(arrays, sent):
+            if mean is not array:
+                mean.copyto(array)
+
+    def _mean_of_rows(self, array, share, name):
+        """The rows that any rank has; those of one index are summed up."""
+        import numpy as np
+
+        indices = self.horovod.allgather(array.indices, name=name + "_rows")
+        values = self.horovod.allgather(array.data * share, name=name + "_values")
+        rows, places = np.unique(indices.asnumpy(), return_inverse=True)
+        sums = np.zeros((len(rows),) + array.shape[1:], array.dtype)
+        np.add.at(sums, places, values.asnumpy())
+        sparse = sys.modules["mxnet"].nd.sparse
+        mean = sparse.row_sparse_array((sums, rows), array.shape, array.context, array.dtype)
+        mean.copyto(array)
+
+    def problem(self, error):
+        if not isinstance(error, sys.modules["mxnet"].base.MXNetError):
+            return None
+        # "MXNetError: Horovod has been shut down. This was caused by an exception on one of ..."
+        return str(error).strip().split("\n")[0].split(": ", 1)[-1].split(". ")[0]
+
+
+class MakeTrainFunction(keras2.MakeFunction):
+    method = "_make_train_function"
+    function = "train_function"
+
+    def run(self, function, inputs):
+        model = function.model
+        if not function.started:
+            keras_model.same_start(model, self.engine)
+        share, inputs = self.share(function, inputs)
+        step = Step(self.engine, model, share)
+        with step.going_backward(model._module):
+            result = function.made(inputs)
+        step.average_state()
+        return result
+
+
+class Step:
+    """One step of training, of all ranks."""
+
+    def __init__(self, engine, model, share):
+        self.engine = engine
+        self.share = share
+        # Moving averages, MXNet's own and those of Keras' layers; no row of the batch's.
+        rows = {variable.name for variable, _ in model.state_updates}
+        self.names = sorted(model._aux_names | set(model._train_updates) - rows)
+        self.state = []  # type: list  # of the arrays that a step may set, and their values before
+
+    @contextlib.contextmanager
+    def going_backward(self, module):
+        """Within, a module that goes forward and backward then has the gradients of all ranks."""
+
+        def forward_backward(batch):
+            (executor,) = module._curr_module._exec_group.execs
+            held = dict(executor.arg_dict, **executor.aux_dict)
+            self.state = [(held[name], held[name].copy()) for name in self.names]
+            type(module).forward_backward(module, batch)
+            gradients = [array for array in executor.grad_arrays if array is not None]
+            self.engine.mean(gradients, self.share, "gradients")
+
+        with replaced(module, forward_backward=forward_backward):
+            yield
+
+    def average_state(self):
+        """Set what the step has set to its mean over all ranks."""
+        if not self.state:
+            return
+        running_statistics.wait_for_updates()
+        # Of the changes: what has none stays as it is to the bit.
+        changes = [array - before for array, before in self.state]
+        self.engine.mean(changes, self.share, "state")
+        for (array, before), change in zip(self.state, changes):
+            array[:] = before + change

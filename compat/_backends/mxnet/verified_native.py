@@ -1,0 +1,253 @@
+"""Verification of Gluon blocks: a call done on one context, from the same state.
+
+What a block is trained with is not known here, so a step is a call: its results, the states that
+its forward pass sets, and the gradients of its parameters for a random gradient of its results.
+
+Not covered: what the backward pass sets (batch normalization's running statistics), whose two
+ways differ by design; and MXNet's random numbers, whose state nothing can read or set: they go on
+from where the verified calls left them.
+"""
+
+import contextlib
+
+from ... import _verification
+from ..._verification import keras_steps
+from . import gluon_replicas, op_placement
+from .gluon_states import states_of
+from .running_statistics import wait_for_updates
+
+
+class VerifiedForward:
+    """What a block's replicas call in place of their own run, for the block's first calls.
+
+    Arguments:
+        replicas: the block's ``gluon_replicas.Replicas``.
+        verification: the calls to verify.
+    """
+
+    def __init__(self, replicas, verification):
+        self.replicas = replicas
+        self.verification = verification
+        self._waited = False
+
+    @classmethod
+    def install_on(cls, block, verification):
+        """Verify calls of ``block``, if it runs on several contexts; None: no more."""
+        replicas = vars(block).get("_compat_replicas")
+        if replicas is not None:
+            replicas.verified = cls(replicas, verification) if verification is not None else None
+
+    def __call__(self, args):
+        import mxnet as mx
+
+        # Batch normalization and dropout go by this, not by whether gradients are wanted.
+        kind = "train" if mx.autograd.is_training() else "predict"
+        if not self.verification.wants(kind):
+            return self.replicas.run(args)
+        if not self._waited:
+            self._waited = True  # parameters that a call does not use are never made
+            if any(p._data is None for p in gluon_replicas._parameters(self.replicas.block)):
+                return self.replicas.run(args)
+        try:
+            return self.verification.verify(kind, _Call(self.replicas, args))
+        finally:
+            if kind == "train":
+                # The caller's backward pass is yet to come; what ran last may have been inference.
+                self.replicas.note_training(args)
+
+
+class _Call(_verification.Step):
+    def __init__(self, replicas, args):
+        import mxnet as mx
+
+        self.mx = mx
+        self.replicas = replicas
+        self.block = replicas.block
+        self.args = args
+        self.is_training = mx.autograd.is_training()
+        self.is_recording = mx.autograd.is_recording()
+        self.parameters = [p for p in gluon_replicas._parameters(self.block) if p._data is not None]
+        self.dtype = keras_steps.coarsest({_dtype(p) for p in self.parameters})
+
+    @property
+    def by_design(self):
+        # Of what is traced, the operations are known once it ran on all contexts.
+        means, _ = states_of(self.block, self.replicas._operations)
+        if means:
+            return _verification.NORMALISED.format("block", self.block.name)
+        return None
+
+    def _labelled(self):
+        for parameter in self.parameters:
+            word = "state" if parameter.grad_req == "null" else "weight"
+            yield "{} {}".format(word, parameter.name), parameter
+
+    def read(self):
+        self.replicas._unite_statistics()  # then all contexts have the same
+        return {label: p.list_data()[0].asnumpy() for label, p in self._labelled()}
+
+    def write(self, values):
+        with self.mx.autograd.pause():
+            for label, parameter in self._labelled():
+                if label in values:
+                    _set(
+                        self.mx, parameter.list_data(), [values[label]] * len(parameter.list_ctx())
+                    )
+
+    # Doing it -----------------------------------------------------------------------------------
+
+    def on_one_device(self):
+        if self.is_recording:
+            named = self._differentiated(self.replicas.run_undivided)
+        else:
+            named = self._outputs(self._undivided())
+        # A state set in place was set on the first context only.
+        self._write_states([values[:1] * len(values) for values in self._read_states()])
+        return named
+
+    def _undivided(self):
+        with _attributes_kept(self.block):
+            return self.replicas.run_undivided(self.args)
+
+    def on_all_devices(self):
+        gradients = {}
+        if self.is_recording:
+            # In a run of its own: a CachedOp with static_alloc=True, whose gradients were had once
+            # (by retain_graph=True), gives the caller's backward pass wrong ones.
+            start = self.read()
+            gradients = self._differentiated(self.replicas.run)
+            self.write(start)
+        result = self.replicas.run(self.args)
+        return result, dict(gradients, **self._outputs(result))
+
+    def _outputs(self, result):
+        return {
+            "output {}".format(place + 1): array.asnumpy()
+            for place, array in enumerate(gluon_replicas._arrays(result))
+        }
+
+    def _differentiated(self, run):
+        """Run the block, and its backward pass for random gradients of the results.
+
+        Neither gradients that the parameters have change, nor what autograd has recorded before,
+        nor the states that the backward pass sets.
+
+        Returns:
+            Results, and gradients summed over the contexts, as a trainer sums them.
+        """
+        import numpy as np
+
+        args = gluon_replicas._mapped(lambda _, array: array.detach(), self.args)
+        with _attributes_kept(self.block):
+            result = run(args)
+        named = self._outputs(result)
+        heads = [array for array in gluon_replicas._arrays(result) if _is_floating(array)]
+        trained = [p for p in self.parameters if p.grad_req != "null"]
+        if not heads or not trained:
+            return named
+        random = np.random.RandomState(0)
+        upstream = [_like(self.mx, random.normal(size=array.shape), array) for array in heads]
+        after = self._read_states()
+        with self.mx.autograd.pause(), _gradients_kept(trained):
+            # In a call under record(train_mode=False) the backward pass is one of inference.
+            self.mx.autograd.backward(heads, upstream, train_mode=self.is_training)
+            for parameter in trained:
+                named["gradient of " + parameter.name] = sum(
+                    gradient.asnumpy() for gradient in parameter.list_grad()
+                )
+            wait_for_updates()
+        self._write_states(after)
+        return named
+
+    def _read_states(self):
+        wait_for_updates()
+        return [
+            [array.asnumpy() for array in p.list_data()]
+            for p in self.parameters
+            if p.grad_req == "null"
+        ]
+
+    def _write_states(self, values):
+        states = [p.list_data() for p in self.parameters if p.grad_req == "null"]
+        with self.mx.autograd.pause():
+            for arrays, each in zip(states, values):
+                _set(self.mx, arrays, each)
+
+    def operations(self):
+        return op_placement.products(lambda: self._differentiated(self.replicas.run))
+
+    def outputs(self, undivided):
+        with self.mx.autograd.pause(train_mode=False):
+            if undivided:
+                return self._outputs(self._undivided())
+            return self._outputs(self.replicas.run(self.args))
+
+
+def _blocks(block):
+    yield block
+    for child in block._children.values():
+        for part in _blocks(child):
+            yield part
+
+
+@contextlib.contextmanager
+def _attributes_kept(block):
+    """Within, what a block sets on itself in ``forward``, such as a counter, is forgotten."""
+    own = [part for part in _blocks(block) if not type(part).__module__.startswith("mxnet.")]
+    before = [(part, dict(vars(part))) for part in own]
+    try:
+        yield
+    finally:
+        for part, attributes in before:
+            for name in set(vars(part)) | set(attributes):
+                if name.startswith("_"):
+                    continue  # Gluon's own: what is compiled stays
+                if name in attributes:
+                    vars(part)[name] = attributes[name]
+                else:
+                    del vars(part)[name]
+
+
+@contextlib.contextmanager
+def _gradients_kept(parameters):
+    """Within, the gradients begin with zeros; afterwards they are what they were."""
+    arrays = [array for parameter in parameters for array in parameter.list_data()]
+    gradients = [gradient for parameter in parameters for gradient in parameter.list_grad()]
+    before = [gradient.copy() for gradient in gradients]
+    fresh = [array._fresh_grad for array in arrays]  # what tells a trainer of stale ones
+    for gradient in gradients:
+        gradient[:] = 0
+    try:
+        yield
+    finally:
+        for gradient, value in zip(gradients, before):
+            value.copyto(gradient)
+        for array, value in zip(arrays, fresh):
+            array._fresh_grad = value
+
+
+def _dtype(parameter):
+    import numpy as np
+
+    return np.dtype(parameter.dtype).name
+
+
+def _is_floating(array):
+    import numpy as np
+
+    return np.dtype(array.dtype).kind == "f"
+
+
+def _like(mx, values, array):
+    """An array of the kind, the type and the context of ``array``."""
+    made = mx.nd.array(values, ctx=array.context, dtype=array.dtype)
+    return made if type(array) is mx.nd.NDArray else made.as_np_ndarray()
+
+
+def _set(mx, arrays, values):
+    """Now: the backward pass of batch normalization waits for nothing that is being written."""
+    for array, value in zip(arrays, values):
+        mx.nd.array(value, ctx=array.context, dtype=array.dtype).copyto(
+            array.as_nd_ndarray() if hasattr(array, "as_nd_ndarray") else array
+        )
+    wait_for_updates()

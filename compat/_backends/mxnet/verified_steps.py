@@ -1,0 +1,109 @@
+"""Verification of keras-mxnet's models: on one device a single replica runs the whole batch."""
+
+import contextlib
+
+from ... import _verification
+from ..._verification import keras_steps
+from . import op_placement
+
+
+class VerifiedStep(keras_steps.Verified):
+    """The method by which keras-mxnet makes the function of a step."""
+
+    prefix = "_make_"
+
+    def make_undivided(self, model):
+        replicas = model._compat_replicas
+        run = {"train": replicas._train, "evaluate": replicas._test, "predict": replicas._predict}
+
+        def undivided(inputs):
+            with replicas.undivided():
+                return run[self.kind](inputs)
+
+        return undivided
+
+    def step(self, function, args):
+        return _Step(self, function, list(args[0]))
+
+
+class _Step(_verification.Step):
+    def __init__(self, method, function, inputs):
+        self.function = function
+        self.model = function.model
+        self.replicas = self.model._compat_replicas
+        self.kind = method.kind
+        self.inputs = inputs
+        from keras import backend as K
+
+        self.dtype = K.floatx()
+        self.by_design = keras_steps.by_design(self.model.layers)
+
+    def _arrays(self):
+        """The arrays of weights and auxiliary states in Keras' hands, by label."""
+        model = self.model
+        trained = {weight.name for weight in model.trainable_weights}
+        found = {}
+        for held in (model._args, model._auxs):
+            for name, array in held.items():
+                found["{} {}".format("weight" if name in trained else "state", name)] = array
+        return found
+
+    def _slots(self):
+        optimizer = getattr(self.model, "optimizer", None)
+        return list(optimizer.weights) if optimizer is not None else []
+
+    def read(self):
+        self.replicas._sync_weights()
+        values = {label: array.asnumpy() for label, array in self._arrays().items()}
+        for place, array in enumerate(self._slots()):
+            values["slot {}".format(place)] = array.asnumpy()
+        return values
+
+    def write(self, values):
+        held = {
+            label.partition(" ")[2]: values[label] for label in self._arrays() if label in values
+        }
+        model = self.model
+        self.replicas._set_weights(
+            {name: value for name, value in held.items() if name in model._args},
+            {name: value for name, value in held.items() if name in model._auxs},
+        )
+        optimizer = getattr(model, "optimizer", None)
+        if self.kind == "train" and optimizer is not None:
+            slots = sorted(
+                (label for label in values if label.startswith("slot ")),
+                key=lambda label: int(label.split()[1]),
+            )
+            # Without any, as before the first step, set_weights() makes them 0, as they begin.
+            optimizer.set_weights([values[label] for label in slots])
+
+    def on_one_device(self):
+        return self._named(self.function.undivided(self.inputs))
+
+    def on_all_devices(self):
+        results = self.function.made(self.inputs)
+        return results, self._named(results)
+
+    def _named(self, results):
+        import numpy as np
+
+        named = keras_steps.named_results(self.model, self.kind, results)
+        return {label: np.asarray(value) for label, value in named.items()}
+
+    def operations(self):
+        return op_placement.products(lambda: self.function.made(self.inputs))
+
+    def outputs(self, undivided):
+        model, replicas = self.model, self.replicas
+        rows = self.inputs[: len(model.inputs)]
+        named = {}
+        with replicas.undivided() if undivided else contextlib.ExitStack():
+            runs = [("predict", replicas._predict, rows)]
+            if self.kind != "predict":
+                runs.append(("evaluate", replicas._test, self.inputs))
+            for kind, run, given in runs:
+                results = keras_steps.named_results(model, kind, run(given))
+                for label, value in results.items():
+                    inferred = "output: {} in inference".format(label)
+                    named[label if kind == "predict" else inferred] = value
+        return named

@@ -1,0 +1,242 @@
+"""TensorFlow 1, under standalone Keras 2 or its own ``tf.keras``.
+
+Configuring: TensorFlow 1 takes its devices and its memory from each session's ``ConfigProto``,
+and a script makes sessions in many places. So every session begins with one configuration.
+
+Parallelizing: Keras 2 builds a static graph, so replicas are made in the graph, where every
+Keras looks alike. Keras builds the model, its loss and its metrics as ever, for one device. When
+it then turns tensors into a function to run (``_make_train_function`` and its two siblings), the
+*batch part* of the graph (the operations between the model's inputs and outputs) is replaced:
+
+- it is copied once per device, and each copy reads its shard of the batch;
+- a tensor that leaves the batch part, towards outputs, loss, metrics or updates, becomes the
+  copies' rows in order, so that all of these see the whole batch and state is written once a step;
+- what computes across rows is no part of it, as far as the graph shows, BatchNorm excepted;
+- gradients are computed where the operations they belong to ran.
+
+The undivided batch part stays in the graph, is never run, and is what the model's layers,
+``summary``, ``get_config`` and ``save`` go on to see.
+"""
+
+import os
+import sys
+
+from ... import _devices, _keras, _selection, errors
+from ...backend import Backend
+from .functions import ReplicatedFunctions
+from .graph import v1_names
+from .placed_layers import placed_on, placed_parts
+from .sessions import (
+    ensure_no_other_session,
+    imported_keras_packages,
+    session_of,
+    set_session_defaults,
+)
+from .step_counter import OrderedCounting, counts_without_order
+from .variables import switch_resource_variables_on, warn_of_reference_variables
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, ContextManager, List, Optional, Sequence, Tuple
+
+    from ..._ranks import Job
+    from ..._ranks.place import Place
+    from ..._settings import Settings
+    from ..._verification import Verification
+
+_SESSION_OPTIONS = (
+    "allow_soft_placement",
+    "inter_op_parallelism_threads",
+    "intra_op_parallelism_threads",
+    "log_device_placement",
+)
+
+
+class TensorFlow1(Backend):
+    name = "tensorflow1"
+    framework = "tensorflow"
+    distributions = ("tensorflow", "tensorflow-cpu", "tensorflow-gpu")
+    extra = "tensorflow1"
+    options = _SESSION_OPTIONS + ("device_count",)
+    variables = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "TF_FORCE_GPU_ALLOW_GROWTH")
+
+    def accepts(self, version: str) -> bool:
+        return version.startswith("1.")
+
+    def initialised(self) -> "Optional[str]":
+        if "tensorflow" in sys.modules:
+            return "tensorflow is imported, and may have asked CUDA for its GPUs"
+        return None
+
+    # Configuring ------------------------------------------------------------------------------
+
+    def configure(self, settings: "Settings") -> "Tuple[List[str], List[str]]":
+        late = self.initialised()
+        tf = v1_names(self.import_framework())
+        config = self.session_config(tf, settings, late)
+        ensure_no_other_session(tf, config)
+        set_session_defaults(lambda: config)
+        self.kept["settings"] = settings
+        if settings.devices.undecided is not None:
+            gpus = [name for name in self.devices() if "GPU" in name]
+            settings.devices.settle(len(gpus), restricted=True)
+            if gpus and settings.memory and settings.memory.size:
+                raise _memory_total_unknown(settings.memory)
+            if not gpus:
+                config.CopyFrom(self.session_config(tf, settings, late))
+        shown = " ".join(str(config).split())
+        lines = ["every session, of Keras and others: ConfigProto {}".format(shown)]
+        if settings.memory and not settings.devices.gpus:
+            lines.append("memory: no GPU is used, so nothing was set")
+        lines.append(switch_resource_variables_on(tf))
+        return lines, []
+
+    def session_config(self, tf, settings, late):
+        """The settings as TensorFlow's ``ConfigProto``."""
+        devices, memory, options = settings.devices, settings.memory, dict(settings.options)
+        config = tf.ConfigProto()
+        # Keras' own sessions have it: on a GPU, some of its operations have CPU kernels only.
+        config.allow_soft_placement = True
+        if devices.simulated:
+            config.device_count["CPU"] = devices.simulated
+        unlisted = devices.undecided is not None and devices.listed is None
+        ids = devices.wanted() if unlisted else None
+        if ids and ids == list(range(len(ids))):
+            config.device_count["GPU"] = len(ids)  # at most
+        elif ids:
+            config.gpu_options.visible_device_list = ",".join(map(str, ids))
+        elif not devices.gpus and not unlisted:
+            config.device_count["GPU"] = 0
+        elif late and not devices.are_shown_by(os.environ):
+            # The ids count inside CUDA_VISIBLE_DEVICES as TensorFlow found it.
+            config.gpu_options.visible_device_list = ",".join(map(str, devices.positions))
+        if memory and (devices.gpus or (unlisted and not memory.size)):
+            if memory.grow:
+                config.gpu_options.allow_growth = True
+            else:
+                fraction = memory.fraction or self._fraction(memory, devices)
+                config.gpu_options.per_process_gpu_memory_fraction = fraction
+        for device, count in (options.pop("device_count", None) or {}).items():
+            config.device_count[device] = count
+        for option in _SESSION_OPTIONS:
+            if option in options:
+                setattr(config, option, options[option])
+        return config
+
+    def _fraction(self, memory, devices):
+        """The fraction of each GPU that is ``memory.size``; TensorFlow 1 takes nothing else."""
+        totals = devices.memory_totals()
+        if not any(totals):
+            raise _memory_total_unknown(memory)
+        # One fraction holds for all GPUs: that of the largest, so that none takes more.
+        return min(1.0, memory.size / float(max(totals)))
+
+    def devices(self) -> "List[str]":
+        tf = v1_names(self.import_framework())
+        if "settings" in self.kept:
+            # An own session on an empty graph: it initialises GPUs just as the user's will.
+            with tf.Session(graph=tf.Graph()) as session:
+                return self._to_train_on(session.list_devices())
+        for keras in imported_keras_packages():
+            if session_of(keras) is not None:
+                return self._to_train_on(session_of(keras).list_devices())
+        # Making a session would initialise every GPU, with memory settings that are not the
+        # user's (keras#8353): ask the driver instead.
+        chosen = _devices.choose(_selection.parse_gpus(None), None, os.environ)
+        gpus = len(chosen) if tf.test.is_built_with_cuda() else 0
+        return ["/device:GPU:{}".format(i) for i in range(gpus)] or ["/device:CPU:0"]
+
+    def _to_train_on(self, listed):
+        # XLA_GPU and XLA_CPU are further names for the same devices (keras#11644).
+        names = {"CPU": [], "GPU": []}
+        for device in listed:
+            if device.device_type in names:
+                names[device.device_type].append(device.name[device.name.index("/device:") :])
+        settings = self.kept.get("settings")
+        simulated = settings.devices.simulated if settings else 1
+        return names["GPU"] or names["CPU"][: max(1, simulated)]
+
+    # Parallelizing ----------------------------------------------------------------------------
+
+    def parallelize(self, model: "Any", devices: "Sequence[str]") -> "Any":
+        """Run ``model`` on ``devices``, the same object; see the head of this file.
+
+        Raises:
+            UnsupportedError: in a loop, an operation's gradient is by ``tf.custom_gradient``; an
+                input is a variable; a call writes a variable by what depends on the batch; all of
+                these when Keras makes the model's functions.
+
+        BatchNorm normalises each replica's rows by their own statistics, and its moving
+        averages take the mean of the replicas' updates, once a step. Dropout masks of replicas
+        are independent. A stateful RNN keeps one state per row of the batch, as on one device:
+        each replica reads and writes the states of its rows.
+
+        What computes across rows, and all that needs it, runs undivided, with a warning where
+        that costs something; see ``across_rows`` for how it is found.
+
+        Functions of the user's own (``K.function``, a loss of their own training loop) run the
+        undivided graph.
+        """
+        current = vars(model).get("_compat_functions")
+        if current is not None:
+            if list(current.devices) == list(devices):
+                return model
+            with _keras.rebuilding_functions(_keras.inner_model(model)):
+                current.uninstall()
+        maker = _keras.inner_model(model)
+        if maker is not None and OrderedCounting.of(maker) is not None:
+            if len(devices) == 1:
+                return model
+            OrderedCounting.of(maker).remove(maker)
+        if len(devices) > 1:
+            warn_of_reference_variables(model)
+            _keras.warn_of_placed_parts(model, placed_parts(model), devices)
+            with _keras.rebuilding_functions(_keras.inner_model(model)):
+                ReplicatedFunctions(model, devices).install()
+        elif maker is not None and counts_without_order(maker):
+            with _keras.rebuilding_functions(maker):
+                OrderedCounting(devices).install(maker)
+        return model
+
+    def verify(self, model: "Any", verification: "Optional[Verification]") -> None:
+        from . import verified_steps  # here for start-up time
+
+        maker = _keras.inner_model(model)
+        if maker is not None:
+            verified_steps.VerifiedStep.install_on(maker, verification)
+
+    # Ranks ------------------------------------------------------------------------------------
+
+    def launcher(self, job: "Job") -> "List[str]":
+        from ..._engines import horovod  # here for start-up time
+
+        return horovod.launcher(job, self.framework)
+
+    def distribute(self, model: "Any", place: "Place") -> "Any":
+        """See ``ranks``."""
+        from . import ranks  # here for start-up time
+
+        return ranks.distribute(model, place)
+
+    # Devices of parts of a model --------------------------------------------------------------
+
+    def device(self, device: str) -> "ContextManager[Any]":
+        """Place on ``device`` what is built inside, and its gradients; variables where first used.
+
+        A layer that is called on several devices keeps its weights where it was called first.
+        Within, a loop (an RNN) takes the values that weights have before it.
+        """
+        tf = v1_names(self.import_framework())
+        return placed_on(tf, "/device:CPU:0" if device == "cpu" else device)
+
+
+def _memory_total_unknown(memory):
+    return errors.unsupported(
+        "tensorflow1",
+        "limit memory to {}: it takes a fraction of each GPU only, and nvidia-smi does not "
+        "tell how much memory the GPUs have".format(memory),
+        'Use a fraction such as memory=0.5, or memory="grow".',
+    )
+
+
+backend = TensorFlow1()

@@ -1,0 +1,353 @@
+"""Walking through a static graph of TensorFlow 1, and copying parts of it."""
+
+import collections
+import copy
+import itertools
+
+
+def v1_names(tensorflow):
+    """TensorFlow under its 1.x names, which late versions of it call deprecated elsewhere."""
+    return getattr(tensorflow.compat, "v1", tensorflow)
+
+
+def loop_of(op):
+    """The context of the innermost loop that ``op`` is in, or None."""
+    context = op._get_control_flow_context()
+    while context is not None and not is_loop(context):
+        context = context.outer_context
+    return context
+
+
+def is_loop(context):
+    from tensorflow.python.ops.control_flow_ops import WhileContext
+
+    return isinstance(context, WhileContext)
+
+
+# Graphs ---------------------------------------------------------------------------------------
+
+_WRITES = (
+    "Assign",
+    "ResourceScatter",
+    "Scatter",
+    "ResourceApply",
+    "Apply",
+    "ResourceSparseApply",
+    "SparseApply",
+)
+
+
+def dense_parts(tensor):
+    """The dense tensors that a tensor consists of: three, for a sparse one."""
+    if hasattr(tensor, "dense_shape"):
+        return [tensor.indices, tensor.values, tensor.dense_shape]
+    return [tensor]
+
+
+def operations_of(inputs):
+    return {part.op for tensor in inputs for part in dense_parts(tensor)}
+
+
+def ancestors(fetches, stop, cut=None):
+    """The operations that ``fetches`` need, those in ``stop`` left out, and who consumes what.
+
+    Arguments:
+        cut: whether not to follow an operation's input, a tensor or an operation to wait for; such
+            an input is itself a key of who consumes what, in place of its operation.
+    """
+    pending = [getattr(fetch, "op", fetch) for fetch in fetches]
+    found, consumers = set(), collections.defaultdict(list)  # type: Any, Any
+    ordered = []
+    while pending:
+        op = pending.pop()
+        if op in found or op in stop:
+            continue
+        found.add(op)
+        ordered.append(op)
+        for source in list(op.inputs) + op.control_inputs:
+            if cut is not None and cut(source):
+                consumers[source].append(op)
+            else:
+                needed = getattr(source, "op", source)
+                consumers[needed].append(op)
+                pending.append(needed)
+        context = op._get_control_flow_context()
+        if is_loop(context):
+            # A loop's gradient needs all its variables, also those whose result is not used.
+            pending.extend(tensor.op for tensor in context.loop_exits)
+    return ordered, consumers
+
+
+def reached(starts, consumers):
+    """The operations that depend on ``starts``, themselves left in."""
+    found, pending = set(), list(starts)
+    while pending:
+        op = pending.pop()
+        if op not in found:
+            found.add(op)
+            pending.extend(consumers.get(op, ()))
+    return found
+
+
+def is_shared(op):
+    """Whether all replicas use this very operation: variables, their values, what is fed."""
+    if op.type.startswith(("Placeholder", "VarHandle", "Variable")):
+        return True
+    reads = op.type in ("ReadVariableOp", "Identity") and not op.control_inputs
+    return reads and op.inputs[0].op.type.startswith(("VarHandle", "Variable"))
+
+
+def follows_its_input(op):
+    """Whether TensorFlow wants ``op`` on the device of what it reads: a variable or an array."""
+    return any(t.dtype._is_ref_dtype or t.dtype.name == "resource" for t in op.inputs)
+
+
+def value_of(variable):
+    """The value of a variable's handle: one tensor, so that it goes to each device once."""
+    from tensorflow.python.ops import gen_resource_variable_ops
+
+    for op in variable.consumers():
+        reads = op.type == "ReadVariableOp" and not op.control_inputs
+        if reads and op._get_control_flow_context() is None:
+            return op.outputs[0]
+    dtype = variable.op.get_attr("dtype")
+    return gen_resource_variable_ops.read_variable_op(variable, dtype)
+
+
+def _only_lets_a_variable_in(op):
+    """Whether ``op`` brings a variable into a loop, which only reads it there.
+
+    The variable may as well be read before: else the loop runs on two devices, and sends the
+    variable from one to the other at each of its steps.
+    """
+    return (
+        op.type == "Enter"
+        and op.inputs[0].op.type == "VarHandleOp"
+        and all(consumer.type == "ReadVariableOp" for consumer in op.outputs[0].consumers())
+    )
+
+
+def writes(op):
+    """Whether ``op`` writes a variable."""
+    return op.type.startswith(_WRITES) and follows_its_input(op)
+
+
+def writing_operations(updates):
+    """The operations that write variables when ``updates`` are run."""
+    return [op for op in ancestors(updates, ())[0] if writes(op)]
+
+
+def written_variable(op):
+    """The operation that is the variable which ``op`` writes, in a condition for example."""
+    return _source(op.inputs[0])
+
+
+def _source(handle):
+    source = handle.op
+    while source.type in ("Switch", "RefSwitch", "Enter", "RefEnter", "Identity"):
+        source = source.inputs[0].op
+    return source
+
+
+def variables_written(function, others=()):
+    """The variables that are written when a ``K.function`` is run: metrics do so in outputs."""
+    import tensorflow
+
+    tf = v1_names(tensorflow)
+    # An optimizer's operation (ResourceApplyAdam) writes its state, too.
+    handles = {
+        _source(tensor)
+        for op in writing_operations([function.updates_op] + list(function.outputs))
+        for tensor in op.inputs
+        if tensor.dtype._is_ref_dtype or tensor.dtype.name == "resource"
+    }
+    with function.updates_op.graph.as_default():
+        return {
+            variable
+            for variable in tf.global_variables() + tf.local_variables() + list(others)
+            if getattr(variable, "handle", variable).op in handles
+        }
+
+
+class _Copy:
+    """Copied operations, by the operations they were copied from."""
+
+    def __init__(self, operations, replaced):
+        self.operations = operations
+        self.replaced = replaced
+
+    def tensor(self, tensor):
+        """The copy of a tensor, or what was put in its place."""
+        if tensor.op in self.operations:
+            return self.operations[tensor.op].outputs[tensor.value_index]
+        return self.replaced.get(tensor, tensor)
+
+
+def copy_operations(operations, replaced, scope, device, seed=0, controls=None, fixed_batch=None):
+    """Copy operations into their own graph.
+
+    Arguments:
+        operations: what to copy; may hold loops and conditions, if whole.
+        replaced: tensors of other operations, and the ones to use in their place.
+        scope: a name to put before those of the operations.
+        device: a device function for the copies; None: as the originals.
+        seed: a number that sets apart the random numbers of several copies.
+        controls: a function from an operation that is not copied to those to wait for instead;
+            None: no need to wait.
+        fixed_batch: the number of rows the originals were made for, where it is fixed; the
+            copies compute other numbers.
+    """
+    import tensorflow
+
+    if not operations:
+        return _Copy({}, replaced)
+    tf = v1_names(tensorflow)
+    graph = operations[0].graph
+    # Before 1.8 TensorFlow infers shapes as it imports, so inputs have to come first.
+    operations = sorted(operations, key=lambda op: op._id)
+    copied = set(operations)
+    with graph.as_default(), graph.name_scope(scope) as prefix:
+        pass  # the scope is ours, as it was made unique
+    definition = tf.GraphDef()
+    definition.versions.CopyFrom(graph.graph_def_versions)
+    outside = {}
+    waiting = []
+    copies = _Copy({}, replaced)
+    entering = {op for op in operations if _only_lets_a_variable_in(op)}
+    for op in operations:
+        node = definition.node.add()
+        node.CopyFrom(op.node_def)
+        node.attr.pop("_class", None)  # colocated with originals
+        if op in entering:
+            replaced[op.inputs[0]] = value = value_of(op.inputs[0])
+            node.attr["T"].type = value.dtype.as_datatype_enum
+        elif op.type == "ReadVariableOp" and op.inputs[0].op in entering:
+            node.op = "Identity"
+            node.attr["T"].type = node.attr["dtype"].type
+            del node.attr["dtype"]
+        if device is not None:
+            node.device = ""
+        if op.type in ("Enter", "RefEnter"):  # loops with one name would run as one
+            node.attr["frame_name"].s = prefix.encode() + node.attr["frame_name"].s
+        if "element_shape" in node.attr and node.attr["element_shape"].shape.dim:
+            node.attr["element_shape"].shape.dim[0].size = -1  # of a loop's array: a fixed batch
+        for tensor in op.inputs:
+            if tensor.op not in copied or tensor in replaced:
+                if tensor.op.type == "ReadVariableOp" and is_shared(tensor.op):
+                    inside = value_of(tensor.op.inputs[0])
+                else:
+                    inside = tensor
+                outside[tensor.name] = replaced.get(inside, inside)
+        for other in op.control_inputs:
+            if other not in copied:
+                node.input.remove("^" + other.name)
+                waiting.append((op, other))
+        if has_custom_gradient(op):
+            node.attr["_gradient_op_type"].s = _gradient_of_copy(op, copies)
+        if seed and "seed2" in node.attr and (node.attr["seed"].i or node.attr["seed2"].i):
+            node.attr["seed2"].i = (node.attr["seed2"].i + seed * 104729) % 2**31
+    with graph.as_default(), tf.device(None), tf.device(device):
+        results = tf.import_graph_def(
+            definition, outside, [op.name for op in operations], name=prefix
+        )
+    copies.operations.update(zip(operations, results))
+    for op, result in copies.operations.items():
+        for tensor, copied in zip(op.outputs, result.outputs if op not in entering else ()):
+            # Keras sets shapes that TensorFlow does not infer, of RNNs for example.
+            if tensor.shape.ndims is not None:
+                shape = [None if size == fixed_batch else size for size in tensor.shape.as_list()]
+                if fixed_batch and shape and shape[0] and shape[0] % fixed_batch == 0:
+                    shape[0] = None  # as many rows for each row of the batch: steps, for example
+                copied.set_shape(shape)
+    if controls is not None:
+        for op, other in waiting:
+            copies.operations[op]._add_control_inputs(controls(other))
+    _copy_contexts(copies, prefix)
+    return copies
+
+
+def has_custom_gradient(op):
+    """Whether the gradient of ``op`` is a function of the user's, by ``tf.custom_gradient``."""
+    attributes = op.node_def.attr  # before 1.8 no copy: asking for one not there adds it
+    name = "_gradient_op_type" in attributes and attributes["_gradient_op_type"].s
+    return bool(name) and name.startswith(b"CustomGradient")
+
+
+_numbers = itertools.count()
+
+
+def _gradient_of_copy(op, copies):
+    """Register a gradient for the copy of ``op``, and return its name.
+
+    The user's function holds tensors of the original. What it computes of them is copied, to be
+    computed of the copies.
+    """
+    from tensorflow.python.framework import ops
+
+    gradient = ops.get_gradient_function(op)
+    name = "CustomGradientOfCopy{}".format(next(_numbers))
+
+    @ops.RegisterGradient(name)
+    def gradient_of_copy(_, *upstream):
+        results = gradient(op, *upstream)
+        tensors = [result for result in results if result is not None]
+        starts = set(copies.operations) | {tensor.op for tensor in copies.replaced}
+        found, consumers = ancestors(tensors, starts | {tensor.op for tensor in upstream})
+        moving = reached([start for start in starts if start in consumers], consumers) - starts
+        if not moving:
+            return results
+        boundary = {
+            tensor: copies.tensor(tensor)
+            for each in moving
+            for tensor in each.inputs
+            if tensor.op not in moving
+        }
+        with op.graph.name_scope(None), ops.control_dependencies(None):
+            moved = copy_operations(
+                [op for op in found if op in moving], boundary, "gradient", None
+            )
+        return [None if result is None else moved.tensor(result) for result in results]
+
+    return name.encode()
+
+
+def _copy_contexts(copies, prefix):
+    """Give copies of loops and conditions contexts of their own, which gradients need."""
+    import tensorflow
+    from tensorflow.python.ops.control_flow_ops import ControlFlowContext
+
+    tf = v1_names(tensorflow)
+    contexts = {}  # type: Dict[Any, Any]
+    new_names = {
+        tensor.name: copies.tensor(tensor).name for op in copies.operations for tensor in op.outputs
+    }
+
+    def convert(value):
+        if isinstance(value, tf.Tensor):
+            return copies.tensor(value)
+        if isinstance(value, tf.Operation):
+            return copies.operations.get(value, value)
+        if isinstance(value, ControlFlowContext):
+            return context_of(value)
+        if isinstance(value, set):
+            return {new_names.get(name, name) for name in value}
+        if isinstance(value, dict):
+            return {new_names.get(name, name): convert(item) for name, item in value.items()}
+        if isinstance(value, list):
+            return [convert(v) for v in value if getattr(v, "op", None) in copies.operations]
+        return value
+
+    def context_of(context):
+        if context not in contexts:
+            contexts[context] = result = copy.copy(context)
+            for name, value in list(vars(context).items()):
+                setattr(result, name, convert(value))
+            result._name = prefix + context._name
+            if is_loop(context):
+                result._grad_state = None
+        return contexts[context]
+
+    for op, copied in copies.operations.items():
+        context = op._get_control_flow_context()
+        if context is not None:
+            copied._set_control_flow_context(context_of(context))

@@ -1,0 +1,171 @@
+"""TensorFlow 1's graphs of Keras, as one of several ranks: Horovod carries the gradients.
+
+Keras makes the function that trains by a method of the model, where it asks the optimizer for
+updates of a loss. The optimizer gets another loss there, whose gradients are the mean of
+all ranks', so that whatever it does with gradients (it clips, scales, or is TensorFlow's own) it
+does with that mean, and stays the user's.
+"""
+
+import contextlib
+
+from ... import _patching, errors
+from ..._engines import tensorflow_horovod
+from ..._ranks import keras2, keras_model
+from .graph import writing_operations, written_variable
+from .step_counter import counting_after_reading
+from .variables import warn_of_reference_variables
+
+
+def distribute(model, place):
+    """Make a model of Keras one of the ranks', in place. A second time changes nothing."""
+    engine = tensorflow_horovod.Horovod.join(place)
+    if engine.tf.executing_eagerly():
+        raise errors.unsupported(
+            "tensorflow1",
+            "train as one of several ranks after tf.enable_eager_execution()",
+            "Remove that call, or use TensorFlow 2.",
+        )
+    warn_of_reference_variables(model)
+    keras2.install(model, engine, (MakeTrainFunction, MakeTestFunction))
+    return model
+
+
+class MakeFunction(keras2.MakeFunction):
+    """The method by which Keras makes one of a model's functions, whose graph gets some more."""
+
+    def __call__(self, model):
+        before = vars(model).get(self.function)
+        super().__call__(model)
+        function = vars(model)[self.function]
+        if function is not before:
+            with function.updates_op.graph.as_default(), self.engine.tf.name_scope("ranks"):
+                self.extend(model, function.made)
+
+    def extend(self, model, made):
+        """Add to what the function does."""
+        raise NotImplementedError
+
+    def called(self, function, model):
+        """A tensor: what ``function`` returns for the number of rows of the batch."""
+        tf, batch = self.engine.tf, model.inputs[0]
+        sparse = isinstance(batch, tf.SparseTensor)
+        rows = batch.dense_shape[0] if sparse else tf.shape(batch)[0]
+        return self.engine.called(lambda rows: function(int(rows)), rows, tf.float64)
+
+    def run(self, function, inputs):
+        with self.engine.waiting("for the others' gradients"):
+            if inputs and hasattr(inputs[0], "shape"):
+                inputs = self.begin(function, inputs)
+            return function.made(inputs)
+
+    def begin(self, function, inputs):
+        """Agree on the step before the graph runs, which then asks for no more."""
+        raise NotImplementedError
+
+
+class MakeTestFunction(MakeFunction):
+    method = "_make_test_function"
+    function = "test_function"
+    training = False
+
+    def __init__(self, engine):
+        super().__init__(engine)
+        self.begun = False  # this step's rows are counted
+
+    def begin(self, function, inputs):
+        if keras_model.is_in_step(function.model):
+            _, inputs = self.share(function, inputs)
+            self.begun = True
+        return inputs
+
+    def extend(self, model, made):
+        def count(rows):
+            if not self.begun:
+                keras_model.count(model, rows, False)
+            self.begun = False
+            return float(rows)
+
+        made.updates_op = self.engine.tf.group(made.updates_op, self.called(count, model))
+
+
+class MakeTrainFunction(MakeFunction):
+    method = "_make_train_function"
+    function = "train_function"
+
+    def __init__(self, engine):
+        super().__init__(engine)
+        self.share_tensor = None  # of the function made last
+        self.begun = None  # the share of the step, where it is known before the graph runs
+
+    def begin(self, function, inputs):
+        self.begun, inputs = self.share(function, inputs)
+        return inputs
+
+    def run(self, function, inputs):
+        if not function.started:
+            keras_model.same_start(function.model, self.engine)
+        return super().run(function, inputs)
+
+    @contextlib.contextmanager
+    def making(self, model):
+        """Within, the optimizer takes the gradients of all ranks."""
+        optimizer = model.optimizer
+        get_updates = optimizer.get_updates
+
+        def get_updates_of_all_ranks(loss, params):
+            counter = getattr(optimizer, "iterations", None)
+            with counting_after_reading(counter):
+                return get_updates(loss=self.loss_of_all_ranks(model, loss, params), params=params)
+
+        with _patching.replaced(optimizer, get_updates=get_updates_of_all_ranks):
+            yield
+
+    def loss_of_all_ranks(self, model, loss, parameters):
+        """A scalar whose gradients are the mean, over all ranks' rows, of those of the loss.
+
+        It is the sum of the parameters times those means; its own value means nothing.
+        """
+        tf = self.engine.tf
+
+        def share(rows):
+            begun, self.begun = self.begun, None
+            if begun is not None:
+                return self.engine.arrive(begun)
+            keras_model.count(model, rows, True)
+            return self.engine.share(rows)
+
+        with loss.graph.as_default(), tf.name_scope("ranks"):
+            self.share_tensor = self.called(share, model)
+            pairs = zip(tf.gradients(loss, parameters), parameters)
+            pairs = [(gradient, p) for gradient, p in pairs if gradient is not None]
+            means = self.engine.mean(
+                [gradient for gradient, _ in pairs], self.share_tensor, "gradients"
+            )
+            products = []
+            for mean, (_, parameter) in zip(means, pairs):
+                if isinstance(mean, tf.IndexedSlices):
+                    parameter, mean = tf.gather(parameter, mean.indices), mean.values
+                products.append(tf.reduce_sum(parameter * tf.stop_gradient(mean)))
+            return tf.add_n(products)
+
+    def extend(self, model, made):
+        """Give state that a step sets (moving averages) its mean over all ranks."""
+        tf = self.engine.tf
+        written = set(map(written_variable, writing_operations([made.updates_op])))
+        state = [
+            variable
+            for variable in model.non_trainable_weights + self.engine.state_besides(model)
+            if variable.dtype.is_floating and _handle(variable).op in written
+        ]
+        if not state:
+            return
+        with tf.control_dependencies([made.updates_op]):
+            values = [variable.read_value() for variable in state]
+            means = self.engine.mean(values, self.share_tensor, "state")
+            assigned = [variable.assign(mean).op for variable, mean in zip(state, means)]
+        made.updates_op = tf.group(*assigned)
+
+
+def _handle(variable):
+    """What operations that write a variable have as their first input."""
+    return getattr(variable, "handle", variable)

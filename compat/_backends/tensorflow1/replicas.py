@@ -1,0 +1,232 @@
+"""Replicas of a model in a static graph of TensorFlow 1.
+
+The *batch part* of the graph, which computes the model's outputs from its inputs, each row from
+that row alone, is copied once per device. All else is computed once, of the whole batch: losses,
+metrics, updates of layers, and what computes across rows. It takes from the batch part nothing but
+tensors with rows, which are put together in order, so it may be any function of them: sums are
+sums, counts count once.
+
+BatchNorm is the exception, as everywhere: each replica normalises by its own rows, and a moving
+average becomes the mean of what the replicas would write.
+"""
+
+import contextlib
+
+from ... import _replicas, errors
+from .batch_part import BatchPart
+from .graph import (
+    ancestors,
+    copy_operations,
+    dense_parts,
+    follows_its_input,
+    loop_of,
+    reached,
+    v1_names,
+    value_of,
+)
+from .placed_layers import ColocateGradients
+
+
+class Replicas:
+    """The batch part of a model's graph, copied once per device.
+
+    Arguments:
+        name, inputs, outputs, losses, updates, normalizing: as ``BatchPart`` takes them.
+        states: variables that hold a row for each row of the batch.
+        devices: the devices, as TensorFlow names them.
+    """
+
+    def __init__(self, name, inputs, outputs, losses, updates, states, normalizing, devices):
+        import tensorflow
+
+        self.name = name
+        self.tf = v1_names(tensorflow)
+        self.devices = devices
+        self.graph = outputs[0].graph
+        self.inputs = list(inputs)
+        for tensor in self.inputs:
+            if not isinstance(tensor, (self.tf.Tensor, self.tf.SparseTensor)):
+                raise errors.UnsupportedError(
+                    "parallelize() divides the inputs of model {!r} by rows, and cannot divide a "
+                    "variable: {}. Give its value: Input(tensor=tf.identity(variable)).".format(
+                        name, tensor.name
+                    )
+                )
+        self.states = [value_of(state.handle) for state in states]
+        self._replaced = {}  # type: Dict[Any, Any]
+        self._merged = {}  # type: Dict[Any, Any]
+        self.part = BatchPart(name, inputs, outputs, losses, updates, normalizing)
+        with self._apart():
+            self._check_rows_of_tensors()
+            self.sizes = _replicas.sizes(
+                self._count((self.part.divided or self.inputs)[0]), len(devices)
+            )
+            self.copies = [self._replica(index) for index in range(len(devices))]
+        device_of = {
+            copied: device
+            for device, replica in zip(devices, self.copies)
+            for copied in replica.operations.values()
+        }
+        loops = [op for op in device_of if op.type == "Enter"]
+        device_of.update((loop_of(op).name, device_of[op]) for op in loops)
+        self._colocate = ColocateGradients(device_of, sums=True)
+
+    def _replica(self, index):
+        """Copy the batch part to the device, there to compute its shard."""
+        tf = self.tf
+        replaced = {}  # type: dict
+        for shape, sizes in self.part.rows.shapes.items():
+            if None not in sizes:
+                replaced[shape] = tf.constant(sizes, shape.dtype)
+        for tensor in self.inputs + self.states + self.part.constants:
+            with self._where_it_lies(tensor), tf.control_dependencies(self._checks):
+                count = tf.identity(self._count(tensor)) if self._checks else self._count(tensor)
+                first, end = _replicas.run_bounds(count, len(self.devices), index, tf.maximum)
+                shard = self._shard(tensor, first, end)
+                replaced.update(zip(dense_parts(tensor), dense_parts(shard)))
+        return copy_operations(
+            self.part.needed,
+            replaced,
+            "replica_{}".format(index),
+            lambda op: "" if follows_its_input(op) else self.devices[index],
+            seed=index,
+            controls=lambda op: [op] if op in self.part.once else [],
+            fixed_batch=self.part.fixed,
+        )
+
+    def _check_rows_of_tensors(self):
+        """Check at run time that inputs that are not fed have as many rows as the others."""
+        tf = self.tf
+        fed = [dense_parts(t)[0].op.type.startswith("Placeholder") for t in self.part.divided]
+        self._checks = []
+        if len(fed) < 2 or all(fed):
+            return
+        with tf.device("/cpu:0"):
+            counts = [self._count(tensor) for tensor in self.part.divided]
+            text = (
+                "parallelize() divides each input of model {!r} by its rows, but they do not have "
+                "as many. Give each input a row for each row of the batch, or use one device: "
+                "parallelize(model, gpus=1). Rows:".format(self.name)
+            )
+            same = tf.reduce_all(tf.equal(counts, counts[0]))
+            self._checks.append(tf.Assert(same, [text] + counts))
+
+    @contextlib.contextmanager
+    def _apart(self):
+        """Within, operations are made apart from where Keras is just making its own."""
+        with self.graph.as_default(), self.graph.name_scope(None):
+            with self.tf.control_dependencies(None), self.tf.device(None):
+                yield
+
+    def _where_it_lies(self, tensor):
+        # Slicing on the replica would send the whole batch to every device.
+        if tensor.op.type.startswith("Placeholder"):
+            return self.tf.device("/cpu:0")
+        return self.tf.colocate_with(tensor.op)
+
+    def _count(self, tensor):
+        if isinstance(tensor, self.tf.SparseTensor):
+            return self.tf.cast(tensor.dense_shape[0], self.tf.int32)
+        return self.tf.shape(tensor)[0]
+
+    def _shard(self, tensor, first, end):
+        tf = self.tf
+        if not isinstance(tensor, tf.SparseTensor):
+            return tensor[first:end]
+        first, rows = tf.cast(first, tf.int64), tf.cast(end - first, tf.int64)
+        start = tf.concat([[first], tf.zeros_like(tensor.dense_shape[1:])], axis=0)
+        size = tf.concat([[rows], tensor.dense_shape[1:]], axis=0)
+        return tf.sparse_slice(tensor, start, size)
+
+    @contextlib.contextmanager
+    def gradients_colocated(self):
+        """Within, a gradient's operations go where the operation ran that they belong to.
+
+        Keras 2 asks TensorFlow for that (``colocate_gradients_with_ops``), tf.keras does not.
+        """
+        with self.graph.as_default(), self.tf.device(self._colocate):
+            yield
+
+    # Tensors of the whole batch -----------------------------------------------------------------
+
+    def whole(self, fetch):
+        """The tensor or operation, computed from the replicas' batch parts.
+
+        What lies between rows of the batch part and ``fetch`` is copied; so it is computed once,
+        of the whole batch.
+        """
+        if self._leaves_replicas(fetch):
+            return self._whole_tensor(fetch)
+        ops, consumers = ancestors([fetch], (), self._leaves_replicas)
+        between = reached([source for source in consumers if self._is_divided(source)], consumers)
+        new = [op for op in ops if op in between and op not in self._replaced]
+        if new:
+            boundary = {
+                tensor: self._whole_tensor(tensor)
+                for op in new
+                for tensor in op.inputs
+                if self._leaves_replicas(tensor) or tensor.op in self._replaced
+            }
+            copies = copy_operations(new, boundary, "whole_batch", None, controls=self._control)
+            self._replaced.update(copies.operations)
+        if isinstance(fetch, self.tf.Operation):
+            return self._replaced.get(fetch, fetch)
+        return self._whole_tensor(fetch)
+
+    def _is_divided(self, source):
+        return getattr(source, "op", source) in self.part.operations
+
+    def _leaves_replicas(self, source):
+        """Whether what needs ``source``, a tensor or an operation, takes the replicas'.
+
+        A tensor without rows is computed again, of the whole batch.
+        """
+        if not self._is_divided(source):
+            return False
+        if isinstance(source, self.tf.Operation):
+            return True
+        if source in self.part.averaged or self.part.rows.come_first(source):
+            return True
+        if loop_of(source.op) is not None:
+            raise errors.UnsupportedError(
+                "A loss, a metric or an update of model {!r} needs {!r}, which a loop computes "
+                "and which has no rows, so parallelize() does not know what it is of the whole "
+                "batch. Compute it from the loop's rows, or train on one device, with "
+                "parallelize(model, gpus=1).".format(self.name, source.op.name)
+            )
+        return False
+
+    def _control(self, op):
+        """Operations to wait for where the undivided graph waits for ``op``."""
+        if op in self.part.operations:
+            return [replica.operations[op] for replica in self.copies if op in replica.operations]
+        return [self._replaced.get(op, op)]
+
+    def _whole_tensor(self, tensor):
+        if self._leaves_replicas(tensor):
+            if tensor not in self._merged:
+                with self._apart():
+                    merge = self._mean if tensor in self.part.averaged else self._rows_in_order
+                    self._merged[tensor] = merge([copy.tensor(tensor) for copy in self.copies])
+            return self._merged[tensor]
+        if tensor.op in self._replaced:
+            return self._replaced[tensor.op].outputs[tensor.value_index]
+        return tensor
+
+    def _rows_in_order(self, parts):
+        tf = self.tf
+        kept = []
+        for part, size, device in zip(parts, self.sizes, self.devices):
+            with tf.device(device):
+                # A replica without rows of its own has computed one, to be dropped.
+                kept.append(part[: tf.shape(part)[0] * tf.minimum(size, 1)])
+        return tf.concat(kept, axis=0, name="rows_in_order")
+
+    def _mean(self, parts):
+        """The replicas' mean, weighted by their rows."""
+        tf = self.tf
+        if not parts[0].dtype.is_floating:
+            return parts[0]
+        rows = tf.cast(sum(self.sizes), parts[0].dtype)
+        weights = [tf.cast(size, parts[0].dtype) / rows for size in self.sizes]
+        return tf.add_n([w * part for w, part in zip(weights, parts)], name="mean_by_rows")

@@ -1,0 +1,148 @@
+"""The configuration that every session of TensorFlow 1 begins with."""
+
+import os
+import sys
+import threading
+
+from ... import _keras, _patching, errors
+from .graph import v1_names
+
+_defaults = None  # a function that returns the ConfigProto
+
+
+def set_session_defaults(defaults):
+    """Give every session made from now on ``defaults()``; fields of the session's own config win.
+
+    A session is made by Keras, again after ``clear_session``, and by users: all of them through
+    ``BaseSession``. None takes the defaults away again.
+    """
+    global _defaults
+    from tensorflow.python.client.session import BaseSession
+
+    _defaults = defaults
+    patch = _patching.find(BaseSession, "__init__")
+    if defaults is None and patch is not None:
+        patch.take_back()
+    elif defaults is not None and patch is None:
+        plain = BaseSession.__init__
+
+        def __init__(self, target="", graph=None, config=None):
+            plain(self, target, graph, merged(_defaults(), config))
+
+        _patching.Patch(BaseSession, "__init__", __init__)
+
+
+def merged(config, own):
+    """``config``, overridden by a session's own config."""
+    if own is not None and type(own) is not type(config):
+        return own  # TensorFlow's own error says what is wrong
+    result = type(config)()
+    result.CopyFrom(config)
+    if own is not None:
+        own = _without_defaults(own)
+        limits = getattr(own.gpu_options, "experimental", None)
+        if limits is not None and len(limits.virtual_devices):  # merging would add them up
+            result.gpu_options.experimental.ClearField("virtual_devices")
+        result.MergeFrom(own)
+    return result
+
+
+def _without_defaults(own):
+    """A session's config without what Keras or TensorFlow put there by themselves."""
+    from tensorflow.python.eager import context
+
+    result = type(own)()
+    result.CopyFrom(own)
+    context = context.context() if hasattr(context, "context") else None
+    default = context.config.device_count if hasattr(context, "config") else {}  # 1.14, 1.15
+    for device in default:  # tf.keras: one CPU, and every GPU there is
+        if result.device_count.get(device) == default[device]:
+            del result.device_count[device]
+    if str(result.intra_op_parallelism_threads) == os.environ.get("OMP_NUM_THREADS"):
+        result.ClearField("intra_op_parallelism_threads")  # keras 2.2
+    return result
+
+
+def _missing(config, other):
+    """The fields of ``config`` that ``other`` does not have, as a text."""
+    parts = [_only(config, field) for field, _ in config.ListFields()]
+    missing = [part for part in parts if other is None or not _has(other, part)]
+    return ", ".join(" ".join(str(part).split()) for part in missing)
+
+
+def _has(message, part):
+    both = type(message)()
+    both.CopyFrom(message)
+    both.MergeFrom(part)
+    return both == message
+
+
+def _only(message, field):
+    """A copy of a protocol message with this one field."""
+    result = type(message)()
+    result.CopyFrom(message)
+    for other, _ in message.ListFields():
+        if other.name != field.name:
+            result.ClearField(other.name)
+    return result
+
+
+def ensure_no_other_session(tf, config):
+    """Make sure that no session of another configuration is in use.
+
+    Raises:
+        TooLateError: one is.
+    """
+    for keras in imported_keras_packages():
+        session = session_of(keras)
+        if session is None:
+            continue
+        missing = _missing(config, session._config)
+        if not missing:
+            continue
+        with session.graph.as_default():
+            variables = len(tf.global_variables())
+        if variables or any(d.device_type == "GPU" for d in session.list_devices()):
+            raise errors.too_late(
+                "tensorflow",
+                "Keras has made its session already, without {}; what a session has cannot "
+                "be changed, and another one would lose the values of its {} variables".format(
+                    missing, variables
+                ),
+                "Call it before the first model is built.",
+            )
+        keras.backend.set_session(None)  # nothing is lost: the next one is configured
+    if tf.test.is_built_with_cuda() and config.HasField("gpu_options") and sessions_made():
+        if _missing(config, _defaults and _defaults()):
+            raise errors.too_late(
+                "tensorflow",
+                "a session was made in this process, which fixed GPUs and their memory; "
+                "they cannot become {}".format(" ".join(str(config.gpu_options).split())),
+                "Call it before the first tf.Session().",
+            )
+
+
+def sessions_made():
+    """Whether any session was made in this process: with it, GPUs are initialised."""
+    from tensorflow.python.client import session
+
+    counter = getattr(session, "_python_session_create_counter", None)
+    return counter is not None and counter.get_cell().value() > 0
+
+
+def imported_keras_packages():
+    """The Keras packages that are imported: each may have a session."""
+    found = [sys.modules[name] for name in ("keras",) if name in sys.modules]
+    found = [keras for keras in found if _keras.backend_name(keras) == "tensorflow"]
+    if {"tensorflow.python.keras.backend", "keras", "tf_keras"} & set(sys.modules):
+        found.append(v1_names(sys.modules["tensorflow"]).keras)
+    return [keras for keras in found if hasattr(keras.backend, "get_session")]
+
+
+def session_of(keras):
+    """The session that this Keras made for itself, or None. Makes none."""
+    module = sys.modules[keras.backend.get_session.__module__]
+    session = getattr(module, "_SESSION", None)  # keras 2.3 has none of its own
+    if isinstance(session, threading.local):  # from TensorFlow 1.15
+        session = getattr(session, "session", None)
+    return session

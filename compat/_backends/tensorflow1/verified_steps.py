@@ -1,0 +1,34 @@
+"""Verification of Keras 2 models in TensorFlow's graphs."""
+
+from ..._verification import keras2
+from . import op_placement
+from .graph import v1_names, variables_written
+from .step_counter import counting_after_reading
+
+
+class VerifiedStep(keras2.VerifiedStep):
+    """The method by which Keras 2 makes the function of a step."""
+
+    def written(self, function, model):
+        metrics = list(getattr(model, "metrics", None) or ())  # names or None, before keras 2.3
+        metrics += getattr(model, "_output_loss_metrics", None) or []  # of tf.keras
+        held = [v for metric in metrics for v in getattr(metric, "variables", ())]
+        return variables_written(function, held)  # TensorFlow does not list those
+
+    def ordering(self, optimizer):
+        # Nothing else orders the two where Keras makes a function for itself.
+        return counting_after_reading(getattr(optimizer, "iterations", None))
+
+    def operations(self, step):
+        import tensorflow
+
+        tf, made = v1_names(tensorflow), step.function.made
+        record = op_placement.record(tf, made, lambda: made(step.inputs))
+        products = op_placement.products(op_placement.partitions(record))
+        # In TensorFlow 2's v1 mode "/device:CPU:0" is configured by the name "/cpu:0".
+        configured = {_plain(name): name for name in self.verification.record.devices}
+        return {configured.get(_plain(name), name): counts for name, counts in products.items()}
+
+
+def _plain(device):
+    return device.lower().replace("device:", "")

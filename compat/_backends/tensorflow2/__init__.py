@@ -1,0 +1,316 @@
+"""TensorFlow 2: tf.keras up to 2.15 (and tf_keras), and Keras 3 on TensorFlow.
+
+Devices are chosen through ``tf.config`` before TensorFlow's runtime starts. A model runs on
+several devices by a ``call`` of its own: an attribute of the instance that hides its class's
+method. It splits the batch, runs the class's ``call`` on each device, and puts the outputs
+together, so that loss, metrics and update see the whole batch. See ``replicated_call``.
+"""
+
+import functools
+
+from ... import _distributions, _keras, _keras_steps, errors
+from ..._ranks import clusters
+from ...backend import Backend
+from .. import tensorflow1
+from ..tensorflow1 import sessions
+from . import native_models, placed_layers
+from .compiled_steps import forget_compiled_steps
+from .device_configuration import (
+    OPTIONS,
+    apply_setting,
+    chosen_gpus,
+    config_function,
+    limit_memory,
+    session_config,
+    split_device,
+)
+from .refusals import refuse_strategies, refuse_unreached
+from .replicated_call import ReplicatedCall
+from .runtime import full_name, has_listed_devices, in_v1_mode, runs_eagerly
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, Callable, ContextManager, Dict, List, Mapping, Optional, Sequence, Tuple
+
+    from ..._ranks import Job
+    from ..._ranks.place import Place
+    from ..._settings import Settings
+    from ..._verification import Verification
+
+
+class TensorFlow2(Backend):
+    """TensorFlow from 2.0."""
+
+    name = "tensorflow2"
+    framework = "tensorflow"
+    distributions = (
+        "tensorflow",
+        "tensorflow-cpu",
+        "tensorflow-gpu",
+        "tensorflow-intel",
+        "tensorflow-macos",
+        "tensorflow-rocm",
+    )
+    extra = "tensorflow"
+    strategies = {
+        "mirrored": "TensorFlow 2's MirroredStrategy, for a function that builds the model"
+    }
+    options = tuple(sorted(OPTIONS))
+    variables = (
+        "CUDA_VISIBLE_DEVICES",
+        "CUDA_DEVICE_ORDER",
+        "TF_FORCE_GPU_ALLOW_GROWTH",
+        "TF_USE_LEGACY_KERAS",
+    )
+
+    def accepts(self, version: str) -> bool:
+        return version.startswith("2.")
+
+    # Before the import ------------------------------------------------------------------------
+
+    def environ(
+        self, settings: "Settings", environ: "Mapping[str, str]"
+    ) -> "Dict[str, Optional[str]]":
+        variables = dict(super().environ(settings, environ))
+        memory = settings.memory
+        # TensorFlow lets this variable beat tf.config ("Limiting GPU memory growth").
+        growth = environ.get("TF_FORCE_GPU_ALLOW_GROWTH")
+        gpus = settings.devices.gpus or (growth and settings.devices.undecided is not None)
+        if gpus and memory and memory.grow and growth != "true":
+            variables["TF_FORCE_GPU_ALLOW_GROWTH"] = "true"
+        return variables
+
+    def initialised(self) -> "Optional[str]":
+        """CUDA's variables count until TensorFlow lists its devices for the first time."""
+        return "TensorFlow has listed its devices" if has_listed_devices() else None
+
+    def problems(self, environ: "Mapping[str, str]") -> "List[str]":
+        found = []
+        if environ.get("TF_USE_LEGACY_KERAS") in ("1", "true", "True"):
+            if not _distributions.version("tf_keras"):
+                found.append(
+                    "TF_USE_LEGACY_KERAS is set, but tf_keras is not installed: tf.keras fails. "
+                    "Install tf_keras, or remove the variable."
+                )
+        return found
+
+    # After the import -------------------------------------------------------------------------
+
+    def configure(self, settings: "Settings") -> "Tuple[List[str], List[str]]":
+        tf = self.import_framework()
+        # Apple's and AMD's GPUs have the type "GPU", too.
+        settings.devices.settle(len(config_function(tf, "list_physical_devices")("GPU")))
+        if in_v1_mode(tf) and sessions.sessions_made():
+            v1 = tf.compat.v1
+            config = tensorflow1.backend.session_config(v1, settings, None)
+            sessions.ensure_no_other_session(v1, config)
+        gpus = chosen_gpus(tf, settings.devices)
+        visible = apply_setting(tf, "config.set_visible_devices", gpus, "GPU")
+        physical = config_function(tf, "list_physical_devices")
+        applied = [visible] if physical("GPU") else []
+        if settings.devices.simulated:
+            cpu = physical("CPU")[0]
+            applied.append(split_device(tf, cpu, [None] * settings.devices.simulated))
+        elif gpus and settings.memory:
+            applied += limit_memory(tf, gpus, settings)
+        for option in sorted(set(settings.options) & set(OPTIONS)):
+            applied.append(apply_setting(tf, OPTIONS[option], settings.options[option]))
+        # V1 mode may come later.
+        soft = settings.options.get("allow_soft_placement", True)
+        sessions.set_session_defaults(functools.partial(session_config, soft))
+        # TensorFlow numbers the GPUs it shows in the driver's order, not in the configured one.
+        numbered = sorted(gpus, key=physical("GPU").index)
+        self.kept["gpus"] = ["/gpu:{}".format(numbered.index(gpu)) for gpu in gpus]
+        return applied, []
+
+    def devices(self) -> "List[str]":
+        """Reads the configuration; starting the runtime would fix it."""
+        tf = self.import_framework()
+        names = ("get_logical_device_configuration", "get_virtual_device_configuration")
+        config = config_function(tf, *names)
+        visible = config_function(tf, "get_visible_devices")
+        for kind in ("GPU", "CPU"):
+            count = sum(len(config(device) or [None]) for device in visible(kind))
+            named = self.kept.get("gpus")  # in the order configured
+            if kind == "GPU" and named and len(named) == count:
+                return list(named)
+            if count:
+                return ["/{}:{}".format(kind.lower(), index) for index in range(count)]
+        return ["/cpu:0"]
+
+    # Ranks ------------------------------------------------------------------------------------
+
+    def launcher(self, job: "Job") -> "List[str]":
+        """horovodrun where Horovod is installed; else what starts TF_CONFIG's workers."""
+        # Both here for start-up time.
+        from ..._engines import horovod  # for start-up time
+        from ..._launch import starter
+
+        if horovod.is_missing(job.python):
+            return starter.launcher(job, "--cluster")
+        return horovod.launcher(job, self.framework)
+
+    def join(self, place: "Place") -> None:
+        """TensorFlow's workers are joined before TensorFlow starts."""
+        if place.launcher != clusters.TF_CONFIG:
+            return
+        tf = self.import_framework()
+        if not runs_eagerly(tf):
+            raise _workers_without_eager_execution(place)
+        from . import ranks  # here for start-up time
+
+        ranks.join(place)
+
+    def ranks_train_under(self, strategy: str, place: "Place") -> bool:
+        """Workers of ``TF_CONFIG`` are mirrored over all devices of all of them."""
+        return strategy == "mirrored" and place.launcher == clusters.TF_CONFIG
+
+    def distribute(self, model: "Any", place: "Place") -> "Any":
+        """See ``ranks``; after ``disable_v2_behavior()``, ``tensorflow1.ranks``."""
+        tf = self.import_framework()
+        if self.is_native(model):
+            raise errors.unsupported(
+                "tensorflow2",
+                "train a model without Keras as one of several ranks",
+                "Use a model of tf.keras, or start the script without a launcher.",
+            )
+        if place.launcher == clusters.TF_CONFIG and not runs_eagerly(tf):
+            raise _workers_without_eager_execution(place)
+        if in_v1_mode(tf):
+            from ..tensorflow1 import ranks as tensorflow1_ranks  # here for start-up time
+
+            return tensorflow1_ranks.distribute(model, place)
+        if not runs_eagerly(tf):
+            raise errors.unsupported(
+                "tensorflow2",
+                "train as one of several ranks after tf.compat.v1.disable_eager_execution()",
+                "Remove that call.",
+            )
+        from . import ranks  # here for start-up time
+
+        return ranks.distribute(model, place)
+
+    # Replicas ---------------------------------------------------------------------------------
+
+    def parallelize(self, model: "Any", devices: "Sequence[str]") -> "Any":
+        """Replace the instance's ``call``, or give the class's own one back.
+
+        A stateful model, or one with a fixed batch size, stays in one piece on the first device,
+        with a warning: its state has a row for each row of the batch. One device other than
+        the first gets the whole model, as a single replica.
+        """
+        tf = self.import_framework()
+        if self.is_native(model):
+            if in_v1_mode(tf) and len(devices) > 1:
+                raise errors.unsupported(
+                    "tensorflow2",
+                    "run a model without Keras on several devices after "
+                    "tf.compat.v1.disable_v2_behavior()",
+                    "Use a Keras model, or place the model's parts by compat.device().",
+                )
+            replicated = list(devices) != self.devices()[:1]
+            return native_models.parallelize(model, devices, replicated)
+        if in_v1_mode(tf):
+            return tensorflow1.backend.parallelize(model, list(map(full_name, devices)))
+        replicated = list(devices) != self.devices()[:1]
+        if replicated:
+            refuse_strategies(tf, model)
+            _keras.warn_of_distribution(model)
+            _keras.warn_of_placed_parts(model, placed_layers.placed_parts(model), devices)
+        reason = _keras.undivided(model) if replicated else None
+        if reason:
+            _keras.warn_not_divided(model, reason, self.devices()[0])
+        elif replicated:
+            refuse_unreached(tf, model)
+        changed = _remove_replicas(model)
+        if replicated and not reason:
+            ReplicatedCall(devices).install(model)
+            if _keras_steps.has_own_steps(model):
+                _keras_steps.WatchedTraining(devices).install(model)
+            for part in _keras_steps.called_models(model):
+                reason = _keras.undivided(part)
+                if reason:
+                    _keras.warn_not_divided(part, reason, self.devices()[0])
+                elif ReplicatedCall.of(part) is None:
+                    ReplicatedCall(devices, belongs_to_step=True).install(part)
+        if changed or ReplicatedCall.of(model) is not None:
+            forget_compiled_steps(model)
+        return model
+
+    def verify(self, model: "Any", verification: "Optional[Verification]") -> None:
+        tf = self.import_framework()
+        if in_v1_mode(tf):
+            tensorflow1.backend.verify(model, verification)
+            return
+        if self.is_native(model):
+            if not hasattr(tf.keras.Model, "train_step"):
+                # TensorFlow 2.0 dies where a thread of its own traces what another one has.
+                super().verify(model, verification)
+                return
+            from . import verified_native  # here for start-up time
+
+            verified_native.VerifiedCall.install_on(model, verification)
+            return
+        from . import verified_steps  # here for start-up time
+
+        if verification is not None and _keras.undivided(model):
+            verification = None  # it runs on one device
+        verified_steps.VerifiedStep.install_on(model, verification)
+
+    def is_native(self, model: "Any") -> bool:
+        return native_models.is_native(model)
+
+    def build(
+        self, strategy: str, function: "Callable[[], Any]", devices: "Sequence[str]"
+    ) -> "Any":
+        """Under ``tf.distribute.MirroredStrategy``: a copy of each weight on each device.
+
+        ``function`` should compile the model, too: its optimizer belongs into the strategy's
+        scope. Batches should divide by the number of devices; TensorFlow averages the replicas'
+        gradients without regard to their rows, and Keras 3 refuses others.
+        """
+        tf = self.import_framework()
+        with tf.distribute.MirroredStrategy(list(devices)).scope():
+            model = function()
+        if _keras.keras_of(model) is None:
+            raise errors.builds_no_model(function.__qualname__, model)
+        return model
+
+    def device(self, device: str) -> "ContextManager[Any]":
+        """Layers called inside run on ``device``, forward and backward, whenever the model does.
+
+        A functional model's layers run where they were called; other operations at once, as in
+        ``tf.device``. Inside a subclassed model's ``call`` TensorFlow places the forward pass.
+        """
+        tf = self.import_framework()
+        device = "/cpu:0" if device == "cpu" else device
+        if in_v1_mode(tf):
+            return tensorflow1.backend.device(full_name(device))
+        return placed_layers.placed_on(tf, device)
+
+
+def _remove_replicas(model):
+    """Make a model plain, and the models within that became replicated with it."""
+    changed = False
+    for part in _keras.all_layers(model):
+        call = ReplicatedCall.of(part)
+        if call is not None and (part is model or call.belongs_to_step):
+            call.remove(part)
+            changed = True
+    watched = _keras_steps.WatchedTraining.of(model)
+    if watched is not None:
+        watched.remove(model)
+    return changed
+
+
+def _workers_without_eager_execution(place):
+    return errors.unsupported(
+        "tensorflow2",
+        "train as {} after tf.compat.v1.disable_v2_behavior() or disable_eager_execution()".format(
+            place
+        ),
+        "Remove that call, or start the script with horovodrun.",
+    )
+
+
+backend = TensorFlow2()

@@ -1,0 +1,113 @@
+"""``tf.config``: devices, memory and threads, under the names that it has had over time."""
+
+import functools
+import os
+import sys
+
+from ... import _visible, errors
+from ..._discovery import HIP
+
+# configure_gpu(option=...) -> the function of tf.config that sets it.
+OPTIONS = {
+    "allow_soft_placement": "config.set_soft_device_placement",
+    "inter_op_parallelism_threads": "config.threading.set_inter_op_parallelism_threads",
+    "intra_op_parallelism_threads": "config.threading.set_intra_op_parallelism_threads",
+    "log_device_placement": "debugging.set_log_device_placement",
+}
+
+
+def config_function(tf, *names):
+    """The first of these functions of ``tf.config``; some were experimental up to 2.0 or 2.3."""
+    places = [tf.config, tf.config.experimental]
+    return next(getattr(p, name) for name in names for p in places if hasattr(p, name))
+
+
+def session_config(soft):
+    """What a session of v1 mode has of tf.config only where it is given no configuration."""
+    from tensorflow.python.eager import context
+
+    config = context.context().config
+    config.allow_soft_placement = soft  # Keras' own sessions have it
+    return config
+
+
+def apply_setting(tf, name, *arguments):
+    """Call a function of TensorFlow's configuration, and return a line for the report.
+
+    Raises:
+        TooLateError: TensorFlow says that it has started and cannot change this any more.
+    """
+    module, _, last = name.rpartition(".")
+    if module == "config" and not hasattr(tf.config, last):  # up to TensorFlow 2.0
+        name = "config.experimental." + last
+    function = functools.reduce(getattr, name.split("."), tf)
+    try:
+        function(*arguments)
+    except RuntimeError as error:
+        imported = [module.split(".")[0] for module in sys.modules]  # in the order of import
+        first = next(top for top in imported if top in ("keras", "tf_keras", "tensorflow"))
+        raise errors.too_late(
+            "tensorflow",
+            "TensorFlow started with its first operation (it was imported by `import {}`), and "
+            "tf.{} then says: {}".format(first, name, str(error).rstrip(".")),
+            "Call it before the first model, variable or tensor is made, best before the first "
+            "`import tensorflow` or `import keras`.",
+        ) from error
+    return "tf.{}({})".format(name, ", ".join(map(_shown, arguments)))
+
+
+def _shown(argument):
+    if isinstance(argument, list):
+        return "[{}]".format(", ".join(map(_shown, argument)))
+    return getattr(argument, "name", None) or repr(argument)
+
+
+def chosen_gpus(tf, devices):
+    """TensorFlow's handles of the chosen GPUs, in the order asked for."""
+    if not devices.gpus:
+        return []
+    physical = config_function(tf, "list_physical_devices")("GPU")
+    if devices.undecided is not None:
+        return [physical[position] for position in devices.positions]
+    entries = _visible.visible_entries(os.environ)[0]
+    if devices.variable == HIP:
+        entries = (os.environ.get(HIP) or ",".join(devices.gpus)).split(",")
+    if entries is not None and len(entries) < len(physical):
+        raise errors.too_late(
+            "tensorflow",
+            "{}={} was set after TensorFlow had listed {} GPUs".format(
+                devices.variable, os.environ.get(devices.variable), len(physical)
+            ),
+            "Set it before the first `import tensorflow` or `import keras`.",
+        )
+    return [physical[i] for i in devices.ordinals(os.environ) if i < len(physical)]
+
+
+def split_device(tf, device, limits):
+    """Make one logical device per memory limit (MiB, or None) on a physical one."""
+    if hasattr(tf.config, "set_logical_device_configuration"):
+        name, make = "config.set_logical_device_configuration", tf.config.LogicalDeviceConfiguration
+    else:  # up to TensorFlow 2.3
+        name = "config.experimental.set_virtual_device_configuration"
+        make = tf.config.experimental.VirtualDeviceConfiguration
+    logical = [make(memory_limit=limit) if limit else make() for limit in limits]
+    apply_setting(tf, name, device, logical)
+    made = " of {:g} MiB".format(limits[0]) if limits[0] else ""
+    return "tf.{}: {} of {}{}".format(name, len(limits), device.name, made)
+
+
+def limit_memory(tf, gpus, settings):
+    if settings.memory.grow:
+        name = "config.experimental.set_memory_growth"
+        return [apply_setting(tf, name, gpu, True) for gpu in gpus]
+    sizes = [settings.memory.size] * len(gpus)
+    if settings.memory.fraction:
+        totals = settings.devices.memory_totals()
+        sizes = [total * settings.memory.fraction for total in totals]
+        if not all(sizes):
+            raise errors.unsupported(
+                "tensorflow2",
+                "take a fraction of a GPU whose size the driver does not tell",
+                'Give a size, such as memory="4GiB".',
+            )
+    return [split_device(tf, gpu, [size / 2.0**20]) for gpu, size in zip(gpus, sizes)]

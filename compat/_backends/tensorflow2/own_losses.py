@@ -1,0 +1,50 @@
+"""Losses of the user's own in ranks: whether they are means over the rows of a batch."""
+
+import sys
+
+from ... import _keras
+from ..._ranks import losses
+
+_KERAS = ("keras.", "tensorflow.python.keras.", "tf_keras.")
+
+
+def has_own_loss(model):
+    """Whether the loss, by Keras' own training step, is another one than Keras has."""
+    if not getattr(type(model).train_step, "__module__", "").startswith(_KERAS):
+        return False  # what it computes is not known
+    given = sys.modules["tensorflow"].nest.flatten(model.compiled_loss._user_losses)
+    for loss in given:
+        if callable(loss) and not _module_of(loss).startswith(_KERAS):
+            return True
+    return any(layer._losses or layer._eager_losses for layer in _keras.all_layers(model))
+
+
+def _module_of(loss):
+    """Where the function of a loss, or its class, is from."""
+    loss = getattr(loss, "fn", loss)
+    return getattr(loss, "__module__", None) or type(loss).__module__
+
+
+def check(model, batch):
+    """Check that the model's loss of a batch is the mean over its rows: see ``losses.check``."""
+    tf = sys.modules["tensorflow"]
+    keras = _keras.keras_of(model)
+    read, write = _keras.reader_and_writer(model)
+    rows = len(tf.nest.flatten(batch)[0])
+
+    def loss_of(part):
+        data = tf.nest.map_structure(
+            lambda array: None if array is None else tf.convert_to_tensor(array[part]), batch
+        )
+        x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
+        outputs = model(x, training=False)
+        loss = model.compiled_loss(y, outputs, weights, regularization_losses=model.losses)
+        return float(loss)
+
+    trackers = [variable for metric in model.metrics for variable in metric.variables]
+    values = read(trackers)
+    try:
+        dtype = getattr(model, "compute_dtype", None) or "float32"
+        losses.check(model.name, keras, rows, loss_of, dtype)
+    finally:
+        write(list(zip(trackers, values)))

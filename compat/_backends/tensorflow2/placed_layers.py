@@ -1,0 +1,121 @@
+"""Parts of a Keras model on devices of their own, on TensorFlow 2.
+
+A functional model's graph is not TensorFlow's: Keras calls each layer again whenever the model
+runs, and device scopes at building time are lost. So each node of Keras' graph that is made in
+the scope remembers its device. When Keras gets the arguments of such a node together, the node
+tells its layer the device of the next call; the layer's ``call`` then runs as a single
+replica there, with its gradient.
+"""
+
+import contextlib
+import functools
+import sys
+import threading
+
+from ... import _patching
+from .refusals import refuse_loops
+from .replicated_call import ReplicatedCall
+
+# Where each Keras has its class of nodes.
+_NODES = (
+    "keras.src.ops.node",
+    "keras.src.engine.node",
+    "keras.engine.node",
+    "tf_keras.src.engine.node",
+    "tensorflow.python.keras.engine.node",
+)
+
+_next = threading.local()
+_devices = []  # type: list  # of the contexts around, the innermost last
+
+
+@contextlib.contextmanager
+def placed_on(tf, device):
+    with contextlib.ExitStack() as stack:
+        for node_class in _node_classes():
+            if _patching.find(node_class, "__init__") is None:  # else by a context around this one
+                make = _placing(tf, node_class.__init__)
+                stack.enter_context(_patching.replaced(node_class, __init__=make))
+        _devices.append(device)
+        stack.callback(_devices.pop)
+        stack.enter_context(tf.device(device))
+        yield
+
+
+def _node_classes():
+    modules = [sys.modules.get(name) for name in _NODES]
+    return [module.Node for module in modules if hasattr(module, "Node")]
+
+
+def _placing(tf, make):
+    """The constructor of a node, which places it on the innermost context's device."""
+
+    def __init__(self, *args, **kwargs):
+        make(self, *args, **kwargs)
+        # TensorFlow 2.0's nodes have no `is_input`.
+        if not (self.is_input if hasattr(self, "is_input") else not self.inbound_layers):
+            _place(tf, self, _devices[-1])
+
+    return __init__
+
+
+def _place(tf, node, device):
+    # In Keras 3, in tf.keras, in TensorFlow 2.0's.
+    names = ("operation", "layer", "outbound_layer")
+    layer = next(getattr(node, name) for name in names if hasattr(node, name))
+    refuse_loops(tf, [layer])
+    if not isinstance(getattr(vars(layer).get("call"), "__func__", None), PlacedCall):
+        PlacedCall([]).install(layer)
+    announce = functools.partial(setattr, _next, "call", (layer, device))
+    # tf.keras asks the node, Keras 3 its arguments; in TensorFlow 2.0 Keras copies them.
+    if hasattr(node, "map_arguments"):
+        _announced_by(node, "map_arguments", announce)
+    elif hasattr(node.arguments, "fill_in"):
+        _announced_by(node.arguments, "fill_in", announce)
+    else:
+        node.arguments = AnnouncingArguments(node.arguments or {})
+        node.arguments.announce = announce
+    node._compat_device = device
+
+
+def _announced_by(owner, name, announce):
+    method = getattr(owner, name)
+
+    def announcing(*args, **kwargs):
+        announce()
+        return method(*args, **kwargs)
+
+    vars(owner)[name] = announcing
+
+
+class AnnouncingArguments(dict):
+    """A node's keyword arguments in TensorFlow 2.0, copied when its layer is about to be called."""
+
+    announce = staticmethod(lambda: None)
+
+    def __bool__(self):
+        return True  # or Keras would not copy them
+
+    def __copy__(self):
+        self.announce()
+        return dict(self)
+
+
+def placed_parts(model):
+    """The devices that ``device()`` gave to parts of ``model``."""
+    depths = getattr(model, "_nodes_by_depth", None) or {}
+    nodes = [node for nodes in depths.values() for node in nodes]
+    return sorted({n._compat_device for n in nodes if hasattr(n, "_compat_device")})
+
+
+class PlacedCall(ReplicatedCall):
+    """A layer's ``call``: one replica, on the device of the node that is being run."""
+
+    def __call__(self, layer, *args, **kwargs):
+        following, device = getattr(_next, "call", None) or (None, None)
+        if following is not layer:
+            return self._unreplicated(sys.modules["tensorflow"], layer, *args, **kwargs)
+        _next.call = None
+        placed = PlacedCall([device])
+        placed.hidden = self.hidden
+        return ReplicatedCall.__call__(placed, layer, *args, **kwargs)

@@ -1,0 +1,270 @@
+"""Verification of TensorFlow 2's models without Keras: a call done on one device, too.
+
+What a model is trained with is not known here, so a step is a call: its results, the variables
+that it sets, and the gradients of those it reads for a random gradient of its results.
+
+Only calls from outside of a ``tf.function`` can be verified, since in one there are no numbers
+yet; a warning tells the user once. Random numbers that TensorFlow draws without
+a ``tf.random.Generator`` go on from where the verified calls left them.
+"""
+
+import contextlib
+import functools
+import inspect
+import sys
+import threading
+
+from ... import _replicas, _verification, errors
+from ..._verification import keras_steps
+from . import layer_state, native_models, op_placement
+from .replicas import recording
+
+# Names of the argument that switches between training and inference.
+_TRAINING = ("training", "is_training")
+
+
+class VerifiedCall:
+    """What a native model calls in place of its ``NativeCall``, for its first calls.
+
+    Arguments:
+        call: the ``native_models.NativeCall``.
+        verification: the calls to verify.
+    """
+
+    autograph_info__ = {}  # type: dict  # as in ReplicatedCall
+
+    def __init__(self, call, verification):
+        self.call = call
+        self.verification = verification
+        self._warned = False
+
+    @classmethod
+    def install_on(cls, model, verification):
+        """Verify calls of ``model``, if it runs on several devices; None: no more."""
+        kind = type(model)
+        if "_compat_call" not in vars(kind):
+            return
+        call = getattr(kind._compat_call, "call", kind._compat_call)
+        kind._compat_call = call if verification is None else cls(call, verification)
+
+    def __call__(self, model, *args, **kwargs):
+        tf = sys.modules["tensorflow"]
+        kind = "train" if recording() else "predict"
+        if not self.verification.wants(kind) or _replicas.runs_undivided():
+            return self.call(model, *args, **kwargs)
+        if not tf.executing_eagerly():
+            self._warn_of_function()
+            return self.call(model, *args, **kwargs)
+        return self.verification.verify(kind, _Call(tf, self.call, model, args, kwargs))
+
+    def _warn_of_function(self):
+        if self._warned:
+            return
+        self._warned = True
+        errors.warn(
+            "verify={}: model {!r} is called within a tf.function, where there are no numbers to "
+            "compare yet, so those calls are not verified. Call it once outside, within a "
+            "tf.GradientTape for its gradients: model(batch).".format(
+                self.verification.left["train"], self.verification.record.model
+            )
+        )
+
+
+class _Call(_verification.Step):
+    def __init__(self, tf, call, model, args, kwargs):
+        self.tf = tf
+        self.model = model
+        self.args = args
+        self.kwargs = kwargs
+        self.is_recording = recording()
+        self.replicated = functools.partial(call, model)
+        self.undivided = functools.partial(call._unreplicated, tf, model)
+        self.variables = self._found()
+        layers = [part for part in _parts(model) if hasattr(part, "moving_mean")]
+        self.by_design = keras_steps.by_design(layers)
+        self.dtype = keras_steps.coarsest({v.dtype.name for v in self.variables.values()})
+
+    def _found(self):
+        """The model's variables, and all others that the call reads or sets, by label."""
+        found = []  # type: list
+        # Where it fails for being traced, what the model holds is all that is known.
+        with contextlib.suppress(Exception):
+            # Makes the variables that a first call makes, too.
+            found += self._traced().graph.variables
+        found += list(getattr(self.model, "variables", ()))
+        for value in native_models._held(self.model):
+            if native_models._is_variable(value):
+                found.append(value)
+            elif hasattr(value, "_state_var"):  # a tf.random.Generator
+                found.append(value._state_var)
+        labelled = {}  # type: dict
+        for variable in {id(variable): variable for variable in found}.values():
+            label = _label(variable)
+            while label in labelled:
+                label += "'"
+            labelled[label] = variable
+        return labelled
+
+    def _traced(self):
+        if _is_function(self.model):
+            plain = type(self.model)._compat_plain_class
+            return plain.get_concrete_function(self.model, *self.args, **self.kwargs)
+        function = self.tf.function(self._plain)
+        return function.get_concrete_function(*self.args, **self.kwargs)
+
+    def _plain(self, *args, **kwargs):
+        with _replicas.undivided():
+            return self.undivided(*args, **kwargs)
+
+    def read(self):
+        return {label: variable.numpy() for label, variable in self.variables.items()}
+
+    def write(self, values):
+        for label, variable in self.variables.items():
+            if label in values:
+                variable.assign(values[label])
+
+    def is_random(self, label):
+        return label.startswith("random ")
+
+    # Doing it -----------------------------------------------------------------------------------
+
+    def on_one_device(self):
+        return _in_a_thread(self._differentiated, self._plain)
+
+    def on_all_devices(self):
+        gradients = {}
+        if self.is_recording:
+            # In a call of its own, so that the caller's tape records the model alone.
+            start = self.read()
+            gradients = _in_a_thread(self._differentiated, self.replicated)
+            self.write(start)
+        result = self.replicated(*self.args, **self.kwargs)
+        return result, dict(gradients, **self._outputs(result))
+
+    def _outputs(self, result):
+        return {
+            "output {}".format(place + 1): value.numpy()
+            for place, value in enumerate(self._tensors(result))
+        }
+
+    def _tensors(self, result):
+        flat = self.tf.nest.flatten(result, expand_composites=True)
+        return [value for value in flat if self.tf.is_tensor(value)]
+
+    def _differentiated(self, call):
+        """A call's results and, where the caller records a tape, its gradients, by label."""
+        import numpy as np
+
+        tf = self.tf
+        with _attributes_kept(self.model):
+            if not self.is_recording:
+                return self._outputs(call(*self.args, **self.kwargs))
+            with tf.GradientTape() as tape:
+                result = call(*self.args, **self.kwargs)
+        named = self._outputs(result)
+        random = np.random.RandomState(0)
+        heads = [tensor for tensor in self._tensors(result) if tensor.dtype.is_floating]
+        upstream = [tf.cast(random.normal(size=head.numpy().shape), head.dtype) for head in heads]
+        names, weights = self._weights()
+        if heads and weights:
+            for name, gradient in zip(names, tape.gradient(heads, weights, upstream)):
+                if gradient is not None:  # of an embedding, IndexedSlices
+                    named["gradient of " + name] = tf.convert_to_tensor(gradient).numpy()
+        return named
+
+    def _weights(self):
+        """The names, and the variables, that gradients are compared of."""
+        found = {
+            label.partition(" ")[2]: variable
+            for label, variable in self.variables.items()
+            if self.is_weight(label)
+        }
+        return list(found), list(found.values())
+
+    def operations(self):
+        tf = self.tf
+
+        @tf.function  # a graph is recorded when it is made
+        def step():
+            with tf.GradientTape() as tape:
+                result = self.model(*self.args, **self.kwargs)
+            heads = [tensor for tensor in self._tensors(result) if tensor.dtype.is_floating]
+            gradients = tape.gradient(heads, self._weights()[1])
+            return [gradient for gradient in gradients if gradient is not None]
+
+        return op_placement.products(op_placement.executed(step))
+
+    def outputs(self, undivided):
+        args, kwargs = self._in_inference()
+        call = self._plain if undivided else self.replicated
+        with _attributes_kept(self.model):
+            return self._outputs(_in_a_thread(call, *args, **kwargs))
+
+    def _in_inference(self):
+        """The arguments, with the one that switches training on set to False."""
+        plain = getattr(self.model, "python_function", None)
+        plain = plain or type(self.model)._compat_plain_class.__call__
+        try:
+            signature = inspect.signature(getattr(plain, "python_function", plain))
+            own = () if _is_function(self.model) else (self.model,)
+            bound = signature.bind(*own + self.args, **self.kwargs)
+        except (TypeError, ValueError):
+            return self.args, self.kwargs
+        for name in _TRAINING:
+            if name in signature.parameters:
+                bound.arguments[name] = False
+        return bound.args[len(own) :], bound.kwargs
+
+
+def _is_function(model):
+    return hasattr(model, "get_concrete_function")
+
+
+def _label(variable):
+    if layer_state.is_generator(variable):
+        word = "random"
+    else:
+        word = "weight" if variable.trainable and variable.dtype.is_floating else "state"
+    return "{} {}".format(word, variable.name.split(":")[0])
+
+
+def _parts(model):
+    """A model and its layers and modules, as far as they can be known."""
+    return list(getattr(model, "submodules", ())) + [model] + native_models._held(model)
+
+
+@contextlib.contextmanager
+def _attributes_kept(model):
+    """Within, the numbers and tensors that a call sets as attributes are forgotten."""
+    tf = sys.modules["tensorflow"]
+    parts = [model] + list(getattr(model, "submodules", ()))
+    before = [(vars(part), dict(vars(part))) for part in parts if hasattr(part, "__dict__")]
+    try:
+        yield
+    finally:
+        for attributes, values in before:
+            for name, value in list(attributes.items()):
+                is_number = isinstance(value, (bool, int, float, tf.Tensor))
+                if is_number and name not in values:
+                    del attributes[name]
+                elif is_number:
+                    attributes[name] = values[name]
+
+
+def _in_a_thread(function, *args, **kwargs):
+    """Call a function where no tape of the caller's records what it does: they are a thread's."""
+    results, failures = [], []
+
+    def run():
+        try:
+            results.append(function(*args, **kwargs))
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if failures:
+        raise failures[0]
+    return results[0]

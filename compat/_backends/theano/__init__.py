@@ -1,0 +1,311 @@
+"""Theano, under Keras 2.0 to 2.3: its flags before the import, ``theano.config`` after it.
+
+What a flag is and where it is set: ``theano_flags.py``, ``theanorc.py``; which ones say what was
+asked: ``asked_flags.py``. How a model runs on several of Theano's contexts:
+``device_replicas.py``.
+"""
+
+import logging
+import os
+import shutil
+import sys
+import types
+
+from ... import _detect, _keras, _ranks, errors
+from ...backend import Backend
+from . import asked_flags, flag_problems, gpu_startup, theano_flags, theanorc
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+
+    from ..._ranks import Job
+    from ..._ranks.place import Place
+    from ..._settings import Settings
+    from ..._verification import Verification
+
+
+class Theano(Backend):
+    """GPUs as ``device=cuda0`` and, for several, ``contexts=dev0->cuda0;dev1->cuda1``, too.
+
+    A Keras model runs on the first GPU, unless ``parallelize`` puts it on all of them; the
+    contexts are for other code, too (``theano.shared(..., target="dev1")``).
+
+    ``memory=`` maps to ``gpuarray.preallocate``, which reserves memory when a GPU comes up:
+    a fraction (Theano takes .95 at most) or a size. It is no upper limit. "grow" reserves
+    nothing, Theano's default.
+
+    ``theano_flags={"optimizer": "fast_compile"}`` sets any other of Theano's flags.
+
+    ``persist=True`` writes what was chosen to ``~/.theanorc``, or to the last file that
+    ``THEANORC`` names, which goes before the others. GPUs are numbered there as without compat:
+    inside ``CUDA_VISIBLE_DEVICES``, if that is set. The file as it was stays beside it as
+    ``.before-compat``.
+    """
+
+    name = "theano"
+    framework = "theano"
+    distributions = ("theano",)
+    extra = "theano"
+    options = ("theano_flags",)
+    configuration_file = "~/.theanorc"
+    variables = (
+        "THEANO_FLAGS",
+        "THEANORC",
+        "CUDA_VISIBLE_DEVICES",
+        "CUDA_DEVICE_ORDER",
+        "CUDA_ROOT",
+        "OMP_NUM_THREADS",
+        "THEANO_GPU_IS_ALREADY_ACTIVE",
+    )
+
+    # Configuring ------------------------------------------------------------------------------
+
+    def environ(
+        self, settings: "Settings", environ: "Mapping[str, str]"
+    ) -> "Dict[str, Optional[str]]":
+        variables = dict(settings.devices.environ(environ))
+        flags = self._flags(settings, environ, range(len(settings.devices.gpus)))
+        before = environ.get("THEANO_FLAGS", "")
+        merged = theano_flags.merge_flags(before, flags)
+        if merged != before:
+            variables["THEANO_FLAGS"] = merged
+        return variables
+
+    def overruled(self, settings: "Settings", environ: "Mapping[str, str]") -> "List[str]":
+        """A GPU named in a flag or a file, where none is used, nor was declined."""
+        if settings.devices.declined or settings.devices.simulated:
+            return []
+        said = theano_flags.Flags(environ)
+        if asked_flags.keeps_devices(settings, said):
+            return []
+        device = self._flags(settings, environ, range(len(settings.devices.gpus)))["device"]
+        if device == "cpu" and not (said.get("device") or "cpu").startswith("cpu"):
+            return [_device_overruled(said.get("device"), "CPU")]
+        return []
+
+    def initialised(self) -> "Optional[str]":
+        # Theano reads its flags in this module, first of all.
+        if "theano.configparser" not in sys.modules:
+            return None
+        importer = _importer()
+        return "theano was imported" + (" (by {})".format(importer) if importer else "")
+
+    def import_framework(self) -> "Any":
+        if _ranks.own_place():
+            from ..._engines import mpi  # here for start-up time
+
+            mpi.leave_to_engine()  # Theano imports mpi4py.MPI where it can
+        return super().import_framework()
+
+    def configure(self, settings: "Settings") -> "Tuple[List[str], List[str]]":
+        failure = gpu_startup.Failure()
+        logger = logging.getLogger("theano.gpuarray")
+        logger.addHandler(failure)
+        try:
+            theano = self.import_framework()
+        finally:
+            logger.removeHandler(failure)
+        devices = settings.devices
+        flags = self._flags(settings, os.environ, devices.ordinals(os.environ))
+        lines = self._apply(theano, flags, settings)
+        self.kept["simulated"] = devices.simulated
+        if settings.memory and not devices.gpus and "gpuarray.preallocate" not in flags:
+            lines.append("memory={}: there is no GPU to reserve it on".format(settings.memory))
+        started, warnings = gpu_startup.check(theano, failure.error, settings)
+        lines += started
+        said = theano_flags.Flags(os.environ)
+        known = [parameter.fullname for parameter in theano.configparser._config_var_list]
+        warnings += flag_problems.misspelled(said, known, _detect.installed_version(self))
+        lines += ["{} is read, too".format(p) for p in said.files]
+        if settings.persist:
+            # The file is read without what this process has set.
+            environ = dict(os.environ, THEANO_FLAGS="")
+            flags = self._flags(settings, environ, devices.positions)
+            path = theanorc.file_to_write(environ)
+            before = [other for other in theano_flags.files(environ) if other != path]
+            lines.append(_written(path, theanorc.write(path, flags, before)))
+        return lines, warnings
+
+    def _flags(self, settings, environ, ids):
+        gpuarray = flag_problems.has_gpuarray(_detect.installed_version(self))
+        return asked_flags.flags_for(settings, environ, ids, gpuarray)
+
+    def _apply(self, theano, flags, settings):
+        """Make ``theano.config`` say what the flags say.
+
+        Before the import all of them were set; after it some can still be changed.
+        """
+        known = {p.fullname: p for p in theano.configparser._config_var_list}
+        changes, late = {}, []
+        for name, text in flags.items():
+            parameter = known.get(name)
+            try:
+                if parameter is None:
+                    raise ValueError("Theano {} has no flag {}".format(theano.__version__, name))
+                value = parameter.filter(text) if parameter.filter else text
+            except ValueError as error:
+                asked = settings.options.get("theano_flags")
+                raise asked_flags.theano_flags_invalid(asked, error) from error
+            if parameter.__get__(True, None) == value:
+                continue
+            if parameter.allow_override:
+                changes[name] = value
+            else:
+                late.append(name)
+        if late:
+            raise errors.too_late(
+                self.framework,
+                "{} {} fixed when {}".format(
+                    " and ".join(late), "was" if len(late) == 1 else "were", self.initialised()
+                ),
+                "Call it before the first `import theano` or `import keras`.",
+            )
+        for name, value in changes.items():
+            known[name].__set__(None, value)
+        if settings.floatx and "keras" not in sys.modules:
+            # Keras gives theano.config.floatX its own value when it is imported (keras#3772).
+            _keras.set_floatx(settings.floatx, self)
+            known["floatX"].__set__(None, settings.floatx)
+        if changes:
+            # Theano keeps the mode that it made of mode, optimizer and linker for its first
+            # function, and would not look at them again.
+            theano.compile.mode.instantiated_default_mode = None
+        how = {name: " (set at run time)" for name in changes}
+        return ["theano.config.{} = {}{}".format(n, t, how.get(n, "")) for n, t in flags.items()]
+
+    def devices(self) -> "List[str]":
+        """``["cuda0", ...]`` for the GPUs that came up, ``["cpu"]``, or one name for each simulated
+        device (``"cpu:0"``): functions and weights of its own, on the one CPU."""
+        theano = self.import_framework()
+        up = [
+            gpu
+            for context, gpu in gpu_startup.contexts_of_flags(theano.config)
+            if context in gpu_startup.active_contexts(theano)
+        ]
+        simulated = ["cpu:{}".format(number) for number in range(self.kept.get("simulated", 0))]
+        return sorted(set(up), key=up.index) or simulated or ["cpu"]
+
+    def _target(self, device):
+        """What Theano calls the place of ``device``: a context, or the CPU."""
+        contexts = {
+            gpu: context
+            for context, gpu in reversed(
+                gpu_startup.contexts_of_flags(self.import_framework().config)
+            )
+        }
+        return contexts.get(device, "cpu")
+
+    # Parallelizing ----------------------------------------------------------------------------
+
+    def parallelize(self, model: "Any", devices: "Sequence[str]") -> "Any":
+        """Run ``model`` on ``devices``, the same object; see ``device_replicas.py``.
+
+        BatchNorm normalises each device's rows by their own statistics; its moving averages are
+        those of the whole batch. Dropout masks of the devices are independent. A stateful RNN keeps
+        one state per row of the batch, as on one device. What computes across the rows of a batch,
+        and all that follows from it, runs on the first device, with a warning.
+
+        Functions of the user's own (``K.function``) run on the first device, undivided.
+
+        While a device's functions are made or called its context is Theano's default one, also
+        in other threads.
+
+        Raises:
+            UnsupportedError: an input is a tensor of the user's, and not fed. Or, with the first
+                batch: the inputs have different numbers of rows, or a part of a batch fails.
+        """
+        from . import device_replicas  # imports numpy
+
+        plain = self.devices()[:1]
+        if list(devices) != (device_replicas.names_of_devices(model) or plain):
+            several = list(devices) if list(devices) != plain else []
+            targets = [(name, self._target(name)) for name in several]
+            device_replicas.parallelize(model, targets)
+        return model
+
+    def verify(self, model: "Any", verification: "Optional[Verification]") -> None:
+        from . import verified_steps  # here for start-up time
+
+        verified_steps.VerifiedStep.install_on(model, verification)
+
+    def launcher(self, job: "Job") -> "List[str]":
+        from ..._engines import mpi  # here for start-up time
+
+        return mpi.launcher(job)
+
+    def distribute(self, model: "Any", place: "Place") -> "Any":
+        """See ``ranks`` and ``keras2.install``; NotInstalledError where mpi4py is missing."""
+        from ..._engines import mpi  # these import numpy
+        from ..._ranks import keras2
+        from . import ranks
+
+        kinds = ranks.MakeTrainFunction, keras2.MakeTestFunction
+        keras2.install(model, mpi.MPI.join(place), kinds)
+        return model
+
+    # Reporting --------------------------------------------------------------------------------
+
+    def problems(self, environ: "Mapping[str, str]") -> "List[str]":
+        found = []
+        for path in theano_flags.files(environ) if "THEANORC" in environ else []:
+            if not os.path.exists(path):
+                found.append("THEANORC names {}, which does not exist.".format(path))
+        if environ.get("THEANO_GPU_IS_ALREADY_ACTIVE"):
+            found.append(
+                "THEANO_GPU_IS_ALREADY_ACTIVE is set: a process that uses a GPU started this one, "
+                "and Theano will use none here."
+            )
+        if not shutil.which("g++", path=environ.get("PATH")):
+            found.append("g++ is not on PATH: Theano runs everything in Python, slowly.")
+        return found + flag_problems.found(environ, _detect.installed_version(self))
+
+
+def _device_overruled(said, devices):
+    """The text of a warning."""
+    if said.startswith(("cuda", "gpu")):
+        return (
+            "Theano's flags say device={}, but compat chose {}, so device=cpu was set. `compat "
+            "env` tells which GPUs are visible.".format(said, devices)
+        )
+    return (
+        "Theano's flags say device={}, but compat chose {}, so device=cpu was set. For a "
+        'device that is no CUDA GPU pass theano_flags={{"device": "{}"}}.'.format(
+            said, devices, said
+        )
+    )
+
+
+backend = Theano()
+
+
+def _written(path, backup):
+    if backup == path:
+        return "{} says so already".format(path)
+    return "{} written{}".format(path, ", as it was: {}".format(backup) if backup else "")
+
+
+def _importer():
+    """The module that imported Theano, or None: the last one begun before it that refers to it.
+
+    From Python 3.8 on, modules stand in the order in which they were done, which does not tell.
+    """
+    importer = None
+    for name, module in list(sys.modules.items()):  # in the order in which they were begun
+        if name == "theano":
+            return importer
+        if name.startswith("theano."):
+            return None
+        if any(map(_is_theanos, list(getattr(module, "__dict__", {}).values()))):
+            importer = name
+    return None
+
+
+def _is_theanos(value):
+    if isinstance(value, types.ModuleType):
+        name = value.__dict__.get("__name__")
+    elif isinstance(value, (type, types.FunctionType)):
+        name = value.__module__
+    else:
+        return False
+    return isinstance(name, str) and name.partition(".")[0] == "theano"

@@ -1,0 +1,77 @@
+"""A device of Theano's, with functions and weights of its own."""
+
+import contextlib
+
+import numpy as np
+
+from .graph_variables import context_of, independent_state, is_random
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    pass
+
+
+class Device:
+    """A device: its ``name``, and Theano's ``target`` for it, a context's name or "cpu".
+
+    ``place`` is the target in its own graphs: "cpu", or the default context, None.
+    """
+
+    def __init__(self, name, target):
+        self.name = name
+        self.target = target
+        self.place = "cpu" if target == "cpu" else None
+        self.variables = {}  # type: Any  # Keras' shared variables, and those used here
+
+    @contextlib.contextmanager
+    def current(self):
+        """Within, Theano's default context is this device's."""
+        if self.target == self.place:
+            yield
+            return
+        from theano.gpuarray import type as contexts
+
+        registered = contexts._context_reg  # what reg_context() fills refuses a second one
+        default = {None: registered[None]} if None in registered else {}
+        registered[None] = contexts.get_context(self.target)
+        try:
+            yield
+        finally:
+            del registered[None]
+            registered.update(default)
+
+    def run(self, function, arguments):
+        """Call one of this device's functions."""
+        with self.current():
+            return function(*arguments)
+
+    def adopt(self, variable, number):
+        """Make this device's variable for one of Keras', unless it has one.
+
+        Arguments:
+            number: the device's among those of its model. The first uses Keras' variables
+                themselves, if they lie there.
+        """
+        import theano
+
+        if variable in self.variables:
+            return
+        if number == 0 and context_of(variable) == self.target:
+            self.variables[variable] = variable
+            return
+        value, options = variable.get_value(), {}
+        if is_random(variable):
+            value = independent_state(value, number)
+        if hasattr(variable, "broadcastable"):
+            options = {"target": self.place, "broadcastable": variable.broadcastable}
+        value = value if isinstance(value, np.random.RandomState) else np.asarray(value)
+        with self.current():
+            self.variables[variable] = theano.shared(value, variable.name, **options)
+
+    def take_weights(self):
+        """Bring this device's weights up to date."""
+        for keras, own in self.variables.items():
+            if own is not keras and not is_random(keras):
+                value = np.asarray(keras.get_value(borrow=True))
+                with self.current():
+                    own.set_value(value)

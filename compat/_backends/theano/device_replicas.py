@@ -1,0 +1,126 @@
+"""One Keras model on several of Theano's contexts, or on simulated devices.
+
+A ``transfer`` inside a graph is optimised away, and in a graph on a context that is not the default
+one Theano 1.0.5 still does much on the default one: whatever does not say where (allocations, a
+loop's states, a convolution's filters turned around), and what follows from that. So there are
+functions of every device's own, with weights of its own, made and run while its context is the
+default one. Keras builds the model, its loss and its metrics as ever;
+when it then turns tensors into a function to run (``_make_train_function`` and its two
+siblings), its graph is cut in two:
+
+- The *body*, all that the model's outputs depend on, is compiled for each device and computes its
+  shard of the batch. What leaves it, towards loss, metrics or updates, has rows, which are put
+  together on the host.
+- The *head*, the rest, runs once, with the whole batch: losses, metrics, penalties, statistics of
+  the batch, and what computes across its rows (``across_rows.py``) with all that follows. Its
+  gradient at the cut goes back to the devices' bodies, the sum of whose gradients the optimizer
+  sees.
+
+So any loss, also one that compares rows with one another, and every metric is that of one device,
+however uneven the shards. A compiled function keeps nothing for the next one, so going back
+computes the body anew.
+"""
+
+import contextlib
+
+from ... import _keras, errors
+from ..._patching import replaced
+from .context_device import Device
+from .graph_variables import ancestors_of, host_type_of
+from .replicated_function import ReplicatedFunction, input_not_fed
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, List, Optional, Sequence, Tuple
+
+
+def names_of_devices(model: "Any") -> "Optional[List[str]]":
+    """The devices that a model runs on; None where it is as Keras made it."""
+    current = vars(model).get("_compat_functions")
+    return [device.name for device in current.devices] if current is not None else None
+
+
+def parallelize(model: "Any", devices: "Sequence[Tuple[str, str]]") -> None:
+    """Run ``model`` on several devices, or give the plain behaviour back.
+
+    Arguments:
+        devices: their names and Theano's targets, as ``Device`` takes them; none for the plain
+            behaviour.
+    """
+    if any(hasattr(tensor, "get_value") for tensor in model.inputs or ()):
+        raise input_not_fed(model.name)
+    current = vars(model).get("_compat_functions")
+    with _keras.rebuilding_functions(model):
+        if current is not None:
+            current.uninstall()
+        if devices:
+            ReplicatedFunctions(model, [Device(*device) for device in devices]).install()
+
+
+class ReplicatedFunctions:
+    """The three functions of a Keras model, made to run its body on several devices.
+
+    Keras makes a function when it is first needed, by a method of the model. The instance gets
+    methods of its own for that, which hand Keras another ``K.function``.
+    """
+
+    def __init__(self, model: "Any", devices: "Sequence[Device]") -> None:
+        self.model = model
+        self.devices = list(devices)
+        self._bodies = {}  # type: Any
+        self._warned = False
+
+    def install(self):
+        vars(self.model)["_compat_functions"] = self
+        for function in _keras.FUNCTIONS:
+            vars(self.model)["_make_" + function] = self._maker(function)
+
+    def uninstall(self):
+        for name in ["_compat_functions"] + ["_make_" + name for name in _keras.FUNCTIONS]:
+            del vars(self.model)[name]
+
+    def _maker(self, function):
+        make = getattr(self.model, "_make_" + function)
+
+        def make_replicated():
+            with self._making("train" in function):
+                make()
+
+        return make_replicated
+
+    @contextlib.contextmanager
+    def _making(self, train):
+        """Within, ``K.function`` makes a replicated function, of gradients yet to come."""
+        from keras import backend as K
+
+        differentiate = K.gradients
+        asked = []  # the loss, and (weight, variable in the place of its gradient)
+
+        def gradients(loss, variables):
+            ancestors = ancestors_of([loss])
+            if (asked and asked[0] is not loss) or any(v not in ancestors for v in variables):
+                return differentiate(loss, variables)  # which fails for a weight of no influence
+            placeholders = [host_type_of(variable)() for variable in variables]
+            asked[:] = [loss, (asked[1] if asked else []) + list(zip(variables, placeholders))]
+            return placeholders
+
+        def function(inputs, outputs, updates=(), **options):
+            return ReplicatedFunction(self, inputs, outputs, updates, asked, options)
+
+        ours = {"function": function, "gradients": gradients}
+        with replaced(K, **(ours if train else {"function": function})):
+            yield
+
+    def warn_of_whole_batches(self, operation):
+        """Say, once, that the devices do not share all of the work."""
+        if not self._warned:
+            self._warned = True
+            text = errors.across_rows(operation, self.model.name, self.devices[0].name)
+            errors.warn(text)
+
+    def bodies(self, cuts, frozen, make):
+        """The devices' functions that compute ``cuts``, which functions may have in common."""
+        key = tuple(cut.variable for cut in cuts), frozen
+        if key not in self._bodies:
+            self._bodies[key] = make()
+        return self._bodies[key]

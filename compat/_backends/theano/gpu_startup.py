@@ -1,0 +1,84 @@
+"""Whether the GPUs that Theano's flags name came up when Theano was imported."""
+
+import logging
+import sys
+
+from ... import errors
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Optional
+
+
+class Failure(logging.Handler):
+    """Keeps the error that Theano only logs when a GPU does not come up."""
+
+    error: "Optional[BaseException]" = None
+
+    def emit(self, record: "logging.LogRecord") -> None:
+        if record.exc_info:
+            self.error = record.exc_info[1] or self.error
+
+
+def contexts_of_flags(config):
+    """Context and GPU, for each that the flags ask for; None is the default context."""
+    asked = [(None, config.device)] if config.device != "cpu" else []
+    for entry in filter(None, getattr(config, "contexts", "").split(";")):
+        name, _, gpu = entry.partition("->")
+        asked.append((name.strip(), gpu.strip()))
+    return asked
+
+
+def active_contexts(theano):
+    """The contexts whose GPU came up."""
+    if theano.config.device.startswith("gpu"):  # the back-end of Theano 0.8
+        cuda = sys.modules.get("theano.sandbox.cuda")
+        return {None} if getattr(cuda, "cuda_enabled", False) else set()
+    gpuarray = getattr(theano, "gpuarray", None)
+    if gpuarray is None or not gpuarray.pygpu_activated:
+        return set()
+    return set(gpuarray.type.list_contexts())
+
+
+def check(theano, failure, settings):
+    """Report a GPU that did not come up: Theano logs it, and goes on with the CPU.
+
+    Returns:
+        Lines for the report, and warnings.
+    """
+    active = active_contexts(theano)
+    if active and hasattr(theano, "gpuarray"):
+        # Theano 1.0.5 says "Mapped name dev0", but registers no second name for one GPU.
+        up = theano.gpuarray.init_dev.devmap
+        for name, gpu in contexts_of_flags(theano.config):
+            if name not in active and gpu in up:
+                theano.gpuarray.type.reg_context(name, up[gpu])
+        active = active_contexts(theano)
+    down = [gpu for context, gpu in contexts_of_flags(theano.config) if context not in active]
+    if not down:
+        return [], []
+    gpus = ", ".join(sorted(set(down), key=down.index))
+    problem, remedy = reason(theano, failure)
+    error = errors.device_failed("theano", gpus, problem, remedy)
+    if settings.strict:
+        raise error from failure
+    return ["{} did not come up: {}".format(gpus, problem)], [str(error)]
+
+
+def reason(theano, failure):
+    """Why a GPU did not come up, and what to do."""
+    if failure is not None:
+        texts = [a.decode("utf-8", "replace") if isinstance(a, bytes) else a for a in failure.args]
+        return (
+            ", ".join(map(str, texts)),
+            "Look at the driver (nvidia-smi) and at CUDA (CUDA_ROOT), or choose the CPU: gpus=0.",
+        )
+    if getattr(getattr(theano, "gpuarray", None), "pygpu", theano) is None:
+        return (
+            "the package pygpu is missing, or older than 0.7",
+            "Install libgpuarray and pygpu 0.7, or choose the CPU: gpus=0.",
+        )
+    return (
+        "theano logged the reason when it was imported",
+        "Look at its log, or call configure_gpu() before `import theano`.",
+    )

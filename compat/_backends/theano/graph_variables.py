@@ -1,0 +1,73 @@
+"""Variables of Theano's graphs: what depends on what, and others like them on a device."""
+
+import numpy as np
+
+
+def leaves_of(variables):
+    from theano.gof import graph
+
+    return graph.inputs(variables)
+
+
+def ancestors_of(variables):
+    from theano.gof import graph
+
+    return set(graph.ancestors(variables))
+
+
+def depending_on(starts, wanted):
+    """``starts``, and the variables that depend on them and that ``wanted`` need."""
+    from theano.gof import graph
+
+    following = set(starts)
+    for node in graph.io_toposort([], wanted):
+        if any(variable in following for variable in node.inputs):
+            following.update(node.outputs)
+    return following
+
+
+def is_random(variable):
+    """Whether this is the state of a generator of random numbers."""
+    return getattr(variable, "default_update", None) is not None
+
+
+def independent_state(value, number):
+    """The state of a generator whose numbers are independent of those that ``value`` gives."""
+    from theano.sandbox import rng_mrg
+
+    if isinstance(value, np.random.RandomState):
+        return np.random.RandomState([number] + list(value.get_state()[1][:8]))
+    states = np.array(value)
+    for _ in range(number):
+        states = np.array([rng_mrg.ff_2p134(state) for state in states], dtype=states.dtype)
+    return states
+
+
+def context_of(variable):
+    """The name of the context that a variable lies on, or "cpu"."""
+    return getattr(variable.type, "context_name", "cpu")
+
+
+def host_type_of(variable):
+    from theano import tensor
+
+    return tensor.TensorType(variable.dtype, variable.broadcastable)
+
+
+def placeholder_like(variable, place):
+    """A variable to be given a value, like ``variable``, that lies at ``place``."""
+    if place == "cpu" or not hasattr(variable, "broadcastable"):
+        return host_type_of(variable)() if hasattr(variable, "broadcastable") else variable.type()
+    from theano.gpuarray import GpuArrayType
+
+    return GpuArrayType(variable.dtype, variable.broadcastable, context_name=place)()
+
+
+def moved_to_host(variable):
+    """A variable's value as a graph of Keras uses it; Theano then moves what it can to the GPU."""
+    return variable.transfer("cpu") if hasattr(variable, "transfer") else variable
+
+
+def value_like(variable, own):
+    """The value of ``own`` where ``variable`` has its own."""
+    return own if variable.type == own.type else own.transfer(context_of(variable))

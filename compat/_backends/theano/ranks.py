@@ -1,0 +1,107 @@
+"""Theano as one of several ranks: an operation in the graph of a step makes means, over MPI.
+
+Keras makes the function that trains by a method of the model. Within, the gradients that its
+optimizer is given are those of all ranks: one operation takes all of them, and state such as
+moving averages as the step would set it, and returns their means. So whatever the optimizer does
+with gradients (it clips them, for example) it does with the means, and it is the user's own.
+"""
+
+import contextlib
+
+import numpy as np
+
+from ... import _keras
+from ..._patching import replaced
+from ..._ranks import keras2, keras_model
+
+
+class MakeTrainFunction(keras2.MakeFunction):
+    method = "_make_train_function"
+    function = "train_function"
+
+    def __init__(self, engine):
+        super().__init__(engine)
+        self.step_share = 0.0  # of the step that runs
+
+    def run(self, function, inputs):
+        if not function.started:
+            keras_model.same_start(function.model, self.engine)
+        self.step_share, inputs = self.share(function, inputs)
+        return function.made(inputs)
+
+    @contextlib.contextmanager
+    def making(self, model):
+        """Within, gradients, and the model's state after a step, are means over all ranks."""
+        from keras import backend as K
+
+        differentiate, make = K.gradients, K.function
+        means = Means(self)
+        state = _state(model)
+
+        def gradients(loss, variables):
+            found = differentiate(loss, variables)
+            means.add(found + [new for new in state if new not in means.of])
+            return [means.of[gradient] for gradient in found]
+
+        def function(inputs, outputs, updates=(), **options):
+            updates = [(variable, means.of.get(new, new)) for variable, new in updates]
+            return make(inputs, outputs, updates, **options)
+
+        with replaced(K, gradients=gradients, function=function):
+            yield
+
+
+def _state(model):
+    """The values that a step gives to moving averages, and the like; no row of the batch's."""
+    of_rows = _keras.states(model, "get_value")
+    return [
+        new
+        for variable, new in model.updates
+        if variable not in of_rows and "float" in variable.dtype and "float" in new.dtype
+    ]
+
+
+class Means:
+    """Means over all ranks of variables of a graph: ``of`` has them by the variables."""
+
+    def __init__(self, maker):
+        self.maker = maker
+        self.of = {}  # type: dict
+        self.last = []  # type: list  # of the operation before, which ranks must not run after
+
+    def add(self, variables):
+        """Make an operation that computes their means, after all others."""
+        from theano.compile.ops import as_op
+
+        if not variables:  # nothing is to be trained
+            return
+        variables = list(dict.fromkeys(variables))
+        values = [variable.transfer("cpu") for variable in variables]
+        before = len(self.last)
+
+        def mean(*arrays):
+            return self._mean(arrays[before:])
+
+        def infer_shape(node, shapes):
+            return shapes[before:]
+
+        operation = as_op(
+            [variable.type for variable in self.last + values],
+            [variable.type for variable in values],
+            infer_shape,
+        )(mean)
+        operation.do_constant_folding = lambda node: False  # the other ranks may not
+        means = operation.make_node(*(self.last + values)).outputs
+        self.of.update(zip(variables, means))
+        self.last = means[:1]
+
+    def _mean(self, arrays):
+        kind = "float64" if any(array.dtype == "float64" for array in arrays) else "float32"
+        flat = np.concatenate([np.ravel(array).astype(kind) for array in arrays])
+        flat *= self.maker.step_share
+        self.maker.engine.sum_array(flat)
+        ends = np.cumsum([array.size for array in arrays])
+        return [
+            flat[end - array.size : end].reshape(array.shape).astype(array.dtype, copy=False)
+            for end, array in zip(ends, arrays)
+        ]

@@ -1,0 +1,232 @@
+"""Theano's flags, in ``THEANO_FLAGS`` and in ``.theanorc`` files, as Theano itself reads them.
+
+Source: theano/configparser.py of Theano 1.0.5. A flag's full name is ``[section.]option``.
+``THEANO_FLAGS`` goes before the files; of several files named in ``THEANORC`` the last goes
+first. Values are plain texts here: what they mean is Theano's business.
+"""
+
+import configparser
+import contextlib
+import errno
+import os
+import shlex
+import sys
+
+from ... import errors
+from ..._files import plain
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Dict, Iterable, Iterator, List, Mapping, Optional, Tuple
+
+# THEANO_FLAGS ---------------------------------------------------------------------------------
+
+
+def split_flags(text: str) -> "List[Tuple[str, Optional[str]]]":
+    """Name and value of each entry of a ``THEANO_FLAGS`` text; no value where there is no ``=``.
+
+    Commas separate; a backslash or quotes take them, and each other, literally; ``#`` begins a
+    comment. Spaces around ``=`` belong to name and value.
+
+    Raises:
+        InvalidArgumentError: a quote is not closed, as Theano would find (a ``ValueError``).
+    """
+    splitter = shlex.shlex(text, posix=True)
+    splitter.whitespace = ","
+    splitter.whitespace_split = True
+    try:
+        entries = [entry.strip() for entry in splitter]
+    except ValueError as error:
+        raise errors.InvalidArgumentError(
+            "THEANO_FLAGS={} cannot be read: {}. Theano cannot be imported with it. Put a "
+            "backslash before a quote, a comma or a backslash that belongs to a value.".format(
+                text, error
+            )
+        ) from error
+    pairs = (entry.partition("=") for entry in entries if entry)
+    return [(name, value if equals else None) for name, equals, value in pairs]
+
+
+def parse_flags(text: str) -> "Dict[str, str]":
+    """The flags that Theano takes from a ``THEANO_FLAGS`` text: of duplicates the last."""
+    return {name: value for name, value in split_flags(text) if value is not None}
+
+
+def merge_flags(text: str, flags: "Mapping[str, str]") -> str:
+    """A ``THEANO_FLAGS`` text that says what ``text`` said, and ``flags`` where both speak."""
+    merged: "Dict[str, Optional[str]]" = {}
+    for name, value in split_flags(text) + list(flags.items()):
+        if value is not None or name not in merged:
+            merged[name] = value
+    return ",".join(
+        _escaped(name if value is None else "{}={}".format(name, value))
+        for name, value in merged.items()
+    )
+
+
+def _escaped(entry):
+    return "".join("\\" + c if c in "\\,'\"#" else c for c in entry)
+
+
+# Files ----------------------------------------------------------------------------------------
+
+
+def files(environ: "Mapping[str, str]") -> "List[str]":
+    """The files that Theano reads, present or not; what a later one says wins.
+
+    Raises:
+        ConfigurationFileError: no file can have such a path.
+    """
+    listed = environ.get("THEANORC")
+    paths = (listed if listed is not None else "~/.theanorc").split(os.pathsep)
+    if listed is None and sys.platform == "win32":
+        paths.append("~/.theanorc.txt")
+    paths = [_expanduser(path, environ) for path in paths if path]
+    for path in paths:
+        if "\0" in path:
+            raise errors.ConfigurationFileError(
+                "{!r} is the path of no file: it holds a NUL character. Give THEANORC, or "
+                "HOME, another value.".format(path)
+            )
+    return paths
+
+
+def _expanduser(path, environ):
+    if path[:2] in ("~", "~/") and "HOME" in environ and os.name == "posix":
+        return environ["HOME"].rstrip("/") + path[1:]
+    return os.path.expanduser(path)
+
+
+class Flags:
+    """What an environment and the files it names say, as Theano would read it.
+
+    Raises:
+        InvalidArgumentError: ``THEANO_FLAGS`` cannot be read.
+        ConfigurationFileError: a file cannot be read.
+    """
+
+    def __init__(self, environ: "Mapping[str, str]") -> None:
+        self._flags = parse_flags(environ.get("THEANO_FLAGS", ""))
+        home = _expanduser("~", environ)
+        defaults = {"USER": environ.get("USER", os.path.split(home)[-1]), "PID": str(os.getpid())}
+        for name in ("LSCRATCH", "TMPDIR", "TEMP", "TMP"):
+            defaults[name] = environ.get(name, "")
+        self._parser = configparser.ConfigParser(defaults)
+        self._raw = configparser.RawConfigParser()
+        self.files: "List[str]" = []
+        for path in files(environ):
+            if read_into(path, self._parser, self._raw):
+                self.files.append(path)
+
+    def get(self, name: str) -> "Optional[str]":
+        """The text that Theano would take as this flag's value, or None for its default."""
+        if name in self._flags:
+            return self._flags[name]
+        section, option = section_and_option(name)
+        try:
+            try:
+                return self._parser.get(section, option)
+            except configparser.InterpolationError:  # such as compiledir_format's %(platform)s
+                return self._raw.get(section, option)
+        except (configparser.NoOptionError, configparser.NoSectionError):
+            return None
+
+    def __iter__(self) -> "Iterator[Tuple[str, str]]":
+        """The flags' names and values, the files' first."""
+        for section in self._raw.sections():
+            for option in self._raw.options(section):
+                prefix = "" if section == "global" else section + "."
+                yield prefix + option, self._raw.get(section, option)
+        yield from self._flags.items()
+
+    def spelled_as(self, defined: "Iterable[str]") -> "Iterator[Tuple[str, str]]":
+        """As ``__iter__``, names in files, where case does not matter, as Theano defines them.
+
+        Without what a file has under [DEFAULT], which stands in each of its sections.
+        """
+        names = {name.lower(): name for name in defined}
+        for name, value in self:
+            if name in self._flags:
+                continue
+            if name.lower() in names or section_and_option(name)[1] not in self._raw.defaults():
+                yield names.get(name.lower(), name), value
+        yield from self._flags.items()
+
+
+def defined(path: str) -> "Dict[str, Optional[List[str]]]":
+    """The flags that Theano's ``configdefaults.py`` defines, and what each takes: None: see there.
+
+    Read from the file, since importing it configures Theano and may bring up a GPU.
+    """
+    import ast  # here for start-up time
+
+    with open(path, encoding="utf-8") as file:
+        tree = ast.parse(file.read())
+    flags = {}  # type: Dict[str, Optional[List[str]]]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "AddConfigVar":
+            with contextlib.suppress(ValueError):
+                flags[ast.literal_eval(node.args[0])] = _choices(node.args[2])
+    return flags
+
+
+def _choices(parameter):
+    """The values that such an expression takes, such as ``EnumStr("low", "high")``, or None."""
+    import ast  # here for start-up time
+
+    with contextlib.suppress(ValueError):
+        # convert= makes other spellings of a value one of them.
+        if getattr(parameter.func, "id", None) == "EnumStr" and "convert" not in [
+            k.arg for k in parameter.keywords
+        ]:
+            return [ast.literal_eval(argument) for argument in parameter.args]
+    return None
+
+
+def section_and_option(name):
+    """The section and option of a flag in a file."""
+    section, _, option = name.rpartition(".")
+    return section or "global", option
+
+
+def read_into(path, *parsers):
+    """Have parsers read a file, as their ``read()``; whether there is one that can be read.
+
+    Raises:
+        ConfigurationFileError: a parser cannot, or nothing but a file could be read to its end.
+    """
+    if os.path.realpath(path) == os.devnull:  # THEANORC=/dev/null: no file
+        return True
+    try:
+        for parser in parsers:
+            with readable(path), open(path, opener=plain) as file:
+                parser.read_file(file, path)
+    except OSError as error:
+        if isinstance(error, errors.CompatError):
+            raise
+        if error.errno == errno.EINVAL:
+            raise _unreadable_file(
+                path,
+                "it is not a regular file",
+                "Theano would wait for what it says when it is imported. Put a file there, "
+                "or name one in THEANORC.",
+            ) from error
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def readable(path):
+    try:
+        yield
+    except (configparser.Error, UnicodeError) as error:
+        raise _unreadable_file(
+            path,
+            str(error).replace("\n", " ").rstrip("."),
+            "Theano cannot be imported with it. Fix the file: each option stands once, as "
+            "`name = value`, under a section such as [global].",
+        ) from error
+
+
+def _unreadable_file(path, problem, remedy):
+    return errors.ConfigurationFileError("{} cannot be read: {}. {}".format(path, problem, remedy))

@@ -1,0 +1,57 @@
+"""Verification of Keras models on Theano, and where the products of a step ran."""
+
+from ..._verification import keras2
+
+# Which of a compiled function's operations are the products of layers; a loop has its own.
+PRODUCTS = (
+    "Dot", "Dot22", "Dot22Scalar", "Gemm", "Gemv", "CGemv", "Ger", "CGer", "Scan",
+    "CorrMM", "CorrMM_gradWeights", "CorrMM_gradInputs", "AbstractConv2d",
+    "AbstractConv2d_gradWeights", "AbstractConv2d_gradInputs",
+    "GpuDot22", "GpuGemm", "GpuGemv", "GpuGer", "GpuCorrMM", "GpuCorrMM_gradWeights",
+    "GpuCorrMM_gradInputs", "GpuDnnConv", "GpuDnnConvGradW", "GpuDnnConvGradI",
+)  # fmt: skip
+
+
+class VerifiedStep(keras2.VerifiedStep):
+    """The method by which Keras makes the function of a step."""
+
+    def written(self, function, model):
+        if hasattr(function, "updates"):  # of replicas
+            return [variable for variable, _ in function.updates]
+        inputs = function.function.maker.expanded_inputs
+        written = [i.variable for i in inputs if i.update is not None]
+        return [v for v in written if hasattr(v, "broadcastable")]  # no random generators
+
+    def operations(self, step):
+        """From the functions that Theano compiled for each device, and that this step calls."""
+        made = step.function.made
+        if not hasattr(made, "owner"):  # Keras' own function: nothing is divided
+            return {}
+        made(step.inputs)
+        devices = [device.name for device in made.owner.devices]
+        return {
+            name: (len(products(forward)), len(of_gradients(backward, forward)))
+            for name, forward, backward in zip(devices, made.forward, made.backward)
+        }
+
+
+def products(function):
+    """The nodes of a compiled function's graph that are products of layers."""
+    return [n for n in function.maker.fgraph.apply_nodes if type(n.op).__name__ in PRODUCTS]
+
+
+def of_gradients(function, forward):
+    """The products that depend on the gradients which a device is given at its outputs."""
+    given = forward.maker.fgraph
+    fed = [i for i, v in zip(given.inputs, forward.maker.inputs) if not _is_shared(v)]
+    graph = function.maker.fgraph
+    inputs = [i for i, v in zip(graph.inputs, function.maker.inputs) if not _is_shared(v)]
+    depend = set(inputs[len(fed) :])
+    for node in graph.toposort():
+        if depend.intersection(node.inputs):
+            depend.update(node.outputs)
+    return [node for node in products(function) if depend.intersection(node.inputs)]
+
+
+def _is_shared(given):
+    return hasattr(given.variable, "get_value")

@@ -1,0 +1,232 @@
+"""torch: under Keras 3, and models made with torch alone.
+
+See ``replicas`` for several devices, ``ranks`` for several processes.
+"""
+
+import os
+import sys
+
+from ... import _keras, errors
+from ...backend import Backend
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+
+    from ..._ranks import Job
+    from ..._ranks.place import Place
+    from ..._settings import Settings
+    from ..._verification import Verification
+
+_DEVICE = "KERAS_TORCH_DEVICE"
+
+
+class Torch(Backend):
+    """torch."""
+
+    name = "torch"
+    framework = "torch"
+    distributions = ("torch",)
+    extra = "torch"
+    variables = (
+        "CUDA_VISIBLE_DEVICES",
+        "CUDA_DEVICE_ORDER",
+        _DEVICE,
+        "PYTORCH_CUDA_ALLOC_CONF",
+    )
+
+    # Before the first use of a GPU --------------------------------------------------------------
+
+    def environ(
+        self, settings: "Settings", environ: "Mapping[str, str]"
+    ) -> "Dict[str, Optional[str]]":
+        """Keras reads its device when it is imported (keras/src/backend/torch/core.py)."""
+        variables = dict(super().environ(settings, environ))
+        device = environ.get(_DEVICE)
+        if settings.devices.declined or settings.devices.simulated:
+            if device != "cpu":
+                variables[_DEVICE] = "cpu"
+        elif settings.devices.gpus and device:
+            variables[_DEVICE] = None  # the first GPU is Keras' own choice
+        return variables
+
+    def overruled(self, settings: "Settings", environ: "Mapping[str, str]") -> "List[str]":
+        device = environ.get(_DEVICE)
+        if device and self.environ(settings, environ).get(_DEVICE, device) != device:
+            return [
+                "KERAS_TORCH_DEVICE says {}, but compat chose {}.".format(device, settings.devices)
+            ]
+        return []
+
+    def initialised(self) -> "Optional[str]":
+        """CUDA's variables count until CUDA starts, and Keras starts it on its import."""
+        if "keras.src.backend.torch.core" in sys.modules:
+            return "keras was imported, which asks torch for GPUs"
+        cuda = sys.modules.get("torch.cuda")
+        if cuda is not None and getattr(cuda, "is_initialized", bool)():
+            return "torch has started CUDA"
+        return None
+
+    # After the import -------------------------------------------------------------------------
+
+    def configure(self, settings: "Settings") -> "Tuple[List[str], List[str]]":
+        torch = self.import_framework()
+        chosen = settings.devices
+        too_late = self.initialised()
+        applied = []
+        self.kept["names"] = None
+        if chosen.undecided is not None:
+            listed = [] if os.environ.get(_DEVICE) == "cpu" else _listed(torch)
+            chosen.settle(len(listed))
+            self.kept["names"] = [listed[position] for position in chosen.positions]
+            applied += _use_first(torch, self.kept["names"], listed)
+            if os.environ.get(_DEVICE) == "cpu":
+                chosen.reason = _DEVICE + "=cpu"
+        if too_late:
+            _check_devices_shown(torch, too_late, chosen)
+        self.kept["simulated"] = chosen.simulated or 0
+        if chosen.gpus and settings.memory:
+            applied += _limit_memory(torch, settings.memory, self.devices())
+        if settings.floatx:
+            torch.set_default_dtype(getattr(torch, settings.floatx))
+            applied.append("torch.set_default_dtype(torch.{})".format(settings.floatx))
+        return applied, []
+
+    def devices(self) -> "List[str]":
+        """torch has one CPU: what stands in for GPUs are names, and replicas that run there."""
+        torch = self.import_framework()
+        if self.kept.get("simulated"):
+            return ["cpu:{}".format(index) for index in range(self.kept["simulated"])]
+        if os.environ.get(_DEVICE) == "cpu":
+            return ["cpu"]
+        names = self.kept.get("names")  # chosen among those that torch lists
+        return (_listed(torch) if names is None else names) or ["cpu"]
+
+    # Replicas ---------------------------------------------------------------------------------
+
+    def is_native(self, model: "Any") -> bool:
+        torch = sys.modules.get("torch")
+        return torch is not None and isinstance(model, torch.nn.Module)
+
+    def parallelize(self, model: "Any", devices: "Sequence[str]") -> "Any":
+        """Give the instance a ``call`` or ``forward`` that is divided, or the class's one back.
+
+        A stateful Keras model, or one with a fixed batch size, stays in one piece, with a warning.
+        """
+        self.import_framework()
+        from . import keras_models, modules  # they import torch
+
+        _refuse_wrapped(model)
+        keras = _keras.keras_of(model)
+        replicated = list(devices) != self.devices()[:1]
+        if keras is not None and replicated:
+            keras_models.refuse_torch_compile(model)
+            _keras.warn_of_distribution(model)
+            reason = _keras.undivided(model)
+            if reason:
+                _keras.warn_not_divided(model, reason, self.devices()[0])
+                replicated = False
+        module = modules if keras is None else keras_models
+        module.remove(model)
+        if replicated:
+            module.install(model, devices)
+        return model
+
+    def verify(self, model: "Any", verification: "Optional[Verification]") -> None:
+        from . import verified_steps as kinds  # imports torch
+
+        if _keras.keras_of(model) is None:
+            kinds.VerifiedForward.install_on(model, verification)
+            return
+        if verification is not None and _keras.undivided(model):
+            verification = None  # it runs on one device
+        kinds.VerifiedStep.install_on(model, verification)
+
+    # Ranks ------------------------------------------------------------------------------------
+
+    def launcher(self, job: "Job") -> "List[str]":
+        """compat's own: torchrun's store listens at all addresses of the machine."""
+        from ..._launch import starter  # not at start-up
+
+        # As torchrun does: else each rank would have a thread for each core.
+        threads = [] if "OMP_NUM_THREADS" in job.environ else ["env", "OMP_NUM_THREADS=1"]
+        return threads + starter.launcher(job)
+
+    def distribute(self, model: "Any", place: "Place") -> "Any":
+        """See ``ranks``."""
+        self.import_framework()
+        from . import ranks  # imports torch
+
+        return ranks.distribute(model, place)
+
+
+# Configuring ----------------------------------------------------------------------------------
+
+
+def _check_devices_shown(torch, reason, chosen):
+    """Refuse what would have to change now that the GPUs that torch shows are fixed."""
+    if chosen.undecided is not None:
+        return  # no variable is needed
+    shown = len(_listed(torch))
+    everything = list(chosen.positions or ()) == list(range(shown))
+    if (everything or not shown) if chosen.gpus else (not shown or not chosen.declined):
+        return
+    raise errors.too_late(
+        "torch",
+        "{}; it shows {} GPUs, and {} was asked for".format(reason, shown, chosen),
+        "Call it before the first `import keras`, and before anything runs on a GPU.",
+    )
+
+
+def _listed(torch):
+    """The GPUs that torch lists: Apple's, which Keras prefers, or CUDA's, as which AMD's count."""
+    metal = getattr(torch.backends, "mps", None)
+    if metal is not None and metal.is_available():
+        return ["mps"]
+    return ["cuda:{}".format(index) for index in range(torch.cuda.device_count())]
+
+
+def _use_first(torch, names, listed):
+    """Have torch and Keras begin with the first of these, where that is not the first listed."""
+    if names == listed[: len(names)] and bool(names) == bool(listed):
+        return []
+    if not names:  # none of those that were asked for
+        os.environ[_DEVICE] = "cpu"
+        return [_DEVICE + "=cpu"]
+    torch.cuda.set_device(names[0])
+    os.environ[_DEVICE] = names[0]
+    return ["torch.cuda.set_device({!r})".format(names[0]), "{}={}".format(_DEVICE, names[0])]
+
+
+def _refuse_wrapped(model):
+    """torch's own replicas would split each device's part of the batch once more."""
+    nn = sys.modules["torch"].nn.parallel
+    if isinstance(model, (nn.DataParallel, nn.DistributedDataParallel)):
+        name = type(model).__name__
+        raise errors.UnsupportedError(
+            "parallelize() was given a torch.nn.parallel.{}, which splits batches by itself. "
+            "Pass the module within it: parallelize(model.module), and use that.".format(name)
+        )
+
+
+def _limit_memory(torch, memory, devices):
+    """torch takes memory as it is needed; a limit is a fraction of each GPU."""
+    if memory.grow:
+        return ["memory: torch takes it as it is needed"]
+    if devices == ["mps"]:
+        total = torch.mps.recommended_max_memory() if memory.size else 1
+        fraction = memory.fraction or min(1.0, memory.size / float(total))
+        torch.mps.set_per_process_memory_fraction(fraction)
+        return ["torch.mps.set_per_process_memory_fraction({:g})".format(fraction)]
+    applied = []
+    for index in [int(name.rpartition(":")[2]) for name in devices if name != "cpu"]:
+        total = torch.cuda.get_device_properties(index).total_memory
+        fraction = memory.fraction or min(1.0, memory.size / float(total))
+        torch.cuda.set_per_process_memory_fraction(fraction, index)
+        applied.append(
+            "torch.cuda.set_per_process_memory_fraction({:g}, {})".format(fraction, index)
+        )
+    return applied
+
+
+backend = Torch()

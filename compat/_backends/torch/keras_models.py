@@ -1,0 +1,178 @@
+"""Keras models on several devices: their ``call``, their losses and their state."""
+
+import contextlib
+import functools
+import sys
+
+from ... import _keras, _keras_steps, _patching, errors
+from .reductions import State, tag, tag_of
+from .replicas import Replicated
+
+
+class ReplicatedCall(Replicated):
+    """The ``call`` of a Keras model on several devices.
+
+    Arguments:
+        belongs_to_step: whether the model became replicated with the one whose steps call it.
+    """
+
+    def __init__(self, devices, belongs_to_step=False):
+        super().__init__(devices)
+        self.belongs_to_step = belongs_to_step
+
+    def run(self, model, *args, **kwargs):
+        _keras_steps.note_call()
+        return super().run(model, *args, **kwargs)
+
+    def converter(self, model):
+        """Keras hands arrays to a model, too."""
+        numpy = sys.modules["numpy"]
+        convert = _keras.keras_of(model).ops.convert_to_tensor
+        return lambda value: convert(value) if isinstance(value, numpy.ndarray) else value
+
+    def is_only_traced(self, model, tensor):
+        """Keras runs a model on the device "meta" to learn shapes, and in scopes of its own."""
+        return tensor.is_meta or _keras.in_stateless_scope(_keras.keras_of(model))
+
+    def home(self, model, arguments):
+        keras = _keras.keras_of(model)
+        return keras.ops.convert_to_tensor(0).device  # where Keras computes
+
+    def state(self, model):
+        return KerasReplicas(_keras.keras_of(model), model)
+
+
+class KerasReplicas:
+    """Losses and state of a Keras model's replicas: a stateless scope keeps them from being set.
+
+    Each replica has the variables on its device. All but the first get copies even on the CPU, so
+    that simulated devices do what GPUs would. Random seeds go from replica to replica, so that
+    dropout masks are independent.
+    """
+
+    def __init__(self, keras, model):
+        self.keras = keras
+        self.model = model
+        self.variables = {}  # those that were set, by key
+        self.before = {}  # their values, by key
+        self.seeds = {}  # the values of random seeds, by id
+
+    def normalising(self):
+        kind = self.keras.layers.BatchNormalization
+        return [layer for layer in _keras.all_layers(self.model) if isinstance(layer, kind)]
+
+    def is_average(self, key):
+        """Whether this is a moving average of batch normalization."""
+        return key[0] == "state" and any(
+            self.variables[key] is variable
+            for layer in self.normalising()
+            for variable in layer.non_trainable_variables
+        )
+
+    def run(self, call, device, copy, args, kwargs, watch):
+        updated = set()
+
+        class Scope(self.keras.StatelessScope):
+            def add_update(self, update):
+                updated.add(id(update[0]))
+                super().add_update(update)
+
+        with self.keras.device(str(device)):
+            variables = [v for v in self.model.variables if v._value is not None]
+            scope = Scope(
+                [
+                    (v, self.seeds.get(id(v), v._value).to(device, copy=copy or not v.trainable))
+                    for v in variables
+                ],
+                collect_losses=True,
+            )
+            if watch is not None:
+                for variable in variables:
+                    if not variable.trainable and not _is_seed(variable):
+                        tag(scope.state_mapping[id(variable)], State(variable._value))
+            with scope, watch or contextlib.ExitStack(), self.unwatched(watch):
+                result = call(*args, **kwargs)
+        state = {}
+        for index, variable in enumerate(variables):
+            value = scope.state_mapping[id(variable)]
+            if _is_seed(variable):
+                self.seeds[id(variable)] = value
+            elif id(variable) in updated:
+                key = ("state", index, variable.path)
+                self.variables[key], self.before[key] = variable, variable._value
+                state[key] = value
+        return result, list(scope.losses), state, {}
+
+    @contextlib.contextmanager
+    def unwatched(self, watch):
+        """Within, batch normalization is one function: each device's own rows."""
+
+        def call(hidden, inputs, *args, **kwargs):
+            watch.paused = True
+            try:
+                outputs = hidden(inputs, *args, **kwargs)
+            finally:
+                watch.paused = False
+            if kwargs.get("training"):
+                watch.inexact = watch.inexact or "BatchNormalization"
+            tag(outputs, tag_of(inputs))
+            return outputs
+
+        layers = self.normalising() if watch is not None else []
+        with contextlib.ExitStack() as patched:
+            for layer in layers:
+                watched = functools.partial(call, layer.call)
+                patched.enter_context(_patching.replaced(layer, call=watched))
+            yield
+
+    def finish(self, merged):
+        """Set the state, once, and add the losses."""
+        for variable in self.model.variables:
+            if id(variable) in self.seeds:
+                variable.assign(self.seeds[id(variable)])
+        for key, value in merged.items():
+            if key[0] == "state":
+                self.variables[key].assign(value)
+            elif key[0] == "loss":
+                # The base class's method: functional models refuse their own.
+                self.keras.Layer.add_loss(self.model, value)
+
+
+def _is_seed(variable):
+    """Whether random numbers are drawn with it (keras.random.SeedGenerator)."""
+    return variable.name == "seed_generator_state"
+
+
+def refuse_torch_compile(model):
+    if _keras.compiled_with(model).get("jit_compile") is True:
+        raise errors.unsupported(
+            "torch",
+            "run a model on several devices under jit_compile=True: torch.compile() makes one "
+            "program for one device",
+            "Compile the model with jit_compile=False.",
+        )
+
+
+def install(model, devices):
+    """Have a Keras model run on several devices, and the models that steps of its own call."""
+    ReplicatedCall(devices).install(model)
+    if not _keras_steps.has_own_steps(model):
+        return
+    for part in _keras_steps.called_models(model):
+        reason = _keras.undivided(part)
+        if reason:
+            _keras.warn_not_divided(part, reason, "one device")
+        elif ReplicatedCall.of(part) is None:
+            ReplicatedCall(devices, belongs_to_step=True).install(part)
+    _keras_steps.WatchedTraining(devices).install(model)
+
+
+def remove(model):
+    """Make a model plain, and the models within that became replicated with it."""
+    for part in _keras.all_layers(model):
+        replicated = ReplicatedCall.of(part)
+        if replicated is not None and (part is model or replicated.belongs_to_step):
+            replicated.remove(part)
+    watched = _keras_steps.WatchedTraining.of(model)
+    if watched is not None:
+        watched.remove(model)

@@ -1,0 +1,239 @@
+"""How tensors depend on the rows of a batch, and how those of all replicas become one.
+
+A replica sees some rows only, so what it computes from all its rows at once (a loss, a batch
+statistic, a counter) is not what one device computes. ``watch`` follows torch's functions
+and tags each tensor: ``Rows`` has values for each row, ``Total`` is a total over the rows, ``Step``
+is a function of totals, ``Mixed`` is beyond it, and a tensor without a tag does not depend on the
+batch. ``together`` then puts totals of all replicas together, and computes the functions of them
+once.
+"""
+
+import torch
+
+
+class NotMergeable(Exception):
+    """Why values of the replicas cannot be put together, as a phrase."""
+
+
+#: Why values of the replicas cannot be put together that were computed in different ways.
+DIVERGED = "the replicas took different paths through the model"
+
+
+# Tags -----------------------------------------------------------------------------------------
+
+
+class Rows:
+    """Values of each row: ``size / outer`` neighbours in dimension ``dim``, ``outer`` times.
+
+    ``regular`` is whether each row has as many, which a selection by a mask has not.
+    """
+
+    def __init__(self, dim, outer=1, regular=True):
+        self.dim = dim
+        self.outer = outer
+        self.regular = regular
+
+
+class Mixed:
+    """Computed from several rows by a function whose result cannot be put together."""
+
+    def __init__(self, function):
+        self.function = function
+
+
+class Total:
+    """A tensor that ``KINDS`` can put together from those of the replicas.
+
+    ``weight`` is what a mean is weighted by: a number, or a tensor of one element. ``regular`` is
+    whether it is always in proportion to the rows.
+    """
+
+    constant = False
+
+    def __init__(self, kind, value, weight=None, regular=False):
+        self.kind = kind
+        self.value = value
+        self.weight = weight
+        self.regular = regular
+
+
+class State:
+    """The value of a buffer from before."""
+
+    constant = True
+
+    def __init__(self, value):
+        self.value = value
+
+
+class Step:
+    """What a function computed from totals: tagged arguments are replaced by their tags.
+
+    It is constant where it depends on state from before alone.
+    """
+
+    def __init__(self, function, args, kwargs, in_place, pick, dtype):
+        self.function = function
+        self.args = args
+        self.kwargs = kwargs
+        self.in_place = in_place
+        self.pick = pick  # which element of the function's result
+        self.dtype = dtype  # autocast may make it another one
+        self.grad = torch.is_grad_enabled()
+        self.constant = all(_constants(args)) and all(_constants(kwargs.values()))
+
+
+def _constants(values):
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            for constant in _constants(value):
+                yield constant
+        else:
+            yield getattr(value, "constant", True)
+
+
+class Constant:
+    """A tensor that does not depend on the batch, as long as it is not changed in place."""
+
+    def __init__(self, value):
+        self.value = value
+        self.version = value._version
+
+
+def tag_of(value):
+    """The tag of a tensor, or None."""
+    return getattr(value, "_compat_rows", None)
+
+
+def tag(value, as_what):
+    value._compat_rows = as_what
+    return value
+
+
+def name_of(function):
+    """What torch calls a function: "sum"; that of a property is its name."""
+    name = getattr(function, "__name__", str(function))
+    return getattr(function.__self__, "__name__", name) if name == "__get__" else name
+
+
+EXPRESSIONS = (Total, State, Step)
+
+KINDS = {
+    "sum": lambda values: torch.stack(values).sum(0),
+    "max": lambda values: torch.stack(values).amax(0),
+    "min": lambda values: torch.stack(values).amin(0),
+    "any": lambda values: torch.stack(values).any(0),
+    "all": lambda values: torch.stack(values).all(0),
+    "norm": lambda values: torch.linalg.vector_norm(torch.stack(values), dim=0),
+    "logsumexp": lambda values: torch.stack(values).logsumexp(0),
+}
+
+
+# Putting together -----------------------------------------------------------------------------
+
+
+def together(expressions, home, number):
+    """What one device would have computed from all rows.
+
+    Arguments:
+        expressions: for each replica, the tag of its value.
+        home: the device of the result.
+        number: takes the list of the replicas' numbers at one place among the arguments of a
+            function (a number of rows, as ``shape`` gives it), and returns that of all rows.
+
+    Raises:
+        NotMergeable: the replicas' expressions, or numbers in them, do not fit together.
+    """
+    return _Merge(home, number).value(expressions)
+
+
+class _Merge:
+    def __init__(self, home, number):
+        self.home = home
+        self.number = number
+        self.known = {}
+
+    def value(self, values):
+        first = values[0]
+        if id(first) not in self.known:
+            self.known[id(first)] = (self.computed(values), values)
+        return self.known[id(first)][0]
+
+    def computed(self, values):
+        first = values[0]
+        if any(type(value) is not type(first) for value in values):
+            raise NotMergeable(DIVERGED)
+        if isinstance(first, Mixed):
+            raise NotMergeable("{}() computes it from several rows".format(first.function))
+        if isinstance(first, Rows):
+            raise NotMergeable("it has values for each row")
+        if isinstance(first, State):
+            return first.value.to(self.home)
+        if isinstance(first, Total):
+            if any(value.kind != first.kind for value in values):
+                raise NotMergeable(DIVERGED)
+            return self.total(values)
+        if any(value.function is not first.function for value in values):
+            raise NotMergeable(DIVERGED)
+        args = self.arguments([value.args for value in values])
+        kwargs = self.arguments([value.kwargs for value in values])
+        if first.in_place:
+            args = (args[0].clone(),) + tuple(args[1:])
+        with torch.set_grad_enabled(first.grad and torch.is_grad_enabled()):
+            result = first.function(*args, **kwargs)
+            if name_of(first.function) == "__setitem__":
+                result = args[0]
+            return (result if first.pick is None else result[first.pick]).to(first.dtype)
+
+    def total(self, values):
+        first = values[0]
+        tensors = [value.value.to(self.home) for value in values]
+        if first.kind != "mean":
+            return KINDS[first.kind](tensors)
+        weights = [value.weight for value in values]
+        if not isinstance(weights[0], torch.Tensor):
+            return weighted_mean(tensors, weights)
+        weights = [weight.to(self.home) for weight in weights]
+        # The mean over no targets is NaN, and counts for nothing.
+        sums = [torch.where(w == 0, 0.0, t) * w for t, w in zip(tensors, weights)]
+        return sum(sums) / sum(weights)
+
+    def arguments(self, values):
+        first = values[0]
+        if isinstance(first, (list, tuple)) and not isinstance(first, torch.Size):
+            parts = [self.arguments(part) for part in zip(*values)]
+            return parts if isinstance(first, list) else tuple(parts)
+        if isinstance(first, dict):
+            return {key: self.arguments([value[key] for value in values]) for key in first}
+        if isinstance(first, EXPRESSIONS + (Mixed, Rows)):
+            return self.value(values)
+        if isinstance(first, Constant):
+            return self.constant(values)
+        if isinstance(first, torch.device):
+            return self.home
+        if is_number(first):
+            return self.number(values)
+        return first
+
+    def constant(self, values):
+        first = values[0].value
+        if any(not isinstance(v, Constant) or v.value._version != v.version for v in values):
+            raise NotMergeable("a tensor it was computed from was changed in place")
+        if not first.dim() and not first.is_complex() and first.dtype != torch.bool:
+            numbers = [value.value.detach().item() for value in values]
+            number = self.number(numbers)
+            if number != numbers[0]:
+                return torch.tensor(number, dtype=first.dtype, device=self.home)
+        return first.to(self.home)
+
+
+def weighted_mean(tensors, weights):
+    """The mean weighted by numbers; without weight a value is not even looked at."""
+    total = float(sum(weights)) or 1.0
+    home = tensors[0].device
+    parts = [t.to(home) * (w / total) for t, w in zip(tensors, weights) if w]
+    return sum(parts) if parts else tensors[0]
+
+
+def is_number(value):
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

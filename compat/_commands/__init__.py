@@ -1,0 +1,1 @@
+"""The commands of ``compat``: see ``compat.__main__``."""

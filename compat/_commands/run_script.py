@@ -1,0 +1,196 @@
+"""``compat run``: a script as it is, alone or as N ranks, its devices chosen before it starts."""
+
+import os
+import shutil
+import sys
+import textwrap
+
+from .. import _by_path, _detect, _devices, _idle, _ranks, _selection, errors
+from .._launch import watching
+from .._ranks.place import Place
+from .._settings import Settings
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Dict, List, Mapping, Optional, Tuple
+
+    from ..backend import Backend
+
+
+def prepare(
+    gpus: "Optional[str]",
+    backend: "Optional[str]",
+    python: "Optional[str]",
+    environ: "Mapping[str, str]",
+    ranks: "Optional[int]" = None,
+    hosts: "Optional[str]" = None,
+) -> "Tuple[Backend, str, Dict[str, str], List[str]]":
+    """What a script is to be started with.
+
+    Arguments:
+        gpus: in the forms of ``configure_gpu(gpus=)``, as a text; None for all visible ones.
+        backend: its name; None for the one that Keras would use.
+        python: another interpreter, by its path or name; compat need not be installed there,
+            and ``backend`` or ``KERAS_BACKEND`` must tell the backend.
+        environ: the environment as it is.
+        ranks: as how many ranks. Several see all the GPUs, and each takes its own; one sees its
+            own only. None: the script alone, with all of them.
+        hosts: the machines that run them, where GPUs are looked for only there; None: this one.
+
+    Returns:
+        The backend, the interpreter, the script's environment, and lines that tell what was
+        chosen.
+
+    Raises:
+        InvalidArgumentError: ``gpus`` is not understood, or means idle ones of other machines.
+        PythonNotFoundError: there is no such interpreter.
+        NotInstalledError, AmbiguousBackendError: as ``configure_gpu()``.
+    """
+    try:
+        selection = _selection.parse_gpus(gpus)
+    except errors.InvalidArgumentError as error:
+        raise errors.InvalidArgumentError(
+            "--gpus {} is not understood: {}. Use one of:\n{}".format(
+                gpus, error.problem, errors.GPUS_OPTIONS
+            )
+        ) from None
+    if python is None:
+        interpreter = sys.executable
+        chosen, reason = _detect.choose(backend, environ, typed=True)
+        variables = dict(_detect.keras_variable(chosen, environ))
+    else:
+        interpreter = _found(python)
+        chosen, reason = _detect.foreseen(backend, environ, interpreter)
+        variables = {"KERAS_BACKEND": chosen.framework}
+    notes: "List[str]" = []
+    if hosts is None:
+        if ranks == 1:
+            one = Place(0, 1, 0, 1, "compat run")
+            settings = Settings(_devices.choose_for_rank(selection, environ, one))
+        else:
+            settings = Settings(_devices.choose(selection, None, environ))
+        where = str(settings.devices)
+        notes += list(settings.devices.problems) + chosen.overruled(settings, environ)
+        if settings.devices.shortage:
+            asked = "every GPU" if gpus is None else "--gpus " + gpus
+            shortage = asked, settings.devices.shortage[1]
+            notes.append(errors.fewer(shortage, settings.devices, strict=False))
+            if gpus and gpus.isdecimal():
+                notes.append(
+                    "--gpus {0} means the GPU with id {0}; ids count from 0. Several are "
+                    "named one by one, such as --gpus 0,1, and --gpus cpu means none.".format(gpus)
+                )
+        if ranks in (None, 1):
+            variables.update(chosen.environ(settings, environ))
+        else:
+            variables.update(settings.devices.environ(environ))
+        variables.update(settings.devices.trusting(environ))
+    else:
+        where = "on " + hosts
+        if selection.kind == "free":
+            raise errors.InvalidArgumentError(
+                "--gpus {} with --hosts: idle GPUs cannot be found on other machines from "
+                "here. Use ids that are meant on each of them, such as --gpus 0,1, or leave "
+                "--gpus out.".format(gpus)
+            )
+        if gpus is not None:
+            variables["COMPAT_GPUS"] = gpus
+    started = dict(environ)
+    lines = ["{} ({}), {}".format(chosen.name, reason, where)]
+    for name, value in sorted(variables.items()):
+        if value is None:
+            started.pop(name, None)
+            lines.append("without " + name)
+        elif value != environ.get(name):
+            started[name] = value
+            lines.append("{}={}".format(name, value))
+    return chosen, interpreter, started, lines + notes
+
+
+def name_of(script: "List[str]") -> str:
+    """The script's path, or the module's name after ``-m``."""
+    return script[1] if script[0] == "-m" else script[0]
+
+
+def _found(python):
+    path = shutil.which(os.path.expanduser(python))
+    if path is None:
+        raise errors.PythonNotFoundError(
+            "--python={}: there is no such program. Give the path of an interpreter, or a "
+            "name that is on the PATH, such as python2.7.".format(python)
+        )
+    return path
+
+
+def run(
+    script: "List[str]",
+    gpus: "Optional[str]" = None,
+    backend: "Optional[str]" = None,
+    python: "Optional[str]" = None,
+    ranks: "Optional[int]" = None,
+    timeout: "Optional[str]" = None,
+    hosts: "Optional[str]" = None,
+) -> int:
+    """Become the script, or start it as several ranks.
+
+    Alone its output, its signals and its exit status are its own. Of several ranks the output
+    has the rank in front, and one that fails ends all.
+
+    Arguments:
+        script: its path, or "-m" and a module, and its arguments.
+        gpus, backend, python: as ``prepare()`` takes them.
+        ranks: how many; 1: the script alone, with one of the GPUs; None: alone with all of them, or
+            as many as ``hosts`` say.
+        timeout: how long a rank waits for the others, in seconds.
+        hosts: machines and how many ranks each may run, ``"first:4,second:4"``; None: this one.
+
+    Returns:
+        The exit status of several ranks: that of the one that failed.
+
+    Raises:
+        InvalidArgumentError: ``ranks``, ``timeout`` or ``hosts`` is not understood, or there is no
+            such script.
+        UnsupportedError: the backend has no ranks.
+        as ``prepare()``.
+    """
+    if ranks is not None and ranks < 1:
+        raise errors.InvalidArgumentError(
+            "-n {} is not understood. Use the number of processes to start, 1 or more.".format(
+                ranks
+            )
+        )
+    if hosts is not None:
+        ranks, hosts = _ranks.fill_hosts(hosts, ranks)
+        if ranks == 1:
+            raise errors.InvalidArgumentError(
+                "--hosts {} makes one rank, which has nobody to train with. Give the "
+                "machines room for 2 or more, such as --hosts first:4,second:4, or run the "
+                "script on that machine, without --hosts.".format(hosts)
+            )
+    # Another interpreter may be one in a container, with files of its own.
+    if python is None and script[0] not in ("-", "-m") and not os.path.exists(script[0]):
+        raise errors.no_script(script[0])
+    asked = dict(os.environ) if timeout is None else dict(os.environ, COMPAT_TIMEOUT=timeout)
+    if ranks is not None and ranks > 1:
+        asked.pop("COMPAT_ALONE", None)  # several are asked for just now
+    _ranks.timeout(asked, "COMPAT_TIMEOUT" if timeout is None else "--timeout")
+    chosen, interpreter, environ, lines = prepare(gpus, backend, python, asked, ranks, hosts)
+    if ranks == 1:
+        lines.append("1 rank: the script alone")
+        ranks = None
+    launcher = chosen.launcher(_ranks.Job(ranks, interpreter, environ, hosts)) if ranks else []
+    if ranks:
+        # mpirun is told the names of all variables.
+        shown = textwrap.shorten(" ".join(launcher), 400, placeholder=" ...")
+        lines.append("{} ranks: {}".format(ranks, shown))
+    other = _by_path.shadow(os.path.dirname(os.path.realpath(script[0])), environ)
+    if other:
+        lines.append(errors.shadowed(name_of(script), other))
+    for line in lines:
+        print("compat run: " + line, file=sys.stderr)
+    sys.stderr.flush()
+    environ.update(_idle.hand_over_claims())
+    if not ranks:
+        os.execve(interpreter, [interpreter] + script, environ)
+    rank = _by_path.command("_launch.rank_process") + [interpreter]
+    return watching.launch(launcher + rank + script, environ, ranks, elsewhere=hosts is not None)

@@ -1,0 +1,119 @@
+"""``compat test``: a small model on one device against the same model on several."""
+
+import os
+import warnings
+
+from .. import _api, _detect, _devices, _keras, _selection, _verification, errors
+
+#: Rows of the batches: even, uneven, few, fewer than devices, one.
+BATCHES = (64, 61, 13, 2, 1)
+TOLERANCE = 1e-5  # the largest difference of a weight that still counts as rounding
+
+
+def run(devices=None, backend=None, simulate=False):
+    """Configure, train twice side by side, and print the comparison as it goes.
+
+    Arguments:
+        devices: how many, or None for all GPUs, or 3 simulated ones where there are not two.
+        backend: its name, or None for the one that Keras would use.
+        simulate: use CPU devices even where there are GPUs enough.
+
+    Returns:
+        Whether the weights were the same, to ``TOLERANCE``, after every step, and every device
+        worked, forward and backward.
+    """
+    # Tensor cores round float32 to ten bits of mantissa, differently for each batch size.
+    os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
+    os.environ.update(_detect.choose(backend, typed=True)[0].recording)
+    configuration = _configure(devices, backend, simulate)
+    _say(configuration)
+    count = len(configuration.devices)
+    if count < (devices or 2):
+        raise errors.DevicesNotFoundError(
+            "{} devices are needed for the comparison, but the framework shows {}.".format(
+                (devices or 2), ", ".join(configuration.devices)
+            )
+        )
+    _verification.record_operations()
+    keras = _keras.import_keras(_detect.choose(configuration.backend)[0])
+    single, several = _models(keras, count)
+    _say(
+        "\nOne dense model on {}, the same on {} devices, SGD with momentum:\n".format(
+            configuration.devices[0], count
+        )
+    )
+    same = _compare(single, several, count)
+    return _show_where(configuration.devices) and same
+
+
+def _show_where(devices):
+    """Print where the first step's products ran; whether each device had its part."""
+    ran = {}
+    for record in _verification.records():
+        ran = record.operations
+    worked = [d for d in devices if min(ran.get(d, (0, 0))) > 0]
+    _say("\nMatrix products of a step that each device ran, forward + backward:")
+    for device in devices:
+        _say("  {}: {} + {}".format(device, *ran.get(device, (0, 0))))
+    if len(worked) == len(devices):
+        return True
+    _say("NOT on all devices: {} of {} worked.".format(len(worked), len(devices)))
+    return False
+
+
+def _say(text):
+    print(text, flush=True)
+
+
+def _configure(devices, backend, simulate):
+    if not simulate:
+        everything = _selection.parse_gpus(None)
+        simulate = len(_devices.choose(everything, None, os.environ)) < (devices or 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", errors.CompatWarning)  # the report shows them
+        if simulate:
+            return _api.configure_gpu(backend=backend, simulate=devices or 3, verify=1)
+        return _api.configure_gpu(devices, backend=backend, verify=1)
+
+
+def _models(keras, count):
+    """The model on one device, and its equal on all."""
+    single, several = (_api.parallelize(_dense(keras), gpus) for gpus in (1, count))
+    several.set_weights(single.get_weights())
+    for model in single, several:
+        model.compile(optimizer=keras.optimizers.SGD(0.1, momentum=0.9), loss="mse")
+    return single, several
+
+
+def _dense(keras):
+    inputs = keras.layers.Input(shape=(8,))
+    hidden = keras.layers.Dense(16, activation="tanh")(inputs)
+    return keras.models.Model(inputs, keras.layers.Dense(4, activation="sigmoid")(hidden))
+
+
+def _compare(single, several, count):
+    import numpy as np
+
+    random = np.random.RandomState(0)
+    same = True
+    _say("step  rows  loss on 1  loss on {:<2} largest difference of a weight".format(count))
+    for step, rows in enumerate(BATCHES, 1):
+        inputs = random.normal(size=(rows, 8)).astype("float32")
+        targets = random.uniform(size=(rows, 4)).astype("float32")
+        losses = [_train(model, inputs, targets) for model in (single, several)]
+        difference = max(
+            float(np.max(np.abs(one - other)))
+            for one, other in zip(single.get_weights(), several.get_weights())
+        )
+        same = same and difference <= TOLERANCE  # False for NaN, too
+        _say("{:4}  {:4}  {:9.7f}  {:10.7f}  {:.1e}".format(step, rows, *losses + [difference]))
+    verdict = "The same: no weight ever differs" if same else "NOT the same: a weight differs"
+    _say("\n{} by more than {:g}.".format(verdict, TOLERANCE))
+    return same
+
+
+def _train(model, inputs, targets):
+    if hasattr(model, "reset_metrics"):  # Keras 3 averages over calls
+        model.reset_metrics()
+    loss = model.train_on_batch(inputs, targets)
+    return float(loss[0] if isinstance(loss, (list, tuple)) else loss)

@@ -1,0 +1,123 @@
+"""``compat test script.py``: a user's own script on simulated devices, verified; then as ranks."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+
+from .. import _by_path, _detect, _verification, errors
+from ..backend import Backend
+from . import run_script
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import List, Optional
+
+RANKS = 2
+
+
+def run(
+    script: "List[str]",
+    devices: "Optional[int]" = None,
+    backend: "Optional[str]" = None,
+    ranks: "Optional[int]" = None,
+    steps: int = 3,
+) -> bool:
+    """Run a script as it is, twice, and print a verdict on what was verified.
+
+    Arguments:
+        script: its path, or "-m" and a module, and its arguments.
+        devices: how many simulated ones; None: 3.
+        backend: its name; None: the one that Keras would use.
+        ranks: as how many ranks the second time; None: 2; 0: not at all.
+        steps: how many training steps of each model are verified.
+
+    Returns:
+        Whether several devices did what one does, and ranks stayed the same, wherever that could
+        be compared; False, too, where nothing was.
+
+    Raises:
+        InvalidArgumentError: there is no such script.
+        NotInstalledError, AmbiguousBackendError: as ``configure_gpu()``.
+    """
+    if script[0] != "-m" and not os.path.isfile(script[0]):
+        raise errors.no_script(script[0])
+    devices = devices or 3
+    chosen, _ = _detect.choose(backend, os.environ, typed=True)
+    environ = dict(os.environ, COMPAT_VERIFY=str(steps))
+    environ.update(chosen.recording)
+    environ.update(_detect.keras_variable(chosen, os.environ))
+    # Whatever PYTHONPATH says, the script finds this package: see _reported().
+    other = _by_path.shadow(os.path.dirname(os.path.realpath(script[0])), {})
+    if other:
+        _say(errors.shadowed(run_script.name_of(script), other))
+    lines, same = _on_replicas(script, environ, chosen, devices)
+    if ranks != 0 and type(chosen).distribute is not Backend.distribute:
+        more, also = _as_ranks(script, environ, chosen, ranks or RANKS)
+        lines += [""] + more
+        same = same and also
+    print("\n".join(["", "-" * 72] + lines), flush=True)
+    return same
+
+
+def _on_replicas(script, environ, chosen, devices):
+    """The lines of the verdict on simulated devices, and whether it is good."""
+    _say("{} on {} simulated devices ({})".format(run_script.name_of(script), devices, chosen.name))
+    environ = dict(environ, COMPAT_SIMULATE=str(devices))
+    status, reports = _reported([sys.executable] + script, environ)
+    records = [record for report in reports for record in report]
+    title = "compat test: {} on {} simulated devices of {}".format(
+        os.path.basename(run_script.name_of(script)), devices, chosen.name
+    )
+    lines, same = [title, ""], True
+    for record in records:
+        lines += _verification.shown(record)
+        same = same and _verification.is_good(record)
+    if not any(sum(record["steps"].values()) for record in records):
+        same = False
+        if not any(record["failure"] for record in records):
+            lines.append(
+                "Nothing was verified: the script ran no step of a model that compat.parallelize() "
+                "was given after compat.configure_gpu()."
+            )
+    if status and not any(record["failure"] for record in records):
+        same = False
+        lines.append("The script ended with exit status {}.".format(status))
+    lines.append("The same on several devices." if same else "NOT the same on several devices.")
+    return lines, same
+
+
+def _as_ranks(script, environ, chosen, ranks):
+    """The lines of the verdict on ranks, and whether it is good."""
+    _say("{} as {} ranks".format(run_script.name_of(script), ranks))
+    command = _by_path.command("__main__") + ["run", "-n", str(ranks), "--gpus", "cpu"]
+    command += ["--backend", chosen.framework]
+    status, _ = _reported(command + script, environ)
+    if status:
+        return ["As {} ranks: NOT well, exit status {} (see above).".format(ranks, status)], False
+    return ["As {} ranks: all ended well, with the same weights.".format(ranks)], True
+
+
+def _reported(command, environ):
+    """Run a command, and return its exit status and the reports that its processes left."""
+    folder = tempfile.mkdtemp(prefix="compat-test-")
+    environ = dict(environ, COMPAT_VERIFY_REPORT=folder)
+    # The script finds this compat as its own.
+    path = [os.path.dirname(os.path.dirname(os.path.abspath(__file__)))]
+    path += [environ["PYTHONPATH"]] if environ.get("PYTHONPATH") else []  # "" is this folder
+    environ["PYTHONPATH"] = os.pathsep.join(path)
+    try:
+        status = subprocess.call(command, env=environ)
+        reports = []
+        for name in sorted(os.listdir(folder)):
+            with open(os.path.join(folder, name)) as file:
+                reports.append(json.load(file))
+        return status, reports
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _say(text):
+    print("compat test: " + text, file=sys.stderr, flush=True)

@@ -1,0 +1,54 @@
+"""Which distributions are installed, and in which version, without importing them."""
+
+import os
+import sys
+
+
+def version(*names):
+    """The version of the first of these distributions that is installed, or None.
+
+    Read from the names of the folders on ``sys.path``, which are gone through once.
+
+    Python 3.6 and 3.7 have no importlib.metadata, and pkg_resources takes longer than Keras'
+    own choice of a backend.
+    """
+    wanted = [_normalised(name) for name in names]
+    found = {}  # type: dict
+    for folder in sys.path:
+        try:
+            entries = os.listdir(folder or ".")
+        except OSError:
+            continue
+        for entry in entries:
+            stem, extension = os.path.splitext(entry)
+            if extension not in (".dist-info", ".egg-info"):
+                continue
+            project, _, rest = stem.partition("-")
+            project = _normalised(project)
+            if project in wanted and project not in found:
+                # A development install has no version in the name of its folder.
+                number = rest.partition("-")[0] or _metadata_version(os.path.join(folder, entry))
+                found[project] = number
+    return next((found[name] for name in wanted if found.get(name)), None)
+
+
+def _metadata_version(folder):
+    try:
+        with open(os.path.join(folder, "PKG-INFO"), encoding="utf-8") as file:
+            for line in file:
+                if line.startswith("Version:"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return None
+
+
+def _normalised(name):
+    return name.lower().replace("-", "_").replace(".", "_")
+
+
+def release(version):
+    """The first two numbers of a version, for comparison: (2, 4) for "2.4rc0"."""
+    import re
+
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])

@@ -1,0 +1,219 @@
+"""What the ranks of a framework talk through: its part that carries numbers between processes.
+
+Here is what all engines have in common; each is a subclass beside its backend.
+"""
+
+import contextlib
+import os
+import sys
+import threading
+import traceback
+
+from .. import _ranks, errors
+from .._process import process
+from .._ranks import rendezvous
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, Iterator, List, Optional, Sequence, Tuple
+
+    from .._ranks.place import Place
+
+
+class Engine:
+    """What the ranks of one framework talk through. Subclasses join the others when created.
+
+    Every rank calls the same methods in the same order. A subclass has ``sum``, ``broadcast`` and
+    ``problem``, at least; ``Backend.distribute`` gets this process's engine from ``join(place)``.
+
+    Arguments:
+        place: this process's place among the ranks.
+
+    Attributes:
+        place: the same.
+        timeout: how long this rank waits for the others, in seconds.
+        steps: how many steps the ranks have done together since the last epoch began.
+        totals: of the last step, the sums over all ranks of the numbers that ``share`` was given.
+    """
+
+    def __init__(self, place: "Place") -> None:
+        self.place = place
+        self.timeout = _ranks.timeout(os.environ)
+        self.steps = 0
+        self.more = []  # type: List[float]  # exchanged with each step's rows
+        self.totals = None  # type: Any
+
+    @classmethod
+    def join(cls, place: "Place") -> "Any":
+        """This process's place in the engine, where it joins the others the first time."""
+        if cls not in process.engines:
+            process.engines[cls] = cls(place)
+        return process.engines[cls]
+
+    def rendezvous(self) -> "Tuple[str, int]":
+        """The host and the port of rank 0, for ranks whose launcher keeps no store.
+
+        Raises:
+            RankError: nothing tells where.
+        """
+        return rendezvous.require(self.place, type(self).__name__)
+
+    def listen(self) -> "Any":
+        """Rank 0's socket, which listens there, and for no more machines than it must.
+
+        Raises:
+            RankError: as ``rendezvous``, or the port is taken.
+        """
+        return rendezvous.listen(self.place, *self.rendezvous())
+
+    def check_size(self, size: int) -> None:
+        """Refuse to train alone where the launcher started several processes."""
+        if size != self.place.size:
+            raise _ranks_disagree(self.place, type(self).__name__, size)
+
+    def sum(self, values: "Sequence[float]") -> "Any":
+        """The sum over all ranks of lists of float64 of one length, as an array."""
+        raise NotImplementedError
+
+    def gather(self, numbers: "Sequence[int]") -> "List[List[int]]":
+        """Each rank's list of whole numbers up to 2**24, of one length, in the order of ranks."""
+        count = len(numbers)
+        row = [0.0] * (count * self.place.size)
+        start = count * self.place.rank
+        row[start : start + count] = [float(number) for number in numbers]
+        sums = [int(total) for total in self.sum(row)]
+        return [sums[i * count : (i + 1) * count] for i in range(self.place.size)]
+
+    def broadcast(self, value: "Any") -> "Any":
+        """What rank 0 passes: numbers, texts, arrays and lists of them."""
+        raise NotImplementedError
+
+    def state_besides(self, model: "Any") -> "List[Any]":
+        """Variables that training a model of Keras' sets, and that are not among its weights."""
+        return []
+
+    def problem(self, error: Exception) -> "Optional[str]":
+        """The phrase in which this exception tells of a failure between ranks, or None.
+
+        Arguments:
+            error: what an operation within ``waiting`` has raised.
+        """
+        raise NotImplementedError
+
+    def absent(self) -> "List[int]":
+        """The ranks that do not wait here as well, after such a failure, as far as is known."""
+        return []
+
+    @contextlib.contextmanager
+    def waiting(self, what: str) -> "Iterator[None]":
+        """Turn the engine's own error within into the loss of a rank that it stands for.
+
+        Arguments:
+            what: what for, in a phrase.
+        """
+        try:
+            yield
+        except Exception as error:
+            problem = self.problem(error)
+            if problem is None:
+                raise
+            raise errors.rank_lost(self.place, what, self.absent(), problem) from error
+
+    def share(self, rows: int, numbers: "Sequence[float]" = ()) -> float:
+        """This rank's share of the step that all ranks begin, where it has so many rows.
+
+        Gradients times the shares sum up to the gradient of all rows.
+
+        Arguments:
+            numbers: more to sum up on the way, as many on all ranks: to ``totals``.
+
+        Raises:
+            RankLostError: other ranks have no more batches.
+        """
+        self.more = list(numbers)
+        total, ended = self._agree(rows, False)
+        self.stepped(ended)
+        return rows / total
+
+    def stepped(self, ended: "Sequence[int]") -> None:
+        """Count a step. ``ended`` are the ranks that had no more batches.
+
+        Raises:
+            RankLostError: there are such ranks.
+        """
+        if ended:
+            raise errors.RankLostError(
+                "Rank {} of {} has more batches, but {} ran out of them after {}. Give "
+                "every rank the same number: compat.shard() does.".format(
+                    self.place.rank,
+                    self.place.size,
+                    errors.numbered_ranks(ended),
+                    _batches(self.steps),
+                )
+            )
+        self.steps += 1
+
+    def close(self) -> None:
+        """Say that this rank has no more batches in this epoch. All say so at once.
+
+        Raises:
+            RankError: other ranks have more.
+        """
+        ended = self._close()
+        if len(ended) < self.place.size:
+            raise _out_of_batches(self.place, ended, self.steps)
+        self.steps = 0
+
+    def _close(self):
+        """The ranks that have no more batches, this one among them."""
+        return self._agree(0, True)[1]
+
+    def _agree(self, rows, closing):
+        """The rows of all ranks, and the ranks that have no more."""
+        total, flags = self._exchange(rows, float(closing))
+        return total, [rank for rank, flag in enumerate(flags) if flag]
+
+    def _exchange(self, rows, flag):
+        """The rows of all ranks, and each rank's flag."""
+        size = self.place.size
+        sums = self.sum([float(rows)] + self.flags(flag) + self.more)
+        self.more = [0.0] * len(self.more)  # of one that has no more batches
+        self.totals = sums[1 + size :]
+        return float(sums[0]), sums[1 : 1 + size]
+
+    def flags(self, flag: float) -> "List[float]":
+        """This rank's flag in its place, which sums up to all ranks' flags."""
+        return [float(flag) * (rank == self.place.rank) for rank in range(self.place.size)]
+
+
+def print_for_main_thread(error):
+    """Print what the main thread, which waits in a framework's hands, would raise and die of."""
+    frame = sys._current_frames()[threading.main_thread().ident]  # type: ignore  # it runs
+    lines = ["Traceback (most recent call last):\n"] + traceback.format_stack(frame)
+    lines += traceback.format_exception_only(type(error), error)
+    sys.stdout.flush()
+    sys.stderr.write("".join(lines))
+    sys.stderr.flush()
+
+
+def _ranks_disagree(place, engine, size):
+    return errors.RankError(
+        "{} started this process as one of {}, but {} sees {}: each would train alone. Start "
+        "it with the launcher of {}, or with compat run -n {}.".format(
+            place.launcher, place.size, engine, size, engine, place.size
+        )
+    )
+
+
+def _out_of_batches(place, ended, steps):
+    going_on = [rank for rank in range(place.size) if rank not in ended]
+    return errors.RankError(
+        "Rank {} of {} ran out of batches after {}, but {} had more. Give every rank the same "
+        "number: compat.shard() does.".format(
+            place.rank, place.size, _batches(steps), errors.numbered_ranks(going_on)
+        )
+    )
+
+
+def _batches(steps):
+    return "1 batch" if steps == 1 else "{} batches".format(steps)

@@ -1,0 +1,179 @@
+"""Horovod: what the ranks of TensorFlow and MXNet talk through.
+
+Horovod's own ``DistributedOptimizer`` is another class than the user's, which saved models then
+name, and weights all ranks alike. Here Horovod carries numbers, and no more. Rendezvous, waiting
+and failing are the same for all frameworks; how numbers get to Horovod is each framework's.
+"""
+
+import contextlib
+import importlib
+import math
+import os
+import pickle
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+
+from .. import _distributions, _engines, errors
+
+
+class Engine(_engines.Engine):
+    """Horovod, as horovodrun has started it. Subclasses are for one framework each."""
+
+    #: Its name in Horovod: ``horovod.<framework>``.
+    framework = ""
+
+    def __init__(self, place):
+        super().__init__(place)
+        self.deadline = None  # of the wait that goes on
+        self.horovod = _import_horovod(self.framework)
+        self._rendezvous()
+        # How long it waits for a rank whose machine is gone.
+        os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(int(math.ceil(self.timeout))))
+        self.horovod.init()
+        self.check_size(self.horovod.size())
+        threading.Thread(target=self._watch, name="compat waits for ranks", daemon=True).start()
+
+    def sum(self, values):
+        with self.waiting("for the others' numbers"):
+            self.arrive()
+            return self.sum_numbers(values)
+
+    def broadcast(self, value):
+        import numpy
+
+        content = pickle.dumps(value, 2) if self.place.rank == 0 else b""
+        size = int(self.sum([len(content)])[0])
+        content = numpy.frombuffer(content or bytes(size), "uint8")
+        with self.waiting("for rank 0's weights"):
+            self.arrive()
+            return pickle.loads(self.broadcast_bytes(content).tobytes())
+
+    # Each framework's -------------------------------------------------------------------------
+
+    def sum_numbers(self, values):
+        """The sum over all ranks of lists of numbers, as an array of float64."""
+        raise NotImplementedError
+
+    def broadcast_bytes(self, content):
+        """Rank 0's array of uint8."""
+        raise NotImplementedError
+
+    # Failures ---------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def waiting(self, what):
+        """As the base class's; no wait goes on afterwards."""
+        try:
+            with super().waiting(what):
+                yield
+        finally:
+            self.deadline = None
+
+    def arrive(self, share=None):
+        """Note that this rank waits for the others from now on. Returns its argument."""
+        self.deadline = time.monotonic() + self.timeout
+        return share
+
+    def _watch(self):
+        """End a wait that takes too long: Horovod, shut down, fails it on all ranks.
+
+        Horovod's own check for stalls finds none between CPUs: it goes through a list of ranks
+        that its gloo part leaves empty (0.28.1, ``GlooController::DoInitialization``).
+        """
+        deadline = None
+        while deadline is None or time.monotonic() < deadline:
+            time.sleep(min(0.5, self.timeout))
+            deadline = self.deadline
+        self.horovod.shutdown()
+
+    def _rendezvous(self):
+        """Wait until all ranks come: Horovod itself would abort the process where one does not."""
+        if "HOROVOD_GLOO_RENDEZVOUS_ADDR" not in os.environ:  # no horovodrun
+            return
+        try:
+            absent = self._not_at("start", self.timeout)
+        except OSError as error:
+            raise errors.rank_lost(self.place, "to start", [], error) from error
+        if absent:
+            problem = "nothing was heard of it for {:g} seconds".format(self.timeout)
+            raise errors.rank_lost(self.place, "to start", absent, problem)
+
+    def absent(self):
+        """As far as horovodrun still tells."""
+        try:
+            return self._not_at("failure", 2.0)
+        except (KeyError, OSError):  # no horovodrun, or it has gone, too
+            return []
+
+    def _not_at(self, place, seconds):
+        """The ranks that do not come to the place in that time: horovodrun keeps a store."""
+        others = [rank for rank in range(self.place.size) if rank != self.place.rank]
+        until = time.monotonic() + seconds
+        _in_store("PUT", place, self.place.rank)
+        while others and time.monotonic() < until:
+            time.sleep(0.1)
+            others = [rank for rank in others if not _in_store("GET", place, rank)]
+        return others
+
+
+def _in_store(method, place, rank):
+    """Note in horovodrun's store that a rank is at a place, or ask whether it is."""
+    address = os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"]
+    port = os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"]
+    url = "http://{}:{}/compat_{}/{}".format(address, port, place, rank)
+    request = urllib.request.Request(url, b"1" if method == "PUT" else None, method=method)
+    try:
+        urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=2.0)
+    except urllib.error.HTTPError:
+        return False
+    return True
+
+
+def _import_horovod(framework):
+    """``horovod.<framework>``.
+
+    Raises:
+        NotInstalledError: Horovod is not installed.
+        BrokenInstallError: it is, but not for this framework.
+    """
+    if _distributions.version("horovod") is None:
+        raise _no_horovod(framework)
+    name = "horovod." + framework
+    try:
+        return importlib.import_module(name)
+    except Exception as error:  # it was built without the framework, or with another one
+        raise errors.broken_install(name, error) from error
+
+
+def is_missing(python):
+    """Whether Horovod is not installed; in another interpreter than this one that is not known."""
+    return python == sys.executable and _distributions.version("horovod") is None
+
+
+def launcher(job, framework):
+    """horovodrun, which needs no ssh on this machine, and reaches others by it.
+
+    Raises:
+        NotInstalledError: Horovod is not installed.
+        InvalidArgumentError: a machine has a user in front, which horovodrun refuses.
+    """
+    if is_missing(job.python):
+        raise _no_horovod(framework)
+    if job.hosts and "@" in job.hosts:
+        raise errors.user_of_host(job.hosts, "horovodrun")
+    horovodrun = [job.python, "-m", "horovod.runner.launch", "--gloo", "--disable-cache"]
+    return horovodrun + ["-np", str(job.size)] + (["-H", job.hosts] if job.hosts else [])
+
+
+def _no_horovod(framework):
+    return errors.NotInstalledError(
+        "Ranks of {0} train together through Horovod, which is not installed. Build it where "
+        "{0} is: HOROVOD_WITH_GLOO=1 HOROVOD_WITH_{1}=1 pip install --no-build-isolation "
+        "--no-cache-dir horovod==0.28.1 (that needs a C++ compiler, setuptools<60 and "
+        "cmake<4). Or start the script without a launcher (compat run without -n).".format(
+            framework, framework.upper()
+        )
+    )

@@ -1,0 +1,83 @@
+"""Horovod for TensorFlow.
+
+It carries numbers within the user's graphs (``Horovod.mean``), and for this process itself in a
+small graph of the engine's own.
+"""
+
+from . import horovod, tensorflow_engine
+
+
+class Horovod(tensorflow_engine.TensorFlowEngine, horovod.Engine):
+    framework = "tensorflow"
+    mark = "orovod"
+
+    def __init__(self, place):
+        super().__init__(place)
+        import tensorflow
+
+        tf = self.tf = getattr(tensorflow.compat, "v1", tensorflow)
+        graph = tf.Graph()
+        with graph.as_default(), tf.device("/cpu:0"):
+            self.numbers = tf.placeholder(tf.float64, [None])
+            self.summed = self.horovod.allreduce(
+                self.numbers, op=self.horovod.Sum, name="horovod_sum"
+            )
+            self.bytes = tf.placeholder(tf.uint8, [None])
+            self.sent = self.horovod.broadcast(self.bytes, 0, name="horovod_broadcast")
+        # Threads of its own: a user's graph may hold all others while it waits for this one.
+        config = tf.ConfigProto(use_per_session_threads=True, inter_op_parallelism_threads=1)
+        config.device_count["GPU"] = 0
+        self.session = tf.Session(graph=graph, config=config)
+
+    def sum_numbers(self, values):
+        return self.session.run(self.summed, {self.numbers: values})
+
+    def broadcast_bytes(self, content):
+        return self.session.run(self.sent, {self.bytes: content})
+
+    def state_besides(self, model):
+        """In graphs: the running sums of moving averages.
+
+        assign_moving_average(zero_debias=True), which keras 2 calls, keeps them in variables
+        below the average: "moving_mean/biased".
+        """
+        if self.tf.executing_eagerly():
+            return []
+        scopes = tuple(weight.op.name + "/" for weight in model.non_trainable_weights)
+        return [v for v in self.tf.global_variables() if v.op.name.startswith(scopes)]
+
+    # In the user's graphs ---------------------------------------------------------------------
+
+    def mean(self, tensors, share, name):
+        tf, results = self.tf, list(tensors)
+        with tf.control_dependencies(results):
+            share = self.called(self.arrive, share, tf.float64)
+        dense = {}  # places by dtype: a group is of one
+        for place, tensor in enumerate(tensors):
+            if isinstance(tensor, tf.IndexedSlices):
+                results[place] = self._mean_of_rows(tensor, share, "{}_{}".format(name, place))
+            else:
+                dense.setdefault(tensor.dtype, []).append(place)
+        for dtype, places in dense.items():
+            weighted = [tensors[place] * tf.cast(share, dtype) for place in places]
+            means = self.horovod.grouped_allreduce(
+                weighted,
+                op=self.horovod.Sum,
+                name="horovod_{}_{}".format(name, dtype.name),
+                ignore_name_scope=True,  # of functions, one in the other, which ranks may differ in
+            )
+            for place, mean in zip(places, means):
+                results[place] = mean
+        return results
+
+    def _mean_of_rows(self, slices, share, name):
+        """All ranks' rows one after the other: optimizers sum up those of one index."""
+
+        def gather(tensor, part):
+            name_of_part = "horovod_{}_{}".format(name, part)
+            return self.horovod.allgather(tensor, name=name_of_part, ignore_name_scope=True)
+
+        values = slices.values * self.tf.cast(share, slices.values.dtype)
+        return self.tf.IndexedSlices(
+            gather(values, "values"), gather(slices.indices, "indices"), slices.dense_shape
+        )

@@ -1,0 +1,127 @@
+"""torch.distributed: what the ranks of torch talk through."""
+
+import atexit
+import contextlib
+import datetime
+import os
+import re
+import sys
+import time
+
+from .. import _engines
+from .._ranks import rendezvous
+
+
+class TorchDistributed(_engines.Engine):
+    """The process group of torch.distributed: NCCL between GPUs, gloo between CPUs."""
+
+    def __init__(self, place):
+        import torch.distributed as distributed
+
+        super().__init__(place)
+        self.distributed = distributed
+        self.last = None  # the exchange that all ranks did last
+        self.store = None
+        if not distributed.is_initialized():
+            limit = datetime.timedelta(seconds=self.timeout)
+            cuda = sys.modules["torch"].cuda.is_available()
+            with self.waiting("to start"):
+                self.store = _store(distributed, place, limit)
+                with _interface(place):
+                    distributed.init_process_group(
+                        "cpu:gloo,cuda:nccl" if cuda else "gloo",
+                        store=distributed.PrefixStore("compat", self.store),
+                        rank=place.rank,
+                        world_size=place.size,
+                        timeout=limit,
+                    )
+            if not cuda:
+                # One of gloo's threads that still lets go of a tensor while Python finalizes ends
+                # the process: "terminate called without an active exception".
+                atexit.register(self._leave)
+        self.check_size(distributed.get_world_size())
+
+    def _leave(self):
+        """At the end of this process, unless the script has done so."""
+        if self.distributed.is_initialized():
+            self.distributed.destroy_process_group()
+
+    def sum(self, values):
+        torch = sys.modules["torch"]
+        return self.sum_tensor(torch.tensor(values, dtype=torch.float64)).numpy()
+
+    def sum_tensor(self, tensor):
+        """The sum of a tensor over all ranks, in its place."""
+        with self.waiting("for the others' gradients"):
+            self.distributed.all_reduce(tensor)
+        return tensor
+
+    def concatenate(self, tensor):
+        """All ranks' tensors of any numbers of rows, one below the other."""
+        torch = sys.modules["torch"]
+        sizes = [0.0] * self.place.size
+        sizes[self.place.rank] = float(len(tensor))
+        sizes = [int(size) for size in self.sum(sizes)]
+        padded = tensor.new_zeros((max(sizes),) + tensor.shape[1:])
+        padded[: len(tensor)] = tensor
+        found = [torch.empty_like(padded) for _ in sizes]
+        with self.waiting("for the others' gradients"):
+            self.distributed.all_gather(found, padded)
+        return torch.cat([part[:size] for part, size in zip(found, sizes)])
+
+    def _close(self):
+        # Others that have more batches are in an exchange like the last one.
+        return super()._close() if self.last is None else self.last.close()
+
+    def broadcast(self, value):
+        box = [value]
+        with self.waiting("for rank 0's weights"):
+            self.distributed.broadcast_object_list(box, device="cpu")
+        return box[0]
+
+    def problem(self, error):
+        if not isinstance(error, RuntimeError):  # of gloo, NCCL and the store
+            return None
+        # "[.../gloo/transport/tcp/pair.cc:553] Connection closed by peer [...]. This is ..."
+        return re.sub(r"^\[\S*\] ", "", str(error)).strip().split("\n")[0].split(". ")[0]
+
+    def absent(self):
+        """As far as the store still tells."""
+        if self.store is None:
+            return []
+        others = [rank for rank in range(self.place.size) if rank != self.place.rank]
+        try:
+            self.store.set("compat/waits/{}".format(self.place.rank), "")
+            until = time.monotonic() + 2.0
+            while others and time.monotonic() < until:
+                time.sleep(0.1)
+                others = [r for r in others if not self.store.check(["compat/waits/%d" % r])]
+        except RuntimeError:  # the store has gone, too: rank 0's, or torchrun's
+            return [] if rendezvous.torchrun_keeps_store(os.environ) else [0]
+        return others
+
+
+def _store(distributed, place, limit):
+    """The store that is the rendezvous."""
+    if rendezvous.torchrun_keeps_store(os.environ):  # it outlives every rank
+        return next(distributed.rendezvous("env://", place.rank, place.size, timeout=limit))[0]
+    host, port = rendezvous.require(place, "torch.distributed")
+    options = {"is_master": place.rank == 0, "timeout": limit}
+    if place.rank == 0:
+        # By itself the store would listen at all addresses.
+        options["master_listen_fd"] = rendezvous.listen(place, host, port).detach()
+    return distributed.TCPStore(host, port, place.size, **options)
+
+
+@contextlib.contextmanager
+def _interface(place):
+    """Within, gloo listens on the loopback interface where all ranks are on this machine."""
+    name = "GLOO_SOCKET_IFNAME"
+    if name in os.environ or not (place.on_one_machine and sys.platform == "linux"):
+        yield
+        return
+    os.environ[name] = "lo"
+    try:
+        yield
+    finally:
+        del os.environ[name]

@@ -1,0 +1,236 @@
+"""What a launcher starts in place of each rank's command, which stands behind it.
+
+Runs the command and tells ``compat run``, on standard output and so through whatever launcher,
+what it printed and how it ended. A message is a line: ``BEGIN``, the rank, its kind, its text.
+"""
+
+import codecs
+import json
+import os
+import re
+import select
+import selectors
+import signal
+import subprocess
+import sys
+import time
+
+from .. import _ranks
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, Dict, List, Optional, Tuple
+
+# Characters that no program prints by chance: ASCII's record and unit separators.
+BEGIN, BETWEEN = "\x1e", "\x1f"
+# Kinds: the rank has started, with the number of this process; a line of standard output, of
+# standard error, of the traceback; how the rank ended.
+START, OUT, ERR, TRACEBACK, END = "start", "out", "err", "traceback", "end"
+# In front of a kind. A part of a line too long for one message: what follows ends it soon. And the
+# beginning of a line that is not printed to its end yet, such as a progress bar.
+PART, UNFINISHED = "part of ", "unfinished "
+# Characters of up to four bytes each: a write of 4096 bytes to a pipe is never torn apart (POSIX's
+# PIPE_BUF, on Linux).
+_PART = 1000
+# How long a progress bar may stand unfinished before it is shown, in seconds.
+_IDLE = 0.3
+# How long a rank that was told to end may take.
+_GRACE = 5.0
+# How long a rank that only lost another one delays its own end: the other is reported first.
+_HOLD = 2.0
+# How long ranks may take to end after Ctrl-C: they may be saving what they have.
+INTERRUPT_GRACE = 60.0
+
+# So many lines of a traceback are told.
+_LONGEST = 500
+# What begins the second part of a chained traceback.
+_CHAINED = ("During handling of the above", "The above exception was the direct")
+# What TensorFlow's and glog's lines of a log begin with: other threads write them.
+_LOGGED = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d|[IWEF]\d{4} \d\d:\d\d:\d\d")
+
+
+def decode(line: str) -> "Optional[Tuple[int, str, str]]":
+    """The rank, the kind and the text of a message, or None: the launcher's own words."""
+    _, begin, message = line.partition(BEGIN)  # launchers may put something in front
+    rank, _, rest = message.partition(BETWEEN)
+    kind, between, text = rest.partition(BETWEEN)
+    return (int(rank), kind, text) if begin and between and rank.isdecimal() else None
+
+
+def _decoder():
+    return codecs.getincrementaldecoder("utf-8")("replace")
+
+
+class Traceback:
+    """The last traceback in what a program writes to standard error, its causes included."""
+
+    def __init__(self) -> None:
+        self.lines = []  # type: List[str]
+        self.prefix = ""  # torch.distributed puts "[rank1]: " in front of each line
+        self.ended = False  # a log follows
+
+    def add(self, line: str) -> None:
+        prefix, begin, _ = line.partition("Traceback (most recent call last)")
+        if begin:
+            self.prefix = prefix
+            if not any(earlier.startswith(_CHAINED) for earlier in self.lines[-3:]):
+                self.lines = []
+        if begin or line.startswith(_CHAINED):
+            self.ended = False
+        elif _LOGGED.match(line):
+            self.ended = True
+        if begin or (self.lines and not self.ended):
+            line = line[len(self.prefix) :] if line.startswith(self.prefix) else line
+            self.lines = (self.lines + [line])[:_LONGEST]
+
+
+class _Rank:
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.traceback = Traceback()
+        self.terminated = False
+        self.interrupted = False
+
+    def send(self, kind, text):
+        message = "{}{}{}{}{}{}\n".format(BEGIN, self.rank, BETWEEN, kind, BETWEEN, text)
+        os.write(1, message.encode("utf-8", "replace"))
+
+    def send_line(self, kind, line):
+        if kind == ERR:
+            self.traceback.add(line)
+        self.send_in_parts(kind, line)
+
+    def send_in_parts(self, kind, text):
+        while len(text) > _PART:
+            self.send(PART + kind, text[:_PART])
+            text = text[_PART:]
+        self.send(kind, text)
+
+    def run(self, command: "List[str]") -> int:
+        """Run the command to its end, and tell of it. Returns the exit status."""
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=dict(os.environ, PYTHONUNBUFFERED="1", **_gpus(os.environ)),
+            preexec_fn=die_with_parent,
+        )
+
+        def terminate(signum, frame):
+            self.terminated = True
+            process.terminate()
+            signal.signal(signal.SIGALRM, lambda *ignored: process.kill())
+            signal.alarm(int(_GRACE))
+
+        def interrupt(signum, frame):
+            self.interrupted = True
+            process.send_signal(signal.SIGINT)
+
+        signal.signal(signal.SIGTERM, terminate)
+        signal.signal(signal.SIGHUP, terminate)
+        signal.signal(signal.SIGINT, interrupt)
+        self.send(START, str(os.getpid()))
+        self.forward({process.stdout: OUT, process.stderr: ERR}, process)
+        status = process.wait()
+        return self.end(status if status >= 0 else 128 - status)
+
+    def forward(self, streams: "Dict[Any, str]", process: "Any") -> None:
+        """Send on what the program prints until it has ended.
+
+        A process of its own that it leaves behind may hold the pipes open longer: not waited for.
+
+        Raises:
+            BrokenPipeError: the output is read no more, as when the connection to this machine
+                is lost. The program then dies with this process.
+        """
+        listener = select.poll()
+        listener.register(1, 0)  # tells errors only
+        decoders = {kind: _decoder() for kind in streams.values()}
+        rest = dict.fromkeys(decoders, "")
+        with selectors.DefaultSelector() as selector:
+            for stream, kind in streams.items():
+                selector.register(stream, selectors.EVENT_READ, kind)
+            while selector.get_map():
+                ready = selector.select(_IDLE)
+                for key, _ in ready:
+                    data = os.read(key.fd, 65536)
+                    if not data:
+                        selector.unregister(key.fileobj)
+                    text = rest[key.data] + decoders[key.data].decode(data, not data)
+                    lines = text.split("\n")
+                    rest[key.data] = lines.pop()
+                    for line in lines:
+                        self.send_line(key.data, line)
+                if not ready:
+                    if listener.poll(0):
+                        raise BrokenPipeError("the output of rank {} is not read".format(self.rank))
+                    # Lines not ended yet: progress bars.
+                    for kind in rest:
+                        if rest[kind]:
+                            self.send_in_parts(UNFINISHED + kind, rest[kind])
+                        rest[kind] = ""
+                    if process.poll() is not None:
+                        break
+        for kind, text in rest.items():
+            if text:
+                self.send_line(kind, text)
+
+    def end(self, status: int) -> int:
+        lines = self.traceback.lines if status else []
+        lost = any(line.startswith("compat.errors.RankLostError") for line in lines)
+        record = {"status": status, "terminated": self.terminated, "lost": lost}
+        for line in lines:
+            self.send_line(TRACEBACK, line)
+        self.send(END, json.dumps(record))
+        if lost and not self.terminated:
+            time.sleep(_HOLD)
+        if self.interrupted:
+            self.wait_to_be_terminated()
+        return status
+
+    def wait_to_be_terminated(self) -> None:
+        """Stay until ``compat run`` ends the launcher, which it does when all ranks have ended.
+
+        A launcher that sees one end would kill the others, which may still be saving.
+        """
+        listener = select.poll()
+        listener.register(1, 0)  # tells errors only
+        until = time.monotonic() + INTERRUPT_GRACE
+        while not self.terminated and time.monotonic() < until and not listener.poll(0):
+            time.sleep(0.05)
+
+
+def _gpus(environ):
+    """The variables that show the GPUs which ``compat run --hosts --gpus`` asked for everywhere.
+
+    Other machines may have more or fewer than the one where it was called. What is short, the
+    script's ``configure_gpu()`` says.
+    """
+    if "COMPAT_GPUS" not in environ:
+        return {}
+    from .. import _devices, _selection  # for start-up time
+
+    selection = _selection.parse_gpus(environ["COMPAT_GPUS"])
+    return _devices.choose(selection, None, environ).environ(environ)
+
+
+def die_with_parent():
+    """Be killed when the process that started this one ends in any way. (Linux.)"""
+    try:
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    except (ImportError, OSError, AttributeError):
+        pass
+
+
+def main(command: "List[str]") -> int:
+    place = _ranks.own_place()
+    assert place is not None, "compat run starts this through a launcher"
+    die_with_parent()
+    return _Rank(place.rank).run(command)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,295 @@
+"""``compat run -n N``: a script as N ranks, through the launcher of the backend's engine.
+
+The launcher starts ``rank_process`` in each rank, which sends what the script prints and how it
+ended through the launcher's own output. So the same code watches ranks under torchrun, mpirun
+and horovodrun, on one machine and on several.
+"""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+
+from .. import errors
+from . import rank_process
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, Dict, Iterator, List, Optional, Tuple
+
+# How long a launcher may take to end the other ranks, after one has failed, in seconds.
+GRACE = 15.0
+
+
+class Ended:
+    """How a rank ended: its exit status (128 + n for signal n), and the traceback it printed.
+
+    ``lost``: only since another rank was not there; ``terminated``: since the launcher said so;
+    ``aborted``: by the framework's own code, without a traceback.
+    """
+
+    def __init__(self, rank, status, traceback, lost=False, terminated=False):
+        self.rank = rank
+        self.status = status
+        self.traceback = traceback
+        self.lost = lost
+        self.terminated = terminated
+        self.aborted = status == 128 + signal.SIGABRT and not traceback
+
+
+def root_cause(ended: "List[Ended]") -> "Optional[Ended]":
+    """The rank for which a job failed, from how the ranks ended, in order; None: none failed.
+
+    Where ranks only lost another one, that is the first which ended as if all were done; else the
+    one that had to be ended, since it never came. A rank that its engine aborted after another one
+    had ended lost that one: Horovod 0.28's thread may do so.
+    """
+    failed = [end for end in ended if end.status and not end.terminated]
+    early = [end for end in ended if not end.status]
+    at_fault = [end for end in failed if not end.lost and not (end.aborted and early)]
+    if at_fault or not failed:
+        return next(iter(at_fault), None)
+    absent = [end for end in ended if end.terminated and not end.lost]
+    return (early + absent + failed)[0]
+
+
+class WatchedRanks:
+    """The ranks of one script: what they print, and how they end."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.ended: "List[Ended]" = []
+        self.processes: "Dict[int, int]" = {}  # of each rank the one to be signalled
+        self.tracebacks: "Dict[int, List[str]]" = {}
+        self.launcher_said: "List[str]" = []
+        # Of lines too long for one message, what has come: other ranks' messages come between.
+        self.parts: "Dict[Tuple[int, str], str]" = {}
+        self.unfinished: "Optional[Tuple[int, str]]" = (
+            None  # whose line is unfinished, and on which stream
+        )
+
+    def hear(self, line: str) -> None:
+        """Take a line of the launcher's output."""
+        message = rank_process.decode(line)
+        if message is None:
+            self.launcher_said = self.launcher_said[-200:] + [line]
+            return
+        rank, kind, text = message
+        if kind.startswith(rank_process.PART):
+            key = rank, kind[len(rank_process.PART) :]
+            self.parts[key] = self.parts.get(key, "") + text
+            return
+        text = self.parts.pop((rank, kind), "") + text
+        unfinished = kind.startswith(rank_process.UNFINISHED)
+        kind = kind[len(rank_process.UNFINISHED) :] if unfinished else kind
+        if kind == rank_process.START:
+            self.processes[rank] = int(text)
+        elif kind in (rank_process.OUT, rank_process.ERR):
+            self.show(rank, kind, text, unfinished)
+        elif kind == rank_process.TRACEBACK:
+            self.tracebacks.setdefault(rank, []).append(text)
+        elif kind == rank_process.END:
+            end = Ended(rank, traceback=self.tracebacks.get(rank), **json.loads(text))
+            # An engine may end a rank by a signal when another has given up.
+            if end.status > 128 and any(earlier.lost for earlier in self.ended):
+                end.terminated = True
+            self.ended.append(end)
+
+    def show(self, rank: int, kind: str, text: str, unfinished: bool) -> None:
+        """Print what a rank has printed, the rank in front of each line."""
+        stream = sys.stdout if kind == rank_process.OUT else sys.stderr
+        if self.unfinished not in (None, (rank, kind)):
+            self.end_line()
+        if self.unfinished is None:
+            stream.write("[{}] ".format(rank))
+        # A progress bar goes back to the beginning of its line, where the rank stands.
+        stream.write(text.replace("\r", "\r[{}] ".format(rank)))
+        self.unfinished = (rank, kind)
+        if not unfinished:
+            self.end_line()
+        stream.flush()
+
+    def end_line(self) -> None:
+        if self.unfinished is not None:
+            stream = sys.stdout if self.unfinished[1] == rank_process.OUT else sys.stderr
+            stream.write("\n")
+            stream.flush()
+            self.unfinished = None
+
+    def conclude(self, status: int) -> int:
+        """Say which rank failed, its traceback last, and return the job's exit status.
+
+        Arguments:
+            status: the launcher's own.
+        """
+        self.end_line()
+        blame = root_cause(self.ended)
+        if blame is None and status == 0:
+            return 0
+        if blame is None:
+            print("\n".join(self.launcher_said), file=sys.stderr)
+            print(_launcher_failed(status, self.silent()), file=sys.stderr)
+            return status if 0 < status < 256 else 1
+        print("compat run: " + _rank_ended(blame, self.size), file=sys.stderr)
+        shown = blame
+        if not blame.status or blame.terminated:  # those that waited for it know what for
+            shown = next(end for end in self.ended if end.lost or end.aborted)
+        if shown is not blame and shown.aborted:
+            print("compat run: then " + _rank_ended(shown, self.size), file=sys.stderr)
+        print("\n".join(shown.traceback or []).rstrip("\n"), file=sys.stderr)
+        return shown.status
+
+    def silent(self) -> "List[int]":
+        """The ranks of which nothing is known: their whole machine may have gone."""
+        return sorted(set(range(self.size)) - {end.rank for end in self.ended})
+
+
+def launch(
+    command: "List[str]", environ: "Dict[str, str]", size: int, elsewhere: bool = False
+) -> int:
+    """Run a launcher to its end, and return the exit status: the failing rank's.
+
+    A signal that tells this process to end is passed on to the ranks; the exit status is then
+    128 + the signal's number.
+
+    Arguments:
+        command: the launcher, and what it is to start in each rank.
+        environ: its environment.
+        size: the number of ranks.
+        elsewhere: some of them may run on other machines.
+    """
+    ranks = WatchedRanks(size)
+    told: "List[int]" = []
+    # One that is ignored stays so: SIGHUP under nohup, SIGINT in the background of a shell script.
+    before = {
+        number: signal.signal(number, lambda number, frame: told.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) != signal.SIG_IGN
+    }
+    launcher = subprocess.Popen(
+        command,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        preexec_fn=rank_process.die_with_parent,
+    )
+    try:
+        for line in _lines(launcher, ranks, told, elsewhere):
+            ranks.hear(line)
+    finally:
+        _end(launcher)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if told:
+        ranks.end_line()
+        return 128 + told[0]
+    return ranks.conclude(launcher.wait())
+
+
+def _lines(
+    launcher: "Any", ranks: "WatchedRanks", told: "List[int]", elsewhere: bool
+) -> "Iterator[str]":
+    """The launcher's output until it has ended; not for long after a rank has failed.
+
+    Nor after a signal, or when all ranks have ended after one.
+    """
+    rest, deadline, passed_on = b"", None, 0  # type: Any, Optional[float], int
+    descriptor = launcher.stdout.fileno()
+    while deadline is None or time.monotonic() < deadline:
+        if len(told) > passed_on:
+            passed_on = len(told)
+            deadline = time.monotonic() + _pass_on(told[:passed_on], launcher, ranks, elsewhere)
+        if told and len(ranks.ended) == ranks.size:
+            break
+        if select.select([descriptor], [], [], 0.2)[0]:
+            data = os.read(descriptor, 65536)
+            lines = (rest + data).split(b"\n")
+            rest = lines.pop()
+            for line in lines:
+                yield line.decode("utf-8", "replace")
+            if not data:
+                break
+        elif launcher.poll() is not None:
+            break
+        if deadline is None and any(end.status for end in ranks.ended):
+            deadline = time.monotonic() + GRACE
+    if rest:
+        yield rest.decode("utf-8", "replace")
+
+
+def _pass_on(told, launcher, ranks, elsewhere):
+    """Pass the last signal on to the ranks, and return how long they may take, in seconds.
+
+    Launchers make SIGTERM of SIGINT, or give the others little time once one rank has ended: so
+    the ranks are interrupted directly. That cannot be done on other machines, where
+    ``compat._launch.starter`` does it; what other launchers do there is theirs.
+    """
+    ranks.end_line()
+    running = set(ranks.processes) - {end.rank for end in ranks.ended}
+    if told == [signal.SIGINT] and (elsewhere or len(ranks.processes) == ranks.size):
+        print(
+            "compat run: interrupted. The ranks are, too, and have up to {:.0f} seconds to "
+            "end; Ctrl-C again ends them at once.".format(rank_process.INTERRUPT_GRACE),
+            file=sys.stderr,
+            flush=True,
+        )
+        if elsewhere:
+            launcher.send_signal(signal.SIGINT)
+        for rank in [] if elsewhere else running:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(ranks.processes[rank], signal.SIGINT)
+        return rank_process.INTERRUPT_GRACE
+    if len(told) < 3:
+        print(
+            "compat run: told to end by {}; the ranks are ended.".format(
+                signal.Signals(told[-1]).name
+            ),
+            file=sys.stderr,
+            flush=True,
+        )
+        launcher.terminate()
+        return GRACE
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(launcher.pid, signal.SIGKILL)
+    return 1.0
+
+
+def _end(launcher):
+    """End the launcher, and with it the ranks, if it has not ended."""
+    # To the launcher alone, which ends the ranks. In its process group they would be told twice.
+    for end in (launcher.terminate, lambda: os.killpg(launcher.pid, signal.SIGKILL)):
+        if launcher.poll() is None:
+            try:
+                end()
+                launcher.wait(GRACE)
+            except (ProcessLookupError, subprocess.TimeoutExpired):
+                pass
+
+
+def _rank_ended(ended, size):
+    """What ``compat run`` says of the rank for which a job failed."""
+    if not ended.status:
+        how = "ended (exit status 0) while others were still training"
+    elif ended.terminated:
+        how = "did not come to the others, which waited for it"
+    elif ended.status > 128:
+        how = "was killed by signal {}".format(ended.status - 128)
+    else:
+        how = "failed with exit status {}".format(ended.status)
+    return "rank {} of {} {}; the others were ended.".format(ended.rank, size, how)
+
+
+def _launcher_failed(status, silent):
+    """What ``compat run`` says where no rank told that it failed."""
+    heard = (
+        "nothing was heard of the end of " + errors.numbered_ranks(silent)
+        if silent
+        else "no rank failed"
+    )
+    return "compat run: the launcher ended with exit status {}; {}.".format(status, heard)

@@ -1,0 +1,127 @@
+"""Changes to other people's objects: each one is listed, is made once, and can be taken back."""
+
+import contextlib
+import types
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, Iterator, List, Optional
+
+_patches = []  # type: List[Patch]
+
+
+class Patch:
+    """One attribute of a module, a class or an instance that compat has replaced, and keeps.
+
+    An instance gets the attribute in its ``__dict__``. Keras and torch would track what is set by
+    ``setattr`` as a part of the model.
+
+    Arguments:
+        owner: the module, class or instance.
+        name: the attribute's name.
+        value: what replaces it.
+
+    Raises:
+        RuntimeError: compat has replaced this attribute already. Two patches could only be taken
+            back in the right order.
+    """
+
+    def __init__(self, owner: "Any", name: str, value: "Any") -> None:
+        if find(owner, name) is not None:
+            raise RuntimeError("compat has replaced {} of {!r} already".format(name, owner))
+        self.owner = owner
+        self.name = name
+        self.was_own = name in vars(owner)  # else it is inherited, or was not there
+        self.before = vars(owner).get(name)
+        self._set(value)
+        _patches.append(self)
+
+    def _set(self, value):
+        if isinstance(self.owner, (type, types.ModuleType)):
+            setattr(self.owner, self.name, value)
+        else:
+            vars(self.owner)[self.name] = value
+
+    def take_back(self) -> None:
+        """Give the owner back what it had."""
+        _patches.remove(self)
+        if self.was_own:
+            self._set(self.before)
+        elif isinstance(self.owner, (type, types.ModuleType)):
+            delattr(self.owner, self.name)
+        else:
+            del vars(self.owner)[self.name]
+
+
+def find(owner: "Any", name: str) -> "Optional[Patch]":
+    """The patch of this attribute that stands now, or None."""
+    return next((p for p in _patches if p.owner is owner and p.name == name), None)
+
+
+def patches() -> "List[Patch]":
+    """All patches that stand, in the order in which they were made.
+
+    Methods of single models are not among them: ``InstanceMethod.of(model)`` finds those.
+    """
+    return list(_patches)
+
+
+@contextlib.contextmanager
+def replaced(owner: "Any", **attributes: "Any") -> "Iterator[None]":
+    """Within, these attributes of ``owner`` are replaced; afterwards it has its own again."""
+    made = []  # type: List[Patch]
+    try:
+        for name, value in attributes.items():
+            made.append(Patch(owner, name, value))
+        yield
+    finally:
+        for patch in reversed(made):
+            patch.take_back()
+
+
+class InstanceMethod:
+    """A method of one model that hides its class's: how a model runs on several devices.
+
+    The instance gets it as a bound method, like the one it hides: Keras inspects that when it
+    saves, a deep copy of the model binds it to the copy, and pickle keeps only its name, so that
+    an unpickled model is plain.
+    """
+
+    method = "call"
+
+    def __init__(self, devices):
+        self.devices = list(devices)
+        self.hidden = None  # what the instance itself had before, as after an unpickling
+
+    @property
+    def __name__(self):
+        return self.method
+
+    def __call__(self, model, *args, **kwargs):
+        raise NotImplementedError
+
+    def __deepcopy__(self, memo):
+        return self  # devices are not copied
+
+    @classmethod
+    def of(cls, model):
+        """The method of this kind that this very instance has, or None."""
+        function = getattr(model.__dict__.get(cls.method), "__func__", None)
+        return function if isinstance(function, cls) else None
+
+    def install(self, model):
+        """Not by setattr: Keras would track the method as a part of the model."""
+        self.hidden = model.__dict__.get(self.method)
+        model.__dict__[self.method] = types.MethodType(self, model)
+
+    def remove(self, model):
+        del model.__dict__[self.method]
+        if self.hidden is not None:
+            model.__dict__[self.method] = self.plain(model)
+
+    def plain(self, model):
+        """The method that this one hides, of this model: deep copies share ``hidden``."""
+        hidden = self.hidden or types.MethodType(getattr(type(model), self.method), model)
+        if isinstance(getattr(hidden, "__self__", None), type(model)):
+            hidden = types.MethodType(hidden.__func__, model)
+        return hidden

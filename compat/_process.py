@@ -1,0 +1,50 @@
+"""What compat keeps of this process, all in one object: ``process``."""
+
+import os
+from _thread import RLock  # threading costs an import
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, Dict, List, Optional, Tuple
+
+    from ._settings import Configuration
+
+
+class Process:
+    """What ``configure_gpu()`` did, and what lasts until the process ends.
+
+    Attributes:
+        configuration: what ``configure_gpu()`` returned; None before it is called.
+        first_call: its arguments, normalised, and the environment before it; None likewise.
+        parallelized_before: models parallelized before it, by name, and their devices.
+        claims: open lock files of the idle GPUs that this process took, by UUID. The system drops
+            the locks when the process ends.
+        engines: what its ranks talk through, by class: a process joins each once.
+        configuring: held while one thread configures.
+    """
+
+    def __init__(self) -> None:
+        self.configuring = RLock()
+        self.configuration: "Optional[Configuration]" = None
+        self.first_call: "Any" = None
+        self.parallelized_before: "List[Tuple[str, List[str]]]" = []
+        self.claims: "Dict[str, int]" = {}
+        self.engines: "Dict[type, Any]" = {}
+        self._of_backends: "Dict[Any, Dict[str, Any]]" = {}
+
+    def of_backend(self, backend: "Any") -> "Dict[str, Any]":
+        """What a backend keeps of its configuration; empty before ``configure_gpu()``."""
+        return self._of_backends.setdefault(backend, {})
+
+    def start_afresh(self) -> None:
+        """Forget everything, as a test does before and after it configures.
+
+        Claims of idle GPUs are given up. What a framework has fixed stays fixed, environment
+        variables stay as they are, and so do the patches of ``compat._patching``.
+        """
+        for lock in self.claims.values():
+            os.close(lock)
+        self.__init__()  # type: ignore[misc]
+
+
+process = Process()

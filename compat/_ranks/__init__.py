@@ -1,0 +1,375 @@
+"""One process per device: this process's place among the ranks, and what ranks say to each other.
+
+A launcher (torchrun, mpirun, horovodrun, ...) starts the same script several times and tells each
+process its rank in the environment. ``configure_gpu()`` then takes the device of the local rank,
+and ``parallelize()`` trains the model together with the other ranks, through one
+of ``_engines``. Importing this module imports nothing else.
+"""
+
+import os
+import sys
+
+from .. import errors
+from .place import Place, is_to_be_alone
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, List, Mapping, Optional, Tuple
+
+#: How long ranks wait for each other where the user sets nothing, in seconds.
+TIMEOUT = 600.0
+
+
+class Job:
+    """Which ranks a launcher is to start.
+
+    Arguments:
+        size: the number of ranks, 2 or more.
+        python: the path of the interpreter that has the framework.
+        environ: the environment variables of the launcher, and of its ranks on every machine.
+        hosts: the machines, and how many of the ranks each runs: "first:4,second:4"; None: this
+            one.
+    """
+
+    __slots__ = ("size", "python", "environ", "hosts")
+
+    def __init__(
+        self, size: int, python: str, environ: "Mapping[str, str]", hosts: "Optional[str]" = None
+    ) -> None:
+        self.size = size
+        self.python = python
+        self.environ = environ
+        self.hosts = hosts
+
+
+def own_place() -> "Optional[Place]":
+    """This process's place among the ranks, or None where it is alone.
+
+    Raises:
+        RankError: as ``launchers.launched``.
+    """
+    from . import launchers  # for start-up time
+
+    return launchers.launched(os.environ) or _place_in_group()
+
+
+def evaluator() -> "Optional[Place]":
+    """The place of a process that evaluates what ranks have saved, and is none of them, or None."""
+    from . import clusters  # for start-up time
+
+    return clusters.evaluator(os.environ)
+
+
+def _place_in_group():
+    """The place in the process group of torch.distributed that the script made, if any."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    rank, size = distributed.get_rank(), distributed.get_world_size()
+    if size < 2 or is_to_be_alone(os.environ):
+        return None
+    local_rank = os.environ.get("LOCAL_RANK", "")
+    here = int(local_rank) if local_rank.isdecimal() else 0
+    return Place(rank, size, here, here + 1, "torch.distributed", False)
+
+
+def timeout(environ: "Mapping[str, str]", name: str = "COMPAT_TIMEOUT") -> float:
+    """How long a rank waits for the others, in seconds: ``COMPAT_TIMEOUT``, or ``TIMEOUT``.
+
+    Arguments:
+        name: of what has set it, for the error.
+    """
+    text = environ.get("COMPAT_TIMEOUT", str(TIMEOUT))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise errors.InvalidArgumentError(
+            "{}={} is not understood. Use a number of seconds above 0: how long a rank "
+            "waits for the others.".format(name, text)
+        )
+    return seconds
+
+
+def parse_hosts(text: str) -> "List[Tuple[str, int]]":
+    """Machines and how many ranks each runs: ``"first:4,second:4"``; without a number one. Pure.
+
+    A machine is a name or an IPv4 address, ``user@`` in front where ssh is to log in as another
+    user. Launchers hand it to ssh, some through a shell: whatever else it may hold is refused.
+
+    Raises:
+        InvalidArgumentError: that is not understood, or a machine comes twice.
+    """
+    hosts = []
+    for part in text.split(","):
+        name, _, slots = part.strip().partition(":")
+        if part.count(":") > 1 or (name and not _is_host(name)):
+            raise _invalid_host_name(text, part.strip())
+        if not name or not (slots or "1").isdecimal() or int(slots or 1) < 1:
+            raise _invalid_hosts(text)
+        hosts.append((name, int(slots or 1)))
+    names = [host_address(name) for name, _ in hosts]
+    here = [name for name in names if name == "localhost" or name.startswith("127.")]
+    if len(set(names)) < len(names) or (here and len(names) > 1):
+        raise _invalid_hosts(text)
+    return hosts
+
+
+def _is_host(name):
+    user, at, host = name.rpartition("@")
+    parts = [user, host] if at else [host]
+    return all(
+        (part[:1].isalnum() or part[:1] == "_") and all(c.isalnum() or c in "._-" for c in part)
+        for part in parts
+    )
+
+
+def host_address(host: str) -> str:
+    """What other machines know a host of ``parse_hosts`` by: without the user who logs in."""
+    return host.rpartition("@")[2]
+
+
+def fill_hosts(text: str, size: "Optional[int]") -> "Tuple[int, str]":
+    """The number of ranks, and the machines that ``size`` ranks fill, one after the other. Pure.
+
+    Arguments:
+        text: as for ``parse_hosts``.
+        size: None: as many as the machines have room for.
+
+    Raises:
+        InvalidArgumentError: as ``parse_hosts``, or they have no room for so many.
+    """
+    hosts = parse_hosts(text)
+    room = sum(slots for _, slots in hosts)
+    size = left = room if size is None else size
+    if size > room:
+        raise errors.InvalidArgumentError(
+            "-n {}: --hosts {} has room for {}. Use fewer ranks, or give the machines more: "
+            "--hosts first:4,second:4.".format(size, text, room)
+        )
+    filled = []
+    for name, slots in hosts:
+        if left:
+            filled.append("{}:{}".format(name, min(slots, left)))
+            left -= min(slots, left)
+    return size, ",".join(filled)
+
+
+# The public calls -----------------------------------------------------------------------------
+
+
+def rank() -> int:
+    """The number of this process among all that train together, from 0; 0 where it is alone.
+
+    -1 in the evaluator of ``TF_CONFIG``, which is none of them.
+
+    Like all calls here it reads the launcher's environment and imports no framework.
+
+    Raises:
+        RankError: the launcher's variables contradict each other (a ``RuntimeError``).
+    """
+    place = own_place() or evaluator()
+    return place.rank if place else 0
+
+
+def size() -> int:
+    """How many processes train together; 1 where this one is alone.
+
+    Raises:
+        RankError: as ``rank()``.
+    """
+    place = own_place()
+    return place.size if place else 1
+
+
+def local_rank() -> int:
+    """The number of this process among those on its machine, from 0: that of its device.
+
+    Raises:
+        RankError: as ``rank()``.
+    """
+    place = own_place()
+    return place.local_rank if place else 0
+
+
+def is_chief() -> bool:
+    """Whether this is rank 0, which prints and saves; True where the process is alone.
+
+    Raises:
+        RankError: as ``rank()``.
+    """
+    return rank() == 0
+
+
+def local_batch_size(batch_size: int) -> int:
+    """This rank's part of a batch of all ranks: the ``batch_size`` to fit with.
+
+    For the numbers of one process with that batch size, and its learning rate as it is::
+
+        x, y = compat.shard((x, y), batch_size=256)
+        model.fit(x, y, batch_size=compat.local_batch_size(256), shuffle=False)
+
+    Arguments:
+        batch_size: rows of a batch, of all ranks together.
+
+    Raises:
+        InvalidArgumentError: less than one row per rank (a ``ValueError``).
+        RankError: as ``rank()``.
+    """
+    place = own_place()
+    if place is None:
+        return batch_size
+    if batch_size < place.size:
+        raise errors.InvalidArgumentError(
+            "A batch of {} rows is too small for {} ranks. Use {} rows or more.".format(
+                batch_size, place.size, place.size
+            )
+        )
+    start, stop = _bounds(place, batch_size)
+    return stop - start
+
+
+def scaled_learning_rate(learning_rate: float) -> float:
+    """The learning rate times the number of ranks: for ranks that each keep the old batch size.
+
+    N ranks with batches of 64 rows make batches of N * 64; the "linear scaling rule" (Goyal et
+    al., "Accurate, Large Minibatch SGD", 2017) takes N times the learning rate then, after some
+    epochs of warm-up. Nothing in compat changes a learning rate by itself.
+
+    Arguments:
+        learning_rate: the one for a single device.
+    """
+    return learning_rate * size()
+
+
+def shard(data: "Any", batch_size: "Optional[int]" = None) -> "Any":
+    """This rank's rows of the data; all of it where the process is alone.
+
+    Every rank gets the same number of rows, and a last few that cannot be dealt out evenly are
+    left out, with a warning: ranks with more batches than others would wait for them.
+
+    Arguments:
+        data: an array, or anything else with ``shape`` and slices along its first axis; a tuple,
+            list or dictionary of those, which have the same number of rows (None stays None);
+            or a ``tf.data.Dataset``, of rows or of batches. Shuffle it afterwards, or with a seed.
+        batch_size: rows of a batch of all ranks together. With it a rank's k-th batch of
+            ``local_batch_size(batch_size)`` rows is its part of the k-th batch that one process
+            would see, also where a batch does not divide evenly. A dataset of batches stays one,
+            of this rank's parts of them. Without it each rank gets every N-th element of a
+            dataset, and a run of an array's rows.
+
+    Returns:
+        The same structure.
+
+    Raises:
+        InvalidArgumentError: the data has fewer rows than there are ranks, parts of it have
+            different numbers of rows, or it is of another kind (a ``ValueError``).
+        RankError: as ``rank()``.
+    """
+    place = own_place()
+    if place is None:
+        return data
+    if hasattr(data, "element_spec") and hasattr(data, "shard"):
+        if batch_size is not None:
+            local_batch_size(batch_size)  # one row per rank, at least
+        from . import datasets  # for start-up time
+
+        texts = []  # type: List[str]
+        dataset = datasets.shard(place, data, batch_size, _bounds, texts.append)
+        for text in texts:
+            errors.warn(text)
+        return dataset
+    lengths = sorted(set(_lengths(data)))
+    if not lengths:
+        raise errors.InvalidArgumentError(
+            "There is no array to take rows of in what shard() was given."
+        )
+    if len(lengths) > 1:
+        raise errors.InvalidArgumentError(
+            "The arrays given to shard() have different numbers of rows: {}. Give it arrays "
+            "that belong together, row by row.".format(", ".join(map(str, lengths)))
+        )
+    rows = lengths[0]
+    if rows < place.size:
+        raise errors.too_few_rows(rows, place.size)
+    if batch_size is None:
+        left_out = rows % place.size
+        ranges = [_bounds(place, rows - left_out)]
+    else:
+        local_batch_size(batch_size)  # one row per rank, at least
+        last = rows % batch_size
+        left_out = last if last < place.size else 0
+        ranges = list(_parts_of_batches(place, rows - left_out, batch_size))
+    if left_out:
+        errors.warn(
+            "The last {} of {} rows are left out: they are too few for one on each of {} "
+            "ranks.".format(left_out, rows, place.size)
+        )
+    return _sharded(data, ranges)
+
+
+def _lengths(data):
+    """The number of rows of each part of the data."""
+    if isinstance(data, (tuple, list, dict)):
+        for part in data.values() if isinstance(data, dict) else data:
+            for length in _lengths(part):
+                yield length
+    elif data is not None:
+        if not getattr(data, "shape", None):
+            raise errors.InvalidArgumentError(
+                "shard() takes arrays, tuples, lists and dictionaries of arrays, and "
+                "tf.data datasets; there is a {} in what it was given. Let it read every "
+                "size()-th item from rank() on.".format(errors.class_of(data))
+            )
+        yield int(data.shape[0])
+
+
+def _parts_of_batches(place, rows, batch_size):
+    """The runs of rows, (start, stop), that are this rank's."""
+    for start in range(0, rows, batch_size):
+        first, last = _bounds(place, min(batch_size, rows - start))
+        yield start + first, start + last
+
+
+def _bounds(place, rows):
+    """This rank's run of ``rows``: the first ranks have one row more.
+
+    Not as replicas are dealt theirs: here no rank has more rows of a smaller batch.
+    """
+    each, more = divmod(rows, place.size)
+    start = place.rank * each + min(place.rank, more)
+    return start, start + each + (place.rank < more)
+
+
+def _sharded(data, ranges):
+    if isinstance(data, dict):
+        return type(data)((key, _sharded(part, ranges)) for key, part in data.items())
+    if isinstance(data, (tuple, list)):
+        parts = [_sharded(part, ranges) for part in data]
+        return type(data)(*parts) if hasattr(data, "_fields") else type(data)(parts)
+    if data is None:
+        return None
+    rows = getattr(data, "iloc", data)  # of a table of pandas, [] takes columns
+    if len(ranges) == 1:
+        return rows[ranges[0][0] : ranges[0][1]]
+    import numpy
+
+    return rows[numpy.concatenate([numpy.arange(*bounds) for bounds in ranges])]
+
+
+def _invalid_hosts(hosts):
+    return errors.InvalidArgumentError(
+        "--hosts {} is not understood. Use machines, by the names that all of them know, and "
+        "how many ranks each is to run: --hosts first:4,second:4.".format(hosts)
+    )
+
+
+def _invalid_host_name(hosts, host):
+    kind = " looks like an IPv6 address, and launchers take none" if host.count(":") > 1 else ""
+    return errors.InvalidArgumentError(
+        "--hosts {}: {!r}{}. Use a name of letters, digits, '.', '-' and '_' that does not "
+        "begin with '-', or an IPv4 address; user@name logs in as another user.".format(
+            hosts, host, kind or " is not the name of a machine"
+        )
+    )

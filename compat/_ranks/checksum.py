@@ -1,0 +1,176 @@
+"""Whether all ranks hold the same weights: a checksum of each variable's bytes, compared.
+
+All ranks begin with rank 0's weights, and every update is computed from the same gradients by the
+same operations, so that equal means equal to the last bit. What is a rank's own by design (seeds,
+metrics, the states of stateful RNNs, which belong to its rows) is no variable to compare.
+"""
+
+import hashlib
+
+from .. import errors
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, Callable, Sequence, Union
+
+    from .._engines import Engine
+
+# A prime, so that the words which are added up come from places without a pattern.
+_COLUMNS = 1021
+_WORD = 8  # bytes
+# A number of 16 bits is exact in float32, in which some engines sum.
+_PIECES, _BITS = 4, 16
+# Ranks whose processors differ may round differently. More than this, relative to the largest
+# number of a variable, is no rounding.
+_ROUNDING = 1e-4
+
+
+# After these many updates, and every 1024th, ranks compare what they hold.
+_DUE = frozenset(2**power for power in range(10))
+_RARELY = 1024
+
+
+_CAUSES = (
+    "Likely causes: gradients that never reach the other ranks, such as those of "
+    "torch.autograd.grad() or of an update made by hand; an initial value drawn at random after "
+    "parallelize(); code that depends on a rank's data, such as a step that is skipped."
+)
+
+
+def is_due(steps: int) -> bool:
+    """Whether ranks compare what they hold after so many steps: soon, and then rarely."""
+    return steps in _DUE or steps % _RARELY == 0
+
+
+def checksum(array: "Any") -> int:
+    """64 bits of the type, the shape and the bytes of an array.
+
+    Most of it is a sum of words, as fast as memory is read; which word stands where counts but
+    for words a multiple of 1021 places apart.
+    """
+    import numpy as np
+
+    array = np.ascontiguousarray(array)
+    data = array.reshape(-1).view("uint8")
+    block = _COLUMNS * _WORD
+    folded = data[: data.size // block * block].view("uint64").reshape(-1, _COLUMNS)
+    return _digest(
+        "{} {}".format(array.dtype, array.shape).encode(),
+        folded.sum(axis=0, dtype="uint64").tobytes(),
+        data[folded.size * _WORD :].tobytes(),
+    )
+
+
+def _digest(*contents):
+    result = hashlib.blake2b(digest_size=_PIECES * _BITS // 8)
+    for content in contents:
+        result.update(content)
+    return int.from_bytes(result.digest(), "big")
+
+
+def verify(
+    engine: "Engine",
+    names: "Sequence[str]",
+    arrays: "Sequence[Any]",
+    write: "Callable[[int, Any], None]",
+    when: "Union[int, str]",
+    causes: str = _CAUSES,
+) -> None:
+    """Compare variables that have to be the same on all ranks. All ranks call it at once.
+
+    Where they are, this is one exchange of a few numbers. Where they differ by rounding alone, as
+    between machines with different processors, every rank gets rank 0's, with a warning.
+
+    Arguments:
+        names: of the variables, in the order in which the model has them. Ranks may number them
+            differently: Keras counts what each has made before.
+        arrays: their values.
+        write: is called with a variable's place in the lists and the value to set.
+        when: after how many steps, or a phrase: "after epoch 3".
+        causes: why such variables may differ, and what to do: sentences for the error.
+
+    Raises:
+        RankError: they differ. It names the first variable that does, and on which ranks.
+    """
+    sums = [checksum(array) for array in arrays]
+    if _same(engine.gather(_pieces(_digest(repr(sums).encode())))):
+        return
+    if isinstance(when, int):
+        when = "after 1 step" if when == 1 else "after {} steps".format(when)
+    if not _same(engine.gather([len(names)])):
+        raise errors.RankError(
+            "The ranks' models have different variables {}: rank {} of {} has {}: {}. Build the "
+            "same model on every rank.".format(
+                when, engine.place.rank, engine.place.size, len(names), ", ".join(names)
+            )
+        )
+    rows = engine.gather([piece for value in sums for piece in _pieces(value)])
+    table = [[row[i : i + _PIECES] for i in range(0, len(row), _PIECES)] for row in rows]
+    differ = {}  # index of a variable -> ranks
+    for index in range(len(names)):
+        ranks = [rank for rank, row in enumerate(table) if row[index] != table[0][index]]
+        if ranks:
+            differ[index] = ranks
+    chief = engine.broadcast([arrays[index] for index in differ])
+    distances = [_distance(arrays[index], value) for index, value in zip(differ, chief)]
+    # In parts per million: not all engines sum more digits, or carry infinities.
+    gathered = engine.gather([int(min(1e6 * distance, 2.0**24)) for distance in distances])
+    largest = [max(column) * 1e-6 for column in zip(*gathered)]
+    if max(largest) > _ROUNDING:
+        index = next(p for p, distance in zip(differ, largest) if distance > _ROUNDING)
+        raise _drifted(engine.place, when, names, differ, index, causes)
+    for index, value in zip(differ, chief):
+        write(index, value)
+    if engine.place.rank == 0:
+        first = next(iter(differ))
+        errors.warn(
+            "The weights of {} ({}) are {} not those of rank 0 to the last bit, but to rounding, "
+            "as between machines with different processors. All ranks go on with rank 0's.".format(
+                errors.numbered_ranks(differ[first]), _and_others(names, differ, first), when
+            )
+        )
+
+
+def _pieces(value):
+    return [value >> shift & (1 << _BITS) - 1 for shift in range(0, _PIECES * _BITS, _BITS)]
+
+
+def _same(rows):
+    return all(row == rows[0] for row in rows)
+
+
+def _distance(mine, chief):
+    """The largest difference, relative to the largest number."""
+    import numpy as np
+
+    mine, chief = np.asarray(mine), np.asarray(chief)
+    if mine.shape != chief.shape or mine.dtype != chief.dtype or mine.dtype.kind in "iub":
+        return 0.0 if np.array_equal(mine, chief) and mine.dtype == chief.dtype else np.inf
+    mine, chief = mine.astype("float64"), chief.astype("float64")
+    with np.errstate(invalid="ignore"):
+        difference = np.where(
+            (mine == chief) | (np.isnan(mine) & np.isnan(chief)), 0.0, np.abs(mine - chief)
+        )
+    if not difference.any():
+        return 0.0
+    distance = difference.max() / np.abs(chief).max()
+    return float(distance) if np.isfinite(distance) else np.inf
+
+
+def _and_others(names, differ, first):
+    others = len(differ) - 1
+    more = " and {} other{}".format(others, "s" * (others > 1)) if others else ""
+    return repr(names[first]) + more
+
+
+def _drifted(place, when, names, differ, index, causes):
+    return errors.RankError(
+        "The ranks have drifted apart: {} the values of {} on {} of {} are not those of rank 0. "
+        "Ranks train to one process's numbers as long as these are the same. {}".format(
+            when,
+            _and_others(names, differ, index),
+            errors.numbered_ranks(differ[index]),
+            place.size,
+            causes,
+        )
+    )

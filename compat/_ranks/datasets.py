@@ -1,0 +1,219 @@
+"""``shard()`` of a ``tf.data.Dataset``: this rank's part of each batch of one process."""
+
+import sys
+
+from .. import errors
+
+# Of what Dataset.cardinality() returns: it is infinite, and it is unknown.
+_INFINITE, _UNKNOWN = -1, -2
+
+
+def shard(place, dataset, batch_size, bounds, warn):
+    """This rank's part of a dataset.
+
+    Arguments:
+        place: this process's ``Place``.
+        batch_size: rows of a batch of all ranks, or None: then elements are dealt out.
+        bounds: a function of the place and a number of rows: the first and the last of its part.
+        warn: a function of a text.
+    """
+    _warn_of_shuffling(dataset, warn)
+    if batch_size is None:
+        return _elements(place, dataset, warn)
+    batched = _batch_size(dataset)
+    if batched is None:
+        return _rows(place, dataset, batch_size, bounds, warn)
+    if batched not in (_UNKNOWN, batch_size):
+        raise errors.InvalidArgumentError(
+            "shard(batch_size={}) was given a dataset in batches of {}. Give its own batch size, "
+            "or shard the dataset before its batch().".format(batch_size, batched)
+        )
+    return _parts(place, dataset, warn)
+
+
+def _cardinality(dataset):
+    tf = sys.modules["tensorflow"]
+    try:
+        return int(tf.data.experimental.cardinality(dataset))
+    except (TypeError, ValueError):  # in a graph
+        return _UNKNOWN
+
+
+def _elements(place, dataset, warn):
+    """Every N-th element, equally many on each rank."""
+    count = _cardinality(dataset)
+    if count == _INFINITE:
+        return dataset.shard(place.size, place.rank)
+    if count == _UNKNOWN:
+        tf = sys.modules["tensorflow"]
+
+        def mine(*window):
+            rows = tf.data.Dataset.zip(window if len(window) > 1 else window[0])
+            return rows.skip(place.rank).take(1)
+
+        return dataset.window(place.size, drop_remainder=True).flat_map(mine)
+    left_out = _left_out(place, count, count % place.size, warn, "elements")
+    return dataset.take(count - left_out).shard(place.size, place.rank)
+
+
+def _left_out(place, count, left_out, warn, what):
+    if count < place.size:
+        raise errors.too_few_rows(count, place.size)
+    if left_out:
+        warn(_TEXT.format(left_out, count, what, place.size))
+    return left_out
+
+
+_TEXT = "The last {} of {} {} are left out: they are too few for one on each of {} ranks."
+
+
+def _rows(place, dataset, batch_size, bounds, warn):
+    """This rank's rows of a dataset of rows: its part of each ``batch_size`` of them."""
+    tf = sys.modules["tensorflow"]
+    count = _cardinality(dataset)
+    if count == _UNKNOWN:
+        return _unbatched(_parts(place, dataset.batch(batch_size), warn))
+    start, stop = bounds(place, batch_size)
+    last = 0 if count == _INFINITE else count % batch_size
+    whole = count - last  # rows of batches that are whole
+    first, end = 0, 0
+    if count != _INFINITE:
+        left_out = last if last < place.size else 0
+        if _left_out(place, count, left_out, warn, "rows"):
+            dataset = dataset.take(whole)
+        else:
+            first, end = bounds(place, last)
+
+    def is_mine(row, element):
+        place_in_batch = row % batch_size
+        mine = (place_in_batch >= start) & (place_in_batch < stop)
+        if end:
+            in_last = (row >= whole + first) & (row < whole + end)
+            return tf.where(row >= whole, in_last, mine)
+        return mine
+
+    def element_of(row, element):
+        return element
+
+    shown = dataset.enumerate().filter(is_mine).map(element_of)
+    rows = sum(stop - start for _ in range(whole // batch_size)) + end - first
+    if count != _INFINITE and hasattr(tf.data.experimental, "assert_cardinality"):
+        shown = shown.apply(tf.data.experimental.assert_cardinality(rows))
+    return shown
+
+
+def _unbatched(dataset):
+    if hasattr(dataset, "unbatch"):
+        return dataset.unbatch()
+    return dataset.apply(sys.modules["tensorflow"].data.experimental.unbatch())
+
+
+def _parts(place, dataset, warn):
+    """This rank's part of each batch; a batch with fewer rows than ranks is left out."""
+    tf = sys.modules["tensorflow"]
+
+    def rows_of(batch):
+        return tf.shape(tf.nest.flatten(batch)[0], out_type=tf.int64)[0]
+
+    def left_out(rows):
+        # In one of TensorFlow's threads, where no caller is to be seen.
+        errors.warn(_BATCH.format(rows, place.size))
+        return False
+
+    def is_enough(*batch):
+        rows = rows_of(batch)
+        return tf.cond(
+            rows >= place.size,
+            lambda: True,
+            lambda: tf.ensure_shape(tf.numpy_function(left_out, [rows], tf.bool), []),
+        )
+
+    def part(*batch):
+        each, more = rows_of(batch) // place.size, rows_of(batch) % place.size
+        start = place.rank * each + tf.minimum(tf.cast(place.rank, tf.int64), more)
+        stop = start + each + tf.cast(place.rank < more, tf.int64)
+        mine = tf.nest.map_structure(lambda tensor: tensor[start:stop], batch)
+        return mine if isinstance(dataset.element_spec, tuple) else mine[0]
+
+    last = _rows_of_last(dataset)
+    if last is None:
+        return dataset.filter(is_enough).map(part)
+    if last < place.size:
+        warn(_BATCH.format(last, place.size))
+        dataset = dataset.take(_cardinality(dataset) - 1)
+    return dataset.map(part)
+
+
+_BATCH = "A batch of {} rows is left out: they are too few for one on each of {} ranks."
+
+
+def _rows_of_last(dataset):
+    """The number of rows of a dataset's last batch; None: it is not known."""
+    tf = sys.modules["tensorflow"]
+    known = tf.nest.flatten(dataset.element_spec)[0].shape.as_list()[0]
+    if known is not None:
+        return known
+    for each in _chain(dataset):
+        if type(each).__name__ in ("BatchDataset", "ParallelBatchDataset", "_BatchDataset"):
+            size = tf.get_static_value(each._batch_size)
+            rows = _cardinality(each._inputs()[0])
+            if size is None or rows <= 0 or _cardinality(dataset) != -(-rows // size):
+                return None
+            return int(rows % size or size)
+    return None
+
+
+def _chain(dataset):
+    """A dataset, and those that it is made of."""
+    seen = [dataset]
+    while seen:
+        dataset = seen.pop()
+        dataset = getattr(dataset, "_dataset", dataset)  # of an adapter, in TensorFlow 1
+        yield dataset
+        inputs = getattr(dataset, "_inputs", None)
+        seen += inputs() if callable(inputs) else []
+
+
+def _batch_size(dataset):
+    """The rows of the dataset's batches; _UNKNOWN where they vary; None: it has rows.
+
+    Raises:
+        InvalidArgumentError: it cannot be told whether an element is a row or a batch.
+    """
+    tf = sys.modules["tensorflow"]
+    shapes = [getattr(spec, "shape", None) for spec in tf.nest.flatten(dataset.element_spec)]
+    # None: not known; 0: there is no such axis.
+    lengths = {shape.as_list()[0] if shape is not None and shape.rank else 0 for shape in shapes}
+    for each in _chain(dataset):
+        name = type(each).__name__.lower()
+        if "unbatch" in name:
+            return None
+        if "batch" in name:
+            length = lengths.pop() if len(lengths) == 1 else None
+            size = getattr(each, "_batch_size", None)
+            if length is None and size is not None:
+                size = tf.get_static_value(size)
+                return _UNKNOWN if size is None else int(size)
+            return _UNKNOWN if length is None else int(length)
+    if lengths == {None}:
+        raise errors.InvalidArgumentError(
+            "shard() cannot tell whether the elements of this dataset are rows or batches: the "
+            "length of their first axis is not known. Batches: call its unbatch() before. Rows: "
+            "call shard() after batch(), or without batch_size."
+        )
+    return None
+
+
+def _warn_of_shuffling(dataset, warn):
+    tf = sys.modules["tensorflow"]
+    for each in _chain(dataset):
+        if "shuffle" in type(each).__name__.lower() and hasattr(each, "_seed"):
+            seeds = [tf.get_static_value(each._seed), tf.get_static_value(each._seed2)]
+            if not any(seeds):
+                warn(
+                    "shard() was given a dataset that is shuffled without a seed: each rank "
+                    "shuffles it in another order, so that they train on some rows several times "
+                    "and on others never. Call shuffle() after shard(), or give it the same seed "
+                    "on all ranks."
+                )
+                return

@@ -1,0 +1,299 @@
+"""The functions of Keras 2, which train and evaluate a model, as those of one of several ranks.
+
+Before Keras 2.3 the loss of an output is divided by the share of its rows that a mask leaves, and
+by that of the sample weights that are not zero. A rank knows both of its own rows before it runs
+the function. So all ranks' are summed up where they agree on a step, and what Keras divided by too
+little is in the sample weights that it is handed (``Divisors``).
+"""
+
+import contextlib
+
+from .. import _keras, errors
+from . import keras_model, losses
+from .keras_model import RankedFit, RankedMethod, count
+
+# In place of weights that are all zero, by whose number Keras would divide: adds nothing.
+_NEXT_TO_NOTHING = 1e-30
+
+
+def install(model, engine, kinds):
+    """As ``keras_model.install``, and the model makes functions of a rank from now on.
+
+    Training goes on. A second time changes nothing. BatchNorm normalises each rank's rows by
+    their own statistics, and its moving averages take one step to the mean of theirs.
+
+    Arguments:
+        kinds: subclasses of ``MakeFunction``.
+    """
+    if RankedFit.of(model) is not None:
+        return
+    maker = _keras.inner_model(model)
+    with _keras.rebuilding_functions(maker):
+        if _keras.wraps_a_model(model):
+            RankedBuild(engine, kinds).install(model)
+        for kind in kinds if maker is not None else ():
+            kind(engine).install(maker)
+    keras_model.install(model, engine)
+    RankedFit.of(model).divides = _divides
+
+
+class RankedBuild(RankedMethod):
+    """What a Sequential before Keras 2.2 does to make its inner model anew."""
+
+    method = "build"
+
+    def __init__(self, engine, kinds):
+        super().__init__(engine)
+        self.kinds = kinds
+
+    def __call__(self, model, *args, **kwargs):
+        self.plain(model)(*args, **kwargs)
+        for kind in self.kinds:
+            kind(self.engine).install(_keras.inner_model(model))
+
+
+class MakeFunction(RankedMethod):
+    """The method by which Keras 2 makes one of a model's functions, which becomes a rank's."""
+
+    function = ""
+    training = True
+
+    def __call__(self, model):
+        make, function = self.plain(model), vars(model).get(self.function)
+        _refuse_sums(model)
+        with self.making(model):
+            make()  # which may only warn
+        made = vars(model)[self.function]
+        # tf.keras makes another one where there are sample weights for the first time; keras-mxnet
+        # makes another one each time, of which the first will do.
+        if isinstance(function, RankedFunction) and function.feeds == _feeds(model):
+            vars(model)[self.function] = function
+        else:
+            vars(model)[self.function] = RankedFunction(self, model, made)
+
+    @contextlib.contextmanager
+    def making(self, model):
+        """The context in which Keras makes the function."""
+        yield
+
+    def run(self, function, inputs):
+        """Call a ``RankedFunction``'s, ``function.made``."""
+        raise NotImplementedError
+
+    def share(self, function, inputs):
+        """This rank's share of the step that all ranks begin, and what the function is called with.
+
+        Arguments:
+            inputs: what Keras calls it with: arrays of rows, and whether it is training.
+        """
+        rows = rows_of(inputs)
+        count(function.model, rows, self.training)
+        if self.training and not function.started:
+            _check_loss(function.divisors.model, inputs)
+        mine = function.divisors.of(inputs)
+        share = self.engine.share(rows, [rows * value for value in mine])
+        total = rows / share
+        return share, function.divisors.applied(inputs, mine, self.engine.totals / total)
+
+
+def _feeds(model):
+    """The placeholders of the model's sample weights."""
+    return list(map(id, getattr(model, "_feed_sample_weights", None) or ()))
+
+
+def rows_of(inputs):
+    return int(inputs[0].shape[0])
+
+
+class RankedFunction:
+    """A function that Keras 2 made for a model that is one of several ranks."""
+
+    def __init__(self, maker, model, made):
+        self.maker = maker
+        # A Sequential before Keras 2.2 has another model in it, which made the function.
+        self.model = getattr(model, "callback_model", None) or model
+        self.divisors = Divisors(model)
+        self.feeds = _feeds(model)
+        self.made = made
+        self.started = False
+
+    def __getattr__(self, name):  # its outputs, for example, and callbacks may add to them
+        return getattr(self.made, name)
+
+    def __call__(self, inputs):
+        result = self.maker.run(self, inputs)
+        self.started = True
+        if self.maker.training:
+            keras_model.stepped(self.model)
+        return self.divisors.of_all_ranks(result)
+
+
+class MakeTestFunction(MakeFunction):
+    method = "_make_test_function"
+    function = "test_function"
+    training = False
+
+    def run(self, function, inputs):
+        if keras_model.is_in_step(function.model):
+            _, inputs = self.share(function, inputs)
+        else:
+            count(function.model, rows_of(inputs), False)
+        return function.made(inputs)
+
+
+# What Keras divides by ------------------------------------------------------------------------
+
+
+class Divisors:
+    """What Keras before 2.3 divides the loss of each output by, as a share of the rows."""
+
+    def __init__(self, model):
+        self.model = model
+        self.masks = {}  # place among the weights -> the mask
+        self.places = range(0)  # of the weights in what the function is called with
+        self.function = None
+        self.factors = None  # by which each output's unweighted metrics are too large
+        if hasattr(model, "_prepare_total_loss") or not hasattr(model, "_feed_sample_weights"):
+            return  # Keras 2.3 and tf.keras divide by the number of rows
+        before = len(model._feed_inputs) + len(model._feed_targets)
+        self.places = range(before, before + len(model._feed_sample_weights))
+        self.masks = masks_of(model)
+
+    def of(self, inputs):
+        """The share that masks leave, and that of weights that are not zero, for each output."""
+        import numpy as np
+
+        left = [1.0] * len(self.places)
+        if self.masks:
+            for output, mean in zip(sorted(self.masks), self._means(inputs)):
+                left[output] = float(mean)
+                if not left[output]:
+                    raise errors.UnsupportedError(
+                        "All rows of a batch on one rank are masked in output {!r} of {!r}: this "
+                        "Keras divides by the number of those left. Shuffle the rows, or use "
+                        "larger batches.".format(self.model.output_names[output], self.model.name)
+                    )
+        given = [float(np.mean(inputs[place] != 0)) for place in self.places]
+        return left + given
+
+    def _means(self, inputs):
+        model = self.model
+        K = _keras.keras_of(model).backend
+        if self.function is None:
+            masks = [self.masks[output] for output in sorted(self.masks)]
+            means = [K.mean(K.cast(mask, K.floatx())) for mask in masks]
+            phase = [K.learning_phase()] * (len(inputs) > self.places[-1] + 1)
+            self.function = K.function(model._feed_inputs + phase, means)
+        rest = list(inputs[self.places[-1] + 1 :])
+        return self.function(list(inputs[: len(model._feed_inputs)]) + rest)
+
+    def applied(self, inputs, mine, all_ranks):
+        """The function's inputs, with weights that make each output's loss part of all ranks'."""
+        import numpy as np
+
+        outputs = len(self.places)
+        ratios = [m / a if a else 1.0 for m, a in zip(mine, all_ranks)]
+        self.factors = ratios[:outputs]
+        if all(ratio == 1.0 for ratio in ratios):
+            return inputs
+        inputs = list(inputs)
+        for place, left, given in zip(self.places, ratios[:outputs], ratios[outputs:]):
+            weights = np.asarray(inputs[place])
+            if given:
+                inputs[place] = (weights * (left * given)).astype(weights.dtype)
+            else:
+                inputs[place] = np.full_like(weights, _NEXT_TO_NOTHING)
+        return inputs
+
+    def of_all_ranks(self, result):
+        """The function's result: metrics without weights are divided by masks, too."""
+        if not self.masks or self.factors is None or not isinstance(result, (list, tuple)):
+            return result
+        result = list(result)
+        names = getattr(self.model, "output_names", [])
+        place = 1 + (len(names) if len(names) > 1 else 0)  # after the losses
+        for output, (plain, weighted) in enumerate(_numbers_of_metrics(self.model)):
+            for metric in range(place, place + plain):
+                result[metric] = result[metric] * self.factors[output]
+            place += plain + weighted
+        self.factors = None
+        return result
+
+
+def _divides(model, weighted):
+    """Whether evaluating divides by what other ranks know. ``weighted``: by sample weights."""
+    maker = _keras.inner_model(model)
+    if maker is None or not getattr(maker, "_feed_sample_weights", None):
+        return False
+    return not hasattr(maker, "_prepare_total_loss") and (weighted or bool(masks_of(maker)))
+
+
+def masks_of(model):
+    """The masks of the outputs that have a loss, by their places among those."""
+    masks = model.compute_mask(model.inputs, mask=None) if model.inputs else None
+    masks = masks if isinstance(masks, list) else [masks]
+    trained = [place for place, weight in enumerate(model.sample_weights) if weight is not None]
+    return {
+        number: masks[place]
+        for number, place in enumerate(trained)
+        if place < len(masks) and masks[place] is not None
+    }
+
+
+def _numbers_of_metrics(model):
+    """How many plain and weighted metrics each output has."""
+
+    def of(metrics, name):
+        if isinstance(metrics, dict):
+            metrics = metrics.get(name, [])
+        return len(metrics) if isinstance(metrics, (list, tuple)) else int(bool(metrics))
+
+    return [
+        (of(model.metrics, name), of(getattr(model, "weighted_metrics", None), name))
+        for name in model.output_names
+    ]
+
+
+# Losses that are no means ---------------------------------------------------------------------
+
+
+def _refuse_sums(model):
+    """Keras 2.3 and tf.keras have losses that are objects, which know how they reduce."""
+    for loss in getattr(model, "loss_functions", None) or ():
+        reduction = getattr(loss, "reduction", None)
+        if reduction in ("sum", "none"):
+            raise errors.UnsupportedError(
+                "{!r} cannot train on several ranks with a loss of reduction={!r}: ranks average "
+                "means over rows. Use reduction='sum_over_batch_size', and a learning rate times "
+                "the batch size for the steps of a sum.".format(model.name, reduction)
+            )
+
+
+def _check_loss(model, inputs):
+    """Try a loss that is not Keras' own, on this rank's first batch."""
+    import numpy as np
+
+    K = _keras.keras_of(model).backend
+    functions = [loss for loss in getattr(model, "loss_functions", None) or () if loss is not None]
+    own = [f for f in functions if not _module_of(f).startswith(("keras.", "tensorflow"))]
+    of_weights = set(map(id, model.get_losses_for(None)))
+    added = [loss for loss in model.losses if id(loss) not in of_weights]
+    if not own and not added or any(mask is not None for mask in masks_of(model).values()):
+        return
+    phase = [K.learning_phase()] if isinstance(inputs[-1], (int, float)) else []
+    feeds_of_weights = model._feed_sample_weights
+    feeds = model._feed_inputs + model._feed_targets + feeds_of_weights
+    function = K.function(feeds + phase, [model.total_loss])
+    arrays = inputs[: len(feeds)]
+    if any(np.any(weights != 1) for weights in arrays[len(feeds) - len(feeds_of_weights) :]):
+        return
+
+    def loss_of(places):
+        return float(function([array[places] for array in arrays] + [0] * len(phase))[0])
+
+    losses.check(model.name, None, rows_of(inputs), loss_of)
+
+
+def _module_of(loss):
+    loss = getattr(loss, "fn", loss)
+    return getattr(loss, "__module__", None) or type(loss).__module__

@@ -1,0 +1,119 @@
+"""What ranks of Keras 3 on torch and on JAX have in common: state, and losses of the user's own."""
+
+from .. import _keras, errors
+from . import losses
+
+# State ----------------------------------------------------------------------------------------
+
+
+def averaged(model):
+    """The moving averages and their like: floats that layers set as they compute.
+
+    Not weights that are frozen, nor what is a rank's own.
+    """
+    own = {id(variable) for variable in _states(model)}
+    found = {
+        id(variable): variable
+        for layer in _keras.all_layers(model)
+        for variable in layer._non_trainable_variables
+        if id(variable) not in own and "float" in str(variable.dtype)
+    }
+    return list(found.values())
+
+
+def same(model):
+    """The variables that are the same on all ranks. Seeds and metrics are no weights."""
+    own = {id(variable) for variable in _states(model)}
+    return [variable for variable in model.weights if id(variable) not in own]
+
+
+def _states(model):
+    """Those that have a row for each row of the batch: the states of stateful RNNs."""
+    keras = _keras.keras_of(model)
+    return [
+        state
+        for layer in _keras.all_layers(model)
+        if isinstance(layer, keras.layers.RNN) and layer.stateful
+        for state in keras.tree.flatten(layer.states)
+        if state is not None
+    ]
+
+
+def averaged_by_layers_of_users(model):
+    """The averaged variables that belong to layers of the user's own."""
+    found = {
+        id(variable): variable
+        for layer in _keras.all_layers(model)
+        if not type(layer).__module__.startswith("keras.")
+        for variable in layer._non_trainable_variables
+    }
+    return [variable for variable in averaged(model) if id(variable) in found]
+
+
+def warn_of_mean(variable):
+    """Say what becomes of a variable that each rank has set to another value."""
+    errors.warn(
+        "Each rank sets {!r} from its own rows. All ranks get the mean, weighted by rows, which is "
+        "one process's value for a moving average; it is not for a sum over rows. Divide such a "
+        "sum by the number of rows.".format(variable.path)
+    )
+
+
+# Losses of the user's own ---------------------------------------------------------------------
+
+
+def check_loss(model, data, loss_of_data):
+    """Check the loss of the first batch by ``losses.check``, where it is not Keras'.
+
+    Arguments:
+        data: what Keras hands to a step.
+        loss_of_data: a function of such data, of fewer rows: their loss in inference, as a float.
+
+    Raises:
+        UnsupportedError: it contains a sum over rows.
+    """
+    keras = _keras.keras_of(model)
+    if not type(model).train_step.__module__.startswith("keras."):
+        return  # what it computes is not known
+    if not _has_loss_of_its_own(keras, model):
+        return
+    leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
+    rows = {leaf.shape[0] if getattr(leaf, "shape", None) else None for leaf in leaves}
+    if len(rows) > 1 or None in rows:
+        return
+
+    def loss_of(places):
+        return loss_of_data(
+            keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[places], data)
+        )
+
+    losses.check(model.name, keras, rows.pop(), loss_of, model.compute_dtype)
+
+
+def _has_loss_of_its_own(keras, model):
+    given = keras.tree.flatten(getattr(model._compile_loss, "_user_loss", None))
+    for loss in given:
+        if callable(loss) and not _module_of(loss).startswith("keras."):
+            return True
+    # A layer of the user's may add any.
+    layers = [layer for layer in _keras.all_layers(model) if layer is not model]
+    kinds = [type(layer) for layer in layers] + [type(model)]
+    return any(
+        not kind.__module__.startswith("keras.") and _calls(kind, "add_loss") for kind in kinds
+    )
+
+
+def _module_of(loss):
+    """Where the function of a loss, or its class, is from."""
+    loss = getattr(loss, "fn", loss)
+    return getattr(loss, "__module__", None) or type(loss).__module__
+
+
+def _calls(kind, name):
+    """Whether methods of a class, or of its parents that are not Keras', name a method."""
+    return any(
+        name in getattr(getattr(function, "__code__", None), "co_names", ())
+        for parent in kind.__mro__
+        if not parent.__module__.startswith("keras.")
+        for function in vars(parent).values()
+    )

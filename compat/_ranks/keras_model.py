@@ -1,0 +1,290 @@
+"""A Keras model as one of several ranks: what is the same on every engine.
+
+The model gets methods of its own that hide its class's: ``fit`` begins with rank 0's weights on
+all ranks, ends every epoch on all at once and averages its metrics; ``evaluate`` averages; what
+saves does so on rank 0 alone. How gradients are averaged is each backend's.
+"""
+
+import inspect
+
+from .. import _keras, errors
+from . import metrics, saving
+from .ranked_method import RankedMethod
+from .weights import Comparison, same_start
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+
+def install(model, engine):
+    """Make the methods of this model those of a rank. A second time changes nothing."""
+    for kind in (
+        RankedFit,
+        RankedFitGenerator,
+        RankedEvaluate,
+        RankedEvaluateGenerator,
+        RankedResetMetrics,
+    ):
+        if hasattr(type(model), kind.method) and kind.of(model) is None:
+            kind(engine).install(model)
+    saving.install(model, engine)
+
+
+# Fit and evaluate -----------------------------------------------------------------------------
+
+
+def count(model: "Any", rows: int, training: bool) -> None:
+    """Note a batch of so many rows. Called wherever a backend sees one."""
+    fit = RankedFit.of(model)
+    if fit is not None:
+        fit.seen[training].add(rows)
+
+
+def stepped(model):
+    """Note that all ranks have done a step. Called by engines that do not compare weights."""
+    RankedFit.of(model).comparison.stepped(model)
+
+
+def in_step(model):
+    """Note that the ranks evaluate in step from now on: with equally many batches."""
+    fit = RankedFit.of(model)
+    if fit is not None:
+        fit.in_step = True
+
+
+def is_in_step(model):
+    fit = RankedFit.of(model)
+    return fit is not None and fit.in_step
+
+
+def mean(engine, values, rows):
+    """Each rank's means, by name, to the means over all ranks' rows; rank 0's names count.
+
+    A rank that lacks one of them (validation data on rank 0 alone) counts for nothing there.
+    """
+    names = engine.broadcast([n for n, value in values.items() if not getattr(value, "shape", ())])
+    parts = []
+    for name in names:
+        weight = float(rows(name)) if name in values else 0.0
+        parts += [weight, weight * float(values.get(name, 0.0))]
+    sums = engine.sum(parts) if parts else []
+    return {
+        name: float(total / weight) if weight else values.get(name)
+        for name, weight, total in zip(names, sums[::2], sums[1::2])
+    }
+
+
+class Seen:
+    """How many rows and batches of an epoch, or of an evaluation, this rank has seen."""
+
+    def __init__(self):
+        self.clear()
+
+    def clear(self):
+        self.rows = self.batches = 0
+
+    def add(self, rows):
+        self.rows += rows
+        self.batches += 1
+
+
+class RankedFit(RankedMethod):
+    """``fit`` from rank 0's weights, with metrics over all ranks' rows."""
+
+    method = "fit"
+
+    def __init__(self, engine):
+        super().__init__(engine)
+        self.seen = {True: Seen(), False: Seen()}  # in this epoch, by whether it was in training
+        self.running = False
+        self.in_epoch = False
+        self.evaluating = self.in_step = False
+        self.comparison = Comparison(engine)
+        # Of Keras 2: whether a model's losses are divided by what other ranks know.
+        self.divides = None  # type: Any
+        self.trained = None  # the metrics' state when the epoch's training was over
+        self.results = metrics.Results()
+        self.warned = set()  # type: set  # of metrics
+
+    def __call__(self, model, *args, **kwargs):
+        return self.run(model, self.plain(model), args, kwargs)
+
+    def run(self, model, fit, args, kwargs):
+        if self.running:  # fit() itself calls fit_generator(), in Keras 2.3
+            return fit(*args, **kwargs)
+        # In front, so that the user's callbacks see what all ranks see; and in the place where
+        # they were given: Keras 2 takes no more by position than its old versions did.
+        names = list(inspect.signature(fit).parameters)
+        place = names.index("callbacks") if "callbacks" in names else len(args)
+        given = args[place] if place < len(args) else kwargs.get("callbacks")
+        given = list(given) if isinstance(given, (list, tuple)) else [given] if given else []
+        callbacks = [self.epochs(model)] + given
+        if place < len(args):
+            args = args[:place] + (callbacks,) + args[place + 1 :]
+        else:
+            kwargs["callbacks"] = callbacks
+        if model.built:
+            same_start(model, self.engine)
+        given = inspect.signature(fit).bind(*args, **kwargs).arguments
+        if given.get("validation_split"):
+            errors.warn(
+                "validation_split={} takes the last rows of each rank's part of the data, and not "
+                "those that one process would take. Split the data first, then shard() both parts, "
+                "and give validation_data.".format(given["validation_split"])
+            )
+        if self.divides is not None:
+            self.agree(model, given)
+        self.running = True
+        try:
+            return fit(*args, **kwargs)
+        finally:
+            self.running = self.in_epoch = False
+
+    def agree(self, model, given):
+        """Agree with all ranks whether they validate in step, as Keras 2's arguments have it."""
+        data = given.get("validation_data")
+        validates = data is not None or bool(given.get("validation_split"))
+        weighted = isinstance(data, (list, tuple)) and len(data) > 2 and data[2] is not None
+        if data is None and validates:
+            weighted = given.get("sample_weight") is not None
+        divides = self.divides(model, weighted)
+        validate, divide = self.engine.sum([float(validates), float(divides)])
+        self.in_step = divide > 0 and validate == self.engine.place.size
+        if divide and validate and not self.in_step:
+            errors.warn(
+                "Validation losses of {!r} are those of the ranks that validate, each of its own "
+                "rows: masks or sample weights divide them by what the others do not tell. Give "
+                "every rank its part of the validation data: compat.shard().".format(model.name)
+            )
+
+    def epochs(self, model):
+        """The callback that ends every epoch on all ranks at once."""
+        ranked = self
+
+        class Epochs(_keras.keras_of(model).callbacks.Callback):  # type: ignore  # any Keras
+            def on_epoch_begin(self, epoch, logs=None):
+                for seen in ranked.seen.values():
+                    seen.clear()
+                ranked.trained, ranked.in_epoch = None, True
+
+            def on_epoch_end(self, epoch, logs=None):
+                ranked.in_epoch = False
+                ranked.engine.close()
+                ranked.comparison.epoch_ended(model, epoch + 1)
+                ranked.complete(model, logs)
+
+            def on_train_end(self, logs=None):
+                ranked.comparison.training_ended(model)
+
+        return Epochs()
+
+    def complete(self, model, logs):
+        """Make an epoch's logs those of all ranks, with rank 0's names."""
+        now = metrics.state(model)
+        validated = self.seen[False].batches > 0
+        trained = self.trained if validated and self.trained is not None else now
+        train, validation = self.over_ranks(model, [trained, now if validated else None])
+        values = dict(train, **{"val_" + name: value for name, value in validation.items()})
+        others = {name: value for name, value in logs.items() if name not in values}
+        logs.update(mean(self.engine, others, lambda name: self.seen[name[:4] != "val_"].rows))
+        names = self.engine.broadcast([name for name in values if name in logs])
+        logs.update((name, values[name]) for name in names)
+
+    def over_ranks(self, model, states):
+        """The metrics' results over all ranks, of those metrics that add up."""
+        not_added = {}
+        for seen in self.seen.values():
+            not_added.update(metrics.not_added(model, seen.rows, seen.batches))
+        not_added = dict(self.engine.broadcast(sorted(not_added.items())))
+        for name in sorted(set(not_added) - self.warned):
+            self.warned.add(name)
+            self.warn_of(name, not_added[name])
+        found = metrics.over_ranks(self.engine, model, states, self.results)
+        return [
+            {
+                name: value
+                for name, value in result.items()
+                if not any(name == n or name.endswith("_" + n) for n in not_added)
+            }
+            for result in found
+        ]
+
+    def warn_of(self, name, why):
+        errors.warn(
+            "Metric {!r} is the mean of the ranks' values, weighted by their rows, and not what "
+            "one process computes: {}. For that have update_state() add to its variables with "
+            "assign_add(), or a function return one value for each row.".format(name, why)
+        )
+
+
+class RankedResetMetrics(RankedMethod):
+    """``reset_metrics``, with which Keras begins to validate: what was trained is kept."""
+
+    method = "reset_metrics"
+
+    def __call__(self, model, *args, **kwargs):
+        fit = RankedFit.of(model)
+        if fit.in_epoch and fit.trained is None:
+            fit.trained = metrics.state(model)
+        return self.plain(model)(*args, **kwargs)
+
+
+class RankedFitGenerator(RankedMethod):
+    """The method of Keras 2 that is ``fit`` for batches that come from a generator."""
+
+    method = "fit_generator"
+
+    def __call__(self, model, *args, **kwargs):
+        return RankedFit.of(model).run(model, self.plain(model), args, kwargs)
+
+
+class RankedEvaluate(RankedMethod):
+    """``evaluate`` with metrics over all ranks' rows. Within an epoch the epoch's end does that."""
+
+    method = "evaluate"
+
+    def __call__(self, model, *args, **kwargs):
+        evaluate = self.plain(model)
+        fit = RankedFit.of(model)
+        if fit.in_epoch or fit.evaluating:  # evaluate() calls evaluate_generator() in Keras 2.3
+            return evaluate(*args, **kwargs)
+        for seen in fit.seen.values():
+            seen.clear()
+        as_list = hasattr(model, "_flatten_metrics_in_order") and not kwargs.get("return_dict")
+        if as_list:  # in Keras 3, whose names for these are not the model's metrics_names
+            kwargs["return_dict"] = True
+        if fit.divides is not None:
+            given = inspect.signature(evaluate).bind(*args, **kwargs).arguments
+            weighted = given.get("sample_weight") is not None
+            fit.in_step = self.engine.sum([float(fit.divides(model, weighted))])[0] > 0
+        fit.evaluating = True
+        try:
+            result = evaluate(*args, **kwargs)
+        finally:
+            fit.evaluating = False
+        if fit.in_step:
+            self.engine.close()
+        (found,) = fit.over_ranks(model, [metrics.state(model)])
+        if isinstance(result, dict):
+            values = self.completed(fit, result, found)
+            return model._flatten_metrics_in_order(values) if as_list else values
+        results = result if isinstance(result, (list, tuple)) else [result]
+        names = list(model.metrics_names)
+        if len(names) != len(results) or len(set(names)) < len(names):
+            names = list(range(len(results)))  # what is no name takes no metric's value
+        values = self.completed(fit, dict(zip(names, results)), found)
+        values = [values[name] for name in names]
+        return values if isinstance(result, (list, tuple)) else values[0]
+
+    def completed(self, fit, result, found):
+        """The results over all ranks, in the same order."""
+        others = {name: value for name, value in result.items() if name not in found}
+        means = mean(self.engine, others, lambda name: fit.seen[False].rows)
+        return {name: found[name] if name in found else means[name] for name in result}
+
+
+class RankedEvaluateGenerator(RankedEvaluate):
+    """The method of Keras 2 that is ``evaluate`` for batches that come from a generator."""
+
+    method = "evaluate_generator"

@@ -1,0 +1,196 @@
+"""The place among the ranks that a launcher gives this process, from its environment alone.
+
+Each launcher has variables of its own. Most tell a rank, a size, and the same two among the
+processes of one machine: ``LAUNCHERS``. Every other one has a function, below or in ``clusters``.
+Where a variable says that there are several processes but nothing says which of them this is,
+that is an error: each would train alone. docs/launchers.md is the table for users;
+tests/test_launchers.py has the environment that each launcher documents.
+"""
+
+from .. import errors
+from . import clusters
+from .addresses import host_of
+from .place import (
+    Place,
+    from_machines,
+    from_rank_and_size,
+    from_variables,
+    invalid_ranks,
+    is_to_be_alone,
+    number,
+)
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Mapping, Optional
+
+#: Launchers, and their variables for the rank, the number of ranks, and the same two among the
+#: processes of one machine. The first whose four are set tells.
+LAUNCHERS = (
+    ("compat run", "COMPAT_RANK COMPAT_SIZE COMPAT_LOCAL_RANK COMPAT_LOCAL_SIZE"),
+    ("horovodrun", "HOROVOD_RANK HOROVOD_SIZE HOROVOD_LOCAL_RANK HOROVOD_LOCAL_SIZE"),
+    # Ray Train, Spark's TorchDistributor and SageMaker's torch_distributed set the same four.
+    ("torchrun", "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE"),
+    ("deepspeed", "RANK WORLD_SIZE LOCAL_RANK LOCAL_SIZE"),
+    (
+        "mpirun",  # Open MPI, and so Kubeflow's MPIJob
+        "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_RANK "
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    ("mpiexec", "PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS"),  # MPICH, Intel MPI
+    ("PALS", "PMI_RANK PMI_SIZE PMI_LOCAL_RANK PMI_LOCAL_SIZE"),  # Cray's mpiexec and aprun
+    (
+        "mpirun_rsh",  # MVAPICH2
+        "MV2_COMM_WORLD_RANK MV2_COMM_WORLD_SIZE MV2_COMM_WORLD_LOCAL_RANK "
+        "MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
+    (
+        "jsrun",
+        "JSM_NAMESPACE_RANK JSM_NAMESPACE_SIZE JSM_NAMESPACE_LOCAL_RANK JSM_NAMESPACE_LOCAL_SIZE",
+    ),
+)
+
+# Variables that say that there are several processes, where none of the launchers here tells which
+# of them this is: sizes of 2 or more, and ranks of 1 or more.
+_SIZES = [names.split()[1] for _, names in LAUNCHERS] + [
+    "FLUX_JOB_SIZE", "JAX_NUM_PROCESSES", "KERAS_DISTRIBUTION_NUM_PROCESSES", "PET_NNODES",
+]  # fmt: skip
+_RANKS = [names.split()[0] for _, names in LAUNCHERS] + [
+    "ALPS_APP_PE", "FLUX_TASK_RANK", "JAX_PROCESS_ID", "KERAS_DISTRIBUTION_PROCESS_ID",
+    "LOCAL_RANK", "PET_NODE_RANK", "PMIX_RANK",
+]  # fmt: skip
+
+
+def launched(environ: "Mapping[str, str]") -> "Optional[Place]":
+    """The place that a launcher gave this process, or None where it is alone. Pure.
+
+    Raises:
+        RankError: the launcher's variables contradict each other, or tell of several processes
+            and not which of them this is.
+    """
+    if is_to_be_alone(environ):
+        return None
+    for launcher, names in LAUNCHERS:
+        four = names.split()
+        place = from_variables(launcher, four, [environ.get(name) for name in four])
+        if place is not None:
+            return place if place.size > 1 else None
+    # A scheduler comes after what may have been started within one of its tasks.
+    in_cluster = clusters.worker, clusters.worker_pool, clusters.sagemaker
+    for find in (_jax, _keras, _jaxjob) + in_cluster + (_srun, _torch_alike):
+        place = find(environ)
+        if place is not None and place.size > 1:
+            return place
+    if clusters.evaluator(environ) is None:
+        _refuse_unknown_place(environ)
+    return None
+
+
+# Launchers by their own ways ------------------------------------------------------------------
+
+
+def _jax(environ):
+    """The variables of ``jax.distributed.initialize()``."""
+    names = "JAX_PROCESS_ID", "JAX_NUM_PROCESSES"
+    return from_rank_and_size("JAX's variables", names, environ, jax_address(environ))
+
+
+def jax_address(environ):
+    return environ.get("JAX_COORDINATOR_ADDRESS", "").strip()
+
+
+def _keras(environ):
+    """The variables of ``keras.distribution.initialize()``."""
+    names = "KERAS_DISTRIBUTION_PROCESS_ID", "KERAS_DISTRIBUTION_NUM_PROCESSES"
+    addresses = keras_addresses(environ)
+    place = from_rank_and_size("Keras' variables", names, environ, "".join(addresses[:1]))
+    if place is not None and len(addresses) == place.size:
+        hosts = [host_of(address) for address in addresses]
+        return from_machines(place.launcher, hosts, place.rank)
+    return place
+
+
+def keras_addresses(environ):
+    text = environ.get("KERAS_DISTRIBUTION_JOB_ADDRESSES", "")
+    return [address.strip() for address in text.split(",") if address.strip()]
+
+
+def _jaxjob(environ):
+    """Kubeflow's JAXJob: one process in each pod. Others use these names for other purposes."""
+    if "COORDINATOR_ADDRESS" not in environ:
+        return None
+    names = "PROCESS_ID", "NUM_PROCESSES"
+    return from_rank_and_size("JAXJob", names, environ, environ["COORDINATOR_ADDRESS"])
+
+
+def _srun(environ):
+    """A task of SLURM's srun. A bare sbatch shell has no SLURM_STEP_NUM_TASKS."""
+    size, rank = number("SLURM_STEP_NUM_TASKS", environ), number("SLURM_PROCID", environ)
+    if size is None or rank is None:
+        return None
+    names = ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"]
+    local_rank = number("SLURM_LOCALID", environ) or 0
+    tasks = _tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    node = number("SLURM_NODEID", environ) or 0
+    local_size = tasks[node] if node < len(tasks) else local_rank + 1
+    values = [str(value) for value in (rank, size, local_rank, local_size)]
+    return from_variables("srun", names, values)
+
+
+def _tasks_per_node(text):
+    """``2(x3),1`` as ``[2, 2, 2, 1]``."""
+    import re  # not at start-up
+
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return [int(tasks) for tasks, times in found for _ in range(int(times or 1))]
+
+
+def _torch_alike(environ):
+    """RANK and WORLD_SIZE without all of torchrun's: PyTorchJob, DLC, Lightning, older launchers.
+
+    Without LOCAL_RANK there is one process a machine.
+    """
+    size, local_rank = number("WORLD_SIZE", environ), number("LOCAL_RANK", environ)
+    names = ["RANK", "WORLD_SIZE"]
+    rank = number("RANK", environ)
+    if size is None or size < 2:
+        return None
+    if local_rank is None:
+        for name in ("PET_NPROC_PER_NODE", "NPROC_PER_NODE"):
+            processes = environ.get(name, "").strip()
+            if processes.isdecimal() and int(processes) > 1:
+                raise errors.RankError(
+                    "{}={} asks for {} processes on each machine, but this one was started "
+                    "without torchrun, which would start them: RANK and WORLD_SIZE do not "
+                    "count them alike. Start the script with torchrun, or set {}=1 for one "
+                    "process on each machine, or COMPAT_ALONE=1 to train alone.".format(
+                        name, processes, processes, name
+                    )
+                )
+        return from_rank_and_size("RANK", names, environ, environ.get("MASTER_ADDR", ""))
+    if rank is None and number("NODE_RANK", environ) == 0:
+        rank = local_rank  # Lightning's script launcher; on other nodes nothing tells the rank
+    if rank is None:
+        return None
+    names.append("LOCAL_RANK")
+    if not rank < size or not local_rank < size:
+        values = [str(value) for value in (rank, size, local_rank)]
+        raise invalid_ranks("RANK", names, values)
+    return Place(rank, size, local_rank, local_rank + 1, "RANK", False)
+
+
+def _refuse_unknown_place(environ):
+    """Refuse to be alone where variables say that there are several processes."""
+    for names, least in ((_SIZES, 2), (_RANKS, 1)):
+        for name in names:
+            text = environ.get(name, "").strip()
+            # PET_NNODES may be a range, "1:4".
+            numbers = [int(number) for number in text.split(":") if number.isdecimal()]
+            if numbers and max(numbers) >= least:
+                raise errors.RankError(
+                    "{}={} says that several processes train together, but nothing tells "
+                    "which of them this is: each would train alone. Start the script with a "
+                    "launcher that does (compat run -n N, torchrun, mpirun, srun), set "
+                    "COMPAT_RANK, COMPAT_SIZE, COMPAT_LOCAL_RANK and COMPAT_LOCAL_SIZE, or "
+                    "set COMPAT_ALONE=1 to train alone.".format(name, text)
+                )

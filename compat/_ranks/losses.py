@@ -1,0 +1,190 @@
+"""Losses over all ranks' rows: what they are divided by, where that is not the number of rows.
+
+The ranks' gradients become their mean, weighted by rows. That is the gradient of one process as
+long as the loss is a mean over rows. Where Keras itself divides by something else (the rows that a
+mask leaves) or by nothing (``reduction="sum"``), ``Reductions`` has it divide by what one process
+would, so that the mean over ranks is right again; penalties on weights are the same on all ranks,
+and count once. What a loss of the user's own does is only seen by trying: ``check()``.
+"""
+
+import contextlib
+import sys
+
+from .. import _patching, errors
+
+# How far the mean over two parts of a batch may be from the whole, relative to the loss.
+_ROUNDING = {"float16": 2e-2, "bfloat16": 5e-2}
+_ROUNDING_OF_FLOATS = 1e-3
+
+
+class Reductions:
+    """How a tf.keras 2 or Keras 3 reduces the losses of a batch's rows to a number, over all ranks.
+
+    Both functions are called only where a loss is no mean over rows, then on all ranks.
+
+    Arguments:
+        share: a function without arguments, which gives this rank's share of the step's rows.
+        total: a function of a list of scalars, which gives their sums over all ranks.
+    """
+
+    def __init__(self, share, total):
+        self.share = share
+        self.total = total
+
+    @contextlib.contextmanager
+    def within(self, keras):
+        """The context in which Keras computes losses."""
+        if keras is None:  # one whose losses are functions of the user's, and of a graph
+            yield
+            return
+        module = sys.modules[keras.losses.Loss.__module__]
+        if hasattr(module, "reduce_values"):
+            patches = {"apply_mask": self.mask_of_keras_3, "reduce_values": self.reduce_of_keras_3}
+        else:
+            module = module.losses_utils
+            patches = {
+                "apply_valid_mask": self.mask_of_tf_keras,  # since 2.12; before, masks are weights
+                "compute_weighted_loss": self.reduce_of_tf_keras,
+            }
+        ours = {
+            name: patch(module, getattr(module, name))
+            for name, patch in patches.items()
+            if hasattr(module, name)
+        }
+        with _patching.replaced(module, **ours):
+            yield
+
+    def mask_of_keras_3(self, module, plain):
+        def apply_mask(sample_weight, mask, dtype, reduction):
+            if mask is None or reduction not in ("mean", "sum_over_batch_size"):
+                return plain(sample_weight, mask, dtype, reduction)
+            ops = module.ops
+            mask = ops.cast(mask, dtype)
+            size = 1
+            for length in ops.shape(mask):
+                size = size * length
+            size, valid = self.total([ops.cast(size, dtype), ops.sum(mask)])
+            scale = ops.divide_no_nan(ops.cast(size, dtype), ops.cast(valid, dtype))
+            # This reduction takes the mask for a weight, and divides by nothing.
+            return plain(sample_weight, mask * scale, dtype, "sum")
+
+        return apply_mask
+
+    def reduce_of_keras_3(self, module, plain):
+        def reduce_values(values, sample_weight=None, reduction="sum_over_batch_size"):
+            if reduction in (None, "none") and len(values.shape):
+                raise _not_reduced()
+            loss = plain(values, sample_weight, reduction)
+            if reduction == "mean_with_sample_weight" and sample_weight is not None:
+                mine = module.ops.sum(sample_weight)
+                (total,) = self.total([mine])
+                share = self.share()
+                loss = loss * module.ops.cast(mine / (total * share), loss.dtype)
+            if reduction == "sum" and len(values.shape):
+                loss = loss / module.ops.cast(self.share(), loss.dtype)
+            return loss
+
+        return reduce_values
+
+    def mask_of_tf_keras(self, module, plain):
+        def apply_valid_mask(losses, sw, mask, reduction):
+            if mask is None or reduction not in ("auto", "sum_over_batch_size"):
+                return plain(losses, sw, mask, reduction)
+            tf = sys.modules["tensorflow"]
+            mask = tf.cast(mask, losses.dtype)
+            size, valid = self.total([tf.size(mask), tf.reduce_sum(mask)])
+            return module.apply_mask(losses, sw, mask * tf.cast(size / valid, losses.dtype))
+
+        return apply_valid_mask
+
+    def reduce_of_tf_keras(self, module, plain):
+        def compute_weighted_loss(losses, sample_weight=None, reduction="auto", **options):
+            if reduction == "none" and len(losses.shape):
+                raise _not_reduced()
+            loss = plain(losses, sample_weight, reduction, **options)
+            if reduction == "sum" and len(losses.shape):
+                loss = loss / sys.modules["tensorflow"].cast(self.share(), loss.dtype)
+            return loss
+
+        return compute_weighted_loss
+
+
+def _not_reduced():
+    return errors.UnsupportedError(
+        "A loss with reduction='none' cannot train on several ranks: what becomes of its values "
+        "is not known there. Use reduction='sum_over_batch_size' or 'sum'."
+    )
+
+
+# Losses of the user's own ---------------------------------------------------------------------
+
+
+class _Recorded:
+    """The totals of a batch for its parts: in the order in which the whole batch asked for them."""
+
+    def __init__(self):
+        self.totals = []
+        self.asked = None
+
+    def total(self, values):
+        if self.asked is None:
+            self.totals.append(values)
+            return values
+        self.asked += 1
+        return self.totals[self.asked - 1]
+
+
+def check(name, keras, rows, loss_of, dtype="float32"):
+    """Check that the loss of a batch is the mean, weighted by rows, of the losses of its parts.
+
+    Called once, with a rank's first batch, for losses that are not Keras' own.
+
+    Arguments:
+        name: the model's.
+        rows: of the batch.
+        loss_of: a function of an array of places of rows: their loss as a float, in inference.
+        dtype: in which the model computes.
+
+    Raises:
+        UnsupportedError: it contains a sum over rows.
+    """
+    import numpy as np
+
+    if rows < 2:
+        return
+    first, recorded = max(1, rows // 3), _Recorded()
+    parts = [np.arange(rows), np.arange(first), np.arange(first, rows)]
+
+    def losses(times):
+        found = []
+        for part in parts:
+            # What Keras itself reduces counts as it does in ranks of these rows.
+            reductions = Reductions(lambda: times * len(part) / rows, recorded.total)  # noqa: B023
+            with reductions.within(keras):
+                found.append(loss_of(np.tile(part, times)))
+            recorded.asked = 0
+        return np.array(found)
+
+    once = losses(1)
+    whole, one, other = once
+    limit = _ROUNDING.get(dtype, _ROUNDING_OF_FLOATS) * np.abs(once).max()
+    distance = whole - (first * one + (rows - first) * other) / rows
+    if not abs(distance) > limit or not np.abs(losses(1) - once).max() <= limit / 10:
+        return  # it is as it must be, or random
+    found = "{:.6g} of {} rows, {:.6g} of the first {} and {:.6g} of the others".format(
+        whole, rows, one, first, other
+    )
+    # The parts of the loss that are sums: they double where all rows come twice.
+    _, of_one, of_other = losses(2) - once
+    if abs(distance - ((rows - first) * of_one + first * of_other) / rows) <= 3 * limit:
+        raise errors.UnsupportedError(
+            "The loss of {!r} is, or contains, a sum over the rows of a batch: {}. Only means over "
+            "rows can be averaged over ranks; the gradient of a sum would be too small by the "
+            "number of ranks. Divide by the number of rows: reduce_mean() in place of "
+            "reduce_sum(), in add_loss() for example.".format(name, found)
+        )
+    errors.warn(
+        "The loss of {!r} is no mean over the rows of a batch: {}. Each rank computes it of its "
+        "own rows, so that the ranks train to other numbers than one process. A loss that "
+        "returns one value for each row trains to the same.".format(name, found)
+    )

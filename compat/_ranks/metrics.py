@@ -1,0 +1,187 @@
+"""Metrics over all ranks' rows: computed from the sums of the ranks' state, not from their values.
+
+A mean of the ranks' areas under a curve is not the area under the curve of all rows. But what
+Keras' metrics keep of the batches that they have seen (totals, counts, histograms, confusion
+matrices) adds up.
+"""
+
+import inspect
+import types
+
+from .. import _keras, errors
+
+# Methods of a metric that see no rows, so that they may set its state as they like.
+_NOT_OF_ROWS = ("__init__", "build", "reset_state", "reset_states", "result", "get_config")
+_SETTERS = {"assign", "update"}  # variable.assign(), K.update()
+
+
+def of(model):
+    """The metrics of a model that keep state; before Keras 2.3 they are plain functions."""
+    find = getattr(model, "_get_training_eval_metrics", None)  # in graphs: those of losses, too
+    metrics = find() if find is not None else getattr(model, "metrics", None) or ()
+    return [metric for metric in metrics if hasattr(metric, "update_state")]
+
+
+def state(model):
+    """What the model's metrics keep of the batches that they have seen, as a list of arrays."""
+    read, _ = _keras.reader_and_writer(model)
+    return read(variables(model))
+
+
+def variables(model):
+    """The variables of the model's metrics."""
+    return [variable for metric in of(model) for variable in _variables_of(metric)]
+
+
+def _variables_of(metric):
+    """Keras 2.3's metrics have weights alone, Keras 3's variables alone."""
+    return getattr(metric, "variables", None) or getattr(metric, "weights", ())
+
+
+def over_ranks(engine, model, states, results):
+    """The results of the model's metrics over all ranks' rows. All ranks call it at once.
+
+    Arguments:
+        states: what ``state()`` gave, or None where this rank has seen no rows, for each result.
+        results: as ``Results``'.
+
+    Returns:
+        A dictionary for each of the states.
+    """
+    read, write = _keras.reader_and_writer(model)
+    of_metrics = variables(model)
+    mine = read(of_metrics)
+    numbers = [
+        number
+        for values in states
+        for value in (values or [0 * value for value in mine])
+        for number in value.ravel().tolist()
+    ]
+    counts = [count for (count,) in engine.gather([len(numbers)])]
+    if len(set(counts)) > 1:
+        raise errors.RankError(
+            "The ranks' metrics have different numbers of values: {}, by rank. Compile the model "
+            "with the same metrics on every rank, and call evaluate() on all of them.".format(
+                ", ".join(map(str, counts))
+            )
+        )
+    if not numbers:
+        return [{} for _ in states]
+    sums, start, found = engine.sum(numbers), 0, []
+    try:
+        for _ in states:
+            added = []
+            for value in mine:
+                part = sums[start : start + value.size]
+                added.append(part.reshape(value.shape).astype(value.dtype))
+                start += value.size
+            write(list(zip(of_metrics, added)))
+            found.append(results(model))
+    finally:
+        write(list(zip(of_metrics, mine)))  # what is seen from now on counts once
+    return found
+
+
+class Results:
+    """What a model's metrics make of their state, by name. In a graph, that is made once."""
+
+    def __init__(self):
+        self.made = None  # the metrics, and the function of the graph
+
+    def __call__(self, model):
+        metrics = of(model)
+        keras = _keras.keras_of(model)
+        if hasattr(model, "_get_training_eval_metrics"):
+            if self.made is None or self.made[0] != metrics:
+                tensors = [metric.result() for metric in metrics]
+                self.made = metrics, keras.backend.function([], tensors)
+            return {m.name: _number(v) for m, v in zip(metrics, self.made[1]([]))}
+        found = {}
+        for metric in metrics:
+            result = metric.result()
+            found.update(result if isinstance(result, dict) else {metric.name: result})
+        convert = getattr(getattr(keras, "ops", None), "convert_to_numpy", None)
+        return {
+            name: _number(convert(value) if convert else value.numpy())
+            for name, value in found.items()
+        }
+
+
+def _number(value):
+    import numpy as np
+
+    return np.asarray(value) if np.ndim(value) else float(value)
+
+
+# Metrics that do not add up -------------------------------------------------------------------
+
+
+def not_added(model, rows, batches):
+    """The metrics whose sums over ranks are not those of all rows: their names, and why.
+
+    Arguments:
+        rows, batches: how many they have seen.
+    """
+    metrics = of(model)
+    if not metrics:  # before Keras 2.3; these are layers, whose variables only they know
+        why = "this Keras does not tell what the metric keeps"
+        return {name: why for name in getattr(model, "stateful_metric_names", None) or ()}
+    read, _ = _keras.reader_and_writer(model)
+    return {
+        leaf.name: why
+        for metric in metrics
+        for leaf in _leaves(metric)
+        for why in [_sets_state(leaf) or _is_of_batches(leaf, read, rows, batches)]
+        if why
+    }
+
+
+def _leaves(metric):
+    """Keras 3 has all metrics of ``compile()`` in one."""
+    parts = getattr(metric, "metrics", None)
+    if not isinstance(parts, list) or not parts:
+        return [metric]
+    return [leaf for part in parts for leaf in _leaves(part)]
+
+
+def _sets_state(metric):
+    """Whether the state of a metric of the user's own may be something else than a sum."""
+    hidden = set(_NOT_OF_ROWS)
+    for kind in type(metric).__mro__:
+        if kind.__module__.split(".")[0] in ("keras", "tf_keras", "tensorflow", "tensorflow_core"):
+            break  # all of Keras' own add up
+        for name, function in vars(kind).items():
+            function = getattr(function, "python_function", function)  # under tf.function
+            if name in hidden or not isinstance(function, types.FunctionType):
+                continue
+            names = _names_in(inspect.unwrap(function).__code__)
+            if names & _SETTERS:
+                return "{}() sets its variables, and does not add to them".format(name)
+            if "super" not in names:
+                hidden.add(name)
+        for variable in _variables_of(metric):
+            aggregation = str(getattr(variable, "aggregation", "sum")).rpartition(".")[2]
+            if aggregation.lower() not in ("sum", "none"):  # or none is declared
+                return "its variable {!r} is not to be summed up: its aggregation is {}".format(
+                    variable.name, aggregation.lower()
+                )
+    return None
+
+
+def _names_in(code):
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= _names_in(constant)
+    return names
+
+
+def _is_of_batches(metric, read, rows, batches):
+    """Whether a function of the user's own gives one number for a whole batch."""
+    function, count = getattr(metric, "_fn", None), getattr(metric, "count", None)
+    if function is None or count is None or rows <= batches:
+        return None
+    if getattr(function, "__module__", "").split(".")[0] in ("keras", "tf_keras", "tensorflow"):
+        return None
+    (seen,) = read([count])
+    return "it is one number for each batch" if abs(float(seen) - batches) < 0.5 else None

@@ -1,0 +1,109 @@
+"""A process's place among the ranks, and what makes one of the values of variables."""
+
+from .. import errors
+from .addresses import host_of, is_loopback
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Mapping
+
+
+class Place:
+    """A process's place among the ranks of its job, and among those on its own machine.
+
+    Arguments:
+        rank: its number among all ranks, from 0.
+        size: how many ranks there are, 2 or more.
+        local_rank: its number among the ranks on its machine, from 0: that of its device.
+        local_size: how many ranks its machine has; where the launcher does not tell, how many
+            there must be at least.
+        launcher: what told the place, for reports: "torchrun".
+        on_one_machine: whether all ranks are known to be on one; None: where the sizes say so.
+    """
+
+    __slots__ = ("rank", "size", "local_rank", "local_size", "launcher", "on_one_machine")
+
+    def __init__(self, rank, size, local_rank, local_size, launcher, on_one_machine=None):
+        self.rank = rank
+        self.size = size
+        self.local_rank = local_rank
+        self.local_size = local_size
+        self.launcher = launcher
+        same = local_size == size
+        self.on_one_machine = same if on_one_machine is None else on_one_machine
+
+    def __str__(self):
+        return "rank {0.rank} of {0.size} ({0.launcher})".format(self)
+
+
+def is_to_be_alone(environ: "Mapping[str, str]") -> bool:
+    """Whether the user says so, whatever the environment has besides: ``COMPAT_ALONE=1``."""
+    return environ.get("COMPAT_ALONE", "").strip() not in ("", "0")
+
+
+def from_variables(launcher, names, values):
+    """The place that the values of four variables are, or None where one of them is not set."""
+    if None in values:
+        return None
+    texts = [value.strip() for value in values]
+    if not all(text.isdecimal() for text in texts):
+        raise invalid_ranks(launcher, names, texts)
+    rank, size, local_rank, local_size = map(int, texts)
+    if not (rank < size and local_rank < local_size <= size):
+        raise invalid_ranks(launcher, names, texts)
+    return Place(rank, size, local_rank, local_size, launcher)
+
+
+def number(name, environ):
+    """A variable's number from 0, or None where it is not set.
+
+    Raises:
+        RankError: it is something else.
+    """
+    text = environ.get(name, "").strip()
+    if not text:
+        return None
+    if not text.isdecimal():
+        raise not_a_rank(name, text)
+    return int(text)
+
+
+def from_machines(launcher, machines, rank):
+    """A place among ranks whose machines are known, in the order of ranks."""
+    mine = machines[rank]
+    local_rank, local_size = machines[:rank].count(mine), machines.count(mine)
+    return Place(rank, len(machines), local_rank, local_size, launcher)
+
+
+def from_rank_and_size(launcher, names, environ, where):
+    """A place by rank and size alone: one rank a machine, or all on this one.
+
+    Arguments:
+        names: the variables of the rank and of the size.
+        where: rank 0's address: on this machine's loopback interface, so are all. But on
+            Kubernetes, PyTorchJob tells rank 0 "localhost" and the others its name.
+    """
+    rank, size = (number(name, environ) for name in names)
+    if rank is None or size is None:
+        return None
+    if rank >= size:
+        raise invalid_ranks(launcher, names, [str(rank), str(size)])
+    here = is_loopback(host_of(where)) and "KUBERNETES_SERVICE_HOST" not in environ
+    return Place(rank, size, rank, size, launcher) if here else Place(rank, size, 0, 1, launcher)
+
+
+def invalid_ranks(launcher, names, values):
+    pairs = ", ".join("{}={}".format(*pair) for pair in zip(names, values))
+    return errors.RankError(
+        "The environment of {} contradicts itself: {}. Ranks count from 0 and are fewer than "
+        "the size. Start the script with its launcher again, or set COMPAT_ALONE=1 to train "
+        "alone.".format(launcher, pairs)
+    )
+
+
+def not_a_rank(name, text):
+    return errors.RankError(
+        "{}={} does not tell the rank of this process in a way that compat understands. Set "
+        "COMPAT_RANK, COMPAT_SIZE, COMPAT_LOCAL_RANK and COMPAT_LOCAL_SIZE instead, or "
+        "COMPAT_ALONE=1 to train alone.".format(name, text)
+    )

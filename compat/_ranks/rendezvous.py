@@ -1,0 +1,184 @@
+"""The rendezvous: the host and the port of rank 0 where ranks find each other."""
+
+import errno
+import os
+import re
+import socket
+import zlib
+
+from .. import errors
+from . import clusters, launchers
+from .addresses import host_of, is_loopback, with_port
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, Iterator, Mapping, Optional, Tuple
+
+    from .place import Place
+
+# Where nothing tells a port, one of these is used: they lie above Linux's ephemeral ports.
+_FIRST_PORT, _PORTS = 61440, 4096
+# SageMaker's containers leave it to their processes.
+_SAGEMAKER_PORT = 7777
+
+
+def find(place: "Place", environ: "Mapping[str, str]") -> "Optional[Tuple[str, int]]":
+    """The host and the port of rank 0, where nothing else is the rendezvous; None: unknown. Pure.
+
+    What the user sets comes before what a launcher tells. Ranks that are all on this machine need
+    to be told no more than a name of their job that no other job has: its port follows from it.
+
+    Raises:
+        RankError: an address is not understood.
+    """
+    for name, where in _candidates(place, environ):
+        if where:
+            host, port = host_of(where), where.rpartition(":")[2]
+            if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+                raise errors.RankError(
+                    "{} {} {!r}, which is not a host and a port. Use the host name or "
+                    "address of rank 0's machine and a free port there, such as "
+                    "node1:29500.".format(name, "are" if " and " in name else "is", where)
+                )
+            return "127.0.0.1" if place.on_one_machine else host, int(port)
+    return None
+
+
+def require(place: "Place", engine: str) -> "Tuple[str, int]":
+    """The host and the port of rank 0, which is the rendezvous.
+
+    Arguments:
+        engine: what they talk through, for the error.
+
+    Raises:
+        RankError: nothing tells where.
+    """
+    found = find(place, os.environ)
+    if found is None:
+        raise errors.RankError(
+            "This process is {}, but nothing tells {} where the rendezvous is. Set MASTER_ADDR "
+            "to the host name or address of rank 0's machine and MASTER_PORT to a free port "
+            "there, the same for all ranks; or start the script with compat run -n {}.".format(
+                place, engine, place.size
+            )
+        )
+    return found
+
+
+def torchrun_keeps_store(environ: "Mapping[str, str]") -> bool:
+    """Whether torchrun, and not rank 0, keeps the store that is the rendezvous of torch's ranks.
+
+    As torch.distributed's ``rendezvous("env://")`` tells.
+    """
+    return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _candidates(place: "Place", environ: "Mapping[str, str]") -> "Iterator[Tuple[str, str]]":
+    """What may be the rendezvous: (what tells it, address or ""), in the order of precedence."""
+    if place.launcher == launchers.LAUNCHERS[0][0]:
+        yield "COMPAT_RENDEZVOUS", environ.get("COMPAT_RENDEZVOUS", "")
+    if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
+        port = environ["MASTER_PORT"].strip()
+        if torchrun_keeps_store(environ) and port.isdecimal():
+            port = str(int(port) + 1)  # torchrun itself listens at MASTER_PORT
+        yield "MASTER_ADDR and MASTER_PORT", with_port(environ["MASTER_ADDR"].strip(), port)
+    yield "JAX_COORDINATOR_ADDRESS", launchers.jax_address(environ)
+    if "COORDINATOR_ADDRESS" in environ and "COORDINATOR_PORT" in environ:
+        host, port = (environ["COORDINATOR_" + name].strip() for name in ("ADDRESS", "PORT"))
+        yield "COORDINATOR_ADDRESS and COORDINATOR_PORT", with_port(host, port)
+    yield "KERAS_DISTRIBUTION_JOB_ADDRESSES", "".join(launchers.keras_addresses(environ)[:1])
+    if place.launcher == clusters.TF_CONFIG:
+        cluster, _, _ = clusters.tf_cluster(environ)
+        yield clusters.TF_CONFIG, clusters.tf_addresses(cluster)[0]
+    if place.launcher == "CLUSTER_SPEC":
+        yield "CLUSTER_SPEC", str(clusters.vertex_pools(environ)[0]["workerpool0"][0])
+    if place.launcher == "SageMaker":
+        yield "SM_HOSTS", with_port(clusters.sagemaker_hosts(environ)[0], _SAGEMAKER_PORT)
+    job = _job(place, environ)
+    if job:
+        host = "127.0.0.1" if place.on_one_machine else _first_host(place, environ)
+        if host:
+            derived = _FIRST_PORT + zlib.crc32(job.encode()) % _PORTS
+            yield place.launcher, with_port(host, derived)
+
+
+def _job(place, environ):
+    """What names this job on its machines, and no other, as far as the launcher tells; or ""."""
+    names = {
+        "srun": ["SLURM_JOB_ID", "SLURM_STEP_ID"],
+        "mpirun": ["PMIX_NAMESPACE"],
+        "PALS": ["PALS_APID"],
+        "mpirun_rsh": ["MPIRUN_ID"],
+    }.get(place.launcher, [])
+    values = [environ.get(name, "") for name in names]
+    return ".".join(values) if values and all(values) else ""
+
+
+def _first_host(place, environ):
+    """The machine of rank 0, or "" where nothing tells."""
+    if place.launcher == "srun":
+        return _first_of_hostlist(environ.get("SLURM_STEP_NODELIST", ""))
+    # Open MPI's runtime, which is where mpirun was called: there rank 0 is, by default.
+    found = re.search(r";tcp://([0-9.]+)", environ.get("OMPI_MCA_orte_hnp_uri", ""))
+    return found.group(1) if found and place.launcher == "mpirun" else ""
+
+
+def _first_of_hostlist(text):
+    """The first of SLURM's list of hosts: ``node01`` of ``node[01-04,07],gpu1``."""
+    found = re.match(r"([^\[,]*)(?:\[([0-9]+)[^\]]*\]([^,]*))?", text.strip())
+    return "".join(part or "" for part in found.groups()) if found else ""
+
+
+# Rank 0 --------------------------------------------------------------------------------------
+
+
+def listen(place: "Place", host: str, port: int) -> "Any":
+    """A socket that listens at the rendezvous: for this machine alone if all ranks are on it.
+
+    For several machines it listens at the address of ``host``. It listens at all addresses of
+    this machine where that name stands for another one (a cluster's own proxy), or for the
+    loopback interface, as Debian's /etc/hosts and PyTorchJob have rank 0's.
+
+    Raises:
+        RankError: the port is taken.
+    """
+    everywhere = "::" if socket.has_ipv6 else ""
+    try:
+        address = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        address = everywhere
+    if is_loopback(address) and not place.on_one_machine:
+        address = everywhere
+    try:
+        return _listening(address, port)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL or address == everywhere:
+            raise _cannot_listen(place, host, port, error.strerror) from error
+    try:
+        return _listening(everywhere, port)
+    except OSError as error:
+        raise _cannot_listen(place, host, port, error.strerror) from error
+
+
+def _listening(address, port):
+    listening = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    try:
+        # The last job's connections may not be over yet.
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if address == "::":
+            listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        listening.bind((address, port))
+        listening.listen(128)
+    except BaseException:
+        listening.close()
+        raise
+    return listening
+
+
+def _cannot_listen(place, host, port, problem):
+    return errors.RankError(
+        "This process is {}, and it cannot listen at {}:{}, the rendezvous of the ranks: {}. "
+        "Set MASTER_ADDR and MASTER_PORT to another host or port, the same for all ranks.".format(
+            place, host, port, problem
+        )
+    )

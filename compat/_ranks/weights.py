@@ -1,0 +1,118 @@
+"""The weights of a Keras model on several ranks: the same at the start, and compared later on."""
+
+from .. import _keras, errors
+from . import checksum, metrics
+
+
+def same_start(model, engine):
+    """Set the weights, and the optimizer's state, to rank 0's.
+
+    Raises:
+        RankError: rank 0's model has other weights.
+    """
+    variables = _variables(model) + engine.state_besides(model)
+    read, write = _keras.reader_and_writer(model)
+    mine = read(variables)
+    # MXNet's optimizers make their state as they train, so that rank 0's may have more of it.
+    optimizer = getattr(model, "optimizer", None) if _is_of_mxnet(model) else None
+    sent, state = engine.broadcast([mine, optimizer.get_weights() if optimizer else []])
+    if [value.shape for value in sent] != [value.shape for value in mine]:
+        raise errors.ranks_differ(engine.place, model.name)
+    if engine.place.rank:
+        write(list(zip(variables, sent)))
+        if optimizer:
+            optimizer.set_weights(state)
+
+
+def _is_of_mxnet(model):
+    return hasattr(getattr(model, "optimizer", None), "create_state")
+
+
+def _variables(model):
+    """The variables of a model and its optimizer."""
+    optimizer = getattr(model, "optimizer", None)
+    state = []
+    maker = _keras.inner_model(model)
+    if _is_of_mxnet(model):
+        pass  # see same_start()
+    elif optimizer is not None and hasattr(maker, "_make_train_function"):
+        maker._make_train_function()  # before that Keras 2's optimizers have no state
+        # The second is what keeps the state of one of TensorFlow's own, in Keras 2.
+        own = getattr(optimizer, "optimizer", None)
+        state = optimizer.weights if own is None else own.variables()
+    elif optimizer is not None and maker is not None:
+        # The second is what tf.keras' legacy optimizers have.
+        make = getattr(optimizer, "build", None) or optimizer._create_all_weights
+        if not getattr(optimizer, "built", False) and model.trainable_variables:
+            make(model.trainable_variables)
+        state = optimizer.variables
+    state = list(state() if callable(state) else state)
+    # What a LossScaleOptimizer of tf.keras has besides.
+    scale = getattr(optimizer, "_loss_scale", None)
+    if scale is not None and hasattr(scale, "current_loss_scale"):
+        state += [scale.current_loss_scale, scale.counter]
+    return list(model.weights) + state
+
+
+# Comparison ---------------------------------------------------------------------------------
+
+# An epoch ends with a comparison if there were so many steps since the last one.
+_OFTEN = 100
+# The steps after which weights are compared, whatever trains; and then every so many steps.
+_COMPARED, _RARELY = (1, 4, 16, 64, 256), 1000
+
+
+class Comparison:
+    """When the ranks' variables are compared, which they must be at the same step on all ranks."""
+
+    def __init__(self, engine):
+        self.engine = engine
+        self.steps = 0
+        self.compared = 0  # after so many steps
+        self.names = []  # type: list  # rank 0's: Keras numbers layers by what else a rank has made
+
+    def stepped(self, model):
+        """Count a step of training."""
+        self.steps += 1
+        if self.steps in _COMPARED or self.steps % _RARELY == 0:
+            self.compare(model, self.steps)
+
+    def epoch_ended(self, model, epoch):
+        if self.steps - self.compared >= _OFTEN:
+            self.compare(model, "after epoch {}".format(epoch))
+
+    def training_ended(self, model):
+        if self.steps > self.compared:
+            self.compare(model, "after the last epoch")
+
+    def compare(self, model, when):
+        """See ``checksum.verify``."""
+        self.compared = self.steps
+        read, write = _keras.reader_and_writer(model)
+        own = set(map(id, _own(model)))
+        variables = _variables(model) + self.engine.state_besides(model)
+        variables = [v for v in variables if id(v) not in own]
+        if len(self.names) != len(variables):
+            names = [getattr(variable, "path", None) or variable.name for variable in variables]
+            sent = self.engine.broadcast(names)
+            self.names = sent if len(sent) == len(names) else names
+        checksum.verify(
+            self.engine,
+            self.names,
+            read(variables),
+            lambda place, value: write([(variables[place], value)]),
+            when,
+        )
+
+
+def _own(model):
+    """Variables that are each rank's: metrics, whole numbers, and the states of stateful RNNs."""
+    for variable in metrics.variables(model):
+        yield variable
+    for weight in model.weights:
+        if "int" in str(weight.dtype):
+            yield weight
+    for layer in model.layers:
+        if getattr(layer, "stateful", False) and not hasattr(layer, "update_state"):
+            for state in getattr(layer, "states", None) or ():
+                yield state

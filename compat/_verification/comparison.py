@@ -1,0 +1,162 @@
+"""What one device and several make of the same step: whether it differs, and why it may."""
+
+# Sums in another order differ by some units in the last place (eps) for each factor of rows; 2^10
+# leaves room for sums over some millions of numbers, whose error grows with the square root.
+_UNITS = 2.0**10
+# A difference that rounding makes by the model's own doing may come out so many times larger.
+_MARGIN = 16.0
+# What one device repeats no better than this, relative to its size, cannot be compared.
+_RANDOM = 2e-3
+
+EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+# Types of fewer digits sum in a wider one, and round each result once.
+_UNITS_OF = {"float16": 2.0**4, "bfloat16": 2.0**3}
+
+
+def rounding(dtype: str) -> float:
+    """How far results of a step may be apart by rounding alone, relative to their size."""
+    return EPS.get(dtype, 2.0**-23) * _UNITS_OF.get(dtype, _UNITS)
+
+
+class Comparison:
+    """What one device and several make of the same step.
+
+    Arguments:
+        step: the ``Step``.
+        start: values before it; those that are there as well afterwards are compared by how they
+            changed.
+        expected: values after it on one device.
+        others: values after it on one device, done again.
+    """
+
+    def __init__(self, step, start, expected, others):
+        self.step = step
+        self.start = start
+        self.expected = expected
+        self.others = others
+        self.differing = []  # type: list  # of (label, difference, limit, ratio)
+        self.incomparable = {}  # type: dict  # label -> why
+        self.compared = 0
+        self.telling = 0  # those compared that would tell of a wrong gradient or output
+        self.telling_weights = 0
+        self.largest = (0.0, "")
+
+    def compare(self, found):
+        for label in sorted(self.expected, key=_order):
+            if not self.step.is_random(label):
+                self._compare(label, found.get(label))
+
+    def _compare(self, label, found):
+        import numpy as np
+
+        expected, before = self.expected[label], self.start.get(label)
+        if found is None or np.shape(found) != np.shape(expected):
+            self.differing.append((label, float("inf"), 0.0, None))
+            return
+        others = [other.get(label) for other in self.others]
+        if any(other is None or np.shape(other) != np.shape(expected) for other in others):
+            self.incomparable[label] = "its shape changes from run to run"
+            return
+        exact = (
+            np.asarray(expected).dtype.kind not in "fc"
+            and str(getattr(expected, "dtype", "")) not in EPS
+        )
+        base = _as_float(before) if before is not None else 0.0
+        expected, found = _as_float(expected) - base, _as_float(found) - base
+        others = [_as_float(other) - base for other in others]
+        same = np.isfinite(expected) & np.isfinite(found)
+        odd = ~same & ~((expected == found) | (np.isnan(expected) & np.isnan(found)))
+        if not np.size(expected):
+            return
+        largest = _largest(expected[same]) if np.ndim(expected) else _largest(expected)
+        spread = max([_largest(other - expected) for other in others] or [0.0])
+        limit, size = 0.0, largest
+        if not exact:
+            stored = 0.0
+            if before is not None:
+                stored = 4 * EPS.get(str(before.dtype), EPS["bfloat16"]) * _largest(base)
+            limit = rounding(self.step.dtype) * largest + stored + _MARGIN * spread
+            if spread > max(_RANDOM, 4 * rounding(self.step.dtype)) * largest + stored:
+                self.incomparable[label] = "one device does not repeat it"
+                return
+        elif spread:
+            self.incomparable[label] = "one device does not repeat it"
+            return
+        self.compared += 1
+        if label.startswith(_TELLING) and (before is None or largest):
+            self.telling += 1
+            self.telling_weights += label.startswith("weight")
+        difference = _largest(np.where(same, found - expected, 0.0))
+        if np.any(odd):
+            difference = float("inf")
+        if difference > limit:
+            self.differing.append((label, difference, limit, _ratio(expected, found)))
+        elif size:
+            self.largest = max(self.largest, (difference / size, label))
+
+    def compared_nothing(self):
+        """Whether no output, no loss, or none of the weights that change could be compared."""
+        weights = [label for label in self.incomparable if label.startswith("weight")]
+        return (
+            not self.telling
+            or any(label.startswith(("output", "the loss")) for label in self.incomparable)
+            or (weights and not self.telling_weights)
+        )
+
+
+_ORDER = ("output", "the loss", "metric", "state", "gradient", "weight", "slot")
+_TELLING = ("output", "the loss", "gradient", "weight")
+
+
+def _order(label):
+    place = next((i for i, word in enumerate(_ORDER) if label.startswith(word)), len(_ORDER))
+    return place, label
+
+
+def _as_float(value):
+    import numpy as np
+
+    value = np.asarray(value)
+    return value.astype("complex128" if value.dtype.kind == "c" else "float64")
+
+
+def _largest(values):
+    import numpy as np
+
+    values = np.abs(np.asarray(values))
+    values = values[np.isfinite(values)]
+    return float(values.max()) if values.size else 0.0
+
+
+def _ratio(expected, found):
+    """The factor by which ``found`` is too large or too small, where it is one; else None."""
+    import numpy as np
+
+    expected, found = np.ravel(expected).astype("float64"), np.ravel(found).astype("float64")
+    norm = float(expected.dot(expected))
+    if not np.isfinite(norm) or not norm:
+        return None
+    ratio = float(expected.dot(found)) / norm
+    fits = _largest(found - ratio * expected) <= 0.05 * _largest(ratio * expected)
+    return ratio if fits else None
+
+
+def cause_of(label, ratio, devices):
+    """The likely cause of a difference, a sentence."""
+    if ratio is not None and abs(ratio * devices - 1) < 0.1:
+        if label.startswith("state"):
+            return "It adds up over the batch, and was averaged over the replicas."
+        return "It is 1/{} of it: a loss that is a sum over the rows was averaged.".format(devices)
+    if ratio is not None and abs(ratio / devices - 1) < 0.1:
+        return "It is {} times as much: each replica counted all of it.".format(devices)
+    if label.startswith("output"):
+        return (
+            "An operation that reads several rows of the batch at once (a mean or softmax over "
+            "axis 0, x @ x.T), or an input whose first dimension is not the batch (time-major)."
+        )
+    if label.startswith(("state", "metric")):
+        return "State that is neither a mean over the rows, nor a sum, nor a count of steps."
+    return (
+        "A loss or an operation that is no mean over the rows of the batch: a sum, a mean over "
+        "masked rows only, or one that compares rows with one another."
+    )

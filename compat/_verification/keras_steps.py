@@ -1,0 +1,309 @@
+"""Verification of Keras models: what makes the functions of their steps makes verified ones.
+
+Every Keras keeps three functions, which do a training, a test and a prediction step, and makes
+each when it is first needed, by a method of the model. The instance gets methods of its own in
+their place. How a step is done on one device, each backend says by a subclass of ``Verified``.
+"""
+
+from .. import _keras, _patching, errors
+from . import steps
+from .verification import suspended
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+# Kind of step -> the attribute that keeps its function.
+FUNCTIONS = {
+    "train": "train_function",
+    "evaluate": "test_function",
+    "predict": "predict_function",
+}
+
+
+class Verified(_patching.InstanceMethod):
+    """The method that makes one of a model's functions, which verifies its first steps.
+
+    Subclasses for a backend say how a step is done and what it changes; ``prefix`` is what the
+    names of Keras' own methods begin with, "make_" or, in Keras 2, "_make_".
+    """
+
+    kind = ""
+    prefix = "make_"
+
+    def __init__(self, verification):
+        super().__init__([])
+        self.verification = verification
+
+    @classmethod
+    def install_on(cls, model, verification):
+        """Give ``model`` such methods, one for each kind of step; None: take them away.
+
+        The tf.keras of TensorFlow 2.0 and 2.1 has none to replace: a warning says so.
+        """
+        methods = [cls.prefix + function for function in FUNCTIONS.values()]
+        if verification is not None and not any(hasattr(model, name) for name in methods):
+            _warn_of_keras(model, verification)
+        for kind, function in FUNCTIONS.items():
+            name = cls.prefix + function
+            if not hasattr(model, name):
+                continue
+            members = {"kind": kind, "method": name}  # type: Any
+            method = cls._kind_of_method(members)
+            present = method._present(model)
+            if present is not None:
+                present.remove(model)
+                made = getattr(model, function, None)
+                if isinstance(made, VerifiedFunction):
+                    setattr(model, function, made.made)
+            if verification is not None:
+                method(verification).install(model)
+                made = getattr(model, function, None)
+                if made is not None:
+                    method.of(model).verified(model)
+
+    @classmethod
+    def _kind_of_method(cls, members: "Any") -> "Any":
+        return type(cls.__name__, (cls,), members)  # type: ignore  # of a classmethod
+
+    @classmethod
+    def _present(cls, model):
+        """The method in this one's place, whichever backend's."""
+        function = getattr(model.__dict__.get(cls.method), "__func__", None)
+        return function if isinstance(function, Verified) else None
+
+    def __call__(self, model, *args, **kwargs):
+        result = self.plain(model)(*args, **kwargs)
+        made = self.verified(model)
+        return made if result is not None else None
+
+    def verified(self, model):
+        """Have the function that Keras has made verified, and return it."""
+        attribute = FUNCTIONS[self.kind]
+        made = getattr(model, attribute)
+        if made is None or isinstance(made, VerifiedFunction):
+            return made
+        if self.verification.wants(self.kind):
+            made = VerifiedFunction(self, model, made)
+            setattr(model, attribute, made)
+        return made
+
+    # What a backend says ------------------------------------------------------------------------
+
+    def is_ready(self, model):
+        """Whether all that a step changes is there already; before, none can be verified."""
+        return True
+
+    def make_undivided(self, model):
+        """A function as Keras makes it, that does the step on one device."""
+        raise NotImplementedError
+
+    def step(self, function, args):
+        """The ``steps.Step`` that a call of ``function`` with ``args`` is."""
+        raise NotImplementedError
+
+
+def _warn_of_keras(model, verification):
+    keras = _keras.keras_of(model)
+    errors.warn(
+        "verify={}: {} {} makes no functions of a model's steps that could be verified, so nothing "
+        "is verified of model {!r}. Verify it with TensorFlow 2.3 or later.".format(
+            verification.left["train"], keras.__name__, keras.__version__, model.name
+        )
+    )
+
+
+def made_anew(method, model, others=()):
+    """A function as Keras makes it, while the one that the model has stays.
+
+    Arguments:
+        method: the ``Verified`` whose class's method makes it.
+        others: further attributes that Keras sets.
+    """
+    attribute = FUNCTIONS[method.kind]
+    # By setattr, as Keras does: it tracks functions of tf.function() as parts of the model.
+    kept = {name: getattr(model, name) for name in (attribute,) + others if hasattr(model, name)}
+    setattr(model, attribute, None)
+    try:
+        getattr(type(model), method.method)(model)
+        return getattr(model, attribute)
+    finally:
+        for name, value in kept.items():
+            setattr(model, name, value)
+
+
+class VerifiedFunction:
+    """A function of a model's steps, the first of which are verified.
+
+    Attributes:
+        made: what Keras made, for all devices.
+        undivided: what does the same on one device.
+    """
+
+    def __init__(self, method, model, made):
+        self.method = method
+        self.model = model
+        self.made = made
+        self._undivided = None
+
+    @property
+    def undivided(self):
+        if self._undivided is None:
+            self._undivided = self.method.make_undivided(self.model)
+        return self._undivided
+
+    def __getattr__(self, name):  # its outputs, for example, to which callbacks may add
+        return getattr(self.made, name)
+
+    def __call__(self, *args):
+        method = self.method
+        verification = method.verification
+        if not verification.wants(method.kind):
+            attribute = FUNCTIONS[method.kind]
+            if getattr(self.model, attribute, None) is self:
+                setattr(self.model, attribute, self.made)
+            return self.made(*args)
+        if not method.is_ready(self.model):
+            with suspended():
+                return self.made(*args)
+        return verification.verify(method.kind, method.step(self, args))
+
+
+def named_results(model, kind, results):
+    """What a step returns, by label: a dictionary of logs, or the outputs of a prediction."""
+    if kind == "predict":
+        return outputs(model, results)
+    if isinstance(results, dict):
+        return {
+            "the loss" if name == "loss" else "metric " + name: value
+            for name, value in results.items()
+        }
+    names = list(getattr(model, "metrics_names", ()))
+    values = results if isinstance(results, (list, tuple)) else [results]
+    named = {}
+    for place, value in enumerate(values):
+        name = names[place] if place < len(names) else str(place)
+        named["the loss" if place == 0 else "metric " + name] = value
+    return named
+
+
+def outputs(model, results):
+    """A model's outputs by label, with the name of the layer where that is known."""
+    flat = list(_flat(results))
+    names = list(getattr(model, "output_names", None) or ())
+    return {
+        "output {}{}".format(
+            place + 1, " ({})".format(names[place]) if len(names) == len(flat) else ""
+        ): value
+        for place, value in enumerate(flat)
+    }
+
+
+def _flat(value):
+    if isinstance(value, dict):
+        value = [value[key] for key in sorted(value)]
+    if isinstance(value, (list, tuple)):
+        for part in value:
+            for leaf in _flat(part):
+                yield leaf
+    elif value is not None:
+        yield value
+
+
+class KerasStep(steps.Step):
+    """A step of a model of tf.keras or Keras 3, whose variables are objects.
+
+    Arguments:
+        method: the ``Verified``.
+        function: the ``VerifiedFunction`` that was called.
+    """
+
+    def __init__(self, method, function):
+        self.function = function
+        self.model = function.model
+        self.kind = method.kind
+        layers = _keras.all_layers(self.model)
+        dtypes = {str(getattr(layer, "compute_dtype", None) or layer.dtype) for layer in layers}
+        result_type = getattr(_keras.keras_of(self.model).backend, "result_type", None)
+        if result_type is not None:
+            # On JAX and torch Keras 3 sums float64 in float32, as in losses and normalization.
+            dtypes |= {result_type(dtype, "float32") for dtype in dtypes}
+        self.dtype = coarsest(dtypes)
+        self.by_design = by_design(layers)
+
+    def as_array(self, value):
+        """A tensor, or the value of a variable, for numpy."""
+        raise NotImplementedError
+
+    def labelled(self):
+        """All variables that the step may change, by label."""
+        model, found, seen = self.model, {}, set()
+        trainable = {id(v) for v in model.trainable_variables}
+        groups = [("state", _variables_of(model))]
+        groups += [("slot", _variables_of(optimizer)) for optimizer in optimizers(model)]
+        groups += [("metric state", metric.variables) for metric in model.metrics]
+        for word, variables in groups:
+            for variable in variables:
+                if id(variable) not in seen:
+                    seen.add(id(variable))
+                    name = getattr(variable, "path", None) or variable.name
+                    label = "{} {}".format("weight" if id(variable) in trainable else word, name)
+                    while label in found:
+                        label += "'"
+                    found[label] = variable
+        return found
+
+    def read(self):
+        return {label: self.as_array(variable) for label, variable in self.labelled().items()}
+
+    def write(self, values):
+        for label, variable in self.labelled().items():
+            if label in values:
+                variable.assign(values[label])
+            elif label.startswith("metric state"):  # made by the step
+                variable.assign(0 * self.as_array(variable))
+
+    def is_random(self, label):
+        return "seed_generator_state" in label or "StateVar" in label
+
+    def named(self, results):
+        """What a step returns, by label, as arrays."""
+        named = named_results(self.model, self.kind, results)
+        return {label: self.as_array(value) for label, value in named.items()}
+
+    def outputs_and_losses(self, results, losses):
+        named = outputs(self.model, results)
+        for place, loss in enumerate(losses):
+            named["output: loss {} of add_loss()".format(place + 1)] = loss
+        return {label: self.as_array(value) for label, value in named.items()}
+
+
+def optimizers(model):
+    """The optimizer of a model, and those that it has as attributes besides."""
+    found = [v for v in vars(model).values() if hasattr(v, "apply_gradients")]
+    if getattr(model, "optimizer", None) is not None:
+        found.append(model.optimizer)
+    return list({id(optimizer): optimizer for optimizer in found}.values())
+
+
+def _variables_of(thing):
+    variables = getattr(thing, "variables", ())
+    return list(variables() if callable(variables) else variables)
+
+
+_BY_REPLICA = ("BatchNormalization", "BatchNormalizationBase", "BatchNormalizationV1")
+
+
+def by_design(layers):
+    """Why training differs from one device by design, or None: batch normalization."""
+    for layer in layers:
+        if any(c.__name__ in _BY_REPLICA for c in type(layer).__mro__) and layer.trainable:
+            return steps.NORMALISED.format("layer", layer.name)
+    return None
+
+
+def coarsest(dtypes):
+    """Of the types in which layers compute, the one of the fewest digits."""
+    order = ["bfloat16", "float16", "float32", "float64"]
+    found = [dtype for dtype in order if dtype in dtypes]
+    return found[0] if found else "float32"

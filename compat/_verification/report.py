@@ -1,0 +1,137 @@
+"""What was verified in this process: kept, shown, and left for another process to read."""
+
+import os
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, List, Mapping
+
+KINDS = ("train", "evaluate", "predict")
+
+# Kind of step -> the word for it.
+STEPS = {"train": "training", "evaluate": "test", "predict": "prediction"}
+
+_records = []  # type: List[Record]
+_recording = []  # type: List[bool]  # not empty: operations are recorded
+
+
+class Record:
+    """What was verified of one model: shown by ``compat test script.py``.
+
+    Attributes:
+        model: its name.
+        devices: their names.
+        steps: verified, for each of ``KINDS``.
+        largest: the largest difference, relative to the size of what differs, and its label.
+        incomparable: labels, and why.
+        operations: for each device, how many matrix products and convolutions it ran in the forward
+            and in the backward pass, as the framework recorded them; empty where that was not
+            asked for.
+        failure: what differed, as the error says it; or None.
+    """
+
+    def __init__(self, model, devices):
+        self.model = model
+        self.devices = list(devices)
+        self.steps = dict.fromkeys(KINDS, 0)
+        self.compared = 0
+        self.largest = (0.0, "")
+        self.incomparable = {}
+        self.operations = {}
+        self.failure = None
+
+    def as_dict(self):
+        return dict(vars(self))
+
+
+def records():
+    """What was verified in this process, a ``Record`` for each model."""
+    return list(_records)
+
+
+def add(record: "Record") -> None:
+    """Keep a record; a second time changes nothing."""
+    if record not in _records:
+        _records.append(record)
+
+
+def is_recording() -> bool:
+    return bool(_recording)
+
+
+def record_operations():
+    """Have each model's first training step tell where its operations ran."""
+    _recording.append(True)
+
+
+def report_at_exit(environ: "Mapping[str, str]") -> None:
+    """Leave this process's records in the folder ``COMPAT_VERIFY_REPORT``, if that is set."""
+    folder = environ.get("COMPAT_VERIFY_REPORT")
+    if folder and not _recording:
+        import atexit
+
+        record_operations()
+        atexit.register(_write, os.path.join(folder, "{}.json".format(os.getpid())))
+
+
+def _write(path):
+    import json
+
+    with open(path, "w") as file:
+        json.dump([record.as_dict() for record in _records], file)
+
+
+def shown(record: "Mapping[str, Any]") -> "List[str]":
+    """A record (``Record.as_dict``) for a person, in lines."""
+    steps = [
+        "{} {} step{}".format(count, STEPS[kind], "s" if count > 1 else "")
+        for kind, count in record["steps"].items()
+        if count
+    ]
+    difference, label = record["largest"]
+    lines = ["model {!r} on {}".format(record["model"], ", ".join(record["devices"]))]
+    lines.append("  verified: {}".format(", ".join(steps) or "no step"))
+    if record["compared"]:
+        lines[-1] += "; {} values".format(record["compared"])
+        lines.append(
+            "  largest difference: {:.1e} of its size{}".format(
+                difference, " ({})".format(label) if label else ""
+            )
+        )
+    if record["operations"] and not _has_products(record):
+        lines.append("  no products were seen on any device")
+    elif record["operations"]:
+        places = [
+            "{} {} + {}".format(device, *counts)
+            for device, counts in sorted(record["operations"].items())
+        ]
+        lines.append("  products ran, forward + backward: {}".format(", ".join(places)))
+        if not _on_several(record):
+            lines.append("  only {} of its devices worked".format(len(_working(record))))
+    by_reason = {}  # type: dict  # why -> labels
+    for label, reason in sorted(record["incomparable"].items()):
+        by_reason.setdefault(reason, []).append(label)
+    for reason, labels in sorted(by_reason.items()):
+        more = " and {} more".format(len(labels) - 3) if len(labels) > 3 else ""
+        lines.append("  not compared: {}{} ({})".format(", ".join(labels[:3]), more, reason))
+    if record["failure"]:
+        lines.append("  " + record["failure"])
+    return lines
+
+
+def is_good(record: "Mapping[str, Any]") -> bool:
+    """Whether nothing differed, and more than one device worked."""
+    return not record["failure"] and (not _has_products(record) or _on_several(record))
+
+
+def _has_products(record):
+    """Models may have none, and XLA makes none of one row for each device."""
+    return any(map(any, record["operations"].values()))
+
+
+def _working(record):
+    return [d for d, (forward, backward) in record["operations"].items() if forward and backward]
+
+
+def _on_several(record):
+    return len(_working(record)) == len(record["devices"])

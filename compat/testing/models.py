@@ -1,0 +1,160 @@
+"""The models that contracts train, their data, and what compares what came of it."""
+
+import functools
+import importlib
+import itertools
+import os
+
+import numpy as np
+
+DEVICES = 3
+
+# (global batch, samples): even, uneven, a last partial batch of 13, fewer rows than devices, one.
+# Two steps or three, so that an optimizer's state counts.
+BATCHES = [(64, 128), (61, 122), (16, 45), (2, 6), (1, 3)]
+UNEVEN = BATCHES[1:2]
+
+# Rows of a batch, and how many of them each of the three devices computes: at least one.
+SHARDS = {64: [21, 21, 22], 61: [20, 20, 21], 14: [4, 5, 5], 2: [1, 1, 1], 1: [1, 1, 1]}
+
+
+def keras_under_test():
+    """The Keras that ``COMPAT_TEST_KERAS`` names; a missing one is an error, never a skip."""
+    name = os.environ.get("COMPAT_TEST_KERAS", "keras")
+    if name.startswith("tensorflow."):  # attributes; not all of them can be imported
+        return functools.reduce(getattr, name.split(".")[1:], importlib.import_module("tensorflow"))
+    return importlib.import_module(name)
+
+
+class Case:
+    """A model to build, and data to train it on.
+
+    ``build(keras)`` gives a model not compiled; ``loss`` goes to its ``compile``; ``data(n)``
+    gives inputs and targets of n rows.
+    """
+
+    def __init__(self, name, build, loss, data):
+        self.name = name
+        self.build = build
+        self.loss = loss
+        self.data = data
+
+
+def _dense(keras):
+    layers = keras.layers
+    return keras.models.Sequential(
+        [
+            layers.Dense(
+                16, activation="relu", input_shape=(8,), kernel_regularizer="l2", name="hidden"
+            ),
+            layers.Dense(4, activation="softmax", name="classes"),
+        ],
+        name="dense_model",
+    )
+
+
+def _one_hot(labels, classes):
+    return np.eye(classes, dtype="float32")[labels]
+
+
+def _dense_data(rows):
+    random = np.random.RandomState(rows)
+    return (
+        random.normal(size=(rows, 8)).astype("float32"),
+        _one_hot(random.randint(4, size=rows), 4),
+    )
+
+
+def _convolutional(keras):
+    layers = keras.layers
+    image = layers.Input(shape=(8, 8, 2), name="image")
+    x = layers.Conv2D(4, 3, activation="relu", padding="same", name="conv")(image)
+    x = layers.MaxPooling2D(2)(x)
+    x = layers.Flatten()(x)
+    return keras.models.Model(image, layers.Dense(3, activation="softmax", name="classes")(x))
+
+
+def _convolutional_data(rows):
+    random = np.random.RandomState(rows)
+    return (
+        random.normal(size=(rows, 8, 8, 2)).astype("float32"),
+        random.randint(3, size=(rows, 1)).astype("float32"),
+    )
+
+
+def _multi(keras):
+    """Two inputs, a layer that both share, a nested model, two outputs with names."""
+    layers = keras.layers
+    left, right = layers.Input(shape=(5,), name="left"), layers.Input(shape=(5,), name="right")
+    inner_input = layers.Input(shape=(6,))
+    inner_output = layers.Dense(6, activation="tanh")(inner_input)
+    inner = keras.models.Model(inner_input, inner_output, name="inner")
+    shared = layers.Dense(6, activation="tanh", name="shared")
+    joined = layers.concatenate([inner(shared(left)), shared(right)])
+    score = layers.Dense(1, name="score")(joined)
+    same = layers.Dense(1, activation="sigmoid", name="same")(joined)
+    return keras.models.Model([left, right], [score, same])
+
+
+def _multi_data(rows):
+    random = np.random.RandomState(rows)
+    left, right = random.normal(size=(2, rows, 5)).astype("float32")
+    score = (left * right).sum(axis=1, keepdims=True)
+    return [left, right], [score, (score > 0).astype("float32")]
+
+
+def _recurrent(keras, **lstm_options):
+    layers = keras.layers
+    words = layers.Input(shape=(6,), name="words")
+    x = layers.Embedding(20, 5, name="embedding")(words)
+    x = layers.LSTM(7, name="lstm", **lstm_options)(x)
+    return keras.models.Model(words, layers.Dense(1, activation="sigmoid", name="mood")(x))
+
+
+def _recurrent_data(rows):
+    random = np.random.RandomState(rows)
+    words = random.randint(1, 20, size=(rows, 6)).astype("float32")
+    return words, (words.sum(axis=1, keepdims=True) > 60).astype("float32")
+
+
+CASES = {
+    case.name: case
+    for case in [
+        Case("dense", _dense, "categorical_crossentropy", _dense_data),
+        Case("conv", _convolutional, "sparse_categorical_crossentropy", _convolutional_data),
+        Case("multi", _multi, {"score": "mse", "same": "binary_crossentropy"}, _multi_data),
+        Case("lstm", _recurrent, "binary_crossentropy", _recurrent_data),
+    ]
+}
+
+# Cases and optimizers: SGD shows the scale of a gradient, which Adam hides; Adam has more state.
+TRIALS = list(itertools.product(sorted(CASES), ("sgd", "adam")))
+SPAN_TRIALS = [("dense", "adam"), ("lstm", "sgd"), ("multi", "sgd")]
+
+
+def initialise(model, seed=0):
+    """Set all weights from numpy's generator, the same on every Keras."""
+    random = np.random.RandomState(seed)
+    model.set_weights(
+        [(random.normal(size=w.shape) * 0.3).astype("float32") for w in model.get_weights()]
+    )
+    return model
+
+
+def optimizer(keras, name):
+    """SGD with momentum, or Adam, whatever this Keras calls the learning rate."""
+    make = {
+        "sgd": lambda **rate: keras.optimizers.SGD(momentum=0.9, **rate),
+        "adam": lambda **rate: keras.optimizers.Adam(**rate),
+    }[name]
+    rate = {"sgd": 0.05, "adam": 0.01}[name]
+    try:
+        return make(learning_rate=rate)
+    except TypeError:  # Keras before 2.3
+        return make(lr=rate)
+
+
+def largest_difference(first, second):
+    """The largest absolute difference between two lists of arrays."""
+    assert len(first) == len(second)
+    return max(float(np.abs(a - b).max()) for a, b in zip(first, second) if np.size(a))

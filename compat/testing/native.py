@@ -1,0 +1,178 @@
+"""What a backend must pass that runs models of its framework's own kind, made without Keras."""
+
+import numpy as np
+import pytest
+
+import compat
+
+from .contract import Contract
+from .models import CASES, DEVICES, SHARDS, largest_difference
+from .spans import in_span, span
+
+
+class NativeModels:
+    """How a test file builds and trains a model of the framework's own kind.
+
+    It maps 8 inputs to 4 outputs, and nothing in it is random or reads several rows at once.
+    """
+
+    def build(self, seed=0):
+        """A model that is not parallelized, with the weights that belong to the seed."""
+        raise NotImplementedError
+
+    def train(self, model, inputs, targets):
+        """Do one step of training: forward, a loss that is a mean over rows, backward, update.
+
+        Returns:
+            The loss.
+        """
+        raise NotImplementedError
+
+    def predict(self, model, inputs):
+        """What the model computes of the inputs, as an array."""
+        raise NotImplementedError
+
+    def weights(self, model):
+        """Copies of the model's weights, a list of arrays."""
+        raise NotImplementedError
+
+    def data(self, rows):
+        """Inputs and targets."""
+        return CASES["dense"].data(rows)
+
+
+class NativeContract(NativeModels, Contract):
+    """Subclass this in a backend's test file: methods of ``NativeModels``, ``placement`` and
+    ``shard_sizes`` say how."""
+
+    #: Whether the backend compares first steps with one device.
+    verifies = True
+
+    def parallel(self, gpus=None):
+        """A model on all devices, or on some."""
+        model = self.build()
+        assert compat.parallelize(model, gpus=gpus) is model
+        return model
+
+    def fit(self, model, samples, batch):
+        """Train one epoch, and return its losses."""
+        inputs, targets = self.data(samples)
+        return [
+            float(self.train(model, inputs[start : start + batch], targets[start : start + batch]))
+            for start in range(0, samples, batch)
+        ]
+
+    # The same numbers -------------------------------------------------------------------------
+
+    @span
+    def test_is_told_from_other_objects(self, configuration):
+        assert self.instance().is_native(self.build())
+        for other in (None, object(), np.zeros(3), self.build, type(self.build())):
+            assert not self.instance().is_native(other)
+
+    @span
+    def test_trains_to_the_numbers_of_one_device(self, configuration, batches):
+        for batch, samples in batches:
+            plain, parallel = self.build(), self.parallel()
+            start = self.weights(plain)
+            losses = [self.fit(model, samples, batch) for model in (plain, parallel)]
+            np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4, atol=1e-5)
+            assert largest_difference(start, self.weights(plain)) > 1e-3, "nothing was trained"
+            self.close(self.weights(plain), self.weights(parallel))
+
+    @span
+    def test_predicts_what_one_device_does(self, configuration, batches):
+        plain, parallel = self.build(), self.parallel()
+        for batch, _ in batches:
+            inputs, _ = self.data(batch)
+            expected, found = (self.predict(model, inputs) for model in (plain, parallel))
+            assert found.shape == expected.shape
+            self.close([expected], [found], 1e-6)
+
+    # Really on three devices ------------------------------------------------------------------
+
+    @span
+    def test_forward_and_backward_run_on_every_device(self, configuration):
+        placement = self.placement(self.parallel(), *self.data(61))
+        assert sorted(placement) == sorted(configuration.devices)
+        for device, (forward, backward) in placement.items():
+            assert forward > 0, (device, placement)
+            assert backward > 0, (device, placement)
+        # No device runs more than its replica: nothing was computed undivided.
+        assert len(set(placement.values())) == 1, placement
+
+    @pytest.mark.parametrize("samples", in_span([64, 61, 14], [14]))
+    def test_batch_is_split_evenly(self, configuration, samples):
+        sizes = list(self.shard_sizes(self.parallel(), *self.data(samples)))
+        assert sorted(sizes) == sorted(SHARDS[samples])
+
+    # The same object --------------------------------------------------------------------------
+
+    @span
+    def test_moves_to_other_devices_and_back_to_one(self, configuration):
+        inputs, targets = self.data(61)
+        plain, model = self.build(), self.parallel()
+        for devices in ([2, 0], [0, 1, 2], [1], [1, 2], [0]):
+            assert compat.parallelize(model, gpus=devices) is model
+            for each in (plain, model):
+                self.fit(each, 61, 16)
+            self.close(self.weights(plain), self.weights(model))
+            if len(devices) > 1:
+                names = sorted(configuration.devices[i] for i in devices)
+                assert self.devices_of(model, inputs, targets) == names
+                # The step that was recorded has trained, too.
+                self.train(plain, inputs, targets)
+
+    @span
+    def test_trained_before(self, configuration):
+        """What the optimizer keeps stays as it is."""
+        plain, model = self.build(), self.build()
+        for epoch in range(3):
+            for each in (plain, model):
+                self.fit(each, 61, 16)
+            if epoch == 0:
+                assert compat.parallelize(model) is model
+        self.close(self.weights(plain), self.weights(model))
+        assert len(self.devices_of(model, *self.data(61))) == DEVICES
+
+    def test_function_that_builds_the_model(self, configuration):
+        model = compat.parallelize(lambda: self.build())
+        assert len(self.devices_of(model, *self.data(61))) == DEVICES
+
+    # Verification -----------------------------------------------------------------------------
+
+    @span
+    def test_first_steps_are_verified(self, configuration):
+        """They leave the model as steps do that are not, and say what they compared."""
+        models = [self.parallel(), self.parallel()]
+        if not self.verifies:
+            with pytest.warns(compat.CompatWarning, match="cannot compare several devices"):
+                self.verified(models[1], 2)
+            return
+        record = self.verified(models[1], 2)
+        for model in models:
+            self.fit(model, 45, 16)
+            self.predict(model, self.data(13)[0])
+        assert (record.steps["train"], record.steps["predict"]) == (2, 1)
+        assert record.compared > len(self.weights(models[0]))
+        assert not record.incomparable
+        assert record.largest[0] < 1e-3  # the same work in another order
+        self.close(self.weights(models[0]), self.weights(models[1]))
+
+    @span
+    def test_a_difference_is_found_and_the_model_left_as_it_was(self, configuration, monkeypatch):
+        """Something that a step on several devices changes by a tenth too much."""
+        if not self.verifies:
+            return
+        inputs, targets = self.data(45)
+        model = self.parallel()
+        self.train(model, inputs, targets)
+        start = self.weights(model)
+        self.verified(model)
+        difference = self.disturb(monkeypatch)
+        with pytest.raises(compat.ResultsDifferError) as caught:
+            self.train(model, inputs, targets)
+        assert difference and difference[0] in str(caught.value)
+        self.close(start, self.weights(model), 1e-12)
+        self.train(model, inputs, targets)  # it can be trained on
+        assert largest_difference(start, self.weights(model)) > 1e-4

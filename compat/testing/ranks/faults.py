@@ -1,0 +1,60 @@
+"""Jobs in which one rank fails, and what ``compat run`` is to make of them."""
+
+import collections
+import os
+import signal
+import sys
+import time
+
+# The rank that has the fault; on two machines it is on the second.
+FAULTY = 1
+
+
+def _raise():
+    raise ValueError("this rank's data is bad")
+
+
+FAULTS = {
+    "raise": lambda: _raise(),
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "exit": lambda: sys.exit(0),
+    "sleep": lambda: time.sleep(1000),
+    "short": lambda: None,
+}
+
+# A job in which a rank has one of these faults.
+#     elsewhere: whether that rank is on another machine.
+#     said: what ``compat run`` says of the rank.
+#     last: a pattern of the last line of its report, or None.
+FailingJob = collections.namedtuple("FailingJob", "fault size elsewhere said status last")
+RAISING = FailingJob(
+    "raise", 2, False,
+    "rank 1 of 2 failed with exit status 1; the others were ended.", 1,
+    "ValueError: this rank's data is bad",
+)  # fmt: skip
+# The first job mostly waits. A rank that is killed leaves two, since engines tell its neighbours
+# apart from others.
+FAILING_JOBS = [
+    FailingJob(
+        "sleep", 2, False,
+        "rank 1 of 2 did not come to the others, which waited for it", 1,
+        "compat.errors.RankLostError: Rank 0 of 2 waited .*",
+    ),
+    FailingJob(
+        "kill", 3, False,
+        "rank 1 of 3 was killed by signal 9; the others were ended.", 128 + 9, None,
+    ),
+    RAISING,
+    RAISING._replace(elsewhere=True),
+    FailingJob(
+        "exit", 2, False,
+        "rank 1 of 2 ended (exit status 0) while others were still training", 1,
+        "compat.errors.RankLostError: Rank 0 of 2 waited .*",
+    ),
+    FailingJob(
+        "short", 2, False,
+        "rank 1 of 2 failed with exit status 1; the others were ended.", 1,
+        "compat.errors.RankError: Rank 1 of 2 ran out of batches after 3 batches, but rank 0 had "
+        r"more. Give every rank the same number: compat.shard\(\) does.",
+    ),
+]  # fmt: skip

@@ -1,0 +1,204 @@
+"""What a rank of a Keras model, or one process, does; ``contract`` starts it.
+
+Most of the time goes into starting processes that import a framework: ``main`` runs several of
+the functions here in one.
+"""
+
+import json
+import os
+import socket
+import time
+
+import numpy as np
+
+import compat
+
+from ..models import CASES, initialise, keras_under_test, optimizer
+from .faults import FAULTS, FAULTY
+
+# Rows of a batch of all ranks, and of the data: two whole batches and one of 13 rows.
+BATCH, ROWS = 61, 135
+# What a job's script is.
+SCRIPT = "import sys\nfrom compat.testing.ranks import programs\nprograms.main(*sys.argv[1:])\n"
+
+
+def main(folder, functions):
+    """Run some of the functions below, and leave their arrays and their facts in the folder.
+
+    Arguments:
+        functions: their names and what each is called with, as JSON.
+    """
+    compat.configure_gpu(gpus="cpu")
+    keras = keras_under_test()
+    for name, arguments in json.loads(functions):
+        arrays, facts = globals()[name](keras, folder, *arguments)
+        stem = os.path.join(folder, "{}-{}-{}".format(name, compat.size(), compat.rank()))
+        np.savez(stem, **arrays)
+        with open(stem + ".json", "w") as file:
+            json.dump(dict(facts, host=socket.gethostname()), file)
+
+
+def read(name, folder, size, rank):
+    stem = os.path.join(folder, "{}-{}-{}".format(name, size, rank))
+    with np.load(stem + ".npz") as arrays, open(stem + ".json") as file:
+        return dict(arrays), json.load(file)
+
+
+def _data(name):
+    """This rank's rows of a case's data, and its batch size."""
+    inputs, targets = compat.shard(CASES[name].data(ROWS), BATCH)
+    return inputs, targets, compat.local_batch_size(BATCH)
+
+
+def _fit(model, name, epochs, **options):
+    inputs, targets, batch_size = _data(name)
+    history = model.fit(
+        inputs, targets, batch_size=batch_size, epochs=epochs, shuffle=False, verbose=0, **options
+    )
+    return [float(loss) for loss in history.history["loss"]]
+
+
+def _start(keras, name, options):
+    """A model with known weights on rank 0, and other ones on each other rank."""
+    return initialise(CASES[name].build(keras, **options), seed=compat.rank())
+
+
+def train(keras, folder, trials, lstm_options):
+    """Train every case: two epochs, and then one more.
+
+    Arguments:
+        trials: pairs of a case and an optimizer.
+        lstm_options: of the LSTM layer.
+    """
+    arrays, facts = {}, {}
+    for number, (name, optimizer_name) in enumerate(trials):
+        options = lstm_options if name == "lstm" else {}
+        before = number % 2 == 0  # parallelized before it is compiled, or after
+
+        def build():
+            return _start(keras, name, options)  # noqa: B023  # called at once
+
+        model = compat.parallelize(build) if before else build()
+        model.compile(optimizer(keras, optimizer_name), CASES[name].loss)
+        if not before:
+            assert compat.parallelize(model) is model
+        losses = _fit(model, name, 2) + _fit(model, name, 1)
+        key = "{}-{}".format(name, optimizer_name)
+        inputs, targets, batch_size = _data(name)
+        evaluated = model.evaluate(inputs, targets, batch_size=batch_size, verbose=0)
+        facts[key] = losses + [float(value) for value in np.ravel(evaluated)]
+        for place, weight in enumerate(model.get_weights()):
+            arrays["{}-{}".format(key, place)] = weight
+    return arrays, facts
+
+
+def train_on(keras, folder, extension):
+    """Parallelize a model that was fitted, with its optimizer's state; then save and load."""
+    inputs, targets = CASES["dense"].data(ROWS)
+
+    def build():
+        model = _start(keras, "dense", {})
+        model.compile(optimizer(keras, "sgd"), CASES["dense"].loss, metrics=["accuracy"])
+        # As if rank 0 had loaded a checkpoint, and the others started anew.
+        if compat.is_chief():
+            model.fit(inputs, targets, batch_size=BATCH, epochs=1, shuffle=False, verbose=0)
+        return model
+
+    model = compat.parallelize(build)
+    assert compat.parallelize(model) is model
+    callbacks = [keras.callbacks.ModelCheckpoint(os.path.join(folder, "checkpoint" + extension))]
+    losses = _fit(model, "dense", 2, callbacks=callbacks)
+    paths = [os.path.join(folder, "{}-{}{}".format(compat.size(), rank, extension))
+             for rank in range(compat.size())]  # fmt: skip
+    model.save(paths[compat.rank()])
+    deadline = time.monotonic() + 60
+    while not os.path.exists(paths[0]) and time.monotonic() < deadline:
+        time.sleep(0.05)  # rank 0 may be later
+    loaded = keras.models.load_model(paths[0])
+    facts = {
+        "losses": losses,
+        "saved": [os.path.exists(path) for path in paths],
+        "learning rate": float(keras.backend.get_value(_learning_rate(model.optimizer)))
+        if hasattr(keras.backend, "get_value")
+        else float(model.optimizer.learning_rate),
+        "class": type(model).__module__ + "." + type(model).__name__,
+        "mixed precision": hasattr(keras, "mixed_precision"),
+    }
+    arrays = {"loaded": loaded.predict(inputs, verbose=0)}
+    arrays.update(("weight%d" % place, w) for place, w in enumerate(model.get_weights()))
+    return arrays, facts
+
+
+def _learning_rate(optimizer):
+    return optimizer.lr if hasattr(optimizer, "lr") else optimizer.learning_rate
+
+
+def normalise(keras, folder):
+    """Train a model with batch normalization, whose moving averages are weights, too."""
+
+    def build():
+        layers = [keras.layers.BatchNormalization(input_shape=(8,)), keras.layers.Dense(4)]
+        return initialise(keras.models.Sequential(layers))
+
+    model = compat.parallelize(build)
+    model.compile(optimizer(keras, "sgd"), "mse")
+    _fit(model, "dense", 2)
+    return {"weight%d" % place: w for place, w in enumerate(model.get_weights())}, {}
+
+
+# How far weights may be from one process's, whose matrix products sum up in that type, too.
+POLICIES = {"mixed_float16": 3e-3, "mixed_bfloat16": 1e-2}
+
+
+def mixed(keras, folder, policies):
+    """Train under policies of mixed precision; then a step that overflows on the last rank."""
+    arrays, facts = {}, {}
+    for policy in policies:
+        keras.mixed_precision.set_global_policy(policy)
+        try:
+            model = compat.parallelize(lambda: _start(keras, "multi", {}))
+        finally:
+            keras.mixed_precision.set_global_policy("float32")
+        model.compile(optimizer(keras, "sgd"), CASES["multi"].loss)
+        _fit(model, "multi", 3)
+        scales = [_loss_scale(model.optimizer)]
+        for place, weight in enumerate(model.get_weights()):
+            arrays["{}-{}".format(policy, place)] = weight
+        if scales[0] is not None:
+            (left, right), (score, same), batch_size = _data("multi")
+            if compat.rank() == compat.size() - 1:
+                score = score.copy()
+                score[batch_size - 1] = 1e8  # one process has it in the same batch
+            rows = slice(batch_size)
+            model.train_on_batch([left[rows], right[rows]], [score[rows], same[rows]])
+            scales.append(_loss_scale(model.optimizer))
+            for place, weight in enumerate(model.get_weights()):
+                arrays["{}-overflow-{}".format(policy, place)] = weight
+        facts[policy] = scales
+    return arrays, facts
+
+
+def _loss_scale(optimizer):
+    """Of mixed_float16's optimizer; other optimizers have none."""
+    for name in ("loss_scale", "dynamic_scale"):
+        if getattr(optimizer, name, None) is not None:
+            return float(np.asarray(getattr(optimizer, name)))
+    return None
+
+
+def fail(keras, folder, fault, extension):
+    """Train, save after each batch, and have one rank fail at its third batch."""
+    model = compat.parallelize(lambda: _start(keras, "dense", {}))
+    model.compile(optimizer(keras, "sgd"), CASES["dense"].loss)
+
+    class Fault(keras.callbacks.Callback):  # type: ignore  # whichever Keras it is
+        def on_batch_end(self, batch, logs=None):
+            self.model.save(os.path.join(folder, fault + extension))
+            if compat.rank() == FAULTY and batch == 2:
+                FAULTS[fault]()
+
+    inputs, targets = compat.shard(CASES["dense"].data(90))
+    if fault == "short" and compat.rank() == FAULTY:
+        inputs, targets = inputs[:9], targets[:9]
+    model.fit(inputs, targets, batch_size=3, epochs=50, verbose=0, callbacks=[Fault()])
+    return {}, {}

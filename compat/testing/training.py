@@ -1,0 +1,211 @@
+"""That a Keras model on several devices is trained to the numbers of one."""
+
+import numpy as np
+import pytest
+
+import compat
+
+from .contract import BackendContract
+from .models import (
+    CASES,
+    SPAN_TRIALS,
+    TRIALS,
+    UNEVEN,
+    initialise,
+    largest_difference,
+    optimizer,
+)
+from .spans import in_span, span
+
+
+class TrainingContract(BackendContract):
+    """Whatever the model, its loss and the way it is trained."""
+
+    # The same numbers -------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("name, optimizer_name", in_span(TRIALS, SPAN_TRIALS))
+    def test_trains_to_the_numbers_of_one_device(self, keras, batches, name, optimizer_name):
+        if optimizer_name not in self.optimizers:
+            return self.check_optimizer_does_not_repeat(keras, name, optimizer_name)
+        plain = self.compiled(keras, name, optimizer_name)
+        parallel = self.compiled(keras, name, optimizer_name, parallel=True)
+        start = plain.get_weights()
+        if optimizer_name != "sgd":  # the gradients are the same, whichever optimizer takes them
+            batches = UNEVEN
+        for batch, samples in batches:
+            inputs, targets = CASES[name].data(samples)
+            losses = []
+            for model in (plain, parallel):
+                model.set_weights(start)
+                history = model.fit(
+                    inputs, targets, batch_size=batch, epochs=1, shuffle=False, verbose=0
+                )
+                losses.append(history.history["loss"])
+            assert largest_difference(start, plain.get_weights()) > 1e-3, "nothing was trained"
+            self.close(plain.get_weights(), parallel.get_weights())
+            np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4, atol=1e-5)
+
+    def check_optimizer_does_not_repeat(self, keras, name, optimizer_name):
+        """Left out of ``optimizers``: a subclass shows that the plain model differs by itself."""
+        raise NotImplementedError
+
+    @pytest.mark.parametrize("name", in_span(sorted(CASES), ["dense"]))
+    def test_evaluates_and_predicts_what_one_device_does(self, keras, batches, name):
+        plain = self.compiled(keras, name)
+        parallel = self.compiled(keras, name, parallel=True)
+        for batch, samples in batches:
+            inputs, targets = CASES[name].data(samples)
+            results = [
+                (
+                    np.ravel(model.evaluate(inputs, targets, batch_size=batch, verbose=0)),
+                    model.predict(inputs, batch_size=batch, verbose=0),
+                )
+                for model in (plain, parallel)
+            ]
+            np.testing.assert_allclose(results[0][0], results[1][0], rtol=1e-5, atol=1e-6)
+            expected, predicted = (r[1] if isinstance(r[1], list) else [r[1]] for r in results)
+            assert [p.shape for p in predicted] == [e.shape for e in expected]
+            self.close(expected, predicted, 1e-6)
+
+    # What models and losses there are ---------------------------------------------------------
+
+    def train_both(self, keras, build, loss, inputs, targets, batch=16, steps=3, **fit_options):
+        """Train one model plain and one parallel from the same weights, and compare."""
+        models = []
+        for parallel in (False, True):
+            model = initialise(build())
+            if parallel:
+                compat.parallelize(model)
+            model.compile(optimizer(keras, "sgd"), loss)
+            model.fit(
+                inputs, targets, batch_size=batch, epochs=steps, shuffle=False, verbose=0,
+                **fit_options
+            )  # fmt: skip
+            models.append(model)
+        self.close(models[0].get_weights(), models[1].get_weights())
+        return models
+
+    @span
+    def test_sample_weights(self, keras):
+        inputs, targets = CASES["dense"].data(45)
+        weights = np.random.RandomState(3).uniform(size=45).astype("float32")
+        weights[::4] = 0
+        self.train_both(
+            keras, lambda: self.build(keras, "dense"), CASES["dense"].loss, inputs, targets,
+            sample_weight=weights,
+        )  # fmt: skip
+
+    def test_class_weights(self, keras):
+        inputs, targets = CASES["dense"].data(45)
+        self.train_both(
+            keras, lambda: self.build(keras, "dense"), CASES["dense"].loss, inputs, targets,
+            class_weight={0: 1.0, 1: 5.0, 2: 0.0, 3: 2.0},
+        )  # fmt: skip
+
+    def test_loss_over_the_whole_batch(self, keras):
+        """A loss that compares each row with all others, as contrastive losses do."""
+        inputs, targets = CASES["dense"].data(45)
+        self.train_both(
+            keras, lambda: self.build(keras, "dense"), self.contrastive(keras), inputs, targets
+        )
+
+    def contrastive(self, keras):
+        K = keras.ops if hasattr(keras, "ops") else keras.backend
+
+        def loss(y_true, y_pred):
+            centre = K.mean(y_pred, axis=0, keepdims=True)
+            return K.mean(K.square(y_pred - centre - y_true), axis=-1) * K.mean(y_pred * y_pred)
+
+        return loss
+
+    def test_siamese_outputs_of_one_shared_layer(self, keras):
+        def build():
+            layers = keras.layers
+            left, right = layers.Input(shape=(5,)), layers.Input(shape=(5,))
+            shared = layers.Dense(3, name="shared")
+            return keras.models.Model([left, right], [shared(left), shared(right)])
+
+        (left, right), _ = CASES["multi"].data(45)
+        plain, parallel = self.train_both(
+            keras, build, "mse", [left, right], [left[:, :3], right[:, :3]]
+        )
+        assert list(plain.output_names) == list(parallel.output_names)
+
+    def test_masked_sequence_loss(self, keras):
+        """Masked steps count neither in the loss nor in the gradient."""
+
+        def build():
+            layers = keras.layers
+            steps = layers.Input(shape=(6, 4))
+            x = layers.Masking()(steps)
+            x = layers.LSTM(5, return_sequences=True, **self.lstm_options)(x)
+            return keras.models.Model(steps, layers.TimeDistributed(layers.Dense(2))(x))
+
+        random = np.random.RandomState(5)
+        inputs = random.normal(size=(45, 6, 4)).astype("float32")
+        for row, length in enumerate(random.randint(1, 7, size=45)):
+            inputs[row, length:] = 0
+        targets = random.normal(size=(45, 6, 2)).astype("float32")
+        self.train_both(keras, build, "mse", inputs, targets)
+
+    @span
+    def test_batchnorm_makes_one_moving_average_update(self, keras):
+        """The moving mean is one device's; the variance is the mean of the replicas' variances."""
+
+        def build():
+            layers = keras.layers
+            return keras.models.Sequential(
+                [layers.BatchNormalization(momentum=0.5, input_shape=(8,)), layers.Dense(4)]
+            )
+
+        inputs, targets = CASES["dense"].data(61)
+        means = []
+        for parallel in (False, True):
+            model = build()
+            if parallel:
+                compat.parallelize(model)
+            model.compile(optimizer(keras, "sgd"), "mse")
+            model.train_on_batch(inputs * 2 + 1, targets)
+            means.append(model.get_weights()[2])
+            assert np.abs(means[-1]).max() > 0.1
+        np.testing.assert_allclose(means[0], means[1], rtol=1e-4, atol=1e-5)
+
+    # Ways to train ----------------------------------------------------------------------------
+
+    @span
+    def test_train_on_batch_and_validation_data(self, keras):
+        inputs, targets = CASES["dense"].data(45)
+        plain = self.compiled(keras, "dense")
+        parallel = self.compiled(keras, "dense", parallel=True)
+        for samples in (45, 7, 2, 1):
+            losses = [
+                model.train_on_batch(inputs[:samples], targets[:samples])
+                for model in (plain, parallel)
+            ]
+            np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
+        histories = [
+            model.fit(
+                inputs[:32], targets[:32], validation_data=(inputs[32:], targets[32:]),
+                batch_size=8, epochs=2, shuffle=False, verbose=0,
+            ).history
+            for model in (plain, parallel)
+        ]  # fmt: skip
+        np.testing.assert_allclose(
+            histories[0]["val_loss"], histories[1]["val_loss"], rtol=1e-4, atol=1e-6
+        )
+        self.close(plain.get_weights(), parallel.get_weights())
+
+    def test_generator(self, keras):
+        inputs, targets = CASES["dense"].data(45)
+
+        def batches():
+            while True:
+                for start in range(0, 45, 16):
+                    yield inputs[start : start + 16], targets[start : start + 16]
+
+        plain = self.compiled(keras, "dense")
+        parallel = self.compiled(keras, "dense", parallel=True)
+        for model in (plain, parallel):
+            fit = getattr(model, "fit_generator", model.fit)
+            fit(batches(), steps_per_epoch=3, epochs=2, verbose=0)
+        self.close(plain.get_weights(), parallel.get_weights())

@@ -1,0 +1,61 @@
+"""A network on several devices: each computes the gradients of its rows; the update is one."""
+
+import contextlib
+import functools
+
+import numpy as np
+
+from .networks import Network, device
+
+# The methods of one network that hide its class's.
+_METHODS = "gradients", "outputs"
+
+
+def install(network, devices):
+    network.gradients = functools.partial(_gradients, network, list(devices))
+    network.outputs = functools.partial(_outputs, network, list(devices))
+
+
+def remove(network):
+    for name in _METHODS:
+        vars(network).pop(name, None)
+
+
+@contextlib.contextmanager
+def undivided(network):
+    """Within, the network runs on one device."""
+    hidden = {name: vars(network).pop(name) for name in _METHODS if name in vars(network)}
+    try:
+        yield
+    finally:
+        vars(network).update(hidden)
+
+
+def _shards(rows, devices):
+    """A device, and the slice of the batch that it computes; none is without rows."""
+    count = min(len(devices), rows)
+    for number, name in enumerate(devices[:count]):
+        yield device(name), slice(number * rows // count, (number + 1) * rows // count)
+
+
+def _outputs(network, devices, inputs):
+    running = [
+        each.start(Network.outputs, network, inputs[rows])
+        for each, rows in _shards(len(inputs), devices)
+    ]
+    return np.concatenate([each.result() for each in running])
+
+
+def _gradients(network, devices, inputs, targets):
+    shards = list(_shards(len(inputs), devices))
+    running = [
+        each.start(Network.gradients, network, inputs[rows], targets[rows]) for each, rows in shards
+    ]
+    shares = [(rows.stop - rows.start) / len(inputs) for _, rows in shards]
+    parts = [each.result() for each in running]
+    loss = sum(share * part[0] for share, part in zip(shares, parts))
+    gradients = [
+        sum(share * gradient for share, gradient in zip(shares, same))
+        for same in zip(*[part[1] for part in parts])
+    ]
+    return loss, gradients

@@ -1,0 +1,197 @@
+"""The rooms of compat/: what each may import, and how large its files are."""
+
+import ast
+import re
+
+import pytest
+from sources import MODULES, texts
+
+# From the top to the ground. A module imports from its own room and from those below it. Rooms on
+# one line do not import each other.
+ROOMS = [
+    ["compat.__main__"],
+    ["compat._commands", "compat.testing"],
+    ["compat"],
+    ["compat._legacy"],
+    ["compat._api"],
+    ["compat._configuring"],
+    ["compat._backends"],
+    ["compat._verification", "compat._keras_steps", "compat._ranks (Keras models)"],
+    ["compat._keras"],
+    ["compat._detect"],
+    ["compat._registry"],
+    ["compat.backend"],
+    ["compat._engines"],
+    ["compat._launch"],
+    ["compat._ranks"],
+    ["compat._devices"],
+    ["compat._selection"],
+    ["compat._idle"],
+    ["compat._settings", "compat._visible"],
+    [
+        "compat._by_path", "compat._discovery", "compat._distributions", "compat._extras",
+        "compat._files", "compat._patching", "compat._process", "compat._replicas",
+        "compat._spelling", "compat._version", "compat.errors",
+    ],
+]  # fmt: skip
+
+# A room has an upper floor where some of its modules need more than the others.
+UPPER_FLOORS = {
+    "compat._ranks." + name: "compat._ranks (Keras models)"
+    for name in ("keras2", "keras3", "keras_model", "metrics", "weights")
+}
+
+# Parts of a room that lie elsewhere: what needs more than the rest of its room does.
+PARTS = {
+    "compat.testing": "compat._commands",  # contracts of backends train the models of `compat test`
+}
+LIMIT = 400
+
+
+def _statements(node):
+    """All nodes but those that only a type checker reads."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and getattr(child.test, "id", "") == "TYPE_CHECKING":
+            continue
+        yield child
+        yield from _statements(child)
+
+
+def _imports(module):
+    """The modules of compat that a module imports, anywhere in it."""
+    path, source = MODULES[module]
+    package = module if path.endswith("__init__.py") else module.rpartition(".")[0]
+    for node in _statements(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parts = package.split(".")
+                parts = parts[: len(parts) - node.level + 1]
+                base = ".".join(parts + ([node.module] if node.module else []))
+            for name in node.names:
+                target = "{}.{}".format(base, name.name)
+                target = target if target in MODULES else base
+                if target in MODULES and target != module:
+                    yield target
+        elif isinstance(node, ast.Import):
+            for name in node.names:
+                if name.name in MODULES:
+                    yield name.name
+
+
+def _level(module):
+    """The line of ``ROOMS`` that a module belongs to, and its room."""
+    module = UPPER_FLOORS.get(module, module)
+    rooms = [(len(room), level, room) for level, rooms in enumerate(ROOMS) for room in rooms]
+    inside = [
+        entry
+        for entry in rooms
+        if module == entry[2] or (entry[2] != "compat" and module.startswith(entry[2] + "."))
+    ]
+    assert inside, "{} is in no room of ROOMS".format(module)
+    return max(inside)[1:]
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_a_module_imports_only_from_its_room_and_below(module):
+    level, room = _level(module)
+    upwards = []
+    for target in _imports(module):
+        its_level, its_room = _level(target)
+        if its_room != room and its_level <= level and PARTS.get(room) != its_room:
+            upwards.append(target)
+    assert not upwards
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    graph = {module: set(_imports(module)) for module in MODULES}
+    while graph:
+        free = [module for module, targets in graph.items() if not targets & set(graph)]
+        assert free, "a circle within {}".format(sorted(graph))
+        for module in free:
+            del graph[module]
+
+
+def test_a_backend_imports_no_other_one():
+    """But TensorFlow 2, which runs TensorFlow 1's graphs in v1 mode."""
+    for module in MODULES:
+        parts = module.split(".")
+        if parts[:2] == ["compat", "_backends"] and len(parts) > 2:
+            others = {
+                target.split(".")[2]
+                for target in _imports(module)
+                if target.startswith("compat._backends.")
+            }
+            allowed = {parts[2]} | ({"tensorflow1"} if parts[2] == "tensorflow2" else set())
+            assert others <= allowed, module
+
+
+FRAMEWORKS = re.compile(r"tensorflow|theano|mxnet|cntk|torch|\bjax", re.IGNORECASE)
+# Modules outside of the backends and engines that name frameworks, and why.
+NAMING = {
+    "compat.__main__": "the help lists the backends",
+    "compat._detect": "which Keras runs on which framework",
+    "compat._extras": "the extras of setup.cfg",
+    "compat._keras": "tells the kinds of Keras apart",
+    "compat._keras_steps": "tells the kinds of Keras apart",
+    "compat._legacy": "old names",
+    "compat._ranks": "a process group of torch.distributed that the script made",
+    "compat._ranks.checksum": "likely causes of a drift",
+    "compat._ranks.datasets": "tf.data",
+    "compat._ranks.keras2": "tells the kinds of Keras apart",
+    "compat._ranks.launchers": "names of variables",
+    "compat._ranks.losses": "tells the kinds of Keras apart",
+    "compat._ranks.metrics": "tells the kinds of Keras apart",
+    "compat._ranks.rendezvous": "names of variables",
+    "compat._verification.keras_steps": "versions in an error's advice",
+}
+
+
+def _naming():
+    """The modules that have a framework's name in a text, docstrings excepted."""
+    for module, (_, source) in MODULES.items():
+        if module.startswith(("compat._backends", "compat._engines", "compat.testing")):
+            continue
+        if any(map(FRAMEWORKS.search, texts(source))):
+            yield module
+
+
+def test_frameworks_are_named_in_backends_engines_and_where_a_reason_is_given():
+    assert set(_naming()) == set(NAMING)
+
+
+def test_no_module_outside_of_backends_and_engines_imports_a_framework():
+    for module, (_, source) in MODULES.items():
+        if module.startswith(("compat._backends", "compat._engines", "compat.testing")):
+            continue
+        if module == "compat._keras":  # the one that tells the kinds of Keras apart
+            continue
+        for node in _statements(ast.parse(source)):
+            names = [name.name for name in getattr(node, "names", [])]
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else names
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                assert not [name for name in names if FRAMEWORKS.match(name)], module
+
+
+def test_no_file_is_over_400_lines():
+    sizes = {module: source.count("\n") for module, (_, source) in MODULES.items()}
+    assert {module: size for module, size in sizes.items() if size > LIMIT} == {}
+
+
+def test_an_import_of_compat_within_a_function_says_why():
+    """Beside it, or beside the one after it in the same block."""
+    silent = []
+    for module, (_, source) in MODULES.items():
+        lines = source.split("\n")
+        for function in ast.walk(ast.parse(source)):
+            if isinstance(function, ast.FunctionDef):
+                for node in _statements(function):
+                    if isinstance(node, ast.ImportFrom) and node.level:
+                        first = last = node.lineno - 1
+                        while lines[first - 1].lstrip().startswith(("from ", "import ")):
+                            first -= 1
+                        while lines[last + 1].lstrip().startswith(("from ", "import ")):
+                            last += 1
+                        if not any("#" in line for line in lines[first : last + 1]):
+                            silent.append((module, lines[node.lineno - 1].strip()))
+    assert not silent

@@ -1,0 +1,174 @@
+"""A backend of another package, found by its entry point: tests/plugin, which tox installs.
+
+    pip install --no-deps tests/plugin
+
+installs it by hand; without it the tests here fail.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+import compat
+from compat import _registry
+from compat._process import process
+from compat.testing import NativeContract, NativeModels
+from compat.testing.ranks import NativeRanksContract
+
+try:
+    import compat_numpy
+
+    BACKEND = compat_numpy.backend
+except ImportError:  # all tests fail, and those of other files are run
+    BACKEND = "numpy"
+
+pytestmark = pytest.mark.row("third parties' backends")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def configured_here_only():
+    """The contract configures this process."""
+    environ = dict(os.environ)
+    process.start_afresh()
+    yield
+    process.start_afresh()
+    os.environ.clear()
+    os.environ.update(environ)
+
+
+def test_is_installed_and_found_by_its_entry_point():
+    assert "numpy" in _registry.plugin_names()
+    assert _registry.plugin("numpy") is BACKEND
+    assert BACKEND not in _registry.backends()
+
+
+class Networks(NativeModels):
+    """Two layers of ``compat_numpy``'s."""
+
+    backend = BACKEND
+    tolerance = 1e-12
+
+    def build(self, seed=0):
+        from compat_numpy.networks import Network
+
+        return Network(8, 16, 4, seed=seed)
+
+    def train(self, model, inputs, targets):
+        return model.train_on_batch(inputs, targets)
+
+    def predict(self, model, inputs):
+        return model.predict(inputs)
+
+    def weights(self, model):
+        return [weight.copy() for weight in model.weights]
+
+
+class TestNumpy(Networks, NativeContract):
+    def record(self, model, inputs, targets):
+        from compat_numpy.networks import recorded
+
+        with recorded() as record:
+            model.train_on_batch(inputs, targets)
+        return record
+
+    def placement(self, model, inputs, targets):
+        from compat_numpy.verified_steps import products
+
+        return products(self.record(model, inputs, targets))
+
+    def shard_sizes(self, model, inputs, targets):
+        sizes = {}
+        for device, _, rows in self.record(model, inputs, targets):
+            sizes.setdefault(device, rows)
+        return list(sizes.values())
+
+
+class TestNumpyByName(TestNumpy):
+    """A name is enough where the backend is found by it."""
+
+    backend = "numpy"
+
+
+class TestNumpyRanks(Networks, NativeRanksContract):
+    timeout = 5
+
+
+SCRIPT = """\
+import numpy as np
+
+import compat
+
+configuration = compat.configure_gpu(numpy_errors="raise", floatx="float32")
+from compat_numpy.networks import Network
+
+network = compat.parallelize(Network(8, 16, 4))
+random = np.random.RandomState(0)
+inputs, targets = compat.shard((random.normal(size=(61, 8)), random.normal(size=(61, 4))))
+for _ in range(4):
+    network.train_on_batch(inputs, targets)
+network.predict(inputs)
+print(configuration)
+"""
+
+
+def test_commands_take_a_script_for_it(tmp_path):
+    """``compat test``: verified on three devices, then as two ranks."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    completed = subprocess.run(
+        [sys.executable, "-m", "compat", "test", str(script), "--backend", "numpy"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        universal_newlines=True,
+    )
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    report, _, verdict = completed.stdout.partition("-" * 72)
+    assert "backend    numpy (" in report
+    assert "numpy.seterr(all='raise')" in report
+    assert "compat test: train.py on 3 simulated devices of numpy" in verdict
+    assert "verified: 3 training steps, 1 prediction step" in verdict
+    assert "cpu:0 2 + 3, cpu:1 2 + 3, cpu:2 2 + 3" in verdict
+    assert "The same on several devices." in verdict
+    assert "As 2 ranks: all ended well, with the same weights." in verdict
+
+
+def test_a_script_that_trains_nothing_and_fails_as_ranks(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("import compat, sys; sys.exit(3 * (compat.size() > 1))")
+    completed = subprocess.run(
+        [sys.executable, "-m", "compat", "test", str(script), "--backend", "numpy"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        universal_newlines=True,
+    )
+    assert completed.returncode == 1
+    assert completed.stdout == "\n" + "-" * 72 + (
+        "\n"
+        "compat test: train.py on 3 simulated devices of numpy\n"
+        "\n"
+        "Nothing was verified: the script ran no step of a model that compat.parallelize() was "
+        "given after compat.configure_gpu().\n"
+        "NOT the same on several devices.\n"
+        "\n"
+        "As 2 ranks: NOT well, exit status 3 (see above).\n"
+    )
+
+
+def test_without_keras_the_test_of_keras_says_so(tmp_path):
+    completed = subprocess.run(
+        [sys.executable, "-m", "compat", "test", "--backend", "numpy"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        universal_newlines=True,
+    )
+    assert completed.returncode != 0
+    assert "No Keras that runs on numpy is installed" in completed.stderr
+
+
+def test_strategies_and_placed_parts_are_refused_in_its_name():
+    with pytest.raises(compat.UnsupportedError, match="numpy cannot build a model"):
+        BACKEND.build("mirrored", lambda: None, ["cpu:0"])
+    with pytest.raises(compat.UnsupportedError, match="numpy cannot place parts"):
+        BACKEND.device("cpu:0")

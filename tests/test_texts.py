@@ -1,0 +1,56 @@
+"""Each text of an error or a warning is compared whole by a test, wherever it is raised."""
+
+import os
+import re
+
+from sources import MODULES, ROOT, texts
+
+# Shorter ones are phrases that texts are put together from.
+SHORTEST = 50
+# Texts that a test compares in more than one part, by their beginnings.
+IN_PARTS = (
+    "The operation {} of {!r} computes across the rows",
+    "{!r} cannot be computed on a part of a batch",
+    "Theano's flags say device={}, but compat chose {}",
+)
+
+
+def _is_sentence(text):
+    """Not a list of names, nor the pattern of a regular expression."""
+    return len(text) >= SHORTEST and " " in text and re.search(r"[a-z{}'\")]\. |\.$", text)
+
+
+def _expected():
+    """All texts in the tests, also as they are without the escapes of a pattern."""
+    for folder, _, names in os.walk(os.path.join(ROOT, "tests")):
+        for name in names:
+            if name.endswith(".py") and name not in (os.path.basename(__file__), "test_errors.py"):
+                with open(os.path.join(folder, name), encoding="utf-8") as file:
+                    for text in texts(file.read()):
+                        yield text
+                        if "\\" in text:
+                            yield re.sub(r"\\(.)", r"\1", text)
+
+
+def _holds(text, parts):
+    """Whether the parts stand in the text, one after the other."""
+    place = 0
+    for part in parts:
+        place = text.find(part, place)
+        if place < 0:
+            return False
+        place += len(part)
+    return True
+
+
+def test_every_text_is_compared_whole():
+    expected = list(_expected())
+    missing = []
+    for module, (_, source) in MODULES.items():
+        if module.startswith("compat.testing") or module == "compat.__main__":
+            continue  # test_main.py compares the whole help
+        for text in filter(_is_sentence, texts(source)):
+            parts = [part for part in re.split(r"\{[^{}]*\}", text) if part]
+            if not text.startswith(IN_PARTS) and not any(_holds(e, parts) for e in expected):
+                missing.append("{}: {}".format(module, text))
+    assert not missing
