@@ -5,7 +5,7 @@ import functools
 import os
 import sys
 
-from . import _detect, _distributions, errors
+from . import _detect, _distributions, _patching, errors
 
 
 def keras_of(model):
@@ -67,6 +67,32 @@ def inner_model(model):
     None before that one is built.
     """
     return vars(model)["model"] if wraps_a_model(model) else model
+
+
+class InnerModel(_patching.InstanceMethod):
+    """What a Sequential before Keras 2.2 does to make its inner model anew, as ``compile`` does.
+
+    Arguments:
+        prepare: called with each inner model that it makes.
+    """
+
+    method = "build"
+
+    def __init__(self, prepare):
+        super().__init__([])
+        self.prepare = prepare
+
+    def __call__(self, model, *args, **kwargs):
+        self.plain(model)(*args, **kwargs)
+        self.prepare(inner_model(model))
+
+    @classmethod
+    def have_prepared(cls, model, prepare):
+        """Call ``prepare`` with the model that makes the functions of ``model``, and later ones."""
+        if wraps_a_model(model):
+            cls(prepare).install(model)
+        if inner_model(model) is not None:
+            prepare(inner_model(model))
 
 
 @contextlib.contextmanager

@@ -27,29 +27,15 @@ def install(model, engine, kinds):
     """
     if RankedFit.of(model) is not None:
         return
-    maker = _keras.inner_model(model)
-    with _keras.rebuilding_functions(maker):
-        if _keras.wraps_a_model(model):
-            RankedBuild(engine, kinds).install(model)
-        for kind in kinds if maker is not None else ():
+
+    def install_inside(maker):
+        for kind in kinds:
             kind(engine).install(maker)
+
+    with _keras.rebuilding_functions(_keras.inner_model(model)):
+        _keras.InnerModel.have_prepared(model, install_inside)
     keras_model.install(model, engine)
     RankedFit.of(model).divides = _divides
-
-
-class RankedBuild(RankedMethod):
-    """What a Sequential before Keras 2.2 does to make its inner model anew."""
-
-    method = "build"
-
-    def __init__(self, engine, kinds):
-        super().__init__(engine)
-        self.kinds = kinds
-
-    def __call__(self, model, *args, **kwargs):
-        self.plain(model)(*args, **kwargs)
-        for kind in self.kinds:
-            kind(self.engine).install(_keras.inner_model(model))
 
 
 class MakeFunction(RankedMethod):

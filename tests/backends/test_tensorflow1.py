@@ -114,6 +114,28 @@ class TestTensorFlow1(ParallelContract):
             steps = np.abs(model.get_weights()[-1] - before) / 0.01
             np.testing.assert_allclose(steps, 1, rtol=1e-2)
         assert int(K.get_value(model.optimizer.iterations)) == 2
+        assert not unordered_reads(model)
+
+    @pytest.mark.parametrize("built", [True, False])
+    def test_compile_keeps_what_one_device_needs(self, keras, built):
+        """A Sequential of a Keras before 2.2 makes its inner model anew then."""
+        model = keras.models.Sequential([keras.layers.Dense(3, input_shape=(4,))])
+        if built:
+            initialise(model)
+        backend = self.instance()
+        backend.parallelize(model, backend.devices()[:1])
+        self.verified(model)
+        for _ in range(2):
+            model.compile(optimizer(keras, "adam"), "mse")
+            assert not unordered_reads(model)
+            assert type(function_of(model)).__name__ == "VerifiedFunction"
+        backend.verify(model, None)
+        assert type(function_of(model)).__name__ != "VerifiedFunction"
+        assert not unordered_reads(model)
+        backend.parallelize(model, backend.devices())
+        backend.parallelize(model, backend.devices()[:1])
+        model.compile(optimizer(keras, "adam"), "mse")
+        assert not unordered_reads(model)
 
     @span
     def test_reading_the_step_counter_does_not_count(self, keras):

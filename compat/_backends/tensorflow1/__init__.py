@@ -23,6 +23,7 @@ import sys
 
 from ... import _devices, _keras, _selection, errors
 from ...backend import Backend
+from . import step_counter
 from .functions import ReplicatedFunctions
 from .graph import v1_names
 from .placed_layers import placed_on, placed_parts
@@ -32,7 +33,6 @@ from .sessions import (
     session_of,
     set_session_defaults,
 )
-from .step_counter import OrderedCounting, counts_without_order
 from .variables import switch_resource_variables_on, warn_of_reference_variables
 
 TYPE_CHECKING = False
@@ -183,27 +183,23 @@ class TensorFlow1(Backend):
                 return model
             with _keras.rebuilding_functions(_keras.inner_model(model)):
                 current.uninstall()
-        maker = _keras.inner_model(model)
-        if maker is not None and OrderedCounting.of(maker) is not None:
+        if step_counter.is_ordered(model):
             if len(devices) == 1:
                 return model
-            OrderedCounting.of(maker).remove(maker)
+            step_counter.leave_as_it_was(model)
         if len(devices) > 1:
             warn_of_reference_variables(model)
             _keras.warn_of_placed_parts(model, placed_parts(model), devices)
             with _keras.rebuilding_functions(_keras.inner_model(model)):
                 ReplicatedFunctions(model, devices).install()
-        elif maker is not None and counts_without_order(maker):
-            with _keras.rebuilding_functions(maker):
-                OrderedCounting(devices).install(maker)
+        elif step_counter.counts_without_order(model):
+            step_counter.order(model)
         return model
 
     def verify(self, model: "Any", verification: "Optional[Verification]") -> None:
         from . import verified_steps  # here for start-up time
 
-        maker = _keras.inner_model(model)
-        if maker is not None:
-            verified_steps.VerifiedStep.install_on(maker, verification)
+        verified_steps.verify(model, verification)
 
     # Ranks ------------------------------------------------------------------------------------
 

@@ -24,6 +24,35 @@ class OrderedCounting(_patching.InstanceMethod):
             self.plain(model)()
 
 
+class _InnerModel(_keras.InnerModel):
+    """The inner models of an old Sequential whose first step is step 1."""
+
+
+def is_ordered(model):
+    """Whether ``order`` was called for this model."""
+    method = _InnerModel if _keras.wraps_a_model(model) else OrderedCounting
+    return method.of(model) is not None
+
+
+def order(model):
+    """Have the first training step of a model on one device be step 1."""
+
+    def order_inside(maker):
+        with _keras.rebuilding_functions(maker):
+            OrderedCounting([]).install(maker)
+
+    _InnerModel.have_prepared(model, order_inside)
+
+
+def leave_as_it_was(model):
+    """Take back what ``order`` did."""
+    maker = _keras.inner_model(model)
+    if maker is not None:
+        OrderedCounting.of(maker).remove(maker)
+    if maker is not model:
+        _InnerModel.of(model).remove(model)
+
+
 def counts_without_order(model):
     """Whether an Adam of this model's Keras may read its step counter before or after it grows."""
     adam = _keras.keras_of(model).optimizers.Adam

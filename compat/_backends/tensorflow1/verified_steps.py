@@ -1,9 +1,16 @@
 """Verification of Keras 2 models in TensorFlow's graphs."""
 
+from ... import _keras
 from ..._verification import keras2
 from . import op_placement
 from .graph import v1_names, variables_written
 from .step_counter import counting_after_reading
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, Optional
+
+    from ...backend import Verification
 
 
 class VerifiedStep(keras2.VerifiedStep):
@@ -28,6 +35,24 @@ class VerifiedStep(keras2.VerifiedStep):
         # In TensorFlow 2's v1 mode "/device:CPU:0" is configured by the name "/cpu:0".
         configured = {_plain(name): name for name in self.verification.record.devices}
         return {configured.get(_plain(name), name): counts for name, counts in products.items()}
+
+
+class _InnerModel(_keras.InnerModel):
+    """The inner models of an old Sequential whose steps are verified."""
+
+
+def verify(model: "Any", verification: "Optional[Verification]") -> None:
+    """Have the first steps of ``model`` verified; None: no longer."""
+    if _InnerModel.of(model) is not None:
+        _InnerModel.of(model).remove(model)
+
+    def verify_inside(maker):
+        VerifiedStep.install_on(maker, verification)
+
+    if verification is not None:
+        _InnerModel.have_prepared(model, verify_inside)
+    elif _keras.inner_model(model) is not None:
+        verify_inside(_keras.inner_model(model))
 
 
 def _plain(device):
