@@ -66,6 +66,14 @@ def collect_iterators():
 
 
 @pytest.fixture(scope="session", autouse=True)
+def modules_are_no_garbage():
+    """What the frameworks' modules hold stays: no collection of garbage looks at it again."""
+    if hasattr(gc, "freeze"):  # from Python 3.7
+        gc.collect()
+        gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
 def record_versions(record_testsuite_property, pytestconfig):
     """What tests/support_table.py reads from the results."""
     frameworks = [(b.name, b.framework, _detect.installed_version(b)) for b in INSTALLED]

@@ -1,6 +1,5 @@
 """TensorFlow 2: sums, means, counters and inputs of all kinds, on three devices and on one."""
 
-import gc
 import re
 import warnings
 
@@ -22,14 +21,6 @@ MASK = (np.arange(45) % 7 > 2).astype("float32")  # other sums in each device's 
 def keras():
     compat.configure_gpu(simulate=DEVICES)
     return keras_
-
-
-@pytest.fixture(autouse=True)
-def no_iterators_left():
-    """In TensorFlow 2.0 the iterator of a ``fit`` that failed ends in the next function's graph."""
-    yield
-    if not TRAIN_STEP:
-        gc.collect()
 
 
 def rows_of(x):

@@ -555,7 +555,6 @@ TRAIN_BOTH = """if True:
 """
 
 
-@span
 def test_compiled_functions_do_the_same(theano_process):
     shown = theano_process(TRAIN_BOTH, flags=COMPILING, OMP_NUM_THREADS="1")
     assert shown["devices"] == ["cpu:0", "cpu:1", "cpu:2"]

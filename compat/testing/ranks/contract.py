@@ -35,7 +35,7 @@ class RanksContract(Jobs):
     extension = ".h5"
     #: Cases and optimizers to train: SGD shows the scale of a gradient, Adam hides it; the LSTM's
     #: embedding has a sparse gradient.
-    trials = (("dense", "sgd"), ("lstm", "sgd"), ("multi", "sgd"), ("multi", "adam"))
+    trials = (("dense", "sgd"), ("lstm", "sgd"), ("multi", "sgd"), ("dense", "adam"))
     #: Whether the engine may abort a process whose peer has left, as Horovod 0.28 sometimes does.
     may_abort = False
     #: Policies of mixed precision that this Keras has on this backend: of ``POLICIES``.
