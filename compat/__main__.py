@@ -119,6 +119,17 @@ def _parser():
         metavar="SECONDS",
         help="how long a rank waits for the others (default: 600)",
     )
+    run.add_argument(
+        "--simulate",
+        metavar="N",
+        type=_one_or_more,
+        help="so many CPU devices stand in for GPUs, whatever configure_gpu() asks for",
+    )
+    run.add_argument(
+        "--parallelize",
+        action="store_true",
+        help="run every Keras model that the script compiles on all the devices, or on all ranks",
+    )
     _add_script(run)
     run.set_defaults(run=_run, parser=run)
 
@@ -201,13 +212,19 @@ def _no_ranks_or_several(text):
 
 
 def _several(text):
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 2:
-        raise argparse.ArgumentTypeError("{!r} is not a number of devices, 2 or more".format(text))
-    return number
+    return _devices(text, 2)
+
+
+def _one_or_more(text):
+    return _devices(text, 1)
+
+
+def _devices(text, fewest):
+    if not text.isdecimal() or int(text) < fewest:
+        raise argparse.ArgumentTypeError(
+            "{!r} is not a number of devices, {} or more".format(text, fewest)
+        )
+    return int(text)
 
 
 # env ------------------------------------------------------------------------------------------
@@ -337,6 +354,8 @@ def _run(arguments):
         arguments.ranks,
         arguments.timeout,
         arguments.hosts,
+        arguments.simulate,
+        arguments.parallelize,
     )
 
 

@@ -30,6 +30,7 @@ def configure_gpu(
     verify: "Optional[int]" = None,
     persist: bool = False,
     strict: bool = False,
+    parallelize: bool = False,
     **options: "Any",
 ) -> "Configuration":
     """Choose this process's GPUs, their memory and the float type, on whichever backend it uses.
@@ -56,6 +57,9 @@ def configure_gpu(
         persist: also write the settings to the backend's configuration file, where it has one
             (Theano's ``.theanorc``).
         strict: fewer devices than asked for are an error, not a warning.
+        parallelize: every Keras model that is compiled from now on is given to ``parallelize()``
+            first. A model that the script gives to ``parallelize()`` itself, or that it builds
+            under a strategy of TensorFlow's or ``keras.distribution``, is left as it is.
         **options: settings of single backends, such as ``log_device_placement`` for TensorFlow 1;
             a backend that does not know an option of another one says so in the report.
 
@@ -83,12 +87,21 @@ def configure_gpu(
     verify = parse_verify(verify, os.environ, simulate)
     parsed = (
         parse_memory(memory), parse_floatx(floatx), bool(persist), bool(strict), options, verify,
+        bool(parallelize),
     )  # fmt: skip
     _configuring.check_options(options, configure_gpu)
     chosen, reason = _detect.choose(backend)
     call = (chosen.name, selection, simulate, parsed)
     with process.configuring:  # of two threads, one is first, and the other one sees what it did
-        return _configuring.configure_once(call, chosen, reason, asked, applied)
+        is_first = process.configuration is None
+        active = _configuring.configure_once(call, chosen, reason, asked, applied)
+        if parallelize and is_first:
+            from . import _automatic  # for start-up time
+
+            if active.place is not None:
+                chosen.join(active.place)  # now: models are built outside of any function
+            _automatic.install(chosen, _parallelize_compiled)
+        return active
 
 
 def parallelize(model: "Any", gpus: "Gpus" = None, *, strategy: "Optional[str]" = None) -> "Any":
@@ -126,6 +139,30 @@ def parallelize(model: "Any", gpus: "Gpus" = None, *, strategy: "Optional[str]" 
         DevicesNotFoundError: after ``configure_gpu(strict=True)`` (a ``RuntimeError``).
         RankError: the ranks cannot train together (a ``RuntimeError``).
     """
+    return note_by_hand(_parallelize(model, gpus, strategy))
+
+
+def _parallelize_compiled(model):
+    """What ``configure_gpu(parallelize=True)`` does with a model that is about to be compiled."""
+    from . import _ranks  # for start-up time
+
+    _parallelize(model)
+    if _ranks.own_place() is not None:
+        from ._ranks import keras_model  # imports numpy
+
+        keras_model.split_fits(model)
+
+
+def note_by_hand(model: "Any") -> "Any":
+    """Note that the script has chosen this model's devices, and return the model."""
+    from . import _automatic, _keras  # for start-up time
+
+    if _keras.keras_of(model) is not None:
+        vars(model)[_automatic.BY_HAND] = True  # by setattr Keras would track it
+    return model
+
+
+def _parallelize(model, gpus=None, strategy=None):
     from . import _keras, _ranks, _selection  # for start-up time
 
     selection = _selection.parse_gpus(gpus)
@@ -170,7 +207,7 @@ def parallelize(model: "Any", gpus: "Gpus" = None, *, strategy: "Optional[str]" 
             )
         )
     if place is not None:
-        return backend.distribute(model, place)
+        return _reported(backend.distribute(model, place), str(place))
     devices = _chosen(backend, selection)
     if process.configuration is None:
         process.parallelized_before.append((_name_of(model), list(devices)))
@@ -180,7 +217,16 @@ def parallelize(model: "Any", gpus: "Gpus" = None, *, strategy: "Optional[str]" 
         from ._ranks import saving  # for start-up time
 
         saving.never_save(model, evaluator)
-    return _verified(backend, backend.parallelize(model, devices), devices)
+    model = _verified(backend, backend.parallelize(model, devices), devices)
+    return _reported(model, ", ".join(devices))
+
+
+def _reported(model, where):
+    """The model, which the report names from now on."""
+    if process.configuration is not None:
+        process.configuration.parallelized[_name_of(model)] = where
+        process.on_parallelized(_name_of(model), where)
+    return model
 
 
 def _check_strategy(strategy):

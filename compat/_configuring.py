@@ -29,6 +29,14 @@ def configure_once(call, chosen, reason, asked, applied):
     active = process.configuration
     if active is not None and call == process.first_call[0]:
         return active
+    if active is not None and process.configured_by is not None:
+        errors.warn(
+            "configure_gpu() of the script changes nothing: {} has configured this process "
+            "({}). Start the script without it for the script's own settings ({}).".format(
+                process.configured_by, active.settings.asked(), asked
+            )
+        )
+        return active
     # Ids count inside what was visible before the first call narrowed it.
     environ = dict(os.environ) if active is None else process.first_call[1]
     place = launchers.launched(environ) or _ranks.own_place()

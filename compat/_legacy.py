@@ -74,7 +74,7 @@ def multi_gpu_model(
         )
     # An id that stands twice, two replicas on one GPU in Keras, is one here: the same numbers.
     chosen = [devices[i] for i in sorted(set(ids), key=ids.index)]
-    return backend.parallelize(_wrapped(model), chosen)
+    return _api.note_by_hand(backend.parallelize(_wrapped(model), chosen))
 
 
 def make_parallel(model: "Any", gpu_count: int) -> "Any":

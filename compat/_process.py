@@ -5,7 +5,7 @@ from _thread import RLock  # threading costs an import
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, Dict, List, Optional, Tuple
+    from typing import Any, Callable, Dict, List, Optional, Tuple
 
     from ._settings import Configuration
 
@@ -20,6 +20,9 @@ class Process:
         claims: open lock files of the idle GPUs that this process took, by UUID. The system drops
             the locks when the process ends.
         engines: what its ranks talk through, by class: a process joins each once.
+        configured_by: the command that configured this process before its script began; a call in
+            the script then changes nothing. None: the script's own call does.
+        on_parallelized: called with the name of each model that is parallelized, and where it runs.
         configuring: held while one thread configures.
     """
 
@@ -27,6 +30,8 @@ class Process:
         self.configuring = RLock()
         self.configuration: "Optional[Configuration]" = None
         self.first_call: "Any" = None
+        self.configured_by: "Optional[str]" = None
+        self.on_parallelized: "Callable[[str, str], None]" = lambda model, where: None
         self.parallelized_before: "List[Tuple[str, List[str]]]" = []
         self.claims: "Dict[str, int]" = {}
         self.engines: "Dict[type, Any]" = {}

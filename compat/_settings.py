@@ -4,7 +4,7 @@ from . import errors
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    pass
+    from typing import Dict
 
 FLOATX = ("float16", "float32", "float64")
 _UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
@@ -133,10 +133,20 @@ class Settings:
         strict: whether fewer devices than asked for are an error.
         options: keyword options of ``configure_gpu()``, by name, also those of other backends.
         verify: how many training steps of each model are compared with one device.
+        parallelize: whether every Keras model is parallelized when it is compiled.
         gpus: how the devices were asked for, for reports: "gpus=2".
     """
 
-    _ASKED = ("devices", "memory", "floatx", "persist", "strict", "options", "verify")
+    _ASKED = (
+        "devices",
+        "memory",
+        "floatx",
+        "persist",
+        "strict",
+        "options",
+        "verify",
+        "parallelize",
+    )
     __slots__ = _ASKED + ("gpus",)
 
     def __init__(
@@ -148,6 +158,7 @@ class Settings:
         strict=False,
         options=None,
         verify=0,
+        parallelize=False,
         gpus="",
     ):
         self.devices = devices
@@ -157,6 +168,7 @@ class Settings:
         self.strict = strict
         self.options = dict(options or {})
         self.verify = verify
+        self.parallelize = parallelize
         self.gpus = gpus
 
     def __eq__(self, other):
@@ -174,7 +186,7 @@ class Settings:
         for name in ("memory", "floatx"):
             if getattr(self, name) is not None:
                 parts.append("{}: {}".format(name, getattr(self, name)))
-        for name in ("persist", "strict"):
+        for name in ("persist", "strict", "parallelize"):
             if getattr(self, name):
                 parts.append(name)
         if self.verify:
@@ -196,6 +208,8 @@ class Configuration:
         applied: what was set in the framework or in files, a line each.
         warnings: what is not as it was asked, a sentence each.
         place: this process's place among those that train together; None where it is alone.
+        parallelized: what ``parallelize()`` was called for, by hand or for a compiled model: where
+            each model runs, by its name.
     """
 
     def __init__(
@@ -219,6 +233,7 @@ class Configuration:
         self.applied = list(applied)
         self.warnings = list(warnings)
         self.place = place
+        self.parallelized: "Dict[str, str]" = {}
 
     def __repr__(self):
         return "<Configuration {} on {}>".format(self.backend, ", ".join(self.devices))
@@ -229,6 +244,9 @@ class Configuration:
             for name, value in sorted(self.environ.items())
         ]
         place = [("ranks", [str(self.place)])] if self.place else []
+        models = ["{} on {}".format(*pair) for pair in self.parallelized.items()]
+        if self.settings.parallelize and not models:
+            models = ["no model has been compiled yet"]
         return report(
             [
                 ("backend", ["{} ({})".format(self.backend, self.reason)]),
@@ -238,6 +256,7 @@ class Configuration:
                 ("devices", [", ".join(self.devices)]),
             ]
             + place
+            + ([("models", models)] if models else [])
             + [
                 ("variables", variables or ["none set"]),
                 ("applied", self.applied or ["nothing"]),

@@ -184,6 +184,10 @@ class Backend:
             self.name, "run one model on several devices", "Use one device: gpus=1."
         )
 
+    def placed_parts(self, model: "Any") -> "List[str]":
+        """The devices that ``device()`` gave to parts of ``model``."""
+        return []
+
     def verify(self, model: "Any", verification: "Optional[Verification]") -> None:
         """Have first steps of a model that runs on several devices compared with one device.
 

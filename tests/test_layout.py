@@ -14,7 +14,7 @@ ROOMS = [
     ["compat"],
     ["compat._legacy"],
     ["compat._api"],
-    ["compat._configuring"],
+    ["compat._automatic", "compat._configuring"],
     ["compat._backends"],
     ["compat._verification", "compat._keras_steps", "compat._ranks (Keras models)"],
     ["compat._keras"],
@@ -30,15 +30,15 @@ ROOMS = [
     ["compat._settings", "compat._visible"],
     [
         "compat._by_path", "compat._discovery", "compat._distributions", "compat._extras",
-        "compat._files", "compat._patching", "compat._process", "compat._replicas",
-        "compat._spelling", "compat._version", "compat.errors",
+        "compat._files", "compat._on_import", "compat._patching", "compat._process",
+        "compat._replicas", "compat._spelling", "compat._version", "compat.errors",
     ],
 ]  # fmt: skip
 
 # A room has an upper floor where some of its modules need more than the others.
 UPPER_FLOORS = {
     "compat._ranks." + name: "compat._ranks (Keras models)"
-    for name in ("keras2", "keras3", "keras_model", "metrics", "weights")
+    for name in ("keras2", "keras3", "keras_model", "metrics", "splitting", "weights")
 }
 
 # Parts of a room that lie elsewhere: what needs more than the rest of its room does.
@@ -129,6 +129,7 @@ def test_a_backend_imports_no_other_one():
 FRAMEWORKS = re.compile(r"tensorflow|theano|mxnet|cntk|torch|\bjax", re.IGNORECASE)
 # Modules outside of the backends and engines that name frameworks, and why.
 NAMING = {
+    "compat._automatic": "where each Keras defines compile()",
     "compat.__main__": "the help lists the backends",
     "compat._detect": "which Keras runs on which framework",
     "compat._extras": "the extras of setup.cfg",

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import subprocess
 import sys
 import textwrap
 
@@ -130,6 +131,8 @@ def run(
     ranks: "Optional[int]" = None,
     timeout: "Optional[str]" = None,
     hosts: "Optional[str]" = None,
+    simulate: "Optional[int]" = None,
+    parallelize: bool = False,
 ) -> int:
     """Become the script, or start it as several ranks.
 
@@ -143,6 +146,8 @@ def run(
             as many as ``hosts`` say.
         timeout: how long a rank waits for the others, in seconds.
         hosts: machines and how many ranks each may run, ``"first:4,second:4"``; None: this one.
+        simulate: how many CPU devices stand in for GPUs, whatever the script asks for.
+        parallelize: whether every Keras model that the script compiles is parallelized.
 
     Returns:
         The exit status of several ranks: that of the one that failed.
@@ -171,10 +176,14 @@ def run(
     if python is None and script[0] not in ("-", "-m") and not os.path.exists(script[0]):
         raise errors.no_script(script[0])
     asked = dict(os.environ) if timeout is None else dict(os.environ, COMPAT_TIMEOUT=timeout)
+    if simulate is not None:
+        asked["COMPAT_SIMULATE"] = str(simulate)
     if ranks is not None and ranks > 1:
         asked.pop("COMPAT_ALONE", None)  # several are asked for just now
     _ranks.timeout(asked, "COMPAT_TIMEOUT" if timeout is None else "--timeout")
     chosen, interpreter, environ, lines = prepare(gpus, backend, python, asked, ranks, hosts)
+    if simulate is not None:
+        lines.append("COMPAT_SIMULATE={}: CPU devices stand in for GPUs".format(simulate))
     if ranks == 1:
         lines.append("1 rank: the script alone")
         ranks = None
@@ -190,7 +199,26 @@ def run(
         print("compat run: " + line, file=sys.stderr)
     sys.stderr.flush()
     environ.update(_idle.hand_over_claims())
+    if parallelize:
+        if python is not None:
+            _check_version(interpreter, environ)
+        _, *ours = _by_path.command("_commands.parallelized_script")
+        script = ours + [chosen.name] + script
     if not ranks:
         os.execve(interpreter, [interpreter] + script, environ)
     rank = _by_path.command("_launch.rank_process") + [interpreter]
     return watching.launch(launcher + rank + script, environ, ranks, elsewhere=hosts is not None)
+
+
+def _check_version(interpreter, environ):
+    """Refuse an interpreter that is too old for compat, which parallelizes inside of it."""
+    program = "import sys; sys.stdout.write('.'.join(map(str, sys.version_info[:3])))"
+    found = subprocess.run([interpreter, "-c", program], env=environ, stdout=subprocess.PIPE)
+    version = found.stdout.decode()
+    if found.returncode or tuple(map(int, version.split(".")[:2])) < (3, 6):
+        raise errors.UnsupportedError(
+            "--parallelize runs inside the script's interpreter, which must be Python 3.6 or "
+            "later; {} is Python {}. Leave --parallelize out, or use a newer one.".format(
+                interpreter, version or "of no known version"
+            )
+        )

@@ -280,7 +280,7 @@ def shard(data: "Any", batch_size: "Optional[int]" = None) -> "Any":
         for text in texts:
             errors.warn(text)
         return dataset
-    lengths = sorted(set(_lengths(data)))
+    lengths = sorted(set(lengths_of(data)))
     if not lengths:
         raise errors.InvalidArgumentError(
             "There is no array to take rows of in what shard() was given."
@@ -306,14 +306,14 @@ def shard(data: "Any", batch_size: "Optional[int]" = None) -> "Any":
             "The last {} of {} rows are left out: they are too few for one on each of {} "
             "ranks.".format(left_out, rows, place.size)
         )
-    return _sharded(data, ranges)
+    return rows_of(data, ranges)
 
 
-def _lengths(data):
+def lengths_of(data):
     """The number of rows of each part of the data."""
     if isinstance(data, (tuple, list, dict)):
         for part in data.values() if isinstance(data, dict) else data:
-            for length in _lengths(part):
+            for length in lengths_of(part):
                 yield length
     elif data is not None:
         if not getattr(data, "shape", None):
@@ -342,11 +342,12 @@ def _bounds(place, rows):
     return start, start + each + (place.rank < more)
 
 
-def _sharded(data, ranges):
+def rows_of(data, ranges):
+    """The same structure, with these runs of rows, (start, stop), of each array."""
     if isinstance(data, dict):
-        return type(data)((key, _sharded(part, ranges)) for key, part in data.items())
+        return type(data)((key, rows_of(part, ranges)) for key, part in data.items())
     if isinstance(data, (tuple, list)):
-        parts = [_sharded(part, ranges) for part in data]
+        parts = [rows_of(part, ranges) for part in data]
         return type(data)(*parts) if hasattr(data, "_fields") else type(data)(parts)
     if data is None:
         return None

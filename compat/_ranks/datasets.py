@@ -20,7 +20,7 @@ def shard(place, dataset, batch_size, bounds, warn):
     _warn_of_shuffling(dataset, warn)
     if batch_size is None:
         return _elements(place, dataset, warn)
-    batched = _batch_size(dataset)
+    batched = batch_size_of(dataset)
     if batched is None:
         return _rows(place, dataset, batch_size, bounds, warn)
     if batched not in (_UNKNOWN, batch_size):
@@ -174,8 +174,8 @@ def _chain(dataset):
         seen += inputs() if callable(inputs) else []
 
 
-def _batch_size(dataset):
-    """The rows of the dataset's batches; _UNKNOWN where they vary; None: it has rows.
+def batch_size_of(dataset):
+    """The rows of the dataset's batches; -2 where they vary; None: it has rows.
 
     Raises:
         InvalidArgumentError: it cannot be told whether an element is a row or a batch.

@@ -8,7 +8,7 @@ saves does so on rank 0 alone. How gradients are averaged is each backend's.
 import inspect
 
 from .. import _keras, errors
-from . import metrics, saving
+from . import metrics, saving, splitting
 from .ranked_method import RankedMethod
 from .weights import Comparison, same_start
 
@@ -39,6 +39,11 @@ def count(model: "Any", rows: int, training: bool) -> None:
     fit = RankedFit.of(model)
     if fit is not None:
         fit.seen[training].add(rows)
+
+
+def split_fits(model: "Any") -> None:
+    """Give each rank its part of what ``fit()`` of this model is given from now on."""
+    RankedFit.of(model).splits = True
 
 
 def stepped(model):
@@ -97,6 +102,7 @@ class RankedFit(RankedMethod):
     def __init__(self, engine):
         super().__init__(engine)
         self.seen = {True: Seen(), False: Seen()}  # in this epoch, by whether it was in training
+        self.splits = False  # whether fit() itself gives each rank its part of the data
         self.running = False
         self.in_epoch = False
         self.evaluating = self.in_step = False
@@ -113,6 +119,8 @@ class RankedFit(RankedMethod):
     def run(self, model, fit, args, kwargs):
         if self.running:  # fit() itself calls fit_generator(), in Keras 2.3
             return fit(*args, **kwargs)
+        if self.splits:
+            args, kwargs = (), splitting.split(self.engine, model.name, fit, args, kwargs)
         # In front, so that the user's callbacks see what all ranks see; and in the place where
         # they were given: Keras 2 takes no more by position than its old versions did.
         names = list(inspect.signature(fit).parameters)

@@ -189,12 +189,15 @@ class TensorFlow1(Backend):
             step_counter.leave_as_it_was(model)
         if len(devices) > 1:
             warn_of_reference_variables(model)
-            _keras.warn_of_placed_parts(model, placed_parts(model), devices)
+            _keras.warn_of_placed_parts(model, self.placed_parts(model), devices)
             with _keras.rebuilding_functions(_keras.inner_model(model)):
                 ReplicatedFunctions(model, devices).install()
         elif step_counter.counts_without_order(model):
             step_counter.order(model)
         return model
+
+    def placed_parts(self, model: "Any") -> "List[str]":
+        return placed_parts(model)
 
     def verify(self, model: "Any", verification: "Optional[Verification]") -> None:
         from . import verified_steps  # here for start-up time

@@ -216,7 +216,7 @@ class TensorFlow2(Backend):
         if replicated:
             refuse_strategies(tf, model)
             _keras.warn_of_distribution(model)
-            _keras.warn_of_placed_parts(model, placed_layers.placed_parts(model), devices)
+            _keras.warn_of_placed_parts(model, self.placed_parts(model), devices)
         reason = _keras.undivided(model) if replicated else None
         if reason:
             _keras.warn_not_divided(model, reason, self.devices()[0])
@@ -236,6 +236,13 @@ class TensorFlow2(Backend):
         if changed or ReplicatedCall.of(model) is not None:
             forget_compiled_steps(model)
         return model
+
+    def placed_parts(self, model: "Any") -> "List[str]":
+        if in_v1_mode(self.import_framework()):
+            return tensorflow1.backend.placed_parts(model)
+        from . import placed_layers  # here for start-up time
+
+        return placed_layers.placed_parts(model)
 
     def verify(self, model: "Any", verification: "Optional[Verification]") -> None:
         tf = self.import_framework()

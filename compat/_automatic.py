@@ -1,0 +1,115 @@
+"""``configure_gpu(parallelize=True)``: every Keras model is parallelized when it is compiled."""
+
+import functools
+import os
+import threading
+
+from . import _keras, _on_import, _patching, errors
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, Callable
+
+    from .backend import Backend
+
+# The modules whose classes define ``compile``, in all Kerases since 2.0.
+_MODULES = [
+    package + module
+    for package in (
+        "keras.",  # keras 2, keras-mxnet, tf.keras from 2.6 to 2.12
+        "keras.src.",  # tf.keras from 2.13
+        "tf_keras.src.",
+        "tensorflow.python.keras.",
+        "tensorflow.python.keras._impl.keras.",  # TensorFlow 1.4
+        "tensorflow_core.python.keras.",  # TensorFlow 1.15 and 2.0
+    )
+    for module in ("engine.training", "engine.training_v1", "models")
+] + ["keras.src.trainers.trainer"]  # Keras 3
+_CLASSES = ("Model", "Sequential", "Trainer")
+
+#: What ``parallelize()`` notes in a model that a script gave it.
+BY_HAND = "_compat_by_hand"
+
+_compiling = threading.local()  # .depth: an old Sequential compiles another model inside
+
+
+def install(backend: "Backend", parallelize: "Callable[[Any], Any]") -> None:
+    """Call ``parallelize`` with every Keras model that is compiled from now on, before it is.
+
+    Arguments:
+        backend: the one that was configured.
+    """
+    environ = {name: os.environ.get(name) for name in backend.variables}
+
+    def before_compile(model, arguments):
+        _warn_of_changes(environ)
+        if BY_HAND in vars(model):
+            return
+        choice = _choice_of_script(model, arguments, backend)
+        if choice is None:
+            parallelize(model)
+        else:
+            errors.warn(
+                "parallelize=True leaves the model {!r} as it is, because {}.".format(
+                    model.name, choice
+                )
+            )
+
+    def patch(module):
+        for name in _CLASSES:
+            owner = getattr(module, name, None)
+            # A module may have another one's class; keras-mxnet's has its backend's Model.
+            if owner is None or _patching.find(owner, "compile") is not None:
+                continue
+            if "compile" in vars(owner):
+                value = _compiling_after(before_compile, vars(owner)["compile"])
+                _patching.Patch(owner, "compile", value)
+
+    for name in _MODULES:
+        _on_import.call(patch, name)
+
+
+def _compiling_after(before_compile, compile):
+    @functools.wraps(compile)  # with its attributes: Keras marks the method as its own
+    def compile_parallelized(model, *args, **kwargs):
+        depth = getattr(_compiling, "depth", 0)
+        if not depth:
+            before_compile(model, kwargs)
+        _compiling.depth = depth + 1
+        try:
+            return compile(model, *args, **kwargs)
+        finally:
+            _compiling.depth = depth
+
+    return compile_parallelized
+
+
+def _choice_of_script(model, arguments, backend):
+    """What the script itself has chosen for a model that it compiles with these arguments."""
+    if arguments.get("context") is not None:  # keras-mxnet
+        return "it is compiled with context={!r}".format(arguments["context"])
+    strategy = arguments.get("distribute")  # tf.keras before 1.14
+    for name in ("_distribution_strategy", "distribute_strategy"):
+        strategy = strategy or getattr(model, name, None)
+    if getattr(strategy, "num_replicas_in_sync", 1) > 1:  # there is always a default one
+        return "it was built under a {}".format(type(strategy).__name__)
+    distribution = getattr(_keras.keras_of(model), "distribution", None)
+    if distribution is not None and distribution.distribution() is not None:
+        return "keras.distribution.set_distribution() was called"
+    placed = backend.placed_parts(model)
+    if placed:
+        return "parts of it were placed on {} by device()".format(", ".join(placed))
+    return None
+
+
+def _warn_of_changes(environ):
+    for name, before in sorted(environ.items()):
+        now = os.environ.get(name)
+        if now != before:
+            environ[name] = now
+            errors.warn(
+                "{}={} was set after configure_gpu() had chosen the devices (then it was {}), "
+                "which stay as they are. Set it before, or leave it out.".format(
+                    name, now, "not set" if before is None else before
+                )
+            )

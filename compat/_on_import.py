@@ -1,0 +1,54 @@
+"""Calls made as soon as a module has been imported, whoever imports it."""
+
+import importlib.util
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, Callable, Dict
+
+_waiting: "Dict[str, Callable[[Any], None]]" = {}
+
+
+def call(function: "Callable[[Any], None]", name: str) -> None:
+    """Call ``function`` with the module ``name``: now, or when it has been imported.
+
+    A module has one such call: a later one takes its place.
+    """
+    if name in sys.modules:
+        function(sys.modules[name])
+        return
+    _waiting[name] = function
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+class _Finder:
+    """Finds what is waited for as Python would, and loads it by a ``_Loader``."""
+
+    def find_spec(self, name, path=None, target=None):
+        function = _waiting.pop(name, None)
+        if function is None:
+            return None
+        spec = importlib.util.find_spec(name)  # asks this finder again, which knows it no more
+        if spec is None or not hasattr(spec.loader, "exec_module"):
+            return spec
+        spec.loader = _Loader(spec.loader, function)  # type: ignore[assignment]
+        return spec
+
+
+class _Loader:
+    def __init__(self, loader, function):
+        self._loader = loader
+        self._function = function
+
+    def __getattr__(self, name):
+        return getattr(self._loader, name)
+
+    def create_module(self, spec):
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module):
+        module.__spec__.loader = module.__loader__ = self._loader  # as if this had not been there
+        self._loader.exec_module(module)
+        self._function(module)
