@@ -23,6 +23,11 @@ def call(function: "Callable[[Any], None]", name: str) -> None:
         sys.meta_path.insert(0, _Finder())
 
 
+def forget() -> None:
+    """Make none of the calls that are still waited for, as a test does in the end."""
+    _waiting.clear()
+
+
 class _Finder:
     """Finds what is waited for as Python would, and loads it by a ``_Loader``."""
 

@@ -263,7 +263,7 @@ def test_an_option_that_no_backend_knows(toy, register):
     assert refusal(compat.UnknownOptionError, toy_sed=1) == (
         "configure_gpu() has no argument 'toy_sed', and no backend has an option of that name. Did "
         "you mean toy_seed=1? Its arguments: gpus, backend, memory, floatx, simulate, verify, "
-        "persist, strict. Options of single backends: other_option, toy_seed."
+        "persist, strict, parallelize. Options of single backends: other_option, toy_seed."
     )
 
 

@@ -218,3 +218,30 @@ def test_idle_gpu_stays_claimed_while_the_script_runs(machine, tmp_path):
         assert answer == "['{}']\n".format(len(jobs) - 1)
     errors = [job.communicate()[1] for job in jobs]
     assert [re.search("CUDA_VISIBLE_DEVICES=(.)", error).group(1) for error in errors] == ["0", "1"]
+
+
+def test_parallelize_wants_an_interpreter_that_compat_runs_in(script, tmp_path):
+    python = tmp_path / "python2.7"
+    python.write_text("#!/bin/sh\nprintf 2.7.18\n")
+    python.chmod(0o755)
+    options = "--parallelize", "--backend=theano", "--python={}".format(python)
+    status, out, err = finished(*(options + (script,)))
+    assert (status, out) == (2, "")
+    assert err.endswith(
+        "compat run: --parallelize runs inside the script's interpreter, which must be Python 3.6 "
+        "or later; {} is Python 2.7.18. Leave --parallelize out, or use a newer one.\n".format(
+            python
+        )
+    )
+
+
+def test_simulated_devices_are_for_the_scripts_configure_gpu(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import os; print(os.environ['COMPAT_SIMULATE'])\n")
+    options = "--backend=theano", "--python=" + sys.executable
+    status, out, err = finished("--simulate", "3", *(options + (str(script),)))
+    assert (status, out) == (0, "3\n")
+    assert "compat run: COMPAT_SIMULATE=3: CPU devices stand in for GPUs\n" in err
+    status, out, err = finished("--simulate", "0", str(script))
+    assert (status, out) == (2, "")
+    assert err.endswith("argument --simulate: '0' is not a number of devices, 1 or more\n")

@@ -1,5 +1,6 @@
 """Each text of an error or a warning is compared whole by a test, wherever it is raised."""
 
+import itertools
 import os
 import re
 
@@ -22,7 +23,8 @@ def _is_sentence(text):
 
 def _expected():
     """All texts in the tests, also as they are without the escapes of a pattern."""
-    for folder, _, names in os.walk(os.path.join(ROOT, "tests")):
+    places = [os.path.join(ROOT, "tests"), os.path.join(ROOT, "compat", "testing")]
+    for folder, _, names in itertools.chain.from_iterable(map(os.walk, places)):
         for name in names:
             if name.endswith(".py") and name not in (os.path.basename(__file__), "test_errors.py"):
                 with open(os.path.join(folder, name), encoding="utf-8") as file:

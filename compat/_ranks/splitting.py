@@ -49,8 +49,8 @@ def split(
     elif not rows:
         errors.warn(
             "fit() of {!r} was given a {}, which is not split over the ranks: each trains on all "
-            "that it gives. Give each rank its part, with compat.rank() and compat.size(), or "
-            "arrays.".format(name, type(data[0]).__name__)
+            "of it. Give each rank its part, with compat.rank() and compat.size(), or give "
+            "arrays.".format(name, type(given.get("generator", data[0])).__name__)
         )
     else:
         errors.warn(

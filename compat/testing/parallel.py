@@ -7,6 +7,7 @@ import pytest
 import compat
 
 from .._commands import selftest
+from .automatic import AutomaticContract
 from .models import CASES, DEVICES, SHARDS, optimizer
 from .saving import SavingContract
 from .spans import in_span, span
@@ -14,7 +15,7 @@ from .training import TrainingContract
 from .verification import VerificationContract
 
 
-class ParallelContract(TrainingContract, VerificationContract, SavingContract):
+class ParallelContract(TrainingContract, VerificationContract, SavingContract, AutomaticContract):
     """Subclass this in the test file of a backend, and set the attributes of its bases."""
 
     def test_test_command_compares_step_by_step(self):

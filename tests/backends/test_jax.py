@@ -41,6 +41,14 @@ class TestJAX(ParallelContract):
     across_rows = "right"
     extension = ".keras"
 
+    def test_a_distribution_of_the_script_is_kept(self, keras, automatic):
+        keras.distribution.set_distribution(keras.distribution.DataParallel())
+        try:
+            model = self.build(keras, "dense")
+            self.check_left_alone(model, "keras.distribution.set_distribution() was called")
+        finally:
+            keras.distribution.set_distribution(None)
+
     def placement(self, model, inputs, targets):
         found = executed(model, inputs, targets)
         for operation in sum(found.values(), []):  # nothing was computed undivided

@@ -95,6 +95,24 @@ class TestMXNet(ParallelContract):
 
     # Last partial batches, metrics ------------------------------------------------------------
 
+    def test_compiled_models_train_to_the_numbers_of_one_device(self, keras, automatic):
+        """One model: two that share layers train copies of the weights, also on one device."""
+        inputs, targets = CASES["dense"].data(61)
+        weights = []
+        for by_hand in (True, False):
+            model = self.build(keras, "dense")
+            if by_hand:
+                compat.parallelize(model, gpus=1)
+            model.compile(optimizer(keras, "sgd"), CASES["dense"].loss)
+            model.fit(inputs, targets, batch_size=13, epochs=2, shuffle=False, verbose=0)
+            weights.append(model.get_weights())
+        self.close(*weights)
+
+    def test_a_context_of_the_script_is_kept(self, keras, automatic):
+        model = self.build(keras, "dense")
+        self.check_left_alone(model, "it is compiled with context=['cpu(0)']", context=["cpu(0)"])
+        assert getattr(model, "_compat_replicas", None) is None
+
     @pytest.mark.parametrize("name, optimizer_name", in_span(TRIALS, SPAN_TRIALS))
     def test_last_partial_batches(self, keras, name, optimizer_name):
         plain = self.compiled(keras, name, optimizer_name)

@@ -116,6 +116,14 @@ class TestTensorFlow1(ParallelContract):
         assert int(K.get_value(model.optimizer.iterations)) == 2
         assert not unordered_reads(model)
 
+    def test_parts_that_the_script_has_placed_are_kept(self, keras, automatic, configuration):
+        inputs = keras.layers.Input(shape=(4,))
+        with compat.device(1):
+            outputs = keras.layers.Dense(3)(inputs)
+        model = keras.models.Model(inputs, outputs)
+        device = configuration.devices[1]
+        self.check_left_alone(model, "parts of it were placed on {} by device()".format(device))
+
     @pytest.mark.parametrize("built", [True, False])
     def test_compile_keeps_what_one_device_needs(self, keras, built):
         """A Sequential of a Keras before 2.2 makes its inner model anew then."""

@@ -62,6 +62,18 @@ class TestTensorFlow2(ParallelContract):
     extension = ".keras" if KERAS3 else ".h5"
     lstm_options = {} if TRAIN_STEP else {"unroll": True}
 
+    def test_a_strategy_of_the_script_is_kept(self, keras, automatic):
+        with tf.distribute.MirroredStrategy(["/cpu:0", "/cpu:1"]).scope():
+            model = self.build(keras, "dense")
+            self.check_left_alone(model, "it was built under a MirroredStrategy")
+
+    def test_parts_that_the_script_has_placed_are_kept(self, keras, automatic):
+        inputs = keras.layers.Input(shape=(4,))
+        with compat.device(1):
+            outputs = keras.layers.Dense(3)(inputs)
+        model = keras.models.Model(inputs, outputs)
+        self.check_left_alone(model, "parts of it were placed on /cpu:1 by device()")
+
     if not TRAIN_STEP:
         test_a_difference_is_found_and_the_model_left_as_it_was = None  # nothing is compared
 

@@ -5,6 +5,8 @@ import copy
 import io
 import os
 import pickle
+import subprocess
+import sys
 import types
 
 import numpy as np
@@ -446,3 +448,42 @@ def test_a_cpu_build_goes_on_with_the_cpu_and_says_so(run):
         """
     )
     assert "gpus=2 was asked for, but" in out and "Going on with" in out
+
+
+SCRIPT_THAT_CONFIGURES = """\
+import warnings
+import compat
+
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    configuration = compat.configure_gpu(gpus=2)
+print("TOLD", [str(w.message) for w in caught if w.category is compat.CompatWarning])
+print(configuration)
+"""
+
+
+@pytest.mark.parametrize("as_module", [False, True])
+def test_a_script_that_configures_is_told_what_took_precedence(tmp_path, as_module):
+    """And it runs as Python runs one: its name, its arguments, its folder."""
+    (tmp_path / "beside.py").write_text("")
+    script = tmp_path / "script.py"
+    script.write_text(
+        SCRIPT_THAT_CONFIGURES + "import sys, beside\nprint(__name__, sys.argv[1:])\n"
+    )
+    command = [sys.executable, "-m", "compat", "run", "--parallelize", "--simulate", "3"]
+    completed = subprocess.run(
+        command + (["-m", "script"] if as_module else [str(script)]) + ["--gpus", "7"],
+        cwd=str(tmp_path),
+        env=dict(os.environ, PYTHONPATH=os.getcwd()),
+        stdout=subprocess.PIPE,
+        check=True,
+        universal_newlines=True,
+    )
+    told = (
+        "configure_gpu() of the script changes nothing: compat run --parallelize has configured "
+        "this process (gpus=None, COMPAT_SIMULATE=3, parallelize). Start the script without it for "
+        "the script's own settings (gpus=2, COMPAT_SIMULATE=3)."
+    )
+    assert "TOLD {!r}\n".format([told]) in completed.stdout
+    assert "models      no model has been compiled yet\n" in completed.stdout
+    assert completed.stdout.endswith("__main__ ['--gpus', '7']\n")

@@ -14,6 +14,36 @@ class TestTorchRanks(RanksContract):
     policies = ("mixed_float16", "mixed_bfloat16")
 
 
+SPLIT = """
+import keras, numpy as np, warnings
+model = keras.models.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)], name="model")
+model.compile("sgd", "mse")
+own = np.full((14, 4), compat.rank(), "float32")
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    model.fit(own, own[:, :1], batch_size=7, verbose=0)
+    batch = np.ones((7, 4)), np.ones((7, 1))
+    model.fit((batch for _ in range(3)), steps_per_epoch=2, verbose=0)
+print("TOLD", [str(w.message) for w in caught if w.category is compat.CompatWarning])
+"""
+
+
+def test_data_that_cannot_be_split_are_told(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import compat\n" + SPLIT)
+    job = TestTorchRanks().run(2, str(script), before=["--parallelize"])
+    assert job.status == 0, job.err
+    told = [
+        "fit() of 'model' was given other data on other ranks, so each rank's data is taken for "
+        "its own part, and batch_size for that of one rank. Data that are the same on all ranks "
+        "are split: set a seed where they are shuffled or made at random.",
+        "fit() of 'model' was given a generator, which is not split over the ranks: each trains "
+        "on all of it. Give each rank its part, with compat.rank() and compat.size(), or give "
+        "arrays.",
+    ]
+    assert job.out.count("TOLD {!r}".format(told)) == 2, job.out
+
+
 # Modules in loops of their own ----------------------------------------------------------------
 
 BEGIN = """

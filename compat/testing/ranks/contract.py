@@ -19,7 +19,7 @@ from ..models import largest_difference
 from ..spans import in_span, span
 from .faults import FAILING_JOBS
 from .jobs import Jobs
-from .programs import POLICIES, ROWS, SCRIPT, read
+from .programs import POLICIES, ROWS, SCRIPT, UNCHANGED, read
 
 SIZES = (2, 3)
 
@@ -195,6 +195,24 @@ class RanksContract(Jobs):
     def test_three_ranks_are_on_two_machines(self, results):
         hosts = [facts["host"] for _, facts in results(3, "train")]
         assert hosts == ["node1", "node2", "node2"]
+
+    # No edit at all ---------------------------------------------------------------------------
+
+    @pytest.mark.row("compat run --parallelize, ranks")
+    def test_a_script_without_compat_trains_to_the_numbers_of_one_process(self, tmp_path):
+        """Its data is split over the ranks, and its first model parallelized."""
+        script = tmp_path / "unchanged.py"
+        script.write_text(UNCHANGED)
+        histories = []
+        for size, options in ((1, []), (3, ["--parallelize"])):
+            job = self.run(size, str(script), before=options)
+            assert job.status == 0, job.out + job.err
+            lines = re.findall("HISTORY (.*)", job.out)
+            assert len(lines) == size
+            histories += [[float(value) for value in line.split()] for line in lines]
+        assert "runs on rank 0 of 3" in job.err
+        assert all(history == pytest.approx(histories[0], abs=1e-4) for history in histories)
+        assert all(history == histories[1] for history in histories[2:])
 
     # Faults -----------------------------------------------------------------------------------
 

@@ -47,6 +47,7 @@ class Jobs:
             two_machines: whether all ranks but the first are on another machine.
             timeout: seconds that ranks wait for each other.
             limit: seconds after which the job counts as hanging.
+            before: more options of ``compat run``.
         """
         command = [sys.executable, "-m", "compat", "run"]
         if size > 1:
@@ -55,7 +56,8 @@ class Jobs:
             hosts = "node1:1,node2:{}".format(size - 1)
             command = machines.command(2, *(command + ["--hosts", hosts]))
         framework = self.instance().framework
-        command += ["--backend", framework, "--gpus", "cpu", script]
+        command += ["--backend", framework, "--gpus", "cpu"]
+        command += list(options.get("before", ())) + [script]
         began = time.monotonic()
         process = subprocess.Popen(
             command + list(arguments),

@@ -21,6 +21,25 @@ BATCH, ROWS = 61, 135
 # What a job's script is.
 SCRIPT = "import sys\nfrom compat.testing.ranks import programs\nprograms.main(*sys.argv[1:])\n"
 
+# A script that knows nothing of compat, with a last batch that is uneven on three ranks.
+UNCHANGED = """\
+import importlib, os, sys
+import numpy as np
+keras = importlib.import_module(os.environ.get("COMPAT_TEST_KERAS", "keras"))
+layers = keras.layers
+model = keras.models.Sequential(
+    [layers.Dense(8, activation="tanh", input_shape=(6,)), layers.Dense(4)]
+)
+random = np.random.RandomState(3)
+model.set_weights([random.uniform(-0.5, 0.5, w.shape) for w in model.get_weights()])
+model.compile("sgd", "mse")
+x, y = random.normal(size=(135, 6)), random.normal(size=(135, 4))
+history = model.fit(
+    x, y, batch_size=61, epochs=2, shuffle=False, verbose=0, validation_split=0.25
+).history
+print("HISTORY", *[repr(float(v)) for name in sorted(history) for v in history[name]])
+"""
+
 
 def main(folder, functions):
     """Run some of the functions below, and leave their arrays and their facts in the folder.

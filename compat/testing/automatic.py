@@ -1,0 +1,136 @@
+"""That every Keras model which is compiled runs on all devices: ``parallelize=True``."""
+
+import os
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import compat
+
+from .. import _api, _automatic, _on_import, _patching
+from .contract import BackendContract
+from .models import CASES, DEVICES, initialise, optimizer
+from .ranks.programs import UNCHANGED
+from .spans import span
+
+
+class AutomaticContract(BackendContract):
+    """Models of scripts that do not call ``parallelize()``."""
+
+    @pytest.fixture
+    def automatic(self, configuration):
+        """What ``configure_gpu(parallelize=True)`` adds; taken back when the test is over."""
+        before = _patching.patches()
+        _automatic.install(self.instance(), _api._parallelize_compiled)
+        yield
+        for patch in reversed(_patching.patches()):
+            if patch not in before:
+                patch.take_back()
+        _on_import.forget()
+
+    @span
+    @pytest.mark.row("configure_gpu(parallelize=True)")
+    def test_compiled_models_run_on_all_devices(self, keras, automatic, configuration):
+        """One by itself, and two of which one is a part of the other, as in a GAN."""
+        inputs, targets = CASES["dense"].data(61)
+        model = self.compiled(keras, "dense")
+        assert self.devices_of(model, inputs, targets) == sorted(configuration.devices)
+        generator, discriminator, both = adversaries(keras)
+        assert configuration.parallelized[discriminator.name]
+        assert configuration.parallelized[both.name]
+        assert generator.name not in configuration.parallelized
+        assert "{} on {}".format(both.name, ", ".join(configuration.devices)) in str(configuration)
+
+    def test_compiled_models_train_to_the_numbers_of_one_device(self, keras, automatic):
+        noise, real = (np.random.RandomState(n).normal(size=(13, 4)) for n in range(2))
+        ones = np.ones((13, 1))
+        weights = []
+        for by_hand in (True, False):  # which leaves a model alone
+            generator, discriminator, both = adversaries(keras, by_hand)
+            for _ in range(2):
+                discriminator.train_on_batch(real, ones)
+                discriminator.train_on_batch(generator.predict(noise), 0 * ones)
+                both.train_on_batch(noise, ones)
+            weights.append(generator.get_weights() + discriminator.get_weights())
+        self.close(*weights)
+
+    @pytest.mark.row("compat run --parallelize")
+    def test_a_script_without_compat_runs_on_all_devices(self, tmp_path):
+        script = tmp_path / "unchanged.py"
+        script.write_text(UNCHANGED)
+        found = []
+        for options in ([], ["--parallelize", "--simulate", str(DEVICES)]):
+            framework = self.instance().framework
+            command = [sys.executable, "-m", "compat", "run", "--backend", framework]
+            completed = subprocess.run(
+                command + options + [str(script)],
+                env=dict(os.environ, KERAS_BACKEND=framework, COMPAT_VERIFY="1"),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                universal_newlines=True,
+            )
+            assert completed.returncode == 0, completed.stderr
+            (line,) = re.findall("HISTORY (.*)", completed.stdout)
+            found.append([float(value) for value in line.split()])
+        assert found[0] == pytest.approx(found[1], abs=1e-4)
+        (devices,) = re.findall("compat run: .* runs on (.*)", completed.stderr)
+        assert len(devices.split(", ")) == DEVICES
+
+    def test_a_model_compiled_again_or_loaded_runs_on_all_devices(self, keras, automatic, tmp_path):
+        inputs, targets = CASES["dense"].data(61)
+        model = self.compiled(keras, "dense")
+        model.compile(optimizer(keras, "sgd"), CASES["dense"].loss)
+        path = str(tmp_path / ("model" + (".keras" if hasattr(keras, "ops") else ".h5")))
+        model.save(path)
+        loaded = keras.models.load_model(path)
+        devices = self.devices_of(model, inputs, targets)
+        assert len(devices) > 1 and self.devices_of(loaded, inputs, targets) == devices
+
+    def check_left_alone(self, model, because, **arguments):
+        """Compile a model whose devices the script has chosen, and find that it was told."""
+        with pytest.warns(compat.CompatWarning) as warned:
+            model.compile("sgd", "mse", **arguments)
+        assert [str(w.message) for w in warned if w.category is compat.CompatWarning] == [
+            "parallelize=True leaves the model {!r} as it is, because {}.".format(
+                model.name, because
+            )
+        ]
+
+    def test_a_variable_set_too_late_is_told(self, keras, automatic, monkeypatch):
+        before = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+        with pytest.warns(compat.CompatWarning) as warned:
+            self.compiled(keras, "dense")
+        texts = [str(warning.message) for warning in warned]
+        assert (
+            "CUDA_VISIBLE_DEVICES=7 was set after configure_gpu() had chosen the devices (then it "
+            "was {}), which stay as they are. Set it before, or leave it out.".format(before)
+        ) in texts
+
+
+def adversaries(keras, by_hand=False):
+    """A generator, a discriminator and both together, the last two compiled."""
+    layers, models = keras.layers, keras.models
+    generator = initialise(models.Sequential([layers.Dense(4, input_shape=(4,))]))
+    discriminator = models.Sequential(
+        [
+            layers.Dense(5, activation="tanh", input_shape=(4,)),
+            layers.Dense(1, activation="sigmoid"),
+        ]
+    )
+    initialise(discriminator)
+
+    def compiled(model):
+        if by_hand:
+            compat.parallelize(model, gpus=1)
+        model.compile(optimizer(keras, "sgd"), "binary_crossentropy")
+
+    compiled(discriminator)
+    discriminator.trainable = False
+    noise = layers.Input(shape=(4,))
+    both = models.Model(noise, discriminator(generator(noise)))
+    compiled(both)
+    return generator, discriminator, both
