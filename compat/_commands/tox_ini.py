@@ -239,6 +239,8 @@ skip_install = true
 deps =
     {compat}
     pytest
+# For pyenv's interpreters, which are asked for their versions.
+pass_env = PYENV_*
 set_env =
     PYTHONPATH = {path}
     # Makes each configure_gpu() one of three simulated devices, on the CPU.
