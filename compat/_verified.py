@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     Python = Tuple[int, int]
 
 # By backend, the extra to take first in front.
-ROWS = {
+ROWS: "Dict[str, Dict[str, Tuple[Python, ...]]]" = {
     "tensorflow2": {
         "tensorflow": ((3, 8), (3, 11)),
         "tensorflow23": ((3, 7),),
@@ -32,7 +32,7 @@ ROWS = {
     },
     "theano": {"theano": ((3, 6), (3, 7), (3, 8))},
     "cntk": {"cntk": ((3, 6),)},
-}  # type: Dict[str, Dict[str, Tuple[Python, ...]]]
+}
 
 PYTHONS = {extra: pythons for extras in ROWS.values() for extra, pythons in extras.items()}
 

@@ -133,16 +133,16 @@ def test_help():
 # As setuptools writes them, and as it did in 2019.
 NEW = """\
 Requires-Dist: keras<2.4,>=2.2.4; extra == "tf-keras"
-Requires-Dist: numpy==1; (python_version >= "3.9" and python_version < "3.12") and extra == "tf-keras"
+Requires-Dist: numpy==1; (python_version > "3.8" and python_version < "4") and extra == "tf-keras"
 Requires-Dist: numpy==2; python_version < "3.9" and extra == "tf-keras"
 Requires-Dist: theano; extra == "theano"
 """
 OLD = """\
 Requires-Dist: keras (<2.4,>=2.2.4) ; extra == 'tf_keras'
-Requires-Dist: numpy (==1) ; (python_version >= "3.9" and python_version < "3.12") and extra == 'tf_keras'
+Requires-Dist: numpy (==1) ; (python_version>"3.8" and python_version<"4") and extra == 'tf_keras'
 Requires-Dist: numpy (==2) ; (python_version < "3.9") and extra == 'tf_keras'
 Requires-Dist: theano ; extra == 'theano'
-"""  # noqa: E501
+"""
 
 
 @pytest.fixture

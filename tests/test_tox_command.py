@@ -326,7 +326,9 @@ def test_help():
 
 # python_requires ------------------------------------------------------------------------------
 
-PYPROJECT = '[project]\nname = "p"\nrequires-python = ">=3.7"  # so\n\n[tool.x]\nrequires-python = 1\n'
+PYPROJECT = (
+    '[project]\nname = "p"\nrequires-python = ">=3.7"  # so\n\n[tool.x]\nrequires-python = 1\n'
+)
 
 
 @pytest.mark.parametrize(
@@ -336,7 +338,10 @@ PYPROJECT = '[project]\nname = "p"\nrequires-python = ">=3.7"  # so\n\n[tool.x]\
         ({"pyproject.toml": PYPROJECT}, (">=3.7", "pyproject.toml")),
         ({"pyproject.toml": '[tool.x]\nrequires-python = ">=3.7"\n'}, ("", None)),
         ({"pyproject.toml": "[build-system]\n", "setup.py": "setup()"}, ("", None)),
-        ({"setup.cfg": "[options]\npython_requires = >=3.6,\n    <4\n"}, (">=3.6,\n<4", "setup.cfg")),
+        (
+            {"setup.cfg": "[options]\npython_requires = >=3.6,\n    <4\n"},
+            (">=3.6,\n<4", "setup.cfg"),
+        ),
         ({"setup.cfg": "[metadata]\nname = 100%\n"}, ("", None)),
         ({"setup.py": "setup(\n    python_requires='>=2.7, <4',\n)"}, (">=2.7, <4", "setup.py")),
         ({"setup.py": "# python_requires='>=2.7'\nsetup()"}, ("", None)),

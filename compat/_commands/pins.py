@@ -49,7 +49,9 @@ def add_to(commands: "argparse._SubParsersAction") -> None:
 def _python(text):
     match = re.fullmatch(r"(\d+)\.(\d+)(\.\d+)?", text)
     if match is None:
-        raise argparse.ArgumentTypeError("{!r} is not a version of Python, such as 3.7".format(text))
+        raise argparse.ArgumentTypeError(
+            "{!r} is not a version of Python, such as 3.7".format(text)
+        )
     return int(match.group(1)), int(match.group(2))
 
 
@@ -78,10 +80,9 @@ def formatted(extra: str, python: "Tuple[int, int]", form: str) -> str:
 
 
 def _constraint(line):
-    """A requirement without what pip takes in no constraint; "" where it leaves the version open."""
-    name = re.match(r"[\w.-]+", line).group()
-    versions = re.sub(r"^\s*\[.*?\]", "", line[len(name) :])
-    return name + versions if versions else ""
+    """A requirement as pip takes it for a constraint; "" where it leaves the version open."""
+    line = re.sub(r"\[.*?\]", "", line)
+    return line if re.search(r"[<>=!~]", line) else ""
 
 
 def known(extra: str) -> str:

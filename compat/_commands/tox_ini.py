@@ -117,7 +117,7 @@ def rows(
         InvalidArgumentError: there is no such extra, no row of it can be generated, or the project
             allows no Python that it is tested on.
     """
-    found = []  # type: List[Row]
+    found: "List[Row]" = []
     if extras is None:
         for backend, brought in _verified.ROWS.items():
             if backend not in LEFT_OUT:
@@ -371,7 +371,7 @@ def write(folder: str, files: "Dict[str, str]", force: bool = False) -> None:
             "{} in {}: there already, so nothing was written. Move what is there, or overwrite it "
             "with --force.".format(" and ".join(there), os.path.abspath(folder))
         )
-    made = []  # type: List[Tuple[str, str]]
+    made: "List[Tuple[str, str]]" = []
     try:
         for path, text in files.items():
             target = os.path.join(folder, path)

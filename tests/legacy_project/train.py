@@ -3,7 +3,6 @@ import compat
 configuration = compat.configure_gpu()  # before keras is imported
 
 import numpy as np  # noqa: E402
-
 from shapes.model import CLASSES, PIXELS, build  # noqa: E402
 
 
