@@ -360,6 +360,11 @@ def test_python_requires(tmp_path, files, expected):
     python_requires.allows(specifier, (3, 7), name)
 
 
+def test_python_requires_beside_text_in_another_encoding(tmp_path):
+    (tmp_path / "setup.py").write_bytes(b"setup(author='Ren\xe9', python_requires='>=3.6')")
+    assert python_requires.read(str(tmp_path)) == (">=3.6", "setup.py")
+
+
 def test_python_requires_that_is_computed(project):
     (project / "setup.cfg").unlink()
     (project / "setup.py").write_text("setup(python_requires=PYTHON)")
