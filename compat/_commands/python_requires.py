@@ -28,7 +28,7 @@ def read(folder: str) -> "Tuple[str, Optional[str]]":
     ):
         path = os.path.join(folder, name)
         if os.path.isfile(path):
-            # Authors' names in an old setup.py may be in another encoding; what is read here is not.
+            # Names of authors may be in another encoding; what is looked for is in ASCII.
             with open(path, encoding="utf-8", errors="replace") as file:
                 specifier = found(file.read(), path)
             if specifier is not None:
