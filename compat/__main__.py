@@ -42,6 +42,8 @@ examples:
   compat run --gpus 0,1 train.py         a script as it is, on two GPUs
   compat run -n 4 train.py --epochs 5    as four processes that train together, a GPU each
   compat test train.py                   whether it does the same on several devices
+  compat pins theano --python 3.7        versions that are tested together
+  compat tox                             your project's tests, on each backend
 
 `compat COMMAND --help` tells more. `python -m compat` is the same as `compat`; where a file or
 folder of yours is called compat, that would run: use `python -m keras_gpu_compat`."""
@@ -62,7 +64,7 @@ def main(arguments=None):
     parser = _parser()
     parsed, unknown = parser.parse_known_args(arguments)
     if parsed.command is None:
-        parser.error("a command is needed: env, run or test")
+        parser.error("a command is needed: env, run, test, pins or tox")
     if unknown:  # the command's usage, not that of all
         parsed.parser.error("unrecognized arguments: " + " ".join(unknown))
     try:
@@ -162,6 +164,11 @@ def _parser():
     )
     _add_script(test)
     test.set_defaults(run=_test, parser=test)
+
+    from ._commands import pins, tox_ini  # for start-up time
+
+    pins.add_to(commands)
+    tox_ini.add_to(commands)
     return parser
 
 

@@ -12,7 +12,7 @@ def version(*names):
     Python 3.6 and 3.7 have no importlib.metadata, and pkg_resources takes longer than Keras'
     own choice of a backend.
     """
-    wanted = [_normalised(name) for name in names]
+    wanted = [normalised(name) for name in names]
     found = {}  # type: dict
     for folder in sys.path:
         try:
@@ -24,7 +24,7 @@ def version(*names):
             if extension not in (".dist-info", ".egg-info"):
                 continue
             project, _, rest = stem.partition("-")
-            project = _normalised(project)
+            project = normalised(project)
             if project in wanted and project not in found:
                 # A development install has no version in the name of its folder.
                 number = rest.partition("-")[0] or _metadata_version(os.path.join(folder, entry))
@@ -43,7 +43,7 @@ def _metadata_version(folder):
     return None
 
 
-def _normalised(name):
+def normalised(name):
     return name.lower().replace("-", "_").replace(".", "_")
 
 

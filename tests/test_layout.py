@@ -31,7 +31,8 @@ ROOMS = [
     [
         "compat._by_path", "compat._discovery", "compat._distributions", "compat._extras",
         "compat._files", "compat._on_import", "compat._patching", "compat._process",
-        "compat._replicas", "compat._spelling", "compat._version", "compat.errors",
+        "compat._replicas", "compat._spelling", "compat._verified", "compat._version",
+        "compat.errors",
     ],
 ]  # fmt: skip
 
@@ -131,6 +132,7 @@ FRAMEWORKS = re.compile(r"tensorflow|theano|mxnet|cntk|torch|\bjax", re.IGNORECA
 NAMING = {
     "compat._automatic": "where each Keras defines compile()",
     "compat.__main__": "the help lists the backends",
+    "compat._commands.tox_ini": "what a row of a generated tox.ini sets, and its comments",
     "compat._detect": "which Keras runs on which framework",
     "compat._extras": "the extras of setup.cfg",
     "compat._keras": "tells the kinds of Keras apart",
@@ -144,6 +146,7 @@ NAMING = {
     "compat._ranks.losses": "tells the kinds of Keras apart",
     "compat._ranks.metrics": "tells the kinds of Keras apart",
     "compat._ranks.rendezvous": "names of variables",
+    "compat._verified": "the extras of setup.cfg",
     "compat._verification.keras_steps": "versions in an error's advice",
 }
 

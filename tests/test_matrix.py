@@ -6,7 +6,7 @@ import re
 
 import support_table
 
-from compat import _extras, _registry
+from compat import _extras, _registry, _verified
 
 ROOT = support_table.ROOT
 
@@ -58,6 +58,17 @@ def test_advice_on_extras_knows_their_pythons():
         if not name.endswith("-core"):
             oldest, newest = _extras.PYTHONS[name.split("-")[1]]
             assert oldest <= tuple(map(int, python.split("."))) <= newest, name
+
+
+def test_pins_are_for_the_pythons_that_environments_test():
+    tested = {}
+    for name, python in support_table.environments():
+        for extra in set(name.split("-")[1:]) & extras():
+            tested.setdefault(extra, set()).add(tuple(map(int, python.split("."))))
+    assert {extra: set(pythons) for extra, pythons in _verified.PYTHONS.items()} == tested
+    assert all(list(pythons) == sorted(pythons) for pythons in _verified.PYTHONS.values())
+    first = {name: next(iter(brought)) for name, brought in _verified.ROWS.items()}
+    assert first == {backend.name: backend.extra for backend in _registry.backends()}
 
 
 def test_every_backend_has_a_page_which_the_readme_links():

@@ -1,4 +1,7 @@
-"""toxfile.py, which tox loads: what it does to environments; tox is not installed in them."""
+"""toxfile.py, and the one that `compat tox` writes, which tox loads: what they do to environments.
+
+tox is not installed in these.
+"""
 
 import importlib.util
 import os
@@ -13,7 +16,7 @@ import support_table
 def load(monkeypatch):
     """Load toxfile.py, with what it takes from tox, as ``tox run`` with these arguments does."""
 
-    def load(*arguments):
+    def load(*arguments, path="toxfile.py"):
         loader = types.ModuleType("tox.config.loader.memory")
         loader.MemoryLoader = dict
         plugin = types.ModuleType("tox.plugin")
@@ -22,7 +25,7 @@ def load(monkeypatch):
             monkeypatch.setitem(sys.modules, module.__name__, module)
         monkeypatch.setattr(sys, "argv", ["tox", "run"] + list(arguments))
         spec = importlib.util.spec_from_file_location(
-            "toxfile", os.path.join(support_table.ROOT, "toxfile.py")
+            "toxfile", os.path.join(support_table.ROOT, *path.split("/"))
         )
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
@@ -92,3 +95,57 @@ def test_core_is_run_where_the_pythons_of_its_rows_are_missing(
     monkeypatch.setattr(tox, "_lines", lambda *command: [])  # pip, in an environment that has none
     tox.tox_add_core_config({"env_list": types.SimpleNamespace(envs=envs)}, None)
     assert ("core" in envs) == listed
+
+
+# The one that `compat tox` writes --------------------------------------------------------------
+
+GENERATED = "compat/_commands/toxfile.py"
+PYENV = """\
+#!/bin/sh
+case "$*" in
+version-name) echo 3.13.0;;
+"versions --bare") echo 3.7.16; echo 3.13.0;;
+root) echo /pyenv;;
+*) exit 1;;
+esac
+"""
+
+
+def configured(skip):
+    options = types.SimpleNamespace(skip_missing_interpreters=skip)
+    return types.SimpleNamespace(conf=types.SimpleNamespace(options=options))
+
+
+@pytest.mark.parametrize(
+    "ci, asked, skips",
+    [("true", "config", "false"), ("", "config", "config"), ("true", "true", "true")],
+)
+def test_a_missing_interpreter_is_a_failure_in_ci(load, tmp_path, monkeypatch, ci, asked, skips):
+    monkeypatch.setenv("UV_PYTHON_DOWNLOADS", "never")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CI", ci)
+    state = configured(asked)
+    load(path=GENERATED).tox_add_core_config(None, state)
+    assert state.conf.options.skip_missing_interpreters == skips
+
+
+def test_all_interpreters_of_pyenv_are_offered(load, tmp_path, monkeypatch):
+    for name in ("UV_PYTHON_DOWNLOADS", "PYENV_VERSION", "PYENV_ROOT"):
+        monkeypatch.setenv(name, "")  # so that they are as before after the test
+        monkeypatch.delenv(name)
+    program = tmp_path / "pyenv"
+    program.write_text(PYENV)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    load(path=GENERATED).tox_add_core_config(None, configured("config"))
+    assert os.environ["PYENV_VERSION"] == "3.13.0:3.7.16:3.13.0"
+    assert os.environ["PYENV_ROOT"] == "/pyenv"
+    assert os.environ["UV_PYTHON_DOWNLOADS"] == "never"
+
+
+def test_tests_of_a_row_have_a_home_of_their_own(load, tmp_path):
+    env = environment(tmp_path)
+    load(path=GENERATED).tox_before_run_commands(env)
+    home = str(tmp_path / env.name / "home")
+    assert os.path.isdir(home)
+    assert env.conf["set_env"] == {"HOME": home, "USERPROFILE": home}

@@ -1,0 +1,207 @@
+"""``compat pins``: the requirements of a backend, as tested on a Python, for files of others."""
+
+import argparse
+import configparser
+import email.parser
+import glob
+import os
+import re
+import sys
+
+from .. import __version__, _distributions, _spelling, _verified, errors
+from . import specifiers
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Iterator, List, Tuple
+
+DISTRIBUTION = "keras-gpu-compat"
+FORMATS = "requirements", "extras", "constraints"
+
+DESCRIPTION = """\
+Print the requirements of a backend, with a Keras that runs on it, in the versions with which
+keras-gpu-compat is tested on a Python.
+
+exit status: 0, or 2 where a backend is not known or was not tested on that Python."""
+
+
+def add_to(commands: "argparse._SubParsersAction") -> None:
+    """Add the command to those of ``compat``."""
+    parser = commands.add_parser(
+        "pins",
+        help="print the versions of a backend that are tested together",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("backend", help="an extra's name: " + ", ".join(_verified.PYTHONS))
+    parser.add_argument(
+        "--python", type=_python, metavar="3.7", help="for that Python (default: this one)"
+    )
+    parser.add_argument(
+        "--format",
+        choices=FORMATS,
+        default=FORMATS[0],
+        help="lines for pip (the default), a part of a setup.cfg, or a file for pip's -c",
+    )
+    parser.set_defaults(run=_run, parser=parser)
+
+
+def _python(text):
+    match = re.fullmatch(r"(\d+)\.(\d+)(\.\d+)?", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(
+            "{!r} is not a version of Python, such as 3.7".format(text)
+        )
+    return int(match.group(1)), int(match.group(2))
+
+
+def _run(arguments):
+    python = arguments.python or sys.version_info[:2]
+    print(formatted(arguments.backend, python, arguments.format))
+    return 0
+
+
+def formatted(extra: str, python: "Tuple[int, int]", form: str) -> str:
+    """The pins as one of ``FORMATS``.
+
+    Raises:
+        as ``pins()``.
+    """
+    extra = known(extra)
+    lines = pins(extra, python)
+    if form == "constraints":
+        lines = [line for line in map(_constraint, lines) if line]
+    head = "# {} on Python {}: as keras-gpu-compat {} is tested".format(
+        extra, _verified.spelled(python), __version__
+    )
+    if form == "extras":
+        lines = ["[options.extras_require]", extra + " ="] + ["    " + line for line in lines]
+    return "\n".join([head] + lines)
+
+
+def _constraint(line):
+    """A requirement as pip takes it for a constraint; "" where it leaves the version open."""
+    line = re.sub(r"\[.*?\]", "", line)
+    return line if re.search(r"[<>=!~]", line) else ""
+
+
+def known(extra: str) -> str:
+    """An extra's name as setup.cfg spells it, from a user's, or from the name of a backend.
+
+    Raises:
+        InvalidArgumentError: there is none of that name.
+    """
+    for name in _verified.PYTHONS:
+        if _spelling.plain(name) == _spelling.plain(extra):
+            return name
+    if extra in _verified.ROWS:
+        return next(iter(_verified.ROWS[extra]))
+    meant = _spelling.closest(extra, _verified.PYTHONS)
+    raise errors.InvalidArgumentError(
+        "there are no pins for {!r}{}. Use one of {}.".format(
+            extra,
+            " (did you mean {}?)".format(meant) if meant else "",
+            ", ".join(_verified.PYTHONS),
+        )
+    )
+
+
+def pins(extra: str, python: "Tuple[int, int]") -> "List[str]":
+    """The requirements of an extra on a Python, without markers.
+
+    Arguments:
+        python: the first two numbers of its version.
+
+    Raises:
+        InvalidArgumentError: there is no such extra, or it is not tested on that Python.
+        NotInstalledError: this package is a copy without its metadata.
+        UnsupportedError: the metadata has a requirement that is not understood.
+    """
+    extra = known(extra)
+    if python not in _verified.PYTHONS[extra]:
+        raise errors.InvalidArgumentError(
+            "{0} is not tested on Python {1}, so there are no pins for it. It is tested on {2}; "
+            "choose one of these with --python, such as --python {3}.".format(
+                extra,
+                _verified.spelled(python),
+                _verified.phrase(extra),
+                _verified.spelled(_verified.PYTHONS[extra][-1]),
+            )
+        )
+    folder = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    return [
+        _plain(requirement)
+        for requirement, marker in _declared(folder)
+        if _applies(marker, extra, python, requirement)
+    ]
+
+
+def _declared(folder: str) -> "Iterator[Tuple[str, str]]":
+    """Requirements and their markers, of the package in this folder and of no other copy.
+
+    ``importlib.metadata``, which Python 3.6 and 3.7 do not have, takes the first on ``sys.path``.
+    In a checkout, which may be installed as editable, setup.cfg is newer than what was installed.
+    """
+    setup = configparser.ConfigParser(interpolation=None)
+    setup.read(os.path.join(folder, "setup.cfg"), encoding="utf-8")
+    if setup.get("metadata", "name", fallback="") == DISTRIBUTION:
+        for extra, lines in setup["options.extras_require"].items():
+            for line in filter(None, lines.splitlines()):
+                requirement, _, marker = line.partition(";")
+                yield requirement, " and ".join(filter(None, [marker, 'extra == "%s"' % extra]))
+        return
+    stem = DISTRIBUTION.replace("-", "_")
+    paths = glob.glob(os.path.join(glob.escape(folder), stem + "-*.dist-info", "METADATA"))
+    if not paths:
+        raise errors.NotInstalledError(
+            "the pins are in the metadata of keras-gpu-compat, which {} does not have. Install it "
+            "with pip, not by copying its files.".format(folder)
+        )
+    with open(paths[0], encoding="utf-8") as file:
+        metadata = email.parser.HeaderParser().parse(file)
+    for line in metadata.get_all("Requires-Dist", []):
+        requirement, _, marker = line.partition(";")
+        yield requirement, marker
+
+
+_MARKER = re.compile(r"(python_version|extra)\s*(<=|>=|<|>|==|!=)\s*(['\"])([\w.-]+)\3")
+
+
+def _applies(marker, extra, python, requirement):
+    """Whether a marker, clauses joined by ``and``, is true for an extra on a Python."""
+    clauses = re.sub(r"[()]", " ", marker).split(" and ")  # `or` fails below
+    matches = [_MARKER.fullmatch(clause.strip()) for clause in clauses if clause.strip()]
+    result = True
+    for match in matches:
+        if match is None or (match.group(1) == "extra" and match.group(2) != "=="):
+            raise errors.UnsupportedError(
+                "the marker {!r} of {!r} is not understood: `compat pins` reads comparisons of "
+                "python_version and extra, joined by `and`. Install this version of "
+                "keras-gpu-compat anew; if that does not help, please report it.".format(
+                    marker.strip(), requirement.strip()
+                )
+            )
+        name, comparison, _, value = match.groups()
+        if name == "extra":  # which setuptools may have normalised
+            result = result and _distributions.normalised(value) == extra
+        else:
+            result = result and specifiers.allow(comparison + value, python)
+    # Without a clause about extras it is a requirement of the package itself.
+    return result and any(match and match.group(1) == "extra" for match in matches)
+
+
+_REQUIREMENT = re.compile(r"([\w.-]+(?:\[[\w., -]*\])?)\s*\(?([^()@]*)\)?")
+
+
+def _plain(requirement):
+    """A requirement as one writes it: the lower bound first, without spaces and parentheses."""
+    match = _REQUIREMENT.fullmatch(requirement.strip())
+    if match is None:
+        raise errors.UnsupportedError(
+            "the requirement {!r} in the metadata of keras-gpu-compat is not understood. Install "
+            "this version of it anew; if that does not help, please report it.".format(
+                requirement.strip()
+            )
+        )
+    clauses = [re.sub(r"\s", "", clause) for clause in match.group(2).split(",")]
+    return match.group(1) + ",".join(sorted(clauses, reverse=True))

@@ -1,0 +1,79 @@
+"""Which Pythons a project allows: its ``python_requires``, wherever it is written."""
+
+import configparser
+import os
+import re
+
+from .. import _verified, errors
+from . import specifiers
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Optional, Tuple
+
+# A specifier is held against the last release of a Python, as that is what is installed.
+_LAST = 99
+
+
+def read(folder: str) -> "Tuple[str, Optional[str]]":
+    """The specifier and the name of the file that has it, in setuptools' order of precedence.
+
+    Returns:
+        ("", None) where the project sets no limit; ("", a file) where that computes it.
+    """
+    for name, found in (
+        ("pyproject.toml", _of_pyproject),
+        ("setup.cfg", _of_setup_cfg),
+        ("setup.py", _of_setup_py),
+    ):
+        path = os.path.join(folder, name)
+        if os.path.isfile(path):
+            # Names of authors may be in another encoding; what is looked for is in ASCII.
+            with open(path, encoding="utf-8", errors="replace") as file:
+                specifier = found(file.read(), path)
+            if specifier is not None:
+                return specifier, name
+    return "", None
+
+
+def _of_pyproject(text, path):
+    """From [project]; Python 3.6 has no parser of TOML."""
+    project = re.search(r"^\[project\][^\n]*\n(.*?)(?=^\[|\Z)", text, re.MULTILINE | re.DOTALL)
+    if project is None:
+        return None
+    value = re.search(r"^requires-python\s*=\s*(['\"])(.*?)\1", project.group(1), re.MULTILINE)
+    return value and value.group(2)
+
+
+def _of_setup_cfg(text, path):
+    setup = configparser.ConfigParser(interpolation=None)
+    try:
+        setup.read_string(text, path)
+    except configparser.Error as error:
+        raise errors.ConfigurationFileError(
+            "{} cannot be read: {}".format(path, " ".join(str(error).split()))
+        ) from None
+    return setup.get("options", "python_requires", fallback="") or None
+
+
+def _of_setup_py(text, path):
+    value = re.search(r"^[^#\n]*\bpython_requires\s*=\s*(?:(['\"])(.*?)\1)?", text, re.MULTILINE)
+    return value and (value.group(2) or "")
+
+
+def allows(specifier: str, python: "_verified.Python", name: "Optional[str]") -> bool:
+    """Whether a project runs on a Python.
+
+    Arguments:
+        name: of the file that has the specifier.
+
+    Raises:
+        ConfigurationFileError: the specifier is not understood.
+    """
+    try:
+        return specifiers.allow(specifier, python + (_LAST,))
+    except ValueError as error:
+        raise errors.ConfigurationFileError(
+            "{}: {!r} in {!r} is no version specifier for Python. Write it as in "
+            "'>=3.6,<3.9'.".format(name, str(error), specifier)
+        ) from None

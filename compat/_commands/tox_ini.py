@@ -1,0 +1,393 @@
+"""``compat tox``: a project's tests on each backend, as a tox.ini and a workflow of its own."""
+
+import argparse
+import json
+import os
+import sys
+
+from .. import __version__, _verified, errors
+from . import pins, python_requires
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Dict, Iterable, List, Optional, Tuple
+
+    Row = Tuple[str, _verified.Python]
+
+DESCRIPTION = """\
+Write a tox.ini, and the toxfile.py that it needs, which run the tests of the project in this folder
+on each backend, on simulated devices: a row for each backend and Python, of those that
+keras-gpu-compat is tested with and the project's python_requires allows. No file is overwritten.
+
+exit status: 0, or 2 where nothing was written."""
+
+COMPAT = pins.DISTRIBUTION
+LEFT_OUT = ("cntk",)  # needs libraries of OpenMPI, which no package of Python's has
+IMAGES = ((3, 6), (3, 7))  # that runners no longer have
+
+
+def add_to(commands: "argparse._SubParsersAction") -> None:
+    """Add the command to those of ``compat``."""
+    parser = commands.add_parser(
+        "tox",
+        help="write a tox.ini that runs your tests on each backend",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--backends",
+        type=_names,
+        metavar="NAMES",
+        help="such as theano,tensorflow1: names of `compat pins` (default: each backend once)",
+    )
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        dest="every",
+        help="a row for every tested pair, not only for the newest Python of each backend",
+    )
+    parser.add_argument("--ci", action="store_true", help="also .github/workflows/compat.yml")
+    parser.add_argument(
+        "-o", dest="folder", default=".", metavar="FOLDER", help="the project's (default: this)"
+    )
+    parser.add_argument(
+        "--compat",
+        default=COMPAT,
+        metavar="REQUIREMENT",
+        help="what installs keras-gpu-compat: a requirement, or a path of a checkout or a wheel "
+        "(default: %(default)s)",
+    )
+    parser.add_argument("--force", action="store_true", help="overwrite files that are there")
+    parser.set_defaults(run=_run, parser=parser)
+
+
+def _names(text):
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise argparse.ArgumentTypeError("{!r} names no backend".format(text))
+    return names
+
+
+def _run(arguments):
+    folder = arguments.folder
+    if not os.path.isdir(folder):
+        raise errors.InvalidArgumentError(
+            "-o {}: there is no such folder. Give the one of your project.".format(folder)
+        )
+    specifier, source = python_requires.read(folder)
+    if source and not specifier:
+        print(
+            "compat tox: python_requires in {} is computed there and was not read: rows are chosen "
+            "as if it allowed every Python.".format(source),
+            file=sys.stderr,
+        )
+    chosen = rows(arguments.backends, arguments.every, specifier, source)
+    compat = _requirement(arguments.compat, folder, arguments.ci)
+    path = "src" if os.path.isdir(os.path.join(folder, "src")) else ""
+    with open(os.path.join(os.path.dirname(__file__), "toxfile.py"), encoding="utf-8") as file:
+        files = {"tox.ini": tox_ini(chosen, compat, path), "toxfile.py": file.read()}
+    if arguments.ci:
+        files[os.path.join(".github", "workflows", "compat.yml")] = workflow(chosen, compat, path)
+    write(folder, files, arguments.force)
+    print("wrote  {}".format(", ".join(files)))
+    print("rows   {}".format(", ".join(map(name, chosen))))
+    missing = set(_verified.ROWS).difference(LEFT_OUT, [_verified.backend(e) for e, _ in chosen])
+    if arguments.backends is None and missing:
+        backends = ", ".join(each for each in _verified.ROWS if each in missing)
+        print("none   {}: python_requires = {} in {}".format(backends, specifier, source))
+    print("next   pip install tox tox-uv && tox run")
+    return 0
+
+
+def rows(
+    extras: "Optional[List[str]]",
+    every: bool,
+    specifier: str = "",
+    source: "Optional[str]" = None,
+) -> "List[Row]":
+    """The extras and Pythons to test on.
+
+    Arguments:
+        extras: those that were asked for; None: of each backend the first that the project allows,
+            or, where ``every`` is true, all.
+        every: on all Pythons that the project allows, not only on the newest.
+        specifier, source: the project's ``python_requires``, and the file that has it.
+
+    Raises:
+        InvalidArgumentError: there is no such extra, no row of it can be generated, or the project
+            allows no Python that it is tested on.
+    """
+    found: "List[Row]" = []
+    if extras is None:
+        for backend, brought in _verified.ROWS.items():
+            if backend not in LEFT_OUT:
+                options = [_allowed(extra, every, specifier, source) for extra in brought]
+                options = [option for option in options if option]
+                found += sum(options if every else options[:1], [])
+        if not found:
+            raise errors.InvalidArgumentError(
+                "python_requires = {} in {} allows no Python that a backend is tested on: none of "
+                "{}.".format(specifier, source, ", ".join(map(_verified.spelled, _tested())))
+            )
+        return found
+    for extra in dict.fromkeys(map(pins.known, extras)):
+        if extra in LEFT_OUT:
+            raise errors.InvalidArgumentError(
+                "--backends {0}: no row can be generated for it, since it needs libraries of "
+                "OpenMPI, which no Python package has. `compat pins {0} --python {1}` prints its "
+                "requirements, and `compat env` the command that installs the libraries.".format(
+                    extra, _verified.spelled(_verified.PYTHONS[extra][-1])
+                )
+            )
+        pairs = _allowed(extra, every, specifier, source)
+        if not pairs:
+            raise errors.InvalidArgumentError(
+                "--backends {}: it is tested on {}, which python_requires = {} in {} does not "
+                "allow.".format(extra, _verified.phrase(extra), specifier, source)
+            )
+        found += pairs
+    return found
+
+
+def _allowed(extra, every, specifier, source):
+    """The rows of an extra, the newest Python's only unless every one is asked for."""
+    pythons = _verified.PYTHONS[extra]
+    allowed = [each for each in pythons if python_requires.allows(specifier, each, source)]
+    return [(extra, python) for python in (allowed if every else allowed[-1:])]
+
+
+def _tested():
+    """The Pythons of all rows, the oldest first."""
+    return sorted({python for pythons in _verified.PYTHONS.values() for python in pythons})
+
+
+def name(row: "Row") -> str:
+    extra, python = row
+    return "py{}{}-{}".format(python[0], python[1], extra)
+
+
+def _requirement(compat, folder, ci):
+    """What installs keras-gpu-compat, a path as ``{tox_root}`` or an absolute one."""
+    if not os.path.exists(compat):
+        if os.sep in compat and not any(mark in compat for mark in ("://", "@", ";")):
+            raise errors.InvalidArgumentError(
+                "--compat {}: there is no such file or folder. Give the path of a checkout or of "
+                "a wheel, or a requirement that pip understands.".format(compat)
+            )
+        return compat
+    path, root = os.path.realpath(compat), os.path.realpath(folder)
+    if path.startswith(root + os.sep):
+        return "{tox_root}" + path[len(root) :]
+    if compat == COMPAT and os.sep not in compat:
+        return compat  # a folder that happens to have the name
+    if ci:
+        raise errors.InvalidArgumentError(
+            "--ci with --compat {}: a path outside of the project, which CI does not have. Give a "
+            "requirement that pip finds there, or a path within the project.".format(compat)
+        )
+    return path
+
+
+def _variables(row):
+    """What the tests of a row find in their environment, besides what all find."""
+    from .. import _registry  # for start-up time
+
+    extra, _ = row
+    framework = _registry.load(_verified.backend(extra)).framework
+    variables = {"KERAS_BACKEND": framework}
+    if framework == "tensorflow":
+        variables["TF_CPP_MIN_LOG_LEVEL"] = "2"
+    if extra == "tf_keras":
+        variables["TF_USE_LEGACY_KERAS"] = "1"
+    return variables
+
+
+# Two rows may share the cores.
+GENERAL = {"COMPAT_SIMULATE": "3", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+HEAD = """\
+# Written by `compat tox` of keras-gpu-compat {version}: your tests on each backend of Keras, in the
+# versions with which keras-gpu-compat is tested. Yours to change.
+#
+#     pip install tox tox-uv
+#     tox run                          all rows whose Python is installed
+#     tox run -e {example}
+#     tox run -e {example} -- -k dense     a part of the tests
+#
+# Interpreters are found on the PATH. Where pyenv is installed, all of its interpreters are found,
+# whichever is active: toxfile.py sees to that. `pyenv install 3.7` adds one. A row whose Python is
+# missing is left out, and the report at the end says SKIP; where CI is set, toxfile.py makes that a
+# failure. It also gives each row a HOME of its own, so that nobody's ~/.keras/keras.json or
+# ~/.theanorc has a say in the tests.
+#
+# CNTK has no row: it needs libraries of OpenMPI, which no Python package has.
+[tox]
+requires =
+    tox>=4.57
+    # Makes environments for Python 3.6 and 3.7, which virtualenv no longer does.
+    tox-uv>=1.20
+env_list =
+{names}
+skip_missing_interpreters = true
+
+[testenv]
+# Your package is imported from its folder. Installing it would install what it requires, which may
+# not be the versions below: `tensorflow` would come in addition to tensorflow-cpu. List under deps
+# what else it needs. If it has to be installed, since it is compiled for example, remove this line
+# and look at what tox installs.
+skip_install = true
+deps =
+    {compat}
+    pytest
+# For pyenv's interpreters, which are asked for their versions.
+pass_env = PYENV_*
+set_env =
+    PYTHONPATH = {path}
+    # Makes each configure_gpu() one of three simulated devices, on the CPU.
+{general}
+commands = pytest {{posargs}}
+"""
+
+SECTION = """
+[testenv:{name}]
+deps =
+    {{[testenv]deps}}
+{pins}
+set_env =
+    {{[testenv]set_env}}
+{variables}
+"""
+
+
+def tox_ini(chosen: "List[Row]", compat: str, path: str) -> str:
+    """The text of tox.ini.
+
+    Arguments:
+        compat: the requirement that installs keras-gpu-compat.
+        path: the folder that the project's package is in, from the project's; "": that itself.
+    """
+    text = HEAD.format(
+        version=__version__,
+        example=name(chosen[0]),
+        names=_indented(map(name, chosen)),
+        compat=compat,
+        path="{tox_root}" + ("/" + path if path else ""),
+        general=_indented(_assignments(GENERAL)),
+    )
+    for row in chosen:
+        text += SECTION.format(
+            name=name(row),
+            pins=_indented(pins.pins(*row)),
+            variables=_indented(_assignments(_variables(row))),
+        )
+    return text
+
+
+def _indented(lines: "Iterable[str]", width: int = 4) -> str:
+    return "\n".join(" " * width + line for line in lines)
+
+
+def _assignments(variables: "Dict[str, str]", sign: str = " = ") -> "List[str]":
+    return ["{}{}{}".format(key, sign, value) for key, value in variables.items()]
+
+
+WORKFLOW = """\
+# Written by `compat tox --ci` of keras-gpu-compat {version}: the rows of tox.ini, a job for each.
+name: compat
+on: [push, pull_request]
+jobs:
+"""
+
+JOB = """\
+  {name}:
+    runs-on: ubuntu-latest
+    steps:
+      - uses: actions/checkout@v4
+      - uses: actions/setup-python@v5
+        with:
+          # The last one runs tox.
+          python-version: |
+{pythons}
+      - run: python -m pip install tox tox-uv
+      - run: tox run -e {name}
+"""
+
+CONTAINER = """\
+  # Runners no longer have Python {python}, and tox does not run on it: a container of that Python,
+  # with the deps and the variables of the row in tox.ini.
+  {name}:
+    runs-on: ubuntu-latest
+    container: python:{python}
+    env:
+{variables}
+    steps:
+      - uses: actions/checkout@v4
+      - run: >-
+          python -m pip install
+{requirements}
+      - run: PYTHONPATH="$PWD{path}" python -m pytest
+"""
+
+RUNS_TOX = 3, 13
+
+
+def workflow(chosen: "List[Row]", compat: str, path: str) -> str:
+    """The text of a workflow for GitHub's CI: a job for each row; arguments as ``tox_ini()``."""
+    text = WORKFLOW.format(version=__version__)
+    compat = compat.replace("{tox_root}", ".")
+    for row in chosen:
+        python = row[1]
+        if python in IMAGES:
+            needed = ['"{}"'.format(each) for each in [compat, "pytest"] + pins.pins(*row)]
+            variables = dict(GENERAL, **_variables(row))
+            quoted = {key: json.dumps(value) for key, value in variables.items()}
+            text += CONTAINER.format(
+                name=name(row),
+                python=_verified.spelled(python),
+                variables=_indented(_assignments(quoted, ": "), 6),
+                requirements=_indented(needed, 10),
+                path="/" + path if path else "",
+            )
+        else:
+            pythons = dict.fromkeys([python, RUNS_TOX])
+            spelled = _indented(map(_verified.spelled, pythons), 12)
+            text += JOB.format(name=name(row), pythons=spelled)
+    return text
+
+
+def write(folder: str, files: "Dict[str, str]", force: bool = False) -> None:
+    """Write files, all of them or none.
+
+    Arguments:
+        files: texts, by the paths from the folder.
+        force: replace those that are there.
+
+    Raises:
+        ConfigurationFileError: one is there already, or cannot be written.
+    """
+    there = [path for path in files if os.path.lexists(os.path.join(folder, path))]
+    if there and not force:
+        raise errors.ConfigurationFileError(
+            "{} in {}: there already, so nothing was written. Move what is there, or overwrite it "
+            "with --force.".format(" and ".join(there), os.path.abspath(folder))
+        )
+    made: "List[Tuple[str, str]]" = []
+    try:
+        for path, text in files.items():
+            target = os.path.join(folder, path)
+            if os.path.isdir(target):
+                raise IsADirectoryError("{} is a folder".format(target))
+            os.makedirs(os.path.dirname(target), exist_ok=True)
+            made.append((target + ".{}.tmp".format(os.getpid()), target))
+            with open(made[-1][0], "x", encoding="utf-8", newline="\n") as file:
+                file.write(text)
+        for temporary, target in made:
+            os.replace(temporary, target)
+    except OSError as error:
+        for temporary, _ in made:
+            if os.path.exists(temporary):
+                os.unlink(temporary)
+        raise errors.ConfigurationFileError(
+            "the files cannot be written, so none was: {}. Make {} writable, or name another "
+            "folder with -o.".format(error, os.path.abspath(folder))
+        ) from None

@@ -1,0 +1,230 @@
+"""``compat pins``: against setup.cfg, read by the library ``packaging``, which pytest brings."""
+
+import configparser
+import os
+import shutil
+
+import pytest
+from conftest import ROOT
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from test_main import command
+
+import compat
+from compat import _verified
+from compat._commands import pins, specifiers
+
+PAIRS = [(extra, python) for extra in _verified.PYTHONS for python in _verified.PYTHONS[extra]]
+
+
+def declared(extra, python):
+    """What setup.cfg has for an extra on a Python: names and specifiers."""
+    setup = configparser.ConfigParser()
+    setup.read(os.path.join(ROOT, "setup.cfg"), encoding="utf-8")
+    lines = filter(None, setup["options.extras_require"][extra].splitlines())
+    environment = {"python_version": _verified.spelled(python)}
+    requirements = [Requirement(line) for line in lines]
+    return {
+        (each.name, each.specifier)
+        for each in requirements
+        if each.marker is None or each.marker.evaluate(environment)
+    }
+
+
+def parsed(lines):
+    return {(each.name, each.specifier) for each in map(Requirement, lines)}
+
+
+@pytest.mark.parametrize("extra, python", PAIRS)
+def test_pins_are_those_of_setup_cfg(extra, python):
+    lines = pins.pins(extra, python)
+    assert parsed(lines) == declared(extra, python)
+    assert len(lines) == len(set(lines)) and not any(";" in line for line in lines)
+
+
+def test_pins_differ_by_python():
+    assert "keras==2.2.4" in pins.pins("theano", (3, 7))
+    assert "keras==2.3.1" in pins.pins("theano", (3, 8))
+
+
+HEAD = "# {} on Python {}: as keras-gpu-compat " + compat.__version__ + " is tested\n"
+
+
+def test_formats():
+    head = HEAD.format("tensorflow1", "3.7")
+    lines = [
+        "tensorflow-cpu==1.15.0", "keras>=2.2.4,<2.4", "protobuf<3.21", "h5py<3", "numpy<1.19"
+    ]  # fmt: skip
+    asked = "pins", "tensorflow1", "--python", "3.7"
+    plain = head + "".join(line + "\n" for line in lines)
+    assert command(*asked) == (0, plain, "")
+    assert command(*asked, "--format=requirements") == (0, plain, "")
+    assert command(*asked, "--format=constraints") == (0, plain, "")
+    fragment = head + "[options.extras_require]\ntensorflow1 =\n" + "".join(
+        "    " + line + "\n" for line in lines
+    )  # fmt: skip
+    assert command(*asked, "--format=extras") == (0, fragment, "")
+    setup = configparser.ConfigParser()
+    setup.read_string(fragment)
+    assert setup["options.extras_require"]["tensorflow1"].split() == lines
+
+
+def test_constraints_leave_out_what_has_no_version():
+    """CNTK imports pip, of any version; pip's constraints take no extras."""
+    assert "pip" in pins.pins("cntk", (3, 6))
+    assert "pip" not in pins.formatted("cntk", (3, 6), "constraints").split("\n")
+    assert pins._constraint("keras[all]==2.3.1") == "keras==2.3.1"
+
+
+@pytest.mark.parametrize(
+    "name, extra", [("tf-keras", "tf_keras"), ("tensorflow2", "tensorflow"), ("Theano", "theano")]
+)
+def test_other_spellings_and_names_of_backends(name, extra):
+    python = _verified.PYTHONS[extra][-1]
+    head = HEAD.format(extra, _verified.spelled(python))
+    assert pins.formatted(name, python, "requirements").startswith(head)
+
+
+NAMES = (
+    "tensorflow, tensorflow23, tensorflow20, keras3, tf_keras, tensorflow1, tensorflow112, "
+    "tensorflow14, jax, torch, mxnet, mxnet16, mxnet15, theano, cntk"
+)
+
+
+@pytest.mark.parametrize(
+    "arguments, text",
+    [
+        (
+            ["thaeno"],
+            "there are no pins for 'thaeno' (did you mean theano?). Use one of " + NAMES + ".",
+        ),
+        (["caffe"], "there are no pins for 'caffe'. Use one of {}.".format(NAMES)),
+        (
+            ["theano", "--python", "3.13"],
+            "theano is not tested on Python 3.13, so there are no pins for it. It is tested on "
+            "Python 3.6, 3.7 and 3.8; choose one of these with --python, such as --python 3.8.",
+        ),
+        (
+            ["jax", "--python=3.12.1"],
+            "jax is not tested on Python 3.12, so there are no pins for it. It is tested on "
+            "Python 3.11; choose one of these with --python, such as --python 3.11.",
+        ),
+    ],
+)
+def test_what_has_no_pins(arguments, text):
+    assert command("pins", *arguments) == (2, "", "compat pins: {}\n".format(text))
+
+
+def test_a_version_that_is_none():
+    status, out, err = command("pins", "jax", "--python", "new")
+    assert (status, out) == (2, "")
+    what = "argument --python: 'new' is not a version of Python, such as 3.7"
+    assert err.endswith("compat pins: error: {}\n".format(what))
+
+
+def test_help():
+    assert (
+        "Print the requirements of a backend, with a Keras that runs on it, in the versions with "
+        "which\nkeras-gpu-compat is tested on a Python.\n\nexit status: 0, or 2 where a backend is "
+        "not known or was not tested on that Python."
+    ) in command("pins", "--help")[1]
+
+
+# As setuptools writes them, and as it did in 2019.
+NEW = """\
+Requires-Dist: keras<2.4,>=2.2.4; extra == "tf-keras"
+Requires-Dist: numpy==1; (python_version > "3.8" and python_version < "4") and extra == "tf-keras"
+Requires-Dist: numpy==2; python_version < "3.9" and extra == "tf-keras"
+Requires-Dist: theano; extra == "theano"
+"""
+OLD = """\
+Requires-Dist: keras (<2.4,>=2.2.4) ; extra == 'tf_keras'
+Requires-Dist: numpy (==1) ; (python_version>"3.8" and python_version<"4") and extra == 'tf_keras'
+Requires-Dist: numpy (==2) ; (python_version < "3.9") and extra == 'tf_keras'
+Requires-Dist: theano ; extra == 'theano'
+"""
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch, run):
+    """Run ``compat pins`` of a copy with this metadata; no other is on the path."""
+    shutil.copytree(
+        os.path.join(ROOT, "compat"),
+        str(tmp_path / "compat"),
+        ignore=shutil.ignore_patterns("__pycache__", "testing", "_engines"),
+    )
+
+    def pins_of(metadata):
+        if metadata is not None:
+            folder = tmp_path / "keras_gpu_compat-0.1.0.dist-info"
+            folder.mkdir()
+            text = "Metadata-Version: 2.1\nName: keras-gpu-compat\n" + metadata + "\nA text.\n"
+            (folder / "METADATA").write_text(text)
+        program = """\
+            import sys
+            sys.path.insert(0, sys.argv[1])
+            from compat import errors
+            from compat._commands import pins
+            try:
+                print(" ".join(pins.pins("tf_keras", (3, 11))))
+            except errors.CompatError as error:
+                print(type(error).__name__, error)
+        """
+        return run(program, str(tmp_path)).rstrip("\n")
+
+    return pins_of
+
+
+@pytest.mark.parametrize("metadata", [NEW, OLD])
+def test_metadata_of_an_installed_package(installed, metadata):
+    assert installed(metadata) == "keras>=2.2.4,<2.4 numpy==1"
+
+
+def test_a_copy_without_metadata(installed, tmp_path):
+    assert installed(None) == (
+        "NotInstalledError the pins are in the metadata of keras-gpu-compat, which {} does not "
+        "have. Install it with pip, not by copying its files.".format(tmp_path)
+    )
+
+
+@pytest.mark.parametrize(
+    "marker",
+    [
+        'sys_platform == "linux" and extra == "tf-keras"',
+        '(python_version < "3.9" or extra == "tf-keras")',
+        'extra != "tf-keras"',
+    ],
+)
+def test_a_marker_that_is_not_understood(installed, marker):
+    assert installed("Requires-Dist: numpy==1; " + marker) == (
+        "UnsupportedError the marker {!r} of 'numpy==1' is not understood: `compat pins` reads "
+        "comparisons of python_version and extra, joined by `and`. Install this version of "
+        "keras-gpu-compat anew; if that does not help, please report it.".format(marker)
+    )
+
+
+def test_a_requirement_that_is_not_understood(installed):
+    assert installed('Requires-Dist: numpy @ file:///tmp/n ; extra == "tf-keras"') == (
+        "UnsupportedError the requirement 'numpy @ file:///tmp/n' in the metadata of "
+        "keras-gpu-compat is not understood. Install this version of it anew; if that does not "
+        "help, please report it."
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", ">=3.6", ">=3.6,<3.9", "<=3.7", ">3.6", "==3.7", "==3.7.*", "!=3.7.*,>=3.6", "~=3.6",
+        "~=3.7.2", ">=3", "<4", ">=3.7.5", "<3.8.0", "== 3.*", "!=3.7", ">=2.7, !=3.0.*, <3.8",
+    ],
+)  # fmt: skip
+def test_specifiers_as_packaging_reads_them(text):
+    for python in [(2, 7), (3, 6), (3, 7), (3, 8), (3, 11), (3, 13)]:
+        expected = SpecifierSet(text).contains("{}.{}.99".format(*python))
+        assert specifiers.allow(text, python + (99,)) == expected, python
+
+
+@pytest.mark.parametrize("text", ["^3.6", "3.6", "===3.6", ">=3.*", "~=3", ">=3.6b1"])
+def test_specifiers_that_are_none(text):
+    with pytest.raises(ValueError):
+        specifiers.allow("<2," + text, (3, 6))

@@ -1,0 +1,396 @@
+"""``compat tox``: on the project in tests/legacy_project; tox itself is not run here."""
+
+import configparser
+import os
+import shutil
+
+import pytest
+from conftest import ROOT
+from test_main import command
+
+import compat
+from compat import _verified, errors
+from compat._commands import pins, python_requires, tox_ini
+
+TOX_INI = """\
+# Written by `compat tox` of keras-gpu-compat {version}: your tests on each backend of Keras, in the
+# versions with which keras-gpu-compat is tested. Yours to change.
+#
+#     pip install tox tox-uv
+#     tox run                          all rows whose Python is installed
+#     tox run -e py38-theano
+#     tox run -e py38-theano -- -k dense     a part of the tests
+#
+# Interpreters are found on the PATH. Where pyenv is installed, all of its interpreters are found,
+# whichever is active: toxfile.py sees to that. `pyenv install 3.7` adds one. A row whose Python is
+# missing is left out, and the report at the end says SKIP; where CI is set, toxfile.py makes that a
+# failure. It also gives each row a HOME of its own, so that nobody's ~/.keras/keras.json or
+# ~/.theanorc has a say in the tests.
+#
+# CNTK has no row: it needs libraries of OpenMPI, which no Python package has.
+[tox]
+requires =
+    tox>=4.57
+    # Makes environments for Python 3.6 and 3.7, which virtualenv no longer does.
+    tox-uv>=1.20
+env_list =
+    py38-theano
+    py37-tensorflow1
+skip_missing_interpreters = true
+
+[testenv]
+# Your package is imported from its folder. Installing it would install what it requires, which may
+# not be the versions below: `tensorflow` would come in addition to tensorflow-cpu. List under deps
+# what else it needs. If it has to be installed, since it is compiled for example, remove this line
+# and look at what tox installs.
+skip_install = true
+deps =
+    keras-gpu-compat
+    pytest
+# For pyenv's interpreters, which are asked for their versions.
+pass_env = PYENV_*
+set_env =
+    PYTHONPATH = {{tox_root}}
+    # Makes each configure_gpu() one of three simulated devices, on the CPU.
+    COMPAT_SIMULATE = 3
+    OMP_NUM_THREADS = 1
+    OPENBLAS_NUM_THREADS = 1
+commands = pytest {{posargs}}
+
+[testenv:py38-theano]
+deps =
+    {{[testenv]deps}}
+    theano==1.0.5
+    keras==2.3.1
+    numpy==1.21.6
+    scipy==1.7.3
+    h5py==2.10.0
+    setuptools<81
+set_env =
+    {{[testenv]set_env}}
+    KERAS_BACKEND = theano
+
+[testenv:py37-tensorflow1]
+deps =
+    {{[testenv]deps}}
+    tensorflow-cpu==1.15.0
+    keras>=2.2.4,<2.4
+    protobuf<3.21
+    h5py<3
+    numpy<1.19
+set_env =
+    {{[testenv]set_env}}
+    KERAS_BACKEND = tensorflow
+    TF_CPP_MIN_LOG_LEVEL = 2
+"""
+
+WORKFLOW = """\
+# Written by `compat tox --ci` of keras-gpu-compat {version}: the rows of tox.ini, a job for each.
+name: compat
+on: [push, pull_request]
+jobs:
+  py38-theano:
+    runs-on: ubuntu-latest
+    steps:
+      - uses: actions/checkout@v4
+      - uses: actions/setup-python@v5
+        with:
+          # The last one runs tox.
+          python-version: |
+            3.8
+            3.13
+      - run: python -m pip install tox tox-uv
+      - run: tox run -e py38-theano
+  # Runners no longer have Python 3.7, and tox does not run on it: a container of that Python,
+  # with the deps and the variables of the row in tox.ini.
+  py37-tensorflow1:
+    runs-on: ubuntu-latest
+    container: python:3.7
+    env:
+      COMPAT_SIMULATE: "3"
+      OMP_NUM_THREADS: "1"
+      OPENBLAS_NUM_THREADS: "1"
+      KERAS_BACKEND: "tensorflow"
+      TF_CPP_MIN_LOG_LEVEL: "2"
+    steps:
+      - uses: actions/checkout@v4
+      - run: >-
+          python -m pip install
+          "keras-gpu-compat"
+          "pytest"
+          "tensorflow-cpu==1.15.0"
+          "keras>=2.2.4,<2.4"
+          "protobuf<3.21"
+          "h5py<3"
+          "numpy<1.19"
+      - run: PYTHONPATH="$PWD" python -m pytest
+"""
+
+
+@pytest.fixture
+def project(tmp_path):
+    """A copy of the project, which allows Python 3.6 to 3.8."""
+    folder = tmp_path / "project"
+    shutil.copytree(os.path.join(ROOT, "tests", "legacy_project"), str(folder))
+    return folder
+
+
+def tox(project, *arguments):
+    return command("tox", "-o", str(project), *arguments)
+
+
+def rows(project):
+    """The rows of a tox.ini, in their order: the lines of each setting."""
+    parser = configparser.RawConfigParser()
+    parser.optionxform = str
+    parser.read(str(project / "tox.ini"), encoding="utf-8")
+    return {
+        name: {key: value.split("\n")[1:] for key, value in parser["testenv:" + name].items()}
+        for name in parser["tox"]["env_list"].split()
+    }
+
+
+def test_files(project):
+    status, out, err = tox(project, "--backends", "theano,tensorflow1", "--ci")
+    assert (status, err) == (0, "")
+    assert out == (
+        "wrote  tox.ini, toxfile.py, .github/workflows/compat.yml\n"
+        "rows   py38-theano, py37-tensorflow1\n"
+        "next   pip install tox tox-uv && tox run\n"
+    )
+    version = compat.__version__
+    assert (project / "tox.ini").read_text() == TOX_INI.format(version=version)
+    written = (project / ".github" / "workflows" / "compat.yml").read_text()
+    assert written == WORKFLOW.format(version=version)
+    with open(os.path.join(ROOT, "compat", "_commands", "toxfile.py")) as file:
+        assert (project / "toxfile.py").read_text() == file.read()
+    assert not [name for _, _, names in os.walk(str(project)) for name in names if "tmp" in name]
+
+
+def test_rows_of_a_project_of_python_3_6_to_3_8(project):
+    status, out, err = tox(project)
+    assert (status, err) == (0, "")
+    assert out.splitlines()[1:3] == [
+        "rows   py38-tensorflow, py37-tensorflow1, py38-mxnet, py38-theano",
+        "none   jax, torch: python_requires = >=3.6,<3.9 in setup.cfg",
+    ]
+    for name, row in rows(project).items():
+        python, _, extra = name.partition("-")
+        assert row["deps"] == ["{[testenv]deps}"] + pins.pins(extra, (3, int(python[3:]))), name
+        backend = {"py38-tensorflow": "tensorflow", "py37-tensorflow1": "tensorflow"}
+        assert row["set_env"][:2] == [
+            "{[testenv]set_env}",
+            "KERAS_BACKEND = " + backend.get(name, extra),
+        ]
+
+
+def test_all_rows_of_a_project_without_limits(project):
+    (project / "setup.cfg").unlink()
+    assert tox(project, "--all")[0] == 0
+    expected = {
+        "py{}{}-{}".format(*python + (extra,))
+        for extra, pythons in _verified.PYTHONS.items()
+        for python in pythons
+    }
+    assert set(rows(project)) == expected - {"py36-cntk"}
+    assert "TF_USE_LEGACY_KERAS = 1" in rows(project)["py311-tf_keras"]["set_env"]
+
+
+def test_all_pythons_of_some_backends(project):
+    assert tox(project, "--all", "--backends", "theano, mxnet16,mxnet")[0] == 0
+    assert list(rows(project)) == [
+        "py36-theano", "py37-theano", "py38-theano", "py36-mxnet16", "py37-mxnet", "py38-mxnet"
+    ]  # fmt: skip
+
+
+def test_the_first_extra_that_a_project_allows(project):
+    (project / "setup.cfg").write_text("[options]\npython_requires = ==3.7.*\n")
+    assert tox(project)[0] == 0
+    assert list(rows(project)) == [
+        "py37-tensorflow23", "py37-tensorflow1", "py37-mxnet", "py37-theano"
+    ]  # fmt: skip
+
+
+def test_files_that_are_there_stay(project):
+    (project / "tox.ini").write_text("mine")
+    before = sorted(os.listdir(str(project)))
+    text = (
+        "compat tox: {} in {}: there already, so nothing was written. Move what is there, or "
+        "overwrite it with --force.\n"
+    )
+    assert tox(project, "--ci") == (2, "", text.format("tox.ini", project))
+    (project / "toxfile.py").write_text("mine")
+    assert tox(project) == (2, "", text.format("tox.ini and toxfile.py", project))
+    (project / "toxfile.py").unlink()
+    assert sorted(os.listdir(str(project))) == before
+    assert (project / "tox.ini").read_text() == "mine"
+    assert tox(project, "--force")[0] == 0
+    assert (project / "tox.ini").read_text().startswith("# Written by `compat tox` of ")
+
+
+def test_nothing_is_written_where_one_file_cannot_be(tmp_path):
+    (tmp_path / "folder").write_text("no folder")
+    with pytest.raises(errors.ConfigurationFileError) as error:
+        tox_ini.write(str(tmp_path), {"a": "1", os.path.join("folder", "b"): "2"})
+    problem = error.value.__context__
+    assert str(error.value) == (
+        "the files cannot be written, so none was: {}. Make {} writable, or name another folder "
+        "with -o.".format(problem, tmp_path)
+    )
+    assert os.listdir(str(tmp_path)) == ["folder"]
+    (tmp_path / "a").mkdir()
+    with pytest.raises(errors.ConfigurationFileError) as error:
+        tox_ini.write(str(tmp_path), {"b": "1", "a": "2"}, force=True)
+    assert "none was: {} is a folder. Make".format(tmp_path / "a") in str(error.value)
+    assert sorted(os.listdir(str(tmp_path))) == ["a", "folder"]
+
+
+def test_a_package_in_src_and_compat_in_the_project(project):
+    (project / "src").mkdir()
+    (project / "vendor" / "compat").mkdir(parents=True)
+    path = str(project / "vendor" / "compat")
+    assert tox(project, "--backends=theano,tensorflow1", "--ci", "--compat", path)[0] == 0
+    text = (project / "tox.ini").read_text()
+    assert "    {tox_root}/vendor/compat\n    pytest\n" in text
+    assert "    PYTHONPATH = {tox_root}/src\n" in text
+    text = (project / ".github" / "workflows" / "compat.yml").read_text()
+    assert '          "./vendor/compat"\n' in text
+    assert '      - run: PYTHONPATH="$PWD/src" python -m pytest\n' in text
+
+
+def test_compat_from_elsewhere(project, tmp_path):
+    assert tox(project, "--compat", str(tmp_path / "project" / ".."))[0] == 0
+    assert "deps =\n    {}\n    pytest\n".format(tmp_path) in (project / "tox.ini").read_text()
+    assert tox(project, "--force", "--compat=keras-gpu-compat @ git+https://x.org/y")[0] == 0
+    written = (project / "tox.ini").read_text()
+    assert "deps =\n    keras-gpu-compat @ git+https://x.org/y\n    pytest\n" in written
+
+
+@pytest.mark.parametrize(
+    "arguments, text",
+    [
+        (
+            ["--backends", "cntk"],
+            "--backends cntk: no row can be generated for it, since it needs libraries of OpenMPI, "
+            "which no Python package has. `compat pins cntk --python 3.6` prints its requirements, "
+            "and `compat env` the command that installs the libraries.",
+        ),
+        (
+            ["--backends", "theano,jax"],
+            "--backends jax: it is tested on Python 3.11, which python_requires = >=3.6,<3.9 in "
+            "setup.cfg does not allow.",
+        ),
+        (
+            ["--compat", "/no/such"],
+            "--compat /no/such: there is no such file or folder. Give the path of a checkout or of "
+            "a wheel, or a requirement that pip understands.",
+        ),
+        (
+            ["--ci", "--compat", ROOT],
+            "--ci with --compat {}: a path outside of the project, which CI does not have. Give a "
+            "requirement that pip finds there, or a path within the project.".format(ROOT),
+        ),
+        (["-o", "/no/such"], "-o /no/such: there is no such folder. Give the one of your project."),
+    ],
+)
+def test_what_cannot_be_generated(project, arguments, text):
+    before = sorted(os.listdir(str(project)))
+    assert tox(project, *arguments) == (2, "", "compat tox: {}\n".format(text))
+    assert sorted(os.listdir(str(project))) == before
+
+
+def test_a_project_of_other_pythons(project):
+    (project / "setup.cfg").write_text("[options]\npython_requires = >=3.14\n")
+    assert tox(project) == (
+        2,
+        "",
+        "compat tox: python_requires = >=3.14 in setup.cfg allows no Python that a backend is "
+        "tested on: none of 3.6, 3.7, 3.8, 3.11, 3.13.\n",
+    )
+
+
+def test_no_names():
+    status, out, err = command("tox", "--backends", ",")
+    assert (status, out) == (2, "")
+    assert err.endswith("compat tox: error: argument --backends: ',' names no backend\n")
+
+
+def test_help():
+    assert (
+        "Write a tox.ini, and the toxfile.py that it needs, which run the tests of the project in "
+        "this folder\non each backend, on simulated devices: a row for each backend and Python, of "
+        "those that\nkeras-gpu-compat is tested with and the project's python_requires allows. No "
+        "file is overwritten.\n\nexit status: 0, or 2 where nothing was written."
+    ) in command("tox", "--help")[1]
+
+
+# python_requires ------------------------------------------------------------------------------
+
+PYPROJECT = (
+    '[project]\nname = "p"\nrequires-python = ">=3.7"  # so\n\n[tool.x]\nrequires-python = 1\n'
+)
+
+
+@pytest.mark.parametrize(
+    "files, expected",
+    [
+        ({}, ("", None)),
+        ({"pyproject.toml": PYPROJECT}, (">=3.7", "pyproject.toml")),
+        ({"pyproject.toml": '[tool.x]\nrequires-python = ">=3.7"\n'}, ("", None)),
+        ({"pyproject.toml": "[build-system]\n", "setup.py": "setup()"}, ("", None)),
+        (
+            {"setup.cfg": "[options]\npython_requires = >=3.6,\n    <4\n"},
+            (">=3.6,\n<4", "setup.cfg"),
+        ),
+        ({"setup.cfg": "[metadata]\nname = 100%\n"}, ("", None)),
+        ({"setup.py": "setup(\n    python_requires='>=2.7, <4',\n)"}, (">=2.7, <4", "setup.py")),
+        ({"setup.py": "# python_requires='>=2.7'\nsetup()"}, ("", None)),
+        ({"setup.py": "setup(python_requires=PYTHON)"}, ("", "setup.py")),
+        (
+            {"setup.cfg": "[options]\npython_requires = >=3.6\n", "pyproject.toml": PYPROJECT},
+            (">=3.7", "pyproject.toml"),
+        ),
+    ],
+)
+def test_python_requires(tmp_path, files, expected):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    specifier, name = python_requires.read(str(tmp_path))
+    assert (specifier, name) == expected
+    python_requires.allows(specifier, (3, 7), name)
+
+
+def test_python_requires_beside_text_in_another_encoding(tmp_path):
+    (tmp_path / "setup.py").write_bytes(b"setup(author='Ren\xe9', python_requires='>=3.6')")
+    assert python_requires.read(str(tmp_path)) == (">=3.6", "setup.py")
+
+
+def test_python_requires_that_is_computed(project):
+    (project / "setup.cfg").unlink()
+    (project / "setup.py").write_text("setup(python_requires=PYTHON)")
+    status, out, err = tox(project)
+    assert (status, out.splitlines()[1]) == (
+        0,
+        "rows   py311-tensorflow, py37-tensorflow1, py311-jax, py311-torch, py38-mxnet, "
+        "py38-theano",
+    )
+    assert err == (
+        "compat tox: python_requires in setup.py is computed there and was not read: rows are "
+        "chosen as if it allowed every Python.\n"
+    )
+
+
+def test_python_requires_that_is_none(project):
+    (project / "setup.cfg").write_text("[options]\npython_requires = ^3.6\n")
+    assert tox(project) == (
+        2,
+        "",
+        "compat tox: setup.cfg: '^3.6' in '^3.6' is no version specifier for Python. Write it as "
+        "in '>=3.6,<3.9'.\n",
+    )
+    (project / "setup.cfg").write_text("python_requires = 3\n")
+    path = str(project / "setup.cfg")
+    status, out, err = tox(project)
+    assert (status, out) == (2, "")
+    problem = "File contains no section headers. file: {!r}, line: 1 'python_requires = 3\\n'"
+    assert err == "compat tox: {} cannot be read: {}\n".format(path, problem.format(path))
