@@ -42,6 +42,7 @@ examples:
   compat run --gpus 0,1 train.py         a script as it is, on two GPUs
   compat run -n 4 train.py --epochs 5    as four processes that train together, a GPU each
   compat test train.py                   whether it does the same on several devices
+  compat unwrap old.h5                   the plain model in a file of multi_gpu_model
 
 `compat COMMAND --help` tells more. `python -m compat` is the same as `compat`; where a file or
 folder of yours is called compat, that would run: use `python -m keras_gpu_compat`."""
@@ -57,12 +58,19 @@ as ranks. A verdict at the end says what was verified and what could not be.
 exit status: 0 the same numbers, 1 other numbers, 2 the comparison could not be made."""
 
 
+UNWRAP = """\
+Write a file of multi_gpu_model or make_parallel, a whole model or weights, as one of the model
+inside, its optimizer's state included. Needs h5py, runs nothing of the file.
+
+exit status: 0 written, 2 it could not be."""
+
+
 def main(arguments=None):
     """Run one command and return its exit status."""
     parser = _parser()
     parsed, unknown = parser.parse_known_args(arguments)
     if parsed.command is None:
-        parser.error("a command is needed: env, run or test")
+        parser.error("a command is needed: env, run, test or unwrap")
     if unknown:  # the command's usage, not that of all
         parsed.parser.error("unrecognized arguments: " + " ".join(unknown))
     try:
@@ -151,6 +159,25 @@ def _parser():
     )
     _add_script(test)
     test.set_defaults(run=_test, parser=test)
+
+    unwrap = commands.add_parser(
+        "unwrap",
+        help="the plain model in a file of multi_gpu_model",
+        description=UNWRAP,
+        formatter_class=text,
+    )
+    unwrap.add_argument("file", help="HDF5, from model.save() or model.save_weights()")
+    unwrap.add_argument(
+        "-o", dest="output", metavar="FILE",
+        help="the new file (default: old.unwrapped.h5 beside old.h5; the old one: replaces it)",
+    )  # fmt: skip
+    unwrap.add_argument("--force", action="store_true", help="replace a file that is there")
+    unwrap.add_argument(
+        "--model",
+        metavar="JSON",
+        help="of weights: to_json() of the plain model, where the weights' names do not tell",
+    )
+    unwrap.set_defaults(run=_unwrap, parser=unwrap)
     return parser
 
 
@@ -356,6 +383,16 @@ def _test(arguments):
 
     same = selftest.run(arguments.devices, arguments.backend, arguments.simulate)
     return 0 if same else 1
+
+
+# unwrap ---------------------------------------------------------------------------------------
+
+
+def _unwrap(arguments):
+    from ._commands import unwrap  # for start-up time
+
+    print(unwrap.run(arguments.file, arguments.output, arguments.force, arguments.model))
+    return 0
 
 
 if __name__ == "__main__":

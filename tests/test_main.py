@@ -302,7 +302,7 @@ def test_test_of_a_script_that_is_not_there():
 def test_a_command_is_needed_and_told():
     status, out, err = command()
     assert (status, out) == (2, "")
-    assert err.endswith("compat: error: a command is needed: env, run or test\n")
+    assert err.endswith("compat: error: a command is needed: env, run, test or unwrap\n")
 
 
 def test_version():
