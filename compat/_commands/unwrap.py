@@ -84,7 +84,7 @@ def _check(path):
     """That the file is HDF5, in words that tell what else it is."""
     if os.path.isdir(path):
         raise errors.ModelFileError(
-            "{} is a folder, such as TensorFlow's SavedModel. compat unwrap takes an HDF5 file, "
+            "{} is a folder, such as a SavedModel. compat unwrap takes an HDF5 file, "
             "from model.save() or model.save_weights() with a name that ends in .h5.".format(path)
             if os.path.exists(os.path.join(path, "saved_model.pb"))
             else "{} is a folder. compat unwrap takes an HDF5 file, from model.save() or "
@@ -181,6 +181,12 @@ def _planned(path, old, config):
     groups = [
         (name, _names(weights[name], "weight_names")) for name in _names(weights, "layer_names")
     ]
+    version = _text(old.attrs.get("keras_version", ""))
+    if version.startswith("3."):
+        raise errors.ModelFileError(
+            "{} was saved by Keras {}, whose models compat unwrap does not read. Load it, and save "
+            "compat.unwrap(model).".format(path, version)
+        )
     if not whole:
         return _planned_of_weights(path, weights, groups, config)
     if config is not None:

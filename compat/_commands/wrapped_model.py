@@ -148,31 +148,32 @@ def owners(weights: "List[str]", model: "Dict[str, Any]") -> "Optional[List[str]
             known.setdefault(name, []).append(index)
     several = [len(set(_names_within(layer))) > 1 for layer in layers]
     # The best way to each state: whether only weights that are not trained follow, the layer, and
-    # the part of the name that told it.
-    best: "Dict[Tuple[bool, int, str], Tuple[int, List[int]]]" = {(False, -1, ""): (0, [])}
+    # the part of the name that told it. Its costs, and the layers on it, with what told them.
+    start = False, -1, ""
+    best: "Dict[Tuple[bool, int, str], Tuple[int, List[Tuple[int, str]]]]" = {start: (0, [])}
     for weight in weights:
         candidates = _candidates(weight.split("/")[:-1], known)
-        ways: "Dict[Tuple[bool, int, str], Tuple[int, List[int]]]" = {}
+        ways: "Dict[Tuple[bool, int, str], Tuple[int, List[Tuple[int, str]]]]" = {}
         for (late, last, text), (cost, path) in best.items():
             for index, told_by, more in candidates:
-                same = index == last and (several[index] or told_by == text)
-                for state_is_late in (False, True):
-                    if (late and not state_is_late) or (
-                        late == state_is_late and not same and index <= last
-                    ):
+                goes_on = index > last or (index == last and (several[index] or told_by == text))
+                for is_late in {late, True}:
+                    if not goes_on and is_late == late:
                         continue
-                    state = state_is_late, index, told_by
-                    if state not in ways or cost + more < ways[state][0]:
-                        ways[state] = cost + more, path + [index]
+                    total = cost + more + (is_late != late)
+                    state = is_late, index, told_by
+                    if state not in ways or total < ways[state][0]:
+                        ways[state] = total, path + [(index, told_by)]
         best = ways
     if not best:
         return None
     path = min(best.values(), key=lambda way: way[0])[1]
-    of_scope: "Dict[str, int]" = {}
-    for weight, index in zip(weights, path):
-        if of_scope.setdefault(weight.rpartition("/")[0], index) != index:
+    layer_of = dict((told_by, index) for index, told_by in path)
+    told = {index: told_by for index, told_by in path}
+    for index, told_by in path:
+        if layer_of[told_by] != index or not (several[index] or told[index] == told_by):
             return None
-    return [name_of(layers[index]) for index in path]
+    return [name_of(layers[index]) for index, _ in path]
 
 
 def _candidates(scope, known):

@@ -16,7 +16,7 @@ import tensorflow as tf
 import compat
 from compat import __main__
 from compat._commands import unwrap
-from compat.testing import DEVICES, initialise, keras_under_test, largest_difference
+from compat.testing import DEVICES, in_span, initialise, keras_under_test, largest_difference, span
 
 KERAS = keras_under_test()
 ROWS = np.random.RandomState(0).normal(size=(8, 4)).astype("float32")
@@ -73,7 +73,7 @@ def of_compat(keras, model, monkeypatch):
 
 WRAPPERS = [make_parallel, of_compat]
 if hasattr(KERAS.utils, "multi_gpu_model"):
-    WRAPPERS += [multi_gpu_model, relocated, merged_on_gpu]
+    WRAPPERS = [multi_gpu_model, relocated, merged_on_gpu] + WRAPPERS
 
 
 def sequential(keras):
@@ -94,15 +94,23 @@ def branched(keras):
         [layers.Dense(5, input_shape=(5,)), layers.BatchNormalization(), layers.Dense(5)]
     )
     inputs = layers.Input((4,))
-    hidden = layers.Dense(5, activation="tanh", trainable=False)(inputs)
-    hidden = encoder(layers.BatchNormalization(name="block/norm")(hidden))
-    hidden = layers.Bidirectional(layers.SimpleRNN(2))(layers.Reshape((5, 1))(hidden))
+    hidden = layers.BatchNormalization(name="block/norm")(inputs)
+    hidden = encoder(layers.Dense(5, activation="tanh", trainable=False)(hidden))
+    hidden = layers.TimeDistributed(layers.Dense(2))(layers.Reshape((5, 1))(hidden))
+    hidden = layers.Flatten()(hidden)
     outputs = [layers.Dense(3, name="first")(hidden), layers.Dense(3, name="second")(hidden)]
     return keras.models.Model(inputs, outputs)
 
 
 def arrays(values):
     return [np.asarray(value) for value in values]
+
+
+def state(model):
+    """What the optimizer keeps."""
+    if hasattr(model.optimizer, "get_weights"):
+        return arrays(model.optimizer.get_weights())
+    return arrays(variable.numpy() for variable in model.optimizer.variables)  # TensorFlow 2.11
 
 
 def assert_equal(expected, found):
@@ -144,20 +152,27 @@ class Unwrapping:
     def path(self, tmp_path):
         return str(tmp_path / "old.h5")
 
-    def trained(self, keras, model, wrapper, monkeypatch):
+    def trained(self, keras, model, wrapper, monkeypatch, optimizer="sgd"):
         """The wrapper after a step, and the targets, one for each output."""
         wrapped = wrapper(keras, initialise(model), monkeypatch)
         loss = {name: "mse" for name in wrapped.output_names}
-        wrapped.compile(keras.optimizers.Adam(), loss)
+        wrapped.compile(optimizer, loss)
         targets = [TARGETS] * len(model.outputs)
         wrapped.train_on_batch(ROWS, targets if len(targets) > 1 else TARGETS)
         return wrapped, targets if len(targets) > 1 else TARGETS
 
-    @pytest.mark.parametrize("wrapper", WRAPPERS)
-    @pytest.mark.parametrize("build", [sequential, branched])
+    @pytest.mark.parametrize(
+        "build, wrapper",
+        in_span(
+            [(branched, WRAPPERS[0])] + [(sequential, each) for each in WRAPPERS[1:]],
+            [(branched, WRAPPERS[0]), (sequential, WRAPPERS[1])],
+        ),
+    )
     def test_a_whole_model(self, keras, path, capsys, monkeypatch, wrapper, build):
         model = build(keras)
-        wrapped, targets = self.trained(keras, model, wrapper, monkeypatch)
+        # Adam of some versions reads its step counter before or after the increment.
+        optimizer = "adam" if build is branched else keras.optimizers.SGD(0.1, momentum=0.9)
+        wrapped, targets = self.trained(keras, model, wrapper, monkeypatch, optimizer)
         inner = compat.unwrap(wrapped)
         assert inner.name == model.name and (inner is model or wrapper is relocated)
         try:
@@ -180,27 +195,28 @@ class Unwrapping:
                 )
             )
         loaded = keras.models.load_model(new)
-        assert [layer.name for layer in loaded.layers] == [layer.name for layer in inner.layers]
+        kinds = [[type(layer) for layer in each.layers] for each in (inner, loaded)]
+        assert kinds[0] == kinds[1]
         assert_equal(inner.get_weights(), loaded.get_weights())
         assert_equal(arrays(inner.predict(ROWS)), arrays(loaded.predict(ROWS)))
-        assert len(wrapped.optimizer.get_weights()) > 1
-        assert_equal(wrapped.optimizer.get_weights(), loaded.optimizer.get_weights())
+        assert len(state(wrapped)) > 1
+        assert_equal(state(wrapped), state(loaded))
         for each in (wrapped, loaded):
             each.train_on_batch(ROWS, targets)
-        states = wrapped.optimizer.get_weights(), loaded.optimizer.get_weights()
-        assert [np.shape(state) for state in states[0]] == [np.shape(state) for state in states[1]]
+        states = state(wrapped), state(loaded)
+        assert [each.shape for each in states[0]] == [each.shape for each in states[1]]
         assert int(states[1][0]) == 2
         if build is sequential:  # where no layer normalizes each half of the batch by itself
             assert largest_difference(inner.get_weights(), loaded.get_weights()) < 1e-6
             assert largest_difference(*states) < 1e-6
 
-    @pytest.mark.parametrize("wrapper", WRAPPERS)
+    @pytest.mark.parametrize("wrapper", in_span(WRAPPERS[:2], WRAPPERS[:1]))
     def test_weights_alone(self, keras, path, capsys, monkeypatch, wrapper):
         """The names of the weights tell the layers."""
         wrapped, _ = self.trained(keras, sequential(keras), wrapper, monkeypatch)
         wrapped.save_weights(path)
         plain = sequential(keras)
-        with pytest.raises(ValueError, match="containing 1 layers into a model with 2 layers"):
+        with pytest.raises(ValueError, match="containing 1 layers|found 1 saved layers"):
             plain.load_weights(path)
         new, told = unwrapped(capsys, path)
         assert told.endswith(
@@ -212,12 +228,11 @@ class Unwrapping:
         assert_equal(compat.unwrap(wrapped).get_weights(), plain.get_weights())
         with h5py.File(new, "r") as file:
             assert all(isinstance(file.attrs[name], bytes) for name in ("backend", "keras_version"))
-            assert (
-                list(file.attrs["layer_names"])
-                == [layer.name.encode() for layer in compat.unwrap(wrapped).layers]
-                or wrapper is relocated
-            )
+            names = [name.decode() for name in file.attrs["layer_names"]]
+        expected = [layer.name for layer in compat.unwrap(wrapped).layers if layer.weights]
+        assert names == expected or wrapper is relocated  # which has other names in TensorFlow
 
+    @span
     def test_weights_that_do_not_tell_the_layers(self, keras, path, tmp_path, capsys, monkeypatch):
         model = branched(keras)
         wrapped, _ = self.trained(keras, model, make_parallel, monkeypatch)
@@ -270,6 +285,13 @@ class Unwrapping:
                 "called on parts of a batch, as multi_gpu_model and make_parallel make it. Load it "
                 "as it is.".format(path)
             )
+        with h5py.File(path, "r+") as file:
+            file.attrs["keras_version"] = b"3.1.0"
+        assert refused(capsys, path) == (
+            "{} was saved by Keras 3.1.0, whose models compat unwrap does not read. Load it, and "
+            "save compat.unwrap(model).".format(path)
+        )
+        encoder.save(path)
         (tmp_path / "model.json").write_text(encoder.to_json())
         assert refused(capsys, path, "--model", str(tmp_path / "model.json")) == (
             "--model is for files of weights; {} is a whole model and has its own layers. Leave "
