@@ -160,7 +160,7 @@ def owners(weights: "List[str]", model: "Dict[str, Any]") -> "Optional[List[str]
                 for is_late in {late, True}:
                     if not goes_on and is_late == late:
                         continue
-                    total = cost + more + (is_late != late)
+                    total = cost + more + 4 * (is_late != late)
                     state = is_late, index, told_by
                     if state not in ways or total < ways[state][0]:
                         ways[state] = total, path + [(index, told_by)]
