@@ -322,10 +322,11 @@ def _names(group, attribute):
 
 
 def _write_names(group, attribute, names):
-    """As Keras does, cut where it is too large."""
-    encoded = [name.encode("utf-8") for name in names]
-    longest = max(map(len, encoded), default=1)
-    size = max(1, ATTRIBUTE_LIMIT // longest)
+    """As Keras does: an array of bytes, cut where it is too large."""
+    import numpy as np  # which h5py needs
+
+    encoded = np.asarray([name.encode("utf-8") for name in names])
+    size = max(1, ATTRIBUTE_LIMIT // encoded.itemsize)
     if len(encoded) <= size:
         group.attrs[attribute] = encoded
         return
