@@ -9,7 +9,7 @@ Two calls, the same on every backend::
 """
 
 from ._api import configure_gpu, device, parallelize
-from ._legacy import install_legacy_names, make_parallel, multi_gpu_model
+from ._legacy import install_legacy_names, make_parallel, multi_gpu_model, unwrap
 from ._ranks import is_chief, local_batch_size, local_rank, rank, scaled_learning_rate, shard, size
 from ._registry import register
 from ._settings import Configuration
@@ -25,6 +25,7 @@ from .errors import (
     DeviceFailedError,
     DevicesNotFoundError,
     InvalidArgumentError,
+    ModelFileError,
     NotAModelError,
     NotInstalledError,
     PythonNotFoundError,
@@ -48,6 +49,7 @@ __all__ = [
     "DeviceFailedError",
     "DevicesNotFoundError",
     "InvalidArgumentError",
+    "ModelFileError",
     "NotAModelError",
     "NotInstalledError",
     "PythonNotFoundError",
@@ -72,4 +74,5 @@ __all__ = [
     "scaled_learning_rate",
     "shard",
     "size",
+    "unwrap",
 ]

@@ -44,6 +44,7 @@ examples:
   compat test train.py                   whether it does the same on several devices
   compat pins theano --python 3.7        versions that are tested together
   compat tox                             your project's tests, on each backend
+  compat unwrap old.h5                   the plain model in a file of multi_gpu_model
 
 `compat COMMAND --help` tells more. `python -m compat` is the same as `compat`; where a file or
 folder of yours is called compat, that would run: use `python -m keras_gpu_compat`."""
@@ -64,7 +65,7 @@ def main(arguments=None):
     parser = _parser()
     parsed, unknown = parser.parse_known_args(arguments)
     if parsed.command is None:
-        parser.error("a command is needed: env, run, test, pins or tox")
+        parser.error("a command is needed: env, run, test, pins, tox or unwrap")
     if unknown:  # the command's usage, not that of all
         parsed.parser.error("unrecognized arguments: " + " ".join(unknown))
     try:
@@ -165,10 +166,11 @@ def _parser():
     _add_script(test)
     test.set_defaults(run=_test, parser=test)
 
-    from ._commands import pins, tox_ini  # for start-up time
+    from ._commands import pins, tox_ini, unwrap  # for start-up time
 
     pins.add_to(commands)
     tox_ini.add_to(commands)
+    unwrap.add_to(commands)
     return parser
 
 

@@ -83,6 +83,10 @@ class ConfigurationFileError(CompatError, OSError):
     """A configuration file cannot be read or written."""
 
 
+class ModelFileError(CompatError, OSError):
+    """A saved model cannot be read or written, or is not of the kind that was asked for."""
+
+
 class CompatWarning(UserWarning):
     """Work goes on, but not as it was asked."""
 

@@ -172,6 +172,7 @@ BUILT_IN = {
     "RankLostError": RuntimeError,
     "ResultsDifferError": ArithmeticError,
     "ConfigurationFileError": OSError,
+    "ModelFileError": OSError,
 }
 
 

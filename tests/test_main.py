@@ -302,7 +302,7 @@ def test_test_of_a_script_that_is_not_there():
 def test_a_command_is_needed_and_told():
     status, out, err = command()
     assert (status, out) == (2, "")
-    assert err.endswith("compat: error: a command is needed: env, run, test, pins or tox\n")
+    assert err.endswith("compat: error: a command is needed: env, run, test, pins, tox or unwrap\n")
 
 
 def test_version():
@@ -312,4 +312,9 @@ def test_version():
 def test_help_says_what_the_exit_status_means():
     assert "report what is installed, set and wrong" in command("--help")[1]
     assert "0 all is well, 1 something is wrong" in command("env", "--help")[1]
+    assert (
+        "Write a file of multi_gpu_model or make_parallel, a whole model or weights, as one of the "
+        "model\ninside, its optimizer's state included. Needs h5py, runs nothing of the file.\n\n"
+        "exit status: 0 written, 2 it could not be."
+    ) in command("unwrap", "--help")[1]
     assert "0 the same numbers, 1 other numbers, 2 the comparison" in command("test", "--help")[1]

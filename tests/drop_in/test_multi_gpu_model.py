@@ -253,3 +253,11 @@ def test_make_parallel_on_more_than_there_are(keras, contract):
     for wrong in (0, -1, True, "2"):
         with pytest.raises(ValueError, match="gpu_count="):
             compat.make_parallel(dense(keras), wrong)
+
+
+@span
+@pytest.mark.parametrize("wrap", [compat.multi_gpu_model, compat.make_parallel])
+def test_unwrap_gives_the_template(keras, wrap):
+    template = dense(keras)
+    assert compat.unwrap(wrap(template, 2)) is template
+    assert compat.unwrap(template) is template

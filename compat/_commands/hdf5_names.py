@@ -1,0 +1,47 @@
+"""Keras' HDF5 files: lists of names in attributes, whichever h5py reads or wrote them."""
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import List
+
+#: A list that is longer in an attribute is cut into name0, name1 ...: HDF5 has a limit.
+ATTRIBUTE_LIMIT = 64512
+
+
+def text(value):
+    return value.decode("utf-8") if isinstance(value, bytes) else str(value)
+
+
+def has(group, name):
+    return name in group.attrs or name + "0" in group.attrs
+
+
+def names(group, attribute):
+    """A list of names in an attribute, or in several, where one would be too large."""
+    if attribute in group.attrs:
+        return [text(name) for name in group.attrs[attribute]]
+    parts: "List[str]" = []
+    while "{}{}".format(attribute, len(parts)) in group.attrs:
+        parts.append("{}{}".format(attribute, len(parts)))
+    return [text(name) for part in parts for name in group.attrs[part]]
+
+
+def write_names(group, attribute, names):
+    """As Keras does: an array of bytes, cut where it is too large."""
+    import numpy as np  # which h5py needs
+
+    encoded = np.asarray([name.encode("utf-8") for name in names])
+    size = max(1, ATTRIBUTE_LIMIT // encoded.itemsize)
+    if len(encoded) <= size:
+        group.attrs[attribute] = encoded
+        return
+    for number, start in enumerate(range(0, len(encoded), size)):
+        group.attrs["{}{}".format(attribute, number)] = encoded[start : start + size]
+
+
+def copy_attributes(old, new, others):
+    """Attributes as they are, but texts as bytes, which every Keras decodes."""
+    for name, value in old.attrs.items():
+        if not name.startswith("layer_names"):
+            value = others.get(name, value)
+            new.attrs[name] = value.encode("utf-8") if isinstance(value, str) else value

@@ -1,0 +1,375 @@
+"""``compat unwrap``: the file of a model that ``multi_gpu_model`` wrapped becomes the model's own.
+
+With h5py alone: no framework is imported, no layer is made, and no code in the file (Lambda layers
+have some) is looked at.
+"""
+
+import argparse
+import collections
+import json
+import os
+import tempfile
+import zipfile
+
+from .. import _files, errors
+from . import hdf5_names, wrapped_model
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Dict, List, Optional, Tuple
+
+DESCRIPTION = """\
+Write a file of multi_gpu_model or make_parallel, a whole model or weights, as one of the model
+inside, its optimizer's state included. Needs h5py, runs nothing of the file.
+
+exit status: 0 written, 2 it could not be."""
+
+
+def add_to(commands: "argparse._SubParsersAction") -> None:
+    """Add the command to those of ``compat``."""
+    parser = commands.add_parser(
+        "unwrap",
+        help="the plain model in a file of multi_gpu_model",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("file", help="HDF5, from model.save() or model.save_weights()")
+    parser.add_argument(
+        "-o", dest="output", metavar="FILE",
+        help="the new file (default: old.unwrapped.h5 beside old.h5; the old one: replaces it)",
+    )  # fmt: skip
+    parser.add_argument("--force", action="store_true", help="replace a file that is there")
+    parser.add_argument(
+        "--model",
+        metavar="JSON",
+        help="of weights: to_json() of the plain model, where the weights' names do not tell",
+    )
+    parser.set_defaults(run=_run, parser=parser)
+
+
+def _run(arguments):
+    print(run(arguments.file, arguments.output, arguments.force, arguments.model))
+    return 0
+
+
+def run(path: "str", output: "Optional[str]", force: "bool", model: "Optional[str]") -> "str":
+    """Write the file of the model inside of the wrapper in ``path``.
+
+    Arguments:
+        path: an HDF5 file, of a whole model or of weights.
+        output: the new file; None for ``old.unwrapped.h5`` beside ``old.h5``. The same as
+            ``path``: the old file is replaced.
+        force: replace a file that is there.
+        model: a file with ``to_json()`` of the model inside, for a file of weights whose names
+            do not tell the layers.
+
+    Returns:
+        What was written, in words.
+
+    Raises:
+        ModelFileError: a file cannot be read or written, or is no wrapper's.
+        NotInstalledError: h5py is not installed.
+    """
+    if output is None:
+        stem, extension = os.path.splitext(path)
+        output = stem + ".unwrapped" + (extension or ".h5")
+    _check(path)
+    h5py = _import_h5py()
+    config = None if model is None else _architecture(model)
+    if not force and os.path.exists(output) and not os.path.samefile(output, path):
+        raise errors.ModelFileError(
+            "{} is there already. Name another file with -o, or replace it with --force.".format(
+                output
+            )
+        )
+    try:
+        with h5py.File(path, "r") as old:
+            plan = _planned(path, old, config)
+            _write_beside(h5py, path, output, old, plan)
+    except (OSError, KeyError, RuntimeError) as error:  # what h5py raises on a broken file
+        if isinstance(error, errors.CompatError):
+            raise
+        raise errors.ModelFileError(
+            "{} cannot be unwrapped: {}. Nothing was written.".format(path, _told(error))
+        ) from error
+    return "{}: {}".format(output, plan.told())
+
+
+def _told(error):
+    text = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
+    return text.strip().rstrip(".")
+
+
+def _import_h5py():
+    try:
+        import h5py
+    except ImportError as error:
+        raise errors.NotInstalledError(
+            "compat unwrap reads HDF5 files with h5py, which cannot be imported here ({}). Install "
+            "it: pip install h5py".format(error)
+        ) from error
+    return h5py
+
+
+def _check(path):
+    """That the file is HDF5, in words that tell what else it is."""
+    if os.path.isdir(path):
+        raise errors.ModelFileError(
+            "{} is a folder, such as a SavedModel. compat unwrap takes an HDF5 file, "
+            "from model.save() or model.save_weights() with a name that ends in .h5.".format(path)
+            if os.path.exists(os.path.join(path, "saved_model.pb"))
+            else "{} is a folder. compat unwrap takes an HDF5 file, from model.save() or "
+            "model.save_weights() with a name that ends in .h5.".format(path)
+        )
+    try:
+        with open(path, "rb", opener=_files.plain) as file:
+            start = file.read(8)
+    except OSError as error:
+        raise errors.ModelFileError(
+            "{} cannot be read: {}.".format(path, error.strerror or error)
+        ) from error
+    if start == b"\x89HDF\r\n\x1a\n":
+        return
+    if zipfile.is_zipfile(path):
+        raise errors.ModelFileError(
+            "{} is a zip file, such as Keras 3's .keras format. Wrappers of multi_gpu_model are "
+            "older and lie in HDF5 files, often named .h5 or .hdf5.".format(path)
+        )
+    raise errors.ModelFileError(
+        "{} is not an HDF5 file. compat unwrap takes what model.save() or model.save_weights() "
+        "wrote with a name that ends in .h5.".format(path)
+    )
+
+
+def _architecture(path):
+    """The configuration of a model, from the file that ``--model`` names."""
+    try:
+        with open(path, "rb", opener=_files.plain) as file:
+            config = json.loads(file.read().decode("utf-8"))
+    except (OSError, ValueError) as error:
+        raise errors.ModelFileError("--model {} cannot be read: {}.".format(path, error)) from error
+    if wrapped_model.layers_of(config) is None:
+        raise errors.ModelFileError(
+            "--model {} has no layers of a model. Write it with "
+            'open("model.json", "w").write(model.to_json()), where model is the plain '
+            "one.".format(path)
+        )
+    return config
+
+
+# What is to be written ------------------------------------------------------------------------
+
+
+class Plan:
+    """What the new file has: the groups of layers, and attributes in place of others.
+
+    Arguments:
+        source: the group of the wrapper's layer that has all the weights.
+        layers: names of layers, each with the names of its weights, in Keras' order.
+    """
+
+    def __init__(self, source, layers):
+        self.source = source
+        self.layers: "List[Tuple[str, List[str]]]" = layers
+        self.attributes: "Dict[str, bytes]" = {}
+        self.optimizer: "Optional[bool]" = None  # whether its state goes along
+        self.notes: "List[str]" = []
+
+    def told(self):
+        layers = [name for name, weights in self.layers if weights]
+        state = {
+            True: ", and the optimizer's state",
+            False: ", without the optimizer's state, whose shapes are not those of the weights",
+            None: "",
+        }[self.optimizer]
+        return "\n".join(
+            [
+                "{} weights of {} layers ({}){}".format(
+                    sum(len(weights) for _, weights in self.layers),
+                    len(layers),
+                    ", ".join(layers),
+                    state,
+                )
+            ]
+            + self.notes
+        )
+
+
+def _planned(path, old, config):
+    """What becomes of a file.
+
+    Arguments:
+        config: the model inside, where a file of weights does not have it.
+    """
+    whole = "model_config" in old.attrs
+    weights = old.get("model_weights") if whole else old
+    if weights is None or not (hdf5_names.has(weights, "layer_names")):
+        raise errors.ModelFileError(
+            "{} is HDF5, but neither a whole model nor weights of Keras: it has no layer_names. "
+            "Some versions of Keras stopped halfway when they saved a wrapper whole (\"can't "
+            'pickle module objects"); use a file of save_weights() then.'.format(path)
+        )
+    groups = [
+        (name, hdf5_names.names(weights[name], "weight_names"))
+        for name in hdf5_names.names(weights, "layer_names")
+    ]
+    version = hdf5_names.text(old.attrs.get("keras_version", ""))
+    if version.startswith("3."):
+        raise errors.ModelFileError(
+            "{} was saved by Keras {}, whose models compat unwrap does not read. Load it, and save "
+            "compat.unwrap(model).".format(path, version)
+        )
+    if not whole:
+        return _planned_of_weights(path, weights, groups, config)
+    if config is not None:
+        raise errors.ModelFileError(
+            "--model is for files of weights; {} is a whole model and has its own layers. Leave "
+            "--model out.".format(path)
+        )
+    try:
+        found = wrapped_model.inside(json.loads(hdf5_names.text(old.attrs["model_config"])))
+    except (ValueError, LookupError, TypeError, AttributeError):
+        found = None
+    name = None if found is None else wrapped_model.name_of(found.layer)
+    if found is None or [each for each, names in groups if names] != [name]:
+        raise errors.ModelFileError(
+            "{} is no wrapper's: no layer of it is a model that has all the weights and is called "
+            "on parts of a batch, as multi_gpu_model and make_parallel make it. Load it as it "
+            "is.".format(path)
+        )
+    flat = dict(groups)[name]
+    plan = Plan(weights[name], _layers(path, flat, found.layer))
+    plan.attributes["model_config"] = json.dumps(
+        {"class_name": found.layer["class_name"], "config": found.layer["config"]}
+    ).encode("utf-8")
+    if "training_config" in old.attrs:
+        training = json.loads(hdf5_names.text(old.attrs["training_config"]))
+        for key, value in training.items():
+            training[key] = _renamed(value, found.outputs)
+        plan.attributes["training_config"] = json.dumps(training).encode("utf-8")
+    if "optimizer_weights" in old:
+        state = old["optimizer_weights"]
+        plan.optimizer = _lines_up(
+            [state[each].shape for each in hdf5_names.names(state, "weight_names")],
+            [plan.source[each].shape for each in flat],
+        )
+    return plan
+
+
+def _planned_of_weights(path, weights, groups, config):
+    """What becomes of a file that has nothing but weights and their names."""
+    holding = [(name, names) for name, names in groups if names]
+    is_wrapper = len(holding) == 1 and len(groups) > 2
+    if is_wrapper:
+        ((name, flat),) = holding
+        scopes = {weight.rpartition("/")[0] for weight in flat}
+        is_wrapper = scopes != {name}
+    if not is_wrapper:
+        raise errors.ModelFileError(
+            "{} is no wrapper's: {} of its {} layers have weights. A wrapper has one, the model "
+            "inside, between layers without weights. Load it as it is.".format(
+                path, len(holding), len(groups)
+            )
+        )
+    if config is not None:
+        return Plan(weights[name], _layers(path, flat, config))
+    try:
+        plan = Plan(weights[name], wrapped_model.groups_by_names(flat, name))
+    except ValueError as problem:
+        raise _undecided(path, problem) from None
+    plan.notes.append(
+        "Told by the weights' names, in their order. If layers of the model are models, or were "
+        "not trained (trainable=False), add --model model.json, from the plain model's to_json()."
+    )
+    return plan
+
+
+def _layers(path, flat, config):
+    """The layers of a model whose configuration is known, each with its weights."""
+    owners = wrapped_model.owners(flat, config)
+    if owners is None:
+        raise errors.ModelFileError(
+            "{} cannot be unwrapped: the names of its weights ({}, ...) do not tell which layers "
+            "of {!r} have them.".format(
+                path, ", ".join(flat[:3]), wrapped_model.name_of(config) or config["class_name"]
+            )
+        )
+    return [
+        (layer, [weight for weight, owner in zip(flat, owners) if owner == layer])
+        for layer in wrapped_model.layers_with_groups(config)
+    ]
+
+
+def _undecided(path, problem):
+    return errors.ModelFileError(
+        "{} has weights without the model, and their names do not tell the order of its layers: "
+        '{}. Write the plain model with open("model.json", "w").write(model.to_json()) and add '
+        "--model model.json.".format(path, problem)
+    )
+
+
+def _renamed(value, outputs):
+    """Part of a training configuration, where dicts by names of outputs have the model's own."""
+    if isinstance(value, dict) and set(value) & set(outputs):
+        return {outputs.get(key, key): each for key, each in value.items()}
+    return value
+
+
+def _lines_up(state, weights):
+    """Whether an optimizer's arrays have the shapes of the weights that it trains, each so often.
+
+    The trained weights are the first ones. Counters are scalars, and what an optimizer does not
+    use has the shape (1,) for each weight.
+    """
+    for trained in range(len(weights), 0, -1):
+        once = collections.Counter(weights[:trained])
+        rest = collections.Counter(state)
+        times = min(rest[shape] // number for shape, number in once.items())
+        for shape, number in once.items():
+            rest[shape] -= times * number
+        if times and not any(number for shape, number in rest.items() if shape not in ((), (1,))):
+            return True
+    return all(shape == () for shape in state)
+
+
+# Reading and writing --------------------------------------------------------------------------
+
+
+def _write_beside(h5py, path, output, old, plan):
+    """Write under another name, and rename: what is there is a whole file at any time."""
+    target = os.path.realpath(output)
+    try:
+        handle, beside = tempfile.mkstemp(".h5", ".unwrap-", os.path.dirname(target))
+    except OSError as error:
+        raise errors.ModelFileError(
+            "{} cannot be written: {}.".format(output, error.strerror)
+        ) from error
+    os.close(handle)
+    try:
+        with h5py.File(beside, "w") as new:
+            _write(old, new, plan)
+        os.chmod(beside, os.stat(path).st_mode & 0o777)
+        os.replace(beside, target)
+    except BaseException:
+        os.unlink(beside)
+        raise
+
+
+def _write(old, new, plan):
+    whole = "model_weights" in old and "model_config" in old.attrs
+    source = old["model_weights"] if whole else old
+    target = new.create_group("model_weights") if whole else new
+    if whole:
+        hdf5_names.copy_attributes(old, new, plan.attributes)
+        for name in old:
+            if name != "model_weights" and not (
+                name == "optimizer_weights" and plan.optimizer is False
+            ):
+                old.copy(name, new)
+    hdf5_names.copy_attributes(source, target, {})
+    hdf5_names.write_names(target, "layer_names", [name for name, _ in plan.layers])
+    for name, weights in plan.layers:
+        group = target.require_group(name)
+        hdf5_names.write_names(group, "weight_names", weights)
+        for weight in weights:
+            plan.source.file.copy(plan.source[weight], group, name=weight)

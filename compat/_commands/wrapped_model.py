@@ -1,0 +1,239 @@
+"""The model inside of a saved wrapper: which layer it is, and whose each of its weights is.
+
+Works on what Keras writes, configurations and names of weights. Nothing of it is made or run.
+"""
+
+import re
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, Dict, List, NamedTuple, Optional, Tuple
+
+    Inside = NamedTuple("Inside", [("layer", Dict[str, Any]), ("outputs", Dict[str, str])])
+else:
+    from collections import namedtuple
+
+    Inside = namedtuple("Inside", "layer outputs")
+
+
+def layers_of(config: "Any") -> "Optional[List[Any]]":
+    """The configurations of the layers of a model; None where this is no model's configuration.
+
+    ``{"class_name": ..., "config": ...}``; a Sequential before Keras 2.2.3 has a list as its own.
+    """
+    inner = config.get("config") if isinstance(config, dict) else None
+    layers = inner.get("layers") if isinstance(inner, dict) else inner
+    if isinstance(layers, list) and all(isinstance(layer, dict) for layer in layers):
+        return layers
+    return None
+
+
+def name_of(layer):
+    """The name of a layer in a configuration; those of a Sequential have it inside only."""
+    inner = layer.get("config")
+    return layer.get("name") or (inner.get("name") if isinstance(inner, dict) else None)
+
+
+def inside(config: "Any") -> "Optional[Inside]":
+    """The layer that is the model inside, and what the wrapper's outputs are called there.
+
+    A wrapper gives each call of the one model in it a part of all of its own inputs, and puts what
+    comes out together along the rows. A siamese network, whose calls have an input each, is none.
+
+    Arguments:
+        config: of a whole model, as in the attribute ``model_config`` of its file.
+
+    Returns:
+        The layer's configuration, and a dict: name of a wrapper's output -> the model's own.
+    """
+    layers = layers_of(config)
+    models = [layer for layer in layers or () if layers_of(layer) is not None]
+    if len(models) != 1 or not isinstance(config["config"], dict):
+        return None
+    by_name = {name_of(layer): layer for layer in layers or ()}
+    model = models[0]
+    parts = [_roots(call, by_name) for call in model.get("inbound_nodes") or ()]
+    inputs = {_source(each) for each in config["config"].get("input_layers") or ()}
+    if not parts or any(part != inputs for part in parts):
+        return None
+    names = output_names(model)
+    outputs = {}
+    for name, node, _ in config["config"].get("output_layers") or ():
+        tensors = {(source[0], source[2]) for source in by_name[name]["inbound_nodes"][node]}
+        if not _joins(by_name[name], len(parts)) or len(tensors) != 1:
+            return None
+        ((source, index),) = tensors
+        if source != name_of(model):
+            return None
+        outputs[name] = names[index] if index < len(names) else name
+    return Inside(model, outputs) if outputs else None
+
+
+def _source(entry):
+    return entry[0] if isinstance(entry, list) else entry
+
+
+def _roots(call, by_name):
+    """The inputs of the wrapper that the tensors of a call are made from."""
+    found, todo, seen = set(), [source[0] for source in call], set()
+    while todo:
+        name = todo.pop()
+        if name not in seen:
+            seen.add(name)
+            calls = by_name[name].get("inbound_nodes") or ()
+            todo += [source[0] for each in calls for source in each]
+            if not calls:
+                found.add(name)
+    return found
+
+
+def _joins(layer, calls):
+    """Whether a layer puts rows together, or is what ``compat.multi_gpu_model`` has instead."""
+    kind, own = layer.get("class_name"), layer["config"]
+    if kind == "Concatenate":
+        return own.get("axis") == 0
+    if kind == "Merge":
+        return own.get("mode") == "concat" and own.get("concat_axis") == 0
+    if calls > 1:
+        return False
+    return (kind == "Activation" and own.get("activation") == "linear") or (
+        kind == "LeakyReLU" and own.get("alpha", own.get("negative_slope")) == 1
+    )
+
+
+def output_names(model: "Dict[str, Any]") -> "List[str]":
+    """What Keras calls the outputs of a model: the layers that they come from."""
+    own = model["config"]
+    if isinstance(own, dict) and "output_layers" in own:
+        return [_source(each) for each in own["output_layers"]]
+    return [name_of(layers_of(model)[-1])]  # type: ignore  # of a Sequential
+
+
+def layers_with_groups(model: "Dict[str, Any]") -> "List[str]":
+    """The names of the layers that Keras lists in a file of weights: a Sequential has no inputs."""
+    layers = layers_of(model) or []
+    if not isinstance(model["config"], dict) or "output_layers" not in model["config"]:
+        layers = [layer for layer in layers if layer.get("class_name") != "InputLayer"]
+    return [name_of(layer) for layer in layers]
+
+
+# Whose each weight is -------------------------------------------------------------------------
+
+
+def _names_within(value):
+    """The names of all layers within a configuration: of wrappers, cells, nested models."""
+    if isinstance(value, list):
+        return [name for each in value for name in _names_within(each)]
+    if not isinstance(value, dict):
+        return []
+    own = [name_of(value)] if "class_name" in value and name_of(value) else []
+    return own + [name for each in value.values() for name in _names_within(each)]
+
+
+def owners(weights: "List[str]", model: "Dict[str, Any]") -> "Optional[List[str]]":
+    """For each weight of a model, which of its layers it is of; None where names do not tell.
+
+    Keras lists the trainable weights, layer by layer, then the others, layer by layer. The name of
+    a weight begins with its layer's. TensorFlow adds a number to a name that its graph had already,
+    and so may make another layer's of it: the order says which it is.
+
+    Arguments:
+        weights: the names of all weights, in Keras' order.
+        model: its configuration.
+    """
+    layers = layers_of(model) or []
+    known: "Dict[str, List[int]]" = {}  # by name, which layers are or have one called so
+    for index, layer in enumerate(layers):
+        for name in set(_names_within(layer)):
+            known.setdefault(name, []).append(index)
+    several = [len(set(_names_within(layer))) > 1 for layer in layers]
+    # The best way to each state: whether only weights that are not trained follow, the layer, and
+    # the part of the name that told it. Its costs, and the layers on it, with what told them.
+    start = False, -1, ""
+    best: "Dict[Tuple[bool, int, str], Tuple[int, List[Tuple[int, str]]]]" = {start: (0, [])}
+    for weight in weights:
+        candidates = _candidates(weight.split("/")[:-1], known)
+        ways: "Dict[Tuple[bool, int, str], Tuple[int, List[Tuple[int, str]]]]" = {}
+        for (late, last, text), (cost, path) in best.items():
+            for index, told_by, more in candidates:
+                goes_on = index > last or (index == last and (several[index] or told_by == text))
+                for is_late in {late, True}:
+                    if not goes_on and is_late == late:
+                        continue
+                    total = cost + more + 4 * (is_late != late)
+                    state = is_late, index, told_by
+                    if state not in ways or total < ways[state][0]:
+                        ways[state] = total, path + [(index, told_by)]
+        best = ways
+    if not best:
+        return None
+    path = min(best.values(), key=lambda way: way[0])[1]
+    layer_of = dict((told_by, index) for index, told_by in path)
+    told = {index: told_by for index, told_by in path}
+    for index, told_by in path:
+        if layer_of[told_by] != index or not (several[index] or told[index] == told_by):
+            return None
+    return [name_of(layers[index]) for index, _ in path]
+
+
+def _candidates(scope, known):
+    """Layers that a weight in this scope may be of, by what, and how far-fetched that is."""
+    found: "Dict[int, Tuple[int, int, str]]" = {}
+    for start in range(len(scope)):
+        for end in range(len(scope), start, -1):
+            text = "/".join(scope[start:end])
+            for cut in range(3):
+                for index in known.get(re.sub(r"(_\d+){%d}$" % cut, "", text) if cut else text, ()):
+                    entry = cut + 3 * start, -end, text
+                    found[index] = min(found.get(index, entry), entry)
+    return [(index, text, cost) for index, (cost, _, text) in found.items()]
+
+
+def groups_by_names(weights: "List[str]", model: "str") -> "List[Tuple[str, List[str]]]":
+    """The layers of a model of which only the weights' names are known, with their weights.
+
+    Arguments:
+        weights: the names of all weights, in Keras' order.
+        model: the name of the model that has them, a layer of the wrapper.
+
+    Raises:
+        ValueError: the names leave open in which order the layers are; why, as a phrase.
+    """
+    groups: "Dict[str, List[str]]" = {}
+    order: "List[str]" = []
+    untrained = None
+    for weight in weights:
+        layer = _layer_of(weight, model)
+        if layer is None:
+            raise ValueError("the name {!r} tells no layer".format(weight))
+        if layer not in groups:
+            order.append(layer)
+            if untrained:
+                raise ValueError(
+                    "{!r} comes after {!r}, so {!r} was not trained, and Keras lists it apart from "
+                    "its place".format(weight, untrained, layer)
+                )
+        groups.setdefault(layer, []).append(weight)
+        if re.search(r"/moving_(mean|variance)(_\d+)?(:0)?$", weight):
+            untrained = untrained or weight
+    last: "Dict[str, Tuple[int, str]]" = {}
+    for layer in order:
+        base, number = re.match(r"(.*?)(?:_(\d+))?$", layer).groups()  # type: ignore
+        entry = int(number or 0), layer
+        if entry < last.get(base, entry):
+            raise ValueError("{!r} comes after {!r}".format(layer, last[base][1]))
+        last[base] = entry
+    return [(layer, groups[layer]) for layer in order]
+
+
+def _layer_of(weight, model):
+    scope = weight.split("/")[:-1]
+    if len(scope) > 1 and scope[0] == model:  # a Sequential that was built when it was called
+        del scope[0]
+    for index in range(1, len(scope)):
+        if re.match(r"(forward|backward)_", scope[index]) or re.search(
+            r"_cells?(_\d+)?$", scope[index]
+        ):
+            del scope[index:]
+            break
+    return "/".join(scope) or None
