@@ -86,7 +86,7 @@ def run(path: "str", output: "Optional[str]", force: "bool", model: "Optional[st
         with h5py.File(path, "r") as old:
             plan = _planned(path, old, config)
             _write_beside(h5py, path, output, old, plan)
-    except (OSError, KeyError, RuntimeError) as error:  # what h5py raises on a broken file
+    except (OSError, LookupError, RuntimeError, ValueError) as error:  # of h5py, on broken files
         if isinstance(error, errors.CompatError):
             raise
         raise errors.ModelFileError(
@@ -96,7 +96,7 @@ def run(path: "str", output: "Optional[str]", force: "bool", model: "Optional[st
 
 
 def _told(error):
-    text = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
+    text = str(error.args[0] if isinstance(error, LookupError) and error.args else error)
     return text.strip().rstrip(".")
 
 
