@@ -4,7 +4,7 @@ import functools
 import os
 import threading
 
-from . import _keras, _on_import, _patching, errors
+from . import _keras, _on_import, _patching, _wrappers, errors
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -96,6 +96,8 @@ def _choice_of_script(model, arguments, backend):
     distribution = getattr(_keras.keras_of(model), "distribution", None)
     if distribution is not None and distribution.distribution() is not None:
         return "keras.distribution.set_distribution() was called"
+    if _wrappers.splits_batches(model):
+        return "it is a wrapper such as multi_gpu_model() makes, which splits batches itself"
     placed = backend.placed_parts(model)
     if placed:
         return "parts of it were placed on {} by device()".format(", ".join(placed))

@@ -120,14 +120,14 @@ def unwrap(model: "Any") -> "Any":
     Raises:
         NotAModelError: ``model`` is not a Keras model (a ``TypeError``).
     """
-    from . import _keras  # for start-up time
+    from . import _keras, _wrappers  # for start-up time
 
     if _keras.keras_of(model) is None:
         raise errors.NotAModelError(
             "unwrap() takes a Keras model; it was given {!r}. For a file there is the command "
             "compat unwrap.".format(errors.class_of(model))
         )
-    inner = _wrapped_in(model)
+    inner = _wrappers.inside(model)
     return model if inner is None else inner
 
 
@@ -176,65 +176,6 @@ def _numbered(names):
         "{}_{}".format(name, names[: i + 1].count(name)) if names.count(name) > 1 else name
         for i, name in enumerate(names)
     ]
-
-
-def _wrapped_in(model):
-    """The model that gives all outputs of ``model``, from the rows of all its inputs, or None.
-
-    The wrapper joins them along the rows; compat's own passes on those of one call. The calls of a
-    siamese network are on an input each, so it is none.
-    """
-    found = set()
-    inputs = {id(tensor) for tensor in getattr(model, "inputs", None) or ()}
-    for output in getattr(model, "outputs", None) or ():
-        layer, sources = _made_of(output)
-        if not _joins_rows(layer) and not (len(sources) == 1 and _is_identity(model, layer)):
-            return None
-        for source in sources:
-            inner, parts = _made_of(source)
-            if not hasattr(inner, "layers") or _inputs_of(parts) != inputs:
-                return None
-            found.add(inner)
-    return found.pop() if len(found) == 1 else None
-
-
-def _joins_rows(layer):
-    kind = type(layer).__name__
-    if kind == "Merge":  # of Keras 1, in Keras before 2.2
-        return layer.mode == "concat" and layer.concat_axis == 0
-    return kind == "Concatenate" and layer.axis == 0
-
-
-def _is_identity(model, layer):
-    """Whether a layer is such as ``_keras.identity`` makes."""
-    from . import _keras  # for start-up time
-
-    kind = type(layer).__name__
-    if kind == "LeakyReLU":
-        return float(getattr(layer, "negative_slope", getattr(layer, "alpha", 0))) == 1
-    return kind == "Activation" and layer.activation is _keras.keras_of(model).activations.linear
-
-
-def _made_of(tensor):
-    """The layer that made a symbolic tensor, and the tensors that it made it of."""
-    layer, index = tensor._keras_history[:2]
-    nodes = getattr(layer, "_inbound_nodes", None) or layer.inbound_nodes  # before Keras 2.1.3
-    tensors = nodes[index].input_tensors
-    return layer, list(tensors) if isinstance(tensors, (list, tuple)) else [tensors]
-
-
-def _inputs_of(tensors):
-    """The model's inputs, by their ids, that these tensors are made of."""
-    found, todo, seen = set(), list(tensors), set()
-    while todo:
-        tensor = todo.pop()
-        layer, sources = _made_of(tensor)
-        if type(layer).__name__ == "InputLayer":
-            found.add(id(tensor))
-        elif id(tensor) not in seen:
-            seen.add(id(tensor))
-            todo += sources
-    return found
 
 
 # Names that a Keras has lost -----------------------------------------------------------------

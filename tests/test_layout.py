@@ -15,6 +15,7 @@ ROOMS = [
     ["compat._legacy"],
     ["compat._api"],
     ["compat._automatic", "compat._configuring"],
+    ["compat._wrappers"],
     ["compat._backends"],
     ["compat._verification", "compat._keras_steps", "compat._ranks (Keras models)"],
     ["compat._keras"],

@@ -1,5 +1,6 @@
 """That every Keras model which is compiled runs on all devices: ``parallelize=True``."""
 
+import contextlib
 import os
 import re
 import subprocess
@@ -17,19 +18,28 @@ from .ranks.programs import UNCHANGED
 from .spans import span
 
 
+@contextlib.contextmanager
+def compiled_on_all_devices(backend):
+    """Within, it is as after ``configure_gpu(parallelize=True)``."""
+    before = _patching.patches()
+    _automatic.install(backend, _api._parallelize_compiled)
+    try:
+        yield
+    finally:
+        for patch in reversed(_patching.patches()):
+            if patch not in before:
+                patch.take_back()
+        _on_import.forget()
+
+
 class AutomaticContract(BackendContract):
     """Models of scripts that do not call ``parallelize()``."""
 
     @pytest.fixture
     def automatic(self, configuration):
         """What ``configure_gpu(parallelize=True)`` adds; taken back when the test is over."""
-        before = _patching.patches()
-        _automatic.install(self.instance(), _api._parallelize_compiled)
-        yield
-        for patch in reversed(_patching.patches()):
-            if patch not in before:
-                patch.take_back()
-        _on_import.forget()
+        with compiled_on_all_devices(self.instance()):
+            yield
 
     @span
     @pytest.mark.row("configure_gpu(parallelize=True)")

@@ -158,4 +158,4 @@ def test_eager_execution_is_refused(tmp_path):
 
 
 def test_page_of_one_gpu_to_many(tmp_path):
-    assert pages.run(os.path.join(ROOT, "docs", "scaling.md"), tmp_path, os.environ) == 10
+    assert pages.run(os.path.join(ROOT, "docs", "scaling.md"), tmp_path, os.environ) == 9

@@ -14,9 +14,10 @@ import pytest
 import tensorflow as tf
 
 import compat
-from compat import __main__
+from compat import __main__, _api
 from compat._commands import hdf5_names
 from compat.testing import DEVICES, in_span, initialise, keras_under_test, largest_difference, span
+from compat.testing.automatic import compiled_on_all_devices
 
 KERAS = keras_under_test()
 ROWS = np.random.RandomState(0).normal(size=(8, 4)).astype("float32")
@@ -254,6 +255,18 @@ class Unwrapping:
             "which layers of '.*' have them.".format(re.escape(path)),
             text,
         )
+
+    def test_wrappers_of_a_script_are_left_alone(self, keras, monkeypatch):
+        """Where all compiled models are parallelized."""
+        model = initialise(sequential(keras))
+        wrapped = make_parallel(keras, model, monkeypatch)
+        with compiled_on_all_devices(_api.backend_of(model)):
+            with pytest.warns(compat.CompatWarning) as warned:
+                wrapped.compile("sgd", "mse")
+        assert [str(w.message) for w in warned if w.category is compat.CompatWarning] == [
+            "parallelize=True leaves the model {!r} as it is, because it is a wrapper such as "
+            "multi_gpu_model() makes, which splits batches itself.".format(wrapped.name)
+        ]
 
     def test_names_cut_into_several_attributes(self, keras, path, capsys, monkeypatch):
         wrapped, _ = self.trained(keras, sequential(keras), make_parallel, monkeypatch)
