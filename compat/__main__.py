@@ -10,7 +10,7 @@ Report which backend this Python would use and why, the versions, the drivers an
 variables and files that matter, the ranks and what they could communicate through: what a report
 of a bug needs. Configures nothing, imports no framework and initialises no GPU.
 
-exit status: 0 all is well, 1 something is wrong: the last lines of the report, with what to type."""
+exit status: 0 all is well, 1 something is wrong (see the last lines of the report)."""
 
 RUN = """\
 Run a script as it is on chosen GPUs: the variables that its backend reads are set before it

@@ -54,9 +54,10 @@ def visible_entries(environ, machine=None):
         entries.append(entry)
     for entry in entries:
         if entries.count(entry) > 1:
+            once = sorted(set(entries), key=entries.index)
             return [], problems + [
                 'CUDA_VISIBLE_DEVICES="{}": CUDA shows no GPU at all, since "{}" is there '
-                "twice. {}".format(value, entry, _remedy(CUDA, sorted(set(entries), key=entries.index)))
+                "twice. {}".format(value, entry, _remedy(CUDA, once))
             ]
     if " " in value.strip():
         problems.append(

@@ -200,7 +200,7 @@ def test_nvidia_gpus_go_first(command, machine):
 
 HIP_IGNORES = (
     '{}="{}": AMD\'s HIP ignores "{}" and what follows it, which is no id of a GPU that is visible '
-    "here."
+    "here. Corrected: export {}={}"
 )
 
 
@@ -220,7 +220,7 @@ HIP_IGNORES = (
             None,
             {"HIP_VISIBLE_DEVICES": "0,7,1"},
             ("0",),
-            [HIP_IGNORES.format("HIP_VISIBLE_DEVICES", "0,7,1", "7")],
+            [HIP_IGNORES.format("HIP_VISIBLE_DEVICES", "0,7,1", "7", "HIP_VISIBLE_DEVICES", "0")],
         ),
     ],
 )

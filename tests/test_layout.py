@@ -130,6 +130,7 @@ FRAMEWORKS = re.compile(r"tensorflow|theano|mxnet|cntk|torch|\bjax", re.IGNORECA
 # Modules outside of the backends and engines that name frameworks, and why.
 NAMING = {
     "compat.__main__": "the help lists the backends",
+    "compat._commands.environment": "packages that come with CUDA",
     "compat._detect": "which Keras runs on which framework",
     "compat._extras": "the extras of setup.cfg",
     "compat._keras": "tells the kinds of Keras apart",

@@ -14,8 +14,12 @@ if TYPE_CHECKING:
 
 # What Horovod can be built for, each with a library of its own.
 _HOROVOD = "tensorflow", "mxnet", "torch"
-# The libraries of MPIs by their numbers; 12 is the common one of MPICH, Intel MPI and MVAPICH.
-_MPI = {"libmpi.so.20": "Open MPI", "libmpi.so.40": "Open MPI", "libmpi.so.80": "Open MPI"}
+# Whose libraries these are.
+_MPI = {
+    "libmpi.so.12": "MPICH, Intel MPI or an old Open MPI",
+    "libmpi.so.20": "Open MPI",
+    "libmpi.so.40": "Open MPI",
+}
 
 
 class Installed:
@@ -25,7 +29,7 @@ class Installed:
         name: "Horovod".
         version: its own, or that of the framework that it is a part of.
         frameworks: those whose ranks it can connect, as built.
-        through: what it communicates through: "gloo", "nccl", "libmpi.so.40"; empty: not known.
+        through: what it can communicate through: "gloo", "nccl", "libmpi.so.40"; empty: not known.
         launcher: the path of the program that starts its ranks, where that is separate.
     """
 
@@ -46,8 +50,8 @@ class Installed:
         self.launcher = launcher
 
     def __str__(self) -> str:
-        through = ["through " + " and ".join(map(_mpi, self.through))] if self.through else []
-        frameworks = ["for " + (" and ".join(self.frameworks) or "no framework")]
+        through = ["through " + " or ".join(map(_mpi, self.through))] if self.through else []
+        frameworks = ["for " + (" or ".join(self.frameworks) or "no framework")]
         launcher = [self.launcher] if self.launcher else []
         return ", ".join([self.name + " " + self.version] + frameworks + through + launcher)
 
@@ -87,7 +91,7 @@ def _mpi4py():
 
 
 def _mpi(library):
-    return "{} ({})".format(_MPI[library], library) if library in _MPI else library
+    return "{} ({})".format(library, _MPI[library]) if library in _MPI else library
 
 
 def _tensorflow():
