@@ -155,7 +155,8 @@ def _backend(problems):
     versions = {}
     for each in shown:
         versions.update(_keras.versions(each))
-    distributions = {name for each in _registry.backends() for name in each.distributions}
+    known = _registry.backends() + shown  # a plug-in may be the one chosen
+    distributions = {name for each in known for name in each.distributions}
     pattern = "|".join([_PACKAGES] + sorted(re.escape(name.lower()) for name in distributions))
     names = sorted(set(_GENERAL).union(variables))
     others = [name for name in os.environ if name in _OPTIONAL or name.startswith("COMPAT_")]
