@@ -1,18 +1,14 @@
 """The command line: ``python -m compat``, also ``python -m keras_gpu_compat`` and ``compat``."""
 
 import argparse
-import os
 import sys
 
 from . import __version__, errors
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import List
-
 ENV = """\
-Report which backend this Python would use and why, the versions, the GPUs and the variables and
-files that matter. Configures nothing, imports no framework and initialises no GPU.
+Report which backend this Python would use and why, the versions, the drivers and GPUs, the
+variables and files that matter, the ranks and what they could communicate through: what a report
+of a bug needs. Configures nothing, imports no framework and initialises no GPU.
 
 exit status: 0 all is well, 1 something is wrong (see the last lines of the report)."""
 
@@ -91,6 +87,7 @@ def _parser():
     env = commands.add_parser(
         "env", help="report what is installed, set and wrong", description=ENV, formatter_class=text
     )
+    env.add_argument("--json", action="store_true", help="the same as one JSON object")
     env.set_defaults(run=_env, parser=env)
 
     run = commands.add_parser(
@@ -240,110 +237,9 @@ def _devices(text, fewest):
 
 
 def _env(arguments):
-    from . import _by_path, _settings  # for start-up time
+    from ._commands import environment  # for start-up time
 
-    problems: "List[str]" = []
-    sections = [
-        ("compat", [__version__]),
-        ("python", ["{} ({})".format(sys.version.split()[0], sys.executable)]),
-    ]
-    sections += _backend(problems) + _gpus(problems)
-    other = _by_path.shadow(os.getcwd(), os.environ)
-    if other:
-        problems.append(errors.shadowed("scripts in " + os.getcwd(), other))
-    print(_settings.report(sections + [("problems", problems or ["none"])]))
-    return 1 if problems else 0
-
-
-def _backend(problems):
-    """Sections about the backend and its settings; appends to ``problems``."""
-    from . import _detect, _keras  # for start-up time
-
-    installed = _detect.installed()
-    try:
-        chosen, reason = _detect.choose()
-    except errors.CompatError as error:
-        problems.append(str(error))
-        sections = [("backend", ["none"])]
-        variables = []
-        shown = installed
-    else:
-        sections = [("backend", ["{} ({})".format(chosen.name, reason)])]
-        problems += chosen.problems(os.environ)
-        variables = chosen.variables
-        shown = [chosen] + [b for b in installed if b.framework != chosen.framework]
-    problems += [p for p in _detect.problems(os.environ) if p not in problems]
-    versions = {}
-    for backend in shown:
-        versions.update(_keras.versions(backend))
-    lines = ["{} {}".format(*pair) for pair in versions.items()] or ["no framework, no Keras"]
-    return sections + [
-        ("versions", [", ".join(lines)]),
-        ("variables", _variables(variables)),
-        ("keras.json", [_keras_json(problems)]),
-    ]
-
-
-GENERAL = "CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES", "KERAS_BACKEND", "KERAS_HOME"
-
-
-def _variables(names):
-    names = sorted(set(GENERAL).union(names))
-    lines = ["{}={}".format(name, os.environ[name]) for name in names if name in os.environ]
-    return lines + ["not set: " + ", ".join(name for name in names if name not in os.environ)]
-
-
-def _keras_json(problems):
-    from . import _detect  # for start-up time
-
-    path = _detect.keras_json(os.environ)
-    try:
-        content = _detect.read_keras_json(path)
-    except errors.CompatError as error:
-        if str(error) not in problems:
-            problems.append(str(error))
-        return "{} (unreadable)".format(path)
-    if not content:
-        return "{} (not there)".format(path)
-    values = ", ".join("{}={}".format(*pair) for pair in sorted(content.items()))
-    return "{}: {}".format(path, values)
-
-
-def _gpus(problems):
-    from . import _devices, _selection  # for start-up time
-
-    machine = _devices.discover()
-    visible = _devices.choose(
-        _selection.parse_gpus(None), None, os.environ, discover=lambda: machine
-    )
-    problems += visible.problems
-    if machine is None:
-        return [("GPUs", ["unknown: nvidia-smi is missing or fails"])]
-    problems += getattr(machine, "failures", [])
-    why = machine.why() if not machine and hasattr(machine, "why") else ""
-    lines = [_gpu(gpu) for gpu in machine] or ["none" + (why and ": " + why)]
-    return [("GPUs", lines), ("visible", [str(visible)])]
-
-
-def _gpu(gpu):
-    from . import _devices  # for start-up time
-
-    if gpu.variable == _devices.HIP:
-        return "{}: of AMD, chosen by {}".format(gpu.index, gpu.variable)
-    if not gpu.uuid:
-        return "{}: nvidia-smi is missing or fails, so nothing more is known".format(gpu.index)
-    return "{}: {}, {} of {} MiB used, {} % busy, {}".format(
-        gpu.index,
-        gpu.name,
-        _told(gpu.memory_used, 2**20),
-        _told(gpu.memory_total, 2**20),
-        _told(gpu.utilization),
-        gpu.uuid,
-    )
-
-
-def _told(number, unit=1):
-    return "?" if number is None else "{:.0f}".format(number / unit)
+    return environment.run(arguments.json)
 
 
 # run ------------------------------------------------------------------------------------------

@@ -259,13 +259,14 @@ def problems(environ):
     if keras == "keras-mxnet" and _distributions.version("keras"):
         found.append(
             "keras and keras-mxnet are both installed; they overwrite each other's files. "
-            "Uninstall both, then install one."
+            "Uninstall both, then install one: pip uninstall -y keras keras-mxnet && "
+            "pip install keras-mxnet=={}".format(version)
         )
     asked = environ.get("KERAS_BACKEND")
     if asked not in (None, "", "tensorflow") and keras and _tensorflow_only(keras, version):
         found.append(
-            "KERAS_BACKEND={} is ignored: {} runs on TensorFlow only. Unset it, or install "
-            "another Keras.".format(asked, "{} {}".format(keras, version))
+            "KERAS_BACKEND={} is ignored: {} runs on TensorFlow only. Install another Keras, or "
+            "drop the variable: unset KERAS_BACKEND".format(asked, "{} {}".format(keras, version))
         )
     return found
 
@@ -289,6 +290,7 @@ def read_keras_json(path):
         ConfigurationFileError: the file is there, but it is not what Keras writes.
     """
     import json
+    import shlex
 
     try:
         with open(path, encoding="utf-8", opener=plain) as file:
@@ -299,8 +301,10 @@ def read_keras_json(path):
         return {}
     except (OSError, ValueError) as error:
         raise errors.ConfigurationFileError(
-            "{} cannot be read: {}. Keras would ignore it silently: correct or remove "
-            "the file, or set KERAS_BACKEND.".format(path, error)
+            "{} cannot be read: {}. Keras would ignore it silently. Correct it, set "
+            "KERAS_BACKEND, or move it away: mv {} {}".format(
+                path, error, *[shlex.quote(each) for each in (path, path + ".wrong")]
+            )
         ) from error
     return content
 

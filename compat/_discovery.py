@@ -51,6 +51,9 @@ class GPU:
 
 
 _DRIVER = "/proc/driver/nvidia/gpus"
+_DRIVER_VERSION = "/proc/driver/nvidia/version"
+_AMDGPU_VERSION = "/sys/module/amdgpu/version"  # there where the driver is not the kernel's own
+_ROCM_VERSION = "/opt/rocm/.info/version"
 _WSL = "/dev/dxg"
 
 
@@ -95,6 +98,15 @@ def discover():
 
 def _nvml(ask):
     """For each GPU, what ``ask`` reads from NVML, or None where NVML is missing or fails."""
+
+    def ask_all(pynvml):
+        handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+        return [ask(pynvml, index, handle) for index, handle in enumerate(handles)]
+
+    return _within_nvml(ask_all)
+
+
+def _within_nvml(ask):
     try:
         import pynvml
     except Exception:  # not installed, or another package of that name
@@ -102,8 +114,7 @@ def _nvml(ask):
     try:
         pynvml.nvmlInit()
         try:
-            handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
-            return [ask(pynvml, index, handle) for index, handle in enumerate(handles)]
+            return ask(pynvml)
         finally:
             pynvml.nvmlShutdown()
     except Exception:  # no driver, a very old pynvml, ...: nvidia-smi says more of it
@@ -120,17 +131,14 @@ def _nvml_gpu(pynvml, index, handle):
         except pynvml.NVMLError:  # as under MIG
             return None
 
-    def text(value):  # bytes up to nvidia-ml-py 11
-        return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
-
     # The second version does not count what the driver keeps for itself; nor does nvidia-smi.
     memory = told(pynvml.nvmlDeviceGetMemoryInfo, pynvml.nvmlMemory_v2)
     memory = memory or told(pynvml.nvmlDeviceGetMemoryInfo)
     rates = told(pynvml.nvmlDeviceGetUtilizationRates)
     return GPU(
         index,
-        text(pynvml.nvmlDeviceGetUUID(handle)),
-        text(pynvml.nvmlDeviceGetName(handle)),
+        _text(pynvml.nvmlDeviceGetUUID(handle)),
+        _text(pynvml.nvmlDeviceGetName(handle)),
         memory and memory.total // mebi * mebi,
         memory and memory.used // mebi * mebi,
         rates and rates.gpu,
@@ -140,9 +148,11 @@ def _nvml_gpu(pynvml, index, handle):
 def _nvml_is_busy(pynvml, index, handle):
     """The UUID of a GPU on which a process computes, or None."""
     processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-    uuid = pynvml.nvmlDeviceGetUUID(handle)
-    uuid = uuid.decode("utf-8", "replace") if isinstance(uuid, bytes) else uuid
-    return uuid if processes else None
+    return _text(pynvml.nvmlDeviceGetUUID(handle)) if processes else None
+
+
+def _text(value):  # bytes up to nvidia-ml-py 11
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
 
 
 def busy():
@@ -159,11 +169,15 @@ def _from_nvidia_smi(listing):
 
 
 def _nvidia_smi(query, listing=None):
-    """The lines that nvidia-smi answers, or None where it is missing or fails."""
+    """The lines that nvidia-smi answers, or None where it is missing or fails.
+
+    Arguments:
+        query: an option; None: the table that it prints without any.
+    """
     listing = Listing() if listing is None else listing
-    command = [query, "--format=csv,noheader,nounits"]
+    arguments = [query, "--format=csv,noheader,nounits"] if query else []
     for name in ("nvidia-smi", "/usr/lib/wsl/lib/nvidia-smi"):
-        answer = _answer([name] + command, listing)
+        answer = _answer([name] + arguments, listing)
         if answer is not None:
             return answer.splitlines()
     return None
@@ -209,6 +223,48 @@ def _discover_without_nvidia_smi(listing):
         listing.answers.append("no NVIDIA driver is loaded")
         # WSL has GPUs and no /proc entry for them; elsewhere there is no driver, so no GPU.
         return None if os.path.exists(_WSL) else []
+
+
+def drivers():
+    """The versions of the drivers that are loaded, and of what they say that they run.
+
+    Returns:
+        A dictionary: "nvidia", the driver; "cuda", the newest CUDA that it runs; "amdgpu", AMD's
+        driver; "rocm", the installed ROCm. None each where nothing tells.
+    """
+    versions = _within_nvml(_nvml_versions)
+    if versions is None:
+        table = "\n".join(_nvidia_smi(None) or [])
+        # Newer ones call it the KMD's (kernel mode driver's), and CUDA's the UMD's.
+        versions = [
+            _match(r"(?:Driver|KMD) Version\s*: *([0-9.]+)", table)
+            or _match(r"Kernel Module.*?\s([0-9]+\.[0-9.]+)\s", _content(_DRIVER_VERSION)),
+            _match(r"CUDA (?:UMD )?Version\s*: *([0-9.]+)", table),
+        ]
+    versions += [_content(path).strip() or None for path in (_AMDGPU_VERSION, _ROCM_VERSION)]
+    return dict(zip(("nvidia", "cuda", "amdgpu", "rocm"), versions))
+
+
+def _nvml_versions(pynvml):
+    number = pynvml.nvmlSystemGetCudaDriverVersion()  # 12040
+    cuda = "{}.{}".format(number // 1000, number % 1000 // 10)
+    return [_text(pynvml.nvmlSystemGetDriverVersion()), cuda]
+
+
+def _match(pattern, text):
+    import re
+
+    found = re.search(pattern, text)
+    return found.group(1) if found else None
+
+
+def _content(path):
+    """A small file of the system's; empty where it is not there."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""
 
 
 def _from_amd(listing):

@@ -13,6 +13,25 @@ def version(*names):
     own choice of a backend.
     """
     wanted = [normalised(name) for name in names]
+    found = _found(wanted.__contains__)
+    return next((found[name] for name in wanted if found.get(name)), None)
+
+
+def matching(pattern):
+    """The versions of all whose names match, by name, sorted.
+
+    Arguments:
+        pattern: a regular expression for whole names, in lower case with ``-``.
+    """
+    import re
+
+    compiled = re.compile(pattern)
+    found = _found(lambda name: compiled.fullmatch(name.replace("_", "-")))
+    return {name.replace("_", "-"): found[name] for name in sorted(found) if found[name]}
+
+
+def _found(wanted):
+    """The versions of the distributions whose normalised names are wanted, by name."""
     found = {}  # type: dict
     for folder in sys.path:
         try:
@@ -25,11 +44,11 @@ def version(*names):
                 continue
             project, _, rest = stem.partition("-")
             project = normalised(project)
-            if project in wanted and project not in found:
+            if project not in found and wanted(project):
                 # A development install has no version in the name of its folder.
                 number = rest.partition("-")[0] or _metadata_version(os.path.join(folder, entry))
                 found[project] = number
-    return next((found[name] for name in wanted if found.get(name)), None)
+    return found
 
 
 def _metadata_version(folder):

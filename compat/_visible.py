@@ -28,7 +28,7 @@ def visible_entries(environ, machine=None):
     if order != "PCI_BUS_ID" and (machine is None or len(machine) > 1):
         problems.append(
             "CUDA_DEVICE_ORDER={}: ids may mean other GPUs than in nvidia-smi's listing. "
-            "Set CUDA_DEVICE_ORDER=PCI_BUS_ID.".format(order)
+            "For the same ones: export CUDA_DEVICE_ORDER=PCI_BUS_ID".format(order)
         )
     value = environ.get("CUDA_VISIBLE_DEVICES")
     if value is None:
@@ -40,28 +40,38 @@ def visible_entries(environ, machine=None):
         if not _valid_entry(entry, entries):
             problems.append(
                 'CUDA_VISIBLE_DEVICES="{}": CUDA ignores "{}" and what follows it, which is '
-                "no id, no GPU name and no MIG name like those before it.".format(value, entry)
+                "no id, no GPU name and no MIG name like those before it. {}".format(
+                    value, entry, _remedy(CUDA, entries)
+                )
             )
             break
         if machine and not _exists(entry, machine):
             problems.append(
                 'CUDA_VISIBLE_DEVICES="{}": CUDA ignores "{}" and what follows it, since '
-                "this machine has no such GPU.".format(value, entry)
+                "this machine has no such GPU. {}".format(value, entry, _remedy(CUDA, entries))
             )
             break
         entries.append(entry)
     for entry in entries:
         if entries.count(entry) > 1:
+            once = sorted(set(entries), key=entries.index)
             return [], problems + [
                 'CUDA_VISIBLE_DEVICES="{}": CUDA shows no GPU at all, since "{}" is there '
-                "twice.".format(value, entry)
+                "twice. {}".format(value, entry, _remedy(CUDA, once))
             ]
     if " " in value.strip():
         problems.append(
             'CUDA_VISIBLE_DEVICES="{}" contains a space, where CUDA stops reading; compat '
-            'reads it as "{}".'.format(value, ",".join(entries))
+            'reads it as "{}". {}'.format(value, ",".join(entries), _remedy(CUDA, entries))
         )
     return entries, problems
+
+
+def _remedy(variable, entries):
+    """What to type for the entries that are right."""
+    if not entries:
+        return "To use every GPU: unset {}".format(variable)
+    return "Corrected: export {}={}".format(variable, ",".join(entries))
 
 
 def _valid_entry(entry, before):
@@ -99,7 +109,9 @@ def hip_entries(environ, machine):
                     if entry == "-1"
                     else [
                         '{}="{}": AMD\'s HIP ignores "{}" and what follows it, which is no '
-                        "id of a GPU that is visible here.".format(variable, value, entry)
+                        "id of a GPU that is visible here. {}".format(
+                            variable, value, entry, _remedy(variable, entries)
+                        )
                     ]
                 )
                 return entries, variable, wrong

@@ -266,7 +266,11 @@ class Backend:
         raise _no_ranks(self.name)
 
     def problems(self, environ: "Mapping[str, str]") -> "List[str]":
-        """What is wrong with this environment for this backend, a sentence each. Pure."""
+        """What is wrong with this environment for this backend, a text each. Pure.
+
+        Where a command mends it, the text ends with a colon and that command, from which ``compat
+        env`` takes it: ``X is set: unset X``.
+        """
         return []
 
 

@@ -249,10 +249,21 @@ def ranks_differ(place, model):
 
 
 def shadowed(script, path):
-    """The text of a warning."""
+    """The text of a warning.
+
+    Arguments:
+        path: of the module, or of its package's ``__init__.py``.
+    """
+    import os  # for start-up time
+    import shlex
+
+    folder, name = os.path.split(str(path))
+    if name == "__init__.py":
+        folder, name = os.path.split(folder)
+    old, new = (shlex.quote(os.path.join(folder, each)) for each in (name, "my_" + name))
     return (
-        "`import compat` in {} finds {}, not this package. Rename that one to use "
-        "compat.configure_gpu() there.".format(script, path)
+        "`import compat` in {} finds {}, not this package. To use compat.configure_gpu() there, "
+        "rename that one, also where it is imported: mv {} {}".format(script, path, old, new)
     )
 
 

@@ -24,7 +24,7 @@ collect_ignore = ["legacy_project"]
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 # "nvidia-smi --help-query-gpu" documents the fields; a field that it does not know is an error,
-# and one that this GPU does not have reads "[N/A]".
+# and one that this GPU does not have reads "[N/A]". Without arguments it prints a table.
 NVIDIA_SMI = """\
 #!/bin/sh
 case "$*" in
@@ -33,6 +33,9 @@ case "$*" in
 {gpus}    ;;
 "--query-compute-apps=gpu_uuid --format=csv,noheader,nounits")
 {processes}    ;;
+"")
+    echo "| NVIDIA-SMI 535.104.05   Driver Version: 535.104.05   CUDA Version: 12.2     |"
+    ;;
 *)
     echo "Invalid combination of input arguments. Please run 'nvidia-smi -h' for help."
     exit 2

@@ -235,7 +235,7 @@ def test_a_broken_value_of_cuda_visible_devices_is_corrected_with_a_warning(
     assert configuration.warnings == [text for text, _, _ in shown(caught)]
     assert configuration.warnings == [
         'CUDA_VISIBLE_DEVICES="1, 0" contains a space, where CUDA stops reading; compat reads it '
-        'as "1,0".'
+        'as "1,0". Corrected: export CUDA_VISIBLE_DEVICES=1,0'
     ]
     assert configuration.environ["CUDA_VISIBLE_DEVICES"] == "1,0"
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "1,0"

@@ -252,8 +252,8 @@ def test_keras_json_unreadable(site, monkeypatch, keras_json, content, problem):
     site.install("Keras", "2.2.4")
     path = keras_json(content)
     assert refusal(compat.ConfigurationFileError) == (
-        "{} cannot be read: {}. Keras would ignore it silently: correct or remove the file, or "
-        "set KERAS_BACKEND.".format(path, problem)
+        "{} cannot be read: {}. Keras would ignore it silently. Correct it, set KERAS_BACKEND, or "
+        "move it away: mv {} {}".format(path, problem, path, str(path) + ".wrong")
     )
     monkeypatch.setenv("KERAS_BACKEND", "theano")  # then Keras does not need the file
     assert choice() == ("theano", "KERAS_BACKEND=theano")
@@ -278,7 +278,8 @@ def test_keras_mxnet(site, monkeypatch, keras_json):
     site.install("Keras", "2.2.4")
     assert _detect.problems({}) == [
         "keras and keras-mxnet are both installed; they overwrite each other's files. Uninstall "
-        "both, then install one."
+        "both, then install one: pip uninstall -y keras keras-mxnet && pip install "
+        "keras-mxnet=={}".format("2.2.4.3")
     ]
 
 
@@ -294,8 +295,8 @@ def test_keras_of_tensorflow_reads_neither_variable_nor_file(
     monkeypatch.setenv("KERAS_BACKEND", "theano")
     assert choice() == ("tensorflow2", "keras {} runs on TensorFlow only".format(version))
     assert _detect.problems(os.environ) == [
-        "KERAS_BACKEND=theano is ignored: keras {} runs on TensorFlow only. Unset it, or install "
-        "another Keras.".format(version)
+        "KERAS_BACKEND=theano is ignored: keras {} runs on TensorFlow only. Install another Keras, "
+        "or drop the variable: unset KERAS_BACKEND".format(version)
     ]
 
 

@@ -168,16 +168,22 @@ def test_a_selection_shows_as_it_would_be_written(gpus, shown):
 
 IGNORED = (
     'CUDA_VISIBLE_DEVICES="{}": CUDA ignores "{}" and what follows it, which is no id, no GPU '
-    "name and no MIG name like those before it."
+    "name and no MIG name like those before it. {}"
 )
 ABSENT = (
     'CUDA_VISIBLE_DEVICES="{}": CUDA ignores "{}" and what follows it, since this machine has no '
-    "such GPU."
+    "such GPU. {}"
 )
 SPACE = (
-    'CUDA_VISIBLE_DEVICES="{}" contains a space, where CUDA stops reading; compat reads it as "{}".'
+    'CUDA_VISIBLE_DEVICES="{}" contains a space, where CUDA stops reading; compat reads it as '
+    '"{}". {}'
 )
-TWICE = 'CUDA_VISIBLE_DEVICES="{}": CUDA shows no GPU at all, since "{}" is there twice.'
+TWICE = 'CUDA_VISIBLE_DEVICES="{}": CUDA shows no GPU at all, since "{}" is there twice. {}'
+ALL = "To use every GPU: unset CUDA_VISIBLE_DEVICES"
+
+
+def corrected(value):
+    return "Corrected: export CUDA_VISIBLE_DEVICES={}".format(value)
 
 
 @pytest.mark.parametrize(
@@ -190,16 +196,16 @@ TWICE = 'CUDA_VISIBLE_DEVICES="{}": CUDA shows no GPU at all, since "{}" is ther
         ("0", ["0"], []),
         ("2,0", ["2", "0"], []),
         ("0,2,-1,1", ["0", "2"], []),
-        ("0,x,1", ["0"], [IGNORED.format("0,x,1", "x")]),
-        ("0,,1", ["0"], [IGNORED.format("0,,1", "")]),
-        ("NoDevFiles", [], [IGNORED.format("NoDevFiles", "NoDevFiles")]),
-        ("0,GPU-a", ["0"], [IGNORED.format("0,GPU-a", "GPU-a")]),
-        ("GPU-a,0", ["GPU-a"], [IGNORED.format("GPU-a,0", "0")]),
+        ("0,x,1", ["0"], [IGNORED.format("0,x,1", "x", corrected("0"))]),
+        ("0,,1", ["0"], [IGNORED.format("0,,1", "", corrected("0"))]),
+        ("NoDevFiles", [], [IGNORED.format("NoDevFiles", "NoDevFiles", ALL)]),
+        ("0,GPU-a", ["0"], [IGNORED.format("0,GPU-a", "GPU-a", corrected("0"))]),
+        ("GPU-a,0", ["GPU-a"], [IGNORED.format("GPU-a,0", "0", corrected("GPU-a"))]),
         ("GPU-a,GPU-b", ["GPU-a", "GPU-b"], []),
         ("MIG-a,MIG-b", ["MIG-a", "MIG-b"], []),
-        ("MIG-a,GPU-b", ["MIG-a"], [IGNORED.format("MIG-a,GPU-b", "GPU-b")]),
-        ("0, 1", ["0", "1"], [SPACE.format("0, 1", "0,1")]),
-        ("0,1,0", [], [TWICE.format("0,1,0", "0")]),
+        ("MIG-a,GPU-b", ["MIG-a"], [IGNORED.format("MIG-a,GPU-b", "GPU-b", corrected("MIG-a"))]),
+        ("0, 1", ["0", "1"], [SPACE.format("0, 1", "0,1", corrected("0,1"))]),
+        ("0,1,0", [], [TWICE.format("0,1,0", "0", corrected("0,1"))]),
     ],
 )
 def test_visible_entries(value, entries, problems):
@@ -213,11 +219,14 @@ def test_entries_of_gpus_that_are_not_there_end_the_list(machine):
     def read(value):
         return visible_entries({"CUDA_VISIBLE_DEVICES": value}, gpus)
 
-    assert read("1,7,0") == (["1"], [ABSENT.format("1,7,0", "7")])
+    assert read("1,7,0") == (["1"], [ABSENT.format("1,7,0", "7", corrected("1"))])
     assert read("GPU-bb,GPU-a") == (["GPU-bb", "GPU-a"], [])
-    assert read("GPU-bb,GPU-c") == (["GPU-bb"], [ABSENT.format("GPU-bb,GPU-c", "GPU-c")])
+    assert read("GPU-bb,GPU-c") == (
+        ["GPU-bb"],
+        [ABSENT.format("GPU-bb,GPU-c", "GPU-c", corrected("GPU-bb"))],
+    )
     assert read("MIG-GPU-bb2/1/0") == (["MIG-GPU-bb2/1/0"], [])
-    assert read("MIG-GPU-c/1/0") == ([], [ABSENT.format("MIG-GPU-c/1/0", "MIG-GPU-c/1/0")])
+    assert read("MIG-GPU-c/1/0") == ([], [ABSENT.format("MIG-GPU-c/1/0", "MIG-GPU-c/1/0", ALL)])
     # The UUID of a MIG instance does not say on which GPU it is.
     assert read("MIG-c7384736") == (["MIG-c7384736"], [])
 
@@ -225,7 +234,7 @@ def test_entries_of_gpus_that_are_not_there_end_the_list(machine):
 def test_another_order_than_nvidia_smis_is_a_problem_where_there_are_two_gpus():
     problem = (
         "CUDA_DEVICE_ORDER=FASTEST_FIRST: ids may mean other GPUs than in nvidia-smi's listing. "
-        "Set CUDA_DEVICE_ORDER=PCI_BUS_ID."
+        "For the same ones: export CUDA_DEVICE_ORDER=PCI_BUS_ID"
     )
     environ = {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}
     assert visible_entries(environ) == (None, [problem])
@@ -419,7 +428,7 @@ def test_problems_of_the_variable_come_with_the_choice(machine):
     machine.plug(2)
     devices = chosen(None, CUDA_VISIBLE_DEVICES="1, 0")
     assert devices.gpus == ("1", "0")
-    assert devices.problems == [SPACE.format("1, 0", "1,0")]
+    assert devices.problems == [SPACE.format("1, 0", "1,0", corrected("1,0"))]
     assert devices.environ({"CUDA_VISIBLE_DEVICES": "1, 0"})["CUDA_VISIBLE_DEVICES"] == "1,0"
 
 

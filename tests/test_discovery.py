@@ -103,6 +103,12 @@ class Recorded:
         def nvmlDeviceGetComputeRunningProcesses(handle):
             return handle[5]
 
+        def nvmlSystemGetDriverVersion():
+            return b"535.104.05"
+
+        def nvmlSystemGetCudaDriverVersion():
+            return 12020
+
         for name, function in list(locals().items()):
             if name.startswith("nvml"):
                 signature = inspect.signature(getattr(real, name))
@@ -136,7 +142,9 @@ def test_nvml_and_nvidia_smi_give_the_same_gpus(machine, monkeypatch):
     monkeypatch.setenv("PATH", "")  # nvidia-smi is not asked
     assert fields(_devices.discover()) == fields(by_command)
     assert [uuid for uuid in _discovery.busy() if uuid] == busy
-    assert fake.shut_down == 2
+    found = _discovery.drivers()
+    assert (found["nvidia"], found["cuda"]) == ("535.104.05", "12.2")
+    assert fake.shut_down == 3
     assert chosen("free").gpus == ()  # one is busy, the other one has a process
 
 
@@ -200,7 +208,7 @@ def test_nvidia_gpus_go_first(command, machine):
 
 HIP_IGNORES = (
     '{}="{}": AMD\'s HIP ignores "{}" and what follows it, which is no id of a GPU that is visible '
-    "here."
+    "here. Corrected: export {}={}"
 )
 
 
@@ -220,7 +228,7 @@ HIP_IGNORES = (
             None,
             {"HIP_VISIBLE_DEVICES": "0,7,1"},
             ("0",),
-            [HIP_IGNORES.format("HIP_VISIBLE_DEVICES", "0,7,1", "7")],
+            [HIP_IGNORES.format("HIP_VISIBLE_DEVICES", "0,7,1", "7", "HIP_VISIBLE_DEVICES", "0")],
         ),
     ],
 )

@@ -85,8 +85,17 @@ TEXTS = [
         errors.shadowed,
         ("train.py", "/home/a/compat.py"),
         None,
-        "`import compat` in train.py finds /home/a/compat.py, not this package. Rename that one "
-        "to use compat.configure_gpu() there.",
+        "`import compat` in train.py finds /home/a/compat.py, not this package. To use "
+        "compat.configure_gpu() there, rename that one, also where it is imported: "
+        "mv /home/a/compat.py /home/a/my_compat.py",
+    ),
+    (
+        errors.shadowed,
+        ("train.py", "/home/a b/compat/__init__.py"),
+        None,
+        "`import compat` in train.py finds /home/a b/compat/__init__.py, not this package. To use "
+        "compat.configure_gpu() there, rename that one, also where it is imported: "
+        "mv '/home/a b/compat' '/home/a b/my_compat'",
     ),
     # Texts of single backends.
     (

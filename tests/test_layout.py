@@ -134,6 +134,7 @@ NAMING = {
     "compat._automatic": "where each Keras defines compile()",
     "compat.__main__": "the help lists the backends",
     "compat._commands.tox_ini": "what a row of a generated tox.ini sets, and its comments",
+    "compat._commands.environment": "packages that come with CUDA",
     "compat._detect": "which Keras runs on which framework",
     "compat._extras": "the extras of setup.cfg",
     "compat._keras": "tells the kinds of Keras apart",

@@ -1,4 +1,4 @@
-"""``compat env`` and the rest of the command line, without a framework.
+"""The command line, without a framework; ``compat env`` has test_environment.py.
 
 ``compat test`` trains, so its tests run with each real backend: ``compat.testing``.
 """
@@ -15,98 +15,6 @@ import compat
 from compat import __main__, _verification
 
 pytestmark = pytest.mark.usefixtures("process")
-
-HEAD = "compat      {}\npython      {} ({})\n".format(
-    compat.__version__, sys.version.split()[0], sys.executable
-)
-
-
-def main(capsys, *arguments):
-    """Exit status and output of a command, which must leave the environment as it is."""
-    before = dict(os.environ)
-    status = __main__.main(list(arguments))
-    assert dict(os.environ) == before
-    return status, capsys.readouterr().out
-
-
-def test_env(toy, site, machine, capsys, monkeypatch, tmp_path):
-    machine.add(used=1234, utilization=56)
-    machine.add(name="NVIDIA A100-SXM4-40GB", total=40960, used=0)
-    machine.plug()
-    site.install("Keras", "2.2.4")
-    monkeypatch.setenv("KERAS_BACKEND", "toyframework")
-    monkeypatch.setenv("TOY_FLAGS", "a=1")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    path = tmp_path / ".keras" / "keras.json"
-    path.parent.mkdir()
-    path.write_text('{"floatx": "float32", "backend": "tensorflow"}')
-    assert main(capsys, "env") == (
-        0,
-        HEAD
-        + "backend     toy (KERAS_BACKEND=toyframework)\n"
-        "versions    toyframework 1.2, keras 2.2.4\n"
-        "variables   CUDA_VISIBLE_DEVICES=1\n"
-        "            KERAS_BACKEND=toyframework\n"
-        "            TOY_FLAGS=a=1\n"
-        "            not set: CUDA_DEVICE_ORDER, KERAS_HOME\n"
-        "keras.json  {}: backend=tensorflow, floatx=float32\n"
-        "GPUs        0: NVIDIA H100 80GB HBM3, 1234 of 81559 MiB used, 56 % busy, {}\n"
-        "            1: NVIDIA A100-SXM4-40GB, 0 of 40960 MiB used, 0 % busy, {}\n"
-        "visible     GPU 1\n"
-        "problems    none\n".format(path, *machine.uuids),
-    )
-    assert "toyframework" not in sys.modules
-
-
-def test_env_says_what_is_wrong(toy, site, machine, capsys, monkeypatch, tmp_path):
-    machine.plug(2)
-    site.install("Keras", "2.2.4")
-    site.install("keras-mxnet", "2.2.4.3")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1, 0")
-    monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
-    monkeypatch.setattr(toy, "problems", lambda environ: ["A toy is broken."], raising=False)
-    path = tmp_path / ".keras" / "keras.json"
-    path.parent.mkdir()
-    path.write_text('{"backend": "toy"')
-    unreadable = (
-        "{} cannot be read: Expecting ',' delimiter: line 1 column 18 (char 17). Keras would "
-        "ignore it silently: correct or remove the file, or set KERAS_BACKEND.".format(path)
-    )
-    others = [
-        "keras and keras-mxnet are both installed; they overwrite each other's files. Uninstall "
-        "both, then install one.",
-        "CUDA_DEVICE_ORDER=FASTEST_FIRST: ids may mean other GPUs than in nvidia-smi's listing. "
-        "Set CUDA_DEVICE_ORDER=PCI_BUS_ID.",
-        'CUDA_VISIBLE_DEVICES="1, 0" contains a space, where CUDA stops reading; compat reads it '
-        'as "1,0".',
-    ]
-
-    def lines(problems):
-        return "problems    " + "\n            ".join(problems) + "\n"
-
-    status, out = main(capsys, "env")
-    assert status == 1
-    assert (
-        "backend     none\nversions    toyframework 1.2, keras 2.2.4, keras-mxnet 2.2.4.3\n" in out
-    )
-    assert "keras.json  {} (unreadable)\n".format(path) in out
-    assert out.endswith(lines([unreadable] + others))
-
-    monkeypatch.setenv("KERAS_BACKEND", "toy")
-    status, out = main(capsys, "env")
-    assert status == 1
-    assert "backend     toy (KERAS_BACKEND=toy)\n" in out
-    assert out.endswith(lines(["A toy is broken."] + others[:1] + [unreadable] + others[1:]))
-
-
-def test_env_without_nvidia_smi(toy, capsys, monkeypatch):
-    from compat import _devices
-
-    monkeypatch.setattr(_devices, "discover", lambda: [_devices.GPU(0)])
-    known = "GPUs        0: nvidia-smi is missing or fails, so nothing more is known\n"
-    assert known + "visible     GPU 0\n" in main(capsys, "env")[1]
-    monkeypatch.setattr(_devices, "discover", lambda: None)
-    assert "GPUs        unknown: nvidia-smi is missing or fails\n" in main(capsys, "env")[1]
 
 
 def command(*arguments):
@@ -135,21 +43,6 @@ NO_BACKEND = (
         EXTRAS, "tensorflow1" if "tensorflow1" in EXTRAS else "tensorflow"
     )
 )
-
-
-def test_env_where_no_backend_is_installed():
-    status, out, err = command("env")
-    assert (status, err) == (1, "")
-    assert out == (
-        HEAD
-        + "backend     none\n"
-        "versions    no framework, no Keras\n"
-        "variables   not set: CUDA_DEVICE_ORDER, CUDA_VISIBLE_DEVICES, KERAS_BACKEND, KERAS_HOME\n"
-        "keras.json  {} (not there)\n"
-        "GPUs        none: amd-smi and rocm-smi are not installed; nvidia-smi lists none\n"
-        "visible     the GPUs that the framework lists\n"
-        "problems    {}".format(os.path.expanduser("~/.keras/keras.json"), NO_BACKEND)
-    )
 
 
 def test_test_where_no_backend_is_installed():

@@ -142,10 +142,14 @@ class Contract:
     @span
     def test_env_command_finds_the_backend_and_imports_nothing(self):
         status, out = self.command(
-            "import sys\n"
+            "import os, sys\n"
             "from compat import __main__\n"
             "status = __main__.main(['env'])\n"
-            "assert not {'keras', 'numpy', 'tensorflow', 'theano', 'mxnet'} & set(sys.modules)\n"
+            "frameworks = 'keras tensorflow theano mxnet cntk jax torch'.split()\n"
+            "assert not set(frameworks + ['numpy', 'horovod', 'mpi4py']) & set(sys.modules)\n"
+            "if os.path.exists('/proc/self/maps'):\n"
+            "    with open('/proc/self/maps') as file:\n"
+            "        assert 'libcuda' not in file.read()\n"  # with which a GPU is initialised
             "sys.exit(status)\n"
         )
         assert status == 0, out

@@ -763,11 +763,15 @@ def test_problems_of_an_environment(tmp_path, monkeypatch):
     assert problems({}) == []
     assert problems({"DMLC_ROLE": "worker"}) == []
     assert problems({"DMLC_ROLE": "server"}) == [
-        "DMLC_ROLE=server: `import mxnet` starts a server and never returns."
+        "DMLC_ROLE=server: `import mxnet` starts a server and never returns. In a process that "
+        "trains: unset DMLC_ROLE"
     ]
     (tmp_path / "h5py-3.1.0.dist-info").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert problems({}) == ["h5py 3.1.0 is installed: load_model() of keras-mxnet needs h5py<3."]
+    assert problems({}) == [
+        "h5py 3.1.0 is installed, but load_model() of keras-mxnet needs an older one: pip install "
+        '"h5py<3"'
+    ]
 
 
 # GPUs that only MXNet lists -------------------------------------------------------------------

@@ -589,7 +589,7 @@ def test_legacy_keras_that_is_not_installed_is_a_problem(monkeypatch):
     assert backend.problems({}) == []
     assert backend.problems({"TF_USE_LEGACY_KERAS": "1"}) == [
         "TF_USE_LEGACY_KERAS is set, but tf_keras is not installed: tf.keras fails. Install "
-        "tf_keras, or remove the variable."
+        "tf_keras of TensorFlow's version, or drop the variable: unset TF_USE_LEGACY_KERAS"
     ]
 
 

@@ -789,6 +789,10 @@ def problems(theano, tmp_path):
     return problems
 
 
+def overruling(flag):
+    return 'export THEANO_FLAGS="$THEANO_FLAGS,{}"'.format(flag)
+
+
 @span
 def test_nothing_is_wrong(problems):
     assert problems() == []
@@ -814,9 +818,12 @@ def test_flags_that_theano_ignores_or_refuses(problems, theano):
         for name, value in (flag.split("=") for flag in flags.split(","))
     ]
     assert problems(THEANO_FLAGS="device=CPU,exception_verbosity=hi,floatX=float31") == [
-        "device=CPU: Theano takes cpu, cuda0 or opencl0:0.",
-        "exception_verbosity=hi: Theano takes low or high.",
-        "floatX=float31: Theano takes float16, float32 or float64.",
+        "device=CPU: Theano takes cpu, cuda0 or opencl0:0. For example: "
+        + overruling("device=cpu"),
+        "exception_verbosity=hi: Theano takes low or high. For example: "
+        + overruling("exception_verbosity=low"),
+        "floatX=float31: Theano takes float16, float32 or float64. For example: "
+        + overruling("floatX=float32"),
     ]
 
 
@@ -834,7 +841,8 @@ def test_a_device_that_cannot_be_brought_up(problems, machine, tmp_path, monkeyp
     without_pygpu = [
         str(
             "device={}: Theano needs the package pygpu for it, which is not installed, and goes "
-            "on with the CPU. Install libgpuarray and pygpu 0.7.".format("cuda0")
+            "on with the CPU. Install libgpuarray and pygpu 0.7, in a conda environment: conda "
+            "install pygpu=0.7".format("cuda0")
         )
     ]
     if importlib.util.find_spec("pygpu") is None:
@@ -844,7 +852,9 @@ def test_a_device_that_cannot_be_brought_up(problems, machine, tmp_path, monkeyp
     monkeypatch.setattr(sys, "path", [str(tmp_path)] + sys.path)
     importlib.invalidate_caches()
     assert problems(THEANO_FLAGS="device=cuda0") == [
-        "device={}: no GPU is visible, and Theano goes on with the CPU.".format("cuda0")
+        "device={}: no GPU is visible, and Theano goes on with the CPU. To say so: {}".format(
+            "cuda0", overruling("device=cpu")
+        )
     ]
     machine.plug(1)
     assert problems(THEANO_FLAGS="device=cuda0", PATH=path) == []
@@ -857,15 +867,17 @@ def test_what_is_wrong(problems, tmp_path):
         "THEANO_FLAGS: 'openmp' has no value, Theano ignores it.",
         "THEANO_FLAGS: 'floatX= float32' has a space beside its '=', Theano does not take it for "
         "floatX. Write floatX=float32.",
-        "allow_gc=yes: Theano takes True, true, 1, False, false, 0 only for yes or no.",
+        "allow_gc=yes: Theano takes True, true, 1, False, false, 0 only for yes or no: "
+        + overruling("allow_gc=True"),
     ]
     assert problems(THEANO_FLAGS="device=gpu1", PATH=str(tmp_path)) == [
-        "g++ is not on PATH: Theano runs everything in Python, slowly.",
-        "device=gpu1: this version of Theano calls it cuda1.",
+        "g++ is not on PATH: Theano runs everything in Python, slowly. On Debian and Ubuntu: "
+        "apt-get install g++",
+        "device=gpu1: this version of Theano calls it cuda1: " + overruling("device=cuda1"),
     ]
     assert problems(THEANO_GPU_IS_ALREADY_ACTIVE="Yes", THEANO_FLAGS="a='") == [
         "THEANO_GPU_IS_ALREADY_ACTIVE is set: a process that uses a GPU started this one, and "
-        "Theano will use none here.",
+        "Theano will use none here. If it may: unset THEANO_GPU_IS_ALREADY_ACTIVE",
         "THEANO_FLAGS=a=' cannot be read: No closing quotation. Theano cannot be imported with "
         "it. Put a backslash before a quote, a comma or a backslash that belongs to a value.",
     ]
@@ -877,8 +889,11 @@ def test_what_is_wrong_in_files(problems, tmp_path):
     keras = tmp_path / "keras.json"
     keras.write_text('{"floatx": "float16"}')
     assert problems(THEANORC="{}:~/missing".format(path)) == [
-        "THEANORC names {}, which does not exist.".format(tmp_path / "missing"),
-        "openmp=on: Theano takes True, true, 1, False, false, 0 only for yes or no.",
+        "THEANORC names {}, which does not exist. For Theano's own files: unset THEANORC".format(
+            tmp_path / "missing"
+        ),
+        "openmp=on: Theano takes True, true, 1, False, false, 0 only for yes or no: "
+        + overruling("openmp=True"),
         "floatX=float64: Keras sets float16 when it is imported, as {} says or by default. Pass "
         "floatx= to configure_gpu(), which sets both.".format(keras),
     ]

@@ -127,14 +127,14 @@ class MXNet(Backend):
         found = []
         if environ.get("DMLC_ROLE") in ("server", "scheduler"):
             found.append(
-                "DMLC_ROLE={}: `import mxnet` starts a {} and never returns.".format(
-                    environ["DMLC_ROLE"], environ["DMLC_ROLE"]
-                )
+                "DMLC_ROLE={}: `import mxnet` starts a {} and never returns. In a process that "
+                "trains: unset DMLC_ROLE".format(environ["DMLC_ROLE"], environ["DMLC_ROLE"])
             )
         h5py = _distributions.version("h5py")
         if h5py and _distributions.release(h5py) >= (3,):
             found.append(
-                "h5py {} is installed: load_model() of keras-mxnet needs h5py<3.".format(h5py)
+                "h5py {} is installed, but load_model() of keras-mxnet needs an older one: "
+                'pip install "h5py<3"'.format(h5py)
             )
         return found
 

@@ -90,7 +90,8 @@ class TensorFlow2(Backend):
             if not _distributions.version("tf_keras"):
                 found.append(
                     "TF_USE_LEGACY_KERAS is set, but tf_keras is not installed: tf.keras fails. "
-                    "Install tf_keras, or remove the variable."
+                    "Install tf_keras of TensorFlow's version, or drop the variable: "
+                    "unset TF_USE_LEGACY_KERAS"
                 )
         return found
 

@@ -250,14 +250,20 @@ class Theano(Backend):
         found = []
         for path in theano_flags.files(environ) if "THEANORC" in environ else []:
             if not os.path.exists(path):
-                found.append("THEANORC names {}, which does not exist.".format(path))
+                found.append(
+                    "THEANORC names {}, which does not exist. For Theano's own files: unset "
+                    "THEANORC".format(path)
+                )
         if environ.get("THEANO_GPU_IS_ALREADY_ACTIVE"):
             found.append(
                 "THEANO_GPU_IS_ALREADY_ACTIVE is set: a process that uses a GPU started this one, "
-                "and Theano will use none here."
+                "and Theano will use none here. If it may: unset THEANO_GPU_IS_ALREADY_ACTIVE"
             )
         if not shutil.which("g++", path=environ.get("PATH")):
-            found.append("g++ is not on PATH: Theano runs everything in Python, slowly.")
+            found.append(
+                "g++ is not on PATH: Theano runs everything in Python, slowly. On Debian and "
+                "Ubuntu: apt-get install g++"
+            )
         return found + flag_problems.found(environ, _detect.installed_version(self))
 
 

@@ -88,11 +88,16 @@ def _not_up(device, environ, version):
     if importlib.util.find_spec("pygpu") is None:
         return [
             "device={}: Theano needs the package pygpu for it, which is not installed, "
-            "and goes on with the CPU. Install libgpuarray and pygpu 0.7.".format(device)
+            "and goes on with the CPU. Install libgpuarray and pygpu 0.7, in a conda environment: "
+            "conda install pygpu=0.7".format(device)
         ]
     everything = _devices.choose(_selection.parse_gpus(None), None, environ)
     if device.startswith("cuda") and not everything.gpus and not everything.shortage:
-        return ["device={}: no GPU is visible, and Theano goes on with the CPU.".format(device)]
+        return [
+            "device={}: no GPU is visible, and Theano goes on with the CPU. To say so: {}".format(
+                device, _overruling("device", "cpu")
+            )
+        ]
     return []
 
 
@@ -104,26 +109,47 @@ def _refused(name, value, choices, gpuarray):
         gpuarray: whether it has that back-end.
     """
     if choices and value not in choices:
-        return ["{}={}: Theano takes {}.".format(name, value, " or ".join(choices))]
+        return [
+            "{}={}: Theano takes {}. For example: {}".format(
+                name, value, " or ".join(choices), _overruling(name, choices[0])
+            )
+        ]
     if name == "floatX" and value not in _FLOATX:
-        return ["floatX={}: Theano takes float16, float32 or float64.".format(value)]
+        return [
+            "floatX={}: Theano takes float16, float32 or float64. For example: {}".format(
+                value, _overruling("floatX", "float32")
+            )
+        ]
     if value in _BOOLEANS or name == "dnn.enabled":
         return []
     if value.lower() in ("yes", "no", "on", "off", "true", "false"):
+        meant = "True" if value.lower() in ("yes", "on", "true") else "False"
         return [
-            "{}={}: Theano takes {} only for yes or no.".format(name, value, ", ".join(_BOOLEANS))
+            "{}={}: Theano takes {} only for yes or no: {}".format(
+                name, value, ", ".join(_BOOLEANS), _overruling(name, meant)
+            )
         ]
     if name in ("device", "init_gpu_device"):
         wrong, right = ("gpu", "cuda") if gpuarray else ("cuda", "gpu")
         if value.startswith(wrong):
+            right += value[len(wrong) :] or "0"
             return [
-                "{}={}: this version of Theano calls it {}.".format(
-                    name, value, right + (value[len(wrong) :] or "0")
+                "{}={}: this version of Theano calls it {}: {}".format(
+                    name, value, right, _overruling(name, right)
                 )
             ]
         if gpuarray and value not in ("cpu", "") and not value.startswith(_DEVICES):
-            return ["{}={}: Theano takes cpu, cuda0 or opencl0:0.".format(name, value)]
+            return [
+                "{}={}: Theano takes cpu, cuda0 or opencl0:0. For example: {}".format(
+                    name, value, _overruling(name, "cpu")
+                )
+            ]
     return []
+
+
+def _overruling(name, value):
+    """What to type for another value: of entries of THEANO_FLAGS, and of files, the last counts."""
+    return 'export THEANO_FLAGS="$THEANO_FLAGS,{}={}"'.format(name, value)
 
 
 def _ignored(where, name, value):

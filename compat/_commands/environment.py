@@ -1,0 +1,242 @@
+"""``compat env``: a report that tells enough of this environment for a report of a bug.
+
+What is found becomes one object, with the keys that ``--json`` prints; the text is made from it.
+Nothing is configured, no framework is imported, and no GPU is initialised.
+"""
+
+import json
+import os
+import platform
+import re
+import shlex
+import sys
+
+from .. import (
+    __version__,
+    _by_path,
+    _detect,
+    _devices,
+    _discovery,
+    _distributions,
+    _keras,
+    _ranks,
+    _registry,
+    _selection,
+    errors,
+)
+from .._engines import installed as engines
+from .._ranks import launchers
+from . import environment_text
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, Dict, List
+
+_GENERAL = "CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES", "KERAS_BACKEND", "KERAS_HOME"
+# Shown where they are set.
+_OPTIONAL = "HIP_VISIBLE_DEVICES", "LD_LIBRARY_PATH", "ROCR_VISIBLE_DEVICES"
+# Distributions whose versions explain failures, besides those of the frameworks themselves.
+_PACKAGES = r"jax-(cuda|rocm).+|jaxlib|numpy|nvidia-.+|tensorflow-metal|triton"
+# How a problem ends where a command mends it.
+_COMMAND = re.compile(r": ((?:apt-get|conda|export|mv|pip|unset) .+?)\.?$", re.DOTALL)
+_PLACE = "launcher", "rank", "size", "local_rank", "local_size"
+_CGROUP_LIMITS = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"
+
+
+def run(as_json: bool) -> int:
+    """Print the report; the exit status: 1 where something is wrong."""
+    found = collect()
+    print(json.dumps(found, indent=2) if as_json else environment_text.text(found))
+    return 1 if found["problems"] else 0
+
+
+def collect() -> "Dict[str, Any]":
+    """What there is, as an object of JSON."""
+    problems: "List[Dict[str, Any]]" = []
+    found: "Dict[str, Any]" = {
+        "compat": __version__,
+        "python": {"version": sys.version.split()[0], "executable": sys.executable},
+        "system": _system(),
+    }
+    found.update(_backend(problems))
+    found["keras_json"] = _keras_json(problems)
+    found.update(_gpus(problems))
+    found["ranks"] = _rank(problems)
+    found["engines"] = [
+        {name: getattr(engine, name) for name in engine.__slots__} for engine in engines.engines()
+    ]
+    other = _by_path.shadow(os.getcwd(), os.environ)
+    if other:
+        _add(problems, [errors.shadowed("scripts in " + os.getcwd(), other)])
+    found["problems"] = problems
+    return found
+
+
+def _add(problems, texts, command=None):
+    """Note problems that are new, each with the command that mends it, or None."""
+    for text in map(str, texts):
+        match = _COMMAND.search(text)
+        problem = {"problem": text, "command": match.group(1) if match else command}
+        if text not in [each["problem"] for each in problems]:
+            problems.append(problem)
+
+
+# What is found --------------------------------------------------------------------------------
+
+
+def _system():
+    available = getattr(os, "sched_getaffinity", None)
+    return {
+        "platform": "{} {}".format(platform.system(), platform.release()),
+        "machine": platform.machine(),
+        "distribution": _distribution(),
+        "libc": _libc(),
+        "cores": os.cpu_count(),
+        "usable_cores": len(available(0)) if available else os.cpu_count(),
+        "memory": _memory(),
+        "memory_limit": _memory_limit(),
+    }
+
+
+def _distribution():
+    """Linux's, by the name that it gives itself (os-release(5)), or None."""
+    for path in ("/etc/os-release", "/usr/lib/os-release"):
+        try:
+            with open(path, encoding="utf-8", errors="replace") as file:
+                lines = [line.partition("=") for line in file]
+            return next(shlex.split(value)[0] for name, _, value in lines if name == "PRETTY_NAME")
+        except (OSError, StopIteration, ValueError, IndexError):
+            continue
+    return None
+
+
+def _libc():
+    try:
+        return os.confstr("CS_GNU_LIBC_VERSION") or None
+    except (AttributeError, ValueError, OSError):  # of another system, or another library
+        return None
+
+
+def _memory():
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def _memory_limit():
+    """That of a container, in bytes; None where there is none, or it is above the memory."""
+    memory = _memory()
+    for path in _CGROUP_LIMITS:
+        try:
+            with open(path, encoding="utf-8") as file:
+                limit = int(file.read())
+        except (OSError, ValueError):  # not there, or "max"
+            continue
+        if memory is None or limit < memory:
+            return limit
+    return None
+
+
+def _backend(problems):
+    """The backend, the versions and the variables."""
+    installed = _detect.installed()
+    try:
+        chosen, reason = _detect.choose()
+    except errors.CompatError as error:
+        _add(problems, [error], _for_another_backend(installed))
+        backend, variables, shown = None, (), installed
+    else:
+        backend = {"name": chosen.name, "framework": chosen.framework, "reason": reason}
+        variables = chosen.variables
+        shown = [chosen] + [b for b in installed if b.framework != chosen.framework]
+        _add(problems, chosen.problems(os.environ))
+    _add(problems, _detect.problems(os.environ))
+    versions = {}
+    for each in shown:
+        versions.update(_keras.versions(each))
+    known = _registry.backends() + shown  # a plug-in may be the one chosen
+    distributions = {name for each in known for name in each.distributions}
+    pattern = "|".join([_PACKAGES] + sorted(re.escape(name.lower()) for name in distributions))
+    names = sorted(set(_GENERAL).union(variables))
+    others = [name for name in os.environ if name in _OPTIONAL or name.startswith("COMPAT_")]
+    return {
+        "backend": backend,
+        "versions": versions,
+        "packages": _distributions.matching(pattern),
+        "variables": {n: os.environ.get(n) for n in names + sorted(set(others) - set(names))},
+    }
+
+
+def _for_another_backend(installed):
+    """What to type where no backend was chosen, and the error does not say it."""
+    if len(installed) == 1 and os.environ.get("KERAS_BACKEND"):
+        return "unset KERAS_BACKEND"
+    return "export KERAS_BACKEND=" + installed[0].framework if installed else None
+
+
+def _keras_json(problems):
+    path = _detect.keras_json(os.environ)
+    content, readable = {}, True
+    try:
+        content = _detect.read_keras_json(path)
+    except errors.CompatError as error:
+        _add(problems, [error])
+        readable = False
+    return {
+        "path": path,
+        "exists": os.path.exists(path),
+        "readable": readable,
+        "content": content,
+    }
+
+
+def _gpus(problems):
+    """The drivers, the GPUs of the machine, and which of them are visible."""
+    machine = _devices.discover()
+    failures = getattr(machine, "failures", [])
+    visible = _devices.choose(
+        _selection.parse_gpus(None), None, os.environ, discover=lambda: machine
+    )
+    _add(problems, visible.problems)
+    _add(
+        problems,
+        [
+            "{}: the driver does not work as it should, and frameworks may find no GPU. Load it, "
+            "or restart the machine where it was updated.".format(failure)
+            for failure in failures
+        ],
+        "sudo modprobe " + ("nvidia" if "nvidia-smi" in "".join(failures) else "amdgpu"),
+    )
+    gpus = why = None
+    if machine is None:
+        why = "nvidia-smi is missing or fails"
+    else:
+        gpus = [{name: getattr(gpu, name) for name in gpu.__slots__} for gpu in machine]
+        why = machine.why() if not machine and hasattr(machine, "why") else None
+    return {
+        "drivers": _discovery.drivers(),
+        "gpus": gpus,
+        "why_no_gpus": why,
+        "visible": {
+            "text": str(visible),
+            "entries": list(visible.gpus),
+            "variable": visible.variable,
+        },
+    }
+
+
+def _rank(problems):
+    """This process's place among ranks; None where it is alone, Nones where nothing tells it."""
+    try:
+        place = launchers.launched(os.environ) or _ranks.evaluator()
+    except errors.RankError as error:
+        _add(problems, [error], "export COMPAT_ALONE=1")
+        return dict.fromkeys(_PLACE)
+    try:
+        _ranks.timeout(os.environ)
+    except errors.InvalidArgumentError as error:
+        _add(problems, [error], "unset COMPAT_TIMEOUT")
+    if place is None:
+        return None
+    return {name: getattr(place, name) for name in _PLACE}

@@ -1,0 +1,191 @@
+"""``compat env`` as text: what ``environment`` finds, laid out for people to read and to paste."""
+
+import re
+import textwrap
+
+from .. import _discovery, _settings
+from .._engines.installed import Installed
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, Dict
+
+#: Columns of the text.
+WIDTH = 80
+_NO_BACKEND = {"name": "none", "reason": "see the problems"}
+
+
+def text(found: "Dict[str, Any]") -> str:
+    """In two columns, at most ``WIDTH`` wide but for paths and the like, which are not broken."""
+    sections = [
+        ("compat", [found["compat"]]),
+        ("python", ["{version} ({executable})".format(**found["python"])]),
+        ("system", _system_lines(found["system"])),
+        ("backend", ["{name} ({reason})".format(**found["backend"] or _NO_BACKEND)]),
+        ("versions", [_pairs(found["versions"], " ") or "no framework, no Keras"]),
+        ("packages", _package_lines(found["packages"])),
+        ("variables", _variable_lines(found["variables"])),
+        ("keras.json", [_keras_json_line(found["keras_json"])]),
+        ("drivers", [_drivers_line(found["drivers"])]),
+        ("GPUs", _gpu_lines(found)),
+        ("visible", [found["visible"]["text"]]),
+        ("ranks", [_rank_line(found)]),
+        (
+            "engines",
+            [str(Installed(**engine)) for engine in found["engines"]] or ["none"],
+        ),
+    ]
+    indent = max(len(heading) for heading, _ in sections) + 2
+    sections = [(heading, _wrapped(lines, indent)) for heading, lines in sections]
+    problems = [line for each in found["problems"] for line in _problem_lines(each, indent)]
+    return _settings.report(sections + [("problems", problems or ["none"])])
+
+
+def _wrapped(lines, indent):
+    """The lines, none longer than what is left of the width, if it can be broken."""
+    wrapped = []
+    for line in lines:
+        for part in textwrap.wrap(
+            line,
+            WIDTH - indent,
+            subsequent_indent="  ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        ):
+            wrapped += _at_commas(part, WIDTH - indent)
+    return wrapped
+
+
+def _at_commas(line, width):
+    """A long list without spaces, as variables have it, on several lines."""
+    parts = []
+    while len(line) > width and line.find(",", 2) > 0:
+        cut = line.rfind(",", 2, width)
+        cut = (cut if cut > 0 else line.find(",", 2)) + 1
+        if cut == len(line):
+            break
+        parts.append(line[:cut])
+        line = "  " + line[cut:]
+    return parts + [line]
+
+
+def _problem_lines(problem, indent):
+    """A problem, and below it the command that mends it, as it can be pasted into a shell."""
+    text, command = problem["problem"], problem["command"]
+    if command and text.rstrip(".").endswith(command):
+        text = text.rstrip(".")[: -len(command)].rstrip()
+    lines = [line for part in text.split("\n") for line in _wrapped([part], indent)]
+    if not command:
+        return lines
+    return lines + _command_lines(command, WIDTH - indent)
+
+
+def _command_lines(command, width):
+    """Continued by backslashes, as a shell takes it; what is quoted stays in one piece."""
+    lines = [""]
+    for word in re.findall(r"""(?:'[^']*'|"[^"]*"|[^\s'"])+""", command):
+        if lines[-1] and len(lines[-1] + word) + 3 > width:  # a space before, and the backslash
+            lines[-1] += " \\"
+            lines.append("      " + word)
+        else:
+            lines[-1] += (" " if lines[-1] else "    ") + word
+    return lines
+
+
+def _pairs(versions, separator):
+    return ", ".join("{}{}{}".format(name, separator, versions[name]) for name in versions)
+
+
+def _system_lines(system):
+    names = [system["platform"] + " " + system["machine"], system["distribution"], system["libc"]]
+    memory = "memory unknown" if system["memory"] is None else _gib(system["memory"]) + " memory"
+    if system["memory_limit"] is not None:
+        memory += ", limited to " + _gib(system["memory_limit"])
+    return [
+        ", ".join(name for name in names if name),
+        "{usable_cores} of {cores} CPU cores, {}".format(memory, **system),
+    ]
+
+
+def _gib(number):
+    return "{:.1f} GiB".format(number / 2**30)
+
+
+def _package_lines(packages):
+    """NVIDIA's are many: those of one version of CUDA go on a line of their own."""
+    others, by_cuda = {}, {}  # type: Dict[str, str], Dict[str, Dict[str, str]]
+    for name, version in packages.items():
+        match = re.match(r"nvidia-(.+?)(-cu\d+)?$", name)
+        if match is None or name == "nvidia-ml-py":
+            others[name] = version
+        else:
+            by_cuda.setdefault("nvidia-*" + (match.group(2) or ""), {})[match.group(1)] = version
+    lines = [_pairs(others, " ")] if others else []
+    lines += ["{}: {}".format(kind, _pairs(by_cuda[kind], " ")) for kind in sorted(by_cuda)]
+    return lines or ["none"]
+
+
+def _variable_lines(variables):
+    lines = ["{}={}".format(*pair) for pair in variables.items() if pair[1] is not None]
+    absent = [name for name in variables if variables[name] is None]
+    return lines + (["not set: " + ", ".join(absent)] if absent else [])
+
+
+def _keras_json_line(keras_json):
+    if not keras_json["readable"]:
+        return "{path} (unreadable)".format(**keras_json)
+    if not keras_json["exists"]:
+        return "{path} (not there)".format(**keras_json)
+    values = ", ".join("{}={}".format(*pair) for pair in sorted(keras_json["content"].items()))
+    return "{}: {}".format(keras_json["path"], values)
+
+
+def _drivers_line(drivers):
+    texts = {
+        "nvidia": "NVIDIA {}",
+        "cuda": "runs CUDA up to {}",
+        "amdgpu": "amdgpu {}",
+        "rocm": "ROCm {}",
+    }
+    found = [texts[name].format(drivers[name]) for name in texts if drivers[name]]
+    return ", ".join(found) or "none found"
+
+
+def _gpu_lines(found):
+    if found["gpus"] is None:
+        return ["unknown: " + found["why_no_gpus"]]
+    why = found["why_no_gpus"]
+    return [_gpu_line(gpu) for gpu in found["gpus"]] or ["none" + (why and ": " + why)]
+
+
+def _gpu_line(gpu):
+    if gpu["variable"] == _discovery.HIP:
+        return "{index}: of AMD, chosen by {variable}".format(**gpu)
+    if not gpu["uuid"]:
+        return "{index}: nvidia-smi is missing or fails, so nothing more is known".format(**gpu)
+    return "{}: {}, {} of {} MiB used, {} % busy, {}".format(
+        gpu["index"],
+        gpu["name"],
+        _told(gpu["memory_used"], 2**20),
+        _told(gpu["memory_total"], 2**20),
+        _told(gpu["utilization"]),
+        gpu["uuid"],
+    )
+
+
+def _told(number, unit=1):
+    return "?" if number is None else "{:.0f}".format(number / unit)
+
+
+def _rank_line(found):
+    if found["ranks"] is None:
+        return "none: this process is alone"
+    if found["ranks"]["rank"] is None:
+        return "unknown (see the problems)"
+    if found["ranks"]["rank"] < 0:
+        return "none: this process evaluates what ranks save ({launcher})".format(**found["ranks"])
+    return (
+        "rank {rank} of {size}, {local_rank} of {local_size} on this machine ({launcher})".format(
+            **found["ranks"]
+        )
+    )

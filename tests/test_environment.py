@@ -1,0 +1,491 @@
+"""``compat env``: what it finds, its text, its JSON, and what it leaves alone."""
+
+import json
+import os
+import platform
+import re
+import sys
+
+import pytest
+from test_main import NO_BACKEND, command
+
+import compat
+from compat import __main__, _devices, _discovery, _distributions
+from compat._commands import environment, environment_text
+from compat._engines import installed
+from compat._ranks import clusters
+
+pytestmark = pytest.mark.usefixtures("alone")
+
+SYSTEM = {
+    "platform": "Linux 6.1.0",
+    "machine": "x86_64",
+    "distribution": "Debian GNU/Linux 12 (bookworm)",
+    "libc": "glibc 2.36",
+    "cores": 8,
+    "usable_cores": 2,
+    "memory": 16 * 2**30,
+    "memory_limit": 4 * 2**30,
+}
+HEAD = """\
+compat      {}
+python      {} ({})
+system      Linux 6.1.0 x86_64, Debian GNU/Linux 12 (bookworm), glibc 2.36
+            2 of 8 CPU cores, 16.0 GiB memory, limited to 4.0 GiB
+""".format(compat.__version__, sys.version.split()[0], sys.executable)
+
+
+@pytest.fixture
+def alone(process, monkeypatch, tmp_path):
+    """No settings of compat's, a machine with known numbers, and no files of drivers."""
+    monkeypatch.setattr(environment, "_system", lambda: dict(SYSTEM))
+    for name in ("_DRIVER", "_DRIVER_VERSION", "_AMDGPU_VERSION", "_ROCM_VERSION", "_WSL"):
+        monkeypatch.setattr(_discovery, name, str(tmp_path / name))
+    for name in list(os.environ):
+        if name.startswith("COMPAT_") or name == "LD_LIBRARY_PATH":
+            monkeypatch.delenv(name)
+
+
+def main(capsys, *arguments):
+    """Exit status and output of the command, which must leave the environment as it is."""
+    before = dict(os.environ)
+    status = __main__.main(["env"] + list(arguments))
+    assert dict(os.environ) == before
+    out = capsys.readouterr().out
+    if not arguments:
+        assert [line for line in out.split("\n") if len(line) > 80 and "/" not in line] == []
+    return status, out
+
+
+def found(capsys):
+    return json.loads(main(capsys, "--json")[1])
+
+
+def plain(out):
+    """A text without the breaks of its lines."""
+    return " ".join(out.replace(" \\\n", " ").split())
+
+
+@pytest.fixture
+def whole(toy, site, machine, monkeypatch, tmp_path):
+    """An environment with something of everything; returns keras.json."""
+    machine.add(used=1234, utilization=56)
+    machine.add(name="NVIDIA A100-SXM4-40GB", total=40960, used=0)
+    machine.plug()
+    site.install("Keras", "2.2.4")
+    for name in ("nvidia-cudnn-cu12", "nvidia-cublas-cu12", "nvidia-ml-py", "jax-cuda12-plugin"):
+        site.install(name, "9.1.0.70")
+    monkeypatch.setenv("KERAS_BACKEND", "toyframework")
+    monkeypatch.setenv("TOY_FLAGS", "a=1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    monkeypatch.setenv("COMPAT_VERIFY", "0")
+    path = tmp_path / ".keras" / "keras.json"
+    path.parent.mkdir()
+    path.write_text('{"floatx": "float32", "backend": "tensorflow"}')
+    return path
+
+
+def test_text(whole, machine, capsys):
+    status, out = main(capsys)
+    assert status == 0
+    assert "keras.json " + str(whole) + ": backend=tensorflow, floatx=float32" in plain(out)
+    # Where that is broken depends on the path.
+    assert re.sub(r"keras\.json  (.|\n)*?\ndrivers", "drivers", out) == HEAD + (
+        "backend     toy (KERAS_BACKEND=toyframework)\n"
+        "versions    toyframework 1.2, keras 2.2.4\n"
+        "packages    jax-cuda12-plugin 9.1.0.70, nvidia-ml-py 9.1.0.70, toy-framework 1.2\n"
+        "            nvidia-*-cu12: cublas 9.1.0.70, cudnn 9.1.0.70\n"
+        "variables   CUDA_VISIBLE_DEVICES=1\n"
+        "            KERAS_BACKEND=toyframework\n"
+        "            TOY_FLAGS=a=1\n"
+        "            COMPAT_VERIFY=0\n"
+        "            not set: CUDA_DEVICE_ORDER, KERAS_HOME\n"
+        "drivers     NVIDIA 535.104.05, runs CUDA up to 12.2\n"
+        "GPUs        0: NVIDIA H100 80GB HBM3, 1234 of 81559 MiB used, 56 % busy,\n"
+        "              {}\n"
+        "            1: NVIDIA A100-SXM4-40GB, 0 of 40960 MiB used, 0 % busy,\n"
+        "              {}\n"
+        "visible     GPU 1\n"
+        "ranks       none: this process is alone\n"
+        "engines     none\n"
+        "problems    none\n"
+    ).format(*machine.uuids)
+
+
+def test_json(whole, machine, capsys):
+    mebi = 2**20
+    assert found(capsys) == {
+        "compat": compat.__version__,
+        "python": {"version": sys.version.split()[0], "executable": sys.executable},
+        "system": SYSTEM,
+        "backend": {
+            "name": "toy",
+            "framework": "toyframework",
+            "reason": "KERAS_BACKEND=toyframework",
+        },
+        "versions": {"toyframework": "1.2", "keras": "2.2.4"},
+        "packages": {
+            "jax-cuda12-plugin": "9.1.0.70",
+            "nvidia-cublas-cu12": "9.1.0.70",
+            "nvidia-cudnn-cu12": "9.1.0.70",
+            "nvidia-ml-py": "9.1.0.70",
+            "toy-framework": "1.2",
+        },
+        "variables": {
+            "CUDA_DEVICE_ORDER": None,
+            "CUDA_VISIBLE_DEVICES": "1",
+            "KERAS_BACKEND": "toyframework",
+            "KERAS_HOME": None,
+            "TOY_FLAGS": "a=1",
+            "COMPAT_VERIFY": "0",
+        },
+        "keras_json": {
+            "path": str(whole),
+            "exists": True,
+            "readable": True,
+            "content": {"floatx": "float32", "backend": "tensorflow"},
+        },
+        "drivers": {"nvidia": "535.104.05", "cuda": "12.2", "amdgpu": None, "rocm": None},
+        "gpus": [
+            {
+                "index": index,
+                "uuid": machine.uuids[index],
+                "name": name,
+                "memory_total": total * mebi,
+                "memory_used": used * mebi,
+                "utilization": busy,
+                "variable": "CUDA_VISIBLE_DEVICES",
+            }
+            for index, name, used, total, busy in [
+                (0, "NVIDIA H100 80GB HBM3", 1234, 81559, 56),
+                (1, "NVIDIA A100-SXM4-40GB", 0, 40960, 0),
+            ]
+        ],
+        "why_no_gpus": None,
+        "visible": {"text": "GPU 1", "entries": ["1"], "variable": "CUDA_VISIBLE_DEVICES"},
+        "ranks": None,
+        "engines": [],
+        "problems": [],
+    }
+    assert "toyframework" not in sys.modules
+
+
+def test_what_is_wrong_and_what_to_type(toy, site, machine, capsys, monkeypatch, tmp_path):
+    machine.plug(2)
+    site.install("Keras", "2.2.4")
+    site.install("keras-mxnet", "2.2.4.3")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1, 0")
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
+    monkeypatch.setattr(toy, "problems", lambda environ: ["A toy is broken."], raising=False)
+    path = tmp_path / ".keras" / "keras.json"
+    path.parent.mkdir()
+    path.write_text('{"backend": "toy"')
+    move = "mv {} {}".format(path, str(path) + ".wrong")
+    unreadable = {
+        "problem": "{} cannot be read: Expecting ',' delimiter: line 1 column 18 (char 17). Keras "
+        "would ignore it silently. Correct it, set KERAS_BACKEND, or move it away: {}".format(
+            path, move
+        ),
+        "command": move,
+    }
+    install = "pip uninstall -y keras keras-mxnet && pip install keras-mxnet==2.2.4.3"
+    others = [
+        {
+            "problem": "keras and keras-mxnet are both installed; they overwrite each other's "
+            "files. Uninstall both, then install one: " + install,
+            "command": install,
+        },
+        {
+            "problem": "CUDA_DEVICE_ORDER=FASTEST_FIRST: ids may mean other GPUs than in "
+            "nvidia-smi's listing. For the same ones: export CUDA_DEVICE_ORDER=PCI_BUS_ID",
+            "command": "export CUDA_DEVICE_ORDER=PCI_BUS_ID",
+        },
+        {
+            "problem": 'CUDA_VISIBLE_DEVICES="1, 0" contains a space, where CUDA stops reading; '
+            'compat reads it as "1,0". Corrected: export CUDA_VISIBLE_DEVICES=1,0',
+            "command": "export CUDA_VISIBLE_DEVICES=1,0",
+        },
+    ]
+    answer = found(capsys)
+    assert answer["backend"] is None and answer["keras_json"]["readable"] is False
+    assert answer["problems"] == [unreadable] + others
+
+    monkeypatch.setenv("KERAS_BACKEND", "toy")
+    answer = found(capsys)
+    broken = {"problem": "A toy is broken.", "command": None}
+    assert answer["backend"]["name"] == "toy"
+    assert answer["problems"] == [broken] + others[:1] + [unreadable] + others[1:]
+
+    status, out = main(capsys)
+    assert status == 1
+    assert "keras.json {} (unreadable)".format(path) in plain(out)
+    assert (
+        "problems    A toy is broken.\n"
+        "            keras and keras-mxnet are both installed; they overwrite each\n"
+        "              other's files. Uninstall both, then install one:\n"
+        "                pip uninstall -y keras keras-mxnet && pip install \\\n"
+        "                  keras-mxnet==2.2.4.3\n"
+    ) in out
+    assert out.endswith(
+        "            CUDA_DEVICE_ORDER=FASTEST_FIRST: ids may mean other GPUs than in\n"
+        "              nvidia-smi's listing. For the same ones:\n"
+        "                export CUDA_DEVICE_ORDER=PCI_BUS_ID\n"
+        '            CUDA_VISIBLE_DEVICES="1, 0" contains a space, where CUDA stops\n'
+        '              reading; compat reads it as "1,0". Corrected:\n'
+        "                export CUDA_VISIBLE_DEVICES=1,0\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "frameworks, asked, what",
+    [
+        (["toyframework"], "nothing", "unset KERAS_BACKEND"),
+        (["toyframework", "other"], "nothing", "export KERAS_BACKEND=other"),
+        (["toyframework", "other"], None, "export KERAS_BACKEND=other"),
+    ],
+)
+def test_how_to_name_another_backend(
+    toy, register, site, capsys, monkeypatch, frameworks, asked, what
+):
+    other = type(toy)()
+    other.name = other.framework = "other"
+    other.distributions = ("other",)
+    register(toy, other)
+    if "other" in frameworks:
+        site.install("other", "1.0")
+    if asked:
+        site.install("Keras", "2.2.4")
+        monkeypatch.setenv("KERAS_BACKEND", asked)
+    assert [each["command"] for each in found(capsys)["problems"]] == [what]
+
+
+def test_commands_can_be_pasted():
+    quoted = "mv '/a folder/with/a/long/name/keras.json' '/a folder/with/a/long/name/keras.wrong'"
+    lines = environment_text._command_lines(quoted, 60)
+    assert lines == [
+        "    mv '/a folder/with/a/long/name/keras.json' \\",
+        "      '/a folder/with/a/long/name/keras.wrong'",
+    ]
+    assert environment_text._command_lines("unset X", 60) == ["    unset X"]
+
+
+def test_long_lists_are_broken_at_commas(toy, capsys, monkeypatch):
+    uuids = ",".join("GPU-{}0000000-1111-2222-3333-444444444444".format(i) for i in range(3))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", uuids)
+    assert (
+        "variables   CUDA_VISIBLE_DEVICES=GPU-00000000-1111-2222-3333-444444444444,\n"
+        "              GPU-10000000-1111-2222-3333-444444444444,\n"
+        "              GPU-20000000-1111-2222-3333-444444444444\n"
+    ) in main(capsys)[1]
+
+
+def test_gpus_without_nvidia_smi(toy, capsys, monkeypatch):
+    monkeypatch.setattr(_devices, "discover", lambda: [_devices.GPU(0)])
+    known = "GPUs 0: nvidia-smi is missing or fails, so nothing more is known "
+    assert known + "visible GPU 0" in plain(main(capsys)[1])
+    monkeypatch.setattr(_devices, "discover", lambda: None)
+    assert "GPUs        unknown: nvidia-smi is missing or fails\n" in main(capsys)[1]
+
+
+def test_a_driver_that_does_not_work(toy, machine, capsys):
+    machine.plug(status=9)
+    assert found(capsys)["problems"] == [
+        {
+            "problem": "nvidia-smi fails (exit status 9): the driver does not work as it should, "
+            "and frameworks may find no GPU. Load it, or restart the machine where it was updated.",
+            "command": "sudo modprobe nvidia",
+        }
+    ]
+    assert main(capsys)[1].endswith("updated.\n                sudo modprobe nvidia\n")
+
+
+# Drivers --------------------------------------------------------------------------------------
+
+
+TABLES = {  # by the driver that printed them
+    "470.256.02": "| NVIDIA-SMI 470.256.02   Driver Version: 470.256.02   CUDA Version: 11.4     |",
+    "595.45.04": "| NVIDIA-SMI 595.45.04   KMD Version: 595.45.04   CUDA UMD Version: 13.2     |",
+}
+
+
+@pytest.mark.parametrize("driver, cuda", [("470.256.02", "11.4"), ("595.45.04", "13.2")])
+def test_drivers_by_nvidia_smi(machine, driver, cuda):
+    (machine.folder / "nvidia-smi").write_text("#!/bin/sh\necho '{}'\n".format(TABLES[driver]))
+    assert _discovery.drivers() == {"nvidia": driver, "cuda": cuda, "amdgpu": None, "rocm": None}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023",
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  535.104.05  Release Build  (d@c)",
+    ],
+)
+def test_drivers_by_files(machine, line, tmp_path):
+    machine.plug(status=9)
+    (tmp_path / "_DRIVER_VERSION").write_text(line + "\nGCC version:  gcc version 12.2.0\n")
+    (tmp_path / "_AMDGPU_VERSION").write_text("6.10.5\n")
+    (tmp_path / "_ROCM_VERSION").write_text("6.3.1-48\n")
+    assert _discovery.drivers() == {
+        "nvidia": "535.104.05",
+        "cuda": None,
+        "amdgpu": "6.10.5",
+        "rocm": "6.3.1-48",
+    }
+
+
+# Ranks ----------------------------------------------------------------------------------------
+
+
+def test_a_rank(toy, capsys, monkeypatch):
+    names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE".split()
+    for name, value in zip(names, "3412"):
+        monkeypatch.setenv(name, value)
+    assert found(capsys)["ranks"] == {
+        "launcher": "torchrun", "rank": 3, "size": 4, "local_rank": 1, "local_size": 2
+    }  # fmt: skip
+    assert "\nranks       rank 3 of 4, 1 of 2 on this machine (torchrun)\n" in main(capsys)[1]
+
+
+def test_the_evaluator(toy, capsys, monkeypatch):
+    config = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "evaluator", "index": 0}}
+    monkeypatch.setenv(clusters.TF_CONFIG, json.dumps(config))
+    line = "\nranks       none: this process evaluates what ranks save (TF_CONFIG)\n"
+    assert line in main(capsys)[1]
+
+
+def test_a_launcher_that_contradicts_itself_is_a_problem(toy, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    answer = found(capsys)
+    assert set(answer["ranks"].values()) == {None}
+    assert answer["problems"] == [
+        {
+            "problem": "The environment of RANK contradicts itself: RANK=2, WORLD_SIZE=2. Ranks "
+            "count from 0 and are fewer than the size. Start the script with its launcher again, "
+            "or set COMPAT_ALONE=1 to train alone.",
+            "command": "export COMPAT_ALONE=1",
+        }
+    ]
+    status, out = main(capsys)
+    assert status == 1 and "\nranks       unknown (see the problems)\n" in out
+    monkeypatch.setenv("COMPAT_ALONE", "1")
+    monkeypatch.setenv("COMPAT_TIMEOUT", "long")
+    answer = found(capsys)
+    assert answer["ranks"] is None
+    assert [each["command"] for each in answer["problems"]] == ["unset COMPAT_TIMEOUT"]
+
+
+# Engines --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def package(site):
+    """Install a package with files of its own, by their contents."""
+
+    def package(name, version, files):
+        site.install(name, version)
+        for path, content in dict(files, **{"__init__.py": b"raise SystemExit"}).items():
+            path = site.folder / name / path
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+
+    return package
+
+
+def test_engines(toy, site, package, machine, capsys):
+    package("horovod", "0.28.1", {"tensorflow/mpi_lib.cpython-37m-x86_64-linux-gnu.so": b""})
+    package("mpi4py", "3.1.6", {"MPI.cpython-37m-x86_64-linux-gnu.so": b"\0libmpi.so.40\0libc.so"})
+    package("jax", "0.4.30", {"_src/distributed.py": b""})
+    package("tensorflow", "2.15.1", {})
+    cmake = b'INTERFACE_COMPILE_DEFINITIONS "USE_DISTRIBUTED;USE_C10D_GLOO;USE_C10D_NCCL"'
+    package("torch", "2.5.1+cu121", {"share/cmake/Caffe2/Caffe2Targets.cmake": cmake})
+    mpirun = machine.folder / "mpirun"
+    mpirun.write_text("#!/bin/sh\n")
+    mpirun.chmod(0o755)
+    assert [str(engine) for engine in installed.engines()] == [
+        "Horovod 0.28.1, for tensorflow",
+        "jax.distributed 0.4.30, for jax, through gloo",
+        "mpi4py 3.1.6, for theano or cntk, through libmpi.so.40 (Open MPI), {}".format(mpirun),
+        "TF_CONFIG's cluster 2.15.1, for tensorflow",
+        "torch.distributed 2.5.1+cu121, for torch, through gloo or nccl",
+    ]
+    assert found(capsys)["engines"][2] == {
+        "name": "mpi4py",
+        "version": "3.1.6",
+        "frameworks": ["theano", "cntk"],
+        "through": ["libmpi.so.40"],
+        "launcher": str(mpirun),
+    }
+    site.install("jax-cuda12-plugin", "0.4.30")
+    assert installed.engines()[1].through == ["gloo", "nccl"]
+
+
+def test_an_engine_that_serves_no_framework(package):
+    package("horovod", "0.28.1", {"torch/__init__.py": b""})
+    package("tensorflow", "2.16.1", {})
+    assert [str(engine) for engine in installed.engines()] == ["Horovod 0.28.1, for no framework"]
+
+
+# The system -----------------------------------------------------------------------------------
+
+
+def test_the_real_system(monkeypatch, tmp_path):
+    monkeypatch.undo()
+    system = environment._system()
+    assert set(system) == set(SYSTEM)
+    assert system["machine"] == platform.machine()
+    assert 1 <= system["usable_cores"] <= system["cores"]
+    assert system["memory"] > 2**27
+    limit = tmp_path / "limit"
+    monkeypatch.setattr(environment, "_CGROUP_LIMITS", (str(tmp_path / "none"), str(limit)))
+    for content, expected in [
+        ("134217728\n", 2**27),
+        ("max\n", None),
+        ("9223372036854771712\n", None),  # none, as the first version says it
+    ]:
+        limit.write_text(content)
+        assert environment._memory_limit() == expected
+
+
+def test_names_of_packages_match_whole(site):
+    site.install("nvidia-cudnn-cu12", "9.1.0.70")
+    site.install("not-numpy", "1.0")
+    site.install("numpy", "1.26.4")
+    assert _distributions.matching("numpy|nvidia-.+") == {
+        "numpy": "1.26.4",
+        "nvidia-cudnn-cu12": "9.1.0.70",
+    }
+
+
+# In a process of its own ----------------------------------------------------------------------
+
+
+def test_no_backend_is_installed():
+    status, out, err = command("env")
+    assert (status, err) == (1, "")
+    out = plain(out)
+    assert " backend none (see the problems) versions no framework, no Keras packages none " in out
+    assert " keras.json {} (not there) ".format(os.path.expanduser("~/.keras/keras.json")) in out
+    assert out.endswith(" ranks none: this process is alone engines none problems " + (
+        NO_BACKEND.strip()[: -len(".")]  # it ends with what to type
+    ))  # fmt: skip
+
+
+def test_no_framework_is_imported_and_no_gpu_is_initialised(run, package, site):
+    """Those here end the process that imports them; numpy and NVML are the real ones."""
+    names = "keras tensorflow theano mxnet cntk jax torch horovod mpi4py".split()
+    for name in names:
+        package(name, "1.0", {})
+    program = """\
+        import sys
+        sys.path.insert(0, sys.argv[1])
+        from compat import __main__
+        __main__.main(["env", "--json"])
+        assert "compat._engines.installed" in sys.modules
+        assert not set(sys.argv[2:] + ["numpy"]) & set(sys.modules)
+        with open("/proc/self/maps") as file:
+            assert "libcuda" not in file.read()
+        """
+    answer = json.loads(run(program, str(site.folder), *names))
+    assert {engine["name"] for engine in answer["engines"]} >= {"Horovod", "mpi4py"}
