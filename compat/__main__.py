@@ -160,6 +160,11 @@ def _parser():
         metavar="N",
         help="of a script: as so many ranks the second time (default: 2; 0: not at all)",
     )
+    test.add_argument(
+        "--json",
+        action="store_true",
+        help="print the outcome as one JSON object, and all else to stderr",
+    )
     _add_script(test)
     test.set_defaults(run=_test, parser=test)
 
@@ -269,16 +274,28 @@ def _run(arguments):
 
 def _test(arguments):
     script = _script(arguments)
+    if arguments.ranks is not None and not script:
+        arguments.parser.error("argument -n: a script is needed, or -m and a module")
+    if arguments.json:
+        from ._commands import outcome  # for start-up time
+
+        with outcome.printed() as filled:
+            return _compare(arguments, script, filled)
+    return _compare(arguments, script, None)
+
+
+def _compare(arguments, script, outcome):
+    """The exit status; ``outcome`` is a dictionary to be filled, or None."""
     if script:
         from ._commands import verify_script  # for start-up time
 
-        same = verify_script.run(script, arguments.devices, arguments.backend, arguments.ranks)
-        return 0 if same else 1
-    if arguments.ranks is not None:
-        arguments.parser.error("argument -n: a script is needed, or -m and a module")
-    from ._commands import selftest  # for start-up time
+        same = verify_script.run(
+            script, arguments.devices, arguments.backend, arguments.ranks, outcome=outcome
+        )
+    else:
+        from ._commands import selftest  # for start-up time
 
-    same = selftest.run(arguments.devices, arguments.backend, arguments.simulate)
+        same = selftest.run(arguments.devices, arguments.backend, arguments.simulate, outcome)
     return 0 if same else 1
 
 

@@ -3,6 +3,7 @@
 ``compat test`` trains, so its tests run with each real backend: ``compat.testing``.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -75,7 +76,12 @@ def test_test_of_a_module(monkeypatch):
     from compat._commands import run_script, verify_script
 
     asked = []
-    monkeypatch.setattr(verify_script, "run", lambda *arguments: asked.append(arguments) or True)
+
+    def run(*arguments, outcome):
+        asked.append(arguments)
+        return outcome is None
+
+    monkeypatch.setattr(verify_script, "run", run)
     assert __main__.main(["test", "-n", "0", "-m", "package.train", "--epochs", "3"]) == 0
     assert asked == [(["-m", "package.train", "--epochs", "3"], None, None, 0)]
     assert run_script.name_of(asked[0][0]) == "package.train"
@@ -170,6 +176,56 @@ def test_test_says_what_each_device_did(verified_toy, capsys, monkeypatch, works
     else:
         expected += "  cpu:1: 0 + 0\nNOT on all devices: 1 of 2 worked.\n"
     assert capsys.readouterr().out.partition("warnings   none\n")[2] == expected
+
+
+def test_test_as_json(verified_toy, capfd, monkeypatch):
+    from compat._commands import selftest
+
+    monkeypatch.setattr(selftest, "BATCHES", (64, 1))
+    monkeypatch.setattr(
+        selftest, "_train", lambda *arguments: os.write(1, b"a library\n") and float("nan")
+    )
+    assert __main__.main(["test", "--json", "--devices", "2", "--simulate"]) == 0
+    out, err = capfd.readouterr()
+    losses = [None, None]  # JSON has no NaN
+    assert json.loads(out) == {
+        "same": True,
+        "error": None,
+        "backend": "toy",
+        "devices": ["cpu:0", "cpu:1"],
+        "tolerance": 1e-05,
+        "steps": [
+            {"rows": 64, "losses": losses, "difference": 0.0},
+            {"rows": 1, "losses": losses, "difference": 0.0},
+        ],
+        "products": {"cpu:0": [1, 2], "cpu:1": [1, 2]},
+    }
+    assert err.count("a library\n") == 4 and "  cpu:1: 1 + 2\n" in err
+    print("again")
+    assert capfd.readouterr() == ("again\n", "")
+
+
+def test_test_as_json_where_nothing_can_be_compared():
+    status, out, err = command("test", "--json")
+    assert (status, err) == (2, "compat test: " + NO_BACKEND)
+    assert json.loads(out) == {"same": None, "error": NO_BACKEND.rstrip("\n")}
+
+
+def test_test_of_a_script_as_json(toy, capfd, monkeypatch, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("print('my own'); raise SystemExit(3)")
+    monkeypatch.setenv("PYTHONPATH", ROOT)
+    assert __main__.main(["test", "--json", "-n", "0", str(script)]) == 1
+    out, err = capfd.readouterr()
+    assert json.loads(out) == {
+        "same": False,
+        "error": None,
+        "backend": "toy",
+        "script": str(script),
+        "simulated": {"devices": 3, "status": 3, "models": [], "same": False},
+        "ranks": None,
+    }
+    assert "my own\n" in err and "The script ended with exit status 3.\n" in err
 
 
 def test_test_needs_as_many_devices_as_were_asked_for(verified_toy, monkeypatch):

@@ -10,24 +10,27 @@ BATCHES = (64, 61, 13, 2, 1)
 TOLERANCE = 1e-5  # the largest difference of a weight that still counts as rounding
 
 
-def run(devices=None, backend=None, simulate=False):
+def run(devices=None, backend=None, simulate=False, outcome=None):
     """Configure, train twice side by side, and print the comparison as it goes.
 
     Arguments:
         devices: how many, or None for all GPUs, or 3 simulated ones where there are not two.
         backend: its name, or None for the one that Keras would use.
         simulate: use CPU devices even where there are GPUs enough.
+        outcome: a dictionary that gets what is printed, with the keys of docs/command-line.md.
 
     Returns:
         Whether the weights were the same, to ``TOLERANCE``, after every step, and every device
         worked, forward and backward.
     """
+    outcome = {} if outcome is None else outcome
     # Tensor cores round float32 to ten bits of mantissa, differently for each batch size.
     os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
     os.environ.update(_detect.choose(backend, typed=True)[0].recording)
     configuration = _configure(devices, backend, simulate)
     _say(configuration)
     count = len(configuration.devices)
+    outcome.update(backend=configuration.backend, devices=list(configuration.devices))
     if count < (devices or 2):
         raise errors.DevicesNotFoundError(
             "{} devices are needed for the comparison, but the framework shows {}.".format(
@@ -42,15 +45,17 @@ def run(devices=None, backend=None, simulate=False):
             configuration.devices[0], count
         )
     )
-    same = _compare(single, several, count)
-    return _show_where(configuration.devices) and same
+    same = _compare(single, several, count, outcome)
+    outcome["same"] = _show_where(configuration.devices, outcome) and same
+    return outcome["same"]
 
 
-def _show_where(devices):
+def _show_where(devices, outcome):
     """Print where the first step's products ran; whether each device had its part."""
     ran = {}
     for record in _verification.records():
         ran = record.operations
+    outcome["products"] = {device: list(ran.get(device, (0, 0))) for device in devices}
     worked = [d for d in devices if min(ran.get(d, (0, 0))) > 0]
     _say("\nMatrix products of a step that each device ran, forward + backward:")
     for device in devices:
@@ -91,11 +96,12 @@ def _dense(keras):
     return keras.models.Model(inputs, keras.layers.Dense(4, activation="sigmoid")(hidden))
 
 
-def _compare(single, several, count):
+def _compare(single, several, count, outcome):
     import numpy as np
 
     random = np.random.RandomState(0)
     same = True
+    outcome.update(tolerance=TOLERANCE, steps=[])
     _say("step  rows  loss on 1  loss on {:<2} largest difference of a weight".format(count))
     for step, rows in enumerate(BATCHES, 1):
         inputs = random.normal(size=(rows, 8)).astype("float32")
@@ -105,6 +111,7 @@ def _compare(single, several, count):
             float(np.max(np.abs(one - other)))
             for one, other in zip(single.get_weights(), several.get_weights())
         )
+        outcome["steps"].append({"rows": rows, "losses": losses, "difference": difference})
         same = same and difference <= TOLERANCE  # False for NaN, too
         _say("{:4}  {:4}  {:9.7f}  {:10.7f}  {:.1e}".format(step, rows, *losses + [difference]))
     verdict = "The same: no weight ever differs" if same else "NOT the same: a weight differs"

@@ -13,7 +13,7 @@ from . import run_script
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import List, Optional
+    from typing import Any, Dict, List, Optional
 
 RANKS = 2
 
@@ -24,6 +24,7 @@ def run(
     backend: "Optional[str]" = None,
     ranks: "Optional[int]" = None,
     steps: int = 3,
+    outcome: "Optional[Dict[str, Any]]" = None,
 ) -> bool:
     """Run a script as it is, twice, and print a verdict on what was verified.
 
@@ -33,6 +34,7 @@ def run(
         backend: its name; None: the one that Keras would use.
         ranks: as how many ranks the second time; None: 2; 0: not at all.
         steps: how many training steps of each model are verified.
+        outcome: a dictionary that gets what is printed, with the keys of docs/command-line.md.
 
     Returns:
         Whether several devices did what one does, and ranks stayed the same, wherever that could
@@ -45,6 +47,7 @@ def run(
     if script[0] != "-m" and not os.path.isfile(script[0]):
         raise errors.no_script(script[0])
     devices = devices or 3
+    outcome = {} if outcome is None else outcome
     chosen, _ = _detect.choose(backend, os.environ, typed=True)
     environ = dict(os.environ, COMPAT_VERIFY=str(steps))
     environ.update(chosen.recording)
@@ -53,16 +56,18 @@ def run(
     other = _by_path.shadow(os.path.dirname(os.path.realpath(script[0])), {})
     if other:
         _say(errors.shadowed(run_script.name_of(script), other))
-    lines, same = _on_replicas(script, environ, chosen, devices)
+    outcome.update(backend=chosen.name, script=run_script.name_of(script), ranks=None)
+    lines, same = _on_replicas(script, environ, chosen, devices, outcome)
     if ranks != 0 and type(chosen).distribute is not Backend.distribute:
-        more, also = _as_ranks(script, environ, chosen, ranks or RANKS)
+        more, also = _as_ranks(script, environ, chosen, ranks or RANKS, outcome)
         lines += [""] + more
         same = same and also
+    outcome["same"] = same
     print("\n".join(["", "-" * 72] + lines), flush=True)
     return same
 
 
-def _on_replicas(script, environ, chosen, devices):
+def _on_replicas(script, environ, chosen, devices, outcome):
     """The lines of the verdict on simulated devices, and whether it is good."""
     _say("{} on {} simulated devices ({})".format(run_script.name_of(script), devices, chosen.name))
     environ = dict(environ, COMPAT_SIMULATE=str(devices))
@@ -85,16 +90,18 @@ def _on_replicas(script, environ, chosen, devices):
     if status and not any(record["failure"] for record in records):
         same = False
         lines.append("The script ended with exit status {}.".format(status))
+    outcome["simulated"] = {"devices": devices, "status": status, "models": records, "same": same}
     lines.append("The same on several devices." if same else "NOT the same on several devices.")
     return lines, same
 
 
-def _as_ranks(script, environ, chosen, ranks):
+def _as_ranks(script, environ, chosen, ranks, outcome):
     """The lines of the verdict on ranks, and whether it is good."""
     _say("{} as {} ranks".format(run_script.name_of(script), ranks))
     command = _by_path.command("__main__") + ["run", "-n", str(ranks), "--gpus", "cpu"]
     command += ["--backend", chosen.framework]
     status, _ = _reported(command + script, environ)
+    outcome["ranks"] = {"size": ranks, "status": status, "same": not status}
     if status:
         return ["As {} ranks: NOT well, exit status {} (see above).".format(ranks, status)], False
     return ["As {} ranks: all ended well, with the same weights.".format(ranks)], True
