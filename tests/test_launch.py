@@ -421,3 +421,22 @@ def test_command_line(tmp_path):
         "Ranks of Theano and CNTK are started by mpirun, which is not on PATH. Install the MPI "
         "that mpi4py was compiled with: on Debian and Ubuntu, apt-get install openmpi-bin.\n"
     )
+
+
+ORPHAN = """\
+import os, time
+from compat._launch import rank_process
+before_exec = rank_process.dies_with_this_process()
+parent = os.getpid()
+if os.fork() == 0:
+    while os.getppid() == parent:
+        time.sleep(0.01)
+    before_exec()  # too late for the signal that it asks for
+    print("still running")
+"""
+
+
+def test_a_process_whose_starter_ends_before_it_begins_does_not_run():
+    """Else a rank that is ended at once leaves its script behind."""
+    environ = dict(os.environ, PYTHONPATH=ROOT)
+    assert subprocess.check_output([sys.executable, "-c", ORPHAN], env=environ, timeout=60) == b""

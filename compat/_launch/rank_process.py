@@ -19,7 +19,7 @@ from .. import _ranks
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, Dict, List, Optional, Tuple
+    from typing import Any, Callable, Dict, List, Optional, Tuple
 
 # Characters that no program prints by chance: ASCII's record and unit separators.
 BEGIN, BETWEEN = "\x1e", "\x1f"
@@ -114,7 +114,7 @@ class _Rank:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=dict(os.environ, PYTHONUNBUFFERED="1", **_gpus(os.environ)),
-            preexec_fn=die_with_parent,
+            preexec_fn=dies_with_this_process(),
         )
 
         def terminate(signum, frame):
@@ -223,6 +223,18 @@ def die_with_parent():
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     except (ImportError, OSError, AttributeError):
         pass
+
+
+def dies_with_this_process() -> "Callable[[], None]":
+    """A ``preexec_fn``: what is started is killed when this process ends in any way."""
+    parent = os.getpid()
+
+    def before_exec():
+        die_with_parent()
+        if os.getppid() != parent:  # it ended before it was asked for its death
+            os._exit(1)
+
+    return before_exec
 
 
 def main(command: "List[str]") -> int:

@@ -22,7 +22,7 @@ import time
 
 from .. import _by_path, _ranks
 from .._ranks import clusters
-from .rank_process import die_with_parent
+from .rank_process import dies_with_this_process
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -154,7 +154,10 @@ def start_here() -> int:
         environ = dict(os.environ, **place)
         processes.append(
             subprocess.Popen(
-                task["command"], stdin=subprocess.DEVNULL, env=environ, preexec_fn=die_with_parent
+                task["command"],
+                stdin=subprocess.DEVNULL,
+                env=environ,
+                preexec_fn=dies_with_this_process(),
             )
         )
     try:

@@ -177,7 +177,7 @@ def launch(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,
-        preexec_fn=rank_process.die_with_parent,
+        preexec_fn=rank_process.dies_with_this_process(),
     )
     try:
         for line in _lines(launcher, ranks, told, elsewhere):
