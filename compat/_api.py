@@ -154,11 +154,12 @@ def _parallelize_compiled(model):
 
 
 def note_by_hand(model: "Any") -> "Any":
-    """Note that the script has chosen this model's devices, and return the model."""
-    from . import _automatic, _keras  # for start-up time
+    """Note, where it matters, that the script has chosen this model's devices; return the model."""
+    if process.parallelizes_compiled:
+        from . import _automatic, _keras  # for start-up time
 
-    if _keras.keras_of(model) is not None:
-        vars(model)[_automatic.BY_HAND] = True  # by setattr Keras would track it
+        if _keras.keras_of(model) is not None:
+            vars(model)[_automatic.BY_HAND] = True  # by setattr Keras would track it
     return model
 
 

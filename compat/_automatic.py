@@ -5,6 +5,7 @@ import os
 import threading
 
 from . import _keras, _on_import, _patching, _wrappers, errors
+from ._process import process
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ def install(backend: "Backend", parallelize: "Callable[[Any], Any]") -> None:
     Arguments:
         backend: the one that was configured.
     """
+    process.parallelizes_compiled = True
     environ = {name: os.environ.get(name) for name in backend.variables}
 
     def before_compile(model, arguments):

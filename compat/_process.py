@@ -22,6 +22,7 @@ class Process:
         engines: what its ranks talk through, by class: a process joins each once.
         configured_by: the command that configured this process before its script began; a call in
             the script then changes nothing. None: the script's own call does.
+        parallelizes_compiled: whether Keras models are parallelized when they are compiled.
         on_parallelized: called with the name of each model that is parallelized, and where it runs.
         configuring: held while one thread configures.
     """
@@ -31,6 +32,7 @@ class Process:
         self.configuration: "Optional[Configuration]" = None
         self.first_call: "Any" = None
         self.configured_by: "Optional[str]" = None
+        self.parallelizes_compiled = False
         self.on_parallelized: "Callable[[str, str], None]" = lambda model, where: None
         self.parallelized_before: "List[Tuple[str, List[str]]]" = []
         self.claims: "Dict[str, int]" = {}

@@ -12,6 +12,7 @@ import pytest
 import compat
 
 from .. import _api, _automatic, _on_import, _patching
+from .._process import process
 from .contract import BackendContract
 from .models import CASES, DEVICES, initialise, optimizer
 from .ranks.programs import UNCHANGED
@@ -30,6 +31,7 @@ def compiled_on_all_devices(backend):
             if patch not in before:
                 patch.take_back()
         _on_import.forget()
+        process.parallelizes_compiled = False
 
 
 class AutomaticContract(BackendContract):
