@@ -25,7 +25,10 @@ from .test_tensorflow2 import (
 @pytest.fixture(scope="module")
 def keras():
     compat.configure_gpu(simulate=DEVICES)
-    return keras_under_test()
+    keras = keras_under_test()
+    yield keras
+    # After fit() under a strategy, TensorFlow 2.0 goes on in the training phase.
+    keras.backend.clear_session()
 
 
 # Functions that are run as one operation, and loops.
