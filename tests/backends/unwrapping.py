@@ -4,6 +4,7 @@
 of the graph run on the CPU.
 """
 
+import inspect
 import os
 import re
 import sys
@@ -74,7 +75,9 @@ def of_compat(keras, model, monkeypatch):
 
 WRAPPERS = [make_parallel, of_compat]
 if hasattr(KERAS.utils, "multi_gpu_model"):
-    WRAPPERS = [multi_gpu_model, relocated, merged_on_gpu] + WRAPPERS
+    if "cpu_merge" in inspect.signature(KERAS.utils.multi_gpu_model).parameters:  # Keras 2.1.6
+        WRAPPERS = [relocated, merged_on_gpu] + WRAPPERS
+    WRAPPERS = [multi_gpu_model] + WRAPPERS
 
 
 def sequential(keras):
