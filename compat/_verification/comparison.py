@@ -7,6 +7,7 @@ _UNITS = 2.0**10
 _MARGIN = 16.0
 # What one device repeats no better than this, relative to its size, cannot be compared.
 _RANDOM = 2e-3
+_NOT_REPEATED = "one device does not repeat it"
 
 EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 # Types of fewer digits sum in a wider one, and round each result once.
@@ -43,8 +44,18 @@ class Comparison:
 
     def compare(self, found):
         for label in sorted(self.expected, key=_order):
-            if not self.step.is_random(label):
+            # An accuracy over a few rows may repeat itself by chance.
+            if label.startswith("metric") and self._is_random():
+                self.incomparable[label] = _NOT_REPEATED
+            elif not self.step.is_random(label):
                 self._compare(label, found.get(label))
+
+    def _is_random(self):
+        """Whether one device does not repeat an output or the loss, which metrics are made from."""
+        return any(
+            label.startswith(("output", "the loss")) and why == _NOT_REPEATED
+            for label, why in self.incomparable.items()
+        )
 
     def _compare(self, label, found):
         import numpy as np
@@ -77,10 +88,10 @@ class Comparison:
                 stored = 4 * EPS.get(str(before.dtype), EPS["bfloat16"]) * _largest(base)
             limit = rounding(self.step.dtype) * largest + stored + _MARGIN * spread
             if spread > max(_RANDOM, 4 * rounding(self.step.dtype)) * largest + stored:
-                self.incomparable[label] = "one device does not repeat it"
+                self.incomparable[label] = _NOT_REPEATED
                 return
         elif spread:
-            self.incomparable[label] = "one device does not repeat it"
+            self.incomparable[label] = _NOT_REPEATED
             return
         self.compared += 1
         if label.startswith(_TELLING) and (before is None or largest):
