@@ -7,6 +7,8 @@ _UNITS = 2.0**10
 _MARGIN = 16.0
 # What one device repeats no better than this, relative to its size, cannot be compared.
 _RANDOM = 2e-3
+# Units in the last place that one device repeats its outputs to, where sums are in any order.
+_REPEATED = 2.0**6
 _NOT_REPEATED = "one device does not repeat it"
 
 EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
@@ -28,27 +30,26 @@ class Comparison:
             changed.
         expected: values after it on one device.
         others: values after it on one device, done again.
+        is_random: whether the step is. Metrics and updates may then repeat themselves by chance:
+            an accuracy over a few rows, or Adam's first update, of which only the sign varies.
     """
 
-    def __init__(self, step, start, expected, others):
+    def __init__(self, step, start, expected, others, is_random=False):
         self.step = step
         self.start = start
         self.expected = expected
         self.others = others
+        self.is_random = is_random
         self.differing = []  # type: list  # of (label, difference, limit, ratio)
         self.incomparable = {}  # type: dict  # label -> why
         self.compared = 0
         self.telling = 0  # those compared that would tell of a wrong gradient or output
         self.telling_weights = 0
         self.largest = (0.0, "")
-        # Whether on one device an output or the loss, which metrics are made from, varies by more
-        # than rounding.
-        self._varies = False
 
     def compare(self, found):
         for label in sorted(self.expected, key=_order):
-            # An accuracy over a few rows may repeat itself by chance.
-            if label.startswith("metric") and self._varies:
+            if self.is_random and label.startswith(_AFTER_THE_LOSS):
                 self.incomparable[label] = _NOT_REPEATED
             elif not self.step.is_random(label):
                 self._compare(label, found.get(label))
@@ -82,9 +83,7 @@ class Comparison:
             stored = 0.0
             if before is not None:
                 stored = 4 * EPS.get(str(before.dtype), EPS["bfloat16"]) * _largest(base)
-            limit = rounding(self.step.dtype) * largest + stored
-            self._varies |= label.startswith(("output", "the loss")) and spread > limit
-            limit += _MARGIN * spread
+            limit = rounding(self.step.dtype) * largest + stored + _MARGIN * spread
             if spread > max(_RANDOM, 4 * rounding(self.step.dtype)) * largest + stored:
                 self.incomparable[label] = _NOT_REPEATED
                 return
@@ -115,6 +114,18 @@ class Comparison:
 
 _ORDER = ("output", "the loss", "metric", "state", "gradient", "weight", "slot")
 _TELLING = ("output", "the loss", "gradient", "weight")
+_AFTER_THE_LOSS = ("metric", "gradient", "weight", "slot")
+
+
+def is_random(dtype, expected, again):
+    """Whether one device comes to other outputs or another loss from the same weights."""
+    limit = _REPEATED * EPS.get(dtype, EPS["float32"])
+    for label in expected:
+        if label.startswith(("output", "the loss")):
+            first, second = _as_float(expected[label]), _as_float(again[label])
+            if first.shape != second.shape or _largest(second - first) > limit * _largest(first):
+                return True
+    return False
 
 
 def _order(label):

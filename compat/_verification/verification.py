@@ -4,7 +4,7 @@ import contextlib
 
 from .. import errors
 from . import report
-from .comparison import EPS, Comparison, cause_of
+from .comparison import EPS, Comparison, cause_of, is_random
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -67,7 +67,8 @@ class Verification:
                     # Another look at how rounding is amplified: an alarm must never be false.
                     for seed in (1, 2, 3):
                         comparison.others.append(self._again(step, start, seed))
-                    comparison = Comparison(step, start, expected, comparison.others)
+                    random = is_random(step.dtype, expected, self._again(step, start, None))
+                    comparison = Comparison(step, start, expected, comparison.others, random)
                     comparison.compare(found)
                 if comparison.differing:
                     raise self._difference(kind, step, start, comparison)
@@ -88,7 +89,11 @@ class Verification:
         return given
 
     def _again(self, step, start, seed=0):
-        """The step on one device once more, where its weights are off by rounding."""
+        """The step on one device once more, where its weights are off by rounding.
+
+        Arguments:
+            seed: of how they are off; None: they are as before.
+        """
         import numpy as np
 
         random = np.random.RandomState(seed)
@@ -99,7 +104,7 @@ class Verification:
             if step.is_random(label):
                 continue  # goes on from the step before
             moved[label] = value
-            if step.is_weight(label) and value.dtype.kind == "f":
+            if seed is not None and step.is_weight(label) and value.dtype.kind == "f":
                 unit = max(EPS.get(str(value.dtype), 2.0**-7), coarse)
                 signs = random.choice([-4.0, 4.0], size=value.shape) * unit
                 moved[label] = (value * (1.0 + signs)).astype(value.dtype)
