@@ -265,6 +265,13 @@ class Backend:
         """
         raise _no_ranks(self.name)
 
+    def memory_peaks(self) -> "Dict[str, int]":
+        """The most memory that the framework has taken of each GPU, in bytes, by its name.
+
+        Empty where the framework does not tell. Called when the process has been configured.
+        """
+        return {}
+
     def problems(self, environ: "Mapping[str, str]") -> "List[str]":
         """What is wrong with this environment for this backend, a text each. Pure.
 
