@@ -116,9 +116,13 @@ class Report:
                 "No batch was counted: model {!r} runs on one device, {}, so none was split over "
                 "devices.".format(model, where)
             )
+        if any(each.rank is not None for each in self.devices):
+            return "No batch was counted: model {!r} runs as {}, and was not trained.".format(
+                model, where
+            )
         return (
-            "No batch was counted: model {!r} runs on {}, and was neither trained nor "
-            "called.".format(model, where)
+            "No batch was split: model {!r} was given {}, and was never trained or called, or ran "
+            "in one piece.".format(model, where)
         )
 
     def as_dict(self) -> "Dict[str, Any]":

@@ -38,7 +38,8 @@ class ReportContract(BackendContract):
         model = self.compiled(keras, "dense", parallel=True)
         report = compat.report()
         assert [each.device for each in report.devices] == configuration.devices
-        assert report.verdict.startswith("No batch was counted: model ")
+        assert report.verdict.startswith("No batch was split: model ")
+        assert not report.all_worked
         batches = [16, 16, 16, 13]
         model.fit(inputs, targets, batch_size=16, epochs=2, shuffle=False, verbose=0)
         trained = [2 * sum(part) for part in zip(*map(self.sizes_of, batches))]

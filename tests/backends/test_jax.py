@@ -16,7 +16,8 @@ os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # isort: split
 import jax
 
 import compat
-from compat._backends.jax import JAX, _fraction, _name, backend, op_placement
+from compat._backends.jax import JAX, _fraction, backend, op_placement
+from compat._backends.jax.sharding import device_name
 from compat._devices import Devices, choose
 from compat._selection import parse_gpus
 from compat._settings import Memory, Settings

@@ -4,6 +4,8 @@ import functools
 import re
 
 from ... import _replicas, _work, errors
+from ..._process import process
+from . import op_placement
 
 # What TensorFlow calls what runs a part of the batch, and what puts the parts together.
 _OF_REPLICAS = re.compile(r"\breplica_\d|rows_in_order|mean_by_rows")
@@ -51,6 +53,8 @@ def _explaining(kind):
 def _count(function, inputs, rows):
     _, replicas, training = vars(function)["_compat_divided"]
     devices, sizes = replicas.devices, None
+    if process.configuration is not None:
+        devices = op_placement.as_configured(devices, process.configuration.devices)
     if rows:
         sizes = _replicas.sizes(next(iter(rows.values())), len(devices))
     elif not replicas.part.divided and inputs and getattr(inputs[0], "shape", None):
