@@ -2,7 +2,7 @@
 
 import textwrap
 
-from . import _work
+from . import _work, errors
 from ._process import process
 
 TYPE_CHECKING = False
@@ -21,7 +21,6 @@ class DeviceUse:
         rows: how many rows it has computed of the batches of parallelized models.
         training_rows: how many of these were training.
         steps: batches of which it has computed rows.
-        busy: the share of time in which it was busy, while some steps were profiled; or None.
         memory_peak: the most memory of its GPU that the framework has taken, in bytes; or None.
         load: how busy the driver says that the GPU is, a share, at the time of the report; or None.
         idle: why it has computed no rows, a phrase; None where it has.
@@ -34,7 +33,6 @@ class DeviceUse:
         rows: int = 0,
         training_rows: int = 0,
         steps: int = 0,
-        busy: "Optional[float]" = None,
         memory_peak: "Optional[int]" = None,
         load: "Optional[float]" = None,
         idle: "Optional[str]" = None,
@@ -44,7 +42,6 @@ class DeviceUse:
         self.rows = rows
         self.training_rows = training_rows
         self.steps = steps
-        self.busy = busy
         self.memory_peak = memory_peak
         self.load = load
         self.idle = idle
@@ -60,36 +57,52 @@ class Report:
         devices: a ``DeviceUse`` for each configured device; or for each rank.
         models: where each parallelized model runs, by its name.
         not_told: batches whose rows are not known.
+        absent: ranks that ended without a report.
     """
 
     def __init__(
-        self, devices: "Sequence[DeviceUse]", models: "Mapping[str, str]", not_told: int = 0
+        self,
+        devices: "Sequence[DeviceUse]",
+        models: "Mapping[str, str]",
+        not_told: int = 0,
+        absent: "Sequence[int]" = (),
     ) -> None:
         self.devices = list(devices)
         self.models = dict(models)
         self.not_told = not_told
+        self.absent = list(absent)
 
     @property
     def all_worked(self) -> bool:
         """Whether every device has computed rows."""
-        return bool(self.devices) and all(each.rows for each in self.devices)
+        return bool(self.devices) and not self.absent and all(each.rows for each in self.devices)
 
     @property
     def verdict(self) -> str:
         """Whether every device was used, in a sentence or two; derived from what ran."""
+        said = self._said()
+        if self.absent:
+            said += " No report came from {}: ended by a signal, or by its machine.".format(
+                errors.numbered_ranks(self.absent)
+            )
+        return said
+
+    def _said(self):
         uses, several = self.devices, len(self.devices) > 1
         if not any(each.rows for each in uses):
             return self._nothing_counted()
         word = "devices" if uses[0].rank is None else "ranks"
         rows = sorted(each.rows for each in uses if each.rows)
-        if self.all_worked:
-            who = "All {} {}".format(len(uses), word) if several else "The device"
+        if all(each.rows for each in uses):
+            who = "All {} {}".format(len(uses), word) if several else str(uses[0])
+            if self.absent:
+                who = "{} of {} {}".format(len(uses), len(uses) + len(self.absent), word)
             many = "{:,} rows".format(rows[0])
             if rows[0] != rows[-1]:
                 many = "{:,} to {:,} rows".format(rows[0], rows[-1])
             said = "{} worked: {}{}.".format(who, many, " each" if several else "")
         else:
-            said = "Only {} of {} {} worked.".format(len(rows), len(uses), word)
+            said = "Only {} of {} {} worked.".format(len(rows), len(uses) + len(self.absent), word)
             reasons = {}  # type: Dict[str, List[str]]
             for each in uses:
                 if each.idle:
@@ -131,6 +144,7 @@ class Report:
             "devices": [dict(vars(each)) for each in self.devices],
             "models": dict(self.models),
             "not_told": self.not_told,
+            "absent": list(self.absent),
             "all_worked": self.all_worked,
             "verdict": self.verdict,
         }
@@ -147,14 +161,18 @@ class Report:
         return "\n".join(_table(self.devices) + textwrap.wrap(self.verdict, WIDTH))
 
 
-def joined(reports: "Sequence[Mapping[str, Any]]") -> "Report":
-    """The report of several ranks, from that of each (``as_dict()``)."""
+def joined(reports: "Sequence[Mapping[str, Any]]", absent: "Sequence[int]" = ()) -> "Report":
+    """The report of several ranks, from that of each (``as_dict()``).
+
+    Arguments:
+        absent: ranks that have left none.
+    """
     uses = [DeviceUse(**each) for report in reports for each in report["devices"]]
     models = {}  # type: Dict[str, str]
     for report in reports:
         models.update(report["models"])
     not_told = sum(report["not_told"] for report in reports)
-    return Report(sorted(uses, key=lambda each: each.rank or 0), models, not_told)
+    return Report(sorted(uses, key=lambda each: each.rank or 0), models, not_told, absent)
 
 
 def _not_told(batches):
@@ -171,7 +189,6 @@ def _table(uses):
         ("rows", ["{:,}".format(each.rows) for each in uses]),
         ("in training", ["{:,}".format(each.training_rows) for each in uses]),
         ("steps", ["{:,}".format(each.steps) for each in uses]),
-        ("busy", [_share(each.busy) for each in uses]),
         ("memory peak", [_mebibytes(each.memory_peak) for each in uses]),
         ("load", [_share(each.load) for each in uses]),
     ]
@@ -215,7 +232,9 @@ def of_this_process(
         memory_peaks: of GPUs, by their names, in bytes.
         loads: of the configured devices.
     """
-    uses = [DeviceUse(name, rank) for name in names[: None if rank is None else 1]]
+    if rank is not None:
+        names = list(names[:1]) or ["-"]
+    uses = [DeviceUse(name, rank) for name in names]
     by_name = {each.device: each for each in uses}
     not_told, seen = 0, {}  # type: Any
     for (devices, sizes, training), number in sorted(_work.batches().items(), key=str):

@@ -241,7 +241,7 @@ class Backend:
         Arguments:
             job: how many ranks, in which interpreter and environment, on which machines.
         """
-        raise _no_ranks(self.name)
+        raise errors.no_ranks(self.name)
 
     def join(self, place: "Place") -> None:
         """Join the other ranks, before a model is built, if the engine cannot be joined later.
@@ -263,7 +263,7 @@ class Backend:
             model: as for ``parallelize``.
             place: this process's place among them.
         """
-        raise _no_ranks(self.name)
+        raise errors.no_ranks(self.name)
 
     def memory_peaks(self) -> "Dict[str, int]":
         """The most memory that the framework has taken of each GPU, in bytes, by its name.
@@ -279,12 +279,3 @@ class Backend:
         env`` takes it: ``X is set: unset X``.
         """
         return []
-
-
-def _no_ranks(backend):
-    return errors.unsupported(
-        backend,
-        "train as one of several ranks yet",
-        "Start the script without a launcher (compat run without -n); parallelize() then uses "
-        "the devices of one process.",
-    )
