@@ -7,7 +7,6 @@ import pytest
 import compat
 
 from .. import _replicas
-from .._process import process
 from .contract import BackendContract
 from .models import CASES, DEVICES
 from .spans import span
@@ -19,17 +18,6 @@ class ReportContract(BackendContract):
     def sizes_of(self, rows):
         """How many rows of a batch each device computes."""
         return _replicas.sizes(rows, DEVICES)
-
-    @pytest.fixture
-    def counted_anew(self, monkeypatch):
-        """Only what this test computes is counted."""
-
-        def forget():
-            monkeypatch.setattr(process, "batches", {})
-            monkeypatch.setattr(process, "graph_counters", {})
-
-        forget()
-        return forget
 
     @span
     @pytest.mark.row("compat.report()")
