@@ -97,7 +97,7 @@ class Report:
             who = "All {} {}".format(len(uses), word) if several else str(uses[0])
             if self.absent:
                 who = "{} of {} {}".format(len(uses), len(uses) + len(self.absent), word)
-            many = "{:,} rows".format(rows[0])
+            many = _rows(rows[0])
             if rows[0] != rows[-1]:
                 many = "{:,} to {:,} rows".format(rows[0], rows[-1])
             said = "{} worked: {}{}.".format(who, many, " each" if several else "")
@@ -173,6 +173,10 @@ def joined(reports: "Sequence[Mapping[str, Any]]", absent: "Sequence[int]" = ())
         models.update(report["models"])
     not_told = sum(report["not_told"] for report in reports)
     return Report(sorted(uses, key=lambda each: each.rank or 0), models, not_told, absent)
+
+
+def _rows(number):
+    return "1 row" if number == 1 else "{:,} rows".format(number)
 
 
 def _not_told(batches):
@@ -267,7 +271,7 @@ def _why_idle(batches):
     fewest = min(len(devices) for devices, _ in batches)
     if largest < fewest:
         return "no batch had more than {}, too few for {} devices".format(
-            "1 row" if largest == 1 else "{:,} rows".format(largest), fewest
+            _rows(largest), fewest
         )
     if all(sum(map(bool, sizes)) == 1 for _, sizes in batches):
         return "one device computed whole batches, which could not be split"

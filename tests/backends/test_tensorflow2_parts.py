@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 import compat
+from compat import _replicas
 from compat._backends.tensorflow2.op_placement import BACKWARD, PRODUCTS, executed, short
 from compat.testing import DEVICES, in_span, initialise, keras_under_test, largest_difference, span
 
@@ -138,6 +139,25 @@ def test_native_model_runs_on_every_device(keras, build):
     found = products(executed(lambda: step(rows, targets)))
     assert set(found) == {"/cpu:0", "/cpu:1", "/cpu:2"}
     assert len(set(found.values())) == 1 and all(found["/cpu:1"]), found
+
+
+@pytest.mark.row("tf.Module and tf.function")
+@pytest.mark.parametrize("build", in_span([Plain, function], [function]))
+@pytest.mark.parametrize("eagerly", [False, True])
+def test_report_says_what_each_device_did(keras, build, eagerly):
+    """Eagerly, and in a graph, which counts by itself whenever it runs."""
+    model = compat.parallelize(build())
+    step = step_of(model) if eagerly else tf.function(step_of(model))
+    rows, targets = tf.constant(ROWS), tf.constant(TARGETS)
+    step(rows, targets)  # traced, and perhaps verified
+    before = [(each.rows, each.training_rows) for each in compat.report().devices]
+    for _ in range(3):
+        step(rows, targets)
+    model(rows[:2])
+    found = [(each.rows, each.training_rows) for each in compat.report().devices]
+    done = [(a - c, b - d) for (a, b), (c, d) in zip(found, before)]
+    sizes = _replicas.sizes(len(ROWS), 3)
+    assert done == [(3 * a + b, 3 * a) for a, b in zip(sizes, _replicas.sizes(2, 3))]
 
 
 @pytest.mark.row("tf.Module and tf.function")
