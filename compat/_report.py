@@ -103,7 +103,7 @@ class Report:
             said = "{} worked: {}{}.".format(who, many, " each" if several else "")
         else:
             said = "Only {} of {} {} worked.".format(len(rows), len(uses) + len(self.absent), word)
-            reasons = {}  # type: Dict[str, List[str]]
+            reasons: "Dict[str, List[str]]" = {}
             for each in uses:
                 if each.idle:
                     reasons.setdefault(each.idle, []).append(str(each))
@@ -168,7 +168,7 @@ def joined(reports: "Sequence[Mapping[str, Any]]", absent: "Sequence[int]" = ())
         absent: ranks that have left none.
     """
     uses = [DeviceUse(**each) for report in reports for each in report["devices"]]
-    models = {}  # type: Dict[str, str]
+    models: "Dict[str, str]" = {}
     for report in reports:
         models.update(report["models"])
     not_told = sum(report["not_told"] for report in reports)
@@ -240,7 +240,8 @@ def of_this_process(
         names = list(names[:1]) or ["-"]
     uses = [DeviceUse(name, rank) for name in names]
     by_name = {each.device: each for each in uses}
-    not_told, seen = 0, {}  # type: Any
+    not_told = 0
+    seen: "Dict[str, List[Any]]" = {}
     for (devices, sizes, training), number in sorted(_work.batches().items(), key=str):
         if devices == ("",):
             devices = tuple(each.device for each in uses[:1])
@@ -270,9 +271,7 @@ def _why_idle(batches):
     largest = max(sum(sizes) for _, sizes in batches)
     fewest = min(len(devices) for devices, _ in batches)
     if largest < fewest:
-        return "no batch had more than {}, too few for {} devices".format(
-            _rows(largest), fewest
-        )
+        return "no batch had more than {}, too few for {} devices".format(_rows(largest), fewest)
     if all(sum(map(bool, sizes)) == 1 for _, sizes in batches):
         return "one device computed whole batches, which could not be split"
     return "batches of up to {:,} rows left none for it".format(largest)

@@ -59,8 +59,8 @@ def test_what_was_counted_is_a_table_and_a_sentence():
 
 def test_a_table_has_memory_and_load_where_they_are_told_and_80_columns():
     devices = ["/device:GPU:{}".format(index) for index in range(3)]
-    _work.count(devices, [10 ** 9] * 3, True)
-    report = reported(devices, None, {}, {devices[0]: 3 * 2 ** 30}, [0.97, None, 1.0])
+    _work.count(devices, [10**9] * 3, True)
+    report = reported(devices, None, {}, {devices[0]: 3 * 2**30}, [0.97, None, 1.0])
     assert str(report) == (
         "device                  rows    in training  steps  memory peak  load\n"
         "/device:GPU:0  1,000,000,000  1,000,000,000      1    3,072 MiB   97%\n"

@@ -1,4 +1,4 @@
-"""What ``compat run --report`` starts in place of a script: it runs that, and reports at its end."""
+"""What ``compat run --report`` starts in place of a script: it runs that, and reports then."""
 
 import atexit
 import json

@@ -240,7 +240,8 @@ def run(
     if not ranks:
         os.execve(interpreter, [interpreter] + script, environ)
     rank = _by_path.command("_launch.rank_process") + [interpreter]
-    command, reports = launcher + rank + script, {}  # type: List[str], Dict[int, Any]
+    command = launcher + rank + script
+    reports: "Dict[int, Any]" = {}
     status = watching.launch(command, environ, ranks, hosts is not None, reports)
     if report:
         absent = sorted(set(range(ranks)) - set(reports))

@@ -35,7 +35,7 @@ def run(
         backend: its name; None: the one that Keras would use.
         ranks: as how many ranks the second time; None: 2; 0: not at all.
         steps: how many training steps of each model are verified.
-        hosts: the machines that run the ranks, as ``compat run --hosts`` takes them; None: this one.
+        hosts: machines for the ranks, as ``compat run --hosts`` takes them; None: this one.
         outcome: a dictionary that gets what is printed, with the keys of docs/command-line.md.
 
     Returns:

@@ -368,7 +368,7 @@ def test_weights_shared_by_models_on_different_devices(keras):
         assert losses[0] > losses[-1]
         assert np.abs(before[0] - np.array(weight)).max() > 1e-4
         if devices:
-            assert sorted(map(_name, weight.value.devices())) == devices
+            assert sorted(map(device_name, weight.value.devices())) == devices
     outputs = [model.predict(ROWS, verbose=0) for model in (all_three, two, template)]
     np.testing.assert_allclose(outputs[0], outputs[1], atol=1e-6)
     np.testing.assert_allclose(outputs[0], outputs[2], atol=1e-6)
