@@ -248,7 +248,6 @@ def finished(*arguments, **options):
     return process.returncode, out, err
 
 
-@pytest.mark.row("compat run --report")
 def test_it_is_printed_at_the_end(script, tmp_path):
     """A step that is verified counts once."""
     path = tmp_path / "report.json"
@@ -286,7 +285,6 @@ def test_of_a_script_that_knows_nothing_of_compat(tmp_path):
     )
 
 
-@pytest.mark.row("compat run --report, ranks")
 def test_ranks_on_two_machines_are_one_report(script, tmp_path):
     path = tmp_path / "report.json"
     before = machines.command(2)
@@ -367,7 +365,6 @@ def test_an_interpreter_that_is_too_old_is_told(script, tmp_path):
 # compat test --hosts --------------------------------------------------------------------------
 
 
-@pytest.mark.row("compat test --hosts")
 def test_a_script_is_compared_with_ranks_on_two_machines(script):
     command = machines.command(
         2, sys.executable, "-m", "compat", "test", "--json", "--backend=numpy",
