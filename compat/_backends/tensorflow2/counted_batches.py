@@ -22,11 +22,22 @@ def count(tf, devices, rows, training):
     """
     if tf.executing_eagerly():
         _work.count(devices, _replicas.sizes(int(rows), len(devices)), training)
-    elif _work.is_counted():
+    elif _work.is_counted() and not _is_compiled_by_xla(tf):
         key = tuple(devices), training
         if key not in process.graph_counters:
             process.graph_counters[key] = Table(tf, *key)
         process.graph_counters[key].count(rows)
+
+
+def _is_compiled_by_xla(tf):
+    """Whether the graph is that of ``tf.function(jit_compile=True)``: XLA has no tables.
+
+    It puts all of the graph on one device. What tells it is not public.
+    """
+    from tensorflow.python.ops import control_flow_util
+
+    graph = tf.compat.v1.get_default_graph()
+    return control_flow_util.GraphOrParentsInXlaContext(graph)
 
 
 class Table:
