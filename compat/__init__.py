@@ -8,7 +8,7 @@ Two calls, the same on every backend::
     model = compat.parallelize(model)     # the same model object, now on both GPUs
 """
 
-from ._api import configure_gpu, device, parallelize
+from ._api import configure_gpu, device, parallelize, report
 from ._legacy import install_legacy_names, make_parallel, multi_gpu_model, unwrap
 from ._ranks import is_chief, local_batch_size, local_rank, rank, scaled_learning_rate, shard, size
 from ._registry import register
@@ -71,6 +71,7 @@ __all__ = [
     "parallelize",
     "rank",
     "register",
+    "report",
     "scaled_learning_rate",
     "shard",
     "size",

@@ -130,6 +130,12 @@ def _parser():
         action="store_true",
         help="run every Keras model that the script compiles on all the devices, or on all ranks",
     )
+    run.add_argument(
+        "--report",
+        action="store_true",
+        help="at the end, print what each device did, or each rank: was every one used?",
+    )
+    run.add_argument("--report-json", metavar="FILE", help="the same, also as JSON in a file")
     _add_script(run)
     run.set_defaults(run=_run, parser=run)
 
@@ -159,6 +165,10 @@ def _parser():
         type=_no_ranks_or_several,
         metavar="N",
         help="of a script: as so many ranks the second time (default: 2; 0: not at all)",
+    )
+    test.add_argument(
+        "--hosts",
+        help="of a script: run the ranks on these machines, as compat run --hosts does",
     )
     test.add_argument(
         "--json",
@@ -266,6 +276,8 @@ def _run(arguments):
         arguments.hosts,
         arguments.simulate,
         arguments.parallelize,
+        arguments.report,
+        arguments.report_json,
     )
 
 
@@ -274,8 +286,13 @@ def _run(arguments):
 
 def _test(arguments):
     script = _script(arguments)
-    if arguments.ranks is not None and not script:
-        arguments.parser.error("argument -n: a script is needed, or -m and a module")
+    for option, given in (("-n", arguments.ranks), ("--hosts", arguments.hosts)):
+        if given is not None and not script:
+            arguments.parser.error(
+                "argument {}: a script is needed, or -m and a module".format(option)
+            )
+    if arguments.hosts is not None and arguments.ranks == 0:
+        arguments.parser.error("argument --hosts: not with -n 0, which asks for no ranks")
     if arguments.json:
         from ._commands import outcome  # for start-up time
 
@@ -290,8 +307,9 @@ def _compare(arguments, script, outcome):
         from ._commands import verify_script  # for start-up time
 
         same = verify_script.run(
-            script, arguments.devices, arguments.backend, arguments.ranks, outcome=outcome
-        )
+            script, arguments.devices, arguments.backend, arguments.ranks, outcome=outcome,
+            hosts=arguments.hosts,
+        )  # fmt: skip
     else:
         from ._commands import selftest  # for start-up time
 

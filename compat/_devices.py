@@ -188,6 +188,13 @@ class Devices:
         found = [_gpu_of(entry, machine) for entry in self.gpus]
         return [gpu and gpu.memory_total or 0 for gpu in found]
 
+    def loads(self):
+        """How busy the driver says that each of these GPUs is now, a share; None if unknown."""
+        machine = discover() or [] if self.gpus else []
+        found = [_gpu_of(entry, machine) for entry in self.gpus]
+        known = [None if gpu is None else gpu.utilization for gpu in found]
+        return [None if percent is None else percent / 100.0 for percent in known]
+
     def environ(self, environ):
         """The variables that show a process these GPUs and no other; none where undecided."""
         if self.undecided is not None:

@@ -24,6 +24,8 @@ class Process:
             the script then changes nothing. None: the script's own call does.
         parallelizes_compiled: whether Keras models are parallelized when they are compiled.
         on_parallelized: called with the name of each model that is parallelized, and where it runs.
+        batches: how many batches were computed, by what ``_work.count()`` was told of them.
+        graph_counters: functions that tell the same of batches that graphs have counted.
         configuring: held while one thread configures.
     """
 
@@ -35,6 +37,8 @@ class Process:
         self.parallelizes_compiled = False
         self.on_parallelized: "Callable[[str, str], None]" = lambda model, where: None
         self.parallelized_before: "List[Tuple[str, List[str]]]" = []
+        self.batches: "Dict[Any, int]" = {}
+        self.graph_counters: "Dict[Any, Callable[[], Any]]" = {}
         self.claims: "Dict[str, int]" = {}
         self.engines: "Dict[type, Any]" = {}
         self._of_backends: "Dict[Any, Dict[str, Any]]" = {}

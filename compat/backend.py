@@ -11,6 +11,7 @@ All types that compat hands to a backend, and those that it subclasses, are impo
 - ``Engine``: what ranks talk through. ``own_launcher`` makes the command of compat's own launcher,
   for frameworks that bring none.
 - ``Verification`` and ``Step``: a step on several devices compared with the same step on one.
+- ``count_batch``: what a backend calls for each batch that its replicas, or a rank, has computed.
 
 ``compat.testing`` has the tests that a backend must pass.
 """
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from ._engines import Engine
     from ._launch.starter import launcher as own_launcher
     from ._verification import Step, Verification
+    from ._work import count as count_batch
 
 __all__ = [
     "Backend",
@@ -42,6 +44,7 @@ __all__ = [
     "Settings",
     "Step",
     "Verification",
+    "count_batch",
     "own_launcher",
 ]
 
@@ -51,6 +54,7 @@ _LAZY = {
     "Engine": ("._engines", "Engine"),
     "Step": ("._verification", "Step"),
     "Verification": ("._verification", "Verification"),
+    "count_batch": ("._work", "count"),
     "own_launcher": ("._launch.starter", "launcher"),
 }
 
@@ -178,7 +182,7 @@ class Backend:
         """Run ``model`` on ``devices`` (one or more of ``self.devices()``) and return it.
 
         ``model`` is a Keras model, or one that ``is_native``. One device gives the plain
-        behaviour back.
+        behaviour back. Each batch that the replicas have computed goes to ``count_batch()``.
         """
         raise errors.unsupported(
             self.name, "run one model on several devices", "Use one device: gpus=1."
@@ -241,7 +245,7 @@ class Backend:
         Arguments:
             job: how many ranks, in which interpreter and environment, on which machines.
         """
-        raise _no_ranks(self.name)
+        raise errors.no_ranks(self.name)
 
     def join(self, place: "Place") -> None:
         """Join the other ranks, before a model is built, if the engine cannot be joined later.
@@ -257,13 +261,20 @@ class Backend:
         """Make ``model`` train together with the other ranks, and return it.
 
         It begins with the weights and the optimizer's state of rank 0; gradients become the mean
-        over the rows of all ranks.
+        over the rows of all ranks. Each batch goes to ``count_batch([""], [rows], training)``.
 
         Arguments:
             model: as for ``parallelize``.
             place: this process's place among them.
         """
-        raise _no_ranks(self.name)
+        raise errors.no_ranks(self.name)
+
+    def memory_peaks(self) -> "Dict[str, int]":
+        """The most memory that the framework has taken of each GPU, in bytes, by its name.
+
+        Empty where the framework does not tell. Called when the process has been configured.
+        """
+        return {}
 
     def problems(self, environ: "Mapping[str, str]") -> "List[str]":
         """What is wrong with this environment for this backend, a text each. Pure.
@@ -272,12 +283,3 @@ class Backend:
         env`` takes it: ``X is set: unset X``.
         """
         return []
-
-
-def _no_ranks(backend):
-    return errors.unsupported(
-        backend,
-        "train as one of several ranks yet",
-        "Start the script without a launcher (compat run without -n); parallelize() then uses "
-        "the devices of one process.",
-    )

@@ -207,6 +207,15 @@ def numbered_ranks(numbers):
     return "ranks {} and {}".format(", ".join(texts[:-1]), texts[-1])
 
 
+def no_ranks(backend):
+    return unsupported(
+        backend,
+        "train as one of several ranks yet",
+        "Start the script without a launcher (compat run without -n); parallelize() then uses "
+        "the devices of one process.",
+    )
+
+
 def rank_lost(place, waited, absent, problem):
     lost = numbered_ranks(absent) if absent else "another rank"
     return RankLostError(

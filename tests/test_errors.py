@@ -126,6 +126,13 @@ TEXTS = [
         "~/.ssh/config, as User under the machine's Host.",
     ),
     (
+        errors.no_ranks,
+        ("cntk",),
+        errors.UnsupportedError,
+        "cntk cannot train as one of several ranks yet. Start the script without a launcher "
+        "(compat run without -n); parallelize() then uses the devices of one process.",
+    ),
+    (
         errors.no_script,
         ("train.py",),
         errors.InvalidArgumentError,

@@ -28,7 +28,8 @@ ROOMS = [
     ["compat._devices"],
     ["compat._selection"],
     ["compat._idle"],
-    ["compat._settings", "compat._visible"],
+    ["compat._report", "compat._settings", "compat._visible"],
+    ["compat._work"],
     [
         "compat._by_path", "compat._discovery", "compat._distributions", "compat._extras",
         "compat._files", "compat._on_import", "compat._patching", "compat._process",

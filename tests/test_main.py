@@ -77,7 +77,7 @@ def test_test_of_a_module(monkeypatch):
 
     asked = []
 
-    def run(*arguments, outcome):
+    def run(*arguments, outcome, hosts):
         asked.append(arguments)
         return outcome is None
 

@@ -26,6 +26,11 @@ def main(arguments: "List[str]") -> None:
     place = configuration.place
     if place is None or place.rank == 0:
         process.on_parallelized = _tell
+    run(script)
+
+
+def run(script: "List[str]") -> None:
+    """Run a script, or "-m" and a module, in this process as Python would."""
     if script[0] == "-m":
         _run_module(script[1:])
     else:

@@ -6,14 +6,15 @@ import subprocess
 import sys
 import textwrap
 
-from .. import _by_path, _detect, _devices, _idle, _ranks, _selection, errors
-from .._launch import watching
+from .. import _by_path, _detect, _devices, _files, _idle, _ranks, _report, _selection, errors
+from .._launch import rank_process, watching
 from .._ranks.place import Place
 from .._settings import Settings
+from . import reported_script
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Dict, List, Mapping, Optional, Tuple
+    from typing import Any, Dict, List, Mapping, Optional, Tuple
 
     from ..backend import Backend
 
@@ -108,6 +109,34 @@ def prepare(
     return chosen, interpreter, started, lines + notes
 
 
+def ranks_on(hosts: "str", ranks: "Optional[int]") -> "Tuple[int, str]":
+    """How many ranks machines run, two or more, and which of them are needed.
+
+    Raises:
+        InvalidArgumentError: ``hosts`` is not understood, or there is room for one rank only.
+    """
+    ranks, hosts = _ranks.fill_hosts(hosts, ranks)
+    if ranks == 1:
+        raise errors.InvalidArgumentError(
+            "--hosts {} makes one rank, which has nobody to train with. Give the "
+            "machines room for 2 or more, such as --hosts first:4,second:4, or run the "
+            "script on that machine, without --hosts.".format(hosts)
+        )
+    return ranks, hosts
+
+
+def _writable(path):
+    """The path of the report, which the script's own folder does not change."""
+    try:
+        _files.check_writable(path)
+    except OSError as error:
+        raise errors.InvalidArgumentError(
+            "--report-json {} cannot be written: {}. Name a file in a folder that is there and "
+            "that you may write to; nothing was started.".format(path, error.strerror)
+        ) from error
+    return os.path.abspath(path)
+
+
 def name_of(script: "List[str]") -> str:
     """The script's path, or the module's name after ``-m``."""
     return script[1] if script[0] == "-m" else script[0]
@@ -133,6 +162,8 @@ def run(
     hosts: "Optional[str]" = None,
     simulate: "Optional[int]" = None,
     parallelize: bool = False,
+    report: bool = False,
+    report_json: "Optional[str]" = None,
 ) -> int:
     """Become the script, or start it as several ranks.
 
@@ -148,13 +179,15 @@ def run(
         hosts: machines and how many ranks each may run, ``"first:4,second:4"``; None: this one.
         simulate: how many CPU devices stand in for GPUs, whatever the script asks for.
         parallelize: whether every Keras model that the script compiles is parallelized.
+        report: whether what each device did is printed at the end.
+        report_json: the file that gets the same as JSON; None: no file.
 
     Returns:
         The exit status of several ranks: that of the one that failed.
 
     Raises:
-        InvalidArgumentError: ``ranks``, ``timeout`` or ``hosts`` is not understood, or there is no
-            such script.
+        InvalidArgumentError: ``ranks``, ``timeout`` or ``hosts`` is not understood, there is no
+            such script, or ``report_json`` cannot be written.
         UnsupportedError: the backend has no ranks.
         as ``prepare()``.
     """
@@ -165,13 +198,9 @@ def run(
             )
         )
     if hosts is not None:
-        ranks, hosts = _ranks.fill_hosts(hosts, ranks)
-        if ranks == 1:
-            raise errors.InvalidArgumentError(
-                "--hosts {} makes one rank, which has nobody to train with. Give the "
-                "machines room for 2 or more, such as --hosts first:4,second:4, or run the "
-                "script on that machine, without --hosts.".format(hosts)
-            )
+        ranks, hosts = ranks_on(hosts, ranks)
+    if report_json is not None:
+        report, report_json = True, _writable(report_json)
     # Another interpreter may be one in a container, with files of its own.
     if python is None and script[0] not in ("-", "-m") and not os.path.exists(script[0]):
         raise errors.no_script(script[0])
@@ -187,6 +216,8 @@ def run(
     if ranks == 1:
         lines.append("1 rank: the script alone")
         ranks = None
+    if ranks and report:
+        environ[rank_process.REPORT_VARIABLE] = "1"  # of each rank, on whichever machine
     launcher = chosen.launcher(_ranks.Job(ranks, interpreter, environ, hosts)) if ranks else []
     if ranks:
         # mpirun is told the names of all variables.
@@ -199,26 +230,34 @@ def run(
         print("compat run: " + line, file=sys.stderr)
     sys.stderr.flush()
     environ.update(_idle.hand_over_claims())
-    if parallelize:
+    if parallelize or report:
         if python is not None:
-            _check_version(interpreter, environ)
-        _, *ours = _by_path.command("_commands.parallelized_script")
-        script = ours + [chosen.name] + script
+            _check_version(interpreter, environ, "--parallelize" if parallelize else "--report")
+        name = chosen.name if parallelize else ""
+        module = "reported_script" if report else "parallelized_script"
+        _, *ours = _by_path.command("_commands." + module)
+        script = ours + ([report_json or ""] if report else []) + [name] + script
     if not ranks:
         os.execve(interpreter, [interpreter] + script, environ)
     rank = _by_path.command("_launch.rank_process") + [interpreter]
-    return watching.launch(launcher + rank + script, environ, ranks, elsewhere=hosts is not None)
+    command = launcher + rank + script
+    reports: "Dict[int, Any]" = {}
+    status = watching.launch(command, environ, ranks, hosts is not None, reports)
+    if report:
+        absent = sorted(set(range(ranks)) - set(reports))
+        reported_script.tell(_report.joined(list(reports.values()), absent), report_json)
+    return status
 
 
-def _check_version(interpreter, environ):
-    """Refuse an interpreter that is too old for compat, which parallelizes inside of it."""
+def _check_version(interpreter, environ, option):
+    """Refuse an interpreter that is too old for compat, which is to run inside of it."""
     program = "import sys; sys.stdout.write('.'.join(map(str, sys.version_info[:3])))"
     found = subprocess.run([interpreter, "-c", program], env=environ, stdout=subprocess.PIPE)
     version = found.stdout.decode()
     if found.returncode or tuple(map(int, version.split(".")[:2])) < (3, 6):
         raise errors.UnsupportedError(
-            "--parallelize runs inside the script's interpreter, which must be Python 3.6 or "
-            "later; {} is Python {}. Leave --parallelize out, or use a newer one.".format(
-                interpreter, version or "of no known version"
+            "{0} runs inside the script's interpreter, which must be Python 3.6 or "
+            "later; {1} is Python {2}. Leave {0} out, or use a newer one.".format(
+                option, interpreter, version or "of no known version"
             )
         )

@@ -25,6 +25,7 @@ def run(
     ranks: "Optional[int]" = None,
     steps: int = 3,
     outcome: "Optional[Dict[str, Any]]" = None,
+    hosts: "Optional[str]" = None,
 ) -> bool:
     """Run a script as it is, twice, and print a verdict on what was verified.
 
@@ -34,6 +35,7 @@ def run(
         backend: its name; None: the one that Keras would use.
         ranks: as how many ranks the second time; None: 2; 0: not at all.
         steps: how many training steps of each model are verified.
+        hosts: machines for the ranks, as ``compat run --hosts`` takes them; None: this one.
         outcome: a dictionary that gets what is printed, with the keys of docs/command-line.md.
 
     Returns:
@@ -41,14 +43,20 @@ def run(
         be compared; False, too, where nothing was.
 
     Raises:
-        InvalidArgumentError: there is no such script.
+        InvalidArgumentError: there is no such script, or ``hosts`` is not understood.
+        UnsupportedError: there are hosts, and the backend has no ranks.
         NotInstalledError, AmbiguousBackendError: as ``configure_gpu()``.
     """
     if script[0] != "-m" and not os.path.isfile(script[0]):
         raise errors.no_script(script[0])
+    if hosts is not None:
+        ranks, hosts = run_script.ranks_on(hosts, ranks)
     devices = devices or 3
     outcome = {} if outcome is None else outcome
     chosen, _ = _detect.choose(backend, os.environ, typed=True)
+    has_ranks = type(chosen).distribute is not Backend.distribute
+    if hosts is not None and not has_ranks:
+        raise errors.no_ranks(chosen.name)
     environ = dict(os.environ, COMPAT_VERIFY=str(steps))
     environ.update(chosen.recording)
     environ.update(_detect.keras_variable(chosen, os.environ))
@@ -58,8 +66,8 @@ def run(
         _say(errors.shadowed(run_script.name_of(script), other))
     outcome.update(backend=chosen.name, script=run_script.name_of(script), ranks=None)
     lines, same = _on_replicas(script, environ, chosen, devices, outcome)
-    if ranks != 0 and type(chosen).distribute is not Backend.distribute:
-        more, also = _as_ranks(script, environ, chosen, ranks or RANKS, outcome)
+    if ranks != 0 and has_ranks:
+        more, also = _as_ranks(script, environ, chosen, ranks or RANKS, outcome, hosts)
         lines += [""] + more
         same = same and also
     outcome["same"] = same
@@ -95,16 +103,18 @@ def _on_replicas(script, environ, chosen, devices, outcome):
     return lines, same
 
 
-def _as_ranks(script, environ, chosen, ranks, outcome):
+def _as_ranks(script, environ, chosen, ranks, outcome, hosts):
     """The lines of the verdict on ranks, and whether it is good."""
-    _say("{} as {} ranks".format(run_script.name_of(script), ranks))
+    where = "" if hosts is None else " on " + hosts
+    _say("{} as {} ranks{}".format(run_script.name_of(script), ranks, where))
     command = _by_path.command("__main__") + ["run", "-n", str(ranks), "--gpus", "cpu"]
-    command += ["--backend", chosen.framework]
+    command += ["--backend", chosen.framework] + (["--hosts", hosts] if hosts else [])
     status, _ = _reported(command + script, environ)
-    outcome["ranks"] = {"size": ranks, "status": status, "same": not status}
+    outcome["ranks"] = {"size": ranks, "hosts": hosts, "status": status, "same": not status}
+    who = "As {} ranks{}".format(ranks, where)
     if status:
-        return ["As {} ranks: NOT well, exit status {} (see above).".format(ranks, status)], False
-    return ["As {} ranks: all ended well, with the same weights.".format(ranks)], True
+        return ["{}: NOT well, exit status {} (see above).".format(who, status)], False
+    return ["{}: all ended well, with the same weights.".format(who)], True
 
 
 def _reported(command, environ):

@@ -5,6 +5,7 @@ what it printed and how it ended. A message is a line: ``BEGIN``, the rank, its 
 """
 
 import codecs
+import contextlib
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import selectors
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 from .. import _ranks
@@ -26,6 +28,8 @@ BEGIN, BETWEEN = "\x1e", "\x1f"
 # Kinds: the rank has started, with the number of this process; a line of standard output, of
 # standard error, of the traceback; how the rank ended.
 START, OUT, ERR, TRACEBACK, END = "start", "out", "err", "traceback", "end"
+# And what it left for ``compat run --report``, in the file that this variable names.
+REPORT, REPORT_VARIABLE = "report", "COMPAT_REPORT"
 # In front of a kind. A part of a line too long for one message: what follows ends it soon. And the
 # beginning of a line that is not printed to its end yet, such as a progress bar.
 PART, UNFINISHED = "part of ", "unfinished "
@@ -108,12 +112,23 @@ class _Rank:
 
     def run(self, command: "List[str]") -> int:
         """Run the command to its end, and tell of it. Returns the exit status."""
+        if REPORT_VARIABLE not in os.environ:
+            return self.end(self.run_with(command, {}))
+        with tempfile.TemporaryDirectory(prefix="compat-report-") as folder:
+            path = os.path.join(folder, "report.json")
+            status = self.run_with(command, {REPORT_VARIABLE: path})
+            with contextlib.suppress(FileNotFoundError):  # it was killed
+                with open(path, encoding="utf-8") as file:
+                    self.send_in_parts(REPORT, file.read())
+        return self.end(status)
+
+    def run_with(self, command: "List[str]", variables: "Dict[str, str]") -> int:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env=dict(os.environ, PYTHONUNBUFFERED="1", **_gpus(os.environ)),
+            env=dict(os.environ, PYTHONUNBUFFERED="1", **dict(_gpus(os.environ), **variables)),
             preexec_fn=dies_with_this_process(),
         )
 
@@ -133,7 +148,7 @@ class _Rank:
         self.send(START, str(os.getpid()))
         self.forward({process.stdout: OUT, process.stderr: ERR}, process)
         status = process.wait()
-        return self.end(status if status >= 0 else 128 - status)
+        return status if status >= 0 else 128 - status
 
     def forward(self, streams: "Dict[Any, str]", process: "Any") -> None:
         """Send on what the program prints until it has ended.

@@ -60,8 +60,9 @@ def root_cause(ended: "List[Ended]") -> "Optional[Ended]":
 class WatchedRanks:
     """The ranks of one script: what they print, and how they end."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, reports: "Optional[Dict[int, Any]]" = None) -> None:
         self.size = size
+        self.reports: "Dict[int, Any]" = {} if reports is None else reports
         self.ended: "List[Ended]" = []
         self.processes: "Dict[int, int]" = {}  # of each rank the one to be signalled
         self.tracebacks: "Dict[int, List[str]]" = {}
@@ -92,6 +93,8 @@ class WatchedRanks:
             self.show(rank, kind, text, unfinished)
         elif kind == rank_process.TRACEBACK:
             self.tracebacks.setdefault(rank, []).append(text)
+        elif kind == rank_process.REPORT:
+            self.reports[rank] = json.loads(text)
         elif kind == rank_process.END:
             end = Ended(rank, traceback=self.tracebacks.get(rank), **json.loads(text))
             # An engine may end a rank by a signal when another has given up.
@@ -149,7 +152,11 @@ class WatchedRanks:
 
 
 def launch(
-    command: "List[str]", environ: "Dict[str, str]", size: int, elsewhere: bool = False
+    command: "List[str]",
+    environ: "Dict[str, str]",
+    size: int,
+    elsewhere: bool = False,
+    reports: "Optional[Dict[int, Any]]" = None,
 ) -> int:
     """Run a launcher to its end, and return the exit status: the failing rank's.
 
@@ -161,8 +168,9 @@ def launch(
         environ: its environment.
         size: the number of ranks.
         elsewhere: some of them may run on other machines.
+        reports: gets what each rank has left for ``compat run --report``.
     """
-    ranks = WatchedRanks(size)
+    ranks = WatchedRanks(size, reports)
     told: "List[int]" = []
     # One that is ignored stays so: SIGHUP under nohup, SIGINT in the background of a shell script.
     before = {

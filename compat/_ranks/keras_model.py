@@ -7,7 +7,7 @@ saves does so on rank 0 alone. How gradients are averaged is each backend's.
 
 import inspect
 
-from .. import _keras, errors
+from .. import _keras, _work, errors
 from . import metrics, saving, splitting
 from .ranked_method import RankedMethod
 from .weights import Comparison, same_start
@@ -36,6 +36,7 @@ def install(model, engine):
 
 def count(model: "Any", rows: int, training: bool) -> None:
     """Note a batch of so many rows. Called wherever a backend sees one."""
+    _work.count([""], [rows], training)
     fit = RankedFit.of(model)
     if fit is not None:
         fit.seen[training].add(rows)

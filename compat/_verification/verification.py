@@ -2,7 +2,7 @@
 
 import contextlib
 
-from .. import errors
+from .. import _work, errors
 from . import report
 from .comparison import EPS, Comparison, cause_of, is_random
 
@@ -54,7 +54,8 @@ class Verification:
         try:
             with suspended():
                 step.write(start)  # what is kept twice, for one device and for all, is the same
-                expected = _after(step, step.on_one_device())
+                with _work.uncounted():
+                    expected = _after(step, step.on_one_device())
                 again = self._again(step, start)
                 step.write(start)
                 given, results = step.on_all_devices()
@@ -73,12 +74,14 @@ class Verification:
                 if comparison.differing:
                     raise self._difference(kind, step, start, comparison)
                 if by_design is not None or comparison.compared_nothing():
-                    self._compare_in_inference(kind, step, start, by_design, comparison)
+                    with _work.uncounted():
+                        self._compare_in_inference(kind, step, start, by_design, comparison)
                 else:
                     self._note(comparison)
                 if report.is_recording() and kind == "train" and not self.record.operations:
                     step.write(start)
-                    self.record.operations = step.operations()
+                    with _work.uncounted():
+                        self.record.operations = step.operations()
         except BaseException:
             step.give_up(start)
             raise
@@ -109,7 +112,8 @@ class Verification:
                 signs = random.choice([-4.0, 4.0], size=value.shape) * unit
                 moved[label] = (value * (1.0 + signs)).astype(value.dtype)
         step.write(moved)
-        after = _after(step, step.on_one_device())
+        with _work.uncounted():
+            after = _after(step, step.on_one_device())
         # Changes count from where this one began.
         for label in start:
             if label in moved and moved[label] is not start[label]:

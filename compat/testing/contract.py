@@ -10,6 +10,7 @@ import pytest
 import compat
 
 from .. import _registry, _verification
+from .._process import process
 from ..backend import Backend, Devices, Settings, Verification
 from .models import (
     BATCHES,
@@ -84,6 +85,12 @@ class Contract:
     def configuration(self):
         """Three simulated devices; the same call again does nothing, so every class may ask."""
         return self.configure(DEVICES)
+
+    @pytest.fixture
+    def counted_anew(self, monkeypatch):
+        """``compat.report()`` tells only of what this test computes."""
+        monkeypatch.setattr(process, "batches", {})
+        monkeypatch.setattr(process, "graph_counters", {})
 
     @pytest.fixture
     def batches(self, request):

@@ -106,6 +106,24 @@ class NativeContract(NativeModels, Contract):
         sizes = list(self.shard_sizes(self.parallel(), *self.data(samples)))
         assert sorted(sizes) == sorted(SHARDS[samples])
 
+    @span
+    @pytest.mark.row("compat.report()")
+    def test_report_says_what_each_device_did(self, configuration, counted_anew):
+        model = self.parallel()
+        self.fit(model, 61, 16)
+        before = [each.rows for each in compat.report().devices]
+        assert sum(before) == 61 and min(before) >= 19
+        self.predict(model, self.data(7)[0])
+        report = compat.report()
+        assert [each.device for each in report.devices] == configuration.devices
+        rows = [each.rows for each in report.devices]
+        assert sum(rows) == 68
+        assert [each.training_rows for each in report.devices] == before
+        assert [each.steps for each in report.devices] == [5] * DEVICES
+        assert report.verdict == "All 3 devices worked: {} to {} rows each.".format(
+            min(rows), max(rows)
+        )
+
     # The same object --------------------------------------------------------------------------
 
     @span

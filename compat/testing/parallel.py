@@ -9,13 +9,16 @@ import compat
 from .._commands import selftest
 from .automatic import AutomaticContract
 from .models import CASES, DEVICES, SHARDS, optimizer
+from .reporting import ReportContract
 from .saving import SavingContract
 from .spans import in_span, span
 from .training import TrainingContract
 from .verification import VerificationContract
 
 
-class ParallelContract(TrainingContract, VerificationContract, SavingContract, AutomaticContract):
+class ParallelContract(
+    TrainingContract, VerificationContract, SavingContract, AutomaticContract, ReportContract
+):
     """Subclass this in the test file of a backend, and set the attributes of its bases."""
 
     def test_test_command_compares_step_by_step(self):

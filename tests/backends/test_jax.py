@@ -16,7 +16,8 @@ os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # isort: split
 import jax
 
 import compat
-from compat._backends.jax import JAX, _fraction, _name, backend, op_placement
+from compat._backends.jax import JAX, _fraction, backend, op_placement
+from compat._backends.jax.sharding import device_name
 from compat._devices import Devices, choose
 from compat._selection import parse_gpus
 from compat._settings import Memory, Settings
@@ -67,6 +68,10 @@ class TestJAX(ParallelContract):
             products = [o.shapes for o in ran if o.shapes[0][-1] == 16 and 8 in o.shapes[1]]
             ((rows, _),) = [result for result, _, _ in products]
             yield rows
+
+    def sizes_of(self, rows):
+        each = math.ceil(rows / DEVICES)
+        return [min(each, max(0, rows - i * each)) for i in range(DEVICES)]
 
     @pytest.mark.parametrize("samples", in_span(sorted(SHARDS), [14, 2]))
     def test_batch_is_split_evenly(self, keras, samples):
@@ -363,7 +368,7 @@ def test_weights_shared_by_models_on_different_devices(keras):
         assert losses[0] > losses[-1]
         assert np.abs(before[0] - np.array(weight)).max() > 1e-4
         if devices:
-            assert sorted(map(_name, weight.value.devices())) == devices
+            assert sorted(map(device_name, weight.value.devices())) == devices
     outputs = [model.predict(ROWS, verbose=0) for model in (all_three, two, template)]
     np.testing.assert_allclose(outputs[0], outputs[1], atol=1e-6)
     np.testing.assert_allclose(outputs[0], outputs[2], atol=1e-6)

@@ -192,6 +192,19 @@ def test_shards_are_those_of_every_backend(mx, rows):
         assert seen == expected
 
 
+def test_report_says_what_each_context_did(mx):
+    net = compat.parallelize(initialise(mx, dense(mx)))
+    steps = trainer(mx, net)
+    before = {each.device: each.rows for each in compat.report().devices}
+    trained = {each.device: each.training_rows for each in compat.report().devices}
+    train(mx, net, steps, [61, 2])
+    net(mx.nd.array(data(13)[0]))
+    found = compat.report().devices
+    assert [each.device for each in found] == DEVICES
+    assert [each.rows - before[each.device] for each in found] == [20 + 4, 20 + 1 + 4, 21 + 1 + 5]
+    assert [each.training_rows - trained[each.device] for each in found] == [20, 21, 22]
+
+
 def test_gradients_reach_the_inputs(mx):
     results = []
     for parallel in (False, True):

@@ -127,6 +127,16 @@ def test_steps_of_any_size(mx, first, optimizer):
         assert all((array.asnumpy() == arrays[0].asnumpy()).all() for array in arrays)
 
 
+def test_report_says_what_each_context_did(mx):
+    module = optimised(bound(mx, 61))
+    before = [(each.rows, each.training_rows) for each in compat.report().devices]
+    step(mx, module, 61)
+    module.forward(batch(mx, 2), is_train=False)
+    found = [(each.rows, each.training_rows) for each in compat.report().devices]
+    done = [(a - c, b - d) for (a, b), (c, d) in zip(found, before)]
+    assert done == [(20, 20), (20 + 1, 20), (21 + 1, 21)]
+
+
 def test_gradients_of_inputs_and_added_gradients(mx):
     """``inputs_need_grad``, and ``grad_req="add"``, where an empty shard must add nothing."""
     results = []

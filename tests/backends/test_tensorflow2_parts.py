@@ -3,6 +3,9 @@
 import collections
 import copy
 import functools
+import inspect
+import subprocess
+import sys
 import warnings
 
 import numpy as np
@@ -10,6 +13,7 @@ import pytest
 import tensorflow as tf
 
 import compat
+from compat import _replicas
 from compat._backends.tensorflow2.op_placement import BACKWARD, PRODUCTS, executed, short
 from compat.testing import DEVICES, in_span, initialise, keras_under_test, largest_difference, span
 
@@ -138,6 +142,59 @@ def test_native_model_runs_on_every_device(keras, build):
     found = products(executed(lambda: step(rows, targets)))
     assert set(found) == {"/cpu:0", "/cpu:1", "/cpu:2"}
     assert len(set(found.values())) == 1 and all(found["/cpu:1"]), found
+
+
+@pytest.mark.row("tf.Module and tf.function")
+@pytest.mark.parametrize("build", in_span([Plain, function], [function]))
+@pytest.mark.parametrize("eagerly", [False, True])
+def test_report_says_what_each_device_did(keras, build, eagerly):
+    """Eagerly, and in a graph, which counts by itself whenever it runs."""
+    model = compat.parallelize(build())
+    step = step_of(model) if eagerly else tf.function(step_of(model))
+    rows, targets = tf.constant(ROWS), tf.constant(TARGETS)
+    step(rows, targets)  # traced, and perhaps verified
+    before = [(each.rows, each.training_rows) for each in compat.report().devices]
+    for _ in range(3):
+        step(rows, targets)
+    model(rows[:2])
+    found = [(each.rows, each.training_rows) for each in compat.report().devices]
+    done = [(a - c, b - d) for (a, b), (c, d) in zip(found, before)]
+    sizes = _replicas.sizes(len(ROWS), 3)
+    assert done == [(3 * a + b, 3 * a) for a, b in zip(sizes, _replicas.sizes(2, 3))]
+
+
+@pytest.mark.skipif(
+    "jit_compile" not in inspect.signature(tf.function).parameters, reason="before TensorFlow 2.5"
+)
+def test_in_a_function_for_xla_nothing_is_counted(keras):
+    """XLA could not compile what counts."""
+    model = compat.parallelize(Plain())
+    before = compat.report().as_dict()
+    compiled = tf.function(lambda rows: model(rows), jit_compile=True)
+    assert compiled(tf.constant(ROWS)).shape == (len(ROWS), 4)
+    assert compat.report().as_dict() == before
+
+
+def test_what_counts_is_saved_and_runs_elsewhere(keras, tmp_path):
+    """It captures nothing, and makes in each process what it needs."""
+    held = tf.Module()
+    held.model = compat.parallelize(
+        keras.models.Sequential([keras.layers.Dense(4, input_shape=(8,))])
+    )
+    spec = tf.TensorSpec([None, 8])
+    held.serve = tf.function(lambda rows: held.model(rows), input_signature=[spec])
+    expected = held.serve(ROWS[:5]).numpy()
+    tf.saved_model.save(held, str(tmp_path / "saved"))
+    program = (
+        "import sys, numpy as np, tensorflow as tf\n"
+        "rows = np.load(sys.argv[1] + '/rows.npy')\n"
+        "saved = tf.saved_model.load(sys.argv[1] + '/saved')\n"
+        "found = saved.serve(tf.constant(rows))\n"
+        "np.save(sys.argv[1] + '/found.npy', found.numpy())\n"
+    )
+    np.save(str(tmp_path / "rows.npy"), ROWS[:5])
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True)
+    np.testing.assert_allclose(np.load(str(tmp_path / "found.npy")), expected, atol=1e-6)
 
 
 @pytest.mark.row("tf.Module and tf.function")

@@ -121,7 +121,7 @@ class JAX(Backend):
         simulated = getattr(jax.config, "jax_num_cpu_devices", -1)
         if not self.initialised() and jax.config.jax_platforms == "cpu" and simulated > 0:
             return ["cpu:{}".format(index) for index in range(simulated)]
-        return [_name(device) for device in jax.local_devices()]
+        return [sharding.device_name(device) for device in jax.local_devices()]
 
     # Replicas ---------------------------------------------------------------------------------
 
@@ -129,7 +129,7 @@ class JAX(Backend):
         """Give the instance a ``call`` that is sharded, or the class's own one back."""
         jax = self.import_framework()
         sharding.check_distribution(model)
-        by_name = {_name(device): device for device in jax.local_devices()}
+        by_name = {sharding.device_name(device): device for device in jax.local_devices()}
         before = sharding.ShardedCall.of(model)
         if before is not None:
             sharding.remove(model)
@@ -153,6 +153,13 @@ class JAX(Backend):
         from . import verified_steps  # not at start-up
 
         verified_steps.VerifiedStep.install_on(model, verification)
+
+    def memory_peaks(self) -> "Dict[str, int]":
+        """``memory_stats()``, which CPU devices do not have."""
+        jax = self.import_framework()
+        told = {sharding.device_name(d): d.memory_stats() or {} for d in jax.local_devices()}
+        key = "peak_bytes_in_use"
+        return {name: stats[key] for name, stats in told.items() if key in stats}
 
     # Ranks ------------------------------------------------------------------------------------
 
@@ -178,10 +185,6 @@ def _gpus(jax):
     return [device for device in jax.local_devices() if device.platform != "cpu"]
 
 
-def _name(device):
-    return "{}:{}".format(device.platform, device.id)
-
-
 def _check_devices_made(jax, settings):
     """Refuse what would have to change now that JAX has made its devices."""
     made, chosen = jax.local_devices(), settings.devices
@@ -201,7 +204,7 @@ def _check_devices_made(jax, settings):
         "jax",
         "JAX made its devices ({}) with its first operation (it was imported by `import "
         "{}`), and cannot change them or their memory any more ({})".format(
-            ", ".join(map(_name, made)), first, settings
+            ", ".join(map(sharding.device_name, made)), first, settings
         ),
         "Call it before the first model, variable or array is made, best before the first "
         "`import jax` or `import keras`.",

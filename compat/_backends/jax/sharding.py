@@ -7,7 +7,7 @@ which XLA splits everything that depends on the batch, and sums the gradients. S
 
 import sys
 
-from ... import _keras, _keras_steps, _patching, _replicas, errors
+from ... import _keras, _keras_steps, _patching, _replicas, _work, errors
 
 
 def check_distribution(model):
@@ -28,6 +28,7 @@ def install(model, devices):
     """Have a model run on several devices, and what steps of its own call in its place."""
     sharded = ShardedCall(devices)
     sharded.install(model)
+    CountedSteps(sharded).install(model)
     if not _keras_steps.has_own_steps(model):
         return
     for part in _keras_steps.called_models(model):
@@ -44,7 +45,7 @@ def remove(model):
         call = ShardedCall.of(part)
         if call is not None and (part is model or call.belongs_to is sharded):
             call.remove(part)
-    for step in _STEPS:
+    for step in _STEPS + [CountedSteps]:
         if step.of(model) is not None:
             step.of(model).remove(model)
 
@@ -80,6 +81,10 @@ class ShardedCall(_patching.InstanceMethod):
 
         super().__init__(devices)
         self.belongs_to = belongs_to  # that of the model whose steps call this one
+        self.names = [device_name(device) for device in devices]
+        # The numbers of rows of batches that have been split, now or in a program.
+        self.split = set() if belongs_to is None else belongs_to.split
+        self.in_step = False  # of Keras' loops, which counts
         mesh = jax.sharding.Mesh(np.array(devices), ("batch",))
         self.rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("batch"))
         self.whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
@@ -121,6 +126,8 @@ class ShardedCall(_patching.InstanceMethod):
             self.place(model)
 
         rows = batch.shape[0]
+        if not isinstance(batch, jax.core.Tracer) and not (self.belongs_to or self).in_step:
+            self.count(rows, self.divides(rows), False)
         args, kwargs = self.shard((args, kwargs), rows, tree)
         with _replicas.undivided():
             outputs = call(*args, **kwargs)
@@ -133,6 +140,8 @@ class ShardedCall(_patching.InstanceMethod):
         def shard(value):
             if not _has_rows(value) or value.shape[0] != rows:
                 return value
+            if _is_staged(value) or self.divides(rows):
+                self.split.add(rows)
             if _is_staged(value):
                 sharded = jax.lax.with_sharding_constraint(value, self.rows)
             else:
@@ -141,6 +150,13 @@ class ShardedCall(_patching.InstanceMethod):
             return _with_mask_of(value, sharded)
 
         return tree.map_structure(shard, self.replicate_uneven(values, rows, tree))
+
+    def count(self, rows, is_split, training):
+        """Count a batch that has been computed: XLA's shards are of one size, the last shorter."""
+        sizes, each = _work.undivided(self.names, rows), -(-rows // len(self.names))
+        if is_split:
+            sizes = [min(each, max(0, rows - i * each)) for i in range(len(self.names))]
+        _work.count(self.names, sizes, training)
 
     def divides(self, rows):
         return rows % len(self.devices) == 0
@@ -156,6 +172,35 @@ class ShardedCall(_patching.InstanceMethod):
             return _with_mask_of(value, whole)
 
         return values if self.divides(rows) else tree.map_structure(replicate, values)
+
+
+class CountedSteps(_patching.InstanceMethod):
+    """The method by which Keras makes a loop's function of a step, whose batches are counted."""
+
+    method = "_make_function"
+
+    def __init__(self, sharded):
+        super().__init__(sharded.devices)
+        self.sharded = sharded
+
+    def __call__(self, model, step_function, *args, **kwargs):
+        sharded = self.sharded
+        training = getattr(step_function, "__name__", "") == "train_step"
+
+        def step(state, data):
+            sharded.in_step = True
+            try:
+                results = step_function(state, data)
+            finally:
+                sharded.in_step = False
+            leaves = _keras.keras_of(model).tree.flatten(data)
+            batch = next((leaf for leaf in leaves if getattr(leaf, "shape", None)), None)
+            if batch is not None and not _replicas.runs_undivided():
+                rows = batch.shape[0]
+                sharded.count(rows, rows in sharded.split, training)
+            return results
+
+        return self.plain(model)(step, *args, **kwargs)
 
 
 class StateOnDevices(_patching.InstanceMethod):
@@ -202,6 +247,11 @@ def _with_mask_of(value, other):
 
 def _masking():
     return sys.modules["keras.src.backend.common.masking"]
+
+
+def device_name(device):
+    """A device of JAX's, as compat names it."""
+    return "{}:{}".format(device.platform, device.id)
 
 
 def _is_staged(value):

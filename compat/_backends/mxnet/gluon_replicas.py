@@ -1,6 +1,6 @@
 """Gluon blocks on several contexts, for the MXNet backend."""
 
-from ... import _replicas, errors
+from ... import _replicas, _work, errors
 from . import symbol_graph
 from .gluon_states import OwnStates, check_equal, states_of
 from .running_statistics import unite
@@ -113,6 +113,8 @@ class Replicas:
                     results.append(self._run(args, _replicas.run_bounds(rows, count, i), i))
             self._check_results(args, results, sizes)
             states.finish()
+        names = [str(context) for context in self.contexts]
+        _work.count(names, _replicas.sizes(rows, count), mx.autograd.is_training())
         return _gather(results, sizes, self.contexts[0])
 
     def note_training(self, args):

@@ -6,7 +6,7 @@ drift apart, and gradients not summed under ``kvstore=None``. A loss that is div
 of a batch is refused, since each shard would divide by its own.
 """
 
-from ... import _replicas, errors
+from ... import _replicas, _work, errors
 from ..._patching import InstanceMethod, replaced
 from . import running_statistics, symbol_graph
 
@@ -122,9 +122,10 @@ class _Group:
         with replaced(self, **parts):
             return method(*args)
 
-    def forward(self, *args, **kwargs):
-        forward = super(_Group, self).forward
-        self._where_rows_are(lambda: forward(*args, **kwargs))
+    def forward(self, data_batch, is_train=None):
+        self._where_rows_are(super(_Group, self).forward, data_batch, is_train)
+        training = self.for_training if is_train is None else is_train
+        _work.count([str(context) for context in self.contexts], self.sizes, training)
 
     def backward(self, out_grads=None):
         self._where_rows_are(super(_Group, self).backward, out_grads)

@@ -1,6 +1,6 @@
 """Keras' graphs of a phase (train, test, predict) as the executors that replicas run."""
 
-from ... import _replicas, errors
+from ... import _replicas, _work, errors
 from . import running_statistics, symbol_graph
 
 _UNUSED = "compat_unused"  # a variable that has a gradient, and that nothing depends on
@@ -184,6 +184,12 @@ class Phase:
             (gathered if where == "cut" else computed)[position] for where, position in self.places
         ]
         self.updates = list(zip(self.variables, values[self.results :]))
+        if len(self.kept) > 1:  # else it is verified
+            names = [str(context) for context in self.replicas.contexts]
+            sizes = [stop - start for start, stop in self.kept]
+            # Without cuts the head computes all.
+            split = sizes if self.cuts else _work.undivided(names, self.rows)
+            _work.count(names, split, is_train)
         return values[: self.results]
 
     def _gather(self, position):

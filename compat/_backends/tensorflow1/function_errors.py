@@ -1,9 +1,11 @@
-"""Errors of a model's functions that a divided batch causes, with an explanation."""
+"""What a model's functions are fed: checked, counted, and explained where dividing it fails."""
 
 import functools
 import re
 
-from ... import errors
+from ... import _replicas, _work, errors
+from ..._process import process
+from . import op_placement
 
 # What TensorFlow calls what runs a part of the batch, and what puts the parts together.
 _OF_REPLICAS = re.compile(r"\breplica_\d|rows_in_order|mean_by_rows")
@@ -15,15 +17,16 @@ _HINT = (
 )
 
 
-def explain(function, model, divided):
-    """Have one of a model's functions check what it is fed, and explain TensorFlow's errors.
+def explain(function, model, replicas, training):
+    """Have one of a model's functions check and count what it is fed, and explain its errors.
 
     Arguments:
         function: what ``K.function`` returned.
         model: the model's name.
-        divided: the tensors whose rows are divided.
+        replicas: the ``Replicas`` that it runs.
+        training: whether it trains.
     """
-    vars(function)["_compat_divided"] = (model, list(divided))
+    vars(function)["_compat_divided"] = (model, replicas, training)
     function.__class__ = _explaining(type(function))
 
 
@@ -33,20 +36,36 @@ def _explaining(kind):
 
     class Function(kind):
         def __call__(self, inputs):
-            _check_rows(self, inputs)
+            rows = _checked_rows(self, inputs)
             try:
-                return super().__call__(inputs)
+                results = super().__call__(inputs)
             except InvalidArgumentError as error:
                 if not _OF_REPLICAS.search(error.message):
                     raise
                 raise type(error)(error.node_def, error.op, error.message + _HINT) from error
+            _count(self, inputs, rows)
+            return results
 
     Function.__name__ = kind.__name__
     return Function
 
 
-def _check_rows(function, inputs):
-    model, divided = vars(function)["_compat_divided"]
+def _count(function, inputs, rows):
+    _, replicas, training = vars(function)["_compat_divided"]
+    devices, sizes = replicas.devices, None
+    if process.configuration is not None:
+        devices = op_placement.as_configured(devices, process.configuration.devices)
+    if rows:
+        sizes = _replicas.sizes(next(iter(rows.values())), len(devices))
+    elif not replicas.part.divided and inputs and getattr(inputs[0], "shape", None):
+        sizes = _work.undivided(devices, inputs[0].shape[0])
+    _work.count(devices, sizes, training)  # None: the model has tensors that are not fed
+
+
+def _checked_rows(function, inputs):
+    """The number of rows of each divided tensor that is fed, by name."""
+    model, replicas, _ = vars(function)["_compat_divided"]
+    divided = replicas.part.divided
     rows = {
         getattr(tensor, "name", ""): value.shape[0]
         for tensor, value in zip(function.inputs, inputs)
@@ -59,3 +78,4 @@ def _check_rows(function, inputs):
             "many: {}. Give each input a row for each row of the batch, or use one device: "
             "parallelize(model, gpus=1).".format(model, sizes)
         )
+    return rows

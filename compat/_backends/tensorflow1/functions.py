@@ -54,7 +54,7 @@ class ReplicatedFunctions:
                 replicas = self._replicas_now()
                 made.outputs = [replicas.whole(tensor) for tensor in made.outputs]
                 made.updates_op = replicas.whole(made.updates_op)
-                explain(made, self.model.name, replicas.part.divided)
+                explain(made, self.model.name, replicas, "train" in function)
                 self._rewired[function] = made
 
         return make_replicated

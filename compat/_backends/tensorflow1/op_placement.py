@@ -54,3 +54,16 @@ def is_product(node):
 
 def is_backward(node):
     return "gradients" in node.name or BACKWARD_PRODUCT in node.op
+
+
+def as_configured(devices, configured):
+    """The devices by the names that were configured.
+
+    In TensorFlow 2's v1 mode "/device:CPU:0" is configured by the name "/cpu:0".
+    """
+    names = {_plain(name): name for name in configured}
+    return [names.get(_plain(device), device) for device in devices]
+
+
+def _plain(device):
+    return device.lower().replace("device:", "")

@@ -32,9 +32,8 @@ class VerifiedStep(keras2.VerifiedStep):
         tf, made = v1_names(tensorflow), step.function.made
         record = op_placement.record(tf, made, lambda: made(step.inputs))
         products = op_placement.products(op_placement.partitions(record))
-        # In TensorFlow 2's v1 mode "/device:CPU:0" is configured by the name "/cpu:0".
-        configured = {_plain(name): name for name in self.verification.record.devices}
-        return {configured.get(_plain(name), name): counts for name, counts in products.items()}
+        names = op_placement.as_configured(list(products), self.verification.record.devices)
+        return dict(zip(names, products.values()))
 
 
 class _InnerModel(_keras.InnerModel):
@@ -53,7 +52,3 @@ def verify(model: "Any", verification: "Optional[Verification]") -> None:
         _InnerModel.have_prepared(model, verify_inside)
     elif _keras.inner_model(model) is not None:
         verify_inside(_keras.inner_model(model))
-
-
-def _plain(device):
-    return device.lower().replace("device:", "")

@@ -139,6 +139,13 @@ class TensorFlow2(Backend):
                 return ["/{}:{}".format(kind.lower(), index) for index in range(count)]
         return ["/cpu:0"]
 
+    def memory_peaks(self) -> "Dict[str, int]":
+        """``tf.config.experimental.get_memory_info()``, from TensorFlow 2.5."""
+        tf = self.import_framework()
+        told = getattr(tf.config.experimental, "get_memory_info", None)
+        names = [name for name in self.devices() if "gpu" in name.lower()]
+        return {name: told(name.lstrip("/"))["peak"] for name in names} if told else {}
+
     # Ranks ------------------------------------------------------------------------------------
 
     def launcher(self, job: "Job") -> "List[str]":

@@ -6,11 +6,11 @@ import inspect
 import sys
 
 from ... import _keras, _keras_steps, _patching, _replicas, errors
-from . import layer_state
+from . import counted_batches, layer_state
 from .call_trace import Trace
 from .merging import Merging
 from .refusals import refuse_strategies, several_devices_in_xla
-from .replicas import Replica, as_function
+from .replicas import Replica, as_function, recording
 from .row_kinds import Rows
 from .sharding import Arguments
 
@@ -88,6 +88,7 @@ class ReplicatedCall(_patching.InstanceMethod):
             with _explained(tf, model, call, arguments, state):
                 replica.run(device, arguments.shard(bounds), arguments.has_others)
             replicas.append(replica)
+        counted_batches.count(tf, self.devices, rows, recording())
         merging = Merging(tf, _name(model), replicas, rows, trace)
         state.finish(merging)
         return _merged(tf, merging, state)

@@ -5,7 +5,7 @@ import contextlib
 
 import numpy as np
 
-from ... import _keras, _replicas, errors
+from ... import _keras, _replicas, _work, errors
 from . import across_rows, graph_cuts
 from .graph_variables import (
     ancestors_of,
@@ -85,6 +85,9 @@ class ReplicatedFunction:
             self.update(*(list(inputs) + whole + self._gradients(values, computed, shards, sizes)))
         for (variable, _), value in zip(self.assigned, results[len(self.outputs) :]):
             variable.set_value(np.asarray(value, dtype=variable.dtype))
+        names = [device.name for device in devices]
+        split = sizes if self.cuts else _work.undivided(names, rows)  # the head computes all
+        _work.count(names, split, self.loss is not None)
         results = [np.asarray(value) for value in results[: len(self.outputs)]]
         if self.metrics:
             for place, value in zip(self.places_of_metrics, self.measure()):

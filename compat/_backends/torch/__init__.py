@@ -142,6 +142,12 @@ class Torch(Backend):
             verification = None  # it runs on one device
         kinds.VerifiedStep.install_on(model, verification)
 
+    def memory_peaks(self) -> "Dict[str, int]":
+        """``torch.cuda.max_memory_allocated()``."""
+        torch = self.import_framework()
+        names = [name for name in self.devices() if name.startswith("cuda")]
+        return {name: torch.cuda.max_memory_allocated(name) for name in names}
+
     # Ranks ------------------------------------------------------------------------------------
 
     def launcher(self, job: "Job") -> "List[str]":

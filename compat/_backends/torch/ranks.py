@@ -11,7 +11,7 @@ import sys
 import types
 import weakref
 
-from ... import _keras, _patching, errors
+from ... import _keras, _patching, _work, errors
 from ..._engines.torch_distributed import TorchDistributed
 from ..._ranks import keras3, keras_model, losses
 from . import batches, gradient_exchange, keras_models
@@ -65,9 +65,13 @@ class Ranked(_patching.InstanceMethod):
         exchange = self.exchange(model)
         exchange.look(parameters)
         result, rows = self.run(model, batch, args, kwargs)
+        self.ran(rows)
         if rows is not None:
             exchange.rows.forward(rows, result)
         return result
+
+    def ran(self, rows):
+        """Called with the rows of a call whose gradients are wanted; None: they are not known."""
 
     def run(self, model, batch, args, kwargs):
         """The model's own result, and its rows."""
@@ -277,7 +281,13 @@ class RankedForward(Ranked):
         return getattr(batch, "is_meta", False) is True or sys.modules["torch"].jit.is_tracing()
 
     def count(self, model, batch):
-        """Nothing needs it: metrics are the script's."""
+        if not sys.modules["torch"].is_grad_enabled():
+            dim = batches.declared(model) or 0
+            has_rows = len(getattr(batch, "shape", ())) > dim
+            _work.count([""], [int(batch.shape[dim])] if has_rows else None, False)
+
+    def ran(self, rows):
+        _work.count([""], None if rows is None else [rows], True)
 
     def run(self, model, batch, args, kwargs):
         """The rows are where torch's recurrent layers and transformers in the model find them."""

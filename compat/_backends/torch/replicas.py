@@ -12,7 +12,7 @@ import functools
 
 import torch
 
-from ... import _patching, _replicas, errors
+from ... import _patching, _replicas, _work, errors
 from . import batches, merging
 from .reductions import DIVERGED, NotMergeable, Rows, tag, tag_of
 from .watch import Watch
@@ -228,6 +228,9 @@ class Replicated(_patching.InstanceMethod):
         for key in first.numbers:
             merged[key] = merged[key].item()
         state.finish(merged)
+        sizes = _replicas.sizes(layout.rows, len(everyone))
+        sizes += [0] * (len(self.devices) - len(sizes))
+        _work.count(self.devices, sizes, torch.is_grad_enabled())
         return first.unflatten([untagged(merged[("result", i)]) for i in range(first.results)])
 
     def with_empty(self, outcomes, rows, key, dim):

@@ -204,7 +204,8 @@ class RanksContract(Jobs):
         script = tmp_path / "unchanged.py"
         script.write_text(UNCHANGED)
         histories = []
-        for size, options in ((1, []), (3, ["--parallelize"])):
+        path = tmp_path / "report.json"
+        for size, options in ((1, []), (3, ["--parallelize", "--report-json", str(path)])):
             job = self.run(size, str(script), before=options)
             assert job.status == 0, job.out + job.err
             lines = re.findall("HISTORY (.*)", job.out)
@@ -213,6 +214,12 @@ class RanksContract(Jobs):
         assert "runs on rank 0 of 3" in job.err
         assert all(history == pytest.approx(histories[0], abs=1e-4) for history in histories)
         assert all(history == histories[1] for history in histories[2:])
+        # Two epochs. Of 135 rows 34 are for validation, which each rank does.
+        report = json.loads(path.read_text())
+        assert [each["rank"] for each in report["devices"]] == [0, 1, 2]
+        assert sum(each["training_rows"] for each in report["devices"]) == 202
+        assert sum(each["rows"] for each in report["devices"]) == 202 + 3 * 68
+        assert "\nAll 3 ranks worked: " in job.err
 
     # Faults -----------------------------------------------------------------------------------
 

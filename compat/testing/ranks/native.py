@@ -71,8 +71,10 @@ class NativeRanksContract(NativeModels, Jobs):
 
         @functools.lru_cache(None)
         def results(size):
-            job = self.start(size, folder, two_machines=size == 3)
+            job = self.start(size, folder, two_machines=size == 3, before=["--report"])
             assert job.status == 0, job.out + job.err
+            if size > 1:
+                assert "\nAll {} ranks worked: ".format(size) in job.err, job.err
             found = []
             for rank in range(size):
                 with np.load(str(folder / "{}-{}.npz".format(size, rank))) as arrays:

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
-from compat.backend import Engine
+from compat.backend import Engine, count_batch
 
 from .networks import Network
 
@@ -96,6 +96,7 @@ def _gradients(network, engine, inputs, targets):
     numbers = engine.sum(share * numbers)
     ends = np.cumsum([gradient.size for gradient in gradients])[:-1]
     parts = np.split(numbers[1:], ends)
+    count_batch([""], [len(inputs)], training=True)
     return float(numbers[0]), [
         part.reshape(gradient.shape) for part, gradient in zip(parts, gradients)
     ]

@@ -5,6 +5,8 @@ import functools
 
 import numpy as np
 
+from compat.backend import count_batch
+
 from .networks import Network, device
 
 # The methods of one network that hide its class's.
@@ -43,7 +45,14 @@ def _outputs(network, devices, inputs):
         each.start(Network.outputs, network, inputs[rows])
         for each, rows in _shards(len(inputs), devices)
     ]
-    return np.concatenate([each.result() for each in running])
+    outputs = np.concatenate([each.result() for each in running])
+    _count(devices, len(inputs), training=False)
+    return outputs
+
+
+def _count(devices, rows, training):
+    sizes = [part.stop - part.start for _, part in _shards(rows, devices)]
+    count_batch(devices, sizes + [0] * (len(devices) - len(sizes)), training)
 
 
 def _gradients(network, devices, inputs, targets):
@@ -58,4 +67,5 @@ def _gradients(network, devices, inputs, targets):
         sum(share * gradient for share, gradient in zip(shares, same))
         for same in zip(*[part[1] for part in parts])
     ]
+    _count(devices, len(inputs), training=True)
     return loss, gradients

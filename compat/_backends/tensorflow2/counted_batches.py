@@ -1,0 +1,77 @@
+"""Batches counted where they are computed: in Python, or by the graph that computes them.
+
+A graph's steps do not pass through Python. It counts in a table of its own runtime, by the number
+of rows: an operation that makes its resource when it first runs, so that nothing is captured, and
+what is saved of the graph runs anywhere. A batch costs some microseconds.
+"""
+
+import itertools
+
+from ... import _replicas, _work
+from ..._process import process
+
+_numbers = itertools.count()
+
+
+def count(tf, devices, rows, training):
+    """Count a batch that is split over ``devices``; within a graph, whenever that runs.
+
+    Arguments:
+        rows: an integer, or a scalar tensor.
+        training: whether gradients are wanted.
+    """
+    if tf.executing_eagerly():
+        _work.count(devices, _replicas.sizes(int(rows), len(devices)), training)
+    elif _work.is_counted() and not _is_compiled_by_xla(tf):
+        key = tuple(devices), training
+        if key not in process.graph_counters:
+            process.graph_counters[key] = Table(tf, *key)
+        process.graph_counters[key].count(rows)
+
+
+def _is_compiled_by_xla(tf):
+    """Whether the graph is that of ``tf.function(jit_compile=True)``: XLA has no tables.
+
+    It puts all of the graph on one device. What tells it is not public.
+    """
+    from tensorflow.python.ops import control_flow_util
+
+    graph = tf.compat.v1.get_default_graph()
+    return control_flow_util.GraphOrParentsInXlaContext(graph)
+
+
+class Table:
+    """How many batches of each number of rows there were, as graphs count them."""
+
+    def __init__(self, tf, devices, training):
+        self.tf = tf
+        self.devices = devices
+        self.training = training
+        self.name = "compat_batches_{}".format(next(_numbers))
+
+    def count(self, rows):
+        tf = self.tf
+        with tf.device("/cpu:0"):
+            table = self._resource()
+            key = tf.reshape(tf.cast(rows, tf.int64), [1])
+            none = tf.constant(0, tf.int64)
+            found = tf.raw_ops.LookupTableFindV2(table_handle=table, keys=key, default_value=none)
+            tf.raw_ops.LookupTableInsertV2(table_handle=table, keys=key, values=found + 1)
+
+    def _resource(self):
+        """Made in each graph anew, of one name, so that it is the same."""
+        tf = self.tf
+        return tf.raw_ops.MutableHashTableV2(
+            key_dtype=tf.int64, value_dtype=tf.int64, shared_name=self.name
+        )
+
+    def __call__(self):
+        """Pairs of what ``_work.count()`` would be told, and how often."""
+        tf = self.tf
+        with tf.init_scope(), tf.device("/cpu:0"):
+            keys, values = tf.raw_ops.LookupTableExportV2(
+                table_handle=self._resource(), Tkeys=tf.int64, Tvalues=tf.int64
+            )
+        for rows, number in zip(keys.numpy().tolist(), values.numpy().tolist()):
+            sizes = tuple(_replicas.sizes(rows, len(self.devices)))
+            yield (self.devices, sizes, self.training), number

@@ -1,0 +1,49 @@
+"""What ``compat run --report`` starts in place of a script: it runs that, and reports then."""
+
+import atexit
+import json
+import os
+import sys
+
+from .. import _api, _files
+from .._launch.rank_process import REPORT_VARIABLE
+from . import parallelized_script
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import List
+
+
+def main(arguments: "List[str]") -> None:
+    """Run a script in this process, and report when the process ends.
+
+    Arguments:
+        arguments: the file that gets the report as JSON, or nothing; then what
+            ``parallelized_script.main`` takes. The name of the backend is empty where nothing is
+            to be parallelized but what the script does by itself.
+    """
+    path, backend, script = arguments[0], arguments[1], arguments[2:]
+    left = os.environ.pop(REPORT_VARIABLE, None)  # not for processes that the script starts
+    owner = os.getpid()
+
+    def report():
+        if os.getpid() == owner:  # none that has been forked
+            tell(_api.report(), path) if left is None else _leave(left)
+
+    atexit.register(report)
+    if backend:
+        parallelized_script.main([backend] + script)
+    else:
+        parallelized_script.run(script)
+
+
+def _leave(path):
+    _files.write(path, json.dumps(_api.report().as_dict()))
+
+
+def tell(report, path):
+    """Print a report, after all that the script has printed, and write it to a file, if any."""
+    sys.stdout.flush()
+    print("compat run: what each device did\n{}".format(report), file=sys.stderr, flush=True)
+    if path:
+        _files.write(path, report.to_json() + "\n")

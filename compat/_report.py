@@ -1,0 +1,285 @@
+"""Whether every device was used: what was counted, as an object that prints as a table."""
+
+import textwrap
+
+from . import _work, errors
+from ._process import process
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, Dict, List, Mapping, Optional, Sequence
+
+WIDTH = 80
+
+
+class DeviceUse:
+    """What one device has done, or one rank.
+
+    Attributes:
+        device: its name, as the framework has it.
+        rank: the rank whose device it is; None where the process is alone.
+        rows: how many rows it has computed of the batches of parallelized models.
+        training_rows: how many of these were training.
+        steps: batches of which it has computed rows.
+        memory_peak: the most memory of its GPU that the framework has taken, in bytes; or None.
+        load: how busy the driver says that the GPU is, a share, at the time of the report; or None.
+        idle: why it has computed no rows, a phrase; None where it has.
+    """
+
+    def __init__(
+        self,
+        device: str,
+        rank: "Optional[int]" = None,
+        rows: int = 0,
+        training_rows: int = 0,
+        steps: int = 0,
+        memory_peak: "Optional[int]" = None,
+        load: "Optional[float]" = None,
+        idle: "Optional[str]" = None,
+    ) -> None:
+        self.device = device
+        self.rank = rank
+        self.rows = rows
+        self.training_rows = training_rows
+        self.steps = steps
+        self.memory_peak = memory_peak
+        self.load = load
+        self.idle = idle
+
+    def __str__(self):
+        return self.device if self.rank is None else "rank {}".format(self.rank)
+
+
+class Report:
+    """What each device has done: printable, and as a dictionary.
+
+    Attributes:
+        devices: a ``DeviceUse`` for each configured device; or for each rank.
+        models: where each parallelized model runs, by its name.
+        not_told: batches whose rows are not known.
+        absent: ranks that ended without a report.
+    """
+
+    def __init__(
+        self,
+        devices: "Sequence[DeviceUse]",
+        models: "Mapping[str, str]",
+        not_told: int = 0,
+        absent: "Sequence[int]" = (),
+    ) -> None:
+        self.devices = list(devices)
+        self.models = dict(models)
+        self.not_told = not_told
+        self.absent = list(absent)
+
+    @property
+    def all_worked(self) -> bool:
+        """Whether every device has computed rows."""
+        return bool(self.devices) and not self.absent and all(each.rows for each in self.devices)
+
+    @property
+    def verdict(self) -> str:
+        """Whether every device was used, in a sentence or two; derived from what ran."""
+        said = self._said()
+        if self.absent:
+            said += " No report came from {}: ended by a signal, or by its machine.".format(
+                errors.numbered_ranks(self.absent)
+            )
+        return said
+
+    def _said(self):
+        uses, several = self.devices, len(self.devices) > 1
+        if not any(each.rows for each in uses):
+            return self._nothing_counted()
+        word = "devices" if uses[0].rank is None else "ranks"
+        rows = sorted(each.rows for each in uses if each.rows)
+        if all(each.rows for each in uses):
+            who = "All {} {}".format(len(uses), word) if several else str(uses[0])
+            if self.absent:
+                who = "{} of {} {}".format(len(uses), len(uses) + len(self.absent), word)
+            many = _rows(rows[0])
+            if rows[0] != rows[-1]:
+                many = "{:,} to {:,} rows".format(rows[0], rows[-1])
+            said = "{} worked: {}{}.".format(who, many, " each" if several else "")
+        else:
+            said = "Only {} of {} {} worked.".format(len(rows), len(uses) + len(self.absent), word)
+            reasons: "Dict[str, List[str]]" = {}
+            for each in uses:
+                if each.idle:
+                    reasons.setdefault(each.idle, []).append(str(each))
+            for reason, names in reasons.items():
+                said += " {} got no rows: {}.".format(" and ".join(names), reason)
+        if not any(each.training_rows for each in uses):
+            said += " None of it was training: no model was trained."
+        if self.not_told:
+            said += " {}".format(_not_told(self.not_told))
+        return said
+
+    def _nothing_counted(self):
+        if self.not_told:
+            return _not_told(self.not_told)
+        if not self.models:
+            return (
+                "No batch was counted: no model was given to compat.parallelize(), so none was "
+                "split over devices."
+            )
+        model, where = next(iter(self.models.items()))
+        if "," not in where and all(each.rank is None for each in self.devices):
+            return (
+                "No batch was counted: model {!r} runs on one device, {}, so none was split over "
+                "devices.".format(model, where)
+            )
+        if any(each.rank is not None for each in self.devices):
+            return "No batch was counted: model {!r} runs as {}, and was not trained.".format(
+                model, where
+            )
+        return (
+            "No batch was split: model {!r} was given {}, and was never trained or called, or ran "
+            "in one piece.".format(model, where)
+        )
+
+    def as_dict(self) -> "Dict[str, Any]":
+        """The same for JSON, with the keys of docs/report.md."""
+        return {
+            "devices": [dict(vars(each)) for each in self.devices],
+            "models": dict(self.models),
+            "not_told": self.not_told,
+            "absent": list(self.absent),
+            "all_worked": self.all_worked,
+            "verdict": self.verdict,
+        }
+
+    def to_json(self) -> str:
+        import json  # for start-up time
+
+        return json.dumps(self.as_dict(), indent=2)
+
+    def __repr__(self):
+        return "<Report {}>".format(self.verdict)
+
+    def __str__(self):
+        return "\n".join(_table(self.devices) + textwrap.wrap(self.verdict, WIDTH))
+
+
+def joined(reports: "Sequence[Mapping[str, Any]]", absent: "Sequence[int]" = ()) -> "Report":
+    """The report of several ranks, from that of each (``as_dict()``).
+
+    Arguments:
+        absent: ranks that have left none.
+    """
+    uses = [DeviceUse(**each) for report in reports for each in report["devices"]]
+    models: "Dict[str, str]" = {}
+    for report in reports:
+        models.update(report["models"])
+    not_told = sum(report["not_told"] for report in reports)
+    return Report(sorted(uses, key=lambda each: each.rank or 0), models, not_told, absent)
+
+
+def _rows(number):
+    return "1 row" if number == 1 else "{:,} rows".format(number)
+
+
+def _not_told(batches):
+    return (
+        "The rows of {:,} {} are not known: the model reads tensors of its own, which nothing "
+        "feeds.".format(batches, "batch" if batches == 1 else "batches")
+    )
+
+
+def _table(uses):
+    """Aligned columns; what is not told of any device is left out."""
+    columns = [
+        ("device", [each.device for each in uses]),
+        ("rows", ["{:,}".format(each.rows) for each in uses]),
+        ("in training", ["{:,}".format(each.training_rows) for each in uses]),
+        ("steps", ["{:,}".format(each.steps) for each in uses]),
+        ("memory peak", [_mebibytes(each.memory_peak) for each in uses]),
+        ("load", [_share(each.load) for each in uses]),
+    ]
+    if any(each.rank is not None for each in uses):
+        columns.insert(0, ("rank", [str(each.rank) for each in uses]))
+    lines = [""] * (len(uses) + 1)
+    for name, values in columns if uses else ():
+        if any(value != "-" for value in values):
+            width = max(map(len, [name] + values))
+            left = name == "device"
+            for place, value in enumerate([name] + values):
+                padded = value.ljust(width) if left else value.rjust(width)
+                lines[place] += ("  " if lines[place] else "") + padded
+    return [line.rstrip() for line in lines if line]
+
+
+def _share(value):
+    return "-" if value is None else "{:.0%}".format(value)
+
+
+def _mebibytes(value):
+    return "-" if value is None else "{:,.0f} MiB".format(value / 2.0**20)
+
+
+# What was counted -----------------------------------------------------------------------------
+
+
+def of_this_process(
+    names: "Sequence[str]",
+    rank: "Optional[int]",
+    models: "Mapping[str, str]",
+    memory_peaks: "Mapping[str, int]",
+    loads: "Sequence[Optional[float]]",
+) -> "Report":
+    """The report of what this process has done so far.
+
+    Arguments:
+        names: of the configured devices; of a rank its one.
+        rank: this process's; None where it is alone.
+        models: where each parallelized model runs, by its name.
+        memory_peaks: of GPUs, by their names, in bytes.
+        loads: of the configured devices.
+    """
+    if rank is not None:
+        names = list(names[:1]) or ["-"]
+    uses = [DeviceUse(name, rank) for name in names]
+    by_name = {each.device: each for each in uses}
+    not_told = 0
+    seen: "Dict[str, List[Any]]" = {}
+    for (devices, sizes, training), number in sorted(_work.batches().items(), key=str):
+        if devices == ("",):
+            devices = tuple(each.device for each in uses[:1])
+        if sizes is None:
+            not_told += number
+            continue
+        for name, size in zip(devices, sizes):
+            if name not in by_name:  # not configured, or no more
+                uses.append(DeviceUse(name, rank))
+                by_name[name] = uses[-1]
+            each = by_name[name]
+            each.rows += size * number
+            each.training_rows += size * number if training else 0
+            each.steps += number if size else 0
+            seen.setdefault(name, []).append((devices, sizes))
+    for place, each in enumerate(uses):
+        each.memory_peak = memory_peaks.get(each.device)
+        each.load = loads[place] if place < len(loads) else None
+        each.idle = None if each.rows else _why_idle(seen.get(each.device, ()))
+    return Report(uses, models, not_told)
+
+
+def _why_idle(batches):
+    """Why a device got no rows of these batches."""
+    if not batches:
+        return "no batch was split over it"
+    largest = max(sum(sizes) for _, sizes in batches)
+    fewest = min(len(devices) for devices, _ in batches)
+    if largest < fewest:
+        return "no batch had more than {}, too few for {} devices".format(_rows(largest), fewest)
+    if all(sum(map(bool, sizes)) == 1 for _, sizes in batches):
+        return "one device computed whole batches, which could not be split"
+    return "batches of up to {:,} rows left none for it".format(largest)
+
+
+def models_parallelized() -> "Dict[str, str]":
+    """Where each parallelized model of this process runs, by its name."""
+    models = {name: ", ".join(devices) for name, devices in process.parallelized_before}
+    if process.configuration is not None:
+        models.update(process.configuration.parallelized)
+    return models

@@ -1,0 +1,424 @@
+"""``compat.report()`` and ``compat run --report``: was every device used?
+
+The backend of the scripts is tests/plugin, whose devices are threads.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+import compat
+from compat import _files, _report, _work
+from compat._commands import run_script
+from compat.testing import machines
+
+pytestmark = pytest.mark.usefixtures("process")
+
+PATH = os.pathsep.join([ROOT, os.path.join(ROOT, "tests", "plugin")])
+ENVIRON = dict(os.environ)  # without what fixtures set
+THREE = ["cpu:0", "cpu:1", "cpu:2"]
+MODELS = {"net": "cpu:0, cpu:1, cpu:2"}
+
+
+def reported(names=THREE, rank=None, models=MODELS, peaks=(), loads=()):
+    return _report.of_this_process(names, rank, models, dict(peaks), loads)
+
+
+def test_what_was_counted_is_a_table_and_a_sentence():
+    for _ in range(3):
+        _work.count(THREE, [406, 407, 407], True)
+    _work.count(THREE, [4, 4, 5], False)
+    report = reported()
+    assert str(report) == (
+        "device   rows  in training  steps\n"
+        "cpu:0   1,222        1,218      4\n"
+        "cpu:1   1,225        1,221      4\n"
+        "cpu:2   1,226        1,221      4\n"
+        "All 3 devices worked: 1,222 to 1,226 rows each."
+    )
+    assert report.all_worked
+    assert repr(report) == "<Report All 3 devices worked: 1,222 to 1,226 rows each.>"
+    found = json.loads(report.to_json())
+    assert found == report.as_dict()
+    assert found["devices"][2] == {
+        "device": "cpu:2",
+        "rank": None,
+        "rows": 1226,
+        "training_rows": 1221,
+        "steps": 4,
+        "memory_peak": None,
+        "load": None,
+        "idle": None,
+    }
+
+
+def test_a_table_has_memory_and_load_where_they_are_told_and_80_columns():
+    devices = ["/device:GPU:{}".format(index) for index in range(3)]
+    _work.count(devices, [10**9] * 3, True)
+    report = reported(devices, None, {}, {devices[0]: 3 * 2**30}, [0.97, None, 1.0])
+    assert str(report) == (
+        "device                  rows    in training  steps  memory peak  load\n"
+        "/device:GPU:0  1,000,000,000  1,000,000,000      1    3,072 MiB   97%\n"
+        "/device:GPU:1  1,000,000,000  1,000,000,000      1            -     -\n"
+        "/device:GPU:2  1,000,000,000  1,000,000,000      1            -  100%\n"
+        "All 3 devices worked: 1,000,000,000 rows each."
+    )
+    assert max(map(len, str(report).splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    "batches, verdict",
+    [
+        (
+            [(THREE, [0, 1, 1])],
+            "Only 2 of 3 devices worked. cpu:0 got no rows: no batch had more than 2 rows, too "
+            "few for 3 devices.",
+        ),
+        (
+            [(THREE, [0, 0, 1])] * 2,
+            "Only 1 of 3 devices worked. cpu:0 and cpu:1 got no rows: no batch had more than 1 "
+            "row, too few for 3 devices.",
+        ),
+        (
+            [(THREE[:2], [8, 8])],
+            "Only 2 of 3 devices worked. cpu:2 got no rows: no batch was split over it.",
+        ),
+        (
+            [(THREE, [16, 0, 0])],
+            "Only 1 of 3 devices worked. cpu:1 and cpu:2 got no rows: one device computed whole "
+            "batches, which could not be split.",
+        ),
+        (
+            [(THREE, [2, 2, 0]), (THREE, [3, 3, 0])],
+            "Only 2 of 3 devices worked. cpu:2 got no rows: batches of up to 6 rows left none for "
+            "it.",
+        ),
+        (
+            [(THREE, [1, 1, 1]), (THREE, None)],
+            "All 3 devices worked: 1 rows each. The rows of 1 batch are not known: the model reads "
+            "tensors of its own, which nothing feeds.",
+        ),
+        (
+            [(THREE, None)] * 2,
+            "The rows of 2 batches are not known: the model reads tensors of its own, which "
+            "nothing feeds.",
+        ),
+    ],
+)
+def test_the_verdict_tells_what_ran(batches, verdict):
+    for devices, sizes in batches:
+        _work.count(devices, sizes, True)
+    assert reported().verdict == verdict.replace("1 rows", "1 row")
+
+
+def test_what_was_not_trained_is_told():
+    _work.count(THREE, [2, 2, 2], False)
+    assert reported().verdict == (
+        "All 3 devices worked: 2 rows each. None of it was training: no model was trained."
+    )
+
+
+@pytest.mark.parametrize(
+    "names, rank, models, verdict",
+    [
+        (
+            [], None, {},
+            "No batch was counted: no model was given to compat.parallelize(), so none was split "
+            "over devices.",
+        ),
+        (
+            ["cpu:0"], None, {"net": "cpu:0"},
+            "No batch was counted: model 'net' runs on one device, cpu:0, so none was split over "
+            "devices.",
+        ),
+        (
+            THREE, None, MODELS,
+            "No batch was split: model 'net' was given cpu:0, cpu:1, cpu:2, and was never trained "
+            "or called, or ran in one piece.",
+        ),
+        (
+            ["cuda:1"], 1, {"net": "rank 1 of 2"},
+            "No batch was counted: model 'net' runs as rank 1 of 2, and was not trained.",
+        ),
+    ],
+)  # fmt: skip
+def test_where_nothing_was_counted(names, rank, models, verdict):
+    report = reported(names, rank, models)
+    assert report.verdict == verdict
+    assert not report.all_worked
+
+
+def test_what_compat_computes_for_itself_does_not_count():
+    with _work.uncounted():
+        _work.count(THREE, [2, 2, 2], True)
+        assert not _work.is_counted()
+    assert not _work.batches()
+
+
+def test_ranks_are_one_report():
+    ranks = []
+    for rank, rows in enumerate([31, 30]):
+        ranks.append(_report.Report([_report.DeviceUse("cuda:0", rank, rows, rows, 4)], {}))
+    reports = [rank.as_dict() for rank in reversed(ranks)]
+    assert str(_report.joined(reports)) == (
+        "rank  device  rows  in training  steps\n"
+        "   0  cuda:0    31           31      4\n"
+        "   1  cuda:0    30           30      4\n"
+        "All 2 ranks worked: 30 to 31 rows each."
+    )
+    absent = _report.joined(reports, [2, 3])
+    assert not absent.all_worked
+    assert absent.verdict == (
+        "2 of 4 ranks worked: 30 to 31 rows each. No report came from ranks 2 and 3: ended by a "
+        "signal, or by its machine."
+    )
+
+
+def test_under_configure_gpu_alone(toy):
+    configuration = compat.configure_gpu(simulate=2)
+    report = compat.report()
+    assert [each.device for each in report.devices] == configuration.devices
+    assert report.verdict.startswith("No batch was counted: no model was given")
+
+
+def test_load_is_that_of_the_driver(toy, machine):
+    machine.add(utilization=40)
+    machine.add(utilization=7)
+    machine.plug()
+    compat.configure_gpu(gpus=[1])
+    assert [each.load for each in compat.report().devices] == [0.07]
+
+
+# compat run --report --------------------------------------------------------------------------
+
+SCRIPT = """\
+import sys
+import numpy as np
+import compat
+compat.configure_gpu()
+from compat_numpy.networks import Network
+network = compat.parallelize(Network(8, 16, 4))
+random = np.random.RandomState(0)
+inputs, targets = compat.shard((random.normal(size=(61, 8)), random.normal(size=(61, 4))))
+for _ in range(4):
+    network.train_on_batch(inputs, targets)
+print("trained", flush=True)
+if "fail" in sys.argv:
+    raise ValueError("failed")
+if "wait" in sys.argv:
+    sys.stdin.read()
+"""
+TABLE = """\
+compat run: what each device did
+device  rows  in training  steps
+cpu:0     80           80      4
+cpu:1     80           80      4
+cpu:2     84           84      4
+All 3 devices worked: 80 to 84 rows each.
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+def start(*arguments, before=()):
+    command = [sys.executable, "-m", "compat", "run", "--backend=numpy"]
+    return subprocess.Popen(
+        list(before) + command + list(arguments),
+        env=dict(ENVIRON, PYTHONPATH=PATH, COMPAT_VERIFY="1"),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        universal_newlines=True,
+    )
+
+
+def finished(*arguments, **options):
+    process = start(*arguments, **options)
+    out, err = process.communicate()
+    return process.returncode, out, err
+
+
+def test_it_is_printed_at_the_end(script, tmp_path):
+    """A step that is verified counts once."""
+    path = tmp_path / "report.json"
+    before = "--simulate=3", "--report", "--report-json", str(path)
+    status, out, err = finished(*(before + (script,)))
+    assert (status, out) == (0, "trained\n")
+    assert err.endswith("\n" + TABLE)
+    found = json.loads(path.read_text())
+    assert [each["rows"] for each in found["devices"]] == [80, 80, 84]
+    assert found["verdict"] == TABLE.splitlines()[-1]
+    assert os.listdir(str(tmp_path)).count("report.json") == 1
+    assert not [name for name in os.listdir(str(tmp_path)) if name.endswith(".tmp")]
+
+
+def test_also_when_the_script_fails_or_is_interrupted(script):
+    status, _, err = finished("--simulate=3", "--report", script, "fail")
+    assert status == 1
+    assert err.endswith("ValueError: failed\n" + TABLE)
+    process = start("--simulate=3", "--report", script, "wait")
+    assert process.stdout.readline() == "trained\n"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate()
+    assert err.endswith("KeyboardInterrupt\n" + TABLE)
+
+
+def test_of_a_script_that_knows_nothing_of_compat(tmp_path):
+    script = tmp_path / "plain.py"
+    script.write_text("import sys; print(sys.argv[1:])")
+    status, out, err = finished("--report", str(script), "--report", "x")
+    assert (status, out) == (0, "['--report', 'x']\n")
+    assert err.endswith(
+        "compat run: what each device did\n"
+        "No batch was counted: no model was given to compat.parallelize(), so none was\n"
+        "split over devices.\n"
+    )
+
+
+def test_ranks_on_two_machines_are_one_report(script, tmp_path):
+    path = tmp_path / "report.json"
+    before = machines.command(2)
+    status, out, err = finished(
+        "--hosts=node1:1,node2:1", "--report-json", str(path), script, before=before
+    )
+    assert status == 0, err
+    assert sorted(out.splitlines()) == ["[0] trained", "[1] trained"]
+    assert err.endswith(
+        "compat run: what each device did\n"
+        "rank  device  rows  in training  steps\n"
+        "   0  cpu:0    120          120      4\n"
+        "   1  cpu:0    120          120      4\n"
+        "All 2 ranks worked: 120 rows each.\n"
+    )
+    assert json.loads(path.read_text())["all_worked"]
+
+
+def test_a_rank_that_is_killed_has_none(script):
+    with open(script, "a") as file:
+        file.write("if compat.rank():\n    import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    status, _, err = finished("-n2", "--report", script)
+    assert status == 128 + signal.SIGKILL
+    assert "No report came from rank 1: ended by a" in err
+
+
+@pytest.mark.parametrize("name", ["nowhere/report.json", ""])
+def test_a_file_that_cannot_be_written_is_told_before(script, tmp_path, name):
+    path = os.path.join(str(tmp_path), name)
+    problem = "No such file or directory" if name else "Is a directory"
+    status, out, err = finished("--report-json", path, script)
+    assert (status, out) == (2, "")
+    assert err == (
+        "compat run: --report-json {} cannot be written: {}. Name a file in a folder that is there "
+        "and that you may write to; nothing was started.\n".format(path, problem)
+    )
+
+
+def test_a_file_is_replaced_as_a_whole(tmp_path, monkeypatch):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    path = folder / "report.json"
+    path.write_text("old")
+
+    def fail(*paths):
+        raise OSError("no")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", fail)
+        with pytest.raises(OSError, match="no"):
+            _files.write(str(path), "new")
+    assert path.read_text() == "old"
+    assert os.listdir(str(folder)) == ["report.json"]
+    _files.write(str(path), "new")
+    assert path.read_text() == "new"
+    assert path.stat().st_mode & 0o777 == 0o666 & ~_umask()
+
+
+def _umask():
+    umask = os.umask(0)
+    os.umask(umask)
+    return umask
+
+
+def test_an_interpreter_that_is_too_old_is_told(script, tmp_path):
+    python = tmp_path / "python2"
+    python.write_text("#!/bin/sh\nprintf 2.7.18\n")
+    python.chmod(0o755)
+    options = "--report", "--python={}".format(python)
+    status, out, err = finished(*(options + (script,)))
+    assert (status, out) == (2, "")
+    assert err.endswith(
+        "compat run: --report runs inside the script's interpreter, which must be Python 3.6 or "
+        "later; {} is Python 2.7.18. Leave --report out, or use a newer one.\n".format(python)
+    )
+
+
+# compat test --hosts --------------------------------------------------------------------------
+
+
+def test_a_script_is_compared_with_ranks_on_two_machines(script):
+    command = machines.command(
+        2, sys.executable, "-m", "compat", "test", "--json", "--backend=numpy",
+        "--hosts=node1:1,node2:2", script,
+    )  # fmt: skip
+    completed = subprocess.run(
+        command,
+        env=dict(ENVIRON, PYTHONPATH=PATH),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        universal_newlines=True,
+    )
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    found = json.loads(completed.stdout)
+    hosts = "node1:1,node2:2"
+    assert found["ranks"] == {"size": 3, "hosts": hosts, "status": 0, "same": True}
+    assert "As 3 ranks on node1:1,node2:2: all ended well, with the same weights." in (
+        completed.stderr
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (
+            ["--hosts", "a"],
+            "compat test: error: argument --hosts: a script is needed, or -m and a module",
+        ),
+        (
+            ["--hosts", "a", "-n", "0", "x.py"],
+            "compat test: error: argument --hosts: not with -n 0, which asks for no ranks",
+        ),
+        (
+            ["--hosts", "a:1", __file__],
+            "compat test: --hosts a:1 makes one rank, which has nobody to train with. Give the "
+            "machines room for 2 or more, such as --hosts first:4,second:4, or run the script on "
+            "that machine, without --hosts.",
+        ),
+    ],
+)
+def test_hosts_that_make_no_ranks(arguments, said, capsys):
+    from compat import __main__
+
+    try:
+        status = __main__.main(["test"] + arguments)
+    except SystemExit as error:
+        status = error.code
+    assert status == 2
+    assert capsys.readouterr().err.endswith(said + "\n")
+
+
+def test_a_backend_without_ranks(toy):
+    from compat._commands import verify_script
+
+    with pytest.raises(compat.UnsupportedError, match="toy cannot train as one of several ranks"):
+        verify_script.run([__file__], backend="toy", hosts="a,b")
+    assert run_script.ranks_on("a,b:2", None) == (3, "a:1,b:2")
