@@ -130,6 +130,23 @@ def _parser():
         action="store_true",
         help="run every Keras model that the script compiles on all the devices, or on all ranks",
     )
+    run.add_argument(
+        "--quiet",
+        action="store_true",
+        help="of ranks, show what rank 0 prints, and of the others only what goes to stderr",
+    )
+    run.add_argument(
+        "--log-dir",
+        metavar="FOLDER",
+        help="append all that each rank prints to a file: rank-0.log, rank-1.log ...",
+    )
+    run.add_argument(
+        "--max-restarts",
+        metavar="N",
+        type=_restarts,
+        default=0,
+        help="start all ranks again, up to N times, after one has failed (COMPAT_RESTART counts)",
+    )
     _add_script(run)
     run.set_defaults(run=_run, parser=run)
 
@@ -222,6 +239,14 @@ def _no_ranks_or_several(text):
     return number
 
 
+def _restarts(text):
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(
+            "{!r} is not a number of restarts; write --max-restarts 3".format(text)
+        )
+    return int(text)
+
+
 def _several(text):
     return _devices(text, 2)
 
@@ -266,6 +291,9 @@ def _run(arguments):
         arguments.hosts,
         arguments.simulate,
         arguments.parallelize,
+        arguments.quiet,
+        arguments.log_dir,
+        arguments.max_restarts,
     )
 
 
