@@ -122,9 +122,18 @@ def test_a_full_disk_does_not_end_the_ranks(capsys):
 
 
 def test_ranks_are_started_again_until_they_succeed(finished, tmp_path):
-    program = "print(restart, flush=True)\nif rank == 1 and restart < '2': os.kill(os.getpid(), 9)"
+    program = """\
+print(restart, flush=True)
+time.sleep(0.5)  # until that has been read
+open(rank * "1" + restart, "w").close()
+while restart < "2":
+    time.sleep(0.1)
+    if rank == 1 and all(os.path.exists(each * "1" + restart) for each in range(3)):
+        os.kill(os.getpid(), 9)
+"""
+    program = "os.chdir({!r})\n".format(str(tmp_path)) + program
     options = "--max-restarts", "3", "--log-dir", str(tmp_path)
-    status, out, err = finished(program + "\nif restart < '2': time.sleep(60)", *options)
+    status, out, err = finished(program, *options)
     assert status == 0
     assert sorted(out.splitlines()) == sorted(
         "[{}] {}".format(rank, restart) for rank in range(3) for restart in range(3)
