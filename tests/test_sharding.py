@@ -138,6 +138,30 @@ def test_the_part_of_a_sequence_is_one(as_rank):
     assert len(copy) == 5 and copy[1][0].tolist() == part[1][0].tolist()
 
 
+def test_an_epoch_that_keras_ends_twice_ends_once(as_rank):
+    """In a thread, and then in fit(), as tf.keras does where threads compute items."""
+    as_rank(1)
+    items = Items(23)
+    part = compat.shard(items)
+
+    def in_thread():
+        thread = threading.Thread(target=part.on_epoch_end)
+        thread.start()
+        thread.join()
+
+    for end, ended in (
+        (in_thread, 1),
+        (part.on_epoch_end, 1),  # the same end
+        (part.on_epoch_end, 2),
+        (in_thread, 3),
+        (in_thread, 4),
+        (lambda: part.advance(0), 4),  # another fit() begins
+        (part.on_epoch_end, 5),
+    ):
+        end()
+        assert items.ended == ended
+
+
 def test_processes_that_compute_items_leave_their_checksums(as_rank):
     as_rank(0)
     part = compat.shard(Items(23))

@@ -7,6 +7,7 @@ an epoch's first item in memory that they share with this one.
 
 import mmap
 import struct
+import threading
 
 from .. import errors
 from . import agreement, arrays
@@ -78,6 +79,7 @@ class PartOfSequence(agreement.Part):
         self._left_out = left_out  # the last item, 0 or 1
         self._kept = {}  # items that were computed to look at them
         self._epoch = 1
+        self._ended = False  # in a thread
         self._shared = mmap.mmap(-1, 2 * _SIZE)  # of this epoch and the one before or after
 
     def __reduce__(self):
@@ -122,6 +124,13 @@ class PartOfSequence(agreement.Part):
             begin()
 
     def on_epoch_end(self):
+        # Where threads compute items, tf.keras may end an epoch twice: in one of its threads, when
+        # all items were taken (data_utils.OrderedEnqueuer), and then in fit() itself. How often
+        # depends on how long a step takes, and must not differ between ranks.
+        main = threading.current_thread() is threading.main_thread()
+        again, self._ended = main and self._ended, not main
+        if again:
+            return
         self._sequence.on_epoch_end()
         self._kept.clear()
         self._epoch += 1
@@ -136,6 +145,10 @@ class PartOfSequence(agreement.Part):
     def position(self):
         """The last epoch whose first item was computed."""
         return max(self._records() or [0])
+
+    def advance(self, position):
+        """All ranks have as many items; a fit() begins."""
+        self._ended = False
 
     def checksum_at(self, position):
         return self._records().get(position, 0)
