@@ -101,6 +101,28 @@ def generate(rows, batch=5):
     return (items[index] for index in range(len(items)))
 
 
+class Table:
+    """Has rows as a DataFrame has: by ``iloc``, and [] is for columns."""
+
+    def __init__(self, values, index):
+        self.values, self.index, self.shape = values, index, values.shape
+        self.iloc = self
+
+    def __getitem__(self, rows):
+        return Table(self.values[rows], self.index[rows])
+
+
+@pytest.mark.parametrize("batch_size", [None, 5])
+def test_rows_of_tables_keep_their_index(as_rank, batch_size):
+    as_rank(1)
+    rows = np.arange(10, 33)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        table, array = compat.shard([Table(rows, rows + 100), rows], batch_size)
+    assert isinstance(table, Table)
+    assert table.values.tolist() == array.tolist() == [row - 100 for row in table.index]
+
+
 @pytest.mark.row("shard() of a Sequence or PyDataset")
 def test_items_of_a_sequence_become_parts_of_them(shards):
     found, warned = shards(lambda: Items(23), drawn)

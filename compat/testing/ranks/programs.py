@@ -218,10 +218,11 @@ def batches(keras, folder, processes):
             if compat.size() > 1:
                 yield inputs[:1], targets[:1]  # which ranks leave out
 
+    model = compat.parallelize(lambda: _start(keras, "dense", {}))
+    model.compile(optimizer(keras, "sgd"), CASES["dense"].loss)
+    fit = model.fit_generator if hasattr(model, "fit_generator") else model.fit
+
     def fitted(source, **options):
-        model = compat.parallelize(lambda: _start(keras, "dense", {}))
-        model.compile(optimizer(keras, "sgd"), CASES["dense"].loss)
-        fit = model.fit_generator if hasattr(model, "fit_generator") else model.fit
         given = options if in_fit else {}
         if isinstance(source, Items):
             source = Items(source.rows, source.shift, **({} if in_fit else options))
@@ -229,7 +230,7 @@ def batches(keras, folder, processes):
         else:
             given.update(steps_per_epoch=len(starts))
         history = fit(compat.shard(source), epochs=2, verbose=0, **given)
-        return model, [float(loss) for loss in history.history["loss"]]
+        return [float(loss) for loss in history.history["loss"]]
 
     arrays, facts = {}, {}
     rows = np.arange(ROWS)
@@ -242,7 +243,7 @@ def batches(keras, folder, processes):
     if processes:
         trials += [("processes", Items(rows), {"workers": 2, "use_multiprocessing": True})]
     for name, source, options in trials:
-        model, facts[name] = fitted(source, **options)
+        facts[name] = fitted(source, **options)
         for place, weight in enumerate(model.get_weights()):
             arrays["{}-{}".format(name, place)] = weight
     for name, source in (
