@@ -139,7 +139,8 @@ class RanksContract(Jobs):
                 for key in chief:
                     np.testing.assert_array_equal(arrays[key], chief[key], err_msg=key)
 
-    @pytest.mark.row("ranks: Sequence, PyDataset, generator")
+    @pytest.mark.row("shard() of a Sequence or PyDataset")
+    @pytest.mark.row("shard() of a generator")
     @pytest.mark.parametrize("size", in_span(SIZES, [2]))
     def test_what_comes_in_batches_trains_to_the_numbers_of_one_process(self, results, size):
         """Computed in threads and in processes; the generator gives ranks a tiny batch more."""
@@ -155,7 +156,8 @@ class RanksContract(Jobs):
                 assert difference <= self.tolerance, (name, difference)
                 assert facts[name] == ranks[0][1][name]
 
-    @pytest.mark.row("ranks: Sequence, PyDataset, generator")
+    @pytest.mark.row("shard() of a Sequence or PyDataset")
+    @pytest.mark.row("shard() of a generator")
     @pytest.mark.parametrize("size", SIZES)
     def test_other_batches_on_other_ranks_are_an_error(self, results, size):
         """Whether they differ from the beginning, or after an epoch."""
