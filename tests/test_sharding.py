@@ -1,7 +1,7 @@
 """shard() of what comes in batches, as far as no framework is needed; what ranks compare."""
 
 import itertools
-import multiprocessing
+import multiprocessing.pool
 import pickle
 import threading
 import types
@@ -177,7 +177,7 @@ def test_an_epoch_that_keras_ends_twice_ends_once(as_rank):
         (part.on_epoch_end, 2),
         (in_thread, 3),
         (in_thread, 4),
-        (lambda: part.advance(0), 4),  # another fit() begins
+        (part.begin, 4),  # another fit()
         (part.on_epoch_end, 5),
     ):
         end()
@@ -271,10 +271,6 @@ def test_threads_may_share_the_part_of_an_iterator(as_rank):
     alone = compat.shard(generate(500))
     list(alone)
     assert agreement.part_in(alone).checksum_at(100) == part.checksum_at(100) != 0
-
-
-class UnlikeRows:
-    shape = (2, 3)
 
 
 @pytest.mark.parametrize(
@@ -430,6 +426,28 @@ def test_a_rank_whose_generator_is_behind_catches_up(as_rank, together):
 
     assert together(function) == [None, None]
     assert [next(part)[0].tolist() for part in both] == [[20, 21, 22], [23, 24]]
+
+
+def test_threads_of_an_earlier_fit_draw_no_more(as_rank):
+    """Those of Keras' pool, which it does not wait for."""
+    as_rank(0)
+    part = compat.shard(generate(100))
+
+    def draw():
+        return next(part)
+
+    earlier, later = multiprocessing.pool.ThreadPool(1), multiprocessing.pool.ThreadPool(1)
+    try:
+        assert earlier.apply(draw)[0].tolist() == [0, 1]
+        agreement.part_in(part).begin()
+        assert earlier.apply(draw) is None
+        assert later.apply(draw)[0].tolist() == [5, 6]
+        assert draw()[0].tolist() == [10, 11]
+        agreement.part_in(part).begin()
+        assert draw()[0].tolist() == [15, 16]
+    finally:
+        earlier.terminate()
+        later.terminate()
 
 
 @pytest.mark.parametrize("make", [Items, generate])

@@ -41,6 +41,9 @@ class Part:
         """0: it is not known."""
         return 0
 
+    def begin(self) -> None:
+        """Note that a ``fit()`` begins."""
+
     def advance(self, position: int) -> None:
         """Come as far as the rank that has come farthest."""
 
@@ -86,6 +89,8 @@ class Agreement:
         """
         numbers = []
         for part in self.parts:
+            if part is not None:
+                part.begin()
             numbers += [part is not None, part.position() if part else 0]
         gathered = self.engine.gather(numbers)
         for place, part in enumerate(self.parts):

@@ -6,6 +6,7 @@ end at the same step, too: nothing is said between ranks when a batch is drawn.
 
 import threading
 import types
+import weakref
 
 from . import agreement, arrays
 
@@ -32,6 +33,8 @@ class PartOfIterator(agreement.Part):
         self.batch_size = batch_size
         self.lock = threading.Lock()
         self.ahead = []  # the next batch, where it has been looked at
+        self.threads = weakref.WeakSet()  # type: weakref.WeakSet  # that have drawn in this fit()
+        self.ended = weakref.WeakSet()  # type: weakref.WeakSet  # and in those before
         self.checksums = {0: 0}  # of the first so many batches
         self.drawn = 0
 
@@ -41,6 +44,10 @@ class PartOfIterator(agreement.Part):
     def __next__(self):
         while True:
             with self.lock:
+                thread = threading.current_thread()
+                if thread in self.ended:
+                    return None
+                self.threads.add(thread)
                 batch = self._draw()
             part = arrays.part_of_batch(self.place, batch, self.batch_size)
             if part is not None:
@@ -77,6 +84,17 @@ class PartOfIterator(agreement.Part):
 
     def checksum_at(self, position):
         return self.checksums.get(position, 0)
+
+    def begin(self):
+        """Threads of an earlier ``fit()`` draw no more.
+
+        Keras 2 does not wait for those of its pool, which go on for as many batches as it has
+        asked for ahead (data_utils.GeneratorEnqueuer), and takes what they return no more.
+        """
+        with self.lock:
+            pool = [each for each in self.threads if type(each).__name__ == "DummyProcess"]
+            self.ended.update(pool)
+            self.threads.clear()
 
     def advance(self, position):
         with self.lock:

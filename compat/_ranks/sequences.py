@@ -146,8 +146,7 @@ class PartOfSequence(agreement.Part):
         """The last epoch whose first item was computed."""
         return max(self._records() or [0])
 
-    def advance(self, position):
-        """All ranks have as many items; a fit() begins."""
+    def begin(self):
         self._ended = False
 
     def checksum_at(self, position):
