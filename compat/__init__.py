@@ -10,7 +10,16 @@ Two calls, the same on every backend::
 
 from ._api import configure_gpu, device, parallelize, report
 from ._legacy import install_legacy_names, make_parallel, multi_gpu_model, unwrap
-from ._ranks import is_chief, local_batch_size, local_rank, rank, scaled_learning_rate, shard, size
+from ._ranks import (
+    barrier,
+    is_chief,
+    local_batch_size,
+    local_rank,
+    rank,
+    scaled_learning_rate,
+    shard,
+    size,
+)
 from ._registry import register
 from ._settings import Configuration
 from ._version import __version__
@@ -60,6 +69,7 @@ __all__ = [
     "UnknownOptionError",
     "UnsupportedError",
     "__version__",
+    "barrier",
     "configure_gpu",
     "device",
     "install_legacy_names",

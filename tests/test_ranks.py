@@ -94,9 +94,10 @@ def test_rows_are_dealt_out_evenly(rank):
         ([], "There is no array to take rows of in what shard() was given."),
         (
             (Rows("abc"), object()),
-            "shard() takes arrays, tuples, lists and dictionaries of arrays, and tf.data datasets; "
-            "there is a builtins.object in what it was given. Let it read every size()-th item "
-            "from rank() on.",
+            "shard() takes arrays, tables of pandas, tuples, lists and dictionaries of these, "
+            "tf.data datasets, Sequences and PyDatasets of Keras, generators of batches, "
+            "DataLoaders, and iterators of MXNet; there is a builtins.object in what it was given. "
+            "Let it read every size()-th item from rank() on.",
         ),
     ],
 )

@@ -218,16 +218,7 @@ def local_batch_size(batch_size: int) -> int:
         RankError: as ``rank()``.
     """
     place = own_place()
-    if place is None:
-        return batch_size
-    if batch_size < place.size:
-        raise errors.InvalidArgumentError(
-            "A batch of {} rows is too small for {} ranks. Use {} rows or more.".format(
-                batch_size, place.size, place.size
-            )
-        )
-    start, stop = _bounds(place, batch_size)
-    return stop - start
+    return place.rows_of_batch(batch_size) if place else batch_size
 
 
 def scaled_learning_rate(learning_rate: float) -> float:
@@ -244,23 +235,33 @@ def scaled_learning_rate(learning_rate: float) -> float:
 
 
 def shard(data: "Any", batch_size: "Optional[int]" = None) -> "Any":
-    """This rank's rows of the data; all of it where the process is alone.
+    """This rank's part of the data; the very same data where the process is alone.
 
-    Every rank gets the same number of rows, and a last few that cannot be dealt out evenly are
-    left out, with a warning: ranks with more batches than others would wait for them.
+    Every rank gets the same number of batches, since ranks with more than others would wait for
+    them. What cannot be dealt out evenly at the end, fewer rows than there are ranks, is left out
+    on all ranks, with a warning.
+
+    What comes in batches (a ``Sequence`` or ``PyDataset``, a generator, a ``DataLoader``, an
+    iterator of MXNet's, a dataset of batches) becomes the same kind of object, whose k-th batch is
+    this rank's rows of the k-th batch. It has to give the same batches, in the same order, on all
+    ranks: seed what is shuffled or made at random. The ranks compare them where they wait for each
+    other anyway: when ``fit()`` begins and at the end of its epochs, and when an iteration over a
+    shuffled loader or over an iterator of MXNet's begins.
 
     Arguments:
-        data: an array, or anything else with ``shape`` and slices along its first axis; a tuple,
-            list or dictionary of those, which have the same number of rows (None stays None);
-            or a ``tf.data.Dataset``, of rows or of batches. Shuffle it afterwards, or with a seed.
+        data: an array, or anything else with ``shape`` and slices along its first axis, also a
+            ``DataFrame`` or ``Series`` of pandas; a tuple, list or dictionary of those, which have
+            the same number of rows (None stays None); a ``tf.data.Dataset``, of rows or of
+            batches; a ``Sequence`` or ``PyDataset`` of Keras; a generator or another iterator of
+            batches; a ``DataLoader`` of torch or Gluon; an ``mx.io.DataIter``.
         batch_size: rows of a batch of all ranks together. With it a rank's k-th batch of
             ``local_batch_size(batch_size)`` rows is its part of the k-th batch that one process
-            would see, also where a batch does not divide evenly. A dataset of batches stays one,
-            of this rank's parts of them. Without it each rank gets every N-th element of a
-            dataset, and a run of an array's rows.
+            would see, also where a batch does not divide evenly. Without it each rank gets a run
+            of an array's rows, and every N-th element of a dataset of rows. What comes in batches
+            has a batch size of its own, and needs none here.
 
     Returns:
-        The same structure.
+        The same structure, or an object of the same kind.
 
     Raises:
         InvalidArgumentError: the data has fewer rows than there are ranks, parts of it have
@@ -270,93 +271,26 @@ def shard(data: "Any", batch_size: "Optional[int]" = None) -> "Any":
     place = own_place()
     if place is None:
         return data
-    if hasattr(data, "element_spec") and hasattr(data, "shard"):
-        if batch_size is not None:
-            local_batch_size(batch_size)  # one row per rank, at least
-        from . import datasets  # for start-up time
+    from . import sharding  # for start-up time
 
-        texts = []  # type: List[str]
-        dataset = datasets.shard(place, data, batch_size, _bounds, texts.append)
-        for text in texts:
-            errors.warn(text)
-        return dataset
-    lengths = sorted(set(lengths_of(data)))
-    if not lengths:
-        raise errors.InvalidArgumentError(
-            "There is no array to take rows of in what shard() was given."
-        )
-    if len(lengths) > 1:
-        raise errors.InvalidArgumentError(
-            "The arrays given to shard() have different numbers of rows: {}. Give it arrays "
-            "that belong together, row by row.".format(", ".join(map(str, lengths)))
-        )
-    rows = lengths[0]
-    if rows < place.size:
-        raise errors.too_few_rows(rows, place.size)
-    if batch_size is None:
-        left_out = rows % place.size
-        ranges = [_bounds(place, rows - left_out)]
-    else:
-        local_batch_size(batch_size)  # one row per rank, at least
-        last = rows % batch_size
-        left_out = last if last < place.size else 0
-        ranges = list(_parts_of_batches(place, rows - left_out, batch_size))
-    if left_out:
-        errors.warn(
-            "The last {} of {} rows are left out: they are too few for one on each of {} "
-            "ranks.".format(left_out, rows, place.size)
-        )
-    return rows_of(data, ranges)
+    return sharding.shard(place, data, batch_size)
 
 
-def lengths_of(data):
-    """The number of rows of each part of the data."""
-    if isinstance(data, (tuple, list, dict)):
-        for part in data.values() if isinstance(data, dict) else data:
-            for length in lengths_of(part):
-                yield length
-    elif data is not None:
-        if not getattr(data, "shape", None):
-            raise errors.InvalidArgumentError(
-                "shard() takes arrays, tuples, lists and dictionaries of arrays, and "
-                "tf.data datasets; there is a {} in what it was given. Let it read every "
-                "size()-th item from rank() on.".format(errors.class_of(data))
-            )
-        yield int(data.shape[0])
+def barrier() -> None:
+    """Wait until all ranks are here. Does nothing where the process is alone.
 
+    All ranks call it, in the main thread, after ``parallelize()``: that is where ranks join. The
+    wait is one of the engine's own, and as bounded as all others: ``COMPAT_TIMEOUT`` limits it.
 
-def _parts_of_batches(place, rows, batch_size):
-    """The runs of rows, (start, stop), that are this rank's."""
-    for start in range(0, rows, batch_size):
-        first, last = _bounds(place, min(batch_size, rows - start))
-        yield start + first, start + last
-
-
-def _bounds(place, rows):
-    """This rank's run of ``rows``: the first ranks have one row more.
-
-    Not as replicas are dealt theirs: here no rank has more rows of a smaller batch.
+    Raises:
+        RankError: the ranks have not joined yet.
+        RankLostError: a rank did not come, or has ended (a ``RankError``).
     """
-    each, more = divmod(rows, place.size)
-    start = place.rank * each + min(place.rank, more)
-    return start, start + each + (place.rank < more)
+    if own_place() is None:
+        return
+    from . import agreement  # for start-up time
 
-
-def rows_of(data, ranges):
-    """The same structure, with these runs of rows, (start, stop), of each array."""
-    if isinstance(data, dict):
-        return type(data)((key, rows_of(part, ranges)) for key, part in data.items())
-    if isinstance(data, (tuple, list)):
-        parts = [rows_of(part, ranges) for part in data]
-        return type(data)(*parts) if hasattr(data, "_fields") else type(data)(parts)
-    if data is None:
-        return None
-    rows = getattr(data, "iloc", data)  # of a table of pandas, [] takes columns
-    if len(ranges) == 1:
-        return rows[ranges[0][0] : ranges[0][1]]
-    import numpy
-
-    return rows[numpy.concatenate([numpy.arange(*bounds) for bounds in ranges])]
+    agreement.barrier()
 
 
 def _invalid_hosts(hosts):

@@ -8,26 +8,37 @@ from .. import errors
 _INFINITE, _UNKNOWN = -1, -2
 
 
-def shard(place, dataset, batch_size, bounds, warn):
+def takes(data):
+    return hasattr(data, "element_spec") and hasattr(data, "shard")
+
+
+def shard(place, dataset, batch_size, warn):
     """This rank's part of a dataset.
 
     Arguments:
         place: this process's ``Place``.
-        batch_size: rows of a batch of all ranks, or None: then elements are dealt out.
-        bounds: a function of the place and a number of rows: the first and the last of its part.
+        batch_size: rows of a batch of all ranks, or None: that of a dataset of batches; elements
+            that are rows, or that may be, are dealt out then.
         warn: a function of a text.
     """
     _warn_of_shuffling(dataset, warn)
-    if batch_size is None:
-        return _elements(place, dataset, warn)
-    batched = batch_size_of(dataset)
+    try:
+        batched = batch_size_of(dataset)
+    except errors.InvalidArgumentError:
+        if batch_size is None:
+            return _elements(place, dataset, warn)
+        raise
     if batched is None:
-        return _rows(place, dataset, batch_size, bounds, warn)
-    if batched not in (_UNKNOWN, batch_size):
+        if batch_size is None:
+            return _elements(place, dataset, warn)
+        return _rows(place, dataset, batch_size, warn)
+    if batch_size is not None and batched not in (_UNKNOWN, batch_size):
         raise errors.InvalidArgumentError(
             "shard(batch_size={}) was given a dataset in batches of {}. Give its own batch size, "
             "or shard the dataset before its batch().".format(batch_size, batched)
         )
+    if batched != _UNKNOWN:
+        place.rows_of_batch(batched)  # one row per rank, at least
     return _parts(place, dataset, warn)
 
 
@@ -67,13 +78,13 @@ def _left_out(place, count, left_out, warn, what):
 _TEXT = "The last {} of {} {} are left out: they are too few for one on each of {} ranks."
 
 
-def _rows(place, dataset, batch_size, bounds, warn):
+def _rows(place, dataset, batch_size, warn):
     """This rank's rows of a dataset of rows: its part of each ``batch_size`` of them."""
     tf = sys.modules["tensorflow"]
     count = _cardinality(dataset)
     if count == _UNKNOWN:
         return _unbatched(_parts(place, dataset.batch(batch_size), warn))
-    start, stop = bounds(place, batch_size)
+    start, stop = place.part_of(batch_size)
     last = 0 if count == _INFINITE else count % batch_size
     whole = count - last  # rows of batches that are whole
     first, end = 0, 0
@@ -82,7 +93,7 @@ def _rows(place, dataset, batch_size, bounds, warn):
         if _left_out(place, count, left_out, warn, "rows"):
             dataset = dataset.take(whole)
         else:
-            first, end = bounds(place, last)
+            first, end = place.part_of(last)
 
     def is_mine(row, element):
         place_in_batch = row % batch_size

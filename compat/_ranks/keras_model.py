@@ -8,7 +8,7 @@ saves does so on rank 0 alone. How gradients are averaged is each backend's.
 import inspect
 
 from .. import _keras, _work, errors
-from . import metrics, saving, splitting
+from . import agreement, metrics, saving, splitting
 from .ranked_method import RankedMethod
 from .weights import Comparison, same_start
 
@@ -106,6 +106,7 @@ class RankedFit(RankedMethod):
         self.splits = False  # whether fit() itself gives each rank its part of the data
         self.running = False
         self.in_epoch = False
+        self.agreement = None  # type: Any  # on the batches that shard() took
         self.evaluating = self.in_step = False
         self.comparison = Comparison(engine)
         # Of Keras 2: whether a model's losses are divided by what other ranks know.
@@ -136,6 +137,9 @@ class RankedFit(RankedMethod):
         if model.built:
             same_start(model, self.engine)
         given = inspect.signature(fit).bind(*args, **kwargs).arguments
+        source = given.get("generator", given.get("x"))
+        self.agreement = agreement.Agreement(self.engine, [source, given.get("validation_data")])
+        self.agreement.begin()
         if given.get("validation_split"):
             errors.warn(
                 "validation_split={} takes the last rows of each rank's part of the data, and not "
@@ -180,6 +184,7 @@ class RankedFit(RankedMethod):
             def on_epoch_end(self, epoch, logs=None):
                 ranked.in_epoch = False
                 ranked.engine.close()
+                ranked.agreement.epoch_ended()
                 ranked.comparison.epoch_ended(model, epoch + 1)
                 ranked.complete(model, logs)
 

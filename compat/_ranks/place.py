@@ -35,6 +35,30 @@ class Place:
     def __str__(self):
         return "rank {0.rank} of {0.size} ({0.launcher})".format(self)
 
+    def part_of(self, rows):
+        """This rank's run of so many rows, (start, stop): the first ranks have one row more.
+
+        Not as replicas are dealt theirs: here no rank has more rows of a smaller batch.
+        """
+        each, more = divmod(rows, self.size)
+        start = self.rank * each + min(self.rank, more)
+        return start, start + each + (self.rank < more)
+
+    def rows_of_batch(self, batch_size):
+        """How many rows of a batch of all ranks are this rank's.
+
+        Raises:
+            InvalidArgumentError: less than one row per rank.
+        """
+        if batch_size < self.size:
+            raise errors.InvalidArgumentError(
+                "A batch of {} rows is too small for {} ranks. Use {} rows or more.".format(
+                    batch_size, self.size, self.size
+                )
+            )
+        start, stop = self.part_of(batch_size)
+        return stop - start
+
 
 def is_to_be_alone(environ: "Mapping[str, str]") -> bool:
     """Whether the user says so, whatever the environment has besides: ``COMPAT_ALONE=1``."""

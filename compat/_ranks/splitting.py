@@ -1,12 +1,9 @@
 """``fit()`` of a script that knows nothing of ranks: each rank gets its part of every batch."""
 
 import inspect
-import zlib
-
-import numpy as np
 
 from .. import errors
-from . import datasets, lengths_of, local_batch_size, rows_of, shard
+from . import agreement, arrays, datasets, loaders, sharding
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -24,9 +21,9 @@ def split(
 ) -> "Dict[str, Any]":
     """The keyword arguments of ``fit()`` for this rank, from those that one process would take.
 
-    Arrays are split where all ranks were given the same ones; others are taken for each rank's own
-    part. ``validation_split`` takes the rows that it would in one process. Every rank validates
-    with all validation data.
+    Data are split where all ranks were given the same, as far as the ranks can compare them; others
+    are taken for each rank's own part. ``validation_split`` takes the rows that it would in one
+    process. Every rank validates with all validation data.
 
     Arguments:
         name: the model's, for warnings.
@@ -37,22 +34,31 @@ def split(
     for parameter in signature.parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:
             given.update(given.pop(parameter.name, {}))
-    data = tuple(given.get(argument) for argument in _DATA)
-    batched = datasets.batch_size_of(data[0]) if hasattr(data[0], "element_spec") else None
-    rows = _number_of_rows(data) if not given.get("steps_per_epoch") else 0
-    same = _are_same(engine, data, rows)
+    argument = "generator" if "generator" in given else "x"
+    source = given.get(argument)
+    data = tuple(given.get(each) for each in _DATA)
+    batched = datasets.batch_size_of(source) if datasets.takes(source) else None
+    part = _part_of_batches(engine.place, source)
+    rows = _number_of_rows(data) if part is None and not given.get("steps_per_epoch") else 0
+    same = _are_same(engine, data, rows, part)
     if rows and same:
-        _split_arrays(given, data, rows)
+        _split_arrays(engine.place, given, data, rows)
     elif batched and same:
-        # Of batches whose size is not known, each is split by itself.
-        given["x"] = shard(data[0], batched if batched > 0 else engine.place.size)
-    elif not rows:
+        given["x"] = sharding.shard(engine.place, source)
+    elif part is not None and same:
+        given[argument] = part
+    elif _is_own_part(source):
+        pass
+    elif not rows and part is None:
         errors.warn(
             "fit() of {!r} was given a {}, which is not split over the ranks: each trains on all "
             "of it. Give each rank its part, with compat.rank() and compat.size(), or give "
-            "arrays.".format(name, type(given.get("generator", data[0])).__name__)
+            "arrays.".format(name, type(source).__name__)
         )
     else:
+        looked_at = agreement.part_in(part)
+        if looked_at is not None:
+            given[argument] = looked_at.whole()
         errors.warn(
             "fit() of {!r} was given other data on other ranks, so each rank's data is taken for "
             "its own part, and batch_size for that of one rank. Data that are the same on all "
@@ -61,43 +67,48 @@ def split(
     return given
 
 
+def _part_of_batches(place, source):
+    """This rank's part of each batch of a generator, for example; None: that cannot be had."""
+    kind = sharding.of_batches(source)
+    if kind is None or _is_own_part(source):
+        return None
+    try:
+        return kind.shard(place, source)
+    except errors.InvalidArgumentError:  # of a loader that draws no numbers of rows, for example
+        return None
+
+
+def _is_own_part(source):
+    """Whether the script itself has given this rank a part of the batches."""
+    return agreement.part_in(source) is not None or loaders.is_split(source)
+
+
 def _number_of_rows(data):
     """The rows of these arrays, or 0 where they are others' business."""
     try:
-        lengths = set(lengths_of(data))
-    except errors.InvalidArgumentError:  # a generator, for example
+        return arrays.number_of_rows(data)
+    except errors.InvalidArgumentError:  # Keras tells of numbers that differ
         return 0
-    return lengths.pop() if len(lengths) == 1 else 0  # Keras tells of lengths that differ
 
 
-def _are_same(engine, data, rows):
+def _are_same(engine, data, rows, part):
     """Whether all ranks were given the same data, as far as a sample of the rows tells."""
-    checksum = 0
-    for array in _arrays(data) if rows else ():
-        sample = np.asarray(getattr(array, "iloc", array)[:: max(1, rows // _SAMPLED)])
-        sample = sample.astype(str) if sample.dtype.kind == "O" else np.ascontiguousarray(sample)
-        checksum = zlib.crc32(sample.tobytes(), checksum)
+    checksum = arrays.checksum(data, _SAMPLED) if rows else 0
+    if part is not None:
+        compared = agreement.part_in(part)
+        rows, checksum = 1, compared.peek() if compared else len(part)
     numbers = engine.gather([rows % 2**24, checksum % 2**24])
     return all(of_rank == numbers[0] for of_rank in numbers)
 
 
-def _arrays(data):
-    if isinstance(data, (tuple, list, dict)):
-        for part in data.values() if isinstance(data, dict) else data:
-            for array in _arrays(part):
-                yield array
-    elif data is not None:
-        yield data
-
-
-def _split_arrays(given, data, rows):
+def _split_arrays(place, given, data, rows):
     fraction = given.pop("validation_split", None)
     if fraction and given.get("validation_data") is None:
         trained = int(rows * (1 - fraction))  # as Keras has it
-        validation = rows_of(data, [(trained, rows)])
+        validation = arrays.rows_of(data, [(trained, rows)])
         given["validation_data"] = validation if validation[2] is not None else validation[:2]
-        data = rows_of(data, [(0, trained)])
+        data = arrays.rows_of(data, [(0, trained)])
     batch_size = given.get("batch_size") or _BATCH_SIZE
-    data = shard(data, batch_size)
+    data = arrays.shard(place, data, batch_size)
     given.update((name, part) for name, part in zip(_DATA, data) if part is not None)
-    given["batch_size"] = local_batch_size(batch_size)
+    given["batch_size"] = place.rows_of_batch(batch_size)

@@ -90,6 +90,77 @@ lstm = keras.layers.LSTM(
 trained("stateful", [lstm, dense(1)], "adam", *compat.shard((sequences, y[:16]), BATCH))
 """
 
+ITERATORS = """
+import warnings
+import mxnet as mx
+
+Loader, pairs = mx.gluon.data.DataLoader, mx.gluon.data.ArrayDataset(x, y)
+
+
+def caught(call):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        try:
+            call()
+        except (compat.InvalidArgumentError, compat.RankError) as error:
+            return str(error)
+    return [str(w.message) for w in found if w.category is compat.CompatWarning]
+
+
+shuffled = mx.io.NDArrayIter(x, y, 8, shuffle=True)
+errors = said["errors"] = [caught(lambda: next(compat.shard(shuffled)))]
+
+
+def of_iterator(**options):
+    np.random.seed(3)
+    part = compat.shard(mx.io.NDArrayIter(x, y, 8, **options))
+    assert isinstance(part, mx.io.DataIter) and part.num_data == 21
+    for _ in range(2):
+        part.reset()
+        for batch in part:
+            described = [part.provide_data[0].shape[0], part.provide_label[0].shape[0]]
+            assert described == [rows, rows] == [len(batch.data[0]), len(batch.label[0])]
+            said.setdefault("pads", []).append(batch.pad)
+            yield batch.data[0].asnumpy(), batch.label[0].asnumpy()
+
+
+def of_loader(**options):
+    np.random.seed(3)
+    part = compat.shard(Loader(pairs, **options))
+    assert type(part) is Loader
+    for _ in range(2):
+        for batch in part:
+            yield [array.asnumpy() for array in batch]
+
+
+def trained(name, batches):
+    model = keras.models.Sequential([dense(1, input_shape=(6,))])
+    compat.parallelize(model).compile("sgd", "mse")
+    for rows, targets in batches:
+        model.train_on_batch(rows, targets)
+    weights[name] = model.get_weights()
+
+
+trained("padded", of_iterator())
+trained("discarded", of_iterator(last_batch_handle="discard", shuffle=True))
+trained("prefetched", (
+    (batch.data[0].asnumpy(), batch.label[0].asnumpy())
+    for batch in mx.io.PrefetchingIter(compat.shard(mx.io.NDArrayIter(x, y, 8)))
+))
+trained("loaded", of_loader(batch_size=8))
+trained("shuffled", of_loader(batch_size=8, shuffle=True, num_workers=2))
+if compat.size() > 1:
+    for call in (
+        lambda: next(compat.shard(mx.io.NDArrayIter(x, y, 8, shuffle=True))),
+        lambda: list(compat.shard(Loader(pairs, 8, shuffle=True))),
+        lambda: list(compat.shard(Loader(pairs, 10))),
+        lambda: compat.shard(mx.io.NDArrayIter(x, y, 8), 4),
+        lambda: compat.shard(mx.io.NDArrayIter(x, y, 1)),
+    ):
+        np.random.seed(compat.rank())
+        errors.append(caught(call))
+"""
+
 NATIVE = """
 import mxnet as mx
 
@@ -189,3 +260,29 @@ def test_models_of_mxnets_own_are_refused(jobs):
 def test_mpirun_with_a_horovod_that_knows_no_mpi_is_an_error():
     program = "compat.parallelize(keras.models.Sequential([keras.layers.Dense(1)]))"
     assert ranks.refused_alone(program) == ranks.disagreement(2)
+
+
+@pytest.mark.row("shard() of iterators of MXNet and DataLoaders of Gluon")
+def test_iterators_give_each_rank_its_part_of_one_process_s_batches(tmp_path):
+    said = ranks.check_same(ITERATORS, tmp_path, backend="mxnet")
+    assert [each["pads"][:3] for each in said] == [[0, 0, 0], [0, 0, 3]]
+    differs = (
+        "{} gives other batches on rank 1 of 2 than on rank 0. Each rank takes its rows of the "
+        "same batches, in the same order: seed what is shuffled or made at random, with one seed "
+        "for all ranks."
+    )
+    for each in said:
+        assert each["errors"] == [
+            [
+                "The ranks cannot agree on the order of a shuffled NDArrayIter before they have "
+                "joined: each may draw another one, so that they train on some rows several times "
+                "and on others never. Call compat.parallelize() first, and iterate in the main "
+                "thread."
+            ],
+            differs.format("NDArrayIter"),
+            differs.format("DataLoader"),
+            ["A batch of 1 rows is left out: they are too few for one on each of 2 ranks."],
+            "shard(batch_size=4) was given batches of 8 rows. Leave batch_size out: what comes in "
+            "batches has its own.",
+            "A batch of 1 rows is too small for 2 ranks. Use 2 rows or more.",
+        ]

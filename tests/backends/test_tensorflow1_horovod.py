@@ -19,6 +19,7 @@ KERAS = keras_under_test().__name__ == "keras"
 class TestTensorFlow1Horovod(RanksContract):
     may_abort = True
     backend = "tensorflow1"
+    processes = True
     # To the losses of single outputs (Keras 2.3, tf.keras) each batch counts as much, of 61 rows
     # or of 13.
     compared = 4

@@ -56,6 +56,8 @@ PARTS = [
 ]
 
 
+@pytest.mark.row("shard() of a tf.data dataset")
+@pytest.mark.parametrize("batch_size", [BATCH, None])
 @pytest.mark.parametrize(
     "make",
     [
@@ -64,8 +66,8 @@ PARTS = [
         lambda: pairs(23).repeat().take(23).batch(BATCH),
     ],
 )
-def test_batches_become_this_ranks_parts_of_them(shards, make):
-    found, warned = shards(make, BATCH)
+def test_batches_become_this_ranks_parts_of_them(shards, make, batch_size):
+    found, warned = shards(make, batch_size)
     assert [[batch[0] for batch in rank] for rank in found] == PARTS
     assert all(x == [-y for y in ys] for rank in found for x, ys in rank)
     assert warned == [[], [], []]
@@ -119,6 +121,9 @@ def test_what_cannot_be_told_or_does_not_fit_is_an_error(shards):
         "shard(batch_size=5) was given a dataset in batches of 4. Give its own batch size, or "
         "shard the dataset before its batch()."
     )
+    with pytest.raises(compat.InvalidArgumentError) as error:
+        shards(lambda: pairs(20).batch(2), None)
+    assert str(error.value) == "A batch of 2 rows is too small for 3 ranks. Use 3 rows or more."
     batches = (np.ones((rows, 2)) for rows in (3, 4))
     unknown = tf.data.Dataset.from_generator(lambda: batches, tf.float32, tf.TensorShape([None, 2]))
     with pytest.raises(compat.InvalidArgumentError) as error:

@@ -18,18 +18,33 @@ class TestTorchRanks(RanksContract):
     backend = "torch"
     extension = ".keras"
     policies = ("mixed_float16", "mixed_bfloat16")
+    processes = True
 
 
 SPLIT = """
-import keras, numpy as np, warnings
+import keras, numpy as np, torch, warnings
 model = keras.models.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)], name="model")
 model.compile("sgd", "mse")
 own = np.full((14, 4), compat.rank(), "float32")
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     model.fit(own, own[:, :1], batch_size=7, verbose=0)
+    model.fit(((own[:7], own[:7, :1]) for _ in range(3)), steps_per_epoch=2, verbose=0)
+
+
+    class Rows(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter([(row, row[:1]) for row in own])
+
+
+    model.fit(torch.utils.data.DataLoader(Rows(), 7), verbose=0)
+    # Not told, since they are the script's own choice.
+    rows = torch.utils.data.TensorDataset(torch.tensor(own), torch.tensor(own[:, :1]))
+    sampler = torch.utils.data.DistributedSampler(rows, compat.size(), compat.rank())
+    model.fit(torch.utils.data.DataLoader(rows, 7, sampler=sampler), verbose=0)
+    model.fit(compat.shard(torch.utils.data.DataLoader(rows, 7)), verbose=0)
     batch = np.ones((7, 4)), np.ones((7, 1))
-    model.fit((batch for _ in range(3)), steps_per_epoch=2, verbose=0)
+    model.fit(compat.shard(batch for _ in range(3)), steps_per_epoch=1, verbose=0)
 print("TOLD", [str(w.message) for w in caught if w.category is compat.CompatWarning])
 """
 
@@ -43,10 +58,11 @@ def test_data_that_cannot_be_split_are_told(tmp_path):
         "fit() of 'model' was given other data on other ranks, so each rank's data is taken for "
         "its own part, and batch_size for that of one rank. Data that are the same on all ranks "
         "are split: set a seed where they are shuffled or made at random.",
-        "fit() of 'model' was given a generator, which is not split over the ranks: each trains "
+        "fit() of 'model' was given a DataLoader, which is not split over the ranks: each trains "
         "on all of it. Give each rank its part, with compat.rank() and compat.size(), or give "
         "arrays.",
     ]
+    told.insert(1, told[0])
     assert job.out.count("TOLD {!r}".format(told)) == 2, job.out
 
 
@@ -224,6 +240,148 @@ def test_every_backward_pass_is_exchanged_whatever_called_the_model(tmp_path):
         "have the same number of rows. Call the model itself with a batch of tensors."
     ]
     assert said[1]["warned"] == []
+
+
+# DataLoaders.
+LOADERS = """
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
+
+dataset = TensorDataset(torch.tensor(x), torch.tensor(y))
+
+
+def caught(call):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        try:
+            call()
+        except (compat.InvalidArgumentError, compat.RankError) as error:
+            return str(error)
+    return [str(w.message) for w in found if w.category is compat.CompatWarning]
+
+
+def seeded():
+    return torch.Generator().manual_seed(3)
+
+
+class Shuffled:
+    "A sampler without a generator, of seeds of its own."
+
+    def __init__(self, seed):
+        self.seed = seed
+
+    def __len__(self):
+        return 21
+
+    def set_epoch(self, epoch):
+        self.seed += 10 * epoch
+
+    def __iter__(self):
+        return iter(np.random.RandomState(self.seed).permutation(21).tolist())
+
+
+class Rows(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(dataset)
+
+
+def epochs(loader):
+    part = compat.shard(loader)
+    assert type(part) is DataLoader and part.collate_fn is loader.collate_fn
+    for epoch in range(2):
+        if hasattr(part.batch_sampler, "set_epoch"):
+            part.batch_sampler.set_epoch(epoch)
+        elif compat.size() == 1 and hasattr(part.sampler, "set_epoch"):
+            part.sampler.set_epoch(epoch)
+        for rows, targets in part:
+            yield rows, targets
+
+
+errors = said["errors"] = []
+errors.append(caught(lambda: list(compat.shard(DataLoader(dataset, 8, shuffle=True)))))
+
+loaders = {
+    "in order": DataLoader(dataset, 8),
+    "of processes": DataLoader(dataset, 8, shuffle=True, num_workers=2),
+    "shuffled": DataLoader(dataset, 8, shuffle=True),
+    "dropped": DataLoader(dataset, 8, shuffle=True, drop_last=True, generator=seeded()),
+    "replaced": DataLoader(dataset, 7, sampler=RandomSampler(dataset, True, 20, seeded())),
+    "own": DataLoader(dataset, 8, sampler=Shuffled(1)),
+    "own batches": DataLoader(dataset, batch_sampler=[[3, 1, 4], [5, 9, 2, 6, 8], [7, 0]]),
+}
+for name, loader in loaders.items():
+    model = made(Module)
+    torch.manual_seed(7 + compat.rank())  # rank 0's is that of one process
+    train(name, model, mse(model), batches=lambda: epochs(loader))
+
+dense_model = compat.parallelize(keras.models.Sequential([dense(1, input_shape=(6,))]))
+dense_model.compile("sgd", "mse")
+torch.manual_seed(5 + compat.rank())
+history = dense_model.fit(compat.shard(loaders["shuffled"]), epochs=2, verbose=0).history["loss"]
+weights["keras"] = dense_model.get_weights()
+
+if compat.size() > 1:
+    import threading
+
+    from torch.utils.data import DistributedSampler
+
+    def elsewhere():
+        thread = threading.Thread(target=list, args=(compat.shard(loaders["shuffled"]),))
+        thread.start()
+        thread.join()
+
+    part = compat.shard(DataLoader(dataset, 10))
+    said["lengths"] = [len(part), part.batch_size, len(list(part))]
+    own = BatchSampler(Shuffled(compat.rank()), 8, False)
+    for call in (
+        elsewhere,
+        lambda: list(compat.shard(DataLoader(dataset, 10))),
+        lambda: list(compat.shard(DataLoader(dataset, batch_sampler=[[1], [2, 3]]))),
+        lambda: list(compat.shard(DataLoader(dataset, batch_sampler=own))),
+        lambda: compat.shard(DataLoader(Rows(), 8)),
+        lambda: compat.shard(DataLoader(dataset, None)),
+        lambda: compat.shard(DataLoader(dataset)),
+        lambda: compat.shard(DataLoader(dataset, 8), 9),
+        lambda: compat.shard(DataLoader(dataset, 8, sampler=DistributedSampler(dataset, 2, 0))),
+        lambda: compat.shard(part),
+    ):
+        errors.append(caught(call))
+"""
+
+
+@pytest.mark.row("shard() of a DataLoader of torch")
+def test_loaders_give_each_rank_its_part_of_one_process_s_batches(tmp_path):
+    said = ranks.check_same(BEGIN + LOADERS, tmp_path, backend="torch")
+    for each in said:
+        assert each["lengths"] == [2, 5, 2]
+        no_order = (
+            "The ranks cannot agree on the order of a shuffled DataLoader {}: each may draw "
+            "another one, so that they train on some rows several times and on others never. Call "
+            "compat.parallelize() first, and iterate in the main thread."
+        )
+        left_out = "A batch of 1 rows is left out: they are too few for one on each of 2 ranks."
+        no_numbers = (
+            "shard() cannot split the batches of this DataLoader: it does not choose rows by their "
+            "numbers (its dataset is an IterableDataset, or batch_size is None). Have the dataset "
+            "give each rank its part, with compat.rank() and compat.size()."
+        )
+        assert each["errors"] == [
+            [no_order.format("before they have joined")],
+            [no_order.format("outside of the main thread")],
+            [left_out],
+            [left_out],
+            "DataLoader gives other batches on rank 1 of 2 than on rank 0. Each rank takes its "
+            "rows of the same batches, in the same order: seed what is shuffled or made at "
+            "random, with one seed for all ranks.",
+            no_numbers,
+            no_numbers,
+            "A batch of 1 rows is too small for 2 ranks. Use 2 rows or more.",
+            "shard(batch_size=9) was given batches of 8 rows. Leave batch_size out: what comes in "
+            "batches has its own.",
+            "The sampler of the DataLoader given to shard() has rows for this rank alone already, "
+            "as a DistributedSampler has. Use the DataLoader as it is, or give it a sampler for "
+            "one process.",
+            "shard() was given what it has returned before: this rank's part. Call it once.",
+        ]
 
 
 # Whatever backward passes there are.

@@ -40,6 +40,8 @@ class RanksContract(Jobs):
     may_abort = False
     #: Policies of mixed precision that this Keras has on this backend: of ``POLICIES``.
     policies = ()  # type: tuple
+    #: Whether Keras is to compute items of a Sequence in processes of its own, too.
+    processes = False
 
     @pytest.fixture(scope="class")
     def folder(self, tmp_path_factory):
@@ -72,6 +74,7 @@ class RanksContract(Jobs):
                 ("train", [self.trials_of(size), self.lstm_options]),
                 ("train_on", [self.extension]),
                 ("normalise", []),
+                ("batches", [self.processes]),
             ]
             if self.policies:
                 functions.append(("mixed", [self.policies]))
@@ -129,12 +132,48 @@ class RanksContract(Jobs):
 
     @pytest.mark.parametrize("size", in_span(SIZES, [2]))
     def test_all_ranks_end_with_the_same_bits(self, results, size):
-        for name in ("train", "train_on", "normalise"):
+        for name in ("train", "train_on", "normalise", "batches"):
             (chief, _), *others = results(size, name)
             for arrays, _ in others:
                 assert sorted(arrays) == sorted(chief)
                 for key in chief:
                     np.testing.assert_array_equal(arrays[key], chief[key], err_msg=key)
+
+    @pytest.mark.row("shard() of a Sequence or PyDataset")
+    @pytest.mark.row("shard() of a generator")
+    @pytest.mark.parametrize("size", in_span(SIZES, [2]))
+    def test_what_comes_in_batches_trains_to_the_numbers_of_one_process(self, results, size):
+        """Computed in threads and in processes; the generator gives ranks a tiny batch more."""
+        (one, _), *_ = results(1, "batches")
+        ranks = results(size, "batches")
+        for arrays, facts in ranks:
+            assert sorted(arrays) == sorted(one)
+            for name in ("sequence", "threads", "generator") + ("processes",) * self.processes:
+                keys = [key for key in sorted(one) if key.startswith(name)]
+                difference = largest_difference(
+                    [arrays[key] for key in keys], [one[key] for key in keys]
+                )
+                assert difference <= self.tolerance, (name, difference)
+                assert facts[name] == ranks[0][1][name]
+
+    @pytest.mark.row("shard() of a Sequence or PyDataset")
+    @pytest.mark.row("shard() of a generator")
+    @pytest.mark.parametrize("size", SIZES)
+    def test_other_batches_on_other_ranks_are_an_error(self, results, size):
+        """Whether they differ from the beginning, or after an epoch."""
+        others = "rank 1" if size == 2 else "ranks 1 and 2"
+        text = (
+            "Items gives other batches on {} of {} than on rank 0. Each rank takes its rows of the "
+            "same batches, in the same order: seed what is shuffled or made at random, with one "
+            "seed for all ranks.".format(others, size)
+        )
+        for _, facts in results(size, "batches"):
+            assert facts["begin"] == facts["epoch"] == text
+
+    @pytest.mark.row("compat.barrier()")
+    @pytest.mark.parametrize("size", in_span(SIZES, [2]))
+    def test_a_barrier_waits_for_all_ranks(self, results, size):
+        assert all(facts["waited"] for _, facts in results(size, "batches"))
 
     @pytest.mark.parametrize("size", in_span(SIZES, [2]))
     def test_moving_mean_is_that_of_one_process(self, results, size):

@@ -37,6 +37,24 @@ x, y = random.normal(size=(135, 6)), random.normal(size=(135, 4))
 history = model.fit(
     x, y, batch_size=61, epochs=2, shuffle=False, verbose=0, validation_split=0.25
 ).history
+
+
+class Items(getattr(keras.utils, "PyDataset", None) or keras.utils.Sequence):
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        rows = slice(61 * index, 61 * index + 61)
+        return x[rows], y[rows]
+
+    def on_epoch_end(self):
+        pass
+
+
+fit = model.fit_generator if hasattr(model, "fit_generator") else model.fit
+batches = (Items()[step % 3] for step in range(100))
+history["of_items"] = fit(Items(), shuffle=False, epochs=2, verbose=0).history["loss"]
+history["of_batches"] = fit(batches, steps_per_epoch=3, epochs=2, verbose=0).history["loss"]
 print("HISTORY", *[repr(float(v)) for name in sorted(history) for v in history[name]])
 """
 
@@ -163,6 +181,89 @@ def normalise(keras, folder):
     model.compile(optimizer(keras, "sgd"), "mse")
     _fit(model, "dense", 2)
     return {"weight%d" % place: w for place, w in enumerate(model.get_weights())}, {}
+
+
+def batches(keras, folder, processes):
+    """Train from what comes in batches, with a last one that is uneven and one that is too small.
+
+    Arguments:
+        processes: whether Keras is to compute items in processes, too.
+    """
+    inputs, targets = CASES["dense"].data(ROWS)
+    starts = list(range(0, ROWS, BATCH))
+    base = getattr(keras.utils, "PyDataset", None) or keras.utils.Sequence
+    in_fit = base.__name__ == "Sequence"  # Keras 2 takes its options there
+
+    class Items(base):  # type: ignore  # whichever Keras it is
+        def __init__(self, rows, shift=0, **options):
+            if options:
+                super().__init__(**options)
+            self.rows = rows
+            self.shift = shift  # by how many rows each epoch's batches are others
+
+        def __len__(self):
+            return len(starts)
+
+        def __getitem__(self, index):
+            rows = self.rows[starts[index] : starts[index] + BATCH]
+            return inputs[rows], targets[rows]
+
+        def on_epoch_end(self):
+            self.rows = np.roll(self.rows, self.shift)
+
+    def draw(epochs):
+        for _ in range(epochs):
+            for start in starts:
+                yield inputs[start : start + BATCH], targets[start : start + BATCH]
+            if compat.size() > 1:
+                yield inputs[:1], targets[:1]  # which ranks leave out
+
+    model = compat.parallelize(lambda: _start(keras, "dense", {}))
+    model.compile(optimizer(keras, "sgd"), CASES["dense"].loss)
+    fit = model.fit_generator if hasattr(model, "fit_generator") else model.fit
+
+    def fitted(source, **options):
+        given = options if in_fit else {}
+        if isinstance(source, Items):
+            source = Items(source.rows, source.shift, **({} if in_fit else options))
+            given["shuffle"] = False
+        else:
+            given.update(steps_per_epoch=len(starts))
+        history = fit(compat.shard(source), epochs=2, verbose=0, **given)
+        return [float(loss) for loss in history.history["loss"]]
+
+    arrays, facts = {}, {}
+    rows = np.arange(ROWS)
+    trials = [
+        ("sequence", Items(rows, 7), {}),
+        # tf.keras may end an epoch twice then, in one process.
+        ("threads", Items(rows), {"workers": 2}),
+        ("generator", draw(3), {}),
+    ]
+    if processes:
+        trials += [("processes", Items(rows), {"workers": 2, "use_multiprocessing": True})]
+    for name, source, options in trials:
+        facts[name] = fitted(source, **options)
+        for place, weight in enumerate(model.get_weights()):
+            arrays["{}-{}".format(name, place)] = weight
+    # Keras has drawn more than it used, and on each rank as many more as it had time for.
+    again = compat.shard(draw(100))
+    for _ in range(2):
+        fit(again, steps_per_epoch=len(starts), epochs=1, verbose=0)
+    for name, source in (
+        ("begin", Items(np.roll(rows, compat.rank()))),
+        ("epoch", Items(rows, compat.rank())),
+    ):
+        try:
+            fitted(source)
+        except compat.RankError as error:
+            facts[name] = str(error)
+    if compat.rank() == compat.size() - 1:
+        time.sleep(0.5)
+        open(os.path.join(folder, "barrier-{}".format(compat.size())), "w").close()
+    compat.barrier()
+    facts["waited"] = os.path.exists(os.path.join(folder, "barrier-{}".format(compat.size())))
+    return arrays, facts
 
 
 # How far weights may be from one process's, whose matrix products sum up in that type, too.

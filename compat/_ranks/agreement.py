@@ -1,0 +1,176 @@
+"""Whether the ranks were given the same batches, asked where all of them talk in any case.
+
+``shard()`` itself does not ask: it may be called before the ranks have joined, or on some only.
+Nor does what it returns, when a batch is taken: Keras does that in threads, in processes, and some
+batches ahead, and engines need the same order of operations on all ranks. So batches leave
+checksums behind, and the main thread compares them when ``fit()`` begins and when an epoch ends
+(``Agreement``), or when it begins to iterate over a loader (``check_first``).
+"""
+
+import threading
+import types
+import weakref
+
+from .. import errors
+from .._process import process
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, Optional, Sequence
+
+_LARGEST = 2**24  # of the numbers that engines gather
+
+# Keras 3 takes generators of Python's own type only, which have no attributes.
+_of_generators = weakref.WeakKeyDictionary()  # type: Any
+
+
+class Part:
+    """What ``shard()`` returns for a source of batches, as far as ranks compare it.
+
+    Attributes:
+        name: of what it is a part, for errors.
+    """
+
+    name = ""
+
+    def position(self) -> int:
+        """How far this rank has come, in numbers of which each has a checksum."""
+        return 0
+
+    def checksum_at(self, position: int) -> int:
+        """0: it is not known."""
+        return 0
+
+    def begin(self) -> None:
+        """Note that a ``fit()`` begins."""
+
+    def advance(self, position: int) -> None:
+        """Come as far as the rank that has come farthest."""
+
+    def peek(self) -> int:
+        """The checksum of the next batch, or 0 where there is none."""
+        return 0
+
+    def whole(self) -> "Any":
+        """What it is a part of, from where ``peek()`` has looked."""
+        raise NotImplementedError
+
+
+def note(generator, part):
+    """Note whose part a generator is."""
+    _of_generators[generator] = part
+
+
+def part_in(data: "Any") -> "Optional[Part]":
+    """What ``shard()`` has returned, or None for anything else."""
+    if isinstance(data, types.GeneratorType):
+        return _of_generators.get(data)
+    return data if isinstance(data, Part) else None
+
+
+class Agreement:
+    """What one ``fit()`` was given on all ranks.
+
+    Arguments:
+        sources: the training data, and the validation data.
+    """
+
+    def __init__(self, engine: "Any", sources: "Sequence[Any]") -> None:
+        self.engine = engine
+        self.parts = [part_in(source) for source in sources]
+
+    def begin(self) -> None:
+        """Compare the next batches, from where the farthest rank has come.
+
+        Keras may have taken some ahead in an earlier ``fit()``, and other ranks' Keras more.
+
+        Raises:
+            RankError: they differ.
+        """
+        numbers = []
+        for part in self.parts:
+            if part is not None:
+                part.begin()
+            numbers += [part is not None, part.position() if part else 0]
+        gathered = self.engine.gather(numbers)
+        for place, part in enumerate(self.parts):
+            ranks = [of_rank[2 * place : 2 * place + 2] for of_rank in gathered]
+            if part is None or not all(has for has, _ in ranks):  # one rank may validate alone
+                self.parts[place] = None
+                continue
+            part.advance(max(position for _, position in ranks))
+            self.compare(part, part.peek())
+
+    def epoch_ended(self) -> None:
+        """Compare what all ranks have trained on.
+
+        Raises:
+            RankError: it differs.
+        """
+        part = self.parts[0]
+        if part is not None:
+            position = min(self.engine.gather([part.position()]))[0]
+            self.compare(part, part.checksum_at(position))
+
+    def compare(self, part: "Part", checksum: int) -> None:
+        _compare(self.engine, part.name, checksum)
+
+
+def _compare(engine, name, checksum):
+    gathered = [of_rank[0] for of_rank in engine.gather([checksum % _LARGEST])]
+    others = [rank for rank, each in enumerate(gathered) if each != gathered[0]]
+    if others and all(gathered):
+        raise errors.RankError(
+            "{} gives other batches on {} of {} than on rank 0. Each rank takes its rows of the "
+            "same batches, in the same order: seed what is shuffled or made at random, with one "
+            "seed for all ranks.".format(name, errors.numbered_ranks(others), engine.place.size)
+        )
+
+
+# Without fit() --------------------------------------------------------------------------------
+
+
+def joined():
+    """The engine that this process has joined, or None."""
+    return next(iter(process.engines.values()), None)
+
+
+def barrier():
+    """As ``compat.barrier()``, in a rank."""
+    engine = joined()
+    if engine is None:
+        raise errors.RankError(
+            "compat.barrier() was called before the ranks have joined, so none can wait for the "
+            "others. Call it after compat.parallelize(), which joins them."
+        )
+    engine.gather([0])
+
+
+def ready(name, shuffled):
+    """The engine, where the ranks can compare now, or None.
+
+    Arguments:
+        shuffled: whether the order is drawn at random, so that a warning is due.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    engine = joined()
+    if engine is not None and main:
+        return engine
+    if shuffled:
+        errors.warn(
+            "The ranks cannot agree on the order of a shuffled {} {}: each may draw another one, "
+            "so that they train on some rows several times and on others never. Call "
+            "compat.parallelize() first, and iterate in the main thread.".format(
+                name, "outside of the main thread" if engine else "before they have joined"
+            )
+        )
+    return None
+
+
+def check_first(engine, name, checksum):
+    """Compare the first batches of an iteration.
+
+    Raises:
+        RankError: they differ.
+    """
+    _compare(engine, name, checksum)

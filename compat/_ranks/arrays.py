@@ -1,0 +1,142 @@
+"""Arrays, and structures of them: their rows, this rank's rows, and a checksum of some."""
+
+import zlib
+
+from .. import errors
+
+
+def shard(place, data, batch_size=None):
+    """This rank's rows of arrays, as ``compat.shard()`` has it."""
+    rows = number_of_rows(data)
+    if rows < place.size:
+        raise errors.too_few_rows(rows, place.size)
+    if batch_size is None:
+        left_out = rows % place.size
+        ranges = [place.part_of(rows - left_out)]
+    else:
+        place.rows_of_batch(batch_size)  # one row per rank, at least
+        last = rows % batch_size
+        left_out = last if last < place.size else 0
+        ranges = list(_parts_of_batches(place, rows - left_out, batch_size))
+    if left_out:
+        errors.warn(
+            "The last {} of {} rows are left out: they are too few for one on each of {} "
+            "ranks.".format(left_out, rows, place.size)
+        )
+    return rows_of(data, ranges)
+
+
+def _parts_of_batches(place, rows, batch_size):
+    """The runs of rows, (start, stop), that are this rank's."""
+    for start in range(0, rows, batch_size):
+        first, last = place.part_of(min(batch_size, rows - start))
+        yield start + first, start + last
+
+
+def parts_of(data):
+    """The arrays in a structure."""
+    if isinstance(data, (tuple, list, dict)):
+        for part in data.values() if isinstance(data, dict) else data:
+            for array in parts_of(part):
+                yield array
+    elif data is not None:
+        yield data
+
+
+def number_of_rows(data):
+    """The rows of all arrays in a structure.
+
+    Raises:
+        InvalidArgumentError: they have different numbers of rows, or there is none.
+    """
+    lengths = set()
+    for array in parts_of(data):
+        if not getattr(array, "shape", None):
+            raise errors.InvalidArgumentError(
+                "shard() takes arrays, tables of pandas, tuples, lists and dictionaries of these, "
+                "tf.data datasets, Sequences and PyDatasets of Keras, generators of batches, "
+                "DataLoaders, and iterators of MXNet; there is a {} in what it was given. Let it "
+                "read every size()-th item from rank() on.".format(errors.class_of(array))
+            )
+        lengths.add(int(array.shape[0]))
+    if not lengths:
+        raise errors.InvalidArgumentError(
+            "There is no array to take rows of in what shard() was given."
+        )
+    if len(lengths) > 1:
+        raise errors.InvalidArgumentError(
+            "The arrays given to shard() have different numbers of rows: {}. Give it arrays "
+            "that belong together, row by row.".format(", ".join(map(str, sorted(lengths))))
+        )
+    return lengths.pop()
+
+
+def rows_of(data, ranges):
+    """The same structure, with these runs of rows, (start, stop), of each array."""
+    if isinstance(data, dict):
+        return type(data)((key, rows_of(part, ranges)) for key, part in data.items())
+    if isinstance(data, (tuple, list)):
+        parts = [rows_of(part, ranges) for part in data]
+        return type(data)(*parts) if hasattr(data, "_fields") else type(data)(parts)
+    if data is None:
+        return None
+    rows = getattr(data, "iloc", data)  # of a table of pandas, [] takes columns
+    if len(ranges) == 1:
+        return rows[ranges[0][0] : ranges[0][1]]
+    import numpy
+
+    return rows[numpy.concatenate([numpy.arange(*bounds) for bounds in ranges])]
+
+
+# Batches --------------------------------------------------------------------------------------
+
+
+def part_of_batch(place, batch, batch_size=None):
+    """This rank's rows of a batch of all ranks, or None where it has fewer rows than ranks.
+
+    Arguments:
+        batch_size: what ``shard()`` was given, or None.
+    """
+    rows = number_of_rows(batch)
+    if batch_size is not None and rows > batch_size:
+        raise errors.InvalidArgumentError(
+            "shard(batch_size={}) was given batches of {} rows. Leave batch_size out: what comes "
+            "in batches has its own.".format(batch_size, rows)
+        )
+    return rows_of(batch, [place.part_of(rows)]) if rows >= place.size else None
+
+
+def warn_of_few(rows, place):
+    errors.warn(
+        "A batch of {} rows is left out: they are too few for one on each of {} ranks.".format(
+            rows, place.size
+        )
+    )
+
+
+def checksum(data, sampled=16, value=0):
+    """A checksum of about so many rows of each array, spread evenly; of all where they are fewer.
+
+    Arguments:
+        value: the checksum of what came before.
+    """
+    for array in parts_of(data):
+        rows = getattr(array, "iloc", array)
+        step = max(1, int(array.shape[0]) // sampled)
+        value = zlib.crc32(_content(rows[::step]), zlib.crc32(str(array.shape).encode(), value))
+    return value
+
+
+def _content(array):
+    """The bytes of an array of any framework's; none where numpy has no such type of number."""
+    import numpy
+
+    for method in ("detach", "cpu", "asnumpy", "toarray"):  # of torch, MXNet and scipy
+        if hasattr(array, method):
+            array = getattr(array, method)()
+    try:
+        array = numpy.asarray(array)
+    except TypeError:  # of torch, for bfloat16
+        return b""
+    array = array.astype(str) if array.dtype.kind == "O" else numpy.ascontiguousarray(array)
+    return array.tobytes()

@@ -1,0 +1,133 @@
+"""``shard()`` of MXNet's ``mx.io.DataIter``: this rank's rows of each batch.
+
+All batches of such an iterator have the same number of rows; rows that fill up the last one count
+as others do when a model is trained.
+"""
+
+import copy
+
+from .. import errors
+from . import agreement, arrays
+
+_kinds = {}  # type: dict  # MXNet's class -> that of the parts
+
+
+def takes(data):
+    return hasattr(data, "provide_data") and hasattr(data, "iter_next")
+
+
+def shard(place, iterator, batch_size=None):
+    """As ``compat.shard()``."""
+    if batch_size is not None and iterator.batch_size not in (0, batch_size):
+        raise errors.InvalidArgumentError(
+            "shard(batch_size={}) was given batches of {} rows. Leave batch_size out: what comes "
+            "in batches has its own.".format(batch_size, iterator.batch_size)
+        )
+    if iterator.batch_size:
+        place.rows_of_batch(iterator.batch_size)
+    base = next(kind for kind in reversed(type(iterator).__mro__) if kind.__name__ == "DataIter")
+    if base not in _kinds:
+        _kinds[base] = type("RankPart", (PartOfDataIter, base), {})
+    return _kinds[base](place, iterator)
+
+
+class PartOfDataIter(agreement.Part):
+    """This rank's rows of each batch. Beside it, MXNet's own class is a base class."""
+
+    def __init__(self, place, iterator):
+        self.name = type(iterator).__name__
+        self._place = place
+        self._iterator = iterator
+        self._begins = True
+        self.batch_size = iterator.batch_size and place.rows_of_batch(iterator.batch_size)
+
+    def __getattr__(self, name):
+        if name.startswith("__") or "_iterator" not in vars(self):
+            raise AttributeError(name)
+        return getattr(self._iterator, name)
+
+    @property
+    def provide_data(self):
+        return self._described(self._iterator.provide_data)
+
+    @property
+    def provide_label(self):
+        return self._described(self._iterator.provide_label)
+
+    def _described(self, descriptions):
+        return descriptions and [self._description(each) for each in descriptions]
+
+    def _description(self, whole):
+        axis = _axis(whole)
+        name, shape = whole[:2]
+        rows = self._place.rows_of_batch(shape[axis])
+        shape = tuple(shape[:axis]) + (rows,) + tuple(shape[axis + 1 :])
+        if not hasattr(whole, "layout"):
+            return name, shape
+        return type(whole)(name, shape, whole.dtype, whole.layout)
+
+    def reset(self):
+        self._iterator.reset()
+        self._begins = True
+
+    def next(self):
+        batch = self._iterator.next()
+        if self._begins:
+            self._begins = False
+            engine = agreement.ready(self.name, getattr(self._iterator, "shuffle", False))
+            if engine is not None:
+                checksum = arrays.checksum([batch.data, batch.label])
+                agreement.check_first(engine, self.name, checksum)
+        return self._part(batch)
+
+    __next__ = next
+
+    def iter_next(self):
+        try:
+            self._current = self.next()
+        except StopIteration:
+            return False
+        return True
+
+    def getdata(self):
+        return self._current.data
+
+    def getlabel(self):
+        return self._current.label
+
+    def getindex(self):
+        return self._current.index
+
+    def getpad(self):
+        return self._current.pad
+
+    def whole(self):
+        return self._iterator
+
+    def _part(self, whole):
+        data = whole.provide_data or self._iterator.provide_data
+        label = whole.provide_label or self._iterator.provide_label
+        rows = whole.data[0].shape[_axis(data[0])]
+        self._place.rows_of_batch(rows)
+        start, stop = self._place.part_of(rows)
+
+        def mine(parts, descriptions):
+            return parts and [
+                part.slice_axis(_axis(each), start, stop) if _axis(each) else part[start:stop]
+                for part, each in zip(parts, descriptions)
+            ]
+
+        batch = copy.copy(whole)
+        batch.data, batch.label = mine(whole.data, data), mine(whole.label, label)
+        batch.provide_data = self._described(whole.provide_data)
+        batch.provide_label = self._described(whole.provide_label)
+        batch.index = None if whole.index is None else whole.index[start:stop]
+        if whole.pad is not None:
+            batch.pad = max(0, stop - max(start, rows - whole.pad))
+        return batch
+
+
+def _axis(description):
+    """The axis of rows: the first, but for layouts such as "TNC"."""
+    layout = getattr(description, "layout", None)
+    return max(0, layout.find("N")) if layout else 0

@@ -1,0 +1,163 @@
+"""``shard()`` of a Keras ``Sequence`` or ``PyDataset``: this rank's rows of each item.
+
+Each rank computes whole items from its own copy, and keeps its rows. That needs items that are the
+same on all ranks. Keras may compute them in processes that it forks, which leave the checksum of
+an epoch's first item in memory that they share with this one.
+"""
+
+import mmap
+import struct
+import threading
+
+from .. import errors
+from . import agreement, arrays
+
+_RECORD = "<qq"  # the number of the epoch, and the checksum
+_SIZE = struct.calcsize(_RECORD)
+_kinds = {}  # type: dict  # Keras' class -> that of the parts
+
+
+def takes(data):
+    return _base(type(data)) is not None
+
+
+def _base(kind):
+    """Keras' class that a class is derived from: what Keras looks for."""
+    for parent in reversed(kind.__mro__):
+        if parent.__name__ in ("Sequence", "PyDataset") and hasattr(parent, "on_epoch_end"):
+            return parent
+    return None
+
+
+def shard(place, sequence, batch_size=None):
+    """As ``compat.shard()``. The last item is computed to tell how many rows it has."""
+    part = _restored(place, sequence, batch_size, 0)
+    count = _number_of_items(sequence)
+    if count:
+        last = part._kept[count - 1] = sequence[count - 1]
+        rows = arrays.number_of_rows(last)
+        if rows < place.size:
+            if count == 1:
+                raise errors.too_few_rows(rows, place.size)
+            arrays.warn_of_few(rows, place)
+            part._left_out = 1
+            part._kept.clear()
+        elif batch_size is not None:
+            arrays.part_of_batch(place, last, batch_size)
+    return part
+
+
+def _number_of_items(sequence):
+    """None: there is no end."""
+    if hasattr(_base(type(sequence)), "num_batches"):
+        return sequence.num_batches
+    return len(sequence)
+
+
+def _restored(place, sequence, batch_size, left_out):
+    base = _base(type(sequence))
+    if base not in _kinds:
+        _kinds[base] = type("RankPart", (PartOfSequence, base), {})
+    return _kinds[base](place, sequence, batch_size, left_out)
+
+
+class PartOfSequence(agreement.Part):
+    """This rank's rows of each item. Beside it, Keras' own class is a base class.
+
+    What it does not have itself is the whole sequence's: a class's own attributes, for example.
+    """
+
+    def __init__(self, place, sequence, batch_size, left_out):
+        base = _base(type(sequence))
+        if hasattr(base, "use_multiprocessing"):  # a PyDataset
+            names = "workers", "use_multiprocessing", "max_queue_size"
+            base.__init__(self, **{name: getattr(sequence, name) for name in names})
+        self.name = type(sequence).__name__
+        self._place = place
+        self._sequence = sequence
+        self._batch_size = batch_size
+        self._left_out = left_out  # the last item, 0 or 1
+        self._kept = {}  # items that were computed to look at them
+        self._epoch = 1
+        self._ended = False  # in a thread
+        self._shared = mmap.mmap(-1, 2 * _SIZE)  # of this epoch and the one before or after
+
+    def __reduce__(self):
+        return _restored, (self._place, self._sequence, self._batch_size, self._left_out)
+
+    def __getattr__(self, name):
+        if name.startswith("__") or "_sequence" not in vars(self):
+            raise AttributeError(name)
+        return getattr(self._sequence, name)
+
+    @property
+    def num_batches(self):
+        count = _number_of_items(self._sequence)
+        return None if count is None else count - self._left_out
+
+    def __len__(self):
+        return self.num_batches
+
+    def __getitem__(self, index):
+        count = self.num_batches
+        if count is not None:
+            index = range(count)[index]
+        item = self._kept.pop(index, None)
+        if item is None:
+            item = self._sequence[index]
+        if index == 0:
+            place = self._epoch % 2 * _SIZE
+            struct.pack_into(_RECORD, self._shared, place, self._epoch, arrays.checksum(item))
+        part = arrays.part_of_batch(self._place, item, self._batch_size)
+        if part is None:
+            raise errors.InvalidArgumentError(
+                "Item {} of {} has {} rows, which are too few for one on each of {} ranks; only "
+                "the last item is left out then. Give all others one row per rank or more.".format(
+                    index, self.name, arrays.number_of_rows(item), self._place.size
+                )
+            )
+        return part
+
+    def on_epoch_begin(self):
+        begin = getattr(self._sequence, "on_epoch_begin", None)
+        if begin is not None:
+            begin()
+
+    def on_epoch_end(self):
+        # Where threads compute items, tf.keras may end an epoch twice: in one of its threads, when
+        # all items were taken (data_utils.OrderedEnqueuer), and then in fit() itself. How often
+        # depends on how long a step takes, and must not differ between ranks.
+        main = threading.current_thread() is threading.main_thread()
+        again, self._ended = main and self._ended, not main
+        if again:
+            return
+        self._sequence.on_epoch_end()
+        self._kept.clear()
+        self._epoch += 1
+
+    # What ranks compare -----------------------------------------------------------------------
+
+    def _records(self):
+        """The checksums of first items by the numbers of epochs."""
+        records = [struct.unpack_from(_RECORD, self._shared, place) for place in (0, _SIZE)]
+        return {epoch: checksum for epoch, checksum in records if epoch}
+
+    def position(self):
+        """The last epoch whose first item was computed."""
+        return max(self._records() or [0])
+
+    def begin(self):
+        self._ended = False
+
+    def checksum_at(self, position):
+        return self._records().get(position, 0)
+
+    def peek(self):
+        if not self.num_batches and self.num_batches is not None:
+            return 0
+        if 0 not in self._kept:
+            self._kept[0] = self._sequence[0]
+        return arrays.checksum(self._kept[0])
+
+    def whole(self):
+        return self._sequence

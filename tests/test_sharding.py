@@ -1,0 +1,508 @@
+"""shard() of what comes in batches, as far as no framework is needed; what ranks compare."""
+
+import itertools
+import multiprocessing.pool
+import pickle
+import threading
+import types
+import warnings
+
+import numpy as np
+import pytest
+
+import compat
+from compat import _engines
+from compat._process import process as own_process
+from compat._ranks import agreement, own_place
+from compat._ranks.launchers import LAUNCHERS
+
+pytestmark = pytest.mark.usefixtures("process")
+
+SIZE = 3
+FEW = "A batch of 2 rows is left out: they are too few for one on each of 3 ranks."
+# Of batches of 0 to 4, ..., 15 to 19, and 20 to 22.
+PARTS = [
+    [[0, 1], [5, 6], [10, 11], [15, 16], [20]],
+    [[2, 3], [7, 8], [12, 13], [17, 18], [21]],
+    [[4], [9], [14], [19], [22]],
+]
+
+
+class Sequence:
+    """As Keras has it."""
+
+    def on_epoch_end(self):
+        pass
+
+
+class Items(Sequence):
+    """Batches of five rows."""
+
+    classes = 7
+
+    def __init__(self, rows, batch=5):
+        self.rows = np.arange(rows)
+        self.batch = batch
+        self.computed = []
+        self.ended = 0
+
+    def __len__(self):
+        return -(-len(self.rows) // self.batch)
+
+    def __getitem__(self, index):
+        self.computed.append(index)
+        x = self.rows[index * self.batch : (index + 1) * self.batch]
+        return x, {"y": -x, "none": None}
+
+    def on_epoch_end(self):
+        self.ended += 1
+        self.rows = self.rows[::-1]
+
+
+@pytest.fixture
+def as_rank(monkeypatch):
+    def as_rank(number, size=SIZE):
+        for name, value in zip(LAUNCHERS[0][1].split(), (number, size, number, size)):
+            monkeypatch.setenv(name, str(value))
+
+    return as_rank
+
+
+@pytest.fixture
+def shards(as_rank):
+    """What each of three ranks gets, and what it is warned of while it shards and draws."""
+
+    def shards(make, draw=list, batch_size=None):
+        found, warned = [], []
+        for number in range(SIZE):
+            as_rank(number)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                found.append(draw(compat.shard(make(), batch_size)))
+            warned.append([str(w.message) for w in caught if w.category is compat.CompatWarning])
+        return found, warned
+
+    return shards
+
+
+def of_x(batches):
+    for x, y in batches:
+        np.testing.assert_array_equal(x, -y["y"])
+        assert y["none"] is None
+    return [x.tolist() for x, _ in batches]
+
+
+def drawn(part):
+    return [part[index] for index in range(len(part))]
+
+
+def generate(rows, batch=5):
+    items = Items(rows, batch)
+    return (items[index] for index in range(len(items)))
+
+
+class Table:
+    """Has rows as a DataFrame has: by ``iloc``, and [] is for columns."""
+
+    def __init__(self, values, index):
+        self.values, self.index, self.shape = values, index, values.shape
+        self.iloc = self
+
+    def __getitem__(self, rows):
+        return Table(self.values[rows], self.index[rows])
+
+
+@pytest.mark.parametrize("batch_size", [None, 5])
+def test_rows_of_tables_keep_their_index(as_rank, batch_size):
+    as_rank(1)
+    rows = np.arange(10, 33)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        table, array = compat.shard([Table(rows, rows + 100), rows], batch_size)
+    assert isinstance(table, Table)
+    assert table.values.tolist() == array.tolist() == [row - 100 for row in table.index]
+
+
+@pytest.mark.row("shard() of a Sequence or PyDataset")
+def test_items_of_a_sequence_become_parts_of_them(shards):
+    found, warned = shards(lambda: Items(23), drawn)
+    assert [of_x(batches) for batches in found] == PARTS
+    found, _ = shards(lambda: Items(23), drawn, 5)
+    assert [of_x(batches) for batches in found] == PARTS
+    assert warned == [[], [], []]
+
+
+@pytest.mark.row("shard() of a Sequence or PyDataset")
+def test_a_last_item_with_too_few_rows_is_left_out_on_all_ranks(shards):
+    found, warned = shards(lambda: Items(22), drawn)
+    assert [of_x(batches) for batches in found] == [rank[:4] for rank in PARTS]
+    assert warned == [[FEW]] * SIZE
+
+
+@pytest.mark.row("shard() of a Sequence or PyDataset")
+def test_the_part_of_a_sequence_is_one(as_rank):
+    as_rank(1)
+    items = Items(23)
+    part = compat.shard(items)
+    assert isinstance(part, Sequence) and not isinstance(part, Items)
+    assert items.computed == [4]
+    assert part.classes == 7
+    drawn(part)
+    assert items.computed == [4, 0, 1, 2, 3]  # the last one was kept
+    assert part[-1][0].tolist() == [21]
+    with pytest.raises(IndexError):
+        part[5]
+    part.on_epoch_end()
+    assert items.ended == 1
+    assert part[0][0].tolist() == [20, 19]
+    assert not hasattr(part, "no_such_attribute")
+    copy = pickle.loads(pickle.dumps(part))
+    assert len(copy) == 5 and copy[1][0].tolist() == part[1][0].tolist()
+
+
+def test_an_epoch_that_keras_ends_twice_ends_once(as_rank):
+    """In a thread, and then in fit(), as tf.keras does where threads compute items."""
+    as_rank(1)
+    items = Items(23)
+    part = compat.shard(items)
+
+    def in_thread():
+        thread = threading.Thread(target=part.on_epoch_end)
+        thread.start()
+        thread.join()
+
+    for end, ended in (
+        (in_thread, 1),
+        (part.on_epoch_end, 1),  # the same end
+        (part.on_epoch_end, 2),
+        (in_thread, 3),
+        (in_thread, 4),
+        (part.begin, 4),  # another fit()
+        (part.on_epoch_end, 5),
+    ):
+        end()
+        assert items.ended == ended
+
+
+def test_processes_that_compute_items_leave_their_checksums(as_rank):
+    as_rank(0)
+    part = compat.shard(Items(23))
+    assert part.position() == 0
+    first = part.peek()
+    child = multiprocessing.get_context("fork").Process(target=part.__getitem__, args=(0,))
+    child.start()
+    child.join()
+    assert (part.position(), part.checksum_at(1)) == (1, first)
+    part.on_epoch_end()
+    assert part.position() == 1
+    part[0]
+    assert part.position() == 2
+    assert part.checksum_at(2) not in (0, first)
+    assert part.checksum_at(1) == first and part.checksum_at(3) == 0
+
+
+def infinite():
+    class PyDataset:
+        workers, use_multiprocessing, max_queue_size = 1, False, 10
+        num_batches = None
+
+        def __init__(self, **options):
+            self.options = options
+
+        def on_epoch_end(self):
+            pass
+
+    class Endless(PyDataset):
+        def __getitem__(self, index):
+            return np.arange(5) + 5 * index
+
+    return Endless()
+
+
+def test_a_pydataset_may_have_no_end(as_rank):
+    as_rank(1)
+    whole = infinite()
+    whole.workers = 4
+    part = compat.shard(whole)
+    assert part.num_batches is None
+    assert part[2].tolist() == [12, 13]
+    assert part.options == {"workers": 4, "use_multiprocessing": False, "max_queue_size": 10}
+    assert part.peek() != 0
+
+
+@pytest.mark.row("shard() of a generator")
+@pytest.mark.parametrize("kind", [lambda batches: batches, lambda batches: map(tuple, batches)])
+def test_batches_of_a_generator_become_parts_of_them(shards, kind):
+    found, warned = shards(lambda: kind(generate(23)))
+    assert [of_x(batches) for batches in found] == PARTS
+    assert warned == [[], [], []]
+    # A generator becomes one, which is all that Keras 3 takes.
+    given = kind(generate(3))
+    (types_of_part, *_), _ = shards(lambda: given, type)
+    assert (types_of_part is types.GeneratorType) == (type(given) is types.GeneratorType)
+
+
+@pytest.mark.row("shard() of a generator")
+def test_a_batch_of_a_generator_with_too_few_rows_is_left_out_on_all_ranks(shards):
+    def make():
+        return itertools.chain(generate(2), generate(20))
+
+    found, warned = shards(make)
+    assert [of_x(batches) for batches in found] == [rank[:4] for rank in PARTS]
+    assert warned == [[FEW]] * SIZE
+
+
+def test_threads_may_share_the_part_of_an_iterator(as_rank):
+    """Each batch comes once, and the checksums are those of the order of batches."""
+    as_rank(0)
+    part = compat.shard(iter(list(generate(500))))
+    found = []
+
+    def draw():
+        for x, _ in part:
+            found.extend(x.tolist())
+
+    threads = [threading.Thread(target=draw) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(found) == [row for row in range(500) if row % 5 < 2]
+    alone = compat.shard(generate(500))
+    list(alone)
+    assert agreement.part_in(alone).checksum_at(100) == part.checksum_at(100) != 0
+
+
+@pytest.mark.parametrize(
+    "make, batch_size, message",
+    [
+        (
+            lambda: Items(8, 9),
+            4,
+            "shard(batch_size=4) was given batches of 8 rows. Leave batch_size out: what comes in "
+            "batches has its own.",
+        ),
+        (
+            lambda: generate(10),
+            4,
+            "shard(batch_size=4) was given batches of 5 rows. Leave batch_size out: what comes in "
+            "batches has its own.",
+        ),
+        (
+            lambda: Items(20),
+            2,
+            "A batch of 2 rows is too small for 3 ranks. Use 3 rows or more.",
+        ),
+        (
+            lambda: Items(2),
+            None,
+            "2 rows are too few for 3 ranks. Give shard() one row per rank or more.",
+        ),
+        (
+            lambda: compat.shard(generate(10)),
+            None,
+            "shard() was given what it has returned before: this rank's part. Call it once.",
+        ),
+        (
+            lambda: iter([(np.arange(5), np.arange(4))]),
+            None,
+            "The arrays given to shard() have different numbers of rows: 4, 5. Give it arrays that "
+            "belong together, row by row.",
+        ),
+    ],
+)
+def test_what_cannot_be_split_is_an_error(as_rank, make, batch_size, message):
+    as_rank(0)
+    with pytest.raises(compat.InvalidArgumentError) as error:
+        list(compat.shard(make(), batch_size))
+    assert str(error.value) == message
+
+
+def test_only_the_last_item_may_be_small(as_rank):
+    as_rank(0)
+
+    class Small(Items):
+        def __getitem__(self, index):
+            return np.arange(2 if index == 1 else 5)
+
+    part = compat.shard(Small(20))
+    with pytest.raises(compat.InvalidArgumentError) as error:
+        part[1]
+    assert str(error.value) == (
+        "Item 1 of Small has 2 rows, which are too few for one on each of 3 ranks; only the last "
+        "item is left out then. Give all others one row per rank or more."
+    )
+
+
+# What ranks compare -------------------------------------------------------------------------------
+
+
+class Others(_engines.Engine):
+    """Rank 0's engine, where the other rank runs in a thread of its own."""
+
+    shared = None  # type: dict
+
+    def sum(self, values):
+        self.shared[self.place.rank] = values
+        self.meet.wait(20)
+        sums = [sum(pair) for pair in zip(*self.shared.values())]
+        self.meet.wait(20)
+        return sums
+
+
+@pytest.fixture
+def together(as_rank):
+    """Run a function of each of two ranks' engines, in two threads; give what they raise."""
+
+    def together(function):
+        engines = []
+        for number in range(2):
+            as_rank(number, 2)
+            engine = Others(own_place())
+            engines.append(engine)
+        meet, shared, raised = threading.Barrier(2), {}, {}
+        for engine in engines:
+            engine.meet, engine.shared = meet, shared
+
+        def run(engine):
+            try:
+                raised[engine.place.rank] = function(engine)
+            except compat.RankError as error:
+                raised[engine.place.rank] = str(error)
+
+        threads = [threading.Thread(target=run, args=(engine,)) for engine in engines]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return [raised[number] for number in range(2)]
+
+    return together
+
+
+def differs(name):
+    return (
+        "{} gives other batches on rank 1 of 2 than on rank 0. Each rank takes its rows of the "
+        "same batches, in the same order: seed what is shuffled or made at random, with one seed "
+        "for all ranks.".format(name)
+    )
+
+
+def parts(as_rank, *made):
+    found = []
+    for number, source in enumerate(made):
+        as_rank(number, 2)
+        found.append(compat.shard(source))
+    return found
+
+
+def test_fit_begins_with_the_same_batches(as_rank, together):
+    same = parts(as_rank, Items(20), Items(20))
+    other = parts(as_rank, generate(20), generate(20, 10))
+
+    def begin(*sources):
+        def function(engine):
+            agreement.Agreement(engine, [source[engine.place.rank] for source in sources]).begin()
+
+        return together(function)
+
+    assert begin(same) == begin(same, [None, None]) == begin([1, 1], same) == [None, None]
+    assert begin(other) == [differs("generator")] * 2
+    assert begin(same, other) == [differs("generator")] * 2
+    # One rank may validate alone.
+    assert begin(same, [other[0], None]) == [None, None]
+    # What was looked at is not lost.
+    assert [x.tolist() for x, _ in other[0]][0] == [0, 1, 2]
+
+
+def test_a_rank_whose_generator_is_behind_catches_up(as_rank, together):
+    """Keras drops the batches that it has taken ahead when fit() ends."""
+    both = parts(as_rank, generate(100), generate(100))
+    for _ in range(4):
+        next(both[1])
+
+    def function(engine):
+        agreement.Agreement(engine, [both[engine.place.rank]]).begin()
+
+    assert together(function) == [None, None]
+    assert [next(part)[0].tolist() for part in both] == [[20, 21, 22], [23, 24]]
+
+
+def test_threads_of_an_earlier_fit_draw_no_more(as_rank):
+    """Those of Keras' pool, which it does not wait for."""
+    as_rank(0)
+    part = compat.shard(generate(100))
+
+    def draw():
+        return next(part)
+
+    earlier, later = multiprocessing.pool.ThreadPool(1), multiprocessing.pool.ThreadPool(1)
+    try:
+        assert earlier.apply(draw)[0].tolist() == [0, 1]
+        agreement.part_in(part).begin()
+        assert earlier.apply(draw) is None
+        assert later.apply(draw)[0].tolist() == [5, 6]
+        assert draw()[0].tolist() == [10, 11]
+        agreement.part_in(part).begin()
+        assert draw()[0].tolist() == [15, 16]
+    finally:
+        earlier.terminate()
+        later.terminate()
+
+
+@pytest.mark.parametrize("make", [Items, generate])
+def test_epochs_end_with_the_same_batches(as_rank, together, make):
+    """Other ones than at first: an unseeded shuffle, for example, at the end of an epoch."""
+
+    class Shuffled(Items):
+        def on_epoch_end(self):
+            self.rows = np.roll(self.rows, self.shift)
+
+    both = [Shuffled(20), Shuffled(20)]
+    both[0].shift, both[1].shift = 0, 1
+    name = "Shuffled"
+    if make is generate:
+        name = "generator"
+
+        def endless(items):
+            while True:
+                for index in range(len(items)):
+                    yield items[index]
+                items.on_epoch_end()
+
+        both = [endless(items) for items in both]
+    both = parts(as_rank, *both)
+
+    def function(engine):
+        part = both[engine.place.rank]
+        agreed = agreement.Agreement(engine, [part])
+        agreed.begin()
+        for epoch in range(2):
+            for index in range(4 + engine.place.rank):  # which takes one ahead
+                item = next(part) if make is generate else part[index % 4]
+                assert len(item[0]) in (2, 3)
+            agreed.epoch_ended()
+            if epoch:
+                return "not told"
+            if make is not generate:
+                part.on_epoch_end()
+
+    assert together(function) == [differs(name)] * 2
+
+
+@pytest.mark.row("compat.barrier()")
+def test_barrier(as_rank, together, monkeypatch):
+    assert compat.barrier() is None
+    as_rank(1, 2)
+    with pytest.raises(compat.RankError) as error:
+        compat.barrier()
+    assert str(error.value) == (
+        "compat.barrier() was called before the ranks have joined, so none can wait for the "
+        "others. Call it after compat.parallelize(), which joins them."
+    )
+    asked = []
+    engine = Others(own_place())
+    monkeypatch.setattr(engine, "sum", lambda values: asked.append(values) or values)
+    own_process.engines[Others] = engine
+    assert compat.barrier() is None
+    assert len(asked) == 1
