@@ -136,23 +136,6 @@ def _parser():
         help="at the end, print what each device did, or each rank: was every one used?",
     )
     run.add_argument("--report-json", metavar="FILE", help="the same, also as JSON in a file")
-    run.add_argument(
-        "--quiet",
-        action="store_true",
-        help="of ranks, show what rank 0 prints, and of the others only what goes to stderr",
-    )
-    run.add_argument(
-        "--log-dir",
-        metavar="FOLDER",
-        help="append all that each rank prints to a file: rank-0.log, rank-1.log ...",
-    )
-    run.add_argument(
-        "--max-restarts",
-        metavar="N",
-        type=_restarts,
-        default=0,
-        help="start all ranks again, up to N times, after one has failed (COMPAT_RESTART counts)",
-    )
     _add_script(run)
     run.set_defaults(run=_run, parser=run)
 
@@ -249,14 +232,6 @@ def _no_ranks_or_several(text):
     return number
 
 
-def _restarts(text):
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(
-            "{!r} is not a number of restarts; write --max-restarts 3".format(text)
-        )
-    return int(text)
-
-
 def _several(text):
     return _devices(text, 2)
 
@@ -303,9 +278,6 @@ def _run(arguments):
         arguments.parallelize,
         arguments.report,
         arguments.report_json,
-        arguments.quiet,
-        arguments.log_dir,
-        arguments.max_restarts,
     )
 
 

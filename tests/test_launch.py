@@ -148,12 +148,12 @@ def test_a_rank_that_raises_is_named_with_its_traceback_last(finished):
 def test_exit_statuses_and_signals_are_the_rank_s(finished):
     status, _, err = finished("sys.exit(7 if rank == 2 else time.sleep(60))")
     assert status == 7
-    assert err == "compat run: rank 2 of 3 failed with exit status 7; the others were ended.\n"
+    assert err == "compat run: rank 2 of 3 failed with exit status 7; the others were ended.\n\n"
     status, _, err = finished(
         "os.kill(os.getpid(), signal.SIGKILL if rank == 0 else 0); time.sleep(60)"
     )
     assert status == 128 + signal.SIGKILL
-    assert err == "compat run: rank 0 of 3 was killed by signal 9; the others were ended.\n"
+    assert err == "compat run: rank 0 of 3 was killed by signal 9; the others were ended.\n\n"
 
 
 def test_a_rank_that_ends_too_early_is_named(finished):

@@ -8,7 +8,6 @@ import textwrap
 
 from .. import _by_path, _detect, _devices, _files, _idle, _ranks, _report, _selection, errors
 from .._launch import rank_process, watching
-from .._launch.rank_output import RankOutput, open_log_files
 from .._ranks.place import Place
 from .._settings import Settings
 from . import reported_script
@@ -165,9 +164,6 @@ def run(
     parallelize: bool = False,
     report: bool = False,
     report_json: "Optional[str]" = None,
-    quiet: bool = False,
-    log_dir: "Optional[str]" = None,
-    max_restarts: int = 0,
 ) -> int:
     """Become the script, or start it as several ranks.
 
@@ -185,17 +181,13 @@ def run(
         parallelize: whether every Keras model that the script compiles is parallelized.
         report: whether what each device did is printed at the end.
         report_json: the file that gets the same as JSON; None: no file.
-        quiet: of several ranks, show of the standard output that of rank 0 alone.
-        log_dir: of several ranks, a folder for a file of each with all that it prints.
-        max_restarts: how often several ranks are started again after one has failed.
 
     Returns:
         The exit status of several ranks: that of the one that failed.
 
     Raises:
         InvalidArgumentError: ``ranks``, ``timeout`` or ``hosts`` is not understood, there is no
-            such script, ``report_json`` or a file in ``log_dir`` cannot be written, or one of the
-            last three is given without several ranks.
+            such script, or ``report_json`` cannot be written.
         UnsupportedError: the backend has no ranks.
         as ``prepare()``.
     """
@@ -209,13 +201,6 @@ def run(
         ranks, hosts = ranks_on(hosts, ranks)
     if report_json is not None:
         report, report_json = True, _writable(report_json)
-    for_ranks = {"--quiet": quiet, "--log-dir": log_dir, "--max-restarts": max_restarts}
-    alone = [option for option in sorted(for_ranks) if for_ranks[option]]
-    if alone and ranks in (None, 1):
-        raise errors.InvalidArgumentError(
-            "{} is for several ranks, and the script runs alone. Add -n 2 or --hosts, or leave it "
-            "out.".format(alone[0])
-        )
     # Another interpreter may be one in a container, with files of its own.
     if python is None and script[0] not in ("-", "-m") and not os.path.exists(script[0]):
         raise errors.no_script(script[0])
@@ -224,8 +209,6 @@ def run(
         asked["COMPAT_SIMULATE"] = str(simulate)
     if ranks is not None and ranks > 1:
         asked.pop("COMPAT_ALONE", None)  # several are asked for just now
-    if max_restarts:
-        asked["COMPAT_RESTART"] = "0"  # some launchers pass on the variables that are there now
     _ranks.timeout(asked, "COMPAT_TIMEOUT" if timeout is None else "--timeout")
     chosen, interpreter, environ, lines = prepare(gpus, backend, python, asked, ranks, hosts)
     if simulate is not None:
@@ -243,7 +226,6 @@ def run(
     other = _by_path.shadow(os.path.dirname(os.path.realpath(script[0])), environ)
     if other:
         lines.append(errors.shadowed(name_of(script), other))
-    output = RankOutput(quiet, open_log_files(log_dir, ranks) if log_dir and ranks else None)
     for line in lines:
         print("compat run: " + line, file=sys.stderr)
     sys.stderr.flush()
@@ -260,9 +242,7 @@ def run(
     rank = _by_path.command("_launch.rank_process") + [interpreter]
     command = launcher + rank + script
     reports: "Dict[int, Any]" = {}
-    status = watching.launch(
-        command, environ, ranks, hosts is not None, output, max_restarts, reports
-    )
+    status = watching.launch(command, environ, ranks, hosts is not None, reports)
     if report:
         absent = sorted(set(range(ranks)) - set(reports))
         reported_script.tell(_report.joined(list(reports.values()), absent), report_json)

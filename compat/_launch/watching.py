@@ -16,7 +16,6 @@ import time
 
 from .. import errors
 from . import rank_process
-from .rank_output import RankOutput
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -61,21 +60,18 @@ def root_cause(ended: "List[Ended]") -> "Optional[Ended]":
 class WatchedRanks:
     """The ranks of one script: what they print, and how they end."""
 
-    def __init__(
-        self,
-        size: int,
-        output: "Optional[RankOutput]" = None,
-        reports: "Optional[Dict[int, Any]]" = None,
-    ) -> None:
+    def __init__(self, size: int, reports: "Optional[Dict[int, Any]]" = None) -> None:
         self.size = size
         self.reports: "Dict[int, Any]" = {} if reports is None else reports
-        self.output = RankOutput() if output is None else output
         self.ended: "List[Ended]" = []
         self.processes: "Dict[int, int]" = {}  # of each rank the one to be signalled
         self.tracebacks: "Dict[int, List[str]]" = {}
         self.launcher_said: "List[str]" = []
         # Of lines too long for one message, what has come: other ranks' messages come between.
         self.parts: "Dict[Tuple[int, str], str]" = {}
+        self.unfinished: "Optional[Tuple[int, str]]" = (
+            None  # whose line is unfinished, and on which stream
+        )
 
     def hear(self, line: str) -> None:
         """Take a line of the launcher's output."""
@@ -94,7 +90,7 @@ class WatchedRanks:
         if kind == rank_process.START:
             self.processes[rank] = int(text)
         elif kind in (rank_process.OUT, rank_process.ERR):
-            self.output.add(rank, kind, text, unfinished)
+            self.show(rank, kind, text, unfinished)
         elif kind == rank_process.TRACEBACK:
             self.tracebacks.setdefault(rank, []).append(text)
         elif kind == rank_process.REPORT:
@@ -106,13 +102,34 @@ class WatchedRanks:
                 end.terminated = True
             self.ended.append(end)
 
+    def show(self, rank: int, kind: str, text: str, unfinished: bool) -> None:
+        """Print what a rank has printed, the rank in front of each line."""
+        stream = sys.stdout if kind == rank_process.OUT else sys.stderr
+        if self.unfinished not in (None, (rank, kind)):
+            self.end_line()
+        if self.unfinished is None:
+            stream.write("[{}] ".format(rank))
+        # A progress bar goes back to the beginning of its line, where the rank stands.
+        stream.write(text.replace("\r", "\r[{}] ".format(rank)))
+        self.unfinished = (rank, kind)
+        if not unfinished:
+            self.end_line()
+        stream.flush()
+
+    def end_line(self) -> None:
+        if self.unfinished is not None:
+            stream = sys.stdout if self.unfinished[1] == rank_process.OUT else sys.stderr
+            stream.write("\n")
+            stream.flush()
+            self.unfinished = None
+
     def conclude(self, status: int) -> int:
         """Say which rank failed, its traceback last, and return the job's exit status.
 
         Arguments:
             status: the launcher's own.
         """
-        self.output.end_line()
+        self.end_line()
         blame = root_cause(self.ended)
         if blame is None and status == 0:
             return 0
@@ -126,9 +143,7 @@ class WatchedRanks:
             shown = next(end for end in self.ended if end.lost or end.aborted)
         if shown is not blame and shown.aborted:
             print("compat run: then " + _rank_ended(shown, self.size), file=sys.stderr)
-        self.output.show_last_lines(shown.rank)
-        if shown.traceback:
-            print("\n".join(shown.traceback).rstrip("\n"), file=sys.stderr)
+        print("\n".join(shown.traceback or []).rstrip("\n"), file=sys.stderr)
         return shown.status
 
     def silent(self) -> "List[int]":
@@ -141,8 +156,6 @@ def launch(
     environ: "Dict[str, str]",
     size: int,
     elsewhere: bool = False,
-    output: "Optional[RankOutput]" = None,
-    max_restarts: int = 0,
     reports: "Optional[Dict[int, Any]]" = None,
 ) -> int:
     """Run a launcher to its end, and return the exit status: the failing rank's.
@@ -155,14 +168,9 @@ def launch(
         environ: its environment.
         size: the number of ranks.
         elsewhere: some of them may run on other machines.
-        output: where what they print goes.
-        max_restarts: how often all ranks are started again after one has failed; they find in
-            ``COMPAT_RESTART`` how often they were. Not after a signal to this process, nor where
-            the launcher failed before it had started any.
-        reports: gets what each rank of the last start has left for ``compat run --report``.
+        reports: gets what each rank has left for ``compat run --report``.
     """
-    reports = {} if reports is None else reports
-    output = RankOutput() if output is None else output
+    ranks = WatchedRanks(size, reports)
     told: "List[int]" = []
     # One that is ignored stays so: SIGHUP under nohup, SIGINT in the background of a shell script.
     before = {
@@ -170,39 +178,6 @@ def launch(
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         if signal.getsignal(number) != signal.SIG_IGN
     }
-    try:
-        restarts = 0
-        while True:
-            of_restarts = ", restart {} of {}".format(restarts, max_restarts) if restarts else ""
-            output.begin("{} ranks{}".format(size, of_restarts))
-            if max_restarts:
-                environ = dict(environ, COMPAT_RESTART=str(restarts))
-            reports.clear()
-            ranks = WatchedRanks(size, output, reports)
-            status = _run(command, environ, ranks, told, elsewhere)
-            if told:
-                return 128 + told[0]
-            if status == 0 or restarts == max_restarts or not ranks.processes:
-                return status
-            restarts += 1
-            print(
-                "compat run: all ranks are started again (restart {} of {}).".format(
-                    restarts, max_restarts
-                ),
-                file=sys.stderr,
-                flush=True,
-            )
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _run(command, environ, ranks, told, elsewhere):
-    """Run a launcher to its end, and return the ranks' exit status.
-
-    Arguments:
-        told: the signals that this process gets, a list that grows.
-    """
     launcher = subprocess.Popen(
         command,
         env=environ,
@@ -217,8 +192,10 @@ def _run(command, environ, ranks, told, elsewhere):
             ranks.hear(line)
     finally:
         _end(launcher)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     if told:
-        ranks.output.end_line()
+        ranks.end_line()
         return 128 + told[0]
     return ranks.conclude(launcher.wait())
 
@@ -261,7 +238,7 @@ def _pass_on(told, launcher, ranks, elsewhere):
     the ranks are interrupted directly. That cannot be done on other machines, where
     ``compat._launch.starter`` does it; what other launchers do there is theirs.
     """
-    ranks.output.end_line()
+    ranks.end_line()
     running = set(ranks.processes) - {end.rank for end in ranks.ended}
     if told == [signal.SIGINT] and (elsewhere or len(ranks.processes) == ranks.size):
         print(

@@ -1,12 +1,6 @@
 """Ranks on torch: torch.distributed."""
 
-import os
-import subprocess
-import sys
-
-import pages
 import pytest
-from conftest import ROOT
 
 from compat.testing.ranks import RanksContract
 
@@ -64,21 +58,6 @@ def test_data_that_cannot_be_split_are_told(tmp_path):
     ]
     told.insert(1, told[0])
     assert job.out.count("TOLD {!r}".format(told)) == 2, job.out
-
-
-@pytest.mark.row("compat run --max-restarts")
-def test_ranks_that_are_started_again_go_on_to_the_same_numbers(tmp_path):
-    """The page's script as two ranks, one of them killed, and as one process."""
-    environ = dict(os.environ, PYTHONPATH=ROOT, KERAS_BACKEND="torch", COMPAT_RESTART="none")
-    assert pages.run(os.path.join(ROOT, "docs", "restarts.md"), tmp_path, environ) == 2
-    restarted = (tmp_path / "logs" / "rank-0.log").read_text().splitlines()[-1].split()
-    (tmp_path / "last.keras").unlink()
-    completed = subprocess.run(
-        [sys.executable, "train.py"], cwd=str(tmp_path), env=environ, stdout=subprocess.PIPE
-    )
-    alone = completed.stdout.decode().split()
-    assert restarted[:4] + alone[:4] == "began with epoch 2 began with epoch 0".split()
-    assert abs(float(restarted[-1]) - float(alone[-1])) < 1e-6
 
 
 # Modules in loops of their own ----------------------------------------------------------------
