@@ -11,6 +11,8 @@ import compat  # noqa: E402
 
 project = "keras-gpu-compat"
 version = release = compat.__version__
+# Messages are shown as they are printed.
+smartquotes = False
 html_title = "{} {}".format(project, version)
 html_theme = "furo"
 html_copy_source = False

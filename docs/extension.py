@@ -4,13 +4,15 @@
 - The contents at the side are the links of index.md.
 - A list item of api.md that is a name of compat's is followed by its documentation.
 - A line that is nothing but a link to a file in jobs/ is followed by the file.
-- A section of troubleshooting.md is followed by the texts of the modules that it names.
+- A section of troubleshooting.md gets the texts of the modules that it names: see texts.py.
 """
 
 import importlib
 import inspect
 import os
 import re
+
+import texts
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 
@@ -127,6 +129,8 @@ def read(app, page, source):
     text = with_files(text)
     if page == "index":
         text = with_contents(text)
+    if page == "troubleshooting":
+        text = texts.with_texts(text)
     if page == "api":
         text = with_documentation(text)
     source[0] = text

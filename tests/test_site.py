@@ -8,7 +8,8 @@ import re
 import sys
 
 import pytest
-from sources import ROOT
+import sources
+from sources import MODULES, ROOT, is_sentence
 
 import compat
 import compat.backend
@@ -18,6 +19,7 @@ import compat.testing.ranks
 DOCS = os.path.join(ROOT, "docs")
 sys.path.append(DOCS)
 import extension  # noqa: E402
+import texts  # noqa: E402
 
 
 def read(*path):
@@ -115,4 +117,78 @@ def test_files_stand_below_the_links_to_them():
     assert extension.with_files(line) == (
         "Before.\n\n```{literalinclude} jobs/a.sh\n:language: bash\n:caption: jobs/a.sh\n```"
         "\n\nAfter [jobs/b.sh](jobs/b.sh)."
+    )
+
+
+# docs/troubleshooting.md ----------------------------------------------------------------------
+
+
+def test_every_text_has_an_entry():
+    """In the one section whose modules are its own; no module is named that is not there."""
+    page = read("troubleshooting.md")
+    named = [module for _, modules, _ in texts.sections(page) for module in modules]
+    assert len(named) == len(set(named))
+    assert not [text for text in texts.all_texts() if texts.section_of(text, named) is None]
+    for module in named:
+        in_errors = module.startswith("compat.errors.") and hasattr(compat.errors, module[14:])
+        assert in_errors or module in MODULES, module
+    whole = texts.with_texts(page)
+    missing = [t for t in texts.all_texts() if texts._fence(texts.readable(t)) not in whole]
+    assert not missing
+
+
+def test_all_texts_of_the_source_are_found():
+    """Those that test_texts.py has compared whole, and the shorter ones of errors and warnings."""
+    found = {text.template for text in texts.all_texts()}
+    for module, (_, source) in MODULES.items():
+        if not module.startswith(("compat.testing", "compat.__main__", "compat._commands")):
+            assert set(filter(is_sentence, sources.texts(source))) <= found, module
+    assert "{}={!r} is not understood. Use a number, 1 or more." in found
+    assert "{} cannot be read: {}. {}" in found  # no sentence, but raised
+
+
+def test_explanations_are_of_texts_of_their_section():
+    page = read("troubleshooting.md")
+    every = [module for _, modules, _ in texts.sections(page) for module in modules]
+    for heading, modules, explanations in texts.sections(page):
+        here = [t for t in texts.all_texts() if texts.section_of(t, every) in modules]
+        for beginning in explanations:
+            matching = [text for text in here if texts.explained_by(text, beginning)]
+            assert matching, (heading, beginning)
+    assert sum(len(explanations) for _, _, explanations in texts.sections(page)) == page.count(
+        "\n- **"
+    )
+
+
+SOURCE = '''
+"""A docstring, which is no text of an error. At all."""
+CONSTANT = "A sentence of more than fifty characters stands in a constant, too."
+
+def check(path, names):
+    if not path:
+        raise errors.RankError("{!r}: {} and {} more of them".format(path, ", ".join(names), 3))
+    warn("{0} is {0}, {size:.1f}".format(path.name, size=path.stat()))
+    return "short"
+'''
+
+
+def test_texts_of_a_source():
+    found = texts._in_module("compat._ranks", SOURCE)
+    assert [(text.kind, texts.readable(text)) for text in found] == [
+        (None, "A sentence of more than fifty characters stands in a constant, too."),
+        ("RankError", "<path>: <names> and ... more of them"),
+        ("CompatWarning", "<name> is <name>, <stat>"),
+    ]
+    commands = texts._in_module("compat._commands.pins", SOURCE)
+    assert [text.kind for text in commands] == ["RankError", "CompatWarning"]
+
+
+def test_an_entry():
+    text = texts.Text(
+        "compat._ranks", "RankError", "Rank {}_1 has *no* batches: {}.", (["rank"], {})
+    )
+    assert texts.entry(text, {"Rank ..._1 has": "It is\nfull."}) == (
+        "### Rank \\<rank\\>\\_1 has \\*no\\* batches\n\n"
+        "```text\nRank <rank>_1 has *no* batches: ....\n```\n\n"
+        "It is full.\n\n{py:obj}`~compat.RankError`"
     )
