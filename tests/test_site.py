@@ -6,6 +6,7 @@
 import os
 import re
 import sys
+import xml.etree.ElementTree as ElementTree
 
 import pytest
 import sources
@@ -18,6 +19,7 @@ import compat.testing.ranks
 
 DOCS = os.path.join(ROOT, "docs")
 sys.path.append(DOCS)
+import draw  # noqa: E402
 import extension  # noqa: E402
 import texts  # noqa: E402
 
@@ -192,3 +194,14 @@ def test_an_entry():
         "```text\nRank <rank>_1 has *no* batches: ....\n```\n\n"
         "It is full.\n\n{py:obj}`~compat.RankError`"
     )
+
+
+# docs/draw.py ---------------------------------------------------------------------------------
+
+
+def test_pictures_are_those_that_are_drawn():
+    assert sorted(os.listdir(os.path.join(DOCS, "pictures"))) == sorted(draw.PICTURES)
+    for name, picture in draw.PICTURES.items():
+        assert read("pictures", name) == str(picture()), "run: python docs/draw.py"
+        ElementTree.fromstring(str(picture()))  # is XML
+        assert "(pictures/{})".format(name) in read("how-it-works.md")
