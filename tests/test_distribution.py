@@ -89,7 +89,7 @@ def test_documents_name_files_and_modules_that_exist():
         paths = re.findall(
             r"(?<![\w/.])(?:\.ci|benchmarks|compat|docs|examples|tests)/[\w./-]+", text
         )
-        modules = re.findall(r"(?<![\w/.])compat\.(?:testing|_\w+)(?:\.[a-z_]+)*", text)
+        modules = re.findall(r"(?<![\w/.])compat\.(?:testing|_\w+)(?:\.[a-z_0-9]+)*", text)
         named = {path.rstrip(".") for path in paths if "NAME" not in path}
         for each in named | {module.replace(".", "/") for module in modules}:
             found = [os.path.join(ROOT, each + ending) for ending in ("", ".py")]
