@@ -81,7 +81,9 @@ def run(document, folder, environ, sections=None):
     """
     count, script = 0, os.path.join(str(folder), "train.py")
     programs = os.path.dirname(sys.executable)
-    environ = dict(environ, PATH=programs + os.pathsep + environ["PATH"], PYTHONPATH=ROOT)
+    folders = list(filter(None, [ROOT, environ.get("PYTHONPATH")]))
+    environ = dict(environ, PATH=programs + os.pathsep + environ["PATH"])
+    environ.update(PYTHONPATH=os.pathsep.join(folders))
     environ.update(HOME=str(folder))  # no keras.json of somebody's
     environ.pop("COMPAT_VERIFY", None)  # as users have it: under simulate=, one step is verified
     for language, text in blocks(document, sections):
