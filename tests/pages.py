@@ -1,19 +1,41 @@
-"""Run a page of the documentation: its scripts, what it changes in them, and its commands.
+"""The code in the documentation: run a page of it, or check what cannot be run.
 
-A ``python`` block is ``train.py``; a ``diff`` block changes it; in a ``console`` block each line
-after ``$ `` is a command, and what follows is what it prints, to standard error where it fails;
-``...`` stands for anything.
+A ``python`` block of a page that is run is ``train.py``; a ``diff`` block changes it; in a
+``console`` block each line after ``$ `` is a command, and what follows is what it prints; ``...``
+stands for anything. What a command that fails prints may be on standard error.
 """
 
 import os
 import re
 import subprocess
+import sys
+import textwrap
+
+from sources import ROOT
+
+FENCE = re.compile(r"^( *)```(\S*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
 
 
-def blocks(path):
-    """The fenced blocks of a page: their languages and their texts."""
-    with open(path) as file:
-        return re.findall(r"^```(\w+)\n(.*?)^```$", file.read(), re.DOTALL | re.MULTILINE)
+def blocks(document, sections=None):
+    """The fenced blocks of a page: their languages ("" where none is named) and their texts.
+
+    Arguments:
+        document: its path in the project.
+        sections: the headings of those that count (``## ...``); None: the whole page.
+    """
+    with open(os.path.join(ROOT, *document.split("/")), encoding="utf-8") as file:
+        text = file.read()
+    if sections:
+        parts = re.split("^## ", text, flags=re.MULTILINE)
+        by_heading = {part.partition("\n")[0]: part for part in parts}
+        text = "\n".join(by_heading[heading] for heading in sections)
+    return [(language, textwrap.dedent(text)) for _, language, text in FENCE.findall(text)]
+
+
+def fragment(document, beginning):
+    """The one block of a page that begins so, for a test that runs it in a place of its own."""
+    (text,) = {text for _, text in blocks(document) if text.startswith(beginning)}
+    return text
 
 
 def changed(script, change):
@@ -33,14 +55,38 @@ def commands(console):
         yield command, re.escape(printed).replace(re.escape("..."), ".*")
 
 
-def run(path, folder, environ):
-    """Do what the page says in a folder, and compare.
+def taken(document, sections=None):
+    """The blocks that ``run`` runs: not a script that another one replaces before a command."""
+    scripts = []  # and changes, that no command has run yet
+    for language, text in blocks(document, sections):
+        if language == "python":
+            scripts = [text]
+        elif language == "diff":
+            scripts.append(text)
+        elif language == "console":
+            yield from scripts + [text]
+            scripts = []
+
+
+def run(document, folder, environ, sections=None):
+    """Do what a page says in a folder, and compare.
+
+    ``python`` and ``compat`` are this interpreter and its compat.
+
+    Arguments:
+        sections: the headings of those to run; None: the whole page.
 
     Returns:
         How many commands were run.
     """
     count, script = 0, os.path.join(str(folder), "train.py")
-    for language, text in blocks(path):
+    programs = os.path.dirname(sys.executable)
+    folders = list(filter(None, [ROOT, environ.get("PYTHONPATH")]))
+    environ = dict(environ, PATH=programs + os.pathsep + environ["PATH"])
+    environ.update(PYTHONPATH=os.pathsep.join(folders))
+    environ.update(HOME=str(folder))  # no keras.json of somebody's
+    environ.pop("COMPAT_VERIFY", None)  # as users have it: under simulate=, one step is verified
+    for language, text in blocks(document, sections):
         if language in ("python", "diff"):
             if language == "diff":
                 with open(script) as file:
@@ -49,7 +95,7 @@ def run(path, folder, environ):
                 file.write(text)
         for command, printed in commands(text) if language == "console" else ():
             completed = subprocess.run(
-                command,
+                re.sub("^compat ", "python -m compat ", command),
                 shell=True,
                 cwd=str(folder),
                 env=environ,
@@ -59,7 +105,9 @@ def run(path, folder, environ):
                 timeout=300,
             )
             # What frameworks log is not on the pages.
-            said = completed.stderr if completed.returncode else completed.stdout
-            assert re.match(printed + r"\Z", said, re.DOTALL), (command, said, completed.stderr)
+            said = [completed.stdout] + [completed.stderr] * bool(completed.returncode)
+            matches = [each for each in said if re.match(printed + r"\Z", each, re.DOTALL)]
+            is_right = matches and (printed or not completed.returncode)
+            assert is_right, (command, completed.stdout, completed.stderr)
             count += 1
     return count

@@ -2,6 +2,10 @@
 
 import ast
 import os
+import re
+
+# Shorter texts are phrases that texts are put together from.
+SHORTEST = 50
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -37,3 +41,8 @@ def texts(source):
             text = node.value if hasattr(node, "value") else node.s
             if isinstance(text, str):
                 yield text
+
+
+def is_sentence(text):
+    """Not a list of names, nor the pattern of a regular expression."""
+    return len(text) >= SHORTEST and " " in text and re.search(r"[a-z{}'\")]\. |\.$", text)

@@ -4,21 +4,14 @@ import itertools
 import os
 import re
 
-from sources import MODULES, ROOT, texts
+from sources import MODULES, ROOT, is_sentence, texts
 
-# Shorter ones are phrases that texts are put together from.
-SHORTEST = 50
 # Texts that a test compares in more than one part, by their beginnings.
 IN_PARTS = (
     "The operation {} of {!r} computes across the rows",
     "{!r} cannot be computed on a part of a batch",
     "Theano's flags say device={}, but compat chose {}",
 )
-
-
-def _is_sentence(text):
-    """Not a list of names, nor the pattern of a regular expression."""
-    return len(text) >= SHORTEST and " " in text and re.search(r"[a-z{}'\")]\. |\.$", text)
 
 
 def _expected():
@@ -51,7 +44,7 @@ def test_every_text_is_compared_whole():
     for module, (_, source) in MODULES.items():
         if module.startswith("compat.testing") or module == "compat.__main__":
             continue  # test_main.py compares the whole help
-        for text in filter(_is_sentence, texts(source)):
+        for text in filter(is_sentence, texts(source)):
             parts = [part for part in re.split(r"\{[^{}]*\}", text) if part]
             if not text.startswith(IN_PARTS) and not any(_holds(e, parts) for e in expected):
                 missing.append("{}: {}".format(module, text))

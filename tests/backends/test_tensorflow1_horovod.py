@@ -4,7 +4,6 @@ import os
 
 import pages
 import pytest
-from conftest import ROOT
 
 from compat.testing import keras_under_test, span
 from compat.testing.ranks import RanksContract
@@ -159,4 +158,4 @@ def test_eager_execution_is_refused(tmp_path):
 
 
 def test_page_of_one_gpu_to_many(tmp_path):
-    assert pages.run(os.path.join(ROOT, "docs", "scaling.md"), tmp_path, os.environ) == 9
+    assert pages.run("docs/scaling.md", tmp_path, os.environ) == 9

@@ -1,0 +1,143 @@
+"""What Sphinx does with the pages besides MyST's Markdown, so that they read well on a code host.
+
+- Links out of this folder become the files' names: the site has no such pages.
+- The contents at the side are the links of index.md.
+- A list item of api.md that is a name of compat's is followed by its documentation.
+- A line that is nothing but a link to a file in jobs/ is followed by the file.
+- A section of troubleshooting.md gets the texts of the modules that it names: see texts.py.
+"""
+
+import importlib
+import inspect
+import os
+import re
+
+import texts
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+
+LINK = re.compile(r"^- \[[^\]]+\]\(([\w/.-]+)\.md\)", re.MULTILINE)
+SECTIONS = {
+    "Arguments:": "param",
+    "Attributes:": "ivar",
+    "Raises:": "raises",
+    "Returns:": "returns",
+}
+NAME = re.compile(r"^- `(compat(?:\.\w+)+)`(?:: (.+))?$", re.MULTILINE)
+FILE = re.compile(r"^\[(jobs/([\w.-]+))\]\(\1\)$", re.MULTILINE)
+LEXERS = {".sh": "bash", ".yaml": "yaml", ".py": "python", ".toml": "toml"}
+
+
+def without_links_outside(text, page):
+    """Links to files that are not in this folder as text: the link's, and the file's name."""
+
+    def name(link):
+        text, target = link.groups()
+        path = os.path.normpath(os.path.join(os.path.dirname(page), target.partition("#")[0]))
+        if not path.startswith(".."):
+            return link.group()
+        path = path.lstrip("./").replace(os.sep, "/")
+        return text if text.strip("`") == path else "{} (`{}`)".format(text, path)
+
+    return re.sub(r"\[([^\]]+)\]\((\.\./[^)]+)\)", name, text)
+
+
+def with_contents(text):
+    """index.md with the trees of contents that its lists of links are, one for each heading."""
+    trees = []
+    for part in re.split("^## ", text, flags=re.MULTILINE)[1:]:
+        pages = LINK.findall(part)
+        if pages:
+            caption = part.partition("\n")[0]
+            trees.append(
+                "```{{toctree}}\n:hidden:\n:caption: {}\n\n{}\n```\n".format(
+                    caption, "\n".join(pages)
+                )
+            )
+    return text + "\n" + "\n".join(trees)
+
+
+def with_documentation(text):
+    """api.md with the directive of autodoc in place of each name."""
+    return NAME.sub(
+        lambda item: "\n```{{eval-rst}}\n{}\n```\n".format(directive(*item.groups())), text
+    )
+
+
+def public(name):
+    """The object of that name."""
+    module, _, attribute = name.rpartition(".")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def directive(name, description):
+    """What documents an object: its docstring, or for data, which has none, what api.md says."""
+    value = public(name)
+    if description:
+        return ".. py:data:: {}\n\n   {}".format(name, description.replace("`", "``"))
+    if inspect.isclass(value):
+        if issubclass(value, Exception):
+            return ".. autoexception:: {}\n   :show-inheritance:".format(name)
+        return ".. autoclass:: {}\n   :members:\n   :inherited-members:".format(name)
+    return ".. autofunction:: " + name
+
+
+def sections(app, what, name, value, options, lines):
+    """The hook of autodoc: the sections of a docstring as the fields of reStructuredText.
+
+    Each paragraph of a section is one of its items, ``name: text``, or all that is returned.
+    """
+    field, result = None, []
+    for line in lines:
+        if line in SECTIONS:
+            field = SECTIONS[line]
+            result.append("")
+            if field == "returns":
+                result.append(":returns:")
+        elif line and not line.startswith(" "):
+            field = None
+            result.append(line)
+        elif field in (None, "returns") or line.startswith("     ") or not line:
+            result.append(line)
+        else:
+            item, _, text = line.strip().partition(":")
+            result.append(":{} {}:{}".format(field, item.replace("*", r"\*"), text))
+    lines[:] = result + [""]
+
+
+def skipped(app, what, name, value, skip, options):
+    """The hook of autodoc: the tests of a contract are not for its subclasses to call."""
+    return True if name.startswith("test_") else None
+
+
+def with_files(text):
+    """A page with the files of jobs/ where it links them."""
+
+    def included(link):
+        path, name = link.groups()
+        lexer = LEXERS[os.path.splitext(name)[1]]
+        return "```{{literalinclude}} {}\n:language: {}\n:caption: {}\n```".format(
+            path, lexer, path
+        )
+
+    return FILE.sub(included, text)
+
+
+def read(app, page, source):
+    """The hook of Sphinx: change a page's text before MyST sees it."""
+    text = without_links_outside(source[0], page)
+    text = with_files(text)
+    if page == "index":
+        text = with_contents(text)
+    if page == "troubleshooting":
+        text = texts.with_texts(text)
+    if page == "api":
+        text = with_documentation(text)
+    source[0] = text
+
+
+def setup(app):
+    app.connect("source-read", read)
+    app.connect("autodoc-process-docstring", sections)
+    app.connect("autodoc-skip-member", skipped)
+    return {"parallel_read_safe": True}

@@ -1,0 +1,98 @@
+"""TensorFlow 2: code of the documentation, run; only in the version of which the pages speak.
+
+What cannot run anywhere is checked by tests/test_blocks.py, which also lists what runs here.
+"""
+
+import os
+import re
+import subprocess
+import sys
+
+import pages
+from sources import ROOT
+
+MODEL = """
+import tensorflow as tf
+from tensorflow import keras
+import numpy as np
+
+replicas = []
+
+def build_model():
+    replicas.append(tf.distribute.get_strategy().num_replicas_in_sync)
+    return keras.models.Sequential([keras.layers.Dense(3, input_shape=(4,))])
+
+x, y = np.ones((61, 4), "float32"), np.ones((61, 3), "float32")
+model = build_model()
+"""
+
+
+def run(program, folder, **environ):
+    completed = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=str(folder),
+        env=dict(os.environ, PYTHONPATH=ROOT, **environ),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        universal_newlines=True,
+    )
+    assert completed.returncode == 0, completed.stderr
+    return completed.stdout
+
+
+def test_the_readme(tmp_path):
+    """Its first block, where its dots are the model and the data, also without the call."""
+    text = pages.fragment("README.md", "import compat")
+    program = text.replace("\n...\n", MODEL)
+    program += "print(compat.configure_gpu(gpus=2, memory='grow'))"
+    assert "devices    /cpu:0, /cpu:1\n" in run(program, tmp_path, COMPAT_SIMULATE="2")
+    assert (tmp_path / "model.h5").exists()
+    automatic = pages.fragment("README.md", "compat.configure_gpu(gpus=2, parallelize=True)")
+    program = "import compat\n" + automatic + MODEL
+    program += "model.compile('sgd', 'mse')\nprint(compat.configure_gpu(gpus=2, parallelize=True))"
+    report = run(program, tmp_path, COMPAT_SIMULATE="2")
+    assert "sequential" in report and "on /cpu:0, /cpu:1" in report, report
+
+
+def test_forms_of_parallelize_and_parts_on_devices(tmp_path):
+    forms = pages.fragment("docs/parallelize.md", "model = compat.parallelize(model)  ")
+    parts = pages.fragment("docs/parallelize.md", "with compat.device(0)")
+    program = "\n".join(
+        [
+            "import compat",
+            "compat.configure_gpu(simulate=3)",
+            MODEL,
+            forms,
+            "assert replicas == [1, 1, 3], replicas",
+            "shared_lstm = keras.layers.LSTM(4)",
+            "tweet_a, tweet_b = keras.Input((5, 2)), keras.Input((5, 2))",
+            parts,
+            "print(keras.Model([tweet_a, tweet_b], merged).output_shape)",
+        ]
+    )
+    assert run(program, tmp_path).splitlines()[-1] == "(None, 8)"
+
+
+def test_quick_start(tmp_path):
+    count = pages.run("docs/quickstart.md", tmp_path, os.environ, ["The script", "TensorFlow"])
+    assert count == 3
+
+
+def test_moving_from_mirrored_strategy(tmp_path):
+    count = pages.run("docs/migration-from-others.md", tmp_path, os.environ, ["MirroredStrategy"])
+    assert count == 1
+
+
+def test_example_prints_what_the_readme_says(tmp_path):
+    """But for numbers that depend on weights drawn at random."""
+    said = subprocess.check_output(
+        [sys.executable, os.path.join(ROOT, "examples", "train.py"), "--epochs=1"],
+        cwd=str(tmp_path),
+        env=dict(os.environ, PYTHONPATH=ROOT),
+        universal_newlines=True,
+    )
+    report = pages.fragment("README.md", "backend    tensorflow2")
+    assert said.startswith(report)
+    comparison = pages.fragment("README.md", "                       all devices")
+    pattern = re.sub(r"\d+\\\.\d+(e\\?-\d+)?", r"[\\d.e-]+", re.escape(comparison))
+    assert re.search(pattern + r"\Z", said), (pattern, said)
