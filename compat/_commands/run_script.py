@@ -7,7 +7,7 @@ import sys
 import textwrap
 
 from .. import _by_path, _detect, _devices, _idle, _ranks, _selection, errors
-from .._launch import watching
+from .._launch import output, watching
 from .._ranks.place import Place
 from .._settings import Settings
 
@@ -133,6 +133,9 @@ def run(
     hosts: "Optional[str]" = None,
     simulate: "Optional[int]" = None,
     parallelize: bool = False,
+    quiet: bool = False,
+    log_dir: "Optional[str]" = None,
+    max_restarts: int = 0,
 ) -> int:
     """Become the script, or start it as several ranks.
 
@@ -148,13 +151,16 @@ def run(
         hosts: machines and how many ranks each may run, ``"first:4,second:4"``; None: this one.
         simulate: how many CPU devices stand in for GPUs, whatever the script asks for.
         parallelize: whether every Keras model that the script compiles is parallelized.
+        quiet: of several ranks, show what rank 0 prints, and of the others standard error only.
+        log_dir: a folder for files of what each of several ranks prints.
+        max_restarts: how many more times a job of several ranks that fails is started, at most.
 
     Returns:
         The exit status of several ranks: that of the one that failed.
 
     Raises:
-        InvalidArgumentError: ``ranks``, ``timeout`` or ``hosts`` is not understood, or there is no
-            such script.
+        InvalidArgumentError: ``ranks``, ``timeout`` or ``hosts`` is not understood, there is no
+            such script, the files of ``log_dir`` cannot be written, or an option needs ranks.
         UnsupportedError: the backend has no ranks.
         as ``prepare()``.
     """
@@ -172,6 +178,7 @@ def run(
                 "machines room for 2 or more, such as --hosts first:4,second:4, or run the "
                 "script on that machine, without --hosts.".format(hosts)
             )
+    _check_there_are_ranks(ranks, quiet, log_dir, max_restarts)
     # Another interpreter may be one in a container, with files of its own.
     if python is None and script[0] not in ("-", "-m") and not os.path.exists(script[0]):
         raise errors.no_script(script[0])
@@ -180,6 +187,7 @@ def run(
         asked["COMPAT_SIMULATE"] = str(simulate)
     if ranks is not None and ranks > 1:
         asked.pop("COMPAT_ALONE", None)  # several are asked for just now
+        asked["COMPAT_RESTART"] = "0"  # launchers hand over variables that are set already
     _ranks.timeout(asked, "COMPAT_TIMEOUT" if timeout is None else "--timeout")
     chosen, interpreter, environ, lines = prepare(gpus, backend, python, asked, ranks, hosts)
     if simulate is not None:
@@ -199,6 +207,7 @@ def run(
         print("compat run: " + line, file=sys.stderr)
     sys.stderr.flush()
     environ.update(_idle.hand_over_claims())
+    asked_for = script
     if parallelize:
         if python is not None:
             _check_version(interpreter, environ)
@@ -207,7 +216,21 @@ def run(
     if not ranks:
         os.execve(interpreter, [interpreter] + script, environ)
     rank = _by_path.command("_launch.rank_process") + [interpreter]
-    return watching.launch(launcher + rank + script, environ, ranks, elsewhere=hosts is not None)
+    logs = None if log_dir is None else output.Logs(log_dir, ranks, asked_for)
+    return watching.launch(
+        launcher + rank + script, environ, ranks, hosts is not None, quiet, logs, max_restarts
+    )
+
+
+def _check_there_are_ranks(ranks, quiet, log_dir, max_restarts):
+    """Refuse options that only ranks can have. (What rank 0 prints, a script alone does, too.)"""
+    options = [("--quiet", quiet and ranks is None), ("--log-dir", log_dir is not None)]
+    for option, given in options + [("--max-restarts", max_restarts)]:
+        if given and ranks in (None, 1):
+            raise errors.InvalidArgumentError(
+                "{0} is for a script that runs as several ranks, and this one runs alone. Add -n "
+                "with 2 or more, or --hosts, or leave {0} out.".format(option)
+            )
 
 
 def _check_version(interpreter, environ):
