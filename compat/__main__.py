@@ -18,8 +18,8 @@ starts. What only a call inside the script can set (memory, simulated devices) i
 configure_gpu() there, which keeps to these GPUs. Where there are fewer, a line says so.
 
 With -n or --hosts it runs several times at once, as ranks that train together through the engine
-of the backend. One that fails ends all. Ctrl-C interrupts all, which may save what they have; a
-second one ends them.
+of the backend. One that fails ends all; --max-restarts starts all again. Ctrl-C interrupts all,
+which may save what they have; a second one ends them.
 
 exit status: the script's own, or that of the rank that failed; 2 where it could not be started;
 128 + N where signal N ended it (130: Ctrl-C)."""
@@ -136,6 +136,7 @@ def _parser():
         help="at the end, print what each device did, or each rank: was every one used?",
     )
     run.add_argument("--report-json", metavar="FILE", help="the same, also as JSON in a file")
+    _add_watching(run)
     _add_script(run)
     run.set_defaults(run=_run, parser=run)
 
@@ -193,6 +194,26 @@ def _usage(command):
     )
 
 
+def _add_watching(parser):
+    parser.add_argument(
+        "--quiet",
+        action="store_true",
+        help="of ranks other than rank 0, show standard error only",
+    )
+    parser.add_argument(
+        "--log-dir",
+        metavar="DIR",
+        help="append all that each rank prints to a file there, rank-0.log and so on",
+    )
+    parser.add_argument(
+        "--max-restarts",
+        metavar="N",
+        type=_no_restarts_or_more,
+        default=0,
+        help="start all ranks again when one fails, at most so many times (default: 0)",
+    )
+
+
 def _add_script(parser):
     parser.add_argument(
         "-m",
@@ -230,6 +251,12 @@ def _no_ranks_or_several(text):
             "{!r} is not a number of ranks to compare: 2 or more, or 0 for none".format(text)
         )
     return number
+
+
+def _no_restarts_or_more(text):
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError("{!r} is not a number of restarts, 0 or more".format(text))
+    return int(text)
 
 
 def _several(text):
@@ -278,6 +305,9 @@ def _run(arguments):
         arguments.parallelize,
         arguments.report,
         arguments.report_json,
+        arguments.quiet,
+        arguments.log_dir,
+        arguments.max_restarts,
     )
 
 

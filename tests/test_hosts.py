@@ -156,7 +156,7 @@ def job(tmp_path):
     here.mkdir()
     (here / "compat.py").write_text("raise SystemExit(0)")  # which nothing of compat's may import
 
-    def job(program, where="node1:1,node2:2"):
+    def job(program, where="node1:1,node2:2", options=""):
         script = tmp_path / "script.py"
         begin = "import os, socket, sys, time, compat\nrank = compat.rank()\n"
         script.write_text(begin + textwrap.dedent(program))
@@ -166,8 +166,10 @@ def job(tmp_path):
         )
         command += [sys.executable, str(script), "it's"]
         launch = (
-            "import os, sys\ndel sys.path[0]\nfrom compat._launch import watching\n"
-            "sys.exit(watching.launch({!r}, dict(os.environ), {}))".format(command, size)
+            "import os, sys\ndel sys.path[0]\nfrom compat._launch import output, watching\n"
+            "sys.exit(watching.launch({!r}, dict(os.environ), {}, True, {}))".format(
+                command, size, options
+            )
         )
         process = subprocess.Popen(
             machines.command(2, sys.executable, "-c", launch),
@@ -245,6 +247,36 @@ def test_one_that_fails_ends_all_on_both_machines(job, fails):
     assert status == 1
     assert "compat run: rank {} of 3 failed with exit status 1".format(fails) in err
     assert err.endswith("ValueError: no\n")
+
+
+def test_a_job_of_two_machines_is_started_again_and_logged_on_the_first(job, tmp_path):
+    logs = tmp_path / "logs"
+    options = "quiet=True, max_restarts=1, logs=output.Logs({!r}, 3, ['x.py'])".format(str(logs))
+    status, out, err = finished(
+        job(
+            """
+            print("restart", os.environ["COMPAT_RESTART"], "on", socket.gethostname())
+            if os.environ["COMPAT_RESTART"] == "0":
+                os.kill(os.getpid(), 9) if rank == 2 else time.sleep(60)
+            """,
+            options=options,
+        )
+    )
+    assert status == 0
+    assert out == ["[0] restart 0 on node1", "[0] restart 1 on node1"][-len(out) :]
+    assert err == (
+        "compat run: rank 2 of 3 was killed by signal 9; the others were ended.\n"
+        "compat run: the last lines that rank 2 printed to standard output:\n"
+        "[2] restart 0 on node2\n"
+        "compat run: restart 1 of 1, because rank 2 of 3 was killed by signal 9.\n"
+    )
+    for rank, host in enumerate(["node1", "node2", "node2"]):
+        lines = (logs / "rank-{}.log".format(rank)).read_text().splitlines()
+        assert [line.rpartition(", ")[2] for line in lines if "====" in line] == [
+            "restart 0: x.py",
+            "restart 1: x.py",
+        ]
+        assert lines[-1] == "restart 1 on " + host
 
 
 def test_a_machine_that_cannot_be_reached_is_heard(job):

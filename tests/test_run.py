@@ -245,3 +245,74 @@ def test_simulated_devices_are_for_the_scripts_configure_gpu(tmp_path):
     status, out, err = finished("--simulate", "0", str(script))
     assert (status, out) == (2, "")
     assert err.endswith("argument --simulate: '0' is not a number of devices, 1 or more\n")
+
+
+RANK = """\
+import os, sys
+rank, restart = os.environ["COMPAT_RANK"], os.environ["COMPAT_RESTART"]
+print("restart", restart)
+sys.stderr.write("to stderr\\n")
+sys.exit(3 if rank == "1" and restart == "0" else 0)
+"""
+
+
+def test_ranks_are_quiet_logged_and_started_again(tmp_path):
+    path, logs = tmp_path / "script.py", tmp_path / "logs"
+    path.write_text(RANK)
+    options = "--backend=jax", "--python", sys.executable, "-n", "2", "--quiet"
+    options += "--log-dir", str(logs), "--max-restarts", "1", str(path), "--epochs", "2"
+    status, out, err = finished(*options, COMPAT_RESTART="5")
+    assert status == 0, err
+    assert out.splitlines()[-1] == "[0] restart 1" and "[1]" not in out
+    assert err.count("[1] to stderr\n") == 2
+    assert err[err.index("compat run: rank 1") :].startswith(
+        "compat run: rank 1 of 2 failed with exit status 3; the others were ended.\n"
+        "compat run: the last lines that rank 1 printed to standard output:\n"
+        "[1] restart 0\n"
+        "compat run: restart 1 of 1, because rank 1 of 2 failed with exit status 3.\n"
+    )
+    lines = (logs / "rank-1.log").read_text().splitlines()
+    assert lines[0].endswith(", rank 1 of 2, restart 0: {} --epochs 2".format(path))
+    assert sorted(lines[1:3]) == ["restart 0", "to stderr"]
+    assert lines[3].endswith(", rank 1 of 2, restart 1: {} --epochs 2".format(path))
+    assert sorted(lines[4:]) == ["restart 1", "to stderr"]
+
+
+def test_logs_that_cannot_be_written_are_told_before_anything_is_started(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text("open(__file__ + '.ran', 'w')")
+    options = "--backend=jax", "--python", sys.executable, "-n", "2", "--log-dir", str(path)
+    status, out, err = finished(*(options + (str(path),)))
+    assert (status, out) == (2, "")
+    assert err.endswith(
+        "compat run: --log-dir {0}: {0} cannot be written: File exists. Name a folder in which you "
+        "may make files.\n".format(path)
+    )
+    assert not os.path.exists(str(path) + ".ran")
+
+
+@pytest.mark.parametrize(
+    "option, value, sizes",
+    [
+        ("--quiet", [], [None]),
+        ("--log-dir", ["x"], [None, 1]),
+        ("--max-restarts", ["1"], [None, 1]),
+    ],
+)
+def test_what_only_ranks_can_have(script, option, value, sizes):
+    for size in sizes:
+        ranks = [] if size is None else ["-n", str(size)]
+        assert finished("--backend=theano", option, *(value + ranks + [script])) == (
+            2,
+            "",
+            "compat run: {0} is for a script that runs as several ranks, and this one runs alone. "
+            "Add -n with 2 or more, or --hosts, or leave {0} out.\n".format(option),
+        )
+
+
+def test_what_is_the_same_alone(script):
+    options = "--backend=theano", "--python", sys.executable
+    assert finished("-n", "1", "--quiet", "--max-restarts", "0", *(options + (script,)))[0] == 7
+    status, out, err = finished("-n", "2", "--max-restarts", "-1", script)
+    assert (status, out) == (2, "")
+    assert err.endswith("argument --max-restarts: '-1' is not a number of restarts, 0 or more\n")

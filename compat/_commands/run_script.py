@@ -7,7 +7,7 @@ import sys
 import textwrap
 
 from .. import _by_path, _detect, _devices, _files, _idle, _ranks, _report, _selection, errors
-from .._launch import rank_process, watching
+from .._launch import output, rank_process, watching
 from .._ranks.place import Place
 from .._settings import Settings
 from . import reported_script
@@ -164,6 +164,9 @@ def run(
     parallelize: bool = False,
     report: bool = False,
     report_json: "Optional[str]" = None,
+    quiet: bool = False,
+    log_dir: "Optional[str]" = None,
+    max_restarts: int = 0,
 ) -> int:
     """Become the script, or start it as several ranks.
 
@@ -181,13 +184,17 @@ def run(
         parallelize: whether every Keras model that the script compiles is parallelized.
         report: whether what each device did is printed at the end.
         report_json: the file that gets the same as JSON; None: no file.
+        quiet: of several ranks, show what rank 0 prints, and of the others standard error only.
+        log_dir: a folder for files of what each of several ranks prints.
+        max_restarts: how many more times a job of several ranks that fails is started, at most.
 
     Returns:
         The exit status of several ranks: that of the one that failed.
 
     Raises:
         InvalidArgumentError: ``ranks``, ``timeout`` or ``hosts`` is not understood, there is no
-            such script, or ``report_json`` cannot be written.
+            such script, ``report_json`` or the files of ``log_dir`` cannot be written, or an option
+            needs ranks.
         UnsupportedError: the backend has no ranks.
         as ``prepare()``.
     """
@@ -201,6 +208,7 @@ def run(
         ranks, hosts = ranks_on(hosts, ranks)
     if report_json is not None:
         report, report_json = True, _writable(report_json)
+    _check_there_are_ranks(ranks, quiet, log_dir, max_restarts)
     # Another interpreter may be one in a container, with files of its own.
     if python is None and script[0] not in ("-", "-m") and not os.path.exists(script[0]):
         raise errors.no_script(script[0])
@@ -209,6 +217,7 @@ def run(
         asked["COMPAT_SIMULATE"] = str(simulate)
     if ranks is not None and ranks > 1:
         asked.pop("COMPAT_ALONE", None)  # several are asked for just now
+        asked["COMPAT_RESTART"] = "0"  # launchers hand over variables that are set already
     _ranks.timeout(asked, "COMPAT_TIMEOUT" if timeout is None else "--timeout")
     chosen, interpreter, environ, lines = prepare(gpus, backend, python, asked, ranks, hosts)
     if simulate is not None:
@@ -230,6 +239,7 @@ def run(
         print("compat run: " + line, file=sys.stderr)
     sys.stderr.flush()
     environ.update(_idle.hand_over_claims())
+    asked_for = script
     if parallelize or report:
         if python is not None:
             _check_version(interpreter, environ, "--parallelize" if parallelize else "--report")
@@ -242,11 +252,25 @@ def run(
     rank = _by_path.command("_launch.rank_process") + [interpreter]
     command = launcher + rank + script
     reports: "Dict[int, Any]" = {}
-    status = watching.launch(command, environ, ranks, hosts is not None, reports)
+    logs = None if log_dir is None else output.Logs(log_dir, ranks, asked_for)
+    status = watching.launch(
+        command, environ, ranks, hosts is not None, quiet, logs, max_restarts, reports
+    )
     if report:
         absent = sorted(set(range(ranks)) - set(reports))
         reported_script.tell(_report.joined(list(reports.values()), absent), report_json)
     return status
+
+
+def _check_there_are_ranks(ranks, quiet, log_dir, max_restarts):
+    """Refuse options that only ranks can have. (What rank 0 prints, a script alone does, too.)"""
+    options = [("--quiet", quiet and ranks is None), ("--log-dir", log_dir is not None)]
+    for option, given in options + [("--max-restarts", max_restarts)]:
+        if given and ranks in (None, 1):
+            raise errors.InvalidArgumentError(
+                "{0} is for a script that runs as several ranks, and this one runs alone. Add -n "
+                "with 2 or more, or --hosts, or leave {0} out.".format(option)
+            )
 
 
 def _check_version(interpreter, environ, option):

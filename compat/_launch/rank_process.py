@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 # Characters that no program prints by chance: ASCII's record and unit separators.
 BEGIN, BETWEEN = "\x1e", "\x1f"
-# Kinds: the rank has started, with the number of this process; a line of standard output, of
-# standard error, of the traceback; how the rank ended.
+# Kinds: the rank has started, with the numbers of this process and of the script's; a line of
+# standard output, of standard error, of the traceback; how the rank ended.
 START, OUT, ERR, TRACEBACK, END = "start", "out", "err", "traceback", "end"
 # And what it left for ``compat run --report``, in the file that this variable names.
 REPORT, REPORT_VARIABLE = "report", "COMPAT_REPORT"
@@ -51,6 +51,11 @@ _LONGEST = 500
 _CHAINED = ("During handling of the above", "The above exception was the direct")
 # What TensorFlow's and glog's lines of a log begin with: other threads write them.
 _LOGGED = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d|[IWEF]\d{4} \d\d:\d\d:\d\d")
+# Python's last line about a script that it cannot run, whenever it is started.
+_CANNOT_RUN = re.compile(r"(SyntaxError|IndentationError|TabError): |(.*: )?No module named ")
+# The exit status of programs that are called in a wrong way: argparse's, and Python's own where
+# there is no such script.
+_USAGE = 2
 
 
 def decode(line: str) -> "Optional[Tuple[int, str, str]]":
@@ -92,6 +97,7 @@ class _Rank:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.traceback = Traceback()
+        self.last_error = ""  # the last line of standard error
         self.terminated = False
         self.interrupted = False
 
@@ -102,6 +108,7 @@ class _Rank:
     def send_line(self, kind, line):
         if kind == ERR:
             self.traceback.add(line)
+            self.last_error = line
         self.send_in_parts(kind, line)
 
     def send_in_parts(self, kind, text):
@@ -145,7 +152,7 @@ class _Rank:
         signal.signal(signal.SIGTERM, terminate)
         signal.signal(signal.SIGHUP, terminate)
         signal.signal(signal.SIGINT, interrupt)
-        self.send(START, str(os.getpid()))
+        self.send(START, "{} {}".format(os.getpid(), process.pid))
         self.forward({process.stdout: OUT, process.stderr: ERR}, process)
         status = process.wait()
         return status if status >= 0 else 128 - status
@@ -194,7 +201,9 @@ class _Rank:
     def end(self, status: int) -> int:
         lines = self.traceback.lines if status else []
         lost = any(line.startswith("compat.errors.RankLostError") for line in lines)
-        record = {"status": status, "terminated": self.terminated, "lost": lost}
+        last = lines[-1] if lines else self.last_error
+        recurs = status == _USAGE or (status > 0 and bool(_CANNOT_RUN.match(last)))
+        record = {"status": status, "terminated": self.terminated, "lost": lost, "recurs": recurs}
         for line in lines:
             self.send_line(TRACEBACK, line)
         self.send(END, json.dumps(record))

@@ -6,6 +6,7 @@ and horovodrun, on one machine and on several.
 """
 
 import contextlib
+import itertools
 import json
 import os
 import select
@@ -15,7 +16,7 @@ import sys
 import time
 
 from .. import errors
-from . import rank_process
+from . import output, rank_process
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -29,15 +30,17 @@ class Ended:
     """How a rank ended: its exit status (128 + n for signal n), and the traceback it printed.
 
     ``lost``: only since another rank was not there; ``terminated``: since the launcher said so;
-    ``aborted``: by the framework's own code, without a traceback.
+    ``aborted``: by the framework's own code, without a traceback. ``recurs``: since the script
+    cannot run, which another start would not change.
     """
 
-    def __init__(self, rank, status, traceback, lost=False, terminated=False):
+    def __init__(self, rank, status, traceback, lost=False, terminated=False, recurs=False):
         self.rank = rank
         self.status = status
         self.traceback = traceback
         self.lost = lost
         self.terminated = terminated
+        self.recurs = recurs
         self.aborted = status == 128 + signal.SIGABRT and not traceback
 
 
@@ -58,20 +61,24 @@ def root_cause(ended: "List[Ended]") -> "Optional[Ended]":
 
 
 class WatchedRanks:
-    """The ranks of one script: what they print, and how they end."""
+    """The ranks of one start of a script: what they print, and how they end."""
 
-    def __init__(self, size: int, reports: "Optional[Dict[int, Any]]" = None) -> None:
+    def __init__(
+        self,
+        size: int,
+        shown: "Optional[output.Output]" = None,
+        reports: "Optional[Dict[int, Any]]" = None,
+    ) -> None:
         self.size = size
+        self.output = shown or output.Output()
         self.reports: "Dict[int, Any]" = {} if reports is None else reports
         self.ended: "List[Ended]" = []
         self.processes: "Dict[int, int]" = {}  # of each rank the one to be signalled
+        self.scripts: "Dict[int, int]" = {}  # and the script's own
         self.tracebacks: "Dict[int, List[str]]" = {}
         self.launcher_said: "List[str]" = []
         # Of lines too long for one message, what has come: other ranks' messages come between.
         self.parts: "Dict[Tuple[int, str], str]" = {}
-        self.unfinished: "Optional[Tuple[int, str]]" = (
-            None  # whose line is unfinished, and on which stream
-        )
 
     def hear(self, line: str) -> None:
         """Take a line of the launcher's output."""
@@ -88,9 +95,9 @@ class WatchedRanks:
         unfinished = kind.startswith(rank_process.UNFINISHED)
         kind = kind[len(rank_process.UNFINISHED) :] if unfinished else kind
         if kind == rank_process.START:
-            self.processes[rank] = int(text)
+            self.processes[rank], self.scripts[rank] = map(int, text.split())
         elif kind in (rank_process.OUT, rank_process.ERR):
-            self.show(rank, kind, text, unfinished)
+            self.output.add(rank, kind, text, unfinished)
         elif kind == rank_process.TRACEBACK:
             self.tracebacks.setdefault(rank, []).append(text)
         elif kind == rank_process.REPORT:
@@ -102,48 +109,60 @@ class WatchedRanks:
                 end.terminated = True
             self.ended.append(end)
 
-    def show(self, rank: int, kind: str, text: str, unfinished: bool) -> None:
-        """Print what a rank has printed, the rank in front of each line."""
-        stream = sys.stdout if kind == rank_process.OUT else sys.stderr
-        if self.unfinished not in (None, (rank, kind)):
-            self.end_line()
-        if self.unfinished is None:
-            stream.write("[{}] ".format(rank))
-        # A progress bar goes back to the beginning of its line, where the rank stands.
-        stream.write(text.replace("\r", "\r[{}] ".format(rank)))
-        self.unfinished = (rank, kind)
-        if not unfinished:
-            self.end_line()
-        stream.flush()
-
-    def end_line(self) -> None:
-        if self.unfinished is not None:
-            stream = sys.stdout if self.unfinished[1] == rank_process.OUT else sys.stderr
-            stream.write("\n")
-            stream.flush()
-            self.unfinished = None
-
-    def conclude(self, status: int) -> int:
-        """Say which rank failed, its traceback last, and return the job's exit status.
+    def failure(self, status: int) -> "Optional[str]":
+        """How the job has failed, in a phrase, or None: it has not.
 
         Arguments:
             status: the launcher's own.
         """
-        self.end_line()
         blame = root_cause(self.ended)
-        if blame is None and status == 0:
+        if blame is not None:
+            return _rank_ended(blame, self.size)
+        return "the launcher ended with exit status {}".format(status) if status else None
+
+    def recurs(self, have_started: bool) -> bool:
+        """Whether another start would fail in the same way.
+
+        The script cannot run, or the launcher cannot start it.
+
+        Arguments:
+            have_started: all ranks, in this start or an earlier one.
+        """
+        blame = root_cause(self.ended)
+        return blame.recurs if blame is not None else not have_started
+
+    def conclude(self, status: int, then: str = "") -> int:
+        """Say which rank failed, its traceback last, and return the job's exit status.
+
+        Arguments:
+            status: the launcher's own.
+            then: what is to be said behind that.
+        """
+        self.output.end()
+        failure, blame = self.failure(status), root_cause(self.ended)
+        if failure is None:
             return 0
         if blame is None:
-            print("\n".join(self.launcher_said), file=sys.stderr)
-            print(_launcher_failed(status, self.silent()), file=sys.stderr)
+            silent = self.silent()
+            heard = "no rank failed"
+            if silent:
+                heard = "nothing was heard of the end of " + errors.numbered_ranks(silent)
+            report = self.launcher_said + ["compat run: {}; {}.{}".format(failure, heard, then)]
+            for rank in silent:
+                report += self.output.dropped(rank)
+            print("\n".join(report), file=sys.stderr, flush=True)
             return status if 0 < status < 256 else 1
-        print("compat run: " + _rank_ended(blame, self.size), file=sys.stderr)
+        report = ["compat run: {}; the others were ended.{}".format(failure, then)]
         shown = blame
         if not blame.status or blame.terminated:  # those that waited for it know what for
             shown = next(end for end in self.ended if end.lost or end.aborted)
         if shown is not blame and shown.aborted:
-            print("compat run: then " + _rank_ended(shown, self.size), file=sys.stderr)
-        print("\n".join(shown.traceback or []).rstrip("\n"), file=sys.stderr)
+            said = _rank_ended(shown, self.size)
+            report.append("compat run: then {}; the others were ended.".format(said))
+        for rank in sorted({blame.rank, shown.rank}):
+            report += self.output.dropped(rank)
+        report += shown.traceback or []
+        print("\n".join(report).rstrip("\n"), file=sys.stderr, flush=True)
         return shown.status
 
     def silent(self) -> "List[int]":
@@ -156,6 +175,9 @@ def launch(
     environ: "Dict[str, str]",
     size: int,
     elsewhere: bool = False,
+    quiet: bool = False,
+    logs: "Optional[output.Logs]" = None,
+    max_restarts: int = 0,
     reports: "Optional[Dict[int, Any]]" = None,
 ) -> int:
     """Run a launcher to its end, and return the exit status: the failing rank's.
@@ -168,9 +190,11 @@ def launch(
         environ: its environment.
         size: the number of ranks.
         elsewhere: some of them may run on other machines.
-        reports: gets what each rank has left for ``compat run --report``.
+        quiet, logs: as ``output.Output`` takes them.
+        max_restarts: how many more times a job that fails is started, at most.
+        reports: gets what each rank of the last start has left for ``compat run --report``.
     """
-    ranks = WatchedRanks(size, reports)
+    reports = {} if reports is None else reports
     told: "List[int]" = []
     # One that is ignored stays so: SIGHUP under nohup, SIGINT in the background of a shell script.
     before = {
@@ -178,6 +202,46 @@ def launch(
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         if signal.getsignal(number) != signal.SIG_IGN
     }
+    have_started = False  # all ranks, once: the launcher can
+    try:
+        for restart in itertools.count():
+            if logs is not None:
+                logs.begin(restart)
+            reports.clear()
+            ranks = WatchedRanks(size, output.Output(quiet, logs), reports)
+            environ = dict(environ, COMPAT_RESTART=str(restart))
+            status = _run(command, environ, ranks, told, elsewhere)
+            if told:
+                ranks.output.end()
+                break
+            have_started = have_started or len(ranks.processes) == size
+            failure, then = ranks.failure(status), ""
+            if ranks.recurs(have_started):
+                then = " It is not restarted, since the next start would fail in the same way."
+            elif restart == max_restarts:
+                then = " No restart is left (--max-restarts {}).".format(max_restarts)
+            status = ranks.conclude(status, then if max_restarts else "")
+            if failure is None or then:
+                return status
+            print(
+                "compat run: restart {} of {}, because {}.".format(
+                    restart + 1, max_restarts, failure
+                ),
+                file=sys.stderr,
+                flush=True,
+            )
+            if not elsewhere:
+                _end_processes(list(ranks.processes.values()) + list(ranks.scripts.values()))
+            if told:
+                break
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return 128 + told[0]
+
+
+def _run(command, environ, ranks, told, elsewhere):
+    """Run the launcher once, and return its exit status."""
     launcher = subprocess.Popen(
         command,
         env=environ,
@@ -187,17 +251,13 @@ def launch(
         start_new_session=True,
         preexec_fn=rank_process.dies_with_this_process(),
     )
-    try:
-        for line in _lines(launcher, ranks, told, elsewhere):
-            ranks.hear(line)
-    finally:
-        _end(launcher)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    if told:
-        ranks.end_line()
-        return 128 + told[0]
-    return ranks.conclude(launcher.wait())
+    with launcher:
+        try:
+            for line in _lines(launcher, ranks, told, elsewhere):
+                ranks.hear(line)
+        finally:
+            _end(launcher)
+    return launcher.wait()
 
 
 def _lines(
@@ -238,7 +298,7 @@ def _pass_on(told, launcher, ranks, elsewhere):
     the ranks are interrupted directly. That cannot be done on other machines, where
     ``compat._launch.starter`` does it; what other launchers do there is theirs.
     """
-    ranks.end_line()
+    ranks.output.end()
     running = set(ranks.processes) - {end.rank for end in ranks.ended}
     if told == [signal.SIGINT] and (elsewhere or len(ranks.processes) == ranks.size):
         print(
@@ -280,8 +340,33 @@ def _end(launcher):
                 pass
 
 
+def _end_processes(pids):
+    """Wait for processes that were told to end; those of one start must not meet the next one's.
+
+    They may still hold a GPU's memory. A launcher does not always wait for what it has started.
+    """
+    until = time.monotonic() + GRACE
+    while any(map(_runs, pids)) and time.monotonic() < until:
+        time.sleep(0.05)
+    for pid in filter(_runs, pids):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _runs(pid):
+    """Whether a process of this machine has not ended."""
+    try:
+        os.kill(pid, 0)
+        with open("/proc/{}/stat".format(pid)) as file:
+            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+    except ProcessLookupError:
+        return False
+    except OSError:  # no /proc, or the process has just ended
+        return not os.path.exists("/proc/self")
+
+
 def _rank_ended(ended, size):
-    """What ``compat run`` says of the rank for which a job failed."""
+    """How the rank ended for which a job failed."""
     if not ended.status:
         how = "ended (exit status 0) while others were still training"
     elif ended.terminated:
@@ -290,14 +375,4 @@ def _rank_ended(ended, size):
         how = "was killed by signal {}".format(ended.status - 128)
     else:
         how = "failed with exit status {}".format(ended.status)
-    return "rank {} of {} {}; the others were ended.".format(ended.rank, size, how)
-
-
-def _launcher_failed(status, silent):
-    """What ``compat run`` says where no rank told that it failed."""
-    heard = (
-        "nothing was heard of the end of " + errors.numbered_ranks(silent)
-        if silent
-        else "no rank failed"
-    )
-    return "compat run: the launcher ended with exit status {}; {}.".format(status, heard)
+    return "rank {} of {} {}".format(ended.rank, size, how)

@@ -1,5 +1,6 @@
 """Programs of a test's own, as ranks."""
 
+import concurrent.futures
 import json
 import os
 import re
@@ -478,6 +479,63 @@ def check_arrays(one, chief, other, tolerance=1e-5):
     for key in one:
         np.testing.assert_array_equal(chief[key], other[key], err_msg=key)
         np.testing.assert_allclose(chief[key], one[key], rtol=0, atol=tolerance, err_msg=key)
+
+
+# Kills the second rank in the third epoch of the first start.
+KILLER = """
+import signal
+
+
+class Killer(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        print("EPOCH", epoch)
+        self.epoch = epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+        if compat.rank() == 1 and self.epoch == 2 and os.environ["COMPAT_RESTART"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+keras.utils.set_random_seed(0)
+model = compat.parallelize(build)
+"""
+
+
+def check_restarts(jobs, folder):
+    """The example of docs/ranks.md goes on after a rank was killed, to one process's numbers."""
+    page = os.path.join(os.path.dirname(__file__), "..", "..", "docs", "ranks.md")
+    with open(page) as file:
+        (program,) = [text for text in re.findall("```python\n(.*?)```", file.read(), re.DOTALL)
+                      if "initial_epoch" in text]  # fmt: skip
+    changes = {
+        "compat.configure_gpu()": "import sys\nos.chdir(sys.argv[1])\ncompat.configure_gpu()",
+        "import keras\n": "from compat import testing\nkeras = testing.keras_under_test()\n",
+        "model = compat.parallelize(build)\n": KILLER,
+        "callbacks=[": "callbacks=[Killer(), ",
+    }
+    for before, after in changes.items():
+        assert program.count(before) == 1, before
+        program = program.replace(before, after)
+    script = folder / "train.py"
+    script.write_text(program + 'np.savez("weights-%d" % compat.rank(), *model.get_weights())\n')
+    for size in (1, 2):
+        (folder / str(size)).mkdir()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        alone = pool.submit(jobs.run, 1, str(script), str(folder / "1"))
+        options = ["--max-restarts", "2"]
+        job = jobs.run(2, str(script), str(folder / "2"), before=options)
+    assert alone.result().status == 0, alone.result().err
+    assert job.status == 0, job.err
+    assert re.findall("compat run: (r.*)", job.err) == [
+        "rank 1 of 2 was killed by signal 9; the others were ended.",
+        "restart 1 of 2, because rank 1 of 2 was killed by signal 9.",
+    ]
+    for rank in range(2):
+        epochs = re.findall(r"\[{}\] EPOCH (\d)".format(rank), job.out)
+        assert epochs == ["0", "1", "2", "2", "3", "4"]
+    jobs.check_no_process_is_left(str(script))
+    names = "1/weights-0.npz", "2/weights-0.npz", "2/weights-1.npz"
+    check_arrays(*(dict(np.load(str(folder / name))) for name in names))
 
 
 def refused_alone(program):

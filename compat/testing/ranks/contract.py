@@ -240,16 +240,21 @@ class RanksContract(Jobs):
     @pytest.mark.row("compat run --parallelize, ranks")
     def test_a_script_without_compat_trains_to_the_numbers_of_one_process(self, tmp_path):
         """Its data is split over the ranks, and its first model parallelized."""
-        script = tmp_path / "unchanged.py"
+        script, logs = tmp_path / "unchanged.py", tmp_path / "logs"
         script.write_text(UNCHANGED)
-        histories = []
+        alone = self.run(1, str(script))
+        assert alone.status == 0, alone.out + alone.err
+        # Whatever the launcher, each rank's output is told apart.
         path = tmp_path / "report.json"
-        for size, options in ((1, []), (3, ["--parallelize", "--report-json", str(path)])):
-            job = self.run(size, str(script), before=options)
-            assert job.status == 0, job.out + job.err
-            lines = re.findall("HISTORY (.*)", job.out)
-            assert len(lines) == size
-            histories += [[float(value) for value in line.split()] for line in lines]
+        options = ["--parallelize", "--quiet", "--log-dir", str(logs), "--report-json", str(path)]
+        job = self.run(3, str(script), before=options)
+        assert job.status == 0, job.out + job.err
+        printed = [(logs / "rank-{}.log".format(rank)).read_text() for rank in range(3)]
+        histories = []
+        for text in [alone.out] + printed:
+            (line,) = re.findall("HISTORY (.*)", text)
+            histories.append([float(value) for value in line.split()])
+        assert re.findall(r"\[(\d)\] HISTORY", job.out) == ["0"]
         assert "runs on rank 0 of 3" in job.err
         assert all(history == pytest.approx(histories[0], abs=1e-4) for history in histories)
         assert all(history == histories[1] for history in histories[2:])
