@@ -78,5 +78,9 @@ history = model.fit(
 )
 before, loss = history.history["loss"][0], history.history["loss"][-1]
 
-print("{}: {:.4f} in the first epoch".format("learned" if loss < 0.85 * before else "NOT learned", before))
+print(
+    "{}: {:.4f} in the first epoch".format(
+        "learned" if loss < 0.85 * before else "NOT learned", before
+    )
+)
 print("final loss: {:.6f}".format(loss))

@@ -81,5 +81,9 @@ for number in (7, 42):
         probabilities = model.predict([encoder_data[number : number + 1], data], verbose=0)
         written += target_chars[np.argmax(probabilities[0, len(written) - 1])]
     print("{}: {}".format(input_texts[number], written.strip()))
-print("{}: {:.4f} in the first epoch".format("learned" if loss < 0.7 * before else "NOT learned", before))
+print(
+    "{}: {:.4f} in the first epoch".format(
+        "learned" if loss < 0.7 * before else "NOT learned", before
+    )
+)
 print("final loss: {:.6f}".format(loss))

@@ -87,5 +87,9 @@ point = Input(shape=(LATENT_DIM,))
 generator = Model(point, decoder_mean(decoder_h(point)))
 for row in generator.predict(np.zeros((1, LATENT_DIM))).reshape(SIZE, SIZE)[::2]:
     print("".join(" .:*#"[int(4.99 * pixel)] for pixel in row))
-print("{}: {:.4f} in the first epoch".format("learned" if loss < 0.7 * before else "NOT learned", before))
+print(
+    "{}: {:.4f} in the first epoch".format(
+        "learned" if loss < 0.7 * before else "NOT learned", before
+    )
+)
 print("final loss: {:.6f}".format(loss))
