@@ -18,7 +18,7 @@ except ImportError:
     from numpy.random import seed as set_random_seed
 
 EPOCHS = 25
-BATCH_SIZE = 20
+BATCH_SIZE = 34
 LATENT_DIM = 32
 set_random_seed(1337)  # for reproducibility
 
@@ -60,7 +60,7 @@ decoder_outputs, _, _ = decoder_lstm(decoder_inputs, initial_state=encoder_state
 decoder_dense = Dense(len(target_chars), activation="softmax")
 model = Model([encoder_inputs, decoder_inputs], decoder_dense(decoder_outputs))
 model = compat.parallelize(model)
-model.compile(optimizer=Adam(0.01, epsilon=1e-4), loss="categorical_crossentropy")
+model.compile(optimizer=Adam(0.02, epsilon=1e-4), loss="categorical_crossentropy")
 
 history = model.fit(
     [encoder_data, decoder_data],

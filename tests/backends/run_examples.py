@@ -25,11 +25,11 @@ def main(results, framework, keras, verified, *scripts):
         name = os.path.splitext(os.path.basename(script))[0]
         verify_steps(name in verified.split(","))
         outcomes[name] = outcome(importlib.import_module(framework), script)
-        with open(results, "wb") as file:
-            pickle.dump(outcomes, file)
         backend = importlib.import_module(keras + ".backend")
         if hasattr(backend, "clear_session"):  # Theano has none
             backend.clear_session()
+    with open(results, "wb") as file:
+        pickle.dump(outcomes, file)
 
 
 def verify_steps(wanted):
