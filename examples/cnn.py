@@ -66,8 +66,8 @@ def flipped(x, y, batch_size):
             yield np.where(flip, np.flip(x[rows], axis), x[rows]), y[rows]
 
 
-x_train, y_train = load_data(500)
-x_test, y_test = load_data(100)
+x_train, y_train = load_data(512)
+x_test, y_test = load_data(96)
 
 images = Input(shape=x_train.shape[1:])
 x = Conv2D(8, (3, 3), activation="relu")(images)

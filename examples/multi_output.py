@@ -38,7 +38,7 @@ def load_data(samples):
 
 
 x_train, y_train = load_data(800)
-x_test, y_test = load_data(100)
+x_test, y_test = load_data(120)
 
 image = Input(shape=(SIZE * SIZE,), name="image")
 h = Dense(64, activation="relu")(image)

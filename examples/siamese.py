@@ -73,8 +73,8 @@ def compute_accuracy(y_true, distances):
     return np.mean((distances < MARGIN / 2) == (y_true > 0.5))
 
 
-pairs_train, y_train = create_pairs(800)
-pairs_test, y_test = create_pairs(200)
+pairs_train, y_train = create_pairs(768)
+pairs_test, y_test = create_pairs(192)
 
 base_network = Sequential()  # shared: both inputs pass the same weights
 base_network.add(Dense(32, activation="relu", input_shape=(35,)))
