@@ -134,7 +134,7 @@ def _code():
     """The files that results are results of."""
     for name in ("setup.cfg", "tox.ini"):
         yield os.path.join(ROOT, name)
-    for top in ("compat", "tests"):
+    for top in ("compat", "examples", "tests"):
         for folder, _, files in os.walk(os.path.join(ROOT, top)):
             yield from (os.path.join(folder, file) for file in files if file.endswith(".py"))
 

@@ -1,0 +1,181 @@
+"""The scripts in examples/: on three simulated devices, on one, and without their lines of compat.
+
+Each runs in three processes, one after the other with all that are tested in this environment.
+"""
+
+import os
+import pickle
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from compat.testing import DEVICES, in_span, span
+
+from .conftest import INSTALLED, IS_TENSORFLOW_20
+
+(BACKEND,) = INSTALLED
+if BACKEND.name == "theano":
+    from . import test_theano  # noqa: F401  # Theano's flags of the tests
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+ROOT = os.path.dirname(os.path.dirname(HERE))
+KERAS = os.environ.get("COMPAT_TEST_KERAS", "keras")
+ONE_DEVICE = BACKEND.name == "cntk"
+TITLES = {
+    "mlp": "MLP",
+    "cnn": "CNN with augmentation",
+    "siamese": "siamese network",
+    "vae": "VAE with add_loss",
+    "lstm_text": "LSTM text generation",
+    "seq2seq": "seq2seq",
+    "multi_output": "multi-output",
+    "gan": "GAN",
+}
+SPAN = ("mlp", "cnn", "gan")
+#: Those whose first steps are verified, which tells where they ran. All would take too long.
+VERIFIED = ("mlp", "gan")
+LOOPS = ("lstm_text", "seq2seq")
+#: Left out, for time: Theano's convolutions and loops take minutes here.
+LEFT_OUT = ("cnn",) + LOOPS if BACKEND.name == "theano" else ()
+#: Those that do not run without their lines of compat, for time: what is slow to build or compile.
+ONLY_EDITED = {
+    "mxnet": (),
+    "torch": (),
+    "jax": [name for name in TITLES if name not in SPAN],
+}.get(BACKEND.name, LOOPS)
+#: What a backend cannot do with them, and who says so: see examples/README.md.
+NOT_BY_KERAS = {"mxnet": ["gan"]}.get(BACKEND.name, [])
+NOT_BY_COMPAT = ["lstm_text", "seq2seq"] if IS_TENSORFLOW_20 else []
+
+
+def examples(names):
+    """Parameters of tests, each with its row in docs/support.md."""
+    row = "example: {}, on one device" if ONE_DEVICE else "example: {}"
+    return [
+        pytest.param(
+            name, marks=[pytest.mark.row(row.format(TITLES[name]))] + [span] * (name in SPAN)
+        )
+        for name in names
+    ]
+
+
+@pytest.fixture(scope="module")
+def outcomes(request, tmp_path_factory):
+    """What the scripts of the selected tests did, by variant and name; see run_examples.py."""
+    chosen = [
+        item.callspec.params["example"]
+        for item in request.session.items
+        if item.originalname == test_the_same_on_several_devices.__name__
+    ]
+    folder = tmp_path_factory.mktemp("examples")
+    found = {"one device": run(folder, "edited", chosen)}
+    if not ONE_DEVICE:
+        simulated = {
+            "COMPAT_SIMULATE": str(DEVICES),
+            "COMPAT_VERIFY": "1",
+            "COMPAT_VERIFY_REPORT": str(folder),
+        }
+        found["several devices"] = run(folder, "edited", chosen, **simulated)
+        unedited = [name for name in chosen if name not in ONLY_EDITED]
+        found["without compat in it"] = run(folder, "unedited", unedited, PARALLELIZED)
+    return found
+
+
+PARALLELIZED = ["-m", "compat", "run", "--backend", BACKEND.framework]
+PARALLELIZED += ["--parallelize", "--simulate", str(DEVICES)]
+
+
+def run(folder, kind, names, command=(), **environ):
+    """Run scripts in one process, with their lines of compat or without; read what they did."""
+    scripts = folder / kind
+    scripts.mkdir(exist_ok=True)
+    for name in names:
+        (scripts / (name + ".py")).write_text(source(name, with_compat=kind == "edited"))
+    paths = [str(scripts / (name + ".py")) for name in names]
+    results = folder / "results"
+    program = [os.path.join(HERE, "run_examples.py"), str(results), BACKEND.framework, KERAS]
+    completed = subprocess.run(
+        [sys.executable] + list(command) + program + [",".join(VERIFIED)] + paths,
+        env=dict(
+            dict(os.environ, KERAS_BACKEND=BACKEND.framework, PYTHONPATH=ROOT, COMPAT_VERIFY="0"),
+            **environ,
+        ),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        universal_newlines=True,
+    )
+    assert completed.returncode == 0, completed.stdout[-3000:]
+    return pickle.loads(results.read_bytes())
+
+
+def source(name, with_compat):
+    """A script, for the Keras under test; without compat, that is all lines that name it."""
+    with open(os.path.join(ROOT, "examples", name + ".py")) as file:
+        lines = file.read().splitlines(True)
+    return "".join(
+        re.sub("^( *)from keras", r"\1from " + KERAS, line)
+        for line in lines
+        if with_compat or "compat" not in line
+    )
+
+
+@pytest.mark.parametrize(
+    "example",
+    examples(n for n in TITLES if n not in LEFT_OUT and n not in NOT_BY_KERAS + NOT_BY_COMPAT),
+)
+def test_the_same_on_several_devices(example, outcomes):
+    """It learns, on several devices to the numbers of one, with its lines of compat or not."""
+    expected = outcomes["one device"][example]
+    variants = [variant for variant in outcomes if example in outcomes[variant]]
+    assert len(variants) == (1 if ONE_DEVICE else 2 if example in ONLY_EDITED else 3)
+    for variant in variants:
+        outcome = outcomes[variant][example]
+        assert outcome["error"] is None, (variant, outcome["error"])
+        verdict, final = outcome["printed"][-2:]
+        assert re.match(r"learned: \d+\.\d+ (before|in the first epoch)$", verdict), verdict
+        assert loss(final) == pytest.approx(loss(expected["printed"][-1]), rel=1e-4)
+        assert len(outcome["weights"]) == len(expected["weights"]) > 2
+        for ours, theirs in zip(outcome["weights"], expected["weights"]):
+            np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4, err_msg=variant)
+    if example in VERIFIED and not ONE_DEVICE and not IS_TENSORFLOW_20:
+        operations = outcomes["several devices"][example]["operations"]
+        assert len(operations) == (2 if example == "gan" else 1)
+        for devices in operations:
+            assert len(devices) == DEVICES, devices
+            assert len(set(devices.values())) == 1, devices
+            assert all(forward and backward for forward, backward in devices.values()), devices
+
+
+def loss(line):
+    found = re.match(r"final loss: (\d+\.\d+)$", line)
+    assert found, line
+    return float(found.group(1))
+
+
+if NOT_BY_KERAS:
+
+    @pytest.mark.parametrize("example", NOT_BY_KERAS)
+    def test_keras_alone_does_not_learn_it(example, tmp_path):
+        """The fault is not compat's: keras-mxnet's compiled models do not share their weights."""
+        outcome = run(tmp_path, "unedited", [example])[example]
+        assert outcome["error"] is None
+        before, after = (
+            float(re.search(r"(\d+\.\d+)( before)?$", line).group(1))
+            for line in (outcome["printed"][-2], outcome["printed"][-3])
+        )
+        assert outcome["printed"][-2].startswith("NOT learned: ")
+        assert before == after  # not one weight of the generator has changed
+
+
+if NOT_BY_COMPAT:
+
+    @pytest.mark.parametrize("example", in_span(NOT_BY_COMPAT, NOT_BY_COMPAT[:1]))
+    def test_what_cannot_be_split_is_a_clear_error(example, tmp_path):
+        one = run(tmp_path, "edited", [example])[example]
+        assert one["error"] is None and one["printed"][-2].startswith("learned: ")
+        several = run(tmp_path, "edited", [example], COMPAT_SIMULATE=str(DEVICES))[example]
+        assert "compat.errors.UnsupportedError: " in several["error"]
+        assert "unroll=True" in several["error"]
