@@ -62,7 +62,6 @@ def test_metrics_and_losses_are_those_of_all_rows_and_what_cannot_be_is_told(tmp
     check_parts(lambda program, size: ranks.run(program, tmp_path, size), JOIN)
 
 
-@pytest.mark.row("compat run --max-restarts")
 def test_a_job_goes_on_from_its_checkpoint_after_a_rank_was_killed(tmp_path):
     ranks.check_restarts(TestTensorFlow2Workers(), tmp_path)
 

@@ -60,7 +60,6 @@ def test_data_that_cannot_be_split_are_told(tmp_path):
     assert job.out.count("TOLD {!r}".format(told)) == 2, job.out
 
 
-@pytest.mark.row("compat run --max-restarts")
 def test_a_job_goes_on_from_its_checkpoint_after_a_rank_was_killed(tmp_path):
     ranks.check_restarts(TestTorchRanks(), tmp_path)
 
