@@ -23,7 +23,9 @@ import sources
 from sources import ROOT
 
 import compat
-from compat import __main__, _extras, _registry, _verification
+from compat import __main__, _extras, _registry, _report, _verification
+from compat._commands import reported_script
+from compat._launch import watching
 from compat._verification import comparison, verification
 
 
@@ -192,7 +194,7 @@ def _is_verdict(text):
     lines = _verification.shown(record.as_dict())
     assert text.splitlines()[2 : 2 + len(lines)] == lines
     source = inspect.getsource(__import__("compat._commands.verify_script", fromlist=["run"]))
-    for line in ["The same on several devices.", " ranks: all ended well, with the same weights."]:
+    for line in ["The same on several devices.", ": all ended well, with the same weights."]:
         assert line in text and line in source
 
 
@@ -207,6 +209,29 @@ def _is_difference(text):
     ]
     pattern = "(.+)".join(map(re.escape, re.split(r"{[^}]*}", template)))
     assert re.match(pattern + r"\Z", said), (pattern, said)
+
+
+def _is_a_failure(text):
+    """What ``compat run`` says of a rank that failed, and before it starts all again."""
+    failed = watching._rank_ended(watching.Ended(1, 137, None), 4)
+    again = "compat run: restart {} of {}, because {}."
+    assert again in inspect.getsource(watching)
+    lines = ["compat run: {}; the others were ended.".format(failed), again.format(1, 3, failed)]
+    assert text.splitlines() == lines
+
+
+def _is_a_report_of_devices(text):
+    """What ``compat run --report`` prints of these numbers."""
+    first, header, *rows = text.splitlines()[:-1]
+    assert first in inspect.getsource(reported_script)
+    names = re.split(r" {2,}", header.strip())
+    uses = []
+    for row in rows:
+        cells = dict(zip(names, re.split(r" {2,}", row.strip())))
+        rank = int(cells["rank"]) if "rank" in cells else None
+        numbers = [int(cells[name].replace(",", "")) for name in ("rows", "in training", "steps")]
+        uses.append(_report.DeviceUse(cells["device"], rank, *numbers))
+    assert text == "{}\n{}\n".format(first, _report.Report(uses, {}))
 
 
 def _is_of_the_example(text):
@@ -225,6 +250,11 @@ def _is_a_drawing(text):
 PRINTED = {
     "backend    tensorflow2 (keras": (_is_report, "printed by the example in py311-tensorflow"),
     "compat test: train.py": (_is_verdict, "compared with what compat test prints"),
+    "compat run: what each device did": (
+        _is_a_report_of_devices,
+        "compared with what compat run --report prints",
+    ),
+    "compat run: rank": (_is_a_failure, "compared with what compat run says"),
     "compat.errors.ResultsDifferError": (_is_difference, "compared with the error's text"),
     "compat.parallelize(model, gpus=2) ": (_is_a_drawing, "names modules that exist"),
     "                       all": (
