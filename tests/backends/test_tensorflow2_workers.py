@@ -1,4 +1,4 @@
-"""Ranks on tf.keras 2: TF_CONFIG's workers."""
+"""Ranks on tf.keras 2 and Keras 3: TF_CONFIG's workers."""
 
 import contextlib
 import json
@@ -13,22 +13,15 @@ import pytest
 
 from compat import errors
 from compat._ranks.place import Place
-from compat.testing import keras_under_test
-from compat.testing.ranks import POLICIES, RanksContract
+from compat.testing import span
 
 from . import ranks
-from .test_tensorflow2_horovod import WAYS, check_parts
-
-
-KERAS3 = hasattr(keras_under_test(), "ops")
+from .test_tensorflow2_horovod import KERAS3, WAYS, OnTensorFlow2, check_parts
 
 
 @pytest.mark.row("ranks: MultiWorkerMirroredStrategy")
-class TestTensorFlow2Workers(RanksContract):
-    backend = "tensorflow2"
-    policies = tuple(POLICIES)
-    extension = ".keras" if KERAS3 else ".h5"
-    compared = 4 if KERAS3 else 9  # it evaluates a multi-output model's losses batch by batch
+class TestTensorFlow2Workers(OnTensorFlow2):
+    """Nothing else: both engines carry the same steps."""
 
 
 ROWS = """
@@ -44,7 +37,7 @@ class Count(keras.layers.Layer):
 
 
 said["rows"] = []
-counted = compat.parallelize(keras.Sequential([Count(input_shape=(6,)), dense(1)], "counted"))
+counted = compat.parallelize(keras.Sequential([Count(input_shape=(6,)), dense(1)], name="counted"))
 counted.compile("sgd", "mse")
 counted.fit(inputs, targets, batch_size=rows, epochs=1, shuffle=False, verbose=0)
 weights["counted"] = counted.get_weights()
@@ -159,7 +152,7 @@ MASTER = """
 model = compat.parallelize(lambda: keras.Sequential([dense(1, input_shape=(6,))]))
 model.compile("sgd", "mse")
 model.fit(inputs, targets, batch_size=rows, epochs=1, shuffle=False, verbose=0)
-model.save_weights(sys.argv[1] + "-saved-by-{}.h5".format(compat.rank()))
+model.save_weights(sys.argv[1] + "-saved-by-{}.weights.h5".format(compat.rank()))
 said["place"] = [compat.rank(), compat.size(), compat.is_chief()]
 weights["model"] = model.get_weights()
 """
@@ -182,7 +175,7 @@ def test_a_master_its_worker_and_an_evaluator(tmp_path):
     said = [json.loads(job.communicate(timeout=300)[0].decode().split("SAID ")[1]) for job in jobs]
     assert [job.returncode for job in jobs] == [0, 0, 0]
     assert [one["place"] for one in said] == [[0, 2, True], [1, 2, False], [-1, 1, False]]
-    assert sorted(tmp_path.glob("*.h5")) == [tmp_path / "master-saved-by-0.h5"]
+    assert sorted(tmp_path.glob("*.h5")) == [tmp_path / "master-saved-by-0.weights.h5"]
     trained = [np.load(str(tmp_path / name)) for name in ("master-0.npz", "worker-1.npz")]
     for name in trained[0].files:
         np.testing.assert_array_equal(trained[0][name], trained[1][name])
