@@ -170,7 +170,7 @@ def test_nothing_trains_alone(tmp_path):
         "train_step applies gradients by no optimizer that is an attribute of the model. "
         "Have train_step do that, with the optimizer given to compile() for example.",
         "native": "tensorflow2 cannot train a model without Keras as one of several "
-        "ranks. Use a model of tf.keras, or start the script without a launcher.",
+        "ranks. Use a Keras model, or start the script without a launcher.",
     }
 
 

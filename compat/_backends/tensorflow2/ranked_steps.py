@@ -97,7 +97,10 @@ class RankedStep(keras_model.RankedMethod):
     def step(self, model, data):
         tf = sys.modules["tensorflow"]
         data = _as_tensors(tf, data)
-        if getattr(model, "_jit_compile", None):
+        # The second is Keras 3's, which warns and goes on without XLA.
+        if getattr(model, "_jit_compile", None) or _keras.compiled_with(model).get(
+            "jit_compile"
+        ) not in (None, False, "auto"):
             raise errors.unsupported(
                 "tensorflow2",
                 "train as one of several ranks under jit_compile=True: XLA compiles no messages",
