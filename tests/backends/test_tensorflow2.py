@@ -775,9 +775,7 @@ def test_ranks_without_horovod_say_what_is_missing(keras, monkeypatch):
             compat.parallelize(model)
         assert str(error.value) == (
             "tensorflow2 cannot train a model of {} {} as one of several ranks. Use tf.keras from "
-            "TensorFlow 2.4, or Keras 3.".format(
-                keras.__name__, keras.__version__
-            )
+            "TensorFlow 2.4, or Keras 3.".format(keras.__name__, keras.__version__)
         )
     # TensorFlow's own workers do without.
     command = _by_path.command("_launch.starter") + ["2", "--cluster"]

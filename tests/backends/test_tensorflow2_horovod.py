@@ -147,11 +147,13 @@ said["native"] = refusal(lambda: compat.parallelize(tf.function(lambda x: x)))
 """
 
 
+@span
 def test_own_train_steps_eager_steps_and_batches_train_to_the_same_numbers(tmp_path):
     said = ranks.check_same(WAYS, tmp_path)
     assert said[0] == said[1]
 
 
+@span
 def test_nothing_trains_alone(tmp_path):
     (arrays, _), (said, _) = ranks.run(REFUSED, tmp_path, 2)
     for place in range(2):

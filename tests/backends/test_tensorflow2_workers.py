@@ -21,7 +21,11 @@ from .test_tensorflow2_horovod import KERAS3, WAYS, OnTensorFlow2, check_parts
 
 @pytest.mark.row("ranks: MultiWorkerMirroredStrategy")
 class TestTensorFlow2Workers(OnTensorFlow2):
-    """Nothing else: both engines carry the same steps."""
+    @span
+    @pytest.mark.row("compat run --parallelize, ranks")
+    def test_a_script_without_compat_trains_to_the_numbers_of_one_process(self, tmp_path):
+        """Workers have to be joined before the script's first model: with each Keras."""
+        super().test_a_script_without_compat_trains_to_the_numbers_of_one_process(tmp_path)
 
 
 ROWS = """
@@ -49,6 +53,7 @@ joined = compat.parallelize(lambda: keras.Sequential([dense(1)]), strategy="mirr
 """
 
 
+@span
 def test_own_train_steps_eager_steps_and_batches_train_to_the_same_numbers(tmp_path):
     """All after the first model, which was built by a function. Each rank sees its rows alone."""
     said = ranks.check_same(JOIN + WAYS + ROWS, tmp_path)
@@ -57,6 +62,7 @@ def test_own_train_steps_eager_steps_and_batches_train_to_the_same_numbers(tmp_p
     assert said[0] == said[1]
 
 
+@span
 def test_metrics_and_losses_are_those_of_all_rows_and_what_cannot_be_is_told(tmp_path):
     check_parts(lambda program, size: ranks.run(program, tmp_path, size), JOIN)
 
@@ -105,6 +111,7 @@ refusal(lambda: compat.parallelize(build))
 """
 
 
+@span
 def test_a_model_that_was_built_before_is_refused():
     job = alone(REFUSED)
     assert job.returncode == 0, job.stderr
@@ -158,6 +165,7 @@ weights["model"] = model.get_weights()
 """
 
 
+@span
 def test_a_master_its_worker_and_an_evaluator(tmp_path):
     """A cluster as AI Platform and TFJob write it; the evaluator is no rank, and never saves."""
     with contextlib.ExitStack() as stack:
