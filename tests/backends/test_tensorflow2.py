@@ -768,8 +768,15 @@ def test_ranks_without_horovod_say_what_is_missing(keras, monkeypatch):
         monkeypatch.setenv("HOROVOD_" + name, value)
     model = keras.models.Sequential([keras.layers.Dense(1, input_shape=(3,))])
     if TRAIN_STEP:
-        with pytest.raises(compat.NotInstalledError):
+        with pytest.raises(compat.NotInstalledError) as error:
             compat.parallelize(model)
+        assert str(error.value) == (
+            "Ranks of tensorflow train together through Horovod, which is not installed. Build it "
+            "where tensorflow is: HOROVOD_WITH_GLOO=1 HOROVOD_WITH_TENSORFLOW=1 pip install "
+            "--no-build-isolation --no-cache-dir horovod==0.28.1 (that needs a C++ compiler, "
+            "setuptools<60 and cmake<4). Or start the script without a launcher (compat run "
+            "without -n). From TensorFlow 2.4 on, compat run -n 2 needs no Horovod."
+        )
     else:
         with pytest.raises(compat.UnsupportedError) as error:
             compat.parallelize(model)

@@ -7,7 +7,6 @@ from compat.testing.ranks import POLICIES, RanksContract
 
 from . import ranks
 
-
 KERAS3 = hasattr(keras_under_test(), "StatelessScope")
 
 

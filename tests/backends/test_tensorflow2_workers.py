@@ -16,7 +16,7 @@ from compat._ranks.place import Place
 from compat.testing import span
 
 from . import ranks
-from .test_tensorflow2_horovod import KERAS3, WAYS, OnTensorFlow2, check_parts
+from .test_tensorflow2_horovod import WAYS, OnTensorFlow2, check_parts
 
 
 @pytest.mark.row("ranks: MultiWorkerMirroredStrategy")

@@ -32,7 +32,18 @@ def distribute(model, place):
 
 
 def join(place):
-    """The engine that the launcher is for."""
+    """The engine that the launcher is for.
+
+    Raises:
+        NotInstalledError: it is Horovod, which is not installed.
+    """
     if place.launcher == clusters.TF_CONFIG:
         return tensorflow_collectives.TensorFlowCollectives.join(place)
-    return tensorflow_horovod.Horovod.join(place)
+    try:
+        return tensorflow_horovod.Horovod.join(place)
+    except errors.NotInstalledError as error:
+        raise errors.NotInstalledError(
+            "{} From TensorFlow 2.4 on, compat run -n {} needs no Horovod.".format(
+                error, place.size
+            )
+        ) from None
