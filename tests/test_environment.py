@@ -397,7 +397,7 @@ def test_engines(toy, site, package, machine, capsys):
     package("horovod", "0.28.1", {"tensorflow/mpi_lib.cpython-37m-x86_64-linux-gnu.so": b""})
     package("mpi4py", "3.1.6", {"MPI.cpython-37m-x86_64-linux-gnu.so": b"\0libmpi.so.40\0libc.so"})
     package("jax", "0.4.30", {"_src/distributed.py": b""})
-    package("tensorflow", "2.15.1", {})
+    package("tensorflow", "2.21.0", {})
     cmake = b'INTERFACE_COMPILE_DEFINITIONS "USE_DISTRIBUTED;USE_C10D_GLOO;USE_C10D_NCCL"'
     package("torch", "2.5.1+cu121", {"share/cmake/Caffe2/Caffe2Targets.cmake": cmake})
     mpirun = machine.folder / "mpirun"
@@ -407,7 +407,7 @@ def test_engines(toy, site, package, machine, capsys):
         "Horovod 0.28.1, for tensorflow",
         "jax.distributed 0.4.30, for jax, through gloo",
         "mpi4py 3.1.6, for theano or cntk, through libmpi.so.40 (Open MPI), {}".format(mpirun),
-        "TF_CONFIG's cluster 2.15.1, for tensorflow",
+        "TF_CONFIG's cluster 2.21.0, for tensorflow",
         "torch.distributed 2.5.1+cu121, for torch, through gloo or nccl",
     ]
     assert found(capsys)["engines"][2] == {
@@ -423,7 +423,7 @@ def test_engines(toy, site, package, machine, capsys):
 
 def test_an_engine_that_serves_no_framework(package):
     package("horovod", "0.28.1", {"torch/__init__.py": b""})
-    package("tensorflow", "2.16.1", {})
+    package("tensorflow", "2.3.4", {})
     assert [str(engine) for engine in installed.engines()] == ["Horovod 0.28.1, for no framework"]
 
 

@@ -95,10 +95,10 @@ def _mpi(library):
 
 
 def _tensorflow():
-    """The cluster of TF_CONFIG, for tf.keras of the versions that have its options."""
+    """The cluster of TF_CONFIG, in the versions that have its options."""
     names = "tensorflow", "tensorflow-cpu", "tensorflow-gpu"
     version, folder = _package("tensorflow", *names)
-    if not folder or not (2, 4) <= _distributions.release(version) < (2, 16):
+    if not folder or _distributions.release(version) < (2, 4):
         return None
     return Installed("TF_CONFIG's cluster", version, ["tensorflow"])
 

@@ -28,21 +28,23 @@ class TensorFlowEngine(_engines.Engine):
         """
         raise NotImplementedError
 
-    def called(self, function, argument, dtype):
+    def called(self, function, argument, dtype, shape=()):
         """A tensor: what ``function`` returns for the value of ``argument``, as the graph runs."""
 
         def call(value):
             with self.noting():
                 return function(value)
 
-        return self.tf.numpy_function(call, [argument], dtype)
+        result = self.tf.numpy_function(call, [argument], dtype)
+        result.set_shape(shape)
+        return result
 
     def total(self, values):
         """Scalars of a graph summed up over all ranks, in float64."""
         tf = self.tf
         mine = tf.stack([tf.cast(value, tf.float64) for value in values])
-        sums = self.called(lambda mine: self.sum(mine.tolist()), mine, tf.float64)
-        sums.set_shape([len(values)])
+        shape = [len(values)]
+        sums = self.called(lambda mine: self.sum(mine.tolist()), mine, tf.float64, shape)
         return tf.unstack(sums)
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What ranks of Keras 3 on torch and on JAX have in common: state, and losses of the user's own."""
+"""What ranks of Keras 3 have in common on all its backends: state, and losses of the user's own."""
 
 from .. import _keras, errors
 from . import losses
@@ -73,9 +73,7 @@ def check_loss(model, data, loss_of_data):
         UnsupportedError: it contains a sum over rows.
     """
     keras = _keras.keras_of(model)
-    if not type(model).train_step.__module__.startswith("keras."):
-        return  # what it computes is not known
-    if not _has_loss_of_its_own(keras, model):
+    if not has_own_loss(model):
         return
     leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
     rows = {leaf.shape[0] if getattr(leaf, "shape", None) else None for leaf in leaves}
@@ -90,8 +88,33 @@ def check_loss(model, data, loss_of_data):
     losses.check(model.name, keras, rows.pop(), loss_of, model.compute_dtype)
 
 
-def _has_loss_of_its_own(keras, model):
-    given = keras.tree.flatten(getattr(model._compile_loss, "_user_loss", None))
+def check_loss_eagerly(model, data):
+    """``check_loss`` where a model computes eagerly, and keeps the state of its metrics.
+
+    Raises:
+        UnsupportedError: as ``check_loss``.
+    """
+    keras = _keras.keras_of(model)
+    read, write = _keras.reader_and_writer(model)
+    trackers = list(model.metrics_variables)
+    values = [value.copy() for value in read(trackers)]
+
+    def loss_of(data):
+        x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
+        outputs = model(x, training=False)
+        return float(model._compute_loss(x, y, outputs, weights, training=False))
+
+    try:
+        check_loss(model, data, loss_of)
+    finally:
+        write(list(zip(trackers, values)))
+
+
+def has_own_loss(model):
+    """Whether the loss, by Keras' own training step, is another one than Keras has."""
+    if not type(model).train_step.__module__.startswith("keras."):
+        return False  # what it computes is not known
+    given = _keras.keras_of(model).tree.flatten(getattr(model._compile_loss, "_user_loss", None))
     for loss in given:
         if callable(loss) and not _module_of(loss).startswith("keras."):
             return True

@@ -78,8 +78,10 @@ class Reductions:
             if reduction == "mean_with_sample_weight" and sample_weight is not None:
                 mine = module.ops.sum(sample_weight)
                 (total,) = self.total([mine])
-                share = self.share()
-                loss = loss * module.ops.cast(mine / (total * share), loss.dtype)
+                mine, total, share = [
+                    module.ops.cast(value, loss.dtype) for value in (mine, total, self.share())
+                ]
+                loss = loss * (mine / (total * share))
             if reduction == "sum" and len(values.shape):
                 loss = loss / module.ops.cast(self.share(), loss.dtype)
             return loss

@@ -174,11 +174,11 @@ class Drift(keras.callbacks.Callback):
 
 
 model = compat.parallelize(
-    lambda: keras.models.Sequential([dense(3, input_shape=(6,)), dense(1)], "drifts")
+    lambda: keras.models.Sequential([dense(3, input_shape=(6,)), dense(1)], name="drifts")
 )
 model.compile(keras.optimizers.SGD(0.01, momentum=0.9), "mse")
 drifted = said["drifted"] = {}
-drifted["names"] = [weight.name for weight in model.weights]
+drifted["names"] = [getattr(weight, "path", weight.name) for weight in model.weights]
 drifted["loop"] = refusal(loop)
 drifted["fit"] = refusal(lambda: model.fit(
     inputs, targets, rows, epochs=1, verbose=0, shuffle=False, callbacks=[Drift()]

@@ -1,21 +1,34 @@
-"""Ranks on tf.keras 2: Horovod."""
+"""Ranks on tf.keras 2 and Keras 3: Horovod."""
 
 import pytest
 
+from compat.testing import keras_under_test, span
 from compat.testing.ranks import POLICIES, RanksContract
 
 from . import ranks
 
+KERAS3 = hasattr(keras_under_test(), "StatelessScope")
 
-@pytest.mark.row("ranks: Horovod")
-class TestTensorFlow2Horovod(RanksContract):
-    may_abort = True
+
+class OnTensorFlow2(RanksContract):
+    """What is the same on both engines."""
+
     backend = "tensorflow2"
     policies = tuple(POLICIES)
+    extension = ".keras" if KERAS3 else ".h5"
+    # Keras 3 counts each batch once in the losses of single outputs, on each rank.
+    compared = 4 if KERAS3 else 9
+
+
+@pytest.mark.row("ranks: Horovod")
+class TestTensorFlow2Horovod(OnTensorFlow2):
+    may_abort = True
 
 
 WAYS = """
 import tensorflow as tf
+
+KERAS3 = hasattr(keras, "ops")
 
 
 class Own(keras.Model):
@@ -25,7 +38,8 @@ class Own(keras.Model):
         super().__init__(name="own")
         self.encoder = dense(5, activation="tanh")
         self.decoder = dense(1)
-        self.encoding = keras.optimizers.legacy.SGD(0.1, momentum=0.9, clipnorm=0.05)
+        optimizers = keras.optimizers if KERAS3 else keras.optimizers.legacy
+        self.encoding = optimizers.SGD(0.1, momentum=0.9, clipnorm=0.05)
         self.decoding = keras.optimizers.Adam(0.01, clipvalue=0.02)
 
     def call(self, inputs):
@@ -38,7 +52,11 @@ class Own(keras.Model):
             loss = tf.reduce_mean(tf.square(difference))
         variables = self.encoder.trainable_variables
         self.encoding.apply_gradients(zip(tape.gradient(loss, variables), variables))
-        self.decoding.minimize(loss, self.decoder.trainable_variables, tape=tape)
+        variables = self.decoder.trainable_variables
+        if KERAS3:
+            self.decoding.apply(tape.gradient(loss, variables), variables)
+        else:
+            self.decoding.minimize(loss, variables, tape=tape)
         return {"loss": loss}
 
 
@@ -53,7 +71,7 @@ def trained(model, data, **options):
 
 data = compat.shard(tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH), BATCH)
 trained(Own(), data, steps_per_execution=2)
-eager = keras.Sequential([dense(4, activation="tanh"), dense(1)], "eager")
+eager = keras.Sequential([dense(4, activation="tanh"), dense(1)], name="eager")
 trained(eager, data, run_eagerly=True)
 
 batches = keras.Sequential([dense(1)], name="batches")
@@ -73,8 +91,11 @@ def check_parts(job, begin=""):
     """
     reductions = begin + "REDUCTIONS = True\n"
     program = reductions + ranks.METRICS + ranks.LOSSES
-    one, (alone,) = job(program, 1)
-    both, said = job(program + ranks.OWN_LOSSES + ranks.DRIFT, 2)
+    programs = program, program + ranks.OWN_LOSSES + ranks.DRIFT
+    if KERAS3:
+        programs = tuple(map(ranks.of_keras_3, programs))
+    one, (alone,) = job(programs[0], 1)
+    both, said = job(programs[1], 2)
     ranks.check_metrics(alone, said)
     ranks.check_losses((one, [alone]), (both, said))
     ranks.check_own_losses(said)
@@ -125,11 +146,13 @@ said["native"] = refusal(lambda: compat.parallelize(tf.function(lambda x: x)))
 """
 
 
+@span
 def test_own_train_steps_eager_steps_and_batches_train_to_the_same_numbers(tmp_path):
     said = ranks.check_same(WAYS, tmp_path)
     assert said[0] == said[1]
 
 
+@span
 def test_nothing_trains_alone(tmp_path):
     (arrays, _), (said, _) = ranks.run(REFUSED, tmp_path, 2)
     for place in range(2):
@@ -145,10 +168,10 @@ def test_nothing_trains_alone(tmp_path):
         "xla": "tensorflow2 cannot train as one of several ranks under "
         "jit_compile=True: XLA compiles no messages. Compile the model with jit_compile=False.",
         "alone": "tensorflow2 cannot train 'alone' as one of several ranks: its "
-        "train_step calls apply_gradients() or minimize() of no optimizer that is an attribute of "
-        "the model. Have train_step do that, with the optimizer given to compile() for example.",
+        "train_step applies gradients by no optimizer that is an attribute of the model. "
+        "Have train_step do that, with the optimizer given to compile() for example.",
         "native": "tensorflow2 cannot train a model without Keras as one of several "
-        "ranks. Use a model of tf.keras, or start the script without a launcher.",
+        "ranks. Use a Keras model, or start the script without a launcher.",
     }
 
 

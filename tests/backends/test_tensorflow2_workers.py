@@ -1,4 +1,4 @@
-"""Ranks on tf.keras 2: TF_CONFIG's workers."""
+"""Ranks on tf.keras 2 and Keras 3: TF_CONFIG's workers."""
 
 import contextlib
 import json
@@ -13,16 +13,19 @@ import pytest
 
 from compat import errors
 from compat._ranks.place import Place
-from compat.testing.ranks import POLICIES, RanksContract
+from compat.testing import span
 
 from . import ranks
-from .test_tensorflow2_horovod import WAYS, check_parts
+from .test_tensorflow2_horovod import WAYS, OnTensorFlow2, check_parts
 
 
 @pytest.mark.row("ranks: MultiWorkerMirroredStrategy")
-class TestTensorFlow2Workers(RanksContract):
-    backend = "tensorflow2"
-    policies = tuple(POLICIES)
+class TestTensorFlow2Workers(OnTensorFlow2):
+    @span
+    @pytest.mark.row("compat run --parallelize, ranks")
+    def test_a_script_without_compat_trains_to_the_numbers_of_one_process(self, tmp_path):
+        """Workers have to be joined before the script's first model: with each Keras."""
+        super().test_a_script_without_compat_trains_to_the_numbers_of_one_process(tmp_path)
 
 
 ROWS = """
@@ -38,7 +41,7 @@ class Count(keras.layers.Layer):
 
 
 said["rows"] = []
-counted = compat.parallelize(keras.Sequential([Count(input_shape=(6,)), dense(1)], "counted"))
+counted = compat.parallelize(keras.Sequential([Count(input_shape=(6,)), dense(1)], name="counted"))
 counted.compile("sgd", "mse")
 counted.fit(inputs, targets, batch_size=rows, epochs=1, shuffle=False, verbose=0)
 weights["counted"] = counted.get_weights()
@@ -50,6 +53,7 @@ joined = compat.parallelize(lambda: keras.Sequential([dense(1)]), strategy="mirr
 """
 
 
+@span
 def test_own_train_steps_eager_steps_and_batches_train_to_the_same_numbers(tmp_path):
     """All after the first model, which was built by a function. Each rank sees its rows alone."""
     said = ranks.check_same(JOIN + WAYS + ROWS, tmp_path)
@@ -58,6 +62,7 @@ def test_own_train_steps_eager_steps_and_batches_train_to_the_same_numbers(tmp_p
     assert said[0] == said[1]
 
 
+@span
 def test_metrics_and_losses_are_those_of_all_rows_and_what_cannot_be_is_told(tmp_path):
     check_parts(lambda program, size: ranks.run(program, tmp_path, size), JOIN)
 
@@ -110,6 +115,7 @@ refusal(lambda: compat.parallelize(build))
 """
 
 
+@span
 def test_a_model_that_was_built_before_is_refused():
     job = alone(REFUSED)
     assert job.returncode == 0, job.stderr
@@ -157,12 +163,13 @@ MASTER = """
 model = compat.parallelize(lambda: keras.Sequential([dense(1, input_shape=(6,))]))
 model.compile("sgd", "mse")
 model.fit(inputs, targets, batch_size=rows, epochs=1, shuffle=False, verbose=0)
-model.save_weights(sys.argv[1] + "-saved-by-{}.h5".format(compat.rank()))
+model.save_weights(sys.argv[1] + "-saved-by-{}.weights.h5".format(compat.rank()))
 said["place"] = [compat.rank(), compat.size(), compat.is_chief()]
 weights["model"] = model.get_weights()
 """
 
 
+@span
 def test_a_master_its_worker_and_an_evaluator(tmp_path):
     """A cluster as AI Platform and TFJob write it; the evaluator is no rank, and never saves."""
     with contextlib.ExitStack() as stack:
@@ -180,7 +187,7 @@ def test_a_master_its_worker_and_an_evaluator(tmp_path):
     said = [json.loads(job.communicate(timeout=300)[0].decode().split("SAID ")[1]) for job in jobs]
     assert [job.returncode for job in jobs] == [0, 0, 0]
     assert [one["place"] for one in said] == [[0, 2, True], [1, 2, False], [-1, 1, False]]
-    assert sorted(tmp_path.glob("*.h5")) == [tmp_path / "master-saved-by-0.h5"]
+    assert sorted(tmp_path.glob("*.h5")) == [tmp_path / "master-saved-by-0.weights.h5"]
     trained = [np.load(str(tmp_path / name)) for name in ("master-0.npz", "worker-1.npz")]
     for name in trained[0].files:
         np.testing.assert_array_equal(trained[0][name], trained[1][name])

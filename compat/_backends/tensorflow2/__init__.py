@@ -180,7 +180,7 @@ class TensorFlow2(Backend):
             raise errors.unsupported(
                 "tensorflow2",
                 "train a model without Keras as one of several ranks",
-                "Use a model of tf.keras, or start the script without a launcher.",
+                "Use a Keras model, or start the script without a launcher.",
             )
         if place.launcher == clusters.TF_CONFIG and not runs_eagerly(tf):
             raise _workers_without_eager_execution(place)

@@ -162,7 +162,8 @@ class RankedStep(_patching.InstanceMethod):
             result = step(data, *args, **kwargs)
         if self.training and not exchange.checked:
             exchange.checked = True
-            _check_loss(model, data)
+            with sys.modules["torch"].no_grad():
+                keras3.check_loss_eagerly(model, data)
         return result
 
     def reductions(self, model, exchange):
@@ -190,24 +191,6 @@ class RankedStep(_patching.InstanceMethod):
     def scaling(self, model):
         """What becomes of a ``LossScaleOptimizer``."""
         yield
-
-
-def _check_loss(model, data):
-    keras = _keras.keras_of(model)
-    read, write = _keras.reader_and_writer(model)
-    trackers = list(model.metrics_variables)
-    values = [value.copy() for value in read(trackers)]
-
-    def loss_of(data):
-        x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
-        with sys.modules["torch"].no_grad():
-            outputs = model(x, training=False)
-            return float(model._compute_loss(x, y, outputs, weights, training=False))
-
-    try:
-        keras3.check_loss(model, data, loss_of)
-    finally:
-        write(list(zip(trackers, values)))
 
 
 class RankedTrainStep(RankedStep):

@@ -1,0 +1,139 @@
+"""The steps of Keras 3 in ranks: what is otherwise there than in ``ranked_steps``."""
+
+import contextlib
+import itertools
+import sys
+
+from ... import _keras, _patching
+from ..._ranks import keras3, keras_model
+from . import ranked_steps
+
+
+class Function(ranked_steps.RankedFunction):
+    """The function that Keras 3 made, which is none of TensorFlow's: it calls some."""
+
+    def start(self, step, iterator):
+        if not all(layer.built for layer in _keras.all_layers(self.model)):
+            iterator = self.build(iterator)
+        keras_model.same_start(self.model, self.engine)
+        return iterator
+
+    def build(self, iterator):
+        """Make all weights that are still to be made, as the first step would, and run nothing."""
+        tf, model = sys.modules["tensorflow"], self.model
+        batch = getattr(iterator, "element_spec", None)
+        if batch is None:  # a generator, in train_on_batch()
+            batch = next(iterator)
+            iterator = itertools.chain([batch], iterator)
+        batch = _keras.keras_of(model).tree.map_structure(
+            lambda leaf: None if isinstance(leaf, tf.OptionalSpec) else leaf, batch
+        )
+        step = tf.function(lambda batch: model.train_step(batch), autograph=False)
+        step.get_concrete_function(batch)
+        return iterator
+
+
+class TrainFunction(ranked_steps.RankedTrainFunction):
+    function = Function
+
+
+class Step(ranked_steps.RankedStep):
+    """The ``train_step`` of a Keras 3 model. Its optimizers' ``apply`` gets all ranks' mean."""
+
+    def computing(self, model, rows, share):
+        return _computing(super().computing(model, rows, share), model, rows, self.weigh(share))
+
+    def weigh(self, share):
+        """A function that multiplies a loss by what this rank's rows count in the whole batch."""
+        tf, size = sys.modules["tensorflow"], self.engine.place.size
+        return lambda loss: loss * tf.cast(share() * size, loss.dtype)
+
+    def start(self, model, data):
+        """``Function`` does that."""
+
+    def optimizers(self, model):
+        kind = _keras.keras_of(model).optimizers.Optimizer
+        found = {id(value): value for value in vars(model).values()}
+        return [value for value in found.values() if isinstance(value, kind)]
+
+    def state(self, model):
+        return [variable._value for variable in keras3.averaged(model)]
+
+    def has_own_loss(self, model):
+        return keras3.has_own_loss(model)
+
+    def check_loss(self, model, batch):
+        keras3.check_loss_eagerly(model, batch)
+
+    @contextlib.contextmanager
+    def of_all_ranks(self, optimizer, share):
+        """A ``LossScaleOptimizer`` scales the loss of this rank's share of the rows.
+
+        So gradients overflow where those of one process would.
+        """
+        tf = sys.modules["tensorflow"]
+        apply, scale_loss = optimizer.apply, optimizer.scale_loss
+        scaled = []
+
+        def apply_of_all_ranks(grads, *args, **kwargs):
+            grads = list(grads)
+            mine = [gradient for gradient in grads if gradient is not None]
+            name = "gradients_{}".format(self.exchanged)
+            means = iter(self.engine.mean(mine, tf.ones_like(share) if scaled else share, name))
+            self.exchanged += 1
+            return apply([None if g is None else next(means) for g in grads], *args, **kwargs)
+
+        def scale_share(loss):
+            scaled.append(loss)
+            return scale_loss(loss) * tf.cast(share, loss.dtype)
+
+        methods = {"apply": apply_of_all_ranks}
+        if hasattr(optimizer, "inner_optimizer"):
+            methods["scale_loss"] = scale_share
+        with _patching.replaced(optimizer, **methods):
+            yield
+
+
+class TestStep(ranked_steps.RankedTestStep):
+    """The ``test_step`` of a Keras 3 model."""
+
+    def computing(self, model, rows, share):
+        weigh = Step.weigh(self, share)
+
+        def weigh_in_step(loss):
+            return weigh(loss) if keras_model.is_in_step(model) else loss
+
+        return _computing(super().computing(model, rows, share), model, rows, weigh_in_step)
+
+
+@contextlib.contextmanager
+def _computing(reductions, model, rows, weigh):
+    """Within, losses of single outputs, which logs show, are weighed as one process does.
+
+    Keras weighs them by the rows of the batch, if their number is known as it traces the step. On
+    TensorFlow it is not, and each batch counts once (3.15, ``CompileLoss.call``).
+    """
+    compute = getattr(model, "_compile_loss", None)
+    module = sys.modules[_keras.keras_of(model).losses.Loss.__module__]
+    with reductions:
+        if compute is None or isinstance(rows, int):
+            yield
+            return
+        call = compute.call
+
+        def call_and_weigh(*args, **kwargs):
+            with _patching.replaced(module, unscale_loss_for_distribution=weigh):
+                return call(*args, **kwargs)
+
+        with _patching.replaced(compute, call=call_and_weigh):
+            yield
+
+
+#: The methods of a model that become a rank's.
+KINDS = (
+    Step,
+    TestStep,
+    TrainFunction,
+    ranked_steps.RankedTestFunction,
+    ranked_steps.RankedCall,
+)

@@ -1,0 +1,368 @@
+"""The steps of tf.keras 2 in ranks. Those of Keras 3 are subclasses: ``keras3_steps``.
+
+A step of training is the model's ``train_step``, Keras' or the user's own. While it runs (or is
+traced), the model's optimizers have an ``apply_gradients`` of their own, which makes gradients
+the mean over all ranks first. So the optimizers clip and scale that mean, and stay the user's.
+"""
+
+import contextlib
+import functools
+import sys
+import threading
+
+from ... import _keras, _patching, errors
+from ..._ranks import keras_model, losses
+from . import own_losses
+from .layer_state import is_set, read
+from .replicas import recording
+from .replicated_call import ReplicatedCall
+from .sharding import has_rows, rows_of
+
+
+class RankedFunction:
+    """The function that Keras made to train a model for a batch, or several, of an iterator."""
+
+    def __init__(self, engine, model, function):
+        self.engine = engine
+        self.model = model
+        self.function = function
+        self.started = False
+
+    def __call__(self, iterator):
+        step = RankedStep.of(self.model)
+        with self.engine.waiting("for the others' gradients"):
+            if not self.started:
+                iterator = self.start(step, iterator)
+            first, self.started = not self.started, True
+            result = self.function(iterator)
+        if first and step.first_batch is not None:
+            step.check_loss(self.model, step.first_batch)
+            step.first_batch = None
+        keras_model.stepped(self.model)
+        return result
+
+    def start(self, step, iterator):
+        """Begin with rank 0's weights. Returns an iterator with the same batches."""
+        if hasattr(self.function, "get_concrete_function"):
+            # Tracing makes all weights that are still to be made, and runs nothing.
+            self.function.get_concrete_function(iterator)
+            step.check(self.model)
+            keras_model.same_start(self.model, self.engine)
+        return iterator
+
+
+class RankedTrainFunction(keras_model.RankedMethod):
+    """The method that makes the function which trains: it begins with rank 0's weights."""
+
+    method = "make_train_function"
+    function = RankedFunction
+
+    def __call__(self, model, *args, **kwargs):
+        self.plain(model)(*args, **kwargs)  # returns what it has made; in Keras 3, nothing
+        if not isinstance(model.train_function, RankedFunction):
+            model.train_function = self.function(self.engine, model, model.train_function)
+        return model.train_function
+
+
+_step = threading.local()
+
+
+@contextlib.contextmanager
+def _stepping():
+    """Within, gradients are taken care of."""
+    outer, _step.running = getattr(_step, "running", False), True
+    try:
+        yield
+    finally:
+        _step.running = outer
+
+
+class RankedStep(keras_model.RankedMethod):
+    """The ``train_step`` of a model that trains together with the other ranks."""
+
+    method = "train_step"
+    autograph_info__ = {}  # type: dict  # as in ReplicatedCall
+
+    def __init__(self, engine):
+        super().__init__(engine)
+        self.exchanged = 0  # lots of gradients, in the step that was traced last
+        self.started = None  # the optimizer with which an eager step began
+        self.first_batch = None  # where its loss is to be checked
+        self.kept = False
+
+    def __call__(self, model, data):
+        with self.engine.noting():
+            return self.step(model, data)
+
+    def step(self, model, data):
+        tf = sys.modules["tensorflow"]
+        data = _as_tensors(tf, data)
+        # The second is Keras 3's, which warns and goes on without XLA.
+        if getattr(model, "_jit_compile", None) or _keras.compiled_with(model).get(
+            "jit_compile"
+        ) not in (None, False, "auto"):
+            raise errors.unsupported(
+                "tensorflow2",
+                "train as one of several ranks under jit_compile=True: XLA compiles no messages",
+                "Compile the model with jit_compile=False.",
+            )
+        if tf.executing_eagerly():
+            self.start(model, data)
+        self.exchanged = 0
+        rows = _rows(tf, data)
+        share = self.share(tf, model, rows)
+        state = self.state(model)
+        before = [read(tf, variable) for variable in state]
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_stepping())
+            stack.enter_context(self.computing(model, rows, lambda: share))
+            for optimizer in self.optimizers(model):
+                stack.enter_context(self.of_all_ranks(optimizer, share))
+            result = self.plain(model)(data)
+        self.check(model)
+        self.average_state(tf, state, before, share)
+        if self.has_own_loss(model):
+            self.keep_first(tf, data, share)
+        return result
+
+    # What is otherwise in Keras 3 -------------------------------------------------------------
+
+    def computing(self, model, rows, share):
+        """The context in which Keras computes losses. ``share``: as ``losses.Reductions``'."""
+        return reductions(self.engine, share).within(_keras.keras_of(model))
+
+    def optimizers(self, model):
+        """The optimizers among a model's attributes, each once."""
+        found = {id(value): value for value in vars(model).values()}
+        return [v for v in found.values() if callable(getattr(v, "apply_gradients", None))]
+
+    def state(self, model):
+        """The variables a step may set besides those it trains, as far as they are made."""
+        try:
+            return [v for v in model.non_trainable_variables if v.dtype.is_floating]
+        except ValueError:  # Keras: none is; a step that makes them is traced again to be run
+            return []
+
+    def has_own_loss(self, model):
+        """Whether the loss is another one than Keras has."""
+        return own_losses.has_own_loss(model)
+
+    def check_loss(self, model, batch):
+        """Refuse a loss that is a sum over the rows of the batch."""
+        own_losses.check(model, batch)
+
+    # ------------------------------------------------------------------------------------------
+
+    def keep_first(self, tf, data, share):
+        """Keep the batch of the step that runs first, for ``RankedFunction``."""
+        flat = tf.nest.flatten(data)
+        if not all(isinstance(value, tf.Tensor) for value in flat if value is not None):
+            return
+        present = [value for value in flat if value is not None]
+
+        def is_first(share):
+            return self.first_batch is None and not self.kept
+
+        def keep(*arrays):
+            arrays = iter([array.copy() for array in arrays])
+            batch = [None if value is None else next(arrays) for value in flat]
+            self.first_batch, self.kept = tf.nest.pack_sequence_as(data, batch), True
+            return 0.0
+
+        tf.cond(
+            self.engine.called(is_first, share, tf.bool),
+            lambda: tf.numpy_function(keep, present, tf.float64),
+            lambda: tf.constant(0.0, tf.float64),
+        )
+
+    def start(self, model, data):
+        """Begin with rank 0's weights where no graph is traced for that."""
+        if self.started is not model.optimizer:
+            self.started = model.optimizer
+            with _stepping():
+                sys.modules["tensorflow"].function(self.plain(model)).get_concrete_function(data)
+            keras_model.same_start(model, self.engine)
+
+    def share(self, tf, model, rows):
+        def share(rows):
+            keras_model.count(model, int(rows), True)
+            return self.engine.share(int(rows))
+
+        return self.engine.called(share, rows, tf.float64)
+
+    def check(self, model):
+        """Refuse a step whose gradients no other rank has seen."""
+        if not self.exchanged and model.trainable_variables:
+            raise errors.unsupported(
+                "tensorflow2",
+                "train {!r} as one of several ranks: its train_step applies gradients by no "
+                "optimizer that is an attribute of the model".format(model.name),
+                "Have train_step do that, with the optimizer given to compile() for example.",
+            )
+
+    @contextlib.contextmanager
+    def of_all_ranks(self, optimizer, share):
+        """Within, an optimizer applies the means of all ranks' gradients."""
+        apply_gradients = optimizer.apply_gradients
+
+        def apply_gradients_of_all_ranks(grads_and_vars, *args, **kwargs):
+            pairs = list(grads_and_vars)
+            mine = [gradient for gradient, _ in pairs if gradient is not None]
+            means = iter(self.engine.mean(mine, share, "gradients_{}".format(self.exchanged)))
+            self.exchanged += 1
+            pairs = [(None if mine is None else next(means), v) for mine, v in pairs]
+            return apply_gradients(pairs, *args, **kwargs)
+
+        methods = {"apply_gradients": apply_gradients_of_all_ranks}
+        if hasattr(optimizer, "get_scaled_loss"):
+            methods.update(self.scaling(optimizer, share))
+        with _patching.replaced(optimizer, **methods):
+            yield
+
+    def scaling(self, optimizer, share):
+        """Methods by which a ``LossScaleOptimizer`` has the gradients of one process overflow.
+
+        The mean over a rank's rows weighs each row more than the mean over all ranks' rows does,
+        so that float16 would overflow under a loss scale that is right for one process.
+        """
+        tf = sys.modules["tensorflow"]
+        scaled, unscaled = optimizer.get_scaled_loss, optimizer.get_unscaled_gradients
+
+        def of_share(loss):
+            return loss * tf.cast(share, loss.dtype)
+
+        def of_whole(gradient):
+            if isinstance(gradient, tf.IndexedSlices):
+                values = of_whole(gradient.values)
+                return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+            return gradient / tf.cast(share, gradient.dtype)
+
+        def get_scaled_loss(loss):
+            if callable(loss):
+                return scaled(lambda: of_share(loss()))
+            return scaled(of_share(loss))
+
+        def get_unscaled_gradients(gradients):
+            return [
+                None if gradient is None else of_whole(gradient) for gradient in unscaled(gradients)
+            ]
+
+        return {
+            "get_scaled_loss": get_scaled_loss,
+            "get_unscaled_gradients": get_unscaled_gradients,
+        }
+
+    def average_state(self, tf, state, before, share):
+        """Set what the step has set (moving averages) to its mean over all ranks."""
+        pairs = [(v, value) for v, value in zip(state, before) if is_set(tf, v)]
+        # Of the changes: what has none stays as it is to the bit.
+        changes = [read(tf, variable) - value for variable, value in pairs]
+        for (variable, value), change in zip(pairs, self.engine.mean(changes, share, "state")):
+            variable.assign(value + change)
+
+
+class RankedTestStep(keras_model.RankedMethod):
+    """The ``test_step`` of a model: it counts rows, by which metrics are averaged."""
+
+    method = "test_step"
+    autograph_info__ = {}  # type: dict
+
+    def __call__(self, model, data):
+        tf = sys.modules["tensorflow"]
+        data = _as_tensors(tf, data)
+        rows = _rows(tf, data)
+
+        def count(rows):
+            keras_model.count(model, int(rows), False)
+            return float(rows)
+
+        self.engine.called(count, rows, tf.float64)
+
+        @functools.lru_cache(None)
+        def share():
+            """Called where a loss is no mean over rows: then all ranks evaluate in step."""
+            keras_model.in_step(model)
+            return self.engine.called(lambda rows: self.engine.share(int(rows)), rows, tf.float64)
+
+        with self.engine.noting(), self.computing(model, rows, share):
+            return self.plain(model)(data)
+
+    computing = RankedStep.computing
+
+
+def _as_tensors(tf, data):
+    """The same structure, without arrays, which Keras 3 hands to a step that runs eagerly."""
+
+    def as_tensor(value):
+        return tf.convert_to_tensor(value) if hasattr(value, "__array_interface__") else value
+
+    return tf.nest.map_structure(as_tensor, data)
+
+
+def _rows(tf, data):
+    """The number of rows of a batch."""
+    batch = next((value for value in tf.nest.flatten(data) if has_rows(tf, value)), None)
+    return 1 if batch is None else rows_of(tf, batch)
+
+
+def reductions(engine, share):
+    """What has Keras' losses be those of all ranks' rows: one exchange after the other."""
+    tf, before = sys.modules["tensorflow"], []
+
+    def total(values):
+        with tf.control_dependencies(before or [share()]):
+            sums = engine.total(values)
+        before[:] = sums[:1]
+        return sums
+
+    return losses.Reductions(share, total)
+
+
+class RankedTestFunction(keras_model.RankedMethod):
+    """The method that makes the function which evaluates, and which may wait for other ranks."""
+
+    method = "make_test_function"
+
+    def __call__(self, model, *args, **kwargs):
+        self.plain(model)(*args, **kwargs)
+        if not isinstance(model.test_function, WaitingFunction):
+            model.test_function = WaitingFunction(self.engine, model.test_function)
+        return model.test_function
+
+
+class WaitingFunction:
+    """A function that Keras made, in whose graph ranks may wait for each other."""
+
+    def __init__(self, engine, function):
+        self.engine = engine
+        self.function = function
+
+    def __call__(self, iterator):
+        with self.engine.waiting("for the others' losses"):
+            return self.function(iterator)
+
+
+class RankedCall(ReplicatedCall):
+    """The ``call`` of a model, which refuses gradients that no other rank would see."""
+
+    def __init__(self, engine):
+        super().__init__([])
+
+    def __call__(self, model, *args, **kwargs):
+        tf = sys.modules["tensorflow"]
+        if (
+            recording()
+            and not self._only_traced(tf, model)
+            and not getattr(_step, "running", False)
+        ):
+            raise errors.unsupported(
+                "tensorflow2",
+                "train {!r} as one of several ranks in a loop of your own around "
+                "tf.GradientTape".format(model.name),
+                "Put the step into the model's train_step(), and call fit() or train_on_batch().",
+            )
+        return self._unreplicated(tf, model, *args, **kwargs)
+
+
+#: The methods of a model that become a rank's.
+KINDS = RankedStep, RankedTestStep, RankedTrainFunction, RankedTestFunction, RankedCall
