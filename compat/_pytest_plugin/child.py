@@ -8,6 +8,7 @@ import os
 import sys
 
 import pytest
+from _pytest.terminal import TerminalReporter
 
 import compat
 
@@ -56,6 +57,15 @@ class Child:
                 process.configured_by = "@pytest.mark.compat"
             except Exception as error:
                 early_config.pluginmanager.register(Unconfigured(error))
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_configure(self, config):
+        """Have pytest print nothing. Without a terminal reporter, its assertions fail."""
+        reporter = config.pluginmanager.get_plugin("terminalreporter")
+        if reporter is not None:
+            config.pluginmanager.unregister(reporter)
+            silent = TerminalReporter(config, open(os.devnull, "w"))
+            config.pluginmanager.register(silent, "terminalreporter")
 
     def pytest_collectreport(self, report):
         if report.failed:

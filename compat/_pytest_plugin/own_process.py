@@ -110,7 +110,7 @@ def _is_plain(value):
 def _job(item, folder, configure):
     """What ``child`` reads: the test, the run that it is of, and where to write."""
     config = item.config
-    arguments = ["--rootdir", str(config.rootpath), "-p", "no:terminal", "--capture=no"]
+    arguments = ["--rootdir", str(config.rootpath), "--capture=no"]
     for plugin in config.option.plugins or []:
         arguments += ["-p", plugin]
     if config.inipath:

@@ -1,5 +1,6 @@
 """The fixture ``compat_twins``: a model on one device and on all, trained alike and compared."""
 
+import os
 import random
 
 import numpy as np
@@ -7,7 +8,6 @@ import pytest
 
 from .. import _api, _keras, _ranks, _verification, errors
 from .._process import process
-from ..testing.models import largest_difference
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -54,6 +54,10 @@ class Twins:
                 "compat_twins", "train in {}".format(place), "Start pytest without a launcher."
             )
         configuration = process.configuration or _api.configure_gpu()
+        backend = _api.configured_backend()
+        # Works where nothing has run before this on the framework.
+        os.environ.update(backend.recording)
+        _verification.record_operations()
         self.devices = list(configuration.devices)
         if len(self.devices) < 2:
             raise errors.DevicesNotFoundError(
@@ -77,9 +81,6 @@ class Twins:
         self.labels = _labels(self.one, self._weights(self.one))
         name = getattr(self.several, "name", type(self.several).__name__)
         self._verification = _verification.Verification(name, self.devices, 1)
-        _verification.record_operations()
-        backend = _api.backend_of(self.several)
-        assert backend is not None  # parallelize() took it
         backend.verify(self.several, self._verification)
 
     @property
@@ -97,7 +98,7 @@ class Twins:
         alike = [np.shape(a) for a in first] == [np.shape(a) for a in second]
         if alike and _keras.keras_of(self.one) is not None:
             self.several.set_weights(first)
-        elif not alike or largest_difference(first, second) != 0:
+        elif not alike or _verification.largest_difference(first, second) != 0:
             raise errors.InvalidArgumentError(
                 "compat_twins({0}): {0}() gives other weights each time. Seed what draws "
                 "them.".format(_name(build))
@@ -159,7 +160,7 @@ class Twins:
             more = len(problems) - SHOWN
             lines = problems[:SHOWN] + ["and {} more".format(more)] * (more > 0)
             pytest.fail(self._text("trained differently {}".format(where), lines))
-        if not largest_difference(before, self._weights(self.one)) > 0:
+        if not _verification.largest_difference(before, self._weights(self.one)) > 0:
             pytest.fail(self._text("changed no weight {}".format(where), ["nothing was compared"]))
         record = self._verification.record
         if not record.operations:
@@ -186,7 +187,7 @@ class Twins:
             return "its shape is {} on one device and {} on several".format(
                 np.shape(first), None if second is None else np.shape(second)
             )
-        difference = largest_difference([first], [second]) if np.size(first) else 0.0
+        difference = _verification.largest_difference([first], [second]) if np.size(first) else 0.0
         limit = self.tolerance * max(1.0, float(np.abs(first).max()) if np.size(first) else 1.0)
         if difference <= limit:  # NaN is not
             return ""

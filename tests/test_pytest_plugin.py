@@ -1,0 +1,620 @@
+"""The plugin for pytest, in runs of pytest on the sample backend of tests/plugin.
+
+pytest finds it by its entry point: this package is installed in each environment of tox.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+pytest_plugins = ["pytester"]
+
+
+@pytest.fixture
+def project(pytester, monkeypatch):
+    """A folder in which pytest runs in a process of its own."""
+    for name in ("COMPAT_SIMULATE", "PYTEST_ADDOPTS", "COMPAT_VERIFY", "CI"):
+        monkeypatch.delenv(name, raising=False)
+    return pytester
+
+
+def run(project, *arguments):
+    return project.runpytest_subprocess("-p", "no:cacheprovider", *arguments)
+
+
+def test_nothing_of_compat_is_imported_until_it_is_asked_for(project):
+    project.makepyfile(
+        """
+        import sys
+
+        def test():
+            assert "keras_gpu_compat_pytest" in sys.modules
+            assert not {"compat", "numpy"}.intersection(sys.modules)
+        """
+    )
+    # A module of the project's own with that name is no obstacle, also where it is found first.
+    project.makepyfile(compat="raise ValueError")
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-W", "error"], stdout=subprocess.PIPE
+    )
+    assert result.returncode == 0, result.stdout.decode()
+    assert "compat:" not in result.stdout.decode()
+
+
+# --compat-simulate -----------------------------------------------------------------------------
+
+DEVICES = """
+    import os, subprocess, sys
+
+    def test():
+        assert os.environ.get("COMPAT_SIMULATE") == {expected!r}
+        code = "import os, sys; sys.exit(os.environ.get('COMPAT_SIMULATE') != {expected!r})"
+        assert subprocess.call([sys.executable, "-c", code]) == 0
+    """
+
+
+@pytest.mark.parametrize(
+    "option, environment, file, expected, source",
+    [
+        (None, None, "4", "4", "compat_simulate in tox.ini"),
+        (None, "2", "4", "2", "the environment, not compat_simulate = 4 in tox.ini"),
+        (
+            "3", "2", "4", "3",
+            "--compat-simulate, not 2 of the environment or compat_simulate = 4 in tox.ini",
+        ),
+        ("", "2", None, "", "--compat-simulate, not 2 of the environment"),
+    ],
+)  # fmt: skip
+def test_simulated_devices(project, monkeypatch, option, environment, file, expected, source):
+    if environment is not None:
+        monkeypatch.setenv("COMPAT_SIMULATE", environment)
+    if file is not None:
+        project.makefile(".ini", tox="[pytest]\ncompat_simulate = {}\n".format(file))
+    project.makeconftest(
+        "import os\nassert os.environ['COMPAT_SIMULATE'] == {!r}".format(expected)
+    )
+    project.makepyfile(DEVICES.format(expected=expected))
+    result = run(project, *[] if option is None else ["--compat-simulate", option])
+    result.assert_outcomes(passed=1)
+    assert "compat: COMPAT_SIMULATE={} ({})".format(expected, source) in result.outlines
+
+
+def test_simulation_ends_with_pytest(project):
+    program = (
+        "import os, pytest\n"
+        "for before in (None, '2'):\n"
+        "    if before: os.environ['COMPAT_SIMULATE'] = before\n"
+        "    pytest.main(['--compat-simulate', '3', '-q'])\n"
+        "    assert os.environ.get('COMPAT_SIMULATE') == before\n"
+    )
+    assert subprocess.call([sys.executable, "-c", program], stdout=subprocess.DEVNULL) == 0
+
+
+@pytest.mark.parametrize(
+    "arguments, source",
+    [
+        (["--compat-simulate", "x"], "--compat-simulate"),
+        (["-o", "compat_simulate=x"], "compat_simulate in tox.ini"),
+    ],
+)
+def test_what_is_no_number_of_devices_is_a_usage_error(project, arguments, source):
+    project.makefile(".ini", tox="[pytest]\n")
+    result = run(project, *arguments)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert (
+        "ERROR: {}: COMPAT_SIMULATE='x' is not a number of devices, 1 or more. Set it to one, for "
+        "example COMPAT_SIMULATE=3, or remove it.".format(source)
+    ) in result.errlines
+
+
+# @pytest.mark.compat ---------------------------------------------------------------------------
+
+REPORTED = """
+    import os
+    import unittest
+    import warnings
+
+    import pytest
+
+    pytestmark = pytest.mark.compat
+    HERE = os.getpid()
+
+    @pytest.fixture(scope="module")
+    def module():
+        yield
+        assert int(os.environ["PARENT"]) != os.getpid()
+
+    def test_passes(module, record_property, tmp_path, request):
+        assert int(os.environ["PARENT"]) != os.getpid()
+        assert request.config.getoption("--animal") == "cat"
+        record_property("number", 3)
+        warnings.warn("an old thing", DeprecationWarning)
+
+    def test_fails():
+        print("printed")
+        os.write(2, b"written\\n")
+        assert [1, 2] == [1, 3]
+
+    def test_skips():
+        pytest.skip("for a reason")
+
+    @pytest.mark.skip(reason="by a mark")
+    def test_is_skipped():
+        pass
+
+    @pytest.mark.xfail(reason="is known")
+    def test_known():
+        assert 0
+
+    @pytest.mark.xfail(reason="is no more", strict=True)
+    def test_known_no_more():
+        pass
+
+    @pytest.mark.parametrize("value", ["x[y]::\\u00e4"])
+    def test_parameters(value, capsys, caplog):
+        print(value)
+        assert capsys.readouterr().out == "{}\\n".format(value)
+
+    class TestOfUnittest(unittest.TestCase):
+        @classmethod
+        def setUpClass(cls):
+            cls.pid = os.getpid()
+
+        def test(self):
+            assert self.pid == os.getpid() != int(os.environ["PARENT"])
+
+    @pytest.fixture
+    def broken():
+        print("in the fixture")
+        raise ValueError("broken")
+
+    def test_with_a_broken_fixture(broken):
+        pass
+    """
+
+CONFTEST = """
+    import os
+
+    def pytest_addoption(parser):
+        parser.addoption("--animal")
+
+    if "PARENT" not in os.environ:
+        os.environ["PARENT"] = str(os.getpid())
+    """
+
+
+def test_outcomes_are_as_if_the_test_ran_here(project):
+    project.makeconftest(CONFTEST)
+    project.makefile(".ini", tox="[pytest]\naddopts = --animal cat --strict-markers\n")
+    project.makepyfile(REPORTED)
+    result = run(project, "-ra", "--junitxml=junit.xml", "--durations=2", "-v")
+    result.assert_outcomes(passed=3, failed=2, skipped=2, xfailed=1, errors=1)
+    result.stdout.fnmatch_lines(
+        [
+            "*test_passes PASSED*",
+            "*ERROR at setup of test_with_a_broken_fixture*",
+            "E * ValueError: broken",
+            "*Captured stdout setup*",
+            "in the fixture",
+            "*_ test_fails _*",
+            ">       assert [[]1, 2] == [[]1, 3]",
+            "E * At index 1 diff: 2 != 3",
+            "*Captured stdout call*",
+            "printed",
+            "*Captured stderr call*",
+            "written",
+            "*[[]XPASS(strict)[]] is no more*",
+            "*DeprecationWarning: an old thing",
+            "*slowest 2 durations*",
+            "SKIPPED [[]1[]] *: for a reason",
+            "SKIPPED [[]1[]] *: by a mark",
+        ],
+    )
+    junit = (project.path / "junit.xml").read_text(encoding="utf-8")
+    assert '<property name="number" value="3"' in junit
+    assert junit.count("<testcase ") == 9
+
+
+ENDS = """
+    import os, signal, sys, time
+    import pytest
+
+    @pytest.mark.compat
+    def test_dies():
+        print("before it")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    @pytest.mark.compat
+    def test_exits():
+        os._exit(3)
+
+    @pytest.mark.compat
+    def test_exits_pytest():
+        pytest.exit("enough")
+
+    @pytest.mark.compat(timeout=1.5)
+    def test_hangs():
+        time.sleep(100)
+
+    @pytest.fixture
+    def deadly():
+        yield
+        os._exit(0)
+
+    @pytest.mark.compat
+    def test_dies_in_teardown(deadly):
+        pass
+
+    @pytest.mark.compat
+    @pytest.mark.parametrize("value", [object()], ids=[str(os.getpid())])
+    def test_changes_its_name(value):
+        pass
+
+    @pytest.mark.compat
+    def test_what_is_written_late_fails(request):
+        import atexit
+        atexit.register(os._exit, 9)
+
+    def test_is_as_before():
+        pass
+    """
+
+
+def test_a_process_that_ends_is_a_failed_test(project):
+    project.makepyfile(ENDS)
+    result = run(project, "-rfE")
+    result.assert_outcomes(passed=3, failed=5, errors=2)
+    text = re.sub(r"^_+ (.*?) _+$", r"* \1", result.stdout.str(), flags=re.M)
+    for name, how, output in (
+        ("test_dies", "was killed by signal 9 (SIGKILL).", "Its stdout:\nbefore it\n"),
+        ("test_exits", "ended with exit status 3.", "It printed nothing.\n"),
+        ("test_exits_pytest", "ended with exit status 2.", "Its stderr:\n_pytest.outcomes.Exit"),
+        ("test_hangs", "was killed after 1.5 seconds, its timeout.", "Its stderr:\nFatal Python"),
+        (
+            "ERROR at teardown of test_dies_in_teardown",
+            "ended before it had run the test.",
+            "It printed nothing.\n",
+        ),
+        (
+            "ERROR at teardown of test_what_is_written_late_fails",
+            "ended with exit status 9.",
+            "It printed nothing.\n",
+        ),
+    ):
+        assert "* {}\nThe process of this test {}\n\n{}".format(name, how, output) in text
+    assert 'test_hangs\n' in text  # the line where it hung
+    assert re.search(
+        r"The process of this test ended with exit status 5.\n\nIts stderr:\nNo tests with the id "
+        r"'test_changes_its_name\[\d+\]' were collected. Parameters of a test that has a process "
+        r"of its own need ids that are the same each time it is collected.\n",
+        text,
+    )
+
+
+CONFIGURED = """
+    import sys
+
+    import pytest
+
+    assert "compat_numpy" in sys.modules or "numpy" not in sys.modules
+
+    @pytest.mark.compat(simulate=2, backend="numpy", numpy_errors="raise")
+    class TestTwo:
+        def test_configured_before(self):
+            import compat
+            from compat._process import process
+            assert process.configuration is not None
+            assert len(compat.configure_gpu(backend="numpy", numpy_errors="raise").devices) == 2
+
+        def test_the_script_changes_nothing(self):
+            import compat
+            assert len(compat.configure_gpu(1, backend="numpy").devices) == 2
+
+        @pytest.mark.compat(backend="numpy")
+        def test_the_nearest_mark_counts(self):
+            import compat
+            assert len(compat.configure_gpu(backend="numpy").devices) == 4
+
+    @pytest.mark.compat(sinulate=2)
+    def test_misspelled():
+        pass
+
+    @pytest.mark.compat(3)
+    def test_without_a_name():
+        pass
+
+    @pytest.mark.compat(timeout=0)
+    def test_no_time():
+        pass
+
+    @pytest.mark.compat(gpus={1})
+    def test_no_text():
+        pass
+
+    def test_here():
+        from compat._process import process
+        assert process.configuration is None
+    """
+
+
+def test_arguments_of_configure_gpu(project):
+    project.makepyfile(CONFIGURED)
+    result = run(project, "--compat-simulate", "4")
+    result.assert_outcomes(passed=4, failed=3, errors=1, warnings=1)
+    lines = result.stdout.str()
+    for text in (
+        "\nUnknownOptionError: configure_gpu() has no argument 'sinulate', and no backend has an "
+        "option of that name. Did you mean simulate",
+        "\n@pytest.mark.compat takes keyword arguments, those of configure_gpu() and timeout=, but "
+        "it was given 3. Name it, as in @pytest.mark.compat(simulate=3).\n",
+        "\n@pytest.mark.compat(timeout=0) is not understood. Use a number of seconds above 0, or "
+        "leave it out to wait for as long as the test takes.\n",
+        "\n@pytest.mark.compat(gpus={1}) cannot be told another process. Use texts, numbers, True, "
+        "False, None, and lists of these.\n",
+        "CompatWarning: configure_gpu() of the script changes nothing: @pytest.mark.compat has "
+        "configured this process (",
+    ):
+        assert text in lines
+
+
+STACK = """
+    import pytest
+
+    @pytest.fixture(scope="module")
+    def module():
+        yield
+        raise ValueError("module fixture")
+
+    def test_with_it(module):
+        pass
+
+    @pytest.mark.compat
+    def test_between():
+        pass
+    """
+
+
+def test_fixtures_of_tests_before_end_on_time(project):
+    """The last test of a module that uses a fixture of it runs elsewhere."""
+    project.makepyfile(test_1=STACK, test_2="def test(): pass")
+    result = run(project)
+    result.assert_outcomes(passed=3, errors=1)
+    result.stdout.fnmatch_lines(["*ERROR at teardown of test_between*", "E * module fixture"])
+
+
+def test_the_first_failure_ends_the_run(project):
+    project.makepyfile(
+        """
+        import pytest
+
+        @pytest.mark.compat
+        def test_1():
+            assert 0
+
+        @pytest.mark.compat
+        def test_2():
+            pass
+        """
+    )
+    run(project, "-x", "--pdb").assert_outcomes(failed=1)
+
+
+def test_ctrl_c_ends_the_process(project):
+    project.makepyfile(
+        """
+        import os, time, pytest
+
+        @pytest.mark.compat
+        def test():
+            with open("pid", "w") as file:
+                file.write(str(os.getpid()))
+            time.sleep(100)
+        """
+    )
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
+    file = project.path / "pid"
+    until = time.monotonic() + 60
+    while not (file.exists() and file.read_text()) and time.monotonic() < until:
+        time.sleep(0.05)
+    process.send_signal(2)
+    out, _ = process.communicate(timeout=30)
+    assert process.returncode == pytest.ExitCode.INTERRUPTED, out.decode()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(file.read_text()), 0)
+
+
+# compat_twins ----------------------------------------------------------------------------------
+
+TWINS = """
+    import numpy as np
+    import pytest
+
+    import compat
+
+    compat.configure_gpu(backend="numpy", verify=0)
+    from compat_numpy.networks import Network
+
+    random = np.random.RandomState(0)
+    x, y = random.normal(size=(61, 8)), random.normal(size=(61, 4))
+
+    def build(seed=0):
+        return Network(8, 16, 4, seed=seed)
+
+    def weights(model):
+        return model.weights
+
+    @pytest.fixture
+    def twins(compat_twins):
+        return compat_twins(build, weights=weights)
+    """
+
+TRAINED = TWINS + """
+    def failure(function, *arguments):
+        with pytest.raises(pytest.fail.Exception) as caught:
+            function(*arguments)
+        return str(caught.value)
+
+    def test_same(twins):
+        for _ in range(2):
+            twins.train(lambda model: model.train_on_batch(x, y))
+        assert twins.worked == {"cpu:0": (2, 3), "cpu:1": (2, 3), "cpu:2": (2, 3)}
+
+        def train(model):
+            model.train_on_batch(x, y)
+            return {"drawn": [np.random.rand()], "empty": []}
+
+        first, second = twins.train(train)
+        assert first == second and first["drawn"]
+
+    def test_what_differs_is_listed(twins):
+        def train(model):
+            rate = 0.05 if model is twins.one else 0.06
+            model.train_on_batch(x, y, rate=rate)
+            return {"rate": rate, "steps": [1] * int(100 * rate), "unknown": np.nan}
+
+        text = failure(twins.train, train)
+        print(text)
+        lines = text.splitlines()
+        assert lines[0] == "model 'Network' trained differently on cpu:0, cpu:1, cpu:2 and on cpu:0"
+        for number in range(4):
+            start = "  weight {}: differs by 0.0".format(number)
+            assert lines[1 + number].startswith(start)
+            assert ", the tolerance is 1e-05" in lines[1 + number]
+        assert lines[5:8] == [
+            "  rate: differs by 0.01, the tolerance is 1e-05 ([0.05] on one device, [0.06] on "
+            "several)",
+            "  steps: its shape is (5,) on one device and (6,) on several",
+            "  unknown: differs by nan, the tolerance is 1e-05 ([nan] on one device, [nan] on "
+            "several)",
+        ]
+        assert lines[8].startswith("  verified: 1 training step; ")
+        assert lines[10] == (
+            "  products ran, forward + backward: cpu:0 2 + 3, cpu:1 2 + 3, cpu:2 2 + 3"
+        )
+
+    def test_many_differences_are_counted(twins):
+        def train(model):
+            model.train_on_batch(x, y)
+            return {str(n): float(model is twins.one) for n in range(12)}
+
+        lines = failure(twins.train, train).splitlines()
+        assert len([line for line in lines if "differs" in line]) == 10
+        assert lines[11] == "  and 2 more"
+
+    def test_training_that_changes_nothing(twins):
+        assert failure(twins.train, lambda model: model.predict(x)).startswith(
+            "model 'Network' changed no weight on cpu:0, cpu:1, cpu:2 and on cpu:0\\n"
+            "  nothing was compared\\n"
+        )
+
+    def test_a_device_that_does_not_work(twins):
+        text = failure(twins.train, lambda model: model.train_on_batch(x[:2], y[:2]) and None)
+        assert text.startswith("model 'Network' did not run on all devices\\n")
+        assert text.endswith("cpu:0 2 + 3, cpu:1 2 + 3\\n  only 2 of its devices worked")
+
+    def test_several_devices_that_are_wrong(twins, monkeypatch):
+        from compat_numpy import replicas
+
+        plain = replicas._gradients
+        wrong = lambda *args: (plain(*args)[0], [2 * each for each in plain(*args)[1]])
+        monkeypatch.setattr(replicas, "_gradients", wrong)
+        compat.parallelize(twins.several)
+        text = failure(twins.train, lambda model: model.train_on_batch(x, y) and None)
+        assert "weight 0: differs by" in text
+
+    def test_training_that_is_not_seen(twins):
+        compat.parallelize(twins.several)  # takes what verifies away
+        with pytest.warns(compat.CompatWarning) as warned:
+            twins.train(lambda model: model.train_on_batch(x, y))
+        assert [str(warning.message) for warning in warned] == [
+            "compat_twins: no step of model 'Network' was seen, so it is not known which devices "
+            "worked."
+        ]
+
+    def test_an_iterator(twins):
+        with pytest.raises(compat.InvalidArgumentError) as caught:
+            twins.fit(iter([x]))
+        assert str(caught.value) == (
+            "twins.fit() trains two models, but the list_iterator that it was given can be read "
+            "only once. Give arrays or a Sequence, or call twins.train() with a function that "
+            "makes a new one for each model."
+        )
+
+    SEEDS = [1, 2]
+    ONE = Network(8, 4)
+
+    @pytest.mark.parametrize(
+        "build, weights, error, text",
+        [
+            (
+                lambda: build(SEEDS.pop()), weights, compat.InvalidArgumentError,
+                "compat_twins(<lambda>): <lambda>() gives other weights each time. Seed what draws "
+                "them.",
+            ),
+            (
+                lambda: ONE, weights, compat.InvalidArgumentError,
+                "compat_twins(<lambda>): <lambda>() gives the same model each time. Have it build "
+                "a new one.",
+            ),
+            (
+                build, lambda model: [], compat.InvalidArgumentError,
+                "compat_twins(build): build() gives a model that has no weights yet, so the two "
+                "cannot begin with equal ones. Give its first layer an input shape, or build it "
+                "before it is returned.",
+            ),
+            (
+                build, None, compat.NotAModelError,
+                "compat_twins reads the weights of Keras models by itself; for a "
+                "compat_numpy.networks.Network give weights=, a function that returns its arrays "
+                "as a list.",
+            ),
+        ],
+    )
+    def test_what_cannot_be_compared(compat_twins, build, weights, error, text):
+        with pytest.raises(error) as caught:
+            compat_twins(build, weights=weights)
+        assert str(caught.value) == text
+
+    @pytest.mark.compat(backend="numpy", simulate=2)
+    def test_in_its_own_process(twins):
+        assert twins.devices == ["cpu:0", "cpu:1"]
+        twins.train(lambda model: model.train_on_batch(x, y))
+    """
+
+
+def test_twins(project):
+    project.makepyfile(TRAINED)
+    result = run(project, "--compat-simulate", "3", "--strict-markers")
+    result.assert_outcomes(passed=13)
+
+
+ALONE = TWINS + """
+    def test_one_device(compat_twins):
+        with pytest.raises(compat.DevicesNotFoundError) as caught:
+            compat_twins(build, weights=weights)
+        assert str(caught.value) == (
+            "compat_twins compares several devices with one, but this process has cpu:0 only. Ask "
+            "for simulated ones: compat_simulate = 3 in pytest's configuration, "
+            "--compat-simulate 3, or @pytest.mark.compat(simulate=3) on the test."
+        )
+
+    def test_rank(compat_twins, monkeypatch):
+        for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2")):
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("MASTER_ADDR", "localhost")
+        monkeypatch.setenv("MASTER_PORT", "2000")
+        with pytest.raises(compat.UnsupportedError) as caught:
+            compat_twins(build, weights=weights)
+        assert str(caught.value).endswith("Start pytest without a launcher.")
+        print(caught.value)
+    """
+
+
+def test_where_there_are_no_several_devices(project):
+    project.makepyfile(ALONE)
+    run(project).assert_outcomes(passed=2)
