@@ -4,6 +4,8 @@ It imports nothing of ``compat`` until then. It lies beside that package: a proj
 ``compat`` of its own, and ``python -m pytest`` would look for the plugin in that one.
 """
 
+import os
+
 import pytest
 
 MARK = (
@@ -24,9 +26,9 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(tryfirst=True)  # a conftest.py may configure
 def pytest_load_initial_conftests(early_config):
-    if early_config.known_args_namespace.compat_simulate is not None or early_config.getini(
-        "compat_simulate"
-    ):
+    option = early_config.known_args_namespace.compat_simulate
+    asked = early_config.getini("compat_simulate") or os.environ.get("COMPAT_SIMULATE")
+    if option is not None or asked:
         from compat._pytest_plugin import simulation
 
         simulation.begin(early_config)

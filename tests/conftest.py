@@ -18,8 +18,8 @@ from compat.backend import Backend
 
 pytest.register_assert_rewrite("compat.testing")
 
-# Has tests of its own, on the backends that `compat tox` gives it.
-collect_ignore = ["legacy_project"]
+# Tests of their own: on the backends that `compat tox` gives them, and of the plugin for pytest.
+collect_ignore = ["legacy_project", "twins_project"]
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 

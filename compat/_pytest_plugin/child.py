@@ -89,7 +89,7 @@ class Child:
     # report, as pytest's own capturing would make it.
 
     def _captured(self, item, when):
-        for name, stream in self.streams:
+        for _, stream in self.streams:
             stream.seek(0, os.SEEK_END)
         yield
         for name, stream in self.streams:

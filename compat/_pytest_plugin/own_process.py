@@ -30,9 +30,9 @@ GRACE = 5.0
 # is told so by itself; what pytest-xdist starts; files that it would overwrite; debuggers, which
 # have no terminal there.
 NOT_PASSED_ON = """
-    basetemp capture collectonly compat_simulate dist failedfirst file_or_dir inifilename last_failed
-    lf log_file looponfail maxprocesses newfirst numprocesses plugins px rootdir stepwise
-    stepwise_skip trace tx usepdb
+    basetemp capture collectonly compat_simulate dist failedfirst file_or_dir inifilename lf
+    log_file looponfail maxprocesses newfirst numprocesses plugins px rootdir stepwise stepwise_skip
+    trace tx usepdb
 """.split()
 
 FAILS = "The process of this test {}.\n\n{}"

@@ -1,10 +1,12 @@
 """``--compat-simulate`` and the ini option ``compat_simulate``: COMPAT_SIMULATE for a test run."""
 
 import os
+import sys
 
 import pytest
 
 from .. import errors
+from .._process import process
 from .._settings import simulated_from_outside
 
 TYPE_CHECKING = False
@@ -47,6 +49,17 @@ class Simulation:
 
     def pytest_report_header(self) -> "List[str]":
         return ["compat: {}={} ({})".format(VARIABLE, self.value, self.source)]
+
+    def pytest_terminal_summary(self, terminalreporter: "Any", config: "Any") -> None:
+        """Tell where tests passed that ran on no simulated device."""
+        elsewhere = config.pluginmanager.hasplugin("dsession")  # in workers of pytest-xdist
+        elsewhere = elsewhere or __package__ + ".own_process" in sys.modules
+        if self.value and terminalreporter.stats.get("passed") and not elsewhere:
+            if process.configuration is None:
+                terminalreporter.write_line(
+                    "compat: {}={} had no effect on this process: nothing called "
+                    "compat.configure_gpu().".format(VARIABLE, self.value)
+                )
 
     def pytest_unconfigure(self) -> None:
         if self.before is None:

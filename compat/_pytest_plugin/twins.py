@@ -219,7 +219,7 @@ def _weights_of(model):
 
 
 def _labels(model, arrays):
-    """Names for what ``get_weights()`` gives, whose order is that of the layers or of ``weights``."""
+    """Names for what ``get_weights()`` gives: in the order of the layers, or of ``weights``."""
     if _keras.keras_of(model) is not None:
         read, _ = _keras.reader_and_writer(model)
         by_layer = [variable for layer in model.layers for variable in layer.weights]
