@@ -263,6 +263,17 @@ ENDS = """
         import atexit
         atexit.register(os._exit, 9)
 
+    class Unruly:
+        def pytest_runtest_call(self):
+            raise SystemError("of a plugin")
+
+        def pytest_runtest_logreport(self):
+            raise SystemError("of a plugin")
+
+    @pytest.mark.compat
+    def test_with_an_unruly_plugin(request):
+        request.config.pluginmanager.register(Unruly())
+
     def test_is_as_before():
         pass
     """
@@ -271,11 +282,12 @@ ENDS = """
 def test_a_process_that_ends_is_a_failed_test(project):
     project.makepyfile(ENDS)
     result = run(project, "-rfE")
-    result.assert_outcomes(passed=3, failed=5, errors=2)
+    result.assert_outcomes(passed=3, failed=6, errors=2)
     text = re.sub(r"^_+ (.*?) _+$", r"* \1", result.stdout.str(), flags=re.M)
     for name, how, output in (
         ("test_dies", "was killed by signal 9 (SIGKILL).", "Its stdout:\nbefore it\n"),
         ("test_exits", "ended with exit status 3.", "It printed nothing.\n"),
+        ("test_with_an_unruly_plugin", "ended with exit status 3.", "Its stderr:\nTraceback"),
         ("test_exits_pytest", "ended with exit status 2.", "Its stderr:\n_pytest.outcomes.Exit"),
         ("test_hangs", "was killed after 1.5 seconds, its timeout.", "Its stderr:\nFatal Python"),
         (

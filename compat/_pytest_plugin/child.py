@@ -112,6 +112,9 @@ class Child:
         serializable = self.config.hook.pytest_report_to_serializable
         self.send("report", serializable(config=self.config, report=report))
 
+    def pytest_internalerror(self, excrepr):
+        sys.stderr.write("{}\n".format(excrepr))
+
     def pytest_keyboard_interrupt(self, excinfo):
         sys.stderr.write("{}\n".format(excinfo.exconly()))  # of pytest.exit(), too
 

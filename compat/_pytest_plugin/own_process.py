@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 GRACE = 5.0
 
 # Options of this run that the other process begins without: which tests to run and where, since it
-# is told so by itself; what pytest-xdist starts; files that it would overwrite; debuggers, which
-# have no terminal there.
+# is told so by itself; what pytest-xdist and pytest-cov start; files that it would overwrite;
+# debuggers, which have no terminal there.
 NOT_PASSED_ON = """
-    basetemp capture collectonly compat_simulate dist failedfirst file_or_dir inifilename lf
-    log_file looponfail maxprocesses newfirst numprocesses plugins px rootdir stepwise stepwise_skip
-    trace tx usepdb
+    basetemp capture collectonly compat_simulate cov_source dist failedfirst file_or_dir inifilename
+    lf log_file looponfail maxprocesses newfirst numprocesses plugins px rootdir stepwise
+    stepwise_skip trace tx usepdb
 """.split()
 
 FAILS = "The process of this test {}.\n\n{}"
