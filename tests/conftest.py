@@ -19,8 +19,8 @@ from compat.backend import Backend
 
 pytest.register_assert_rewrite("compat.testing")
 
-# Has tests of its own, on the backends that `compat tox` gives it.
-collect_ignore = ["legacy_project"]
+# Tests of their own: on the backends that `compat tox` gives them, and of the plugin for pytest.
+collect_ignore = ["legacy_project", "twins_project"]
 if importlib.util.find_spec("yaml") is None:
     collect_ignore.append("test_jobs.py")  # tox's environment `docs` has it, and runs this file
 

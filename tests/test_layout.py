@@ -11,6 +11,7 @@ from sources import MODULES, texts
 ROOMS = [
     ["compat.__main__"],
     ["compat._commands", "compat.testing"],
+    ["compat._pytest_plugin"],
     ["compat"],
     ["compat._legacy"],
     ["compat._api"],

@@ -98,6 +98,11 @@ def test_ci_runs_the_command_of_the_readme():
     assert read(".ci", "run").rstrip().splitlines()[-1] == command
 
 
+def test_generated_matrix_runs_three_backends():
+    (names,) = re.findall(r"generated_matrix\.py .* ([\w,]+)$", read("tox.ini"), re.M)
+    assert len({_verified.backend(extra) for extra in names.split(",")}) == 3
+
+
 def test_support_table_has_every_environment():
     table = support_table.page_tables().partition("\n\n")[0].splitlines()
     assert [line.split()[1] for line in table[2:]] == [

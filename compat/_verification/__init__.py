@@ -7,7 +7,7 @@ rounding, and which of its results are random, so cannot be compared. Here is wh
 have in common; a ``Step`` of each knows how to do it.
 """
 
-from .comparison import Comparison, rounding
+from .comparison import Comparison, largest_difference, rounding
 from .report import Record, is_good, record_operations, records, report_at_exit, shown
 from .steps import NORMALISED, Step
 from .verification import Verification, suspended
@@ -19,6 +19,7 @@ __all__ = [
     "Step",
     "Verification",
     "is_good",
+    "largest_difference",
     "record_operations",
     "records",
     "report_at_exit",

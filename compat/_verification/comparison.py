@@ -161,6 +161,14 @@ def _ratio(expected, found):
     return ratio if fits else None
 
 
+def largest_difference(first, second):
+    """The largest absolute difference between two lists of arrays."""
+    import numpy as np
+
+    assert len(first) == len(second)
+    return max(float(np.abs(a - b).max()) for a, b in zip(first, second) if np.size(a))
+
+
 def cause_of(label, ratio, devices):
     """The likely cause of a difference, a sentence."""
     if ratio is not None and abs(ratio * devices - 1) < 0.1:

@@ -7,6 +7,23 @@ import os
 
 import numpy as np
 
+from .._verification import largest_difference
+
+__all__ = [
+    "BATCHES",
+    "CASES",
+    "DEVICES",
+    "SHARDS",
+    "SPAN_TRIALS",
+    "TRIALS",
+    "UNEVEN",
+    "Case",
+    "initialise",
+    "keras_under_test",
+    "largest_difference",
+    "optimizer",
+]
+
 DEVICES = 3
 
 # (global batch, samples): even, uneven, a last partial batch of 13, fewer rows than devices, one.
@@ -152,9 +169,3 @@ def optimizer(keras, name):
         return make(learning_rate=rate)
     except TypeError:  # Keras before 2.3
         return make(lr=rate)
-
-
-def largest_difference(first, second):
-    """The largest absolute difference between two lists of arrays."""
-    assert len(first) == len(second)
-    return max(float(np.abs(a - b).max()) for a, b in zip(first, second) if np.size(a))

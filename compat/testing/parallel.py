@@ -7,6 +7,7 @@ import pytest
 import compat
 
 from .._commands import selftest
+from .._pytest_plugin.twins import Twins
 from .automatic import AutomaticContract
 from .models import CASES, DEVICES, SHARDS, optimizer
 from .reporting import ReportContract
@@ -61,6 +62,15 @@ class ParallelContract(
         assert status == 1, out
         assert "\nThe same: no weight ever differs" in out
         assert re.search(r"\nNOT on all devices: [01] of {} worked.\n$".format(DEVICES), out), out
+
+    def test_twins_of_the_pytest_plugin(self, keras, configuration):
+        inputs, targets = CASES["dense"].data(61)
+        twins = Twins(lambda: self.compiled(keras, "dense"))
+        twins.fit(inputs, targets, batch_size=61)
+        assert sorted(twins.worked) == sorted(configuration.devices)
+        with pytest.raises(pytest.fail.Exception) as caught:
+            twins.train(lambda m: m.train_on_batch(inputs, targets[:: 1 if m is twins.one else -1]))
+        assert re.search(r"\n  weight .*hidden\S*kernel.*: differs by ", str(caught.value))
 
     # Really on three devices ------------------------------------------------------------------
 

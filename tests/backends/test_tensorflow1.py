@@ -116,6 +116,15 @@ class TestTensorFlow1(ParallelContract):
         assert int(K.get_value(model.optimizer.iterations)) == 2
         assert not unordered_reads(model)
 
+    @span
+    def test_first_step_of_adam_is_verified_as_step_one(self, keras):
+        """Also in fit(): a session that has run knows no new order (keras 2.3)."""
+        inputs, targets = CASES["dense"].data(61)
+        model = self.compiled(keras, "dense", "adam", parallel=True)
+        record = self.verified(model)
+        model.fit(inputs, targets, batch_size=61, verbose=0)
+        assert record.steps["train"] == 1 and not record.failure
+
     def test_parts_that_the_script_has_placed_are_kept(self, keras, automatic, configuration):
         inputs = keras.layers.Input(shape=(4,))
         with compat.device(1):

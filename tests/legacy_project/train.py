@@ -14,9 +14,14 @@ def data(samples=600, seed=0):
     return images.astype("float32"), np.eye(CLASSES, dtype="float32")[labels]
 
 
-def train(epochs=3, batch_size=61):
+def compiled():
     model = compat.parallelize(build())
     model.compile(optimizer="sgd", loss="categorical_crossentropy", metrics=["accuracy"])
+    return model
+
+
+def train(epochs=3, batch_size=61):
+    model = compiled()
     x, y = data()
     return model, model.fit(x, y, batch_size=batch_size, epochs=epochs, verbose=2)
 

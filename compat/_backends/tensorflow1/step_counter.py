@@ -12,15 +12,7 @@ class OrderedCounting(_patching.InstanceMethod):
     method = "_make_train_function"
 
     def __call__(self, model):
-        optimizer = model.optimizer
-        get_updates = optimizer.get_updates
-
-        def get_updates_in_order(loss, params):
-            with counting_after_reading(getattr(optimizer, "iterations", None)):
-                return get_updates(loss=loss, params=params)
-
-        # Not around all of it: a session that has run knows no new order (keras 2.3).
-        with _patching.replaced(optimizer, get_updates=get_updates_in_order):
+        with counting_in_order(model.optimizer):
             self.plain(model)()
 
 
@@ -57,6 +49,20 @@ def counts_without_order(model):
     """Whether an Adam of this model's Keras may read its step counter before or after it grows."""
     adam = _keras.keras_of(model).optimizers.Adam
     return "get_updates" in vars(adam)  # not that of all later optimizers
+
+
+@contextlib.contextmanager
+def counting_in_order(optimizer):
+    """Within, the training functions that Keras makes count as ``counting_after_reading`` says."""
+    get_updates = optimizer.get_updates
+
+    def get_updates_in_order(loss, params):
+        with counting_after_reading(getattr(optimizer, "iterations", None)):
+            return get_updates(loss=loss, params=params)
+
+    # Not around all of it: a session that has run knows no new order (keras 2.3).
+    with _patching.replaced(optimizer, get_updates=get_updates_in_order):
+        yield
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ from ... import _keras
 from ..._verification import keras2
 from . import op_placement
 from .graph import v1_names, variables_written
-from .step_counter import counting_after_reading
+from .step_counter import counting_in_order
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class VerifiedStep(keras2.VerifiedStep):
 
     def ordering(self, optimizer):
         # Nothing else orders the two where Keras makes a function for itself.
-        return counting_after_reading(getattr(optimizer, "iterations", None))
+        return counting_in_order(optimizer)
 
     def operations(self, step):
         import tensorflow

@@ -1,6 +1,7 @@
 import os
 
 import numpy as np
+import pytest
 import train
 
 
@@ -20,3 +21,11 @@ def test_predictions_are_probabilities():
     predicted = model.predict(x)
     assert predicted.shape == y.shape
     assert np.allclose(predicted.sum(axis=1), 1, atol=1e-5)
+
+
+@pytest.mark.compat(simulate=2, timeout=300)
+def test_two_devices_train_to_what_one_trains_to(compat_twins):
+    twins = compat_twins(train.compiled)
+    twins.fit(*train.data(), batch_size=61, epochs=2)
+    assert len(twins.devices) == 2
+    assert sorted(twins.worked) == sorted(train.configuration.devices)
