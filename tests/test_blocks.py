@@ -26,6 +26,7 @@ import compat
 from compat import __main__, _extras, _registry, _report, _verification
 from compat._commands import reported_script
 from compat._launch import watching
+from compat._pytest_plugin import twins
 from compat._verification import comparison, verification
 
 
@@ -211,6 +212,18 @@ def _is_difference(text):
     assert re.match(pattern + r"\Z", said), (pattern, said)
 
 
+def _is_a_difference_of_twins(text):
+    """What the plugin for pytest says of twins: its words, and the record of verification."""
+    source = inspect.getsource(twins)
+    for words in ("trained differently", "differs by ", ", the tolerance is ", " on one device, "):
+        assert words in text and words in source, words
+    record = _verification.report.Record("sequential_2", ["cpu:0", "cpu:1", "cpu:2"])
+    record.steps.update(train=1)
+    record.compared, record.largest = 9, (1.4e-05, "weight dense_2/kernel")
+    record.operations = dict.fromkeys(record.devices, (2, 3))
+    assert text.splitlines()[3:] == _verification.shown(record.as_dict())[1:]
+
+
 def _is_a_failure(text):
     """What ``compat run`` says of a rank that failed, and before it starts all again."""
     failed = watching._rank_ended(watching.Ended(1, 137, None), 4)
@@ -250,6 +263,10 @@ def _is_a_drawing(text):
 PRINTED = {
     "backend    tensorflow2 (keras": (_is_report, "printed by the example in py311-tensorflow"),
     "compat test: train.py": (_is_verdict, "compared with what compat test prints"),
+    "model 'sequential_2' trained": (
+        _is_a_difference_of_twins,
+        "compared with what the plugin for pytest says",
+    ),
     "compat run: what each device did": (
         _is_a_report_of_devices,
         "compared with what compat run --report prints",
