@@ -5,6 +5,7 @@ pytest finds it by its entry point: this package is installed in each environmen
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -431,12 +432,18 @@ def test_ctrl_c_ends_the_process(project):
         """
     )
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+        # Where the tests run in the background, a shell has it ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     file = project.path / "pid"
     until = time.monotonic() + 60
     while not (file.exists() and file.read_text()) and time.monotonic() < until:
         time.sleep(0.05)
-    process.send_signal(2)
+    process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=30)
     assert process.returncode == pytest.ExitCode.INTERRUPTED, out.decode()
     with pytest.raises(ProcessLookupError):
