@@ -258,11 +258,13 @@ class RanksContract(Jobs):
         assert "runs on rank 0 of 3" in job.err
         assert all(history == pytest.approx(histories[0], abs=1e-4) for history in histories)
         assert all(history == histories[1] for history in histories[2:])
-        # Two epochs. Of 135 rows 34 are for validation, which each rank does.
+        # Two epochs of arrays, of which 34 rows are for validation, which each rank does; and of all
+        # 135 rows in items and in batches.
+        trained = 2 * (101 + 135 + 135)
         report = json.loads(path.read_text())
         assert [each["rank"] for each in report["devices"]] == [0, 1, 2]
-        assert sum(each["training_rows"] for each in report["devices"]) == 202
-        assert sum(each["rows"] for each in report["devices"]) == 202 + 3 * 68
+        assert sum(each["training_rows"] for each in report["devices"]) == trained
+        assert sum(each["rows"] for each in report["devices"]) == trained + 3 * 68
         assert "\nAll 3 ranks worked: " in job.err
 
     # Faults -----------------------------------------------------------------------------------
