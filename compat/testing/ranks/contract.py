@@ -258,8 +258,8 @@ class RanksContract(Jobs):
         assert "runs on rank 0 of 3" in job.err
         assert all(history == pytest.approx(histories[0], abs=1e-4) for history in histories)
         assert all(history == histories[1] for history in histories[2:])
-        # Two epochs of arrays, of which 34 rows are for validation, which each rank does; and of all
-        # 135 rows in items and in batches.
+        # Two epochs of arrays, where 34 of 135 rows are for validation, which each rank does, and
+        # two of all rows, in items and in batches.
         trained = 2 * (101 + 135 + 135)
         report = json.loads(path.read_text())
         assert [each["rank"] for each in report["devices"]] == [0, 1, 2]
