@@ -16,6 +16,10 @@ from sources import ROOT
 FENCE = re.compile(r"^( *)```(\S*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
 
 
+# Of this process before its tests configure it, which is when this module is imported.
+ENVIRON = dict(os.environ)
+
+
 def blocks(document, sections=None):
     """The fenced blocks of a page: their languages ("" where none is named) and their texts.
 

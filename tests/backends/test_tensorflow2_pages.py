@@ -31,7 +31,7 @@ def run(program, folder, **environ):
     completed = subprocess.run(
         [sys.executable, "-c", program],
         cwd=str(folder),
-        env=dict(os.environ, PYTHONPATH=ROOT, **environ),
+        env=dict(pages.ENVIRON, PYTHONPATH=ROOT, **environ),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         universal_newlines=True,
@@ -74,12 +74,14 @@ def test_forms_of_parallelize_and_parts_on_devices(tmp_path):
 
 
 def test_quick_start(tmp_path):
-    count = pages.run("docs/quickstart.md", tmp_path, os.environ, ["The script", "TensorFlow"])
+    count = pages.run("docs/quickstart.md", tmp_path, pages.ENVIRON, ["The script", "TensorFlow"])
     assert count == 3
 
 
 def test_moving_from_mirrored_strategy(tmp_path):
-    count = pages.run("docs/migration-from-others.md", tmp_path, os.environ, ["MirroredStrategy"])
+    count = pages.run(
+        "docs/migration-from-others.md", tmp_path, pages.ENVIRON, ["MirroredStrategy"]
+    )
     assert count == 1
 
 
@@ -88,7 +90,7 @@ def test_example_prints_what_the_readme_says(tmp_path):
     said = subprocess.check_output(
         [sys.executable, os.path.join(ROOT, "examples", "train.py"), "--epochs=1"],
         cwd=str(tmp_path),
-        env=dict(os.environ, PYTHONPATH=ROOT),
+        env=dict(pages.ENVIRON, PYTHONPATH=ROOT),
         universal_newlines=True,
     )
     report = pages.fragment("README.md", "backend    tensorflow2")
