@@ -8,7 +8,8 @@ Two calls, the same on every backend::
     model = compat.parallelize(model)     # the same model object, now on both GPUs
 """
 
-from ._api import configure_gpu, device, parallelize, report
+from ._api import configure_gpu, device, parallelize
+from ._device_use import report, timeline
 from ._legacy import install_legacy_names, make_parallel, multi_gpu_model, unwrap
 from ._ranks import (
     barrier,
@@ -85,5 +86,6 @@ __all__ = [
     "scaled_learning_rate",
     "shard",
     "size",
+    "timeline",
     "unwrap",
 ]

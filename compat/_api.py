@@ -17,8 +17,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, ContextManager, List, Optional, Sequence, Tuple, Union
 
-    from ._report import Report
-
     Gpus = Union[None, int, str, Sequence[Union[int, str]]]
 
 
@@ -308,28 +306,6 @@ def device(which: "Union[int, str]") -> "ContextManager[Any]":
 
         return ExitStack()  # all of the model is there: nothing to place
     return backend.device(which)
-
-
-def report() -> "Report":
-    """What each configured device has done so far: "was every device used?"
-
-    Rows and steps are counted where each batch of a parallelized model is split, so they are those
-    that were computed. In a rank they are this rank's own, of training and evaluation;
-    ``compat run --report`` shows all ranks together.
-
-    Returns:
-        A ``Report``: print it for a table and a verdict; ``as_dict()`` and ``to_json()`` have the
-        same.
-    """
-    from . import _ranks, _report  # for start-up time
-
-    configuration, place = process.configuration, _ranks.own_place()
-    names, peaks, loads = [], {}, []
-    if configuration is not None:
-        names, peaks = configuration.devices, configured_backend().memory_peaks()
-        loads = configuration.settings.devices.loads()
-    rank = None if place is None else place.rank
-    return _report.of_this_process(names, rank, _report.models_parallelized(), peaks, loads)
 
 
 def configured_backend():

@@ -26,6 +26,8 @@ class Process:
         on_parallelized: called with the name of each model that is parallelized, and where it runs.
         batches: how many batches were computed, by what ``_work.count()`` was told of them.
         graph_counters: functions that tell the same of batches that graphs have counted.
+        recording_timeline: the file of the timeline that is being recorded; None: none is.
+        busy: the share of the last timeline's time that each device was executing operations.
         configuring: held while one thread configures.
     """
 
@@ -39,6 +41,8 @@ class Process:
         self.parallelized_before: "List[Tuple[str, List[str]]]" = []
         self.batches: "Dict[Any, int]" = {}
         self.graph_counters: "Dict[Any, Callable[[], Any]]" = {}
+        self.recording_timeline: "Optional[str]" = None
+        self.busy: "Dict[str, float]" = {}
         self.claims: "Dict[str, int]" = {}
         self.engines: "Dict[type, Any]" = {}
         self._of_backends: "Dict[Any, Dict[str, Any]]" = {}

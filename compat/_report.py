@@ -21,6 +21,7 @@ class DeviceUse:
         rows: how many rows it has computed of the batches of parallelized models.
         training_rows: how many of these were training.
         steps: batches of which it has computed rows.
+        busy: the share of the last ``timeline()`` in which it was executing operations; or None.
         memory_peak: the most memory of its GPU that the framework has taken, in bytes; or None.
         load: how busy the driver says that the GPU is, a share, at the time of the report; or None.
         idle: why it has computed no rows, a phrase; None where it has.
@@ -33,6 +34,7 @@ class DeviceUse:
         rows: int = 0,
         training_rows: int = 0,
         steps: int = 0,
+        busy: "Optional[float]" = None,
         memory_peak: "Optional[int]" = None,
         load: "Optional[float]" = None,
         idle: "Optional[str]" = None,
@@ -42,6 +44,7 @@ class DeviceUse:
         self.rows = rows
         self.training_rows = training_rows
         self.steps = steps
+        self.busy = busy
         self.memory_peak = memory_peak
         self.load = load
         self.idle = idle
@@ -193,6 +196,7 @@ def _table(uses):
         ("rows", ["{:,}".format(each.rows) for each in uses]),
         ("in training", ["{:,}".format(each.training_rows) for each in uses]),
         ("steps", ["{:,}".format(each.steps) for each in uses]),
+        ("busy", [_share(each.busy) for each in uses]),
         ("memory peak", [_mebibytes(each.memory_peak) for each in uses]),
         ("load", [_share(each.load) for each in uses]),
     ]
@@ -258,6 +262,7 @@ def of_this_process(
             each.steps += number if size else 0
             seen.setdefault(name, []).append((devices, sizes))
     for place, each in enumerate(uses):
+        each.busy = process.busy.get(each.device)
         each.memory_peak = memory_peaks.get(each.device)
         each.load = loads[place] if place < len(loads) else None
         each.idle = None if each.rows else _why_idle(seen.get(each.device, ()))

@@ -11,6 +11,7 @@ All types that compat hands to a backend, and those that it subclasses, are impo
 - ``Engine``: what ranks talk through. ``own_launcher`` makes the command of compat's own launcher,
   for frameworks that bring none.
 - ``Verification`` and ``Step``: a step on several devices compared with the same step on one.
+- ``Operation``: what a device has executed, and when, for timelines.
 - ``count_batch``: what a backend calls for each batch that its replicas, or a rank, has computed.
 
 ``compat.testing`` has the tests that a backend must pass.
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from ._devices import Devices
     from ._engines import Engine
     from ._launch.starter import launcher as own_launcher
+    from ._operations import Operation
     from ._verification import Step, Verification
     from ._work import count as count_batch
 
@@ -40,6 +42,7 @@ __all__ = [
     "Engine",
     "Job",
     "Memory",
+    "Operation",
     "Place",
     "Settings",
     "Step",
@@ -52,6 +55,7 @@ __all__ = [
 _LAZY = {
     "Devices": ("._devices", "Devices"),
     "Engine": ("._engines", "Engine"),
+    "Operation": ("._operations", "Operation"),
     "Step": ("._verification", "Step"),
     "Verification": ("._verification", "Verification"),
     "count_batch": ("._work", "count"),
@@ -275,6 +279,22 @@ class Backend:
         Empty where the framework does not tell. Called when the process has been configured.
         """
         return {}
+
+    def profiled(self) -> "ContextManager[List[Operation]]":
+        """Within, have the framework's profiler record what each configured device executes.
+
+        Returns:
+            A context manager that gives a list, to which the operations are added when its block
+            ends, all that were begun having been waited for.
+
+        Raises:
+            UnsupportedError: the framework does not record when its devices execute what.
+        """
+        raise errors.unsupported(
+            self.name,
+            "record when each device executes what",
+            "compat.report() tells what each device has computed.",
+        )
 
     def problems(self, environ: "Mapping[str, str]") -> "List[str]":
         """What is wrong with this environment for this backend, a text each. Pure.

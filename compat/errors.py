@@ -207,6 +207,13 @@ def numbered_ranks(numbers):
     return "ranks {} and {}".format(", ".join(texts[:-1]), texts[-1])
 
 
+def not_writable(asked, error):
+    return InvalidArgumentError(
+        "{} cannot be written: {}. Name a file in a folder that is there and that you may write "
+        "to; nothing was started.".format(asked, error.strerror)
+    )
+
+
 def no_ranks(backend):
     return unsupported(
         backend,

@@ -19,6 +19,7 @@ FRAMEWORKS = {"keras", "tensorflow", "tf_keras", "theano", "mxnet", "cntk", "jax
 OWN = {
     "",
     "._api",
+    "._device_use",
     "._legacy",
     "._process",
     "._ranks",

@@ -51,6 +51,7 @@ def test_what_was_counted_is_a_table_and_a_sentence():
         "rows": 1226,
         "training_rows": 1221,
         "steps": 4,
+        "busy": None,
         "memory_peak": None,
         "load": None,
         "idle": None,

@@ -5,7 +5,7 @@ import json
 import os
 import sys
 
-from .. import _api, _files
+from .. import _device_use, _files
 from .._launch.rank_process import REPORT_VARIABLE
 from . import parallelized_script
 
@@ -28,7 +28,7 @@ def main(arguments: "List[str]") -> None:
 
     def report():
         if os.getpid() == owner:  # none that has been forked
-            tell(_api.report(), path) if left is None else _leave(left)
+            tell(_device_use.report(), path) if left is None else _leave(left)
 
     atexit.register(report)
     if backend:
@@ -38,7 +38,7 @@ def main(arguments: "List[str]") -> None:
 
 
 def _leave(path):
-    _files.write(path, json.dumps(_api.report().as_dict()))
+    _files.write(path, json.dumps(_device_use.report().as_dict()))
 
 
 def tell(report, path):

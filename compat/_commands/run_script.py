@@ -125,15 +125,12 @@ def ranks_on(hosts: "str", ranks: "Optional[int]") -> "Tuple[int, str]":
     return ranks, hosts
 
 
-def _writable(path):
-    """The path of the report, which the script's own folder does not change."""
+def _writable(option, path):
+    """The path of a file to write, which the script's own folder does not change."""
     try:
         _files.check_writable(path)
     except OSError as error:
-        raise errors.InvalidArgumentError(
-            "--report-json {} cannot be written: {}. Name a file in a folder that is there and "
-            "that you may write to; nothing was started.".format(path, error.strerror)
-        ) from error
+        raise errors.not_writable("{} {}".format(option, path), error) from error
     return os.path.abspath(path)
 
 
@@ -207,7 +204,7 @@ def run(
     if hosts is not None:
         ranks, hosts = ranks_on(hosts, ranks)
     if report_json is not None:
-        report, report_json = True, _writable(report_json)
+        report, report_json = True, _writable("--report-json", report_json)
     _check_there_are_ranks(ranks, quiet, log_dir, max_restarts)
     # Another interpreter may be one in a container, with files of its own.
     if python is None and script[0] not in ("-", "-m") and not os.path.exists(script[0]):

@@ -1,0 +1,79 @@
+"""Which operations each device has executed, and when: shares of time, and Trace Event Format."""
+
+import typing
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, Dict, List, Sequence, Tuple
+
+
+class Operation(typing.NamedTuple):
+    """What a device has executed, as its framework's profiler recorded it.
+
+    Attributes:
+        device: its name, as ``Backend.devices()`` has it.
+        name: of the operation or the kernel.
+        start: in microseconds, from any moment that all operations have in common.
+        duration: in microseconds.
+    """
+
+    device: str
+    name: str
+    start: float
+    duration: float
+
+
+def busy(operations: "Sequence[Operation]") -> "Dict[str, float]":
+    """The share of time that each device was executing at least one operation.
+
+    Of the time from the first operation's start to the last one's end, on any of them.
+    """
+    if not operations:
+        return {}
+    began = min(each.start for each in operations)
+    whole = max(each.start + each.duration for each in operations) - began
+    until: "Dict[str, float]" = {}
+    worked: "Dict[str, float]" = {}
+    for each in sorted(operations, key=lambda each: each.start):
+        end = each.start + each.duration
+        free = max(each.start, until.get(each.device, began))
+        worked[each.device] = worked.get(each.device, 0.0) + max(0.0, end - free)
+        until[each.device] = max(end, free)
+    return {device: time / whole if whole else 1.0 for device, time in worked.items()}
+
+
+def trace(operations: "Sequence[Operation]", names: "Sequence[Tuple[str, str]]") -> "Dict[str, Any]":
+    """The operations for a trace viewer: a "process" for each device.
+
+    In the JSON object format of Chrome's Trace Event Format. Operations that overlap are shown in
+    "threads" below each other, since one of these must be a stack.
+
+    Arguments:
+        names: the devices, in the order to show, and the title of each.
+    """
+    began = min([each.start for each in operations] or [0.0])
+    events: "List[Dict[str, Any]]" = []
+    places = {device: place for place, (device, _) in enumerate(names)}
+    for device, title in names:
+        for kind, arguments in (
+            ("process_name", {"name": title}),
+            ("process_sort_index", {"sort_index": places[device]}),
+        ):
+            event = {"ph": "M", "pid": places[device], "tid": 0, "name": kind, "args": arguments}
+            events.append(event)
+    free: "Dict[str, List[float]]" = {}  # when each thread of a device has ended its last one
+    for each in sorted(operations, key=lambda each: (each.start, -each.duration)):
+        threads = free.setdefault(each.device, [])
+        thread = next((i for i, end in enumerate(threads) if end <= each.start), len(threads))
+        threads[thread:thread + 1] = [each.start + each.duration]
+        events.append(
+            {
+                "ph": "X",
+                "pid": places[each.device],
+                "tid": thread,
+                "name": each.name,
+                "ts": round(each.start - began, 3),
+                "dur": round(each.duration, 3),
+            }
+        )
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
