@@ -1,10 +1,15 @@
 """That the report says what each device has computed."""
 
 import json
+import os
 
 import pytest
 
 import compat
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Optional
 
 from .. import _replicas
 from .contract import BackendContract
@@ -14,6 +19,10 @@ from .spans import span
 
 class ReportContract(BackendContract):
     """What ``compat.report()`` counts of a Keras model."""
+
+    #: What the names of operations that are matrix products have in common, in a timeline; None
+    #: where the framework does not record when its devices execute what.
+    product_in_timelines = None  # type: Optional[str]
 
     def sizes_of(self, rows):
         """How many rows of a batch each device computes."""
@@ -59,3 +68,39 @@ class ReportContract(BackendContract):
             "Only 2 of 3 devices worked. {} got no rows: no batch had more than 2 rows, too few "
             "for 3 devices.".format(configuration.devices[sizes.index(0)])
         )
+
+    @span
+    @pytest.mark.row("compat.timeline()")
+    def test_timeline_says_when_each_device_executed_what(self, keras, configuration, tmp_path):
+        inputs, targets = CASES["dense"].data(61)
+        model = self.compiled(keras, "dense", parallel=True)
+        model.fit(inputs, targets, batch_size=61, verbose=0)
+        path = str(tmp_path / "timeline.json")
+        if self.product_in_timelines is None:
+            with pytest.raises(compat.UnsupportedError) as caught:
+                with compat.timeline(path):
+                    pass  # pragma: no cover
+            assert str(caught.value) == (
+                "{} cannot record when each device executes what. compat.report() tells what each "
+                "device has computed.".format(self.instance().name)
+            )
+            assert not os.listdir(str(tmp_path))
+            return
+        with compat.timeline(path):
+            model.fit(inputs, targets, batch_size=61, epochs=5, verbose=0)
+        with open(path, encoding="utf-8") as file:
+            events = json.load(file)["traceEvents"]
+        names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+        assert list(names.values()) == configuration.devices
+        ran = [e for e in events if e["ph"] == "X"]
+        end = max(e["ts"] + e["dur"] for e in ran)
+        assert min(e["ts"] for e in ran) == 0 and all(e["dur"] >= 0 for e in ran)
+        uses = compat.report().devices
+        for place, device in names.items():
+            here = [e for e in ran if e["pid"] == place]
+            products = [e for e in here if self.product_in_timelines in e["name"]]
+            # Two layers, each with a product forward and one or two backward, in five steps.
+            assert 15 <= len(products) <= 100, (device, sorted({e["name"] for e in here}))
+            (busy,) = [each.busy for each in uses if each.device == device]
+            assert 0 < busy <= 1
+            assert busy * end <= sum(e["dur"] for e in here) + 1
