@@ -136,6 +136,11 @@ def _parser():
         help="at the end, print what each device did, or each rank: was every one used?",
     )
     run.add_argument("--report-json", metavar="FILE", help="the same, also as JSON in a file")
+    run.add_argument(
+        "--timeline",
+        metavar="FILE",
+        help="the same, and what each device executed when, in a file for a browser's trace viewer",
+    )
     _add_watching(run)
     _add_script(run)
     run.set_defaults(run=_run, parser=run)
@@ -305,6 +310,7 @@ def _run(arguments):
         arguments.parallelize,
         arguments.report,
         arguments.report_json,
+        arguments.timeline,
         arguments.quiet,
         arguments.log_dir,
         arguments.max_restarts,

@@ -226,7 +226,8 @@ def _reported(model, where):
     """The model, which the report names from now on."""
     if process.configuration is not None:
         process.configuration.parallelized[_name_of(model)] = where
-        process.on_parallelized(_name_of(model), where)
+        for tell in process.on_parallelized:
+            tell(_name_of(model), where)
     return model
 
 

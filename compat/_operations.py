@@ -42,7 +42,9 @@ def busy(operations: "Sequence[Operation]") -> "Dict[str, float]":
     return {device: time / whole if whole else 1.0 for device, time in worked.items()}
 
 
-def trace(operations: "Sequence[Operation]", names: "Sequence[Tuple[str, str]]") -> "Dict[str, Any]":
+def trace(
+    operations: "Sequence[Operation]", names: "Sequence[Tuple[str, str]]"
+) -> "Dict[str, Any]":
     """The operations for a trace viewer: a "process" for each device.
 
     In the JSON object format of Chrome's Trace Event Format. Operations that overlap are shown in
@@ -65,7 +67,7 @@ def trace(operations: "Sequence[Operation]", names: "Sequence[Tuple[str, str]]")
     for each in sorted(operations, key=lambda each: (each.start, -each.duration)):
         threads = free.setdefault(each.device, [])
         thread = next((i for i, end in enumerate(threads) if end <= each.start), len(threads))
-        threads[thread:thread + 1] = [each.start + each.duration]
+        threads[thread : thread + 1] = [each.start + each.duration]
         events.append(
             {
                 "ph": "X",

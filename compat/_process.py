@@ -23,7 +23,8 @@ class Process:
         configured_by: the command that configured this process before its script began; a call in
             the script then changes nothing. None: the script's own call does.
         parallelizes_compiled: whether Keras models are parallelized when they are compiled.
-        on_parallelized: called with the name of each model that is parallelized, and where it runs.
+        on_parallelized: each is called with the name of each model that is parallelized, and where
+            it runs.
         batches: how many batches were computed, by what ``_work.count()`` was told of them.
         graph_counters: functions that tell the same of batches that graphs have counted.
         recording_timeline: the file of the timeline that is being recorded; None: none is.
@@ -37,7 +38,7 @@ class Process:
         self.first_call: "Any" = None
         self.configured_by: "Optional[str]" = None
         self.parallelizes_compiled = False
-        self.on_parallelized: "Callable[[str, str], None]" = lambda model, where: None
+        self.on_parallelized: "List[Callable[[str, str], None]]" = []
         self.parallelized_before: "List[Tuple[str, List[str]]]" = []
         self.batches: "Dict[Any, int]" = {}
         self.graph_counters: "Dict[Any, Callable[[], Any]]" = {}

@@ -214,6 +214,13 @@ def not_writable(asked, error):
     )
 
 
+def profiler_runs(framework):
+    return InvalidArgumentError(
+        "timeline() records with the profiler of {}, which is recording already, for something "
+        "else. End that before the block.".format(framework)
+    )
+
+
 def no_ranks(backend):
     return unsupported(
         backend,

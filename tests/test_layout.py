@@ -33,9 +33,9 @@ ROOMS = [
     ["compat._work"],
     [
         "compat._by_path", "compat._discovery", "compat._distributions", "compat._extras",
-        "compat._files", "compat._on_import", "compat._operations", "compat._patching", "compat._process",
-        "compat._replicas", "compat._spelling", "compat._verified", "compat._version",
-        "compat.errors",
+        "compat._files", "compat._on_import", "compat._operations", "compat._patching",
+        "compat._process", "compat._replicas", "compat._spelling", "compat._verified",
+        "compat._version", "compat.errors",
     ],
 ]  # fmt: skip
 

@@ -25,7 +25,7 @@ def main(arguments: "List[str]") -> None:
     configuration = compat.configure_gpu(backend=backend, parallelize=True)
     place = configuration.place
     if place is None or place.rank == 0:
-        process.on_parallelized = _tell
+        process.on_parallelized.append(_tell)
     run(script)
 
 

@@ -1,12 +1,17 @@
-"""What ``compat run --report`` starts in place of a script: it runs that, and reports then."""
+"""What ``compat run --report`` starts in place of a script: it runs that, and reports then.
+
+``--timeline`` has it record what devices execute, from the first model that is parallelized.
+"""
 
 import atexit
+import contextlib
 import json
 import os
 import sys
 
 from .. import _device_use, _files
 from .._launch.rank_process import REPORT_VARIABLE
+from .._process import process
 from . import parallelized_script
 
 TYPE_CHECKING = False
@@ -18,11 +23,11 @@ def main(arguments: "List[str]") -> None:
     """Run a script in this process, and report when the process ends.
 
     Arguments:
-        arguments: the file that gets the report as JSON, or nothing; then what
-            ``parallelized_script.main`` takes. The name of the backend is empty where nothing is
-            to be parallelized but what the script does by itself.
+        arguments: the file that gets the report as JSON, or nothing; the file of the timeline, or
+            nothing; then what ``parallelized_script.main`` takes. The name of the backend is empty
+            where nothing is to be parallelized but what the script does by itself.
     """
-    path, backend, script = arguments[0], arguments[1], arguments[2:]
+    (path, timeline, backend), script = arguments[:3], arguments[3:]
     left = os.environ.pop(REPORT_VARIABLE, None)  # not for processes that the script starts
     owner = os.getpid()
 
@@ -31,10 +36,37 @@ def main(arguments: "List[str]") -> None:
             tell(_device_use.report(), path) if left is None else _leave(left)
 
     atexit.register(report)
-    if backend:
-        parallelized_script.main([backend] + script)
-    else:
-        parallelized_script.run(script)
+    with _recorded(timeline) if timeline else contextlib.ExitStack():
+        if backend:
+            parallelized_script.main([backend] + script)
+        else:
+            parallelized_script.run(script)
+
+
+@contextlib.contextmanager
+def _recorded(path):
+    """Within, a timeline is recorded once a model has been parallelized."""
+    owner, recording = os.getpid(), contextlib.ExitStack()
+    began = []  # type: List[str]
+
+    def begin(model, where):
+        if not began:
+            began.append(model)
+            recording.enter_context(_device_use.timeline(path))
+
+    process.on_parallelized.append(begin)
+    try:
+        yield
+    finally:
+        process.on_parallelized.remove(begin)
+        if os.getpid() == owner:  # none that has been forked
+            recording.close()
+            if not began:
+                print(
+                    "compat run: --timeline {}: no model was parallelized, so nothing was "
+                    "recorded.".format(path),
+                    file=sys.stderr,
+                )
 
 
 def _leave(path):

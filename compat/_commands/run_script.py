@@ -10,13 +10,12 @@ from .. import _by_path, _detect, _devices, _files, _idle, _ranks, _report, _sel
 from .._launch import output, rank_process, watching
 from .._ranks.place import Place
 from .._settings import Settings
+from ..backend import Backend
 from . import reported_script
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, Dict, List, Mapping, Optional, Tuple
-
-    from ..backend import Backend
 
 
 def prepare(
@@ -161,6 +160,7 @@ def run(
     parallelize: bool = False,
     report: bool = False,
     report_json: "Optional[str]" = None,
+    timeline: "Optional[str]" = None,
     quiet: bool = False,
     log_dir: "Optional[str]" = None,
     max_restarts: int = 0,
@@ -181,6 +181,8 @@ def run(
         parallelize: whether every Keras model that the script compiles is parallelized.
         report: whether what each device did is printed at the end.
         report_json: the file that gets the same as JSON; None: no file.
+        timeline: the file that gets a timeline of what each device executes, from the first model
+            that is parallelized to the script's end; None: no file.
         quiet: of several ranks, show what rank 0 prints, and of the others standard error only.
         log_dir: a folder for files of what each of several ranks prints.
         max_restarts: how many more times a job of several ranks that fails is started, at most.
@@ -190,9 +192,9 @@ def run(
 
     Raises:
         InvalidArgumentError: ``ranks``, ``timeout`` or ``hosts`` is not understood, there is no
-            such script, ``report_json`` or the files of ``log_dir`` cannot be written, or an option
-            needs ranks.
-        UnsupportedError: the backend has no ranks.
+            such script, ``report_json``, ``timeline`` or the files of ``log_dir`` cannot be
+            written, or an option needs ranks.
+        UnsupportedError: the backend has no ranks, or cannot record a timeline.
         as ``prepare()``.
     """
     if ranks is not None and ranks < 1:
@@ -205,6 +207,8 @@ def run(
         ranks, hosts = ranks_on(hosts, ranks)
     if report_json is not None:
         report, report_json = True, _writable("--report-json", report_json)
+    if timeline is not None:
+        report, timeline = True, _writable("--timeline", timeline)
     _check_there_are_ranks(ranks, quiet, log_dir, max_restarts)
     # Another interpreter may be one in a container, with files of its own.
     if python is None and script[0] not in ("-", "-m") and not os.path.exists(script[0]):
@@ -217,6 +221,8 @@ def run(
         asked["COMPAT_RESTART"] = "0"  # launchers hand over variables that are set already
     _ranks.timeout(asked, "COMPAT_TIMEOUT" if timeout is None else "--timeout")
     chosen, interpreter, environ, lines = prepare(gpus, backend, python, asked, ranks, hosts)
+    if timeline is not None and type(chosen).profiled is Backend.profiled:
+        chosen.profiled()  # an error: it has none
     if simulate is not None:
         lines.append("COMPAT_SIMULATE={}: CPU devices stand in for GPUs".format(simulate))
     if ranks == 1:
@@ -243,7 +249,7 @@ def run(
         name = chosen.name if parallelize else ""
         module = "reported_script" if report else "parallelized_script"
         _, *ours = _by_path.command("_commands." + module)
-        script = ours + ([report_json or ""] if report else []) + [name] + script
+        script = ours + ([report_json or "", timeline or ""] if report else []) + [name] + script
     if not ranks:
         os.execve(interpreter, [interpreter] + script, environ)
     rank = _by_path.command("_launch.rank_process") + [interpreter]

@@ -7,10 +7,6 @@ import pytest
 
 import compat
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Optional
-
 from .. import _replicas
 from .contract import BackendContract
 from .models import CASES, DEVICES
@@ -22,7 +18,7 @@ class ReportContract(BackendContract):
 
     #: What the names of operations that are matrix products have in common, in a timeline; None
     #: where the framework does not record when its devices execute what.
-    product_in_timelines = None  # type: Optional[str]
+    product_in_timelines = None
 
     def sizes_of(self, rows):
         """How many rows of a batch each device computes."""
@@ -99,8 +95,8 @@ class ReportContract(BackendContract):
         for place, device in names.items():
             here = [e for e in ran if e["pid"] == place]
             products = [e for e in here if self.product_in_timelines in e["name"]]
-            # Two layers, each with a product forward and one or two backward, in five steps.
-            assert 15 <= len(products) <= 100, (device, sorted({e["name"] for e in here}))
+            # Two layers in five steps; some of the backward products may be part of fused kernels.
+            assert 10 <= len(products) <= 100, (device, sorted({e["name"] for e in here}))
             (busy,) = [each.busy for each in uses if each.device == device]
             assert 0 < busy <= 1
             assert busy * end <= sum(e["dur"] for e in here) + 1

@@ -38,6 +38,7 @@ def executed(model, inputs, targets):
 
 
 class TestJAX(ParallelContract):
+    product_in_timelines = "dot"
     backend = "jax"
     across_rows = "right"
     extension = ".keras"

@@ -39,6 +39,7 @@ def mxnet_error():
 
 
 class TestMXNet(ParallelContract):
+    product_in_timelines = "dot"
     backend = "mxnet"
     across_rows = "found"  # right, and a warning says what it costs
 

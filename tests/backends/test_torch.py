@@ -43,6 +43,7 @@ def shard_sizes(step):
 
 
 class TestTorch(ParallelContract):
+    product_in_timelines = "matmul"
     backend = "torch"
     extension = ".keras"
 

@@ -14,6 +14,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, ContextManager, Dict, List, Mapping, Optional, Sequence, Tuple
 
+    from ..._operations import Operation
     from ..._ranks import Job
     from ..._ranks.place import Place
     from ..._settings import Settings
@@ -160,6 +161,12 @@ class JAX(Backend):
         told = {sharding.device_name(d): d.memory_stats() or {} for d in jax.local_devices()}
         key = "peak_bytes_in_use"
         return {name: stats[key] for name, stats in told.items() if key in stats}
+
+    def profiled(self) -> "ContextManager[List[Operation]]":
+        """From JAX's profiler."""
+        from . import timeline  # not at start-up
+
+        return timeline.profiled(self.devices())
 
     # Ranks ------------------------------------------------------------------------------------
 

@@ -16,8 +16,9 @@ from .context_names import context_named, visible_gpus
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+    from typing import Any, ContextManager, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
+    from ..._operations import Operation
     from ..._ranks import Job
     from ..._ranks.place import Place
     from ..._settings import Settings
@@ -122,6 +123,12 @@ class MXNet(Backend):
             gpus = ["gpu({})".format(i) for i in range(visible_gpus(mx))]
             self.kept["names"] = gpus or ["cpu(0)"]
         return list(self.kept["names"])
+
+    def profiled(self) -> "ContextManager[List[Operation]]":
+        """From the profiler of MXNet's engine."""
+        from . import timeline  # not at start-up
+
+        return timeline.profiled(self.devices())
 
     def problems(self, environ: "Mapping[str, str]") -> "List[str]":
         found = []

@@ -1,6 +1,7 @@
 """Where MXNet ran the operations of a step: from the record of its engine."""
 
 import collections
+import contextlib
 import json
 import os
 import tempfile
@@ -9,26 +10,36 @@ import tempfile
 OPERATIONS = ("dot", "Convolution", "FullyConnected", "Embedding")
 
 
-def operations(step):
-    """Operations per device while ``step()`` is computed, as MXNet's engine recorded them."""
+@contextlib.contextmanager
+def recorded():
+    """Within, MXNet's engine records: gives a list, to which its events are added at the end."""
     import mxnet as mx
 
+    events = []  # type: list
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "trace.json")
         mx.profiler.set_config(profile_symbolic=True, profile_imperative=True, filename=path)
         mx.nd.waitall()
         mx.profiler.set_state("run")
         try:
-            step()
+            yield events
             mx.nd.waitall()
         finally:
             mx.profiler.set_state("stop")
-        mx.profiler.dump(finished=False)
-        with open(path) as file:
-            text = file.read()
-    # The first file begins an object that is never ended; later ones go on with its list.
-    listed = text[text.index("[") + 1 :] if text.startswith("{") else text
-    events = json.loads("[" + listed[listed.index("{") : listed.rindex("}") + 1] + "]")
+            mx.profiler.dump(finished=False)
+            with open(path) as file:
+                text = file.read()
+            # The first file begins an object that is never ended; later ones go on with its list.
+            listed = text[text.index("[") + 1 :] if text.startswith("{") else text
+            if "{" in listed:
+                text = listed[listed.index("{") : listed.rindex("}") + 1]
+                events += json.loads("[" + text + "]")
+
+
+def operations(step):
+    """Operations per device while ``step()`` is computed, as MXNet's engine recorded them."""
+    with recorded() as events:
+        step()
     return collections.Counter(
         ("cpu({})".format(event["pid"]), event["name"]) for event in events if event["ph"] == "B"
     )

@@ -11,8 +11,9 @@ from ...backend import Backend
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+    from typing import Any, ContextManager, Dict, List, Mapping, Optional, Sequence, Tuple
 
+    from ..._operations import Operation
     from ..._ranks import Job
     from ..._ranks.place import Place
     from ..._settings import Settings
@@ -147,6 +148,12 @@ class Torch(Backend):
         torch = self.import_framework()
         names = [name for name in self.devices() if name.startswith("cuda")]
         return {name: torch.cuda.max_memory_allocated(name) for name in names}
+
+    def profiled(self) -> "ContextManager[List[Operation]]":
+        """From torch's profiler."""
+        from . import timeline  # not at start-up
+
+        return timeline.profiled(self.devices())
 
     # Ranks ------------------------------------------------------------------------------------
 

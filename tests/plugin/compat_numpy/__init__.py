@@ -54,6 +54,11 @@ class Numpy(Backend):
             replicas.install(model, devices)
         return model
 
+    def profiled(self):
+        from . import replicas
+
+        return replicas.profiled()
+
     def verify(self, model, verification):
         from . import verified_steps
 

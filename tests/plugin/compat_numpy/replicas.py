@@ -2,15 +2,42 @@
 
 import contextlib
 import functools
+import time
 
 import numpy as np
 
-from compat.backend import count_batch
+from compat.backend import Operation, count_batch
 
 from .networks import Network, device
 
 # The methods of one network that hide its class's.
 _METHODS = "gradients", "outputs"
+
+
+_profiles = []  # lists that are being filled
+
+
+@contextlib.contextmanager
+def profiled():
+    operations = []
+    _profiles.append(operations)
+    try:
+        yield operations
+    finally:
+        _profiles.remove(operations)
+
+
+def _start(name, function, *arguments):
+    def run():
+        began = time.perf_counter()
+        try:
+            return function(*arguments)
+        finally:
+            took = time.perf_counter() - began
+            for operations in _profiles:
+                operations.append(Operation(name, function.__name__, began * 1e6, took * 1e6))
+
+    return device(name).start(run)
 
 
 def install(network, devices):
@@ -37,13 +64,13 @@ def _shards(rows, devices):
     """A device, and the slice of the batch that it computes; none is without rows."""
     count = min(len(devices), rows)
     for number, name in enumerate(devices[:count]):
-        yield device(name), slice(number * rows // count, (number + 1) * rows // count)
+        yield name, slice(number * rows // count, (number + 1) * rows // count)
 
 
 def _outputs(network, devices, inputs):
     running = [
-        each.start(Network.outputs, network, inputs[rows])
-        for each, rows in _shards(len(inputs), devices)
+        _start(name, Network.outputs, network, inputs[rows])
+        for name, rows in _shards(len(inputs), devices)
     ]
     outputs = np.concatenate([each.result() for each in running])
     _count(devices, len(inputs), training=False)
@@ -58,7 +85,8 @@ def _count(devices, rows, training):
 def _gradients(network, devices, inputs, targets):
     shards = list(_shards(len(inputs), devices))
     running = [
-        each.start(Network.gradients, network, inputs[rows], targets[rows]) for each, rows in shards
+        _start(name, Network.gradients, network, inputs[rows], targets[rows])
+        for name, rows in shards
     ]
     shares = [(rows.stop - rows.start) / len(inputs) for _, rows in shards]
     parts = [each.result() for each in running]

@@ -1,0 +1,74 @@
+"""What each device executes, and when: from torch's profiler."""
+
+import contextlib
+
+from ... import errors
+from ..._operations import Operation
+
+_REPLICA = "replica on "
+_GRADIENT = "autograd::engine::evaluate_function: "
+
+
+@contextlib.contextmanager
+def profiled(devices):
+    """What ``Torch.profiled()`` returns, for the configured devices."""
+    import torch
+
+    if torch.autograd._profiler_enabled():  # another one would end it, silently
+        raise errors.profiler_runs("torch")
+    operations = []  # type: list
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if devices[0].startswith("cuda"):
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    profile = torch.profiler.profile(activities=activities)
+    profile.start()
+    try:
+        yield operations
+        if devices[0].startswith("cuda"):
+            torch.cuda.synchronize()
+    finally:
+        profile.stop()
+        events = profile.events()
+        if devices[0].startswith("cuda"):
+            operations += _kernels(torch, events)
+        elif len(devices) == 1:
+            operations += [_operation(devices[0], e) for e in events if e.cpu_parent is None]
+        else:
+            operations += _of_replicas(events)
+
+
+def _operation(device, event, name=None):
+    time = event.time_range
+    return Operation(device, name or event.name, time.start, time.end - time.start)
+
+
+def _kernels(torch, events):
+    for event in events:
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            yield _operation("cuda:{}".format(event.device_index), event)
+
+
+def _of_replicas(events):
+    """On simulated devices: what replicas call, and the steps of the backward pass through that.
+
+    The gradient of an operation has its sequence number.
+    """
+    owners = {}  # type: dict
+    for event in events:
+        device = _replica(event)
+        if device is not None and event.sequence_nr >= 0:
+            owners[event.sequence_nr] = device
+        if device is not None and event.cpu_parent.name.startswith(_REPLICA):
+            yield _operation(device, event)
+    for event in events:
+        if event.name.startswith(_GRADIENT) and event.sequence_nr in owners:
+            name = "gradient of " + event.name[len(_GRADIENT) :]
+            yield _operation(owners[event.sequence_nr], event, name)
+
+
+def _replica(event):
+    """The device of the replica that an operation belongs to; None: of none."""
+    parent = event.cpu_parent
+    while parent is not None and not parent.name.startswith(_REPLICA):
+        parent = parent.cpu_parent
+    return None if parent is None else parent.name[len(_REPLICA) :]

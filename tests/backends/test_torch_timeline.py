@@ -1,0 +1,80 @@
+"""``compat.timeline()`` on torch: modules, an own profiler, ranks."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import compat
+
+pytestmark = pytest.mark.row("compat.timeline()")
+
+
+def ran(path):
+    """The names of the operations of each device in a file."""
+    with open(str(path), encoding="utf-8") as file:
+        events = json.load(file)["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    return {
+        names[place]: [e["name"] for e in events if e["ph"] == "X" and e["pid"] == place]
+        for place in names
+    }
+
+
+def test_each_replica_is_recorded_forward_and_backward(tmp_path):
+    compat.configure_gpu(simulate=3)
+    model = compat.parallelize(torch.nn.Conv1d(8, 16, 3))
+    model(torch.ones(61, 8, 5)).sum().backward()
+    path = tmp_path / "timeline.json"
+    with compat.timeline(str(path)):
+        model(torch.ones(61, 8, 5)).sum().backward()
+    found = ran(path)
+    assert list(found) == ["cpu:0", "cpu:1", "cpu:2"]
+    for names in found.values():
+        assert names.count("aten::conv1d") == 1
+        assert names.count("gradient of ConvolutionBackward0") == 1
+
+
+def test_a_profiler_that_is_recording_is_left_alone(tmp_path):
+    """torch would end it, silently."""
+    compat.configure_gpu(simulate=3)
+    with torch.profiler.profile() as profile:
+        with pytest.raises(compat.InvalidArgumentError) as caught:
+            with compat.timeline(str(tmp_path / "timeline.json")):
+                pass  # pragma: no cover
+        torch.ones(3).sum()
+    assert str(caught.value) == (
+        "timeline() records with the profiler of torch, which is recording already, for something "
+        "else. End that before the block."
+    )
+    assert any(event.name == "aten::sum" for event in profile.events())
+    assert not os.listdir(str(tmp_path))
+
+
+SCRIPT = """\
+import torch
+import compat
+compat.configure_gpu()
+model = compat.parallelize(torch.nn.Linear(8, 4))
+for _ in range(3):
+    model(torch.ones(6, 8)).sum().backward()
+"""
+
+
+def test_each_rank_has_a_file(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "compat", "run", "--backend=torch", "--gpus=cpu", "-n2"]
+    subprocess.run(
+        command + ["--timeline", str(tmp_path / "timeline.json"), str(script)],
+        env=dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)),
+        check=True,
+        stderr=subprocess.PIPE,
+    )
+    for rank in range(2):
+        found = ran(tmp_path / "timeline.rank{}.json".format(rank))
+        assert list(found) == ["rank {}: cpu".format(rank)]
+        assert found["rank {}: cpu".format(rank)].count("aten::linear") == 3

@@ -1,0 +1,221 @@
+"""``compat.timeline()`` and ``compat run --timeline``: when each device executed what.
+
+The backend of the scripts is tests/plugin, whose devices are threads.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+from compat._operations import Operation, busy, trace
+
+PATH = os.pathsep.join([ROOT, os.path.join(ROOT, "tests", "plugin")])
+ENVIRON = dict(os.environ)  # without what fixtures set
+
+# Two that overlap, one within another, one after a pause; another device begins and ends later.
+RAN = [
+    Operation("cpu:0", "b", 105.0, 10.0),
+    Operation("cpu:0", "a", 100.0, 10.0),
+    Operation("cpu:0", "c", 106.0, 2.0),
+    Operation("cpu:0", "d", 130.0, 5.0),
+    Operation("cpu:1", "e", 110.0, 30.0),
+]
+
+
+def test_busy_is_the_share_of_the_time_of_all_devices():
+    assert busy(RAN) == {"cpu:0": 20.0 / 40.0, "cpu:1": 30.0 / 40.0}
+    assert busy([]) == {}
+    assert busy([Operation("cpu:0", "a", 3.0, 0.0)]) == {"cpu:0": 1.0}
+
+
+def test_a_trace_has_a_process_for_each_device_and_a_thread_for_what_overlaps():
+    found = trace(RAN, [("cpu:1", "rank 1: cpu:1"), ("cpu:0", "zero"), ("cpu:2", "idle")])
+    events = found["traceEvents"]
+    assert [(e["pid"], e["args"]["name"]) for e in events if e["name"] == "process_name"] == [
+        (0, "rank 1: cpu:1"),
+        (1, "zero"),
+        (2, "idle"),
+    ]
+    assert [
+        tuple(e[key] for key in ("pid", "tid", "name", "ts", "dur"))
+        for e in events
+        if e["ph"] == "X"
+    ] == [
+        (1, 0, "a", 0.0, 10.0),
+        (1, 1, "b", 5.0, 10.0),
+        (1, 2, "c", 6.0, 2.0),
+        (0, 0, "e", 10.0, 30.0),
+        (1, 0, "d", 30.0, 5.0),
+    ]
+
+
+BEGIN = """\
+import numpy as np
+import compat
+compat.configure_gpu(backend="numpy", simulate=3)
+from compat_numpy.networks import Network
+network = Network(8, 16, 4)
+inputs, targets = np.ones((61, 8)), np.ones((61, 4))
+"""
+
+
+def run(program, *command):
+    completed = subprocess.run(
+        [sys.executable] + list(command or ["-c", BEGIN + program]),
+        env=dict(ENVIRON, PYTHONPATH=PATH, COMPAT_VERIFY="0"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        universal_newlines=True,
+    )
+    return completed.returncode, completed.stdout, completed.stderr
+
+
+def ran(path):
+    """The names of the operations of each device in a file."""
+    with open(str(path), encoding="utf-8") as file:
+        events = json.load(file)["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    return {
+        names[place]: [e["name"] for e in events if e["ph"] == "X" and e["pid"] == place]
+        for place in names
+    }
+
+
+def test_what_runs_within_is_written_also_where_the_block_fails(tmp_path):
+    path = tmp_path / "timeline.json"
+    status, out, err = run(
+        """
+compat.parallelize(network)
+network.train_on_batch(inputs, targets)
+try:
+    with compat.timeline({!r}):
+        network.train_on_batch(inputs, targets)
+        network.train_on_batch(inputs[:2], targets[:2])
+        1 / 0
+except ZeroDivisionError:
+    network.outputs(inputs)
+    print([0 < each.busy <= 1 for each in compat.report().devices])
+    print(compat.report())
+""".format(str(path))
+    )
+    assert status == 0, err
+    expected, header, *_ = out.splitlines()
+    assert expected == "[True, True, True]"
+    assert header == "device  rows  in training  steps  busy"
+    once, twice = ["gradients"], ["gradients", "gradients"]
+    assert ran(path) == {"cpu:0": twice, "cpu:1": twice, "cpu:2": once}
+    assert os.listdir(str(tmp_path)) == ["timeline.json"]
+
+
+def test_nothing_executed_is_told(tmp_path):
+    path = tmp_path / "timeline.json"
+    status, out, err = run(
+        "with compat.timeline({!r}):\n    pass\nprint(compat.report().devices[0].busy)".format(
+            str(path)
+        )
+    )
+    assert (status, out) == (0, "None\n")
+    assert (
+        "timeline({!r}): no configured device executed anything while it was recorded, so the "
+        "timeline is empty. Train or call the model within the block.".format(str(path))
+    ) in err
+    assert ran(path) == {"cpu:0": [], "cpu:1": [], "cpu:2": []}
+
+
+def test_one_at_a_time_and_only_where_it_can_be_written(tmp_path):
+    first, second = str(tmp_path / "first.json"), str(tmp_path / "second.json")
+    nowhere = str(tmp_path / "nowhere" / "timeline.json")
+    status, out, err = run(
+        """
+for path in {!r}:
+    try:
+        with compat.timeline({!r}):
+            with compat.timeline(path):
+                print("never")
+    except ValueError as error:
+        print(error)
+with compat.timeline(path + ".later"):
+    network.train_on_batch(inputs, targets)
+""".format([second], first)
+    )
+    assert status == 0, err
+    assert out == (
+        "timeline({!r}): {} is being recorded, and a framework records one timeline at a time. "
+        "End that block first.\n".format(second, first)
+    )
+    assert sorted(os.listdir(str(tmp_path))) == ["first.json", "second.json.later"]
+    status, out, err = run("with compat.timeline({!r}): print('never')".format(nowhere))
+    assert (status, out) == (1, "")
+    assert err.endswith(
+        "InvalidArgumentError: timeline({!r}) cannot be written: No such file or directory. Name a "
+        "file in a folder that is there and that you may write to; nothing was started.\n".format(
+            nowhere
+        )
+    )
+
+
+# compat run --timeline ------------------------------------------------------------------------
+
+COMMAND = "-m", "compat", "run", "--backend=numpy", "--simulate=3"
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(program):
+        path = tmp_path / "train.py"
+        path.write_text(BEGIN + program)
+        return str(path)
+
+    return write
+
+
+def test_a_script_is_recorded_from_its_first_parallelized_model(script, tmp_path):
+    path = script(
+        "network.train_on_batch(inputs, targets)\n"
+        "compat.parallelize(network)\n"
+        "network.train_on_batch(inputs, targets)\n"
+        "network.outputs(inputs)\n"
+    )
+    timeline = str(tmp_path / "timeline.json")
+    status, out, err = run(None, *(COMMAND + ("--timeline", timeline, path)))
+    assert (status, out) == (0, "")
+    assert ran(timeline) == dict.fromkeys(["cpu:0", "cpu:1", "cpu:2"], ["gradients", "outputs"])
+    table = err[err.index("compat run: what each device did\n") :].splitlines()
+    assert table[1] == "device  rows  in training  steps  busy"
+    assert table[-1] == "All 3 devices worked: 40 to 42 rows each."
+
+
+def test_a_script_that_parallelizes_nothing_is_told(script, tmp_path):
+    timeline = str(tmp_path / "timeline.json")
+    status, _, err = run(None, *(COMMAND + ("--timeline", timeline, script(""))))
+    assert status == 0
+    assert (
+        "compat run: --timeline {}: no model was parallelized, so nothing was recorded.\n".format(
+            timeline
+        )
+    ) in err
+    assert not os.path.exists(timeline)
+
+
+def test_a_backend_that_records_none_is_told_before(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("print('started')")
+    program = (
+        "from compat._commands import run_script\n"
+        "from compat.backend import Backend\n"
+        "from compat_numpy import Numpy\n"
+        "del Numpy.profiled\n"
+        "run_script.run([{!r}], backend='numpy', timeline={!r})".format(
+            str(script), str(tmp_path / "timeline.json")
+        )
+    )
+    status, out, err = run(None, "-c", program)
+    assert (status, out) == (1, "")
+    assert err.endswith(
+        "UnsupportedError: numpy cannot record when each device executes what. compat.report() "
+        "tells what each device has computed.\n"
+    )
