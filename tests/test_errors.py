@@ -133,6 +133,20 @@ TEXTS = [
         "(compat run without -n); parallelize() then uses the devices of one process.",
     ),
     (
+        errors.not_writable,
+        ("--timeline x/t.json", OSError(2, "No such file or directory")),
+        errors.InvalidArgumentError,
+        "--timeline x/t.json cannot be written: No such file or directory. Name a file in a folder "
+        "that is there and that you may write to; nothing was started.",
+    ),
+    (
+        errors.profiler_runs,
+        ("torch",),
+        errors.InvalidArgumentError,
+        "timeline() records with the profiler of torch, which is recording already, for something "
+        "else. End that before the block.",
+    ),
+    (
         errors.no_script,
         ("train.py",),
         errors.InvalidArgumentError,
