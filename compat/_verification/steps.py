@@ -49,6 +49,15 @@ class Step:
         """Do the step as it is, and return what its caller gets, and its results by label."""
         raise NotImplementedError
 
+    def finish(self, given: "Any", start: "Mapping[str, Any]") -> "Any":
+        """What the step's caller gets, when nothing is left to verify.
+
+        Arguments:
+            given: what ``on_all_devices()`` had for it.
+            start: what ``read()`` gave before the step.
+        """
+        return given
+
     def operations(self) -> "Dict[str, Tuple[int, int]]":
         """Do the step on all devices once more, and tell what ran where: see ``Record``."""
         raise NotImplementedError

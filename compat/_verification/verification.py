@@ -89,7 +89,7 @@ class Verification:
         self.record.steps[kind] += 1
         if kind == "train":  # what evaluates and predicts next may have kept the weights of before
             self.left.update(evaluate=1, predict=1)
-        return given
+        return step.finish(given, start)
 
     def _again(self, step, start, seed=0):
         """The step on one device once more, where its weights are off by rounding.

@@ -170,8 +170,13 @@ def test_wrong_gradient_is_found(mx, monkeypatch):
 
 
 @span
-def test_randomness_and_batch_normalization_are_no_alarm(mx):
-    """They are compared in inference, and running statistics take one step as ever."""
+@pytest.mark.parametrize("recording", [False, True])
+def test_randomness_and_batch_normalization_are_no_alarm(mx, monkeypatch, recording):
+    """They are compared in inference, and running statistics take one step as ever.
+
+    Also where it is recorded what ran where, as ``compat test`` does, by one more step.
+    """
+    monkeypatch.setattr(_verification.report, "is_recording", lambda: recording)
     nn = mx.gluon.nn
     normalises = "block '{}' normalises each replica's rows by their own statistics"
     for layer, why in ((nn.Dropout(0.5), "it is random"), (nn.BatchNorm(), normalises)):

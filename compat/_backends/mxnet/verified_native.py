@@ -10,7 +10,7 @@ from where the verified calls left them.
 
 import contextlib
 
-from ... import _verification
+from ... import _verification, _work
 from ..._verification import keras_steps
 from . import gluon_replicas, op_placement
 from .gluon_states import states_of
@@ -110,15 +110,21 @@ class _Call(_verification.Step):
             return self.replicas.run_undivided(self.args)
 
     def on_all_devices(self):
-        gradients = {}
         if self.is_recording:
-            # In a run of its own: a CachedOp with static_alloc=True, whose gradients were had once
-            # (by retain_graph=True), gives the caller's backward pass wrong ones.
-            start = self.read()
-            gradients = self._differentiated(self.replicas.run)
-            self.write(start)
+            with _work.uncounted():  # it is done once more
+                return None, self._differentiated(self.replicas.run)
         result = self.replicas.run(self.args)
-        return result, dict(gradients, **self._outputs(result))
+        return result, self._outputs(result)
+
+    def finish(self, given, start):
+        if not self.is_recording:
+            return given
+        # A run of its own: a CachedOp with static_alloc=True, whose gradients were had once (by
+        # retain_graph=True), gives the caller's backward pass wrong ones. And the last one: the
+        # runs share the records of arrays that have no gradient, such as running statistics, and
+        # each backward pass clears them; that of a run before would then fail.
+        self.write(start)
+        return self.replicas.run(self.args)
 
     def _outputs(self, result):
         return {
