@@ -184,6 +184,9 @@ def test_a_script_is_recorded_from_its_first_parallelized_model(script, tmp_path
     status, out, err = run(None, *(COMMAND + ("--timeline", timeline, path)))
     assert (status, out) == (0, "")
     assert ran(timeline) == dict.fromkeys(["cpu:0", "cpu:1", "cpu:2"], ["gradients", "outputs"])
+    assert (
+        "compat run: the timeline is in {}; open it at https://ui.perfetto.dev\n".format(timeline)
+    ) in err
     table = err[err.index("compat run: what each device did\n") :].splitlines()
     assert table[1] == "device  rows  in training  steps  busy"
     assert table[-1] == "All 3 devices worked: 40 to 42 rows each."

@@ -9,7 +9,7 @@ import json
 import os
 import sys
 
-from .. import _device_use, _files
+from .. import _device_use, _files, _ranks, _timeline
 from .._launch.rank_process import REPORT_VARIABLE
 from .._process import process
 from . import parallelized_script
@@ -61,12 +61,15 @@ def _recorded(path):
         process.on_parallelized.remove(begin)
         if os.getpid() == owner:  # none that has been forked
             recording.close()
-            if not began:
-                print(
-                    "compat run: --timeline {}: no model was parallelized, so nothing was "
-                    "recorded.".format(path),
-                    file=sys.stderr,
+            sys.stdout.flush()
+            if began:
+                path = _timeline.of_rank(path, _ranks.own_place())
+                said = "compat run: the timeline is in {}; open it at https://ui.perfetto.dev"
+            else:
+                said = (
+                    "compat run: --timeline {}: no model was parallelized, so nothing was recorded."
                 )
+            print(said.format(path), file=sys.stderr, flush=True)
 
 
 def _leave(path):
