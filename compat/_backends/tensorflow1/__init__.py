@@ -39,6 +39,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, ContextManager, List, Optional, Sequence, Tuple
 
+    from ..._operations import Operation
     from ..._ranks import Job
     from ..._ranks.place import Place
     from ..._settings import Settings
@@ -203,6 +204,12 @@ class TensorFlow1(Backend):
         from . import verified_steps  # here for start-up time
 
         verified_steps.verify(model, verification)
+
+    def profiled(self) -> "ContextManager[List[Operation]]":
+        """From the statistics that sessions record of each run: see ``timeline``."""
+        from . import timeline  # here for start-up time
+
+        return timeline.profiled(v1_names(self.import_framework()), self.devices())
 
     # Ranks ------------------------------------------------------------------------------------
 

@@ -32,6 +32,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, Callable, ContextManager, Dict, List, Mapping, Optional, Sequence, Tuple
 
+    from ..._operations import Operation
     from ..._ranks import Job
     from ..._ranks.place import Place
     from ..._settings import Settings
@@ -145,6 +146,17 @@ class TensorFlow2(Backend):
         told = getattr(tf.config.experimental, "get_memory_info", None)
         names = [name for name in self.devices() if "gpu" in name.lower()]
         return {name: told(name.lstrip("/"))["peak"] for name in names} if told else {}
+
+    def profiled(self) -> "ContextManager[List[Operation]]":
+        """See ``timeline``; after ``disable_v2_behavior()``, ``tensorflow1.timeline``."""
+        tf = self.import_framework()
+        if in_v1_mode(tf):
+            from ..tensorflow1 import timeline as tensorflow1_timeline  # here for start-up time
+
+            return tensorflow1_timeline.profiled(tf.compat.v1, self.devices())
+        from . import timeline  # here for start-up time
+
+        return timeline.profiled(tf, self.devices())
 
     # Ranks ------------------------------------------------------------------------------------
 

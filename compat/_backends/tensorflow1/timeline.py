@@ -1,0 +1,137 @@
+"""When TensorFlow 1 executed what: from the statistics that its sessions record of each run."""
+
+import collections
+import contextlib
+import sys
+
+from ... import _patching
+from ..._operations import Operation
+from .op_placement import as_configured
+from .sessions import imported_keras_packages
+
+# These wait for another device or for the input pipeline, or run other operations.
+WAITING = ("_Send", "_Recv", "_HostSend", "_HostRecv", "IteratorGetNext", "PartitionedCall")
+
+
+@contextlib.contextmanager
+def profiled(tf, devices):
+    """Within, every run of a session is recorded; see ``Backend.profiled()``.
+
+    Runs are those of ``Session.run()`` and of Keras' functions, also of such as exist already.
+    ``Session.make_callable()`` takes no part.
+
+    Arguments:
+        tf: TensorFlow under its 1.x names.
+        devices: as configured.
+    """
+    from tensorflow.python.client.session import BaseSession
+
+    statistics, operations = [], []
+
+    def traced(options):
+        result = tf.RunOptions()
+        if options is not None:
+            result.CopyFrom(options)
+        result.trace_level = tf.RunOptions.FULL_TRACE
+        return result
+
+    def recorded(run, *args, **kwargs):
+        if kwargs.get("run_metadata") is None:
+            kwargs["run_metadata"] = tf.RunMetadata()
+        try:
+            return run(*args, **kwargs)
+        finally:
+            statistics.append(kwargs["run_metadata"].step_stats)
+
+    plain_run = BaseSession.run
+
+    def run(session, fetches, feed_dict=None, options=None, run_metadata=None):
+        run = plain_run, session, fetches, feed_dict, traced(options)
+        return recorded(*run, run_metadata=run_metadata)
+
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(_patching.replaced(BaseSession, run=run))
+        if hasattr(BaseSession, "_Callable"):  # of Keras' functions, from TensorFlow 1.8 on
+            plain_make = BaseSession._make_callable_from_options
+            plain_call = BaseSession._Callable.__call__
+
+            def make(session, options):
+                options.run_options.CopyFrom(traced(options.run_options))
+                return plain_make(session, options)
+
+            def call(function, *args, **kwargs):
+                return recorded(plain_call, function, *args, **kwargs)
+
+            made = _patching.replaced(BaseSession, _make_callable_from_options=make)
+            patches.enter_context(made)
+            patches.enter_context(_patching.replaced(BaseSession._Callable, __call__=call))
+            for keras_function in _keras_functions():
+                patches.enter_context(_made_anew(keras_function))
+        try:
+            yield operations
+        finally:
+            operations.extend(executed(statistics, devices))
+
+
+def _keras_functions():
+    """The classes of the functions that Keras makes once, for many runs."""
+    modules = [sys.modules[k.backend.get_session.__module__] for k in imported_keras_packages()]
+    names = ("Function", "GraphExecutionFunction")
+    classes = {getattr(module, name, None) for module in modules for name in names}
+    return [each for each in classes if hasattr(each, "_make_callable")]
+
+
+@contextlib.contextmanager
+def _made_anew(keras_function):
+    """Within, functions of this class run as made within; afterwards, as made afterwards."""
+    met, plain = [], keras_function.__call__
+
+    def __call__(function, *args, **kwargs):
+        if not any(each is function for each in met):
+            met.append(function)
+            function._callable_fn = None
+        return plain(function, *args, **kwargs)
+
+    try:
+        with _patching.replaced(keras_function, __call__=__call__):
+            yield
+    finally:
+        for function in met:
+            function._callable_fn = None
+
+
+def executed(statistics, devices):
+    """The operations of these runs' ``StepStats`` on the devices that are configured.
+
+    A GPU's own record ("/device:GPU:0/stream:all") counts where each GPU that ran has one, else
+    the record of what the CPU launched on it. Before TensorFlow 1.15, all GPUs' kernels are
+    recorded as those of the first.
+    """
+    operations = []
+    for run in statistics:
+        launched, streams = collections.defaultdict(list), collections.defaultdict(list)
+        for record in run.dev_stats:
+            name = record.device[record.device.rfind("/device:") :]
+            device, _, stream = name[1:].partition("/")
+            if not stream:
+                launched["/" + device].extend(record.node_stats)
+            elif stream == "stream:all":
+                streams["/" + device].extend(record.node_stats)
+        if set(streams) == {device for device in launched if "GPU" in device}:
+            launched.update(streams)
+        for device, name in zip(launched, as_configured(launched, devices)):
+            if name in devices:
+                found = launched[device]
+                operations.extend(_operation(name, each) for each in found if not _waits(each))
+    return operations
+
+
+def _waits(record):
+    operation = record.timeline_label.partition(" = ")[2].partition("(")[0]
+    return operation.endswith(WAITING)
+
+
+def _operation(device, record):
+    start = record.all_start_micros + record.op_start_rel_micros
+    duration = max(0, record.op_end_rel_micros - record.op_start_rel_micros)
+    return Operation(device, record.node_name, float(start), float(duration))
