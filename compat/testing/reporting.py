@@ -94,7 +94,8 @@ class ReportContract(BackendContract):
         uses = compat.report().devices
         for place, device in names.items():
             here = [e for e in ran if e["pid"] == place]
-            products = [e for e in here if self.product_in_timelines in e["name"]]
+            own = [e["name"].rpartition("/")[2] for e in here]  # without the scopes around it
+            products = [name for name in own if self.product_in_timelines in name]
             # Two layers in five steps; some of the backward products may be part of fused kernels.
             assert 10 <= len(products) <= 100, (device, sorted({e["name"] for e in here}))
             (busy,) = [each.busy for each in uses if each.device == device]

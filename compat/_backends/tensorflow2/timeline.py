@@ -22,7 +22,8 @@ _INLINED = re.compile(r"(Stateful)?PartitionedCall(_\d+)?/")  # whose function's
 def profiled(tf, devices):
     """Within, TensorFlow's profiler records; see ``Backend.profiled()``."""
     operations = []
-    record = _by_profiler if hasattr(tf.profiler.experimental, "start") else _by_metadata
+    profiler = getattr(getattr(tf, "profiler", None), "experimental", None)
+    record = _by_profiler if hasattr(profiler, "start") else _by_metadata
     with record(tf, devices, operations):
         yield operations
 
@@ -50,11 +51,7 @@ def _by_profiler(tf, devices, operations):
         try:
             profiler.start(directory)
         except tf.errors.AlreadyExistsError as error:
-            raise errors.InvalidArgumentError(
-                "timeline(): TensorFlow's profiler is running already, and it records one profile "
-                "at a time. End that one first: tf.profiler.experimental.stop(), or a fit() whose "
-                "TensorBoard callback has profile_batch."
-            ) from error
+            raise errors.profiler_runs("tensorflow") from error
         try:
             yield
         finally:
