@@ -116,11 +116,14 @@ class _HostPlane:
     are partitioned by device, and each *execution* of a partition has a number. So all kernels
     of an execution ran on one device:
 
-    - that which its nodes asked for, most of them: what reads and writes variables stays with
-      these, whatever it asked for;
+    - that which its nodes asked for, but for those that read or write variables, which stay with
+      these whatever they asked for;
     - where no node asks for one, that of the execution it was called by (a layer of tf.keras that
       is a function, such as the LSTM);
     - where that has none, either, the first device: TensorFlow's default.
+
+    Before TensorFlow 2.15 or so, the partitions of one step have one number. Where the nodes of an
+    execution asked for several devices, each kernel ran where its own node asked it to.
 
     Kernels outside of executions are those of eager operations: of unknown device.
     """
@@ -146,20 +149,23 @@ class _HostPlane:
                 self.kernels.append((event, execution))
 
     def executed(self, devices):
-        ran_on = self.devices(devices)
+        asked = _devices_asked_for()
+        ran_on, mixed = self.devices(devices, asked)
         for event, execution in self.kernels:
             device = devices[0] if len(devices) == 1 else ran_on.get(execution)
+            if execution in mixed:
+                device = _asked_by(event, asked) or device
             if device in devices:
                 yield Operation(device, event.name, event.start, event.duration)
 
-    def devices(self, devices):
-        """The device of each execution."""
-        wanted, votes = _devices_asked_for(), {}
+    def devices(self, devices, asked):
+        """The device of each execution, and the executions whose nodes asked for several."""
+        votes = {}
         for event, execution in self.kernels:
-            node = _INLINED.sub("", _KERNEL.fullmatch(event.name).group(1))
             found = votes.setdefault(execution, collections.Counter())
-            if len(wanted[node]) == 1:
-                found.update(wanted[node])
+            device = _asked_by(event, asked)
+            if device is not None:
+                found[device] += 1
         votes.pop(None, None)
 
         def device_of(execution):
@@ -168,7 +174,17 @@ class _HostPlane:
             caller = self.callers.get(execution)
             return devices[0] if caller is None else device_of(caller)
 
-        return {execution: device_of(execution) for execution in votes}
+        mixed = {execution for execution, found in votes.items() if len(found) > 1}
+        return {execution: device_of(execution) for execution in votes}, mixed
+
+
+def _asked_by(kernel, asked):
+    """The one device that a kernel's node asked for; None: none, several, or a variable's."""
+    node, operation = _KERNEL.fullmatch(kernel.name).groups()
+    devices = asked.get(_INLINED.sub("", node), ())
+    if len(devices) != 1 or "VariableOp" in operation or operation.startswith("Resource"):
+        return None
+    return next(iter(devices))
 
 
 def _devices_asked_for():
