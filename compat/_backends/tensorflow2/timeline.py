@@ -22,7 +22,7 @@ _INLINED = re.compile(r"(Stateful)?PartitionedCall(_\d+)?/")  # whose function's
 def profiled(tf, devices):
     """Within, TensorFlow's profiler records; see ``Backend.profiled()``."""
     operations = []
-    record = _by_profiler if hasattr(tf.profiler.experimental, "start") else _by_metadata
+    record = _by_profiler if hasattr(tf, "profiler") else _by_metadata
     with record(tf, devices, operations):
         yield operations
 
@@ -129,8 +129,8 @@ class _HostPlane:
     """
 
     def __init__(self, plane):
-        self.kernels = []  # and the execution of each
-        self.callers = {}
+        self.kernels = []  # with the node and the kind of each, and its execution
+        self.callers = {}  # of executions
         for line in plane.lines:
             self._read(plane, line)
 
@@ -146,23 +146,24 @@ class _HostPlane:
             elif event.name == "FunctionRun":
                 self.callers[event.statistics["_p"]] = execution
             elif kernel and not kernel.group(2).endswith(tensorflow1_timeline.WAITING):
-                self.kernels.append((event, execution))
+                self.kernels.append((event, kernel.groups(), execution))
 
     def executed(self, devices):
         ran_on = self.devices(devices)
-        for event, execution in self.kernels:
+        for event, (node, kind), execution in self.kernels:
             device = devices[0] if len(devices) == 1 else ran_on.get(execution)
             if device in devices:
-                yield Operation(device, event.name, event.start, event.duration)
+                name = tensorflow1_timeline.titled(node, kind)
+                yield Operation(device, name, event.start, event.duration)
 
     def devices(self, devices):
         """The device of each execution."""
         wanted, votes = _devices_asked_for(), {}
-        for event, execution in self.kernels:
-            node = _INLINED.sub("", _KERNEL.fullmatch(event.name).group(1))
+        for _, (node, _), execution in self.kernels:
             found = votes.setdefault(execution, collections.Counter())
-            if len(wanted[node]) == 1:
-                found.update(wanted[node])
+            devices_asked_for = wanted[_INLINED.sub("", node)]
+            if len(devices_asked_for) == 1:
+                found.update(devices_asked_for)
         votes.pop(None, None)
 
         def device_of(execution):
