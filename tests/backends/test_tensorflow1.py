@@ -73,7 +73,7 @@ HAS_SUBCLASSED_MODELS = not _keras.wraps_a_model(keras_under_test().models.Seque
 class TestTensorFlow1(ParallelContract):
     backend = "tensorflow1"
     in_sessions = True  # Keras runs in sessions
-    product_in_timelines = "MatMul"
+    product_in_timelines = "MatMul: "
     # One product a step in place of eight, which take long to build: where these are the default,
     # the stateful RNN and the siamese model have them.
     lstm_options = {"implementation": 2}

@@ -58,7 +58,7 @@ XLA = "jit_compile" in inspect.signature(Model.compile).parameters
 
 class TestTensorFlow2(ParallelContract):
     backend = "tensorflow2"
-    product_in_timelines = "MatMul"
+    product_in_timelines = "MatMul: "
     # Keras 3 cannot train on with the optimizer of an HDF5 file, on one device neither.
     extension = ".keras" if KERAS3 else ".h5"
     lstm_options = {} if TRAIN_STEP else {"unroll": True}

@@ -121,17 +121,23 @@ def executed(statistics, devices):
             launched.update(streams)
         for device, name in zip(launched, as_configured(launched, devices)):
             if name in devices:
-                found = launched[device]
-                operations.extend(_operation(name, each) for each in found if not _waits(each))
+                found = [_operation(name, each) for each in launched[device]]
+                operations.extend(each for each in found if each is not None)
     return operations
 
 
-def _waits(record):
-    operation = record.timeline_label.partition(" = ")[2].partition("(")[0]
-    return operation.endswith(WAITING)
+def titled(node, kind):
+    """The name of an operation in a timeline."""
+    return "{}: {}".format(kind, node)
 
 
 def _operation(device, record):
+    """A record as an Operation; None where it tells of waiting."""
+    # "sequential/dense/MatMul = MatMul(...)"; a GPU's own record has none of the kind.
+    kind = record.timeline_label.partition(" = ")[2].partition("(")[0]
+    if kind.endswith(WAITING):
+        return None
+    name = titled(record.node_name, kind) if kind else record.node_name
     start = record.all_start_micros + record.op_start_rel_micros
     duration = max(0, record.op_end_rel_micros - record.op_start_rel_micros)
-    return Operation(device, record.node_name, float(start), float(duration))
+    return Operation(device, name, float(start), float(duration))

@@ -148,9 +148,9 @@ class TensorFlow2(Backend):
         return {name: told(name.lstrip("/"))["peak"] for name in names} if told else {}
 
     def profiled(self) -> "ContextManager[List[Operation]]":
-        """See ``timeline``; after ``disable_v2_behavior()``, ``tensorflow1.timeline``."""
+        """See ``timeline``; without eager execution, ``tensorflow1.timeline``."""
         tf = self.import_framework()
-        if in_v1_mode(tf):
+        if not runs_eagerly(tf):
             from ..tensorflow1 import timeline as tensorflow1_timeline  # here for start-up time
 
             return tensorflow1_timeline.profiled(tf.compat.v1, self.devices())

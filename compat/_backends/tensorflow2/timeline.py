@@ -7,6 +7,7 @@ import glob
 import os
 import re
 import tempfile
+import time
 
 from ... import errors
 from ..._operations import Operation
@@ -16,14 +17,14 @@ from .op_placement import short
 
 _KERNEL = re.compile(r"([\w./>-]+):(\w+)")  # "sequential/dense_1/MatMul_2:_FusedMatMul"
 _INLINED = re.compile(r"(Stateful)?PartitionedCall(_\d+)?/")  # whose function's nodes follow
+_ON_VARIABLES = re.compile("Variable|VarHandleOp|^Resource")
 
 
 @contextlib.contextmanager
 def profiled(tf, devices):
     """Within, TensorFlow's profiler records; see ``Backend.profiled()``."""
     operations = []
-    profiler = getattr(getattr(tf, "profiler", None), "experimental", None)
-    record = _by_profiler if hasattr(profiler, "start") else _by_metadata
+    record = _by_profiler if hasattr(tf, "profiler") else _by_metadata
     with record(tf, devices, operations):
         yield operations
 
@@ -51,12 +52,17 @@ def _by_profiler(tf, devices, operations):
         try:
             profiler.start(directory)
         except tf.errors.AlreadyExistsError as error:
-            raise errors.profiler_runs("tensorflow") from error
+            raise errors.InvalidArgumentError(
+                "timeline(): TensorFlow's profiler is running already, and it records one profile "
+                "at a time. End that one first: tf.profiler.experimental.stop(), or a fit() whose "
+                "TensorBoard callback has profile_batch."
+            ) from error
         try:
             yield
         finally:
             if hasattr(tf.test, "experimental"):
                 tf.test.experimental.sync_devices()
+            time.sleep(0.1)  # a thread ends its record after it has handed over its results
             profiler.stop()
             for path in glob.glob(os.path.join(directory, "**", "*.xplane.pb"), recursive=True):
                 operations.extend(executed(_planes(path), devices, _gpu_planes(tf)))
@@ -101,109 +107,106 @@ def _events(plane, line):
     """A line's events in the order of their start, enclosing ones first; in microseconds."""
     for event in sorted(line.events, key=lambda each: (each.offset_ps, -each.duration_ps)):
         statistics = {
-            plane.stat_metadata[each.metadata_id].name: each.uint64_value or each.int64_value
-            for each in event.stats
+            plane.stat_metadata[each.metadata_id].name: _value(plane, each) for each in event.stats
         }
         start = line.timestamp_ns / 1e3 + event.offset_ps / 1e6
         name = plane.event_metadata[event.metadata_id].name
         yield _Event(name, start, event.duration_ps / 1e6, statistics)
 
 
+def _value(plane, statistic):
+    kind = statistic.WhichOneof("value")
+    value = getattr(statistic, kind)
+    return plane.stat_metadata[value].name if kind == "ref_value" else value
+
+
 class _HostPlane:
     """The kernels that the threads of the CPU executed, and on which device of it each.
 
-    Threads are common to all devices, and a kernel is recorded without its device. But graphs
-    are partitioned by device, and each *execution* of a partition has a number. So all kernels
-    of an execution ran on one device:
+    Threads are common to all devices, and a kernel is recorded without its device. It is that
 
-    - that which its nodes asked for, but for those that read or write variables, which stay with
-      these whatever they asked for;
-    - where no node asks for one, that of the execution it was called by (a layer of tf.keras that
-      is a function, such as the LSTM);
-    - where that has none, either, the first device: TensorFlow's default.
+    - which its node asks for, or the node that it is a part of (of the body of a loop);
+    - where that asks for none, that of the call which the kernel's function was run by (a layer
+      of tf.keras that is a function, such as the LSTM);
+    - in a function that a script calls, the first: TensorFlow's default. A script that places
+      such a call, eagerly on a CPU, is not seen to.
 
-    Before TensorFlow 2.15 or so, the partitions of one step have one number. Where the nodes of an
-    execution asked for several devices, each kernel ran where its own node asked it to.
-
-    Kernels outside of executions are those of eager operations: of unknown device.
+    Left out is what has no known device: where nodes of one name ask for different ones; eager
+    operations; what reads and writes variables, which runs where these are; functions within
+    functions in TensorFlow 2.3, whose caller is not recorded.
     """
 
     def __init__(self, plane):
-        self.kernels = []  # and the execution of each
-        self.callers = {}
+        self.kernels = []  # with the node and the kind of each, and the run of a graph it was in
+        self.callers = {}  # of runs: the node and its run, or None where the script called
         for line in plane.lines:
             self._read(plane, line)
 
     def _read(self, plane, line):
-        enclosing = []  # executions, and when the thread leaves them
+        enclosing = []  # when each ends, its node and its run
         for event in _events(plane, line):
-            while enclosing and enclosing[-1][1] <= event.start:
+            while enclosing and enclosing[-1][0] <= event.start:
                 enclosing.pop()
-            execution = enclosing[-1][0] if enclosing else None
-            kernel = _KERNEL.fullmatch(event.name)
+            _, node, run = enclosing[-1] if enclosing else (None, None, None)
+            end, kernel = event.start + event.duration, _KERNEL.fullmatch(event.name)
             if event.name == "ExecutorState::Process":
-                enclosing.append((event.statistics["_c"], event.start + event.duration))
+                enclosing.append((end, None, event.statistics["_c"]))
+            elif event.name == "ExecutorState::ProcessAsync::Start":  # of calls, too
+                enclosing.append((end, event.statistics["name"], run))
             elif event.name == "FunctionRun":
-                self.callers[event.statistics["_p"]] = execution
-            elif kernel and not kernel.group(2).endswith(tensorflow1_timeline.WAITING):
-                self.kernels.append((event, execution))
+                self.callers[event.statistics["_p"]] = (node, run) if node else None
+            elif kernel:
+                enclosing.append((end, kernel.group(1), run))
+                if not kernel.group(2).endswith(tensorflow1_timeline.WAITING):
+                    self.kernels.append((event, kernel.groups(), run))
 
     def executed(self, devices):
-        asked = _devices_asked_for()
-        ran_on, mixed = self.devices(devices, asked)
-        for event, execution in self.kernels:
-            device = devices[0] if len(devices) == 1 else ran_on.get(execution)
-            if execution in mixed:
-                device = _asked_by(event, asked) or device
+        asked_for = _devices_asked_for()
+        for event, (node, kind), run in self.kernels:
+            if len(devices) == 1:
+                device = devices[0]
+            elif _ON_VARIABLES.search(kind):
+                device = None
+            else:
+                device = self._device(node, run, asked_for, devices[0])
             if device in devices:
-                yield Operation(device, event.name, event.start, event.duration)
+                name = tensorflow1_timeline.titled(node, kind)
+                yield Operation(device, name, event.start, event.duration)
 
-    def devices(self, devices, asked):
-        """The device of each execution, and the executions whose nodes asked for several."""
-        votes = {}
-        for event, execution in self.kernels:
-            found = votes.setdefault(execution, collections.Counter())
-            device = _asked_by(event, asked)
-            if device is not None:
-                found[device] += 1
-        votes.pop(None, None)
+    def _device(self, node, run, asked_for, default):
+        name = _INLINED.sub("", node)
+        while name and name not in asked_for:
+            name = name.rpartition("/")[0]
+        devices = asked_for.get(name, {None})
+        if None in devices:
+            devices = devices - {None} | {self._device_of_call(run, asked_for, default)}
+        return next(iter(devices)) if len(devices) == 1 else None
 
-        def device_of(execution):
-            if votes.get(execution):
-                return votes[execution].most_common(1)[0][0]
-            caller = self.callers.get(execution)
-            return devices[0] if caller is None else device_of(caller)
-
-        mixed = {execution for execution, found in votes.items() if len(found) > 1}
-        return {execution: device_of(execution) for execution in votes}, mixed
-
-
-def _asked_by(kernel, asked):
-    """The one device that a kernel's node asked for; None: none, several, or a variable's."""
-    node, operation = _KERNEL.fullmatch(kernel.name).groups()
-    devices = asked.get(_INLINED.sub("", node), ())
-    if len(devices) != 1 or "VariableOp" in operation or operation.startswith("Resource"):
-        return None
-    return next(iter(devices))
+    def _device_of_call(self, run, asked_for, default):
+        if run not in self.callers:
+            return None
+        caller = self.callers[run]
+        return default if caller is None else self._device(*caller + (asked_for, default))
 
 
 def _devices_asked_for():
-    """The devices that the nodes of this name ask for, in all functions that TensorFlow has."""
-    wanted = collections.defaultdict(set)
+    """What the nodes of each name ask for, in all functions that TensorFlow has."""
+    asked_for = collections.defaultdict(set)
     for node in _nodes():
-        if node.device:
-            wanted[node.name].add(short(node.device))
-    return wanted
+        asked_for[node.name].add(short(node.device) if node.device else None)
+    return dict(asked_for)
 
 
 def _nodes():
     from tensorflow.python.eager import context
+    from tensorflow.python.framework.errors import NotFoundError
     from tensorflow.python.framework.func_graph import FuncGraph
 
     context = context.context()
     if hasattr(context, "list_function_names"):
         for name in context.list_function_names():
-            yield from context.get_function_def(name).node_def
+            with contextlib.suppress(NotFoundError):  # collected meanwhile
+                yield from context.get_function_def(name).node_def
     else:  # TensorFlow 2.3
         for graph in [each for each in gc.get_objects() if type(each) is FuncGraph]:
             yield from graph.as_graph_def().node

@@ -1,0 +1,146 @@
+"""TensorFlow 2: on which device a timeline shows what the profiler recorded."""
+
+import collections
+import json
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import compat
+from compat import _api
+from compat._backends.tensorflow2 import timeline
+from compat._backends.tensorflow2.op_placement import short
+from compat._operations import Operation
+from compat.testing import DEVICES, initialise, keras_under_test, span
+
+keras_ = keras_under_test()
+layers = keras_.layers
+
+
+@pytest.fixture(scope="module")
+def keras():
+    compat.configure_gpu(simulate=DEVICES)
+    return keras_
+
+
+@tf.function
+def product(matrix):
+    return tf.matmul(matrix, matrix, name="product")
+
+
+@span
+def test_what_ran_before_an_error_is_recorded(keras):
+    with pytest.raises(KeyError):
+        with _api.configured_backend().profiled() as operations:
+            for _ in range(2):
+                product(tf.ones((2, 2)))
+            raise KeyError
+    found = [each.device for each in operations if each.name.endswith("MatMul: product")]
+    assert found == ["/cpu:0"] * 2
+
+
+if hasattr(tf, "profiler"):  # from TensorFlow 2.2
+
+    @span
+    def test_a_profile_of_the_script_is_in_the_way(keras, tmp_path):
+        tf.profiler.experimental.start(str(tmp_path))
+        path = tmp_path / "timeline.json"
+        with pytest.raises(compat.InvalidArgumentError) as caught:
+            with compat.timeline(str(path)):
+                pass  # pragma: no cover
+        assert str(caught.value) == (
+            "timeline(): TensorFlow's profiler is running already, and it records one profile at a "
+            "time. End that one first: tf.profiler.experimental.stop(), or a fit() whose "
+            "TensorBoard callback has profile_batch."
+        )
+        assert not path.exists()
+        tf.profiler.experimental.stop()
+        with compat.timeline(str(path)):
+            product(tf.ones((2, 2)))
+        assert json.loads(path.read_text())["traceEvents"]
+
+    @span
+    def test_a_gpu_is_found_by_its_number_in_cuda(monkeypatch):
+        """A profile as TensorFlow makes it of GPUs: there is none here."""
+        kind = collections.namedtuple("Device", "name")
+        shown = [kind("/physical_device:GPU:2"), kind("/physical_device:GPU:0")]
+        monkeypatch.setattr(timeline, "config_function", lambda tf, name: lambda kind: shown)
+        try:
+            from tensorflow.tsl.profiler.protobuf import xplane_pb2
+        except ImportError:
+            from tensorflow.core.profiler.protobuf import xplane_pb2
+        space = xplane_pb2.XSpace()
+        for number, line in ((2, "Stream #7(Kernel)"), (2, "XLA Modules"), (1, "Stream #7")):
+            plane = space.planes.add(name="/device:GPU:{}".format(number))
+            plane.event_metadata[3].name = "gemm"
+            events = plane.lines.add(name=line, timestamp_ns=5000).events
+            events.add(metadata_id=3, offset_ps=2500000, duration_ps=1500000)
+        gpus = timeline._gpu_planes(tf)
+        found = timeline.executed(space.planes, ["/gpu:0", "/gpu:1"], gpus)
+        assert found == [Operation("/gpu:0", "gemm", 7.5, 1.5)]
+
+
+def recurrent():
+    return [layers.Input((6, 8)), layers.LSTM(16), layers.Dense(1)]
+
+
+def convolutional():
+    return [
+        layers.Input((16, 16, 3)),
+        layers.Conv2D(8, 3, activation="relu"),
+        layers.BatchNormalization(),
+        layers.Flatten(),
+        layers.Dense(1),
+    ]
+
+
+@pytest.mark.parametrize("parts", [recurrent, convolutional])
+@pytest.mark.parametrize("traced_before", [False, True])
+def test_every_kernel_is_shown_where_it_ran(keras, monkeypatch, parts, traced_before):
+    """TensorFlow's own word is in the keys of what one device sends to another."""
+    model = compat.parallelize(initialise(keras.models.Sequential(parts())))
+    model.compile("adam", "mse")
+    inputs, targets = np.ones((12,) + model.input_shape[1:]), np.ones((12, 1))
+    if traced_before:
+        model.fit(inputs, targets, batch_size=12, verbose=0)
+    read, planes = timeline._planes, []
+    monkeypatch.setattr(timeline, "_planes", lambda path: planes.extend(read(path)) or planes)
+    with _api.configured_backend().profiled() as operations:
+        model.fit(inputs, targets, batch_size=12, epochs=3, verbose=0)
+    shown = {(each.start, each.name): each.device for each in operations}
+    (host,) = [each for each in planes if each.name == "/host:CPU"]
+    senders = devices_that_sent(host)
+    assert {device for found in senders.values() for device in found} == set(shown.values())
+    all_time, compared, products = 0, 0, collections.Counter()
+    for event, (node, kind), run in timeline._HostPlane(host).kernels:
+        device = shown.get((event.start, "{}: {}".format(kind, node)))
+        all_time += event.duration
+        if device is not None and run in senders:
+            assert senders[run] == {device}, event.name
+            compared += 1
+        if "MatMul" in kind or "Conv2D" in kind:
+            products[device, "grad" in node] += 1
+    assert compared > 100
+    # The rest is on variables, and the input pipeline's eager operations.
+    assert sum(each.duration for each in operations) > 0.7 * all_time
+    devices = _api.configured_backend().devices()
+    assert set(products) == {(device, back) for device in devices for back in (False, True)}
+    assert len(set(products[device, False] for device in devices)) == 1
+    assert len(set(products[device, True] for device in devices)) == 1
+
+
+def devices_that_sent(plane):
+    """The devices of each run of a graph that sent something, by the key of that."""
+    found = {}
+    for line in plane.lines:
+        enclosing = []
+        for event in timeline._events(plane, line):
+            while enclosing and enclosing[-1][0] <= event.start:
+                enclosing.pop()
+            if event.name == "ExecutorState::Process":
+                enclosing.append((event.start + event.duration, event.statistics["_c"]))
+            elif event.name.endswith(":_Send") and event.statistics["key"].startswith("/job:"):
+                sender = short(event.statistics["key"].split(";")[0])
+                found.setdefault(enclosing[-1][1], set()).add(sender)
+    return found
