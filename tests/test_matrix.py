@@ -132,7 +132,7 @@ def _rows_of_examples():
     (titles,) = [
         ast.literal_eval(statement.value)
         for statement in ast.parse(source).body
-        if isinstance(statement, ast.Assign) and statement.targets[0].id == "TITLES"
+        if isinstance(statement, ast.Assign) and getattr(statement.targets[0], "id", "") == "TITLES"
     ]
     names = re.findall(r'"(example: [^"]*)"', source)
     assert len(names) == 2  # on several devices, on one
