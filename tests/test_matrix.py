@@ -1,5 +1,6 @@
 """Lists that must agree: backends, their tests, extras, tox environments, documentation, CI."""
 
+import ast
 import configparser
 import os
 import re
@@ -125,9 +126,22 @@ def test_each_backend_runs_the_whole_contract_on_each_keras():
         assert "whole" in run and run <= {"whole", "span"}, each
 
 
+def _rows_of_examples():
+    """Those whose names are made of the examples' titles."""
+    source = read(os.path.join(ROOT, "tests", "backends", "test_examples.py"))
+    (titles,) = [
+        ast.literal_eval(statement.value)
+        for statement in ast.parse(source).body
+        if isinstance(statement, ast.Assign) and getattr(statement.targets[0], "id", "") == "TITLES"
+    ]
+    names = re.findall(r'"(example: [^"]*)"', source)
+    assert len(names) == 2  # on several devices, on one
+    return {name.format(title) for name in names for title in titles.values()}
+
+
 def test_feature_table_has_every_row_that_tests_name():
     """And each row names environments that the matrix has."""
-    marked = set()
+    marked = _rows_of_examples()
     sources = [
         os.path.join(folder, file)
         for room in ("tests", os.path.join("compat", "testing"))
