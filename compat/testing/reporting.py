@@ -94,8 +94,7 @@ class ReportContract(BackendContract):
         uses = compat.report().devices
         for place, device in names.items():
             here = [e for e in ran if e["pid"] == place]
-            own = [e["name"].rpartition("/")[2] for e in here]  # without the scopes around it
-            products = [name for name in own if self.product_in_timelines in name]
+            products = [e for e in here if self.product_in_timelines in e["name"]]
             # Two layers in five steps; some of the backward products may be part of fused kernels.
             assert 10 <= len(products) <= 100, (device, sorted({e["name"] for e in here}))
             (busy,) = [each.busy for each in uses if each.device == device]
