@@ -41,10 +41,11 @@ def verified(net, steps=1):
 
 @pytest.mark.parametrize("hybridize", [None, {}, {"static_alloc": True, "static_shape": True}])
 @pytest.mark.parametrize("build", in_span([dense, convolutional, recurrent], [dense]))
-def test_first_calls_are_verified_and_change_nothing(mx, build, hybridize):
-    """The weights of three uneven batches, two verified, are those of a block not verified."""
-    nets = []
+def test_first_calls_are_verified_and_change_nothing(mx, monkeypatch, build, hybridize):
+    """Weights and counted batches, two of three verified, are those of a block not verified."""
+    nets, counted = [], []
     for is_verified in (False, True):
+        monkeypatch.setattr(compat._process.process, "batches", {})
         net = compat.parallelize(initialise(mx, build(mx)))
         if hybridize is not None:
             net.hybridize(**hybridize)
@@ -54,6 +55,8 @@ def test_first_calls_are_verified_and_change_nothing(mx, build, hybridize):
         train(mx, net, steps, (61, 2, 13, 61))
         net(mx.nd.array(data(13)[0]))
         nets.append(weights(net))
+        counted.append(compat._process.process.batches)
+    assert counted[0] == counted[1] and sum(counted[0].values()) == 5
     assert record.steps == {"train": 2, "evaluate": 0, "predict": 1}
     parameters = [p for p in net.collect_params().values() if p.grad_req != "null"]
     # Each call: an output, the parameters and their gradients.
