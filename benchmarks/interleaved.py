@@ -1,0 +1,52 @@
+"""Step times of several models in one process, measured in turn.
+
+On a busy machine only ratios mean anything, and only of what was measured side by side: each
+round runs every candidate once, and what counts is the best round of each.
+"""
+
+import json
+import time
+
+#: What a line begins with that holds the measurements of a script, for ``benchmarks/run.py``.
+MARK = "measured: "
+
+
+def measure(candidates, steps, rounds):
+    """Wall-clock and CPU seconds per step.
+
+    Arguments:
+        candidates: name -> a function that does ``steps`` training steps.
+        rounds: how often each is measured, after one time that builds and is not counted.
+
+    Returns:
+        name -> {"wall": [seconds per step of each round], "cpu": the same of CPU seconds of all
+        threads of this process}
+    """
+    for step in candidates.values():
+        step()
+    found = {name: {"wall": [], "cpu": []} for name in candidates}
+    for _ in range(rounds):
+        for name, step in candidates.items():
+            began, cpu = time.perf_counter(), time.process_time()
+            step()
+            found[name]["wall"].append((time.perf_counter() - began) / steps)
+            found[name]["cpu"].append((time.process_time() - cpu) / steps)
+    return found
+
+
+def publish(found, **notes):
+    """Print what was measured, as one line for ``benchmarks/run.py`` and a ratio for people.
+
+    Arguments:
+        found: what ``measure`` returns, of "compat" and of one peer.
+        notes: more to keep with it: rows of a batch, launches of kernels per step, ...
+    """
+    (peer,) = [name for name in found if name != "compat"]
+    for kind in ("wall", "cpu"):
+        ours, theirs = min(found["compat"][kind]), min(found[peer][kind])
+        print(
+            "{:4} per step: compat {:.1f} ms, {} {:.1f} ms, ratio {:.2f}".format(
+                kind, 1e3 * ours, peer, 1e3 * theirs, ours / theirs
+            )
+        )
+    print(MARK + json.dumps(dict(notes, seconds=found), sort_keys=True), flush=True)
