@@ -1,0 +1,160 @@
+"""Measure compat against what users have without it, and write benchmarks/results.json.
+
+    tox run -e benchmarks [-- --only dense --repeats 3 --rounds 10 --smoke --output FILE]
+
+Each row is a script of this folder in the tox environment that has its framework; that
+environment has to be there: run the tests once. ``tables.py`` makes tables and plots of the file.
+"""
+
+import argparse
+import collections
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+
+from interleaved import MARK
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+ROOT = os.path.dirname(HERE)
+
+#: ``command`` is what runs in the environment; ``goal`` the most that the ratio of compat's time
+#: to the peer's should be; ``reason`` why it is not met, where it is not.
+Row = collections.namedtuple("Row", "name title peer goal environment command reason")
+
+#: Rows that measure no peer: ``tables.py`` has a table for each.
+FIGURES = {
+    "bytes": ("py37-tensorflow1-tfkeras", "python benchmarks/bytes_across_devices.py"),
+    "building": ("py37-tensorflow1-tfkeras", "python benchmarks/building.py"),
+    "scaling": ("py311-tensorflow", "python benchmarks/speedup.py"),
+    "import": ("py313-core", "python benchmarks/import_time.py"),
+}
+
+_RANKS = "python -m compat run -n 2 benchmarks/"
+
+
+def _rows():
+    def row(name, title, peer, goal, environment, command, reason=""):
+        return Row(name, title, peer, goal, environment, command, reason)
+
+    horovod, strategy = "py311-tensorflow-horovod", "py311-tensorflow-workers"
+    for work, goal in (("dense", 1.02), ("deep", 1.02)):
+        command = _RANKS + "ranks_tensorflow.py --peer horovod --work " + work
+        title = "2 ranks, TF 2.15, Horovod, " + work
+        yield row("horovod-" + work, title, "hvd.DistributedOptimizer", goal, horovod, command)
+    for work, goal in (("dense", 0.95), ("deep", 0.95)):
+        command = _RANKS + "ranks_tensorflow.py --peer strategy --work " + work
+        title = "2 workers of TF_CONFIG, TF 2.15, " + work
+        yield row("workers-" + work, title, "MultiWorkerMirroredStrategy", goal, strategy, command)
+    for work, goal in (("dense", 1.02), ("deep", 0.95)):
+        command = _RANKS + "ranks_torch.py --work " + work
+        title = "2 ranks, torch, " + work
+        yield row("ddp-" + work, title, "DistributedDataParallel", goal, "py311-torch", command)
+    peers = (
+        ("tf1", "TF 1.15", "py37-tensorflow1-tfkeras", "multi_gpu_model", (0.95, 0.95, 0.95)),
+        ("tf2", "TF 2.15", "py311-tensorflow", "MirroredStrategy", (0.70, 0.70, 0.35)),
+        ("keras3-tf", "Keras 3 on TF", "py311-keras3", "MirroredStrategy", (0.51, 0.49, 0.30)),
+    )
+    for short, title, environment, peer, goals in peers:
+        for work, goal in zip(("dense", "conv", "lstm"), goals):
+            command = "python benchmarks/replicas_tensorflow.py --work " + work
+            name = "{}-{}".format(short, work)
+            title_of_row = "2 replicas, {}, {}".format(title, work)
+            yield row(name, title_of_row, peer, goal, environment, command)
+    for work in ("dense", "conv", "lstm"):
+        command = "python benchmarks/replicas_jax.py --work " + work
+        title = "2 replicas, Keras 3 on JAX, " + work
+        yield row("jax-" + work, title, "DataParallel", 1.00, "py311-jax", command)
+    for work, goal in (("dense", 0.61), ("conv", 0.68)):
+        command = "python benchmarks/replicas_mxnet.py --peer contexts --work " + work
+        title = "2 replicas, MXNet, " + work
+        yield row("mxnet-" + work, title, "keras-mxnet's contexts", goal, "py37-mxnet", command)
+    for work in ("dense", "conv"):
+        command = "python benchmarks/replicas_mxnet.py --peer one --work " + work
+        title = "2 replicas, MXNet, {}, CPU seconds".format(work)
+        yield row("mxnet-cpu-" + work, title, "one device", 1.05, "py37-mxnet", command)
+    command = "python benchmarks/replicas_theano.py --work dense"
+    title = "2 replicas, Theano, dense"
+    yield row("theano-dense", title, "one device", 1.10, "py37-theano", command)
+    for work in ("conv", "dense"):
+        command = "python benchmarks/replicas_torch.py --work " + work
+        title = "2 replicas, torch, " + work
+        yield row("torch-" + work, title, "one device", 1.05, "py311-torch", command)
+
+
+ROWS = list(_rows())
+
+
+def measured(environment, command):
+    """What a script measured, from its last line, or None; what it printed is printed."""
+    tox = [sys.executable, "-m", "tox", "exec", "-q", "-e", environment, "--"]
+    done = subprocess.run(
+        tox + shlex.split(command),
+        cwd=ROOT,
+        env=dict(os.environ, PYTHONPATH=ROOT, COMPAT_VERIFY="0"),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    print(done.stdout, end="", flush=True)
+    lines = [line.partition(MARK)[2] for line in done.stdout.splitlines() if MARK in line]
+    if done.returncode or not lines:
+        print("FAILED with status {}: {}".format(done.returncode, command), flush=True)
+        return None
+    return json.loads(lines[-1])
+
+
+def ratios(runs, kind):
+    """Of each run, compat's best time per step to the peer's."""
+    found = []
+    for run in runs:
+        (peer,) = [name for name in run["seconds"] if name != "compat"]
+        found.append(min(run["seconds"]["compat"][kind]) / min(run["seconds"][peer][kind]))
+    return sorted(found)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="measure rows whose name contains this")
+    parser.add_argument("--repeats", type=int, default=3, help="processes of each row")
+    parser.add_argument("--rounds", type=int, default=10, help="rounds in each process")
+    parser.add_argument("--steps", type=int, default=4, help="steps of each round")
+    parser.add_argument("--output", default=os.path.join(HERE, "results.json"))
+    arguments = parser.parse_args()
+
+    results = {"rows": {}, "figures": {}}
+    if os.path.exists(arguments.output):  # rows that are not measured now are kept
+        with open(arguments.output) as file:
+            results = json.load(file)
+    results["machine"] = {"cores": os.cpu_count(), "processor": platform.machine()}
+    failed = []
+    for row in ROWS:
+        if arguments.only not in row.name:
+            continue
+        print("== {}: {}, against {}".format(row.name, row.title, row.peer), flush=True)
+        command = "{} --rounds {} --steps {}".format(row.command, arguments.rounds, arguments.steps)
+        runs = [measured(row.environment, command) for _ in range(arguments.repeats)]
+        if None in runs:
+            failed.append(row.name)
+        else:
+            results["rows"][row.name] = {k: ratios(runs, k) for k in ("wall", "cpu")}
+    for name, (environment, command) in FIGURES.items():
+        if arguments.only in name:
+            print("== " + name, flush=True)
+            found = measured(environment, command)
+            if found is None:
+                failed.append(name)
+            else:
+                results["figures"][name] = found
+        with open(arguments.output + ".part", "w") as file:
+            json.dump(results, file, indent=1, sort_keys=True)
+            file.write("\n")
+        os.replace(arguments.output + ".part", arguments.output)
+    if failed:
+        print("not measured: " + ", ".join(failed))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
