@@ -21,10 +21,11 @@ BACKWARD = 2.0 / 3  # of a step's computing
 #: Bytes per second in one direction: PCIe 3.0 with 16 lanes as measured between GPUs, and
 #: 25 Gbit/s Ethernet. Seconds from one rank to the next: Python does not take part.
 PCIE, ETHERNET = 12e9, 25e9 / 8
-LATENCY = 20e-6
+LATENCY = 5e-6  # by RDMA; TCP takes ten times as long
 #: What Horovod and DistributedDataParallel fuse gradients into: at least this many bytes.
 BUCKET = 25e6
 
+#: ``moved``: over the busiest link in one direction, in times the weights.
 Setup = collections.namedtuple("Setup", "name devices bandwidth moved messages published")
 
 
@@ -54,15 +55,17 @@ def efficiency(model, setup):
 
 
 def table():
-    """The lines of a table of all setups and models."""
-    yield "{:18} {:>4}".format("", "GPUs") + "".join("{:>15}".format(m.name) for m in MODELS)
+    """The rows of a table of all setups and models, the first its headings."""
+    names = ["{} of linear".format(model.name) for model in MODELS]
+    yield ["", "GPUs", "over the busiest link", "messages a bucket"] + names + ["published"]
     for setup in setups():
-        line = "{:18} {:>4}".format(setup.name, setup.devices)
+        row = [setup.name, str(setup.devices), "{:.2f} W".format(setup.moved), str(setup.messages)]
         for model in MODELS:
             low, high = efficiency(model, setup)
-            line += "{:>15}".format("{:.0f} to {:.0f} %".format(100 * low, 100 * high))
-        yield (line + "  " + setup.published).rstrip()
+            row.append("{:.0f} to {:.0f} %".format(100 * low, 100 * high))
+        yield row + [setup.published]
 
 
 if __name__ == "__main__":
-    print("\n".join(table()))
+    for row in table():
+        print("  ".join("{:>22}".format(cell) for cell in row))

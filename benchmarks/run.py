@@ -1,6 +1,6 @@
 """Measure compat against what users have without it, and write benchmarks/results.json.
 
-    tox run -e benchmarks [-- --only dense --repeats 3 --rounds 10 --smoke --output FILE]
+    tox run -e benchmarks [-- --only dense --repeats 3 --rounds 10 --steps 4]
 
 Each row is a script of this folder in the tox environment that has its framework; that
 environment has to be there: run the tests once. ``tables.py`` makes tables and plots of the file.
@@ -25,10 +25,10 @@ ROOT = os.path.dirname(HERE)
 Row = collections.namedtuple("Row", "name title peer goal environment command reason")
 
 #: Rows that measure no peer: ``tables.py`` has a table for each.
-FIGURES = {
+FIGURES = {  # name -> environment, command
     "bytes": ("py37-tensorflow1-tfkeras", "python benchmarks/bytes_across_devices.py"),
     "building": ("py37-tensorflow1-tfkeras", "python benchmarks/building.py"),
-    "scaling": ("py311-tensorflow", "python benchmarks/speedup.py"),
+    "scaling": ("py311-tensorflow", "python benchmarks/scaling.py"),
     "import": ("py313-core", "python benchmarks/import_time.py"),
 }
 
@@ -87,6 +87,17 @@ def _rows():
 ROWS = list(_rows())
 
 
+def scripts(environment):
+    """A command for each script that measures something in an environment."""
+    commands = [row.command for row in ROWS if row.environment == environment]
+    commands += [command for place, command in FIGURES.values() if place == environment]
+    of_scripts = {}
+    for command in commands:
+        (script,) = [word for word in command.split() if word.endswith(".py")]
+        of_scripts.setdefault(script, command)
+    return sorted(of_scripts.values())
+
+
 def measured(environment, command):
     """What a script measured, from its last line, or None; what it printed is printed."""
     tox = [sys.executable, "-m", "tox", "exec", "-q", "-e", environment, "--"]
@@ -114,6 +125,13 @@ def ratios(runs, kind):
     return sorted(found)
 
 
+def write(results, path):
+    with open(path + ".part", "w") as file:
+        json.dump(results, file, indent=1, sort_keys=True)
+        file.write("\n")
+    os.replace(path + ".part", path)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="measure rows whose name contains this")
@@ -129,16 +147,17 @@ def main():
             results = json.load(file)
     results["machine"] = {"cores": os.cpu_count(), "processor": platform.machine()}
     failed = []
+    options = " --rounds {} --steps {}".format(arguments.rounds, arguments.steps)
     for row in ROWS:
-        if arguments.only not in row.name:
-            continue
-        print("== {}: {}, against {}".format(row.name, row.title, row.peer), flush=True)
-        command = "{} --rounds {} --steps {}".format(row.command, arguments.rounds, arguments.steps)
-        runs = [measured(row.environment, command) for _ in range(arguments.repeats)]
-        if None in runs:
-            failed.append(row.name)
-        else:
-            results["rows"][row.name] = {k: ratios(runs, k) for k in ("wall", "cpu")}
+        if arguments.only in row.name:
+            print("== {}: {}, against {}".format(row.name, row.title, row.peer), flush=True)
+            times = range(arguments.repeats)
+            runs = [measured(row.environment, row.command + options) for _ in times]
+            if None in runs:
+                failed.append(row.name)
+            else:
+                results["rows"][row.name] = {kind: ratios(runs, kind) for kind in ("wall", "cpu")}
+                write(results, arguments.output)
     for name, (environment, command) in FIGURES.items():
         if arguments.only in name:
             print("== " + name, flush=True)
@@ -147,10 +166,7 @@ def main():
                 failed.append(name)
             else:
                 results["figures"][name] = found
-        with open(arguments.output + ".part", "w") as file:
-            json.dump(results, file, indent=1, sort_keys=True)
-            file.write("\n")
-        os.replace(arguments.output + ".part", arguments.output)
+                write(results, arguments.output)
     if failed:
         print("not measured: " + ", ".join(failed))
     return 1 if failed else 0

@@ -8,6 +8,7 @@ import importlib
 import os
 import platform
 import re
+import sys
 
 import pytest
 
@@ -34,11 +35,19 @@ TESTED = [b.name + ("_" + MODE if MODE else "") for b in INSTALLED]
 if V1_MODE:
     importlib.import_module("tensorflow").compat.v1.disable_v2_behavior()
 
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path.insert(0, os.path.join(ROOT, "benchmarks"))
+benchmarks_run = importlib.import_module("run")
+del sys.path[0]
+BENCHMARKS = benchmarks_run.scripts(os.environ.get("TOX_ENV_NAME"))
+
 
 def _is_tested(file):
     """A backend's tests are test_NAME.py, and test_NAME_*.py if that grows too long."""
     if file == "test_examples.py":  # of every backend
         return MODE is None
+    if file == "test_benchmarks.py":
+        return bool(BENCHMARKS)
     if not any(re.match("test_{}[._]".format(name), file) for name in TESTED):
         return False
     return MODE is not None or not re.search("_({})[.]py".format("|".join(MODES)), file)

@@ -1,0 +1,159 @@
+"""Write the tables of docs/benchmarks.md, and its plots, from benchmarks/results.json.
+
+python benchmarks/tables.py    # needs matplotlib
+"""
+
+import json
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+
+import cluster_model  # noqa: E402
+import run  # noqa: E402
+
+PAGE = os.path.join(run.ROOT, "docs", "benchmarks.md")
+RESULTS = os.path.join(run.HERE, "results.json")
+PICTURES = os.path.join(run.ROOT, "docs", "pictures")
+BEGIN = "<!-- {}: written by benchmarks/tables.py -->\n"
+END = "<!-- end of {} -->\n"
+
+
+def markdown(rows):
+    """A table in Markdown; the first row is its headings."""
+    rows = [list(map(str, row)) for row in rows]
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([lines[0], "|" + " --- |" * len(rows[0])] + lines[1:]) + "\n"
+
+
+def kind_of(row):
+    """Which of a row's ratios its goal is about."""
+    return "cpu" if "CPU seconds" in row.title else "wall"
+
+
+def median(ratios):
+    return ratios[len(ratios) // 2]
+
+
+def ranged(ratios):
+    low, high = "{:.2f}".format(ratios[0]), "{:.2f}".format(ratios[-1])
+    return low if low == high else "{} to {}".format(low, high)
+
+
+def is_met(row, measured):
+    """Whether the median of the ratios is at most the goal, as far as two digits tell."""
+    return round(median(measured[kind_of(row)]), 2) <= row.goal
+
+
+def against_peers(results):
+    yield ["work", "peer", "time, compat / peer", "range", "CPU seconds", "goal", ""]
+    for row in run.ROWS:
+        measured = results["rows"].get(row.name)
+        if measured is None:
+            yield [row.title, row.peer, "not measured", "", "", row.goal, ""]
+            continue
+        wall, cpu = measured["wall"], measured["cpu"]
+        said = "" if is_met(row, measured) else row.reason
+        shown = ["{:.2f}".format(median(wall)), ranged(wall), "{:.2f}".format(median(cpu))]
+        yield [row.title, row.peer] + shown + ["{:.2f}".format(row.goal), said]
+
+
+def scaling(results):
+    found = results["figures"]["scaling"]
+    yield ["simulated devices", "times as fast as one"]
+    for devices, seconds in sorted(found.items(), key=lambda item: int(item[0])):
+        yield [devices, "{:.2f}".format(found["1"] / seconds)]
+
+
+def bytes_across_devices(results):
+    found = results["figures"]["bytes"]
+    yield ["devices", "bytes a step, in times the weights (W)", "ring all-reduce"]
+    for devices, counted in sorted(found.items(), key=lambda item: int(item[0])):
+        weights = counted["weights"]
+        shown = ["{:.2f} W".format(counted[name] / weights) for name in ("bytes", "ring")]
+        yield [devices] + shown
+
+
+def sections(results):
+    """The text of each marked part of the page."""
+    return {
+        "peers": markdown(against_peers(results)),
+        "scaling": markdown(scaling(results)),
+        "bytes": markdown(bytes_across_devices(results)),
+        "clusters": markdown(cluster_model.table()),
+    }
+
+
+def page_with(page, found):
+    """The page with these texts in its marked parts."""
+    for name, text in found.items():
+        before, begin, rest = page.partition(BEGIN.format(name))
+        _, end, after = rest.partition(END.format(name))
+        assert begin and end, name
+        page = before + begin + "\n" + text + "\n" + end + after
+    return page
+
+
+def plots(results):
+    """Name of the picture -> the figure of matplotlib."""
+    from matplotlib import pyplot
+
+    rows = [row for row in run.ROWS if row.name in results["rows"]][::-1]
+    ratios = [results["rows"][row.name][kind_of(row)] for row in rows]
+    places = range(len(rows))
+    figure, axes = pyplot.subplots(figsize=(8, 0.3 * len(rows) + 1))
+    middles = [median(found) for found in ratios]
+    spread = [
+        [middle - found[0] for middle, found in zip(middles, ratios)],
+        [found[-1] - middle for middle, found in zip(middles, ratios)],
+    ]
+    axes.barh(places, middles, xerr=spread, color="#93c5fd", ecolor="#1e3a8a")
+    axes.scatter([row.goal for row in rows], places, marker="|", s=120, color="#b91c1c", zorder=3)
+    axes.axvline(1.0, color="#374151", linewidth=0.8)
+    axes.set_yticks(list(places))
+    axes.set_yticklabels(["{}\nagainst {}".format(r.title, r.peer) for r in rows], fontsize=5)
+    axes.set_xlabel("time of a step, compat / peer; below 1 compat is faster; red: the goal")
+    yield "benchmarks-peers", figure
+
+    figure, axes = pyplot.subplots(figsize=(5, 3))
+    found = sorted((int(n), counted) for n, counted in results["figures"]["bytes"].items())
+    devices = [n for n, _ in found]
+    for name, label in (("bytes", "compat, counted"), ("ring", "ring all-reduce")):
+        values = [counted[name] / counted["weights"] for _, counted in found]
+        axes.plot(devices, values, marker="o" if name == "bytes" else "", label=label)
+    axes.set_xlabel("devices")
+    axes.set_ylabel("bytes a step / bytes of weights")
+    axes.legend()
+    yield "benchmarks-bytes", figure
+
+    figure, axes = pyplot.subplots(figsize=(5, 3))
+    found = sorted((int(n), seconds) for n, seconds in results["figures"]["scaling"].items())
+    axes.plot([n for n, _ in found], [found[0][1] / s for _, s in found], marker="o")
+    axes.axhline(results["machine"]["cores"], color="#b91c1c", linewidth=0.8)
+    axes.set_xlabel("simulated devices; red: the machine's cores")
+    axes.set_ylabel("times as fast as one")
+    axes.set_ylim(bottom=0)
+    axes.set_xticks([n for n, _ in found])
+    yield "benchmarks-scaling", figure
+
+
+def main():
+    with open(RESULTS) as file:
+        results = json.load(file)
+    with open(PAGE, encoding="utf-8") as file:
+        page = file.read()
+    page = page_with(page, sections(results))
+    with open(PAGE, "w", encoding="utf-8") as file:
+        file.write(page)
+
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "compat"  # the same file each time
+    for name, figure in plots(results):
+        path = os.path.join(PICTURES, name + ".svg")
+        figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""The benchmarks of this environment, for one step each, as ``benchmarks/run.py`` starts them."""
+
+import json
+import os
+import shlex
+import subprocess
+
+import pytest
+
+from .conftest import BENCHMARKS, ROOT, benchmarks_run
+
+TIMEOUT = 300
+
+
+@pytest.mark.parametrize("command", BENCHMARKS)
+def test_a_step_is_measured(command):
+    done = subprocess.run(
+        shlex.split(command + " --rounds 1 --steps 1"),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        universal_newlines=True,
+        timeout=TIMEOUT,
+    )
+    assert done.returncode == 0
+    (line,) = [line for line in done.stdout.splitlines() if benchmarks_run.MARK in line]
+    measured = json.loads(line.partition(benchmarks_run.MARK)[2])
+    if "seconds" in measured:
+        assert len(measured["seconds"]) == 2 and "compat" in measured["seconds"]
+        assert benchmarks_run.ratios([measured], "wall")[0] > 0

@@ -1,0 +1,63 @@
+"""The page of benchmarks: its tables are those of the results, and each has what it needs."""
+
+import configparser
+import json
+import os
+
+import pytest
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+@pytest.fixture
+def tables(monkeypatch):
+    monkeypatch.syspath_prepend(os.path.join(ROOT, "benchmarks"))
+    return __import__("tables")
+
+
+@pytest.fixture
+def results(tables):
+    with open(tables.RESULTS) as file:
+        return json.load(file)
+
+
+def test_the_page_has_the_results(tables, results):
+    with open(tables.PAGE, encoding="utf-8") as file:
+        page = file.read()
+    assert tables.page_with(page, tables.sections(results)) == page
+
+
+def test_every_row_is_measured_and_says_why_it_misses_its_goal(tables, results):
+    rows = tables.run.ROWS
+    assert {row.name for row in rows} == set(results["rows"])
+    assert set(tables.run.FIGURES) == set(results["figures"])
+    missed = {row.name for row in rows if not tables.is_met(row, results["rows"][row.name])}
+    assert {row.name for row in rows if row.reason} >= missed
+
+
+def test_every_row_has_an_environment_and_a_script(tables):
+    tox = configparser.ConfigParser()
+    tox.read(os.path.join(ROOT, "tox.ini"), encoding="utf-8")
+    environments = tox["tox"]["env_list"].split()
+    commands = [(row.environment, row.command) for row in tables.run.ROWS]
+    for environment, command in commands + list(tables.run.FIGURES.values()):
+        assert environment in environments
+        assert tables.run.scripts(environment)
+        (script,) = [word for word in command.split() if word.endswith(".py")]
+        assert os.path.exists(os.path.join(ROOT, script)), script
+
+
+def test_ratios_are_of_the_best_rounds(tables):
+    run = {"seconds": {"compat": {"wall": [3.0, 1.0]}, "peer": {"wall": [2.0, 4.0]}}}
+    slower = {"seconds": {"compat": {"wall": [3.0]}, "peer": {"wall": [2.0]}}}
+    assert tables.run.ratios([slower, run], "wall") == [0.5, 1.5]
+
+
+def test_the_model_of_clusters(tables):
+    """Without overlap never faster than with it; more devices never better over the same links."""
+    model = tables.cluster_model
+    of_ranks = [setup for setup in model.setups() if setup.name.startswith("ranks")]
+    for each in model.MODELS:
+        found = [model.efficiency(each, setup) for setup in of_ranks]
+        assert all(0 < low <= high <= 1 for low, high in found)
+        assert found == sorted(found, reverse=True)
