@@ -1,52 +1,72 @@
-"""What ``import compat`` costs: a whole process with it against a whole process without.
+"""What ``import compat`` and ``configure_gpu()`` cost: whole processes with them and without.
 
-    python benchmarks/import_time.py [ROUNDS]
+    python benchmarks/import_time.py [--rounds 200]
 
 For an interpreter that has compat installed. Runs ``python -c pass`` and
 ``python -c "import compat"`` in turn, so that a busy machine slows both, and prints the ratio of
-their medians. Fails above LIMIT.
+their medians; likewise for importing Keras with and without ``configure_gpu()`` in front, a tenth
+as often. Fails where ``import compat`` takes more than LIMIT times as long as nothing.
 """
 
+import argparse
+import json
 import os
 import statistics
 import subprocess
 import sys
 import time
 
+from interleaved import MARK
+
 LIMIT = 1.2
+IMPORTS = "pass", "import compat"
+_KERAS = "from {} import keras; keras.backend.floatx()".format("tensorflow")
+CONFIGURES = _KERAS, "import compat; compat.configure_gpu(simulate=2); " + _KERAS
 
 
 def seconds(program):
     began = time.perf_counter()
-    subprocess.check_call([sys.executable, "-c", program])
+    subprocess.check_call([sys.executable, "-c", program], stderr=subprocess.DEVNULL)
     return time.perf_counter() - began
 
 
-def main(rounds):
-    # compat as installed: from another folder than this checkout.
-    os.chdir(os.path.dirname(os.path.abspath(sys.executable)))
-    programs = "pass", "import compat"
-    # As after any install: byte code written, file cache warm.
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+def compare(programs, rounds):
+    """The ratio of the medians of the second program to the first, and the medians."""
     for program in programs:
         seconds(program)
     times = {program: [] for program in programs}
     for _ in range(rounds):
         for program in programs:
             times[program].append(seconds(program))
-    for program in programs:
-        print(
-            "python -c {!r:16} median {:.2f} ms, best {:.2f} ms of {}".format(
-                program,
-                1e3 * statistics.median(times[program]),
-                1e3 * min(times[program]),
-                rounds,
-            )
-        )
-    ratio = statistics.median(times[programs[1]]) / statistics.median(times[programs[0]])
-    print("ratio {:.3f} (at most {})".format(ratio, LIMIT))
-    return 0 if ratio <= LIMIT else 1
+    medians = [statistics.median(times[program]) for program in programs]
+    for program, median in zip(programs, medians):
+        print("median {:8.2f} ms of {}: python -c {!r}".format(1e3 * median, rounds, program))
+    ratio = medians[1] / medians[0]
+    print("ratio {:.3f}".format(ratio))
+    return {"ratio": ratio, "seconds": medians}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--steps", type=int, help="for the sake of benchmarks/run.py")
+    rounds = parser.parse_args().rounds
+    # compat as installed: from another folder than this checkout.
+    os.chdir(os.path.dirname(os.path.abspath(sys.executable)))
+    # As after any install: byte code written, file cache warm.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    os.environ.pop("PYTHONPATH", None)
+    found = {"import": compare(IMPORTS, rounds)}
+    try:
+        seconds(_KERAS)
+    except subprocess.CalledProcessError:
+        print("no TensorFlow here")
+    else:
+        found["configure"] = compare(CONFIGURES, max(1, rounds // 10))
+    print(MARK + json.dumps(found, sort_keys=True))
+    # A single round says nothing.
+    return int(rounds > 1 and found["import"]["ratio"] > LIMIT)
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]) if sys.argv[1:] else 200))
+    sys.exit(main())

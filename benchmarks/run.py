@@ -29,7 +29,7 @@ FIGURES = {  # name -> environment, command
     "bytes": ("py37-tensorflow1-tfkeras", "python benchmarks/bytes_across_devices.py"),
     "building": ("py37-tensorflow1-tfkeras", "python benchmarks/building.py"),
     "scaling": ("py311-tensorflow", "python benchmarks/scaling.py"),
-    "import": ("py313-core", "python benchmarks/import_time.py"),
+    "import": ("py311-tensorflow", "python benchmarks/import_time.py"),
 }
 
 _RANKS = "python -m compat run -n 2 benchmarks/"

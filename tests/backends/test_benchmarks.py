@@ -1,7 +1,6 @@
 """The benchmarks of this environment, for one step each, as ``benchmarks/run.py`` starts them."""
 
 import json
-import os
 import shlex
 import subprocess
 
