@@ -207,6 +207,7 @@ def _nodes():
         for name in context.list_function_names():
             with contextlib.suppress(NotFoundError):  # collected meanwhile
                 yield from context.get_function_def(name).node_def
-    else:  # TensorFlow 2.3
+    else:  # TensorFlow 2.3, which empties graphs that it no longer needs
         for graph in [each for each in gc.get_objects() if type(each) is FuncGraph]:
-            yield from graph.as_graph_def().node
+            if vars(graph):
+                yield from graph.as_graph_def().node
