@@ -119,6 +119,12 @@ class Engine:
                 raise
             raise errors.rank_lost(self.place, what, self.absent(), problem) from error
 
+    def arrive(self) -> None:
+        """Called where this rank begins to wait for the others in a graph."""
+
+    def resume(self) -> None:
+        """Called where that wait has ended, and the step goes on."""
+
     def share(self, rows: int, numbers: "Sequence[float]" = ()) -> float:
         """This rank's share of the step that all ranks begin, where it has so many rows.
 

@@ -36,12 +36,6 @@ class TensorFlowEngine(_engines.Engine):
         """The sum over all ranks of a float64 tensor of one axis: what ``sum`` does, in a graph."""
         raise NotImplementedError
 
-    def arrive(self):
-        """Called where this rank begins to wait for the others in a graph."""
-
-    def resume(self):
-        """Called where that wait has ended, and the step goes on."""
-
     def share_in_graph(self, rows, count):
         """This rank's share of the step that all ranks begin, as a float64 tensor.
 
