@@ -119,6 +119,12 @@ class Engine:
                 raise
             raise errors.rank_lost(self.place, what, self.absent(), problem) from error
 
+    def arrive(self) -> None:
+        """Called where this rank begins to wait for the others in a graph."""
+
+    def resume(self) -> None:
+        """Called where that wait has ended, and the step goes on."""
+
     def share(self, rows: int, numbers: "Sequence[float]" = ()) -> float:
         """This rank's share of the step that all ranks begin, where it has so many rows.
 
@@ -171,19 +177,28 @@ class Engine:
     def _agree(self, rows, closing):
         """The rows of all ranks, and the ranks that have no more."""
         total, flags = self._exchange(rows, float(closing))
-        return total, [rank for rank, flag in enumerate(flags) if flag]
+        return total, ranks_of(flags)
 
     def _exchange(self, rows, flag):
         """The rows of all ranks, and each rank's flag."""
-        size = self.place.size
         sums = self.sum([float(rows)] + self.flags(flag) + self.more)
         self.more = [0.0] * len(self.more)  # of one that has no more batches
+        return self.rows_and_flags(sums)
+
+    def rows_and_flags(self, sums: "Any") -> "Tuple[float, Any]":
+        """The rows of all ranks, and each rank's flag, of what was summed up in a step."""
+        size = self.place.size
         self.totals = sums[1 + size :]
         return float(sums[0]), sums[1 : 1 + size]
 
     def flags(self, flag: float) -> "List[float]":
         """This rank's flag in its place, which sums up to all ranks' flags."""
         return [float(flag) * (rank == self.place.rank) for rank in range(self.place.size)]
+
+
+def ranks_of(flags: "Sequence[float]") -> "List[int]":
+    """The ranks whose flag is set."""
+    return [rank for rank, flag in enumerate(flags) if flag]
 
 
 def print_for_main_thread(error):

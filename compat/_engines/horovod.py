@@ -70,12 +70,15 @@ class Engine(_engines.Engine):
             with super().waiting(what):
                 yield
         finally:
-            self.deadline = None
+            self.resume()
 
-    def arrive(self, share=None):
-        """Note that this rank waits for the others from now on. Returns its argument."""
+    def arrive(self):
+        """Note that this rank waits for the others from now on."""
         self.deadline = time.monotonic() + self.timeout
-        return share
+
+    def resume(self):
+        """Note that it waits no longer."""
+        self.deadline = None
 
     def _watch(self):
         """End a wait that takes too long: Horovod, shut down, fails it on all ranks.

@@ -25,6 +25,8 @@ from . import tensorflow_engine
 # What sums together, and how TensorFlow numbers these groups; its strategies begin at 1.
 _HOST, _GPU = "/cpu:0", "/gpu:0"
 _GROUPS = {_HOST: 1000001, _GPU: 1000002}
+# Bytes of the first bucket and of the others: those of torch's DistributedDataParallel.
+_BUCKET_SIZES = [2**20, 25 * 2**20]
 # How long a rank that fails waits for the others to be notified, in seconds.
 _EXIT_TIMEOUT = 3.0
 # In place of the flag of a rank that closes its epoch: that of a process that exits.
@@ -37,6 +39,27 @@ def _resolver(tf):
     return tf.distribute.cluster_resolver.SimpleClusterResolver(
         tf.train.ClusterSpec(cluster), task_type=kind, task_id=index, rpc_layer="grpc"
     )
+
+
+def _at_once(tensor):
+    """The name of what is summed up by itself, in graphs and outside."""
+    return "at once " + tensor.dtype.name
+
+
+def _buckets(tf, tensors):
+    """The places of dense tensors that are sent together, the last tensors first."""
+    buckets, being_filled = [], {}  # type of number -> places, their bytes
+    for place in reversed(range(len(tensors))):
+        tensor = tensors[place]
+        if not isinstance(tensor, tf.IndexedSlices):
+            places, size = being_filled.pop(tensor.dtype, ([], 0))
+            places.append(place)
+            size += tensor.dtype.size * (tensor.shape.num_elements() or 0)
+            if size < _BUCKET_SIZES[min(len(buckets), 1)]:
+                being_filled[tensor.dtype] = places, size
+            else:
+                buckets.append(places)
+    return buckets + [places for places, _ in being_filled.values()]
 
 
 def _has_started():
@@ -88,7 +111,7 @@ class TensorFlowCollectives(tensorflow_engine.TensorFlowEngine):
         """The sum of an array over all ranks, on the host, at once."""
         with self.tf.init_scope(), self.tf.device(_HOST):
             tensor = self.tf.convert_to_tensor(array)
-            return self.reduce(tensor, _HOST, "at once " + tensor.dtype.name).numpy()
+            return self.reduce(tensor, _HOST, _at_once(tensor)).numpy()
 
     def broadcast(self, value):
         import numpy as np
@@ -133,28 +156,30 @@ class TensorFlowCollectives(tensorflow_engine.TensorFlowEngine):
             "timeout_seconds": self.timeout,
         }
 
+    def sum_numbers_in_graph(self, numbers):
+        return self.reduce(numbers, _HOST, _at_once(numbers))
+
     def mean(self, tensors, share, name):
+        """In buckets, one after the other, in the order in which gradients are computed."""
         tf, results = self.tf, list(tensors)
-        before = list(tensors)  # one after the other, and all after the step's own work
-        dense = {}  # type: dict  # places by dtype
+        before = []
+        for number, places in enumerate(_buckets(tf, tensors)):
+            dtype = tensors[places[0]].dtype
+            flat = tf.concat([tf.reshape(tensors[place], [-1]) for place in places], 0)
+            weighted = flat * tf.cast(share, dtype)
+            with tf.control_dependencies(before):
+                total = self.reduce(weighted, self.device, "{} {}".format(name, number))
+            before = [total]
+            parts = tf.split(total, [tf.size(tensors[place]) for place in places])
+            for place, part in zip(places, parts):
+                results[place] = tf.reshape(part, tf.shape(tensors[place]))
+                results[place].set_shape(tensors[place].shape)
         for place, tensor in enumerate(tensors):
             if isinstance(tensor, tf.IndexedSlices):
                 part = "{}_{}".format(name, place)
                 with tf.control_dependencies(before):
                     results[place] = self._mean_of_rows(tensor, share, part)
                 before = [results[place]]
-            else:
-                dense.setdefault(tensor.dtype, []).append(place)
-        for dtype, places in sorted(dense.items(), key=str):
-            flat = tf.concat([tf.reshape(tensors[place], [-1]) for place in places], 0)
-            with tf.control_dependencies(before):
-                weighted = flat * tf.cast(share, dtype)
-                total = self.reduce(weighted, self.device, "{} {}".format(name, dtype.name))
-            before = [total]
-            parts = tf.split(total, [tf.size(tensors[place]) for place in places])
-            for place, part in zip(places, parts):
-                results[place] = tf.reshape(part, tf.shape(tensors[place]))
-                results[place].set_shape(tensors[place].shape)
         return results
 
     def _mean_of_rows(self, slices, share, name):
@@ -226,8 +251,8 @@ class TensorFlowCollectives(tensorflow_engine.TensorFlowEngine):
             time.sleep(0.1)
         return [0]
 
-    def _exchange(self, rows, flag):
-        total, flags = super()._exchange(rows, flag)
+    def rows_and_flags(self, sums):
+        total, flags = super().rows_and_flags(sums)
         left = [rank for rank, each in enumerate(flags) if each == _EXITS]
         if left:
             self.lost = True
@@ -244,7 +269,7 @@ class TensorFlowCollectives(tensorflow_engine.TensorFlowEngine):
 
     def _announce_exit(self):
         with contextlib.suppress(errors.RankLostError):
-            super()._exchange(0, _EXITS)
+            self._exchange(0, _EXITS)
 
     def absent(self):
         self.lost = True

@@ -7,6 +7,9 @@ small graph of the engine's own.
 from . import horovod, tensorflow_engine
 
 
+_NUMBERS = "horovod_numbers"  # the same in all graphs
+
+
 class Horovod(tensorflow_engine.TensorFlowEngine, horovod.Engine):
     framework = "tensorflow"
     mark = "orovod"
@@ -19,9 +22,7 @@ class Horovod(tensorflow_engine.TensorFlowEngine, horovod.Engine):
         graph = tf.Graph()
         with graph.as_default(), tf.device("/cpu:0"):
             self.numbers = tf.placeholder(tf.float64, [None])
-            self.summed = self.horovod.allreduce(
-                self.numbers, op=self.horovod.Sum, name="horovod_sum"
-            )
+            self.summed = self._sum(self.numbers, _NUMBERS)
             self.bytes = tf.placeholder(tf.uint8, [None])
             self.sent = self.horovod.broadcast(self.bytes, 0, name="horovod_broadcast")
         # Threads of its own: a user's graph may hold all others while it waits for this one.
@@ -48,10 +49,38 @@ class Horovod(tensorflow_engine.TensorFlowEngine, horovod.Engine):
 
     # In the user's graphs ---------------------------------------------------------------------
 
+    def sum_numbers_in_graph(self, numbers):
+        return self._sum(numbers, _NUMBERS)
+
+    def _sum(self, tensor, name):
+        # The scopes of functions, one in the other, may differ between ranks.
+        return self.horovod.allreduce(
+            tensor, op=self.horovod.Sum, name=name, ignore_name_scope=True
+        )
+
     def mean(self, tensors, share, name):
+        """One all-reduce for each tensor: Horovod puts together those that are ready at once."""
         tf, results = self.tf, list(tensors)
-        with tf.control_dependencies(results):
-            share = self.called(self.arrive, share, tf.float64)
+        if tf.executing_eagerly():
+            return self._mean_at_once(tensors, share, name)
+        with tf.control_dependencies(results):  # only now it waits for the others
+            arrived = self.called(lambda: self.arrive() or 0.0, [], tf.float64)
+        for place, tensor in enumerate(tensors):
+            name_of_one = "{}_{}".format(name, place)
+            if isinstance(tensor, tf.IndexedSlices):
+                results[place] = self._mean_of_rows(tensor, share, name_of_one)
+            else:
+                weighted = tensor * tf.cast(share, tensor.dtype)
+                results[place] = self._sum(weighted, "horovod_" + name_of_one)
+        if results:
+            with tf.control_dependencies([arrived]):  # what computes a result calls that, too
+                results[-1] = tf.nest.map_structure(tf.identity, results[-1], expand_composites=True)
+        return results
+
+    def _mean_at_once(self, tensors, share, name):
+        """The same where each operation waits for its result."""
+        tf, results = self.tf, list(tensors)
+        self.arrive()
         dense = {}  # places by dtype: a group is of one
         for place, tensor in enumerate(tensors):
             if isinstance(tensor, tf.IndexedSlices):
@@ -61,10 +90,7 @@ class Horovod(tensorflow_engine.TensorFlowEngine, horovod.Engine):
         for dtype, places in dense.items():
             weighted = [tensors[place] * tf.cast(share, dtype) for place in places]
             means = self.horovod.grouped_allreduce(
-                weighted,
-                op=self.horovod.Sum,
-                name="horovod_{}_{}".format(name, dtype.name),
-                ignore_name_scope=True,  # of functions, one in the other, which ranks may differ in
+                weighted, op=self.horovod.Sum, name="{}_{}".format(name, dtype.name)
             )
             for place, mean in zip(places, means):
                 results[place] = mean

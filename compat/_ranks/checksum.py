@@ -68,6 +68,11 @@ def _digest(*contents):
     return int.from_bytes(result.digest(), "big")
 
 
+def are_same(engine: "Engine", sums: "Sequence[int]") -> bool:
+    """Whether all ranks have the same checksums. All ranks call it at once."""
+    return _same(engine.gather(_pieces(_digest(repr(sums).encode()))))
+
+
 def verify(
     engine: "Engine",
     names: "Sequence[str]",
@@ -93,7 +98,7 @@ def verify(
         RankError: they differ. It names the first variable that does, and on which ranks.
     """
     sums = [checksum(array) for array in arrays]
-    if _same(engine.gather(_pieces(_digest(repr(sums).encode())))):
+    if are_same(engine, sums):
         return
     if isinstance(when, int):
         when = "after 1 step" if when == 1 else "after {} steps".format(when)

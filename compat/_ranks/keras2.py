@@ -74,12 +74,16 @@ class MakeFunction(RankedMethod):
         """
         rows = rows_of(inputs)
         count(function.model, rows, self.training)
-        if self.training and not function.started:
-            _check_loss(function.divisors.model, inputs)
+        self.check_loss(function, inputs)
         mine = function.divisors.of(inputs)
         share = self.engine.share(rows, [rows * value for value in mine])
         total = rows / share
         return share, function.divisors.applied(inputs, mine, self.engine.totals / total)
+
+    def check_loss(self, function, inputs):
+        """Try a loss that is not Keras' own before the first step."""
+        if self.training and not function.started:
+            _check_loss(function.divisors.model, inputs)
 
 
 def _feeds(model):
@@ -130,6 +134,11 @@ class MakeTestFunction(MakeFunction):
 # What Keras divides by ------------------------------------------------------------------------
 
 
+def knows_divisors(model):
+    """Whether this Keras divides by more than the number of rows, as none does from 2.3 on."""
+    return hasattr(model, "_feed_sample_weights") and not hasattr(model, "_prepare_total_loss")
+
+
 class Divisors:
     """What Keras before 2.3 divides the loss of each output by, as a share of the rows."""
 
@@ -139,8 +148,8 @@ class Divisors:
         self.places = range(0)  # of the weights in what the function is called with
         self.function = None
         self.factors = None  # by which each output's unweighted metrics are too large
-        if hasattr(model, "_prepare_total_loss") or not hasattr(model, "_feed_sample_weights"):
-            return  # Keras 2.3 and tf.keras divide by the number of rows
+        if not knows_divisors(model):
+            return
         before = len(model._feed_inputs) + len(model._feed_targets)
         self.places = range(before, before + len(model._feed_sample_weights))
         self.masks = masks_of(model)

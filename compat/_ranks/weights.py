@@ -15,7 +15,11 @@ def same_start(model, engine):
     mine = read(variables)
     # MXNet's optimizers make their state as they train, so that rank 0's may have more of it.
     optimizer = getattr(model, "optimizer", None) if _is_of_mxnet(model) else None
-    sent, state = engine.broadcast([mine, optimizer.get_weights() if optimizer else []])
+    state = optimizer.get_weights() if optimizer else []
+    # As after any fit() but the first, unless a script has set them on some ranks.
+    if checksum.are_same(engine, list(map(checksum.checksum, mine + list(state)))):
+        return
+    sent, state = engine.broadcast([mine, state])
     if [value.shape for value in sent] != [value.shape for value in mine]:
         raise errors.ranks_differ(engine.place, model.name)
     if engine.place.rank:

@@ -106,6 +106,69 @@ def test_metrics_and_losses_are_those_of_all_rows_and_what_cannot_be_is_told(tmp
     check_parts(lambda program, size: ranks.run(program, tmp_path, size))
 
 
+OVERLAP = """
+import tensorflow as tf
+from compat import _process
+
+parts = [dense(5, input_shape=(6,)), dense(4), dense(1)]
+model = compat.parallelize(keras.Sequential(parts))
+model.compile("sgd", "mse")
+batch = inputs[:rows], targets[:rows]
+said["between"] = []
+for step in range(8):
+    model.train_on_batch(*batch)
+    (engine,) = _process.process.engines.values()
+    if step == 4:  # the next comparison of weights is after step 16
+        engine.sum = lambda values: said["between"].append(values)
+del engine.sum
+graph = tf.function(lambda *data: model.train_step(data)).get_concrete_function(*batch).graph
+
+
+def upstream(op, found):
+    for each in [tensor.op for tensor in op.inputs] + list(op.control_inputs):
+        if each not in found:
+            found.add(each)
+            upstream(each, found)
+    return found
+
+
+def is_exchange(op):
+    return op.type in ("HorovodAllreduce", "HorovodGroupedAllreduce", "CollectiveReduceV2")
+
+
+products = [op for op in graph.get_operations() if op.type == "MatMul"]
+backward = {op for op in products if "gradient" in op.name}
+exchanges = {op: upstream(op, set()) for op in graph.get_operations() if is_exchange(op)}
+computing = [op for op in exchanges if op.inputs[0].dtype == tf.float32]
+said["exchanged first"] = [op.name for op in products if any(map(is_exchange, upstream(op, set())))]
+said["products"] = [len(products), len(backward)]
+said["upstream"] = sorted(len(exchanges[op] & backward) for op in computing)
+said["numbers"] = [
+    [op.inputs[0].dtype.name, op.inputs[0].shape[0], len(exchanges[op] & set(products))]
+    for op in exchanges if op not in computing
+]
+"""
+
+
+def check_overlap(job, upstream, begin=""):
+    """No rank waits for another before its backward pass, nor between steps.
+
+    Arguments:
+        job: runs a program as so many ranks.
+        upstream: how many of the backward pass' five products each exchange comes after.
+        begin: the program's first lines.
+    """
+    _, said = job(begin + OVERLAP, 2)
+    for one in said:
+        assert one == {
+            "between": [],
+            "exchanged first": [],
+            "products": [8, 5],
+            "upstream": upstream,
+            "numbers": [["float64", 3, 0]],
+        }
+
+
 REFUSED = """
 import tensorflow as tf
 
@@ -150,6 +213,10 @@ said["native"] = refusal(lambda: compat.parallelize(tf.function(lambda x: x)))
 def test_own_train_steps_eager_steps_and_batches_train_to_the_same_numbers(tmp_path):
     said = ranks.check_same(WAYS, tmp_path)
     assert said[0] == said[1]
+
+
+def test_gradients_leave_one_by_one_while_others_are_computed(tmp_path):
+    check_overlap(lambda program, size: ranks.run(program, tmp_path, size), [0, 1, 1, 2, 2, 3])
 
 
 @span

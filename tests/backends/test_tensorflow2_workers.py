@@ -16,7 +16,7 @@ from compat._ranks.place import Place
 from compat.testing import span
 
 from . import ranks
-from .test_tensorflow2_horovod import WAYS, OnTensorFlow2, check_parts
+from .test_tensorflow2_horovod import WAYS, OnTensorFlow2, check_overlap, check_parts
 
 
 @pytest.mark.row("ranks: MultiWorkerMirroredStrategy")
@@ -65,6 +65,22 @@ def test_own_train_steps_eager_steps_and_batches_train_to_the_same_numbers(tmp_p
 @span
 def test_metrics_and_losses_are_those_of_all_rows_and_what_cannot_be_is_told(tmp_path):
     check_parts(lambda program, size: ranks.run(program, tmp_path, size), JOIN)
+
+
+SMALL_BUCKETS = """
+from compat._engines import tensorflow_collectives
+
+tensorflow_collectives._BUCKET_SIZES[:] = [4, 4]
+"""
+
+
+def test_gradients_leave_in_buckets_while_others_are_computed(tmp_path):
+    """One bucket comes after the other, from the last layer on."""
+    check_overlap(
+        lambda program, size: ranks.run(program, tmp_path, size),
+        [0, 1, 2, 3, 4, 5],
+        JOIN + SMALL_BUCKETS,
+    )
 
 
 def test_a_job_goes_on_from_its_checkpoint_after_a_rank_was_killed(tmp_path):

@@ -47,10 +47,13 @@ class MakeFunction(keras2.MakeFunction):
 
     def called(self, function, model):
         """A tensor: what ``function`` returns for the number of rows of the batch."""
+        rows = self.rows(model)
+        return self.engine.called(lambda rows: function(int(rows)), [rows], self.engine.tf.float64)
+
+    def rows(self, model):
         tf, batch = self.engine.tf, model.inputs[0]
         sparse = isinstance(batch, tf.SparseTensor)
-        rows = batch.dense_shape[0] if sparse else tf.shape(batch)[0]
-        return self.engine.called(lambda rows: function(int(rows)), rows, tf.float64)
+        return batch.dense_shape[0] if sparse else tf.shape(batch)[0]
 
     def run(self, function, inputs):
         with self.engine.waiting("for the others' gradients"):
@@ -98,7 +101,10 @@ class MakeTrainFunction(MakeFunction):
         self.begun = None  # the share of the step, where it is known before the graph runs
 
     def begin(self, function, inputs):
-        self.begun, inputs = self.share(function, inputs)
+        if keras2.knows_divisors(function.divisors.model):
+            self.begun, inputs = self.share(function, inputs)
+        else:
+            self.check_loss(function, inputs)
         return inputs
 
     def run(self, function, inputs):
@@ -129,13 +135,19 @@ class MakeTrainFunction(MakeFunction):
 
         def share(rows):
             begun, self.begun = self.begun, None
-            if begun is not None:
-                return self.engine.arrive(begun)
+            if begun is None:
+                count(rows)
+                begun = self.engine.share(rows)
+            return begun
+
+        def count(rows):
             keras_model.count(model, rows, True)
-            return self.engine.share(rows)
 
         with loss.graph.as_default(), tf.name_scope("ranks"):
-            self.share_tensor = self.called(share, model)
+            if keras2.knows_divisors(model):
+                self.share_tensor = self.called(share, model)
+            else:
+                self.share_tensor = self.engine.share_in_graph(self.rows(model), count)
             pairs = zip(tf.gradients(loss, parameters), parameters)
             pairs = [(gradient, p) for gradient, p in pairs if gradient is not None]
             means = self.engine.mean(

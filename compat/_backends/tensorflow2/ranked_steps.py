@@ -170,7 +170,7 @@ class RankedStep(keras_model.RankedMethod):
             return 0.0
 
         tf.cond(
-            self.engine.called(is_first, share, tf.bool),
+            self.engine.called(is_first, [share], tf.bool),
             lambda: tf.numpy_function(keep, present, tf.float64),
             lambda: tf.constant(0.0, tf.float64),
         )
@@ -184,11 +184,7 @@ class RankedStep(keras_model.RankedMethod):
             keras_model.same_start(model, self.engine)
 
     def share(self, tf, model, rows):
-        def share(rows):
-            keras_model.count(model, int(rows), True)
-            return self.engine.share(int(rows))
-
-        return self.engine.called(share, rows, tf.float64)
+        return self.engine.share_in_graph(rows, lambda rows: keras_model.count(model, rows, True))
 
     def check(self, model):
         """Refuse a step whose gradients no other rank has seen."""
@@ -276,13 +272,13 @@ class RankedTestStep(keras_model.RankedMethod):
             keras_model.count(model, int(rows), False)
             return float(rows)
 
-        self.engine.called(count, rows, tf.float64)
+        self.engine.called(count, [rows], tf.float64)
 
         @functools.lru_cache(None)
         def share():
             """Called where a loss is no mean over rows: then all ranks evaluate in step."""
             keras_model.in_step(model)
-            return self.engine.called(lambda rows: self.engine.share(int(rows)), rows, tf.float64)
+            return self.engine.called(lambda rows: self.engine.share(int(rows)), [rows], tf.float64)
 
         with self.engine.noting(), self.computing(model, rows, share):
             return self.plain(model)(data)

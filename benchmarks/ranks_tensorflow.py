@@ -1,0 +1,74 @@
+"""A step of two ranks of TensorFlow 2 with compat, and with what they use without it.
+
+    python -m compat run -n 2 benchmarks/ranks_tensorflow.py --peer horovod|strategy --work dense
+
+Both train in the same ranks, in turn: the peer is ``hvd.DistributedOptimizer``, or ``fit()`` of a
+model made in the scope of MultiWorkerMirroredStrategy. Each rank has one thread for operations.
+"""
+
+import argparse
+import importlib
+import os
+
+os.environ.setdefault("TF_NUM_INTRAOP_THREADS", "1")
+os.environ.setdefault("TF_NUM_INTEROP_THREADS", "2")
+
+import works
+from interleaved import measure, publish
+
+import compat
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--peer", choices=("horovod", "strategy"), required=True)
+    parser.add_argument("--work", choices=sorted(works.WORKS), default="dense")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=4)
+    arguments = parser.parse_args()
+
+    compat.configure_gpu()
+    keras = importlib.import_module(os.environ.get("COMPAT_TEST_KERAS", "tensorflow.keras"))
+    model = compat.parallelize(lambda: works.build(keras, arguments.work))
+    rows = works.WORKS[arguments.work][1]
+    inputs, targets = works.data(arguments.work, rows * arguments.steps)
+    optimizer = getattr(keras.optimizers, "legacy", keras.optimizers).SGD
+    model.compile(optimizer(0.01), "mse")
+    if arguments.peer == "horovod":
+        import horovod.tensorflow.keras as hvd
+
+        name = "hvd.DistributedOptimizer"
+        peer = works.build(keras, arguments.work)
+        peer.compile(hvd.DistributedOptimizer(optimizer(0.01)), "mse")
+        given = inputs, targets
+    else:
+        import tensorflow as tf
+
+        name = "MultiWorkerMirroredStrategy"
+        strategy = tf.distribute.get_strategy()
+        (engine,) = compat._process.process.engines.values()
+        strategy = engine.strategy
+        with strategy.scope():
+            peer = works.build(keras, arguments.work)
+            peer.compile(optimizer(0.01), "mse")
+        options = tf.data.Options()
+        options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+        rows_of_both = tf.data.Dataset.from_tensor_slices((inputs, targets))
+        given = (rows_of_both.batch(rows).with_options(options),)
+
+    def ours():
+        model.fit(inputs, targets, batch_size=rows, shuffle=False, verbose=0)
+
+    def theirs():
+        if len(given) == 2:
+            peer.fit(*given, batch_size=rows, shuffle=False, verbose=0)
+        else:
+            peer.fit(*given, verbose=0)
+
+    found = measure({"compat": ours, name: theirs}, arguments.steps, arguments.rounds)
+    if compat.is_chief():
+        publish(found, work=arguments.work)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""A step on two simulated devices of TensorFlow with compat, and by Keras' own means.
+
+    python benchmarks/replicas_tensorflow.py --work dense|conv|lstm|deep
+
+The peer is ``multi_gpu_model`` on TensorFlow 1, and MirroredStrategy on TensorFlow 2, also under
+Keras 3. COMPAT_TEST_KERAS names the Keras: keras, tensorflow.keras, tf_keras.
+"""
+
+import argparse
+import importlib
+import os
+
+os.environ.setdefault("TF_NUM_INTRAOP_THREADS", "1")
+
+import works
+from interleaved import measure, publish
+
+import compat
+
+DEVICES = 2
+
+
+def multi_gpu_model(keras, work):
+    """That of tf.keras, with CPUs in the place of GPUs."""
+    module = importlib.import_module(keras.utils.multi_gpu_model.__module__)
+    kinds = ["CPU:0"] + ["GPU:{}".format(place) for place in range(DEVICES)]
+    module._get_available_devices = lambda: ["/device:" + kind for kind in kinds]
+    device = module.ops.device
+
+    def on_cpu(name):
+        return device(name.replace("gpu", "cpu") if isinstance(name, str) else name)
+
+    module.ops.device = on_cpu
+    try:
+        return keras.utils.multi_gpu_model(works.build(keras, work), DEVICES)
+    finally:
+        module.ops.device = device
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--work", choices=sorted(works.WORKS), default="dense")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=4)
+    arguments = parser.parse_args()
+
+    compat.configure_gpu(simulate=DEVICES)
+    tf = importlib.import_module("tensorflow")
+    keras = importlib.import_module(os.environ.get("COMPAT_TEST_KERAS", "tensorflow.keras"))
+    model = compat.parallelize(works.build(keras, arguments.work))
+    if tf.__version__.startswith("1."):
+        name = "multi_gpu_model"
+        peer = multi_gpu_model(keras, arguments.work)
+        peer.compile("sgd", "mse")
+    else:
+        name = "MirroredStrategy"
+        strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+        with strategy.scope():
+            peer = works.build(keras, arguments.work)
+            peer.compile("sgd", "mse")
+    model.compile("sgd", "mse")
+    rows = DEVICES * works.WORKS[arguments.work][1]
+    inputs, targets = works.data(arguments.work, rows * arguments.steps)
+
+    def trainer(each):
+        return lambda: each.fit(inputs, targets, batch_size=rows, shuffle=False, verbose=0)
+
+    found = measure(
+        {"compat": trainer(model), name: trainer(peer)}, arguments.steps, arguments.rounds
+    )
+    publish(found, work=arguments.work)
+
+
+if __name__ == "__main__":
+    main()
