@@ -72,6 +72,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from compat._backends.torch import sums
+
+sums.SIZES[:] = 64, 128  # bytes: even small models have several buckets
+
+
 
 def made(build):
     "A module of the ranks', with other weights on each before that."
@@ -569,6 +574,131 @@ def test_every_kind_of_backward_pass_gives_one_processs_gradients(tmp_path):
     ranks.check_arrays(wide, *both, tolerance=1e-13)
     assert [each["scales"] for each in said] == [[1024.0, 2048.0, 1024.0, 2048.0]] * 2
     assert said[0]["bfloat16"] == said[1]["bfloat16"]
+
+
+# When gradients are sent.
+BUCKETS = """
+events = []
+all_reduce = torch.distributed.all_reduce
+
+
+def logged(tensor, *args, **kwargs):
+    events.append(len(tensor))
+    return all_reduce(tensor, *args, **kwargs)
+
+
+torch.distributed.all_reduce = logged
+
+
+class Deep(Module):
+    "The gradient of the first layer comes last."
+
+    def __init__(self):
+        super().__init__()
+        self.stack = nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 1))
+        self.stack[0].bias.register_hook(lambda gradient: events.append("last"))
+
+
+def told(name, model, loss, **options):
+    "Train four steps. What happened in the last, and the sizes of other steps' all-reduces."
+    each = []
+
+    def four():
+        for number, batch in enumerate((batches() if name != "rows" else even()) for _ in range(2)):
+            yield from list(batch)[:2]
+
+    def back(loss):
+        del events[:]
+        options.get("back", lambda loss: loss.backward())(loss)
+        each.append(list(events))
+
+    train(name, model, loss, batches=four, back=back)
+    said[name] = each
+
+
+def deep():
+    return made(Deep)
+
+
+model = deep()
+told("once", model, mse(model))
+
+model = deep()
+told("two calls", model, lambda *batch: mse(model)(*batch) + model(batch[0]).abs().mean())
+
+model = deep()
+
+
+def by_the_way(rows, targets):
+    model(rows)
+    return mse(model)(rows, targets)
+
+
+told("by the way", model, by_the_way)
+
+model = deep()
+
+
+def changes_another(gradient):
+    model.stack[-1].bias.grad *= 2
+
+
+model.stack[0].weight.register_hook(changes_another)
+told("changed", model, mse(model))
+
+model = deep()
+
+
+def doubled(parameter):
+    parameter.grad.data *= 2
+
+
+model.stack[-1].bias.register_post_accumulate_grad_hook(doubled)
+told("hooked", model, mse(model))
+
+model = deep()
+fails = []
+
+
+def fail(gradient):
+    if fails.pop():
+        raise MemoryError
+
+
+model.stack[0].weight.register_hook(fail)
+
+
+def again(rows, targets):
+    fails[:] = [False, compat.rank() == 0]
+    try:
+        mse(model)(rows, targets).backward()
+    except MemoryError:
+        model.zero_grad()
+        return mse(model)(rows, targets)
+    model.zero_grad()
+    model(rows)
+    fails.append(False)
+    return mse(model)(rows, targets)
+
+
+if compat.size() == 1:
+    again = mse(model)
+    model.stack[0].weight._backward_hooks.clear()
+    told("failed", model, again)
+
+one, two = deep(), deep()
+
+
+def in_another_order(rows, targets):
+    "Autograd comes to the model first that was called last."
+    first, second = (one, two) if compat.rank() else (two, one)
+    return sum(mse(model)(rows, targets) for model in (first, second))
+
+
+train("two models", one, in_another_order, torch.optim.SGD([*one.parameters(), *two.parameters()],
+      0.05))
+keep("the other", two)
+"""
 
 
 # Ranks that drift apart, each in another way. In one process they are all as good as any.
