@@ -47,16 +47,16 @@ class _Pass:
     def current(cls):
         torch = sys.modules["torch"]
         task = torch._C._current_graph_task_id()
-        found = _passes.get(task) or next(iter(_passes.values()), None)
+        found = _passes.get(task)
         if found is None:
-            found = cls()
-            torch.autograd.Variable._execution_engine.queue_callback(found)
-        _passes[task] = found
+            found = next(iter(_passes.values()), None)
+            if found is None:
+                found = cls()
+                torch.autograd.Variable._execution_engine.queue_callback(found)
+            _passes[task] = found
         return found
 
     def join(self, exchange):
-        if exchange in self.exchanges:
-            return
         exchange.begin()
         self.exchanges.append(exchange)
         if self.early is None and exchange.may_be_early():
@@ -83,6 +83,7 @@ class Exchange:
         self._all.add(self)
         self.hooks = weak.WeakIdKeyDictionary()  # parameter -> what removes its hook
         self.hooked = []  # type: list  # the parameters that were looked at last
+        self.settled = False  # whether the last forward pass began with these
         self.sums = None
         self.sends_early = True
         self.state = []  # type: list  # the running statistics
@@ -99,7 +100,9 @@ class Exchange:
 
     def watch(self, parameters):
         """Before a forward pass: hook these parameters, and note the running statistics."""
-        if self.hook(parameters):
+        changed = self.hook(parameters)
+        self.settled = not changed
+        if changed:
             self.note(self.source.averaged(self.model()), lambda tensor: tensor.detach().clone())
 
     def hook(self, parameters):
@@ -135,14 +138,18 @@ class Exchange:
         """Autograd has come to the first of the parameters."""
         model = self.model()
         if model is not None:
-            self.hook(self.source.parameters(model))
+            if not self.settled:  # such as those that a forward pass has made
+                self.hook(self.source.parameters(model))
             # A new one was put in a former one's place.
             self.note(self.source.averaged(model), sys.modules["torch"].zeros_like)
             self.lay_out(self.state)
 
     def lay_out(self, state):
         """The same on all ranks: what is summed up, last layer first, since that comes first."""
-        tensors = [p for p in reversed(self.hooked) if p not in self.sparse] + state
+        tensors = self.hooked[::-1]
+        if self.sparse:
+            tensors = [parameter for parameter in tensors if parameter not in self.sparse]
+        tensors += state
         numbers = 2 + self.engine.place.size + 2 * len(self.hooked)
         sums = self.sums
         if sums is None or sums.numbers != numbers or not are_same(tensors, sums.tensors):
@@ -160,7 +167,8 @@ class Exchange:
     def arrived(self, parameter):
         """Autograd has added to the gradient of a parameter for the last time in this pass."""
         this = _Pass.current()
-        this.join(self)
+        if self not in this.exchanges:
+            this.join(self)
         if this.early is not self or not self.sends_early:
             return
         rows, gradient = self.rows.known(), parameter.grad
@@ -168,8 +176,7 @@ class Exchange:
             return
         # A hook of the script's may change it by ``data``, which does not show.
         if len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ()) <= 1:
-            with sys.modules["torch"].no_grad():
-                self.sums.put(parameter, gradient, rows)
+            self.sums.put(parameter, gradient, rows)
 
     def run(self):
         """Make the gradients, and the running statistics, the mean over all ranks' rows."""
@@ -177,7 +184,7 @@ class Exchange:
             return
         torch = sys.modules["torch"]
         rows = self.rows.in_backward()
-        sums = self.sums
+        sums, self.settled = self.sums, False
         with torch.no_grad():
             self.sum(rows)
             self.engine.last = None if self.agreed else self
@@ -199,16 +206,19 @@ class Exchange:
     def sum(self, rows):
         """Sum up over all ranks; ``rows`` is None where they are not known."""
         torch = sys.modules["torch"]
-        gradients = {id(parameter): parameter.grad for parameter in self.hooked}
-        found = list(gradients.values())
-        sparse = [gradient is not None and gradient.is_sparse for gradient in found]
+        gradients = [parameter.grad for parameter in self.hooked]
+        sparse = [gradient is not None and gradient.is_sparse for gradient in gradients]
         weight = 1 if rows is None else rows
         header = [weight, rows is None] + self.engine.flags(False)
-        header += [gradient is not None for gradient in found] + sparse
-        values = [gradients.get(id(tensor)) for tensor in self.sums.tensors]
-        values = [None if value is None or value.is_sparse else value for value in values]
+        header += [gradient is not None for gradient in gradients] + sparse
+        values = {
+            id(parameter): gradient
+            for parameter, gradient, sparse in zip(self.hooked, gradients, sparse)
+            if not sparse
+        }
         if self.state:
-            values[-len(self.state) :] = torch._foreach_sub(self.state, self.before)
+            changes = torch._foreach_sub(self.state, self.before)
+            values.update(zip(map(id, self.state), changes))
         if self.sums.complete(header, values, weight):
             # Not a second time: such as where a script changes gradients during the pass.
             self.sends_early = False
@@ -224,7 +234,7 @@ class Exchange:
         self.lay_out(self.source.averaged(model))
         header = [0, False] + self.engine.flags(True) + [False] * (2 * len(self.hooked))
         with sys.modules["torch"].no_grad():
-            self.sums.complete(header, [None] * len(self.sums.tensors), 0)
+            self.sums.complete(header, {}, 0)
         return self.sums.ended
 
     def set_gradients(self, weight):

@@ -33,7 +33,7 @@ class Sums:
         self.buckets.append(_Bucket(*groups[-1], front=numbers + len(groups)))
         self.slots = {}  # id of a tensor -> its slot
         for bucket in self.buckets:
-            self.slots.update((id(slot.tensor), slot) for slot in bucket.slots)
+            self.slots.update((slot.key, slot) for slot in bucket.slots)
         self.sent = 0  # buckets that are on their way
 
     def put(self, tensor, value, weight):
@@ -46,20 +46,23 @@ class Sums:
             self._send()
 
     def complete(self, header, values, weight):
-        """Sum up the header and all values, one for each tensor, or None for zeros.
+        """Sum up the header and all values.
+
+        Arguments:
+            values: by the ids of the tensors; zeros in the place of what is not there, or None.
 
         Returns:
             Whether a value was sent too early on this rank.
         """
         torch = sys.modules["torch"]
-        values = dict(zip(map(id, self.tensors), values if weight else [None] * len(values)))
+        values = values if weight else {}
         early = []
         for bucket in self.buckets:
-            changed = [s for s in bucket.slots if not s.holds(values[id(s.tensor)], weight)]
+            changed = [s for s in bucket.slots if not s.holds(values.get(s.key), weight)]
             early.append(bool(changed) and bucket.work is not None)
             if bucket.work is None:
                 for slot in changed:
-                    slot.write(values[id(slot.tensor)], weight)
+                    slot.write(values.get(slot.key), weight)
         front = self.buckets[-1].front
         front.copy_(torch.tensor(header + early, dtype=front.dtype))
         while self.sent < len(self.buckets):
@@ -70,7 +73,7 @@ class Sums:
         for bucket, count in zip(self.buckets, again):
             if count and not self.ended:
                 for slot in bucket.slots:
-                    slot.write(values[id(slot.tensor)], weight)
+                    slot.write(values.get(slot.key), weight)
                 self.engine.end_sum(self.engine.begin_sum(bucket.flat))
         self.sent = 0
         for bucket in self.buckets:
@@ -85,6 +88,7 @@ class Sums:
     def _read(self, sums):
         size = self.engine.place.size
         self.total, self.unknown = sums[:2]
+        self.factor = 1 / self.total if self.total else float("nan")
         self.ended = [rank for rank, flag in enumerate(sums[2 : 2 + size]) if flag]
         rest = sums[2 + size : self.numbers]
         self.used, self.sparse = rest[: len(rest) // 2], rest[len(rest) // 2 :]
@@ -93,14 +97,14 @@ class Sums:
     def mean(self, tensor):
         """The sum in a tensor's place by the total of rows, in the tensor's type of number."""
         torch = sys.modules["torch"]
-        mean = self.slots[id(tensor)].view / self.total
+        mean = self.slots[id(tensor)].view * self.factor
         return (torch.view_as_complex(mean) if tensor.is_complex() else mean).to(tensor.dtype)
 
     def mean_into(self, tensor, result):
         """The same in the place of a tensor that is there."""
         view = self.slots[id(tensor)].view
         if result.dtype == view.dtype:
-            sys.modules["torch"].div(view, self.total, out=result.detach())
+            sys.modules["torch"].mul(view, self.factor, out=result.detach())
         else:
             result.copy_(self.mean(tensor))
 
@@ -133,7 +137,7 @@ class _Slot:
 
     def __init__(self, bucket, tensor, view):
         self.bucket = bucket
-        self.tensor = tensor
+        self.key = id(tensor)
         self.view = view
         self.held = None  # the value that was written, its version then, and its weight
 
@@ -144,7 +148,8 @@ class _Slot:
         self.bucket.filled += self.held is None
         self.held = value, value._version, weight
         torch = sys.modules["torch"]
-        value = value.detach()
+        if value.requires_grad:
+            value = value.detach()
         if value.is_complex():
             value = torch.view_as_real(value.resolve_conj())
         if value.dtype == self.view.dtype:
