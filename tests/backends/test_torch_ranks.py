@@ -578,6 +578,8 @@ def test_every_kind_of_backward_pass_gives_one_processs_gradients(tmp_path):
 
 # When gradients are sent.
 BUCKETS = """
+from compat._process import process
+
 events = []
 all_reduce = torch.distributed.all_reduce
 
@@ -675,6 +677,16 @@ def in_another_order(rows, targets):
 
 train("two models", one, in_another_order, both)
 keep("the other", two)
+
+if compat.size() > 1:
+    (engine,) = process.engines.values()
+    engine.steps = 0
+    model = made(Deep)
+    train("even", model, mse(model))
+    try:
+        engine.close() if compat.rank() else mse(model)(*next(batches())).backward()
+    except compat.RankError as error:
+        said["uneven"] = str(error)
 """
 
 
@@ -684,10 +696,15 @@ def test_gradients_leave_while_others_are_computed_and_each_is_sent_as_it_is_at_
     ranks.check_arrays(one, *both)
     # Six numbers, forty, and what comes last, with a header of nineteen.
     early, late = [6, 40, "last", 68], ["last", 6, 40, 68]
+    advice = "Give every rank the same number: compat.shard() does."
+    assert [each.pop("uneven") for each in said] == [
+        "Rank 0 of 2 has more batches, but rank 1 ran out of them after 3 batches. " + advice,
+        "Rank 1 of 2 ran out of batches after 3 batches, but rank 0 had more. " + advice,
+    ]
     for each in said:
         assert each == {
             "one call": [early] * 3,
-            "two calls": [[6, 40, "last", 68]] * 3,
+            "two calls": [early] * 3,
             "a call by the way": [late] * 3,
             "changed when it was sent": [early + [6], late, late],
             "changed unseen": [late] * 3,
