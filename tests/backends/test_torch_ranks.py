@@ -828,10 +828,14 @@ def test_ranks_that_drift_apart_are_told_and_the_first_variable_is_named(tmp_pat
 
 # What ranks do not have in common.
 REFUSED = """
+kept = []
+
+
 def refusal(name, model, loss=None):
     try:
         train(name, model, loss or mse(model))
     except compat.CompatError as error:
+        kept.append(error)  # and the frames that it went through
         said[name] = type(error).__name__ + ": " + str(error)
     weights.clear()
 
@@ -848,12 +852,16 @@ class Table(nn.Module):
 refusal("sparse", made(Table))
 model = made(Module)
 refusal("rows", model, mse(model if compat.rank() else model.stack))
+model = made(Module)
+refusal("nothing", model)
+said["weights"] = [parameter.tolist() for parameter in model.parameters()]
 """
 
 
 def test_what_ranks_do_not_have_in_common_is_an_error(tmp_path):
     _, said = ranks.run(BEGIN + REFUSED, tmp_path, 2, "torch")
     assert said[0] == said[1]
+    assert len(said[0].pop("weights")) == 4
     assert said[0] == {
         "sparse": "UnsupportedError: The gradient of a parameter of shape (30, 1) is sparse on "
         "some ranks or in some passes and dense in others, which cannot be exchanged. Make it one "

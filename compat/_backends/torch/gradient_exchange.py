@@ -30,7 +30,8 @@ _BUFFERS = (
     "persistent=False."
 )
 
-_passes = weakref.WeakValueDictionary()  # graph task of autograd -> its pass
+# graph task of autograd -> its pass
+_passes = weakref.WeakValueDictionary()  # type: weakref.WeakValueDictionary
 
 
 class _Pass:
@@ -44,7 +45,11 @@ class _Pass:
         self.early = None  # the exchange whose buckets may leave before the end
 
     @classmethod
-    def current(cls):
+    def join(cls, exchange):
+        """Have an exchange run at the end of the pass. Returns whether it may send before.
+
+        No frame that an error goes through, and which the error keeps, may hold a pass.
+        """
         torch = sys.modules["torch"]
         task = torch._C._current_graph_task_id()
         found = _passes.get(task)
@@ -54,16 +59,17 @@ class _Pass:
                 found = cls()
                 torch.autograd.Variable._execution_engine.queue_callback(found)
             _passes[task] = found
-        return found
-
-    def join(self, exchange):
-        exchange.begin()
-        self.exchanges.append(exchange)
-        if self.early is None and exchange.may_be_early():
-            self.early = exchange
+        if exchange not in found.exchanges:
+            exchange.begin()
+            found.exchanges.append(exchange)
+            if found.early is None and exchange.may_be_early():
+                found.early = exchange
+        return found.early is exchange
 
     def __call__(self):
         """Of several models all ranks run theirs in the same order."""
+        for task in [task for task, found in _passes.items() if found is self]:
+            del _passes[task]
         for exchange in sorted(self.exchanges, key=lambda e: (e is not self.early, e.number)):
             exchange.run()
 
@@ -166,10 +172,7 @@ class Exchange:
 
     def arrived(self, parameter):
         """Autograd has added to the gradient of a parameter for the last time in this pass."""
-        this = _Pass.current()
-        if self not in this.exchanges:
-            this.join(self)
-        if this.early is not self or not self.sends_early:
+        if not _Pass.join(self) or not self.sends_early:
             return
         rows, gradient = self.rows.known(), parameter.grad
         if rows is None or gradient is None or gradient.is_sparse:
