@@ -14,6 +14,7 @@ be accumulated over several passes.
 
 import itertools
 import sys
+import threading
 import weakref
 
 from ... import errors
@@ -32,6 +33,8 @@ _BUFFERS = (
 
 # graph task of autograd -> its pass
 _passes = weakref.WeakValueDictionary()  # type: weakref.WeakValueDictionary
+# Autograd has a thread for each device, and one for the CPU.
+_arriving = threading.RLock()
 
 
 class _Pass:
@@ -120,7 +123,8 @@ class Exchange:
         def arrived(parameter):
             exchange = reference()
             if exchange is not None:
-                exchange.arrived(parameter)
+                with _arriving:
+                    exchange.arrived(parameter)
 
         for parameter in parameters:
             if parameter not in self.hooks and parameter.is_leaf:
