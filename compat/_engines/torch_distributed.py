@@ -22,8 +22,8 @@ class TorchDistributed(_engines.Engine):
         self.distributed = distributed
         self.last = None  # the exchange that all ranks did last
         self.store = None
+        limit = datetime.timedelta(seconds=self.timeout)
         if not distributed.is_initialized():
-            limit = datetime.timedelta(seconds=self.timeout)
             cuda = sys.modules["torch"].cuda.is_available()
             with self.waiting("to start"):
                 self.store = _store(distributed, place, limit)
@@ -40,6 +40,10 @@ class TorchDistributed(_engines.Engine):
                 # the process: "terminate called without an active exception".
                 atexit.register(self._leave)
         self.check_size(distributed.get_world_size())
+        # What ranks sum up while a backward pass goes on keeps its order within a group of its own,
+        # whatever layers or the script exchange meanwhile, as SyncBatchNorm does.
+        with self.waiting("to start"), _interface(place):
+            self.group = distributed.new_group(timeout=limit)
 
     def _leave(self):
         """At the end of this process, unless the script has done so."""
@@ -48,13 +52,19 @@ class TorchDistributed(_engines.Engine):
 
     def sum(self, values):
         torch = sys.modules["torch"]
-        return self.sum_tensor(torch.tensor(values, dtype=torch.float64)).numpy()
-
-    def sum_tensor(self, tensor):
-        """The sum of a tensor over all ranks, in its place."""
+        tensor = torch.tensor(values, dtype=torch.float64)
         with self.waiting("for the others' gradients"):
             self.distributed.all_reduce(tensor)
-        return tensor
+        return tensor.numpy()
+
+    def begin_sum(self, tensor):
+        """Begin to sum up a tensor over all ranks, in its place, which ``end_sum`` waits for."""
+        with self.waiting("for the others' gradients"):
+            return self.distributed.all_reduce(tensor, group=self.group, async_op=True)
+
+    def end_sum(self, work):
+        with self.waiting("for the others' gradients"):
+            work.wait()
 
     def concatenate(self, tensor):
         """All ranks' tensors of any numbers of rows, one below the other."""

@@ -72,6 +72,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from compat._backends.torch import sums
+
+sums.SIZES[:] = 16, 64  # bytes: even small models have several buckets
+
+
 
 def made(build):
     "A module of the ranks', with other weights on each before that."
@@ -571,6 +576,141 @@ def test_every_kind_of_backward_pass_gives_one_processs_gradients(tmp_path):
     assert said[0]["bfloat16"] == said[1]["bfloat16"]
 
 
+# When gradients are sent.
+BUCKETS = """
+from compat._process import process
+
+events = []
+all_reduce = torch.distributed.all_reduce
+
+
+def logged(tensor, *args, **kwargs):
+    if kwargs.get("async_op"):  # of gradients
+        events.append(len(tensor))
+    return all_reduce(tensor, *args, **kwargs)
+
+
+torch.distributed.all_reduce = logged
+
+
+class Deep(Module):
+    "The gradients of the first layer come last."
+
+    def __init__(self):
+        super().__init__()
+        self.stack = nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 1))
+        self.stack[0].bias.register_hook(lambda gradient: events.append("last"))
+
+
+def logs(name, model, loss, back=lambda loss: loss.backward()):
+    said[name] = []
+
+    def log(loss):
+        del events[:]
+        back(loss)
+        said[name].append(list(events))
+
+    train(name, model, loss, back=log)
+
+
+model = made(Deep)
+logs("one call", model, mse(model))
+model = made(Deep)
+logs("two calls", model, lambda *batch: mse(model)(*batch) + model(batch[0]).abs().mean())
+model = made(Deep)
+
+
+def calls_by_the_way(rows, targets):
+    model(rows)
+    return mse(model)(rows, targets)
+
+
+logs("a call by the way", model, calls_by_the_way)
+
+
+def double(gradient):
+    model.stack[-1].bias.grad *= 2
+
+
+model = made(Deep)
+model.stack[0].weight.register_hook(double)
+logs("changed when it was sent", model, mse(model))
+model = made(Deep)
+model.stack[-1].bias.register_post_accumulate_grad_hook(
+    lambda bias: [None, bias.grad.data.mul_(2)][0]
+)
+logs("changed unseen", model, mse(model))
+
+# Rank 0 fails in a pass, has sent a part, and does it again. The other does it once.
+model = made(Deep)
+fails = []
+
+
+def fail(gradient):
+    if fails:
+        raise MemoryError(fails.pop())
+
+
+def tried_twice(rows, targets):
+    if compat.rank():
+        return mse(model)(rows, targets) + 0 * model(rows).sum()
+    fails.append("for once")
+    try:
+        mse(model)(rows, targets).backward()
+    except MemoryError:
+        model.zero_grad()
+    return mse(model)(rows, targets)
+
+
+model.stack[0].bias.register_hook(fail)
+train("tried twice", model, tried_twice)
+
+one, two = made(Deep), made(Deep)
+both = torch.optim.SGD([*one.parameters(), *two.parameters()], 0.05)
+
+
+def in_another_order(rows, targets):
+    "Autograd comes first to what was called last."
+    order = (one, two) if compat.rank() else (two, one)
+    return sum(mse(model)(rows, targets + (model is two)) for model in order)
+
+
+train("two models", one, in_another_order, both)
+keep("the other", two)
+
+if compat.size() > 1:
+    (engine,) = process.engines.values()
+    engine.steps = 0
+    model = made(Deep)
+    train("even", model, mse(model))
+    try:
+        engine.close() if compat.rank() else mse(model)(*next(batches())).backward()
+    except compat.RankError as error:
+        said["uneven"] = str(error)
+"""
+
+
+def test_gradients_leave_while_others_are_computed_and_each_is_sent_as_it_is_at_the_end(tmp_path):
+    (one,), _ = ranks.run(BEGIN + BUCKETS, tmp_path, 1, "torch")
+    both, said = ranks.run(BEGIN + BUCKETS, tmp_path, 2, "torch")
+    ranks.check_arrays(one, *both)
+    # Six numbers, forty, and what comes last, with a header of nineteen.
+    early, late = [6, 40, "last", 68], ["last", 6, 40, 68]
+    advice = "Give every rank the same number: compat.shard() does."
+    assert [each.pop("uneven") for each in said] == [
+        "Rank 0 of 2 has more batches, but rank 1 ran out of them after 3 batches. " + advice,
+        "Rank 1 of 2 ran out of batches after 3 batches, but rank 0 had more. " + advice,
+    ]
+    for each in said:
+        assert each == {
+            "one call": [early] * 3,
+            "two calls": [early] * 3,
+            "a call by the way": [late] * 3,
+            "changed when it was sent": [early + [6], late, late],
+            "changed unseen": [late] * 3,
+        }
+
+
 # Ranks that drift apart, each in another way. In one process they are all as good as any.
 DRIFTING = """
 def drifts(name, model, back, loss=None):
@@ -688,10 +828,14 @@ def test_ranks_that_drift_apart_are_told_and_the_first_variable_is_named(tmp_pat
 
 # What ranks do not have in common.
 REFUSED = """
+kept = []
+
+
 def refusal(name, model, loss=None):
     try:
         train(name, model, loss or mse(model))
     except compat.CompatError as error:
+        kept.append(error)  # and the frames that it went through
         said[name] = type(error).__name__ + ": " + str(error)
     weights.clear()
 
@@ -708,12 +852,16 @@ class Table(nn.Module):
 refusal("sparse", made(Table))
 model = made(Module)
 refusal("rows", model, mse(model if compat.rank() else model.stack))
+model = made(Module)
+refusal("nothing", model)
+said["weights"] = [parameter.tolist() for parameter in model.parameters()]
 """
 
 
 def test_what_ranks_do_not_have_in_common_is_an_error(tmp_path):
     _, said = ranks.run(BEGIN + REFUSED, tmp_path, 2, "torch")
     assert said[0] == said[1]
+    assert len(said[0].pop("weights")) == 4
     assert said[0] == {
         "sparse": "UnsupportedError: The gradient of a parameter of shape (30, 1) is sparse on "
         "some ranks or in some passes and dense in others, which cannot be exchanged. Make it one "

@@ -1,10 +1,12 @@
 """What ranks of torch exchange: gradients and running statistics, once for each backward pass.
 
 As in ``DistributedDataParallel`` hooks on the parameters tell that autograd has reached them,
-whatever called the model. When the pass has ended, each rank sends its gradients times its rows,
-and beside them its rows and whether it has more batches, in one all-reduce for each type of
-number; what comes back is divided by all ranks' rows. Nothing is agreed upon before, so that a
-bucket of gradients could be sent while others are still computed.
+whatever called the model. Each rank sends its gradients times its rows, in buckets that leave while
+others are still computed, and with the last of them its rows and whether it has more batches; what
+comes back is divided by all ranks' rows. Nothing is agreed upon before.
+
+A bucket leaves early where the rows of the pass are known by then: autograd has come to the outputs
+of each forward pass since the last exchange. Otherwise all leave at the end.
 
 A gradient that was exchanged already is the same on all ranks, and so is its mean: gradients may
 be accumulated over several passes.
@@ -12,12 +14,14 @@ be accumulated over several passes.
 
 import itertools
 import sys
+import threading
 import weakref
 
 from ... import errors
 from ..._ranks import checksum
+from .rows import Rows
 from .sums import Sums, sum_dtype
-from .tensors import are_same, copy_all, tensors_in, to_numpy
+from .tensors import are_same, copy_all, to_numpy
 
 # Why buffers of torch modules differ.
 _BUFFERS = (
@@ -27,31 +31,57 @@ _BUFFERS = (
     "persistent=False."
 )
 
-_queued = {}  # type: dict  # graph task of autograd -> the exchanges to run when it has ended
+# graph task of autograd -> its pass
+_passes = weakref.WeakValueDictionary()  # type: weakref.WeakValueDictionary
+# Autograd has a thread for each device, and one for the CPU.
+_arriving = threading.RLock()
 
 
-def _run_after_backward(exchange):
-    """Run an exchange when the backward pass that goes on has ended.
+class _Pass:
+    """A backward pass, which autograd calls when it has ended, and lets go of if it fails.
 
-    Of several models all ranks run theirs in the same order.
+    A pass within another, such as those of ``torch.utils.checkpoint``, belongs to that one.
     """
-    torch = sys.modules["torch"]
-    task = torch._C._current_graph_task_id()
-    if task not in _queued:
-        _queued[task] = set()
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: _run_queued(task))
-    _queued[task].add(exchange)
 
+    def __init__(self):
+        self.exchanges = []
+        self.early = None  # the exchange whose buckets may leave before the end
 
-def _run_queued(task):
-    for exchange in sorted(_queued.pop(task), key=lambda exchange: exchange.number):
-        exchange.run()
+    @classmethod
+    def join(cls, exchange):
+        """Have an exchange run at the end of the pass. Returns whether it may send before.
+
+        No frame that an error goes through, and which the error keeps, may hold a pass.
+        """
+        torch = sys.modules["torch"]
+        task = torch._C._current_graph_task_id()
+        found = _passes.get(task)
+        if found is None:
+            found = next(iter(_passes.values()), None)
+            if found is None:
+                found = cls()
+                torch.autograd.Variable._execution_engine.queue_callback(found)
+            _passes[task] = found
+        if exchange not in found.exchanges:
+            exchange.begin()
+            found.exchanges.append(exchange)
+            if found.early is None and exchange.may_be_early():
+                found.early = exchange
+        return found.early is exchange
+
+    def __call__(self):
+        """Of several models all ranks run theirs in the same order."""
+        for task in [task for task, found in _passes.items() if found is self]:
+            del _passes[task]
+        for exchange in sorted(self.exchanges, key=lambda e: (e is not self.early, e.number)):
+            exchange.run()
 
 
 class Exchange:
     """What one model exchanges. ``source`` tells what belongs to it, as ``Ranked`` does."""
 
     _numbers = itertools.count()
+    _all = weakref.WeakSet()  # type: weakref.WeakSet
 
     def __init__(self, engine, source, model):
         weak = sys.modules["torch"].utils.weak
@@ -59,8 +89,12 @@ class Exchange:
         self.source = source
         self.model = weakref.ref(model)
         self.number = next(self._numbers)
+        self._all.add(self)
         self.hooks = weak.WeakIdKeyDictionary()  # parameter -> what removes its hook
         self.hooked = []  # type: list  # the parameters that were looked at last
+        self.settled = False  # whether the last forward pass began with these
+        self.sums = None
+        self.sends_early = True
         self.state = []  # type: list  # the running statistics
         self.before = []  # type: list  # their values, the same on all ranks
         self.sparse = weak.WeakIdKeyDictionary()  # the parameters whose gradients are sparse
@@ -75,7 +109,9 @@ class Exchange:
 
     def watch(self, parameters):
         """Before a forward pass: hook these parameters, and note the running statistics."""
-        if self.hook(parameters):
+        changed = self.hook(parameters)
+        self.settled = not changed
+        if changed:
             self.note(self.source.averaged(self.model()), lambda tensor: tensor.detach().clone())
 
     def hook(self, parameters):
@@ -84,10 +120,11 @@ class Exchange:
             return False
         reference = weakref.ref(self)
 
-        def arrived(*ignored):
+        def arrived(parameter):
             exchange = reference()
             if exchange is not None:
-                _run_after_backward(exchange)
+                with _arriving:
+                    exchange.arrived(parameter)
 
         for parameter in parameters:
             if parameter not in self.hooks and parameter.is_leaf:
@@ -107,56 +144,91 @@ class Exchange:
 
     # One backward pass ------------------------------------------------------------------------
 
+    def begin(self):
+        """Autograd has come to the first of the parameters."""
+        model = self.model()
+        if model is not None:
+            if not self.settled:  # such as those that a forward pass has made
+                self.hook(self.source.parameters(model))
+            # A new one was put in a former one's place.
+            self.note(self.source.averaged(model), sys.modules["torch"].zeros_like)
+            self.lay_out(self.state)
+
+    def lay_out(self, state):
+        """The same on all ranks: what is summed up, last layer first, since that comes first."""
+        tensors = self.hooked[::-1]
+        if self.sparse:
+            tensors = [parameter for parameter in tensors if parameter not in self.sparse]
+        tensors += state
+        numbers = 2 + self.engine.place.size + 2 * len(self.hooked)
+        sums = self.sums
+        if sums is None or sums.numbers != numbers or not are_same(tensors, sums.tensors):
+            self.sums = Sums(self.engine, tensors, numbers)
+
+    def may_be_early(self):
+        """Whether no other model, as far as is known, comes before this one in a pass.
+
+        That models are called in one order on all ranks is what all that they exchange rests on.
+        """
+        return self.rows.are_awaited() and not any(
+            other.number < self.number and other.rows.are_awaited() for other in self._all
+        )
+
+    def arrived(self, parameter):
+        """Autograd has added to the gradient of a parameter for the last time in this pass."""
+        if not _Pass.join(self) or not self.sends_early:
+            return
+        rows, gradient = self.rows.known(), parameter.grad
+        if rows is None or gradient is None or gradient.is_sparse:
+            return
+        # A hook of the script's may change it by ``data``, which does not show.
+        if len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ()) <= 1:
+            self.sums.put(parameter, gradient, rows)
+
     def run(self):
         """Make the gradients, and the running statistics, the mean over all ranks' rows."""
-        model = self.model()
-        if model is None:
+        if self.model() is None:
             return
         torch = sys.modules["torch"]
         rows = self.rows.in_backward()
-        parameters = self.source.parameters(model)
-        self.hook(parameters)
+        sums, self.settled = self.sums, False
         with torch.no_grad():
-            # A new one was put in a former one's place.
-            self.note(self.source.averaged(model), torch.zeros_like)
-            sums = self.sum(parameters, rows)
+            self.sum(rows)
             self.engine.last = None if self.agreed else self
             if not self.agreed:
                 self.engine.stepped(sums.ended)
             self.check_rows(rows, sums.unknown)
-            self.set_gradients(parameters, sums)
+            self.set_gradients(1 if rows is None else rows)
             check = checksum.is_due(self.count)
             if check and self.engine.place.rank == 0:
-                self.warn_of_means(sums)
+                self.warn_of_means()
             if self.state:
-                means = [sums.means[id(tensor)].to(tensor.dtype) for tensor in self.state]
-                torch._foreach_add_(self.before, means)
+                torch._foreach_add_(self.before, [sums.mean(tensor) for tensor in self.state])
                 copy_all(self.state, self.before)
         if check:
             self.verify(self.count or "before the first update")
         self.count += 1
         self.updates.exchanged()
 
-    def sum(self, parameters, rows):
-        """The sums over all ranks; ``rows`` is None where they are not known."""
+    def sum(self, rows):
+        """Sum up over all ranks; ``rows`` is None where they are not known."""
         torch = sys.modules["torch"]
-        gradients = [parameter.grad for parameter in parameters]
+        gradients = [parameter.grad for parameter in self.hooked]
         sparse = [gradient is not None and gradient.is_sparse for gradient in gradients]
         weight = 1 if rows is None else rows
         header = [weight, rows is None] + self.engine.flags(False)
         header += [gradient is not None for gradient in gradients] + sparse
-        values = [
-            (parameter, None if sparse else gradient)
-            for parameter, gradient, sparse in zip(parameters, gradients, sparse)
-            if not self.sparse or parameter not in self.sparse
-        ]
+        values = {
+            id(parameter): gradient
+            for parameter, gradient, sparse in zip(self.hooked, gradients, sparse)
+            if not sparse
+        }
         if self.state:
-            values += list(zip(self.state, torch._foreach_sub(self.state, self.before)))
-        sums = Sums(self.engine, header, values, weight)
-        for parameter, sparse in zip(parameters, sums.sparse):
-            if sparse:
-                self.sparse[parameter] = True
-        return sums
+            changes = torch._foreach_sub(self.state, self.before)
+            values.update(zip(map(id, self.state), changes))
+        if self.sums.complete(header, values, weight):
+            # Not a second time: such as where a script changes gradients during the pass.
+            self.sends_early = False
 
     def close(self):
         """Take part in the exchange in which others may be, as a rank with no more batches.
@@ -165,26 +237,26 @@ class Exchange:
             The ranks that have no more batches either.
         """
         model = self.model()
-        parameters, averaged = self.source.parameters(model), self.source.averaged(model)
-        header = [0, False] + self.engine.flags(True) + [False] * (2 * len(parameters))
-        values = [(p, None) for p in parameters if p not in self.sparse]
+        self.hook(self.source.parameters(model))
+        self.lay_out(self.source.averaged(model))
+        header = [0, False] + self.engine.flags(True) + [False] * (2 * len(self.hooked))
         with sys.modules["torch"].no_grad():
-            return Sums(self.engine, header, values + [(t, None) for t in averaged], 0).ended
+            self.sums.complete(header, {}, 0)
+        return self.sums.ended
 
-    def set_gradients(self, parameters, sums):
+    def set_gradients(self, weight):
         """Those that no rank has stay None."""
-        present, means = [], []
-        for parameter, used, sparse in zip(parameters, sums.used, sums.sparse):
+        sums = self.sums
+        for parameter, used, sparse in zip(self.hooked, sums.used, sums.sparse):
             if sparse:
-                self.exchange_sparse(parameter, sums, used != sparse)
+                self.sparse[parameter] = True
+                self.exchange_sparse(parameter, weight, used != sparse)
             elif used and parameter.grad is None:  # another rank's batch has used it
-                parameter.grad = sums.means[id(parameter)].to(parameter.dtype, copy=True)
+                parameter.grad = sums.mean(parameter)
             elif used:
-                present.append(parameter.grad)
-                means.append(sums.means[id(parameter)])
-        copy_all(present, means)
+                sums.mean_into(parameter, parameter.grad)
 
-    def exchange_sparse(self, parameter, sums, mixed):
+    def exchange_sparse(self, parameter, weight, mixed):
         """The mean of a sparse gradient: every rank gets all ranks' indices and values."""
         torch = sys.modules["torch"]
         if mixed:
@@ -194,7 +266,7 @@ class Exchange:
                 "of the embedding.".format(tuple(parameter.shape))
             )
         gradient = parameter.grad
-        if gradient is None or not sums.weight:
+        if gradient is None or not weight:
             empty = torch.Size([0]) + parameter.shape[1:]
             indices = torch.zeros(1, 0, dtype=torch.int64, device=parameter.device)
             values = torch.zeros(empty, dtype=parameter.dtype, device=parameter.device)
@@ -203,7 +275,7 @@ class Exchange:
             indices, values = gradient.indices(), gradient.values()
         dtype = sum_dtype(values.dtype)
         indices = self.engine.concatenate(indices.t().contiguous()).t()
-        values = self.engine.concatenate(values.to(dtype) * sums.weight) / sums.total
+        values = self.engine.concatenate(values.to(dtype) * weight) / self.sums.total
         parameter.grad = torch.sparse_coo_tensor(
             indices, values.to(parameter.dtype), parameter.shape
         ).coalesce()
@@ -225,14 +297,14 @@ class Exchange:
                 "same.".format(type(self.model()).__name__)
             )
 
-    def warn_of_means(self, sums):
+    def warn_of_means(self):
         """Have the source warn, once, of variables that are now means of different values."""
 
         torch = sys.modules["torch"]
         before = {id(tensor): value for tensor, value in zip(self.state, self.before)}
 
         def differ(tensor):
-            mine, mean = tensor - before[id(tensor)], sums.means[id(tensor)].to(tensor.dtype)
+            mine, mean = tensor - before[id(tensor)], self.sums.mean(tensor)
             same = tensor in self.means or torch.allclose(mine, mean, 1e-4, 1e-6, True)
             if not same:
                 self.means[tensor] = True
@@ -293,42 +365,11 @@ class Updates:
         return self.count if missed else 0
 
 
-class Rows:
-    """The rows of the forward passes that a backward pass goes back through."""
-
-    def __init__(self):
-        self.reached = {}  # forward pass -> its rows; autograd has come to its outputs
-        self.others = None  # rows of those in whose outputs no tensor was found
-        self.used = False
-        self.step = None  # the rows of a step of Keras', which may call the model in any way
-
-    def forward(self, rows, outputs):
-        """Note a forward pass of so many rows."""
-        if self.used:
-            self.reached, self.others, self.used = {}, None, False
-        key, reached = object(), self.reached
-
-        def reach(gradient):
-            reached[key] = rows
-
-        found = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
-        for tensor in found:
-            tensor.register_hook(reach)
-        if not found:
-            self.others = (self.others or 0) + rows
-
-    def in_backward(self):
-        """The rows of the pass that has ended, or None."""
-        self.used = True
-        if self.step is not None:
-            return self.step
-        return sum(self.reached.values()) if self.reached else self.others
-
-
 def _hook(parameter, function):
     """Have the function called when a backward pass has added to the parameter's gradient."""
     if hasattr(parameter, "register_post_accumulate_grad_hook"):
         return parameter.register_post_accumulate_grad_hook(function)
     accumulate = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # torch 2.0
-    accumulate.register_hook(function)
+    reference = weakref.ref(parameter)
+    accumulate.register_hook(lambda *gradients: function(reference()))
     return accumulate  # which lives as long as it is held

@@ -112,10 +112,21 @@ class ModuleReplicas:
     """
 
     def __init__(self, module):
-        self.module = module
-        self.parameters = dict(module.named_parameters())
-        self.parts = list(_own_modules(module))
-        self.buffers = {("state", name): buffer for name, buffer in module.named_buffers()}
+        self.parts = []
+        self.places = []  # dictionary of a module within, name there, weight or buffer
+        self.buffers, self.buffer_places = {}, {}
+        known = set()
+        for path, part in module.named_modules():
+            if _is_own(part):
+                self.parts.append((path, part))
+            for values in part._parameters, part._buffers:
+                places = [(values, name, v) for name, v in values.items() if v is not None]
+                self.places += places
+                for _, name, value in places:
+                    if values is part._buffers and id(value) not in known:
+                        known.add(id(value))
+                        key = "state", "{}.{}".format(path, name) if path else name
+                        self.buffers[key], self.buffer_places[key] = value, (values, name)
         self.before = dict(self.buffers)  # and attributes
         self.attributes = {}  # (path, attribute) -> module, function that nests new leaves
 
@@ -123,20 +134,24 @@ class ModuleReplicas:
         return False
 
     def run(self, forward, device, copy, args, kwargs, watch):
-        named = {
-            "module." + name: parameter.to(device, copy=copy)
-            for name, parameter in self.parameters.items()
-        }
         given = {key: buffer.to(device, copy=True) for key, buffer in self.buffers.items()}
-        for key, buffer in given.items():
-            named["module." + key[1]] = buffer
-            if watch is not None:
+        copies = {id(self.buffers[key]): buffer for key, buffer in given.items()}
+        if watch is not None:
+            for key, buffer in given.items():
                 tag(buffer, State(self.buffers[key]))
-        body = _body(self.module, forward)
+        for _, _, value in self.places:
+            if id(value) not in copies:  # more than one where weights are tied
+                copies[id(value)] = value.to(device, copy=copy)
         before = {path: dict(vars(part)) for path, part in self.parts}
-        with watch or contextlib.ExitStack():
-            result = torch.func.functional_call(body, named, tuple(args), kwargs)
-        state = {key: named["module." + key[1]] for key in given}
+        try:
+            for values, name, value in self.places:
+                values[name] = copies[id(value)]
+            with watch or contextlib.ExitStack():
+                result = forward(*args, **kwargs)
+            state = {key: values[name] for key, (values, name) in self.buffer_places.items()}
+        finally:
+            for values, name, value in self.places:
+                values[name] = value
         state.update(self.changed(before))
         return result, [], state, given
 
@@ -174,17 +189,15 @@ class ModuleReplicas:
                 module.__dict__[name] = unflatten([untagged(merged[key]) for key in keys])
 
 
-def _own_modules(module):
-    """The module and those within it that torch has not made: their forward may set anything."""
-    for path, part in module.named_modules():
-        if not type(part).__module__.startswith("torch.nn"):
-            yield path, part
+def _is_own(module):
+    """Whether torch has not made a module: the forward of such may set anything."""
+    return not type(module).__module__.startswith("torch.nn")
 
 
 @contextlib.contextmanager
 def attributes_kept(module):
     """Within, what forward sets on the module, and on those within it, is forgotten."""
-    before = [(part, dict(vars(part))) for _, part in _own_modules(module)]
+    before = [(part, dict(vars(part))) for part in module.modules() if _is_own(part)]
     try:
         yield
     finally:
@@ -200,18 +213,6 @@ def _is_value(value):
     leaves = batches.flatten(value)[0]
     kinds = (torch.Tensor, int, float)
     return bool(leaves) and all(isinstance(leaf, kinds) for leaf in leaves)
-
-
-def _body(module, forward):
-    """A module whose forward is ``forward``: the hooks of ``module`` itself run once, outside."""
-
-    class Body(torch.nn.Module):
-        def forward(self, *args, **kwargs):
-            return forward(*args, **kwargs)
-
-    body = Body()
-    body.module = module
-    return body
 
 
 def install(module, devices):

@@ -162,7 +162,7 @@ class Replicated(_patching.InstanceMethod):
         count = min(len(self.devices), self.most_replicas(model, layout.rows))
         for index, name in enumerate(self.devices[:count]):
             # On the CPU "cpu:1" is a name only.
-            device = torch.device(name if name.startswith("cuda") else "cpu")
+            device = torch.device("cpu" if name.startswith("cpu") else name)
             start, stop = _replicas.run_bounds(layout.rows, count, index)
             cut = functools.partial(_rows, start, stop)
             with torch.profiler.record_function("replica on {}".format(name)):

@@ -1,43 +1,167 @@
-"""Sums of tensors over all ranks, in one all-reduce for each type of number and device."""
+"""Sums of tensors over all ranks, in buckets of memory that is kept from pass to pass.
+
+As in ``DistributedDataParallel`` a bucket is sent as soon as it is full, while the backward pass
+goes on. Which tensors are in which bucket, and the order of the buckets, are the same on all ranks,
+so that each all-reduce finds its counterparts, whatever a rank's batch has used: what is left at
+the end of the pass is sent then.
+
+A header goes with the last bucket: what the ranks have to know of each other. It tells, too, which
+buckets were sent before a tensor in them had its last value; these are sent again.
+"""
 
 import sys
 
+#: Bytes of the first bucket and of the others: those of ``DistributedDataParallel``.
+SIZES = [2**20, 25 * 2**20]
+
 
 class Sums:
-    """The sums over all ranks of a header and of tensors, which the rows divide.
+    """The sums of a header and of tensors, which the rows divide.
 
     Arguments:
-        header: rows, whether they are unknown, each rank's flag, and two numbers for each
-            parameter.
-        values: pairs of a tensor and what is summed in its place, or None for zeros.
-        weight: what the values are multiplied by.
+        tensors: in the order in which their values are expected.
+        numbers: how many of them a header has: rows, whether they are unknown, each rank's flag,
+            and two for each parameter.
     """
 
-    def __init__(self, engine, header, values, weight):
+    def __init__(self, engine, tensors, numbers):
+        self.engine = engine
+        self.tensors = tensors
+        self.numbers = numbers
+        groups = _groups(tensors)
+        self.buckets = [_Bucket(*group) for group in groups[:-1]]
+        self.buckets.append(_Bucket(*groups[-1], front=numbers + len(groups)))
+        self.slots = {}  # id of a tensor -> its slot
+        for bucket in self.buckets:
+            self.slots.update((slot.key, slot) for slot in bucket.slots)
+        self.sent = 0  # buckets that are on their way
+
+    def put(self, tensor, value, weight):
+        """Take what is summed up in a tensor's place, and send the buckets that are full."""
+        slot = self.slots.get(id(tensor))
+        if slot is None or slot.bucket.work is not None:
+            return
+        slot.write(value, weight)
+        while self.sent < len(self.buckets) - 1 and self.buckets[self.sent].is_full():
+            self._send()
+
+    def complete(self, header, values, weight):
+        """Sum up the header and all values.
+
+        Arguments:
+            values: by the ids of the tensors; zeros in the place of what is not there, or None.
+
+        Returns:
+            Whether a value was sent too early on this rank.
+        """
         torch = sys.modules["torch"]
-        self.weight = weight
-        self.means = {}  # by the ids of the tensors
-        buckets = {}  # type of number and device -> pairs
-        for target, value in values:
-            key = sum_dtype(target.dtype), target.device
-            buckets.setdefault(key, []).append((target, value))
-        sums = None
-        for (dtype, device), pairs in buckets.items():
-            front = torch.tensor(header if sums is None else [], dtype=dtype, device=device)
-            parts = [_flat(target, value if weight else None, dtype) for target, value in pairs]
-            bucket = torch.cat([front] + parts)
-            numbers = bucket[len(front) :]
-            numbers *= weight
-            engine.sum_tensor(bucket)
-            if sums is None:
-                sums = front.copy_(bucket[: len(front)]).tolist()
-            numbers /= sums[0]
-            for (target, _), mean in zip(pairs, numbers.split([len(part) for part in parts])):
-                self.means[id(target)] = _shaped(mean, target)
+        values = values if weight else {}
+        early = []
+        for bucket in self.buckets:
+            changed = [s for s in bucket.slots if not s.holds(values.get(s.key), weight)]
+            early.append(bool(changed) and bucket.work is not None)
+            if bucket.work is None:
+                for slot in changed:
+                    slot.write(values.get(slot.key), weight)
+        front = self.buckets[-1].front
+        front.copy_(torch.tensor(header + early, dtype=front.dtype))
+        while self.sent < len(self.buckets):
+            self._send()
+        for bucket in self.buckets:
+            self.engine.end_sum(bucket.work)
+        again = self._read(front.tolist())
+        for bucket, count in zip(self.buckets, again):
+            if count and not self.ended:
+                for slot in bucket.slots:
+                    slot.write(values.get(slot.key), weight)
+                self.engine.end_sum(self.engine.begin_sum(bucket.flat))
+        self.sent = 0
+        for bucket in self.buckets:
+            bucket.clear()
+        return any(early)
+
+    def _send(self):
+        bucket = self.buckets[self.sent]
+        bucket.work = self.engine.begin_sum(bucket.flat)
+        self.sent += 1
+
+    def _read(self, sums):
+        size = self.engine.place.size
         self.total, self.unknown = sums[:2]
-        flags, rest = sums[2 : 2 + engine.place.size], sums[2 + engine.place.size :]
-        self.ended = [rank for rank, flag in enumerate(flags) if flag]
+        self.factor = 1 / self.total if self.total else float("nan")
+        self.ended = [rank for rank, flag in enumerate(sums[2 : 2 + size]) if flag]
+        rest = sums[2 + size : self.numbers]
         self.used, self.sparse = rest[: len(rest) // 2], rest[len(rest) // 2 :]
+        return sums[self.numbers :]
+
+    def mean(self, tensor):
+        """The sum in a tensor's place by the total of rows, in the tensor's type of number."""
+        torch = sys.modules["torch"]
+        mean = self.slots[id(tensor)].view * self.factor
+        return (torch.view_as_complex(mean) if tensor.is_complex() else mean).to(tensor.dtype)
+
+    def mean_into(self, tensor, result):
+        """The same in the place of a tensor that is there."""
+        view = self.slots[id(tensor)].view
+        if result.dtype == view.dtype:
+            sys.modules["torch"].mul(view, self.factor, out=result.detach())
+        else:
+            result.copy_(self.mean(tensor))
+
+
+class _Bucket:
+    """Tensors of one type of number and device, which are sent together."""
+
+    def __init__(self, dtype, device, tensors, front=0):
+        counts = [_count(tensor) for tensor in tensors]
+        flat = sys.modules["torch"].zeros(front + sum(counts), dtype=dtype, device=device)
+        self.flat, self.front = flat, flat[:front]
+        self.slots = [
+            _Slot(self, tensor, part.view(_shape(tensor)))
+            for tensor, part in zip(tensors, flat[front:].split(counts))
+        ]
+        self.clear()
+
+    def clear(self):
+        self.work = None  # its all-reduce, which has begun
+        self.filled = 0
+        for slot in self.slots:
+            slot.held = None
+
+    def is_full(self):
+        return self.filled == len(self.slots)
+
+
+class _Slot:
+    """A tensor's place in a bucket."""
+
+    def __init__(self, bucket, tensor, view):
+        self.bucket = bucket
+        self.key = id(tensor)
+        self.view = view
+        self.held = None  # the value that was written, its version then, and its weight
+
+    def write(self, value, weight):
+        if value is None:
+            self.view.zero_()
+            return
+        self.bucket.filled += self.held is None
+        self.held = value, value._version, weight
+        torch = sys.modules["torch"]
+        if value.requires_grad:
+            value = value.detach()
+        if value.is_complex():
+            value = torch.view_as_real(value.resolve_conj())
+        if value.dtype == self.view.dtype:
+            torch.mul(value, weight, out=self.view)
+        else:
+            self.view.copy_(value).mul_(weight)
+
+    def holds(self, value, weight):
+        if value is None or self.held is None:
+            return False
+        held, version, held_weight = self.held
+        return held is value and version == value._version and held_weight == weight
 
 
 def sum_dtype(dtype):
@@ -46,20 +170,27 @@ def sum_dtype(dtype):
     return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
 
 
-def _flat(target, value, dtype):
-    """The numbers of a tensor in a row; zeros where there is no tensor."""
-    torch = sys.modules["torch"]
-    if value is None:
-        count = target.numel() * (2 if target.is_complex() else 1)
-        return torch.zeros(count, dtype=dtype, device=target.device)
-    value = value.detach()
-    if value.is_complex():
-        value = torch.view_as_real(value.resolve_conj())
-    return value.reshape(-1).to(dtype)
+def _groups(tensors):
+    """What goes into each bucket: a type of number, a device, tensors. At least one bucket."""
+    found = []
+    being_filled = {}  # type of number and device -> tensors, their bytes
+    for tensor in tensors:
+        dtype = sum_dtype(tensor.dtype)
+        key = dtype, tensor.device
+        group, size = being_filled.pop(key, ([], 0))
+        group.append(tensor)
+        size += _count(tensor) * (8 if dtype is sys.modules["torch"].float64 else 4)
+        if size < SIZES[min(len(found), 1)]:
+            being_filled[key] = group, size
+        else:
+            found.append(key + (group,))
+    found += [key + (group,) for key, (group, _) in being_filled.items()]
+    return found or [(sys.modules["torch"].float32, "cpu", [])]
 
 
-def _shaped(flat, target):
-    if target.is_complex():
-        # A copy: the numbers may begin at an odd place.
-        return sys.modules["torch"].view_as_complex(flat.clone().view(target.shape + (2,)))
-    return flat.view(target.shape)
+def _count(tensor):
+    return tensor.numel() * (2 if tensor.is_complex() else 1)
+
+
+def _shape(tensor):
+    return tensor.shape + ((2,) if tensor.is_complex() else ())

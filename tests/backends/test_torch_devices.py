@@ -1,0 +1,147 @@
+"""torch: replicas on devices that hold their tensors apart, as GPUs do."""
+
+import copy
+
+import pytest
+
+from compat._backends.torch import batches
+
+pytestmark = pytest.mark.row("torch nn.Module")
+ROWS = 13
+DEVICES = ["lazy:0", "lazy:1", "lazy:2"]
+
+
+def convolutions():
+    from torch import nn
+
+    return nn.Sequential(
+        nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
+        nn.Linear(12, 4), nn.Dropout(0.0), nn.Linear(4, 1),
+    ), (2, 6, 6)  # fmt: skip
+
+
+def recurrent():
+    from torch import nn
+
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.LSTM(3, 4, batch_first=True)
+            self.dense = nn.Linear(4, 1)
+
+        def forward(self, x):
+            return self.dense(self.layer(x)[0].mean(1))
+
+    return Recurrent(), (5, 3)
+
+
+def with_state():
+    "A mean over the rows, a buffer and an attribute, put together of all replicas."
+    import torch
+
+    class WithState(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.dense = torch.nn.Linear(3, 1)
+            self.register_buffer("moving", torch.zeros(3))
+
+        def forward(self, x):
+            result = self.dense(x - self.moving) * torch.ones_like(x[:, :1])
+            self.moving = 0.9 * self.moving + 0.1 * x.mean(0)
+            self.size = (x**2).mean()
+            return result, self.size
+
+    return WithState(), (3,)
+
+
+def trained(module, device, shape):
+    """The losses of three steps, and the weights and buffers after them."""
+    import torch
+
+    module = module.to(device)
+    inputs = torch.randn((ROWS,) + shape, generator=torch.Generator().manual_seed(1)).to(device)
+    optimizer = torch.optim.Adam(module.parameters(), 0.01)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        results = torch.utils._pytree.tree_leaves(module(inputs))
+        loss = sum((result**2).mean() for result in results)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach().to("cpu"))
+    assert {str(weight.grad.device) for weight in module.parameters()} == {device}
+    return losses + [value.detach().to("cpu") for value in module.state_dict().values()]
+
+
+@pytest.mark.parametrize("build", [convolutions, recurrent, with_state])
+def test_nothing_is_left_on_another_device_in_a_training_step(build):
+    import torch
+
+    from compat._backends.torch import modules
+
+    from . import separate_devices  # noqa: F401
+
+    torch.manual_seed(0)
+    module, shape = build()
+    if build is convolutions:  # by moving averages, which all devices have
+        module[1].eval()
+    plain = copy.deepcopy(module)
+    modules.install(module, DEVICES)
+    torch.testing.assert_close(trained(plain, "cpu", shape), trained(module, "lazy:0", shape))
+
+
+def test_batch_normalization_of_each_device_s_rows():
+    import torch
+
+    from compat._backends.torch import modules
+
+    from . import separate_devices  # noqa: F401
+
+    torch.manual_seed(0)
+    module, shape = convolutions()
+    modules.install(module, DEVICES)
+    before = module[1].running_mean.clone()
+    trained(module, "lazy:0", shape)
+    assert not torch.equal(module[1].running_mean.to("cpu"), before)
+
+
+def test_a_tensor_that_is_left_on_another_device_is_found():
+    import torch
+
+    from compat._backends.torch import modules
+
+    from .separate_devices import MixedDevicesError
+
+    class Misplaced(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.dense = torch.nn.Linear(3, 1)
+            self.constants = [torch.ones(3).to("lazy:0")]  # which nothing moves
+
+        def forward(self, x):
+            return self.dense(x * self.constants[0])
+
+    module = Misplaced()
+    modules.install(module, DEVICES)
+    with pytest.raises(MixedDevicesError) as caught:
+        trained(module, "lazy:0", (3,))
+    assert str(caught.value) == "aten.mul.Tensor mixes lazy:0, lazy:1"
+
+
+def test_results_that_are_put_together_without_a_move_are_found(monkeypatch):
+    """The same of compat's own code: where it forgets to move the replicas' rows."""
+    import torch
+
+    from compat._backends.torch import modules
+
+    from .separate_devices import MixedDevicesError
+
+    monkeypatch.setattr(
+        batches, "cat_rows", lambda values, dim, outer, home: torch.cat(values, dim)
+    )
+    torch.manual_seed(0)
+    module, shape = recurrent()
+    modules.install(module, DEVICES)
+    with pytest.raises(MixedDevicesError) as caught:
+        trained(module, "lazy:0", shape)
+    assert str(caught.value) == "aten.cat.default mixes lazy:0, lazy:1, lazy:2"
