@@ -1,12 +1,13 @@
 """Bytes that cross devices in one step, against what a ring all-reduce moves.
 
-    python benchmarks/bytes_across_devices.py [--rounds N] [--steps N]   # TensorFlow 1
+    python benchmarks/bytes_across_devices.py    # TensorFlow 1
 
 Counted from what TensorFlow executed: the tensors that one device sent to another. All ranks
 of a ring together move 2 (N - 1) W bytes to sum up gradients of W bytes over N devices. The sum on
 one device, with the weights sent out from there, moves as many.
 """
 
+import argparse
 import importlib
 import json
 
@@ -43,6 +44,10 @@ def sent(metadata):
 
 
 def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, help="for the sake of benchmarks/run.py")
+    parser.add_argument("--steps", type=int, help="for the sake of benchmarks/run.py")
+    parser.parse_args()
     compat.configure_gpu(simulate=max(DEVICES))
     keras = importlib.import_module("tensorflow.keras")
     found = {}

@@ -5,7 +5,12 @@ round runs every candidate once, and what counts is the best round of each.
 """
 
 import json
+import os
+import sys
 import time
+
+# The checkout that this file is in, wherever compat is installed.
+sys.path.insert(1, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 #: What a line begins with that holds the measurements of a script, for ``benchmarks/run.py``.
 MARK = "measured: "

@@ -1,6 +1,6 @@
 """A step on two simulated devices of JAX with compat, and with Keras 3's own DataParallel.
 
-    python benchmarks/replicas_jax.py --work dense|conv|lstm|deep
+python benchmarks/replicas_jax.py --work dense|conv|lstm|deep
 """
 
 import argparse

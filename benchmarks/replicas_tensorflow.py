@@ -20,10 +20,10 @@ import compat
 DEVICES = 2
 
 
-def multi_gpu_model(keras, work):
+def multi_gpu_model(keras, work, gpus=DEVICES):
     """That of tf.keras, with CPUs in the place of GPUs."""
     module = importlib.import_module(keras.utils.multi_gpu_model.__module__)
-    kinds = ["CPU:0"] + ["GPU:{}".format(place) for place in range(DEVICES)]
+    kinds = ["CPU:0"] + ["GPU:{}".format(place) for place in range(gpus)]
     module._get_available_devices = lambda: ["/device:" + kind for kind in kinds]
     device = module.ops.device
 
@@ -32,7 +32,7 @@ def multi_gpu_model(keras, work):
 
     module.ops.device = on_cpu
     try:
-        return keras.utils.multi_gpu_model(works.build(keras, work), DEVICES)
+        return keras.utils.multi_gpu_model(works.build(keras, work), gpus)
     finally:
         module.ops.device = device
 

@@ -1,6 +1,6 @@
 """Measure compat against what users have without it, and write benchmarks/results.json.
 
-    tox run -e benchmarks [-- --only dense --repeats 3 --rounds 10 --steps 4]
+    tox run -e benchmarks [-- --only dense --repeats 3 --rounds 5 --steps 10]
 
 Each row is a script of this folder in the tox environment that has its framework; that
 environment has to be there: run the tests once. ``tables.py`` makes tables and plots of the file.
@@ -104,11 +104,11 @@ def measured(environment, command):
     done = subprocess.run(
         tox + shlex.split(command),
         cwd=ROOT,
-        env=dict(os.environ, PYTHONPATH=ROOT, COMPAT_VERIFY="0"),
         stdout=subprocess.PIPE,
         text=True,
     )
     print(done.stdout, end="", flush=True)
+    # compat run puts the rank in front of each line.
     lines = [line.partition(MARK)[2] for line in done.stdout.splitlines() if MARK in line]
     if done.returncode or not lines:
         print("FAILED with status {}: {}".format(done.returncode, command), flush=True)
@@ -136,8 +136,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="measure rows whose name contains this")
     parser.add_argument("--repeats", type=int, default=3, help="processes of each row")
-    parser.add_argument("--rounds", type=int, default=10, help="rounds in each process")
-    parser.add_argument("--steps", type=int, default=4, help="steps of each round")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds in each process")
+    parser.add_argument("--steps", type=int, default=10, help="steps of each round")
     parser.add_argument("--output", default=os.path.join(HERE, "results.json"))
     arguments = parser.parse_args()
 

@@ -65,6 +65,15 @@ def scaling(results):
         yield [devices, "{:.2f}".format(found["1"] / seconds)]
 
 
+def building(results):
+    found = results["figures"]["building"]
+    yield ["", "seconds", "times one device's"]
+    for name, taken in sorted(found.items()):
+        title = name if name == "multi_gpu_model" else "compat, devices: " + name
+        title += " (3 devices)" if name == "multi_gpu_model" else ""
+        yield [title, "{:.2f}".format(taken), "{:.2f}".format(taken / found["1"])]
+
+
 def bytes_across_devices(results):
     found = results["figures"]["bytes"]
     yield ["devices", "bytes a step, in times the weights (W)", "ring all-reduce"]
@@ -90,6 +99,7 @@ def sections(results):
     return {
         "peers": markdown(against_peers(results)),
         "scaling": markdown(scaling(results)),
+        "building": markdown(building(results)),
         "bytes": markdown(bytes_across_devices(results)),
         "starting": markdown(starting(results)),
         "clusters": markdown(cluster_model.table()),

@@ -74,7 +74,9 @@ class Horovod(tensorflow_engine.TensorFlowEngine, horovod.Engine):
                 results[place] = self._sum(weighted, "horovod_" + name_of_one)
         if results:
             with tf.control_dependencies([arrived]):  # what computes a result calls that, too
-                results[-1] = tf.nest.map_structure(tf.identity, results[-1], expand_composites=True)
+                results[-1] = tf.nest.map_structure(
+                    tf.identity, results[-1], expand_composites=True
+                )
         return results
 
     def _mean_at_once(self, tensors, share, name):
