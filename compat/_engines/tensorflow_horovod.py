@@ -6,7 +6,6 @@ small graph of the engine's own.
 
 from . import horovod, tensorflow_engine
 
-
 _NUMBERS = "horovod_numbers"  # the same in all graphs
 
 
