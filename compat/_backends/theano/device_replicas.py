@@ -17,8 +17,8 @@ siblings), its graph is cut in two:
   sees.
 
 So any loss, also one that compares rows with one another, and every metric is that of one device,
-however uneven the shards. A compiled function keeps nothing for the next one, so going back
-computes the body anew.
+however uneven the shards. A compiled function keeps nothing for the next one, so the one that goes
+forward returns, besides, whatever the one that goes back needs of what it has computed.
 """
 
 import contextlib
@@ -118,9 +118,9 @@ class ReplicatedFunctions:
             text = errors.across_rows(operation, self.model.name, self.devices[0].name)
             errors.warn(text)
 
-    def bodies(self, cuts, frozen, make):
+    def bodies(self, cuts, make):
         """The devices' functions that compute ``cuts``, which functions may have in common."""
-        key = tuple(cut.variable for cut in cuts), frozen
+        key = tuple(cut.variable for cut in cuts)
         if key not in self._bodies:
             self._bodies[key] = make()
         return self._bodies[key]

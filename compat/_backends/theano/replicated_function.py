@@ -7,15 +7,8 @@ import numpy as np
 
 from ... import _keras, _replicas, _work, errors
 from . import across_rows, graph_cuts
-from .graph_variables import (
-    ancestors_of,
-    depending_on,
-    is_random,
-    leaves_of,
-    moved_to_host,
-    placeholder_like,
-    value_like,
-)
+from .device_body import Body
+from .graph_variables import ancestors_of, depending_on, leaves_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -44,6 +37,7 @@ class ReplicatedFunction:
         self.options = options
         self.forward = []  # type: Any  # a Theano function for each device
         self.backward = []  # type: Any
+        self.kept = range(0)  # places of what the forward functions return for the backward ones
         self.head = None  # type: Any
         self.update = None  # type: Any
         self.measure = None  # type: Any
@@ -74,7 +68,9 @@ class ReplicatedFunction:
                 device.run(forward, shard)
                 for device, forward, shard in zip(devices, self.forward, shards)
             ]
-        computed = [[np.asarray(value) for value in values] for values in computed]
+        kept = [[values[place] for place in self.kept] for values in computed]
+        count = len(self.cuts)
+        computed = [[np.asarray(value) for value in values[:count]] for values in computed]
         sizes = _replicas.sizes(rows, len(devices))
         whole = [cut.merge(parts, sizes) for cut, parts in zip(self.cuts, zip(*computed))]
         values = self.head(*(list(inputs) + whole)) if self.head else []
@@ -82,6 +78,8 @@ class ReplicatedFunction:
             (whole if where == "cut" else values)[position] for where, position in self.places
         ]
         if self.update is not None:
+            if self.backward:
+                shards = [shard + of_forward for shard, of_forward in zip(shards, kept)]
             self.update(*(list(inputs) + whole + self._gradients(values, computed, shards, sizes)))
         for (variable, _), value in zip(self.assigned, results[len(self.outputs) :]):
             variable.set_value(np.asarray(value, dtype=variable.dtype))
@@ -95,7 +93,11 @@ class ReplicatedFunction:
         return results
 
     def _gradients(self, values, computed, shards, sizes):
-        """The gradient of each weight: of the head, and of all devices' bodies."""
+        """The gradient of each weight: of the head, and of all devices' bodies.
+
+        Arguments:
+            shards: for each device, what its backward function gets besides the gradients.
+        """
         values = values[self.head_values :]
         at_cuts, totals = values[: len(self.cuts_back)], {}
         for weight, value in zip(self.head_weights, values[len(self.cuts_back) :]):
@@ -133,14 +135,14 @@ class ReplicatedFunction:
             for variable in leaves_of(self._cut_variables())
             if isinstance(variable, SharedVariable) and variable not in self.states
         ]
-        frozen = self.loss is not None and any(map(is_random, self.used))
-        self.forward = self.owner.bodies(
-            self.cuts, frozen, lambda: self._functions(self._forward, not frozen)
-        )
+        if self.cuts_back:
+            self._make_bodies()
+        else:
+            self.forward = self.owner.bodies(
+                self.cuts, lambda: self._functions(self._bodies(), Body.forward)
+            )
         if self.metrics:
             self.measure = self._compile([], self.metrics)
-        if self.cuts_back:
-            self.backward = self._functions(self._backward, True)
 
     def _cut_variables(self):
         return [cut.variable for cut in self.cuts]
@@ -240,78 +242,47 @@ class ReplicatedFunction:
 
     # The devices' functions ---------------------------------------------------------------------
 
-    def _functions(self, make, randoms):
-        """A function for each device, by ``make``; on one processor the first one's is copied."""
-        functions = []  # type: Any
-        devices = self.owner.devices
+    def _make_bodies(self):
+        """Make the devices' functions: two for each, if there is a way back."""
+        weights = [weight for weight, _ in self.weights if weight in self.used]
+        back = [self.cuts.index(cut) for cut in self.cuts_back]
+        bodies = self._bodies()
+        for device, body in bodies.items():
+            with device.current():
+                has_gradient = body.differentiate(back, [device.variables[w] for w in weights])
+            self.body_weights = [w for w, has in zip(weights, has_gradient) if has]
+            self.kept = range(len(self.cuts), len(self.cuts) + len(body.kept))
+        self.forward = self._functions(bodies, Body.forward)
+        self.backward = self._functions(bodies, Body.backward)
+
+    def _bodies(self):
+        """Their graphs. On one processor all are copies of the first's."""
+        found, devices = {}, self.owner.devices
         for number, device in enumerate(devices):
             for variable in self.used:
                 device.adopt(variable, number)
-            if number and device.target == devices[0].target:
+            if number == 0 or device.target != devices[0].target:
+                with device.current():
+                    found[device] = Body(
+                        device, self.body_inputs, self.sharded, self._cut_variables(), self.used
+                    )
+        return found
+
+    def _functions(self, bodies, make):
+        """A function for each device: that of its body, or a copy of the first one's."""
+        functions = []  # type: Any
+        first = self.owner.devices[0]
+        for device in self.owner.devices:
+            if device in bodies:
+                with device.current():
+                    functions.append(make(bodies[device], self._compile))
+            else:
                 held = {given.variable for given in functions[0].maker.inputs}
-                swap = {devices[0].variables[v]: device.variables[v] for v in self.used}
+                swap = {first.variables[v]: device.variables[v] for v in self.used}
                 functions.append(
                     functions[0].copy(swap={old: new for old, new in swap.items() if old in held})
                 )
-            else:
-                with device.current():
-                    functions.append(make(device, randoms))
         return functions
-
-    def _forward(self, device, randoms):
-        inputs, values, updates = self._body(device)
-        return self._compile_body(inputs, values, updates if randoms else [], device)
-
-    def _backward(self, device, randoms):
-        from theano import tensor
-
-        inputs, values, updates = self._body(device)
-        given = [placeholder_like(cut.variable, device.place) for cut in self.cuts_back]
-        at_cut = [values[self.cuts.index(cut)] for cut in self.cuts_back]
-        # The sum's gradient is that of each value with what is given for it.
-        total = sum((value * moved_to_host(g)).sum() for value, g in zip(at_cut, given))
-        weights = [weight for weight, _ in self.weights if weight in self.used]
-        gradients = tensor.grad(
-            total,
-            [device.variables[weight] for weight in weights],
-            disconnected_inputs="ignore",
-            return_disconnected="None",
-        )
-        pairs = [(w, gradient) for w, gradient in zip(weights, gradients) if gradient is not None]
-        self.body_weights = [weight for weight, _ in pairs]
-        values = [gradient for _, gradient in pairs]
-        return self._compile_body(inputs + given, values, updates if randoms else [], device)
-
-    def _body(self, device):
-        """The body, for a device.
-
-        Returns:
-            Variables for its inputs, for the values at the cut, and the updates of the states of
-            its random numbers.
-        """
-        import theano
-
-        inputs, replaced = [], {}
-        wanted = self._cut_variables()
-        randoms = [variable for variable in self.used if is_random(variable)]
-        wanted += [variable.default_update for variable in randoms]
-        for variable in self.body_inputs:
-            place = device.place if variable in self.sharded else "cpu"
-            inputs.append(placeholder_like(variable, place))
-            replaced[variable] = value_like(variable, inputs[-1])
-        for variable in self.used:
-            replaced[variable] = value_like(variable, device.variables[variable])
-        cloned = theano.clone(wanted, replaced)
-        states = [device.variables[variable] for variable in randoms]
-        return inputs, cloned[: len(self.cuts)], list(zip(states, cloned[len(self.cuts) :]))
-
-    def _compile_body(self, inputs, values, updates, device):
-        floats = ("float16", "float32", "float64")
-        values = [
-            value.transfer(device.place) if value.type.dtype in floats else value
-            for value in values
-        ]
-        return self._compile(inputs, values, updates=updates, no_default_updates=True)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,119 @@
+"""The body of a model's graph on one device: its functions to go forward and back."""
+
+from .graph_variables import (
+    depending_on,
+    is_random,
+    moved_to_host,
+    placeholder_like,
+    value_like,
+)
+
+_FLOATS = "float16", "float32", "float64"
+
+
+class Body:
+    """The graph from a device's shard to the values at the cut, of variables of the device's own.
+
+    Arguments:
+        device: the device.
+        inputs: what a body is given, in the words of Keras' graph.
+        sharded: those of them that have rows.
+        wanted: the variables at the cut.
+        used: the shared variables that these depend on.
+    """
+
+    def __init__(self, device, inputs, sharded, wanted, used):
+        import theano
+
+        self.device = device
+        self.inputs = []  # placeholders
+        self.kept = []  # what the forward function hands to the backward one
+        replaced = {}
+        randoms = [variable for variable in used if is_random(variable)]
+        for variable in inputs:
+            place = device.place if variable in sharded else "cpu"
+            self.inputs.append(placeholder_like(variable, place))
+            replaced[variable] = value_like(variable, self.inputs[-1])
+        for variable in used:
+            replaced[variable] = value_like(variable, device.variables[variable])
+        wanted = wanted + [variable.default_update for variable in randoms]
+        cloned = theano.clone(wanted, replaced)
+        self.values = cloned[: len(wanted) - len(randoms)]
+        states = [device.variables[variable] for variable in randoms]
+        self.updates = list(zip(states, cloned[len(self.values) :]))
+
+    def differentiate(self, places, weights):
+        """Find the gradients of weights, and what the forward pass computes that they need.
+
+        Arguments:
+            places: of the values at the cut whose gradients will be given.
+            weights: the device's variables.
+
+        Returns:
+            Whether each weight has a gradient.
+        """
+        from theano import tensor
+
+        at_cut = [self.values[place] for place in places]
+        self.given = [placeholder_like(value, self.device.place) for value in at_cut]
+        # The sum's gradient is that of each value with what is given for it.
+        total = sum((value * moved_to_host(g)).sum() for value, g in zip(at_cut, self.given))
+        gradients = tensor.grad(
+            total, weights, disconnected_inputs="ignore", return_disconnected="None"
+        )
+        self.gradients = [gradient for gradient in gradients if gradient is not None]
+        states = [state for state, _ in self.updates]
+        forward = depending_on(self.inputs + states, self.values)
+        forward.difference_update(self.inputs + states)
+        self.kept = _frontier(self.gradients, forward)
+        return [gradient is not None for gradient in gradients]
+
+    def forward(self, compile_function):
+        """The function of the shard that returns the values at the cut, and then what is kept."""
+        return compile_function(
+            self.inputs,
+            [self._on_device(value) for value in self.values + self.kept],
+            updates=self.updates,
+            no_default_updates=True,
+        )
+
+    def backward(self, compile_function):
+        """The function of the shard, what is kept and the gradients at the cut."""
+        import theano
+
+        given = [placeholder_like(variable, self._place(variable)) for variable in self.kept]
+        replaced = {kept: value_like(kept, own) for kept, own in zip(self.kept, given)}
+        gradients = theano.clone(self.gradients, replaced)
+        return compile_function(
+            self.inputs + given + self.given,
+            [self._on_device(gradient) for gradient in gradients],
+            no_default_updates=True,
+        )
+
+    def _place(self, variable):
+        """What is no float stays in the host's memory."""
+        return self.device.place if variable.type.dtype in _FLOATS else "cpu"
+
+    def _on_device(self, variable):
+        if variable.type.dtype not in _FLOATS:
+            return variable
+        return variable.transfer(self.device.place)
+
+
+def _frontier(wanted, computed):
+    """The variables nearest to ``wanted`` that are among those ``computed``, each once.
+
+    A view of another variable is not handed over: that would copy it.
+    """
+    found, seen, stack = [], set(), list(reversed(wanted))
+    while stack:
+        variable = stack.pop()
+        if variable in seen or variable.owner is None:
+            continue
+        seen.add(variable)
+        is_view = bool(getattr(variable.owner.op, "view_map", None))
+        if variable in computed and hasattr(variable, "broadcastable") and not is_view:
+            found.append(variable)
+        else:
+            stack += reversed(variable.owner.inputs)
+    return found
