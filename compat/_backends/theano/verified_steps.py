@@ -30,7 +30,7 @@ class VerifiedStep(keras2.VerifiedStep):
         made(step.inputs)
         devices = [device.name for device in made.owner.devices]
         return {
-            name: (len(products(forward)), len(of_gradients(backward, forward)))
+            name: (len(products(forward)), len(of_gradients(backward, len(made.cuts_back))))
             for name, forward, backward in zip(devices, made.forward, made.backward)
         }
 
@@ -40,13 +40,15 @@ def products(function):
     return [n for n in function.maker.fgraph.apply_nodes if type(n.op).__name__ in PRODUCTS]
 
 
-def of_gradients(function, forward):
-    """The products that depend on the gradients which a device is given at its outputs."""
-    given = forward.maker.fgraph
-    fed = [i for i, v in zip(given.inputs, forward.maker.inputs) if not _is_shared(v)]
+def of_gradients(function, given):
+    """The products that depend on the gradients which a device is given at its outputs.
+
+    Arguments:
+        given: how many these are: the function's last inputs.
+    """
     graph = function.maker.fgraph
     inputs = [i for i, v in zip(graph.inputs, function.maker.inputs) if not _is_shared(v)]
-    depend = set(inputs[len(fed) :])
+    depend = set(inputs[len(inputs) - given :])
     for node in graph.toposort():
         if depend.intersection(node.inputs):
             depend.update(node.outputs)
