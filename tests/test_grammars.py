@@ -27,8 +27,8 @@ PIECES = [
     "0", "1", "2", "03", "-1", "-", "+1", "1.5", "1e3", "1e999", "nan", "inf", "1_0", "\u0663",
     "\xb2", LONG, ",", ",", ":", ".", "@", " ", "\t", "\n", "\0", ";", "/", "#", "cpu", "none",
     "all", "auto", "free", "GPU-", "GPU-a1", "MIG-", "MIG-c7", "MIG-GPU-a1/1/0", "gpu", "cuda:0",
-    "grow", "growth", "GiB", "MiB", "kb", "B", "b", "%", "first", "second", "localhost", "127.0.0.1",
-    "10.0.0.4", "::1", "\xe9", "GPU-a1,GPU-b2", "$(id)", "%s", "{}", "{0}", "\\",
+    "grow", "growth", "GiB", "MiB", "kb", "B", "b", "%", "first", "second", "localhost",
+    "127.0.0.1", "10.0.0.4", "::1", "\xe9", "GPU-a1,GPU-b2", "$(id)", "%s", "{}", "{0}", "\\",
 ]  # fmt: skip
 OTHERS = [
     True, False, -2, -1, 0, 1, 2, 10**30, 0.5, -0.5, 2.0, float("nan"), float("inf"), b"0", {}, {0},
