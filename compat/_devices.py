@@ -2,7 +2,7 @@
 
 from . import errors
 from ._discovery import CUDA, GPU, HIP, discover
-from ._selection import Selection, are, choose_among
+from ._selection import Selection, are, choose_among, invalid_gpus
 from ._visible import hip_entries, visible_entries
 
 TYPE_CHECKING = False
@@ -358,6 +358,11 @@ def _any_mig(selection):
 
 def _trusting(selection):
     ids = selection.ids or range(selection.count or 1)
+    if len(set(map(type, ids))) > 1:
+        raise invalid_gpus(
+            list(ids),
+            "CUDA cannot mix ids and names, and nothing tells which GPUs there are",
+        )
     unknown = selection.kind in ("all", "free")
     shortage = (str(selection), "nothing tells which GPUs there are") if unknown else None
     return Devices(map(str, ids), range(len(ids)), shortage=shortage)

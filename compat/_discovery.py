@@ -2,6 +2,8 @@
 
 import os
 
+from ._numbers import whole_number
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import List
@@ -45,8 +47,9 @@ class GPU:
 
         Without nvidia-smi the UUID is not known: any name may be this GPU's.
         """
-        if entry.isdecimal():
-            return int(entry) == self.index
+        number = whole_number(entry)
+        if number is not None:
+            return number == self.index
         return not self.uuid or self.uuid.startswith(entry)
 
 

@@ -2,6 +2,7 @@
 
 from . import errors
 from ._idle import claim_idle
+from ._numbers import whole_number
 
 GPUS_FORMS = """\
     None            every visible GPU
@@ -88,8 +89,9 @@ def _parse_text(gpus):
     if kind.lower() == "free":
         if not colon:
             return Selection("free")
-        if count.strip().isdecimal() and int(count):
-            return Selection("free", int(count))
+        wanted = whole_number(count.strip())
+        if wanted:
+            return Selection("free", wanted)
         raise invalid_gpus(gpus, '"free:" takes a number of GPUs, 1 or more')
     if not text:
         raise invalid_gpus(gpus, 'an empty text names no GPU; "cpu" means none')
@@ -120,9 +122,12 @@ def _parse_id(item):
         number = _integer(item)
         return number if number is not None and number >= 0 else None
     item = item.strip()
-    if item.isdecimal():
-        return int(item)
-    return item if item.startswith(("GPU-", "MIG-")) else None
+    number = whole_number(item)
+    if number is not None:
+        return number
+    # A separator inside would make two entries of CUDA_VISIBLE_DEVICES of it.
+    is_name = item.startswith(("GPU-", "MIG-")) and item.split() == [item] and "," not in item
+    return item if is_name else None
 
 
 # Choosing -------------------------------------------------------------------------------------

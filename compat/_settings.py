@@ -1,6 +1,7 @@
 """What ``configure_gpu()`` was asked, normalised once, and the report of what it did."""
 
 from . import errors
+from ._numbers import whole_number
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -96,12 +97,13 @@ def simulated_from_outside(environ):
     text = environ.get("COMPAT_SIMULATE", "").strip()
     if not text:
         return None
-    if not text.isdecimal() or not int(text):
+    number = whole_number(text)
+    if not number:
         raise errors.InvalidArgumentError(
             "COMPAT_SIMULATE={!r} is not a number of devices, 1 or more. Set it to one, for "
             "example COMPAT_SIMULATE=3, or remove it.".format(text)
         )
-    return int(text)
+    return number
 
 
 def parse_verify(verify, environ, simulated):
@@ -112,8 +114,8 @@ def parse_verify(verify, environ, simulated):
     """
     if verify is None:
         verify = environ.get("COMPAT_VERIFY", "").strip() or int(bool(simulated))
-        if isinstance(verify, str) and verify.isdecimal():
-            verify = int(verify)
+        if isinstance(verify, str) and whole_number(verify) is not None:
+            verify = whole_number(verify)
     if isinstance(verify, bool) or not hasattr(verify, "__index__") or verify < 0:
         raise errors.InvalidArgumentError(
             "verify={!r} (or the variable COMPAT_VERIFY) is not a number of steps to "

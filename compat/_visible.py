@@ -1,6 +1,7 @@
 """Which GPUs the environment leaves visible: what CUDA and HIP read in their variables."""
 
 from ._discovery import CUDA, HIP
+from ._numbers import whole_number
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -75,9 +76,11 @@ def _remedy(variable, entries):
 
 
 def _valid_entry(entry, before):
+    if entry.split() != [entry]:
+        return False
     if before and not before[0].isdecimal():
         return entry.startswith(before[0][:4])
-    return entry.isdecimal() or (not before and entry.startswith(("GPU-", "MIG-")))
+    return whole_number(entry) is not None or (not before and entry.startswith(("GPU-", "MIG-")))
 
 
 def _exists(entry, machine):
@@ -102,7 +105,8 @@ def hip_entries(environ, machine):
             continue
         entries: "List[str]" = []
         for entry in [part.strip() for part in value.split(",")]:
-            exists = entry.isdecimal() and int(entry) < there or entry.startswith("GPU-")
+            number = whole_number(entry)
+            exists = entry.startswith("GPU-") or (number is not None and number < there)
             if not exists or entry in entries:
                 wrong = (
                     []

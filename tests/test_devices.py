@@ -354,6 +354,15 @@ def test_names_that_mean_one_gpu_twice_or_several_at_once(machine):
     assert problem("GPU-") == (start.format(["GPU-"]) + "'GPU-' begins several names. Use one of:")
 
 
+def test_ids_and_names_mixed_where_nothing_tells_which_gpus_there_are():
+    with pytest.raises(compat.InvalidArgumentError) as caught:
+        choose(parse_gpus([0, "GPU-a"]), None, {}, lambda: None)
+    assert str(caught.value).splitlines()[0] == (
+        "gpus=[0, 'GPU-a'] is not understood: CUDA cannot mix ids and names, and nothing tells "
+        "which GPUs there are. Use one of:"
+    )
+
+
 def test_mig_instances_are_trusted_where_there_is_a_gpu(machine):
     names = ("MIG-c7384736", "MIG-d5f15b44")
     assert summary(chosen(names)) == (

@@ -37,6 +37,7 @@ ROOMS = [
         "compat._process", "compat._replicas", "compat._spelling", "compat._verified",
         "compat._version", "compat.errors",
     ],
+    ["compat._numbers"],
 ]  # fmt: skip
 
 # A room has an upper floor where some of its modules need more than the others.

@@ -10,6 +10,7 @@ import os
 import sys
 
 from .. import errors
+from .._numbers import whole_number
 from .place import Place, is_to_be_alone
 
 TYPE_CHECKING = False
@@ -106,9 +107,10 @@ def parse_hosts(text: str) -> "List[Tuple[str, int]]":
         name, _, slots = part.strip().partition(":")
         if part.count(":") > 1 or (name and not _is_host(name)):
             raise _invalid_host_name(text, part.strip())
-        if not name or not (slots or "1").isdecimal() or int(slots or 1) < 1:
+        number = whole_number(slots or "1")
+        if not name or not number:
             raise _invalid_hosts(text)
-        hosts.append((name, int(slots or 1)))
+        hosts.append((name, number))
     names = [host_address(name) for name, _ in hosts]
     here = [name for name in names if name == "localhost" or name.startswith("127.")]
     if len(set(names)) < len(names) or (here and len(names) > 1):

@@ -1,0 +1,11 @@
+"""Numbers that people write in arguments and environment variables."""
+
+# No count or id has more; Python converts no text of more than 4300 (sys.set_int_max_str_digits).
+_MOST_DIGITS = 18
+
+
+def whole_number(text):
+    """The number that a text of ASCII digits is, or None. CUDA reads no other digits, either."""
+    if 0 < len(text) <= _MOST_DIGITS and set(text) <= set("0123456789"):
+        return int(text)
+    return None

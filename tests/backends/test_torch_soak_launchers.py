@@ -1,0 +1,17 @@
+"""Faults of ranks at random moments, from outside: a few rounds of tests/soak.py."""
+
+import os
+import random
+import sys
+
+import pytest
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+import soak
+
+del sys.path[0]
+
+
+@pytest.mark.parametrize("number, fault", enumerate(["kill", "disk", "slow", "stop", "kill"], 1))
+def test_a_round(number, fault):
+    soak.soak(number, 2, random.Random(number), fault, timeout=10)

@@ -1,0 +1,268 @@
+"""Rounds of training on several ranks in which one rank, chosen at random, has a fault.
+
+    python tests/soak.py --rounds 200 --seed 1
+
+Each round is a job of ``compat run`` with Keras on torch. The fault comes from outside, at a random
+moment while the rank starts or trains. Whatever it is, the job ends within a bound, says which rank
+had it, leaves no process behind, and leaves checkpoints that are whole.
+"""
+
+import argparse
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+
+#: In the environment of each process of a job, with a value of its own.
+VARIABLE = "COMPAT_SOAK_ROUND"
+#: How long ranks wait for each other, in seconds, and how long a round may take in all.
+TIMEOUT, BOUND = 25, 300
+#: A rank that is slow stops for a second, so often.
+STOPS = 5
+#: Bytes that a checkpoint may have where the disk is full; it has more.
+ROOM = 2000
+
+PROGRAM = """\
+import os
+import sys
+import time
+
+import compat
+
+folder, steps = sys.argv[1], int(sys.argv[2])
+
+
+def mark(name):
+    path = os.path.join(folder, "{}-{}".format(name, compat.rank()))
+    with open(path + "~", "w") as file:
+        file.write(str(os.getpid()))
+    os.replace(path + "~", path)
+
+
+mark("started")
+compat.configure_gpu(gpus="cpu")
+import keras
+import numpy as np
+
+
+class Progress(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if not batch:
+            mark("trains")
+        time.sleep(0.05)
+
+
+model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(5, "tanh"), keras.layers.Dense(1)])
+x = np.random.RandomState(0).rand(16 * steps, 6).astype("float32")
+x, y = compat.shard((x, x.sum(axis=1, keepdims=True)), 16)
+compat.parallelize(model)
+model.compile(keras.optimizers.SGD(0.1), "mse")
+checkpoint = keras.callbacks.ModelCheckpoint(os.path.join(folder, "{epoch:03d}.keras"))
+model.fit(
+    x, y, batch_size=compat.local_batch_size(16), epochs=12, verbose=0,
+    callbacks=[checkpoint, Progress()],
+)
+"""
+
+LOADING = """\
+import sys
+import keras
+
+for path in sys.argv[1:]:
+    keras.models.load_model(path)
+"""
+
+
+def _kill(pid):
+    os.kill(pid, signal.SIGKILL)
+
+
+def _stop(pid):
+    os.kill(pid, signal.SIGSTOP)
+
+
+def _slow(pid):
+    for _ in range(STOPS):
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(1)
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(0.2)
+
+
+def _fill_disk(pid):
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (ROOM, ROOM))
+
+
+FAULTS = {"kill": _kill, "stop": _stop, "slow": _slow, "disk": _fill_disk}
+
+
+def processes(value):
+    """The processes that have ``VARIABLE`` with this value in their environment, but this one."""
+    wanted = "{}={}".format(VARIABLE, value).encode()
+    found = []
+    for pid in filter(str.isdecimal, os.listdir("/proc")):
+        try:
+            with open("/proc/{}/environ".format(pid), "rb") as file:
+                if wanted in file.read().split(b"\0"):
+                    found.append(int(pid))
+        except OSError:  # another user's, or ended
+            pass
+    return found
+
+
+def _wait_for(path, process, until):
+    """The process id that a rank has written there; None: the job has ended before."""
+    while not os.path.exists(path):
+        if process.poll() is not None:
+            return None
+        if time.monotonic() > until:
+            raise TimeoutError(path)
+        time.sleep(0.01)
+    with open(path) as file:
+        return int(file.read())
+
+
+class Failed(AssertionError):
+    """What a round did that it must not."""
+
+
+def soak(number, ranks, draw, fault=None, timeout=TIMEOUT, say=print):
+    """One round.
+
+    Arguments:
+        number: of the round.
+        ranks: how many the job has.
+        draw: a ``random.Random``.
+        fault: one of ``FAULTS``; None: one of them at random.
+        timeout: how long ranks wait for each other.
+        say: is called with a line about what happened.
+
+    Raises:
+        Failed: what was wrong, and all that the job printed.
+    """
+    fault = fault or draw.choice(sorted(FAULTS))
+    rank = 0 if fault == "disk" else draw.randrange(ranks)  # rank 0 saves
+    # A disk is full for checkpoints; a rank that starts writes none.
+    when = "started" if fault != "disk" and draw.random() < 0.25 else "trains"
+    delay = draw.uniform(0, 3)
+    folder = tempfile.mkdtemp(prefix="soak-")
+    try:
+        took = _round(number, ranks, fault, rank, when, delay, timeout, folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    say(
+        "round {}: {} of rank {}, {:.1f} s after it {}: right, in {:.0f} s".format(
+            number, fault, rank, delay, when, took
+        )
+    )
+
+
+def _round(number, ranks, fault, rank, when, delay, timeout, folder):
+    value = "{}-{}".format(os.getpid(), number)
+    script = os.path.join(folder, "train.py")
+    with open(script, "w") as file:
+        file.write(PROGRAM)
+    command = [sys.executable, "-m", "compat", "run", "-n", str(ranks), "--timeout", str(timeout)]
+    command += ["--backend", "torch", "--gpus", "cpu", script, folder, "6"]
+    environ = dict(os.environ, KERAS_BACKEND="torch", OMP_NUM_THREADS="1", **{VARIABLE: value})
+    output = os.path.join(folder, "output")
+    began = time.monotonic()
+    with open(output, "wb") as file:
+        job = subprocess.Popen(command, env=environ, stdout=file, stderr=file)
+    wrong = []
+    done = None
+    try:
+        pid = _wait_for(
+            os.path.join(folder, "{}-{}".format(when, rank)), job, time.monotonic() + BOUND
+        )
+        if pid is None:
+            wrong.append("the job ended before the fault")
+        else:
+            time.sleep(delay)
+            done = _whole(folder)
+            FAULTS[fault](pid)
+        status = job.wait(timeout=BOUND)
+    except (subprocess.TimeoutExpired, TimeoutError, ProcessLookupError) as error:
+        wrong.append("it did not end: {!r}".format(error))
+        status = None
+    took = time.monotonic() - began
+    left = processes(value)
+    until = time.monotonic() + 5
+    while left and time.monotonic() < until:
+        time.sleep(0.1)
+        left = processes(value)
+    if left:
+        wrong.append("processes are left: {}".format(left))
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+    job.wait()
+    with open(output, errors="replace") as file:
+        said = file.read()
+    if (status == 0) != (fault == "slow"):
+        wrong.append("its exit status is {}".format(status))
+    verdicts = [line for line in said.splitlines() if line.startswith("compat run: ")]
+    named = "rank {} of {} ".format(rank, ranks)
+    if fault != "slow" and not any(
+        "; the others were ended." in line and named in line for line in verdicts
+    ):
+        wrong.append("it does not name {!r}".format(named))
+    wrong += _broken(folder, done or [])
+    if wrong:
+        raise Failed(
+            "round {}, {} of rank {} {:.1f} s after it {}: {}\n{}".format(
+                number, fault, rank, delay, when, "; ".join(wrong), said[-4000:]
+            )
+        )
+    return took
+
+
+def _whole(folder):
+    return sorted(name for name in os.listdir(folder) if name.endswith(".keras") and name[0] != ".")
+
+
+def _broken(folder, before):
+    """What is wrong with the checkpoints: all those before the fault are there, and all load."""
+    there = _whole(folder)
+    wrong = ["{} is gone".format(name) for name in before if name not in there]
+    for name in there:
+        path = os.path.join(folder, name)
+        if not zipfile.is_zipfile(path) or zipfile.ZipFile(path).testzip():
+            wrong.append("{} is not whole".format(name))
+    if there and not wrong:
+        command = [sys.executable, "-c", LOADING, os.path.join(folder, there[-1])]
+        environ = dict(os.environ, KERAS_BACKEND="torch")
+        loading = subprocess.run(command, env=environ, stderr=subprocess.PIPE)
+        if loading.returncode:
+            wrong.append("{} does not load:\n{}".format(there[-1], loading.stderr.decode()))
+    return wrong
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--fault", choices=sorted(FAULTS), help="always this one")
+    arguments = parser.parse_args()
+    draw = random.Random(arguments.seed)
+    failed = []
+    for number in range(1, arguments.rounds + 1):
+        try:
+            soak(number, arguments.ranks, draw, arguments.fault)
+        except Failed as error:
+            print(error, flush=True)
+            failed.append(number)
+        sys.stdout.flush()
+    print("rounds: " + json.dumps({"rounds": arguments.rounds, "failed": failed}), flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
