@@ -4,6 +4,7 @@ On a busy machine only ratios mean anything, and only of what was measured side 
 round runs every candidate once, and what counts is the best round of each.
 """
 
+import argparse
 import json
 import os
 import sys
@@ -14,6 +15,15 @@ sys.path.insert(1, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 #: What a line begins with that holds the measurements of a script, for ``benchmarks/run.py``.
 MARK = "measured: "
+
+
+def parser(description, work="dense"):
+    """What all scripts are told on the command line."""
+    made = argparse.ArgumentParser(description=description.splitlines()[0])
+    made.add_argument("--work", default=work, help="a model of works.py")
+    made.add_argument("--rounds", type=int, default=10)
+    made.add_argument("--steps", type=int, default=4, help="of each round")
+    return made
 
 
 def measure(candidates, steps, rounds):

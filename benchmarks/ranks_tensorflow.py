@@ -6,7 +6,6 @@ Both train in the same ranks, in turn: the peer is ``hvd.DistributedOptimizer``,
 model made in the scope of MultiWorkerMirroredStrategy. Each rank has one thread for operations.
 """
 
-import argparse
 import importlib
 import os
 
@@ -14,18 +13,15 @@ os.environ.setdefault("TF_NUM_INTRAOP_THREADS", "1")
 os.environ.setdefault("TF_NUM_INTEROP_THREADS", "2")
 
 import works
-from interleaved import measure, publish
+from interleaved import measure, parser, publish
 
 import compat
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--peer", choices=("horovod", "strategy"), required=True)
-    parser.add_argument("--work", choices=sorted(works.WORKS), default="dense")
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=4)
-    arguments = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--peer", choices=("horovod", "strategy"), required=True)
+    arguments = options.parse_args()
 
     compat.configure_gpu()
     keras = importlib.import_module(os.environ.get("COMPAT_TEST_KERAS", "tensorflow.keras"))
@@ -45,7 +41,6 @@ def main():
         import tensorflow as tf
 
         name = "MultiWorkerMirroredStrategy"
-        strategy = tf.distribute.get_strategy()
         (engine,) = compat._process.process.engines.values()
         strategy = engine.strategy
         with strategy.scope():

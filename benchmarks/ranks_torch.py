@@ -6,7 +6,6 @@ Each rank has one thread for its operations, so that it keeps to one core. Both 
 module on the same rows, by the same loop.
 """
 
-import argparse
 import os
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -42,11 +41,7 @@ def build(torch, work):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--work", choices=["dense", "deep", "conv"], default="dense")
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=4)
-    arguments = parser.parse_args()
+    arguments = interleaved.parser(__doc__).parse_args()
 
     compat.configure_gpu(gpus="cpu", backend="torch")
     import torch

@@ -3,13 +3,12 @@
 python benchmarks/replicas_jax.py --work dense|conv|lstm|deep
 """
 
-import argparse
 import os
 
 os.environ["KERAS_BACKEND"] = "jax"
 
 import works
-from interleaved import measure, publish
+from interleaved import measure, parser, publish
 
 import compat
 
@@ -17,11 +16,7 @@ DEVICES = 2
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--work", choices=sorted(works.WORKS), default="dense")
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=4)
-    arguments = parser.parse_args()
+    arguments = parser(__doc__).parse_args()
 
     compat.configure_gpu(simulate=DEVICES)
     import keras

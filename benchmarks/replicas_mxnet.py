@@ -5,14 +5,13 @@
 ``--peer one`` is one device, whose CPU seconds two devices should not exceed.
 """
 
-import argparse
 import os
 
 os.environ["KERAS_BACKEND"] = "mxnet"
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import works
-from interleaved import measure, publish
+from interleaved import measure, parser, publish
 
 import compat
 
@@ -20,12 +19,9 @@ DEVICES = 2
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--peer", choices=("contexts", "one"), default="contexts")
-    parser.add_argument("--work", choices=sorted(works.WORKS), default="dense")
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=4)
-    arguments = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--peer", choices=("contexts", "one"), default="contexts")
+    arguments = options.parse_args()
 
     compat.configure_gpu(simulate=DEVICES)
     import keras

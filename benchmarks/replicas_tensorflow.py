@@ -6,14 +6,13 @@ The peer is ``multi_gpu_model`` on TensorFlow 1, and MirroredStrategy on TensorF
 Keras 3. COMPAT_TEST_KERAS names the Keras: keras, tensorflow.keras, tf_keras.
 """
 
-import argparse
 import importlib
 import os
 
 os.environ.setdefault("TF_NUM_INTRAOP_THREADS", "1")
 
 import works
-from interleaved import measure, publish
+from interleaved import measure, parser, publish
 
 import compat
 
@@ -38,11 +37,7 @@ def multi_gpu_model(keras, work, gpus=DEVICES):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--work", choices=sorted(works.WORKS), default="dense")
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=4)
-    arguments = parser.parse_args()
+    arguments = parser(__doc__).parse_args()
 
     compat.configure_gpu(simulate=DEVICES)
     tf = importlib.import_module("tensorflow")

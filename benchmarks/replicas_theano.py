@@ -5,14 +5,13 @@
 Theano's devices of one process on a CPU take turns, so that 1.0 is the most to hope for.
 """
 
-import argparse
 import os
 
 os.environ["KERAS_BACKEND"] = "theano"
 os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 import works
-from interleaved import measure, publish
+from interleaved import measure, parser, publish
 
 import compat
 
@@ -20,11 +19,7 @@ DEVICES = 2
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--work", choices=sorted(works.WORKS), default="dense")
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=4)
-    arguments = parser.parse_args()
+    arguments = parser(__doc__).parse_args()
 
     compat.configure_gpu(simulate=DEVICES)
     import keras

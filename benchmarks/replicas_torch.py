@@ -7,7 +7,6 @@ device does: what is measured is what splitting a batch costs. Both train the sa
 same batches.
 """
 
-import argparse
 import os
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -21,11 +20,8 @@ import compat
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--work", choices=sorted(works.WORKS), default="conv")
+    parser = interleaved.parser(__doc__, "conv")
     parser.add_argument("--devices", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=4)
     arguments = parser.parse_args()
 
     compat.configure_gpu(simulate=arguments.devices)

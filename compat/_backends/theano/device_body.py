@@ -4,6 +4,7 @@ from .graph_variables import (
     depending_on,
     is_random,
     moved_to_host,
+    nearest,
     placeholder_like,
     value_like,
 )
@@ -65,7 +66,13 @@ class Body:
         states = [state for state, _ in self.updates]
         forward = depending_on(self.inputs + states, self.values)
         forward.difference_update(self.inputs + states)
-        self.kept = _frontier(self.gradients, forward)
+
+        def is_kept(variable):
+            # To hand over a view of another variable would copy it.
+            is_view = bool(getattr(variable.owner.op, "view_map", None))
+            return variable in forward and hasattr(variable, "broadcastable") and not is_view
+
+        self.kept = nearest(self.gradients, is_kept)
         return [gradient is not None for gradient in gradients]
 
     def forward(self, compile_function):
@@ -98,22 +105,3 @@ class Body:
         if variable.type.dtype not in _FLOATS:
             return variable
         return variable.transfer(self.device.place)
-
-
-def _frontier(wanted, computed):
-    """The variables nearest to ``wanted`` that are among those ``computed``, each once.
-
-    A view of another variable is not handed over: that would copy it.
-    """
-    found, seen, stack = [], set(), list(reversed(wanted))
-    while stack:
-        variable = stack.pop()
-        if variable in seen or variable.owner is None:
-            continue
-        seen.add(variable)
-        is_view = bool(getattr(variable.owner.op, "view_map", None))
-        if variable in computed and hasattr(variable, "broadcastable") and not is_view:
-            found.append(variable)
-        else:
-            stack += reversed(variable.owner.inputs)
-    return found

@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from .graph_variables import nearest
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     pass
@@ -55,20 +57,17 @@ def frontier(wanted, body, passed):
     """Cuts at the variables in ``body``, those in ``passed`` left out, nearest to ``wanted``."""
     from theano.tensor import Shape
 
-    found, seen, stack = [], set(), list(reversed(wanted))
-    while stack:
-        variable = stack.pop()
-        if variable in seen or variable.owner is None:
-            continue
-        seen.add(variable)
-        node = variable.owner
-        if isinstance(node.op, Shape) and node.inputs[0] in body:
-            found.append(Cut(variable, node.inputs[0]))  # spares bringing all of its rows
-        elif variable in body and variable not in passed:
-            found.append(Cut(variable, variable))
-        else:
-            stack.extend(reversed(node.inputs))
-    return found
+    def is_shape(variable):
+        return isinstance(variable.owner.op, Shape) and variable.owner.inputs[0] in body
+
+    def is_cut(variable):
+        return is_shape(variable) or (variable in body and variable not in passed)
+
+    return [
+        # Its shape alone spares bringing all of its rows.
+        Cut(variable, variable.owner.inputs[0] if is_shape(variable) else variable)
+        for variable in nearest(wanted, is_cut)
+    ]
 
 
 def find_axes(cuts, body_inputs, sharded, given):

@@ -26,6 +26,24 @@ def depending_on(starts, wanted):
     return following
 
 
+def nearest(wanted, is_found):
+    """The variables nearest to ``wanted`` of which a function is true, each once, in order.
+
+    Leaves are none of them.
+    """
+    found, seen, stack = [], set(), list(reversed(wanted))
+    while stack:
+        variable = stack.pop()
+        if variable in seen or variable.owner is None:
+            continue
+        seen.add(variable)
+        if is_found(variable):
+            found.append(variable)
+        else:
+            stack += reversed(variable.owner.inputs)
+    return found
+
+
 def is_random(variable):
     """Whether this is the state of a generator of random numbers."""
     return getattr(variable, "default_update", None) is not None
