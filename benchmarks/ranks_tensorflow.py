@@ -36,7 +36,7 @@ def main():
         name = "hvd.DistributedOptimizer"
         peer = works.build(keras, arguments.work)
         peer.compile(hvd.DistributedOptimizer(optimizer(0.01)), "mse")
-        given = inputs, targets
+        given = {"x": inputs, "y": targets, "batch_size": rows, "shuffle": False}
     else:
         import tensorflow as tf
 
@@ -46,19 +46,16 @@ def main():
         with strategy.scope():
             peer = works.build(keras, arguments.work)
             peer.compile(optimizer(0.01), "mse")
-        options = tf.data.Options()
-        options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
-        rows_of_both = tf.data.Dataset.from_tensor_slices((inputs, targets))
-        given = (rows_of_both.batch(rows).with_options(options),)
+        mine = tf.data.Dataset.from_tensor_slices((inputs, targets)).batch(rows)
+        # Of a dataset that it is given itself, the strategy would split each batch.
+        given = {"x": strategy.distribute_datasets_from_function(lambda context: mine)}
+        given["steps_per_epoch"] = arguments.steps
 
     def ours():
         model.fit(inputs, targets, batch_size=rows, shuffle=False, verbose=0)
 
     def theirs():
-        if len(given) == 2:
-            peer.fit(*given, batch_size=rows, shuffle=False, verbose=0)
-        else:
-            peer.fit(*given, verbose=0)
+        peer.fit(verbose=0, **given)
 
     found = measure({"compat": ours, name: theirs}, arguments.steps, arguments.rounds)
     if compat.is_chief():
