@@ -1,7 +1,6 @@
 """What ``configure_gpu()`` was asked, normalised once, and the report of what it did."""
 
 from . import errors
-from ._numbers import whole_number
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -97,6 +96,8 @@ def simulated_from_outside(environ):
     text = environ.get("COMPAT_SIMULATE", "").strip()
     if not text:
         return None
+    from ._numbers import whole_number  # for start-up time
+
     number = whole_number(text)
     if not number:
         raise errors.InvalidArgumentError(
@@ -112,6 +113,8 @@ def parse_verify(verify, environ, simulated):
     Raises:
         InvalidArgumentError: that is no number of steps, from 0.
     """
+    from ._numbers import whole_number  # for start-up time
+
     if verify is None:
         verify = environ.get("COMPAT_VERIFY", "").strip() or int(bool(simulated))
         if isinstance(verify, str) and whole_number(verify) is not None:

@@ -21,7 +21,6 @@ OWN = {
     "._api",
     "._device_use",
     "._legacy",
-    "._numbers",
     "._process",
     "._ranks",
     "._ranks.addresses",

@@ -10,7 +10,6 @@ import os
 import sys
 
 from .. import errors
-from .._numbers import whole_number
 from .place import Place, is_to_be_alone
 
 TYPE_CHECKING = False
@@ -102,6 +101,8 @@ def parse_hosts(text: str) -> "List[Tuple[str, int]]":
     Raises:
         InvalidArgumentError: that is not understood, or a machine comes twice.
     """
+    from .._numbers import whole_number  # for start-up time
+
     hosts = []
     for part in text.split(","):
         name, _, slots = part.strip().partition(":")
