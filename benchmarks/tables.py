@@ -14,7 +14,7 @@ import run
 
 PAGE = os.path.join(run.ROOT, "docs", "benchmarks.md")
 RESULTS = os.path.join(run.HERE, "results.json")
-PICTURES = os.path.join(run.ROOT, "docs", "pictures")
+PLOTS = os.path.join(run.ROOT, "docs", "plots")
 BEGIN = "<!-- {}: written by benchmarks/tables.py -->\n"
 END = "<!-- end of {} -->\n"
 
@@ -135,7 +135,7 @@ def plots(results):
     axes.set_yticks(list(places))
     axes.set_yticklabels(["{}\nagainst {}".format(r.title, r.peer) for r in rows], fontsize=5)
     axes.set_xlabel("time of a step, compat / peer; below 1 compat is faster; red: the goal")
-    yield "benchmarks-peers", figure
+    yield "peers", figure
 
     figure, axes = pyplot.subplots(figsize=(5, 3))
     found = sorted((int(n), counted) for n, counted in results["figures"]["bytes"].items())
@@ -146,7 +146,7 @@ def plots(results):
     axes.set_xlabel("devices")
     axes.set_ylabel("bytes a step / bytes of weights")
     axes.legend()
-    yield "benchmarks-bytes", figure
+    yield "bytes", figure
 
     figure, axes = pyplot.subplots(figsize=(5, 3))
     found = sorted((int(n), seconds) for n, seconds in results["figures"]["scaling"].items())
@@ -156,7 +156,7 @@ def plots(results):
     axes.set_ylabel("times as fast as one")
     axes.set_ylim(bottom=0)
     axes.set_xticks([n for n, _ in found])
-    yield "benchmarks-scaling", figure
+    yield "scaling", figure
 
 
 def main():
@@ -173,7 +173,7 @@ def main():
     matplotlib.use("svg")
     matplotlib.rcParams["svg.hashsalt"] = "compat"  # the same file each time
     for name, figure in plots(results):
-        path = os.path.join(PICTURES, name + ".svg")
+        path = os.path.join(PLOTS, name + ".svg")
         figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
 
 
