@@ -1,11 +1,14 @@
 """Gluon blocks on several contexts: their first calls, compared with one context."""
 
+import tempfile
+import time
 import warnings
 
 import pytest
 
 import compat
 from compat import _registry, _replicas, _verification
+from compat._backends.mxnet import op_placement
 from compat.testing import in_span, span
 
 from .test_mxnet_gluon import (
@@ -235,3 +238,15 @@ def test_products_are_counted_by_context(mx, monkeypatch):
     assert sorted(record.operations) == DEVICES
     assert all(forward and backward for forward, backward in record.operations.values())
     assert _verification.is_good(record.as_dict())
+
+
+def test_the_record_is_written_once_at_its_end(mx, monkeypatch, tmp_path):
+    """MXNet's own thread, which writes once a second, would meet the folder's removal."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    ones = mx.nd.ones((2, 2))
+    with op_placement.recorded() as events:
+        mx.nd.dot(ones, ones)
+        time.sleep(1.2)
+        assert not list(tmp_path.glob("*/*"))
+    assert [event["ph"] for event in events if event["name"] == "dot"].count("B") == 1
+    assert not list(tmp_path.glob("*"))

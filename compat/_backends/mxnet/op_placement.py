@@ -18,7 +18,11 @@ def recorded():
     events = []  # type: list
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "trace.json")
-        mx.profiler.set_config(profile_symbolic=True, profile_imperative=True, filename=path)
+        # By default MXNet also writes once a second, from a thread of its own: into a file that
+        # is being read, or a folder that is being removed.
+        mx.profiler.set_config(
+            profile_symbolic=True, profile_imperative=True, continuous_dump=False, filename=path
+        )
         mx.nd.waitall()
         mx.profiler.set_state("run")
         try:
@@ -29,11 +33,9 @@ def recorded():
             mx.profiler.dump(finished=False)
             with open(path) as file:
                 text = file.read()
-            # The first file begins an object that is never ended; later ones go on with its list.
-            listed = text[text.index("[") + 1 :] if text.startswith("{") else text
-            if "{" in listed:
-                text = listed[listed.index("{") : listed.rindex("}") + 1]
-                events += json.loads("[" + text + "]")
+            # From the second record of a process on, the list begins with a comma.
+            listed = text[text.index("[") + 1 : text.rindex("]")]
+            events += json.loads("[" + listed.lstrip().lstrip(",") + "]")
 
 
 def operations(step):
