@@ -20,6 +20,8 @@ import tempfile
 import time
 import zipfile
 
+from compat.testing import machines
+
 #: In the environment of each process of a job, with a value of its own.
 VARIABLE = "COMPAT_SOAK_ROUND"
 #: How long ranks wait for each other, in seconds, and how long a round may take in all.
@@ -100,7 +102,28 @@ def _fill_disk(pid):
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (ROOM, ROOM))
 
 
-FAULTS = {"kill": _kill, "stop": _stop, "slow": _slow, "disk": _fill_disk}
+def _cut_network(pid):
+    """Take the second machine off the switch, which is the first machine: that of the process."""
+    inside = ["nsenter", "--user", "--net", "--target", str(pid)]
+    subprocess.check_call(inside + "ip link set port2 down".split())
+
+
+def _on_the_switch(value):
+    """A process of a job of two machines that runs on the first; ranks know it by another number."""
+    for pid in processes(value):
+        with open("/proc/{}/net/dev".format(pid)) as file:
+            if "port2:" in file.read():
+                return pid
+    raise ProcessLookupError(value)
+
+
+FAULTS = {
+    "kill": _kill,
+    "stop": _stop,
+    "slow": _slow,
+    "disk": _fill_disk,
+    "network": _cut_network,
+}
 
 
 def processes(value):
@@ -148,7 +171,11 @@ def soak(number, ranks, draw, fault=None, timeout=TIMEOUT, say=print):
         Failed: what was wrong, and all that the job printed.
     """
     fault = fault or draw.choice(sorted(FAULTS))
-    rank = 0 if fault == "disk" else draw.randrange(ranks)  # rank 0 saves
+    rank = draw.randrange(ranks)
+    if fault == "disk":
+        rank = 0  # which saves
+    elif fault == "network":
+        rank = ranks - 1 - rank // 2  # one of the second machine's
     # A disk is full for checkpoints; a rank that starts writes none.
     when = "started" if fault != "disk" and draw.random() < 0.25 else "trains"
     delay = draw.uniform(0, 3)
@@ -170,6 +197,12 @@ def _round(number, ranks, fault, rank, when, delay, timeout, folder):
     with open(script, "w") as file:
         file.write(PROGRAM)
     command = [sys.executable, "-m", "compat", "run", "-n", str(ranks), "--timeout", str(timeout)]
+    lost = [rank]
+    if fault == "network":
+        first = ranks // 2
+        lost = range(first, ranks)  # any of them may be named
+        command += ["--hosts", "node1:{},node2:{}".format(first, ranks - first)]
+        command = machines.command(2, *command)
     command += ["--backend", "torch", "--gpus", "cpu", script, folder, "6"]
     environ = dict(os.environ, KERAS_BACKEND="torch", OMP_NUM_THREADS="1", **{VARIABLE: value})
     output = os.path.join(folder, "output")
@@ -187,7 +220,7 @@ def _round(number, ranks, fault, rank, when, delay, timeout, folder):
         else:
             time.sleep(delay)
             done = _whole(folder)
-            FAULTS[fault](pid)
+            FAULTS[fault](_on_the_switch(value) if fault == "network" else pid)
         status = job.wait(timeout=BOUND)
     except (subprocess.TimeoutExpired, TimeoutError, ProcessLookupError) as error:
         wrong.append("it did not end: {!r}".format(error))
@@ -208,11 +241,11 @@ def _round(number, ranks, fault, rank, when, delay, timeout, folder):
     if (status == 0) != (fault == "slow"):
         wrong.append("its exit status is {}".format(status))
     verdicts = [line for line in said.splitlines() if line.startswith("compat run: ")]
-    named = "rank {} of {} ".format(rank, ranks)
+    named = ["rank {} of {} ".format(each, ranks) for each in lost]
     if fault != "slow" and not any(
-        "; the others were ended." in line and named in line for line in verdicts
+        "; the others were ended." in line and name in line for line in verdicts for name in named
     ):
-        wrong.append("it does not name {!r}".format(named))
+        wrong.append("it does not name {}".format(" or ".join(named)))
     wrong += _broken(folder, done or [])
     if wrong:
         raise Failed(
