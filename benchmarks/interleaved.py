@@ -49,11 +49,13 @@ def measure(candidates, steps, rounds):
     return found
 
 
-def publish(found, **notes):
-    """Print what was measured, as one line for ``benchmarks/run.py`` and a ratio for people.
+def publish(found, bound=None, **notes):
+    """Print what was measured, as one line for ``benchmarks/run.py`` and ratios for people.
 
     Arguments:
         found: what ``measure`` returns, of "compat" and of one peer.
+        bound: the seconds of a step that costs nothing beyond the model's own operations; no
+            library can be faster on these cores.
         notes: more to keep with it: rows of a batch, launches of kernels per step, ...
     """
     (peer,) = [name for name in found if name != "compat"]
@@ -64,4 +66,7 @@ def publish(found, **notes):
                 kind, 1e3 * ours, peer, 1e3 * theirs, ours / theirs
             )
         )
+    if bound is not None:
+        notes["bound"] = bound
+        print("no step can take less than {:.1f} ms".format(1e3 * bound))
     print(MARK + json.dumps(dict(notes, seconds=found), sort_keys=True), flush=True)

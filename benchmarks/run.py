@@ -131,13 +131,23 @@ def measured(environment, command):
     return json.loads(lines[-1])
 
 
-def ratios(runs, kind):
-    """Of each run, compat's best time per step to the peer's."""
-    found = []
+def ratios(runs):
+    """Of each run, compat's best time per step to the peer's.
+
+    Returns:
+        {"wall": seconds by the clock, "cpu": of all threads, "bound": by the clock, of a step that
+        costs nothing beyond the model's operations; each a sorted list}; no "bound" where the
+        script has none.
+    """
+    found = {"wall": [], "cpu": [], "bound": []}
     for run in runs:
         (peer,) = [name for name in run["seconds"] if name != "compat"]
-        found.append(min(run["seconds"]["compat"][kind]) / min(run["seconds"][peer][kind]))
-    return sorted(found)
+        best = {name: {k: min(taken[k]) for k in taken} for name, taken in run["seconds"].items()}
+        for kind in ("wall", "cpu"):
+            found[kind].append(best["compat"][kind] / best[peer][kind])
+        if "bound" in run:
+            found["bound"].append(run["bound"] / best[peer]["wall"])
+    return {kind: sorted(each) for kind, each in found.items() if each}
 
 
 def write(results, path):
@@ -171,7 +181,7 @@ def main():
             if None in runs:
                 failed.append(row.name)
             else:
-                results["rows"][row.name] = {kind: ratios(runs, kind) for kind in ("wall", "cpu")}
+                results["rows"][row.name] = ratios(runs)
                 write(results, arguments.output)
     for name, (environment, command) in FIGURES.items():
         if arguments.only in name:

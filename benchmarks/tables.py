@@ -46,15 +46,16 @@ def is_met(row, measured):
 
 
 def against_peers(results):
-    yield ["work", "peer", "time, compat / peer", "range", "CPU seconds", "goal", ""]
+    yield ["work", "peer", "time, compat / peer", "range", "bound", "CPU seconds", "goal", ""]
     for row in run.ROWS:
         measured = results["rows"].get(row.name)
         if measured is None:
-            yield [row.title, row.peer, "not measured", "", "", row.goal, ""]
+            yield [row.title, row.peer, "not measured", "", "", "", row.goal, ""]
             continue
         wall, cpu = measured["wall"], measured["cpu"]
         said = "" if is_met(row, measured) else row.reason
-        shown = ["{:.2f}".format(median(wall)), ranged(wall), "{:.2f}".format(median(cpu))]
+        bound = "{:.2f}".format(median(measured["bound"])) if "bound" in measured else ""
+        shown = ["{:.2f}".format(median(wall)), ranged(wall), bound, "{:.2f}".format(median(cpu))]
         yield [row.title, row.peer] + shown + ["{:.2f}".format(row.goal), said]
 
 

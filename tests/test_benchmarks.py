@@ -48,9 +48,13 @@ def test_every_row_has_an_environment_and_a_script(tables):
 
 
 def test_ratios_are_of_the_best_rounds(tables):
-    run = {"seconds": {"compat": {"wall": [3.0, 1.0]}, "peer": {"wall": [2.0, 4.0]}}}
-    slower = {"seconds": {"compat": {"wall": [3.0]}, "peer": {"wall": [2.0]}}}
-    assert tables.run.ratios([slower, run], "wall") == [0.5, 1.5]
+    def run(ours, theirs, **more):
+        taken = {"compat": ours, "peer": theirs}
+        return dict(more, seconds={name: {"wall": t, "cpu": t} for name, t in taken.items()})
+
+    runs = [run([3.0], [2.0]), run([3.0, 1.0], [2.0, 4.0])]
+    assert tables.run.ratios(runs) == {"wall": [0.5, 1.5], "cpu": [0.5, 1.5]}
+    assert tables.run.ratios([run([3.0], [2.0], bound=1.0)])["bound"] == [0.5]
 
 
 def test_the_model_of_clusters(tables):
