@@ -109,7 +109,7 @@ def _cut_network(pid):
 
 
 def _on_the_switch(value):
-    """A process of a job of two machines that runs on the first; ranks know it by another number."""
+    """A process on the first of a job's two machines, by its number outside of them."""
     for pid in processes(value):
         with open("/proc/{}/net/dev".format(pid)) as file:
             if "port2:" in file.read():

@@ -1,5 +1,6 @@
 """TensorFlow 1 under keras 2.2.4, keras 2.3.1 and tf.keras: ``COMPAT_TEST_KERAS`` chooses."""
 
+import collections
 import contextlib
 import functools
 import re
@@ -154,6 +155,41 @@ class TestTensorFlow1(ParallelContract):
         backend.parallelize(model, backend.devices()[:1])
         model.compile(optimizer(keras, "adam"), "mse")
         assert not unordered_reads(model)
+
+    def test_each_next_model_is_built_as_the_first(self, keras, monkeypatch):
+        """In the graph that all models of a process share, and as often as plain Keras runs it."""
+        from tensorflow.python.client.session import BaseSession
+
+        counted = collections.Counter()
+
+        def count(name):
+            plain = getattr(BaseSession, name)
+
+            def counting(*args, **kwargs):
+                counted[name] += 1
+                return plain(*args, **kwargs)
+
+            monkeypatch.setattr(BaseSession, name, counting)
+
+        count("run")
+        count("_extend_graph")
+        inputs, targets = CASES["lstm"].data(13)
+
+        def built(devices):
+            counted.clear()
+            before = len(v1.get_default_graph().get_operations())
+            model = CASES["lstm"].build(keras)
+            if devices > 1:
+                compat.parallelize(model, gpus=devices)
+            model.compile(optimizer(keras, "sgd"), "mse")
+            model.train_on_batch(inputs, targets)
+            return len(v1.get_default_graph().get_operations()) - before, dict(counted)
+
+        built(1)  # the first of a process also makes what all share
+        plain, two, three = built(1), built(2), built(3)
+        assert [built(3), built(3), built(1)] == [three, three, plain]
+        assert plain[1] == two[1] == three[1]
+        assert three[0] - two[0] <= plain[0]
 
     @span
     def test_reading_the_step_counter_does_not_count(self, keras):
