@@ -20,7 +20,7 @@ import tempfile
 import time
 import zipfile
 
-from compat.testing import machines
+from compat import machines
 
 #: In the environment of each process of a job, with a value of its own.
 VARIABLE = "COMPAT_SOAK_ROUND"

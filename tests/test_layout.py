@@ -35,7 +35,7 @@ ROOMS = [
         "compat._by_path", "compat._discovery", "compat._distributions", "compat._extras",
         "compat._files", "compat._on_import", "compat._operations", "compat._patching",
         "compat._process", "compat._replicas", "compat._spelling", "compat._verified",
-        "compat._version", "compat.errors",
+        "compat._version", "compat.errors", "compat.machines",
     ],
     ["compat._numbers"],
 ]  # fmt: skip

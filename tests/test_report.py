@@ -13,9 +13,8 @@ import pytest
 from conftest import ROOT
 
 import compat
-from compat import _files, _report, _work
+from compat import _files, _report, _work, machines
 from compat._commands import run_script
-from compat.testing import machines
 
 pytestmark = pytest.mark.usefixtures("process")
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from .. import machines
+from ... import machines
 from ..contract import instance_of
 
 
