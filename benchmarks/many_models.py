@@ -1,6 +1,6 @@
 """Building one model after another in a process: how much longer does the last one take?
 
-    python benchmarks/many_models.py [--models 8] [--rounds 2]
+    python benchmarks/many_models.py [--steps 8] [--rounds 2]
 
 TensorFlow 1 keeps all models of a process in one graph, and takes longer for each next one. Each
 candidate has processes of its own: plain Keras, compat on 3 simulated devices, multi_gpu_model.
@@ -41,13 +41,12 @@ def build(candidate, models):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=8, help="how many models")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--steps", type=int, help="for the sake of benchmarks/run.py")
     parser.add_argument("--candidate", choices=CANDIDATES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.candidate:
-        print(MARK + json.dumps(build(arguments.candidate, arguments.models)))
+        print(MARK + json.dumps(build(arguments.candidate, arguments.steps)))
         return
     best = {}
     for _ in range(arguments.rounds):

@@ -28,6 +28,7 @@ Row = collections.namedtuple("Row", "name title peer goal environment command re
 FIGURES = {  # name -> environment, command
     "bytes": ("py37-tensorflow1-tfkeras", "python benchmarks/bytes_across_devices.py"),
     "building": ("py37-tensorflow1-tfkeras", "python benchmarks/building.py"),
+    "many": ("py37-tensorflow1-tfkeras", "python benchmarks/many_models.py"),
     "scaling": ("py311-tensorflow", "python benchmarks/scaling.py"),
     "import": ("py311-tensorflow", "python benchmarks/import_time.py"),
 }

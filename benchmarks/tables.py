@@ -75,6 +75,15 @@ def building(results):
         yield [title, "{:.2f}".format(taken), "{:.2f}".format(taken / found["1"])]
 
 
+def many_models(results):
+    found = results["figures"]["many"]
+    yield ["", "first model", "model {}".format(len(found["Keras"])), "times the first"]
+    for name in ("Keras", "compat", "multi_gpu_model"):
+        first, last = found[name][0], found[name][-1]
+        title = name if name == "Keras" else name + " (3 devices)"
+        yield [title] + ["{:.2f}".format(n) for n in (first, last, last / first)]
+
+
 def bytes_across_devices(results):
     found = results["figures"]["bytes"]
     yield ["devices", "bytes a step, in times the weights (W)", "ring all-reduce"]
@@ -101,6 +110,7 @@ def sections(results):
         "peers": markdown(against_peers(results)),
         "scaling": markdown(scaling(results)),
         "building": markdown(building(results)),
+        "many": markdown(many_models(results)),
         "bytes": markdown(bytes_across_devices(results)),
         "starting": markdown(starting(results)),
         "clusters": markdown(cluster_model.table()),

@@ -1,0 +1,90 @@
+"""MXNet: how many operations and copies a training step on several contexts takes, as recorded."""
+
+import collections
+
+import numpy as np
+import pytest
+
+import compat
+from compat._backends.mxnet.op_placement import operations
+from compat.testing import DEVICES, keras_under_test
+
+ROWS = 12
+COPY = "CopyCPU2CPU"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def devices():
+    compat.configure_gpu(simulate=DEVICES)
+
+
+def counted(step):
+    """How often each operation runs in ``step()``, once it is known; freeing memory is none."""
+    step()  # is watched
+    step()
+    found = collections.Counter()
+    for (_, name), count in operations(step).items():
+        found[name] += count
+    del found["DeleteVariable"]
+    return found
+
+
+def keras_step(parallel):
+    keras = keras_under_test()
+    layers = keras.layers
+    model = keras.models.Sequential(
+        [
+            layers.Conv2D(3, 3, activation="relu", input_shape=(6, 6, 2)),
+            layers.BatchNormalization(),
+            layers.Flatten(),
+            layers.Dense(4, activation="relu"),
+            layers.Dense(1),
+        ]
+    )
+    if parallel:
+        compat.parallelize(model)
+    model.compile("sgd", "mse")
+    inputs = np.ones((ROWS, 6, 6, 2), "float32")
+
+    def step():
+        model.train_on_batch(inputs, inputs[:, 0, 0, :1])
+
+    return step, len(model.weights)
+
+
+def gluon_step(parallel):
+    import mxnet as mx
+
+    nn = mx.gluon.nn
+    net = nn.HybridSequential()
+    for layer in (
+        nn.Conv2D(3, 3, activation="relu"), nn.BatchNorm(), nn.Flatten(),
+        nn.Dense(4, activation="relu"), nn.Dense(1),
+    ):  # fmt: skip
+        net.add(layer)
+    net.initialize()
+    inputs = mx.nd.ones((ROWS, 2, 6, 6))
+    net(inputs)
+    if parallel:
+        net = compat.parallelize(net)
+    trainer = mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
+    loss = mx.gluon.loss.L2Loss()
+
+    def step():
+        with mx.autograd.record():
+            losses = loss(net(inputs), inputs[:, 0, 0, :1])
+        losses.backward()
+        trainer.step(ROWS)
+
+    return step, len(list(net.collect_params()))
+
+
+@pytest.mark.parametrize("build", [keras_step, gluon_step])
+def test_a_step_takes_no_more_operations_than_each_context_has(build):
+    (alone, weights), (step, _) = build(False), build(True)
+    one, several = counted(alone), counted(step)
+    computed = sum(several.values()) - several[COPY]
+    # For each weight the gradients are added up, and a running statistic becomes a mean.
+    assert computed <= DEVICES * (sum(one.values()) - one[COPY]) + 2 * weights
+    # A weight goes to each context, and its gradient back; so do the rows and what comes out.
+    assert several[COPY] <= DEVICES * (one[COPY] + 2 * weights + 2)
