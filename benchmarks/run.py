@@ -94,6 +94,9 @@ def _rows():
     command = "python benchmarks/replicas_theano.py --work dense"
     title = "2 replicas, Theano, dense"
     yield row("theano-dense", title, "one device", 1.10, "py37-theano", command)
+    command = _RANKS + "ranks_theano.py --work dense"
+    title = "2 ranks, Theano, MPI, dense"
+    yield row("theano-mpi", title, "one process", 0.62, "py37-theano-mpi", command)
     for work in ("conv", "dense"):
         command = "python benchmarks/replicas_torch.py --work " + work
         title = "2 replicas, torch, " + work

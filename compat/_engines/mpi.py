@@ -63,7 +63,9 @@ class MPI(_engines.Engine):
 
     def sum_array(self, array, what="for the others' gradients"):
         """The sum of an array over all ranks, in its place: on all of them the same bits."""
-        for piece in _pieces(array.reshape(-1), _PIECE // array.itemsize):
+        flat = array.view()
+        flat.shape = -1  # no copy, or an error
+        for piece in _pieces(flat, _PIECE // array.itemsize):
             self._wait(self.comm.Iallreduce(self.mpi.IN_PLACE, piece), what)
         return array
 
