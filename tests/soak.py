@@ -3,8 +3,10 @@
     python tests/soak.py --rounds 200 --seed 1
 
 Each round is a job of ``compat run`` with Keras on torch. The fault comes from outside, at a random
-moment while the rank starts or trains. Whatever it is, the job ends within a bound, says which rank
-had it, leaves no process behind, and leaves checkpoints that are whole.
+moment while the rank starts or trains: it is killed, stopped, slow, has a full disk, or loses the
+network between its machine and the other one (see ``compat.machines``). Whatever it is, the job
+ends within a bound, says which rank had it, leaves no process behind, and leaves checkpoints that
+are whole.
 """
 
 import argparse

@@ -13,7 +13,7 @@ del sys.path[0]
 
 def test_five_rounds():
     """They mostly wait: two at a time."""
-    faults = ["stop", "slow", "disk", "kill", "kill"]
+    faults = ["stop", "slow", "network", "disk", "kill"]
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         rounds = [
             pool.submit(soak.soak, number, 2, random.Random(number), fault, timeout=10)
