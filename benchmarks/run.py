@@ -165,7 +165,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="measure rows whose name contains this")
     parser.add_argument("--repeats", type=int, default=3, help="processes of each row")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds in each process")
+    parser.add_argument("--rounds", type=int, default=4, help="rounds in each process")
     parser.add_argument("--steps", type=int, default=10, help="steps of each round")
     parser.add_argument("--output", default=os.path.join(HERE, "results.json"))
     arguments = parser.parse_args()
