@@ -22,7 +22,7 @@ import tempfile
 import time
 import zipfile
 
-from compat import machines
+from compat import errors, machines
 
 #: In the environment of each process of a job, with a value of its own.
 VARIABLE = "COMPAT_SOAK_ROUND"
@@ -244,6 +244,7 @@ def _round(number, ranks, fault, rank, when, delay, timeout, folder):
         wrong.append("its exit status is {}".format(status))
     verdicts = [line for line in said.splitlines() if line.startswith("compat run: ")]
     named = ["rank {} of {} ".format(each, ranks) for each in lost]
+    named.append("waited for {}, which".format(errors.numbered_ranks(lost)))
     if fault != "slow" and not any(
         "; the others were ended." in line and name in line for line in verdicts for name in named
     ):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import traceback
 
 import pytest
 from conftest import ROOT
@@ -15,6 +16,7 @@ from conftest import ROOT
 from compat import _by_path, errors
 from compat._launch import output, rank_process, watching
 from compat._launch.watching import Ended
+from compat._ranks.place import Place
 
 
 @pytest.fixture
@@ -338,6 +340,25 @@ def _ended(text):
 def test_the_rank_at_fault_is_the_root_cause(ended, cause):
     end = watching.root_cause([_ended(text) for text in ended])
     assert (end and end.rank) == cause
+
+
+def test_where_ranks_only_lost_others_these_are_named():
+    """As where the network between two machines is lost: all come to their ends by themselves."""
+    assert watching._rank_ended(Ended(0, 1, [], lost="ranks 4 and 5"), 8) == (
+        "rank 0 of 8 waited for ranks 4 and 5, which failed, ended or did not come"
+    )
+    assert watching._rank_ended(Ended(0, 1, [], lost=True), 8) == (
+        "rank 0 of 8 failed with exit status 1"
+    )
+
+
+@pytest.mark.parametrize("absent", [[3], [1, 3], []])
+def test_a_rank_tells_which_others_it_lost(absent):
+    place = Place(0, 4, 0, 4, "compat run")
+    error = errors.rank_lost(place, "for the others", absent, "it is over")
+    (line,) = traceback.format_exception_only(type(error), error)
+    found = rank_process._LOST.match(line).group(1)
+    assert found == (errors.numbered_ranks(absent) if absent else None)
 
 
 def test_a_traceback_is_found_behind_a_prefix():

@@ -26,7 +26,10 @@ class TorchDistributed(_engines.Engine):
         if not distributed.is_initialized():
             cuda = sys.modules["torch"].cuda.is_available()
             with self.waiting("to start"):
-                self.store = _store(distributed, place, limit)
+                self.store = store = _store(distributed, place, limit)
+                # All come to the store first, so that it knows who has not.
+                store.set("compat/came/{}".format(place.rank), "")
+                store.wait(["compat/came/{}".format(r) for r in range(place.size)], limit)
                 with _interface(place):
                     distributed.init_process_group(
                         "cpu:gloo,cuda:nccl" if cuda else "gloo",
@@ -92,13 +95,16 @@ class TorchDistributed(_engines.Engine):
     def problem(self, error):
         if not isinstance(error, RuntimeError):  # of gloo, NCCL and the store
             return None
-        # "[.../gloo/transport/tcp/pair.cc:553] Connection closed by peer [...]. This is ..."
-        return re.sub(r"^\[\S*\] ", "", str(error)).strip().split("\n")[0].split(". ")[0]
+        # "[.../gloo/transport/tcp/pair.cc:553] Connection closed by peer [...]. This is ...", or
+        # "wait timeout after 25000ms, keys: /compat/came/0, ..."
+        line = re.sub(r"^\[\S*\] ", "", str(error)).strip().split("\n")[0]
+        return line.split(". ")[0].partition(", keys: ")[0]
 
     def absent(self):
         """As far as the store still tells."""
-        if self.store is None:
-            return []
+        kept_by_rank_0 = not rendezvous.torchrun_keeps_store(os.environ)
+        if self.store is None:  # it could not be reached
+            return [0] if kept_by_rank_0 and self.place.rank else []
         others = [rank for rank in range(self.place.size) if rank != self.place.rank]
         try:
             self.store.set("compat/waits/{}".format(self.place.rank), "")
@@ -106,8 +112,8 @@ class TorchDistributed(_engines.Engine):
             while others and time.monotonic() < until:
                 time.sleep(0.1)
                 others = [r for r in others if not self.store.check(["compat/waits/%d" % r])]
-        except RuntimeError:  # the store has gone, too: rank 0's, or torchrun's
-            return [] if rendezvous.torchrun_keeps_store(os.environ) else [0]
+        except RuntimeError:  # the store has gone, too
+            return [0] if kept_by_rank_0 else []
         return others
 
 
@@ -116,7 +122,8 @@ def _store(distributed, place, limit):
     if rendezvous.torchrun_keeps_store(os.environ):  # it outlives every rank
         return next(distributed.rendezvous("env://", place.rank, place.size, timeout=limit))[0]
     host, port = rendezvous.require(place, "torch.distributed")
-    options = {"is_master": place.rank == 0, "timeout": limit}
+    # Who does not come is told by TorchDistributed; the store would only count.
+    options = {"is_master": place.rank == 0, "timeout": limit, "wait_for_workers": False}
     if place.rank == 0:
         # By itself the store would listen at all addresses.
         options["master_listen_fd"] = rendezvous.listen(place, host, port).detach()

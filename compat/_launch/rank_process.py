@@ -51,6 +51,10 @@ _LONGEST = 500
 _CHAINED = ("During handling of the above", "The above exception was the direct")
 # What TensorFlow's and glog's lines of a log begin with: other threads write them.
 _LOGGED = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d|[IWEF]\d{4} \d\d:\d\d:\d\d")
+# The error of a rank that lost others, and which ones, where it knows them.
+_LOST = re.compile(
+    r"compat\.errors\.RankLostError: (?:.*, but (ranks? \d.*) failed, ended or did not come)?"
+)
 # Python's last line about a script that it cannot run, whenever it is started.
 _CANNOT_RUN = re.compile(r"(SyntaxError|IndentationError|TabError): |(.*: )?No module named ")
 # The exit status of programs that are called in a wrong way: argparse's, and Python's own where
@@ -200,10 +204,15 @@ class _Rank:
 
     def end(self, status: int) -> int:
         lines = self.traceback.lines if status else []
-        lost = any(line.startswith("compat.errors.RankLostError") for line in lines)
+        lost = next(filter(None, map(_LOST.match, lines)), None)
         last = lines[-1] if lines else self.last_error
         recurs = status == _USAGE or (status > 0 and bool(_CANNOT_RUN.match(last)))
-        record = {"status": status, "terminated": self.terminated, "lost": lost, "recurs": recurs}
+        record = {
+            "status": status,
+            "terminated": self.terminated,
+            "lost": lost and (lost.group(1) or True),
+            "recurs": recurs,
+        }
         for line in lines:
             self.send_line(TRACEBACK, line)
         self.send(END, json.dumps(record))

@@ -29,9 +29,9 @@ GRACE = 15.0
 class Ended:
     """How a rank ended: its exit status (128 + n for signal n), and the traceback it printed.
 
-    ``lost``: only since another rank was not there; ``terminated``: since the launcher said so;
-    ``aborted``: by the framework's own code, without a traceback. ``recurs``: since the script
-    cannot run, which another start would not change.
+    ``lost``: only since another rank was not there, or which ones were not: "ranks 4 and 5";
+    ``terminated``: since the launcher said so; ``aborted``: by the framework's own code, without a
+    traceback. ``recurs``: since the script cannot run, which another start would not change.
     """
 
     def __init__(self, rank, status, traceback, lost=False, terminated=False, recurs=False):
@@ -371,6 +371,8 @@ def _rank_ended(ended, size):
         how = "ended (exit status 0) while others were still training"
     elif ended.terminated:
         how = "did not come to the others, which waited for it"
+    elif isinstance(ended.lost, str):
+        how = "waited for {}, which failed, ended or did not come".format(ended.lost)
     elif ended.status > 128:
         how = "was killed by signal {}".format(ended.status - 128)
     else:

@@ -1,5 +1,9 @@
 """Ranks on torch: torch.distributed."""
 
+import re
+import subprocess
+import sys
+
 import pytest
 
 from compat.testing.ranks import RanksContract
@@ -870,6 +874,28 @@ def test_what_ranks_do_not_have_in_common_is_an_error(tmp_path):
         "others have not, so that their gradients cannot be weighted by rows. Have all ranks do "
         "the same.",
     }
+
+
+def test_ranks_that_never_come_are_named(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import time, torch, compat\n"
+        "time.sleep(100 if compat.rank() % 3 else 0)\n"
+        "compat.configure_gpu(gpus='cpu', backend='torch')\n"
+        "compat.parallelize(torch.nn.Linear(2, 1))\n"
+    )
+    command = [sys.executable, "-m", "compat", "run", "-n", "4", "--timeout", "5", "--gpus", "cpu"]
+    done = subprocess.run(
+        command + ["--backend", "torch", str(script)],
+        stderr=subprocess.PIPE,
+        universal_newlines=True,
+        timeout=90,
+    )
+    assert done.returncode == 1
+    told = "waited to start, but ranks 1 and 2 failed, ended or did not come: wait timeout after "
+    assert told + "5000ms. Look at what ranks 1 and 2 printed." in done.stderr
+    named = "compat run: rank [12] of 4 did not come to the others, which waited for it; the others"
+    assert re.search(named, done.stderr)
 
 
 # State that is right without an error, and what each rank may have for itself.
