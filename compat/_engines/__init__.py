@@ -15,7 +15,7 @@ from .._ranks import rendezvous
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, Iterator, List, Optional, Sequence, Tuple
+    from typing import Any, Callable, Iterator, List, Optional, Sequence, Tuple
 
     from .._ranks.place import Place
 
@@ -194,6 +194,19 @@ class Engine:
     def flags(self, flag: float) -> "List[float]":
         """This rank's flag in its place, which sums up to all ranks' flags."""
         return [float(flag) * (rank == self.place.rank) for rank in range(self.place.size)]
+
+
+def answer(question: "Callable[[], Any]", seconds: float, otherwise: "Any") -> "Any":
+    """What ``question()`` returns, or ``otherwise`` if that takes longer.
+
+    For questions to another process without a limit of their own: one that is stopped (by SIGSTOP,
+    or by a batch system) keeps its connections, and never answers.
+    """
+    found = []  # type: List[Any]
+    asking = threading.Thread(target=lambda: found.append(question()), daemon=True)
+    asking.start()
+    asking.join(seconds)
+    return found[0] if found else otherwise
 
 
 def ranks_of(flags: "Sequence[float]") -> "List[int]":

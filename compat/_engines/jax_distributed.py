@@ -13,6 +13,8 @@ from .._ranks.addresses import with_port
 
 # How often a rank that waits looks whether another one has gone, in seconds.
 _LOOK = 0.2
+# How long it waits for an answer of rank 0, which may be stopped, in seconds.
+_ANSWER = 2.0
 # How long one that gives up waits for the others to do so, in seconds.
 _GIVE_UP = 3.0
 
@@ -133,7 +135,7 @@ class JaxDistributed(_engines.Engine):
             if waits is None:
                 continue
             what, until = waits
-            ended = self.marked("ended")
+            ended = self.marked("ended") or []
             if (ended or time.monotonic() > until) and self.waits is waits:
                 problem = "no answer for {:g} s".format(self.timeout)
                 lost = self.give_up()
@@ -150,17 +152,27 @@ class JaxDistributed(_engines.Engine):
         os._exit(1)
 
     def mark(self, what):
-        with contextlib.suppress(self.jax.errors.JaxRuntimeError):
-            self.store.key_value_set("compat/{}/{}".format(what, self.place.rank), "-")
+        def tell():
+            with contextlib.suppress(self.jax.errors.JaxRuntimeError):
+                self.store.key_value_set("compat/{}/{}".format(what, self.place.rank), "-")
+
+        _engines.answer(tell, _ANSWER, None)
 
     def marked(self, what):
-        """The other ranks that have left this mark; rank 0, which keeps them, where it is gone."""
-        try:
-            found = self.store.key_value_dir_get("compat/{}".format(what))
-        except self.jax.errors.JaxRuntimeError:
-            return [0]
-        waiting = sorted(int(key.rsplit("/", 1)[1]) for key, _ in found)
-        return [rank for rank in waiting if rank != self.place.rank]
+        """The other ranks that have left this mark; rank 0, which keeps them, where it is gone.
+
+        None: it does not answer.
+        """
+
+        def ask():
+            try:
+                found = self.store.key_value_dir_get("compat/{}".format(what))
+            except self.jax.errors.JaxRuntimeError:
+                return [0]
+            waiting = sorted(int(key.rsplit("/", 1)[1]) for key, _ in found)
+            return [rank for rank in waiting if rank != self.place.rank]
+
+        return _engines.answer(ask, _ANSWER, None)
 
     def give_up(self):
         """Tell the others, and return those that do not give up as well."""
@@ -170,7 +182,8 @@ class JaxDistributed(_engines.Engine):
         absent = others
         while absent and time.monotonic() < until:
             time.sleep(_LOOK)
-            absent = others - set(self.marked("gave up"))
+            marked = self.marked("gave up")
+            absent = {0} if marked is None else others - set(marked)
         self.gave_up = True
         return sorted(absent)
 
@@ -185,7 +198,7 @@ class JaxDistributed(_engines.Engine):
             return
         until = time.monotonic() + self.timeout
         while self.place.rank == 0 and time.monotonic() < until:
-            ended, gave_up = self.marked("ended"), self.marked("gave up")
+            ended, gave_up = self.marked("ended") or [], self.marked("gave up") or []
             if len(ended) == self.place.size - 1 and not gave_up:
                 self.see_off()
             if len(set(ended) | set(gave_up)) == self.place.size - 1:

@@ -105,16 +105,21 @@ class TorchDistributed(_engines.Engine):
         kept_by_rank_0 = not rendezvous.torchrun_keeps_store(os.environ)
         if self.store is None:  # it could not be reached
             return [0] if kept_by_rank_0 and self.place.rank else []
-        others = [rank for rank in range(self.place.size) if rank != self.place.rank]
-        try:
-            self.store.set("compat/waits/{}".format(self.place.rank), "")
-            until = time.monotonic() + 2.0
-            while others and time.monotonic() < until:
-                time.sleep(0.1)
-                others = [r for r in others if not self.store.check(["compat/waits/%d" % r])]
-        except RuntimeError:  # the store has gone, too
-            return [0] if kept_by_rank_0 else []
-        return others
+        unknown = [0] if kept_by_rank_0 else []
+
+        def who_waits_not():
+            others = [rank for rank in range(self.place.size) if rank != self.place.rank]
+            try:
+                self.store.set("compat/waits/{}".format(self.place.rank), "")
+                until = time.monotonic() + 2.0
+                while others and time.monotonic() < until:
+                    time.sleep(0.1)
+                    others = [r for r in others if not self.store.check(["compat/waits/%d" % r])]
+            except RuntimeError:  # the store has gone, too
+                return unknown
+            return others
+
+        return _engines.answer(who_waits_not, 4.0, unknown)
 
 
 def _store(distributed, place, limit):
