@@ -11,6 +11,10 @@ import time
 from .. import _engines
 from .._ranks import rendezvous
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    pass
+
 
 class TorchDistributed(_engines.Engine):
     """The process group of torch.distributed: NCCL between GPUs, gloo between CPUs."""
@@ -21,7 +25,7 @@ class TorchDistributed(_engines.Engine):
         super().__init__(place)
         self.distributed = distributed
         self.last = None  # the exchange that all ranks did last
-        self.store = None
+        self.store = None  # type: Any
         limit = datetime.timedelta(seconds=self.timeout)
         if not distributed.is_initialized():
             cuda = sys.modules["torch"].cuda.is_available()

@@ -560,3 +560,50 @@ def disagreement(size):
             place.launcher, place.size, "Horovod", 1, "Horovod", place.size
         )
     )
+
+
+STOPPED = """
+import os, signal
+import numpy as np
+import compat
+compat.configure_gpu(gpus="cpu")
+from compat import testing
+keras = testing.keras_under_test()
+
+
+class Stop(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 2 and compat.rank() == 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+
+x, y = compat.shard((np.ones((48, 6), "float32"), np.ones((48, 1), "float32")), 8)
+model = compat.parallelize(keras.models.Sequential([keras.layers.Dense(1, input_shape=(6,))]))
+model.compile("sgd", "mse")
+model.fit(x, y, compat.local_batch_size(8), verbose=0, callbacks=[Stop()])
+"""
+
+
+def check_stopped_rank_0(folder, backend):
+    """It is named, though the others' questions to it, such as who waits as well, get no answer."""
+    script = folder / "script.py"
+    script.write_text(STOPPED)
+    command = [sys.executable, "-m", "compat", "run", "-n", "3", "--timeout", "8", "--gpus", "cpu"]
+    done = subprocess.run(
+        command + ["--backend", backend, str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        universal_newlines=True,
+        timeout=120,
+    )
+    assert done.returncode == 1
+    assert ", but rank 0 failed, ended or did not come: " in done.stderr
+    (verdict,) = [line for line in done.stderr.splitlines() if line.endswith("others were ended.")]
+    assert verdict in (
+        "compat run: rank 0 of 3 did not come to the others, which waited for it; the others were "
+        "ended.",
+        "compat run: rank 1 of 3 waited for rank 0, which failed, ended or did not come; the "
+        "others were ended.",
+        "compat run: rank 2 of 3 waited for rank 0, which failed, ended or did not come; the "
+        "others were ended.",
+    )

@@ -16,6 +16,10 @@ class TestJAXRanks(RanksContract):
     trials = (("dense", "sgd"), ("lstm", "sgd"), ("multi", "adam"))
 
 
+def test_a_rank_0_that_is_stopped_is_named(tmp_path):
+    ranks.check_stopped_rank_0(tmp_path, "jax")
+
+
 PRECISIONS = """
 import jax
 jax.config.update("jax_enable_x64", True)

@@ -19,6 +19,10 @@ class TestTorchRanks(RanksContract):
     processes = True
 
 
+def test_a_rank_0_that_is_stopped_is_named(tmp_path):
+    ranks.check_stopped_rank_0(tmp_path, "torch")
+
+
 SPLIT = """
 import keras, numpy as np, torch, warnings
 model = keras.models.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)], name="model")
