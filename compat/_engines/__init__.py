@@ -119,6 +119,34 @@ class Engine:
                 raise
             raise errors.rank_lost(self.place, what, self.absent(), problem) from error
 
+    @contextlib.contextmanager
+    def watched(
+        self, what: str, seconds: "Optional[float]" = None, absent: "Sequence[int]" = ()
+    ) -> "Iterator[None]":
+        """Within, the main thread waits for others in a way that cannot be interrupted.
+
+        After so many seconds this process ends, with the traceback of an error.
+
+        Arguments:
+            what: what for, in a phrase.
+            seconds: None: ``timeout``.
+            absent: the ranks that are not there then, as far as is known.
+        """
+        limit = self.timeout if seconds is None else seconds
+        ended = threading.Event()
+
+        def watch():
+            if not ended.wait(limit):
+                problem = "{:g} seconds are over".format(limit)
+                print_for_main_thread(errors.rank_lost(self.place, what, absent, problem))
+                os._exit(1)
+
+        threading.Thread(target=watch, daemon=True).start()
+        try:
+            yield
+        finally:
+            ended.set()
+
     def arrive(self) -> None:
         """Called where this rank begins to wait for the others in a graph."""
 

@@ -11,15 +11,12 @@ A rank that fails does not call ``MPI_Finalize``: the launcher then ends the oth
 """
 
 import atexit
-import contextlib
 import ctypes
 import os
 import pickle
 import shutil
 import sys
-import threading
 import time
-import traceback
 
 from .. import _engines, errors
 from .._launch import starter
@@ -129,31 +126,6 @@ class MPI(_engines.Engine):
             sys.stdout.flush()
             sys.stderr.flush()
             self.mpi.COMM_WORLD.Abort(1)
-
-    @contextlib.contextmanager
-    def watched(self, what):
-        """Within, something waits for the other ranks that cannot be interrupted.
-
-        After the timeout this process ends, with the traceback of an error.
-        """
-        ended = threading.Event()
-        thread = threading.get_ident()
-
-        def watch():
-            if not ended.wait(self.timeout):
-                error = self._lost(what, [])
-                lines = ["Traceback (most recent call last):\n"]
-                lines += traceback.format_stack(sys._current_frames()[thread])
-                lines += traceback.format_exception_only(type(error), error)
-                sys.stderr.write("".join(lines))
-                sys.stderr.flush()
-                os._exit(1)
-
-        threading.Thread(target=watch, daemon=True).start()
-        try:
-            yield
-        finally:
-            ended.set()
 
     # Waiting ----------------------------------------------------------------------------------
 

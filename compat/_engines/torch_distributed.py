@@ -13,7 +13,7 @@ from .._ranks import rendezvous
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    pass
+    from typing import Any
 
 
 class TorchDistributed(_engines.Engine):
@@ -25,7 +25,14 @@ class TorchDistributed(_engines.Engine):
         super().__init__(place)
         self.distributed = distributed
         self.last = None  # the exchange that all ranks did last
-        self.store = None  # type: Any
+        self.store: "Any" = None
+        # A rank 0 that is stopped has taken a connection, and never answers: the store's own limits
+        # do not see that.
+        with self.watched("to start", 2 * self.timeout, self._keeper()):
+            self._start()
+
+    def _start(self):
+        distributed, place = self.distributed, self.place
         limit = datetime.timedelta(seconds=self.timeout)
         if not distributed.is_initialized():
             cuda = sys.modules["torch"].cuda.is_available()
@@ -106,10 +113,8 @@ class TorchDistributed(_engines.Engine):
 
     def absent(self):
         """As far as the store still tells."""
-        kept_by_rank_0 = not rendezvous.torchrun_keeps_store(os.environ)
-        if self.store is None:  # it could not be reached
-            return [0] if kept_by_rank_0 and self.place.rank else []
-        unknown = [0] if kept_by_rank_0 else []
+        if self.store is None:  # it could not be reached, or the script has made the group
+            return [] if self.distributed.is_initialized() else self._keeper()
 
         def who_waits_not():
             others = [rank for rank in range(self.place.size) if rank != self.place.rank]
@@ -120,10 +125,14 @@ class TorchDistributed(_engines.Engine):
                     time.sleep(0.1)
                     others = [r for r in others if not self.store.check(["compat/waits/%d" % r])]
             except RuntimeError:  # the store has gone, too
-                return unknown
+                return self._keeper()
             return others
 
-        return _engines.answer(who_waits_not, 4.0, unknown)
+        return _engines.answer(who_waits_not, 4.0, self._keeper())
+
+    def _keeper(self):
+        """The rank that keeps the store, if it is another one."""
+        return [0] if self.place.rank and not rendezvous.torchrun_keeps_store(os.environ) else []
 
 
 def _store(distributed, place, limit):

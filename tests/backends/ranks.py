@@ -583,11 +583,32 @@ model.compile("sgd", "mse")
 model.fit(x, y, compat.local_batch_size(8), verbose=0, callbacks=[Stop()])
 """
 
+# Rank 0 takes connections then, and answers none.
+STOPPED_AT_START = """
+import os, signal
+import compat
+from compat._ranks import rendezvous
+compat.configure_gpu(gpus="cpu")
+listen = rendezvous.listen
 
-def check_stopped_rank_0(folder, backend):
+
+def stop(*arguments):
+    listening = listen(*arguments)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return listening
+
+
+rendezvous.listen = stop
+from compat import testing
+keras = testing.keras_under_test()
+compat.parallelize(keras.models.Sequential([keras.layers.Dense(1, input_shape=(6,))]))
+"""
+
+
+def check_stopped_rank_0(folder, backend, program=STOPPED):
     """It is named, though the others' questions to it, such as who waits as well, get no answer."""
     script = folder / "script.py"
-    script.write_text(STOPPED)
+    script.write_text(program)
     command = [sys.executable, "-m", "compat", "run", "-n", "3", "--timeout", "8", "--gpus", "cpu"]
     done = subprocess.run(
         command + ["--backend", backend, str(script)],

@@ -19,8 +19,11 @@ class TestTorchRanks(RanksContract):
     processes = True
 
 
-def test_a_rank_0_that_is_stopped_is_named(tmp_path):
-    ranks.check_stopped_rank_0(tmp_path, "torch")
+@pytest.mark.parametrize(
+    "program", [ranks.STOPPED, ranks.STOPPED_AT_START], ids=["trains", "starts"]
+)
+def test_a_rank_0_that_is_stopped_is_named(tmp_path, program):
+    ranks.check_stopped_rank_0(tmp_path, "torch", program)
 
 
 SPLIT = """
