@@ -1,4 +1,4 @@
-"""Which GPUs this machine has: asked without any framework."""
+"""Which GPUs this machine has, and how many cores: asked without any framework."""
 
 import os
 
@@ -299,3 +299,9 @@ def _json(text):
             except ValueError:
                 continue
     return None
+
+
+def usable_cores():
+    """How many of the machine's cores this process may use."""
+    usable = getattr(os, "sched_getaffinity", None)  # on Linux alone
+    return len(usable(0)) if usable else os.cpu_count() or 1

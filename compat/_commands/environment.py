@@ -85,14 +85,13 @@ def _add(problems, texts, command=None):
 
 
 def _system():
-    available = getattr(os, "sched_getaffinity", None)
     return {
         "platform": "{} {}".format(platform.system(), platform.release()),
         "machine": platform.machine(),
         "distribution": _distribution(),
         "libc": _libc(),
         "cores": os.cpu_count(),
-        "usable_cores": len(available(0)) if available else os.cpu_count(),
+        "usable_cores": _discovery.usable_cores(),
         "memory": _memory(),
         "memory_limit": _memory_limit(),
     }

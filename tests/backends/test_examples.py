@@ -107,7 +107,9 @@ def run(folder, kind, names, command=(), **environ):
         stderr=subprocess.STDOUT,
         universal_newlines=True,
     )
-    assert completed.returncode == 0, completed.stdout[-3000:]
+    assert completed.returncode == 0, "exit status {}, after:\n{}".format(
+        completed.returncode, completed.stdout[-3000:]
+    )
     return pickle.loads(results.read_bytes())
 
 

@@ -477,7 +477,12 @@ def test_environ():
         return backend.environ(Settings(devices, memory), given or {})
 
     assert environ(Devices()) == {"CUDA_VISIBLE_DEVICES": "-1"}
-    assert environ(Devices(simulated=2), Memory(fraction=0.5)) == {"CUDA_VISIBLE_DEVICES": "-1"}
+    simulated = {"CUDA_VISIBLE_DEVICES": "-1", "NPROC": "4000"}
+    assert environ(Devices(simulated=1000), Memory(fraction=0.5)) == simulated
+    assert environ(Devices(simulated=1000), given={"NPROC": "3999"}) == simulated
+    assert environ(Devices(simulated=1000), given={"NPROC": "all"}) == simulated
+    assert "NPROC" not in environ(Devices(simulated=1000), given={"NPROC": "4000"})
+    assert "NPROC" not in environ(Devices(simulated=1))
     gpus = Devices(["2", "0"], [2, 0])
     order = {"CUDA_VISIBLE_DEVICES": "2,0", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     assert environ(gpus) == order
@@ -618,6 +623,36 @@ def test_configured_after_the_import_and_before_the_first_operation():
         "keras.backend.set_floatx('float64')",
         "float64 [CpuDevice(id=0), CpuDevice(id=1)]",
     ]
+
+
+def test_simulated_devices_have_threads_for_steps_that_nobody_waits_for():
+    """XLA aborts where they have not: three processes of three did, with NPROC removed again."""
+    seconds = "--xla_cpu_collective_call_terminate_timeout_seconds"
+    printed = run(
+        """
+        import compat
+        compat.configure_gpu(simulate=3)
+        import jax
+        import numpy as np
+        from jax.sharding import NamedSharding, PartitionSpec
+
+        mesh = jax.sharding.Mesh(np.array(jax.devices()), ("batch",))
+        rows, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (["batch"], []))
+        x = jax.device_put(np.full((30, 64), 0.01, "float32"), rows)
+        w = jax.device_put(np.ones((64, 64), "float32"), whole)
+
+        @jax.jit
+        def step(w, x):
+            return w - 0.1 * (x.T @ (x @ w))
+
+        for _ in range(3000):
+            w = step(w, x)
+        print(abs(x @ w).max() < 0.64)
+        """,
+        NPROC="",
+        XLA_FLAGS=seconds + "=5",
+    )
+    assert printed == ["True"]
 
 
 def test_too_late_says_why():

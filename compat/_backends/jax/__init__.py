@@ -7,6 +7,8 @@ import os
 import sys
 
 from ... import _ranks, errors
+from ..._discovery import usable_cores
+from ..._numbers import whole_number
 from ...backend import Backend
 from . import sharding
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
 _FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _FRACTION_SINCE_2025 = "XLA_CLIENT_MEM_FRACTION"  # both at once are an error of JAX
+_THREADS = "NPROC"  # of XLA on the CPU; by default one for each core
 
 
 class JAX(Backend):
@@ -35,6 +38,7 @@ class JAX(Backend):
         "CUDA_VISIBLE_DEVICES",
         "CUDA_DEVICE_ORDER",
         "JAX_PLATFORMS",
+        _THREADS,
         "XLA_FLAGS",
         "XLA_PYTHON_CLIENT_PREALLOCATE",
         _FRACTION,
@@ -56,6 +60,8 @@ class JAX(Backend):
                 variables[_FRACTION] = "{:g}".format(memory.fraction)
             if not memory.grow and _FRACTION_SINCE_2025 in environ:
                 variables[_FRACTION_SINCE_2025] = None
+        if settings.devices.simulated > 1:
+            variables.update(_threads(settings.devices.simulated, environ))
         return variables
 
     def initialised(self) -> "Optional[str]":
@@ -216,6 +222,20 @@ def _check_devices_made(jax, settings):
         "Call it before the first model, variable or array is made, best before the first "
         "`import jax` or `import keras`.",
     )
+
+
+def _threads(devices, environ):
+    """Give XLA enough threads for so many CPU devices: ``_THREADS``, if it has to change.
+
+    A program on several CPU devices holds a thread for each until its last collective is done.
+    The same threads start the programs after it, and starting blocks once 32 are under way on a
+    device. XLA has as many threads as cores or devices, so that a few steps that nobody waits for
+    can take them all, and XLA aborts the process after 40 seconds (GetPjRtCpuClient and
+    CpuPjRtRawLoadedExecutable::Execute in xla/pjrt/cpu/cpu_client.cc). Four for each device let
+    three threads of Python start programs at once.
+    """
+    has = whole_number(environ.get(_THREADS, "")) or usable_cores()
+    return {_THREADS: str(4 * devices)} if has < 4 * devices else {}
 
 
 def _fraction(settings):
