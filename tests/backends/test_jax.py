@@ -477,11 +477,11 @@ def test_environ():
         return backend.environ(Settings(devices, memory), given or {})
 
     assert environ(Devices()) == {"CUDA_VISIBLE_DEVICES": "-1"}
-    simulated = {"CUDA_VISIBLE_DEVICES": "-1", "NPROC": "4000"}
+    simulated = {"CUDA_VISIBLE_DEVICES": "-1", "NPROC": "3000"}
     assert environ(Devices(simulated=1000), Memory(fraction=0.5)) == simulated
-    assert environ(Devices(simulated=1000), given={"NPROC": "3999"}) == simulated
+    assert environ(Devices(simulated=1000), given={"NPROC": "2999"}) == simulated
     assert environ(Devices(simulated=1000), given={"NPROC": "all"}) == simulated
-    assert "NPROC" not in environ(Devices(simulated=1000), given={"NPROC": "4000"})
+    assert "NPROC" not in environ(Devices(simulated=1000), given={"NPROC": "3000"})
     assert "NPROC" not in environ(Devices(simulated=1))
     gpus = Devices(["2", "0"], [2, 0])
     order = {"CUDA_VISIBLE_DEVICES": "2,0", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}

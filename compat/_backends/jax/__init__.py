@@ -231,11 +231,11 @@ def _threads(devices, environ):
     The same threads start the programs after it, and starting blocks once 32 are under way on a
     device. XLA has as many threads as cores or devices, so that a few steps that nobody waits for
     can take them all, and XLA aborts the process after 40 seconds (GetPjRtCpuClient and
-    CpuPjRtRawLoadedExecutable::Execute in xla/pjrt/cpu/cpu_client.cc). Four for each device let
-    three threads of Python start programs at once.
+    CpuPjRtRawLoadedExecutable::Execute in xla/pjrt/cpu/cpu_client.cc). Three for each device let
+    two threads of Python start programs at once; more slow small operations down.
     """
     has = whole_number(environ.get(_THREADS, "")) or usable_cores()
-    return {_THREADS: str(4 * devices)} if has < 4 * devices else {}
+    return {_THREADS: str(3 * devices)} if has < 3 * devices else {}
 
 
 def _fraction(settings):
