@@ -121,7 +121,10 @@ class Engine:
 
     @contextlib.contextmanager
     def watched(
-        self, what: str, seconds: "Optional[float]" = None, absent: "Sequence[int]" = ()
+        self,
+        what: str,
+        seconds: "Optional[float]" = None,
+        absent: "Callable[[], Sequence[int]]" = tuple,
     ) -> "Iterator[None]":
         """Within, the main thread waits for others in a way that cannot be interrupted.
 
@@ -130,7 +133,7 @@ class Engine:
         Arguments:
             what: what for, in a phrase.
             seconds: None: ``timeout``.
-            absent: the ranks that are not there then, as far as is known.
+            absent: called then; the ranks that are not there, as far as is known.
         """
         limit = self.timeout if seconds is None else seconds
         ended = threading.Event()
@@ -138,7 +141,7 @@ class Engine:
         def watch():
             if not ended.wait(limit):
                 problem = "{:g} seconds are over".format(limit)
-                print_for_main_thread(errors.rank_lost(self.place, what, absent, problem))
+                print_for_main_thread(errors.rank_lost(self.place, what, absent(), problem))
                 os._exit(1)
 
         threading.Thread(target=watch, daemon=True).start()

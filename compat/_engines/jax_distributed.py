@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import os
 import pickle
+import socket
 import threading
 import time
 
@@ -17,6 +18,8 @@ _LOOK = 0.2
 _ANSWER = 2.0
 # How long one that gives up waits for the others to do so, in seconds.
 _GIVE_UP = 3.0
+# How much longer than the others rank 0 waits to start, and JAX itself then, in seconds.
+_LATER, _SPARE = 1.0, 10.0
 
 
 class JaxDistributed(_engines.Engine):
@@ -50,14 +53,18 @@ class JaxDistributed(_engines.Engine):
         ):
             if hasattr(jax.config, name):
                 jax.config.update(name, value)
+        # JAX aborts a process that waits in vain. Rank 0 is the last to give up: it keeps the
+        # service, and without it JAX aborts the others.
+        limit = self.timeout + (0.0 if place.rank else _LATER)
         try:
-            jax.distributed.initialize(
-                num_processes=place.size,
-                process_id=place.rank,
-                local_device_ids=[0],  # the one that configure_gpu() has left visible
-                initialization_timeout=int(self.timeout),
-                **addresses,
-            )
+            with self.watched("to start", limit, lambda: _silent(place, host, port)):
+                jax.distributed.initialize(
+                    num_processes=place.size,
+                    process_id=place.rank,
+                    local_device_ids=[0],  # the one that configure_gpu() has left visible
+                    initialization_timeout=int(limit + _SPARE),
+                    **addresses,
+                )
         except RuntimeError as error:
             raise errors.rank_lost(place, "to start", [], str(error).split("\n")[0]) from error
         self.check_size(jax.process_count())
@@ -211,3 +218,14 @@ class JaxDistributed(_engines.Engine):
         thread = threading.Thread(target=self.store.get_live_nodes, args=(everyone,), daemon=True)
         thread.start()
         thread.join(self.timeout)
+
+
+def _silent(place, host, port):
+    """Rank 0, where its service does not answer at once: a server of HTTP/2 speaks first."""
+    if place.rank == 0:
+        return []
+    try:
+        with socket.create_connection((host, port), _ANSWER) as connection:
+            return [] if connection.recv(1) else [0]
+    except OSError:
+        return [0]

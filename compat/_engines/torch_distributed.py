@@ -28,7 +28,7 @@ class TorchDistributed(_engines.Engine):
         self.store: "Any" = None
         # A rank 0 that is stopped has taken a connection, and never answers: the store's own limits
         # do not see that.
-        with self.watched("to start", 2 * self.timeout, self._keeper()):
+        with self.watched("to start", 2 * self.timeout, self._keeper):
             self._start()
 
     def _start(self):

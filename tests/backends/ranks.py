@@ -588,7 +588,6 @@ STOPPED_AT_START = """
 import os, signal
 import compat
 from compat._ranks import rendezvous
-compat.configure_gpu(gpus="cpu")
 listen = rendezvous.listen
 
 
@@ -599,6 +598,7 @@ def stop(*arguments):
 
 
 rendezvous.listen = stop
+compat.configure_gpu(gpus="cpu")
 from compat import testing
 keras = testing.keras_under_test()
 compat.parallelize(keras.models.Sequential([keras.layers.Dense(1, input_shape=(6,))]))

@@ -1,5 +1,8 @@
 """Ranks on JAX: jax.distributed."""
 
+import subprocess
+import sys
+
 import pytest
 
 from compat.testing.ranks import RanksContract
@@ -16,8 +19,45 @@ class TestJAXRanks(RanksContract):
     trials = (("dense", "sgd"), ("lstm", "sgd"), ("multi", "adam"))
 
 
-def test_a_rank_0_that_is_stopped_is_named(tmp_path):
-    ranks.check_stopped_rank_0(tmp_path, "jax")
+@pytest.mark.parametrize(
+    "program", [ranks.STOPPED, ranks.STOPPED_AT_START], ids=["trains", "starts"]
+)
+def test_a_rank_0_that_is_stopped_is_named(tmp_path, program):
+    ranks.check_stopped_rank_0(tmp_path, "jax", program)
+
+
+def test_a_rank_that_never_comes_is_named(tmp_path):
+    """JAX itself aborts the others, as if they were at fault."""
+    script = tmp_path / "script.py"
+    script.write_text(NEVER_COMES)
+    command = [sys.executable, "-m", "compat", "run", "-n", "3", "--timeout", "8", "--gpus", "cpu"]
+    done = subprocess.run(
+        command + ["--backend", "jax", str(script)],
+        stderr=subprocess.PIPE,
+        universal_newlines=True,
+        timeout=120,
+    )
+    assert done.returncode == 1
+    said = done.stderr.splitlines()
+    assert said.count(
+        "compat run: rank 2 of 3 did not come to the others, which waited for it; the others "
+        "were ended."
+    )
+    assert said[-1] in (
+        "compat.errors.RankLostError: Rank {} of 3 waited to start, but another rank failed, ended "
+        "or did not come: {} seconds are over. Look at what another rank printed. (COMPAT_TIMEOUT, "
+        "or compat run --timeout, sets how many seconds ranks wait.)".format(*numbers)
+        for numbers in ((0, 9), (1, 8))  # rank 0 is the last to give up
+    )
+
+
+NEVER_COMES = """
+import os, signal
+import compat
+if os.environ["COMPAT_RANK"] == "2":
+    os.kill(os.getpid(), signal.SIGSTOP)
+compat.configure_gpu(gpus="cpu")
+"""
 
 
 PRECISIONS = """
