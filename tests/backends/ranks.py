@@ -605,21 +605,27 @@ compat.parallelize(keras.models.Sequential([keras.layers.Dense(1, input_shape=(6
 """
 
 
-def check_stopped_rank_0(folder, backend, program=STOPPED):
-    """It is named, though the others' questions to it, such as who waits as well, get no answer."""
+def what_a_failed_job_says(folder, backend, program, size=3, timeout=8):
+    """What ``compat run`` prints as errors for a program some of whose ranks do not go on."""
     script = folder / "script.py"
     script.write_text(program)
-    command = [sys.executable, "-m", "compat", "run", "-n", "3", "--timeout", "8", "--gpus", "cpu"]
+    command = [sys.executable, "-m", "compat", "run", "-n", str(size), "--timeout", str(timeout)]
     done = subprocess.run(
-        command + ["--backend", backend, str(script)],
+        command + ["--gpus", "cpu", "--backend", backend, str(script)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         universal_newlines=True,
         timeout=120,
     )
     assert done.returncode == 1
-    assert ", but rank 0 failed, ended or did not come: " in done.stderr
-    (verdict,) = [line for line in done.stderr.splitlines() if line.endswith("others were ended.")]
+    return done.stderr
+
+
+def check_stopped_rank_0(folder, backend, program=STOPPED):
+    """It is named, though the others' questions to it, such as who waits as well, get no answer."""
+    said = what_a_failed_job_says(folder, backend, program)
+    assert ", but rank 0 failed, ended or did not come: " in said
+    (verdict,) = [line for line in said.splitlines() if line.endswith("others were ended.")]
     assert verdict in (
         "compat run: rank 0 of 3 did not come to the others, which waited for it; the others were "
         "ended.",

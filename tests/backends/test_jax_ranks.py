@@ -1,8 +1,5 @@
 """Ranks on JAX: jax.distributed."""
 
-import subprocess
-import sys
-
 import pytest
 
 from compat.testing.ranks import RanksContract
@@ -28,17 +25,7 @@ def test_a_rank_0_that_is_stopped_is_named(tmp_path, program):
 
 def test_a_rank_that_never_comes_is_named(tmp_path):
     """JAX itself aborts the others, as if they were at fault."""
-    script = tmp_path / "script.py"
-    script.write_text(NEVER_COMES)
-    command = [sys.executable, "-m", "compat", "run", "-n", "3", "--timeout", "8", "--gpus", "cpu"]
-    done = subprocess.run(
-        command + ["--backend", "jax", str(script)],
-        stderr=subprocess.PIPE,
-        universal_newlines=True,
-        timeout=120,
-    )
-    assert done.returncode == 1
-    said = done.stderr.splitlines()
+    said = ranks.what_a_failed_job_says(tmp_path, "jax", NEVER_COMES).splitlines()
     assert said.count(
         "compat run: rank 2 of 3 did not come to the others, which waited for it; the others "
         "were ended."

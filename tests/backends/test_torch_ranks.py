@@ -1,8 +1,6 @@
 """Ranks on torch: torch.distributed."""
 
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -883,26 +881,20 @@ def test_what_ranks_do_not_have_in_common_is_an_error(tmp_path):
     }
 
 
+NEVER_COME = """
+import time, torch, compat
+time.sleep(100 if compat.rank() % 3 else 0)
+compat.configure_gpu(gpus="cpu", backend="torch")
+compat.parallelize(torch.nn.Linear(2, 1))
+"""
+
+
 def test_ranks_that_never_come_are_named(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import time, torch, compat\n"
-        "time.sleep(100 if compat.rank() % 3 else 0)\n"
-        "compat.configure_gpu(gpus='cpu', backend='torch')\n"
-        "compat.parallelize(torch.nn.Linear(2, 1))\n"
-    )
-    command = [sys.executable, "-m", "compat", "run", "-n", "4", "--timeout", "5", "--gpus", "cpu"]
-    done = subprocess.run(
-        command + ["--backend", "torch", str(script)],
-        stderr=subprocess.PIPE,
-        universal_newlines=True,
-        timeout=90,
-    )
-    assert done.returncode == 1
+    said = ranks.what_a_failed_job_says(tmp_path, "torch", NEVER_COME, size=4, timeout=5)
     told = "waited to start, but ranks 1 and 2 failed, ended or did not come: wait timeout after "
-    assert told + "5000ms. Look at what ranks 1 and 2 printed." in done.stderr
+    assert told + "5000ms. Look at what ranks 1 and 2 printed." in said
     named = "compat run: rank [12] of 4 did not come to the others, which waited for it; the others"
-    assert re.search(named, done.stderr)
+    assert re.search(named, said)
 
 
 # State that is right without an error, and what each rank may have for itself.
