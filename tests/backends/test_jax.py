@@ -472,7 +472,7 @@ def test_parts_of_a_model_have_no_device_of_their_own(keras):
 # Configuring ----------------------------------------------------------------------------------
 
 
-def test_environ():
+def test_environ(monkeypatch):
     def environ(devices, memory=None, given=None):
         return backend.environ(Settings(devices, memory), given or {})
 
@@ -483,6 +483,9 @@ def test_environ():
     assert environ(Devices(simulated=1000), given={"NPROC": "all"}) == simulated
     assert "NPROC" not in environ(Devices(simulated=1000), given={"NPROC": "3000"})
     assert "NPROC" not in environ(Devices(simulated=1))
+    monkeypatch.setattr("compat._backends.jax.usable_cores", lambda: 64)
+    assert "NPROC" not in environ(Devices(simulated=2))
+    assert environ(Devices(simulated=2), given={"NPROC": "0"})["NPROC"] == "6"  # XLA reads 0
     gpus = Devices(["2", "0"], [2, 0])
     order = {"CUDA_VISIBLE_DEVICES": "2,0", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     assert environ(gpus) == order
@@ -626,7 +629,7 @@ def test_configured_after_the_import_and_before_the_first_operation():
 
 
 def test_simulated_devices_have_threads_for_steps_that_nobody_waits_for():
-    """XLA aborts where they have not: three processes of three did, with NPROC removed again."""
+    """With NPROC removed again, XLA aborted in each of three runs."""
     seconds = "--xla_cpu_collective_call_terminate_timeout_seconds"
     printed = run(
         """

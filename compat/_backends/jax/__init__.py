@@ -225,16 +225,18 @@ def _check_devices_made(jax, settings):
 
 
 def _threads(devices, environ):
-    """Give XLA enough threads for so many CPU devices: ``_THREADS``, if it has to change.
+    """The value of ``_THREADS`` that gives XLA enough threads for so many CPU devices, if needed.
 
-    A program on several CPU devices holds a thread for each until its last collective is done.
-    The same threads start the programs after it, and starting blocks once 32 are under way on a
-    device. XLA has as many threads as cores or devices, so that a few steps that nobody waits for
-    can take them all, and XLA aborts the process after 40 seconds (GetPjRtCpuClient and
-    CpuPjRtRawLoadedExecutable::Execute in xla/pjrt/cpu/cpu_client.cc). Three for each device let
-    two threads of Python start programs at once; more slow small operations down.
+    A program on N CPU devices occupies N threads until its last collective is done. The same
+    threads launch the next programs, and a launch blocks while 32 programs are in flight on its
+    device. By default XLA has one thread per core or per device: steps that are launched without
+    waiting for their results can block them all, and XLA then aborts the process after 40 seconds
+    (GetPjRtCpuClient and CpuPjRtRawLoadedExecutable::Execute in xla/pjrt/cpu/cpu_client.cc).
+    With three per device, two Python threads can launch programs at the same time; more than
+    that would slow down small operations.
     """
-    has = whole_number(environ.get(_THREADS, "")) or usable_cores()
+    asked = environ.get(_THREADS)
+    has = usable_cores() if asked is None else whole_number(asked) or 0
     return {_THREADS: str(3 * devices)} if has < 3 * devices else {}
 
 
