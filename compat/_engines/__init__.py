@@ -133,7 +133,7 @@ class Engine:
         Arguments:
             what: what for, in a phrase.
             seconds: None: ``timeout``.
-            absent: called then; the ranks that are not there, as far as is known.
+            absent: returns the ranks that are known to be missing; called after these seconds.
         """
         limit = self.timeout if seconds is None else seconds
         ended = threading.Event()

@@ -18,8 +18,10 @@ _LOOK = 0.2
 _ANSWER = 2.0
 # How long one that gives up waits for the others to do so, in seconds.
 _GIVE_UP = 3.0
-# How much longer than the others rank 0 waits to start, and JAX itself then, in seconds.
-_LATER, _SPARE = 1.0, 10.0
+# How much longer than the other ranks rank 0 waits to start, in seconds.
+_LATER = 1.0
+# How much longer than compat JAX itself waits to start, in seconds.
+_SPARE = 10.0
 
 
 class JaxDistributed(_engines.Engine):
@@ -53,8 +55,8 @@ class JaxDistributed(_engines.Engine):
         ):
             if hasattr(jax.config, name):
                 jax.config.update(name, value)
-        # JAX aborts a process that waits in vain. Rank 0 is the last to give up: it keeps the
-        # service, and without it JAX aborts the others.
+        # JAX aborts a process when its own timeout is over, so compat's comes first. Rank 0 gives
+        # up last: it runs the service, and JAX aborts ranks that lose the service.
         limit = self.timeout + (0.0 if place.rank else _LATER)
         try:
             with self.watched("to start", limit, lambda: _silent(place, host, port)):
@@ -221,7 +223,7 @@ class JaxDistributed(_engines.Engine):
 
 
 def _silent(place, host, port):
-    """Rank 0, where its service does not answer at once: a server of HTTP/2 speaks first."""
+    """Rank 0, if its service does not respond: an HTTP/2 server sends the first bytes."""
     if place.rank == 0:
         return []
     try:

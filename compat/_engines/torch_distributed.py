@@ -26,8 +26,8 @@ class TorchDistributed(_engines.Engine):
         self.distributed = distributed
         self.last = None  # the exchange that all ranks did last
         self.store: "Any" = None
-        # A rank 0 that is stopped has taken a connection, and never answers: the store's own limits
-        # do not see that.
+        # A stopped rank 0 still accepts connections but never answers, which the store's own
+        # timeouts do not cover.
         with self.watched("to start", 2 * self.timeout, self._keeper):
             self._start()
 

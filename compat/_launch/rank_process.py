@@ -40,9 +40,10 @@ _PART = 1000
 _IDLE = 0.3
 # How long a rank that was told to end may take.
 _GRACE = 5.0
-# How long a rank that only lost others delays its own end, by whether it knows them: what they say
-# is reported first, and those that do not know either say so, which leaves the lost ones.
-_HOLD = {True: 2.0, False: 5.0}
+# How long a rank that only lost others delays its own end, so that theirs are reported first. One
+# that does not know which ranks it lost waits for longer: the others that were waiting report that
+# too, and compat run names a rank that did not.
+_HOLD, _HOLD_UNKNOWN = 2.0, 5.0
 # How long ranks may take to end after Ctrl-C: they may be saving what they have.
 INTERRUPT_GRACE = 60.0
 
@@ -218,7 +219,7 @@ class _Rank:
             self.send_line(TRACEBACK, line)
         self.send(END, json.dumps(record))
         if lost and not self.terminated:
-            time.sleep(_HOLD[bool(lost.group(1))])
+            time.sleep(_HOLD if lost.group(1) else _HOLD_UNKNOWN)
         if self.interrupted:
             self.wait_to_be_terminated()
         return status

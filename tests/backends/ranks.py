@@ -615,7 +615,7 @@ def what_a_failed_job_says(folder, backend, program, size=3, timeout=8):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         universal_newlines=True,
-        timeout=120,
+        timeout=90,
     )
     assert done.returncode == 1
     return done.stderr
