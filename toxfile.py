@@ -72,11 +72,8 @@ def _begin(tox_env):
     if tox_env.name not in BEGAN:
         BEGAN[tox_env.name] = time.time()
         if not PART:
-            results = tox_env.core["work_dir"] / "results"
-            for ending in (".xml", ".again.xml", ".fuzz.xml", ".json"):
-                path = results / (tox_env.name + ending)
-                if path.exists():
-                    path.unlink()
+            for path in (tox_env.core["work_dir"] / "results").glob(tox_env.name + ".*"):
+                path.unlink()
 
 
 @impl

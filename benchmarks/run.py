@@ -32,6 +32,17 @@ FIGURES = {  # name -> environment, command
     "scaling": ("py311-tensorflow", "python benchmarks/scaling.py"),
     "import": ("py311-tensorflow", "python benchmarks/import_time.py"),
 }
+#: What trials take of the first step, by the backends' names in ``first_step.py``.
+TRIALS = {
+    "trial-tensorflow1": "py37-tensorflow1-keras224",
+    "trial-tensorflow2": "py311-tensorflow",
+    "trial-torch": "py311-torch",
+    "trial-mxnet": "py37-mxnet",
+    "trial-theano": "py37-theano",
+}
+for _name, _environment in TRIALS.items():
+    _command = "python benchmarks/first_step.py --backend " + _name.partition("-")[2]
+    FIGURES[_name] = _environment, _command
 
 #: Why goals above the bound are not met, as far as it is known, by the rows' names.
 REASONS = {

@@ -112,6 +112,20 @@ def starting(results):
         yield [title] + ["{:.3f}".format(n) for n in (plain, ours, found[name]["ratio"])]
 
 
+def trials(results):
+    yield ["backend", "model", "first step, seconds", "trial, seconds", "share"]
+    for name in run.TRIALS:
+        for work, (step, trial) in results["figures"][name].items():
+            share = "{:.0%}".format(trial / step)
+            yield [
+                name.partition("-")[2],
+                work,
+                "{:.2f}".format(step),
+                "{:.2f}".format(trial),
+                share,
+            ]
+
+
 def sections(results):
     """The text of each marked part of the page."""
     return {
@@ -121,6 +135,7 @@ def sections(results):
         "many": markdown(many_models(results)),
         "bytes": markdown(bytes_across_devices(results)),
         "starting": markdown(starting(results)),
+        "trials": markdown(trials(results)),
         "clusters": markdown(cluster_model.table()),
     }
 

@@ -1,6 +1,7 @@
 """The command line: ``python -m compat``, also ``python -m keras_gpu_compat`` and ``compat``."""
 
 import argparse
+import os
 import sys
 
 from . import __version__, errors
@@ -58,6 +59,7 @@ exit status: 0 the same numbers, 1 other numbers, 2 the comparison could not be 
 
 def main(arguments=None):
     """Run one command and return its exit status."""
+    _open_standard_streams()
     parser = _parser()
     parsed, unknown = parser.parse_known_args(arguments)
     if parsed.command is None:
@@ -65,12 +67,29 @@ def main(arguments=None):
     if unknown:  # the command's usage, not that of all
         parsed.parser.error("unrecognized arguments: " + " ".join(unknown))
     try:
-        return parsed.run(parsed)
+        status = parsed.run(parsed)
+        sys.stdout.flush()
+        return status
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # whoever reads has enough, as `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left is flushed at the end
+        return 128 + 13  # SIGPIPE
     except errors.CompatError as error:
         print("compat {}: {}".format(parsed.command, error), file=sys.stderr)
         return 2
+
+
+def _open_standard_streams():
+    """Have standard streams that are closed lead nowhere, here and in what this process starts.
+
+    The next file that is opened would get such a stream's number, and what libraries print.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            number = os.open(os.devnull, os.O_RDWR)  # the lowest that is free: this stream's
+            os.set_inheritable(number, True)
+            setattr(sys, name, open(number, mode, closefd=False))
 
 
 def _parser():
@@ -298,23 +317,7 @@ def _run(arguments):
     script = _script(arguments)
     if not script:
         arguments.parser.error("a script is needed, or -m and a module")
-    return run_script.run(
-        script,
-        arguments.gpus,
-        arguments.backend,
-        arguments.python,
-        arguments.ranks,
-        arguments.timeout,
-        arguments.hosts,
-        arguments.simulate,
-        arguments.parallelize,
-        arguments.report,
-        arguments.report_json,
-        arguments.timeline,
-        arguments.quiet,
-        arguments.log_dir,
-        arguments.max_restarts,
-    )
+    return run_script.run(script, arguments)
 
 
 # test -----------------------------------------------------------------------------------------

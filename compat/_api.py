@@ -9,13 +9,14 @@ from ._settings import (
     parse_floatx,
     parse_memory,
     parse_simulate,
+    parse_switch,
     parse_verify,
     simulated_from_outside,
 )
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, ContextManager, List, Optional, Sequence, Tuple, Union
+    from typing import Any, ContextManager, Optional, Sequence, Union
 
     Gpus = Union[None, int, str, Sequence[Union[int, str]]]
 
@@ -27,7 +28,7 @@ def configure_gpu(
     memory: "Union[None, float, str]" = None,
     floatx: "Optional[str]" = None,
     simulate: "Optional[int]" = None,
-    verify: "Optional[int]" = None,
+    verify: "Union[int, str, None]" = None,
     persist: bool = False,
     strict: bool = False,
     parallelize: bool = False,
@@ -48,18 +49,22 @@ def configure_gpu(
         backend: "theano", "tensorflow", "mxnet", ...; None: the one that Keras will use.
         memory: "grow" or "growth" (take memory as needed), a fraction of each GPU (0.5), or a
             size per GPU ("4GiB"). Each backend maps it to its own setting or says that it cannot.
-        floatx: "float16", "float32" or "float64", for Keras and the backend.
+        floatx: "float16", "float32", "float64" or, of Keras 3, "bfloat16", for Keras and the
+            backend.
         simulate: this many CPU devices stand in for GPUs, to test a script for several GPUs
             where there is none.
         verify: how many training steps of each parallelized model, and its first evaluation and
-            prediction, are also done on one device from the same state and compared; None: what
-            the variable ``COMPAT_VERIFY`` says, else 1 under ``simulate``, and 0 on GPUs.
+            prediction, are also done on one device from the same state and compared; "every 100":
+            one training step in 100, for as long as training goes on. None: what the variable
+            ``COMPAT_VERIFY`` says, else 1 under ``simulate``, and 0 on GPUs.
         persist: also write the settings to the backend's configuration file, where it has one
             (Theano's ``.theanorc``).
-        strict: fewer devices than asked for are an error, not a warning.
+        strict: raise an error, instead of warning, for fewer devices than asked for, for a model
+            that would run whole, and with ``parallelize=True`` for one that cannot be parallelized.
         parallelize: every Keras model that is compiled from now on is given to ``parallelize()``
             first. A model that the script gives to ``parallelize()`` itself, or that it builds
-            under a strategy of TensorFlow's or ``keras.distribution``, is left as it is.
+            under a strategy of TensorFlow's or ``keras.distribution``, is left as it is; so is one
+            that cannot be parallelized, with a warning.
         **options: settings of single backends, such as ``log_device_placement`` for TensorFlow 1;
             a backend that does not know an option of another one says so in the report.
 
@@ -85,9 +90,10 @@ def configure_gpu(
         applied.append(text.format(from_outside, gpus))
         selection, simulate = _selection.parse_gpus(None), from_outside
     verify = parse_verify(verify, os.environ, simulate)
+    persist, strict = parse_switch("persist", persist), parse_switch("strict", strict)
+    parallelize = parse_switch("parallelize", parallelize)
     parsed = (
-        parse_memory(memory), parse_floatx(floatx), bool(persist), bool(strict), options, verify,
-        bool(parallelize),
+        parse_memory(memory), parse_floatx(floatx), persist, strict, options, verify, parallelize
     )  # fmt: skip
     _configuring.check_options(options, configure_gpu)
     chosen, reason = _detect.choose(backend)
@@ -142,11 +148,11 @@ def parallelize(model: "Any", gpus: "Gpus" = None, *, strategy: "Optional[str]" 
     return note_by_hand(_parallelize(model, gpus, strategy))
 
 
-def _parallelize_compiled(model):
+def _parallelize_compiled(model, gpus=None):
     """What ``configure_gpu(parallelize=True)`` does with a model that is about to be compiled."""
     from . import _ranks  # for start-up time
 
-    _parallelize(model)
+    _parallelize(model, gpus)
     if _ranks.own_place() is not None:
         from ._ranks import keras_model  # imports numpy
 
@@ -198,7 +204,11 @@ def _parallelize(model, gpus=None, strategy=None):
     if backend is None:
         raise errors.NotAModelError(
             "parallelize() takes a Keras model, a model of the backend's own kind, or a "
-            "function that builds one; it was given {!r}.".format(errors.class_of(model))
+            "function that builds one; it was given {}.".format(
+                "the class {!r} itself".format(model.__name__)
+                if isinstance(model, type)
+                else repr(errors.class_of(model))
+            )
         )
     if process.configuration is not None and process.configuration.backend != backend.name:
         raise errors.InvalidArgumentError(
@@ -207,6 +217,7 @@ def _parallelize(model, gpus=None, strategy=None):
                 backend.name, process.configuration.backend, backend.name
             )
         )
+    process.whole.pop(_name_of(model), None)
     if place is not None:
         return _reported(backend.distribute(model, place), str(place))
     devices = _chosen(backend, selection)
@@ -337,19 +348,14 @@ def backend_of(model):
 
 def _chosen(backend, selection):
     """The devices that ``selection`` asks for, of those that the backend has."""
-    devices, shortage = _among(backend.devices(), selection)
-    if shortage:
-        errors.warn(errors.fewer(shortage, ", ".join(devices), _is_strict()))
-    return devices
-
-
-def _among(devices: "List[str]", selection: "Any") -> "Tuple[List[str], Optional[Tuple[str, str]]]":
-    """Those of the configured devices that ``selection`` asks for, and what is short."""
+    devices = backend.devices()
     wanted = _wanted(devices, selection)
     chosen = [devices[position] for position in wanted if position < len(devices)]
-    if len(chosen) == len(wanted):
-        return chosen, None
-    return chosen or devices[:1], (str(selection), _these(devices))
+    if len(chosen) < len(wanted):
+        chosen = chosen or devices[:1]
+        shortage = str(selection), _these(devices)
+        errors.warn(errors.fewer(shortage, ", ".join(chosen), _is_strict()))
+    return chosen
 
 
 def _these(devices):

@@ -1,5 +1,6 @@
 """``configure_gpu(parallelize=True)``: every Keras model is parallelized when it is compiled."""
 
+import contextlib
 import functools
 import os
 import threading
@@ -34,7 +35,7 @@ BY_HAND = "_compat_by_hand"
 _compiling = threading.local()  # .depth: an old Sequential compiles another model inside
 
 
-def install(backend: "Backend", parallelize: "Callable[[Any], Any]") -> None:
+def install(backend: "Backend", parallelize: "Callable[..., Any]") -> None:
     """Call ``parallelize`` with every Keras model that is compiled from now on, before it is.
 
     Arguments:
@@ -43,19 +44,20 @@ def install(backend: "Backend", parallelize: "Callable[[Any], Any]") -> None:
     process.parallelizes_compiled = True
     environ = {name: os.environ.get(name) for name in backend.variables}
 
-    def before_compile(model, arguments):
+    def prepare(model, arguments):
         _warn_of_changes(environ)
         if BY_HAND in vars(model):
-            return
-        choice = _choice_of_script(model, arguments, backend)
-        if choice is None:
-            parallelize(model)
-        else:
+            return False
+        because = _choice_of_script(model, arguments, backend)
+        if because is None:
+            because = _obstacle(model, parallelize)
+        if because is not None:
             errors.warn(
-                "parallelize=True leaves the model {!r} as it is, because {}.".format(
-                    model.name, choice
+                "parallelize=True leaves the model {!r} as it is, because {}".format(
+                    model.name, because
                 )
             )
+        return because is None
 
     def patch(module):
         for name in _CLASSES:
@@ -64,45 +66,95 @@ def install(backend: "Backend", parallelize: "Callable[[Any], Any]") -> None:
             if owner is None or _patching.find(owner, "compile") is not None:
                 continue
             if "compile" in vars(owner):
-                value = _compiling_after(before_compile, vars(owner)["compile"])
+                value = _compiling_after(prepare, vars(owner)["compile"])
                 _patching.Patch(owner, "compile", value)
+                if hasattr(owner, "__setstate__"):
+                    value = _unpickling(prepare, owner.__setstate__)
+                    _patching.Patch(owner, "__setstate__", value)
 
     for name in _MODULES:
         _on_import.call(patch, name)
 
 
-def _compiling_after(before_compile, compile):
+@contextlib.contextmanager
+def _inside():
+    """Within, what is compiled is a part of another model, or becomes one."""
+    depth = getattr(_compiling, "depth", 0)
+    _compiling.depth = depth + 1
+    try:
+        yield
+    finally:
+        _compiling.depth = depth
+
+
+def _compiling_after(prepare, compile):
     @functools.wraps(compile)  # with its attributes: Keras marks the method as its own
     def compile_parallelized(model, *args, **kwargs):
-        depth = getattr(_compiling, "depth", 0)
-        if not depth:
-            before_compile(model, kwargs)
-        _compiling.depth = depth + 1
-        try:
-            return compile(model, *args, **kwargs)
-        finally:
-            _compiling.depth = depth
+        prepared = not getattr(_compiling, "depth", 0) and prepare(model, kwargs)
+        with _inside():
+            result = compile(model, *args, **kwargs)
+        if prepared and kwargs.get("jit_compile") is True:
+            prepare(model, kwargs)  # again: some backends refuse a model that is compiled so
+        return result
 
     return compile_parallelized
 
 
+def _unpickling(prepare, set_state):
+    """Keras 2 unpickles and compiles another model, whose attributes it copies to this one."""
+
+    @functools.wraps(set_state)
+    def set_state_parallelized(model, state):
+        with _inside():
+            set_state(model, state)
+        if getattr(model, "optimizer", None) is not None:
+            prepare(model, {})
+
+    return set_state_parallelized
+
+
+def _obstacle(model, parallelize):
+    """Why a model cannot be parallelized, as a sentence's end; None: it was.
+
+    Whatever is raised, the script would run without it: the model goes back to plain. Under
+    ``strict=True`` that is an error, and on ranks, each of which would train a model of its own.
+    """
+    try:
+        parallelize(model)
+        return None
+    except Exception as error:
+        configuration = process.configuration
+        if configuration is not None and (configuration.settings.strict or configuration.place):
+            raise
+        # In Keras 3 a layer may be a Trainer as well.
+        if isinstance(error, errors.NotAModelError):
+            return "its class is no keras.Model."
+        with contextlib.suppress(Exception):
+            parallelize(model, gpus=1)
+        if isinstance(error, errors.CompatError):
+            return "it cannot run on several devices: {}".format(error)
+        return "preparing it failed: {}: {}".format(type(error).__name__, error)
+
+
 def _choice_of_script(model, arguments, backend):
-    """What the script itself has chosen for a model that it compiles with these arguments."""
+    """What the script has chosen for a model that it compiles so, as a sentence's end."""
     if arguments.get("context") is not None:  # keras-mxnet
-        return "it is compiled with context={!r}".format(arguments["context"])
+        return "it is compiled with context={!r}.".format(arguments["context"])
     strategy = arguments.get("distribute")  # tf.keras before 1.14
     for name in ("_distribution_strategy", "distribute_strategy"):
         strategy = strategy or getattr(model, name, None)
     if getattr(strategy, "num_replicas_in_sync", 1) > 1:  # there is always a default one
-        return "it was built under a {}".format(type(strategy).__name__)
+        return "it was built under a {}.".format(type(strategy).__name__)
     distribution = getattr(_keras.keras_of(model), "distribution", None)
     if distribution is not None and distribution.distribution() is not None:
-        return "keras.distribution.set_distribution() was called"
+        return "keras.distribution.set_distribution() was called."
     if _wrappers.splits_batches(model):
-        return "it is a wrapper such as multi_gpu_model() makes, which splits batches itself"
+        return "it is a wrapper such as multi_gpu_model() makes, which splits batches itself."
+    if any(hasattr(tensor, "assign") for tensor in getattr(model, "inputs", None) or ()):
+        return "one of its inputs is a variable, which has no rows to divide."
     placed = backend.placed_parts(model)
     if placed:
-        return "parts of it were placed on {} by device()".format(", ".join(placed))
+        return "parts of it were placed on {} by device().".format(", ".join(placed))
     return None
 
 

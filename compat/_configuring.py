@@ -109,6 +109,7 @@ def _configure(
     chosen: "Backend", reason: str, settings: "Settings", place: "Optional[Place]"
 ) -> "Configuration":
     """Apply the settings, or leave the environment as it was and raise."""
+    _keras.check_floatx(settings.floatx, chosen)
     notes = (
         _detect.keras_elsewhere(chosen)
         + settings.devices.problems
@@ -123,8 +124,8 @@ def _configure(
             "persist=True writes nothing: {} reads no configuration file.".format(chosen.name)
         )
     undecided = settings.devices.undecided is not None
-    if settings.devices.shortage and not undecided:
-        notes.append(errors.fewer(settings.devices.shortage, settings.devices, settings.strict))
+    if not undecided:
+        notes += _shortage(settings.devices.shortage, settings.devices, settings)
     notes += chosen.overruled(settings, os.environ)
     variables = _detect.keras_variable(chosen, os.environ)
     if not chosen.initialised():
@@ -138,16 +139,12 @@ def _configure(
         if undecided:  # a backend that does not choose among its GPUs takes all that it lists
             gpus = [device for device in devices if "cpu" not in device.lower()]
             settings.devices.settle(len(gpus), restricted=True)
-            if settings.devices.shortage:
-                notes.append(
-                    errors.fewer(settings.devices.shortage, settings.devices, settings.strict)
-                )
-        if len(devices) < len(settings.devices) or _only_cpu(devices, settings):
-            shortage = (
-                str(settings.devices),
-                "{} sees {}".format(chosen.framework, ", ".join(devices)),
-            )
-            notes.append(errors.fewer(shortage, ", ".join(devices), settings.strict))
+            notes += _shortage(settings.devices.shortage, settings.devices, settings)
+        only_cpu = settings.devices.gpus and all("cpu" in device.lower() for device in devices)
+        if len(devices) < len(settings.devices) or only_cpu:
+            listed = ", ".join(devices)
+            seen = "{} sees {}".format(chosen.framework, listed)
+            notes += _shortage((str(settings.devices), seen), listed, settings)
         if settings.floatx:
             applied += _keras.set_floatx(settings.floatx, chosen)
     except BaseException:
@@ -167,5 +164,6 @@ def _set_environ(variables):
             os.environ[name] = value
 
 
-def _only_cpu(devices, settings):
-    return settings.devices.gpus and all("cpu" in device.lower() for device in devices)
+def _shortage(shortage, going_on_with, settings):
+    """The warning of a shortage, in a list, where there is one."""
+    return [errors.fewer(shortage, going_on_with, settings.strict)] if shortage else []

@@ -35,7 +35,15 @@ def choose(asked=None, environ=os.environ, typed=False):
     if keras:
         return _named(keras, reason, typed)
     if fitting:
-        raise _ambiguous_backend([backend.name for backend in fitting], typed)
+        names = [backend.name for backend in fitting]
+        if typed:
+            remedy = "Pass --backend, such as --backend {}, or set KERAS_BACKEND.".format(names[0])
+        else:
+            remedy = "Pass backend=..., set KERAS_BACKEND, or import keras first."
+        raise errors.AmbiguousBackendError(
+            "Several backends are installed and nothing says which one this script uses: {}. "
+            "{}".format(", ".join(names), remedy)
+        )
     raise _no_backend(environ)
 
 
@@ -108,10 +116,16 @@ def _candidates(name, reason):
     if not candidates:  # KERAS_BACKEND and ``compat run`` name the framework
         candidates = [b for b in _registry.plugins() if b.framework == name]
     if not candidates:
+        from . import _spelling  # for start-up time: it loads difflib
+
         known = {b.name for b in backends} | {b.framework for b in backends}
+        known.update(_registry.plugin_names())
+        meant = _spelling.closest(name, known)
         raise errors.InvalidArgumentError(
-            "{}, but compat does not know that backend. Known backends: {}.".format(
-                reason, ", ".join(sorted(known.union(_registry.plugin_names())))
+            "{}, but compat does not know that backend.{} Known backends: {}.".format(
+                reason,
+                " Did you mean {!r}?".format(meant) if meant else "",
+                ", ".join(sorted(known)),
             )
         )
     return candidates
@@ -120,33 +134,35 @@ def _candidates(name, reason):
 def _named(name, reason, typed):
     """The backend of that name, or the one for the installed version of that framework."""
     candidates = _candidates(name, reason)
-    for backend in candidates:
-        version = installed_version(backend)
-        if version and backend.accepts(version):
-            return backend, reason
+    for backend in _installed(candidates):
+        return backend, reason
     backend = candidates[0]  # all of one framework
     version = installed_version(backend)
-    if version is None:
-        others = [b.name for b in installed()]
-        extra = extra_of(candidates)
-        if not extra:  # a third party's
-            raise errors.NotInstalledError(
-                "{} is not installed, but {}. Choose another backend, or install it: pip install "
-                "{}.".format(backend.framework, reason, backend.distributions[0])
+    if version is not None:
+        known = [b.name for b in _registry.backends()]
+        raise errors.UnsupportedError(
+            "{} {} is installed, which no backend of compat accepts. Known backends: {}.".format(
+                backend.framework, version, ", ".join(known)
             )
-        if _extras.installs(extra):
-            raise errors.NotInstalledError(
-                "{} is not installed, but {}. {}, or install it: pip install "
-                '"keras-gpu-compat[{}]".'.format(
-                    backend.framework, reason, _other_backend(others, typed), extra
-                )
-            )
-        place = _extras.pythons(extra), "{}.{}".format(*_extras.here())
-        raise _not_installable(backend.framework, reason, extra, others, *place, typed=typed)
-    known = [b.name for b in _registry.backends()]
-    raise errors.UnsupportedError(
-        "{} {} is installed, which no backend of compat accepts. Known backends: {}.".format(
-            backend.framework, version, ", ".join(known)
+        )
+    extra = extra_of(candidates)
+    if not extra:  # a third party's
+        raise errors.NotInstalledError(
+            "{} is not installed, but {}. Choose another backend, or install it: pip install "
+            "{}.".format(backend.framework, reason, backend.distributions[0])
+        )
+    use = "Use --backend {}" if typed else "Use backend={!r}"
+    others = [use.format(b.name) for b in installed()] or ["Choose another backend"]
+    if _extras.installs(extra):
+        raise errors.NotInstalledError(
+            "{} is not installed, but {}. {}, or install it: pip install "
+            '"keras-gpu-compat[{}]".'.format(backend.framework, reason, others[0], extra)
+        )
+    here = "{}.{}".format(*_extras.here())
+    raise errors.NotInstalledError(
+        "{} is not installed, but {}. {}, or run the script on {}, where pip install "
+        '"keras-gpu-compat[{}]" brings it: this is Python {}.'.format(
+            backend.framework, reason, others[0], _extras.pythons(extra), extra, here
         )
     )
 
@@ -185,18 +201,13 @@ def _tensorflow_only(keras, version):
 
 
 def _keras_told(environ):
-    """What the standalone Keras was told to run on, and how; (None, None) if nothing was said."""
+    """What the standalone Keras was told to run on, and how; (None, None) if nothing was said.
+
+    Nothing is where its file names the default: Keras writes that by itself, whatever it runs on.
+    """
     running = _keras_running()
     if running:
         return running, "the imported keras runs on {}".format(running)
-    return _keras_settings(environ)
-
-
-def _keras_settings(environ):
-    """What the installed Keras reads, and where; (None, None) where nothing but its default is.
-
-    Keras writes its default into its file by itself, whatever it runs on.
-    """
     keras, version = installed_keras()
     if keras is None:
         return None, None
@@ -265,8 +276,8 @@ def problems(environ):
     asked = environ.get("KERAS_BACKEND")
     if asked not in (None, "", "tensorflow") and keras and _tensorflow_only(keras, version):
         found.append(
-            "KERAS_BACKEND={} is ignored: {} runs on TensorFlow only. Install another Keras, or "
-            "drop the variable: unset KERAS_BACKEND".format(asked, "{} {}".format(keras, version))
+            "KERAS_BACKEND={} is ignored: {} {} runs on TensorFlow only. Install another Keras, or "
+            "drop the variable: unset KERAS_BACKEND".format(asked, keras, version)
         )
     return found
 
@@ -275,9 +286,8 @@ def keras_json(environ):
     """Where Keras looks for its configuration file (``keras/backend/__init__.py``)."""
     keras, version = installed_keras()
     home = environ.get("KERAS_HOME")
-    if home is None or (
-        keras == "keras" and _distributions.release(version) < (2, 2)
-    ):  # came with 2.2.0
+    is_read = keras != "keras" or _distributions.release(version) >= (2, 2)
+    if home is None or not is_read:
         parent = os.path.expanduser("~")
         home = os.path.join(parent if os.access(parent, os.W_OK) else "/tmp", ".keras")
     return os.path.expanduser(os.path.join(home, "keras.json"))
@@ -315,32 +325,3 @@ def installed_version(backend):
     if isinstance(version, str):
         return version
     return _distributions.version(*backend.distributions)
-
-
-def _ambiguous_backend(fitting, typed=False):
-    """``typed``: for a command, not for a call."""
-    if typed:
-        remedy = "Pass --backend, such as --backend {}, or set KERAS_BACKEND.".format(fitting[0])
-    else:
-        remedy = "Pass backend=..., set KERAS_BACKEND, or import keras first."
-    return errors.AmbiguousBackendError(
-        "Several backends are installed and nothing says which one this script uses: {}. {}".format(
-            ", ".join(fitting), remedy
-        )
-    )
-
-
-def _not_installable(framework, reason, extra, others, pythons, python, typed=False):
-    """``typed``: for a command, not for a call."""
-    choice = _other_backend(others, typed)
-    return errors.NotInstalledError(
-        "{} is not installed, but {}. {}, or run the script on {}, where pip install "
-        '"keras-gpu-compat[{}]" brings it: this is Python {}.'.format(
-            framework, reason, choice, pythons, extra, python
-        )
-    )
-
-
-def _other_backend(others, typed):
-    use = "Use --backend {}" if typed else "Use backend={!r}"
-    return use.format(others[0]) if others else "Choose another backend"

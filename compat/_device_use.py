@@ -25,11 +25,13 @@ def report() -> "Report":
 
     configuration, place = process.configuration, _ranks.own_place()
     names, peaks, loads = [], {}, []
+    models = {name: ", ".join(devices) for name, devices in process.parallelized_before}
     if configuration is not None:
         names, peaks = configuration.devices, _api.configured_backend().memory_peaks()
         loads = configuration.settings.devices.loads()
+        models.update(configuration.parallelized)
     rank = None if place is None else place.rank
-    return _report.of_this_process(names, rank, _report.models_parallelized(), peaks, loads)
+    return _report.of_this_process(names, rank, models, peaks, loads)
 
 
 def timeline(path: str) -> "ContextManager[None]":

@@ -2,12 +2,9 @@
 
 from . import errors
 from ._discovery import CUDA, GPU, HIP, discover
-from ._selection import Selection, are, choose_among, invalid_gpus
+from ._numbers import whole_number
+from ._selection import Selection, any_mig, are, choose_among, invalid_gpus
 from ._visible import hip_entries, visible_entries
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    pass
 
 
 class Devices:
@@ -31,22 +28,6 @@ class Devices:
     ``settle()`` chooses once the framework has said how many there are.
     """
 
-    __slots__ = (
-        "gpus",
-        "positions",
-        "uuids",
-        "simulated",
-        "declined",
-        "shortage",
-        "problems",
-        "variable",
-        "reason",
-        "undecided",
-        "listed",
-        "place",
-        "bound",
-    )
-
     def __init__(
         self,
         gpus=(),
@@ -66,7 +47,7 @@ class Devices:
         self.simulated = simulated
         self.declined = declined
         self.shortage = shortage
-        self.problems = list(problems)
+        self.problems = list(map(errors.shortened, problems))
         self.variable = variable
         self.reason = reason
         self.undecided = undecided
@@ -184,16 +165,17 @@ class Devices:
 
     def memory_totals(self):
         """The memory of each of these GPUs, in bytes; 0 where the driver does not tell."""
-        machine = discover() or []
-        found = [_gpu_of(entry, machine) for entry in self.gpus]
-        return [gpu and gpu.memory_total or 0 for gpu in found]
+        return [gpu and gpu.memory_total or 0 for gpu in self._listed_by_driver()]
 
     def loads(self):
         """How busy the driver says that each of these GPUs is now, a share; None if unknown."""
-        machine = discover() or [] if self.gpus else []
-        found = [_gpu_of(entry, machine) for entry in self.gpus]
-        known = [None if gpu is None else gpu.utilization for gpu in found]
+        known = [gpu and gpu.utilization for gpu in self._listed_by_driver()]
         return [None if percent is None else percent / 100.0 for percent in known]
+
+    def _listed_by_driver(self):
+        """Each of these GPUs as the driver lists it now, or None."""
+        machine = discover() or [] if self.gpus else []
+        return [_gpu_of(entry, machine) for entry in self.gpus]
 
     def environ(self, environ):
         """The variables that show a process these GPUs and no other; none where undecided."""
@@ -255,7 +237,7 @@ def choose(selection, simulate, environ, discover=discover):
         if getattr(machine, "failures", None) and not devices.shortage:
             devices.shortage = str(selection), "no GPU is visible: " + "; ".join(machine.failures)
         return devices
-    if entries is None and (machine is None or (machine and _any_mig(selection))):
+    if entries is None and (machine is None or (machine and any_mig(selection.ids))):
         # Nothing tells what is there: trust the request, the framework will answer.
         return _trusting(selection)
     if entries is None:
@@ -271,7 +253,7 @@ def choose(selection, simulate, environ, discover=discover):
 def _why(machine, environ):
     why = [machine.why()] if getattr(machine, "why", None) and machine.why() else []
     why += ["{}={}".format(CUDA, environ[CUDA])] if CUDA in environ else []
-    return " ({})".format("; ".join(why)) if why else ""
+    return errors.shortened(" ({})".format("; ".join(why))) if why else ""
 
 
 def _chosen(selection, visible, problems, environ, said, variable=CUDA):
@@ -282,7 +264,7 @@ def _chosen(selection, visible, problems, environ, said, variable=CUDA):
     positions, shortage = choose_among(selection, visible, problems)
     if shortage:
         found = " ({}={})".format(said, environ[said]) if said else ""
-        shortage = str(selection), shortage + found
+        shortage = str(selection), errors.shortened(shortage + found)
     uuids = [gpu.uuid if gpu else "" for _, gpu in visible]
     return Devices(
         [visible[p][0] for p in positions],
@@ -330,7 +312,7 @@ def _is_bound(environ, place):
         on_node = environ.get("SLURM_STEP_GPUS", "") or environ.get("SLURM_JOB_GPUS", "")
         number = environ.get("SLURM_GPUS_ON_NODE", "").strip()
         counts = [on_node.count(",") + 1] if on_node else []
-        counts += [int(number)] if number.isdecimal() else []
+        counts += [whole_number(number) or 0]
         return any(count >= place.local_size for count in counts)
     if place.launcher == "jsrun":
         return True
@@ -341,28 +323,20 @@ def _is_bound(environ, place):
 def _choose_simulated(selection, simulate):
     if selection.kind == "none":
         return Devices(simulated=1)
-    if selection.kind in ("count", "free") and selection.count:
-        if selection.count > simulate:
-            raise _simulate_with_gpus(selection, simulate)
-        return Devices(simulated=selection.count)
-    if selection.kind == "ids":
-        if any(not isinstance(i, int) or i >= simulate for i in selection.ids):
-            raise _simulate_with_gpus(selection, simulate)
-        return Devices(simulated=len(selection.ids))
-    return Devices(simulated=simulate)
-
-
-def _any_mig(selection):
-    return any(isinstance(wanted, str) and wanted.startswith("MIG-") for wanted in selection.ids)
+    ids = selection.ids or range(selection.count or simulate)
+    if any(not isinstance(i, int) or i >= simulate for i in ids):
+        raise errors.InvalidArgumentError(
+            "{} asks for a device that simulate={} does not have. Simulated devices are numbered "
+            "from 0; ask for at most {}, or leave gpus out.".format(selection, simulate, simulate)
+        )
+    return Devices(simulated=len(ids))
 
 
 def _trusting(selection):
     ids = selection.ids or range(selection.count or 1)
     if len(set(map(type, ids))) > 1:
-        raise invalid_gpus(
-            list(ids),
-            "CUDA cannot mix ids and names, and nothing tells which GPUs there are",
-        )
+        mixed = "CUDA cannot mix ids and names, and nothing tells which GPUs there are"
+        raise invalid_gpus(list(ids), mixed)
     unknown = selection.kind in ("all", "free")
     shortage = (str(selection), "nothing tells which GPUs there are") if unknown else None
     return Devices(map(str, ids), range(len(ids)), shortage=shortage)
@@ -373,10 +347,3 @@ def _gpu_of(entry, machine):
         if gpu.uuid and gpu.matches(entry) or entry == str(gpu.index):
             return gpu
     return None
-
-
-def _simulate_with_gpus(selection, simulate):
-    return errors.InvalidArgumentError(
-        "{} asks for a device that simulate={} does not have. Simulated devices are numbered "
-        "from 0; ask for at most {}, or leave gpus out.".format(selection, simulate, simulate)
-    )

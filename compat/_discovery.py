@@ -4,10 +4,6 @@ import os
 
 from ._numbers import whole_number
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import List
-
 CUDA = "CUDA_VISIBLE_DEVICES"
 HIP = "HIP_VISIBLE_DEVICES"  # of AMD's GPUs
 
@@ -37,10 +33,8 @@ class GPU:
 
     def unknown(self):
         """What the driver does not tell of how busy this GPU is."""
-        known = {"memory": self.memory_used, "utilization": self.utilization}
-        if self.memory_total is None:
-            known["memory"] = None
-        return [name for name in sorted(known) if known[name] is None]
+        memory = self.memory_total is None or self.memory_used is None
+        return ["memory"] * memory + ["utilization"] * (self.utilization is None)
 
     def matches(self, entry):
         """Whether ``entry``, an id or the beginning of a UUID, names this GPU.
@@ -65,9 +59,9 @@ class Listing(list):
 
     def __init__(self):
         super().__init__()
-        self.missing: "List[str]" = []  # commands
-        self.answers: "List[str]" = []  # what others said, a phrase each
-        self.failures: "List[str]" = []  # a driver is installed, and does not work
+        self.missing = []  # type: list  # commands
+        self.answers = []  # type: list  # what others said, a phrase each
+        self.failures = []  # type: list  # a driver is installed, and does not work
 
     def why(self):
         """Why there are none, in half a sentence."""
@@ -84,11 +78,9 @@ def discover():
     where there is none of NVIDIA's, AMD's commands. Initialises no GPU and no framework.
     """
     listing = Listing()
-    asked = "NVML"
-    gpus = _nvml(_nvml_gpu)
+    gpus, asked = _nvml(_nvml_gpu), "NVML"
     if gpus is None:
-        asked = "nvidia-smi"
-        gpus = _from_nvidia_smi(listing)
+        gpus, asked = _from_nvidia_smi(listing), "nvidia-smi"
     if gpus == []:
         listing.answers.append(asked + " lists none")
     if gpus is None:
@@ -165,9 +157,8 @@ def busy():
 
 
 def _from_nvidia_smi(listing):
-    lines = _nvidia_smi(
-        "--query-gpu=index,uuid,name,memory.total,memory.used,utilization.gpu", listing
-    )
+    query = "--query-gpu=index,uuid,name,memory.total,memory.used,utilization.gpu"
+    lines = _nvidia_smi(query, listing)
     return lines and [_parse_gpu(line) for line in lines if line.count(",") == 5]
 
 

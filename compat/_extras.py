@@ -1,26 +1,29 @@
-"""Which extra of keras-gpu-compat brings a backend, on this Python. For the texts of errors."""
+"""The extras of keras-gpu-compat: which one brings a backend, on this Python."""
 
 import sys
 
-# The oldest and the newest Python on which each installs, as in docs/install.md. Extras that are
-# not here are those of third parties.
-PYTHONS = {
-    "cntk": ((3, 6), (3, 6)),
-    "jax": ((3, 11), (3, 13)),
-    "keras3": ((3, 11), (3, 13)),
-    "mxnet": ((3, 6), (3, 8)),
-    "mxnet15": ((3, 6), (3, 6)),
-    "mxnet16": ((3, 6), (3, 6)),
-    "tensorflow": ((3, 8), (3, 13)),
-    "tensorflow1": ((3, 6), (3, 7)),
-    "tensorflow112": ((3, 6), (3, 6)),
-    "tensorflow14": ((3, 6), (3, 6)),
-    "tensorflow20": ((3, 6), (3, 7)),
-    "tensorflow23": ((3, 6), (3, 7)),
-    "tf_keras": ((3, 11), (3, 13)),
-    "theano": ((3, 6), (3, 8)),
-    "torch": ((3, 11), (3, 13)),
+# By extra: the backend that it brings; the oldest and the newest Python on which it installs, as in
+# docs/install.md; and those on which it is tested, the rows of this project's tox.ini, which is not
+# installed with the package (tests/test_matrix.py compares them). Of those that bring the same
+# backend the one to take first is in front. Extras that are not here are those of third parties.
+TABLE = {
+    "tensorflow": ("tensorflow2", ((3, 8), (3, 13)), ((3, 8), (3, 11))),
+    "tensorflow23": ("tensorflow2", ((3, 6), (3, 7)), ((3, 7),)),
+    "tensorflow20": ("tensorflow2", ((3, 6), (3, 7)), ((3, 7),)),
+    "keras3": ("tensorflow2", ((3, 11), (3, 13)), ((3, 11), (3, 13))),
+    "tf_keras": ("tensorflow2", ((3, 11), (3, 13)), ((3, 11),)),
+    "tensorflow1": ("tensorflow1", ((3, 6), (3, 7)), ((3, 7),)),
+    "tensorflow112": ("tensorflow1", ((3, 6), (3, 6)), ((3, 6),)),
+    "tensorflow14": ("tensorflow1", ((3, 6), (3, 6)), ((3, 6),)),
+    "jax": ("jax", ((3, 11), (3, 13)), ((3, 11),)),
+    "torch": ("torch", ((3, 11), (3, 13)), ((3, 11),)),
+    "mxnet": ("mxnet", ((3, 6), (3, 8)), ((3, 7), (3, 8))),
+    "mxnet16": ("mxnet", ((3, 6), (3, 6)), ((3, 6),)),
+    "mxnet15": ("mxnet", ((3, 6), (3, 6)), ((3, 6),)),
+    "theano": ("theano", ((3, 6), (3, 8)), ((3, 6), (3, 7), (3, 8))),
+    "cntk": ("cntk", ((3, 6), (3, 6)), ((3, 6),)),
 }
+PYTHONS = {extra: pythons for extra, (_, pythons, _) in TABLE.items()}
 
 
 def here():

@@ -1,9 +1,17 @@
-"""Files in folders where others may have put something else in their place."""
+"""Files in folders where others may have put something else in their place; how compat writes."""
 
+import contextlib
 import errno
 import os
+import shutil
 import stat
 import tempfile
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import IO, Any, Iterator, Optional
+
+NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)  # Windows has none
 
 
 def plain(path: str, flags: int, mode: int = 0o666) -> int:
@@ -18,7 +26,7 @@ def plain(path: str, flags: int, mode: int = 0o666) -> int:
     try:
         mode = os.fstat(descriptor).st_mode
         if stat.S_ISDIR(mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+            raise _os_error(errno.EISDIR, path)
         if not stat.S_ISREG(mode):
             raise OSError(errno.EINVAL, "It is not a regular file", path)
     except BaseException:
@@ -27,34 +35,144 @@ def plain(path: str, flags: int, mode: int = 0o666) -> int:
     return descriptor
 
 
+# Writing --------------------------------------------------------------------------------------
+
+
 def check_writable(path: str) -> None:
     """Find out that a file can be written later; nothing is left.
 
     Raises:
-        OSError: its folder is not there or may not be written to, or a folder has its name.
+        OSError: its folder is not there or may not be written to, a folder has its name, or what
+            is there may not be written to.
     """
-    if os.path.isdir(path):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
-    handle, beside = _beside(path)
-    os.close(handle)
-    os.unlink(beside)
+    like = _there(path)
+    if is_replaced(path):
+        file = _beside(os.path.realpath(path), like)
+        file.close()
+        os.unlink(file.name)
 
 
 def write(path: str, text: str) -> None:
-    """Write a text file under another name, and rename: what is there is whole at any time."""
-    handle, beside = _beside(path)
+    """Write a text file, as ``written()``."""
+    with written(path) as file:
+        file.write(text.encode("utf-8"))
+
+
+@contextlib.contextmanager
+def written(path: str, like: "Optional[os.stat_result]" = None) -> "Iterator[IO[bytes]]":
+    """Yield a file to be filled, whose content ``path`` has in the end.
+
+    A regular file, or the one that a link leads to, is replaced as a whole, by one with its owner
+    and mode. All else (a FIFO, a device, /dev/stdout) stays, and is written to.
+
+    Arguments:
+        like: what a file that is not there yet is made like, as ``replacement()`` takes it.
+    """
+    there = _there(path)
+    if is_replaced(path):
+        with replacement(os.path.realpath(path), there or like) as file:
+            yield file
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        with open(os.path.join(folder, "content"), "w+b") as file:
+            yield file
+        with open(file.name, "rb") as content, open(path, "wb", opener=_through) as through:
+            shutil.copyfileobj(content, through)
+
+
+@contextlib.contextmanager
+def replacement(path: str, like: "Optional[os.stat_result]" = None) -> "Iterator[IO[bytes]]":
+    """Yield a new file to be filled, which takes the place of ``path`` in the end.
+
+    A crash leaves the old file or the new one, complete.
+
+    Arguments:
+        path: no link: it would not be followed.
+        like: ``os.stat()`` of the file whose mode and owner it is to have; None: a new one's.
+    """
+    _there(path)  # an error, where it may not be written to
+    file = _beside(path, like)
     try:
-        with open(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(beside, 0o666 & ~umask)
-        os.replace(beside, os.path.realpath(path))
+        with file:
+            yield file
+            file.flush()
+            if like is not None:
+                give(file.fileno() if os.chmod in os.supports_fd else file.name, like)
+            os.fsync(file.fileno())
+        os.replace(file.name, path)
     except BaseException:
-        os.unlink(beside)
+        with contextlib.suppress(OSError):
+            os.unlink(file.name)
         raise
+    _sync_folder(os.path.dirname(path))
 
 
-def _beside(path):
-    target = os.path.realpath(path)
-    return tempfile.mkstemp(".tmp", os.path.basename(target) + ".", os.path.dirname(target))
+def give(place: "Any", like: "os.stat_result") -> None:
+    """Give a file, by its descriptor or path, the mode of another, and its owner if permitted."""
+    if os.name == "posix" and (like.st_uid, like.st_gid) != (os.geteuid(), os.getegid()):
+        with contextlib.suppress(PermissionError):
+            os.chown(place, like.st_uid, like.st_gid)
+    os.chmod(place, stat.S_IMODE(like.st_mode))
+
+
+def _os_error(number, path):
+    return OSError(number, os.strerror(number), path)  # of the class for that number
+
+
+def _there(path):
+    """What ``os.stat()`` says of a file that may be written to; None: there is none."""
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return None
+    if stat.S_ISDIR(found.st_mode):
+        raise _os_error(errno.EISDIR, path)
+    if not os.access(path, os.W_OK):
+        raise _os_error(errno.EACCES, path)
+    return found
+
+
+def is_replaced(path: str) -> bool:
+    """Whether there is no file, or a regular one: all else (/dev/stdout, too) is written to."""
+    return not os.path.exists(path) or os.path.isfile(path) and _descriptor(path) is None
+
+
+def _descriptor(path):
+    """The number of this process's open file that /dev/stdout, /dev/fd/1 and the like name."""
+    folder, name = os.path.split(os.path.abspath(path))
+    if name.isdecimal() and os.path.realpath(folder) == os.path.realpath("/dev/fd"):
+        return int(name)
+    if os.path.islink(path):
+        return _descriptor(os.path.join(folder, os.readlink(path)))
+    return None
+
+
+def _through(path, flags):
+    """Open what is no regular file. An open file goes on where it is: opened anew it would be cut.
+
+    It is not created, which Linux refuses for another user's FIFO in /tmp.
+    """
+    print(end="", flush=True)  # it may be standard output, which there need not be
+    number = _descriptor(path)
+    return os.open(path, os.O_WRONLY) if number is None else os.dup(number)
+
+
+def _beside(path, like):
+    """A new file in the same folder, whose name nobody can foresee, and is never too long."""
+    rights = 0o666 if like is None else 0o600  # less what the process withholds (umask)
+    return open(
+        os.path.join(os.path.dirname(path), ".compat-{}.tmp".format(os.urandom(8).hex())),
+        "xb",
+        opener=lambda path, flags: os.open(path, flags | NOFOLLOW, rights),
+    )
+
+
+def _sync_folder(path):
+    """Make the change of name last through a power cut, where the system can."""
+    if os.name == "posix":
+        with contextlib.suppress(OSError):
+            folder = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)

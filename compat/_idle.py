@@ -3,12 +3,8 @@
 import os
 
 from ._discovery import GPU, busy
-from ._files import plain
+from ._files import NOFOLLOW, plain
 from ._process import process
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any, List
 
 
 def claim_idle(visible, count, problems):
@@ -26,51 +22,44 @@ def claim_idle(visible, count, problems):
         The positions; and for those not known to be idle, their entries and what is unknown.
     """
     computing = busy()
-    known: "List[Any]" = []
-    unknown: "List[Any]" = []
+    candidates = []
     for position, (entry, gpu) in enumerate(visible):
         if gpu is None or not gpu.uuid:  # a MIG instance, or a GPU that only the framework lists
             gpu = GPU(None, entry.replace("/", "-"))
-        missing = gpu.unknown() + (["processes"] if computing is None or gpu.index is None else [])
-        free = (gpu.memory_total or 0) - (gpu.memory_used or 0)
-        item = -free, position, gpu, entry, missing
-        if _claimed(gpu):
-            known.append((False,) + item)
-        elif not _is_busy(gpu, computing or []):
-            (unknown if missing else known).append((True,) + item)
-    claimed: "List[int]" = []
-    unsure = []
+        is_ours = _claimed(gpu)
+        missing = [] if is_ours else gpu.unknown()
+        if not is_ours and (computing is None or gpu.index is None):
+            missing.append("processes")
+        if is_ours or not _is_busy(gpu, computing or []):
+            free = (gpu.memory_total or 0) - (gpu.memory_used or 0)
+            order = bool(missing), not is_ours, -free, position
+            candidates.append((order, gpu, (position, entry, missing)))
+    taken = []  # type: list
     unclaimed = []
-    candidates = sorted(known, key=lambda i: i[:3]), sorted(unknown, key=lambda i: i[:3])
-    for which, items in enumerate(candidates):
-        wanted = count or (1 if which else len(visible))
-        for _, _, position, gpu, entry, missing in items:
-            if len(claimed) >= wanted:
-                break
-            try:
-                is_ours = _claim(gpu)
-            except OSError as error:
-                text = (
-                    "GPU {} is idle but cannot be claimed: {} cannot be locked ({}). "
-                    "Another job that asks for idle GPUs may take it, too. Choose GPUs by "
-                    "their ids, or have that file removed.".format(
-                        entry, _lock_path(gpu), getattr(error, "strerror", None) or error
-                    )
+    for _, gpu, choice in sorted(candidates, key=lambda candidate: candidate[0]):
+        _, entry, missing = choice
+        wanted = count or (1 if missing else len(visible))
+        if len(taken) >= wanted:
+            break
+        try:
+            if _claim(gpu):
+                taken.append(choice)
+        except OSError as error:
+            text = (
+                "GPU {} is idle but cannot be claimed: {} cannot be locked ({}). "
+                "Another job that asks for idle GPUs may take it, too. Choose GPUs by "
+                "their ids, or have that file removed.".format(
+                    entry, _lock_path(gpu), getattr(error, "strerror", None) or error
                 )
-                unclaimed.append((wanted, position, entry, missing, text))
-                continue
-            if is_ours:
-                claimed.append(position)
-                if which:
-                    unsure.append((position, entry, missing))
+            )
+            unclaimed.append((wanted, choice, text))
     # Those that cannot be locked come last, so that such a file cannot block a GPU for ever.
-    for wanted, position, entry, missing, text in unclaimed:
-        if len(claimed) < wanted:
-            claimed.append(position)
+    for wanted, choice, text in unclaimed:
+        if len(taken) < wanted:
+            taken.append(choice)
             problems.append(text)
-            if missing:
-                unsure.append((position, entry, missing))
-    return sorted(claimed), [pair for _, *pair in sorted(unsure)]
+    taken.sort()
+    return [choice[0] for choice in taken], [choice[1:] for choice in taken if choice[2]]
 
 
 def _is_busy(gpu, computing):
@@ -130,12 +119,12 @@ def _claim(gpu):
 def _open(path):
     try:
         # Without O_CREAT: Linux refuses to "create" another user's file in /tmp.
-        return plain(path, os.O_RDONLY | os.O_NOFOLLOW)
+        return plain(path, os.O_RDONLY | NOFOLLOW)
     except FileNotFoundError:
         pass
     try:
-        lock = plain(path, os.O_RDONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
+        lock = plain(path, os.O_RDONLY | os.O_CREAT | os.O_EXCL | NOFOLLOW)
     except FileExistsError:  # another job has made it meanwhile
-        return plain(path, os.O_RDONLY | os.O_NOFOLLOW)
+        return plain(path, os.O_RDONLY | NOFOLLOW)
     os.fchmod(lock, 0o644)  # whatever the umask: other users are to lock it, too
     return lock

@@ -138,6 +138,16 @@ def all_layers(model):
     return [model] + [layer for part in parts for layer in all_layers(part)]
 
 
+def all_layers_of_keras2(model):
+    """The layers of a model of Keras 2, and those within them, at any depth."""
+    found = list(model.layers)
+    for layer in found:  # which grows meanwhile
+        found += getattr(layer, "layers", None) or ()
+        parts = ("layer", "forward_layer", "backward_layer")  # of wrappers
+        found += [getattr(layer, part) for part in parts if getattr(layer, part, None) is not None]
+    return found
+
+
 def undivided(model):
     """Why the batches of a model of tf.keras or Keras 3 cannot be split, as a phrase, or None."""
     recurrent = keras_of(model).layers.RNN
@@ -199,32 +209,22 @@ class StatelessReplicas:
     """Losses and state of a Keras 3 model's replicas: a stateless scope keeps them from being set.
 
     State (moving averages) starts from the same value in each replica, and is set once, to the
-    mean weighted by the replicas' shares of the batch; integers (random seeds) go from replica to
-    replica instead, so that dropout masks are independent.
-
-    ``mean(values, shares)`` gives that mean; ``shares`` are what ``finish`` is handed.
+    values that the subclass puts together; random seeds go from replica to replica instead, so that
+    dropout masks are independent.
     """
 
-    def __init__(self, keras, model, mean):
+    def __init__(self, keras, model):
         self.keras = keras
         self.model = model
-        self.mean = mean
         self.variables = {}  # those that were set, by id
         self.updates = []  # for each replica, id of variable -> its value
 
-    def prepare(self, call, args, kwargs):
-        """Keras has built the model before ``call``."""
-
     @contextlib.contextmanager
-    def replica(self, values=()):
-        """The scope of one replica, which yields a list: the losses added within it.
-
-        Arguments:
-            values: pairs of a variable and the value it has for this replica.
-        """
+    def replica(self):
+        """The scope of one replica, which yields a list: the losses added within it."""
         variables = self.variables
 
-        class Scope(self.keras.StatelessScope):  # type: ignore  # whichever Keras it is
+        class CollectingScope(self.keras.StatelessScope):  # type: ignore  # whichever Keras it is
             def add_update(self, update):
                 variables[id(update[0])] = update[0]
                 super().add_update(update)
@@ -235,21 +235,13 @@ class StatelessReplicas:
             for key, variable in variables.items()
             if key in last and self.is_carried(variable)
         ]
-        scope = Scope(list(values) + carried, collect_losses=True)
-        with scope:
+        with CollectingScope(carried, collect_losses=True) as scope:
             yield scope.losses
         self.updates.append(scope.state_mapping)
 
     def is_carried(self, variable):
         """Whether a variable goes on from replica to replica."""
-        return not _is_float(variable)
-
-    def finish(self, shares):
-        """Set the state, once."""
-        for key, variable in self.variables.items():
-            values = [update.get(key, variable.value) for update in self.updates]
-            carried = self.is_carried(variable)
-            variable.assign(values[-1] if carried else self.mean(values, shares))
+        return variable.name == "seed_generator_state"
 
     def add_loss(self, place, loss):
         # The base class's method: functional models refuse their own.
@@ -272,8 +264,15 @@ def reader_and_writer(model):
     return read, write
 
 
-def _is_float(variable):
-    return "float" in str(variable.dtype)
+def check_floatx(floatx, backend):
+    """Refuse a float type that a Keras on this backend does not know."""
+    for name in keras_packages(backend) if floatx == "bfloat16" else ():
+        version = _distributions.version("tf_keras" if name == "tf_keras" else "keras") or "2"
+        if int(version.partition(".")[0]) < 3:
+            raise errors.InvalidArgumentError(
+                "floatx='bfloat16' was asked for, which Keras 3 knows, and {} here is Keras 2. Use "
+                '"float16" or "float32", or install Keras 3.'.format(name)
+            )
 
 
 def set_floatx(floatx, backend):
@@ -295,13 +294,10 @@ def set_floatx(floatx, backend):
 
 def versions(backend):
     """Versions of the backend's framework and of the standalone Keras packages, as installed."""
-    found = [
-        (backend.framework, _detect.installed_version(backend)),
-        ("keras", _distributions.version("keras")),
-        ("keras-mxnet", _distributions.version("keras-mxnet")),
-        ("tf_keras", _distributions.version("tf_keras")),
-    ]
-    return {name: version for name, version in found if version}
+    found = {backend.framework: _detect.installed_version(backend)}
+    for name in ("keras", "keras-mxnet", "tf_keras"):
+        found[name] = _distributions.version(name)
+    return {name: version for name, version in found.items() if version}
 
 
 def keras_packages(backend):
@@ -353,16 +349,12 @@ def import_keras(backend):
         BrokenInstallError: it is installed, but importing it fails.
     """
     names = keras_packages(backend)
-    if not names and not backend.extra:  # a third party's
-        raise errors.NotInstalledError(
-            "No Keras that runs on {} is installed, or KERAS_BACKEND and keras.json choose another "
-            "backend for it.".format(backend.name)
-        )
-    if not names:
-        raise errors.NotInstalledError(
-            "No Keras that runs on {} is installed, or KERAS_BACKEND and keras.json choose "
-            'another backend for it. Install one: pip install "keras-gpu-compat[{}]".'.format(
-                backend.name, _detect.extra_of([backend])
-            )
-        )
-    return _import(names[0])
+    if names:
+        return _import(names[0])
+    text = (
+        "No Keras that runs on {} is installed, or KERAS_BACKEND and keras.json choose another "
+        "backend for it."
+    )
+    if backend.extra:  # else it is a third party's
+        text += ' Install one: pip install "keras-gpu-compat[{}]".'
+    raise errors.NotInstalledError(text.format(backend.name, _detect.extra_of([backend])))

@@ -55,15 +55,16 @@ def multi_gpu_model(
     if not gpus:
         gpus = len(available)
     if isinstance(gpus, (list, tuple)):
-        if len(gpus) <= 1:
-            raise _too_few_gpus("len(gpus)", gpus)
-        ids = list(gpus)
+        number, ids = "len(gpus)", list(gpus)
     elif isinstance(gpus, int):
-        if gpus <= 1:
-            raise _too_few_gpus("gpus", gpus)
-        ids = list(range(gpus))
+        number, ids = "gpus", list(range(gpus))
     else:
         raise errors.invalid_number_option("gpus", gpus)
+    if len(ids) < 2:  # in the words of keras/utils/multi_gpu_utils.py, which users search for
+        raise errors.InvalidArgumentError(
+            "For multi-gpu usage to be effective, call `multi_gpu_model` with `{} >= 2`. "
+            "Received: `gpus={}`".format(number, gpus)
+        )
     wanted = ["/gpu:{}".format(i) for i in ids]
     if not set(wanted) <= set(available):
         raise errors.InvalidArgumentError(
@@ -287,11 +288,3 @@ def set_session(session: "Any") -> None:
 
 def _get_available_gpus():
     return _as_gpus(_api.configured_backend().devices())
-
-
-def _too_few_gpus(name, gpus):
-    """In the words of keras/utils/multi_gpu_utils.py, which users search for."""
-    return errors.InvalidArgumentError(
-        "For multi-gpu usage to be effective, call `multi_gpu_model` with `{} >= 2`. Received: "
-        "`gpus={}`".format(name, gpus)
-    )

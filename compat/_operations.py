@@ -56,26 +56,16 @@ def trace(
     began = min([each.start for each in operations] or [0.0])
     events: "List[Dict[str, Any]]" = []
     places = {device: place for place, (device, _) in enumerate(names)}
-    for device, title in names:
-        for kind, arguments in (
-            ("process_name", {"name": title}),
-            ("process_sort_index", {"sort_index": places[device]}),
-        ):
-            event = {"ph": "M", "pid": places[device], "tid": 0, "name": kind, "args": arguments}
-            events.append(event)
+    for place, (_, title) in enumerate(names):
+        event = {"ph": "M", "pid": place, "tid": 0}
+        events.append(dict(event, name="process_name", args={"name": title}))
+        events.append(dict(event, name="process_sort_index", args={"sort_index": place}))
     free: "Dict[str, List[float]]" = {}  # when each thread of a device has ended its last one
     for each in sorted(operations, key=lambda each: (each.start, -each.duration)):
         threads = free.setdefault(each.device, [])
         thread = next((i for i, end in enumerate(threads) if end <= each.start), len(threads))
         threads[thread : thread + 1] = [each.start + each.duration]
-        events.append(
-            {
-                "ph": "X",
-                "pid": places[each.device],
-                "tid": thread,
-                "name": each.name,
-                "ts": round(each.start - began, 3),
-                "dur": round(each.duration, 3),
-            }
-        )
+        event = {"ph": "X", "pid": places[each.device], "tid": thread, "name": each.name}
+        event.update(ts=round(each.start - began, 3), dur=round(each.duration, 3))
+        events.append(event)
     return {"traceEvents": events, "displayTimeUnit": "ms"}

@@ -13,12 +13,14 @@ _patches = []  # type: List[Patch]
 class Patch:
     """One attribute of a module, a class or an instance that compat has replaced, and keeps.
 
+    Or one item of a dictionary, such as a framework's registry of rules.
+
     An instance gets the attribute in its ``__dict__``. Keras and torch would track what is set by
     ``setattr`` as a part of the model.
 
     Arguments:
-        owner: the module, class or instance.
-        name: the attribute's name.
+        owner: the module, class, instance or dictionary.
+        name: the attribute's name, or the item's key.
         value: what replaces it.
 
     Raises:
@@ -26,13 +28,13 @@ class Patch:
             back in the right order.
     """
 
-    def __init__(self, owner: "Any", name: str, value: "Any") -> None:
+    def __init__(self, owner: "Any", name: "Any", value: "Any") -> None:
         if find(owner, name) is not None:
             raise RuntimeError("compat has replaced {} of {!r} already".format(name, owner))
         self.owner = owner
         self.name = name
-        self.was_own = name in vars(owner)  # else it is inherited, or was not there
-        self.before = vars(owner).get(name)
+        self.was_own = name in _names(owner)  # else it is inherited, or was not there
+        self.before = _names(owner).get(name)
         self._set(value)
         _patches.append(self)
 
@@ -40,7 +42,7 @@ class Patch:
         if isinstance(self.owner, (type, types.ModuleType)):
             setattr(self.owner, self.name, value)
         else:
-            vars(self.owner)[self.name] = value
+            _names(self.owner)[self.name] = value
 
     def take_back(self) -> None:
         """Give the owner back what it had."""
@@ -50,10 +52,14 @@ class Patch:
         elif isinstance(self.owner, (type, types.ModuleType)):
             delattr(self.owner, self.name)
         else:
-            del vars(self.owner)[self.name]
+            del _names(self.owner)[self.name]
 
 
-def find(owner: "Any", name: str) -> "Optional[Patch]":
+def _names(owner):
+    return owner if isinstance(owner, dict) else vars(owner)
+
+
+def find(owner: "Any", name: "Any") -> "Optional[Patch]":
     """The patch of this attribute that stands now, or None."""
     return next((p for p in _patches if p.owner is owner and p.name == name), None)
 

@@ -25,10 +25,13 @@ class Process:
         parallelizes_compiled: whether Keras models are parallelized when they are compiled.
         on_parallelized: each is called with the name of each model that is parallelized, and where
             it runs.
+        whole: by the names of models that are not divided, or not all of them, how far they are.
         batches: how many batches were computed, by what ``_work.count()`` was told of them.
+        comparisons: how often ranks have compared the weights that they hold.
         graph_counters: functions that tell the same of batches that graphs have counted.
         recording_timeline: the file of the timeline that is being recorded; None: none is.
         busy: the share of the last timeline's time that each device was executing operations.
+        of_backends: what each backend keeps of its configuration.
         configuring: held while one thread configures.
     """
 
@@ -40,17 +43,15 @@ class Process:
         self.parallelizes_compiled = False
         self.on_parallelized: "List[Callable[[str, str], None]]" = []
         self.parallelized_before: "List[Tuple[str, List[str]]]" = []
+        self.whole: "Dict[str, str]" = {}
         self.batches: "Dict[Any, int]" = {}
+        self.comparisons = 0
         self.graph_counters: "Dict[Any, Callable[[], Any]]" = {}
         self.recording_timeline: "Optional[str]" = None
         self.busy: "Dict[str, float]" = {}
         self.claims: "Dict[str, int]" = {}
         self.engines: "Dict[type, Any]" = {}
-        self._of_backends: "Dict[Any, Dict[str, Any]]" = {}
-
-    def of_backend(self, backend: "Any") -> "Dict[str, Any]":
-        """What a backend keeps of its configuration; empty before ``configure_gpu()``."""
-        return self._of_backends.setdefault(backend, {})
+        self.of_backends: "Dict[Any, Dict[str, Any]]" = {}
 
     def start_afresh(self) -> None:
         """Forget everything, as a test does before and after it configures.

@@ -98,9 +98,10 @@ def _problem(backend):
     """Why this object cannot be registered, or None."""
     if not isinstance(backend, Backend):
         return "it is no instance of a subclass of compat.Backend"
-    for attribute in ("name", "framework", "distributions"):
-        if not getattr(backend, attribute):
-            return "its {} is empty".format(attribute)
+    required = "name", "framework", "distributions"
+    empty = [attribute for attribute in required if not getattr(backend, attribute)]
+    if empty:
+        return "it has no {}".format(", ".join(empty))
     if backend.name in names():
         return "compat has a backend of that name"
     return None
@@ -158,7 +159,6 @@ def _entry_points() -> "Iterator[Tuple[str, str]]":
     """
     import configparser
     import glob
-    import os
 
     for folder in sys.path:
         pattern = os.path.join(glob.escape(folder), "*.*-info", "entry_points.txt")

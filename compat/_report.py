@@ -1,6 +1,7 @@
 """Whether every device was used: what was counted, as an object that prints as a table."""
 
 import textwrap
+import typing
 
 from . import _work, errors
 from ._process import process
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
 WIDTH = 80
 
 
-class DeviceUse:
+class DeviceUse(typing.NamedTuple):
     """What one device has done, or one rank.
 
     Attributes:
@@ -27,27 +28,15 @@ class DeviceUse:
         idle: why it has computed no rows, a phrase; None where it has.
     """
 
-    def __init__(
-        self,
-        device: str,
-        rank: "Optional[int]" = None,
-        rows: int = 0,
-        training_rows: int = 0,
-        steps: int = 0,
-        busy: "Optional[float]" = None,
-        memory_peak: "Optional[int]" = None,
-        load: "Optional[float]" = None,
-        idle: "Optional[str]" = None,
-    ) -> None:
-        self.device = device
-        self.rank = rank
-        self.rows = rows
-        self.training_rows = training_rows
-        self.steps = steps
-        self.busy = busy
-        self.memory_peak = memory_peak
-        self.load = load
-        self.idle = idle
+    device: str
+    rank: "Optional[int]" = None
+    rows: int = 0
+    training_rows: int = 0
+    steps: int = 0
+    busy: "Optional[float]" = None
+    memory_peak: "Optional[int]" = None
+    load: "Optional[float]" = None
+    idle: "Optional[str]" = None
 
     def __str__(self):
         return self.device if self.rank is None else "rank {}".format(self.rank)
@@ -59,8 +48,10 @@ class Report:
     Attributes:
         devices: a ``DeviceUse`` for each configured device; or for each rank.
         models: where each parallelized model runs, by its name.
+        whole: how far models are divided that are not, or not all of them, by their names.
         not_told: batches whose rows are not known.
         absent: ranks that ended without a report.
+        comparisons: how often the ranks have compared their weights.
     """
 
     def __init__(
@@ -69,11 +60,15 @@ class Report:
         models: "Mapping[str, str]",
         not_told: int = 0,
         absent: "Sequence[int]" = (),
+        whole: "Optional[Mapping[str, str]]" = None,
+        comparisons: int = 0,
     ) -> None:
         self.devices = list(devices)
+        self.whole = dict(whole or {})
         self.models = dict(models)
         self.not_told = not_told
         self.absent = list(absent)
+        self.comparisons = comparisons
 
     @property
     def all_worked(self) -> bool:
@@ -83,12 +78,12 @@ class Report:
     @property
     def verdict(self) -> str:
         """Whether every device was used, in a sentence or two; derived from what ran."""
-        said = self._said()
-        if self.absent:
-            said += " No report came from {}: ended by a signal, or by its machine.".format(
-                errors.numbered_ranks(self.absent)
-            )
-        return said
+        if not self.absent:
+            return self._said()
+        absent = "No report came from {}: ended by a signal, or by its machine.".format(
+            errors.numbered_ranks(self.absent)
+        )
+        return self._said() + " " + absent if self.devices else absent
 
     def _said(self):
         uses, several = self.devices, len(self.devices) > 1
@@ -144,10 +139,12 @@ class Report:
     def as_dict(self) -> "Dict[str, Any]":
         """The same for JSON, with the keys of docs/report.md."""
         return {
-            "devices": [dict(vars(each)) for each in self.devices],
+            "devices": [dict(each._asdict()) for each in self.devices],
             "models": dict(self.models),
+            "whole": dict(self.whole),
             "not_told": self.not_told,
             "absent": list(self.absent),
+            "comparisons": self.comparisons,
             "all_worked": self.all_worked,
             "verdict": self.verdict,
         }
@@ -161,7 +158,9 @@ class Report:
         return "<Report {}>".format(self.verdict)
 
     def __str__(self):
-        return "\n".join(_table(self.devices) + textwrap.wrap(self.verdict, WIDTH))
+        said = ["Model {!r} was {}.".format(*pair) for pair in sorted(self.whole.items())]
+        lines = [line for text in [self.verdict] + said for line in textwrap.wrap(text, WIDTH)]
+        return "\n".join(_table(self.devices) + lines)
 
 
 def joined(reports: "Sequence[Mapping[str, Any]]", absent: "Sequence[int]" = ()) -> "Report":
@@ -172,10 +171,14 @@ def joined(reports: "Sequence[Mapping[str, Any]]", absent: "Sequence[int]" = ())
     """
     uses = [DeviceUse(**each) for report in reports for each in report["devices"]]
     models: "Dict[str, str]" = {}
+    whole: "Dict[str, str]" = {}
     for report in reports:
         models.update(report["models"])
+        whole.update(report["whole"])
     not_told = sum(report["not_told"] for report in reports)
-    return Report(sorted(uses, key=lambda each: each.rank or 0), models, not_told, absent)
+    comparisons = min([report["comparisons"] for report in reports] or [0])
+    uses.sort(key=lambda each: each.rank or 0)
+    return Report(uses, models, not_told, absent, whole, comparisons)
 
 
 def _rows(number):
@@ -206,10 +209,9 @@ def _table(uses):
     for name, values in columns if uses else ():
         if any(value != "-" for value in values):
             width = max(map(len, [name] + values))
-            left = name == "device"
+            justified = str.ljust if name == "device" else str.rjust
             for place, value in enumerate([name] + values):
-                padded = value.ljust(width) if left else value.rjust(width)
-                lines[place] += ("  " if lines[place] else "") + padded
+                lines[place] += ("  " if lines[place] else "") + justified(value, width)
     return [line.rstrip() for line in lines if line]
 
 
@@ -242,49 +244,41 @@ def of_this_process(
     """
     if rank is not None:
         names = list(names[:1]) or ["-"]
-    uses = [DeviceUse(name, rank) for name in names]
-    by_name = {each.device: each for each in uses}
+    seen: "Dict[str, List[Any]]" = {name: [] for name in names}
     not_told = 0
-    seen: "Dict[str, List[Any]]" = {}
     for (devices, sizes, training), number in sorted(_work.batches().items(), key=str):
-        if devices == ("",):
-            devices = tuple(each.device for each in uses[:1])
         if sizes is None:
             not_told += number
             continue
-        for name, size in zip(devices, sizes):
-            if name not in by_name:  # not configured, or no more
-                uses.append(DeviceUse(name, rank))
-                by_name[name] = uses[-1]
-            each = by_name[name]
-            each.rows += size * number
-            each.training_rows += size * number if training else 0
-            each.steps += number if size else 0
-            seen.setdefault(name, []).append((devices, sizes))
-    for place, each in enumerate(uses):
-        each.busy = process.busy.get(each.device)
-        each.memory_peak = memory_peaks.get(each.device)
-        each.load = loads[place] if place < len(loads) else None
-        each.idle = None if each.rows else _why_idle(seen.get(each.device, ()))
-    return Report(uses, models, not_told)
+        # A device may not be configured, or no more.
+        for name, size in zip(list(seen)[:1] if devices == ("",) else devices, sizes):
+            seen.setdefault(name, []).append((size * number, number, training, sizes))
+    uses = []
+    for place, (name, batches) in enumerate(seen.items()):
+        rows = sum(rows for rows, _, _, _ in batches)
+        use = DeviceUse(
+            name,
+            rank,
+            rows,
+            training_rows=sum(rows for rows, _, training, _ in batches if training),
+            steps=sum(number for rows, number, _, _ in batches if rows),
+            busy=process.busy.get(name),
+            memory_peak=memory_peaks.get(name),
+            load=loads[place] if place < len(loads) else None,
+            idle=None if rows else _why_idle([sizes for _, _, _, sizes in batches]),
+        )
+        uses.append(use)
+    return Report(uses, models, not_told, (), process.whole, process.comparisons)
 
 
 def _why_idle(batches):
-    """Why a device got no rows of these batches."""
+    """Why a device got no rows of these batches, by the sizes of all devices' parts."""
     if not batches:
         return "no batch was split over it"
-    largest = max(sum(sizes) for _, sizes in batches)
-    fewest = min(len(devices) for devices, _ in batches)
+    largest = max(map(sum, batches))
+    fewest = min(map(len, batches))
     if largest < fewest:
         return "no batch had more than {}, too few for {} devices".format(_rows(largest), fewest)
-    if all(sum(map(bool, sizes)) == 1 for _, sizes in batches):
+    if all(sum(map(bool, sizes)) == 1 for sizes in batches):
         return "one device computed whole batches, which could not be split"
     return "batches of up to {:,} rows left none for it".format(largest)
-
-
-def models_parallelized() -> "Dict[str, str]":
-    """Where each parallelized model of this process runs, by its name."""
-    models = {name: ", ".join(devices) for name, devices in process.parallelized_before}
-    if process.configuration is not None:
-        models.update(process.configuration.parallelized)
-    return models

@@ -1,5 +1,7 @@
 """The grammar of ``gpus=``: what it asks for, and which of the visible GPUs that means."""
 
+import types
+
 from . import errors
 from ._idle import claim_idle
 from ._numbers import whole_number
@@ -17,22 +19,15 @@ GPUS_FORMS = """\
     0, [], "cpu"    no GPU"""
 
 
-class Selection:
+class Selection(types.SimpleNamespace):
     """What ``gpus=`` asks for: a kind, and a count or ids.
 
     ``kind`` is "all", "count", "ids", "free" or "none"; ``count`` counts for "count" and
     "free" (None: all idle ones); ``ids`` holds integers and GPU or MIG names, as strings.
     """
 
-    __slots__ = ("kind", "count", "ids")
-
     def __init__(self, kind, count=None, ids=()):
-        self.kind = kind
-        self.count = count
-        self.ids = tuple(ids)
-
-    def __eq__(self, other):
-        return (self.kind, self.count, self.ids) == (other.kind, other.count, other.ids)
+        super().__init__(kind=kind, count=count, ids=tuple(ids))
 
     def __str__(self):
         if self.kind == "free":
@@ -58,7 +53,11 @@ def parse_gpus(gpus):
     count = _integer(gpus)
     if count is None:
         raise invalid_gpus(gpus, "it is a {}".format(type(gpus).__name__))
-    return _parse_count(gpus, count)
+    if count < -1:
+        raise invalid_gpus(gpus, "a count below -1 means nothing")
+    if count == -1:
+        return Selection("all")
+    return Selection("count", count) if count else Selection("none")
 
 
 def _integer(value):
@@ -71,19 +70,11 @@ def _integer(value):
         return None
 
 
-def _parse_count(gpus, count):
-    if count == -1:
-        return Selection("all")
-    if count < 0:
-        raise invalid_gpus(gpus, "a count below -1 means nothing")
-    return Selection("count", count) if count else Selection("none")
-
-
 def _parse_text(gpus):
     text = gpus.strip()
     if text.lower() in ("cpu", "none"):
         return Selection("none")
-    if text.lower() in ("all", "auto"):
+    if text.lower() in ("all", "auto", "-1"):
         return Selection("all")
     kind, colon, count = text.partition(":")
     if kind.lower() == "free":
@@ -95,8 +86,6 @@ def _parse_text(gpus):
         raise invalid_gpus(gpus, '"free:" takes a number of GPUs, 1 or more')
     if not text:
         raise invalid_gpus(gpus, 'an empty text names no GPU; "cpu" means none')
-    if text == "-1":
-        return Selection("all")
     # A text lists ids, as CUDA_VISIBLE_DEVICES does: "2" is the GPU with id 2.
     return _parse_ids(gpus, text.split(","))
 
@@ -110,10 +99,14 @@ def _parse_ids(gpus, items):
         if wanted in ids:
             raise invalid_gpus(gpus, "{!r} is named twice".format(wanted))
         ids.append(wanted)
-    mig = [isinstance(wanted, str) and wanted.startswith("MIG-") for wanted in ids]
-    if any(mig) and not all(mig):
+    if any_mig(ids) and not all(any_mig([wanted]) for wanted in ids):
         raise invalid_gpus(gpus, "CUDA cannot mix MIG instances with whole GPUs")
     return Selection("ids", ids=ids) if ids else Selection("none")
+
+
+def any_mig(ids):
+    """Whether one of these names a MIG instance."""
+    return any(isinstance(wanted, str) and wanted.startswith("MIG-") for wanted in ids)
 
 
 def _parse_id(item):

@@ -2,15 +2,22 @@
 
 from . import errors
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Dict
-
-FLOATX = ("float16", "float32", "float64")
+FLOATX = ("float16", "bfloat16", "float32", "float64")
+_SWITCHES = {"yes": True, "true": True, "on": True, "1": True}
+_SWITCHES.update({"no": False, "false": False, "off": False, "0": False, "none": False})
+#: So many devices are listed in a report, at most.
+_LISTED = 16
 _UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 
-class Memory:
+class _Value:
+    """What is equal to another one by its attributes."""
+
+    def __eq__(self, other):
+        return type(self) is type(other) and vars(self) == vars(other)
+
+
+class Memory(_Value):
     """How much of each GPU's memory to take; exactly one of the three is set.
 
     Arguments:
@@ -19,17 +26,10 @@ class Memory:
         size: per GPU, in bytes.
     """
 
-    __slots__ = ("grow", "fraction", "size")
-
     def __init__(self, grow=False, fraction=None, size=None):
         self.grow = grow
         self.fraction = fraction
         self.size = size
-
-    def __eq__(self, other):
-        return isinstance(other, Memory) and all(
-            getattr(self, name) == getattr(other, name) for name in self.__slots__
-        )
 
     def __str__(self):
         if self.grow:
@@ -73,10 +73,25 @@ def parse_floatx(floatx):
     """Check ``floatx=``: one of ``FLOATX``, or None."""
     if floatx is not None and floatx not in FLOATX:
         raise errors.InvalidArgumentError(
-            'floatx={!r} is not understood. Use "float16", "float32", "float64", or None '
-            "(what Keras is set to).".format(floatx)
+            'floatx={!r} is not understood. Use "float16", "bfloat16" (Keras 3), "float32", '
+            '"float64", or None (what Keras is set to).'.format(floatx)
         )
     return floatx
+
+
+def parse_switch(name, value):
+    """Check an argument that is True or False; a command line's or a configuration file's text.
+
+    Raises:
+        InvalidArgumentError: a ``ValueError``: "no" is no, whatever Python makes of a text.
+    """
+    switch = _SWITCHES.get(str(value).strip().lower())
+    if switch is None:
+        raise errors.InvalidArgumentError(
+            '{}={!r} is not understood. Use True or False, or one of the texts "yes", "no", '
+            '"true", "false", "on", "off", "1", "0".'.format(name, value)
+        )
+    return switch
 
 
 def parse_simulate(simulate):
@@ -107,11 +122,31 @@ def simulated_from_outside(environ):
     return number
 
 
+class Every(_Value):
+    """Verify one training step in so many, from the first one on, for as long as training goes on.
+
+    Arguments:
+        interval: 1 or more.
+    """
+
+    def __init__(self, interval):
+        self.interval = interval
+
+    def __str__(self):
+        return "every {}".format(self.interval)
+
+    def __repr__(self):
+        return repr(str(self))
+
+
 def parse_verify(verify, environ, simulated):
     """How many steps to verify: as asked, else ``COMPAT_VERIFY``, else 1 where GPUs are simulated.
 
+    Returns:
+        A number, or ``Every``.
+
     Raises:
-        InvalidArgumentError: that is no number of steps, from 0.
+        InvalidArgumentError: that is neither a number of steps, from 0, nor "every" with one.
     """
     from ._numbers import whole_number  # for start-up time
 
@@ -119,10 +154,16 @@ def parse_verify(verify, environ, simulated):
         verify = environ.get("COMPAT_VERIFY", "").strip() or int(bool(simulated))
         if isinstance(verify, str) and whole_number(verify) is not None:
             verify = whole_number(verify)
+    if isinstance(verify, str):
+        word, _, number = verify.strip().lower().partition(" ")
+        interval = whole_number(number.strip())
+        if word == "every" and interval:
+            return Every(interval)
     if isinstance(verify, bool) or not hasattr(verify, "__index__") or verify < 0:
         raise errors.InvalidArgumentError(
-            "verify={!r} (or the variable COMPAT_VERIFY) is not a number of steps to "
-            "verify. Give 0 for none, or 1 or more, for example verify=1.".format(verify)
+            "verify={!r} (or the variable COMPAT_VERIFY) is not a number of steps to verify. "
+            'Give 0 for none, or 1 or more, for example verify=1, or verify="every 100" for one '
+            "training step in 100.".format(verify)
         )
     return verify.__index__()
 
@@ -137,22 +178,10 @@ class Settings:
         persist: whether to write the settings to the backend's configuration file, too.
         strict: whether fewer devices than asked for are an error.
         options: keyword options of ``configure_gpu()``, by name, also those of other backends.
-        verify: how many training steps of each model are compared with one device.
+        verify: how many training steps of each model are compared with one device; or ``Every``.
         parallelize: whether every Keras model is parallelized when it is compiled.
         gpus: how the devices were asked for, for reports: "gpus=2".
     """
-
-    _ASKED = (
-        "devices",
-        "memory",
-        "floatx",
-        "persist",
-        "strict",
-        "options",
-        "verify",
-        "parallelize",
-    )
-    __slots__ = _ASKED + ("gpus",)
 
     def __init__(
         self,
@@ -177,7 +206,7 @@ class Settings:
         self.gpus = gpus
 
     def __eq__(self, other):
-        return all(getattr(self, name) == getattr(other, name) for name in self._ASKED)
+        return dict(vars(self), gpus="") == dict(vars(other), gpus="")
 
     def __str__(self):
         return self._with("devices: {}".format(self.devices))
@@ -218,16 +247,7 @@ class Configuration:
     """
 
     def __init__(
-        self,
-        backend,
-        reason,
-        versions,
-        devices,
-        settings,
-        environ,
-        applied,
-        warnings,
-        place=None,
+        self, backend, reason, versions, devices, settings, environ, applied, warnings, place=None
     ):
         self.backend = backend
         self.reason = reason
@@ -238,40 +258,43 @@ class Configuration:
         self.applied = list(applied)
         self.warnings = list(warnings)
         self.place = place
-        self.parallelized: "Dict[str, str]" = {}
+        self.parallelized = {}  # type: dict
 
     def __repr__(self):
-        return "<Configuration {} on {}>".format(self.backend, ", ".join(self.devices))
+        return "<Configuration {} on {}>".format(self.backend, listed(self.devices))
 
     def __str__(self):
         variables = [
             "{} removed".format(name) if value is None else "{}={}".format(name, value)
             for name, value in sorted(self.environ.items())
         ]
-        place = [("ranks", [str(self.place)])] if self.place else []
         models = ["{} on {}".format(*pair) for pair in self.parallelized.items()]
         if self.settings.parallelize and not models:
             models = ["no model has been compiled yet"]
-        return report(
-            [
-                ("backend", ["{} ({})".format(self.backend, self.reason)]),
-                ("versions", [", ".join("%s %s" % pair for pair in self.versions.items())]),
-                ("asked", [self.settings.asked()]),
-                ("chosen", [self.settings.devices.outcome()]),
-                ("devices", [", ".join(self.devices)]),
-            ]
-            + place
-            + ([("models", models)] if models else [])
-            + [
-                ("variables", variables or ["none set"]),
-                ("applied", self.applied or ["nothing"]),
-                ("warnings", self.warnings or ["none"]),
-            ]
-        )
+        return report([
+            ("backend", ["{} ({})".format(self.backend, self.reason)]),
+            ("versions", [", ".join("%s %s" % pair for pair in self.versions.items())]),
+            ("asked", [self.settings.asked()]),
+            ("chosen", [self.settings.devices.outcome()]),
+            ("devices", [listed(self.devices)]),
+            ("ranks", [str(self.place)] if self.place else []),
+            ("models", models),
+            ("variables", variables or ["none set"]),
+            ("applied", self.applied or ["nothing"]),
+            ("warnings", self.warnings or ["none"]),
+        ])  # fmt: skip
+
+
+def listed(devices):
+    """Names of devices in a line; of very many, the first ones, the last one, and their number."""
+    if len(devices) <= _LISTED:
+        return ", ".join(devices)
+    first = ", ".join(devices[:3])
+    return "{}, ..., {} ({} devices)".format(first, devices[-1], len(devices))
 
 
 def report(sections):
-    """Lay out (heading, lines) pairs in two columns."""
+    """Lay out (heading, lines) pairs in two columns; a heading without lines is left out."""
     width = max(len(heading) for heading, _ in sections) + 2
     return "\n".join(
         "{:<{}}{}".format(heading if index == 0 else "", width, line)

@@ -19,7 +19,15 @@ if TYPE_CHECKING:
 def recorded(path: str, backend: "Backend", place: "Optional[Place]") -> "Iterator[None]":
     """What ``compat.timeline()`` returns."""
     path = os.path.abspath(of_rank(path, place))
-    _check(path)
+    if process.recording_timeline is not None:
+        raise errors.InvalidArgumentError(
+            "timeline({!r}): {} is being recorded, and a framework records one timeline at a "
+            "time. End that block first.".format(path, process.recording_timeline)
+        )
+    try:
+        _files.check_writable(path)
+    except OSError as error:
+        raise errors.not_writable("timeline({!r})".format(path), error) from error
     with contextlib.ExitStack() as when_recorded:
         with backend.profiled() as operations:
             when_recorded.callback(_write, path, backend.devices(), operations, place)
@@ -36,18 +44,6 @@ def of_rank(path, place):
         return path
     stem, ending = os.path.splitext(path)
     return "{}.rank{}{}".format(stem, place.rank, ending)
-
-
-def _check(path):
-    if process.recording_timeline is not None:
-        raise errors.InvalidArgumentError(
-            "timeline({!r}): {} is being recorded, and a framework records one timeline at a "
-            "time. End that block first.".format(path, process.recording_timeline)
-        )
-    try:
-        _files.check_writable(path)
-    except OSError as error:
-        raise errors.not_writable("timeline({!r})".format(path), error) from error
 
 
 def _write(path, devices, operations, place):

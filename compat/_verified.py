@@ -1,7 +1,6 @@
-"""On which Pythons each backend's extras are tested: the rows of this project's tox.ini.
+"""On which Pythons each backend's extras are tested."""
 
-tox.ini is not installed with the package; tests/test_matrix.py compares the two.
-"""
+from ._extras import TABLE
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -10,36 +9,15 @@ if TYPE_CHECKING:
     Python = Tuple[int, int]
 
 # By backend, the extra to take first in front.
-ROWS: "Dict[str, Dict[str, Tuple[Python, ...]]]" = {
-    "tensorflow2": {
-        "tensorflow": ((3, 8), (3, 11)),
-        "tensorflow23": ((3, 7),),
-        "tensorflow20": ((3, 7),),
-        "keras3": ((3, 11), (3, 13)),
-        "tf_keras": ((3, 11),),
-    },
-    "tensorflow1": {
-        "tensorflow1": ((3, 7),),
-        "tensorflow112": ((3, 6),),
-        "tensorflow14": ((3, 6),),
-    },
-    "jax": {"jax": ((3, 11),)},
-    "torch": {"torch": ((3, 11),)},
-    "mxnet": {
-        "mxnet": ((3, 7), (3, 8)),
-        "mxnet16": ((3, 6),),
-        "mxnet15": ((3, 6),),
-    },
-    "theano": {"theano": ((3, 6), (3, 7), (3, 8))},
-    "cntk": {"cntk": ((3, 6),)},
-}
-
-PYTHONS = {extra: pythons for extras in ROWS.values() for extra, pythons in extras.items()}
+ROWS: "Dict[str, Dict[str, Tuple[Python, ...]]]" = {}
+for _extra, (_backend, _, _pythons) in TABLE.items():
+    ROWS.setdefault(_backend, {})[_extra] = _pythons
+PYTHONS = {extra: pythons for extra, (_, _, pythons) in TABLE.items()}
 
 
 def backend(extra: str) -> str:
     """The name of the backend that an extra brings."""
-    return next(name for name, extras in ROWS.items() if extra in extras)
+    return TABLE[extra][0]
 
 
 def phrase(extra: str) -> str:

@@ -3,10 +3,6 @@
 from ._discovery import CUDA, HIP
 from ._numbers import whole_number
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import List
-
 
 def visible_entries(environ, machine=None):
     """The entries of ``CUDA_VISIBLE_DEVICES`` that CUDA uses, and what is wrong with the value.
@@ -34,7 +30,7 @@ def visible_entries(environ, machine=None):
     value = environ.get("CUDA_VISIBLE_DEVICES")
     if value is None:
         return None, problems
-    entries: "List[str]" = []
+    entries = []  # type: list
     for entry in [part.strip() for part in value.split(",")] if value.strip() else []:
         if entry == "-1":  # the documented way to end the list
             break
@@ -53,9 +49,9 @@ def visible_entries(environ, machine=None):
             )
             break
         entries.append(entry)
-    for entry in entries:
-        if entries.count(entry) > 1:
-            once = sorted(set(entries), key=entries.index)
+    once = list(dict.fromkeys(entries))
+    for entry, only in zip(entries, once + [None]):
+        if entry != only:
             return [], problems + [
                 'CUDA_VISIBLE_DEVICES="{}": CUDA shows no GPU at all, since "{}" is there '
                 "twice. {}".format(value, entry, _remedy(CUDA, once))
@@ -103,22 +99,18 @@ def hip_entries(environ, machine):
         value = environ.get(variable, "").strip()
         if not value:
             continue
-        entries: "List[str]" = []
+        entries = []  # type: list
         for entry in [part.strip() for part in value.split(",")]:
             number = whole_number(entry)
             exists = entry.startswith("GPU-") or (number is not None and number < there)
             if not exists or entry in entries:
                 wrong = (
-                    []
-                    if entry == "-1"
-                    else [
-                        '{}="{}": AMD\'s HIP ignores "{}" and what follows it, which is no '
-                        "id of a GPU that is visible here. {}".format(
-                            variable, value, entry, _remedy(variable, entries)
-                        )
-                    ]
+                    '{}="{}": AMD\'s HIP ignores "{}" and what follows it, which is no '
+                    "id of a GPU that is visible here. {}".format(
+                        variable, value, entry, _remedy(variable, entries)
+                    )
                 )
-                return entries, variable, wrong
+                return entries, variable, [wrong] if entry != "-1" else []
             entries.append(entry)
         return entries, variable, []
     return [str(index) for index in range(there)], None, []

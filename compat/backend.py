@@ -13,6 +13,7 @@ All types that compat hands to a backend, and those that it subclasses, are impo
 - ``Verification`` and ``Step``: a step on several devices compared with the same step on one.
 - ``Operation``: what a device has executed, and when, for timelines.
 - ``count_batch``: what a backend calls for each batch that its replicas, or a rank, has computed.
+- ``compare_ranks``: what its ranks call, all at once, to compare the weights that they hold.
 
 ``compat.testing`` has the tests that a backend must pass.
 """
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from ._engines import Engine
     from ._launch.starter import launcher as own_launcher
     from ._operations import Operation
+    from ._ranks.checksum import verify as compare_ranks
     from ._verification import Step, Verification
     from ._work import count as count_batch
 
@@ -47,6 +49,7 @@ __all__ = [
     "Settings",
     "Step",
     "Verification",
+    "compare_ranks",
     "count_batch",
     "own_launcher",
 ]
@@ -58,6 +61,7 @@ _LAZY = {
     "Operation": ("._operations", "Operation"),
     "Step": ("._verification", "Step"),
     "Verification": ("._verification", "Verification"),
+    "compare_ranks": ("._ranks.checksum", "verify"),
     "count_batch": ("._work", "count"),
     "own_launcher": ("._launch.starter", "launcher"),
 }
@@ -111,7 +115,7 @@ class Backend:
 
         Everything that compat keeps of a process is in one place, and forgotten at once by tests.
         """
-        return process.of_backend(self)
+        return process.of_backends.setdefault(self, {})
 
     def accepts(self, version: str) -> bool:
         """Whether this backend is the one for ``version`` of its framework."""
@@ -208,7 +212,7 @@ class Backend:
         if verification is not None:
             errors.warn(
                 "verify={}: the backend {} cannot compare several devices with one, so nothing "
-                "is verified.".format(verification.left["train"], self.name)
+                "is verified.".format(verification.asked, self.name)
             )
 
     def build(
@@ -265,7 +269,8 @@ class Backend:
         """Make ``model`` train together with the other ranks, and return it.
 
         It begins with the weights and the optimizer's state of rank 0; gradients become the mean
-        over the rows of all ranks. Each batch goes to ``count_batch([""], [rows], training)``.
+        over the rows of all ranks. Each batch goes to ``count_batch([""], [rows], training)``;
+        after the first step, and rarely later on, ``compare_ranks()`` finds ranks that diverge.
 
         Arguments:
             model: as for ``parallelize``.

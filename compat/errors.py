@@ -9,12 +9,27 @@ if TYPE_CHECKING:
     from typing import Any
 
 
+_LONGEST = 1900  # characters of a message
+
+
+def shortened(text: str) -> str:
+    """A message that may repeat a long value: then without its middle."""
+    rest = len(text) - _LONGEST
+    if rest <= 0:
+        return text
+    half = _LONGEST // 2
+    return "{} ... ({} characters left out) ... {}".format(text[:half], rest, text[-half:])
+
+
 class CompatError(Exception):
     """Base class of every error that compat raises by itself."""
 
     # By this TensorFlow's autograph knows that it may raise this class again, with its own
     # lines in the text; others become a StagingError.
     __init__ = Exception.__init__
+
+    def __str__(self):
+        return shortened(super().__str__())
 
 
 class InvalidArgumentError(CompatError, ValueError):
@@ -95,9 +110,6 @@ def class_of(value):
     return type(value).__module__ + "." + type(value).__name__
 
 
-# Arguments ------------------------------------------------------------------------------------
-
-
 GPUS_OPTIONS = """\
     --gpus 0,2      these ids, counted inside CUDA_VISIBLE_DEVICES where it is set
     --gpus 2        the one GPU with this id
@@ -133,12 +145,6 @@ def broken_install(framework, problem):
     )
 
 
-# CUDA_VISIBLE_DEVICES, texts of warnings ------------------------------------------------------
-
-
-# Idle GPUs, the text of a warning -------------------------------------------------------------
-
-
 # Configuring ----------------------------------------------------------------------------------
 
 
@@ -165,25 +171,6 @@ def builds_no_model(function, value):
     return NotAModelError(
         "parallelize() was given the function {}, which returned {!r}, not a model.".format(
             function, class_of(value)
-        )
-    )
-
-
-def rows_cannot_be_cut(model, problem):
-    return UnsupportedError(
-        "{!r} cannot be computed on a part of a batch: {}.\n"
-        "parallelize() cuts each batch by rows: every input needs one row for each sample, and "
-        "nothing may depend on how many there are. parallelize(model, gpus=1) runs it whole, on "
-        "one device.".format(model, problem.strip().rstrip("."))
-    )
-
-
-def across_rows(operation, model, device):
-    """The text of a warning."""
-    return (
-        "The operation {} of {!r} computes across the rows of a batch, of which each device has a "
-        "part. It, and all that follows from it, runs on {} with the whole batch.".format(
-            operation, model, device
         )
     )
 
@@ -235,14 +222,7 @@ def rank_lost(place, waited, absent, problem):
     return RankLostError(
         "Rank {} of {} waited {}, but {} failed, ended or did not come: {}. Look at what {} "
         "printed. (COMPAT_TIMEOUT, or compat run --timeout, sets how many seconds ranks "
-        "wait.)".format(
-            place.rank,
-            place.size,
-            waited,
-            lost,
-            problem,
-            lost,
-        )
+        "wait.)".format(place.rank, place.size, waited, lost, problem, lost)
     )
 
 
@@ -290,7 +270,7 @@ def shadowed(script, path):
     )
 
 
-# MXNet ----------------------------------------------------------------------------------------
+# Arguments ------------------------------------------------------------------------------------
 
 
 def invalid_number_option(option, value):
@@ -308,19 +288,12 @@ def fewer(shortage, going_on_with, strict):
     Arguments:
         shortage: what was asked for, and what was found.
     """
-    asked, found = shortage
+    text = "{} was asked for, but {}. {}.".format
     if strict:
         raise DevicesNotFoundError(
-            _fewer_devices(
-                asked, found, "Ask for fewer, or drop strict=True to go on with what there is"
-            )
+            text(*shortage, "Ask for fewer, or drop strict=True to go on with what there is")
         )
-    return _fewer_devices(asked, found, "Going on with {}".format(going_on_with))
-
-
-def _fewer_devices(asked, found, going_on):
-    """The text of a warning, and of the error under ``strict=True``."""
-    return "{} was asked for, but {}. {}.".format(asked, found, going_on)
+    return text(*shortage, "Going on with {}".format(going_on_with))
 
 
 # Warnings -------------------------------------------------------------------------------------
@@ -346,4 +319,4 @@ def warn(text):
             if not (path.startswith((library, "<frozen")) or "-packages" + os.sep in path):
                 break
         frame, level = frame.f_back, level + 1
-    warnings.warn(text, CompatWarning, stacklevel=level if frame else outside or 2)
+    warnings.warn(shortened(text), CompatWarning, stacklevel=level if frame else outside or 2)

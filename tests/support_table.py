@@ -1,4 +1,4 @@
-"""The tables of docs/support.md, generated from the results of the tests.
+"""The tables of docs/support.md and docs/idioms.md, generated from the results of the tests.
 
     python tests/support_table.py RESULTS [--write]
 
@@ -12,8 +12,8 @@ Results count that are newer than the code: those of one environment stay when a
 environment that is run begins by removing its own, and a run of selected tests
 (``tox run -e py311-torch -- tests/backends -k masked``) leaves none; see toxfile.py.
 
---write updates the page's tables from the results. Environments without a result keep their rows,
-and are named.
+--write updates the pages' tables from the results. Environments without a result keep their rows,
+and are named; in docs/idioms.md, where environments are columns, their columns.
 """
 
 import configparser
@@ -25,14 +25,16 @@ import xml.etree.ElementTree as ElementTree
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PAGE = os.path.join(ROOT, "docs", "support.md")
+IDIOMS = os.path.join(ROOT, "docs", "idioms.md")
 BEGIN = "<!-- support table: written by tests/support_table.py -->\n"
 END = "<!-- end of the support table -->\n"
 HEADING = ("tox environment", "Python", "backend", "framework", "Keras", "contract", "tests")
 FEATURES = ("feature", "tests passed in")
 TIMES = ("setup", "tests", "cpu")
 SLOWEST = 30
+ENDINGS = (".xml", ".again.xml", ".fuzz.xml", ".idioms.xml")  # of each environment's results
 ANY_PYTHON = "core"  # the core's tests, where the Pythons of the matrix's rows for it are missing
-PROMISED_MINUTES = 50  # what the README says of a machine of two cores
+PROMISED_MINUTES = 55  # what the README says of a machine of two cores
 
 
 def environments():
@@ -88,6 +90,9 @@ class Result:
             for row in case.iterfind("properties/property[@name='row']"):
                 name = row.get("value")
                 self.features[name] = passed and self.features.get(name, True)
+        # What tests/idioms found, by idiom.
+        found = [p.get("value") for c in cases for p in c.iterfind("properties/*[@name='verdict']")]
+        self.verdicts = {name: kind for kind, _, name in (each.partition(": ") for each in found)}
         self.bad = self.failed or not self.passed
 
     def __str__(self):
@@ -103,7 +108,7 @@ def read(folder):
     """Results by environment, as far as they are newer than the code; see the top of the file."""
     results, since = {}, _since(folder)
     for name in [name for name, _ in environments()] + [ANY_PYTHON]:
-        junit = _new(since, folder, name + ".xml", name + ".again.xml", name + ".fuzz.xml")
+        junit = _new(since, folder, *[name + end for end in ENDINGS])
         if junit:
             times = {}
             for path in _new(since, folder, name + ".json"):  # toxfile.py writes it
@@ -179,6 +184,33 @@ def feature_rows(results, kept=()):
     ]
 
 
+def verdicts():
+    """What docs/idioms.md says of each environment's idioms, by environment and idiom."""
+    heading, _, *lines = [_cells(line) for line in page_tables(IDIOMS).splitlines()] or [[], []]
+    return {
+        environment: {line[0]: line[column] for line in lines}
+        for column, environment in enumerate(heading)
+        if column
+    }
+
+
+def idiom_table(results):
+    """The table of docs/idioms.md: one row for each idiom, one column for each environment."""
+    found = verdicts()
+    found.update((name, result.verdicts) for name, result in results.items() if result.verdicts)
+    columns = [name for name, _ in environments() if name in found]
+    ran = [each.verdicts for each in results.values() if each.verdicts] or list(found.values())
+    idioms = sorted(set().union(*ran))
+    return markdown(
+        ["idiom"] + columns,
+        [[idiom] + [found[name].get(idiom, "") for name in columns] for idiom in idioms],
+    )
+
+
+def _cells(line):
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
 def markdown(heading, table):
     """A table, its columns aligned but for a long last one."""
     lines = [heading] + list(table)
@@ -198,27 +230,24 @@ def tables(results, kept=((), ())):
     return markdown(HEADING, first) + "\n" + markdown(FEATURES, second)
 
 
-def page_tables():
+def page_tables(page=None):
     """The tables that the page has."""
-    with open(PAGE, encoding="utf-8") as file:
+    with open(page or PAGE, encoding="utf-8") as file:
         return file.read().partition(BEGIN)[2].partition(END)[0]
 
 
 def page_rows():
     """The rows of both, as lists of cells."""
     return [
-        [
-            [cell.strip() for cell in line.strip("|").split("|")]
-            for line in table.strip().splitlines()[2:]
-        ]
+        [_cells(line) for line in table.strip().splitlines()[2:]]
         for table in page_tables().partition("\n\n")[::2]
     ]
 
 
-def write_page(table):
-    with open(PAGE, encoding="utf-8") as file:
+def write_page(table, page=None):
+    with open(page or PAGE, encoding="utf-8") as file:
         before, _, rest = file.read().partition(BEGIN)
-    with open(PAGE, "w", encoding="utf-8") as file:
+    with open(page or PAGE, "w", encoding="utf-8") as file:
         file.write(before + BEGIN + table + END + rest.partition(END)[2])
 
 
@@ -302,6 +331,7 @@ def main(folder, *options):
     missing, failures = not_run(results)
     if "--write" in options:
         write_page(table)
+        write_page(idiom_table(results), IDIOMS)
         without = [name for name, _ in environments() if name not in results]
         written = "docs/support.md: the rows of {} were written"
         missing, failures = [written.format(_list(results))], []
@@ -313,8 +343,11 @@ def main(folder, *options):
             failures += ["    {}".format(failure) for failure in result.failures]
     print("\n".join(missing))
     if "--write" not in options:
-        if not missing and not failures and table != page_tables():
-            failures.append("docs/support.md has other tables: tox run -e report -- --write")
+        if not missing and not failures:
+            for page, made in ((PAGE, table), (IDIOMS, idiom_table(results))):
+                if made != page_tables(page):
+                    told = "docs/{} has other tables: tox run -e report -- --write"
+                    failures.append(told.format(os.path.basename(page)))
         if os.environ.get("CI") and missing:
             failures.append("CI needs every interpreter of the matrix")
     print("\n".join(failures))

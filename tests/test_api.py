@@ -12,7 +12,7 @@ import pytest
 from conftest import TOY_FRAMEWORK, Toy
 
 import compat
-from compat import _keras
+from compat import _keras, _rows
 from compat.backend import Backend
 
 pytestmark = pytest.mark.usefixtures("process")
@@ -313,6 +313,31 @@ def test_persist_where_there_is_a_file(toy, monkeypatch):
     assert configure(persist=True).warnings == []
 
 
+@pytest.mark.parametrize("name", ["persist", "strict", "parallelize"])
+def test_switches_are_read_from_texts_too(toy, name):
+    """As argparse and configuration files have them, where Python takes "no" for true."""
+    for value in ("no", "False", " off", "0", 0, False, None):
+        assert not getattr(configure(**{name: value}).settings, name)
+    problem = refusal(compat.InvalidArgumentError, **{name: "maybe"})
+    assert problem == (
+        '{}=\'maybe\' is not understood. Use True or False, or one of the texts "yes", "no", '
+        '"true", "false", "on", "off", "1", "0".'.format(name)
+    )
+
+
+@pytest.mark.parametrize("value", [True, "yes", "TRUE", "on", "1", 1])
+def test_a_switch_that_is_on(toy, value):
+    assert configure(strict=value).settings.strict is True
+
+
+def test_very_many_devices_are_not_listed_one_by_one():
+    from compat._settings import listed
+
+    assert listed(["cpu:0", "cpu:1"]) == "cpu:0, cpu:1"
+    many = ["cpu:{}".format(place) for place in range(999)]
+    assert listed(many) == "cpu:0, cpu:1, cpu:2, ..., cpu:998 (999 devices)"
+
+
 # The second call ------------------------------------------------------------------------------
 
 
@@ -525,6 +550,16 @@ def test_the_same_object_comes_back(keras):
     assert model.devices == ["cpu:0", "cpu:1", "cpu:2"]
 
 
+def test_a_model_that_is_parallelized_again_is_divided_until_it_shows_otherwise(keras):
+    configure(simulate=3)
+    model = compat.parallelize(keras.Model())
+    with pytest.warns(compat.CompatWarning):
+        _rows.runs_whole("Model", _rows.Across("Mean"), "cpu:0")
+    assert list(compat.report().whole) == ["Model"]
+    compat.parallelize(model)
+    assert compat.report().whole == {}
+
+
 def test_a_model_that_was_parallelized_before_is_told_of(keras, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")  # the framework reads it now
     model = keras.Model()
@@ -655,16 +690,16 @@ def test_wrong_arguments_of_parallelize(keras):
     with pytest.raises(compat.InvalidArgumentError):
         compat.parallelize(keras.Model(), "two")
     for value, name in (
-        (3, "builtins.int"),
-        (None, "builtins.NoneType"),
-        (keras.Model, "builtins.type"),
+        (3, "'builtins.int'"),
+        (None, "'builtins.NoneType'"),
+        (keras.Model, "the class 'Model' itself"),
     ):
         with pytest.raises(TypeError) as caught:
             compat.parallelize(value)
         assert type(caught.value) is compat.NotAModelError
         assert str(caught.value) == (
             "parallelize() takes a Keras model, a model of the backend's own kind, or a function "
-            "that builds one; it was given {!r}.".format(name)
+            "that builds one; it was given {}.".format(name)
         )
 
     def build():
@@ -857,6 +892,14 @@ def test_floatx_is_set_for_keras(keras):
     assert keras.backend.floatx() == "float16"
     assert configuration.applied[-1] == "keras.backend.set_floatx('float16')"
     assert configuration.versions == {"toyframework": "1.2", "keras": "2.2.4"}
+
+
+def test_a_float_type_that_this_keras_does_not_know(keras):
+    assert refusal(compat.InvalidArgumentError, floatx="bfloat16") == (
+        "floatx='bfloat16' was asked for, which Keras 3 knows, and keras here is Keras 2. Use "
+        '"float16" or "float32", or install Keras 3.'
+    )
+    assert keras.backend.floatx() == "float32"
 
 
 def test_no_keras_for_this_backend(toy):

@@ -142,6 +142,6 @@ def test_test_names_it(folder, toy, capfd, monkeypatch):
         "\n"
         "Nothing was verified: the script ran no step of a model that compat.parallelize() was "
         "given after compat.configure_gpu().\n"
-        "NOT the same on several devices.\n"
+        "Nothing was compared on several devices.\n"
     )
     assert "compat test: {}\n".format(errors.shadowed(script, folder / "compat.py")) in err

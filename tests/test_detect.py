@@ -102,6 +102,15 @@ def test_asked_for_the_unknown():
     )
 
 
+@pytest.mark.parametrize(
+    "name, meant",
+    [("tensroflow", "tensorflow"), ("Theano", "theano"), ("tensorflow3", "tensorflow")],
+)
+def test_asked_for_a_misspelled_one(name, meant):
+    text = "does not know that backend. Did you mean {!r}? Known backends: ".format(meant)
+    assert text in refusal(compat.InvalidArgumentError, name)
+
+
 def test_asked_for_what_is_not_installed():
     assert refusal(compat.NotInstalledError, "theano") == (
         "theano is not installed, but backend='theano' was asked for. Choose another backend, or "

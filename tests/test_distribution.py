@@ -10,6 +10,8 @@ import tarfile
 import pytest
 import support_table
 
+import compat
+
 ROOT = support_table.ROOT
 LINK = r"\]\((?!\w+:)([^)]+)\)"  # to another file of the project, or within a file
 # What setuptools writes, and what tools leave in the tree.
@@ -51,6 +53,11 @@ def sdist(tmp_path_factory):
 def test_source_distribution_has_all_files_of_the_project(sdist):
     packed = {name for name in sdist if ".egg-info" not in name} - WRITTEN
     assert packed == files()
+
+
+def test_citation_names_this_version():
+    with open(os.path.join(ROOT, "CITATION.cff")) as file:
+        assert "\nversion: {}\n".format(compat.__version__) in file.read()
 
 
 def test_description_for_an_index_has_no_link_that_leads_nowhere(sdist):

@@ -66,22 +66,6 @@ TEXTS = [
         "model.",
     ),
     (
-        errors.rows_cannot_be_cut,
-        ("model_1", "its inputs have 6 and 11 rows"),
-        errors.UnsupportedError,
-        "'model_1' cannot be computed on a part of a batch: its inputs have 6 and 11 rows.\n"
-        "parallelize() cuts each batch by rows: every input needs one row for each sample, and "
-        "nothing may depend on how many there are. parallelize(model, gpus=1) runs it whole, on "
-        "one device.",
-    ),
-    (
-        errors.across_rows,
-        ("mean0", "model_1", "cpu(0)"),
-        None,
-        "The operation mean0 of 'model_1' computes across the rows of a batch, of which each "
-        "device has a part. It, and all that follows from it, runs on cpu(0) with the whole batch.",
-    ),
-    (
         errors.shadowed,
         ("train.py", "/home/a/compat.py"),
         None,
@@ -181,7 +165,7 @@ def test_every_text_is_in_the_table():
         for name, function in inspect.getmembers(errors, inspect.isfunction)
         if not name.startswith("_")
     }
-    others = {errors.class_of, errors.fewer, errors.numbered_ranks, errors.warn}
+    others = {errors.class_of, errors.fewer, errors.numbered_ranks, errors.shortened, errors.warn}
     assert functions == {row[0] for row in TEXTS} | others
 
 

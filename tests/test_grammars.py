@@ -1,4 +1,4 @@
-"""The grammars of ``gpus=``, ``memory=``, ``--hosts`` and CUDA_VISIBLE_DEVICES, on random texts.
+"""The grammars of arguments, and of the variables of launchers and of CUDA, on random texts.
 
     COMPAT_TEST_CASES=10000 python -m pytest tests/test_grammars.py
 
@@ -7,14 +7,18 @@ and reading them has to give that value. The others are made of pieces of such t
 people mistype. A failure names the number of its case.
 """
 
+import json
 import os
 import random
 import re
+import time
+import warnings
 
 import pytest
 
 import compat
-from compat import _devices, _discovery, _ranks
+from compat import _devices, _discovery, _ranks, _settings, errors
+from compat._ranks import clusters, launchers, rendezvous
 from compat._selection import Selection, parse_gpus
 from compat._settings import Memory, parse_memory
 from compat._visible import visible_entries
@@ -58,7 +62,7 @@ def read(parse, given, shown):
     try:
         return parse(given)
     except compat.InvalidArgumentError as error:
-        assert shown in str(error)
+        assert shown in error.args[0]  # as a text it has no more than 2,000 characters
 
 
 # gpus= ----------------------------------------------------------------------------------------
@@ -280,3 +284,107 @@ def test_a_selection_selects_itself_again():
         again = choose(Selection("all"), environ)
         assert again == devices, (number, str(selection), value)
         assert again.environ(environ) == {}, (number, environ)
+
+
+# Variables of launchers -------------------------------------------------------------------------
+
+# What launchers set, to which some of the other values below come.
+WHOLE = [
+    dict(zip(names.split(), ["1", "2", "1", "2"])) for _, names in launchers.LAUNCHERS
+] + [
+    {
+        "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2", "SLURM_LOCALID": "0",
+        "SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "gpu[07-08]",
+    },
+    {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"},
+    {"JAX_PROCESS_ID": "1", "JAX_NUM_PROCESSES": "2", "JAX_COORDINATOR_ADDRESS": "a:1"},
+    {
+        "KERAS_DISTRIBUTION_PROCESS_ID": "1", "KERAS_DISTRIBUTION_NUM_PROCESSES": "2",
+        "KERAS_DISTRIBUTION_JOB_ADDRESSES": "a:1,b:1",
+    },
+    {"COORDINATOR_ADDRESS": "a", "COORDINATOR_PORT": "1", "PROCESS_ID": "1", "NUM_PROCESSES": "2"},
+    {"SM_HOSTS": '["a", "b"]', "SM_CURRENT_HOST": "b"},
+]  # fmt: skip
+OTHER_NAMES = (
+    "SLURM_STEP_GPUS SLURM_GPUS_ON_NODE MASTER_ADDR MASTER_PORT NODE_RANK NPROC_PER_NODE "
+    "PET_NPROC_PER_NODE PET_NNODES TORCHELASTIC_USE_AGENT_STORE PMIX_NAMESPACE PALS_APID "
+    "OMPI_MCA_orte_hnp_uri MPIRUN_ID COMPAT_ALONE COMPAT_RENDEZVOUS COMPAT_TIMEOUT "
+    "COMPAT_SIMULATE COMPAT_VERIFY CUDA_VISIBLE_DEVICES CUDA_DEVICE_ORDER HIP_VISIBLE_DEVICES "
+    "ROCR_VISIBLE_DEVICES TF_CONFIG CLUSTER_SPEC SM_HOSTS"
+).split()
+VALUES = [
+    "0", "1", "2", "3", "4", "8", "-1", "", " ", "1.5", "1e400", "NaN", "inf", "True", LONG,
+    "-" + LONG, "1" * 4000, "\u0663", "\xb2", "\udcff", "0,1", "0," * 30000, "2(x3),1", "1:4",
+    "2(x999999999)", "2(x", "2(x)", "(x2)", "a:1,b:2", "node1:29500", "node[01-04]", "[::1]:1",
+    "localhost", "node1", "a" * 100000, "{", "[" * 60000, '{"a":' * 20000, "null", "[]", "{}",
+    "[1, 2]", '["a", "b"]', '"ab"', ",".join(map(str, range(20000))),
+]  # fmt: skip
+JSON = [
+    None, True, -1, 0, 1, 2, 1.5, float("nan"), float("inf"), 10**400, "", "0", "1", "x", "a:1",
+    "chief", "worker", "workerpool0", "workerpool1", "workerpool2", [], {}, [[]], [None], ["a:1"],
+    ["a:1", "b:1"], ["h:1"] * 20000, {"0": "a:1", "1": "b:1"}, {"1": "a:1"}, {"\xb2": "a"},
+]  # fmt: skip
+
+
+def a_cluster(draw):
+    """A description of a cluster, most of it right."""
+    kinds = draw.choice([["chief", "worker"], ["workerpool0", "workerpool1"]])
+    task = {"type": draw.choice(kinds), "index": 0}
+    cluster = {kind: ["{}:1".format(kind)] for kind in kinds}
+    config = {"cluster": cluster, "task": task}
+    for part in draw.sample([config, cluster, cluster, task], draw.randint(0, 2)):
+        part[draw.choice(sorted(part) + ["ps", "evaluator", "workerpool2"])] = draw.choice(JSON)
+    return {"TF_CONFIG" if kinds[0] == "chief" else "CLUSTER_SPEC": json.dumps(config)}
+
+
+def an_environment(draw):
+    """Some launcher's variables, most of them right, and what has nothing to do with them."""
+    environ = dict(draw.choice([draw.choice(WHOLE), a_cluster(draw)]))
+    names = draw.sample(sorted(environ), draw.choice([0, 0, 1, 1, 2]) % (len(environ) + 1))
+    for name in names + draw.sample(OTHER_NAMES, draw.randint(0, 3)):
+        environ[name] = draw.choice(VALUES)
+    return environ
+
+
+def outcomes(environ):
+    """What each call makes of an environment: a value, or an error of compat's."""
+
+    def chosen():
+        place = launchers.launched(environ)
+        if place is None:
+            return _devices.choose(Selection("all"), None, environ, lambda: [])
+        devices = _devices.choose_for_rank(Selection("all"), environ, place, lambda: [])
+        return devices.problems + [rendezvous.find(place, environ)]
+
+    for call in (
+        launchers.launched, clusters.evaluator, _ranks.timeout, _settings.simulated_from_outside,
+        lambda environ: _settings.parse_verify(None, environ, 0), lambda environ: chosen(),
+        lambda environ: visible_entries(environ, [_discovery.GPU(0, "GPU-a1", "x")]),
+    ):  # fmt: skip
+        try:
+            yield call(environ)
+        except compat.CompatError as error:
+            yield error
+
+
+def test_environments_are_read_or_refused():
+    """Soon, and in a message that nobody has to scroll back for."""
+    for number, draw in cases("environments"):
+        environ = an_environment(draw)
+        before = time.process_time()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for outcome in outcomes(environ):
+                if isinstance(outcome, compat.CompatError):
+                    assert 40 < len(str(outcome)) < 2000, (number, environ)
+                if isinstance(outcome, launchers.Place):
+                    assert 0 <= outcome.rank < outcome.size or outcome.rank == -1, number
+                    assert 0 <= outcome.local_rank < outcome.local_size <= max(1, outcome.size)
+        assert time.process_time() - before < 1, (number, environ)
+
+
+def test_a_long_value_leaves_a_message_short():
+    error = compat.RankError("begin " + LONG + " end")
+    cut = "begin {} ... (3110 characters left out) ... {} end".format("9" * 944, "9" * 946)
+    assert (str(error), errors.shortened("9" * 1900)) == (cut, "9" * 1900)

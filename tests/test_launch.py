@@ -95,8 +95,8 @@ def test_long_lines_of_two_ranks_are_not_mixed(capsys, monkeypatch):
     for number in range(2):
         rank, messages = rank_process._Rank(number), []
         monkeypatch.setattr(os, "write", lambda _, data, to=messages: to.append(data.decode()))
-        rank.send_line(rank_process.OUT, str(number) * 2500)
-        rank.send_line(rank_process.TRACEBACK, str(number) * 2500)
+        rank.send_in_parts(rank_process.OUT, str(number) * 2500)
+        rank.send_in_parts(rank_process.TRACEBACK, str(number) * 2500)
         sent[number] = messages
     monkeypatch.undo()
     ranks = watching.WatchedRanks(2)
@@ -125,6 +125,60 @@ def test_a_progress_bar_is_shown_while_it_grows(job, tmp_path):
     seen.write_text("")
     out, _ = process.communicate(timeout=60)
     assert begin + out == b"[0] 1/2\r[0] 2/2\n"
+
+
+def test_a_progress_bar_that_never_rests_is_shown_too(job, tmp_path):
+    """Keras redraws its own with each batch."""
+    seen = tmp_path / "seen"
+    process = job(
+        """
+        if rank == 0:
+            for step in range(400):
+                print("%03d/400" % step, end="\\r", flush=True)
+                time.sleep(0.05)
+                if os.path.exists({!r}):
+                    break
+            print("ended")
+        """.format(str(seen))
+    )
+    begin = b""
+    while b"005/400" not in begin and process.poll() is None:
+        begin += os.read(process.stdout.fileno(), 1000)
+    seen.write_text("")
+    out, err = process.communicate(timeout=60)
+    assert not process.returncode, err
+    shown = (begin + out).decode()
+    assert "399/400" not in shown and shown.endswith("\r[0] ended\n")
+    assert shown.startswith("[0] 000/400\r[0] 001/400\r[0] 002/400\r")
+
+
+def test_a_traceback_that_comes_in_pieces_is_told_as_a_whole(finished):
+    status, _, err = finished(
+        """
+        if rank == 1:
+            for text in "Traceback (most recent call last)", ":\\n  File x\\nValueError", ": one":
+                sys.stderr.write(text)
+                sys.stderr.flush()
+                time.sleep(0.5)
+            sys.exit(3)
+        """,
+        2,
+    )
+    assert status == 3
+    told = err[err.rindex("compat run: rank 1") :]
+    assert "Traceback (most recent call last):\n" in told and told.endswith("ValueError: one\n")
+
+
+def test_a_line_of_many_megabytes_costs_what_its_bytes_cost(finished):
+    """Eight times as long takes about eight times as long, not sixty-four times."""
+    program = "if rank == 0: sys.stdout.write('x' * {} * 2 ** 20)"
+    took = []
+    for megabytes in (1, 8):
+        began = time.monotonic()
+        status, out, _ = finished(program.format(megabytes), 2)
+        took.append(time.monotonic() - began)
+        assert (status, len(out)) == (0, megabytes * 2**20 + len("[0] \n"))
+    assert took[1] < took[0] + 10
 
 
 def test_arguments_and_place_reach_the_script(finished):
@@ -575,6 +629,11 @@ def test_logs_that_cannot_be_written_at_all(tmp_path):
     os.mkfifo(str(logs / "rank-1.log"))  # opening it would wait for a reader
     problem = "No such device or address"
     assert _refusal(logs) == text(logs, logs / "rank-1.log", problem)
+    os.unlink(str(logs / "rank-1.log"))
+    (logs / "rank-1.log").symlink_to(file)  # in a folder of all users, anybody may have put it
+    problem = "Too many levels of symbolic links"
+    assert _refusal(logs) == text(logs, logs / "rank-1.log", problem)
+    assert file.read_text() == "mine"
 
 
 def test_two_jobs_do_not_write_to_the_same_logs(tmp_path):

@@ -376,10 +376,15 @@ def test_ranks_by_number_alone_are_one_a_machine_or_all_on_this_one():
 
 @pytest.mark.parametrize(
     "text, counts",
-    [("3", [3]), ("2(x3),1", [2, 2, 2, 1]), ("4(x2)", [4, 4]), ("1,2(x2)", [1, 2, 2])],
-)
-def test_tasks_per_node(text, counts):
-    assert launchers._tasks_per_node(text) == counts
+    [
+        ("3", [3]), ("2(x3),1", [2, 2, 2, 1]), ("4(x2)", [4, 4]), ("1,2(x2)", [1, 2, 2]),
+        ("2(x999999999)", [2, 2]), ("", []),
+    ],
+)  # fmt: skip
+def test_tasks_on_each_node(text, counts):
+    nodes = range(len(counts) + (len(text) < 9))
+    found = [launchers._tasks_on_node(text, node) for node in nodes]
+    assert found == (counts + [None])[: len(nodes)]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -28,6 +29,19 @@ def command(*arguments):
         universal_newlines=True,
     )
     return completed.returncode, completed.stdout, completed.stderr
+
+
+def test_standard_output_that_nobody_reads():
+    read, write = os.pipe()
+    os.close(read)
+    job = subprocess.Popen(
+        [sys.executable, "-S", "-m", "compat", "pins", "jax", "--python=3.11"],
+        env=dict(os.environ, PYTHONPATH=ROOT),
+        stdout=write,
+        stderr=subprocess.PIPE,
+    )
+    os.close(write)
+    assert (job.communicate()[1], job.returncode) == (b"", 128 + signal.SIGPIPE)
 
 
 # Those that pip can install here, by the oldest Python that has them.
@@ -218,11 +232,11 @@ def test_test_of_a_script_as_json(toy, capfd, monkeypatch, tmp_path):
     assert __main__.main(["test", "--json", "-n", "0", str(script)]) == 1
     out, err = capfd.readouterr()
     assert json.loads(out) == {
-        "same": False,
+        "same": None,
         "error": None,
         "backend": "toy",
         "script": str(script),
-        "simulated": {"devices": 3, "status": 3, "models": [], "same": False},
+        "simulated": {"devices": 3, "status": 3, "models": [], "same": None},
         "ranks": None,
     }
     assert "my own\n" in err and "The script ended with exit status 3.\n" in err

@@ -21,6 +21,7 @@ OWN = {
     "._api",
     "._device_use",
     "._legacy",
+    "._numbers",
     "._process",
     "._ranks",
     "._ranks.addresses",

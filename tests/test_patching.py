@@ -1,5 +1,6 @@
 """What compat changes in other people's objects is listed, made once, and taken back."""
 
+import contextlib
 import types
 
 import pytest
@@ -25,6 +26,15 @@ def test_a_patch_is_listed_and_taken_back(owner):
     assert _patching.find(owner, "call") is patch
     patch.take_back()
     assert dict(vars(owner)) == before and _patching.patches() == listed
+
+
+def test_an_item_of_a_dictionary_is_patched_alike():
+    rules = {"sort": "theirs"}
+    with contextlib.ExitStack() as patches:
+        for name in ("sort", "top_k"):
+            patches.callback(_patching.Patch(rules, name, "ours").take_back)
+        assert rules == {"sort": "ours", "top_k": "ours"}
+    assert rules == {"sort": "theirs"}
 
 
 def test_nothing_is_patched_twice():

@@ -6,6 +6,7 @@ installs it by hand; without it the tests here fail.
 """
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -134,9 +135,16 @@ def test_commands_take_a_script_for_it(tmp_path):
     assert "As 2 ranks: all ended well, with the same weights." in verdict
 
 
-def test_a_script_that_trains_nothing_and_fails_as_ranks(tmp_path):
+@pytest.mark.parametrize(
+    "status, said",
+    [
+        (0, "all ended well, but nothing was compared: they trained no model together."),
+        (3, "NOT well, exit status 3 (see above)."),
+    ],
+)
+def test_a_script_that_trains_nothing(tmp_path, status, said):
     script = tmp_path / "train.py"
-    script.write_text("import compat, sys; sys.exit(3 * (compat.size() > 1))")
+    script.write_text("import compat, sys; sys.exit({} * (compat.size() > 1))".format(status))
     completed = subprocess.run(
         [sys.executable, "-m", "compat", "test", str(script), "--backend", "numpy"],
         stdout=subprocess.PIPE,
@@ -150,10 +158,48 @@ def test_a_script_that_trains_nothing_and_fails_as_ranks(tmp_path):
         "\n"
         "Nothing was verified: the script ran no step of a model that compat.parallelize() was "
         "given after compat.configure_gpu().\n"
-        "NOT the same on several devices.\n"
+        "Nothing was compared on several devices.\n"
         "\n"
-        "As 2 ranks: NOT well, exit status 3 (see above).\n"
+        "As 2 ranks: {}\n".format(said)
     )
+
+
+@pytest.mark.parametrize(
+    "line, told", [("print('alone')", True), ("import compat; compat.configure_gpu()", False)]
+)
+def test_simulated_devices_that_no_script_asks_for(tmp_path, line, told):
+    script = tmp_path / "script.py"
+    script.write_text(line)
+    command = [sys.executable, "-m", "compat", "run", "--simulate", "3", "--backend=numpy"]
+    completed = subprocess.run(
+        command + [str(script)], stderr=subprocess.PIPE, universal_newlines=True
+    )
+    assert completed.returncode == 0, completed.stderr
+    said = (
+        "compat run: --simulate had no effect: the script never called compat.configure_gpu(). "
+        "With --parallelize, its Keras models run on the simulated devices.\n"
+    )
+    assert completed.stderr.endswith(said) == told
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_folder_or_an_archive_runs_on_simulated_devices_too(tmp_path, packed):
+    """With a ``__main__.py``, as Python runs them."""
+    folder = tmp_path / "program"
+    folder.mkdir()
+    (folder / "beside.py").write_text("value = 7\n")
+    (folder / "__main__.py").write_text(
+        "import sys, beside\nprint(__name__, beside.value, sys.argv[1:])\n"
+    )
+    program = shutil.make_archive(str(folder), "zip", str(folder)) if packed else str(folder)
+    command = [sys.executable, "-m", "compat", "run", "--simulate", "3", "--backend=numpy"]
+    completed = subprocess.run(
+        command + [program, "a"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        universal_newlines=True,
+    )
+    assert (completed.returncode, completed.stdout) == (0, "__main__ 7 ['a']\n"), completed.stderr
 
 
 def test_without_keras_the_test_of_keras_says_so(tmp_path):

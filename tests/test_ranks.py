@@ -111,12 +111,12 @@ def test_what_cannot_be_dealt_out_is_an_error(rank, data, message):
 def test_timeout():
     assert _ranks.timeout({}) == 600.0
     assert _ranks.timeout({"COMPAT_TIMEOUT": "2.5"}) == 2.5
-    for text in ("", "0", "-1", "soon", "nan"):
+    for text in ("", "0", "-1", "soon", "nan", "inf", "1e10"):
         with pytest.raises(compat.InvalidArgumentError) as error:
             _ranks.timeout({"COMPAT_TIMEOUT": text})
         assert str(error.value) == (
-            "COMPAT_TIMEOUT={} is not understood. Use a number of seconds above 0: how long a rank "
-            "waits for the others.".format(text)
+            "COMPAT_TIMEOUT={} is not understood. Use a number of seconds above 0, at most 1e9: "
+            "how long a rank waits for the others.".format(text)
         )
 
 

@@ -89,6 +89,10 @@ class Nameless(Toy):
     name = ""
 
 
+class Empty(compat.Backend):
+    pass
+
+
 class Shadow(Toy):
     name = "theano"
 
@@ -98,7 +102,8 @@ class Shadow(Toy):
     [
         (3, "builtins.int", "it is no instance of a subclass of compat.Backend"),
         (Toy, "toy", "it is no instance of a subclass of compat.Backend"),
-        (Nameless(), "test_registry.Nameless", "its name is empty"),
+        (Nameless(), "test_registry.Nameless", "it has no name"),
+        (Empty(), "test_registry.Empty", "it has no name, framework, distributions"),
         (Shadow(), "theano", "compat has a backend of that name"),
     ],
 )

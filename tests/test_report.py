@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+import test_files
 from conftest import ROOT
 
 import compat
@@ -179,6 +180,12 @@ def test_ranks_are_one_report():
     )
 
 
+def test_where_no_rank_has_reported_nothing_is_said_of_models():
+    assert _report.joined([], [0, 1]).verdict == (
+        "No report came from ranks 0 and 1: ended by a signal, or by its machine."
+    )
+
+
 def test_under_configure_gpu_alone(toy):
     configuration = compat.configure_gpu(simulate=2)
     report = compat.report()
@@ -230,7 +237,7 @@ def script(tmp_path):
     return str(path)
 
 
-def start(*arguments, before=()):
+def start(*arguments, before=(), **options):
     command = [sys.executable, "-m", "compat", "run", "--backend=numpy"]
     return subprocess.Popen(
         list(before) + command + list(arguments),
@@ -241,6 +248,7 @@ def start(*arguments, before=()):
         universal_newlines=True,
         # Where the tests run in the background, a shell has it ignored.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        **options,
     )
 
 
@@ -305,9 +313,32 @@ def test_ranks_on_two_machines_are_one_report(script, tmp_path):
     assert json.loads(path.read_text())["all_worked"]
 
 
+KILLED_AFTER_RANK_0 = """
+import os, signal, time
+
+def is_running(pid):  # a process that has ended and is not waited for has no command line
+    try:
+        with open("/proc/{}/cmdline".format(pid)) as file:
+            return file.read() != ""
+    except FileNotFoundError:
+        return False
+
+parent = __file__ + ".parent"
+if compat.rank() == 0:
+    with open(parent + ".new", "w") as file:
+        file.write(str(os.getppid()))
+    os.rename(parent + ".new", parent)
+else:
+    while not os.path.exists(parent) or is_running(open(parent).read()):
+        time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
 def test_a_rank_that_is_killed_has_none(script):
+    """The other one has ended before, since a launcher ends those that have not."""
     with open(script, "a") as file:
-        file.write("if compat.rank():\n    import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+        file.write(KILLED_AFTER_RANK_0)
     status, _, err = finished("-n2", "--report", script)
     assert status == 128 + signal.SIGKILL
     assert "No report came from rank 1: ended by a" in err
@@ -323,6 +354,45 @@ def test_a_file_that_cannot_be_written_is_told_before(script, tmp_path, name):
         "compat run: --report-json {} cannot be written: {}. Name a file in a folder that is there "
         "and that you may write to; nothing was started.\n".format(path, problem)
     )
+
+
+def test_what_is_no_file_gets_it_and_stays(script, tmp_path):
+    """A FIFO, a pipe's descriptor; and a link and the file that it leads to."""
+    place, content = test_files.fifo(str(tmp_path / "fifo"))
+    link, linked = test_files.link(str(tmp_path / "link"))
+    before = test_files.kept(place), test_files.kept(link)
+    status, _, err = finished(
+        "--report-json=" + place, "--timeline=" + link, "--simulate=3", script,
+    )  # fmt: skip
+    assert status == 0, err
+    assert json.loads(content())["all_worked"] and json.loads(linked())["traceEvents"]
+    assert (test_files.kept(place), test_files.kept(link)) == before
+    for option in "--report-json", "--timeline":
+        receive, send = os.pipe()
+        finished("{}=/dev/fd/{}".format(option, send), "--simulate=3", script, pass_fds=[send])
+        os.close(send)
+        with open(receive) as file:
+            assert json.load(file)
+
+
+def test_each_rank_s_timeline_is_a_file(script, tmp_path):
+    fifo, _ = test_files.fifo(str(tmp_path / "fifo"))
+    before = sorted(os.listdir(str(tmp_path)))
+    assert finished("-n2", "--timeline", fifo, script) == (
+        2,
+        "",
+        "compat run: --timeline {}: each rank writes a file of its own, with its number in the "
+        "name, and this is no regular file. Name one.\n".format(fifo),
+    )
+    assert sorted(os.listdir(str(tmp_path))) == before
+
+
+def test_standard_output_that_is_closed(script):
+    for devices in "--simulate=2", "-n2":
+        command = ["sh", "-c", 'exec "$@" >&-', "sh"]
+        status, _, err = finished(devices, "--report", script, before=command)
+        assert status == 0 and "Traceback" not in err, err
+        assert "All 2 {} worked: ".format("ranks" if devices == "-n2" else "devices") in err
 
 
 def test_a_file_is_replaced_as_a_whole(tmp_path, monkeypatch):

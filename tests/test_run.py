@@ -247,6 +247,27 @@ def test_simulated_devices_are_for_the_scripts_configure_gpu(tmp_path):
     assert err.endswith("argument --simulate: '0' is not a number of devices, 1 or more\n")
 
 
+def test_an_option_after_the_script_is_pointed_out(script):
+    options = "--backend=theano", "--python=" + sys.executable
+    _, out, err = finished(*(options + (script, "--simulate", "3")))
+    assert "['--simulate', '3']\n" in out
+    assert (
+        "compat run: --simulate comes after the script's name, so the script gets it; compat run's "
+        "own --simulate comes before that name\n"
+    ) in err
+
+
+def test_a_notebook_is_refused(tmp_path):
+    path = tmp_path / "train.ipynb"
+    path.write_text("{}")
+    status, out, err = finished("--backend=theano", str(path))
+    assert (status, out) == (2, "")
+    assert err == (
+        "compat run: {} is a notebook, which Python cannot run. Make a script of it with `jupyter "
+        "nbconvert --to script`, or call compat.configure_gpu() in its first cell.\n".format(path)
+    )
+
+
 RANK = """\
 import os, sys
 rank, restart = os.environ["COMPAT_RANK"], os.environ["COMPAT_RESTART"]

@@ -117,8 +117,8 @@ def test_wrong_floatx(floatx, shown):
         compat.configure_gpu(floatx=floatx)
     assert type(caught.value) is compat.InvalidArgumentError
     assert str(caught.value) == (
-        'floatx={} is not understood. Use "float16", "float32", "float64", or None (what Keras is '
-        "set to).".format(shown)
+        'floatx={} is not understood. Use "float16", "bfloat16" (Keras 3), "float32", "float64", '
+        "or None (what Keras is set to).".format(shown)
     )
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -37,6 +38,9 @@ def run(tmp_path, monkeypatch, capsys):
     (wheels / "a.whl").write_text("")
     os.utime(str(wheels / "a.whl"), (1000, 1000))
     monkeypatch.setenv("PATH", str(machine))
+    idioms = tmp_path / "idioms.md"
+    idioms.write_text(support_table.BEGIN + support_table.idiom_table({}) + support_table.END)
+    monkeypatch.setattr(support_table, "IDIOMS", str(idioms))
 
     def run(
         failures,
@@ -152,7 +156,7 @@ def test_features_are_in_the_environments_where_all_their_tests_passed(run):
     _, lines = run({"py36-theano": 0, "py37-theano": 1, "py37-mxnet": 0})
     rows = [line for line in lines if line.startswith("| native")]
     assert [cell.strip() for cell in rows[0].strip("|").split("|")] == [
-        "native", "py37-mxnet, py36-theano",
+        "native", "py36-theano, py37-mxnet",
     ]  # fmt: skip
 
 
@@ -213,6 +217,48 @@ def test_nothing_is_written_where_there_are_no_results(run, tmp_path, monkeypatc
     assert page.read_text(encoding="utf-8") == text
 
 
+VERDICTS = """<testsuites><testsuite tests="2" skipped="0" failures="1" errors="0">
+<testcase classname="a" name="b" time="0"><properties>
+<property name="verdict" value="{0}: Lambda: arithmetic" /></properties></testcase>
+<testcase classname="a" name="c" time="0"><properties>
+<property name="verdict" value="split: CTC" /></properties><failure message="" /></testcase>
+</testsuite></testsuites>"""
+
+
+def test_verdicts_of_idioms_are_written_by_environment(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(support_table, "PAGE", str(tmp_path / "support.md"))
+    (tmp_path / "support.md").write_text(support_table.BEGIN + support_table.END)
+    page, found = support_table.IDIOMS, {"py37-theano": "split", "py311-jax": "whole"}
+    support_table.write_page("| idiom |\n| ----- |\n", page)
+    for name, verdict in found.items():
+        (run.results / (name + ".idioms.xml")).write_text(VERDICTS.format(verdict))
+    run({}, options=["--write"])
+    assert support_table.verdicts() == {
+        name: {"CTC": "split", "Lambda: arithmetic": verdict} for name, verdict in found.items()
+    }
+    (run.results / "py37-theano.idioms.xml").write_text(VERDICTS.format("refused"))
+    (run.results / "py311-jax.idioms.xml").unlink()
+    run({"py311-jax": 0}, options=["--write"])  # which did not come to its idioms
+    found["py37-theano"] = "refused"
+    assert {
+        name: each["Lambda: arithmetic"] for name, each in support_table.verdicts().items()
+    } == found
+
+
+def test_verdicts_that_differ_have_a_reason():
+    """JAX's have one in common: XLA splits what computes across rows, too."""
+    with open(support_table.IDIOMS, encoding="utf-8") as file:
+        reasons = file.read().partition(support_table.END)[2]
+    found = support_table.verdicts()
+    assert len(found) > 1 and set(found.pop("py311-jax").values()) <= {"split", "-", "one device"}
+    kinds = {
+        idiom: {verdicts[idiom] for verdicts in found.values()} - {"-"}
+        for idiom in next(iter(found.values()))
+    }
+    differing = {idiom for idiom, verdicts in kinds.items() if len(verdicts) > 1}
+    assert set(re.findall(r"^\| (\w.+?) +\|", reasons, re.M)) == differing | {"idiom"}
+
+
 def rows_of_times(lines):
     """The table of times: setting up, tests and CPU by environment."""
     start = lines.index("   setup     tests       CPU  (minutes:seconds)") + 1
@@ -268,7 +314,7 @@ def test_slowest_tests_are_no_more_than_a_person_reads(run):
     assert lines.index("", start) - start == 30
 
 
-@pytest.mark.parametrize("minutes", [44, 51])
+@pytest.mark.parametrize("minutes", [44, 61])
 def test_tests_that_take_too_long_are_warned_of(run, monkeypatch, minutes):
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     run({"py36-theano": 0})
@@ -277,9 +323,9 @@ def test_tests_that_take_too_long_are_warned_of(run, monkeypatch, minutes):
     time = "{}:00 from the first environment's start to the last one's end, on 2 cores".format(
         minutes
     )
-    warning = "WARNING: the tests took 51 minutes on 2 cores; README says at most 50 on two"
+    warning = "WARNING: the tests took 61 minutes on 2 cores; README says at most 55 on two"
     assert time in lines
-    assert [line for line in lines if "WARNING" in line] == [warning] * (minutes == 51)
+    assert [line for line in lines if "WARNING" in line] == [warning] * (minutes == 61)
 
 
 def test_time_is_that_of_the_last_run(run):

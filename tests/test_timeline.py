@@ -208,17 +208,17 @@ def test_a_backend_that_records_none_is_told_before(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("print('started')")
     program = (
-        "from compat._commands import run_script\n"
+        "import sys\n"
+        "from compat import __main__\n"
         "from compat.backend import Backend\n"
         "from compat_numpy import Numpy\n"
         "del Numpy.profiled\n"
-        "run_script.run([{!r}], backend='numpy', timeline={!r})".format(
-            str(script), str(tmp_path / "timeline.json")
-        )
+        "command = ['run', '--backend', 'numpy', '--timeline', {!r}, {!r}]\n"
+        "sys.exit(__main__.main(command))".format(str(tmp_path / "timeline.json"), str(script))
     )
     status, out, err = run(None, "-c", program)
-    assert (status, out) == (1, "")
+    assert (status, out) == (2, "")
     assert err.endswith(
-        "UnsupportedError: numpy cannot record when each device executes what. compat.report() "
+        "numpy cannot record when each device executes what. compat.report() "
         "tells what each device has computed.\n"
     )

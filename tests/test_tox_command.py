@@ -2,10 +2,13 @@
 
 import configparser
 import os
+import re
 import shutil
+import subprocess
 
 import pytest
 from conftest import ROOT
+from test_files import fifo, kept, link
 from test_main import command
 
 import compat
@@ -228,6 +231,15 @@ def test_files_that_are_there_stay(project):
     assert (project / "tox.ini").read_text().startswith("# Written by `compat tox` of ")
 
 
+def test_what_is_there_is_written_to_and_stays(project):
+    ini, written = link(str(project / "tox.ini"))
+    toxfile, received = fifo(str(project / "toxfile.py"))
+    before = kept(ini), kept(toxfile)
+    assert tox(project, "--force")[0] == 0
+    assert written().startswith("# Written by") and received().startswith('"""')
+    assert (kept(ini), kept(toxfile)) == before
+
+
 def test_nothing_is_written_where_one_file_cannot_be(tmp_path):
     (tmp_path / "folder").write_text("no folder")
     with pytest.raises(errors.ConfigurationFileError) as error:
@@ -241,7 +253,9 @@ def test_nothing_is_written_where_one_file_cannot_be(tmp_path):
     (tmp_path / "a").mkdir()
     with pytest.raises(errors.ConfigurationFileError) as error:
         tox_ini.write(str(tmp_path), {"b": "1", "a": "2"}, force=True)
-    assert "none was: {} is a folder. Make".format(tmp_path / "a") in str(error.value)
+    assert "none was: [Errno 21] Is a directory: {!r}. Make".format(str(tmp_path / "a")) in str(
+        error.value
+    )
     assert sorted(os.listdir(str(tmp_path))) == ["a", "folder"]
 
 
@@ -267,6 +281,39 @@ def test_compat_from_elsewhere(project, tmp_path):
 
 
 @pytest.mark.parametrize(
+    "requirement, in_tox_ini, in_workflow",
+    [
+        ('keras-gpu-compat[x] ; python_version < "4"',) * 2
+        + (r"keras-gpu-compat[x] ; python_version < \"4\"",),
+        (
+            "https://x.org/$HOME/`id`.whl#sha256=0",
+            r"https://x.org/$HOME/`id`.whl\#sha256=0",
+            r"https://x.org/\$HOME/\`id\`.whl#sha256=0",
+        ),
+    ],
+)
+def test_a_requirement_reaches_pip_as_it_is(project, requirement, in_tox_ini, in_workflow):
+    assert tox(project, "--backends=tensorflow1", "--ci", "--compat", requirement)[0] == 0
+    assert "deps =\n    {}\n    pytest\n".format(in_tox_ini) in (project / "tox.ini").read_text()
+    written = (project / ".github" / "workflows" / "compat.yml").read_text()
+    (line,) = re.findall(r"install\n +(.*)\n", written)
+    assert line == '"{}"'.format(in_workflow)
+    shown = subprocess.check_output(["sh", "-c", "printf %s " + line])
+    assert shown.decode() == requirement
+
+
+NO_REQUIREMENT = (
+    "--compat {}: there is no such file or folder. Give the path of a checkout or of a wheel, or a "
+    "requirement that pip understands."
+)
+NOT_FOR_TOX = (
+    "--compat {!r} cannot be written to tox.ini, where braces, ' #', a backslash at the end and "
+    "what cannot be printed have meanings of their own. Rename what the path names, or give "
+    "another requirement."
+)
+
+
+@pytest.mark.parametrize(
     "arguments, text",
     [
         (
@@ -280,11 +327,15 @@ def test_compat_from_elsewhere(project, tmp_path):
             "--backends jax: it is tested on Python 3.11, which python_requires = >=3.6,<3.9 in "
             "setup.cfg does not allow.",
         ),
+        (["--compat", "/no/such"], NO_REQUIREMENT.format("/no/such")),
         (
-            ["--compat", "/no/such"],
-            "--compat /no/such: there is no such file or folder. Give the path of a checkout or of "
-            "a wheel, or a requirement that pip understands.",
+            ["--compat", "x\ncommands = evil"],
+            NOT_FOR_TOX.format("x\ncommands = evil"),
         ),
+        (["--compat", "{posargs}"], NOT_FOR_TOX.format("{posargs}")),
+        (["--compat", "py37: keras-gpu-compat"], NO_REQUIREMENT.format("py37: keras-gpu-compat")),
+        (["--compat=-rother.txt"], NO_REQUIREMENT.format("-rother.txt")),
+        (["--compat", ""], NO_REQUIREMENT.format("")),
         (
             ["--ci", "--compat", ROOT],
             "--ci with --compat {}: a path outside of the project, which CI does not have. Give a "

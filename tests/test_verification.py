@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import subprocess
 import sys
 
@@ -10,26 +11,30 @@ import pytest
 
 import compat
 from compat import _verification
-from compat._settings import parse_verify, simulated_from_outside
+from compat._settings import Every, parse_verify, simulated_from_outside
+from compat._verification.verification import given_moved
 
 
 class Regression(_verification.Step):
     """One step of linear regression; ``fault`` changes what several devices make of it."""
 
     def __init__(self, fault=None, noise=0.0, dtype="float32", by_design=None, rows=61):
-        random = np.random.RandomState(0)
-        self.inputs = random.normal(size=(rows, 8)).astype(dtype)
-        self.targets = random.normal(size=(rows, 4)).astype(dtype)
+        generator = np.random.RandomState(0)
+        self.inputs = generator.normal(size=(rows, 8)).astype(dtype)
+        self.targets = generator.normal(size=(rows, 4)).astype(dtype)
         self.dtype = dtype
-        self.by_design = by_design
+        self.why = by_design
         self.values = {
-            "weight kernel": (random.normal(size=(8, 4)) * 0.3).astype(dtype),
+            "weight kernel": (generator.normal(size=(8, 4)) * 0.3).astype(dtype),
             "state seen": np.zeros((), "int64"),
             "state random": np.array(1),
         }
         self.fault = fault or (lambda results, values: None)
         self.noise = noise
         self.inferred = []
+
+    def by_design(self, inference, changed):
+        return None if inference else self.why
 
     def read(self):
         return dict(self.values)
@@ -240,6 +245,175 @@ def test_nothing_compared_is_a_warning(monkeypatch):
     ]
 
 
+class Fits(Regression):
+    """Its targets are its own outputs: the loss and the gradient are rounding alone."""
+
+    def __init__(self, **options):
+        super(Fits, self).__init__(**options)
+        self.targets = self.outputs(True)["output 1"]
+
+    def _do(self, parts):
+        results = super(Fits, self)._do(parts)
+        results["metric error"] = np.asarray(0.0 if parts == 1 else 1e-9)
+        return results
+
+
+def test_no_float_is_exact():
+    """What is zero on one device may be rounding on several."""
+    verification, _ = verify(Fits())
+    assert verification.record.steps["train"] == 1
+
+    class Off(Fits):
+        def _do(self, parts):
+            results = super(Off, self)._do(parts)
+            results["metric error"] = np.asarray(0.0 if parts == 1 else 1e-3)
+            return results
+
+    with pytest.raises(compat.ResultsDifferError, match="is metric error: by 0.001, .* most 1e-07"):
+        verify(Off())
+
+
+class Chaotic(Regression):
+    """Its outputs in inference are those of the logistic map, where it is chaotic."""
+
+    label = "weight kernel"
+
+    def outputs(self, undivided):
+        value = abs(float(self.values[self.label][0, 0])) % 1 + (0.0 if undivided else 1e-7)
+        for _ in range(60):
+            value = 3.99 * value * (1 - value)
+        return {"output 1": np.asarray(value)}
+
+
+class Frozen(Chaotic):
+    """As the former, by a weight that is not trained."""
+
+    label = "state reservoir"
+
+    def __init__(self):
+        super(Frozen, self).__init__(noise=0.1)
+        self.values[self.label] = np.full((1, 1), 0.7713, "float32")
+
+
+class Reservoir(Regression):
+    """As the former, by constants: no weight comes before."""
+
+    given = ("inputs",)
+
+    def outputs(self, undivided):
+        value = np.abs(self.inputs) % 1 + np.float32(0.0 if undivided else 1e-7)
+        for _ in range(60):
+            value = np.float32(3.99) * value * (1 - value)
+        return {"output 1": value}
+
+
+@pytest.mark.parametrize("step", [Chaotic(noise=0.1), Frozen(), Reservoir(noise=0.1)])
+def test_a_model_that_amplifies_rounding_is_no_difference(step):
+    with pytest.warns(compat.CompatWarning, match="in inference cannot be compared either"):
+        verify(step)
+
+
+def test_constants_that_amplify_nothing_hide_no_difference():
+    class Mixing(Reservoir):
+        def outputs(self, undivided):
+            return {"output 1": self.inputs + (0 if undivided else 0.1 * self.inputs.mean())}
+
+    with pytest.raises(compat.ResultsDifferError, match="is output 1: by 0.0"):
+        verify(Mixing(noise=0.1))
+
+
+def test_of_what_a_step_is_given_whole_numbers_do_not_move():
+    step = Regression()
+    step.given = ("args",)
+    step.args = [(np.float32([0.3, -0.7, 2.0, 0.5, 0.0]), None), {"classes": np.arange(3)}, "text"]
+    before = step.args
+    with given_moved(step, 2):
+        assert step.args is before or step.args == before
+    with given_moved(step, 1):
+        (floats, nothing), classes, text = step.args
+    assert (nothing, text, type(step.args[0])) == (None, "text", tuple)
+    np.testing.assert_array_equal(classes["classes"], before[1]["classes"])
+    np.testing.assert_array_equal(floats[2:], before[0][0][2:])
+    moved = abs(floats[:2] / before[0][0][:2] - 1)
+    assert floats.dtype == "float32" and (0 < moved).all() and (moved < 1e-6).all()
+
+
+def test_a_step_that_amplifies_rounding_is_not_called_random():
+    class Noisy(Regression):
+        def _do(self, parts):
+            results = super(Noisy, self)._do(parts)
+            moved = abs(float(self.values["weight kernel"].sum()))
+            results["the loss"] = np.asarray(moved * 1e7 % 1)
+            return results
+
+    verification, _ = verify(Noisy())
+    assert verification.record.incomparable["the train step"] == "it amplifies rounding too far"
+
+
+def test_whole_numbers_are_not_moved():
+    """They may be counts, which decide what a step does."""
+
+    class Counting(Regression):
+        def __init__(self):
+            super(Counting, self).__init__()
+            self.values["state steps"] = np.full((), 7.0, "float32")
+            self.values["state mean"] = np.full((), 7.5, "float32")
+            self.seen = []
+
+        def _do(self, parts):
+            self.seen.append((float(self.values["state steps"]), float(self.values["state mean"])))
+            return super(Counting, self)._do(parts)
+
+    step = Counting()
+    verify(step)
+    assert {steps for steps, _ in step.seen} == {7.0}
+    assert len({mean for _, mean in step.seen}) == 2
+
+
+def test_what_differs_by_design_in_inference_is_a_warning(monkeypatch):
+    step = Regression(scaled(2.0))
+    monkeypatch.setattr(step, "by_design", lambda inference, changed: "layer 'bn' trains")
+    monkeypatch.setattr(step, "outputs", lambda undivided: {"output 1": np.ones(3) * undivided})
+    with pytest.warns(compat.CompatWarning) as caught:
+        verify(step)
+    assert [str(warning.message) for warning in caught] == [
+        "compat could not verify the train step of model 'model': layer 'bn' trains, and its "
+        "outputs in inference cannot be compared either. Nothing was compared."
+    ]
+
+
+def test_what_a_step_raises_is_what_its_caller_sees(monkeypatch):
+    """Although nothing can be put back."""
+
+    def fault(results, values):
+        raise KeyError("third")
+
+    step = Regression(fault)
+    monkeypatch.setattr(step, "give_up", lambda values: [].pop())
+    with pytest.raises(KeyError, match="third"):
+        _verification.Verification("model", ["a", "b"], 1).verify("train", step)
+
+
+def test_random_numbers_of_python_and_numpy_are_drawn_once():
+    class Drawing(Regression):
+        def _do(self, parts):
+            results = super(Drawing, self)._do(parts)
+            self.drawn = random.random(), np.random.uniform()
+            return results
+
+        def on_all_devices(self):
+            given, results = super(Drawing, self).on_all_devices()
+            return self.drawn, results
+
+    random.seed(3)
+    np.random.seed(3)
+    expected = [(random.random(), np.random.uniform()) for _ in range(2)]
+    random.seed(3)
+    np.random.seed(3)
+    assert verify(Drawing())[1] == expected[0]
+    assert (random.random(), np.random.uniform()) == expected[1]
+
+
 def test_so_many_steps_and_no_more():
     verification = _verification.Verification("model", ["a", "b"], 2)
     for wanted in (True, True, False):
@@ -248,6 +422,22 @@ def test_so_many_steps_and_no_more():
             verification.verify("train", Regression())
     assert verification.wants("predict") and verification.wants("evaluate")
     assert not _verification.Verification("model", ["a", "b"], 0).wants("predict")
+
+
+def test_one_training_step_in_so_many():
+    """For as long as training goes on; and an evaluation and a prediction after each."""
+    verification = _verification.Verification("model", ["a", "b"], Every(3))
+    verified = []
+    for place in range(8):
+        if verification.is_due("train"):
+            verified.append(place)
+            verification.verify("train", Regression())
+            assert verification.is_due("evaluate") and verification.is_due("predict")
+            verification.verify("predict", Regression())
+        assert not verification.is_due("predict")
+        assert verification.wants("train") and not verification.is_over("predict")
+    assert verified == [0, 3, 6]
+    assert verification.record.steps == {"train": 3, "evaluate": 0, "predict": 3}
 
 
 def test_predictions_are_verified_again_after_a_training_step():
@@ -304,14 +494,18 @@ def test_how_many_steps_are_verified():
     assert parse_verify(None, {"COMPAT_VERIFY": "4"}, None) == 4
     assert parse_verify(None, {"COMPAT_VERIFY": "0"}, 3) == 0
     assert parse_verify(2, {"COMPAT_VERIFY": "4"}, 3) == 2
-    for wrong in (-1, "3", 1.5, True):
+    assert parse_verify("every 100", {}, None) == Every(100)
+    assert parse_verify(None, {"COMPAT_VERIFY": " Every  7 "}, 3) == Every(7)
+    assert (str(Every(7)), repr(Every(7))) == ("every 7", "'every 7'")
+    for wrong in (-1, "3", 1.5, True, "every", "every 0", "every -1", "every x", "3 every 100"):
         with pytest.raises(compat.InvalidArgumentError):
             parse_verify(wrong, {}, None)
     with pytest.raises(compat.InvalidArgumentError) as caught:
         parse_verify(None, {"COMPAT_VERIFY": "yes"}, None)
     assert str(caught.value) == (
-        "verify='yes' (or the variable COMPAT_VERIFY) is not a number of steps to verify. "
-        "Give 0 for none, or 1 or more, for example verify=1."
+        "verify='yes' (or the variable COMPAT_VERIFY) is not a number of steps to verify. Give 0 "
+        'for none, or 1 or more, for example verify=1, or verify="every 100" for one training '
+        "step in 100."
     )
 
 

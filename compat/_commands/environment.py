@@ -62,9 +62,7 @@ def collect() -> "Dict[str, Any]":
     found["keras_json"] = _keras_json(problems)
     found.update(_gpus(problems))
     found["ranks"] = _rank(problems)
-    found["engines"] = [
-        {name: getattr(engine, name) for name in engine.__slots__} for engine in engines.engines()
-    ]
+    found["engines"] = [engine._asdict() for engine in engines.engines()]
     other = _by_path.shadow(os.getcwd(), os.environ)
     if other:
         _add(problems, [errors.shadowed("scripts in " + os.getcwd(), other)])

@@ -1,8 +1,14 @@
-"""What ``compat run --parallelize`` starts in place of a script: it configures, then runs that."""
+"""What ``compat run --parallelize`` starts in place of a script: it configures, then runs that.
 
+``--simulate`` alone has it say so where the script never asks compat for devices.
+"""
+
+import atexit
 import os
+import runpy
 import sys
 import types
+import zipfile
 
 import compat
 from compat._process import process
@@ -18,9 +24,14 @@ def main(arguments: "List[str]") -> None:
     """Configure this process, and run a script in it as Python would.
 
     Arguments:
-        arguments: the name of the backend, the script, or "-m" and a module, and its arguments.
+        arguments: the name of the backend; empty: the script configures; then the script, or "-m"
+            and a module, and its arguments.
     """
     backend, script = arguments[0], arguments[1:]
+    if not backend:
+        atexit.register(_tell_if_unused, os.getpid())
+        run(script)
+        return
     process.configured_by = COMMAND
     configuration = compat.configure_gpu(backend=backend, parallelize=True)
     place = configuration.place
@@ -37,23 +48,38 @@ def run(script: "List[str]") -> None:
         _run_file(script)
 
 
+def _tell_if_unused(owner):
+    if process.configuration is None and compat.rank() == 0 and os.getpid() == owner:
+        sys.stdout.flush()
+        print(
+            "compat run: --simulate had no effect: the script never called compat.configure_gpu(). "
+            "With --parallelize, its Keras models run on the simulated devices.",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
 def _tell(model, where):
     print("compat run: {} runs on {}".format(model, where), file=sys.stderr)
     sys.stderr.flush()
 
 
 def _run_module(arguments):
-    import runpy  # for start-up time
-
     sys.argv = arguments
     sys.path.insert(0, os.getcwd())
     runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
 
 
 def _run_file(arguments):
-    """Not by ``runpy``, which takes the module away before functions run that wait for the end."""
+    """Not by ``runpy``, which takes the module away before functions run that wait for the end.
+
+    But for a folder or an archive with a ``__main__.py``, which Python runs, too.
+    """
     path = arguments[0]
     sys.argv = arguments
+    if os.path.isdir(path) or zipfile.is_zipfile(path):
+        runpy.run_path(path, run_name="__main__")
+        return
     main_module = types.ModuleType("__main__")
     if path == "-":
         sys.path.insert(0, "")

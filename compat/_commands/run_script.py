@@ -15,7 +15,12 @@ from . import reported_script
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from argparse import Namespace
     from typing import Any, Dict, List, Mapping, Optional, Tuple
+
+
+#: Options that few scripts have: behind the script they are the script's own.
+_BEFORE_THE_SCRIPT = ("--simulate", "--parallelize", "--report-json", "--max-restarts")
 
 
 def prepare(
@@ -63,31 +68,11 @@ def prepare(
         interpreter = _found(python)
         chosen, reason = _detect.foreseen(backend, environ, interpreter)
         variables = {"KERAS_BACKEND": chosen.framework}
-    notes: "List[str]" = []
     if hosts is None:
-        if ranks == 1:
-            one = Place(0, 1, 0, 1, "compat run")
-            settings = Settings(_devices.choose_for_rank(selection, environ, one))
-        else:
-            settings = Settings(_devices.choose(selection, None, environ))
-        where = str(settings.devices)
-        notes += list(settings.devices.problems) + chosen.overruled(settings, environ)
-        if settings.devices.shortage:
-            asked = "every GPU" if gpus is None else "--gpus " + gpus
-            shortage = asked, settings.devices.shortage[1]
-            notes.append(errors.fewer(shortage, settings.devices, strict=False))
-            if gpus and gpus.isdecimal():
-                notes.append(
-                    "--gpus {0} means the GPU with id {0}; ids count from 0. Several are "
-                    "named one by one, such as --gpus 0,1, and --gpus cpu means none.".format(gpus)
-                )
-        if ranks in (None, 1):
-            variables.update(chosen.environ(settings, environ))
-        else:
-            variables.update(settings.devices.environ(environ))
-        variables.update(settings.devices.trusting(environ))
+        where, ours, notes = _of_this_machine(chosen, selection, gpus, environ, ranks)
+        variables.update(ours)
     else:
-        where = "on " + hosts
+        where, notes = "on " + hosts, []
         if selection.kind == "free":
             raise errors.InvalidArgumentError(
                 "--gpus {} with --hosts: idle GPUs cannot be found on other machines from "
@@ -106,6 +91,31 @@ def prepare(
             started[name] = value
             lines.append("{}={}".format(name, value))
     return chosen, interpreter, started, lines + notes
+
+
+def _of_this_machine(chosen, selection, gpus, environ, ranks):
+    """The devices that are chosen here, as a text; the variables that choose them; and notes."""
+    if ranks == 1:
+        one = Place(0, 1, 0, 1, "compat run")
+        settings = Settings(_devices.choose_for_rank(selection, environ, one))
+    else:
+        settings = Settings(_devices.choose(selection, None, environ))
+    notes = list(settings.devices.problems) + chosen.overruled(settings, environ)
+    if settings.devices.shortage:
+        asked = "every GPU" if gpus is None else "--gpus " + gpus
+        shortage = asked, settings.devices.shortage[1]
+        notes.append(errors.fewer(shortage, settings.devices, strict=False))
+        if gpus and gpus.isdecimal():
+            notes.append(
+                "--gpus {0} means the GPU with id {0}; ids count from 0. Several are "
+                "named one by one, such as --gpus 0,1, and --gpus cpu means none.".format(gpus)
+            )
+    if ranks in (None, 1):
+        variables = dict(chosen.environ(settings, environ))
+    else:
+        variables = dict(settings.devices.environ(environ))
+    variables.update(settings.devices.trusting(environ))
+    return str(settings.devices), variables, notes
 
 
 def ranks_on(hosts: "str", ranks: "Optional[int]") -> "Tuple[int, str]":
@@ -148,23 +158,7 @@ def _found(python):
     return path
 
 
-def run(
-    script: "List[str]",
-    gpus: "Optional[str]" = None,
-    backend: "Optional[str]" = None,
-    python: "Optional[str]" = None,
-    ranks: "Optional[int]" = None,
-    timeout: "Optional[str]" = None,
-    hosts: "Optional[str]" = None,
-    simulate: "Optional[int]" = None,
-    parallelize: bool = False,
-    report: bool = False,
-    report_json: "Optional[str]" = None,
-    timeline: "Optional[str]" = None,
-    quiet: bool = False,
-    log_dir: "Optional[str]" = None,
-    max_restarts: int = 0,
-) -> int:
+def run(script: "List[str]", options: "Namespace") -> int:
     """Become the script, or start it as several ranks.
 
     Alone its output, its signals and its exit status are its own. Of several ranks the output
@@ -172,97 +166,155 @@ def run(
 
     Arguments:
         script: its path, or "-m" and a module, and its arguments.
-        gpus, backend, python: as ``prepare()`` takes them.
-        ranks: how many; 1: the script alone, with one of the GPUs; None: alone with all of them, or
-            as many as ``hosts`` say.
-        timeout: how long a rank waits for the others, in seconds.
-        hosts: machines and how many ranks each may run, ``"first:4,second:4"``; None: this one.
-        simulate: how many CPU devices stand in for GPUs, whatever the script asks for.
-        parallelize: whether every Keras model that the script compiles is parallelized.
-        report: whether what each device did is printed at the end.
-        report_json: the file that gets the same as JSON; None: no file.
-        timeline: the file that gets a timeline of what each device executes, from the first model
-            that is parallelized to the script's end; None: no file.
-        quiet: of several ranks, show what rank 0 prints, and of the others standard error only.
-        log_dir: a folder for files of what each of several ranks prints.
-        max_restarts: how many more times a job of several ranks that fails is started, at most.
+        options: of the command line, by their names.
+
+            - ``gpus``, ``backend``, ``python``: as ``prepare()`` takes them.
+            - ``ranks``: how many; 1: the script alone, with one of the GPUs; None: alone with all
+              of them, or as many as ``hosts`` say.
+            - ``timeout``: how long a rank waits for the others, in seconds.
+            - ``hosts``: machines and how many ranks each may run, ``"first:4,second:4"``; None:
+              this one.
+            - ``simulate``: how many CPU devices stand in for GPUs, whatever the script asks for.
+            - ``parallelize``: whether every Keras model that the script compiles is parallelized.
+            - ``report``: whether what each device did is printed at the end.
+            - ``report_json``: the file that gets the same as JSON; None: no file.
+            - ``timeline``: the file that gets a timeline of what each device executes, from the
+              first model that is parallelized to the script's end; None: no file.
+            - ``quiet``: of several ranks, show what rank 0 prints, and of the others standard error
+              only.
+            - ``log_dir``: a folder for files of what each of several ranks prints.
+            - ``max_restarts``: how many more times a job of several ranks that fails is started, at
+              most.
 
     Returns:
         The exit status of several ranks: that of the one that failed.
 
     Raises:
-        InvalidArgumentError: ``ranks``, ``timeout`` or ``hosts`` is not understood, there is no
-            such script, ``report_json``, ``timeline`` or the files of ``log_dir`` cannot be
-            written, or an option needs ranks.
+        InvalidArgumentError: an option is not understood or needs ranks, there is no such script,
+            or a file cannot be written.
         UnsupportedError: the backend has no ranks, or cannot record a timeline.
         as ``prepare()``.
     """
-    if ranks is not None and ranks < 1:
-        raise errors.InvalidArgumentError(
-            "-n {} is not understood. Use the number of processes to start, 1 or more.".format(
-                ranks
-            )
-        )
-    if hosts is not None:
-        ranks, hosts = ranks_on(hosts, ranks)
-    if report_json is not None:
-        report, report_json = True, _writable("--report-json", report_json)
-    if timeline is not None:
-        report, timeline = True, _writable("--timeline", timeline)
-    _check_there_are_ranks(ranks, quiet, log_dir, max_restarts)
-    # Another interpreter may be one in a container, with files of its own.
-    if python is None and script[0] not in ("-", "-m") and not os.path.exists(script[0]):
-        raise errors.no_script(script[0])
-    asked = dict(os.environ) if timeout is None else dict(os.environ, COMPAT_TIMEOUT=timeout)
-    if simulate is not None:
-        asked["COMPAT_SIMULATE"] = str(simulate)
-    if ranks is not None and ranks > 1:
-        asked.pop("COMPAT_ALONE", None)  # several are asked for just now
-        asked["COMPAT_RESTART"] = "0"  # launchers hand over variables that are set already
-    _ranks.timeout(asked, "COMPAT_TIMEOUT" if timeout is None else "--timeout")
-    chosen, interpreter, environ, lines = prepare(gpus, backend, python, asked, ranks, hosts)
+    ranks, hosts = _ranks_of(options)
+    report_json, timeline = _files_of(options, ranks)
+    report = options.report or report_json is not None or timeline is not None
+    _check_there_are_ranks(ranks, options.quiet, options.log_dir, options.max_restarts)
+    _check_script(script, options.python)
+    chosen, interpreter, environ, lines = prepare(
+        options.gpus, options.backend, options.python, _asked(options, ranks), ranks, hosts
+    )
     if timeline is not None and type(chosen).profiled is Backend.profiled:
         chosen.profiled()  # an error: it has none
-    if simulate is not None:
-        lines.append("COMPAT_SIMULATE={}: CPU devices stand in for GPUs".format(simulate))
+    if options.simulate is not None:
+        lines.append("COMPAT_SIMULATE={}: CPU devices stand in for GPUs".format(options.simulate))
     if ranks == 1:
         lines.append("1 rank: the script alone")
         ranks = None
-    if ranks and report:
-        environ[rank_process.REPORT_VARIABLE] = "1"  # of each rank, on whichever machine
-    launcher = chosen.launcher(_ranks.Job(ranks, interpreter, environ, hosts)) if ranks else []
+    launcher: "List[str]" = []
     if ranks:
+        if report:
+            environ[rank_process.REPORT_VARIABLE] = "1"  # of each rank, on whichever machine
+        launcher = chosen.launcher(_ranks.Job(ranks, interpreter, environ, hosts))
         # mpirun is told the names of all variables.
         shown = textwrap.shorten(" ".join(launcher), 400, placeholder=" ...")
         lines.append("{} ranks: {}".format(ranks, shown))
     other = _by_path.shadow(os.path.dirname(os.path.realpath(script[0])), environ)
     if other:
         lines.append(errors.shadowed(name_of(script), other))
-    for line in lines:
+    for line in lines + _misplaced(script):
         print("compat run: " + line, file=sys.stderr)
     sys.stderr.flush()
     environ.update(_idle.hand_over_claims())
-    asked_for = script
-    if parallelize or report:
-        if python is not None:
-            _check_version(interpreter, environ, "--parallelize" if parallelize else "--report")
-        name = chosen.name if parallelize else ""
+    program = [interpreter] + script
+    if options.parallelize or report or (options.simulate is not None and options.python is None):
+        if options.python is not None:
+            option = "--parallelize" if options.parallelize else "--report"
+            _check_version(interpreter, environ, option)
         module = "reported_script" if report else "parallelized_script"
         _, *ours = _by_path.command("_commands." + module)
-        script = ours + ([report_json or "", timeline or ""] if report else []) + [name] + script
+        written = [report_json or "", timeline or ""] if report else []
+        name = chosen.name if options.parallelize else ""
+        program = [interpreter] + ours + written + [name] + script
     if not ranks:
-        os.execve(interpreter, [interpreter] + script, environ)
-    rank = _by_path.command("_launch.rank_process") + [interpreter]
-    command = launcher + rank + script
+        os.execve(interpreter, program, environ)
+    command = launcher + _by_path.command("_launch.rank_process") + program
     reports: "Dict[int, Any]" = {}
-    logs = None if log_dir is None else output.Logs(log_dir, ranks, asked_for)
+    logs = None if options.log_dir is None else output.Logs(options.log_dir, ranks, script)
     status = watching.launch(
-        command, environ, ranks, hosts is not None, quiet, logs, max_restarts, reports
-    )
+        command, environ, ranks, hosts is not None, options.quiet, logs, options.max_restarts,
+        reports,
+    )  # fmt: skip
     if report:
         absent = sorted(set(range(ranks)) - set(reports))
         reported_script.tell(_report.joined(list(reports.values()), absent), report_json)
     return status
+
+
+def _ranks_of(options):
+    """How many ranks are asked for, and the machines that run them; None where nothing says so."""
+    if options.ranks is not None and options.ranks < 1:
+        raise errors.InvalidArgumentError(
+            "-n {} is not understood. Use the number of processes to start, 1 or more.".format(
+                options.ranks
+            )
+        )
+    if options.hosts is None:
+        return options.ranks, None
+    return ranks_on(options.hosts, options.ranks)
+
+
+def _files_of(options, ranks):
+    """The files for a report as JSON and for a timeline, which can be written; None: no file."""
+    report_json, timeline = options.report_json, options.timeline
+    if report_json is not None:
+        report_json = _writable("--report-json", report_json)
+    if timeline is not None:
+        timeline = _writable("--timeline", timeline)
+        if ranks not in (None, 1) and not _files.is_replaced(timeline):
+            raise errors.InvalidArgumentError(
+                "--timeline {}: each rank writes a file of its own, with its number in the name, "
+                "and this is no regular file. Name one.".format(timeline)
+            )
+    return report_json, timeline
+
+
+def _asked(options, ranks):
+    """The environment, and what options say in variables."""
+    asked = dict(os.environ)
+    if options.timeout is not None:
+        asked["COMPAT_TIMEOUT"] = options.timeout
+    if options.simulate is not None:
+        asked["COMPAT_SIMULATE"] = str(options.simulate)
+    if ranks is not None and ranks > 1:
+        asked.pop("COMPAT_ALONE", None)  # several are asked for just now
+        asked["COMPAT_RESTART"] = "0"  # launchers hand over variables that are set already
+    _ranks.timeout(asked, "COMPAT_TIMEOUT" if options.timeout is None else "--timeout")
+    return asked
+
+
+def _check_script(script, python):
+    """Refuse a notebook, and a script that is not there."""
+    if name_of(script).endswith(".ipynb"):
+        raise errors.InvalidArgumentError(
+            "{} is a notebook, which Python cannot run. Make a script of it with `jupyter "
+            "nbconvert --to script`, or call compat.configure_gpu() in its first cell.".format(
+                script[0]
+            )
+        )
+    # Another interpreter may be one in a container, with files of its own.
+    if python is None and script[0] not in ("-", "-m") and not os.path.exists(script[0]):
+        raise errors.no_script(script[0])
+
+
+def _misplaced(script):
+    """Lines about options that were probably meant for ``compat run``."""
+    arguments = script[2 if script[0] == "-m" else 1 :]
+    return [
+        "{0} comes after the script's name, so the script gets it; compat run's own {0} comes "
+        "before that name".format(option)
+        for option in _BEFORE_THE_SCRIPT
+        if option in arguments
+    ]
 
 
 def _check_there_are_ranks(ranks, quiet, log_dir, max_restarts):

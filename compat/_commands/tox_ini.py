@@ -1,11 +1,13 @@
 """``compat tox``: a project's tests on each backend, as a tox.ini and a workflow of its own."""
 
 import argparse
+import contextlib
 import json
 import os
+import re
 import sys
 
-from .. import __version__, _verified, errors
+from .. import __version__, _files, _verified, errors
 from . import pins, python_requires
 
 TYPE_CHECKING = False
@@ -168,14 +170,21 @@ def name(row: "Row") -> str:
 
 def _requirement(compat, folder, ci):
     """What installs keras-gpu-compat, a path as ``{tox_root}`` or an absolute one."""
+    path = os.path.realpath(compat) if os.path.exists(compat) else compat
+    if not compat.isprintable() or re.search(r"[{}]|\s#|\\$", path):
+        raise errors.InvalidArgumentError(
+            "--compat {!r} cannot be written to tox.ini, where braces, ' #', a backslash at the "
+            "end and what cannot be printed have meanings of their own. Rename what the path "
+            "names, or give another requirement.".format(compat)
+        )
     if not os.path.exists(compat):
-        if os.sep in compat and not any(mark in compat for mark in ("://", "@", ";")):
+        if not _REQUIREMENT.match(compat):
             raise errors.InvalidArgumentError(
                 "--compat {}: there is no such file or folder. Give the path of a checkout or of "
                 "a wheel, or a requirement that pip understands.".format(compat)
             )
         return compat
-    path, root = os.path.realpath(compat), os.path.realpath(folder)
+    root = os.path.realpath(folder)
     if path.startswith(root + os.sep):
         return "{tox_root}" + path[len(root) :]
     if compat == COMPAT and os.sep not in compat:
@@ -201,6 +210,9 @@ def _variables(row):
         variables["TF_USE_LEGACY_KERAS"] = "1"
     return variables
 
+
+# A distribution, or one with its extras, versions, URL or marker; or a URL.
+_REQUIREMENT = re.compile(r"\w[\w.-]*\s*(\[[^][]*\]\s*)?([<>=!~(;@].*)?$|[A-Za-z+]+://.")
 
 # Two rows may share the cores.
 GENERAL = {"COMPAT_SIMULATE": "3", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -270,7 +282,7 @@ def tox_ini(chosen: "List[Row]", compat: str, path: str) -> str:
         version=__version__,
         example=name(chosen[0]),
         names=_indented(map(name, chosen)),
-        compat=compat,
+        compat=compat.replace("#", "\\#"),
         path="{tox_root}" + ("/" + path if path else ""),
         general=_indented(_assignments(GENERAL)),
     )
@@ -338,7 +350,8 @@ def workflow(chosen: "List[Row]", compat: str, path: str) -> str:
     for row in chosen:
         python = row[1]
         if python in IMAGES:
-            needed = ['"{}"'.format(each) for each in [compat, "pytest"] + pins.pins(*row)]
+            needed = [compat, "pytest"] + pins.pins(*row)
+            needed = ['"{}"'.format(re.sub(r'(["$`\\])', r"\\\1", each)) for each in needed]
             variables = dict(GENERAL, **_variables(row))
             quoted = {key: json.dumps(value) for key, value in variables.items()}
             text += CONTAINER.format(
@@ -371,22 +384,15 @@ def write(folder: str, files: "Dict[str, str]", force: bool = False) -> None:
             "{} in {}: there already, so nothing was written. Move what is there, or overwrite it "
             "with --force.".format(" and ".join(there), os.path.abspath(folder))
         )
-    made: "List[Tuple[str, str]]" = []
     try:
-        for path, text in files.items():
-            target = os.path.join(folder, path)
-            if os.path.isdir(target):
-                raise IsADirectoryError("{} is a folder".format(target))
-            os.makedirs(os.path.dirname(target), exist_ok=True)
-            made.append((target + ".{}.tmp".format(os.getpid()), target))
-            with open(made[-1][0], "x", encoding="utf-8", newline="\n") as file:
-                file.write(text)
-        for temporary, target in made:
-            os.replace(temporary, target)
+        with contextlib.ExitStack() as all_or_none:
+            for path, text in files.items():
+                target = os.path.join(folder, path)
+                os.makedirs(os.path.dirname(target), exist_ok=True)
+                file = all_or_none.enter_context(_files.written(target))
+                file.write(text.encode("utf-8"))
+                file.flush()  # an error, where the disk is full
     except OSError as error:
-        for temporary, _ in made:
-            if os.path.exists(temporary):
-                os.unlink(temporary)
         raise errors.ConfigurationFileError(
             "the files cannot be written, so none was: {}. Make {} writable, or name another "
             "folder with -o.".format(error, os.path.abspath(folder))

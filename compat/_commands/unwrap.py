@@ -8,7 +8,6 @@ import argparse
 import collections
 import json
 import os
-import tempfile
 import zipfile
 
 from .. import _files, errors
@@ -85,7 +84,10 @@ def run(path: "str", output: "Optional[str]", force: "bool", model: "Optional[st
     try:
         with h5py.File(path, "r") as old:
             plan = _planned(path, old, config)
-            _write_beside(h5py, path, output, old, plan)
+            _check_writable(output)
+            with _files.written(output, os.stat(path)) as file:
+                with h5py.File(file.name, "w") as new:
+                    _write(old, new, plan)
     except (OSError, LookupError, RuntimeError, ValueError) as error:  # of h5py, on broken files
         if isinstance(error, errors.CompatError):
             raise
@@ -335,24 +337,13 @@ def _lines_up(state, weights):
 # Reading and writing --------------------------------------------------------------------------
 
 
-def _write_beside(h5py, path, output, old, plan):
-    """Write under another name, and rename: what is there is a whole file at any time."""
-    target = os.path.realpath(output)
+def _check_writable(path):
     try:
-        handle, beside = tempfile.mkstemp(".h5", ".unwrap-", os.path.dirname(target))
+        _files.check_writable(path)
     except OSError as error:
         raise errors.ModelFileError(
-            "{} cannot be written: {}.".format(output, error.strerror)
+            "{} cannot be written: {}.".format(path, error.strerror)
         ) from error
-    os.close(handle)
-    try:
-        with h5py.File(beside, "w") as new:
-            _write(old, new, plan)
-        os.chmod(beside, os.stat(path).st_mode & 0o777)
-        os.replace(beside, target)
-    except BaseException:
-        os.unlink(beside)
-        raise
 
 
 def _write(old, new, plan):

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,14 @@ if TYPE_CHECKING:
     from typing import Any, Dict, List, Optional
 
 RANKS = 2
+#: How many training steps of each model are verified.
+STEPS = 3
+#: By whether they are the same; None: nothing was compared.
+VERDICTS = {
+    True: "The same on several devices.",
+    False: "NOT the same on several devices.",
+    None: "Nothing was compared on several devices.",
+}
 
 
 def run(
@@ -23,7 +30,6 @@ def run(
     devices: "Optional[int]" = None,
     backend: "Optional[str]" = None,
     ranks: "Optional[int]" = None,
-    steps: int = 3,
     outcome: "Optional[Dict[str, Any]]" = None,
     hosts: "Optional[str]" = None,
 ) -> bool:
@@ -34,7 +40,6 @@ def run(
         devices: how many simulated ones; None: 3.
         backend: its name; None: the one that Keras would use.
         ranks: as how many ranks the second time; None: 2; 0: not at all.
-        steps: how many training steps of each model are verified.
         hosts: machines for the ranks, as ``compat run --hosts`` takes them; None: this one.
         outcome: a dictionary that gets what is printed, with the keys of docs/command-line.md.
 
@@ -57,26 +62,27 @@ def run(
     has_ranks = type(chosen).distribute is not Backend.distribute
     if hosts is not None and not has_ranks:
         raise errors.no_ranks(chosen.name)
-    environ = dict(os.environ, COMPAT_VERIFY=str(steps))
+    environ = dict(os.environ, COMPAT_VERIFY=str(STEPS))
     environ.update(chosen.recording)
     environ.update(_detect.keras_variable(chosen, os.environ))
-    # Whatever PYTHONPATH says, the script finds this package: see _reported().
+    # Whatever PYTHONPATH says, the script finds this package: see _run().
     other = _by_path.shadow(os.path.dirname(os.path.realpath(script[0])), {})
     if other:
         _say(errors.shadowed(run_script.name_of(script), other))
     outcome.update(backend=chosen.name, script=run_script.name_of(script), ranks=None)
-    lines, same = _on_replicas(script, environ, chosen, devices, outcome)
+    lines, verdict = _on_replicas(script, environ, chosen, devices, outcome)
+    verdicts = [verdict]
     if ranks != 0 and has_ranks:
-        more, also = _as_ranks(script, environ, chosen, ranks or RANKS, outcome, hosts)
+        more, verdict = _as_ranks(script, environ, chosen, ranks or RANKS, outcome, hosts)
         lines += [""] + more
-        same = same and also
-    outcome["same"] = same
+        verdicts.append(verdict)
+    outcome["same"] = next((each for each in (False, None) if each in verdicts), True)
     print("\n".join(["", "-" * 72] + lines), flush=True)
-    return same
+    return bool(outcome["same"])
 
 
 def _on_replicas(script, environ, chosen, devices, outcome):
-    """The lines of the verdict on simulated devices, and whether it is good."""
+    """The lines of the verdict on simulated devices, and which of ``VERDICTS`` it is."""
     _say("{} on {} simulated devices ({})".format(run_script.name_of(script), devices, chosen.name))
     environ = dict(environ, COMPAT_SIMULATE=str(devices))
     status, reports = _reported([sys.executable] + script, environ)
@@ -84,56 +90,67 @@ def _on_replicas(script, environ, chosen, devices, outcome):
     title = "compat test: {} on {} simulated devices of {}".format(
         os.path.basename(run_script.name_of(script)), devices, chosen.name
     )
-    lines, same = [title, ""], True
+    lines = [title, ""]
     for record in records:
         lines += _verification.shown(record)
-        same = same and _verification.is_good(record)
-    if not any(sum(record["steps"].values()) for record in records):
-        same = False
-        if not any(record["failure"] for record in records):
-            lines.append(
-                "Nothing was verified: the script ran no step of a model that compat.parallelize() "
-                "was given after compat.configure_gpu()."
-            )
-    if status and not any(record["failure"] for record in records):
-        same = False
+    same = all(map(_verification.is_good, records))  # type: Optional[bool]
+    failed = any(record["failure"] for record in records)
+    if not failed and not any(sum(record["steps"].values()) for record in records):
+        same = None
+        lines.append(
+            "Nothing was verified: the script ran no step of a model that compat.parallelize() "
+            "was given after compat.configure_gpu()."
+        )
+    if status and not failed:
+        same = same and False
         lines.append("The script ended with exit status {}.".format(status))
     outcome["simulated"] = {"devices": devices, "status": status, "models": records, "same": same}
-    lines.append("The same on several devices." if same else "NOT the same on several devices.")
+    lines.append(VERDICTS[same])
     return lines, same
 
 
 def _as_ranks(script, environ, chosen, ranks, outcome, hosts):
-    """The lines of the verdict on ranks, and whether it is good."""
+    """The lines of the verdict on ranks, and which of ``VERDICTS`` it is."""
     where = "" if hosts is None else " on " + hosts
     _say("{} as {} ranks{}".format(run_script.name_of(script), ranks, where))
     command = _by_path.command("__main__") + ["run", "-n", str(ranks), "--gpus", "cpu"]
     command += ["--backend", chosen.framework] + (["--hosts", hosts] if hosts else [])
-    status, _ = _reported(command + script, environ)
-    outcome["ranks"] = {"size": ranks, "hosts": hosts, "status": status, "same": not status}
-    who = "As {} ranks{}".format(ranks, where)
+    with _folder() as folder:
+        path = os.path.join(folder, "ranks.json")
+        status = _run(command + ["--report-json", path] + script, environ)
+        compared = 0 if status else _read(path)["comparisons"]
+    same = False if status else True if compared else None
+    outcome["ranks"] = {"size": ranks, "hosts": hosts, "status": status, "same": same}
+    said = "all ended well, with the same weights."
     if status:
-        return ["{}: NOT well, exit status {} (see above).".format(who, status)], False
-    return ["{}: all ended well, with the same weights.".format(who)], True
+        said = "NOT well, exit status {} (see above).".format(status)
+    elif not compared:
+        said = "all ended well, but nothing was compared: they trained no model together."
+    return ["As {} ranks{}: {}".format(ranks, where, said)], same
+
+
+def _folder():
+    return tempfile.TemporaryDirectory(prefix="compat-test-")
+
+
+def _read(path):
+    with open(path, encoding="utf-8") as file:
+        return json.load(file)
 
 
 def _reported(command, environ):
     """Run a command, and return its exit status and the reports that its processes left."""
-    folder = tempfile.mkdtemp(prefix="compat-test-")
-    environ = dict(environ, COMPAT_VERIFY_REPORT=folder)
+    with _folder() as folder:
+        status = _run(command, dict(environ, COMPAT_VERIFY_REPORT=folder))
+        return status, [_read(os.path.join(folder, name)) for name in sorted(os.listdir(folder))]
+
+
+def _run(command, environ):
+    """The exit status of a command."""
     # The script finds this compat as its own.
     path = [os.path.dirname(os.path.dirname(os.path.abspath(__file__)))]
     path += [environ["PYTHONPATH"]] if environ.get("PYTHONPATH") else []  # "" is this folder
-    environ["PYTHONPATH"] = os.pathsep.join(path)
-    try:
-        status = subprocess.call(command, env=environ)
-        reports = []
-        for name in sorted(os.listdir(folder)):
-            with open(os.path.join(folder, name)) as file:
-                reports.append(json.load(file))
-        return status, reports
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    return subprocess.call(command, env=dict(environ, PYTHONPATH=os.pathsep.join(path)))
 
 
 def _say(text):

@@ -5,8 +5,10 @@ Here is what all engines have in common; each is a subclass beside its backend.
 
 import contextlib
 import os
+import pickle
 import sys
 import threading
+import time
 import traceback
 
 from .. import _ranks, errors
@@ -23,21 +25,27 @@ if TYPE_CHECKING:
 class Engine:
     """What the ranks of one framework talk through. Subclasses join the others when created.
 
-    Every rank calls the same methods in the same order. A subclass has ``sum``, ``broadcast`` and
-    ``problem``, at least; ``Backend.distribute`` gets this process's engine from ``join(place)``.
+    Every rank calls the same methods in the same order. A subclass has ``sum``, ``problem``, and
+    ``broadcast`` or ``broadcast_bytes``, at least; ``Backend.distribute`` gets this process's
+    engine from ``join(place)``.
 
     Arguments:
         place: this process's place among the ranks.
 
     Attributes:
         place: the same.
+        others: the other ranks.
         timeout: how long this rank waits for the others, in seconds.
         steps: how many steps the ranks have done together since the last epoch began.
         totals: of the last step, the sums over all ranks of the numbers that ``share`` was given.
     """
 
+    #: What errors call it; None for the name of its class.
+    name: "Optional[str]" = None
+
     def __init__(self, place: "Place") -> None:
         self.place = place
+        self.others = [rank for rank in range(place.size) if rank != place.rank]
         self.timeout = _ranks.timeout(os.environ)
         self.steps = 0
         self.more = []  # type: List[float]  # exchanged with each step's rows
@@ -56,7 +64,7 @@ class Engine:
         Raises:
             RankError: nothing tells where.
         """
-        return rendezvous.require(self.place, type(self).__name__)
+        return rendezvous.require(self.place, self.name or type(self).__name__)
 
     def listen(self) -> "Any":
         """Rank 0's socket, which listens there, and for no more machines than it must.
@@ -69,7 +77,13 @@ class Engine:
     def check_size(self, size: int) -> None:
         """Refuse to train alone where the launcher started several processes."""
         if size != self.place.size:
-            raise _ranks_disagree(self.place, type(self).__name__, size)
+            engine = self.name or type(self).__name__
+            raise errors.RankError(
+                "{} started this process as one of {}, but {} sees {}: each would train alone. "
+                "Start it with the launcher of {}, or with compat run -n {}.".format(
+                    self.place.launcher, self.place.size, engine, size, engine, self.place.size
+                )
+            )
 
     def sum(self, values: "Sequence[float]") -> "Any":
         """The sum over all ranks of lists of float64 of one length, as an array."""
@@ -86,6 +100,17 @@ class Engine:
 
     def broadcast(self, value: "Any") -> "Any":
         """What rank 0 passes: numbers, texts, arrays and lists of them."""
+        import numpy
+
+        content = pickle.dumps(value, 4) if self.place.rank == 0 else b""
+        size = int(self.sum([len(content)])[0])
+        content = numpy.frombuffer(content or bytes(size), "uint8")
+        with self.waiting("for rank 0's weights"):
+            self.arrive()
+            return pickle.loads(self.broadcast_bytes(content).tobytes())
+
+    def broadcast_bytes(self, content: "Any") -> "Any":
+        """Rank 0's array of uint8; what other ranks pass is as long, and all zeros."""
         raise NotImplementedError
 
     def state_besides(self, model: "Any") -> "List[Any]":
@@ -103,6 +128,14 @@ class Engine:
     def absent(self) -> "List[int]":
         """The ranks that do not wait here as well, after such a failure, as far as is known."""
         return []
+
+    def missing(self, has_come: "Callable[[int], Any]", seconds: float = 2.0) -> "List[int]":
+        """The other ranks that do not come in that time."""
+        others, until = self.others, time.monotonic() + seconds
+        while others and time.monotonic() < until:
+            time.sleep(0.1)
+            others = [rank for rank in others if not has_come(rank)]
+        return others
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> "Iterator[None]":
@@ -168,8 +201,8 @@ class Engine:
             RankLostError: other ranks have no more batches.
         """
         self.more = list(numbers)
-        total, ended = self._agree(rows, False)
-        self.stepped(ended)
+        total, flags = self._exchange(rows, False)
+        self.stepped(ranks_of(flags))
         return rows / total
 
     def stepped(self, ended: "Sequence[int]") -> None:
@@ -196,19 +229,20 @@ class Engine:
         Raises:
             RankError: other ranks have more.
         """
-        ended = self._close()
-        if len(ended) < self.place.size:
-            raise _out_of_batches(self.place, ended, self.steps)
+        ended, place = self._close(), self.place
+        going_on = [rank for rank in range(place.size) if rank not in ended]
+        if going_on:
+            raise errors.RankError(
+                "Rank {} of {} ran out of batches after {}, but {} had more. Give every rank the "
+                "same number: compat.shard() does.".format(
+                    place.rank, place.size, _batches(self.steps), errors.numbered_ranks(going_on)
+                )
+            )
         self.steps = 0
 
     def _close(self):
         """The ranks that have no more batches, this one among them."""
-        return self._agree(0, True)[1]
-
-    def _agree(self, rows, closing):
-        """The rows of all ranks, and the ranks that have no more."""
-        total, flags = self._exchange(rows, float(closing))
-        return total, ranks_of(flags)
+        return ranks_of(self._exchange(0, True)[1])
 
     def _exchange(self, rows, flag):
         """The rows of all ranks, and each rank's flag."""
@@ -250,28 +284,8 @@ def print_for_main_thread(error):
     frame = sys._current_frames()[threading.main_thread().ident]  # type: ignore  # it runs
     lines = ["Traceback (most recent call last):\n"] + traceback.format_stack(frame)
     lines += traceback.format_exception_only(type(error), error)
-    sys.stdout.flush()
-    sys.stderr.write("".join(lines))
-    sys.stderr.flush()
-
-
-def _ranks_disagree(place, engine, size):
-    return errors.RankError(
-        "{} started this process as one of {}, but {} sees {}: each would train alone. Start "
-        "it with the launcher of {}, or with compat run -n {}.".format(
-            place.launcher, place.size, engine, size, engine, place.size
-        )
-    )
-
-
-def _out_of_batches(place, ended, steps):
-    going_on = [rank for rank in range(place.size) if rank not in ended]
-    return errors.RankError(
-        "Rank {} of {} ran out of batches after {}, but {} had more. Give every rank the same "
-        "number: compat.shard() does.".format(
-            place.rank, place.size, _batches(steps), errors.numbered_ranks(going_on)
-        )
-    )
+    print(end="", flush=True)  # works, too, where a stream is closed
+    print("".join(lines), end="", file=sys.stderr, flush=True)
 
 
 def _batches(steps):

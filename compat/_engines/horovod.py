@@ -9,7 +9,6 @@ import contextlib
 import importlib
 import math
 import os
-import pickle
 import sys
 import threading
 import time
@@ -19,10 +18,11 @@ import urllib.request
 from .. import _distributions, _engines, errors
 
 
-class Engine(_engines.Engine):
+class HorovodEngine(_engines.Engine):
     """Horovod, as horovodrun has started it. Subclasses are for one framework each."""
 
-    #: Its name in Horovod: ``horovod.<framework>``.
+    name = "Horovod"
+    #: The framework's name in Horovod: ``horovod.<framework>``.
     framework = ""
 
     def __init__(self, place):
@@ -41,24 +41,8 @@ class Engine(_engines.Engine):
             self.arrive()
             return self.sum_numbers(values)
 
-    def broadcast(self, value):
-        import numpy
-
-        content = pickle.dumps(value, 2) if self.place.rank == 0 else b""
-        size = int(self.sum([len(content)])[0])
-        content = numpy.frombuffer(content or bytes(size), "uint8")
-        with self.waiting("for rank 0's weights"):
-            self.arrive()
-            return pickle.loads(self.broadcast_bytes(content).tobytes())
-
-    # Each framework's -------------------------------------------------------------------------
-
     def sum_numbers(self, values):
         """The sum over all ranks of lists of numbers, as an array of float64."""
-        raise NotImplementedError
-
-    def broadcast_bytes(self, content):
-        """Rank 0's array of uint8."""
         raise NotImplementedError
 
     # Failures ---------------------------------------------------------------------------------
@@ -97,7 +81,7 @@ class Engine(_engines.Engine):
         if "HOROVOD_GLOO_RENDEZVOUS_ADDR" not in os.environ:  # no horovodrun
             return
         try:
-            absent = self._not_at("start", self.timeout)
+            absent = self._missing("start", self.timeout)
         except OSError as error:
             raise errors.rank_lost(self.place, "to start", [], error) from error
         if absent:
@@ -107,19 +91,14 @@ class Engine(_engines.Engine):
     def absent(self):
         """As far as horovodrun still tells."""
         try:
-            return self._not_at("failure", 2.0)
+            return self._missing("failure", 2.0)
         except (KeyError, OSError):  # no horovodrun, or it has gone, too
             return []
 
-    def _not_at(self, place, seconds):
+    def _missing(self, place, seconds):
         """The ranks that do not come to the place in that time: horovodrun keeps a store."""
-        others = [rank for rank in range(self.place.size) if rank != self.place.rank]
-        until = time.monotonic() + seconds
         _in_store("PUT", place, self.place.rank)
-        while others and time.monotonic() < until:
-            time.sleep(0.1)
-            others = [rank for rank in others if not _in_store("GET", place, rank)]
-        return others
+        return self.missing(lambda rank: _in_store("GET", place, rank), seconds)
 
 
 def _in_store(method, place, rank):

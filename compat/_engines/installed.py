@@ -1,5 +1,6 @@
 """Which engines are installed, and for which frameworks: told by files, nothing is imported."""
 
+import collections
 import glob
 import importlib.util
 import os
@@ -10,7 +11,7 @@ from .. import _distributions
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import List, Optional, Sequence
+    from typing import List
 
 # What Horovod can be built for, each with a library of its own.
 _HOROVOD = "tensorflow", "mxnet", "torch"
@@ -22,7 +23,7 @@ _MPI = {
 }
 
 
-class Installed:
+class Installed(collections.namedtuple("Installed", "name version frameworks through launcher")):
     """An engine that is installed.
 
     Arguments:
@@ -32,22 +33,6 @@ class Installed:
         through: what it can communicate through: "gloo", "nccl", "libmpi.so.40"; empty: not known.
         launcher: the path of the program that starts its ranks, where that is separate.
     """
-
-    __slots__ = ("name", "version", "frameworks", "through", "launcher")
-
-    def __init__(
-        self,
-        name: str,
-        version: str,
-        frameworks: "Sequence[str]",
-        through: "Sequence[str]" = (),
-        launcher: "Optional[str]" = None,
-    ) -> None:
-        self.name = name
-        self.version = version
-        self.frameworks = list(frameworks)
-        self.through = list(through)
-        self.launcher = launcher
 
     def __str__(self) -> str:
         through = ["through " + " or ".join(map(_mpi, self.through))] if self.through else []
@@ -67,7 +52,7 @@ def _horovod():
     if not folder:
         return None
     built = [name for name in _HOROVOD if glob.glob(_inside(folder, name, "mpi_lib*.so"))]
-    return Installed("Horovod", version, built)
+    return Installed("Horovod", version, built, [], None)
 
 
 def _jax():
@@ -75,7 +60,7 @@ def _jax():
     if not folder or not os.path.exists(os.path.join(folder, "_src", "distributed.py")):
         return None
     cuda = _distributions.matching(r"jax-cuda\d+-plugin")
-    return Installed("jax.distributed", version, ["jax"], ["gloo"] + ["nccl"] * bool(cuda))
+    return Installed("jax.distributed", version, ["jax"], ["gloo"] + ["nccl"] * bool(cuda), None)
 
 
 def _mpi4py():
@@ -100,7 +85,7 @@ def _tensorflow():
     version, folder = _package("tensorflow", *names)
     if not folder or _distributions.release(version) < (2, 4):
         return None
-    return Installed("TF_CONFIG's cluster", version, ["tensorflow"])
+    return Installed("TF_CONFIG's cluster", version, ["tensorflow"], [], None)
 
 
 def _torch():
@@ -113,7 +98,7 @@ def _torch():
         with open(path, encoding="utf-8", errors="replace") as file:
             text = file.read()
         through = [name for name in ("gloo", "nccl") if "USE_C10D_" + name.upper() in text]
-    return Installed("torch.distributed", version, ["torch"], through)
+    return Installed("torch.distributed", version, ["torch"], through, None)
 
 
 def _package(module, *distributions):

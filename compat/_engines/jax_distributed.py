@@ -3,7 +3,6 @@
 import atexit
 import contextlib
 import os
-import pickle
 import socket
 import threading
 import time
@@ -104,15 +103,10 @@ class JaxDistributed(_engines.Engine):
             rows = jax.make_array_from_single_device_arrays(shape, self.rows, [row])
             return function(rows).addressable_data(0).block_until_ready()
 
-    def broadcast(self, value):
+    def broadcast_bytes(self, content):
         import numpy as np
 
-        chief = self.place.rank == 0
-        mine = np.frombuffer(pickle.dumps(value), "uint8") if chief else np.zeros(0, "uint8")
-        what = "for rank 0's weights"
-        size = int(self.sum_array(np.array([mine.size], "int32"), what)[0])
-        sent = self.sum_array(mine if chief else np.zeros(size, "uint8"), what)
-        return pickle.loads(np.asarray(sent).tobytes())
+        return np.asarray(self.sum_array(content, "for rank 0's weights"))
 
     # Nothing waits for ever -------------------------------------------------------------------
 
@@ -146,13 +140,9 @@ class JaxDistributed(_engines.Engine):
             what, until = waits
             ended = self.marked("ended") or []
             if (ended or time.monotonic() > until) and self.waits is waits:
-                problem = "no answer for {:g} s".format(self.timeout)
+                problem = "it has ended" if ended else "no answer for {:g} s".format(self.timeout)
                 lost = self.give_up()
-                self.exit(
-                    errors.rank_lost(
-                        self.place, what, ended or lost, "it has ended" if ended else problem
-                    )
-                )
+                self.exit(errors.rank_lost(self.place, what, ended or lost, problem))
 
     def exit(self, error):
         """The main thread is in JAX's hands."""
@@ -178,8 +168,8 @@ class JaxDistributed(_engines.Engine):
                 found = self.store.key_value_dir_get("compat/{}".format(what))
             except self.jax.errors.JaxRuntimeError:
                 return [0]
-            waiting = sorted(int(key.rsplit("/", 1)[1]) for key, _ in found)
-            return [rank for rank in waiting if rank != self.place.rank]
+            marked = {int(key.rsplit("/", 1)[1]) for key, _ in found}
+            return [rank for rank in self.others if rank in marked]
 
         return _engines.answer(ask, _ANSWER, None)
 
@@ -187,14 +177,13 @@ class JaxDistributed(_engines.Engine):
         """Tell the others, and return those that do not give up as well."""
         self.mark("gave up")
         until = time.monotonic() + _GIVE_UP
-        others = set(range(self.place.size)) - {self.place.rank}
-        absent = others
+        absent = self.others
         while absent and time.monotonic() < until:
             time.sleep(_LOOK)
             marked = self.marked("gave up")
-            absent = {0} if marked is None else others - set(marked)
+            absent = [0] if marked is None else [r for r in self.others if r not in marked]
         self.gave_up = True
-        return sorted(absent)
+        return absent
 
     def end(self):
         """At the end of the program. Rank 0 is the last to go.
@@ -217,9 +206,7 @@ class JaxDistributed(_engines.Engine):
     def see_off(self):
         """Wait until all others have left JAX's service: that answers then, and not before."""
         everyone = list(range(self.place.size))
-        thread = threading.Thread(target=self.store.get_live_nodes, args=(everyone,), daemon=True)
-        thread.start()
-        thread.join(self.timeout)
+        _engines.answer(lambda: self.store.get_live_nodes(everyone), self.timeout, None)
 
 
 def _silent(place, host, port):

@@ -13,7 +13,6 @@ A rank that fails does not call ``MPI_Finalize``: the launcher then ends the oth
 import atexit
 import ctypes
 import os
-import pickle
 import shutil
 import sys
 import time
@@ -66,17 +65,11 @@ class MPI(_engines.Engine):
             self._wait(self.comm.Iallreduce(self.mpi.IN_PLACE, piece), what)
         return array
 
-    def broadcast(self, value):
-        import numpy
-
-        what = "for rank 0's weights"
-        data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL) if self.place.rank == 0 else b""
-        length = numpy.array([len(data)])
-        self._wait(self.comm.Ibcast(length), what)
-        data = bytearray(data or int(length[0]))
-        for piece in _pieces(memoryview(data), _PIECE):
-            self._wait(self.comm.Ibcast([piece, self.mpi.BYTE]), what)
-        return pickle.loads(data)
+    def broadcast_bytes(self, content):
+        received = content.copy()  # may be written to
+        for piece in _pieces(received, _PIECE):
+            self._wait(self.comm.Ibcast(piece), "for rank 0's weights")
+        return received
 
     # Joining and leaving ----------------------------------------------------------------------
 
@@ -113,7 +106,7 @@ class MPI(_engines.Engine):
         failed = self.lost or hasattr(sys, "last_type")  # of an exception that ended the script
         if not failed:
             self._tell(_LEFT)
-            while len(self.left) < self.place.size - 1 and not self.waiters:
+            while len(self.left) < len(self.others) and not self.waiters:
                 self._listen()
                 time.sleep(0.01)
             if not self.waiters:
@@ -123,8 +116,8 @@ class MPI(_engines.Engine):
         import mpi4py
 
         if mpi4py.rc.finalize is not False:  # the script imported it before
-            sys.stdout.flush()
-            sys.stderr.flush()
+            for stream in (sys.stdout, sys.stderr):
+                print(end="", file=stream, flush=True)  # works, too, where it is closed
             self.mpi.COMM_WORLD.Abort(1)
 
     # Waiting ----------------------------------------------------------------------------------
@@ -162,19 +155,17 @@ class MPI(_engines.Engine):
         if self.notes is None:
             return []
         self._tell(_ASKS)
-        until = time.monotonic() + 2
-        others = set(range(self.place.size)) - {self.place.rank}
-        while others - self.waiters and time.monotonic() < until:
-            self._listen()
-            time.sleep(0.01)
-        return sorted(others - self.waiters)
+        return self.missing(self._is_waiting)
+
+    def _is_waiting(self, rank):
+        self._listen()
+        return rank in self.waiters
 
     def _tell(self, what, to=None):
         import numpy
 
         note = numpy.array([what, self.done])
-        others = [rank for rank in range(self.place.size) if rank != self.place.rank]
-        for rank in others if to is None else [to]:
+        for rank in self.others if to is None else [to]:
             self.notes.Isend(note, rank).Free()
         self._told = note  # until it has left
 

@@ -11,14 +11,12 @@ import atexit
 import contextlib
 import faulthandler
 import os
-import pickle
 import socket
 import sys
-import threading
 import time
 import zlib
 
-from .. import errors
+from .. import _engines, errors
 from .._ranks import clusters, rendezvous
 from . import tensorflow_engine
 
@@ -113,15 +111,12 @@ class TensorFlowCollectives(tensorflow_engine.TensorFlowEngine):
             tensor = self.tf.convert_to_tensor(array)
             return self.reduce(tensor, _HOST, _at_once(tensor)).numpy()
 
-    def broadcast(self, value):
+    def broadcast_bytes(self, content):
         import numpy as np
 
-        content = pickle.dumps(value, 2) if self.place.rank == 0 else b""
-        with self.waiting("for rank 0's weights"):
-            size = int(self._sum(np.array([len(content)], "int32"))[0])
-            words = np.zeros(-(-size // 4), "int32")  # what all sum operations take
-            words.view("uint8")[: len(content)] = np.frombuffer(content, "uint8")
-            return pickle.loads(self._sum(words).tobytes()[:size])
+        words = np.zeros(-(-content.size // 4), "int32")  # what all sum operations take
+        words.view("uint8")[: content.size] = content
+        return self._sum(words).view("uint8")[: content.size]
 
     # In the user's graphs ---------------------------------------------------------------------
 
@@ -228,13 +223,13 @@ class TensorFlowCollectives(tensorflow_engine.TensorFlowEngine):
         connected = {}
         with contextlib.ExitStack() as stack:
             listener = stack.enter_context(rendezvous.listen(self.place, host, port))
-            while len(connected) < self.place.size - 1 and time.monotonic() < deadline:
+            while len(connected) < len(self.others) and time.monotonic() < deadline:
                 with contextlib.suppress(OSError, ValueError):
                     listener.settimeout(max(0.1, deadline - time.monotonic()))
                     other = stack.enter_context(listener.accept()[0])
                     other.settimeout(_EXIT_TIMEOUT)
                     connected[int(other.recv(16))] = other
-            absent = [rank for rank in range(1, self.place.size) if rank not in connected]
+            absent = [rank for rank in self.others if rank not in connected]
             for other in () if absent else connected.values():
                 with contextlib.suppress(OSError):
                     other.sendall(b"ready")
@@ -261,15 +256,14 @@ class TensorFlowCollectives(tensorflow_engine.TensorFlowEngine):
 
     def leave(self):
         """At the end of the program: notify ranks that go on, and wait for them."""
-        if self.lost:
-            return
-        thread = threading.Thread(target=self._announce_exit, daemon=True)
-        thread.start()
-        thread.join(_EXIT_TIMEOUT if hasattr(sys, "last_type") else self.timeout)
 
-    def _announce_exit(self):
-        with contextlib.suppress(errors.RankLostError):
-            self._exchange(0, _EXITS)
+        def announce():
+            with contextlib.suppress(errors.RankLostError):
+                self._exchange(0, _EXITS)
+
+        if not self.lost:
+            failed = hasattr(sys, "last_type")
+            _engines.answer(announce, _EXIT_TIMEOUT if failed else self.timeout, None)
 
     def absent(self):
         self.lost = True

@@ -1,7 +1,7 @@
 """Horovod for TensorFlow.
 
-It carries numbers within the user's graphs (``Horovod.mean``), and for this process itself in a
-small graph of the engine's own.
+It carries numbers within the user's graphs (``TensorFlowHorovod.mean``), and for this process
+itself in a small graph of the engine's own.
 """
 
 from . import horovod, tensorflow_engine
@@ -9,7 +9,7 @@ from . import horovod, tensorflow_engine
 _NUMBERS = "horovod_numbers"  # the same in all graphs
 
 
-class Horovod(tensorflow_engine.TensorFlowEngine, horovod.Engine):
+class TensorFlowHorovod(tensorflow_engine.TensorFlowEngine, horovod.HorovodEngine):
     framework = "tensorflow"
     mark = "orovod"
 

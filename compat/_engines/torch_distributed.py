@@ -6,7 +6,6 @@ import datetime
 import os
 import re
 import sys
-import time
 
 from .. import _engines
 from .._ranks import rendezvous
@@ -26,6 +25,7 @@ class TorchDistributed(_engines.Engine):
         self.distributed = distributed
         self.last = None  # the exchange that all ranks did last
         self.store: "Any" = None
+        self.made = False  # this class, and not the script, has made the default group
         # A stopped rank 0 still accepts connections but never answers, which the store's own
         # timeouts do not cover.
         with self.watched("to start", 2 * self.timeout, self._keeper):
@@ -34,8 +34,8 @@ class TorchDistributed(_engines.Engine):
     def _start(self):
         distributed, place = self.distributed, self.place
         limit = datetime.timedelta(seconds=self.timeout)
+        cuda = sys.modules["torch"].cuda.is_available()
         if not distributed.is_initialized():
-            cuda = sys.modules["torch"].cuda.is_available()
             with self.waiting("to start"):
                 self.store = store = _store(distributed, place, limit)
                 # All come to the store first, so that it knows who has not.
@@ -49,20 +49,23 @@ class TorchDistributed(_engines.Engine):
                         world_size=place.size,
                         timeout=limit,
                     )
-            if not cuda:
-                # One of gloo's threads that still lets go of a tensor while Python finalizes ends
-                # the process: "terminate called without an active exception".
-                atexit.register(self._leave)
+            self.made = True
         self.check_size(distributed.get_world_size())
         # What ranks sum up while a backward pass goes on keeps its order within a group of its own,
         # whatever layers or the script exchange meanwhile, as SyncBatchNorm does.
         with self.waiting("to start"), _interface(place):
             self.group = distributed.new_group(timeout=limit)
+        if not cuda:
+            # One of gloo's threads that still lets go of a tensor while Python finalizes ends the
+            # process: "terminate called without an active exception".
+            atexit.register(self._leave)
 
     def _leave(self):
-        """At the end of this process, unless the script has done so."""
+        """At the end of this process: the groups made here go, unless the script has done so."""
+        group, self.group = self.group, None
         if self.distributed.is_initialized():
-            self.distributed.destroy_process_group()
+            with contextlib.suppress(ValueError):  # the script has destroyed it, and made others
+                self.distributed.destroy_process_group(None if self.made else group)
 
     def sum(self, values):
         torch = sys.modules["torch"]
@@ -117,16 +120,11 @@ class TorchDistributed(_engines.Engine):
             return [] if self.distributed.is_initialized() else self._keeper()
 
         def who_waits_not():
-            others = [rank for rank in range(self.place.size) if rank != self.place.rank]
             try:
                 self.store.set("compat/waits/{}".format(self.place.rank), "")
-                until = time.monotonic() + 2.0
-                while others and time.monotonic() < until:
-                    time.sleep(0.1)
-                    others = [r for r in others if not self.store.check(["compat/waits/%d" % r])]
+                return self.missing(lambda rank: self.store.check(["compat/waits/%d" % rank]))
             except RuntimeError:  # the store has gone, too
                 return self._keeper()
-            return others
 
         return _engines.answer(who_waits_not, 4.0, self._keeper())
 

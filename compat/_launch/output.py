@@ -15,6 +15,13 @@ if TYPE_CHECKING:
 
 # How many lines of dropped output are kept for the report of a failure.
 TAIL = 20
+# And of each line, so many characters.
+_WIDEST = 10000
+
+
+def say(text: str) -> None:
+    """Print a line of ``compat run``'s own."""
+    print(text, file=sys.stderr, flush=True)
 
 
 class Lines:
@@ -50,7 +57,7 @@ class _Tail:
         text = self.rest + text
         line = text.rstrip("\r")
         # Of a progress bar only what was printed last is left.
-        self.rest = line.rpartition("\r")[2] + text[len(line) :][:1]
+        self.rest = line.rpartition("\r")[2][-_WIDEST:] + text[len(line) :][:1]
         if not unfinished:
             self.lines.append(self.rest.rstrip("\r"))
             self.rest = ""
@@ -126,32 +133,21 @@ class Logs:
         try:
             os.makedirs(folder, exist_ok=True)
             for path in self.paths:
-                flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+                flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | _files.NOFOLLOW
                 self.files.append(_files.plain(path, flags))
-                self._lock(self.files[-1])
+                _lock(self.files[-1])
+        except BlockingIOError:
+            self.close()
+            raise errors.InvalidArgumentError(
+                "--log-dir {}: another job is writing there. Name another folder, or start this "
+                "job when that one has ended.".format(folder)
+            ) from None
         except OSError as error:
             self.close()
             raise errors.InvalidArgumentError(
                 "--log-dir {}: {} cannot be written: {}. Name a folder in which you may make "
                 "files.".format(folder, path, error.strerror)
             ) from error
-        except errors.InvalidArgumentError:
-            self.close()
-            raise
-
-    def _lock(self, file):
-        """Keep other jobs from the file, where its file system can."""
-        import fcntl  # not on Windows
-
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise errors.InvalidArgumentError(
-                "--log-dir {}: another job is writing there. Name another folder, or start this "
-                "job when that one has ended.".format(self.folder)
-            ) from None
-        except OSError:
-            pass
 
     def begin(self, restart: int) -> None:
         """Begin a start of the job with a line in each file."""
@@ -180,9 +176,23 @@ class Logs:
                 data = data[os.write(self.files[rank], data) :]
         except OSError as error:
             self.close()
-            print(
+            say(
                 "compat run: {}: {}. The job goes on, but no more of its output is written to "
-                "the files in {}.".format(self.paths[rank], error.strerror, self.folder),
-                file=sys.stderr,
-                flush=True,
+                "the files in {}.".format(self.paths[rank], error.strerror, self.folder)
             )
+
+
+def _lock(file):
+    """Keep other jobs from a file, where its file system can.
+
+    Raises:
+        BlockingIOError: another one has it.
+    """
+    import fcntl  # not on Windows
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:
+        pass

@@ -37,7 +37,9 @@ PART, UNFINISHED = "part of ", "unfinished "
 # PIPE_BUF, on Linux).
 _PART = 1000
 # How long a progress bar may stand unfinished before it is shown, in seconds.
-_IDLE = 0.3
+_UNSHOWN = 0.1
+# So many characters of a line are kept for the report of a failure, and as many wait at most.
+_KEPT = 10000
 # How long a rank that was told to end may take.
 _GRACE = 5.0
 # How long a rank that only lost others delays its own end, so that theirs are reported first. One
@@ -72,10 +74,6 @@ def decode(line: str) -> "Optional[Tuple[int, str, str]]":
     return (int(rank), kind, text) if begin and between and rank.isdecimal() else None
 
 
-def _decoder():
-    return codecs.getincrementaldecoder("utf-8")("replace")
-
-
 class Traceback:
     """The last traceback in what a program writes to standard error, its causes included."""
 
@@ -99,6 +97,53 @@ class Traceback:
             self.lines = (self.lines + [line])[:_LONGEST]
 
 
+class _Stream:
+    """One of the streams that a rank prints to, sent on line by line.
+
+    What stands in a line that is not ended yet, such as a progress bar, is sent soon, too.
+    """
+
+    def __init__(self, rank: "_Rank", kind: str) -> None:
+        self.rank = rank
+        self.kind = kind
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.unsent = ""  # the end of a line that is not ended yet
+        self.since = 0.0  # when that began to wait
+        self.line = ""  # of the same line what was sent, as far as it is kept
+
+    def take(self, data: bytes) -> None:
+        """Send on the lines that end in these bytes; none: the stream has ended."""
+        first, *lines = self.decoder.decode(data, not data).split("\n")
+        if first and not self.unsent:
+            self.since = time.monotonic()
+        self.unsent += first
+        for line in lines:
+            self.send_line()
+            self.unsent, self.since = line, time.monotonic()
+
+    def show_unfinished(self) -> None:
+        waited = time.monotonic() - self.since >= _UNSHOWN
+        if self.unsent and (waited or len(self.unsent) > _KEPT):
+            self.line = (self.line + self.unsent)[:_KEPT]
+            self.rank.send_in_parts(UNFINISHED + self.kind, self.unsent)
+            self.unsent = ""
+
+    def send_line(self) -> None:
+        self.note_error()
+        self.rank.send_in_parts(self.kind, self.unsent)
+        self.line = self.unsent = ""
+
+    def note_error(self) -> None:
+        if self.kind == ERR:
+            self.rank.note_error((self.line + self.unsent)[:_KEPT])
+
+    def end(self) -> None:
+        if self.unsent:
+            self.send_line()
+        elif self.line:
+            self.note_error()
+
+
 class _Rank:
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -106,22 +151,22 @@ class _Rank:
         self.last_error = ""  # the last line of standard error
         self.terminated = False
         self.interrupted = False
+        self.reader = select.poll()
+        self.reader.register(1, 0)  # tells errors only
 
     def send(self, kind, text):
         message = "{}{}{}{}{}{}\n".format(BEGIN, self.rank, BETWEEN, kind, BETWEEN, text)
         os.write(1, message.encode("utf-8", "replace"))
 
-    def send_line(self, kind, line):
-        if kind == ERR:
-            self.traceback.add(line)
-            self.last_error = line
-        self.send_in_parts(kind, line)
+    def note_error(self, line):
+        self.traceback.add(line)
+        self.last_error = line
 
     def send_in_parts(self, kind, text):
-        while len(text) > _PART:
-            self.send(PART + kind, text[:_PART])
-            text = text[_PART:]
-        self.send(kind, text)
+        last = max(len(text) - 1, 0) // _PART * _PART
+        for start in range(0, last, _PART):
+            self.send(PART + kind, text[start : start + _PART])
+        self.send(kind, text[last:])
 
     def run(self, command: "List[str]") -> int:
         """Run the command to its end, and tell of it. Returns the exit status."""
@@ -172,37 +217,26 @@ class _Rank:
             BrokenPipeError: the output is read no more, as when the connection to this machine
                 is lost. The program then dies with this process.
         """
-        listener = select.poll()
-        listener.register(1, 0)  # tells errors only
-        decoders = {kind: _decoder() for kind in streams.values()}
-        rest = dict.fromkeys(decoders, "")
+        forwarded = {kind: _Stream(self, kind) for kind in streams.values()}
         with selectors.DefaultSelector() as selector:
             for stream, kind in streams.items():
-                selector.register(stream, selectors.EVENT_READ, kind)
+                selector.register(stream, selectors.EVENT_READ, forwarded[kind])
             while selector.get_map():
-                ready = selector.select(_IDLE)
+                ready = selector.select(_UNSHOWN)
                 for key, _ in ready:
                     data = os.read(key.fd, 65536)
                     if not data:
                         selector.unregister(key.fileobj)
-                    text = rest[key.data] + decoders[key.data].decode(data, not data)
-                    lines = text.split("\n")
-                    rest[key.data] = lines.pop()
-                    for line in lines:
-                        self.send_line(key.data, line)
+                    key.data.take(data)
+                for stream in forwarded.values():
+                    stream.show_unfinished()
                 if not ready:
-                    if listener.poll(0):
+                    if self.reader.poll(0):
                         raise BrokenPipeError("the output of rank {} is not read".format(self.rank))
-                    # Lines not ended yet: progress bars.
-                    for kind in rest:
-                        if rest[kind]:
-                            self.send_in_parts(UNFINISHED + kind, rest[kind])
-                        rest[kind] = ""
                     if process.poll() is not None:
                         break
-        for kind, text in rest.items():
-            if text:
-                self.send_line(kind, text)
+        for stream in forwarded.values():
+            stream.end()
 
     def end(self, status: int) -> int:
         lines = self.traceback.lines if status else []
@@ -216,7 +250,7 @@ class _Rank:
             "recurs": recurs,
         }
         for line in lines:
-            self.send_line(TRACEBACK, line)
+            self.send_in_parts(TRACEBACK, line)
         self.send(END, json.dumps(record))
         if lost and not self.terminated:
             time.sleep(_HOLD if lost.group(1) else _HOLD_UNKNOWN)
@@ -229,10 +263,8 @@ class _Rank:
 
         A launcher that sees one end would kill the others, which may still be saving.
         """
-        listener = select.poll()
-        listener.register(1, 0)  # tells errors only
         until = time.monotonic() + INTERRUPT_GRACE
-        while not self.terminated and time.monotonic() < until and not listener.poll(0):
+        while not self.terminated and time.monotonic() < until and not self.reader.poll(0):
             time.sleep(0.05)
 
 

@@ -10,6 +10,7 @@ them.
 """
 
 import contextlib
+import itertools
 import json
 import os
 import select
@@ -66,12 +67,10 @@ def start(where: str, cluster: bool, command: "Sequence[str]") -> int:
     agents: "List[Any]" = []
     for (host, _), ranks in zip(machines, _places(machines, cluster)):
         agents.append(subprocess.Popen(_agent(host), stdin=subprocess.PIPE))
-        line = json.dumps(dict(task, ranks=ranks)) + "\n"
-        with contextlib.suppress(BrokenPipeError):  # ssh has failed, and says why
-            agents[-1].stdin.write(line.encode("ascii"))
-            agents[-1].stdin.flush()
+        _tell(agents[-1:], json.dumps(dict(task, ranks=ranks)))
     signal.signal(signal.SIGTERM, lambda *ignored: sys.exit(128 + signal.SIGTERM))
-    signal.signal(signal.SIGINT, lambda *ignored: _interrupt(agents))
+    # ssh passes no signal on.
+    signal.signal(signal.SIGINT, lambda *ignored: _tell(agents, "interrupt"))
     try:
         return _watch(agents)
     finally:
@@ -81,32 +80,32 @@ def start(where: str, cluster: bool, command: "Sequence[str]") -> int:
         _wait(agents, 2 * _GRACE)
 
 
-def _interrupt(agents):
-    """Have SIGINT sent to all ranks. (ssh passes no signal on.)"""
+def _tell(agents, line):
+    """Write a line to the processes of machines."""
     for agent in agents:
-        with contextlib.suppress(BrokenPipeError):
-            agent.stdin.write(b"interrupt\n")
+        with contextlib.suppress(BrokenPipeError):  # ssh has failed, and says why
+            agent.stdin.write(line.encode("ascii") + b"\n")
             agent.stdin.flush()
 
 
 def _places(machines, cluster):
     """Each machine's ranks: the variables that tell them their places."""
     size = sum(slots for _, slots in machines)
-    hosts = [
-        _ranks.host_address(host or "127.0.0.1") for host, slots in machines for _ in range(slots)
+    hosts = [host for host, slots in machines for _ in range(slots)]
+    addresses = [
+        "{}:{}".format(_ranks.host_address(host or "127.0.0.1"), port)
+        for host, port in zip(hosts, _free_ports(size))
     ]
-    addresses = ["{}:{}".format(*pair) for pair in zip(hosts, _free_ports(size))]
-    rank = 0
+    names = "COMPAT_RANK", "COMPAT_SIZE", "COMPAT_LOCAL_RANK", "COMPAT_LOCAL_SIZE"
+    ranks = itertools.count()
     for _, slots in machines:
         places = []
-        for local_rank in range(slots):
+        for local_rank, rank in zip(range(slots), ranks):
             if cluster:
                 places.append(clusters.environ_of_worker(addresses, rank))
             else:
-                names = "COMPAT_RANK", "COMPAT_SIZE", "COMPAT_LOCAL_RANK", "COMPAT_LOCAL_SIZE"
                 place = dict(zip(names, map(str, (rank, size, local_rank, slots))))
                 places.append(dict(place, COMPAT_RENDEZVOUS=addresses[0]))
-            rank += 1
         yield places
 
 

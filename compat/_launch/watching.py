@@ -12,7 +12,6 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import time
 
 from .. import errors
@@ -71,14 +70,14 @@ class WatchedRanks:
     ) -> None:
         self.size = size
         self.output = shown or output.Output()
-        self.reports: "Dict[int, Any]" = {} if reports is None else reports
+        self.reports = {} if reports is None else reports
         self.ended: "List[Ended]" = []
         self.processes: "Dict[int, int]" = {}  # of each rank the one to be signalled
         self.scripts: "Dict[int, int]" = {}  # and the script's own
         self.tracebacks: "Dict[int, List[str]]" = {}
         self.launcher_said: "List[str]" = []
         # Of lines too long for one message, what has come: other ranks' messages come between.
-        self.parts: "Dict[Tuple[int, str], str]" = {}
+        self.parts: "Dict[Tuple[int, str], List[str]]" = {}
 
     def hear(self, line: str) -> None:
         """Take a line of the launcher's output."""
@@ -89,9 +88,9 @@ class WatchedRanks:
         rank, kind, text = message
         if kind.startswith(rank_process.PART):
             key = rank, kind[len(rank_process.PART) :]
-            self.parts[key] = self.parts.get(key, "") + text
+            self.parts.setdefault(key, []).append(text)
             return
-        text = self.parts.pop((rank, kind), "") + text
+        text = "".join(self.parts.pop((rank, kind), []) + [text])
         unfinished = kind.startswith(rank_process.UNFINISHED)
         kind = kind[len(rank_process.UNFINISHED) :] if unfinished else kind
         if kind == rank_process.START:
@@ -143,14 +142,15 @@ class WatchedRanks:
         if failure is None:
             return 0
         if blame is None:
-            silent = self.silent()
+            # Those of which nothing is known: their whole machine may have gone.
+            silent = sorted(set(range(self.size)) - {end.rank for end in self.ended})
             heard = "no rank failed"
             if silent:
                 heard = "nothing was heard of the end of " + errors.numbered_ranks(silent)
             report = self.launcher_said + ["compat run: {}; {}.{}".format(failure, heard, then)]
             for rank in silent:
                 report += self.output.dropped(rank)
-            print("\n".join(report), file=sys.stderr, flush=True)
+            output.say("\n".join(report))
             return status if 0 < status < 256 else 1
         report = ["compat run: {}; the others were ended.{}".format(failure, then)]
         shown = blame
@@ -162,12 +162,8 @@ class WatchedRanks:
         for rank in sorted({blame.rank, shown.rank}):
             report += self.output.dropped(rank)
         report += shown.traceback or []
-        print("\n".join(report).rstrip("\n"), file=sys.stderr, flush=True)
+        output.say("\n".join(report).rstrip("\n"))
         return shown.status
-
-    def silent(self) -> "List[int]":
-        """The ranks of which nothing is known: their whole machine may have gone."""
-        return sorted(set(range(self.size)) - {end.rank for end in self.ended})
 
 
 def launch(
@@ -223,13 +219,8 @@ def launch(
             status = ranks.conclude(status, then if max_restarts else "")
             if failure is None or then:
                 return status
-            print(
-                "compat run: restart {} of {}, because {}.".format(
-                    restart + 1, max_restarts, failure
-                ),
-                file=sys.stderr,
-                flush=True,
-            )
+            said = "compat run: restart {} of {}, because {}."
+            output.say(said.format(restart + 1, max_restarts, failure))
             if not elsewhere:
                 _end_processes(list(ranks.processes.values()) + list(ranks.scripts.values()))
             if told:
@@ -301,26 +292,18 @@ def _pass_on(told, launcher, ranks, elsewhere):
     ranks.output.end()
     running = set(ranks.processes) - {end.rank for end in ranks.ended}
     if told == [signal.SIGINT] and (elsewhere or len(ranks.processes) == ranks.size):
-        print(
+        output.say(
             "compat run: interrupted. The ranks are, too, and have up to {:.0f} seconds to "
-            "end; Ctrl-C again ends them at once.".format(rank_process.INTERRUPT_GRACE),
-            file=sys.stderr,
-            flush=True,
+            "end; Ctrl-C again ends them at once.".format(rank_process.INTERRUPT_GRACE)
         )
         if elsewhere:
             launcher.send_signal(signal.SIGINT)
         for rank in [] if elsewhere else running:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(ranks.processes[rank], signal.SIGINT)
+            _kill(ranks.processes[rank], signal.SIGINT)
         return rank_process.INTERRUPT_GRACE
     if len(told) < 3:
-        print(
-            "compat run: told to end by {}; the ranks are ended.".format(
-                signal.Signals(told[-1]).name
-            ),
-            file=sys.stderr,
-            flush=True,
-        )
+        name = signal.Signals(told[-1]).name
+        output.say("compat run: told to end by {}; the ranks are ended.".format(name))
         launcher.terminate()
         return GRACE
     with contextlib.suppress(ProcessLookupError):
@@ -349,8 +332,12 @@ def _end_processes(pids):
     while any(map(_runs, pids)) and time.monotonic() < until:
         time.sleep(0.05)
     for pid in filter(_runs, pids):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+        _kill(pid, signal.SIGKILL)
+
+
+def _kill(pid, number):
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
 def _runs(pid):

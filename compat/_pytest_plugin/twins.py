@@ -152,8 +152,8 @@ class Twins:
         where = "on {} and on {}".format(", ".join(self.devices), self.devices[0])
         problems = [
             "{}: {}".format(label, difference)
-            for label in sorted(set(first) | set(second), key=list(first).index)
-            for difference in [self._difference(first[label], second.get(label))]
+            for label in dict.fromkeys(list(first) + list(second))
+            for difference in [self._difference(first.get(label), second.get(label))]
             if difference
         ]
         if problems:
@@ -183,10 +183,9 @@ class Twins:
 
     def _difference(self, first, second):
         """By how much two arrays differ, in words; "" where that is rounding."""
-        if second is None or np.shape(first) != np.shape(second):
-            return "its shape is {} on one device and {} on several".format(
-                np.shape(first), None if second is None else np.shape(second)
-            )
+        shapes = [None if array is None else np.shape(array) for array in (first, second)]
+        if None in shapes or shapes[0] != shapes[1]:
+            return "its shape is {} on one device and {} on several".format(*shapes)
         difference = _verification.largest_difference([first], [second]) if np.size(first) else 0.0
         limit = self.tolerance * max(1.0, float(np.abs(first).max()) if np.size(first) else 1.0)
         if difference <= limit:  # NaN is not

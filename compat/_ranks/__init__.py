@@ -10,6 +10,7 @@ import os
 import sys
 
 from .. import errors
+from .._numbers import whole_number
 from .place import Place, is_to_be_alone
 
 TYPE_CHECKING = False
@@ -30,8 +31,6 @@ class Job:
         hosts: the machines, and how many of the ranks each runs: "first:4,second:4"; None: this
             one.
     """
-
-    __slots__ = ("size", "python", "environ", "hosts")
 
     def __init__(
         self, size: int, python: str, environ: "Mapping[str, str]", hosts: "Optional[str]" = None
@@ -68,8 +67,7 @@ def _place_in_group():
     rank, size = distributed.get_rank(), distributed.get_world_size()
     if size < 2 or is_to_be_alone(os.environ):
         return None
-    local_rank = os.environ.get("LOCAL_RANK", "")
-    here = int(local_rank) if local_rank.isdecimal() else 0
+    here = whole_number(os.environ.get("LOCAL_RANK", "")) or 0
     return Place(rank, size, here, here + 1, "torch.distributed", False)
 
 
@@ -84,10 +82,10 @@ def timeout(environ: "Mapping[str, str]", name: str = "COMPAT_TIMEOUT") -> float
         seconds = float(text)
     except ValueError:
         seconds = 0.0
-    if not seconds > 0:
+    if not 0 < seconds <= 1e9:  # more than engines and the system can wait
         raise errors.InvalidArgumentError(
-            "{}={} is not understood. Use a number of seconds above 0: how long a rank "
-            "waits for the others.".format(name, text)
+            "{}={} is not understood. Use a number of seconds above 0, at most 1e9: how long a "
+            "rank waits for the others.".format(name, text)
         )
     return seconds
 
@@ -101,13 +99,19 @@ def parse_hosts(text: str) -> "List[Tuple[str, int]]":
     Raises:
         InvalidArgumentError: that is not understood, or a machine comes twice.
     """
-    from .._numbers import whole_number  # for start-up time
-
     hosts = []
     for part in text.split(","):
         name, _, slots = part.strip().partition(":")
         if part.count(":") > 1 or (name and not _is_host(name)):
-            raise _invalid_host_name(text, part.strip())
+            kind = " is not the name of a machine"
+            if part.count(":") > 1:
+                kind = " looks like an IPv6 address, and launchers take none"
+            raise errors.InvalidArgumentError(
+                "--hosts {}: {!r}{}. Use a name of letters, digits, '.', '-' and '_' that does not "
+                "begin with '-', or an IPv4 address; user@name logs in as another user.".format(
+                    text, part.strip(), kind
+                )
+            )
         number = whole_number(slots or "1")
         if not name or not number:
             raise _invalid_hosts(text)
@@ -300,14 +304,4 @@ def _invalid_hosts(hosts):
     return errors.InvalidArgumentError(
         "--hosts {} is not understood. Use machines, by the names that all of them know, and "
         "how many ranks each is to run: --hosts first:4,second:4.".format(hosts)
-    )
-
-
-def _invalid_host_name(hosts, host):
-    kind = " looks like an IPv6 address, and launchers take none" if host.count(":") > 1 else ""
-    return errors.InvalidArgumentError(
-        "--hosts {}: {!r}{}. Use a name of letters, digits, '.', '-' and '_' that does not "
-        "begin with '-', or an IPv4 address; user@name logs in as another user.".format(
-            hosts, host, kind or " is not the name of a machine"
-        )
     )

@@ -4,9 +4,10 @@
 Nor does what it returns, when a batch is taken: Keras does that in threads, in processes, and some
 batches ahead, and engines need the same order of operations on all ranks. So batches leave
 checksums behind, and the main thread compares them when ``fit()`` begins and when an epoch ends
-(``Agreement``), or when it begins to iterate over a loader (``check_first``).
+(``Agreement``), or when it begins to iterate over a loader (``compare``).
 """
 
+import functools
 import threading
 import types
 import weakref
@@ -56,6 +57,33 @@ class Part:
         raise NotImplementedError
 
 
+class StandIn:
+    """What has all attributes that it lacks from ``_whole``, in whose place it stands."""
+
+    def __getattr__(self, name):
+        if name.startswith("__") or "_whole" not in vars(self):
+            raise AttributeError(name)
+        return getattr(self._whole, name)
+
+
+class PartOfObject(StandIn, Part):
+    """A ``Part`` that frameworks take for an object of their own class, by ``kind_of_part``."""
+
+    def __init__(self, place, whole):
+        self.name = type(whole).__name__
+        self._place = place
+        self._whole = whole
+
+    def whole(self):
+        return self._whole
+
+
+@functools.lru_cache(None)
+def kind_of_part(kind, base):
+    """A subclass of ``PartOfObject`` that is one of a framework's class, too."""
+    return type("RankPart", (kind, base), {})
+
+
 def note(generator, part):
     """Note whose part a generator is."""
     _of_generators[generator] = part
@@ -99,7 +127,7 @@ class Agreement:
                 self.parts[place] = None
                 continue
             part.advance(max(position for _, position in ranks))
-            self.compare(part, part.peek())
+            compare(self.engine, part.name, part.peek())
 
     def epoch_ended(self) -> None:
         """Compare what all ranks have trained on.
@@ -110,13 +138,15 @@ class Agreement:
         part = self.parts[0]
         if part is not None:
             position = min(self.engine.gather([part.position()]))[0]
-            self.compare(part, part.checksum_at(position))
-
-    def compare(self, part: "Part", checksum: int) -> None:
-        _compare(self.engine, part.name, checksum)
+            compare(self.engine, part.name, part.checksum_at(position))
 
 
-def _compare(engine, name, checksum):
+def compare(engine: "Any", name: str, checksum: int) -> None:
+    """Compare the ranks' checksums of a batch.
+
+    Raises:
+        RankError: they differ.
+    """
     gathered = [of_rank[0] for of_rank in engine.gather([checksum % _LARGEST])]
     others = [rank for rank, each in enumerate(gathered) if each != gathered[0]]
     if others and all(gathered):
@@ -165,12 +195,3 @@ def ready(name, shuffled):
             )
         )
     return None
-
-
-def check_first(engine, name, checksum):
-    """Compare the first batches of an iteration.
-
-    Raises:
-        RankError: they differ.
-    """
-    _compare(engine, name, checksum)

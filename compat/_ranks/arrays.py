@@ -8,22 +8,30 @@ from .. import errors
 def shard(place, data, batch_size=None):
     """This rank's rows of arrays, as ``compat.shard()`` has it."""
     rows = number_of_rows(data)
-    if rows < place.size:
-        raise errors.too_few_rows(rows, place.size)
-    if batch_size is None:
-        left_out = rows % place.size
-        ranges = [place.part_of(rows - left_out)]
-    else:
-        place.rows_of_batch(batch_size)  # one row per rank, at least
-        last = rows % batch_size
-        left_out = last if last < place.size else 0
-        ranges = list(_parts_of_batches(place, rows - left_out, batch_size))
-    if left_out:
-        errors.warn(
-            "The last {} of {} rows are left out: they are too few for one on each of {} "
-            "ranks.".format(left_out, rows, place.size)
-        )
+    rows -= left_out(place, rows, batch_size or place.size)
+    ranges = [place.part_of(rows)]
+    if batch_size is not None:
+        ranges = list(_parts_of_batches(place, rows, batch_size))
     return rows_of(data, ranges)
+
+
+def left_out(place, count, batch_size, warn=errors.warn, what="rows"):
+    """How many rows at the end no rank gets, with a warning: they are too few for one on each.
+
+    Raises:
+        InvalidArgumentError: there are no more than that.
+    """
+    if count < place.size:
+        raise errors.too_few_rows(count, place.size)
+    last = count % batch_size
+    if not 0 < last < place.size:
+        return 0
+    warn(
+        "The last {} of {} {} are left out: they are too few for one on each of {} ranks.".format(
+            last, count, what, place.size
+        )
+    )
+    return last
 
 
 def _parts_of_batches(place, rows, batch_size):
@@ -88,6 +96,23 @@ def rows_of(data, ranges):
     return rows[numpy.concatenate([numpy.arange(*bounds) for bounds in ranges])]
 
 
+def flat(arrays, dtype):
+    """All numbers of numpy arrays, one after the other."""
+    import numpy
+
+    return numpy.concatenate([numpy.ravel(array).astype(dtype) for array in arrays])
+
+
+def like(arrays, numbers):
+    """The opposite: numpy arrays of the shapes and types of these."""
+    parts, start = [], 0
+    for array in arrays:
+        part = numbers[start : start + array.size]
+        parts.append(part.reshape(array.shape).astype(array.dtype, copy=False))
+        start += array.size
+    return parts
+
+
 # Batches --------------------------------------------------------------------------------------
 
 
@@ -99,15 +124,19 @@ def part_of_batch(place, batch, batch_size=None):
     """
     rows = number_of_rows(batch)
     if batch_size is not None and rows > batch_size:
-        raise errors.InvalidArgumentError(
-            "shard(batch_size={}) was given batches of {} rows. Leave batch_size out: what comes "
-            "in batches has its own.".format(batch_size, rows)
-        )
+        raise other_batch_size(batch_size, rows)
     return rows_of(batch, [place.part_of(rows)]) if rows >= place.size else None
 
 
-def warn_of_few(rows, place):
-    errors.warn(
+def other_batch_size(batch_size, rows):
+    return errors.InvalidArgumentError(
+        "shard(batch_size={}) was given batches of {} rows. Leave batch_size out: what comes "
+        "in batches has its own.".format(batch_size, rows)
+    )
+
+
+def warn_of_few(rows, place, warn=errors.warn):
+    warn(
         "A batch of {} rows is left out: they are too few for one on each of {} ranks.".format(
             rows, place.size
         )

@@ -8,6 +8,7 @@ metrics, the states of stateful RNNs, which belong to its rows) is no variable t
 import hashlib
 
 from .. import errors
+from .._process import process
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -25,11 +26,6 @@ _PIECES, _BITS = 4, 16
 _ROUNDING = 1e-4
 
 
-# After these many updates, and every 1024th, ranks compare what they hold.
-_DUE = frozenset(2**power for power in range(10))
-_RARELY = 1024
-
-
 _CAUSES = (
     "Likely causes: gradients that never reach the other ranks, such as those of "
     "torch.autograd.grad() or of an update made by hand; an initial value drawn at random after "
@@ -39,7 +35,7 @@ _CAUSES = (
 
 def is_due(steps: int) -> bool:
     """Whether ranks compare what they hold after so many steps: soon, and then rarely."""
-    return steps in _DUE or steps % _RARELY == 0
+    return steps in (1, 4, 16, 64, 256) or steps % 1024 == 0
 
 
 def checksum(array: "Any") -> int:
@@ -55,16 +51,14 @@ def checksum(array: "Any") -> int:
     block = _COLUMNS * _WORD
     folded = data[: data.size // block * block].view("uint64").reshape(-1, _COLUMNS)
     return _digest(
-        "{} {}".format(array.dtype, array.shape).encode(),
-        folded.sum(axis=0, dtype="uint64").tobytes(),
-        data[folded.size * _WORD :].tobytes(),
+        "{} {}".format(array.dtype, array.shape).encode()
+        + folded.sum(axis=0, dtype="uint64").tobytes()
+        + data[folded.size * _WORD :].tobytes()
     )
 
 
-def _digest(*contents):
-    result = hashlib.blake2b(digest_size=_PIECES * _BITS // 8)
-    for content in contents:
-        result.update(content)
+def _digest(content):
+    result = hashlib.blake2b(content, digest_size=_PIECES * _BITS // 8)
     return int.from_bytes(result.digest(), "big")
 
 
@@ -97,6 +91,7 @@ def verify(
     Raises:
         RankError: they differ. It names the first variable that does, and on which ranks.
     """
+    process.comparisons += 1
     sums = [checksum(array) for array in arrays]
     if are_same(engine, sums):
         return
@@ -123,7 +118,13 @@ def verify(
     largest = [max(column) * 1e-6 for column in zip(*gathered)]
     if max(largest) > _ROUNDING:
         index = next(p for p, distance in zip(differ, largest) if distance > _ROUNDING)
-        raise _drifted(engine.place, when, names, differ, index, causes)
+        which, ranks = _and_others(names, differ, index), errors.numbered_ranks(differ[index])
+        raise errors.RankError(
+            "The ranks have drifted apart: {} the values of {} on {} of {} are not those of rank "
+            "0. Ranks train to one process's numbers as long as these are the same. {}".format(
+                when, which, ranks, engine.place.size, causes
+            )
+        )
     for index, value in zip(differ, chief):
         write(index, value)
     if engine.place.rank == 0:
@@ -166,16 +167,3 @@ def _and_others(names, differ, first):
     others = len(differ) - 1
     more = " and {} other{}".format(others, "s" * (others > 1)) if others else ""
     return repr(names[first]) + more
-
-
-def _drifted(place, when, names, differ, index, causes):
-    return errors.RankError(
-        "The ranks have drifted apart: {} the values of {} on {} of {} are not those of rank 0. "
-        "Ranks train to one process's numbers as long as these are the same. {}".format(
-            when,
-            _and_others(names, differ, index),
-            errors.numbered_ranks(differ[index]),
-            place.size,
-            causes,
-        )
-    )

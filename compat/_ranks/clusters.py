@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 #: The variable that tells TensorFlow's workers the cluster and their task in it, as JSON.
 TF_CONFIG = "TF_CONFIG"
 
+# What JSON raises that is none, or is nested too deeply, or has other types than are expected.
+_MALFORMED = ValueError, TypeError, AttributeError, OverflowError, RecursionError
+
 
 def evaluator(environ: "Mapping[str, str]") -> "Optional[Place]":
     """The place of the process of ``TF_CONFIG`` that evaluates what the others have saved.
@@ -71,7 +74,7 @@ def tf_cluster(environ: "Mapping[str, str]") -> "Tuple[Any, Any, int]":
         kind, index = task.get("type"), int(task.get("index") or 0)
     except LookupError:
         raise _sparse_cluster(text) from None
-    except (ValueError, TypeError, AttributeError) as error:
+    except _MALFORMED as error:
         raise _invalid_tf_config(text, error) from error
     if cluster.get("ps"):
         raise _parameter_servers(text)
@@ -89,8 +92,15 @@ def _addresses(part):
     """A part of a cluster as a list: TensorFlow takes a dictionary by index, too."""
     if isinstance(part, dict):
         by_index = {int(index): address for index, address in part.items()}
-        return [str(by_index[index]) for index in range(len(by_index))]
-    return [str(address) for address in part or []]
+        part = [by_index[index] for index in range(len(by_index))]
+    return _texts(part or [])
+
+
+def _texts(found):
+    """A list of texts, such as addresses, as it is."""
+    if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+        raise TypeError("not a list of texts: {!r}".format(found))
+    return found
 
 
 def worker_pool(environ):
@@ -99,9 +109,11 @@ def worker_pool(environ):
     if pools is None:
         return None
     text, (counts, kind, index) = environ["CLUSTER_SPEC"], pools
-    if len(counts.get("workerpool2", [])):
+    if counts.get("workerpool2"):
         raise _parameter_servers(text, "CLUSTER_SPEC")
-    machines = counts.get("workerpool0", []) + counts.get("workerpool1", [])
+    if not counts.get("workerpool0"):
+        raise not_a_rank("CLUSTER_SPEC", text)
+    machines = counts["workerpool0"] + counts.get("workerpool1", [])
     if kind not in ("workerpool0", "workerpool1") or not 0 <= index < len(counts.get(kind, [])):
         if len(machines) < 2 or kind == "workerpool3":  # which evaluates
             return None
@@ -116,9 +128,9 @@ def vertex_pools(environ):
     if config is None:
         return None
     try:
-        counts = {pool: list(part) for pool, part in config["cluster"].items()}
+        counts = {pool: _texts(part) for pool, part in config["cluster"].items()}
         return counts, config["task"]["type"], int(config["task"].get("index") or 0)
-    except (KeyError, ValueError, TypeError, AttributeError) as error:
+    except (KeyError,) + _MALFORMED as error:
         raise not_a_rank("CLUSTER_SPEC", environ["CLUSTER_SPEC"]) from error
 
 
@@ -134,30 +146,25 @@ def sagemaker(environ):
 
 
 def sagemaker_hosts(environ):
-    text = environ.get("SM_HOSTS", "").strip()
-    if not text:
-        return []
-    import json  # not at start-up
-
-    try:
-        return sorted(str(host) for host in json.loads(text))
-    except (ValueError, TypeError) as error:
-        raise not_a_rank("SM_HOSTS", text) from error
+    return _parsed("SM_HOSTS", environ, lambda hosts: sorted(_texts(hosts))) or []
 
 
-def _parsed(name, environ):
-    """A variable's JSON object, or None where it is not set."""
+def _with_task(config):
+    """A cluster's description, which may tell the type of a task."""
+    (config.get("task") or {}).get("type")
+    return config
+
+
+def _parsed(name, environ, read=_with_task):
+    """What ``read`` makes of a variable's JSON, or None where it is not set."""
     text = environ.get(name, "").strip()
     if not text:
         return None
     import json  # not at start-up
 
     try:
-        config = json.loads(text)
-        task = config.get("task") or {}
-        task.get("type")
-        return config
-    except (ValueError, AttributeError) as error:
+        return read(json.loads(text))
+    except _MALFORMED as error:
         if name == TF_CONFIG:
             raise _invalid_tf_config(text, error) from error
         raise not_a_rank(name, text) from error

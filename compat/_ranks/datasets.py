@@ -3,6 +3,7 @@
 import sys
 
 from .. import errors
+from . import arrays
 
 # Of what Dataset.cardinality() returns: it is infinite, and it is unknown.
 _INFINITE, _UNKNOWN = -1, -2
@@ -63,19 +64,8 @@ def _elements(place, dataset, warn):
             return rows.skip(place.rank).take(1)
 
         return dataset.window(place.size, drop_remainder=True).flat_map(mine)
-    left_out = _left_out(place, count, count % place.size, warn, "elements")
+    left_out = arrays.left_out(place, count, place.size, warn, "elements")
     return dataset.take(count - left_out).shard(place.size, place.rank)
-
-
-def _left_out(place, count, left_out, warn, what):
-    if count < place.size:
-        raise errors.too_few_rows(count, place.size)
-    if left_out:
-        warn(_TEXT.format(left_out, count, what, place.size))
-    return left_out
-
-
-_TEXT = "The last {} of {} {} are left out: they are too few for one on each of {} ranks."
 
 
 def _rows(place, dataset, batch_size, warn):
@@ -83,17 +73,18 @@ def _rows(place, dataset, batch_size, warn):
     tf = sys.modules["tensorflow"]
     count = _cardinality(dataset)
     if count == _UNKNOWN:
-        return _unbatched(_parts(place, dataset.batch(batch_size), warn))
+        parts = _parts(place, dataset.batch(batch_size), warn)
+        if hasattr(parts, "unbatch"):
+            return parts.unbatch()
+        return parts.apply(tf.data.experimental.unbatch())
     start, stop = place.part_of(batch_size)
     last = 0 if count == _INFINITE else count % batch_size
     whole = count - last  # rows of batches that are whole
     first, end = 0, 0
-    if count != _INFINITE:
-        left_out = last if last < place.size else 0
-        if _left_out(place, count, left_out, warn, "rows"):
-            dataset = dataset.take(whole)
-        else:
-            first, end = place.part_of(last)
+    if count != _INFINITE and arrays.left_out(place, count, batch_size, warn):
+        dataset = dataset.take(whole)
+    elif count != _INFINITE:
+        first, end = place.part_of(last)
 
     def is_mine(row, element):
         place_in_batch = row % batch_size
@@ -113,12 +104,6 @@ def _rows(place, dataset, batch_size, warn):
     return shown
 
 
-def _unbatched(dataset):
-    if hasattr(dataset, "unbatch"):
-        return dataset.unbatch()
-    return dataset.apply(sys.modules["tensorflow"].data.experimental.unbatch())
-
-
 def _parts(place, dataset, warn):
     """This rank's part of each batch; a batch with fewer rows than ranks is left out."""
     tf = sys.modules["tensorflow"]
@@ -127,8 +112,7 @@ def _parts(place, dataset, warn):
         return tf.shape(tf.nest.flatten(batch)[0], out_type=tf.int64)[0]
 
     def left_out(rows):
-        # In one of TensorFlow's threads, where no caller is to be seen.
-        errors.warn(_BATCH.format(rows, place.size))
+        arrays.warn_of_few(rows, place)  # in a thread of TensorFlow's: no caller is to be seen
         return False
 
     def is_enough(*batch):
@@ -150,12 +134,9 @@ def _parts(place, dataset, warn):
     if last is None:
         return dataset.filter(is_enough).map(part)
     if last < place.size:
-        warn(_BATCH.format(last, place.size))
+        arrays.warn_of_few(last, place, warn)
         dataset = dataset.take(_cardinality(dataset) - 1)
     return dataset.map(part)
-
-
-_BATCH = "A batch of {} rows is left out: they are too few for one on each of {} ranks."
 
 
 def _rows_of_last(dataset):

@@ -4,6 +4,7 @@ Every rank draws all batches of its own generator. These have to be the same one
 end at the same step, too: nothing is said between ranks when a batch is drawn.
 """
 
+import itertools
 import threading
 import types
 import weakref
@@ -75,7 +76,7 @@ class PartOfIterator(agreement.Part):
         """What it was made of, with the batch that has been looked at."""
         if not self.ahead:
             return self.iterator
-        return self.as_given(_chained(self.ahead, self.iterator))
+        return self.as_given(itertools.chain(self.ahead, self.iterator))
 
     # What ranks compare -----------------------------------------------------------------------
 
@@ -104,19 +105,5 @@ class PartOfIterator(agreement.Part):
     def peek(self):
         with self.lock:
             if not self.ahead:
-                self.ahead.extend(_first(self.iterator))
+                self.ahead.extend(itertools.islice(self.iterator, 1))
             return arrays.checksum(self.ahead[0]) if self.ahead else 0
-
-
-def _first(iterator):
-    """A list of the next batch, or an empty one."""
-    for batch in iterator:
-        return [batch]
-    return []
-
-
-def _chained(batches, iterator):
-    for batch in batches:
-        yield batch
-    for batch in iterator:
-        yield batch

@@ -39,9 +39,13 @@ def install(model, engine, kinds):
 
 
 class MakeFunction(RankedMethod):
-    """The method by which Keras 2 makes one of a model's functions, which becomes a rank's."""
+    """The method by which Keras 2 makes one of a model's functions, which becomes a rank's.
 
-    function = ""
+    That of the function that trains; ``MakeTestFunction`` has the other one's names.
+    """
+
+    method = "_make_train_function"
+    function = "train_function"
     training = True
 
     def __call__(self, model):
@@ -52,10 +56,10 @@ class MakeFunction(RankedMethod):
         made = vars(model)[self.function]
         # tf.keras makes another one where there are sample weights for the first time; keras-mxnet
         # makes another one each time, of which the first will do.
-        if isinstance(function, RankedFunction) and function.feeds == _feeds(model):
+        if isinstance(function, RankedKeras2Function) and function.feeds == _feeds(model):
             vars(model)[self.function] = function
         else:
-            vars(model)[self.function] = RankedFunction(self, model, made)
+            vars(model)[self.function] = RankedKeras2Function(self, model, made)
 
     @contextlib.contextmanager
     def making(self, model):
@@ -63,7 +67,7 @@ class MakeFunction(RankedMethod):
         yield
 
     def run(self, function, inputs):
-        """Call a ``RankedFunction``'s, ``function.made``."""
+        """Call a ``RankedKeras2Function``'s, ``function.made``."""
         raise NotImplementedError
 
     def share(self, function, inputs):
@@ -95,7 +99,7 @@ def rows_of(inputs):
     return int(inputs[0].shape[0])
 
 
-class RankedFunction:
+class RankedKeras2Function:
     """A function that Keras 2 made for a model that is one of several ranks."""
 
     def __init__(self, maker, model, made):
@@ -111,6 +115,8 @@ class RankedFunction:
         return getattr(self.made, name)
 
     def __call__(self, inputs):
+        if self.maker.training and not self.started:
+            keras_model.same_start(self.model, self.maker.engine)
         result = self.maker.run(self, inputs)
         self.started = True
         if self.maker.training:
@@ -218,9 +224,9 @@ class Divisors:
 def _divides(model, weighted):
     """Whether evaluating divides by what other ranks know. ``weighted``: by sample weights."""
     maker = _keras.inner_model(model)
-    if maker is None or not getattr(maker, "_feed_sample_weights", None):
+    if maker is None or not knows_divisors(maker) or not maker._feed_sample_weights:
         return False
-    return not hasattr(maker, "_prepare_total_loss") and (weighted or bool(masks_of(maker)))
+    return weighted or bool(masks_of(maker))
 
 
 def masks_of(model):
@@ -265,12 +271,12 @@ def _refuse_sums(model):
 
 
 def _check_loss(model, inputs):
-    """Try a loss that is not Keras' own, on this rank's first batch."""
+    """Try a loss that may be no mean over rows, on this rank's first batch."""
     import numpy as np
 
     K = _keras.keras_of(model).backend
     functions = [loss for loss in getattr(model, "loss_functions", None) or () if loss is not None]
-    own = [f for f in functions if not _module_of(f).startswith(("keras.", "tensorflow"))]
+    own = [loss for loss in functions if losses.may_mix_rows(loss)]
     of_weights = set(map(id, model.get_losses_for(None)))
     added = [loss for loss in model.losses if id(loss) not in of_weights]
     if not own and not added or any(mask is not None for mask in masks_of(model).values()):
@@ -287,8 +293,3 @@ def _check_loss(model, inputs):
         return float(function([array[places] for array in arrays] + [0] * len(phase))[0])
 
     losses.check(model.name, None, rows_of(inputs), loss_of)
-
-
-def _module_of(loss):
-    loss = getattr(loss, "fn", loss)
-    return getattr(loss, "__module__", None) or type(loss).__module__

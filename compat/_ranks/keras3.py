@@ -59,11 +59,11 @@ def warn_of_mean(variable):
     )
 
 
-# Losses of the user's own ---------------------------------------------------------------------
+# Losses that may be no means ------------------------------------------------------------------
 
 
 def check_loss(model, data, loss_of_data):
-    """Check the loss of the first batch by ``losses.check``, where it is not Keras'.
+    """Check the loss of the first batch by ``losses.check``, where it may be no mean.
 
     Arguments:
         data: what Keras hands to a step.
@@ -73,7 +73,7 @@ def check_loss(model, data, loss_of_data):
         UnsupportedError: it contains a sum over rows.
     """
     keras = _keras.keras_of(model)
-    if not has_own_loss(model):
+    if not may_mix_rows(model):
         return
     leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
     rows = {leaf.shape[0] if getattr(leaf, "shape", None) else None for leaf in leaves}
@@ -110,26 +110,19 @@ def check_loss_eagerly(model, data):
         write(list(zip(trackers, values)))
 
 
-def has_own_loss(model):
-    """Whether the loss, by Keras' own training step, is another one than Keras has."""
+def may_mix_rows(model):
+    """Whether the loss, by Keras' own training step, may be no mean over rows."""
     if not type(model).train_step.__module__.startswith("keras."):
         return False  # what it computes is not known
     given = _keras.keras_of(model).tree.flatten(getattr(model._compile_loss, "_user_loss", None))
-    for loss in given:
-        if callable(loss) and not _module_of(loss).startswith("keras."):
-            return True
+    if any(map(losses.may_mix_rows, [loss for loss in given if loss is not None])):
+        return True
     # A layer of the user's may add any.
     layers = [layer for layer in _keras.all_layers(model) if layer is not model]
     kinds = [type(layer) for layer in layers] + [type(model)]
     return any(
         not kind.__module__.startswith("keras.") and _calls(kind, "add_loss") for kind in kinds
     )
-
-
-def _module_of(loss):
-    """Where the function of a loss, or its class, is from."""
-    loss = getattr(loss, "fn", loss)
-    return getattr(loss, "__module__", None) or type(loss).__module__
 
 
 def _calls(kind, name):

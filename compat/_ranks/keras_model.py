@@ -5,30 +5,26 @@ all ranks, ends every epoch on all at once and averages its metrics; ``evaluate`
 saves does so on rank 0 alone. How gradients are averaged is each backend's.
 """
 
+import collections
 import inspect
 
 from .. import _keras, _work, errors
-from . import agreement, metrics, saving, splitting
+from . import agreement, metrics, ranked_method, saving, splitting
 from .ranked_method import RankedMethod
-from .weights import Comparison, same_start
+from .weights import WeightComparison, same_start
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
 
-def install(model, engine):
-    """Make the methods of this model those of a rank. A second time changes nothing."""
-    for kind in (
-        RankedFit,
-        RankedFitGenerator,
-        RankedEvaluate,
-        RankedEvaluateGenerator,
-        RankedResetMetrics,
-    ):
-        if hasattr(type(model), kind.method) and kind.of(model) is None:
-            kind(engine).install(model)
-    saving.install(model, engine)
+def install(model, engine, kinds=()):
+    """Make the methods of this model those of a rank. A second time changes nothing.
+
+    Arguments:
+        kinds: the backend's own.
+    """
+    ranked_method.install(model, engine, tuple(kinds) + _KINDS + saving.KINDS)
 
 
 # Fit and evaluate -----------------------------------------------------------------------------
@@ -39,7 +35,7 @@ def count(model: "Any", rows: int, training: bool) -> None:
     _work.count([""], [rows], training)
     fit = RankedFit.of(model)
     if fit is not None:
-        fit.seen[training].add(rows)
+        fit.seen[training].update(rows=rows, batches=1)
 
 
 def split_fits(model: "Any") -> None:
@@ -81,20 +77,6 @@ def mean(engine, values, rows):
     }
 
 
-class Seen:
-    """How many rows and batches of an epoch, or of an evaluation, this rank has seen."""
-
-    def __init__(self):
-        self.clear()
-
-    def clear(self):
-        self.rows = self.batches = 0
-
-    def add(self, rows):
-        self.rows += rows
-        self.batches += 1
-
-
 class RankedFit(RankedMethod):
     """``fit`` from rank 0's weights, with metrics over all ranks' rows."""
 
@@ -102,17 +84,18 @@ class RankedFit(RankedMethod):
 
     def __init__(self, engine):
         super().__init__(engine)
-        self.seen = {True: Seen(), False: Seen()}  # in this epoch, by whether it was in training
+        # How many rows and batches of this epoch, or evaluation, by whether it was in training.
+        self.seen = {True: collections.Counter(), False: collections.Counter()}  # type: dict
         self.splits = False  # whether fit() itself gives each rank its part of the data
         self.running = False
         self.in_epoch = False
         self.agreement = None  # type: Any  # on the batches that shard() took
         self.evaluating = self.in_step = False
-        self.comparison = Comparison(engine)
+        self.comparison = WeightComparison(engine)
         # Of Keras 2: whether a model's losses are divided by what other ranks know.
         self.divides = None  # type: Any
         self.trained = None  # the metrics' state when the epoch's training was over
-        self.results = metrics.Results()
+        self.results = metrics.MetricResults()
         self.warned = set()  # type: set  # of metrics
 
     def __call__(self, model, *args, **kwargs):
@@ -129,6 +112,7 @@ class RankedFit(RankedMethod):
         place = names.index("callbacks") if "callbacks" in names else len(args)
         given = args[place] if place < len(args) else kwargs.get("callbacks")
         given = list(given) if isinstance(given, (list, tuple)) else [given] if given else []
+        given = saving.written_by_rank_0(_keras.keras_of(model), self.engine.place, given)
         callbacks = [self.epochs(model)] + given
         if place < len(args):
             args = args[:place] + (callbacks,) + args[place + 1 :]
@@ -183,9 +167,10 @@ class RankedFit(RankedMethod):
 
             def on_epoch_end(self, epoch, logs=None):
                 ranked.in_epoch = False
+                steps = ranked.engine.steps
                 ranked.engine.close()
                 ranked.agreement.epoch_ended()
-                ranked.comparison.epoch_ended(model, epoch + 1)
+                ranked.comparison.epoch_ended(model, epoch + 1, steps)
                 ranked.complete(model, logs)
 
             def on_train_end(self, logs=None):
@@ -196,12 +181,12 @@ class RankedFit(RankedMethod):
     def complete(self, model, logs):
         """Make an epoch's logs those of all ranks, with rank 0's names."""
         now = metrics.state(model)
-        validated = self.seen[False].batches > 0
+        validated = self.seen[False]["batches"] > 0
         trained = self.trained if validated and self.trained is not None else now
         train, validation = self.over_ranks(model, [trained, now if validated else None])
         values = dict(train, **{"val_" + name: value for name, value in validation.items()})
         others = {name: value for name, value in logs.items() if name not in values}
-        logs.update(mean(self.engine, others, lambda name: self.seen[name[:4] != "val_"].rows))
+        logs.update(mean(self.engine, others, lambda name: self.seen[name[:4] != "val_"]["rows"]))
         names = self.engine.broadcast([name for name in values if name in logs])
         logs.update((name, values[name]) for name in names)
 
@@ -209,27 +194,23 @@ class RankedFit(RankedMethod):
         """The metrics' results over all ranks, of those metrics that add up."""
         not_added = {}
         for seen in self.seen.values():
-            not_added.update(metrics.not_added(model, seen.rows, seen.batches))
+            not_added.update(metrics.not_added(model, seen["rows"], seen["batches"]))
         not_added = dict(self.engine.broadcast(sorted(not_added.items())))
         for name in sorted(set(not_added) - self.warned):
             self.warned.add(name)
-            self.warn_of(name, not_added[name])
+            errors.warn(
+                "Metric {!r} is the mean of the ranks' values, weighted by their rows, and not "
+                "what one process computes: {}. For that have update_state() add to its variables "
+                "with assign_add(), or a function return one value for each row.".format(
+                    name, not_added[name]
+                )
+            )
         found = metrics.over_ranks(self.engine, model, states, self.results)
-        return [
-            {
-                name: value
-                for name, value in result.items()
-                if not any(name == n or name.endswith("_" + n) for n in not_added)
-            }
-            for result in found
-        ]
 
-    def warn_of(self, name, why):
-        errors.warn(
-            "Metric {!r} is the mean of the ranks' values, weighted by their rows, and not what "
-            "one process computes: {}. For that have update_state() add to its variables with "
-            "assign_add(), or a function return one value for each row.".format(name, why)
-        )
+        def adds_up(name):
+            return not any(name == n or name.endswith("_" + n) for n in not_added)
+
+        return [{name: v for name, v in result.items() if adds_up(name)} for result in found]
 
 
 class RankedResetMetrics(RankedMethod):
@@ -294,7 +275,7 @@ class RankedEvaluate(RankedMethod):
     def completed(self, fit, result, found):
         """The results over all ranks, in the same order."""
         others = {name: value for name, value in result.items() if name not in found}
-        means = mean(self.engine, others, lambda name: fit.seen[False].rows)
+        means = mean(self.engine, others, lambda name: fit.seen[False]["rows"])
         return {name: found[name] if name in found else means[name] for name in result}
 
 
@@ -302,3 +283,6 @@ class RankedEvaluateGenerator(RankedEvaluate):
     """The method of Keras 2 that is ``evaluate`` for batches that come from a generator."""
 
     method = "evaluate_generator"
+
+
+_KINDS = RankedFit, RankedFitGenerator, RankedEvaluate, RankedEvaluateGenerator, RankedResetMetrics

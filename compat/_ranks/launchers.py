@@ -8,6 +8,7 @@ tests/test_launchers.py has the environment that each launcher documents.
 """
 
 from .. import errors
+from .._numbers import whole_number
 from . import clusters
 from .addresses import host_of
 from .place import (
@@ -17,6 +18,7 @@ from .place import (
     from_variables,
     invalid_ranks,
     is_to_be_alone,
+    not_a_rank,
     number,
 )
 
@@ -24,30 +26,20 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Mapping, Optional
 
+_FOUR = "{0}_RANK {0}_SIZE {0}_LOCAL_RANK {0}_LOCAL_SIZE"
 #: Launchers, and their variables for the rank, the number of ranks, and the same two among the
 #: processes of one machine. The first whose four are set tells.
 LAUNCHERS = (
-    ("compat run", "COMPAT_RANK COMPAT_SIZE COMPAT_LOCAL_RANK COMPAT_LOCAL_SIZE"),
-    ("horovodrun", "HOROVOD_RANK HOROVOD_SIZE HOROVOD_LOCAL_RANK HOROVOD_LOCAL_SIZE"),
+    ("compat run", _FOUR.format("COMPAT")),
+    ("horovodrun", _FOUR.format("HOROVOD")),
     # Ray Train, Spark's TorchDistributor and SageMaker's torch_distributed set the same four.
     ("torchrun", "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE"),
     ("deepspeed", "RANK WORLD_SIZE LOCAL_RANK LOCAL_SIZE"),
-    (
-        "mpirun",  # Open MPI, and so Kubeflow's MPIJob
-        "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_RANK "
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
+    ("mpirun", _FOUR.format("OMPI_COMM_WORLD")),  # Open MPI, and so Kubeflow's MPIJob
     ("mpiexec", "PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS"),  # MPICH, Intel MPI
-    ("PALS", "PMI_RANK PMI_SIZE PMI_LOCAL_RANK PMI_LOCAL_SIZE"),  # Cray's mpiexec and aprun
-    (
-        "mpirun_rsh",  # MVAPICH2
-        "MV2_COMM_WORLD_RANK MV2_COMM_WORLD_SIZE MV2_COMM_WORLD_LOCAL_RANK "
-        "MV2_COMM_WORLD_LOCAL_SIZE",
-    ),
-    (
-        "jsrun",
-        "JSM_NAMESPACE_RANK JSM_NAMESPACE_SIZE JSM_NAMESPACE_LOCAL_RANK JSM_NAMESPACE_LOCAL_SIZE",
-    ),
+    ("PALS", _FOUR.format("PMI")),  # Cray's mpiexec and aprun
+    ("mpirun_rsh", _FOUR.format("MV2_COMM_WORLD")),  # MVAPICH2
+    ("jsrun", _FOUR.format("JSM_NAMESPACE")),
 )
 
 # Variables that say that there are several processes, where none of the launchers here tells which
@@ -130,19 +122,23 @@ def _srun(environ):
         return None
     names = ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"]
     local_rank = number("SLURM_LOCALID", environ) or 0
-    tasks = _tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    node = number("SLURM_NODEID", environ) or 0
-    local_size = tasks[node] if node < len(tasks) else local_rank + 1
+    tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", "").strip()
+    local_size = _tasks_on_node(tasks, number("SLURM_NODEID", environ) or 0) or local_rank + 1
     values = [str(value) for value in (rank, size, local_rank, local_size)]
     return from_variables("srun", names, values)
 
 
-def _tasks_per_node(text):
-    """``2(x3),1`` as ``[2, 2, 2, 1]``."""
-    import re  # not at start-up
-
-    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
-    return [int(tasks) for tasks, times in found for _ in range(int(times or 1))]
+def _tasks_on_node(text, node):
+    """How many tasks a node has, such as the last one in ``2(x3),1``; None: nothing tells."""
+    for part in text.split(",") if text else []:
+        tasks, _, times = part.partition("(x")
+        numbers = whole_number(tasks), whole_number(times[:-1]) if times[-1:] == ")" else 1
+        if None in numbers or times[-1:] not in ("", ")"):
+            raise not_a_rank("SLURM_STEP_TASKS_PER_NODE", text)
+        if node < numbers[1]:
+            return numbers[0]
+        node -= numbers[1]
+    return None
 
 
 def _torch_alike(environ):
@@ -158,7 +154,7 @@ def _torch_alike(environ):
     if local_rank is None:
         for name in ("PET_NPROC_PER_NODE", "NPROC_PER_NODE"):
             processes = environ.get(name, "").strip()
-            if processes.isdecimal() and int(processes) > 1:
+            if (whole_number(processes) or 0) > 1:
                 raise errors.RankError(
                     "{}={} asks for {} processes on each machine, but this one was started "
                     "without torchrun, which would start them: RANK and WORLD_SIZE do not "
@@ -185,8 +181,8 @@ def _refuse_unknown_place(environ):
         for name in names:
             text = environ.get(name, "").strip()
             # PET_NNODES may be a range, "1:4".
-            numbers = [int(number) for number in text.split(":") if number.isdecimal()]
-            if numbers and max(numbers) >= least:
+            numbers = [whole_number(part) for part in text.split(":") if part.isdecimal()]
+            if any(number is None or number >= least for number in numbers):
                 raise errors.RankError(
                     "{}={} says that several processes train together, but nothing tells "
                     "which of them this is: each would train alone. Start the script with a "

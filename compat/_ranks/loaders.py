@@ -7,6 +7,7 @@ they do not divide, so that the ranks train on other batches than one process.
 
 import copy
 import inspect
+import itertools
 import sys
 
 from .. import errors
@@ -33,20 +34,21 @@ def is_distributed(loader):
     return any(hasattr(sampler, "num_replicas") for sampler in samplers)
 
 
+def is_part(data):
+    """Whether this is a loader of ``shard()``'s."""
+    return isinstance(getattr(data, _sampler_name(data) or "", None), PartOfBatches)
+
+
 def is_split(data):
     """Whether this is a loader whose batches are this rank's alone."""
     batches = getattr(data, _sampler_name(data) or "", None)
-    return isinstance(batches, PartOfBatches) or (batches is not None and is_distributed(data))
+    return is_part(data) or (batches is not None and is_distributed(data))
 
 
 def shard(place, loader, batch_size=None):
     """As ``compat.shard()``."""
     batches = getattr(loader, _sampler_name(loader))
     kind = type(loader).__name__
-    if isinstance(batches, PartOfBatches):
-        raise errors.InvalidArgumentError(
-            "shard() was given what it has returned before: this rank's part. Call it once."
-        )
     if is_distributed(loader):
         raise errors.InvalidArgumentError(
             "The sampler of the {} given to shard() has rows for this rank alone already, as a "
@@ -55,28 +57,21 @@ def shard(place, loader, batch_size=None):
         )
     infinite = type(getattr(batches, "sampler", None)).__name__ == "_InfiniteConstantSampler"
     if batches is None or infinite:
-        raise _no_batches(kind)
+        raise errors.InvalidArgumentError(
+            "shard() cannot split the batches of this {}: it does not choose rows by their "
+            "numbers (its dataset is an IterableDataset, or batch_size is None). Have the dataset "
+            "give each rank its part, with compat.rank() and compat.size().".format(kind)
+        )
     own = getattr(batches, "batch_size", None) or getattr(batches, "_batch_size", None)
     if own is not None:
         place.rows_of_batch(own)
     if None not in (own, batch_size) and own != batch_size:
-        raise errors.InvalidArgumentError(
-            "shard(batch_size={}) was given batches of {} rows. Leave batch_size out: what comes "
-            "in batches has its own.".format(batch_size, own)
-        )
+        raise arrays.other_batch_size(batch_size, own)
     part = PartOfBatches(place, batches, kind)
     part.warn_of_last()
-    return (
-        _like_torchs(loader, part, own) if "batch_sampler" in vars(loader) else _made(loader, part)
-    )
-
-
-def _no_batches(kind):
-    return errors.InvalidArgumentError(
-        "shard() cannot split the batches of this {}: it does not choose rows by their "
-        "numbers (its dataset is an IterableDataset, or batch_size is None). Have the dataset give "
-        "each rank its part, with compat.rank() and compat.size().".format(kind)
-    )
+    if "batch_sampler" in vars(loader):
+        return _like_torchs(loader, part, own)
+    return _made(loader, part)
 
 
 def _like_torchs(loader, part, batch_size):
@@ -96,7 +91,7 @@ def _made(loader, part):
     return type(loader)(loader._dataset, **given)
 
 
-class PartOfBatches:
+class PartOfBatches(agreement.StandIn):
     """This rank's part of each batch that a sampler draws, as numbers of rows.
 
     The order is rank 0's where the sampler has no generator of its own: each iteration has a seed
@@ -105,13 +100,8 @@ class PartOfBatches:
 
     def __init__(self, place, batches, kind):
         self.place = place
-        self.batches = batches
+        self._whole = self.batches = batches
         self.kind = kind
-
-    def __getattr__(self, name):  # its sampler, for example, and set_epoch()
-        if name.startswith("__") or "batches" not in vars(self):
-            raise AttributeError(name)
-        return getattr(self.batches, name)
 
     def set_epoch(self, epoch):
         """Tell the sampler, as scripts tell a DistributedSampler; one that needs none has none."""
@@ -166,23 +156,15 @@ class PartOfBatches:
         if drawn:
             sampler.generator = _generator(engine)
         try:
-            first = [list(batch) for batch in _first(batches)]
+            first = [list(batch) for batch in itertools.islice(batches, 1)]
         finally:
             if drawn:
                 sampler.generator = None
         import numpy
 
-        agreement.check_first(engine, self.kind, arrays.checksum([numpy.array(b) for b in first]))
-        for batch in first:
+        agreement.compare(engine, self.kind, arrays.checksum([numpy.array(b) for b in first]))
+        for batch in itertools.chain(first, batches):
             yield batch
-        for batch in batches:
-            yield batch
-
-
-def _first(batches):
-    for batch in batches:
-        return [batch]
-    return []
 
 
 def _generator(engine):

@@ -118,7 +118,23 @@ def _not_reduced():
     )
 
 
-# Losses of the user's own ---------------------------------------------------------------------
+# Losses that may be no means ------------------------------------------------------------------
+
+#: What the names of Keras' own modules begin with.
+KERAS = ("keras.", "tensorflow.python.keras.", "tensorflow_core.python.keras.", "tf_keras.")
+# Keras' own that read several rows at once, whatever their options; others do by axis=0.
+_ACROSS_ROWS = ("circle", "dice", "tversky")
+
+
+def may_mix_rows(loss):
+    """Whether a loss, as given to ``compile()``, is to be tried: it may be no mean over rows."""
+    function = getattr(loss, "fn", loss)
+    name = loss if isinstance(loss, str) else getattr(function, "__name__", type(loss).__name__)
+    module = getattr(function, "__module__", None) or type(function).__module__
+    if callable(function) and not module.startswith(KERAS):
+        return True
+    axis = getattr(loss, "_fn_kwargs", {}).get("axis", -1)
+    return axis != -1 or name.lower() in _ACROSS_ROWS
 
 
 class _Recorded:
@@ -139,7 +155,7 @@ class _Recorded:
 def check(name, keras, rows, loss_of, dtype="float32"):
     """Check that the loss of a batch is the mean, weighted by rows, of the losses of its parts.
 
-    Called once, with a rank's first batch, for losses that are not Keras' own.
+    Called once, with a rank's first batch, where ``may_mix_rows()`` of one of the losses.
 
     Arguments:
         name: the model's.

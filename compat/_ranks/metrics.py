@@ -9,6 +9,7 @@ import inspect
 import types
 
 from .. import _keras, errors
+from . import arrays
 
 # Methods of a metric that see no rows, so that they may set its state as they like.
 _NOT_OF_ROWS = ("__init__", "build", "reset_state", "reset_states", "result", "get_config")
@@ -43,20 +44,19 @@ def over_ranks(engine, model, states, results):
 
     Arguments:
         states: what ``state()`` gave, or None where this rank has seen no rows, for each result.
-        results: as ``Results``'.
+        results: as ``MetricResults``'.
 
     Returns:
         A dictionary for each of the states.
     """
+    import numpy
+
     read, write = _keras.reader_and_writer(model)
     of_metrics = variables(model)
     mine = read(of_metrics)
-    numbers = [
-        number
-        for values in states
-        for value in (values or [0 * value for value in mine])
-        for number in value.ravel().tolist()
-    ]
+    none = [0 * value for value in mine]
+    seen = [value for values in states for value in values or none]
+    numbers = arrays.flat(seen, "float64").tolist() if seen else []
     counts = [count for (count,) in engine.gather([len(numbers)])]
     if len(set(counts)) > 1:
         raise errors.RankError(
@@ -67,22 +67,18 @@ def over_ranks(engine, model, states, results):
         )
     if not numbers:
         return [{} for _ in states]
-    sums, start, found = engine.sum(numbers), 0, []
+    sums = numpy.split(engine.sum(numbers), len(states))
+    found = []
     try:
-        for _ in states:
-            added = []
-            for value in mine:
-                part = sums[start : start + value.size]
-                added.append(part.reshape(value.shape).astype(value.dtype))
-                start += value.size
-            write(list(zip(of_metrics, added)))
+        for added in sums:
+            write(list(zip(of_metrics, arrays.like(mine, added))))
             found.append(results(model))
     finally:
         write(list(zip(of_metrics, mine)))  # what is seen from now on counts once
     return found
 
 
-class Results:
+class MetricResults:
     """What a model's metrics make of their state, by name. In a graph, that is made once."""
 
     def __init__(self):

@@ -6,10 +6,7 @@ as others do when a model is trained.
 
 import copy
 
-from .. import errors
 from . import agreement, arrays
-
-_kinds = {}  # type: dict  # MXNet's class -> that of the parts
 
 
 def takes(data):
@@ -19,40 +16,28 @@ def takes(data):
 def shard(place, iterator, batch_size=None):
     """As ``compat.shard()``."""
     if batch_size is not None and iterator.batch_size not in (0, batch_size):
-        raise errors.InvalidArgumentError(
-            "shard(batch_size={}) was given batches of {} rows. Leave batch_size out: what comes "
-            "in batches has its own.".format(batch_size, iterator.batch_size)
-        )
+        raise arrays.other_batch_size(batch_size, iterator.batch_size)
     if iterator.batch_size:
         place.rows_of_batch(iterator.batch_size)
     base = next(kind for kind in reversed(type(iterator).__mro__) if kind.__name__ == "DataIter")
-    if base not in _kinds:
-        _kinds[base] = type("RankPart", (PartOfDataIter, base), {})
-    return _kinds[base](place, iterator)
+    return agreement.kind_of_part(PartOfDataIter, base)(place, iterator)
 
 
-class PartOfDataIter(agreement.Part):
+class PartOfDataIter(agreement.PartOfObject):
     """This rank's rows of each batch. Beside it, MXNet's own class is a base class."""
 
     def __init__(self, place, iterator):
-        self.name = type(iterator).__name__
-        self._place = place
-        self._iterator = iterator
+        super().__init__(place, iterator)
         self._begins = True
         self.batch_size = iterator.batch_size and place.rows_of_batch(iterator.batch_size)
 
-    def __getattr__(self, name):
-        if name.startswith("__") or "_iterator" not in vars(self):
-            raise AttributeError(name)
-        return getattr(self._iterator, name)
-
     @property
     def provide_data(self):
-        return self._described(self._iterator.provide_data)
+        return self._described(self._whole.provide_data)
 
     @property
     def provide_label(self):
-        return self._described(self._iterator.provide_label)
+        return self._described(self._whole.provide_label)
 
     def _described(self, descriptions):
         return descriptions and [self._description(each) for each in descriptions]
@@ -67,17 +52,16 @@ class PartOfDataIter(agreement.Part):
         return type(whole)(name, shape, whole.dtype, whole.layout)
 
     def reset(self):
-        self._iterator.reset()
+        self._whole.reset()
         self._begins = True
 
     def next(self):
-        batch = self._iterator.next()
+        batch = self._whole.next()
         if self._begins:
             self._begins = False
-            engine = agreement.ready(self.name, getattr(self._iterator, "shuffle", False))
+            engine = agreement.ready(self.name, getattr(self._whole, "shuffle", False))
             if engine is not None:
-                checksum = arrays.checksum([batch.data, batch.label])
-                agreement.check_first(engine, self.name, checksum)
+                agreement.compare(engine, self.name, arrays.checksum([batch.data, batch.label]))
         return self._part(batch)
 
     __next__ = next
@@ -101,12 +85,9 @@ class PartOfDataIter(agreement.Part):
     def getpad(self):
         return self._current.pad
 
-    def whole(self):
-        return self._iterator
-
     def _part(self, whole):
-        data = whole.provide_data or self._iterator.provide_data
-        label = whole.provide_label or self._iterator.provide_label
+        data = whole.provide_data or self._whole.provide_data
+        label = whole.provide_label or self._whole.provide_label
         rows = whole.data[0].shape[_axis(data[0])]
         self._place.rows_of_batch(rows)
         start, stop = self._place.part_of(rows)

@@ -1,6 +1,7 @@
 """A process's place among the ranks, and what makes one of the values of variables."""
 
 from .. import errors
+from .._numbers import whole_number
 from .addresses import host_of, is_loopback
 
 TYPE_CHECKING = False
@@ -70,9 +71,10 @@ def from_variables(launcher, names, values):
     if None in values:
         return None
     texts = [value.strip() for value in values]
-    if not all(text.isdecimal() for text in texts):
+    numbers = [whole_number(text) for text in texts]
+    if None in numbers:
         raise invalid_ranks(launcher, names, texts)
-    rank, size, local_rank, local_size = map(int, texts)
+    rank, size, local_rank, local_size = numbers
     if not (rank < size and local_rank < local_size <= size):
         raise invalid_ranks(launcher, names, texts)
     return Place(rank, size, local_rank, local_size, launcher)
@@ -87,9 +89,10 @@ def number(name, environ):
     text = environ.get(name, "").strip()
     if not text:
         return None
-    if not text.isdecimal():
+    found = whole_number(text)
+    if found is None:
         raise not_a_rank(name, text)
-    return int(text)
+    return found
 
 
 def from_machines(launcher, machines, rank):

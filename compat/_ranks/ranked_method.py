@@ -9,3 +9,10 @@ class RankedMethod(_patching.InstanceMethod):
     def __init__(self, engine):
         super().__init__([])
         self.engine = engine
+
+
+def install(model, engine, kinds):
+    """Give a model those of these methods that its class has. A second time changes nothing."""
+    for kind in kinds:
+        if hasattr(type(model), kind.method) and kind.of(model) is None:
+            kind(engine).install(model)

@@ -7,6 +7,7 @@ import socket
 import zlib
 
 from .. import errors
+from .._numbers import whole_number
 from . import clusters, launchers
 from .addresses import host_of, is_loopback, with_port
 
@@ -34,7 +35,7 @@ def find(place: "Place", environ: "Mapping[str, str]") -> "Optional[Tuple[str, i
     for name, where in _candidates(place, environ):
         if where:
             host, port = host_of(where), where.rpartition(":")[2]
-            if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            if not host or not 0 < (whole_number(port) or 0) < 65536:
                 raise errors.RankError(
                     "{} {} {!r}, which is not a host and a port. Use the host name or "
                     "address of rank 0's machine and a free port there, such as "
@@ -79,7 +80,7 @@ def _candidates(place: "Place", environ: "Mapping[str, str]") -> "Iterator[Tuple
         yield "COMPAT_RENDEZVOUS", environ.get("COMPAT_RENDEZVOUS", "")
     if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
         port = environ["MASTER_PORT"].strip()
-        if torchrun_keeps_store(environ) and port.isdecimal():
+        if torchrun_keeps_store(environ) and whole_number(port) is not None:
             port = str(int(port) + 1)  # torchrun itself listens at MASTER_PORT
         yield "MASTER_ADDR and MASTER_PORT", with_port(environ["MASTER_ADDR"].strip(), port)
     yield "JAX_COORDINATOR_ADDRESS", launchers.jax_address(environ)
@@ -91,14 +92,14 @@ def _candidates(place: "Place", environ: "Mapping[str, str]") -> "Iterator[Tuple
         cluster, _, _ = clusters.tf_cluster(environ)
         yield clusters.TF_CONFIG, clusters.tf_addresses(cluster)[0]
     if place.launcher == "CLUSTER_SPEC":
-        yield "CLUSTER_SPEC", str(clusters.vertex_pools(environ)[0]["workerpool0"][0])
+        yield "CLUSTER_SPEC", clusters.vertex_pools(environ)[0]["workerpool0"][0]
     if place.launcher == "SageMaker":
         yield "SM_HOSTS", with_port(clusters.sagemaker_hosts(environ)[0], _SAGEMAKER_PORT)
     job = _job(place, environ)
     if job:
         host = "127.0.0.1" if place.on_one_machine else _first_host(place, environ)
         if host:
-            derived = _FIRST_PORT + zlib.crc32(job.encode()) % _PORTS
+            derived = _FIRST_PORT + zlib.crc32(os.fsencode(job)) % _PORTS
             yield place.launcher, with_port(host, derived)
 
 
@@ -111,7 +112,7 @@ def _job(place, environ):
         "mpirun_rsh": ["MPIRUN_ID"],
     }.get(place.launcher, [])
     values = [environ.get(name, "") for name in names]
-    return ".".join(values) if values and all(values) else ""
+    return ".".join(values) if all(values) else ""
 
 
 def _first_host(place, environ):
@@ -150,14 +151,18 @@ def listen(place: "Place", host: str, port: int) -> "Any":
     if is_loopback(address) and not place.on_one_machine:
         address = everywhere
     try:
-        return _listening(address, port)
+        try:
+            return _listening(address, port)
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+            return _listening(everywhere, port)
     except OSError as error:
-        if error.errno != errno.EADDRNOTAVAIL or address == everywhere:
-            raise _cannot_listen(place, host, port, error.strerror) from error
-    try:
-        return _listening(everywhere, port)
-    except OSError as error:
-        raise _cannot_listen(place, host, port, error.strerror) from error
+        raise errors.RankError(
+            "This process is {}, and it cannot listen at {}:{}, the rendezvous of the ranks: {}. "
+            "Set MASTER_ADDR and MASTER_PORT to another host or port, the same for all "
+            "ranks.".format(place, host, port, error.strerror)
+        ) from error
 
 
 def _listening(address, port):
@@ -173,12 +178,3 @@ def _listening(address, port):
         listening.close()
         raise
     return listening
-
-
-def _cannot_listen(place, host, port, problem):
-    return errors.RankError(
-        "This process is {}, and it cannot listen at {}:{}, the rendezvous of the ranks: {}. "
-        "Set MASTER_ADDR and MASTER_PORT to another host or port, the same for all ranks.".format(
-            place, host, port, problem
-        )
-    )

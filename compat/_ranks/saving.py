@@ -7,17 +7,8 @@ import shutil
 import tempfile
 import types
 
-from .ranked_method import RankedMethod
-
-# Names of the methods that write files. Other ranks do nothing there.
-SAVING = ("save", "save_weights", "export")
-
-
-def install(model, engine):
-    """Have the methods of this model that save do so on rank 0 alone."""
-    for method in SAVING:
-        if hasattr(type(model), method) and RankedSave.named(method).of(model) is None:
-            RankedSave.named(method)(engine).install(model)
+from .. import _files, _patching
+from . import ranked_method
 
 
 def never_save(model, place):
@@ -26,15 +17,13 @@ def never_save(model, place):
     Arguments:
         place: one that is not rank 0's.
     """
-    install(model, types.SimpleNamespace(place=place))
+    ranked_method.install(model, types.SimpleNamespace(place=place), KINDS)
 
 
-class RankedSave(RankedMethod):
-    """A method that saves, on rank 0 alone, and atomically."""
+class RankedSave(ranked_method.RankedMethod):
+    """A method that saves, on rank 0 alone, and atomically. Other ranks do nothing there."""
 
-    @classmethod
-    def named(cls, method):
-        return _SAVING[method]
+    method = "save"
 
     def __call__(self, model, *args, **kwargs):
         if self.engine.place.rank:
@@ -46,28 +35,100 @@ class RankedSave(RankedMethod):
         replaces = bound.arguments.get("overwrite", True)  # else Keras asks what to do
         if not isinstance(path, (str, os.PathLike)) or not replaces and os.path.exists(path):
             return save(*bound.args, **bound.kwargs)
-        with atomic_write(os.fspath(path)) as aside:
-            bound.arguments[place] = aside
+        with atomic_write(os.fspath(path)) as bound.arguments[place]:
             return save(*bound.args, **bound.kwargs)
 
 
-_SAVING = {name: type("RankedSave", (RankedSave,), {"method": name}) for name in SAVING}
+class RankedSaveWeights(RankedSave):
+    method = "save_weights"
+
+
+class RankedExport(RankedSave):
+    method = "export"
+
+
+KINDS = RankedSave, RankedSaveWeights, RankedExport
+
+
+def written_by_rank_0(keras, place, callbacks):
+    """The callbacks of this rank's ``fit()``: of Keras' own, rank 0 alone has those that write.
+
+    All ranks restore what a ``BackupAndRestore`` of rank 0 has backed up.
+    """
+    if not place.rank:
+        return callbacks
+    kinds = [getattr(keras.callbacks, name, None) for name in ("CSVLogger", "TensorBoard")]
+    backup = getattr(keras.callbacks, "BackupAndRestore", None)
+
+    class Restore(keras.callbacks.Callback):  # type: ignore  # any Keras
+        def __init__(self, given):
+            super().__init__()
+            self.given = given
+
+        def on_train_begin(self, logs=None):
+            self.given.set_model(self.model)
+            self.given.on_train_begin(logs)
+
+        def on_train_end(self, logs=None):
+            with _patching.replaced(self.given, delete_checkpoint=False):
+                self.given.on_train_end(logs)
+
+    return [
+        Restore(callback) if type(callback) is backup else callback
+        for callback in callbacks
+        if type(callback) not in kinds
+    ]
 
 
 @contextlib.contextmanager
 def atomic_write(path):
     """Yield a temporary path to write to; what was written there replaces ``path`` at the end.
 
-    A rank may be killed at any time: at ``path`` is then the old file or the new one.
+    A rank may be killed at any time: at ``path`` is then the old file or the new one. What stands
+    there keeps its mode, a link stays, and of a folder all that is not written anew. What cannot
+    be replaced in this way is written as Keras does it: then ``path`` itself is yielded.
     """
+    target = os.path.realpath(path)
+    if not _is_replaceable(path, target):
+        yield path
+        return
+    aside = tempfile.mkdtemp(prefix=".compat-", dir=os.path.dirname(target))
     folder, name = os.path.split(os.path.abspath(path))
-    aside = tempfile.mkdtemp(prefix=".{}.".format(name), dir=folder)
     try:
         yield os.path.join(aside, name)
         for written in sorted(os.listdir(aside)):
-            target = os.path.join(folder, written)
-            if os.path.isdir(target) and not os.path.islink(target):
-                os.rename(target, os.path.join(aside, written + ".old"))
-            os.replace(os.path.join(aside, written), target)
+            place = target if written == name else os.path.join(folder, written)
+            _replace(os.path.join(aside, written), place)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def _is_replaceable(path, target):
+    if "://" in path or not os.access(os.path.dirname(target), os.W_OK):
+        return False  # a URL, a folder that Keras makes or finds missing, or may not write to
+    if os.path.isdir(target):
+        stays = os.path.ismount(target) or os.path.samefile(target, os.curdir)
+        return os.access(target, os.W_OK) and not stays
+    return _files.is_replaced(path) and (not os.path.exists(path) or os.access(path, os.W_OK))
+
+
+def _replace(new, old):
+    """Put a file or folder in the place of another."""
+    with contextlib.suppress(FileNotFoundError):
+        _files.give(new, os.stat(old))
+    if not (os.path.isdir(new) and os.path.isdir(old)):
+        os.replace(new, old)
+        return
+    aside = tempfile.mkdtemp(prefix=".compat-", dir=os.path.dirname(old))
+    os.rename(old, aside)
+    try:
+        os.rename(new, old)
+    except OSError:
+        os.rename(aside, old)
+        raise
+    for folder, folders, files in os.walk(aside):
+        beside = os.path.join(old, os.path.relpath(folder, aside))
+        for name in folders + files:
+            if not os.path.lexists(os.path.join(beside, name)):
+                os.rename(os.path.join(folder, name), os.path.join(beside, name))
+    shutil.rmtree(aside, ignore_errors=True)

@@ -6,15 +6,10 @@ an epoch's first item in memory that they share with this one.
 """
 
 import mmap
-import struct
 import threading
 
 from .. import errors
 from . import agreement, arrays
-
-_RECORD = "<qq"  # the number of the epoch, and the checksum
-_SIZE = struct.calcsize(_RECORD)
-_kinds = {}  # type: dict  # Keras' class -> that of the parts
 
 
 def takes(data):
@@ -55,44 +50,38 @@ def _number_of_items(sequence):
 
 
 def _restored(place, sequence, batch_size, left_out):
-    base = _base(type(sequence))
-    if base not in _kinds:
-        _kinds[base] = type("RankPart", (PartOfSequence, base), {})
-    return _kinds[base](place, sequence, batch_size, left_out)
+    kind = agreement.kind_of_part(PartOfSequence, _base(type(sequence)))
+    return kind(place, sequence, batch_size, left_out)
 
 
-class PartOfSequence(agreement.Part):
+class PartOfSequence(agreement.PartOfObject):
     """This rank's rows of each item. Beside it, Keras' own class is a base class.
 
     What it does not have itself is the whole sequence's: a class's own attributes, for example.
     """
 
     def __init__(self, place, sequence, batch_size, left_out):
+        import numpy
+
         base = _base(type(sequence))
         if hasattr(base, "use_multiprocessing"):  # a PyDataset
             names = "workers", "use_multiprocessing", "max_queue_size"
             base.__init__(self, **{name: getattr(sequence, name) for name in names})
-        self.name = type(sequence).__name__
-        self._place = place
-        self._sequence = sequence
+        super().__init__(place, sequence)
         self._batch_size = batch_size
         self._left_out = left_out  # the last item, 0 or 1
         self._kept = {}  # items that were computed to look at them
         self._epoch = 1
         self._ended = False  # in a thread
-        self._shared = mmap.mmap(-1, 2 * _SIZE)  # of this epoch and the one before or after
+        # The number of this epoch, and the checksum; and those of the one before or after.
+        self._shared = numpy.frombuffer(mmap.mmap(-1, 32), "int64").reshape(2, 2)
 
     def __reduce__(self):
-        return _restored, (self._place, self._sequence, self._batch_size, self._left_out)
-
-    def __getattr__(self, name):
-        if name.startswith("__") or "_sequence" not in vars(self):
-            raise AttributeError(name)
-        return getattr(self._sequence, name)
+        return _restored, (self._place, self._whole, self._batch_size, self._left_out)
 
     @property
     def num_batches(self):
-        count = _number_of_items(self._sequence)
+        count = _number_of_items(self._whole)
         return None if count is None else count - self._left_out
 
     def __len__(self):
@@ -104,10 +93,9 @@ class PartOfSequence(agreement.Part):
             index = range(count)[index]
         item = self._kept.pop(index, None)
         if item is None:
-            item = self._sequence[index]
+            item = self._whole[index]
         if index == 0:
-            place = self._epoch % 2 * _SIZE
-            struct.pack_into(_RECORD, self._shared, place, self._epoch, arrays.checksum(item))
+            self._shared[self._epoch % 2] = self._epoch, arrays.checksum(item)
         part = arrays.part_of_batch(self._place, item, self._batch_size)
         if part is None:
             raise errors.InvalidArgumentError(
@@ -119,9 +107,8 @@ class PartOfSequence(agreement.Part):
         return part
 
     def on_epoch_begin(self):
-        begin = getattr(self._sequence, "on_epoch_begin", None)
-        if begin is not None:
-            begin()
+        if hasattr(self._whole, "on_epoch_begin"):
+            self._whole.on_epoch_begin()
 
     def on_epoch_end(self):
         # Where threads compute items, tf.keras may end an epoch twice: in one of its threads, when
@@ -131,7 +118,7 @@ class PartOfSequence(agreement.Part):
         again, self._ended = main and self._ended, not main
         if again:
             return
-        self._sequence.on_epoch_end()
+        self._whole.on_epoch_end()
         self._kept.clear()
         self._epoch += 1
 
@@ -139,8 +126,7 @@ class PartOfSequence(agreement.Part):
 
     def _records(self):
         """The checksums of first items by the numbers of epochs."""
-        records = [struct.unpack_from(_RECORD, self._shared, place) for place in (0, _SIZE)]
-        return {epoch: checksum for epoch, checksum in records if epoch}
+        return {epoch: checksum for epoch, checksum in self._shared.tolist() if epoch}
 
     def position(self):
         """The last epoch whose first item was computed."""
@@ -156,8 +142,5 @@ class PartOfSequence(agreement.Part):
         if not self.num_batches and self.num_batches is not None:
             return 0
         if 0 not in self._kept:
-            self._kept[0] = self._sequence[0]
+            self._kept[0] = self._whole[0]
         return arrays.checksum(self._kept[0])
-
-    def whole(self):
-        return self._sequence

@@ -109,6 +109,6 @@ def _split_arrays(place, given, data, rows):
         given["validation_data"] = validation if validation[2] is not None else validation[:2]
         data = arrays.rows_of(data, [(0, trained)])
     batch_size = given.get("batch_size") or _BATCH_SIZE
+    given["batch_size"] = place.rows_of_batch(batch_size)
     data = arrays.shard(place, data, batch_size)
     given.update((name, part) for name, part in zip(_DATA, data) if part is not None)
-    given["batch_size"] = place.rows_of_batch(batch_size)

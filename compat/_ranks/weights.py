@@ -62,26 +62,28 @@ def _variables(model):
 
 # An epoch ends with a comparison if there were so many steps since the last one.
 _OFTEN = 100
-# The steps after which weights are compared, whatever trains; and then every so many steps.
-_COMPARED, _RARELY = (1, 4, 16, 64, 256), 1000
 
 
-class Comparison:
+class WeightComparison:
     """When the ranks' variables are compared, which they must be at the same step on all ranks."""
 
     def __init__(self, engine):
         self.engine = engine
         self.steps = 0
         self.compared = 0  # after so many steps
+        self.begun = 0  # how many there were when the last epoch ended
         self.names = []  # type: list  # rank 0's: Keras numbers layers by what else a rank has made
 
     def stepped(self, model):
         """Count a step of training."""
         self.steps += 1
-        if self.steps in _COMPARED or self.steps % _RARELY == 0:
+        if checksum.is_due(self.steps):
             self.compare(model, self.steps)
 
-    def epoch_ended(self, model, epoch):
+    def epoch_ended(self, model, epoch, steps):
+        if self.steps == self.begun:  # engines that compare weights in steps count none here
+            self.steps += steps
+        self.begun = self.steps
         if self.steps - self.compared >= _OFTEN:
             self.compare(model, "after epoch {}".format(epoch))
 

@@ -11,19 +11,3 @@ from .comparison import Comparison, largest_difference, rounding
 from .report import Record, is_good, record_operations, records, report_at_exit, shown
 from .steps import NORMALISED, Step
 from .verification import Verification, suspended
-
-__all__ = [
-    "NORMALISED",
-    "Comparison",
-    "Record",
-    "Step",
-    "Verification",
-    "is_good",
-    "largest_difference",
-    "record_operations",
-    "records",
-    "report_at_exit",
-    "rounding",
-    "shown",
-    "suspended",
-]

@@ -84,6 +84,10 @@ class Comparison:
             if before is not None:
                 stored = 4 * EPS.get(str(before.dtype), EPS["bfloat16"]) * _largest(base)
             limit = rounding(self.step.dtype) * largest + stored + _MARGIN * spread
+            # No float is exact: a loss of what fits is the square of rounding, and a sum that
+            # cancels is rounding alone.
+            eps = EPS.get(self.step.dtype, EPS["float32"])
+            limit = max(limit, eps**2 if largest else eps)
             if spread > max(_RANDOM, 4 * rounding(self.step.dtype)) * largest + stored:
                 self.incomparable[label] = _NOT_REPEATED
                 return
@@ -107,7 +111,7 @@ class Comparison:
         weights = [label for label in self.incomparable if label.startswith("weight")]
         return (
             not self.telling
-            or any(label.startswith(("output", "the loss")) for label in self.incomparable)
+            or any(label.startswith(("output ", "the loss")) for label in self.incomparable)
             or (weights and not self.telling_weights)
         )
 

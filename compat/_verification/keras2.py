@@ -6,24 +6,28 @@ the one to the other.
 """
 
 import contextlib
+import inspect
 
 from .. import _keras
 from . import keras_steps, steps
 from .verification import suspended
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
 
-
-class VerifiedStep(keras_steps.Verified):
+class VerifiedKeras2Step(keras_steps.Verified):
     """The method by which Keras 2 makes the function of a step. Subclassed by each backend."""
 
     prefix = "_make_"
 
     def written(self, function, model):
-        """The variables that a function of Keras', or of replicas, of the model writes."""
+        """The variables that a function of Keras', or of replicas, of the model writes.
+
+        In the order in which they were made: two functions make state of their own in the same one.
+        """
         raise NotImplementedError
+
+    def is_random(self, variable):
+        """Whether a variable is the state of a random number generator; None is no variable."""
+        return False
 
     def ordering(self, optimizer):
         """The context in which Keras makes the train function of one device."""
@@ -33,56 +37,60 @@ class VerifiedStep(keras_steps.Verified):
         """As ``steps.Step.operations``."""
         raise NotImplementedError
 
+    def verified(self, model):
+        # What a script has put in the function's place is its own, and does more than Keras' does.
+        if inspect.isroutine(getattr(model, keras_steps.FUNCTIONS[self.kind])):
+            return getattr(model, keras_steps.FUNCTIONS[self.kind])
+        return super().verified(model)
+
     def make_undivided(self, model):
-        optimizer = getattr(model, "optimizer", None)
         if self.kind != "train":
-            return Undivided(keras_steps.made_anew(self, model))
-        kept = dict(vars(optimizer))
-        with self.ordering(optimizer):
-            function = Undivided(keras_steps.made_anew(self, model))
-        function.slots = list(state_of(optimizer))
-        vars(optimizer).clear()
-        vars(optimizer).update(kept)
-        return function
+            return keras_steps.made_anew(self, model)
+        optimizer = model.optimizer
+        with _attributes_kept(keras_steps.wrapped_optimizers(optimizer)):
+            with self.ordering(optimizer):
+                return keras_steps.made_anew(self, model)
 
     def step(self, function, args):
-        return Step(self, function, list(args[0]))
+        return Keras2Step(self, function, list(args[0]))
 
 
-class Undivided:
-    """A function of one device, and the optimizer's state that it changes in training."""
-
-    slots: "Any" = ()
-
-    def __init__(self, function):
-        self.function = function
-
-    def __call__(self, inputs):
-        return self.function(inputs)
-
-
-def state_of(optimizer):
-    """The variables of an optimizer of Keras 2, or of one of TensorFlow's that it wraps."""
-    own = getattr(optimizer, "optimizer", None)
-    if own is not None:
-        return own.variables()
-    weights = getattr(optimizer, "weights", ())
-    return weights() if callable(weights) else weights
-
-
-def _layers(model):
-    for layer in model.layers:
-        yield layer
-        inner = getattr(layer, "layer", None)  # of a wrapper
-        if hasattr(layer, "layers"):
-            for each in _layers(layer):
-                yield each
-        elif inner is not None:
-            yield inner
+@contextlib.contextmanager
+def _attributes_kept(optimizers):
+    """Within, what an optimizer notes of the function that it makes is forgotten."""
+    kept = [
+        (
+            vars(each),
+            {k: (v, v[:]) if isinstance(v, list) else (v, None) for k, v in vars(each).items()},
+        )
+        for each in optimizers
+    ]
+    try:
+        yield
+    finally:
+        for attributes, values in kept:
+            attributes.clear()
+            for name, (value, members) in values.items():
+                attributes[name] = value
+                if members is not None:
+                    value[:] = members
 
 
-class Step(steps.Step):
+def _state_of(optimizer):
+    """The variables of an optimizer of Keras 2 or of TensorFlow, and of those that it wraps."""
+    for each in keras_steps.wrapped_optimizers(optimizer):
+        if hasattr(each, "variables"):
+            for variable in each.variables():
+                yield variable
+        else:
+            for variable in vars(each).get("weights", ()):
+                yield variable
+
+
+class Keras2Step(steps.Step):
     """A call of one of the functions."""
+
+    given = ("inputs",)
 
     def __init__(self, method, function, inputs):
         self.method = method
@@ -92,29 +100,56 @@ class Step(steps.Step):
         self.inputs = inputs
         self.keras = _keras.keras_of(self.model)
         self.dtype = self.keras.backend.floatx()
-        self.by_design = keras_steps.by_design(_layers(self.model))
-        self.slots = {}  # of the function of replicas, and what an undivided one has instead
-        undivided = function.undivided
-        if self.kind == "train":
-            pairs = zip(state_of(self.model.optimizer), undivided.slots)
-            self.slots = {mine: other for mine, other in pairs if mine is not other}
+        self._inferring = {}  # of (kind, whether undivided), the function
+        written = method.written(function.made, self.model)
+        undivided = method.written(function.undivided, self.model)
+        # Most optimizers make their state anew for each function.
+        own = [variable for variable in written if variable not in undivided]
+        others = [variable for variable in undivided if variable not in written]
+        self.slots = self._paired(own, others)  # of the function of replicas -> of the other one
         self.undivided_last = False
-        self.variables = self._labelled(undivided.function)
+        self.variables = self._labelled(
+            written + [v for v in undivided if v not in self.slots.values()]
+        )
 
-    def _labelled(self, undivided):
-        """The variables that the step writes, by label."""
-        written = set(self.method.written(self.function.made, self.model))
-        written |= set(self.method.written(undivided, self.model))
-        written -= set(self.slots.values())
+    def _paired(self, first, second):
+        """Variables of two functions that are alike, in the order in which they were made."""
+        values = self.keras.backend.batch_get_value(first + second)
+        kinds = {v: (value.shape, value.dtype) for v, value in zip(first + second, values)}
+        pairs, left = {}, list(second)
+        for variable in first:
+            alike = [other for other in left if kinds[other] == kinds[variable]]
+            if alike:
+                pairs[variable] = alike[0]
+                left.remove(alike[0])
+        return pairs
+
+    def _labelled(self, written):
+        """The variables that the step writes, and the model's, by label."""
         weights = set(map(id, self.model.trainable_weights))
-        slots = set(map(id, state_of(getattr(self.model, "optimizer", None))))
+        slots = set(map(id, _state_of(getattr(self.model, "optimizer", None))))
+        slots.update(map(id, self.slots))
         found = {}  # type: dict
-        for place, variable in enumerate(sorted(written, key=lambda v: str(v.name))):
+        every = {id(variable): variable for variable in written + list(self.model.weights)}
+        for place, variable in enumerate(sorted(every.values(), key=lambda v: str(v.name))):
             word = "weight" if id(variable) in weights else "state"
             word = "slot" if id(variable) in slots else word
             label = "{} {}".format(word, variable.name)
             found["{} [{}]".format(label, place) if label in found else label] = variable
         return found
+
+    def by_design(self, inference, changed):
+        layers = _keras.all_layers_of_keras2(self.model)
+        phase = self.keras.backend.learning_phase()
+        always = (isinstance(phase, int) and phase == 1) or any(map(_is_called_in_training, layers))
+        training = self.kind == "train" and not inference
+        return keras_steps.normalised([
+            layer for layer in layers
+            if always or training and (layer.trainable or not _is_inference_where_frozen(layer))
+        ])  # fmt: skip
+
+    def is_random(self, label):
+        return self.method.is_random(self.variables.get(label))
 
     def read(self):
         now = [
@@ -150,20 +185,45 @@ class Step(steps.Step):
     def outputs(self, undivided):
         """The predictions, and the loss without what only training does."""
         inputs, model = list(self.inputs), self.model
-        phase = self.kind == "train" and not hasattr(inputs[-1], "shape")
-        rows = inputs[: len(model._feed_inputs)]
+        phase = self.kind == "train" and isinstance(inputs[-1], (int, float))
+        runs = [("predict", inputs[: len(model._feed_inputs)])]
+        if self.kind != "predict":
+            runs.append(("evaluate", inputs[:-1] if phase else inputs))
         named = {}
-        for kind, given in (("predict", rows), ("evaluate", inputs[:-1] if phase else inputs)):
-            attribute = keras_steps.FUNCTIONS[kind]
+        for kind, given in runs:
+            function = self._function_of(kind, undivided)
+            written = self.method.written(function, model)
+            before = self.keras.backend.batch_get_value(written)
             with suspended():
-                if undivided:
-                    method = vars(model)[self.method.prefix + attribute].__func__
-                    function = method.make_undivided(model)
-                else:
-                    getattr(model, self.method.prefix + attribute)()
-                    function = getattr(model, attribute)
                 results = function(given + ([0.0] if phase else []))
+            self.keras.backend.batch_set_value(list(zip(written, before)))
             for label, value in keras_steps.named_results(model, kind, results).items():
                 inferred = "output: {} in inference".format(label)
                 named[label if kind == "predict" else inferred] = value
         return named
+
+    def _function_of(self, kind, undivided):
+        """The function by which the model infers, on one device or on all."""
+        model, attribute = self.model, keras_steps.FUNCTIONS[kind]
+        key = kind, undivided
+        if key not in self._inferring:
+            with suspended():
+                if undivided:
+                    method = vars(model)[self.method.prefix + attribute].__func__
+                    self._inferring[key] = method.make_undivided(model)
+                else:
+                    getattr(model, self.method.prefix + attribute)()
+                    function = getattr(model, attribute)
+                    self._inferring[key] = getattr(function, "made", function)
+        return self._inferring[key]
+
+
+def _is_called_in_training(layer):
+    """Whether a call of the layer says ``training=True``, whatever the learning phase is."""
+    nodes = getattr(layer, "_inbound_nodes", None) or getattr(layer, "inbound_nodes", None) or ()
+    given = [getattr(n, "arguments", None) or getattr(n, "call_kwargs", None) or {} for n in nodes]
+    return any(each.get("training") in (1, True) for each in given)
+
+
+def _is_inference_where_frozen(layer):
+    return getattr(layer, "_USE_V2_BEHAVIOR", False)

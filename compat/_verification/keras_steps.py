@@ -6,8 +6,8 @@ their place. How a step is done on one device, each backend says by a subclass o
 """
 
 from .. import _keras, _patching, errors
-from . import steps
-from .verification import suspended
+from . import reachable, steps
+from .verification import random_numbers_kept, suspended
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -19,6 +19,9 @@ FUNCTIONS = {
     "evaluate": "test_function",
     "predict": "predict_function",
 }
+
+# Kind of step -> the model's method that does it.
+STEPS = {"train": "train_step", "evaluate": "test_step", "predict": "predict_step"}
 
 
 class Verified(_patching.InstanceMethod):
@@ -108,7 +111,7 @@ def _warn_of_keras(model, verification):
     errors.warn(
         "verify={}: {} {} makes no functions of a model's steps that could be verified, so nothing "
         "is verified of model {!r}. Verify it with TensorFlow 2.3 or later.".format(
-            verification.left["train"], keras.__name__, keras.__version__, model.name
+            verification.asked, keras.__name__, keras.__version__, model.name
         )
     )
 
@@ -144,13 +147,7 @@ class VerifiedFunction:
         self.method = method
         self.model = model
         self.made = made
-        self._undivided = None
-
-    @property
-    def undivided(self):
-        if self._undivided is None:
-            self._undivided = self.method.make_undivided(self.model)
-        return self._undivided
+        self.undivided = None
 
     def __getattr__(self, name):  # its outputs, for example, to which callbacks may add
         return getattr(self.made, name)
@@ -158,7 +155,7 @@ class VerifiedFunction:
     def __call__(self, *args):
         method = self.method
         verification = method.verification
-        if not verification.wants(method.kind):
+        if verification.is_over(method.kind):
             attribute = FUNCTIONS[method.kind]
             if getattr(self.model, attribute, None) is self:
                 setattr(self.model, attribute, self.made)
@@ -166,6 +163,11 @@ class VerifiedFunction:
         if not method.is_ready(self.model):
             with suspended():
                 return self.made(*args)
+        if not verification.is_due(method.kind):
+            return self.made(*args)
+        if self.undivided is None:
+            with random_numbers_kept():
+                self.undivided = method.make_undivided(self.model)
         return verification.verify(method.kind, method.step(self, args))
 
 
@@ -185,6 +187,11 @@ def named_results(model, kind, results):
         name = names[place] if place < len(names) else str(place)
         named["the loss" if place == 0 else "metric " + name] = value
     return named
+
+
+def inputs_of(data):
+    """The inputs in the data of a step: Keras takes a list, such as torch's loaders give, too."""
+    return data[0] if isinstance(data, (tuple, list)) else data
 
 
 def outputs(model, results):
@@ -222,6 +229,7 @@ class KerasStep(steps.Step):
         self.function = function
         self.model = function.model
         self.kind = method.kind
+        self._labels, self._labelled = {}, {}  # by id; and the variables by label
         layers = _keras.all_layers(self.model)
         dtypes = {str(getattr(layer, "compute_dtype", None) or layer.dtype) for layer in layers}
         result_type = getattr(_keras.keras_of(self.model).backend, "result_type", None)
@@ -229,29 +237,51 @@ class KerasStep(steps.Step):
             # On JAX and torch Keras 3 sums float64 in float32, as in losses and normalization.
             dtypes |= {result_type(dtype, "float32") for dtype in dtypes}
         self.dtype = coarsest(dtypes)
-        self.by_design = by_design(layers)
+
+    def by_design(self, inference, changed):
+        training = self.kind == "train" and not inference
+        labelled = self.labelled()
+        moved = {id(labelled[label]) for label in changed if label in labelled}
+        return normalised([
+            layer for layer in _keras.all_layers(self.model)
+            if training and (layer.trainable or not getattr(layer, "_USE_V2_BEHAVIOR", True))
+            # By training=True, or a learning phase that is set: it moves its averages.
+            or not moved.isdisjoint(map(id, _variables_of(layer)))
+        ])  # fmt: skip
 
     def as_array(self, value):
         """A tensor, or the value of a variable, for numpy."""
         raise NotImplementedError
 
     def labelled(self):
-        """All variables that the step may change, by label."""
-        model, found, seen = self.model, {}, set()
+        """All variables that the step may change, by label: a variable keeps the one it got."""
+        model, kinds = self.model, self.kinds_of_variables()
         trainable = {id(v) for v in model.trainable_variables}
         groups = [("state", _variables_of(model))]
-        groups += [("slot", _variables_of(optimizer)) for optimizer in optimizers(model)]
+        for optimizer in optimizers(model):
+            # Not all of an optimizer's variables are among those that it lists: a product of its
+            # own schedule, say.
+            groups.append(
+                ("slot", _variables_of(optimizer) + reachable.variables([optimizer], kinds))
+            )
         groups += [("metric state", metric.variables) for metric in model.metrics]
+        groups.append(("state", reachable.variables([model], kinds)))
         for word, variables in groups:
             for variable in variables:
-                if id(variable) not in seen:
-                    seen.add(id(variable))
+                if id(variable) not in self._labels:
+                    kind = "weight" if id(variable) in trainable else word
                     name = getattr(variable, "path", None) or variable.name
-                    label = "{} {}".format("weight" if id(variable) in trainable else word, name)
-                    while label in found:
-                        label += "'"
-                    found[label] = variable
-        return found
+                    label = unlike("{} {}".format(kind, name), self._labelled)
+                    self._labels[id(variable)] = label
+                    self._labelled[label] = variable
+        return self._labelled
+
+    def attributes(self):
+        return reachable.numbers([self.model] + optimizers(self.model))
+
+    def kinds_of_variables(self):
+        """The classes of variables."""
+        return (getattr(_keras.keras_of(self.model), "Variable", None),)
 
     def read(self):
         return {label: self.as_array(variable) for label, variable in self.labelled().items()}
@@ -278,12 +308,34 @@ class KerasStep(steps.Step):
         return {label: self.as_array(value) for label, value in named.items()}
 
 
+def unlike(label, others):
+    """The label, or one like it that is not among the others."""
+    while label in others:
+        label += "'"
+    return label
+
+
 def optimizers(model):
     """The optimizer of a model, and those that it has as attributes besides."""
-    found = [v for v in vars(model).values() if hasattr(v, "apply_gradients")]
+    found = [
+        value
+        for value in vars(model).values()
+        if hasattr(value, "apply_gradients") and not isinstance(value, type)
+    ]
     if getattr(model, "optimizer", None) is not None:
         found.append(model.optimizer)
     return list({id(optimizer): optimizer for optimizer in found}.values())
+
+
+def wrapped_optimizers(optimizer):
+    """An optimizer, and those that it wraps."""
+    if optimizer is None:
+        return
+    yield optimizer
+    for value in list(vars(optimizer).values()):
+        if hasattr(value, "get_updates") or hasattr(value, "apply_gradients"):
+            for each in wrapped_optimizers(value):
+                yield each
 
 
 def _variables_of(thing):
@@ -294,10 +346,10 @@ def _variables_of(thing):
 _BY_REPLICA = ("BatchNormalization", "BatchNormalizationBase", "BatchNormalizationV1")
 
 
-def by_design(layers):
-    """Why training differs from one device by design, or None: batch normalization."""
+def normalised(layers):
+    """Why a step differs from one device by design where these train, or None."""
     for layer in layers:
-        if any(c.__name__ in _BY_REPLICA for c in type(layer).__mro__) and layer.trainable:
+        if any(c.__name__ in _BY_REPLICA for c in type(layer).__mro__):
             return steps.NORMALISED.format("layer", layer.name)
     return None
 

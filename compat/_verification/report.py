@@ -2,6 +2,8 @@
 
 import os
 
+from .. import _files
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, List, Mapping
@@ -77,8 +79,7 @@ def report_at_exit(environ: "Mapping[str, str]") -> None:
 def _write(path):
     import json
 
-    with open(path, "w") as file:
-        json.dump([record.as_dict() for record in _records], file)
+    _files.write(path, json.dumps([record.as_dict() for record in _records]))
 
 
 def shown(record: "Mapping[str, Any]") -> "List[str]":

@@ -1,11 +1,15 @@
 """A step of a model, as a backend does it on one device and on all."""
 
+import contextlib
+
+from .reachable import Attributes
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, Dict, Mapping, Optional, Tuple
+    from typing import Any, Collection, Dict, Iterator, Mapping, Optional, Tuple
 
 
-#: Why training with batch normalization differs by design; of a layer, say, and its name.
+#: Why batch normalization differs by design; of a layer, say, and its name.
 NORMALISED = "{} {!r} normalises each replica's rows by their own statistics"
 
 
@@ -18,8 +22,10 @@ class Step:
 
     #: The type in which the model computes.
     dtype = "float32"
-    #: Why training differs by design, such as batch normalization, a phrase; or None.
-    by_design = None  # type: Optional[str]
+    #: The attributes with what the step is given: nested lists, tuples and dictionaries of arrays.
+    given = ()  # type: Tuple[str, ...]
+    #: ``attributes()`` before the step.
+    noted = None  # type: Optional[Attributes]
 
     def read(self) -> "Dict[str, Any]":
         """All that the step may change, by label, as arrays."""
@@ -33,6 +39,15 @@ class Step:
         """Leave the model with these values, where the step's caller will get an error."""
         self.write(values)
 
+    def by_design(self, inference: bool, changed: "Collection[str]") -> "Optional[str]":
+        """Why several devices differ from one by design: batch normalization. A phrase, or None.
+
+        Arguments:
+            inference: whether this is about ``outputs()``, not about the step.
+            changed: the labels of ``read()`` whose values it changed on one device.
+        """
+        return None
+
     def is_weight(self, label: str) -> bool:
         """Whether this is a value of floats that a gradient changes."""
         return label.startswith("weight ")
@@ -40,6 +55,21 @@ class Step:
     def is_random(self, label: str) -> bool:
         """Whether this is the state of a random number generator."""
         return False
+
+    def attributes(self) -> "Attributes":
+        """What Python's objects note of what is done, as it is now: numbers of calls, say."""
+        return Attributes([], bool)
+
+    @contextlib.contextmanager
+    def attributes_kept(self) -> "Iterator[None]":
+        """Within, they begin with what they were before the step; afterwards they are as now."""
+        after = self.attributes()
+        if self.noted is not None:
+            self.noted.put_back()
+        try:
+            yield
+        finally:
+            after.put_back()
 
     def on_one_device(self) -> "Dict[str, Any]":
         """Do the step undivided, and return its results by label."""

@@ -1,17 +1,21 @@
 """The steps of a model that are yet to be verified, each done on one device and on all."""
 
 import contextlib
+import random
 
-from .. import _work, errors
+from .. import _patching, _work, errors
 from . import report
 from .comparison import EPS, Comparison, cause_of, is_random
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, Sequence
+    from typing import Any, Sequence, Union
 
+    from .._settings import Every
     from .steps import Step
 
+# How weights are off where it is looked again how far a step amplifies rounding.
+_SEEDS = (1, 2, 3)
 # Where a verification runs a model's own steps, another one does not begin.
 _suspended = []  # type: list
 
@@ -26,21 +30,54 @@ def suspended():
         _suspended.pop()
 
 
+@contextlib.contextmanager
+def random_numbers_kept():
+    """Within, nobody notices that Python's and numpy's own random numbers are drawn."""
+    numbers = _random_numbers()
+    try:
+        yield
+    finally:
+        _set_random_numbers(numbers)
+
+
 class Verification:
     """The steps of one model that are yet to be verified.
 
     Arguments:
         model: its name.
         devices: their names.
-        steps: how many training steps; of evaluation and prediction the first one is.
+        steps: how many training steps, or ``Every``; of evaluation and prediction the first one
+            is, and the next one after each training step.
+
+    Attributes:
+        asked: ``steps``, for messages.
     """
 
-    def __init__(self, model: str, devices: "Sequence[str]", steps: int) -> None:
-        self.left = {"train": steps, "evaluate": min(1, steps), "predict": min(1, steps)}
+    def __init__(self, model: str, devices: "Sequence[str]", steps: "Union[int, Every]") -> None:
+        self.asked = steps
+        self._interval = getattr(steps, "interval", 0)
+        first = min(1, self._interval or steps)  # type: ignore  # no Every
+        self.left = {"train": first if self._interval else steps, "evaluate": first}  # type: Any
+        self.left["predict"] = first
+        self._unverified = 0  # training steps since the last one that was verified
         self.record = report.Record(model, devices)
 
     def wants(self, kind: str) -> bool:
-        return self.left[kind] > 0 and not _suspended
+        """Whether a step of this kind is to be verified, now or later."""
+        return (self.left[kind] > 0 or self._interval > 0) and not _suspended
+
+    def is_due(self, kind: str) -> bool:
+        """Whether the step that begins now is to be verified; called once for each."""
+        if _suspended:
+            return False
+        if kind == "train" and self._interval and not self.left[kind]:
+            self._unverified += 1
+            self.left[kind] = int(self._unverified >= self._interval)
+        return self.left[kind] > 0
+
+    def is_over(self, kind: str) -> bool:
+        """Whether no later step of this kind is verified, as far as is known now."""
+        return not self.left[kind] and not self._interval
 
     def verify(self, kind: str, step: "Step") -> "Any":
         """Do a step, on one device and on all, and return what its caller is to get.
@@ -50,42 +87,56 @@ class Verification:
         """
         report.add(self.record)
         self.left[kind] -= 1
-        start = step.read()
+        if kind == "train":
+            self._unverified = 0
+        start, numbers = step.read(), _random_numbers()
+        step.noted = step.attributes()
         try:
             with suspended():
+                # First, so that what the first step makes and traces is what it would be.
                 step.write(start)  # what is kept twice, for one device and for all, is the same
-                with _work.uncounted():
+                given, results = step.on_all_devices()
+                found, after = _after(step, results), _random_numbers()
+                step.write(start)
+                _set_random_numbers(numbers)
+                with _aside(step):
                     expected = _after(step, step.on_one_device())
                 again = self._again(step, start)
-                step.write(start)
-                given, results = step.on_all_devices()
-                found = _after(step, results)
-                by_design = step.by_design if kind == "train" else None
+                by_design = step.by_design(False, _changed(start, expected))
                 comparison = Comparison(step, start, expected, [again])
                 if by_design is None:
                     comparison.compare(found)
                 if comparison.differing:
                     # Another look at how rounding is amplified: an alarm must never be false.
-                    for seed in (1, 2, 3):
+                    for seed in _SEEDS:
                         comparison.others.append(self._again(step, start, seed))
-                    random = is_random(step.dtype, expected, self._again(step, start, None))
-                    comparison = Comparison(step, start, expected, comparison.others, random)
+                    comparison = Comparison(
+                        step, start, expected, comparison.others,
+                        self._is_random(step, start, expected),
+                    )  # fmt: skip
                     comparison.compare(found)
                 if comparison.differing:
                     raise self._difference(kind, step, start, comparison)
                 if by_design is not None or comparison.compared_nothing():
-                    with _work.uncounted():
-                        self._compare_in_inference(kind, step, start, by_design, comparison)
+                    if by_design is None:
+                        is_noise = self._is_random(step, start, expected)
+                        by_design = "it is random" if is_noise else "it amplifies rounding too far"
+                    with _aside(step):
+                        self._compare_in_inference(kind, step, start, by_design)
                 else:
                     self._note(comparison)
                 if report.is_recording() and kind == "train" and not self.record.operations:
                     step.write(start)
-                    with _work.uncounted():
+                    with _aside(step):
                         self.record.operations = step.operations()
+            step.write({label: value for label, value in found.items() if label not in results})
+            _set_random_numbers(after)
         except BaseException:
-            step.give_up(start)
+            # What the step itself has raised is what its caller must see.
+            step.noted.put_back()
+            with contextlib.suppress(Exception):
+                step.give_up(start)
             raise
-        step.write({label: value for label, value in found.items() if label not in results})
         self.record.steps[kind] += 1
         if kind == "train":  # what evaluates and predicts next may have kept the weights of before
             self.left.update(evaluate=1, predict=1)
@@ -97,49 +148,33 @@ class Verification:
         Arguments:
             seed: of how they are off; None: they are as before.
         """
-        import numpy as np
-
-        random = np.random.RandomState(seed)
-        # What weights of 64 bits are rounded to, where the step computes in 32.
-        coarse = min(EPS[step.dtype], EPS["float32"])
-        moved = {}
-        for label, value in start.items():
-            if step.is_random(label):
-                continue  # goes on from the step before
-            moved[label] = value
-            if seed is not None and step.is_weight(label) and value.dtype.kind == "f":
-                unit = max(EPS.get(str(value.dtype), 2.0**-7), coarse)
-                signs = random.choice([-4.0, 4.0], size=value.shape) * unit
-                moved[label] = (value * (1.0 + signs)).astype(value.dtype)
+        moved = _moved(step, start, seed)
         step.write(moved)
-        with _work.uncounted():
+        with _aside(step), given_moved(step, seed):
             after = _after(step, step.on_one_device())
         # Changes count from where this one began.
-        for label in start:
-            if label in moved and moved[label] is not start[label]:
-                after[label] = after[label] - (moved[label] - start[label])
+        for label, value in moved.items():
+            if value is not start[label]:
+                after[label] = after[label] - (value - start[label])
         return after
+
+    def _is_random(self, step, start, expected):
+        return is_random(step.dtype, expected, self._again(step, start, None))
 
     def _note(self, comparison):
         self.record.compared += comparison.compared
         self.record.largest = max(self.record.largest, comparison.largest)
         self.record.incomparable.update(comparison.incomparable)
 
-    def _compare_in_inference(self, kind, step, start, by_design, comparison):
+    def _compare_in_inference(self, kind, step, start, why):
         """Compare what can be: the model's outputs where nothing is random."""
-        step.write(start)
-        expected = step.outputs(undivided=True)
-        if expected is not None:
-            again = step.outputs(undivided=True)
-            found = step.outputs(undivided=False)
-            outputs = Comparison(step, {}, expected, [again])
-            outputs.compare(found)
+        outputs = self._inferred(step, start)
+        if outputs is not None:
             if outputs.differing:
                 raise self._difference(kind, step, start, outputs)
             self._note(outputs)
-        why = by_design or "it is random"
         self.record.incomparable["the {} step".format(kind)] = why
-        if expected is None or outputs.compared_nothing():
+        if outputs is None or outputs.compared_nothing():
             errors.warn(
                 "compat could not verify the {} step of model {!r}: {}, and its outputs in "
                 "inference cannot be compared either. Nothing was compared.".format(
@@ -147,16 +182,35 @@ class Verification:
                 )
             )
 
+    def _inferred(self, step, start):
+        """The comparison of what the model computes in inference; None: there is none to make."""
+
+        def outputs(values, undivided):
+            step.write(values)
+            return step.outputs(undivided=undivided)
+
+        expected = outputs(start, True)
+        if expected is None or step.by_design(True, _changed(start, step.read())) is not None:
+            return None
+        others = [outputs(_moved(step, start, 0), True)]
+        found = outputs(start, False)
+        comparison = Comparison(step, {}, expected, others)
+        comparison.compare(found)
+        if comparison.differing:
+            for seed in _SEEDS:
+                with given_moved(step, seed):
+                    others.append(outputs(_moved(step, start, seed), True))
+            comparison = Comparison(step, {}, expected, others)
+            comparison.compare(found)
+        return comparison
+
     def _difference(self, kind, step, start, comparison):
         """The error: what differs first, by how much, and why that may be."""
         label, difference, limit, ratio = comparison.differing[0]
         if kind == "train" and not label.startswith("output"):
-            step.write(start)
             with contextlib.suppress(Exception):  # the error to come is the one that matters
-                expected = step.outputs(undivided=True)
-                outputs = Comparison(step, {}, expected, [step.outputs(undivided=True)])
-                outputs.compare(step.outputs(undivided=False))
-                if outputs.differing:
+                outputs = self._inferred(step, start)
+                if outputs is not None and outputs.differing:
                     label, difference, limit, ratio = outputs.differing[0]
         devices = len(self.record.devices)
         error = errors.ResultsDifferError(
@@ -172,8 +226,96 @@ class Verification:
         return error
 
 
+@contextlib.contextmanager
+def _aside(step):
+    """Within, what a step does is for verification alone."""
+    with _work.uncounted(), step.attributes_kept():
+        yield
+
+
 def _after(step, results):
     """Results and state after a step, by label."""
     after = dict(results)
     after.update(step.read())
     return after
+
+
+def _changed(start, after):
+    """The labels of the values that a step has changed."""
+    import numpy as np
+
+    return {label for label in start if not np.array_equal(start[label], after.get(label))}
+
+
+def _moved(step, start, seed):
+    """The values before a step, off by rounding, without the states of random generators.
+
+    Frozen weights and other state amplify rounding as well as those that are trained; but a whole
+    number may be a count, which decides what a step does.
+
+    Arguments:
+        seed: of how they are off; None: not at all.
+    """
+    import numpy as np
+
+    generator = np.random.RandomState(seed)
+    moved = {}
+    for label in sorted(start):
+        value = start[label]
+        if step.is_random(label):
+            continue  # goes on from the step before
+        moved[label] = value
+        is_weight = step.is_weight(label)
+        if seed is None or value.dtype.kind != "f" or not (is_weight or label[:6] == "state "):
+            continue
+        unit = _unit(step, value.dtype) or EPS["bfloat16"]
+        factor = 1.0 + generator.choice([-4.0, 4.0], size=value.shape) * unit
+        changes = np.ones(value.shape, bool) if is_weight else value != np.round(value)
+        moved[label] = np.where(changes, value * factor, value).astype(value.dtype)
+    return moved
+
+
+def _unit(step, dtype):
+    """The unit in the last place of a type of floats, relative to 1; None for any other type."""
+    known = [EPS[name] for name in EPS if name in str(dtype)]
+    # What weights of 64 bits are rounded to, where the step computes in 32.
+    coarse = min(EPS[step.dtype], EPS["float32"])
+    return max(known + [coarse]) if known else None
+
+
+def given_moved(step, seed):
+    """The context in which what the step is given is off by rounding, if ``seed`` is odd.
+
+    A model may amplify rounding by constants, which no weight comes before. Whole numbers, halves
+    and the like stay as they are: they may be classes, padding or masks. An infinite number would
+    become NaN, so that every second time the weights alone are off.
+    """
+
+    def moved(value):
+        if isinstance(value, dict):
+            return {name: moved(part) for name, part in value.items()}
+        if isinstance(value, (list, tuple)):
+            parts = [moved(part) for part in value]
+            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        unit = _unit(step, getattr(value, "dtype", None))
+        try:
+            return value + value * (value * 1024 % 1 * (4 * seed * unit)) if unit else value
+        except Exception:  # an array without such arithmetic: a sparse one, say
+            return value
+
+    names = step.given if seed and seed % 2 else ()
+    return _patching.replaced(step, **{name: moved(getattr(step, name)) for name in names})
+
+
+def _random_numbers():
+    """Where Python's and numpy's own random numbers are."""
+    import numpy as np
+
+    return random.getstate(), np.random.get_state()
+
+
+def _set_random_numbers(states):
+    import numpy as np
+
+    random.setstate(states[0])
+    np.random.set_state(states[1])

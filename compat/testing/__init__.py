@@ -26,6 +26,7 @@ minute and sees what differs between versions of one backend; register the marke
 configuration.
 """
 
+from .._verification import largest_difference
 from .contract import BackendContract
 from .models import (
     BATCHES,
@@ -38,7 +39,6 @@ from .models import (
     Case,
     initialise,
     keras_under_test,
-    largest_difference,
     optimizer,
 )
 from .native import NativeContract, NativeModels

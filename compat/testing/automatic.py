@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -100,16 +101,51 @@ class AutomaticContract(BackendContract):
         loaded = keras.models.load_model(path)
         devices = self.devices_of(model, inputs, targets)
         assert len(devices) > 1 and self.devices_of(loaded, inputs, targets) == devices
+        # Keras 2.2 and 2.3; the classes of keras-mxnet cannot be pickled.
+        if hasattr(model, "__setstate__") and "<locals>" not in type(model).__qualname__:
+            expected, unpickled = model.predict(inputs), pickle.loads(pickle.dumps(model))
+            self.close([expected], [unpickled.predict(inputs)])
+            assert self.devices_of(unpickled, inputs, targets) == devices
 
     def check_left_alone(self, model, because, **arguments):
         """Compile a model whose devices the script has chosen, and find that it was told."""
         with pytest.warns(compat.CompatWarning) as warned:
             model.compile("sgd", "mse", **arguments)
         assert [str(w.message) for w in warned if w.category is compat.CompatWarning] == [
-            "parallelize=True leaves the model {!r} as it is, because {}.".format(
+            "parallelize=True leaves the model {!r} as it is, because {}".format(
                 model.name, because
             )
         ]
+
+    @pytest.mark.parametrize("raised", [compat.UnsupportedError, KeyError])
+    def test_what_cannot_be_prepared_is_left_alone(
+        self, keras, automatic, configuration, monkeypatch, raised
+    ):
+        """Also where it fails halfway; under ``strict=True``, and on ranks, that is an error."""
+        backend, asked = self.instance(), []
+        parallelize = backend.parallelize
+
+        def fails(model, devices):
+            asked.append(list(devices))
+            model = parallelize(model, devices)
+            if len(devices) > 1:
+                raise raised("the reason")
+            return model
+
+        monkeypatch.setattr(backend, "parallelize", fails)
+        inputs, targets = CASES["dense"].data(61)
+        model = initialise(CASES["dense"].build(keras))
+        because = "it cannot run on several devices: the reason"
+        if raised is KeyError:
+            because = "preparing it failed: KeyError: 'the reason'"
+        self.check_left_alone(model, because)
+        assert asked == [configuration.devices, configuration.devices[:1]]
+        model.train_on_batch(inputs, targets)
+        for owner, name in ((configuration.settings, "strict"), (configuration, "place")):
+            with monkeypatch.context() as patched:
+                patched.setattr(owner, name, True)
+                with pytest.raises(raised, match="the reason"):
+                    model.compile("sgd", "mse")
 
     def test_a_variable_set_too_late_is_told(self, keras, automatic, monkeypatch):
         before = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")

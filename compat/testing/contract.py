@@ -11,6 +11,7 @@ import compat
 
 from .. import _registry, _verification
 from .._process import process
+from .._verification.verification import given_moved
 from ..backend import Backend, Devices, Settings, Verification
 from .models import (
     BATCHES,
@@ -19,7 +20,6 @@ from .models import (
     UNEVEN,
     initialise,
     keras_under_test,
-    largest_difference,
     optimizer,
 )
 from .spans import contract_of, span
@@ -98,7 +98,7 @@ class Contract:
         return UNEVEN if contract_of(request.config) == "span" else BATCHES
 
     def close(self, first, second, tolerance=None):
-        difference = largest_difference(first, second)
+        difference = _verification.largest_difference(first, second)
         assert difference <= (tolerance or self.tolerance), difference
 
     # The backend itself -----------------------------------------------------------------------
@@ -194,6 +194,35 @@ class Contract:
         monkeypatch.setattr(_verification.Comparison, "compare", compare)
         return labels
 
+    def check_that_inputs_move(self, monkeypatch, steps):
+        """Whether verified steps are done with inputs that are off by rounding where it says so.
+
+        Arguments:
+            steps: a function that does them, of one kind each.
+        """
+        verify, moves = Verification.verify, {}
+
+        def results(step, seed):
+            with _verification.suspended(), given_moved(step, seed):
+                found = step.on_one_device()
+            found.update(step.read())
+            labels = sorted(label for label in found if not step.is_random(label))
+            return [np.float64(found[label]) for label in labels]
+
+        def look(verification, kind, step):
+            start = step.read()
+            both = []
+            for seed in (0, 1):
+                step.write(start)
+                both.append(results(step, seed))
+            step.write(start)
+            moves[kind] = _verification.largest_difference(*both)
+            return verify(verification, kind, step)
+
+        monkeypatch.setattr(Verification, "verify", look)
+        steps()
+        assert 0 < moves["train"] < 1e-4 and 0 < moves["predict"] < 1e-4, moves
+
 
 class BackendContract(Contract):
     """Subclass this in the test file of a backend for Keras, and set the attributes below."""
@@ -223,3 +252,18 @@ class BackendContract(Contract):
             assert compat.parallelize(model) is model
         model.compile(optimizer(keras, optimizer_name), CASES[name].loss)
         return model
+
+    def ready(self, keras, model, parallel=True, loss="mse", optimizer_name="sgd"):
+        """A model with known weights, on all devices or on one, and compiled."""
+        initialise(model)
+        if parallel:
+            assert compat.parallelize(model) is model
+        model.compile(optimizer(keras, optimizer_name), loss)
+        return model
+
+    def normalized(self, keras):
+        """A model with batch normalization."""
+        layers = keras.layers
+        return keras.models.Sequential(
+            [layers.BatchNormalization(momentum=0.5, input_shape=(8,)), layers.Dense(4)]
+        )

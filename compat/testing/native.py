@@ -5,8 +5,9 @@ import pytest
 
 import compat
 
-from .contract import Contract
-from .models import CASES, DEVICES, SHARDS, largest_difference
+from .._verification import largest_difference
+from .models import CASES, DEVICES, SHARDS
+from .several import SeveralDevicesContract
 from .spans import in_span, span
 
 
@@ -41,21 +42,14 @@ class NativeModels:
         return CASES["dense"].data(rows)
 
 
-class NativeContract(NativeModels, Contract):
+class NativeContract(NativeModels, SeveralDevicesContract):
     """Subclass this in a backend's test file: methods of ``NativeModels``, ``placement`` and
     ``shard_sizes`` say how."""
 
-    #: Whether the backend compares first steps with one device.
-    verifies = True
-
-    def parallel(self, gpus=None):
-        """A model on all devices, or on some."""
-        model = self.build()
-        assert compat.parallelize(model, gpus=gpus) is model
-        return model
+    def plain(self):
+        return self.build()
 
     def fit(self, model, samples, batch):
-        """Train one epoch, and return its losses."""
         inputs, targets = self.data(samples)
         return [
             float(self.train(model, inputs[start : start + batch], targets[start : start + batch]))
@@ -93,13 +87,7 @@ class NativeContract(NativeModels, Contract):
 
     @span
     def test_forward_and_backward_run_on_every_device(self, configuration):
-        placement = self.placement(self.parallel(), *self.data(61))
-        assert sorted(placement) == sorted(configuration.devices)
-        for device, (forward, backward) in placement.items():
-            assert forward > 0, (device, placement)
-            assert backward > 0, (device, placement)
-        # No device runs more than its replica: nothing was computed undivided.
-        assert len(set(placement.values())) == 1, placement
+        self.check_placement(self.placement(self.parallel(), *self.data(61)), configuration)
 
     @pytest.mark.parametrize("samples", in_span([64, 61, 14], [14]))
     def test_batch_is_split_evenly(self, configuration, samples):
@@ -124,49 +112,26 @@ class NativeContract(NativeModels, Contract):
             min(rows), max(rows)
         )
 
-    # The same object --------------------------------------------------------------------------
-
-    @span
-    def test_moves_to_other_devices_and_back_to_one(self, configuration):
-        inputs, targets = self.data(61)
-        plain, model = self.build(), self.parallel()
-        for devices in ([2, 0], [0, 1, 2], [1], [1, 2], [0]):
-            assert compat.parallelize(model, gpus=devices) is model
-            for each in (plain, model):
-                self.fit(each, 61, 16)
-            self.close(self.weights(plain), self.weights(model))
-            if len(devices) > 1:
-                names = sorted(configuration.devices[i] for i in devices)
-                assert self.devices_of(model, inputs, targets) == names
-                # The step that was recorded has trained, too.
-                self.train(plain, inputs, targets)
-
-    @span
-    def test_trained_before(self, configuration):
-        """What the optimizer keeps stays as it is."""
-        plain, model = self.build(), self.build()
-        for epoch in range(3):
-            for each in (plain, model):
-                self.fit(each, 61, 16)
-            if epoch == 0:
-                assert compat.parallelize(model) is model
-        self.close(self.weights(plain), self.weights(model))
-        assert len(self.devices_of(model, *self.data(61))) == DEVICES
-
     def test_function_that_builds_the_model(self, configuration):
         model = compat.parallelize(lambda: self.build())
         assert len(self.devices_of(model, *self.data(61))) == DEVICES
 
     # Verification -----------------------------------------------------------------------------
 
+    def test_how_far_inputs_amplify_rounding_is_seen(self, configuration, monkeypatch):
+        model = self.parallel()
+        self.verified(model)
+
+        def steps():
+            self.fit(model, 14, 14)
+            self.predict(model, self.data(14)[0])
+
+        self.check_that_inputs_move(monkeypatch, steps)
+
     @span
     def test_first_steps_are_verified(self, configuration):
         """They leave the model as steps do that are not, and say what they compared."""
         models = [self.parallel(), self.parallel()]
-        if not self.verifies:
-            with pytest.warns(compat.CompatWarning, match="cannot compare several devices"):
-                self.verified(models[1], 2)
-            return
         record = self.verified(models[1], 2)
         for model in models:
             self.fit(model, 45, 16)
@@ -176,21 +141,3 @@ class NativeContract(NativeModels, Contract):
         assert not record.incomparable
         assert record.largest[0] < 1e-3  # the same work in another order
         self.close(self.weights(models[0]), self.weights(models[1]))
-
-    @span
-    def test_a_difference_is_found_and_the_model_left_as_it_was(self, configuration, monkeypatch):
-        """Something that a step on several devices changes by a tenth too much."""
-        if not self.verifies:
-            return
-        inputs, targets = self.data(45)
-        model = self.parallel()
-        self.train(model, inputs, targets)
-        start = self.weights(model)
-        self.verified(model)
-        difference = self.disturb(monkeypatch)
-        with pytest.raises(compat.ResultsDifferError) as caught:
-            self.train(model, inputs, targets)
-        assert difference and difference[0] in str(caught.value)
-        self.close(start, self.weights(model), 1e-12)
-        self.train(model, inputs, targets)  # it can be trained on
-        assert largest_difference(start, self.weights(model)) > 1e-4

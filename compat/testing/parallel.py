@@ -9,59 +9,71 @@ import compat
 from .._commands import selftest
 from .._pytest_plugin.twins import Twins
 from .automatic import AutomaticContract
-from .models import CASES, DEVICES, SHARDS, optimizer
+from .models import CASES, DEVICES, SHARDS, fit_in_order, keras_under_test, optimizer
 from .reporting import ReportContract
 from .saving import SavingContract
+from .several import SeveralDevicesContract
 from .spans import in_span, span
 from .training import TrainingContract
 from .verification import VerificationContract
 
 
 class ParallelContract(
-    TrainingContract, VerificationContract, SavingContract, AutomaticContract, ReportContract
+    TrainingContract,
+    VerificationContract,
+    SavingContract,
+    AutomaticContract,
+    ReportContract,
+    SeveralDevicesContract,
 ):
     """Subclass this in the test file of a backend, and set the attributes of its bases."""
 
-    def test_test_command_compares_step_by_step(self):
-        status, out = self.command(
-            self.prelude
-            + "import sys\n"
-            "from compat import __main__\n"
-            "from compat._commands import selftest\n"
-            "assert __main__.main(['test', '--devices', '{}', '--simulate']) == 0\n"
-            "selftest.BATCHES, selftest.TOLERANCE = (13,), -1.0\n"
-            "sys.exit(__main__.main(['test', '--devices', '{}', '--simulate']))\n".format(
-                DEVICES, DEVICES
-            )
-        )
-        assert status == 1, out
-        assert "{} simulated on the CPU".format(DEVICES) in out
-        steps = [line.split()[:2] for line in out.splitlines() if line.startswith("   ")]
-        rows = [[str(step), str(rows)] for step, rows in enumerate(selftest.BATCHES, 1)]
-        rows += [["1", "13"]]  # of one row for each device XLA makes no products
-        assert [step for step in steps if step in rows] == rows
-        assert "\nThe same: no weight ever differs by more than 1e-05.\n" in out
-        assert "\nNOT the same: a weight differs by more than -1.\n" in out
-        ran = re.findall(r"^  \S+: (\d+) \+ (\d+)$", out, re.MULTILINE)
-        assert len(ran) == 2 * DEVICES and len(set(ran)) == 1 and "0" not in ran[0], ran
+    def plain(self):
+        return self.compiled(keras_under_test(), "dense")
 
-    def test_test_command_fails_where_one_device_worked(self):
+    def fit(self, model, samples, batch):
+        inputs, targets = self.data(samples)
+        return fit_in_order(model, inputs, targets, batch).history["loss"]
+
+    def train(self, model, inputs, targets):
+        return model.train_on_batch(inputs, targets)
+
+    def weights(self, model):
+        return model.get_weights()
+
+    def test_test_command_compares_step_by_step(self):
+        """And says where weights differ, or where one device did all the work."""
         status, out = self.command(
             self.prelude
             + "import sys\n"
-            "from compat import _registry\n"
+            "from compat import _registry, __main__\n"
             "from compat._commands import selftest\n"
-            "from compat import __main__\n"
-            "selftest.BATCHES = (13,)\n"
-            "backend = _registry.find({!r})\n"
-            "type(backend).parallelize = lambda self, model, devices: model\n"
-            "sys.exit(__main__.main(['test', '--devices', '{}', '--simulate']))\n".format(
-                self.instance().name, DEVICES
-            )
+            "command = ['test', '--devices', '{}', '--simulate']\n"
+            "kind, batches = type(_registry.find({!r})), selftest.BATCHES\n"
+            "parallelize, selftest.BATCHES = kind.parallelize, (13,)\n"
+            "kind.parallelize = lambda self, model, devices: model\n"
+            "assert __main__.main(command) == 1\n"
+            "kind.parallelize, selftest.BATCHES = parallelize, batches\n"
+            "assert __main__.main(command) == 0\n"
+            "selftest.BATCHES, selftest.TOLERANCE = (13,), -1.0\n"
+            "sys.exit(__main__.main(command))\n".format(DEVICES, self.instance().name)
         )
         assert status == 1, out
-        assert "\nThe same: no weight ever differs" in out
-        assert re.search(r"\nNOT on all devices: [01] of {} worked.\n$".format(DEVICES), out), out
+        alone, same, differs = re.split("^backend ", out, flags=re.MULTILINE)[1:]
+        for report, batches in ((alone, [13]), (same, selftest.BATCHES), (differs, [13])):
+            assert "{} simulated on the CPU".format(DEVICES) in report
+            steps = [line.split()[:2] for line in report.splitlines() if line.startswith("   ")]
+            rows = [[str(step), str(rows)] for step, rows in enumerate(batches, 1)]
+            assert [step for step in steps if step in rows] == rows
+        assert "\nThe same: no weight ever differs by more than 1e-05.\n" in same
+        assert "\nNOT the same: a weight differs by more than -1.\n" in differs
+        for report in (same, differs):
+            ran = re.findall(r"^  \S+: (\d+) \+ (\d+)$", report, re.MULTILINE)
+            # Of one row for each device XLA makes no products.
+            assert len(ran) == DEVICES and len(set(ran)) == 1 and "0" not in ran[0], ran
+        assert "\nThe same: no weight ever differs" in alone
+        assert "\nNOT on all devices: " in alone
+        assert re.search(r": [01] of {} worked.\n$".format(DEVICES), alone), out
 
     def test_twins_of_the_pytest_plugin(self, keras, configuration):
         inputs, targets = CASES["dense"].data(61)
@@ -79,13 +91,7 @@ class ParallelContract(
     def test_forward_and_backward_run_on_every_device(self, keras, configuration, name):
         model = self.compiled(keras, name, parallel=True)
         inputs, targets = CASES[name].data(61)
-        placement = self.placement(model, inputs, targets)
-        assert sorted(placement) == sorted(configuration.devices)
-        for device, (forward, backward) in placement.items():
-            assert forward > 0, (device, placement)
-            assert backward > 0, (device, placement)
-        # No device runs more than its replica: nothing was computed undivided.
-        assert len(set(placement.values())) == 1, placement
+        self.check_placement(self.placement(model, inputs, targets), configuration)
 
     @pytest.mark.parametrize("samples", in_span(sorted(SHARDS), [14, 2]))
     def test_batch_is_split_evenly(self, keras, samples):
@@ -113,33 +119,6 @@ class ParallelContract(
         lines = []
         model.summary(print_fn=lambda line, **_: lines.append(line))
         return lines
-
-    def test_moves_to_other_devices_and_back_to_one(self, keras, configuration):
-        inputs, targets = CASES["dense"].data(61)
-        plain = self.compiled(keras, "dense")
-        model = self.compiled(keras, "dense", parallel=True)
-        for devices in ([2, 0], [0, 1, 2], [1], [1, 2], [0]):
-            assert compat.parallelize(model, gpus=devices) is model
-            for each in (plain, model):
-                each.fit(inputs, targets, batch_size=16, epochs=1, shuffle=False, verbose=0)
-            self.close(plain.get_weights(), model.get_weights())
-            if len(devices) > 1:
-                names = sorted(configuration.devices[i] for i in devices)
-                assert sorted(self.placement(model, inputs, targets)) == names
-                # The step that was recorded has trained, too.
-                plain.train_on_batch(inputs, targets)
-
-    @span
-    def test_already_compiled_and_fitted(self, keras):
-        inputs, targets = CASES["dense"].data(61)
-        plain, model = self.compiled(keras, "dense"), self.compiled(keras, "dense")
-        for epoch in range(3):
-            for each in (plain, model):
-                each.fit(inputs, targets, batch_size=16, epochs=1, shuffle=False, verbose=0)
-            if epoch == 0:  # the optimizer has its momentum by now, and must keep it
-                assert compat.parallelize(model) is model
-        self.close(plain.get_weights(), model.get_weights())
-        assert len(self.placement(model, inputs, targets)) == DEVICES
 
     def test_function_that_builds_the_model(self, keras):
         model = compat.parallelize(lambda: self.build(keras, "dense"))

@@ -1,24 +1,19 @@
-"""That a Keras model on several devices is saved and loaded as on one."""
+"""That a Keras model on several devices is saved, loaded and freed as on one."""
+
+import gc
+import weakref
 
 import pytest
 
 import compat
 
 from .contract import BackendContract
-from .models import CASES, DEVICES, initialise
+from .models import CASES, DEVICES, fit_in_order, initialise
 from .spans import in_span, span
 
 
 class SavingContract(BackendContract):
     """Whole models, weights, checkpoints and architectures."""
-
-    def continued(self, model, path, keras, parallel):
-        """The model saved, loaded and trained on, with the optimizer's state."""
-        model.save(path)
-        loaded = keras.models.load_model(path)
-        if parallel:
-            assert compat.parallelize(loaded) is loaded
-        return loaded
 
     @pytest.mark.parametrize(
         "saved_on, loaded_on",
@@ -26,16 +21,18 @@ class SavingContract(BackendContract):
     )
     def test_save_and_load_model_with_optimizer_state(self, keras, tmp_path, saved_on, loaded_on):
         inputs, targets = CASES["multi"].data(45)
-        options = {"batch_size": 16, "epochs": 2, "shuffle": False, "verbose": 0}
         expected = self.compiled(keras, "multi")
         model = self.compiled(keras, "multi", parallel=saved_on > 1)
         for each in (expected, model):
-            each.fit(inputs, targets, **options)
+            fit_in_order(each, inputs, targets, epochs=2)
         path = str(tmp_path / "model") + self.extension
-        loaded = self.continued(model, path, keras, loaded_on > 1)
+        model.save(path)
+        loaded = keras.models.load_model(path)
+        if loaded_on > 1:
+            assert compat.parallelize(loaded) is loaded
         self.close(expected.get_weights(), loaded.get_weights())
         for each in (expected, loaded, model):  # saving has not disturbed the model
-            each.fit(inputs, targets, **options)
+            fit_in_order(each, inputs, targets, epochs=2)
         self.close(expected.get_weights(), loaded.get_weights())
         self.close(expected.get_weights(), model.get_weights())
         if loaded_on > 1:
@@ -54,16 +51,26 @@ class SavingContract(BackendContract):
 
     def test_checkpoint_and_resume(self, keras, tmp_path):
         inputs, targets = CASES["dense"].data(45)
-        options = {"batch_size": 16, "shuffle": False, "verbose": 0}
         expected = self.compiled(keras, "dense")
-        expected.fit(inputs, targets, epochs=4, **options)
+        fit_in_order(expected, inputs, targets, epochs=4)
         model = self.compiled(keras, "dense", parallel=True)
         path = str(tmp_path / "checkpoint") + self.extension
         checkpoint = keras.callbacks.ModelCheckpoint(path)
-        model.fit(inputs, targets, epochs=2, callbacks=[checkpoint], **options)
+        fit_in_order(model, inputs, targets, epochs=2, callbacks=[checkpoint])
         resumed = compat.parallelize(keras.models.load_model(path))
-        resumed.fit(inputs, targets, epochs=4, initial_epoch=2, **options)
+        fit_in_order(resumed, inputs, targets, epochs=4, initial_epoch=2)
         self.close(expected.get_weights(), resumed.get_weights())
+
+    def test_it_is_freed_once_nobody_holds_it(self, keras):
+        """What a process trains one after the other must not fill its memory."""
+        inputs, targets = CASES["dense"].data(13)
+        model = self.compiled(keras, "dense", parallel=True)
+        model.fit(inputs, targets, verbose=0)
+        model.predict(inputs, verbose=0)
+        reference = weakref.ref(model)
+        del model
+        gc.collect()
+        assert reference() is None
 
     @span
     def test_json_and_clone_are_plain_models(self, keras):

@@ -5,16 +5,9 @@ import pytest
 
 import compat
 
+from .._verification import largest_difference
 from .contract import BackendContract
-from .models import (
-    CASES,
-    SPAN_TRIALS,
-    TRIALS,
-    UNEVEN,
-    initialise,
-    largest_difference,
-    optimizer,
-)
+from .models import CASES, SPAN_TRIALS, TRIALS, UNEVEN, fit_in_order, optimizer
 from .spans import in_span, span
 
 
@@ -37,10 +30,7 @@ class TrainingContract(BackendContract):
             losses = []
             for model in (plain, parallel):
                 model.set_weights(start)
-                history = model.fit(
-                    inputs, targets, batch_size=batch, epochs=1, shuffle=False, verbose=0
-                )
-                losses.append(history.history["loss"])
+                losses.append(fit_in_order(model, inputs, targets, batch).history["loss"])
             assert largest_difference(start, plain.get_weights()) > 1e-3, "nothing was trained"
             self.close(plain.get_weights(), parallel.get_weights())
             np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4, atol=1e-5)
@@ -69,45 +59,33 @@ class TrainingContract(BackendContract):
 
     # What models and losses there are ---------------------------------------------------------
 
-    def train_both(self, keras, build, loss, inputs, targets, batch=16, steps=3, **fit_options):
+    def train_both(self, keras, build, loss, inputs, targets, batch=16, **options):
         """Train one model plain and one parallel from the same weights, and compare."""
         models = []
         for parallel in (False, True):
-            model = initialise(build())
-            if parallel:
-                compat.parallelize(model)
-            model.compile(optimizer(keras, "sgd"), loss)
-            model.fit(
-                inputs, targets, batch_size=batch, epochs=steps, shuffle=False, verbose=0,
-                **fit_options
-            )  # fmt: skip
-            models.append(model)
+            models.append(self.ready(keras, build(), parallel, loss))
+            fit_in_order(models[-1], inputs, targets, batch, epochs=3, **options)
         self.close(models[0].get_weights(), models[1].get_weights())
         return models
 
+    def train_dense(self, keras, loss=None, **options):
+        """The same with the dense model."""
+        loss = loss or CASES["dense"].loss
+        data = CASES["dense"].data(45)
+        self.train_both(keras, lambda: self.build(keras, "dense"), loss, *data, **options)
+
     @span
     def test_sample_weights(self, keras):
-        inputs, targets = CASES["dense"].data(45)
         weights = np.random.RandomState(3).uniform(size=45).astype("float32")
         weights[::4] = 0
-        self.train_both(
-            keras, lambda: self.build(keras, "dense"), CASES["dense"].loss, inputs, targets,
-            sample_weight=weights,
-        )  # fmt: skip
+        self.train_dense(keras, sample_weight=weights)
 
     def test_class_weights(self, keras):
-        inputs, targets = CASES["dense"].data(45)
-        self.train_both(
-            keras, lambda: self.build(keras, "dense"), CASES["dense"].loss, inputs, targets,
-            class_weight={0: 1.0, 1: 5.0, 2: 0.0, 3: 2.0},
-        )  # fmt: skip
+        self.train_dense(keras, class_weight={0: 1.0, 1: 5.0, 2: 0.0, 3: 2.0})
 
     def test_loss_over_the_whole_batch(self, keras):
         """A loss that compares each row with all others, as contrastive losses do."""
-        inputs, targets = CASES["dense"].data(45)
-        self.train_both(
-            keras, lambda: self.build(keras, "dense"), self.contrastive(keras), inputs, targets
-        )
+        self.train_dense(keras, self.contrastive(keras))
 
     def contrastive(self, keras):
         K = keras.ops if hasattr(keras, "ops") else keras.backend
@@ -151,17 +129,10 @@ class TrainingContract(BackendContract):
     @span
     def test_batchnorm_makes_one_moving_average_update(self, keras):
         """The moving mean is one device's; the variance is the mean of the replicas' variances."""
-
-        def build():
-            layers = keras.layers
-            return keras.models.Sequential(
-                [layers.BatchNormalization(momentum=0.5, input_shape=(8,)), layers.Dense(4)]
-            )
-
         inputs, targets = CASES["dense"].data(61)
         means = []
         for parallel in (False, True):
-            model = build()
+            model = self.normalized(keras)
             if parallel:
                 compat.parallelize(model)
             model.compile(optimizer(keras, "sgd"), "mse")
@@ -183,13 +154,13 @@ class TrainingContract(BackendContract):
                 for model in (plain, parallel)
             ]
             np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
+        later = inputs[32:], targets[32:]
         histories = [
-            model.fit(
-                inputs[:32], targets[:32], validation_data=(inputs[32:], targets[32:]),
-                batch_size=8, epochs=2, shuffle=False, verbose=0,
+            fit_in_order(
+                model, inputs[:32], targets[:32], 8, epochs=2, validation_data=later
             ).history
             for model in (plain, parallel)
-        ]  # fmt: skip
+        ]
         np.testing.assert_allclose(
             histories[0]["val_loss"], histories[1]["val_loss"], rtol=1e-4, atol=1e-6
         )

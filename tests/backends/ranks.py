@@ -198,7 +198,32 @@ def check_drift(said):
             assert "on rank 1 of 2 are not those of rank 0." in each[name]
 
 
-# Losses of the user's own: means, in any form, pass; others are told.
+# After the last step: no later one is compared.
+LATE_DRIFT = """
+class Faster(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        if compat.rank() == 1:
+            self.model.optimizer.learning_rate = 0.5
+
+
+model = compat.parallelize(keras.models.Sequential([dense(1, input_shape=(6,))], name="late"))
+model.compile("sgd", "mse")
+try:
+    model.fit(inputs, targets, rows, verbose=0, shuffle=False, callbacks=[Faster()])
+except compat.RankError as error:
+    said["late"] = str(error)
+"""
+
+
+def check_late_drift(said):
+    for each in said:
+        assert each["late"].startswith(
+            "The ranks have drifted apart: after the last epoch the values of "
+        )
+        assert "learning_rate' on rank 1 of 2 are not those of rank 0." in each["late"]
+
+
+# Losses: means, in any form, pass; others are told, Keras' own among them.
 OWN_LOSSES = """
 import warnings
 
@@ -224,10 +249,11 @@ def of_two(y_true, y_pred):
     return keras.backend.max(y_pred) - keras.backend.min(y_pred) + keras.backend.mean(y_true)
 
 
-def outcome(reduce=None, loss="mse"):
+def outcome(reduce=None, loss="mse", targets=targets, **options):
     layers = [dense(4, input_shape=(6,), kernel_regularizer="l2")]
     layers += [Added(reduce)] if reduce else []
-    model = compat.parallelize(keras.models.Sequential(layers + [dense(1)], name="own"))
+    layers += [dense(1, **options)]
+    model = compat.parallelize(keras.models.Sequential(layers, name="own"))
     model.compile("sgd", loss)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -247,6 +273,21 @@ own["scalar"] = outcome(None, lambda y_true, y_pred: keras.backend.mean(
 ))
 own["sum"] = outcome(total)
 own["pairs"] = outcome(None, of_two)
+own["of Keras"], labels = {}, (np.arange(len(targets)) % 2).astype("float32")[:, None]
+for name, options in (
+    ("CosineSimilarity", {"axis": 0}),
+    ("CategoricalCrossentropy", {"axis": 0}),
+    ("Dice", {}),
+    ("Tversky", {}),
+    ("Circle", {}),
+):
+    try:
+        loss = getattr(keras.losses, name)(**options)
+    except (AttributeError, TypeError):  # this Keras has none, or none with an axis
+        continue
+    own["of Keras"][name] = outcome(None, loss, labels, activation="sigmoid")
+if hasattr(keras.losses, "dice"):
+    own["of Keras"]["dice"] = outcome(None, "dice", labels, activation="sigmoid")
 """
 
 
@@ -274,6 +315,11 @@ def check_own_losses(said):
         assert each["mean"] == each["scalar"] == []
         assert each["sum"] == "error: " + SUM.format(_numbers(each["sum"]))
         assert each["pairs"] == [NO_MEAN.format(_numbers(each["pairs"][0]))]
+        for name, told in each["of Keras"].items():
+            assert isinstance(told, str) or len(told) == 1, (name, told)
+            told = told[0] if isinstance(told, list) else told
+            text = "error: " + SUM if told.startswith("error") else NO_MEAN
+            assert told == text.format(_numbers(told)), name
 
 
 # What Keras 2 in a graph computes otherwise than in one process.

@@ -152,11 +152,12 @@ said["twice"] = refusal(lambda: model.fit(inputs, targets, rows, verbose=0))
 def test_metrics_and_losses_are_those_of_all_rows_and_what_cannot_be_is_told(tmp_path):
     program = "REDUCTIONS = True\n" + ranks.METRICS + ranks.LOSSES
     one, (alone,) = ranks.run(ranks.of_keras_3(program), tmp_path, 1, "jax")
-    program = ranks.of_keras_3(program + ranks.OWN_LOSSES) + DRIFTS
+    program = ranks.of_keras_3(program + ranks.OWN_LOSSES + ranks.LATE_DRIFT) + DRIFTS
     both, said = ranks.run(program, tmp_path, 2, "jax")
     ranks.check_metrics(alone, said)
     ranks.check_losses((one, [alone]), (both, said))
     ranks.check_own_losses(said)
+    ranks.check_late_drift(said)
     for rank, each in enumerate(said):
         assert each["loop"] == (
             "jax cannot train model 'twice' in a loop of the script's own in rank {} of 2 (compat "

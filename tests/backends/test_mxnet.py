@@ -41,9 +41,12 @@ def mxnet_error():
 class TestMXNet(ParallelContract):
     product_in_timelines = "dot"
     backend = "mxnet"
+    random_numbers_come_back = False  # nothing can read or set their state
     across_rows = "found"  # right, and a warning says what it costs
 
     def placement(self, model, inputs, targets):
+        if "train" not in model._compat_replicas.phases:
+            model.train_on_batch(inputs, targets)  # of the first step, some rows are tried besides
         return placement(lambda: model.train_on_batch(inputs, targets))
 
     def devices_of(self, model, inputs, targets):
@@ -111,7 +114,7 @@ class TestMXNet(ParallelContract):
 
     def test_a_context_of_the_script_is_kept(self, keras, automatic):
         model = self.build(keras, "dense")
-        self.check_left_alone(model, "it is compiled with context=['cpu(0)']", context=["cpu(0)"])
+        self.check_left_alone(model, "it is compiled with context=['cpu(0)'].", context=["cpu(0)"])
         assert getattr(model, "_compat_replicas", None) is None
 
     @pytest.mark.parametrize("name, optimizer_name", in_span(TRIALS, SPAN_TRIALS))
@@ -345,6 +348,25 @@ class TestMXNet(ParallelContract):
                 each.fit(inputs, targets, batch_size=16, epochs=2, shuffle=False, verbose=0)
             self.close(plain.get_weights(), model.get_weights())
             assert plain.optimizer.num_update == model.optimizer.num_update
+
+    def test_it_is_exported_to_mxnet(self, keras, tmp_path):
+        """With the weights that it has then, each time."""
+        import mxnet as mx
+
+        inputs, targets = CASES["dense"].data(13)
+        model = self.compiled(keras, "dense", parallel=True)
+        for epoch in range(2):
+            model.train_on_batch(inputs, targets)
+            prefix = str(tmp_path / "exported")
+            names, shapes = keras.models.save_mxnet_model(model, prefix=prefix, epoch=epoch)
+            assert (names, shapes) == keras.backend.get_mxnet_model_info(model)
+            symbol, args, auxs = mx.model.load_checkpoint(prefix, epoch)
+            module = mx.mod.Module(symbol, data_names=names, label_names=None)
+            module.bind(data_shapes=shapes, for_training=False)
+            module.set_params(args, auxs)
+            predicted = module.predict(mx.io.NDArrayIter(inputs, batch_size=13)).asnumpy()
+            self.close(predicted, model.predict(inputs), 1e-6)
+        assert len(self.devices_of(model, inputs, targets)) > 1
 
     @span
     def test_one_device_leaves_nothing_behind(self, keras):

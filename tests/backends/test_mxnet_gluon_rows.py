@@ -1,14 +1,15 @@
 """What Gluon blocks may compute of the rows of a batch, and keep from one to the next."""
 
+import warnings
+
 import numpy as np
 import pytest
 
 import compat
-from compat import errors
-from compat.testing import span
+from compat.testing import in_span, span
 
 from . import test_mxnet_gluon
-from .test_mxnet_gluon import data, difference
+from .test_mxnet_gluon import data, difference, every_context, initialise, trainer, weights
 
 mx = test_mxnet_gluon.mx  # the fixture
 pytestmark = pytest.mark.row("Gluon Block")
@@ -34,33 +35,137 @@ def array(mx, rows, columns=8):
 # Across rows ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("hybridize", [False, True])
-@pytest.mark.parametrize(
-    "name, function",
-    [
-        ("mean", lambda F, x, y: F.broadcast_sub(x, F.mean(x, axis=0, keepdims=True))),
-        ("softmax", lambda F, x, y: F.softmax(x, axis=0)),
-        ("dot", lambda F, x, y: F.dot(F.softmax(F.dot(x, y, transpose_b=True)), y)),
-        ("take", lambda F, x, y: F.take(x, F.sum(F.abs(y), axis=1))),
-        ("sequencemask", lambda F, x, y: F.SequenceMask(F.expand_dims(x, 2), F.ones(8), True)),
-    ],
+MIXED = (
+    "The operation {} of {!r} computes across the rows of a batch, of which each device has a part."
 )
-@span
-def test_operations_across_rows_are_refused(mx, name, function, hybridize):
-    block = block_of(mx, function)
-    block.initialize()
-    if hybridize:
-        block.hybridize()
-    inputs = array(mx, 13), array(mx, 13)
-    expected = block(*inputs).asnumpy()
-    compat.parallelize(block)
-    problem = "its operation {}_{}0 computes across rows".format(block.name, name)
+TRIED = (
+    "Model {!r} gives other numbers for three rows of a batch together than for two of them and "
+    "the third, and each device has a part of the batch."
+)
+UNKNOWN = (
+    "Model {!r} may compute across the rows of a batch, of which each device has a part: compat "
+    "has no rule for it, and cannot try it."
+)
+WHOLE = " The block runs on cpu(0) with the whole batch."
+
+
+class Around:
+    """A model with parameters before and after a function of the rows, and its training."""
+
+    def __init__(self, mx, function, hybrid=True, hybridize=False, returns_loss=False):
+        self.mx = mx
+        nn = mx.gluon.nn
+        inner = block_of(mx, function, hybrid)
+        self.net = (nn.HybridSequential if hybrid else nn.Sequential)()
+        self.net.add(nn.Dense(8, activation="tanh"), inner)
+        if not returns_loss:
+            self.net.add(nn.Dense(4))
+        initialise(mx, self.net)
+        if hybridize:
+            self.net.hybridize()
+
+    def results(self, optimizer="adam"):
+        """Outputs and weights, of batches of several sizes, trained and predicted."""
+        mx, found = self.mx, []
+        steps = trainer(mx, self.net, optimizer)
+        for rows in (13, 2, 1, 11):
+            with mx.autograd.record():
+                out = self.net(array(mx, rows))
+                loss = (out**2).sum()
+            loss.backward()
+            steps.step(rows)
+            found += [out.asnumpy()] + weights(self.net)
+            found.append(self.net(array(mx, rows + 20)).asnumpy())
+        contexts = every_context(self.net)
+        for context in contexts[1:]:  # all contexts have the same weights
+            assert difference(weights(self.net), weights(self.net, context)) == 0
+        return found
+
+
+def one_contexts_numbers(mx, *args, **options):
+    """Train on one context and on three, compare, and return the warnings and the net."""
+    expected = Around(mx, *args, **options).results()
+    model = Around(mx, *args, **options)
+    net = compat.parallelize(model.net)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", compat.CompatWarning)
+        found = model.results()
+    assert difference(expected, found) < 1e-5
+    return [str(w.message) for w in caught if issubclass(w.category, compat.CompatWarning)], net
+
+
+ACROSS = {
+    "mean": lambda F, x: F.broadcast_sub(x, F.mean(x, axis=0, keepdims=True)),
+    "softmax": lambda F, x: F.softmax(x, axis=0),
+    "dot": lambda F, x: F.dot(F.softmax(F.dot(x, x, transpose_b=True)), x),
+    "take": lambda F, x: F.take(x, F.sum(F.abs(x), axis=1)),
+    "l2normalization": lambda F, x: F.transpose(F.L2Normalization(F.transpose(x))),
+    "topk": lambda F, x: x * F.topk(x, axis=0, k=1, ret_typ="mask"),
+}
+
+
+@pytest.mark.parametrize("hybridize", [False, True])
+@pytest.mark.parametrize("name", in_span(sorted(ACROSS), ["mean", "softmax"]))
+def test_operations_across_rows_run_whole(mx, name, hybridize):
+    texts, net = one_contexts_numbers(mx, ACROSS[name], hybridize=hybridize)
+    operation = "{}_{}0".format(net[1].name, name)
+    assert texts == [MIXED.format(operation, net.name) + WHOLE]
+    devices = compat.report().devices
+    before = [each.rows for each in devices]
+    net(array(mx, 13))
+    assert [a.rows - b for a, b in zip(compat.report().devices, before)] == [13, 0, 0]
+
+
+@pytest.mark.parametrize("name", in_span(sorted(ACROSS), ["mean"]))
+def test_blocks_that_are_not_traced_are_tried(mx, name):
+    texts, net = one_contexts_numbers(mx, ACROSS[name], hybrid=False)
+    assert texts == [TRIED.format(net.name) + WHOLE]
+    texts, _ = one_contexts_numbers(mx, lambda F, x: F.softmax(x) - F.mean(x, 1, True), False)
+    assert texts == []
+
+
+LOSSES = {
+    "sum": (lambda F, x: F.sum(F.square(x)) * 0.1, None),
+    "mean": (lambda F, x: F.mean(F.square(x)) + 0.5 * F.mean(x), None),
+    "norm": (lambda F, x: F.norm(x), "norm"),
+    "square of the mean": (lambda F, x: F.square(F.mean(x)), "mean"),
+}
+
+
+@pytest.mark.parametrize("hybridize", [False, True])
+@pytest.mark.parametrize("name", in_span(sorted(LOSSES), ["mean"]))
+def test_a_loss_that_a_block_returns(mx, name, hybridize):
+    """Sums and means of a traced block are put together; all else is computed whole."""
+    function, operation = LOSSES[name]
+    texts, net = one_contexts_numbers(mx, function, hybridize=hybridize, returns_loss=True)
+    name = "{}_{}0".format(net[1].name, operation)
+    assert texts == ([MIXED.format(name, net.name) + WHOLE] if operation else [])
+
+
+def test_strict_makes_it_an_error(mx, monkeypatch):
+    monkeypatch.setattr(compat._process.process.configuration.settings, "strict", True)
+    net = compat.parallelize(block_of(mx, ACROSS["mean"]))
     for _ in range(2):  # not the first time only
-        with pytest.raises(compat.UnsupportedError) as error:
-            block(*inputs)
-        assert str(error.value) == str(errors.rows_cannot_be_cut(block.name, problem))
-    compat.parallelize(block, gpus=1)
-    assert difference([expected], [block(*inputs).asnumpy()]) == 0
+        with pytest.raises(compat.UnsupportedError, match="computes across the rows of a batch"):
+            net(array(mx, 13))
+
+
+def test_random_blocks(mx):
+    """Known by their operations, where they can be traced; else nothing tells."""
+
+    def noisy(F, x):
+        return x + 0 * F.random.normal_like(x) if hasattr(F.random, "normal_like") else x
+
+    def plain(F, x):
+        return x + F.random.normal(shape=x.shape)
+
+    net = compat.parallelize(block_of(mx, plain, hybrid=False))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", compat.CompatWarning)
+        assert net(array(mx, 13)).shape == (13, 8)
+    assert [str(w.message) for w in caught] == [UNKNOWN.format(net.name) + WHOLE]
+    texts, _ = one_contexts_numbers(mx, noisy)
+    assert texts == []
 
 
 @pytest.mark.parametrize("hybridize", [False, True])
@@ -107,36 +212,61 @@ def test_operations_across_rows_of_mxnets_numpy(mx):
             lambda F, x: F.npx.softmax(x, axis=0),
             lambda F, x: F.np.cumsum(x, axis=0),
         ):
-            block = compat.parallelize(block_of(mx, function))
-            with pytest.raises(compat.UnsupportedError, match="computes across rows"):
-                block(mx.np.ones((13, 8)))
+            inputs = mx.np.array(np.random.RandomState(0).normal(size=(13, 8)))
+            block = block_of(mx, function)
+            expected = block(inputs).asnumpy()
+            with pytest.warns(compat.CompatWarning, match="computes across the rows"):
+                found = compat.parallelize(block)(inputs).asnumpy()
+            np.testing.assert_allclose(found, expected, rtol=1e-5)
         rowwise = compat.parallelize(block_of(mx, lambda F, x: F.npx.softmax(x) - 1))
         assert rowwise(mx.np.ones((13, 8))).shape == (13, 8)
     finally:
         mx.npx.reset_np()
 
 
-def test_an_array_that_was_split_and_now_has_other_rows_is_refused(mx):
-    block = compat.parallelize(block_of(mx, lambda F, x, y: F.concat(x, y, dim=1)))
-    assert block(array(mx, 13), array(mx, 13)).shape == (13, 16)
-    with pytest.raises(compat.UnsupportedError) as error:
-        block(array(mx, 13), array(mx, 11))
-    problem = (
-        "the array of shape (11, 8) among its arguments had a row for each of a batch before, and "
-        "has not in one of 13 rows"
-    )
-    assert str(error.value) == str(errors.rows_cannot_be_cut(block.name, problem))
+def whole(mx, block, *calls):
+    """The block's results for the calls, those of one context; and the warnings."""
+    expected = [block(*args).asnumpy() for args in calls]
+    compat.parallelize(block)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", compat.CompatWarning)
+        found = [block(*args).asnumpy() for args in calls]
+    assert difference(expected, found) < 1e-5
+    return [str(w.message) for w in caught if issubclass(w.category, compat.CompatWarning)]
 
 
-def test_shape_errors_of_a_shard_say_that_the_batch_was_cut(mx):
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_an_array_that_was_split_and_now_has_other_rows(mx, hybrid):
+    """A memory, which had as many rows as the first batch by chance."""
+
+    def function(F, x, memory):
+        return F.broadcast_add(x, F.mean(F.sum(memory, axis=1) * 0) + 0 * F.sum(x))
+
+    def rowwise(F, x, memory):
+        return F.concat(x, F.broadcast_add(0 * x, F.slice_axis(memory, axis=0, begin=0, end=1)))
+
+    for each in (function, rowwise):
+        block = block_of(mx, each, hybrid)
+        args = [(array(mx, rows), array(mx, 13)) for rows in (13, 11, 13)]
+        assert len(whole(mx, block, *args)) == 1
+
+
+def test_products_with_a_matrix_of_pairs_of_rows(mx):
     """A graph's nodes, and the matrix of their edges."""
-    block = compat.parallelize(block_of(mx, lambda F, x, edges: F.dot(edges, x), hybrid=False))
-    with pytest.raises(compat.UnsupportedError) as error:
-        block(array(mx, 13), array(mx, 13, 13))
-    text = str(error.value)
-    assert text.startswith("'{}' cannot be computed on a part of a batch: ".format(block.name))
-    assert "with 4 rows, MXNet says: " in text and "[4,13] X [4,8]" in text
-    assert "parallelize() cuts each batch by rows" in text
+    block = block_of(mx, lambda F, x, edges: F.dot(edges, x), hybrid=False)
+    texts = whole(mx, block, (array(mx, 13), array(mx, 13, 13)))
+    assert texts == [UNKNOWN.format(block.name) + WHOLE]
+
+
+def test_shapes_that_change_later_run_whole(mx):
+    """What a shard cannot compute, and the trial did not see."""
+
+    def function(F, x):
+        return x + F.ones((13, 8)) if len(x) > 3 else x
+
+    block = block_of(mx, function, hybrid=False)
+    texts = whole(mx, block, (array(mx, 13),), (array(mx, 13),))
+    assert texts == [UNKNOWN.format(block.name) + WHOLE]
 
 
 def test_errors_of_the_users_own_stay(mx):
@@ -150,11 +280,11 @@ def test_errors_of_the_users_own_stay(mx):
 
 @pytest.mark.parametrize("rows", [13, 3, 2])
 @pytest.mark.parametrize("hybrid", [False, True])
-def test_one_number_for_a_batch_is_refused_for_few_rows_too(mx, rows, hybrid):
+def test_one_number_for_a_batch_of_few_rows_too(mx, rows, hybrid):
     """One row a replica, and one number each: that looked like three rows."""
-    block = compat.parallelize(block_of(mx, lambda F, x: F.mean(x), hybrid))
-    with pytest.raises(compat.UnsupportedError, match="a row for each of the batch"):
-        block(array(mx, rows))
+    block = block_of(mx, lambda F, x: F.mean(x), hybrid)
+    texts = whole(mx, block, (array(mx, rows),))
+    assert texts == ([] if hybrid else [TRIED.format(block.name) + WHOLE])
     rowwise = compat.parallelize(block_of(mx, lambda F, x: F.mean(x, axis=1), hybrid))
     assert rowwise(array(mx, rows)).shape == (rows,)
 
@@ -176,23 +306,34 @@ def test_cells_unrolled_with_time_first(mx, layout):
     inputs = mx.nd.array(np.random.RandomState(0).normal(size=shape))
     block = Unrolled()
     block.initialize()
-    expected = block(inputs).asnumpy()
-    compat.parallelize(block)
-    if layout == "NTC":
-        assert difference([expected], [block(inputs).asnumpy()]) < 1e-6
-        return
-    with pytest.raises(compat.UnsupportedError, match="parallelize\\(\\) cuts each batch by rows"):
-        block(inputs)
+    assert len(whole(mx, block, (inputs,))) == (layout == "TNC")
+
+
+def test_time_first(mx):
+    """A layer whose first dimension is time is not divided by it; between transposes it is."""
+    inputs = mx.nd.array(np.random.RandomState(0).normal(size=(13, 4, 6)))
+    gru = mx.gluon.rnn.GRU(5, input_size=6)
+    gru.initialize()
+    texts = whole(mx, gru, (inputs,))
+    assert len(texts) == 1 and "computes across the rows of a batch" in texts[0]
+    net = mx.gluon.nn.HybridSequential()
+    swapped = mx.gluon.nn.HybridLambda(lambda F, x: F.swapaxes(x, 0, 1))
+    net.add(swapped, mx.gluon.rnn.GRU(5, input_size=6))
+    net.initialize()
+    assert whole(mx, net, (inputs,)) == []  # the rows are in the second dimension of what it gives
 
 
 @pytest.mark.parametrize("layers", [1, 4])
-def test_hidden_states_given_from_outside_are_refused(mx, layers):
+def test_hidden_states_given_from_outside_run_whole(mx, layers):
     """Their rows are in the second dimension."""
     lstm = mx.gluon.rnn.LSTM(5, layout="NTC", input_size=6, num_layers=layers)
-    net = compat.parallelize(lstm)
-    net.initialize()
-    with pytest.raises(compat.UnsupportedError):
-        net(mx.nd.ones((4, 3, 6)), net.begin_state(4))
+    lstm.initialize()
+    inputs, states = mx.nd.array(np.random.RandomState(0).normal(size=(4, 3, 6))), None
+    states = lstm.begin_state(4)
+    expected = lstm(inputs, states)[0].asnumpy()
+    with pytest.warns(compat.CompatWarning, match="with the whole batch"):
+        found = compat.parallelize(lstm)(inputs, states)[0].asnumpy()
+    assert difference([expected], [found]) < 1e-6
 
 
 # States -----------------------------------------------------------------------------------------
@@ -242,18 +383,46 @@ def test_step_counters_count_once(mx, kind):
 
 @pytest.mark.parametrize("kind", ["sum, set", "sum, in place"])
 @pytest.mark.parametrize("training", [False, True])
-def test_states_that_depend_on_rows_are_refused(mx, kind, training):
-    block = compat.parallelize(counting(mx, kind))
-    block.initialize()
-    with pytest.raises(compat.UnsupportedError) as error:
-        with mx.autograd.record() if training else mx.autograd.pause():
-            block(array(mx, 13))
-    assert str(error.value) == (
-        "The replicas of the block {!r} set its parameter {!r} to different values, each from its "
-        "own rows, and whether these are to be added up or averaged only the block knows. Set it "
-        "outside of the block, from results for the whole batch; or run the block on one device: "
-        "parallelize(block, gpus=1).".format(block.name, block.state.name)
-    )
+def test_states_that_depend_on_rows_run_whole(mx, kind, training):
+    """All contexts then have one context's state."""
+    found = []
+    for parallel in (False, True):
+        block = counting(mx, kind)
+        if parallel:
+            compat.parallelize(block)
+        block.initialize()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", compat.CompatWarning)
+            for rows in (13, 2):
+                with mx.autograd.record() if training else mx.autograd.pause():
+                    block(array(mx, rows))
+        state = block.collect_params()[block.state.name]
+        found.append([a.asscalar() for a in state.list_data()])
+    assert max(abs(value - found[0][0]) for value in found[1]) < 1e-4
+    operation = "that sets the parameter {!r}".format(block.state.name)
+    texts = [str(w.message) for w in caught if issubclass(w.category, compat.CompatWarning)]
+    assert texts == [MIXED.format(operation, block.name) + WHOLE]
+
+
+def test_running_statistics_behind_an_operation_across_rows(mx):
+    """Those of the whole batch, on all contexts, though the backward pass writes one's alone."""
+    results = []
+    for parallel in (False, True):
+        net = mx.gluon.nn.HybridSequential()
+        net.add(block_of(mx, ACROSS["mean"]), mx.gluon.nn.BatchNorm(momentum=0.5))
+        if parallel:
+            compat.parallelize(net)
+        net.initialize()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", compat.CompatWarning)
+            for rows in (13, 5):
+                with mx.autograd.record():
+                    loss = (net(array(mx, rows)) ** 2).sum()
+                loss.backward()
+        results.append([p.list_data() for p in net.collect_params().values()])
+    for (expected,), found in zip(*results):
+        for each in found:
+            np.testing.assert_allclose(each.asnumpy(), expected.asnumpy(), atol=1e-5)
 
 
 def test_running_statistics_of_operations(mx):
@@ -316,8 +485,14 @@ def test_states_that_a_backward_pass_sets_by_rows_are_refused(mx):
     block.initialize()
     inputs = array(mx, 13)
     inputs.attach_grad()
-    with pytest.raises(compat.UnsupportedError, match="to different values"):
+    with pytest.raises(compat.UnsupportedError) as error:
         for _ in range(2):
             with mx.autograd.record():
                 loss = (block(inputs) ** 2).sum()
             loss.backward()
+    assert str(error.value) == (
+        "The replicas of the block {!r} set its parameter {!r} to different values, each from its "
+        "own rows, and whether these are to be added up or averaged only the block knows. Set it "
+        "outside of the block, from results for the whole batch; or run the block on one device: "
+        "parallelize(block, gpus=1).".format(block.name, block.mean.name)
+    )

@@ -176,7 +176,7 @@ import mxnet as mx
 from compat import _ranks
 from compat._backends.mxnet import ranks
 
-engine = ranks.Horovod.join(_ranks.own_place())
+engine = ranks.MXNetHorovod.join(_ranks.own_place())
 rank = compat.rank()
 arrays = [
     mx.nd.array([[1, 2], [3, 4]], mx.cpu(index), dtype) * (rank + 1)

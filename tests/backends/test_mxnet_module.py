@@ -1,10 +1,12 @@
 """``mx.mod.Module`` on several contexts: its calls give one context's numbers."""
 
+import warnings
+
 import numpy as np
 import pytest
 
 import compat
-from compat import _registry, _replicas, errors
+from compat import _registry, _replicas
 from compat._backends.mxnet.op_placement import products as placement
 from compat.testing import in_span, span
 
@@ -258,56 +260,100 @@ def test_with_an_optimizer_it_stays_where_it_is(mx):
     assert compat.parallelize(module, gpus=1) is module  # it is there
 
 
-def test_a_loss_divided_by_the_batch_is_refused(mx):
-    def refused(loss, call, **labels):
-        with pytest.raises(compat.UnsupportedError) as error:
-            call(mx.mod.Module(loss, **labels))
-        return str(error.value)
-
-    def bind(module):
-        compat.parallelize(module).bind([("data", (61, 8))])
-
-    text = refused(symbol(mx, normalization="batch"), bind)
-    assert text == (
-        "A Module on several devices must not divide its loss by the batch, since each "
-        "device sees a shard of it: {}. Leave the division to the optimizer's rescale_grad, "
-        "which is 1/batch size.".format("softmax has normalization='batch'")
-    )
-    mean = mx.sym.MakeLoss(mx.sym.mean(symbol(mx).get_internals()["b_output"]), name="loss")
-    text = refused(mean, bind, label_names=None)
-    assert text == (
-        "A Module on several devices must not divide its loss by the batch, since each "
-        "device sees a shard of it: {}. Leave the division to the optimizer's rescale_grad, "
-        "which is 1/batch size.".format("loss has no row for each of the batch")
-    )
-    # One that is bound already stays as it is.
-    module = mx.mod.Module(mean, label_names=None)
-    module.bind([("data", (61, 8))])
-    group = module._exec_group
-    with pytest.raises(compat.UnsupportedError):
-        compat.parallelize(module)
-    assert module._exec_group is group and len(module._context) == 1
+def losses(mx):
+    """Symbols that mix rows, each with the operation that does."""
+    sym = mx.sym
+    plain = symbol(mx).get_internals()["b_output"]
+    label = sym.var("softmax_label")
+    softmax = sym.softmax(plain, axis=0, name="over_rows")
+    centred = sym.broadcast_sub(plain, sym.mean(plain, axis=0, keepdims=True, name="mean_of_rows"))
+    return {
+        "softmax": symbol(mx, normalization="batch"),
+        "mean_loss": sym.MakeLoss(sym.mean(plain * plain), name="mean_loss"),
+        "total": sym.MakeLoss(sym.sum(sym.square(plain)), name="total"),
+        "mean_of_rows": sym.SoftmaxOutput(centred, label, name="softmax"),
+        "over_rows": sym.SoftmaxOutput(softmax * 3, label, name="softmax"),
+    }
 
 
-def test_operations_across_rows_are_refused(mx):
-    data, sym = mx.sym.var("data"), mx.sym
-    centred = sym.broadcast_sub(data, sym.mean(data, axis=0, keepdims=True, name="mean"))
-    softmax = sym.softmax(data, axis=0, name="weights")
-    for inner, name in ((centred, "mean"), (softmax, "weights")):
-        loss = sym.LinearRegressionOutput(inner, name="lin")
-        module = compat.parallelize(mx.mod.Module(loss, label_names=["lin_label"]))
-        with pytest.raises(compat.UnsupportedError) as error:
-            module.bind([("data", (61, 8))], [("lin_label", (61, 8))])
-        problem = "its operation {} computes across rows".format(name)
-        assert str(error.value) == str(errors.rows_cannot_be_cut("The Module", problem))
+@pytest.mark.parametrize("bound_first", [False, True])
+@pytest.mark.parametrize(
+    "name", in_span(["softmax", "mean_loss", "total", "mean_of_rows", "over_rows"], ["softmax"])
+)
+def test_what_computes_across_rows_runs_whole(mx, name, bound_first):
+    """With one context's numbers, for batches of any size, and a warning."""
+    loss = losses(mx)[name]
+    labels = ["softmax_label"] if "softmax_label" in loss.list_arguments() else None
+    shapes = [("softmax_label", (61,))] if labels else None
+    results = []
+    for parallel in (False, True):
+        module = mx.mod.Module(loss, label_names=labels)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("ignore")  # of SciPy, which MXNet imports
+            warnings.simplefilter("always", compat.CompatWarning)
+            if parallel and not bound_first:
+                compat.parallelize(module)
+            module.bind([("data", (61, 8))], shapes)
+            if parallel and bound_first:
+                compat.parallelize(module)
+        module.init_params(arg_params=parameters(mx))
+        optimised(module)
+        found = []
+        for rows in (61, 2, 13):
+            inputs, targets = [mx.nd.array(array) for array in data(rows)]
+            fed = mx.io.DataBatch([inputs / 10], [targets] if labels else None)
+            module.forward_backward(fed)
+            module.update()
+            found.append(module.get_outputs()[0].asnumpy())
+        results.append(found + weights(module))
+    assert difference(*results) < 1e-5
+    assert [str(w.message) for w in caught] == [
+        "The operation {} of 'Module' computes across the rows of a batch, of which each device "
+        "has a part. The Module runs on cpu(0) with the whole batch.".format(name)
+    ]
+    before = {each.device: each.rows for each in compat.report().devices}
+    module.forward(fed)
+    done = [each.rows - before[each.device] for each in compat.report().devices]
+    assert done == [13, 0, 0]
 
 
-def test_sums_are_refused(mx):
-    """Each context would give its own."""
-    total = mx.sym.MakeLoss(mx.sym.sum(mx.sym.square(mx.sym.var("data"))), name="total")
-    module = compat.parallelize(mx.mod.Module(total, label_names=None))
-    with pytest.raises(compat.UnsupportedError, match="total has no row for each of the batch"):
-        module.bind([("data", (61, 8))])
+@span
+def test_operations_without_a_rule_are_tried(mx):
+    """Before there is a batch, with random numbers."""
+
+    class Operation(mx.operator.CustomOp):
+        def __init__(self, mixes):
+            super().__init__()
+            self.mixes = mixes
+
+        def forward(self, is_train, req, in_data, out_data, aux):
+            x = in_data[0]
+            mean = x.mean(axis=0, keepdims=True) if self.mixes else 1
+            self.assign(out_data[0], req[0], x - mean)
+
+    @mx.operator.register("compat_module")
+    class Prop(mx.operator.CustomOpProp):
+        def __init__(self, mixes):
+            super().__init__(need_top_grad=True)
+            self.mixes = mixes == "True"
+
+        def create_operator(self, context, shapes, types):
+            return Operation(self.mixes)
+
+    for mixes in (False, True):
+        net = mx.sym.Custom(mx.sym.var("data"), op_type="compat_module", mixes=mixes, name="own")
+        module = compat.parallelize(mx.mod.Module(net, label_names=None))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("ignore")  # of SciPy, which MXNet imports
+            warnings.simplefilter("always", compat.CompatWarning)
+            module.bind([("data", (13, 8))], for_training=False)
+        module.init_params()
+        inputs = data(13)[0]
+        module.forward(mx.io.DataBatch([mx.nd.array(inputs)], None))
+        expected = inputs - (inputs.mean(axis=0, keepdims=True) if mixes else 1)
+        np.testing.assert_allclose(module.get_outputs()[0].asnumpy(), expected, atol=1e-6)
+        assert len(caught) == mixes
+        assert len(module._exec_group.execs) == (1 if mixes else 3)
 
 
 def test_rows_in_another_dimension(mx):

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import compat
-from compat import errors
 from compat.testing import in_span, initialise, keras_under_test, optimizer, span
 
 from . import graph_cases
@@ -254,76 +253,187 @@ def test_losses_that_are_sums(keras):
     )
 
 
-# What cannot be ---------------------------------------------------------------------------------
+# What is not known, what has other rows -----------------------------------------------------------
+
+WHOLE = (
+    "Model {!r} {}compute{} across the rows of a batch, of which each device has a part{} The "
+    "model runs on cpu(0) with the whole batch."
+)
 
 
-def test_state_of_an_unknown_operation_is_refused(keras):
+def unknown(name):
+    return WHOLE.format(name, "may ", "", ": compat has no rule for it, and cannot try it.")
+
+
+@pytest.mark.parametrize("kind", ["rows", "mixed", "state"])
+def test_operations_without_a_rule_are_tried(keras, kind):
+    """Of the user's own: it is divided, or left to the first device; so is one with a state."""
     import mxnet as mx
 
-    class Counting(mx.operator.CustomOp):
+    class Operation(mx.operator.CustomOp):
         def forward(self, is_train, req, in_data, out_data, aux):
-            aux[0][:] += in_data[0].sum()
-            self.assign(out_data[0], req[0], in_data[0])
+            x = in_data[0]
+            if kind == "mixed":
+                x = x - x.mean(axis=0, keepdims=True)
+            if kind == "state":
+                aux[0][:] += x.sum()
+                x = x + 0.01 * aux[0]
+            self.assign(out_data[0], req[0], x)
 
         def backward(self, req, out_grad, in_data, out_data, in_grad, aux):
-            self.assign(in_grad[0], req[0], out_grad[0])
+            x = out_grad[0]
+            if kind == "mixed":
+                x = x - x.mean(axis=0, keepdims=True)
+            self.assign(in_grad[0], req[0], x)
 
-    @mx.operator.register("compat_counting")
+    @mx.operator.register("compat_{}".format(kind))
     class Prop(mx.operator.CustomOpProp):
         def list_auxiliary_states(self):
-            return ["count"]
+            return ["count"] if kind == "state" else []
 
         def infer_shape(self, in_shape):
-            return in_shape, [in_shape[0]], [(1,)]
+            return in_shape, [in_shape[0]], [(1,)] if kind == "state" else []
 
         def create_operator(self, context, shapes, types):
-            return Counting()
+            return Operation()
 
-    model = lambda_model(
-        keras, lambda x: mx.sym.Custom(x, op_type="compat_counting", name="counter")
-    )
-    compat.parallelize(model).compile("sgd", "mse")
-    with pytest.raises(compat.UnsupportedError) as error:
-        model.train_on_batch(np.ones((13, 8)), np.ones((13, 4)))
-    assert str(error.value) == (
-        "The operation Custom of '{}' has the state 'counter_count', which several devices would "
-        "each change by their own rows. How these go together is known of BatchNorm's averages "
-        "only. parallelize(model, gpus=1) runs it on one device.".format(model.name)
-    )
+    def function(x):
+        return mx.sym.Custom(x, op_type="compat_{}".format(kind), name="own_" + kind)
+
+    texts = graph_cases.one_devices_numbers(keras, lambda: lambda_model(keras, function, "own"))
+    reason = {
+        "state": "computes across the rows of a batch, of which each device has a part.",
+        "mixed": "gives other numbers for three rows of a batch together than for two of them and "
+        "the third, and each device has a part of the batch.",
+    }
+    assert texts == [
+        "The operation own_{} of 'own' {} It, and all that follows from it, runs on cpu(0) with "
+        "the whole batch.".format(kind, reason[kind])
+        for _ in range(kind != "rows")
+    ]
+
+
+def test_a_rule_that_is_wrong_is_found_by_the_trial(keras, monkeypatch):
+    """As for a table that errs: what three rows of the first batch give has the last word."""
+    from compat import _rows
+    from compat._backends.mxnet import row_operations
+
+    wrong = dict(row_operations.RULES, softmax=lambda op: _rows.pointwise(op.values))
+    monkeypatch.setattr(row_operations, "RULES", wrong)
+    function = graph_cases.across_rows(keras.backend)["softmax"]
+    texts = graph_cases.one_devices_numbers(keras, lambda: graph_cases.model_of(keras, function))
+    assert len(texts) == 1 and "gives other numbers for three rows of a batch together" in texts[0]
 
 
 @span
-def test_inputs_with_other_numbers_of_rows_are_refused(keras):
+def test_inputs_with_other_numbers_of_rows_run_whole(keras):
+    """A model that reads a memory. keras-mxnet alone refuses it."""
     layers, K = keras.layers, keras.backend
     queries, memory = layers.Input(shape=(8,)), layers.Input(shape=(8,))
     whole = layers.Lambda(lambda pair: pair[0] + K.mean(pair[1], axis=0, keepdims=True))
     model = keras.models.Model([queries, memory], whole([queries, memory]), name="memory")
     compat.parallelize(model).compile("sgd", "mse")
-    with pytest.raises(compat.UnsupportedError) as error:
-        model.predict_on_batch([np.ones((6, 8)), np.ones((11, 8))])
-    problem = "its inputs have rows: 6 of {}, 11 of {}".format(queries.name, memory.name)
-    assert str(error.value) == str(errors.rows_cannot_be_cut("memory", problem))
+    first, second = [np.random.RandomState(n).normal(size=(n, 8)) for n in (6, 11)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", compat.CompatWarning)
+        for _ in range(2):
+            found = model.predict_on_batch([first, second])
+            np.testing.assert_allclose(found, first + second.mean(axis=0), atol=1e-6)
+    said = [str(w.message) for w in caught if issubclass(w.category, compat.CompatWarning)]
+    assert said == [WHOLE.format("memory", "", "s", ".")]
 
 
-def test_shapes_that_mxnet_cannot_infer_are_an_error_with_its_reason(keras):
-    """They were a TypeError of zip()."""
+def test_shapes_for_one_number_of_rows_run_whole(keras):
     import mxnet as mx
 
-    # For batches of 13 rows only.
-    model = lambda_model(keras, lambda x: x + mx.sym.ones((13, 5)), name="fixed")
-    inputs = np.ones((13, 8))
-    plain = model.predict_on_batch(inputs)
-    assert plain.shape == (13, 4)
-    compat.parallelize(model)
-    with pytest.raises(compat.UnsupportedError) as error:
-        model.predict_on_batch(inputs)
-    problem, hint = str(error.value).splitlines()
-    assert problem.startswith("'fixed' cannot be computed on a part of a batch: with 1009 rows, ")
-    assert "expected [1009,5], got [13,5]" in problem
-    assert hint == (
-        "parallelize() cuts each batch by rows: every input needs one row for each sample, and "
-        "nothing may depend on how many there are. parallelize(model, gpus=1) runs it whole, on "
-        "one device."
+    def build():  # for batches of 13 rows only
+        return lambda_model(keras, lambda x: x + mx.sym.ones((13, 5)), name="fixed")
+
+    texts = graph_cases.one_devices_numbers(keras, build, rows=(13, 13))
+    assert texts == [unknown("fixed")]
+
+
+def test_strict_makes_it_an_error(keras, monkeypatch):
+    monkeypatch.setattr(compat._process.process.configuration.settings, "strict", True)
+    model = graph_cases.model_of(keras, graph_cases.across_rows(keras.backend)["mean"])
+    compat.parallelize(model).compile("sgd", "mse")
+    with pytest.raises(compat.UnsupportedError, match="computes across the rows of a batch"):
+        model.train_on_batch(np.ones((13, 8)), np.ones((13, 4)))
+
+
+@pytest.mark.parametrize("kind", ["target", "state", "channels_first"])
+def test_what_has_rows_that_keras_does_not_feed(keras, kind):
+    """MXNet's text of a number of rows that compat made up was shown."""
+    K, layers = keras.backend, keras.layers
+    random = np.random.RandomState(0)
+    results = []
+    for parallel in (False, True):
+        x = layers.Input(shape=(4, 3))
+        options = {}
+        if kind == "state":
+            states = [K.zeros((13, 5)), K.zeros((13, 5))]
+            y = layers.LSTM(5, unroll=True)(x, initial_state=states)
+            y = layers.Dense(2)(y)
+        else:
+            y = layers.Dense(2)(layers.Flatten()(x))
+        model = initialise(keras.models.Model(x, y))
+        if kind == "target":
+            options = {"target_tensors": [K.placeholder((None, 2))]}
+        if parallel:
+            compat.parallelize(model)
+        loss = "mse"
+        if kind == "channels_first":
+            loss = lambda t, p: K.mean(K.square(K.permute_dimensions(t - p, (1, 0))), axis=0)  # noqa: E731
+        inputs, targets = random.normal(size=(13, 4, 3)), random.normal(size=(13, 2))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model.compile(optimizer(keras, "sgd"), loss, **options)
+            model.train_on_batch(inputs, targets)
+        results.append(model.get_weights())
+        random = np.random.RandomState(0)
+    for one, several in zip(*results):
+        np.testing.assert_allclose(one, several, atol=1e-5)
+
+
+def test_sparse_matrices_of_scipy(keras):
+    sparse = pytest.importorskip("scipy.sparse")
+    inputs = sparse.random(13, 8, 0.5, "csr", "float32", np.random.RandomState(0))
+    results = []
+    for parallel in (False, True):
+        first = keras.layers.Input(shape=(8,), sparse=True)
+        model = initialise(keras.models.Model(first, keras.layers.Dense(4)(first)))
+        if parallel:
+            compat.parallelize(model)
+        model.compile(optimizer(keras, "sgd"), "mse")
+        model.train_on_batch(inputs, np.ones((13, 4)))
+        results.append([model.predict_on_batch(inputs)] + model.get_weights())
+    for one, several in zip(*results):
+        np.testing.assert_allclose(one, several, atol=1e-5)
+
+
+def test_a_row_computed_for_an_empty_shard_gives_no_gradient(keras):
+    """That of a loss layer comes from nowhere else, so no zeros from above take it away."""
+    mx, weights = pytest.importorskip("mxnet"), []
+    for parallel in (False, True):
+        model = initialise(lambda_model(keras, lambda x: mx.sym.make_loss(mx.sym.tanh(x))))
+        if parallel:
+            compat.parallelize(model)
+        model.compile(optimizer(keras, "sgd"), "mse")
+        random = np.random.RandomState(0)
+        for rows in (2, 1, 4):
+            model.train_on_batch(random.normal(size=(rows, 8)), random.normal(size=(rows, 4)))
+        weights.append(model.get_weights())
+    assert graph_cases.largest_difference(*weights) < 1e-6
+
+
+def test_rows_along_another_axis_of_the_output_run_whole(keras):
+    """As where ``x[0]`` keeps its axis, which it does on keras-mxnet alone."""
+    mx = pytest.importorskip("mxnet")
+    texts = graph_cases.one_devices_numbers(
+        keras, lambda: lambda_model(keras, lambda x: mx.sym.expand_dims(x, axis=0), "turned")
     )
-    compat.parallelize(model, gpus=1)
-    np.testing.assert_array_equal(model.predict_on_batch(inputs), plain)
+    (text,) = texts
+    assert text.partition("' ")[2] == (
+        "computes across the rows of a batch, of which each device has a part. It, and all that "
+        "follows from it, runs on cpu(0) with the whole batch."
+    )

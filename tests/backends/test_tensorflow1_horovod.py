@@ -29,7 +29,7 @@ class TestTensorFlow1Horovod(RanksContract):
 WAYS = """
 import tensorflow as tf
 
-from compat._backends.tensorflow1.step_counter import counting_after_reading
+from compat._backends.tensorflow1.step_counter import updates_in_order
 
 
 def ordered(adam):
@@ -37,8 +37,7 @@ def ordered(adam):
     get_updates = adam.get_updates
 
     def get_updates_in_order(loss, params):
-        with counting_after_reading(adam.iterations):
-            return get_updates(loss=loss, params=params)
+        return updates_in_order(adam, get_updates, loss, params)
 
     if compat.size() == 1:
         adam.get_updates = get_updates_in_order

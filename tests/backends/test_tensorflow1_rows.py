@@ -11,6 +11,7 @@ import tensorflow as tf
 import compat
 from compat import _keras
 from compat._backends.tensorflow1.graph import ancestors, v1_names
+from compat._process import process
 from compat.testing import (
     CASES,
     DEVICES,
@@ -61,6 +62,29 @@ def warned(function):
         warnings.simplefilter("always")
         function()
     return [str(w.message) for w in caught if issubclass(w.category, compat.CompatWarning)]
+
+
+MIXED = "computes across the rows of a batch, of which each device has a part."
+TRIED = (
+    "gives other numbers for three rows of a batch together than for two of them and the third, "
+    "and each device has a part of the batch."
+)
+UNTRIED = (
+    "may compute across the rows of a batch, of which each device has a part: compat has no rule "
+    "for it, and cannot try it."
+)
+
+
+def assert_runs_whole(texts, model, operation, layer, why=MIXED):
+    """There is one warning, which names the operation, the layer and the line in this file."""
+    (text,) = texts
+    assert re.fullmatch(
+        r"The operation {} \(\w+\) in {} \(test_tensorflow1_rows\.py, line \d+\) of '{}' {} It, "
+        r"and all that follows from it, runs on /device:CPU:0 with the whole batch\.".format(
+            operation, layer, model.name, re.escape(why)
+        ),
+        text,
+    )
 
 
 def train_function(model):
@@ -240,20 +264,15 @@ def test_write_that_a_call_waits_for_runs_once(keras, what):
 
 
 @span
-def test_write_of_a_call_that_no_rule_covers_is_refused(keras):
+def test_write_of_a_call_that_depends_on_rows_runs_whole(keras):
     def value(x):
         return tf.reduce_sum(tf.boolean_mask(x, x[:, 0] > 0))
 
-    _, parallel = one_and_three(lambda: model_with(keras, layer_that_waits(keras, value)))
-    with pytest.raises(compat.UnsupportedError) as raised:
-        parallel.train_on_batch(rows_of(13), rows_of(13, 2))
-    assert re.fullmatch(
-        r"Model '{}' writes the variable waiting\S* while it computes its outputs, and what it "
-        r"writes depends on the batch: each device would write another value. Make it an update "
-        r"of the layer, layer.add_update\(\), which parallelize\(\) runs once a step, of the whole "
-        r"batch\.".format(parallel.name),
-        str(raised.value),
-    )
+    models = one_and_three(lambda: model_with(keras, layer_that_waits(keras, value)))
+    differences = []
+    texts = warned(lambda: differences.append(train_both(models)))
+    assert differences[0] <= 1e-5
+    assert_runs_whole(texts, models[1], r"waiting\S*", "waiting")
 
 
 def test_metrics_of_layers(keras):
@@ -342,15 +361,64 @@ def test_layers_across_rows_see_the_whole_batch(keras, name):
     differences = []
     texts = warned(lambda: differences.append(train_both(models)))
     assert differences[0] <= 1e-6
-    assert len(texts) == 1
-    operations = r"\S+ \(\w+\)(, \S+ \(\w+\))*( and others)?"
-    assert re.fullmatch(
-        r"Model '{}' computes across the rows of a batch on the way to its outputs: {}[_0-9]*/{}\. "
-        r"That, and all that needs it, parallelize\(\) runs of the whole batch, on one device: "
-        r"dense_{}\. To have these divided, compute across rows after them, or in the "
-        r"loss\.".format(models[1].name, name, operations, operations),
-        texts[0],
-    )
+    assert_runs_whole(texts, models[1], r"{}[_0-9]*/\S+".format(name), name)
+
+
+def scanned(x):
+    return tf.scan(lambda total, row: 0.5 * total + row, x)
+
+
+def summed_in_a_loop(x):
+    def step(row, total):
+        return row + 1, total + x[row]
+
+    count = tf.shape(x)[0]
+    total = tf.while_loop(lambda row, _: row < count, step, [0, tf.zeros_like(x[0])])[1]
+    return x + 0.1 * total
+
+
+def paired(x):
+    pairs = tf.range(tf.shape(x)[0]) // 2
+    return tf.gather(tf.segment_mean(x, pairs), pairs)
+
+
+def of_numpy(x):
+    result = v1.py_func(lambda x: np.float32(np.eye(len(x))[::-1]), [x], "float32")
+    return tf.matmul(tf.stop_gradient(tf.reshape(result, (tf.shape(x)[0],) * 2)), x)
+
+
+#: TensorFlow 2 has another name for what ``paired`` calls.
+UNTOLD = [scanned, summed_in_a_loop, of_numpy] + [paired] * hasattr(tf, "segment_mean")
+
+
+@pytest.mark.parametrize("function", UNTOLD)
+def test_what_no_rule_knows_is_tried(keras, function):
+    name = function.__name__
+
+    def across(x):
+        result = function(x)
+        result.set_shape((None, 3))
+        return result
+
+    models = one_and_three(lambda: model_with(keras, keras.layers.Lambda(across, name=name)))
+    differences = []
+    texts = warned(lambda: differences.append(train_both(models)))
+    assert differences[0] <= 1e-5
+    (text,) = texts
+    assert " in {} (test_tensorflow1_rows.py, line ".format(name) in text
+    assert "runs on /device:CPU:0 with the whole batch" in text
+
+
+def test_loops_that_compute_rows_by_themselves_are_divided(keras):
+    def mapped(x):
+        result = tf.map_fn(lambda row: row * tf.reduce_sum(row), x)
+        result.set_shape((None, 3))
+        return result
+
+    models = one_and_three(lambda: model_with(keras, keras.layers.Lambda(mapped)))
+    differences = []
+    assert not warned(lambda: differences.append(train_both(models)))
+    assert differences[0] <= 1e-5
 
 
 @span
@@ -432,9 +500,7 @@ def fixed_shapes(keras, x):
     return layers.Dropout(0.5)(x)
 
 
-@pytest.mark.parametrize(
-    "hidden", in_span([fixed_recurrent, fixed_shapes], [fixed_recurrent, fixed_shapes])
-)
+@pytest.mark.parametrize("hidden", in_span([fixed_recurrent, fixed_shapes], [fixed_shapes]))
 def test_fixed_number_of_rows(keras, hidden):
     layers = keras.layers
     found = []
@@ -450,6 +516,32 @@ def test_fixed_number_of_rows(keras, hidden):
         )
         assert np.isfinite(model.train_on_batch(batch, rows_of(7, 2)))
     assert largest_difference(*found) <= 1e-5
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+def test_fixed_number_of_rows_is_tried(keras, mixes):
+    """With all of its rows: a loop over time, and one over rows, which no rule tells."""
+    layers, found = keras.layers, []
+
+    def totals(x):
+        if mixes:
+            return tf.scan(lambda total, row: total + row, x)
+        return tf.transpose(tf.scan(lambda total, step: total + step, tf.transpose(x)))
+
+    def check():
+        for parallel in (False, True):
+            inputs = layers.Input(batch_shape=(7, 4))
+            hidden = layers.Lambda(totals, output_shape=(4,))(layers.Dense(4)(inputs))
+            model = initialise(keras.models.Model(inputs, layers.Dense(2)(hidden)))
+            if parallel:
+                compat.parallelize(model)
+            model.compile("sgd", "mse")
+            losses = [model.train_on_batch(rows_of(7), rows_of(7, 2, seed=7)) for _ in range(2)]
+            found.append(model.get_weights() + [np.array(losses)])
+
+    texts = warned(check)
+    assert largest_difference(*found) <= 1e-5
+    assert len(texts) == mixes and all("runs on " in text for text in texts)
 
 
 @span
@@ -534,6 +626,44 @@ if not _keras.wraps_a_model(keras_under_test().models.Sequential()):  # from 2.2
 
 def replicas_of(model):
     return vars(model)["_compat_functions"]._replicas
+
+
+def test_training_function_of_the_users_own(keras):
+    """Adversarial training replaces Keras' by one that calls it."""
+    _, parallel = models = one_and_three(lambda: CASES["dense"].build(keras), CASES["dense"].loss)
+    inputs, targets = CASES["dense"].data(13)
+    calls = []
+    for model in models:
+        made = train_function(model)
+
+        def call(values, made=made):
+            calls.append(len(values))
+            return made(values)
+
+        _keras.inner_model(model).train_function = call
+    losses = [[model.train_on_batch(inputs, targets) for _ in range(2)] for model in models]
+    assert len(calls) == 4
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
+    assert np.isfinite(parallel.predict_on_batch(inputs)).all()
+
+
+@span
+def test_what_runs_whole_is_an_error_under_strict(keras, monkeypatch):
+    monkeypatch.setattr(process.configuration.settings, "strict", True)
+    layer = keras.layers.Lambda(
+        lambda x: ACROSS_ROWS["centered"](keras.backend, x), name="centered"
+    )
+    _, parallel = one_and_three(lambda: model_with(keras, layer))
+    with pytest.raises(compat.UnsupportedError) as raised:
+        parallel.train_on_batch(rows_of(13), rows_of(13, 2))
+    assert re.fullmatch(
+        r"The operation centered\S* \(Sub\) in centered \(test_tensorflow1_rows\.py, line \d+\) of "
+        r"'{}' {} It would have to run on /device:CPU:0 with the whole batch, which strict=True "
+        r"makes an error\. Compute it in the loss passed to compile\(\), which sees the whole "
+        r"batch; run the model on one device, with parallelize\(model, gpus=1\); or drop "
+        r"strict=True\.".format(parallel.name, re.escape(MIXED)),
+        str(raised.value),
+    )
 
 
 # Variables ------------------------------------------------------------------------------------
@@ -642,37 +772,55 @@ def test_inputs_that_are_variables_are_refused(keras):
 
 
 @span
-def test_what_a_loss_takes_of_a_loop_must_have_rows(keras):
+def test_what_a_loss_takes_of_a_loop_is_of_the_whole_batch(keras):
     class Looping(keras.layers.Layer):
         def call(self, x):
             def step(count, total, rows):
-                return count + 1, total + tf.reduce_sum(rows), 2.0 * rows
+                return count + 1, total + tf.reduce_sum(rows), 0.5 * rows
 
             _, total, rows = tf.while_loop(lambda count, *_: count < 3, step, [0, 0.0, x])
-            self.add_loss(total)
+            self.add_loss(0.01 * tf.square(total))
             return rows
 
         def compute_output_shape(self, input_shape):
             return input_shape
 
-    _, parallel = one_and_three(lambda: model_with(keras, Looping(name="looping")))
-    with pytest.raises(compat.UnsupportedError) as raised:
-        parallel.train_on_batch(rows_of(13), rows_of(13, 2))
-    assert re.fullmatch(
-        r"A loss, a metric or an update of model '{}' needs 'looping\S*', which a loop computes "
-        r"and which has no rows, so parallelize\(\) does not know what it is of the whole batch\. "
-        r"Compute it from the loop's rows, or train on one device, with parallelize\(model, "
-        r"gpus=1\)\.".format(parallel.name),
-        str(raised.value),
-    )
+    models = one_and_three(lambda: model_with(keras, Looping(name="looping")))
+    assert train_both(models) <= 1e-5
+
+
+def loops(K):
+    """Losses with a loop."""
+
+    def recurrent(expected, found):
+        steps = K.expand_dims(found, 1) + K.zeros((1, 4, 1))
+        _, outputs, _ = K.rnn(
+            lambda x, states: (K.tanh(x + states[0]),) * 1 + ([x],), steps, [found]
+        )
+        return K.mean(K.square(outputs[:, -1] - expected), axis=-1)
+
+    return {
+        "K.rnn": recurrent,
+        "scan": lambda t, y: K.sum(K.square(tf.scan(lambda a, row: 0.5 * a + row, y) - t)),
+        "map_fn": lambda t, y: tf.map_fn(lambda row: K.sum(K.square(row)), y - t),
+    }
+
+
+@pytest.mark.parametrize("name", in_span(["K.rnn", "scan", "map_fn"], ["scan"]))
+def test_losses_with_a_loop(keras, name):
+    def build():
+        inputs = keras.layers.Input(shape=(4,))
+        return keras.models.Model(inputs, keras.layers.Dense(2)(inputs))
+
+    models = one_and_three(build, loops(keras.backend)[name])
+    assert train_both(models) <= 1e-5
 
 
 @span
 def test_products_that_a_loss_alone_needs_and_that_cannot_be_divided(keras):
     class Selecting(keras.layers.Layer):
         def call(self, x):
-            chosen = tf.boolean_mask(x, x[:, 0] > 0)
-            self.add_loss(tf.reduce_sum(tf.matmul(chosen, tf.ones((3, 2)))))
+            self.add_loss(tf.reduce_sum(tf.matmul(tf.ones((2, 3)), x, transpose_b=True)))
             return x
 
         def compute_output_shape(self, input_shape):
@@ -694,16 +842,16 @@ def test_products_that_a_loss_alone_needs_and_that_cannot_be_divided(keras):
 
 @span
 def test_errors_of_tensorflow_tell_of_the_divided_batch(keras):
-    """What was made for a whole batch of 13 rows does not fit a part of it."""
+    """What takes a whole batch of 13 rows alone fails on a part of it."""
 
-    def shuffled(x):
-        order = v1.py_func(lambda x: np.float32(np.eye(13)), [x], "float32")
-        order.set_shape((None, None))
-        return tf.matmul(tf.identity(order), x)
+    def checked(x):
+        whole = v1.Assert(tf.equal(tf.shape(x)[0] % 13, 0), ["not 13 rows"])
+        with tf.control_dependencies([whole]):
+            return tf.identity(x)
 
     layers = keras.layers
     inputs = layers.Input(shape=(4,))
-    model = keras.models.Model(inputs, layers.Lambda(shuffled, output_shape=(4,))(inputs))
+    model = keras.models.Model(inputs, layers.Lambda(checked, output_shape=(4,))(inputs))
     model = compat.parallelize(model)
     with pytest.raises(tf.errors.InvalidArgumentError) as raised:
         model.predict_on_batch(rows_of(13))

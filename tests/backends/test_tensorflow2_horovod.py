@@ -209,7 +209,6 @@ said["native"] = refusal(lambda: compat.parallelize(tf.function(lambda x: x)))
 """
 
 
-@span
 def test_own_train_steps_eager_steps_and_batches_train_to_the_same_numbers(tmp_path):
     said = ranks.check_same(WAYS, tmp_path)
     assert said[0] == said[1]

@@ -58,12 +58,13 @@ def test_first_calls_are_verified_and_change_nothing(build):
 
 
 class Centred(Plain):
-    """Each row less the mean of all rows of the batch, by a way that no trace follows."""
+    """Each row less the mean of all rows of a batch, if Python sees many: no trace follows that."""
 
     def __call__(self, rows):
         hidden = rows @ self.first
-        mean = tf.numpy_function(lambda x: x.mean(axis=0), [hidden], tf.float32)
-        return (hidden - tf.reshape(mean, [6])) @ self.last
+        if (rows.shape[0] or 0) > 5:
+            hidden -= tf.reduce_mean(hidden, axis=0)
+        return hidden @ self.last
 
 
 @span

@@ -64,7 +64,7 @@ class Net(tf.Module):
         hidden = tf.tanh(rows @ self.first)
         self.calls.assign_add(1)
         self.mean.assign(0.5 * self.mean + 0.5 * tf.reduce_mean(hidden, axis=0))
-        if tf.reduce_sum(hidden) > 1e9:  # for autograph
+        if tf.reduce_sum(self.last) > 1e9:  # for autograph
             hidden = hidden * 2.0
         return hidden @ self.last
 

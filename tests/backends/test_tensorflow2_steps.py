@@ -167,7 +167,6 @@ if TRAIN_STEP:  # TensorFlow 2.0 has no steps of one's own
             apply(self.optimizer, tape, loss, model)
             return {"loss": loss}
 
-    @span
     @pytest.mark.parametrize("verify", [0, 1])
     def test_a_step_that_reaches_no_replica_says_so(keras, verify, monkeypatch):
         monkeypatch.setattr(compat._process.process.configuration.settings, "verify", verify)

@@ -98,8 +98,7 @@ def convolutional():
 
 if hasattr(context.context(), "list_function_names"):  # not 2.3, which records no callers
 
-    @pytest.mark.parametrize("parts", [recurrent, convolutional])
-    @pytest.mark.parametrize("traced_before", [False, True])
+    @pytest.mark.parametrize("parts, traced_before", [(recurrent, False), (convolutional, True)])
     def test_every_kernel_is_shown_where_it_ran(keras, monkeypatch, parts, traced_before):
         """TensorFlow's own word is in the keys of what one device sends to another."""
         model = compat.parallelize(initialise(keras.models.Sequential(parts())))
@@ -115,18 +114,18 @@ if hasattr(context.context(), "list_function_names"):  # not 2.3, which records 
         (host,) = [each for each in planes if each.name == "/host:CPU"]
         senders = devices_that_sent(host)
         assert {device for found in senders.values() for device in found} == set(shown.values())
-        all_time, compared, products = 0, 0, collections.Counter()
+        of_values, compared, products = 0, 0, collections.Counter()
         for event, (node, kind), run in timeline._HostPlane(host).kernels:
             device = shown.get((event.start, "{}: {}".format(kind, node)))
-            all_time += event.duration
+            of_values += "VariableOp" not in kind
             if device is not None and run in senders:
                 assert senders[run] == {device}, event.name
                 compared += 1
             if "MatMul" in kind or "Conv2D" in kind:
                 products[device, "grad" in node] += 1
         assert compared > 100
-        # The rest is on variables, and the input pipeline's eager operations.
-        assert sum(each.duration for each in operations) > 0.7 * all_time
+        # The rest is on variables, and a few of the input pipeline's eager operations.
+        assert len(shown) > 0.9 * of_values
         devices = _api.configured_backend().devices()
         assert set(products) == {(device, back) for device in devices for back in (False, True)}
         assert len(set(products[device, False] for device in devices)) == 1

@@ -13,7 +13,8 @@ import pytest
 
 from compat import errors
 from compat._ranks.place import Place
-from compat.testing import span
+from compat._ranks.saving import written_by_rank_0
+from compat.testing import keras_under_test, span
 
 from . import ranks
 from .test_tensorflow2_horovod import WAYS, OnTensorFlow2, check_overlap, check_parts
@@ -180,12 +181,36 @@ model = compat.parallelize(lambda: keras.Sequential([dense(1, input_shape=(6,))]
 model.compile("sgd", "mse")
 model.fit(inputs, targets, batch_size=rows, epochs=1, shuffle=False, verbose=0)
 model.save_weights(sys.argv[1] + "-saved-by-{}.weights.h5".format(compat.rank()))
+if hasattr(keras, "ops"):  # Keras 3
+    model.save("ram://model.keras")
+    model.export(sys.argv[1] + "-missing/folder/exported", verbose=False)
+    import tensorflow as tf
+    said["ram"] = tf.io.gfile.exists("ram://model.keras") == compat.is_chief()
 said["place"] = [compat.rank(), compat.size(), compat.is_chief()]
 weights["model"] = model.get_weights()
 """
 
 
 @span
+def test_callbacks_of_keras_that_write_are_rank_0s(tmp_path):
+    """One of the user's own, also of such a class, is on all ranks."""
+    callbacks = keras_under_test().callbacks
+
+    class Own(callbacks.CSVLogger):
+        pass
+
+    given = [
+        callbacks.CSVLogger(str(tmp_path / "log")),
+        callbacks.TensorBoard(str(tmp_path / "board")),
+        callbacks.BackupAndRestore(str(tmp_path / "backup")),
+        callbacks.EarlyStopping(),
+        Own(str(tmp_path / "own")),
+    ]
+    assert written_by_rank_0(keras_under_test(), Place(0, 2, 0, 2, "a launcher"), given) == given
+    restore, *others = written_by_rank_0(keras_under_test(), Place(1, 2, 1, 2, "a launcher"), given)
+    assert restore.given is given[2] and others == given[3:]
+
+
 def test_a_master_its_worker_and_an_evaluator(tmp_path):
     """A cluster as AI Platform and TFJob write it; the evaluator is no rank, and never saves."""
     with contextlib.ExitStack() as stack:
@@ -204,6 +229,9 @@ def test_a_master_its_worker_and_an_evaluator(tmp_path):
     assert [job.returncode for job in jobs] == [0, 0, 0]
     assert [one["place"] for one in said] == [[0, 2, True], [1, 2, False], [-1, 1, False]]
     assert sorted(tmp_path.glob("*.h5")) == [tmp_path / "master-saved-by-0.weights.h5"]
+    assert [one["ram"] for one in said if "ram" in one] in ([], [True] * 3)
+    exported = [str(tmp_path / "master-missing" / "folder" / "exported")] * ("ram" in said[0])
+    assert [str(path) for path in tmp_path.glob("*/*/exported")] == exported
     trained = [np.load(str(tmp_path / name)) for name in ("master-0.npz", "worker-1.npz")]
     for name in trained[0].files:
         np.testing.assert_array_equal(trained[0][name], trained[1][name])

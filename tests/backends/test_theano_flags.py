@@ -478,6 +478,19 @@ def test_temporary_files_meet_no_trap(rc, tmp_path, trap):
 
 
 @pytest.mark.parametrize("trap", sorted(TRAPS))
+def test_a_backup_that_is_no_file_is_an_error(rc, tmp_path, trap):
+    (tmp_path / "treasure").write_text("mine")
+    backup = str(rc) + ".before-compat"
+    TRAPS[trap](backup)
+    before = os.lstat(backup)
+    with pytest.raises(compat.ConfigurationFileError) as caught:
+        theanorc.write(str(rc), FLAGS)
+    assert str(caught.value).endswith("'{}'. The file is as it was before.".format(backup))
+    assert rc.read_text() == OLD and os.lstat(backup) == before
+    assert (tmp_path / "treasure").read_text() == "mine" and not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize("trap", sorted(TRAPS))
 def test_a_lock_that_is_no_file_is_an_error(rc, tmp_path, trap):
     (tmp_path / "treasure").write_text("mine")
     lock = str(rc) + ".lock"
@@ -716,7 +729,7 @@ def test_a_full_disk_leaves_the_old_file(rc):
     assert failed == FAILING
 
 
-FAILING = {"open", "flock", "read", "write", "flush", "fsync", "fchmod", "replace"}
+FAILING = {"open", "flock", "read", "write", "flush", "fsync", "chmod", "replace"}
 
 WRITE_MANY = """
 import sys

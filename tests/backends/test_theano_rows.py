@@ -4,7 +4,10 @@ import numpy as np
 import pytest
 
 import compat
-from compat import errors
+from compat import _rows
+from compat._backends.theano import graph_cuts
+from compat._backends.theano.graph_variables import is_random
+from compat._rows import Sharded
 from compat.testing import in_span, initialise, keras_under_test, span
 
 from . import graph_cases, test_theano
@@ -23,6 +26,20 @@ def two_inputs(keras, function, columns=8):
     first, second = layers.Input(shape=(8,)), layers.Input(shape=(columns,))
     both = layers.Lambda(function, output_shape=(8,))([first, second])
     return keras.models.Model([first, second], both, name="two")
+
+
+def graph_of(model):
+    inputs = model.inputs
+    shapes = [[size or 4 for size in v._keras_shape] for v in inputs]
+    given = {v: np.zeros(shape) for v, shape in zip(inputs, shapes)}
+    return graph_cuts.ModelGraph(model.outputs, inputs, given)
+
+
+def whole(operation, name, layer=None, line=None, reach=_rows.FROM_THERE_ON, why="mixed"):
+    """The text of the warning."""
+    across = _rows.Across(operation, layer, line, why)
+    found = _rows.Across.REASONS[why].format(across.described(name))
+    return "{} {} runs on cpu:0 with the whole batch.".format(found, reach)
 
 
 # Across rows ------------------------------------------------------------------------------------
@@ -93,13 +110,13 @@ def test_layers_before_stay_on_their_devices(keras):
     made = model.train_function
     assert len(made.forward) == 3
     assert first in made.body_weights and last not in made.used
-    assert last in made.head_weights and first not in made.head_weights
+    assert last in made.differentiated and first not in made.differentiated
 
 
 @span
 def test_layers_of_keras_compute_row_by_row(keras):
     """None of them is taken for an operation across rows, which would leave devices idle."""
-    from compat._backends.theano import across_rows
+    from theano import tensor
 
     layers, K = keras.layers, keras.backend
     stacks = [
@@ -125,6 +142,32 @@ def test_layers_of_keras_compute_row_by_row(keras):
             layers.UpSampling2D(),
             layers.Flatten(),
             layers.GaussianNoise(0.1),
+            layers.GaussianDropout(0.1),
+            layers.AlphaDropout(0.1),
+            layers.BatchNormalization(scale=False, center=False),
+            layers.PReLU(),
+        ],
+        [
+            layers.SeparableConv2D(4, 3, input_shape=(8, 8, 3)),
+            layers.Conv2DTranspose(2, 3, strides=2, padding="same"),
+            layers.Cropping2D(),
+            layers.LocallyConnected2D(2, 3),
+            layers.GlobalMaxPooling2D(),
+        ],
+        [layers.Conv3D(2, 2, input_shape=(4, 4, 4, 2)), layers.MaxPooling3D(), layers.Flatten()],
+        [layers.ConvLSTM2D(2, 2, input_shape=(3, 5, 5, 2))],
+        [
+            layers.TimeDistributed(layers.Dense(4), input_shape=(None, 3)),
+            layers.LSTM(3, dropout=0.2, recurrent_dropout=0.2, go_backwards=True),
+        ],
+        [
+            layers.Lambda(lambda x: K.batch_dot(x, x, axes=2), (5, 5), input_shape=(5, 3)),
+            layers.Lambda(lambda x: x + K.truncated_normal(K.shape(x))),
+            layers.Lambda(lambda x: K.concatenate([K.tile(x, (1, 2, 1)), K.zeros_like(x)], 1)),
+            layers.Lambda(lambda x: K.map_fn(lambda row: row * K.sum(row), x)),
+            layers.Lambda(lambda x: x * K.sqrt(K.cast(K.shape(x)[1], "float32"))),
+            layers.Lambda(lambda x: K.gradients(K.sum(K.square(x)), [x])[0]),
+            layers.Lambda(lambda x: x[tensor.arange(x.shape[0]), K.argmax(x[:, :, 0], 1)]),
         ],
         [
             layers.Lambda(lambda x: x - K.mean(x, axis=1, keepdims=True), input_shape=(6, 3)),
@@ -140,7 +183,9 @@ def test_layers_of_keras_compute_row_by_row(keras):
     found = layers.Dot(axes=(2, 1))([weights, values])
     models.append(keras.models.Model([queries, values], layers.Concatenate()([found, queries])))
     for model in models:
-        assert not across_rows.mixed_rows(model.inputs, model.outputs), model.layers[-1].name
+        graph, name = graph_of(model), model.layers[-1].name
+        assert graph.across("unknown") is None, name
+        assert [graph.body()[output].axis for output in model.outputs] == [0], name
 
 
 @pytest.mark.parametrize(
@@ -176,32 +221,168 @@ def test_losses_and_outputs_that_are_sums(keras):
     )
 
 
-# What cannot be ---------------------------------------------------------------------------------
+# What no rule knows ----------------------------------------------------------------------------
+
+
+def own_softmax():
+    """A class of the user's own, which computes rows of what it is given."""
+    from theano import tensor
+
+    class OwnSoftmax(tensor.nnet.Softmax):
+        pass
+
+    return OwnSoftmax()
+
+
+def named(keras, function):
+    """A model with names, and the line of its function."""
+    layers = keras.layers
+    model = keras.models.Sequential(
+        [
+            layers.Dense(5, input_shape=(8,)),
+            layers.Lambda(function, name="own"),
+            layers.Dense(4),
+        ],
+        name="net",
+    )
+    return model, "test_theano_rows.py, line {}".format(function.__code__.co_firstlineno)
 
 
 @span
-def test_inputs_with_other_numbers_of_rows_are_refused(keras):
+def test_what_no_rule_knows_is_tried_and_split(keras):
+    function = softmax_of(own_softmax())
+    assert not graph_cases.one_devices_numbers(keras, lambda: named(keras, function)[0])
+    model = initialise(named(keras, function)[0])
+    compat.parallelize(model).compile("sgd", "mse")
+    model.train_on_batch(np.random.RandomState(0).normal(size=(13, 8)), np.ones((13, 4)))
+    (cut,) = model.train_function.cuts
+    assert cut.variable is model.outputs[0] and cut.placement == Sharded(0)
+
+
+def softmax_of(operation, across=False):
+    return (lambda x: operation(x.T).T) if across else (lambda x: operation(x))
+
+
+def test_batches_of_other_sizes_are_tried_again(keras):
+    """What is row by row for sequences of four steps need not be for five."""
+    K, layers = keras.backend, keras.layers
+    inputs = layers.Input(shape=(None, 3))
+    pairs = layers.Lambda(lambda x: K.reshape(x, (-1, 6)), output_shape=(6,), name="pairs")(inputs)
+    model = initialise(keras.models.Model(inputs, layers.Dense(2)(pairs), name="net"))
+    random = np.random.RandomState(0)
+    batches = [random.normal(size=(12, steps, 3)) for steps in (4, 5, 4)]
+    expected = [model.predict_on_batch(batch) for batch in batches]
+    compat.parallelize(model)
+    with pytest.warns(compat.CompatWarning) as caught:
+        found = [model.predict_on_batch(batch) for batch in batches]
+    texts = [str(w.message) for w in caught if w.category is compat.CompatWarning]
+    assert len(texts) == 1 and texts[0].endswith("runs on cpu:0 with the whole batch.")
+    for one, several in zip(expected, found):
+        np.testing.assert_allclose(several, one, rtol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [(13, 11, 2, 1), (1, 13, 2)], ids=["many", "one first"])
+def test_what_a_trial_finds_across_rows_gets_all_of_them(keras, rows):
+    softmax = own_softmax()
+    function = softmax_of(softmax, across=True)
+    line = named(keras, function)[1]
+    texts = graph_cases.one_devices_numbers(keras, lambda: named(keras, function)[0], rows=rows)
+    assert texts == [whole("OwnSoftmax", "net", "layer 'own'", line, why="tried")]
+
+
+def test_what_cannot_be_tried_gets_all_rows(keras):
+    """Random numbers are others each time."""
+    K, softmax = keras.backend, own_softmax()
+    function = lambda x: softmax(x + K.random_uniform(K.shape(x), maxval=1e-3))  # noqa: E731
+    line = named(keras, function)[1]
+    texts = graph_cases.one_devices_numbers(
+        keras, lambda: named(keras, function)[0], tolerance=1e-2, rows=(13,)
+    )
+    assert texts == [whole("OwnSoftmax", "net", "layer 'own'", line, why="unknown")]
+
+
+def test_a_trial_leaves_no_trace(keras):
+    """Random numbers go on as they would."""
+    K = keras.backend
+    model = named(keras, lambda x: x + K.random_normal(K.shape(x)))[0]
+    compat.parallelize(initialise(model))
+    inputs = np.ones((13, 8))
+    model.predict_on_batch(inputs)
+    device, function = model._compat_functions.devices[0], model.predict_function
+    results, states = [], []
+    for tried in True, False:
+        with device.randomness_kept():
+            if not tried:
+                function.tried.clear()
+            results.append(model.predict_on_batch(inputs))
+            states += [v.get_value() for k, v in device.variables.items() if is_random(k)]
+    np.testing.assert_array_equal(results[0][:4], results[1][:4])
+    assert len(states) == 2 and function.tried == {((8,),): 13}
+    np.testing.assert_array_equal(*states)
+
+
+def test_strict_makes_it_an_error(keras, monkeypatch):
+    from compat._process import process
+
+    monkeypatch.setattr(process.configuration.settings, "strict", True)
+    function = softmax_of(own_softmax(), across=True)
+    model, line = named(keras, function)
+    compat.parallelize(model)
+    for _ in range(2):
+        with pytest.raises(compat.UnsupportedError) as error:
+            model.predict_on_batch(np.random.RandomState(0).normal(size=(13, 8)))
+        across = _rows.Across("OwnSoftmax", "layer 'own'", line, "tried")
+        assert str(error.value).startswith(
+            _rows.Across.REASONS["tried"].format(across.described("net"))
+        )
+
+
+# What only the whole batch can be computed of ---------------------------------------------------
+
+
+def assert_runs_whole(model, inputs, text):
+    """A call of it is one device's; so is the next one, without a warning."""
+    expected = model.predict_on_batch(inputs)
+    compat.parallelize(model)
+    with pytest.warns(compat.CompatWarning) as caught:
+        found = [model.predict_on_batch(inputs) for _ in range(2)]
+    assert [str(w.message) for w in caught if w.category is compat.CompatWarning] == [text]
+    for each in found:
+        np.testing.assert_array_equal(each, expected)
+
+
+@span
+def test_inputs_with_other_numbers_of_rows_run_whole(keras):
     K = keras.backend
     model = two_inputs(keras, lambda p: K.dot(K.softmax(K.dot(p[0], K.transpose(p[1]))), p[1]))
     inputs = [np.ones((6, 8)), np.ones((11, 8))]
-    assert model.predict_on_batch(inputs).shape == (6, 8)
-    compat.parallelize(model)
-    with pytest.raises(compat.UnsupportedError) as error:
-        model.predict_on_batch(inputs)
-    problem = "its inputs have 6 and 11 rows"
-    assert str(error.value) == str(errors.rows_cannot_be_cut("two", problem))
+    assert_runs_whole(model, inputs, whole(None, "two", reach="The model"))
 
 
-def test_errors_of_a_shard_say_that_the_batch_was_cut(keras):
+def test_what_asks_for_the_number_of_rows_runs_whole(keras):
     from theano.tensor import gt
     from theano.tensor.opt import Assert
 
-    checked = keras.layers.Lambda(lambda x: Assert("too few rows")(x, gt(x.shape[0], 5)), (8,))
+    checked = keras.layers.Lambda(lambda x: Assert("few")(x, gt(x.shape[0], 5)), (8,), name="check")
     first = keras.layers.Input(shape=(8,))
     model = keras.models.Model(first, checked(first), name="checked")
-    inputs = np.ones((13, 8))
-    assert model.predict_on_batch(inputs).shape == (13, 8)
-    compat.parallelize(model)
-    with pytest.raises(compat.UnsupportedError) as error:
-        model.predict_on_batch(inputs)
-    assert str(error.value) == str(errors.rows_cannot_be_cut("checked", "too few rows"))
+    line = "test_theano_rows.py, line {}".format(checked.function.__code__.co_firstlineno)
+    text = whole("Assert{msg='few'}", "checked", "layer 'check'", line)
+    assert_runs_whole(model, np.ones((13, 8)), text)
+
+
+def test_what_fails_for_a_part_of_a_batch_runs_whole(keras):
+    from theano import tensor
+    from theano.compile.ops import as_op
+
+    @as_op([tensor.fmatrix], [tensor.fmatrix], lambda node, shapes: shapes)
+    def picky(x):
+        if len(x) == 4:
+            raise ValueError("four rows")
+        return x * 2
+
+    first = keras.layers.Input(shape=(8,))
+    model = keras.models.Model(first, keras.layers.Lambda(picky, (8,))(first), name="picky")
+    assert_runs_whole(model, np.ones((13, 8)), whole(None, "picky", reach="The model"))
+    with pytest.raises(ValueError, match="four rows"):
+        model.predict_on_batch(np.ones((4, 8)))

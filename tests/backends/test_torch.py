@@ -17,7 +17,7 @@ import compat
 from compat import _registry, _verification
 from compat._backends.torch import Torch
 from compat._backends.torch.op_placement import products as placement
-from compat._backends.torch.op_placement import within
+from compat._backends.torch.timeline import replica as replica_of
 from compat._devices import choose
 from compat._selection import parse_gpus
 from compat._settings import Memory, Settings
@@ -34,8 +34,8 @@ def shard_sizes(step):
     replicas = [e for e in profile.events() if e.name.startswith("replica on ")]
     for replica in replicas:
         products = [
-            e for e in profile.events()
-            if e.name in ("aten::addmm", "aten::mm") and within(e, replica)
+            e for e in profile.events() if e.name in ("aten::addmm", "aten::mm")
+            and "replica on {}".format(replica_of(e)) == replica.name
         ]  # fmt: skip
         shapes = [s for s in products[0].input_shapes if len(s) == 2]
         sizes[replica.name] = shapes[0][0]
@@ -51,6 +51,8 @@ class TestTorch(ParallelContract):
         return placement(lambda: model.train_on_batch(inputs, targets))
 
     def shard_sizes(self, model, inputs, targets):
+        if len(inputs) == 1:  # one device has it, until there was a batch that can be tried
+            model.train_on_batch(np.repeat(inputs, 2, 0), np.repeat(targets, 2, 0))
         return shard_sizes(lambda: model.train_on_batch(inputs, targets))
 
     # What is special to Keras on torch --------------------------------------------------------
@@ -137,6 +139,14 @@ class TestTorch(ParallelContract):
             "torch cannot run a model on several devices under jit_compile=True: torch.compile() "
             "makes one program for one device. Compile the model with jit_compile=False."
         )
+        assert "call" not in vars(model)
+
+    def test_torch_compile_is_left_alone(self, keras, automatic):
+        model = self.build(keras, "dense")
+        because = "it cannot run on several devices: torch cannot run a model on several devices "
+        because += "under jit_compile=True: torch.compile() makes one program for one device. "
+        because += "Compile the model with jit_compile=False."
+        self.check_left_alone(model, because, jit_compile=True)
         assert "call" not in vars(model)
 
     def test_keras_distribution_is_said_to_do_nothing(self, keras):
@@ -423,18 +433,19 @@ def test_a_metal_gpu_is_declined_before_keras_is_imported(machine_of):
 # Configuring, a process each ------------------------------------------------------------------
 
 
-def test_configuring(run):
-    assert run(
-        """
+@pytest.mark.parametrize("floatx", ["float64", "bfloat16"])
+def test_configuring(run, floatx):
+    program = """
         import compat
-        configuration = compat.configure_gpu(gpus=0, backend="torch", floatx="float64")
+        configuration = compat.configure_gpu(gpus=0, backend="torch", floatx="{0}")
         import torch, keras, os
         assert os.environ["KERAS_TORCH_DEVICE"] == "cpu"
-        assert torch.get_default_dtype() is torch.float64
-        assert keras.backend.floatx() == "float64" and keras.backend.backend() == "torch"
+        assert torch.get_default_dtype() is torch.{0}
+        assert keras.backend.floatx() == "{0}" and keras.backend.backend() == "torch"
         print(configuration.devices, configuration.applied[0])
-        """
-    ).splitlines() == ["['cpu'] torch.set_default_dtype(torch.float64)"]
+    """
+    printed = run(program.format(floatx)).splitlines()
+    assert printed == ["['cpu'] torch.set_default_dtype(torch.{})".format(floatx)]
 
 
 def test_a_cpu_build_goes_on_with_the_cpu_and_says_so(run):

@@ -8,7 +8,7 @@ import compat
 from compat.testing import DEVICES
 
 from .test_torch import devices  # noqa: F401  (a fixture)
-from .test_torch_merge import agree, computing, refusal, replicas, rows, same, several_rows
+from .test_torch_merge import FAILS, agree, computing, replicas, rows, same, whole
 
 pytestmark = [pytest.mark.row("torch nn.Module"), pytest.mark.usefixtures("devices")]
 ROWS = 8
@@ -77,29 +77,23 @@ def test_a_mask_of_times(name):
     agree(Encoder(), rows(ROWS, ROWS, 4), atol=1e-10, **{name: causal})
 
 
-def test_a_model_that_needs_all_rows_says_that_the_batch_was_cut():
-    module = compat.parallelize(computing(lambda m, y, adjacent: adjacent @ y).double())
-    with pytest.raises(RuntimeError, match="cannot be multiplied") as caught:
-        module(rows(ROWS, 4), rows(ROWS, ROWS))
-    assert caught.value.__notes__ == [
-        "compat.parallelize() ran this model on cpu:0 with rows 0 to 1 of a batch of 8: it cut "
-        "'x', a positional argument. A model whose rows need one another, or a tensor that has as "
-        "many rows by chance, cannot be cut: keep such a tensor as a buffer of the model."
-    ]
+adjacency = lambda m, y, adjacent: adjacent @ y  # noqa: E731
 
 
-def test_similarities_of_rows_are_refused():
-    module = compat.parallelize(computing(lambda m, y: y @ y.T).double())
-    with pytest.raises(compat.UnsupportedError) as error:
-        module(rows(ROWS, 4))
-    assert str(error.value) == refusal(*several_rows("matmul"))
+def test_an_adjacency_of_as_many_rows_runs_whole():
+    told = whole("matmul", adjacency, FAILS)
+    agree(computing(adjacency), rows(ROWS, 4), rows(ROWS, ROWS), whole=told)
 
 
-def test_choosing_rows_of_the_batch_is_refused():
+def test_similarities_of_rows_run_whole():
+    function = lambda m, y: y @ y.T  # noqa: E731
+    agree(computing(function), rows(ROWS, 4), whole=whole("matmul", function))
+
+
+def test_choosing_rows_of_the_batch_runs_whole():
     import torch
 
-    def backwards(m, y):
-        return y[torch.arange(len(y)).flip(0)]
+    backwards = lambda m, y: y[torch.arange(len(y)).flip(0)]  # noqa: E731
 
     functions = {
         "__getitem__": (backwards, lambda m, y: y[:2], lambda m, y: y[0]),
@@ -107,10 +101,7 @@ def test_choosing_rows_of_the_batch_is_refused():
     }
     for name in functions:
         for function in functions[name]:
-            module = compat.parallelize(computing(function).double())
-            with pytest.raises(compat.UnsupportedError) as error:
-                module(rows(6, 4))
-            assert str(error.value) == refusal(*several_rows(name))
+            agree(computing(function), rows(6, 4), whole=whole(name, function))
     agree(computing(lambda m, y: y[: len(y)]), rows(6, 4))
 
 

@@ -1,9 +1,12 @@
 """Keras 3 on torch: losses and state that are no means over the rows, on three devices."""
 
+import warnings
+
 import numpy as np
 import pytest
 
 import compat
+from compat import _api, _verification
 from compat.testing import DEVICES
 
 from .test_torch import devices  # noqa: F401  (a fixture)
@@ -41,7 +44,7 @@ def model_of(call, *layers, **variables):
     return keras.Sequential(layers)
 
 
-def agree(build, rows=ROWS, steps=3, tolerance=1e-5):
+def agree(build, rows=ROWS, steps=3, tolerance=1e-5, devices=DEVICES):  # noqa: F811
     """Train a model on one device and on three: losses, weights and state are the same."""
     import keras
 
@@ -51,13 +54,67 @@ def agree(build, rows=ROWS, steps=3, tolerance=1e-5):
         if parallel:
             compat.parallelize(model)
         model.compile(keras.optimizers.SGD(0.01), "mse")
-        losses = [model.train_on_batch(*data(rows)) for _ in range(steps)]
-        losses.append(model.evaluate(*data(rows), batch_size=rows, verbose=0))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error" if devices else "default", compat.CompatWarning)
+            losses = [model.train_on_batch(*data(rows)) for _ in range(steps)]
+            losses.append(model.evaluate(*data(rows), batch_size=rows, verbose=0))
         results.append(losses + model.get_weights())
     for one, other in zip(*results):
         np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance)
-    assert replicas(lambda: model(data(rows)[0])) == DEVICES
+    assert replicas(lambda: model(data(rows)[0])) == devices
     return model
+
+
+def test_float8_has_the_largest_values_of_the_whole_batch():
+    """Keras sets its history of them to its gradient."""
+    import keras
+
+    results = []
+    for parallel in (False, True):
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(2)])
+        model.layers[0].quantize("float8")
+        if parallel:
+            compat.parallelize(model)
+        model.compile(keras.optimizers.SGD(0.01), "mse")
+        with warnings.catch_warnings(record=True) as record:
+            warnings.simplefilter("always", compat.CompatWarning)
+            losses = [model.train_on_batch(*data()) for _ in range(3)]
+        told = [str(w.message) for w in record if w.category is compat.CompatWarning]
+        assert len(told) == parallel and all("with the whole batch." in text for text in told)
+        results.append(losses + model.get_weights())
+    for one, other in zip(*results):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_a_verified_step_takes_what_a_loader_gives(kind):
+    """PyTorch's loaders make lists; with dropout, verification compares in inference, too."""
+    import keras
+    import torch
+
+    tensors = [torch.tensor(part, dtype=torch.float32) for part in data()]
+    loader = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(*tensors),
+        batch_size=ROWS,
+        collate_fn=lambda rows: kind(torch.stack(part) for part in zip(*rows)),
+    )
+
+    class Model(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dropout, self.dense = keras.layers.Dropout(0.5), keras.layers.Dense(2)
+
+        def call(self, x, training=False):
+            return self.dense(self.dropout(x, training=training))
+
+    model = Model()
+    backend = _api.backend_of(compat.parallelize(model))
+    verification = _verification.Verification(model.name, backend.devices(), 1)
+    backend.verify(model, verification)
+    model.compile("sgd", "mse")
+    model.fit(loader, verbose=0)
+    assert verification.left["train"] == 0  # it was verified, and is the same
 
 
 def ops():
@@ -99,13 +156,14 @@ def test_counters_and_sums(rows):
     assert model.layers[0].steps.numpy() == 5  # three steps, an evaluation, and a call
 
 
-def test_memory_of_rows_is_refused():
+def test_memory_of_rows_runs_whole():
     def remember(layer, x):
         layer.memory.assign(x[:4])
 
-    model = compat.parallelize(model_of(remember, memory=[[0.0] * 4] * 4))
-    with pytest.raises(compat.UnsupportedError, match="state '.*memory' of Sequential"):
-        model(data()[0])
+    with pytest.warns(
+        compat.CompatWarning, match="'sequential.*runs on cpu:0 with the whole batch"
+    ):
+        agree(lambda: model_of(remember, memory=[[0.0] * 4] * 4), devices=0)
 
 
 def test_dropout_and_batch_normalization_hide_nothing():

@@ -51,8 +51,11 @@ def test_a_batch_script_is_alone_and_its_steps_are_not(slurm, tmp_path):  # noqa
     assert said[0] == "0 1 0" and sorted(said[1:]) == ["0 2 0", "1 2 1"]
 
 
+# Threads of gloo get the interpreter only where the script waits: as on a busy machine.
 GROUP = """\
 import sys
+
+sys.setswitchinterval(100)
 import torch
 import compat
 
@@ -66,20 +69,30 @@ model(rows).square().mean().backward()
 print(model.weight.tolist(), model.weight.grad.tolist())
 torch.distributed.destroy_process_group()
 """
+AGAIN = """\
+torch.distributed.init_process_group("gloo", "file://" + sys.argv[2] + "2", rank=rank, world_size=2)
+"""
 
 
-def test_the_process_group_that_a_script_has_made_counts(tmp_path):
-    """No launcher's variable is set: without the group each process would train alone."""
-    command = [sys.executable, "-c", GROUP]
+@pytest.mark.parametrize("more", ["", AGAIN], ids=["destroyed", "made again"])
+def test_the_process_group_that_a_script_has_made_counts(tmp_path, more):
+    """No launcher's variable is set: without the group each process would train alone.
+
+    The end of the process waits for gloo's threads, although the script has destroyed its group.
+    """
+    command = [sys.executable, "-c", GROUP + more]
     jobs = [
         subprocess.Popen(
             command + [str(rank), str(tmp_path / "store")],
             env=environment("torch"),
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         )
         for rank in (0, 1)
     ]
-    said = [job.communicate(timeout=100)[0].decode().splitlines() for job in jobs]
+    texts = [job.communicate(timeout=100) for job in jobs]
+    assert not any(b"Traceback" in errors for _, errors in texts), texts
+    said = [text.decode().splitlines() for text, _ in texts]
     assert [job.returncode for job in jobs] == [0, 0]
     assert [place for place, _ in said] == [
         "rank {} of 2 (torch.distributed)".format(rank) for rank in (0, 1)

@@ -2,10 +2,14 @@
 
 import collections
 import copy
+import os
+import types
+import warnings
 
 import pytest
 
 import compat
+from compat._process import process
 from compat.testing import DEVICES
 
 from .test_torch import devices  # noqa: F401  (a fixture)
@@ -14,17 +18,25 @@ pytestmark = [pytest.mark.row("torch nn.Module"), pytest.mark.usefixtures("devic
 ROWS = 13
 
 
-def agree(module, *args, steps=2, atol=1e-12, **kwargs):
-    """Run ``module`` plain and on three devices: results, gradients and buffers are the same."""
+def agree(module, *args, steps=2, atol=1e-12, whole=(), **kwargs):
+    """Run ``module`` plain and on three devices: results, gradients and buffers are the same.
+
+    Arguments:
+        whole: the texts of warnings, where it runs with the whole batch on one device.
+    """
     import torch
 
     module = module.double()
     plain, parallel = copy.deepcopy(module), compat.parallelize(module)
+    told = []
     for step in range(steps):
         torch.manual_seed(step)
         expected = plain(*args, **kwargs)
         torch.manual_seed(step)
-        found = parallel(*args, **kwargs)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", compat.CompatWarning)
+            found = parallel(*args, **kwargs)
+        told += [str(w.message) for w in caught if isinstance(w.message, compat.CompatWarning)]
         same(expected, found, atol)
         for each, result in ((plain, expected), (parallel, found)):
             backward(each, result)
@@ -34,8 +46,33 @@ def agree(module, *args, steps=2, atol=1e-12, **kwargs):
                 torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=atol, msg=name)
         for (name, one), other in zip(plain.named_buffers(), parallel.buffers()):
             torch.testing.assert_close(one, other, rtol=0, atol=atol, msg=name)
-    assert replicas(lambda: parallel(*args, **kwargs)) == DEVICES
+    assert told == list(whole)
+    assert replicas(lambda: parallel(*args, **kwargs)) == (0 if whole else DEVICES)
     return parallel, found
+
+
+#: Why a model runs whole.
+MIXED = "computes across the rows of a batch, of which each device has a part."
+UNKNOWN = (
+    "may compute across the rows of a batch, of which each device has a part: compat has no rule "
+    "for it, and cannot try it."
+)
+TRIED = (
+    "gives other numbers for three rows of a batch together than for two of them and the third, "
+    "and each device has a part of the batch."
+)
+FAILS = "fails on a part of a batch, of which each device has one."
+DIVERGED = "takes another path on a part of a batch, of which each device has one."
+
+
+def whole(operation, function, why=MIXED, name="Mine"):
+    """The warning about an operation in a function of a test's, or about all of a module."""
+    found = "Model {!r}".format(name)
+    if operation is not None:
+        code = function if isinstance(function, types.CodeType) else function.__code__
+        line = "{}, line {}".format(os.path.basename(code.co_filename), code.co_firstlineno)
+        found = "The operation {} ({}) of {!r}".format(operation, line, name)
+    return ["{} {} The model runs on cpu:0 with the whole batch.".format(found, why)]
 
 
 def replicas(step):
@@ -203,77 +240,212 @@ def test_losses_beside_dropout_and_batch_normalization():
     assert module.layers[1].num_batches_tracked == 3
 
 
-def refusal(what, why):
-    return (
-        "{} cannot be put together from the parts of a batch that several devices compute: {}. "
-        "Compute it outside of the model that is parallelized, from values for each row (or the "
-        "logits) that the model returns, or run the model on one device: parallelize(model, "
-        "gpus=1).".format(what, why)
-    )
-
-
-def several_rows(function):
-    return "Result 0 of Mine", function + "() computes it from several rows"
-
-
 def turns(y):
     """Whether the first row, of which each replica has another one, is above the middle."""
     return y[0].sum() > 0.5
 
 
-REFUSED = {
-    "std": (lambda m, y: y.std(), several_rows("std")),
-    "argmax": (lambda m, y: y.max(0)[1], several_rows("argmax")),
-    "item": (lambda m, y: (y, y.std().item()), ("Result 1 of Mine", "it is a number")),
-    "similarity": (
-        lambda m, y: (y @ y.T).softmax(1).diagonal().log().mean(), several_rows("matmul"),
-    ),
-    "centred": (lambda m, y: y - y.mean(0), several_rows("sub")),
-    "first row": (lambda m, y: y - y[0], several_rows("__getitem__")),
-    "order": (lambda m, y: y.softmax(0), several_rows("softmax")),
-    "squared": (
-        lambda m, y: y.sum() / len(y) ** 2,
-        (
-            "Result 0 of Mine",
-            "it depends on a number that is 4 for two rows, 1 for another one and 9 for the three "
-            "together",
-        ),
-    ),
-    "other totals": (
-        lambda m, y: y.mean() if turns(y) else y.sum(),
-        ("Result 0 of Mine", "the replicas took different paths through the model"),
-    ),
-    "other functions": (
-        lambda m, y: y.mean().exp() if turns(y) else y.mean().sqrt(),
-        ("Result 0 of Mine", "the replicas took different paths through the model"),
-    ),
-    "more results": (
-        lambda m, y: (y,) if turns(y) else (y, y),
-        ("The result of Mine", "the replicas took different paths through the model"),
-    ),
-    "in place": (
-        lambda m, y: _changed_afterwards(y),
-        ("Result 0 of Mine", "a tensor it was computed from was changed in place"),
-    ),
+WHOLE = {
+    "std": (lambda m, y: y.std(), "std"),
+    "argmax": (lambda m, y: y.max(0)[1], "max"),
+    "item": (lambda m, y: (y, y.std().item()), "std"),
+    "similarity": (lambda m, y: (y @ y.T).softmax(1).diagonal().log().mean(), "matmul"),
+    "centred": (lambda m, y: y - y.mean(0), "sub"),
+    "first row": (lambda m, y: y - y[0], "__getitem__"),
+    "order": (lambda m, y: y.softmax(0), "softmax"),
+    "squared": (lambda m, y: y.sum() / len(y) ** 2, None),
+    "in place": (lambda m, y: _changed_afterwards(y), None),
+    "distances": (lambda m, y: _torch().cdist(y, y + 1), "cdist"),
+    "fft": (lambda m, y: _torch().fft.fft(y, dim=0).real, "fft_fft"),
+    "renorm": (lambda m, y: y.renorm(2, 1, 0.5), "renorm"),
+    "all dimensions": (lambda m, y: _torch().layer_norm(y, y.shape), "layer_norm"),
+    "by numpy": (lambda m, y: y - _torch().from_numpy(y.detach().numpy().mean(0)), None),
+    "by number": (lambda m, y: y / len(y), None),
+    "by place": (lambda m, y: y + _torch().arange(len(y))[:, None], "arange"),
 }  # fmt: skip
+REASONS = {
+    "squared": DIVERGED, "in place": DIVERGED, "by numpy": TRIED,
+    "distances": TRIED, "fft": TRIED, "renorm": TRIED, "by place": TRIED,
+    "by number": TRIED,
+}  # fmt: skip
+
+
+def _torch():
+    import torch
+
+    return torch
 
 
 def _changed_afterwards(y):
     import torch
 
     factor = torch.ones((), dtype=y.dtype)
-    total = y.sum().exp() * factor
+    total = y.detach().sum().exp() * factor
     factor.mul_(2)
     return total
 
 
-@pytest.mark.parametrize("name", sorted(REFUSED))
-def test_what_takes_the_whole_batch_is_refused(name):
-    function, why = REFUSED[name]
-    module = compat.parallelize(computing(function).double())
-    with pytest.raises(compat.UnsupportedError) as error:
+@pytest.mark.parametrize("count", [ROWS, 12, 2])
+@pytest.mark.parametrize("name", sorted(WHOLE))
+def test_what_takes_the_whole_batch_runs_whole(name, count):
+    function, operation = WHOLE[name]
+    told = whole(operation, function, REASONS.get(name, MIXED))
+    agree(computing(function), rows(count, 4), whole=told)
+
+
+PATHS = {
+    "other totals": lambda m, y: y.mean() if turns(y) else y.sum(),
+    "other functions": lambda m, y: y.mean().exp() if turns(y) else y.mean().sqrt(),
+    "more results": lambda m, y: (y,) if turns(y) else (y, y),
+}
+
+
+@pytest.mark.parametrize("name", sorted(PATHS))
+def test_what_chooses_its_path_by_the_rows_runs_whole(name):
+    import torch
+
+    module = computing(PATHS[name]).double()
+    plain = copy.deepcopy(module)
+    compat.parallelize(module)
+    with pytest.warns(compat.CompatWarning, match="The model runs on cpu:0 with the whole batch"):
+        found = module(rows(ROWS, 4))
+    torch.manual_seed(0)
+    same(plain(rows(ROWS, 4)), found, 1e-12)
+
+
+def numbers_of_values(y):
+    """What depends on how many of the batch's values are like this."""
+    import numpy
+    import torch
+
+    seen = y.detach()
+    return {
+        "distinct": lambda: y * len(seen.round().unique()),
+        "which": lambda: y + torch.unique(seen.round(), return_inverse=True)[1],
+        "found": lambda: y * len((seen[:, 0] > 0.3).nonzero()),
+        "rare": lambda: y * (1 + seen[seen > 1.2].numel()),
+        "selected": lambda: y * (1 + seen.masked_select(seen > 1.2).shape[0]),
+        "a mean by their number": lambda: y[seen > 1].sum() / max(1, len(y[seen > 1])),
+        "for numpy": lambda: y * len(numpy.unique(seen.round().numpy())),
+        "for Python": lambda: y * max(seen[:, 0].tolist()),
+        "rows": lambda: y - y.mean(0) if len(y) > 5 else y,
+        "rows but one": lambda: y - y.mean(0) if y.shape[0] - 1 > 5 else y,
+        "elements": lambda: y - y.mean(0) if y.numel() > 25 else y,
+        "each row": lambda: torch.stack([row * place for place, row in enumerate(y)]),
+    }
+
+
+@pytest.mark.parametrize("name", [
+    "distinct", "which", "found", "rare", "selected", "a mean by their number", "for numpy",
+    "for Python", "rows", "rows but one", "elements", "each row",
+])  # fmt: skip
+def test_what_depends_on_a_number_of_values(name):
+    """A few rows have the same number by chance, and a later batch another one."""
+    plain = computing(lambda m, y: numbers_of_values(y)[name]()).double()
+    module = compat.parallelize(copy.deepcopy(plain))
+    for count in (ROWS, 3, 12, ROWS, 7):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", compat.CompatWarning)
+            same(plain(rows(count, 4)), module(rows(count, 4)), 1e-12)
+
+
+def test_a_number_of_rows_that_changes_nothing():
+    """Each number of rows is tried once, and later calls are not traced."""
+    plain = computing(lambda m, y: y.view(len(y), -1, 1) * 2).double()
+    module = compat.parallelize(copy.deepcopy(plain))
+    for count in (ROWS, 7, ROWS, 7):
+        same(plain(rows(count, 4)), module(rows(count, 4)), 1e-12)
+        (known,) = module.forward.__func__.made_by.known.values()
+        assert not known.watch
+    assert known.totals == {ROWS, 7}
+
+
+def test_rows_that_mix_from_a_later_step_on():
+    """By a counter, or by the number of rows; state is that of one device, too."""
+
+    def by_steps(m, y):
+        m.steps = getattr(m, "steps", 0) + 1
+        return y - y.mean(0) if m.steps > 2 else y
+
+    def by_rows(m, y):
+        return y - y.mean(0) if y.shape[0] == 12 else y
+
+    for function in (by_steps, by_rows):
+        plain = computing(function).double()
+        module = compat.parallelize(copy.deepcopy(plain))
+        for step, count in enumerate((ROWS, 11, 12, ROWS)):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always", compat.CompatWarning)
+                same(plain(rows(count, 4)), module(rows(count, 4)), 1e-12)
+            assert len(caught) == (step == 2)
+
+
+def test_a_choice_that_makes_no_difference_is_taken():
+    """As where masks are left out if they hide nothing, in some parts of the batch."""
+
+    def forward(m, y, mask):
+        return (
+            y.relu()
+            if bool(mask.all())
+            else (y * mask[:, None]).relu() + (y * ~mask[:, None]).relu()
+        )
+
+    import torch
+
+    mask = torch.arange(ROWS) != 2
+    agree(computing(forward), rows(ROWS, 4), mask)
+
+
+def test_a_loss_in_which_ignored_targets_come_later():
+    """Parts of 4 rows and of 5, flattened by their own number of rows."""
+    import torch
+
+    def forward(m, y, t):
+        y = y.view(y.size(0), 5, -1)
+        y = y.view(y.size(0), -1)
+        return torch.nn.functional.cross_entropy(y.view(-1, y.size(-1)), t.view(-1), ignore_index=1)
+
+    for count in (12, ROWS):
+        plain = computing(forward).double()
+        module = compat.parallelize(copy.deepcopy(plain))
+        for step in range(4):
+            labels = torch.full((count,), 2) if step == 0 else torch.arange(count) * step % 5
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", compat.CompatWarning)
+                same(plain(rows(count, 4), labels), module(rows(count, 4), labels), 1e-12)
+
+
+@pytest.mark.parametrize("kind", ["linear", "convolution", "hook"])
+def test_spectral_normalization(kind):
+    """Its vectors are turned once in a step, as on one device."""
+    import torch
+
+    torch.manual_seed(0)
+    nn, normalized = torch.nn, torch.nn.utils.parametrizations.spectral_norm
+    layers = {
+        "linear": [normalized(nn.Linear(4, 6))],
+        "convolution": [nn.Unflatten(1, (1, 4)), normalized(nn.Conv1d(1, 3, 2)), nn.Flatten()],
+        "hook": [nn.utils.spectral_norm(nn.Linear(4, 6))],
+    }[kind]
+    width = 9 if kind == "convolution" else 6
+    agree(nn.Sequential(*layers, nn.Tanh(), nn.Linear(width, 2)), rows(ROWS, 4), steps=4)
+
+
+def test_a_model_that_fails_says_what_it_says_on_one_device():
+    def forward(m, y):
+        raise ValueError("not today")
+
+    module = compat.parallelize(computing(forward).double())
+    with pytest.raises(ValueError) as caught:
         module(rows(ROWS, 4))
-    assert str(error.value) == refusal(*why)
+    assert str(caught.value) == "not today"
+
+
+def test_strict_makes_it_an_error(devices, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(process.configuration.settings, "strict", True)
+    module = compat.parallelize(computing(lambda m, y: y - y.mean(0)).double())
+    with pytest.raises(compat.UnsupportedError, match="which strict=True makes an error"):
+        module(rows(ROWS, 4))
 
 
 # State ----------------------------------------------------------------------------------------
@@ -333,17 +505,16 @@ class TestState:
         agree(module, rows(ROWS, 4))
 
     @pytest.mark.parametrize("count", [ROWS, 12])
-    def test_memory_of_rows_is_refused(self, count):
+    def test_memory_of_rows_runs_whole(self, count):
         def remember(self, y):
             self.memory = y.detach()
             return y
 
-        module = compat.parallelize(computing(remember, memory=[0.0]).double())
-        with pytest.raises(compat.UnsupportedError) as error:
-            module(rows(count, 4))
-        assert str(error.value) == refusal(
-            "The state 'memory' of Mine", "it keeps values for each row"
-        )
+        told = [
+            "The operation that sets the state 'memory' of 'Mine' {} The model runs on cpu:0 with "
+            "the whole batch.".format(MIXED)
+        ]
+        agree(computing(remember, memory=[0.0]), rows(count, 4), whole=told)
 
 
 # Containers -----------------------------------------------------------------------------------

@@ -1178,7 +1178,7 @@ def test_what_keras_computes_otherwise_than_in_one_process_is_told(tmp_path):
 def test_keras_metrics_and_losses_are_those_of_all_rows_and_what_cannot_be_is_told(tmp_path):
     program = "REDUCTIONS = True\n" + ranks.METRICS + ranks.LOSSES
     one, (alone,) = ranks.run(ranks.of_keras_3(program), tmp_path, 1, "torch")
-    program = ranks.of_keras_3(program + ranks.OWN_LOSSES)
+    program = ranks.of_keras_3(program + ranks.OWN_LOSSES + ranks.LATE_DRIFT)
     both, said = ranks.run(program, tmp_path, 2, "torch")
     for each in [alone] + said:
         # On torch Keras' own logs hold the metric's variable, which validation then sets.
@@ -1186,3 +1186,4 @@ def test_keras_metrics_and_losses_are_those_of_all_rows_and_what_cannot_be_is_to
     ranks.check_metrics(alone, said)
     ranks.check_losses((one, [alone]), (both, said))
     ranks.check_own_losses(said)
+    ranks.check_late_drift(said)

@@ -7,7 +7,7 @@ import pytest
 import compat
 
 from .test_torch import devices  # noqa: F401  (a fixture)
-from .test_torch_merge import agree, rows, same
+from .test_torch_merge import agree, rows, same, whole
 
 pytestmark = [pytest.mark.row("torch nn.Module"), pytest.mark.usefixtures("devices")]
 TIME, ROWS, SIZE = 7, 13, 4
@@ -167,7 +167,7 @@ def test_a_container():
     agree(torch.nn.Sequential(torch.nn.Linear(SIZE, SIZE), first), rows(ROWS, TIME, SIZE))
 
 
-def test_rows_that_cannot_be_found_are_refused():
+def test_rows_that_cannot_be_found_run_whole():
     import torch
 
     class Set(torch.nn.Module):
@@ -181,16 +181,32 @@ def test_rows_that_cannot_be_found_are_refused():
             x = x.unsqueeze(1)
             return self.attention(x, x, x)[0].squeeze(1)
 
-    module = compat.parallelize(Set().double())
-    with pytest.raises(compat.UnsupportedError) as caught:
-        module(rows(ROWS, SIZE))
-    assert str(caught.value) == (
-        "parallelize() cannot tell which dimension of the arguments of Set has the rows of the "
-        "batch: given tensors of the shapes ({}, {}), neither their first nor their second "
-        "dimension reaches attention (MultiheadAttention) as the rows of its batch. Make such "
-        "layers with batch_first=True and pass the model rows first, or parallelize them "
-        "alone.".format(ROWS, SIZE)
+    why = (
+        "has recurrent or attention layers whose batch is neither the first nor the second "
+        "dimension of its arguments, so that compat cannot tell the rows."
     )
+    for count in (ROWS, 2):
+        agree(Set(), rows(count, SIZE), whole=whole(None, None, why, "Set"))
+
+
+def test_a_transformer_that_takes_words():
+    """Its own forward has the embedding, and (time, rows) as its words."""
+    import torch
+
+    class Translator(torch.nn.Transformer):
+        def __init__(self):
+            torch.manual_seed(0)
+            super().__init__(SIZE, 2, 1, 1, 8, dropout=0.0)
+            self.words, self.scores = torch.nn.Embedding(11, SIZE), torch.nn.Linear(SIZE, 11)
+
+        def forward(self, source, target):
+            mask = self.generate_square_subsequent_mask(len(target)).double()
+            hidden = super().forward(self.words(source), self.words(target), tgt_mask=mask)
+            return self.scores(hidden)
+
+    for count in (ROWS, TIME, 2):
+        source = torch.arange(TIME * count).view(TIME, count) % 11
+        agree(Translator(), source, source[:4] * 3 % 11, atol=1e-10)
 
 
 def test_a_sequence_without_a_batch_runs_on_one_device():

@@ -17,7 +17,7 @@ import tensorflow as tf
 import compat
 from compat import __main__, _api
 from compat._commands import hdf5_names
-from compat.testing import DEVICES, in_span, initialise, keras_under_test, largest_difference, span
+from compat.testing import DEVICES, in_span, initialise, keras_under_test, largest_difference
 from compat.testing.automatic import compiled_on_all_devices
 
 KERAS = keras_under_test()
@@ -242,7 +242,6 @@ class Unwrapping:
         expected = [layer.name for layer in compat.unwrap(wrapped).layers if layer.weights]
         assert names == expected or wrapper is relocated  # which has other names in TensorFlow
 
-    @span
     def test_weights_that_do_not_tell_the_layers(self, keras, path, tmp_path, capsys, monkeypatch):
         model = branched(keras)
         wrapped, _ = self.trained(keras, model, make_parallel, monkeypatch)
@@ -338,7 +337,10 @@ class Unwrapping:
         wrapped.save_weights(path)
         with open(path, "rb") as file:
             content = file.read()
+        os.chmod(path, 0o640)
         new, _ = unwrapped(capsys, path)
+        assert os.stat(new).st_mode & 0o777 == 0o640
+        os.chmod(path, 0o644)
         assert refused(capsys, path) == (
             "{} is there already. Name another file with -o, or replace it with --force.".format(
                 new
@@ -351,6 +353,14 @@ class Unwrapping:
         )
         with open(path, "rb") as file:
             assert file.read() == content
+        os.symlink(new, path + ".link")
+        os.chmod(new, 0o600)
+        unwrapped(capsys, path, "--force", "-o", path + ".link")
+        assert os.path.islink(path + ".link") and os.stat(new).st_mode & 0o777 == 0o600
+        os.mkfifo(path + ".fifo")
+        received = os.open(path + ".fifo", os.O_RDONLY | os.O_NONBLOCK)
+        unwrapped(capsys, path, "--force", "-o", path + ".fifo")
+        assert os.read(received, 100000).startswith(content[:8])
         os.chmod(path, 0o640)
         assert unwrapped(capsys, path, "-o", path)[0] == path
         assert os.stat(path).st_mode & 0o777 == 0o640

@@ -3,28 +3,22 @@
 import collections
 import os
 
+import kerases
 import pytest
 from backends.conftest import INSTALLED, record_versions  # noqa: F401
-from models import DEVICES
+from operations import Operations
 from trial import OUTCOMES
 
-import compat
-from compat import _distributions
 from compat.testing import keras_under_test
 
-# Theano runs what it has in Python, which takes less time than compiling it in C.
-os.environ.setdefault(
-    "THEANO_FLAGS",
-    "optimizer=fast_compile,optimizer_excluding=conv_gemm:AbstractConvCheck,cxx=",
-)
-#: Programs of a run of CI where nothing is said: as many as fit in 20 seconds of CPU.
-COUNTS = {"tensorflow1": 10, "tensorflow2": 8, "jax": 6, "theano": 15, "mxnet": 40, "torch": 25}
+#: Programs of a run of CI where nothing is said: as many as fit in 15 seconds of CPU.
+COUNTS = {"tensorflow1": 4, "tensorflow2": 4, "jax": 3, "theano": 8, "mxnet": 20, "torch": 14}
 
 
 def pytest_addoption(parser):
     group = parser.getgroup("fuzz")
     group.addoption("--seed", type=int, default=0, help="the first program")
-    group.addoption("--count", type=int, help="how many programs; default: some 20 s of CPU")
+    group.addoption("--count", type=int, help="how many programs; default: some 15 s of CPU")
     group.addoption("--subject", default="any", help="programs about this alone")
     group.addoption("--floatx", help="float32 or float64; default: 64 bits where it can")
     group.addoption("--verify", type=int, default=0, help="steps that compat itself compares")
@@ -36,16 +30,12 @@ def pytest_configure(config):
 
 @pytest.fixture(scope="session")
 def configuration(pytestconfig):
-    (backend,) = INSTALLED
-    floatx = pytestconfig.getoption("floatx")
-    if floatx is None:
-        # In 64 bits keras-mxnet fails, as do the oldest; Keras on torch and JAX sums in 32.
-        version = _distributions.version("keras") or ""
-        few = backend.name in ("mxnet", "torch", "jax") or version.startswith(("2.0.", "2.1."))
-        floatx = "float32" if few else "float64"
-    return compat.configure_gpu(
-        simulate=DEVICES, floatx=floatx, verify=pytestconfig.getoption("verify")
-    )
+    return kerases.configure(INSTALLED[0], *map(pytestconfig.getoption, ("floatx", "verify")))
+
+
+@pytest.fixture(scope="session")
+def operations(configuration):
+    return Operations(keras_under_test())
 
 
 @pytest.fixture

@@ -8,8 +8,7 @@ import collections
 
 import numpy as np
 from drawing import Drawing, Tensor
-
-DEVICES = 8
+from kerases import SIMULATED as DEVICES
 
 # One input or output of a model: ``kind`` says which values it takes.
 Data = collections.namedtuple("Data", "kind shape")
@@ -30,6 +29,7 @@ SUBJECTS = (
     "row counts",  # inputs of different numbers of rows, which broadcast
     "subclass",  # a subclassed model around the functional one
     "stateful",  # a recurrent layer that keeps a state for each row
+    "operation",  # one of the framework's own list, which most often computes across rows
 )
 
 #: What a layer can compute across rows; see ``parts.AcrossRows``.
@@ -68,15 +68,19 @@ class Program(Drawing):
         seed: which one.
         lacks: what the Keras under test does not have; see ``parts.lacks``.
         subject: one of ``SUBJECTS``, None for a program without, or "any".
+        operations: what "operation" draws from, see operations.py; None: that is not drawn.
 
     Attributes: ``lines`` (they build the model), ``inputs``, ``targets`` (lists of ``Data``),
     ``losses``, ``loss_weights``, ``optimizer``, ``metrics``, ``steps``, ``subject``.
     """
 
-    def __init__(self, seed, lacks=(), subject="any"):
-        super().__init__(seed, lacks)
+    def __init__(self, seed, lacks=(), subject="any", operations=None):
+        super().__init__(seed, set(lacks) | (set() if operations else {"operation"}))
+        self.operations = operations
         self.inputs, self.targets, self.losses, self.outputs = [], [], [], []
-        subjects = [None] * len(SUBJECTS) + [s for s in SUBJECTS if s not in self.lacks]
+        some = [s for s in SUBJECTS if s not in self.lacks]
+        # There are many operations, and few of the others.
+        subjects = [None] * len(SUBJECTS) + some + some[-1:] * 9 * (some[-1] == "operation")
         self.subject = self.random.choice(subjects) if subject == "any" else subject
         self.rows_fixed = self.random.randint(2, 9) if self.subject == "stateful" else None
         self._draw_model()
@@ -109,6 +113,10 @@ class Program(Drawing):
             joined = self._merge(joined, other)
         if self.subject == "across rows":
             joined = self.layer("AcrossRows", [repr(self.pick(*ACROSS))], joined.shape, joined)
+        elif self.subject == "operation":
+            joined = self.layer("Dense", [6, "activation='tanh'"], (6,), joined)
+            text, kind = self.operations.draw(self.random)
+            joined = self.layer("Operation", [repr(text), repr(kind)], (6,), joined)
         elif self.subject == "state":
             kind = self.pick("count", "rows", "sum", "mean", "moving")
             joined = self.layer("Tally", [repr(kind)], joined.shape, joined)

@@ -3,22 +3,9 @@
 import functools
 import inspect
 
+from kerases import is_keras_3, runs_eagerly
+
 from compat import _keras
-
-
-def is_keras_3(keras):
-    return hasattr(keras, "ops")
-
-
-def runs_eagerly(keras):
-    """Whether a model can be called with arrays, and state be assigned where it is computed."""
-    if is_keras_3(keras):
-        return True
-    if _keras.backend_name(keras) != "tensorflow":
-        return False
-    import tensorflow
-
-    return getattr(tensorflow, "executing_eagerly", bool)()
 
 
 def lacks(keras):
@@ -49,8 +36,8 @@ def lacks(keras):
     return missing
 
 
-def namespace(keras):
-    """The names that a program's text uses."""
+def namespace(keras, operations=None):
+    """The names that a program's text uses; ``operations``: where they are drawn from."""
     names = {name: getattr(keras.layers, name) for name in dir(keras.layers)}
     names.update(l1=keras.regularizers.l1, l2=keras.regularizers.l2)
     names.update(Sequential=keras.models.Sequential, Model=keras.models.Model)
@@ -58,7 +45,7 @@ def namespace(keras):
         names[name] = getattr(keras.constraints, name, None) or getattr(keras.constraints, long)
     if "batch_shape" not in inspect.signature(keras.layers.Input).parameters:
         names["Input"] = functools.partial(_input, keras)
-    names.update(_own_layers(keras))
+    names.update(_own_layers(keras, operations))
     return names
 
 
@@ -68,7 +55,7 @@ def _input(keras, shape=None, batch_shape=None):
     return keras.layers.Input(shape=shape)
 
 
-def _own_layers(keras):
+def _own_layers(keras, operations):
     """The layers of the tests' own, as a user would write them for this Keras."""
     K = keras.ops if is_keras_3(keras) else keras.backend
     eager = runs_eagerly(keras)
@@ -102,6 +89,19 @@ def _own_layers(keras):
                 return inputs / (1.0 + K.sum(K.square(inputs)))
             weights = K.exp(inputs)
             return inputs * weights / K.sum(weights, axis=0, keepdims=True)
+
+    class Operation(keras.layers.Layer):
+        """What an operation makes of its input, added to that."""
+
+        def __init__(self, text, kind):
+            super().__init__()
+            self.text, self.kind = text, kind
+
+        def call(self, inputs):
+            return operations.apply(self.text, self.kind, inputs)
+
+        def compute_output_shape(self, input_shape):
+            return input_shape
 
     class Tally(Layer):
         """Adds to its input what it has seen so far, in a variable that is not trained."""
@@ -156,16 +156,5 @@ def _own_layers(keras):
 
     own = {"mean": reduced(K.mean), "sum": reduced(K.sum), "total": total}
     own.update(contrastive=contrastive, AddLoss=AddLoss, AcrossRows=AcrossRows, Tally=Tally)
-    own.update(Broadcast=Broadcast, Subclassed=Subclassed)
+    own.update(Broadcast=Broadcast, Subclassed=Subclassed, Operation=Operation)
     return own
-
-
-def optimizer(keras, kind, options):
-    """An optimizer from its text, whatever this Keras calls the learning rate."""
-    cls = getattr(keras.optimizers, kind)
-    for name in ("learning_rate", "lr"):
-        try:
-            return eval("cls({}=0.02, {})".format(name, options), {"cls": cls})
-        except (TypeError, ValueError):
-            if name == "lr":
-                raise

@@ -6,6 +6,9 @@ A failure prints its program; ``--seed N --count 1`` runs it again. With ``--ver
 compares the first steps with one device itself, and what it finds counts as loud.
 """
 
+import random
+import re
+
 import numpy as np
 import pytest
 import trial
@@ -16,14 +19,16 @@ import compat
 
 
 @pytest.mark.row("random models")
-def test_same_as_one_device_or_loud(keras, pytestconfig, seed):
-    program = Program(seed, lacks(keras), pytestconfig.getoption("subject"))
+def test_same_as_one_device_or_loud(keras, operations, pytestconfig, seed):
+    program = Program(seed, lacks(keras), pytestconfig.getoption("subject"), operations)
     outcome = trial.attempt(program, keras)
     pytestconfig.fuzz_outcomes.append((program, outcome))
     print(program)
     expected = {"same"}
     if program.subject in trial.MAY_REFUSE:
-        expected |= {"refused", "verified", "warned"}
+        expected |= {"refused", "verified"}
+    if program.subject == "operation":
+        expected.add("unusable")  # it takes a matrix, but not one of unknown rows
     if "nothing may depend on how many there are" in outcome.reason:
         expected.add("refused")  # MXNet, where the graph itself has the batch's size
     assert outcome.kind in expected, outcome.reason
@@ -38,7 +43,7 @@ def test_seed_is_the_program():
 
 def test_every_part_is_drawn():
     programs = [Program(seed) for seed in range(400)]
-    assert {program.subject for program in programs} == {None, *SUBJECTS}
+    assert {program.subject for program in programs} == {None, *SUBJECTS} - {"operation"}
     text = "\n".join(map(str, programs))
     for part in (
         "LSTM", "GRU", "SimpleRNN", "Bidirectional", "Embedding", "mask_zero=True", "Masking",
@@ -47,6 +52,19 @@ def test_every_part_is_drawn():
         "loss_weights=", "fit", "evaluate", "predict", "parallelize(gpus=8)", "rows=1)",
     ):  # fmt: skip
         assert part in text, part
+
+
+def test_operations_are_the_frameworks(keras, operations):
+    """Most of those that are drawn compute across rows; the text is what the layer computes."""
+    draws = []
+    while {kind for _, kind in draws} != {"rows", "whole"}:
+        draws.append(operations.draw(random.Random(len(draws))))
+    assert len(draws) <= 8
+    assert len({text for text, _ in draws}) == len(draws)
+    text = str(Program(3, lacks(keras), "operation", operations))
+    assert re.search(r"^t\d+ = Operation\(['\"].*['\"], '(rows|whole)'\)\(t\d+\)$", text, re.M), (
+        text
+    )
 
 
 def test_program_leaves_out_what_a_keras_lacks():

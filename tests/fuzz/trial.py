@@ -3,15 +3,14 @@
 import collections
 import warnings
 
+import kerases
 import numpy as np
 import parts
+from comparing import TOLERANCES, Different, compare
+from kerases import variables
 
 import compat
 from compat import errors
-
-# How far a number may be from one device's, relative to its size or, for a weight, to how far it
-# moved: rounding, of sums in another order, some steps long.
-TOLERANCES = {"float64": 1e-9, "float32": 2e-4}
 
 #: What can become of a program. The same numbers; or other ones, and loud: an error of compat's
 #: ("refused"), of its comparison with one device ("verified"), a warning. "unrepeatable": one
@@ -25,11 +24,7 @@ Outcome = collections.namedtuple("Outcome", "kind reason steps")
 
 #: Subjects that a backend may not be able to divide: there loud is as good as right.
 MAY_REFUSE = ("across rows", "row counts", "state", "loss in a layer", "loss of the model",
-              "activity", "scalar loss")  # fmt: skip
-
-
-class Different(Exception):
-    """A number on several devices that one device does not have."""
+              "activity", "scalar loss", "operation")  # fmt: skip
 
 
 def data(program, step, rows, floatx):
@@ -70,13 +65,6 @@ def _one(values):
     return values[0] if len(values) == 1 else values
 
 
-def variables(model):
-    """The variables of a model, in the order of ``get_weights()``."""
-    if "keras.engine" in str(type(model).__mro__):  # Keras 2 lists those that are trained first
-        return [variable for layer in model.layers for variable in layer.weights]
-    return model.weights
-
-
 def weights_of(program, model, salt=0):
     """Random weights for a model; variances and other state stay as they are made."""
     random = np.random.RandomState([program.seed % 2**32, 7000 + salt])
@@ -102,10 +90,10 @@ class Run:
         self.observed = []
 
     def go(self):
-        names = parts.namespace(self.keras)
+        names = parts.namespace(self.keras, self.program.operations)
         exec("\n".join(self.program.lines), names)
         self.model = names["model"]
-        optimizer = parts.optimizer(self.keras, *self.program.optimizer)
+        optimizer = kerases.optimizer(self.keras, *self.program.optimizer)
         losses = [names.get(loss, loss) for loss in self.program.losses]
         steps = list(enumerate(self.program.steps))
         self.step(*steps.pop(0))
@@ -146,7 +134,7 @@ class Run:
         if verb == "call":
             found = self.model(inputs)
             found = found if isinstance(found, (list, tuple)) else [found]
-            return self.note(verb, [self.keras.ops.convert_to_numpy(f) if parts.is_keras_3(
+            return self.note(verb, [self.keras.ops.convert_to_numpy(f) if kerases.is_keras_3(
                 self.keras) else f.numpy() for f in found])  # fmt: skip
         if verb == "predict":
             found = self.model.predict(inputs, verbose=0, **options)
@@ -160,34 +148,6 @@ class Run:
             found = getattr(self.model, verb)(inputs, targets, **options)
         self.note(verb, [np.ravel(found)])
         self.note_weights()
-
-
-def compare(expected, found, tolerance):
-    """Raise ``Different`` where a run's observations are not those of one device."""
-    assert len(expected) == len(found)
-    first = None
-    for place, ((what, right), (_, values)) in enumerate(zip(expected, found)):
-        shapes = [[array.shape for array in arrays] for arrays in (values, right)]
-        if shapes[0] != shapes[1]:
-            raise Different(
-                "{} at step {}: shapes {}, {} on one device".format(what, place, *shapes)
-            )
-        scale = [np.abs(r) for r in right]
-        if what == "weights":
-            first = first or right
-            moved = [np.abs(r - f).max() if r.size else 0 for r, f in zip(right, first)]
-            # Of a weight that hardly moves, such as a bias before a softmax, rounding is more.
-            scale = [m + 0.1 * max(moved) + 1e-3 * s for m, s in zip(moved, scale)]
-        for index, (r, v, s) in enumerate(zip(right, values, scale)):
-            if not np.isfinite(r).all():
-                raise ValueError("one device itself gives {} in {}".format(r, what))
-            worst = np.abs(r - v) - tolerance * (s + 1e-2)
-            if not (worst <= 0).all():
-                raise Different(
-                    "{} [{}] at step {}: {} on several devices, {} on one".format(
-                        what, index, place, v.ravel()[:4], r.ravel()[:4]
-                    )
-                )
 
 
 def attempt(program, keras):

@@ -47,7 +47,8 @@ def test_what_differs_is_listed(twins):
     def train(model):
         rate = 0.05 if model is twins.one else 0.06
         model.train_on_batch(x, y, rate=rate)
-        return {"rate": rate, "steps": [1] * int(100 * rate), "unknown": np.nan}
+        numbers = {"rate": rate, "steps": [1] * int(100 * rate), "unknown": np.nan}
+        return numbers if model is twins.one else dict(numbers, more=1.0)
 
     text = failure(twins.train, train)
     print(text)
@@ -57,13 +58,14 @@ def test_what_differs_is_listed(twins):
         start = "  weight {}: differs by 0.0".format(number)
         assert lines[1 + number].startswith(start)
         assert ", the tolerance is 1e-05" in lines[1 + number]
-    assert lines[5:8] == [
+    assert lines[5:9] == [
         "  rate: differs by 0.01, the tolerance is 1e-05 ([0.05] on one device, [0.06] on several)",
         "  steps: its shape is (5,) on one device and (6,) on several",
         "  unknown: differs by nan, the tolerance is 1e-05 ([nan] on one device, [nan] on several)",
+        "  more: its shape is None on one device and () on several",
     ]
-    assert lines[8].startswith("  verified: 1 training step; ")
-    assert lines[10] == (
+    assert lines[9].startswith("  verified: 1 training step; ")
+    assert lines[11] == (
         "  products ran, forward + backward: cpu:0 2 + 3, cpu:1 2 + 3, cpu:2 2 + 3"
     )
 

@@ -110,7 +110,7 @@ class CNTK(Backend):
         from ..._ranks import keras2
         from . import ranks
 
-        kinds = ranks.MakeTrainFunction, keras2.MakeTestFunction
+        kinds = ranks.MakeCNTKTrainFunction, keras2.MakeTestFunction
         keras2.install(model, mpi.MPI.join(place), kinds)
         return model
 
@@ -127,16 +127,12 @@ def _name(device):
     return "cpu()" if device.type() == 0 else "gpu({})".format(device.id())
 
 
-def _has_gpus(cntk):
-    """A build for the CPU lists no GPU, and ``gpu(0)`` is a ValueError there."""
-    return any(device.type() != 0 for device in cntk.device.all_devices())
-
-
 def _wanted(cntk, settings, warnings):
     """The device to make the default; None where CNTK shall choose by itself."""
     devices = settings.devices
-    devices.settle(sum(device.type() != 0 for device in cntk.device.all_devices()))
-    if not _has_gpus(cntk) and (devices.gpus or devices.shortage):
+    gpus = sum(device.type() != 0 for device in cntk.device.all_devices())
+    devices.settle(gpus)
+    if not gpus and (devices.gpus or devices.shortage):  # gpu(0) would be a ValueError
         warnings.append(
             "This CNTK shows no GPU: it is a build for the CPU, or CUDA's driver is not "
             "there. The package cntk-gpu is the build for GPUs."

@@ -11,20 +11,15 @@ import contextlib
 import numpy as np
 
 from ..._patching import replaced
-from ..._ranks import keras2, keras_model
+from ..._ranks import arrays, keras2
 
 
-class MakeTrainFunction(keras2.MakeFunction):
-    method = "_make_train_function"
-    function = "train_function"
-
+class MakeCNTKTrainFunction(keras2.MakeFunction):
     def __init__(self, engine):
         super().__init__(engine)
         self.factor = None  # CNTK's constant in the loss
 
     def run(self, function, inputs):
-        if not function.started:
-            keras_model.same_start(function.model, self.engine)
         share, inputs = self.share(function, inputs)
         self.factor.value = np.asarray(share, "float32")
         with self.engine.watched("for the others' gradients"):
@@ -36,11 +31,10 @@ class MakeTrainFunction(keras2.MakeFunction):
         """Give what a step has set its mean over all ranks."""
         if variables:
             values = [variable.value for variable in variables]
-            flat = np.concatenate([np.ravel(value) for value in values]).astype("float32")
-            flat = self.engine.sum_array(flat * np.float32(share))
-            parts = np.split(flat, np.cumsum([value.size for value in values])[:-1])
-            for variable, value, part in zip(variables, values, parts):
-                variable.value = part.reshape(value.shape)
+            flat = arrays.flat(values, "float32") * np.float32(share)
+            means = arrays.like(values, self.engine.sum_array(flat))
+            for variable, mean in zip(variables, means):
+                variable.value = mean
 
     @contextlib.contextmanager
     def making(self, model):

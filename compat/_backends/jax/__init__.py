@@ -159,7 +159,7 @@ class JAX(Backend):
     def verify(self, model: "Any", verification: "Optional[Verification]") -> None:
         from . import verified_steps  # not at start-up
 
-        verified_steps.VerifiedStep.install_on(model, verification)
+        verified_steps.VerifiedJAXStep.install_on(model, verification)
 
     def memory_peaks(self) -> "Dict[str, int]":
         """``memory_stats()``, which CPU devices do not have."""

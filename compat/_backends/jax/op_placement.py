@@ -1,14 +1,13 @@
 """Where JAX ran the operations of a step: from its profiler, and from the program XLA compiled."""
 
-import glob
-import os
 import re
-import tempfile
+
+from . import timeline
 
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%(\S+) = (.+?) ([\w-]+)\((.*)")
 
 
-class Operation:
+class ProgramOperation:
     """A matrix product or convolution of a compiled program, as one device executes it."""
 
     def __init__(self, name, shapes):
@@ -50,15 +49,12 @@ def operations(program):
             return [operation for inner in body for operation in inside(body, inner)]
         if kind not in ("dot", "convolution"):
             return []
-        shapes = [shape] + [
-            computation[operand][0] for operand in re.findall(r"%([\w.-]+)", rest.split(")")[0])
-        ]
-        sizes = [
-            [int(size) for size in re.search(r"\[([\d,]*)\]", s).group(1).split(",") if size]
-            for s in shapes
-        ]
+        operands = re.findall(r"%([\w.-]+)", rest.split(")")[0])
+        shapes = [shape] + [computation[operand][0] for operand in operands]
+        dimensions = [re.search(r"\[([\d,]*)\]", each).group(1).split(",") for each in shapes]
+        sizes = [[int(size) for size in each if size] for each in dimensions]
         source = re.search(r'op_name="([^"]*)"', rest)
-        return [Operation(source.group(1) if source else "", sizes)]
+        return [ProgramOperation(source.group(1) if source else "", sizes)]
 
     return {name: inside(body, name) for body in everything.values() for name in body}
 
@@ -70,24 +66,18 @@ def executed(jax, step):
     program tells that XLA compiled for this step.
     """
     client = jax.devices()[0].client
-    before = client.live_executables()
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            step()
-        (path,) = glob.glob(os.path.join(folder, "**", "*.xplane.pb"), recursive=True)
-        profile = jax.profiler.ProfileData.from_file(path)
+    before, events = client.live_executables(), []  # type: Tuple[list, list]
+    with timeline.recorded(events):
+        step()
     new = [e for e in client.live_executables() if all(e is not other for other in before)]
     programs = {e.hlo_modules()[0].name: e.hlo_modules()[0].to_string() for e in new}
     computed = {name: operations(text) for name, text in programs.items() if name.endswith("_step")}
     found = {}  # type: dict
-    for plane in profile.planes:
-        for line in plane.lines:
-            for event in line.events:
-                record = dict(event.stats)
-                if record.get("hlo_module") in computed and "hlo_op" in record:
-                    device = "{}:{}".format(jax.devices()[0].platform, record["device_ordinal"])
-                    ran = computed[record["hlo_module"]][record["hlo_op"]]
-                    found.setdefault(device, []).extend(ran)
+    for *_, record in events:
+        if record.get("hlo_module") in computed and "hlo_op" in record:
+            device = "{}:{}".format(jax.devices()[0].platform, record["device_ordinal"])
+            ran = computed[record["hlo_module"]][record["hlo_op"]]
+            found.setdefault(device, []).extend(ran)
     return found
 
 

@@ -7,6 +7,7 @@ program that spans processes would have to be the same on all ranks, and batches
 import contextlib
 import sys
 import threading
+import types
 
 from ... import _keras, _patching, errors
 from ..._engines.jax_distributed import JaxDistributed
@@ -16,11 +17,10 @@ from ..._ranks import checksum, keras3, keras_model, losses
 def distribute(model, place):
     """Make a model one of the ranks', in place. A second time changes nothing."""
     engine = JaxDistributed.join(place)
-    for kind in (RankedTrainFunction, RankedTestFunction, RankedStatelessCall):
-        if kind.of(model) is None:
-            kind(engine).install(model)
-            model.train_function = model.test_function = None
-    keras_model.install(model, engine)
+    if RankedJAXTrainFunction.of(model) is None:
+        model.train_function = model.test_function = None
+    kinds = RankedJAXTrainFunction, RankedJAXTestFunction, RankedStatelessCall
+    keras_model.install(model, engine, kinds)
     if model.built:
         keras_model.same_start(model, engine)
     return model
@@ -31,17 +31,17 @@ def _rows(model, data):
     return int(batch.shape[0])
 
 
-class RankedTrainFunction(keras_model.RankedMethod):
+class RankedJAXTrainFunction(keras_model.RankedMethod):
     """What Keras makes of ``train_step``: a step in two programs."""
 
     method = "make_train_function"
 
     def __call__(self, model, force=False):
         if model.train_function is None or force:
-            model.train_function = model._make_function(Step(model, self.engine))
+            model.train_function = model._make_function(RankedJAXStep(model, self.engine))
 
 
-class RankedTestFunction(keras_model.RankedMethod):
+class RankedJAXTestFunction(keras_model.RankedMethod):
     """What Keras makes of ``test_step``, with its rows counted."""
 
     method = "make_test_function"
@@ -135,7 +135,7 @@ class Reduced:
             return self.step(state, data, lambda: share)
 
 
-class Step:
+class RankedJAXStep:
     """One step of this rank and the others, in place of Keras' program of ``train_step``."""
 
     def __init__(self, model, engine):
@@ -270,22 +270,15 @@ def _shaped(buckets, targets):
 _step = threading.local()
 
 
-class _Captured:
-    """What a step would have updated with."""
-
-    def __init__(self):
-        self.gradients = []  # the lists that the optimizer was given
-        self.scaled = False  # whether the loss was multiplied by the share
-
-
 @contextlib.contextmanager
 def _captured(model, share):
-    """Within, the optimizer updates nothing; yields a ``_Captured``.
+    """Within, the optimizer updates nothing; yields what it would have done.
 
-    A ``LossScaleOptimizer`` scales the loss of this rank's share of the rows, so that gradients
-    overflow where those of one process would.
+    ``gradients`` are the lists that it was given, ``scaled`` is whether the loss was multiplied by
+    the share. A ``LossScaleOptimizer`` scales the loss of this rank's share of the rows, so that
+    gradients overflow where those of one process would.
     """
-    captured = _Captured()
+    captured = types.SimpleNamespace(gradients=[], scaled=False)
     optimizer = model.optimizer
     scale_loss = optimizer.scale_loss
 

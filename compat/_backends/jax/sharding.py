@@ -26,6 +26,7 @@ def check_distribution(model):
 
 def install(model, devices):
     """Have a model run on several devices, and what steps of its own call in its place."""
+    _make_sorts_divisible()
     sharded = ShardedCall(devices)
     sharded.install(model)
     CountedSteps(sharded).install(model)
@@ -36,6 +37,35 @@ def install(model, devices):
             ShardedCall(devices, belongs_to=sharded).install(part)
     for step in _STEPS:
         step(sharded).install(model)
+
+
+def _make_sorts_divisible():
+    """Have JAX differentiate sorts by signed indices of 32 bits.
+
+    JAX's own rule gathers by unsigned ones, and promises that they are in bounds. XLA's
+    partitioner fails a check at that, and ends the process, where a dimension does not divide
+    among the devices.
+    """
+    import jax
+    from jax.interpreters import ad
+
+    if _patching.find(ad.primitive_jvps, jax.lax.sort_p) is None:
+        _patching.Patch(ad.primitive_jvps, jax.lax.sort_p, _differentiate_sort)
+        jax.clear_caches()  # also of what it has differentiated so far
+
+
+def _differentiate_sort(primals, tangents, dimension, **options):
+    import jax
+    from jax.interpreters import ad
+
+    order = jax.lax.broadcasted_iota("int32", primals[0].shape, dimension)
+    *found, order = jax.lax.sort_p.bind(*primals, order, dimension=dimension, **options)
+
+    def sort(tangent):
+        along = jax.numpy.take_along_axis
+        return along(tangent, order, dimension, mode="promise_in_bounds")
+
+    return found, [t if isinstance(t, ad.Zero) else sort(t) for t in tangents]
 
 
 def remove(model):
@@ -174,14 +204,18 @@ class ShardedCall(_patching.InstanceMethod):
         return values if self.divides(rows) else tree.map_structure(replicate, values)
 
 
-class CountedSteps(_patching.InstanceMethod):
-    """The method by which Keras makes a loop's function of a step, whose batches are counted."""
-
-    method = "_make_function"
+class _StepsMethod(_patching.InstanceMethod):
+    """A method of a model that has a ``ShardedCall``."""
 
     def __init__(self, sharded):
         super().__init__(sharded.devices)
         self.sharded = sharded
+
+
+class CountedSteps(_StepsMethod):
+    """The method by which Keras makes a loop's function of a step, whose batches are counted."""
+
+    method = "_make_function"
 
     def __call__(self, model, step_function, *args, **kwargs):
         sharded = self.sharded
@@ -213,12 +247,8 @@ class StateOnDevices(_patching.InstanceMethod):
         return self.plain(model)(*args, **kwargs)
 
 
-class ShardedStep(_patching.InstanceMethod):
+class ShardedStep(_StepsMethod):
     """A step of the user's, which may call anything: XLA then splits all that the data reaches."""
-
-    def __init__(self, sharded):
-        super().__init__(sharded.devices)
-        self.sharded = sharded
 
     def __call__(self, model, state, data):
         tree = _keras.keras_of(model).tree
@@ -239,14 +269,11 @@ _STEPS = [
 
 def _with_mask_of(value, other):
     """Keep what losses and metrics look for at an output."""
-    mask = _masking().get_keras_mask(value)
+    masking = sys.modules["keras.src.backend.common.masking"]
+    mask = masking.get_keras_mask(value)
     if mask is not None:
-        _masking().set_keras_mask(other, mask)
+        masking.set_keras_mask(other, mask)
     return other
-
-
-def _masking():
-    return sys.modules["keras.src.backend.common.masking"]
 
 
 def device_name(device):

@@ -13,19 +13,36 @@ from ..._operations import Operation
 @contextlib.contextmanager
 def profiled(devices):
     """What ``JAX.profiled()`` returns, for the configured devices."""
+    operations, events = [], []  # type: Tuple[list, list]
+    try:
+        with recorded(events):
+            yield operations
+    finally:
+        operations += _operations(events, devices)
+
+
+@contextlib.contextmanager
+def recorded(events):
+    """Within, JAX's profiler records; afterwards ``events`` has each event.
+
+    With the names of plane, line and event, its start and duration, and its statistics.
+    """
     import jax
 
-    operations = []  # type: list
     with tempfile.TemporaryDirectory() as folder:
         _start(jax, folder)
         try:
-            yield operations
+            yield
             jax.effects_barrier()
         finally:
             jax.profiler.stop_trace()
             for path in glob.glob(os.path.join(folder, "**", "*.xplane.pb"), recursive=True):
                 profile = jax.profiler.ProfileData.from_file(path)
-                operations += _operations(profile, devices)
+                for plane in profile.planes:
+                    for line in plane.lines:
+                        for e in line.events:
+                            span = e.start_ns / 1e3, e.duration_ns / 1e3
+                            events.append((plane.name, line.name, e.name, span, dict(e.stats)))
 
 
 def _start(jax, folder):
@@ -42,21 +59,13 @@ def _start(jax, folder):
         raise errors.profiler_runs("jax") from error
 
 
-def _operations(profile, devices):
+def _operations(events, devices):
     """Kernels of GPUs, which have planes of their own; of CPU devices the instructions of XLA."""
-    for plane in profile.planes:
-        gpu = re.match(r"/device:GPU:(\d+)", plane.name)
-        for line in plane.lines:
-            for event in line.events:
-                if gpu:
-                    place = int(gpu.group(1)) if line.name.startswith("Stream") else None
-                else:
-                    place = _cpu(event)
-                if place is not None and place < len(devices):
-                    start, duration = event.start_ns / 1e3, event.duration_ns / 1e3
-                    yield Operation(devices[place], event.name, start, duration)
-
-
-def _cpu(event):
-    record = dict(event.stats)
-    return record.get("device_ordinal") if "hlo_op" in record else None
+    for plane, line, name, span, statistics in events:
+        gpu, place = re.match(r"/device:GPU:(\d+)", plane), None
+        if gpu and line.startswith("Stream"):
+            place = int(gpu.group(1))
+        elif not gpu and "hlo_op" in statistics:
+            place = statistics.get("device_ordinal")
+        if place is not None and place < len(devices):
+            yield Operation(devices[place], name, *span)

@@ -5,22 +5,21 @@ Its random numbers do not depend on how it is sharded, so that they are compared
 """
 
 import contextlib
+import itertools
 
 from ... import _patching, _replicas
 from ..._verification import keras_steps
 from . import op_placement
 
 
-class VerifiedStep(keras_steps.Verified):
+class VerifiedJAXStep(keras_steps.Verified):
     """The method by which Keras makes the function of a step."""
 
     def make_undivided(self, model):
         return self.made_anew(model)
 
     def made_anew(self, model):
-        name = {"train": "train_step", "evaluate": "test_step", "predict": "predict_step"}[
-            self.kind
-        ]
+        name = keras_steps.STEPS[self.kind]
         method = getattr(model, name)
 
         def step(*args):
@@ -33,42 +32,35 @@ class VerifiedStep(keras_steps.Verified):
             return keras_steps.made_anew(self, model)
 
     def step(self, function, args):
-        return _Step(self, function, *args)
+        return _JAXStep(self, function, *args)
 
 
-class _Step(keras_steps.KerasStep):
+class _JAXStep(keras_steps.KerasStep):
+    given = ("batches",)
+
     def __init__(self, method, function, state, iterator):
         super().__init__(method, function)
         self.method = method
-        self.by_design = None  # one program, with the statistics of the whole batch
         model = self.model
-        groups = {
-            "train": (model.optimizer_variables, model.metrics_variables)
-            if hasattr(model, "optimizer_variables")
-            else (getattr(model.optimizer, "variables", ()), model.metrics_variables),
-            "evaluate": (model.metrics_variables,),
-            "predict": (),
-        }[self.kind]
-        words = {"train": ("slot", "metric state"), "evaluate": ("metric state",), "predict": ()}
-        words = ("weight", "state") + words[self.kind]
-        groups = (model.trainable_variables, model.non_trainable_variables) + groups
-        self.labels = [
-            ["{} {}".format(word, variable.path) for variable in group]
-            for word, group in zip(words, groups)
-        ]
-        self.variables = groups
+        groups = [("weight", model.trainable_variables), ("state", model.non_trainable_variables)]
+        if self.kind == "train":
+            groups.append(("slot", getattr(model.optimizer, "variables", ())))
+        if self.kind != "predict":
+            groups.append(("metric state", model.metrics_variables))
+        self.variables = [variables for _, variables in groups]
+        self.labels, taken = [], set()  # an optimizer may call two variables the same
+        for word, variables in groups:
+            self.labels.append([])
+            for variable in variables:
+                label = keras_steps.unlike("{} {}".format(word, variable.path), taken)
+                taken.add(label)
+                self.labels[-1].append(label)
         self.state = self._arrays(state)
         self.batches = self._taken(iterator)
 
     def _taken(self, iterator):
-        batches = []
-        for _ in range(self.model.steps_per_execution):
-            try:
-                batches.append(next(iterator))
-            except StopIteration:
-                if not batches:
-                    raise
-        return batches
+        first = next(iterator)
+        return [first] + list(itertools.islice(iterator, self.model.steps_per_execution - 1))
 
     def as_array(self, value):
         import numpy as np
@@ -101,6 +93,9 @@ class _Step(keras_steps.KerasStep):
     def is_random(self, label):
         return False
 
+    def by_design(self, inference, changed):
+        return None  # one program, with the statistics of the whole batch
+
     def _run(self, function):
         import jax
 
@@ -130,7 +125,7 @@ class _Step(keras_steps.KerasStep):
         import jax
 
         data = self.batches[0]
-        inputs = data[0] if isinstance(data, tuple) else data
+        inputs = keras_steps.inputs_of(data)
 
         def infer(weights, state, inputs):
             outputs, _, losses = self.model.stateless_call(

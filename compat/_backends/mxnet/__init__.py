@@ -81,7 +81,7 @@ class MXNet(Backend):
         return dict(settings.devices.environ(environ), **changed)
 
     def initialised(self) -> "Optional[str]":
-        return "mxnet is imported, and reads its variables then" if _imported() else None
+        return "mxnet is imported, and reads its variables then" if "mxnet" in sys.modules else None
 
     def configure(self, settings: "Settings") -> "Tuple[List[str], List[str]]":
         missing = self.environ(settings, os.environ)
@@ -126,9 +126,9 @@ class MXNet(Backend):
 
     def profiled(self) -> "ContextManager[List[Operation]]":
         """From the profiler of MXNet's engine."""
-        from . import timeline  # not at start-up
+        from . import op_placement  # not at start-up
 
-        return timeline.profiled(self.devices())
+        return op_placement.profiled(self.devices())
 
     def problems(self, environ: "Mapping[str, str]") -> "List[str]":
         found = []
@@ -177,13 +177,13 @@ class MXNet(Backend):
         if _is_block(model):
             from . import verified_native  # here for start-up time
 
-            verified_native.VerifiedForward.install_on(model, verification)
+            verified_native.VerifiedBlockForward.install_on(model, verification)
             return None
         from . import verified_steps  # here for start-up time
 
         if getattr(model, "_compat_replicas", None) is None:
             verification = None  # it runs on one device
-        verified_steps.VerifiedStep.install_on(model, verification)
+        verified_steps.VerifiedMXNetStep.install_on(model, verification)
 
     def launcher(self, job: "Job") -> "List[str]":
         from ..._engines import horovod  # here for start-up time
@@ -200,7 +200,7 @@ class MXNet(Backend):
             )
         from . import ranks  # here for start-up time
 
-        engine = ranks.Horovod.join(place)
+        engine = ranks.MXNetHorovod.join(place)
         self.parallelize(model, self.devices()[:1])
         return ranks.distribute(model, engine)
 
@@ -238,10 +238,6 @@ def _is_module(model):
 
 def _is_a(model, prefix, name):
     return any(c.__name__ == name and c.__module__.startswith(prefix) for c in type(model).__mro__)
-
-
-def _imported():
-    return "mxnet" in sys.modules
 
 
 def _number(option, value):

@@ -1,8 +1,12 @@
 """Gluon blocks on several contexts, for the MXNet backend."""
 
-from ... import _replicas, _work, errors
-from . import symbol_graph
-from .gluon_states import OwnStates, check_equal, states_of
+import contextlib
+
+from ... import _replicas, _rows, _work
+from . import nested_arrays, symbol_graph
+from .gluon_states import OwnStates, attributes_kept, blocks, check_equal, states_of
+from .gluon_trainers import _move, _parameters
+from .nested_arrays import _arrays, _leaves, _mapped, _on, can_be_merged
 from .running_statistics import unite
 
 
@@ -10,9 +14,8 @@ def parallelize(block, contexts):
     """Run ``block`` on ``contexts``; one context gives the plain behaviour back."""
     replicas = vars(block).get("_compat_replicas")
     if len(contexts) > 1:
-        _refuse_time_first(block)
         if replicas is None:
-            replicas = Replicas(block)
+            replicas = BlockReplicas(block)
         replicas.move(contexts)
         return
     if replicas is not None:
@@ -20,12 +23,12 @@ def parallelize(block, contexts):
     _move(block, contexts)
 
 
-class Replicas:
+class BlockReplicas:
     """The replicas of one block: its parameters on each context, and a ``forward`` that splits.
 
     Each array given is split by its first dimension, where it has as many rows as the first one
     given, and handed over whole where not; each replica's part runs on its context, and what
-    comes out is concatenated on the first. All of that is recorded by autograd, so the gradients
+    comes out is put together on the first. All of that is recorded by autograd, so the gradients
     of a loss of the whole batch reach each context, and ``Trainer`` sums them.
 
     Differs from one context:
@@ -35,9 +38,11 @@ class Replicas:
       saved or collected. (MXNet's own practice lets them drift apart.)
     - Dropout draws an independent mask in each replica.
 
-    What else a block keeps from batch to batch is one context's, or an error. A HybridBlock is
-    traced once, and refused if one of its operations computes across rows; of other blocks that
-    cannot be known.
+    Before its first call of a kind a block is tried: three rows together, against two of them and
+    the third. A HybridBlock is traced, too: where its results have their rows, whether they are
+    sums or means over the rows, and which operations write states. A block that mixes rows, or
+    whose own states depend on them, runs on the first context with the whole batch, with a
+    warning. The parameters stay on all contexts: what the others add to the gradients is 0.
 
     ``Block.__call__`` and what saves call a block's methods on the instance, where three are
     replaced: it stays the same object, and its children stay plain.
@@ -48,12 +53,13 @@ class Replicas:
     def __init__(self, block):
         self.block = block
         self.contexts = None
-        self._rows = None  # of the last batch trained, while statistics may differ
+        self._sizes = None  # of the shards of the last batch trained, while statistics may differ
+        self._is_whole = False  # the first context alone has trained it
         self._split = {}  # by the place of an array among the arguments: whether it was split
         self._operations = {}  # that write states, by name: of what was traced
-        self._traced = set()  # type: set  # kinds of arguments that the block was traced for
-        self._returns_rows = False  # known from a batch that has two rows for a replica
-        self.verified = None  # a VerifiedForward, which runs the first calls
+        self._kinds = {}  # by kind of arguments: the results' placements (None: whole), if tried
+        self._warned = False
+        self.verified = None  # a VerifiedBlockForward, which runs the first calls
         for name in self.METHODS:
             object.__setattr__(block, name, getattr(self, name))
         object.__setattr__(block, "_compat_replicas", self)
@@ -62,7 +68,12 @@ class Replicas:
         """Go on with other contexts."""
         self._unite_statistics()
         self.contexts = contexts
+        self.names = [str(context) for context in contexts]
         _move(self.block, contexts)
+
+    def _prepare(self):
+        self._unite_statistics()
+        _move(self.block, self.contexts)  # if it was initialised or given a Trainer since
 
     def remove(self):
         self._unite_statistics()
@@ -76,126 +87,231 @@ class Replicas:
         if not arrays or not arrays[0].shape or _replicas.runs_undivided():
             # Symbols, too: the block is being exported.
             return type(self.block).forward(self.block, *args)
-        return self.run(args) if self.verified is None else self.verified(args)
+        if self.verified is None or self._kinds[self._kind(args)][0] is None:
+            return self.run(args)
+        return self.verified(args)
 
     def run_undivided(self, args):
         """The block on the first context alone, where no replica is running."""
         first = self.contexts[0]
-        self._unite_statistics()
-        _move(self.block, self.contexts)
+        self._prepare()
         with _replicas.undivided(), first:
             whole = _mapped(lambda _, array: _on(first, array), args)
             return type(self.block).forward(self.block, *whole)
 
     def run(self, args):
-        """The block on all contexts."""
+        """The block on all contexts, or on the first one where it cannot be divided."""
+        kind = self._kind(args)
+        placements, is_tried = self._kinds[kind]
+        if placements is None:
+            return self._run_whole(args)
+        try:
+            result, across = self._run_divided(args, placements)
+        except Exception:
+            # Of the user's own, which comes again; or of a shard, whose shape does not do.
+            symbol_graph.clear_errors()
+            across = _rows.Across(None, why="unknown")
+            result = None
+        if across is None:
+            return result
+        whole = self._run_whole(args)  # what is wrong on one device, too, is the user's
+        self._leave_whole(kind, across)
+        return whole
+
+    def _run_divided(self, args, placements):
+        """The result; or None, and why the replicas' results cannot be put together."""
         import mxnet as mx
 
         rows, count = next(_arrays(args)).shape[0], len(self.contexts)
-        self._decide_what_is_split(args, rows)
-        self._unite_statistics()
-        _move(self.block, self.contexts)  # if it was initialised or given a Trainer since
+        self._prepare()
+        # One without rows of its own is run for its gradients: Trainer.step() insists on some.
+        all_sizes, recording = _replicas.sizes(rows, count), mx.autograd.is_recording()
+        replicas = [i for i, size in enumerate(all_sizes) if size or recording]
+        sizes = [all_sizes[i] for i in replicas]
+        states, results = self._own_states(), []
+        try:
+            with _replicas.undivided():  # parts that are parallelized must not split again
+                for i in replicas:
+                    context, bounds = self.contexts[i], _replicas.run_bounds(rows, count, i)
+                    with states.replica(context), context:
+                        shard = self._shard(args, context, lambda array: array[slice(*bounds)])  # noqa: B023
+                        results.append(type(self.block).forward(self.block, *shard))
+            across = states.unite()
+        except BaseException:
+            states.reset()
+            raise
+        if across is None and not nested_arrays.are_of(placements, results, sizes):
+            across = _rows.Across(None, why="tried")
+        if across is not None:
+            states.reset()
+            return None, across
         if mx.autograd.is_training():
             self.note_training(args)
-        # One without rows of its own is run for its gradients: Trainer.step() insists on some.
-        replicas = [
-            i
-            for i, size in enumerate(_replicas.sizes(rows, count))
-            if size or mx.autograd.is_recording()
-        ]
-        sizes = [_replicas.sizes(rows, count)[i] for i in replicas]
-        results = []
-        with _replicas.undivided():  # parts that are parallelized must not split again
-            self._trace(args)
-            states = OwnStates(self.block, states_of(self.block, self._operations)[1])
-            for i in replicas:
-                with states.replica(self.contexts[i]), self.contexts[i]:
-                    results.append(self._run(args, _replicas.run_bounds(rows, count, i), i))
-            self._check_results(args, results, sizes)
-            states.finish()
-        names = [str(context) for context in self.contexts]
-        _work.count(names, _replicas.sizes(rows, count), mx.autograd.is_training())
-        return _gather(results, sizes, self.contexts[0])
+        _work.count(self.names, all_sizes, mx.autograd.is_training())
+        return nested_arrays.merged(placements, results, sizes, self.contexts[0]), None
+
+    def _run_whole(self, args):
+        """All rows on the first context, where one device's gradients are; the others get none."""
+        import mxnet as mx
+
+        sizes = _work.undivided(self.names, next(_arrays(args)).shape[0])
+        self._prepare()
+        states = self._own_states()
+        with states.replica(self.contexts[0]):
+            result = self.run_undivided(args)
+        states.unite()
+        if mx.autograd.is_recording():
+            with mx.autograd.pause():
+                for parameter in _parameters(self.block):
+                    _leave_without_gradient(parameter, self.contexts[0])
+        if mx.autograd.is_training():
+            self._sizes, self._is_whole = sizes, True
+        _work.count(self.names, sizes, mx.autograd.is_training())
+        return result
 
     def note_training(self, args):
         """Have statistics united before their next use, by the rows of this batch."""
-        self._rows = next(_arrays(args)).shape[0]
+        rows = next(_arrays(args)).shape[0]
+        self._sizes, self._is_whole = _replicas.sizes(rows, len(self.contexts)), False
 
-    def _run(self, args, bounds, replica):
-        with symbol_graph.shape_errors(self.block.name, bounds[1] - bounds[0]):
-            shard = self._shard(args, bounds, self.contexts[replica])
-            return type(self.block).forward(self.block, *shard)
-
-    # Arguments ------------------------------------------------------------------------------------
-
-    def _decide_what_is_split(self, args, rows):
-        """Arrays with as many rows as the first; what was whole before stays whole."""
-        for place, array in _arrays_in_places(args):
-            has_rows = bool(array.shape) and array.shape[0] == rows
-            if self._split.setdefault(place, has_rows) and not has_rows:
-                raise errors.rows_cannot_be_cut(
-                    self.block.name,
-                    "the array of shape {} among its arguments had a row for each of a batch "
-                    "before, and has not in one of {} rows".format(array.shape, rows),
-                )
-
-    def _shard(self, args, bounds, context):
-        """A replica's part of the arguments, on its context."""
+    def _shard(self, args, context, rows):
+        """A replica's part of the arguments, on its context; ``rows`` takes it out of an array."""
 
         def part(place, array):
-            return _on(context, array[bounds[0] : bounds[1]] if self._split[place] else array)
+            return _on(context, rows(array) if self._split[place] else array)
 
         return _mapped(part, args)
 
-    # What the block does --------------------------------------------------------------------------
+    # What can be divided ------------------------------------------------------------------------
 
-    def _trace(self, args):
-        """Refuse operations across rows, and see which write states, of a HybridBlock."""
+    def _kind(self, args):
+        """The kind of these arguments, of which it is decided whether they are divided."""
+        rows, places = next(_arrays(args)).shape[0], nested_arrays._arrays_in_places(args)
+        kept = True
+        for place, array in places:
+            # Arrays with as many rows as the first; what was whole before stays whole.
+            has_rows = bool(array.shape) and array.shape[0] == rows
+            kept = kept and (has_rows or not self._split.get(place, False))
+            self._split.setdefault(place, has_rows)
+        kind = kept, tuple((place, self._split[place], array.ndim) for place, array in places)
+        # Of a single row a trial tells nothing: it is tried again.
+        if kind not in self._kinds or self._kinds[kind][1] < min(rows, 2):
+            placements, across = self._decide(args) if kept else (None, _rows.Across(None))
+            if across is not None:
+                self._leave_whole(kind, across)
+            else:
+                self._kinds[kind] = placements, rows
+        return kind
+
+    def _leave_whole(self, kind, across):
+        if not self._warned:
+            _rows.runs_whole(self.block.name, across, self.contexts[0], "The block")
+            self._warned = True
+        self._kinds[kind] = None, 2
+
+    def _decide(self, args):
+        """The results' placements, as far as they can be put together; or why they cannot."""
+        self._prepare()
+        graph = self._traced(args)
+        heads = [] if graph is None else graph.heads
+        claimed = [graph.placements[head] for head in heads]
+        if not all(can_be_merged(each) for each in claimed):
+            return None, graph.across(heads, with_rows=False) or _rows.Across(None)
+        untold = graph.nodes[graph.untold[0][0]]["name"] if graph and graph.untold else None
+        try:
+            tried = self._tried(args)
+        except Exception:
+            symbol_graph.clear_errors()
+            with self._leaving_no_trace():
+                self.run_undivided(args)  # raises what is the user's own
+            return None, _rows.Across(untold, why="unknown")
+        if len(claimed) != len(tried):
+            claimed = [None] * len(tried)
+        placements = []
+        for claim, found in zip(claimed, tried):
+            known = claim is not None and not untold
+            is_random = isinstance(found, _rows.Unknown)
+            if is_random and not known:
+                return None, _rows.Across(untold, why="unknown")
+            right = known or isinstance(found, _rows.Sharded)
+            if isinstance(claim, _rows.Sharded) and not is_random:
+                right = getattr(found, "axis", None) == claim.axis
+            placements.append(found if claim is None else claim)
+            if isinstance(found, _rows.Mixed) or not right or not can_be_merged(placements[-1]):
+                return None, _rows.Across(untold, why="tried")
+        return placements, None
+
+    def _tried(self, args):
+        """The placements of the results, by a trial on the first context, in inference."""
         import mxnet as mx
 
-        kind = tuple((place, self._split[place]) for place, _ in _arrays_in_places(args))
-        if kind in self._traced or not isinstance(self.block, mx.gluon.HybridBlock):
-            return
-        states = OwnStates(self.block, states_of(self.block, self._operations)[1])
+        rows, first, others = next(_arrays(args)).shape[0], self.contexts[0], []
+
+        def chosen(array, numbers):
+            return nested_arrays.concatenated([array[n % rows : n % rows + 1] for n in numbers], 0)
+
+        def compute(numbers):
+            shard = self._shard(args, first, lambda array: chosen(array, numbers))
+            with self._leaving_no_trace(), mx.autograd.pause(train_mode=False):
+                with _replicas.undivided(), first:
+                    result = type(self.block).forward(self.block, *shard)
+                arrays = [array.asnumpy() for array in _arrays(result)]
+            others.append(nested_arrays._others(result))
+            return arrays
+
+        found = _rows.trial.tried(compute)
+        if any(each != others[0] for each in others):
+            return [_rows.Mixed()]
+        return found
+
+    def _traced(self, args):
+        """The graph of a HybridBlock, with its rows followed, or None."""
+        import mxnet as mx
+
+        if not isinstance(self.block, mx.gluon.HybridBlock):
+            return None
         shapes = {rows: {} for rows in symbol_graph.ROWS}  # type: dict
-        split = []  # type: list
+        given = {}  # type: dict
 
         def variable(place, array):
             name = "compat_input" + "_".join(map(str, place))
             for rows, known in shapes.items():
                 known[name] = (rows,) + array.shape[1:] if self._split[place] else array.shape
             if self._split[place]:
-                split.append(name)
+                given[name] = _rows.Sharded(0)
             symbol = mx.sym.var(name)
             return symbol.as_np_ndarray() if type(array) is not mx.nd.NDArray else symbol
 
         try:
-            traced = type(self.block).forward(self.block, *_mapped(variable, args))
+            with self._leaving_no_trace():
+                traced = type(self.block).forward(self.block, *_mapped(variable, args))
             graph = symbol_graph.Graph([], mx.sym.Group(list(_leaves(traced, mx.sym.Symbol))))
-            graph.follow(graph.heads, split, shapes)
+            graph.follow(given, shapes)
         except Exception:  # whatever a block of the user's cannot do with symbols
-            self._traced.add(kind)
-            return
-        finally:
-            states.reset()
-        if graph.across_rows is not None:
-            problem = "its operation {} computes across rows".format(graph.across_rows)
-            raise errors.rows_cannot_be_cut(self.block.name, problem)
+            return None
         names = [parameter.name for parameter in _parameters(self.block)]
         self._operations.update(graph.states(names))
-        self._traced.add(kind)
+        return graph
 
-    def _check_results(self, args, results, sizes):
-        """Tell a row from one number for a batch, where each replica had one row only."""
-        import mxnet as mx
+    @contextlib.contextmanager
+    def _leaving_no_trace(self):
+        """Within, the block runs as it is written, without hooks, and keeps nothing of it."""
+        states, parts = self._own_states(), list(blocks(self.block))
+        plain = {"_active": False, "_forward_hooks": {}, "_forward_pre_hooks": {}}
+        before = [
+            {name: vars(part)[name] for name in plain if name in vars(part)} for part in parts
+        ]
+        try:
+            with attributes_kept(self.block):
+                for part, own in zip(parts, before):
+                    vars(part).update((name, plain[name]) for name in own)
+                yield
+        finally:
+            for part, own in zip(parts, before):
+                vars(part).update(own)
+            states.reset()
 
-        if self._returns_rows or max(sizes) > 1:
-            self._returns_rows = True
-            return
-        if sum(sizes) > 1 and any(array.shape == (1,) for array in _arrays(results[0])):
-            with mx.autograd.pause():
-                tried = self._run(args, (0, 2), 0)
-            _gather([tried], [2], self.contexts[0])
+    # States -------------------------------------------------------------------------------------
 
     def collect_params(self, *args, **kwargs):
         self._unite_statistics()
@@ -205,7 +321,8 @@ class Replicas:
         self._unite_statistics()
         return type(self.block)._collect_params_with_prefix(self.block, *args, **kwargs)
 
-    # Running statistics -------------------------------------------------------------------------
+    def _own_states(self):
+        return OwnStates(self.block, states_of(self.block, self._operations)[1])
 
     def _unite_statistics(self):
         """Give all contexts one set of running statistics.
@@ -214,174 +331,23 @@ class Replicas:
         """
         import mxnet as mx
 
-        if self._rows is None:
+        if self._sizes is None:
             return
         means, others = states_of(self.block, self._operations)
-        statistics = [p.list_data() for p in means if p._data is not None]
         with mx.autograd.pause():
-            unite(statistics, _replicas.sizes(self._rows, len(self.contexts)))
+            united = means + others if self._is_whole else means
+            unite([p.list_data() for p in united if p._data is not None], self._sizes)
             check_equal(self.block, others)
         if not mx.autograd.is_recording():
-            self._rows = None
+            self._sizes = None
 
 
-# Parameters and trainers ----------------------------------------------------------------------
-
-
-def _parameters(block):
-    return list(type(block).collect_params(block).values())
-
-
-def _move(block, contexts):
-    """Bring parameters, and the trainers that have them, to these contexts where they are not."""
-    parameters = _parameters(block)
-    for parameter in parameters:
-        if parameter._data is not None or parameter._deferred_init:
-            if parameter.list_ctx() != contexts:
-                parameter.reset_ctx(contexts)
-    seen = []
-    for parameter in parameters:
-        trainer = parameter._trainer
-        if trainer is not None and not any(trainer is other for other in seen):
-            seen.append(trainer)
-            _move_trainer(trainer)
-
-
-def _move_trainer(trainer):
-    """Let a trainer follow its parameters, with the optimizer's state and step counts."""
-    try:
-        contexts = trainer._check_contexts()
-    except (AssertionError, RuntimeError):
-        return  # it has another block's parameters, too, which are elsewhere as yet, or not there
-    settings, wanted = trainer._kvstore_params, {}
-    if len(contexts) > 1 and settings["kvstore"] is None:  # it would sum no gradients over them
-        wanted["kvstore"] = "device"
-    if len(contexts) > 1 and settings["update_on_kvstore"] is None:
-        # As on one context: allreduce_grads() and update() can be called one by one.
-        if not trainer._contains_sparse_weight:
-            wanted["update_on_kvstore"] = False
-    if not wanted and trainer._contexts == contexts:
+def _leave_without_gradient(parameter, first):
+    """A gradient of 0 on all contexts but the first, new as if a backward pass had written it."""
+    if parameter._data is None or parameter.grad_req == "null":
         return
-    settings.update(wanted)
-    states = _updaters(trainer)[0].states
-    trainer._reset_kvstore()
-    trainer._contexts = contexts
-    optimizer = trainer._optimizer
-    trainer._updaters = [_updater(optimizer) for _ in contexts]
-    # Steps are counted per device id: Adam would begin anew on another one.
-    counts = getattr(optimizer, "_all_index_update_counts", {})
-    counts.update((i, dict(optimizer._index_update_count)) for i in _ids(contexts, counts))
-    if states:
-        trainer._init_kvstore()
-        for updater, context in zip(_updaters(trainer), contexts):
-            updater.states = {
-                # Now: one that is copied when it is used has another context's update in it.
-                index: updater.sync_state_context(state, context)
-                for index, state in states.items()
-            }
-            updater.states_synced = dict.fromkeys(states, False)
-
-
-def _ids(contexts, counts):
-    return {context.device_id for context in contexts} | set(counts)
-
-
-def _updater(optimizer):
-    import mxnet as mx
-
-    return mx.optimizer.get_updater(optimizer)
-
-
-def _updaters(trainer):
-    on_kvstore = trainer._kvstore and trainer._update_on_kvstore
-    return [trainer._kvstore._updater] if on_kvstore else trainer._updaters
-
-
-def _refuse_time_first(block):
-    """Refuse layers whose first dimension is time, which would be split for the batch."""
-    if getattr(block, "_layout", None) == "TNC":
-        raise errors.UnsupportedError(
-            "The RNN layer {} takes time as its first dimension, which parallelize() would "
-            'split for the batch. Build it with layout="NTC".'.format(block.name)
-        )
-    for child in block._children.values():
-        _refuse_time_first(child)
-
-
-# Arguments and results, nested as they may be ---------------------------------------------------
-
-
-def _leaves(value, kind):
-    """All of a kind within lists, tuples and dictionaries."""
-    if isinstance(value, kind):
-        yield value
-    elif isinstance(value, (list, tuple, dict)):
-        for each in value.values() if isinstance(value, dict) else value:
-            for leaf in _leaves(each, kind):
-                yield leaf
-
-
-def _arrays(values):
-    import mxnet as mx
-
-    return _leaves(values, mx.nd.NDArray)
-
-
-def _mapped(function, value, place=()):
-    """The same with ``function(place, array)`` for each array; a place is a tuple of keys."""
-    import mxnet as mx
-
-    if isinstance(value, (list, tuple)):
-        parts = [_mapped(function, each, place + (key,)) for key, each in enumerate(value)]
-        return type(value)(parts)
-    if isinstance(value, dict):
-        return {key: _mapped(function, each, place + (key,)) for key, each in value.items()}
-    return function(place, value) if isinstance(value, mx.nd.NDArray) else value
-
-
-def _arrays_in_places(value):
-    found = []
-    _mapped(lambda place, array: found.append((place, array)), value)
-    return found
-
-
-def _on(context, array):
-    return getattr(array, "as_in_ctx", array.as_in_context)(context)  # mx.np has the short one
-
-
-def _gather(results, sizes, context):
-    """The replicas' results as one; of a replica whose shard is empty nothing is kept."""
-    import mxnet as mx
-
-    first = results[0]
-    if isinstance(first, (list, tuple)):
-        return type(first)([_gather(parts, sizes, context) for parts in zip(*results)])
-    if isinstance(first, dict):
-        return {key: _gather([r[key] for r in results], sizes, context) for key in first}
-    if not isinstance(first, mx.nd.NDArray):
-        if any(result != first for result in results):
-            raise _no_rows_in_result(results, sizes)
-        return first
-    if any(r.shape[:1] != (max(size, 1),) for r, size in zip(results, sizes)):
-        raise _no_rows_in_result([r.shape for r in results], sizes)
-    module = mx.np if hasattr(mx, "np") and isinstance(first, mx.np.ndarray) else mx.nd
-    arrays = [_on(context, result) for result in results]
-    if len(arrays) > 1:
-        arrays = [
-            mx.np.concatenate(arrays) if module is not mx.nd else mx.nd.concat(*arrays, dim=0)
-        ]
-    kept = [number for number, size in enumerate(sizes) if size]
-    if len(kept) < len(sizes):  # then each has computed one row
-        rows = module.array(kept, dtype="int32", ctx=context)
-        return module.take(arrays[0], rows, axis=0)
-    return arrays[0]
-
-
-def _no_rows_in_result(shapes, sizes):
-    return errors.UnsupportedError(
-        "A block on several devices must return arrays with a row for each of the batch; its "
-        "replicas were given {} rows and returned {}. Compute totals and means outside of the "
-        "block that is parallelized.".format(
-            ", ".join(str(size or 1) for size in sizes), ", ".join(map(str, shapes))
-        )
-    )
+    for array, gradient in zip(parameter.list_data(), parameter.list_grad()):
+        if array.context != first:
+            if parameter.grad_req == "write":
+                gradient[:] = 0
+            array._fresh_grad = True

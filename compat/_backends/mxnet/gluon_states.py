@@ -2,7 +2,7 @@
 
 import contextlib
 
-from ... import errors
+from ... import _rows, errors
 from .running_statistics import MEANS
 
 
@@ -16,9 +16,12 @@ def states_of(block, operations):
         Running statistics, which are means over rows; and those of which only the user's own
         block knows what they are.
     """
+    import mxnet as mx
+
     means, others, seen = [], [], set()
-    for part, parameter in _own_parameters(block):
-        if id(parameter) in seen or parameter.grad_req != "null" or _is_constant(parameter):
+    for part, parameter in ((b, p) for b in blocks(block) for p in _own_parameters(b)):
+        constant = isinstance(parameter, mx.gluon.Constant)
+        if id(parameter) in seen or parameter.grad_req != "null" or constant:
             continue
         seen.add(id(parameter))
         if operations.get(parameter.name) in MEANS or _is_of_gluon(part, "BatchNorm"):
@@ -29,12 +32,7 @@ def states_of(block, operations):
 
 
 def _own_parameters(block):
-    """Each block within, with the parameters that are its own."""
-    for parameter in list(block.params.values()) + list(block._reg_params.values()):
-        yield block, parameter
-    for child in block._children.values():
-        for pair in _own_parameters(child):
-            yield pair
+    return list(block.params.values()) + list(block._reg_params.values())
 
 
 def _is_of_gluon(part, name):
@@ -44,14 +42,8 @@ def _is_of_gluon(part, name):
     )
 
 
-def _is_constant(parameter):
-    import mxnet as mx
-
-    return isinstance(parameter, mx.gluon.Constant)
-
-
 class OwnStates:
-    """States that a user's block sets in its ``forward``: to one device's values, or an error.
+    """States that a user's block sets in its ``forward``.
 
     Each replica begins with the same values, also where ``set_data()`` of the one before has set
     those of all contexts. If all end with the same (a step counter) that is the new value. If
@@ -65,35 +57,66 @@ class OwnStates:
         self.after = [[] for _ in self.parameters]  # type: list
 
     def reset(self):
-        for parameter, before in zip(self.parameters, self.before):
-            _set(parameter, before)
+        import mxnet as mx
+
+        with mx.autograd.pause():
+            for parameter, before in zip(self.parameters, self.before):
+                _set(parameter, before)
 
     @contextlib.contextmanager
     def replica(self, context):
-        import mxnet as mx
-
-        if self.parameters:
-            with mx.autograd.pause():
-                self.reset()
+        self.reset()
         yield
         for parameter, values in zip(self.parameters, self.after):
             values.append(parameter.data(context).copy())
 
-    def finish(self):
+    def unite(self):
+        """Set what all replicas have set; or return what sets different values, by the rows."""
         import mxnet as mx
 
         with mx.autograd.pause():
             for parameter, values in zip(self.parameters, self.after):
                 if not _equal(values):
-                    raise _undecidable(self.block, parameter)
+                    operation = "that sets the parameter {!r}".format(parameter.name)
+                    return _rows.Across(operation)
                 _set(parameter, values[0])
+        return None
+
+
+def blocks(block):
+    """A block and all that are within."""
+    yield block
+    for child in block._children.values():
+        for part in blocks(child):
+            yield part
+
+
+@contextlib.contextmanager
+def attributes_kept(block):
+    """Within, what a block sets on itself in ``forward``, such as a counter, is forgotten."""
+    from ..._verification import reachable  # not at start-up
+
+    own = [part for part in blocks(block) if not type(part).__module__.startswith("mxnet.")]
+    # Gluon's own begin with "_": what is compiled stays.
+    before = reachable.Attributes(own, lambda name, value: not name.startswith("_"))
+    try:
+        yield
+    finally:
+        before.put_back()
 
 
 def check_equal(block, parameters):
     """See that no replica has set a state of its own since, in its backward pass."""
     for parameter in parameters:
         if parameter._data is not None and not _equal(parameter.list_data()):
-            raise _undecidable(block, parameter)
+            raise errors.UnsupportedError(
+                "The replicas of the block {!r} set its parameter {!r} to different values, each "
+                "from its own rows, and whether these are to be added up or averaged only the "
+                "block knows. Set it outside of the block, from results for the whole batch; or "
+                "run the block on one device: parallelize(block, gpus=1).".format(
+                    block.name, parameter.name
+                )
+            )
 
 
 def _set(parameter, value):
@@ -107,12 +130,3 @@ def _equal(arrays):
     first = arrays[0].as_nd_ndarray() if hasattr(arrays[0], "as_nd_ndarray") else arrays[0]
     others = [mx.nd.array(array, ctx=first.context, dtype=first.dtype) for array in arrays[1:]]
     return not sum(float(mx.nd.sum(other != first).asscalar()) for other in others)
-
-
-def _undecidable(block, parameter):
-    return errors.UnsupportedError(
-        "The replicas of the block {!r} set its parameter {!r} to different values, each from its "
-        "own rows, and whether these are to be added up or averaged only the block knows. Set it "
-        "outside of the block, from results for the whole batch; or run the block on one device: "
-        "parallelize(block, gpus=1).".format(block.name, parameter.name)
-    )

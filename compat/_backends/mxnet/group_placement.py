@@ -30,12 +30,12 @@ def place_groups(model, module):
                 setattr(model, name, symbol_graph.copied_between_groups(symbol))
     contexts = {name: context_named(name) for name in groups - {symbol_graph.OTHERS}}
     module._group2ctxs = dict(contexts, **{symbol_graph.OTHERS: model._context[0]})
-    if _Bind.of(module) is None:
-        for method in (_Bind, _SwitchBucket):
+    if _BindForTraining.of(module) is None:
+        for method in (_BindForTraining, _SwitchBucket):
             method(contexts).install(module)
 
 
-class _Bind(InstanceMethod):
+class _BindForTraining(InstanceMethod):
     """Binds for training always: MXNet 1.9 rewrites a graph for inference, and drops the groups."""
 
     method = "bind"

@@ -1,11 +1,11 @@
 """Keras models on several contexts, for the MXNet backend."""
 
 import contextlib
-import warnings
+import functools
 
-from ... import _keras, _replicas, errors
-from ..._patching import InstanceMethod
-from . import running_statistics
+from ... import _keras, _replicas, _rows
+from ..._patching import InstanceMethod, replaced
+from . import running_statistics, symbol_graph
 from .group_placement import device_with_replicas, groups_of, place_groups
 from .optimizer_state import take_to, updater_of
 from .phase_executors import Phase, state_names
@@ -26,7 +26,7 @@ def parallelize(model, contexts):
     elif replicas is not None:
         _run_plain(model, contexts[0], replicas.remove())
     elif len(contexts) > 1:
-        Replicas(model, contexts)
+        ModelReplicas(model, contexts)
     elif model._context != contexts:
         model._sync_weights()
         _run_plain(model, contexts[0], updater_of(model))
@@ -51,10 +51,10 @@ def _run_plain(model, context, updater):
         return
     take_to(updater, context)
 
-    _InitOptimizer(updater, context).install(module)
+    _InitOptimizerWithState(updater, context).install(module)
 
 
-class _InitOptimizer(InstanceMethod):
+class _InitOptimizerWithState(InstanceMethod):
     """Brings the state along: a module takes none before it is bound to shapes."""
 
     method = "init_optimizer"
@@ -68,10 +68,43 @@ class _InitOptimizer(InstanceMethod):
         module._curr_module._updater = self.updater
 
 
+class ExportedBuckets(dict):
+    """The buckets of the module of a model on several contexts, which runs no batch itself.
+
+    ``save_mxnet_model()`` and ``get_mxnet_model_info()`` read the one that predicts: the module
+    is bound then, and takes the weights.
+    """
+
+    def __init__(self, model, shapes):
+        super().__init__()
+        self.model = model
+        self.shapes = shapes
+        self.binds = False
+
+    @classmethod
+    def install(cls, model, inputs):
+        import mxnet as mx
+
+        if not isinstance(model._module._buckets, cls):
+            pairs = zip(model.inputs, inputs[: model._num_data])
+            shapes = [mx.io.DataDesc(s.name, array.shape, dtype=s.dtype) for s, array in pairs]
+            model._module._buckets = cls(model, shapes)
+
+    def __getitem__(self, key):
+        module = self.model._module
+        if key == "pred" and not self.binds and module._buckets is self:
+            with replaced(self, binds=True):
+                self.model._sync_weights()
+                if not module.binded:
+                    module.bind(data_shapes=self.shapes, for_training=False)
+                module.set_params(self.model._args, self.model._auxs, allow_missing=True)
+        return super().__getitem__(key)
+
+
 # Replicas -------------------------------------------------------------------------------------
 
 
-class Replicas:
+class ModelReplicas:
     """The replicas of one model, each on its own context.
 
     Keras' graph of a phase (train, test, predict) is cut in two. The *body*, all that the
@@ -90,25 +123,17 @@ class Replicas:
     - Dropout draws an independent mask in each replica.
 
     What computes across the rows of a batch, and all that follows from it, is the head's, with a
-    warning, since it runs on one device. Sums and other states that layers update are the head's,
-    too. An operation of MXNet's with states other than moving averages is refused.
+    warning, since it runs on one device; so is an operation with states other than moving
+    averages. Sums and other states that layers update are the head's, too.
 
     Stateful RNNs do not differ: each replica has the states of its rows. What no output depends
-    on (a layer's own loss or averages) is computed by the head. ``save_mxnet_model()`` needs a
-    module that Keras has bound: give the plain behaviour back and predict once before.
+    on (a layer's own loss or averages) is computed by the head.
 
     keras-mxnet calls a model's own methods at a few points. These are replaced on the instance,
     so it stays the same object, and compile(), whenever it comes, is followed at the next batch.
     """
 
-    METHODS = (
-        "compile",
-        "_make_train_function",
-        "_make_test_function",
-        "_make_predict_function",
-        "_sync_weights",
-        "_set_weights",
-    )
+    METHODS = ("compile", "_sync_weights", "_set_weights")
 
     def __init__(self, model, contexts):
         from keras.backend import mxnet_backend as K
@@ -123,9 +148,10 @@ class Replicas:
         self._updater = updater_of(model)
         self._forget()
         self.move(contexts)
-        for name in self.METHODS:
-            setattr(model, name, getattr(self, name))
-        model._compat_replicas = self
+        self._replaced = {name: getattr(self, name) for name in self.METHODS}
+        for kind in ("train", "test", "predict"):
+            self._replaced["_make_{}_function".format(kind)] = functools.partial(self._make, kind)
+        vars(model).update(self._replaced, _compat_replicas=self)
 
     def move(self, contexts):
         """Go on with other contexts."""
@@ -139,30 +165,29 @@ class Replicas:
         """Leave the model without replicas, and return the updater, or None."""
         self._sync_weights()
         self._follow()
-        for name in self.METHODS + ("_compat_replicas",):
+        for name in list(self._replaced) + ["_compat_replicas"]:
             delattr(self.model, name)
         return self._updater
 
     @contextlib.contextmanager
     def undivided(self):
         """Within, the first replica runs the whole batch."""
-        self._follow()
         self._hold_arrays()
-        kept = self.contexts, self.args, self.auxs, self.phases
-        self.contexts, self.phases = self.contexts[:1], self._undivided_phases
-        self.args, self.auxs = self.args[:1], self.auxs[:1]
+        first = {"contexts": self.contexts[:1], "args": self.args[:1], "auxs": self.auxs[:1]}
         try:
-            yield
-            self._sync_weights()
+            with replaced(self, phases=self._undivided_phases, **first):
+                yield
+                self._sync_weights()
         finally:
-            self.contexts, self.args, self.auxs, self.phases = kept
             self._stale = True
 
     def _forget(self):
         """Drop arrays and executors; they are made again when a batch comes."""
         self.args = self.auxs = None  # of weights and auxiliary states by name, for each replica
         self.phases = {}
+        self.mixing = {}  # by whether it trains: the nodes that mix rows, as a trial found
         self._undivided_phases = {}
+        self.unheld = {}  # states that Keras knows nothing of, on the first context
         self._stale = False  # whether Keras' variables have newer values than the arrays
 
     def _pairs(self, replica):
@@ -178,14 +203,8 @@ class Replicas:
         self._sync_weights()  # compiling begins with the values that Keras has
         return type(self.model).compile(self.model, *args, **kwargs)
 
-    def _make_train_function(self):
-        self.model.train_function = self._train
-
-    def _make_test_function(self):
-        self.model.test_function = self._test
-
-    def _make_predict_function(self):
-        self.model.predict_function = self._predict
+    def _make(self, kind):
+        setattr(self.model, kind + "_function", functools.partial(self.run, kind))
 
     def _sync_weights(self):
         """Bring what was trained to the arrays of Keras' variables, where Keras reads it."""
@@ -203,28 +222,20 @@ class Replicas:
                 keras[name][:] = value
         self._stale = True
 
-    def _train(self, inputs):
-        self.model._check_trainable_weights_consistency()
-        phase = self._prepared("train", inputs)
-        results = phase.forward(inputs, is_train=True)
-        phase.backward()
-        self._update_weights(phase)
-        self._average_auxiliary_states(phase)
+    def run(self, kind, inputs):
+        """What the function of a phase does: "train", "test" or "predict"."""
+        if kind == "train":
+            self.model._check_trainable_weights_consistency()
+        phase = self._prepared(kind, inputs)
+        results = phase.forward(inputs)
+        if kind == "train":
+            phase.backward()
+            self._update_weights(phase)
+            self._average_auxiliary_states(phase)
+            self.model._weights_dirty = True
         self._assign(phase.updates)
-        self.model._weights_dirty = True
-        return [array.asnumpy().mean() for array in results]
-
-    def _test(self, inputs):
-        phase = self._prepared("test", inputs)
-        results = phase.forward(inputs, is_train=False)
-        self._assign(phase.updates)
-        return [array.asnumpy().mean() for array in results]
-
-    def _predict(self, inputs):
-        phase = self._prepared("predict", inputs)
-        results = phase.forward(inputs, is_train=False)
-        self._assign(phase.updates)
-        return [array.asnumpy() for array in results]
+        arrays = [array.asnumpy() for array in results]
+        return arrays if kind == "predict" else [array.mean() for array in arrays]
 
     # Arrays -------------------------------------------------------------------------------------
 
@@ -245,6 +256,7 @@ class Replicas:
 
     def _hold_arrays(self):
         """Make each replica's arrays of the weights and auxiliary states."""
+        self._follow()
         model = self.model
         if self.args is None:
             states = state_names(model)
@@ -257,14 +269,16 @@ class Replicas:
 
     def _prepared(self, name, inputs):
         """The phase of that name, with executors for these inputs and current weights."""
-        self._follow()
         self._hold_arrays()
         if self._stale:
             for replica in range(len(self.contexts)):
                 for mine, keras in self._pairs(replica):
                     keras.copyto(mine)
         self._stale = False
-        if name not in self.phases:
+        if self.model.compiled:
+            ExportedBuckets.install(self.model, inputs)
+        phase = self.phases.get(name)
+        if phase is None or not phase.is_for(inputs):
             self.phases[name] = Phase(self, name, inputs)
         self.phases[name].bind(inputs)
         return self.phases[name]
@@ -298,15 +312,15 @@ class Replicas:
         if phase.head is not None and phase.head.aux_dict:  # of the whole batch
             running_statistics.wait_for_updates()
             for name, array in phase.head.aux_dict.items():
-                for auxs in self.auxs[1:]:
+                for auxs in self.auxs[1:] if name in self.auxs[0] else ():
                     array.copyto(auxs[name])
 
-    def warn_of_whole_batches(self, operation):
+    def warn_of_whole_batches(self, across):
         """Say, once, that the devices do not share all of the work."""
-        if operation is not None and not self._warned:
+        if across is not None and not self._warned:
+            reach = _rows.FROM_THERE_ON if across.operation else "The model"
+            _rows.runs_whole(self.model.name, across, self.contexts[0], reach)
             self._warned = True
-            text = errors.across_rows(operation, self.model.name, self.contexts[0])
-            errors.warn(text)
 
     def _assign(self, updates):
         """Store new values of variables that layers update: RNN states, a layer's own averages."""
@@ -336,12 +350,8 @@ def _has_size_of_batches(model):
     values = model.outputs + [value for _, value in model.state_updates]
     shapes = {held.name: (1,) + tuple(held.shape[1:]) for held in model.inputs + states}
     symbol = mx.sym.Group([value.symbol for value in values])
-    names = symbol.list_arguments()
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            given = {name: shape for name, shape in shapes.items() if name in names}
-            _, made, _ = symbol.infer_shape(**given)
+        _, made, _ = symbol_graph.without_warning(symbol.infer_shape, symbol, shapes)
     except mx.base.MXNetError:
         return True
     return made is None or any(shape[0] != 1 for shape in made)

@@ -2,11 +2,11 @@
 
 MXNet's own executors are used, which split a batch, sum the gradients and merge the outputs.
 What they get wrong is fixed here: a batch of fewer rows than contexts, running statistics that
-drift apart, and gradients not summed under ``kvstore=None``. A loss that is divided by the rows
-of a batch is refused, since each shard would divide by its own.
+drift apart, and gradients not summed under ``kvstore=None``. What computes across the rows of a
+batch, such as a loss that is divided by their number, runs on the first context, with a warning.
 """
 
-from ... import _replicas, _work, errors
+from ... import _replicas, _rows, _work, errors
 from ..._patching import InstanceMethod, replaced
 from . import running_statistics, symbol_graph
 
@@ -21,14 +21,17 @@ def parallelize(module, contexts):
     ones take one step to the mean of the shards' new values, weighted by size.
 
     Raises:
-        UnsupportedError: the module has an optimizer, or is not a plain ``Module``; or its loss
-            depends on the size of the batch (that may come in ``bind()``, too).
+        UnsupportedError: the module has an optimizer, or is not a plain ``Module``.
     """
     import mxnet as mx
 
     if type(module) is not mx.mod.Module:
-        raise _not_a_plain_module(type(module).__name__)
-    if module._context == contexts:
+        raise errors.UnsupportedError(
+            "parallelize() runs an mx.mod.Module on several devices, not a {0}. Give context=[...] "
+            "to the {0} itself.".format(type(module).__name__)
+        )
+    divided = _BindDivided.of(module)
+    if (module._context if divided is None else divided.devices) == contexts:
         return
     if module.optimizer_initialized:
         raise errors.UnsupportedError(
@@ -37,42 +40,41 @@ def parallelize(module, contexts):
         )
     binding = None
     if module.binded:
-        binding = {
-            "data_shapes": module.data_shapes,
-            "label_shapes": module.label_shapes or None,
-            "for_training": module.for_training,
-            "inputs_need_grad": module.inputs_need_grad,
-            "grad_req": module._grad_req,
-        }
-        if len(contexts) > 1:
-            _check(module.symbol, binding["data_shapes"] + (binding["label_shapes"] or []))
+        names = "data_shapes", "label_shapes", "for_training", "inputs_need_grad", "_grad_req"
+        binding = [getattr(module, name) for name in names]
         if module.params_initialized:
             module.get_params()  # brings them from the executors, which are dropped
+        else:
+            module._arg_params = module._aux_params = None
         module._reset_bind()
     module._context = contexts
     module._work_load_list = [1] * len(contexts)
-    for kind in (_Bind, _InitOptimizer):
+    for kind in (_BindDivided, _InitOptimizerWithKVStore):
         method = kind.of(module)
         if method is not None:
             method.remove(module)
         if len(contexts) > 1:
             kind(contexts).install(module)
-    if binding:
-        module.bind(**binding)
+    if binding is not None:
+        data, labels, training, need, grad_req = binding
+        module.bind(data, labels or None, training, need, grad_req=grad_req)
 
 
-class _Bind(InstanceMethod):
+class _BindDivided(InstanceMethod):
     """Splits batches as ``compat`` does, also those of fewer rows than contexts."""
 
     method = "bind"
 
     def __call__(self, module, data_shapes, label_shapes=None, for_training=True, *args, **kwargs):
-        bind, count = self.plain(module), len(module._context)
+        bind = self.plain(module)
         if module.binded and not kwargs.get("force_rebind"):
             return bind(data_shapes, label_shapes, for_training, *args, **kwargs)
         data, labels = _described(data_shapes), _described(label_shapes or ())
-        _check(module.symbol, data + labels)
-        rows = data[0].shape[max(_axis(data[0].layout), 0)]
+        across = _across(module, data + labels, self.devices[0])
+        if across is not None:
+            _rows.runs_whole("Module", across, self.devices[0], "The Module")
+        module._context = self.devices if across is None else self.devices[:1]
+        count, rows = len(module._context), data[0].shape[max(_axis(data[0].layout), 0)]
         enough = max(rows, count)
         # MXNet splits by these, and refuses an empty share; fewer rows come by reshape().
         module._work_load_list = _replicas.sizes(enough, count)
@@ -82,18 +84,29 @@ class _Bind(InstanceMethod):
         group = module._exec_group
         # Bound for inference, oneDNN's convolutions would keep the weights of their first batch.
         module.for_training = group.for_training = for_training
-        group.__class__ = type("Group", (_Group, type(group)), {})
+        kind = _Group if count > 1 else _Whole
+        names = [str(context) for context in self.devices]
+        group.__class__ = type("Group", (kind, type(group)), {"names": names})
         if rows < count:
             module.reshape(data, labels or None)
 
 
-class _InitOptimizer(InstanceMethod):
+class _InitOptimizerWithKVStore(InstanceMethod):
     """Without a kvstore gradients would not be summed, and the contexts' weights drift apart."""
 
     method = "init_optimizer"
 
     def __call__(self, module, kvstore="local", *args, **kwargs):
         self.plain(module)(kvstore or "local", *args, **kwargs)
+
+
+class _Whole:
+    """Mixed into MXNet's group of executors: the first context's alone, with the whole batch."""
+
+    def forward(self, data_batch, is_train=None):
+        super(_Whole, self).forward(data_batch, is_train)
+        training = self.for_training if is_train is None else is_train
+        _work.count(self.names, _work.undivided(self.names, self.batch_size), training)
 
 
 class _Group:
@@ -108,10 +121,8 @@ class _Group:
         for desc, axis in zip(data_shapes, axes):
             if axis >= 0:
                 self.batch_size = desc.shape[axis]
-        count = len(self.contexts)
-        self.slices = [
-            slice(*_replicas.run_bounds(self.batch_size, count, i)) for i in range(count)
-        ]
+        rows, count = self.batch_size, len(self.contexts)
+        self.slices = [slice(*_replicas.run_bounds(rows, count, i)) for i in range(count)]
         return axes
 
     def _where_rows_are(self, method, *args):
@@ -125,7 +136,7 @@ class _Group:
     def forward(self, data_batch, is_train=None):
         self._where_rows_are(super(_Group, self).forward, data_batch, is_train)
         training = self.for_training if is_train is None else is_train
-        _work.count([str(context) for context in self.contexts], self.sizes, training)
+        _work.count(self.names, self.sizes, training)
 
     def backward(self, out_grads=None):
         self._where_rows_are(super(_Group, self).backward, out_grads)
@@ -153,32 +164,57 @@ class _Group:
         self._where_rows_are(lambda: update(*args, **kwargs))
 
 
-def _check(symbol, inputs):
-    """Refuse what is computed across the rows of a batch, as of a loss divided by their number."""
-    for node, attributes in sorted(symbol.attr_dict().items()):
-        if attributes.get("normalization", "null") != "null":
-            raise _loss_depends_on_the_batch(
-                "{} has normalization={!r}".format(node, attributes["normalization"])
-            )
-    names = symbol.list_arguments()
+# What can be divided ------------------------------------------------------------------------------
+
+
+def _across(module, inputs, context):
+    """What cannot be divided, or None.
+
+    A module has its contexts before it has a batch, so it is tried with random numbers.
+    """
     shapes = {
-        rows: {d.name: _with_rows(d, rows).shape for d in inputs if d.name in names}
-        for rows in symbol_graph.ROWS
+        rows: {d.name: _with_rows(d, rows).shape for d in inputs} for rows in symbol_graph.ROWS
     }
-    rows = symbol_graph.ROWS[0]
-    _, found, _ = symbol.infer_shape_partial(**shapes[rows])
-    for output, shape in zip(symbol, found or ()):
+    given = dict.fromkeys(module.label_names, _rows.Sharded(0))  # not described in inference
+    given.update((d.name, _rows.Sharded(_axis(d.layout))) for d in inputs if _axis(d.layout) >= 0)
+    graph = symbol_graph.Graph([], module.symbol)
+    try:
+        graph.follow_and_try(given, shapes, lambda part: _tried(part, inputs, context))
+    except Exception:  # whatever operations of the user's do, with other numbers of rows
+        symbol_graph.clear_errors()
+        return _rows.Across(None, why="unknown")
+    for head, output in zip(graph.heads, module.symbol):
         axis = _axis(output.attr("__layout__"))
-        if shape and axis >= 0 and rows not in shape[axis : axis + 1]:
-            raise _loss_depends_on_the_batch(
-                "{} has no row for each of the batch".format(output.name)
+        wanted = _rows.Sharded(axis) if axis >= 0 else _rows.REPLICATED
+        if graph.placements[head] != wanted:
+            return graph.across([head], with_rows=False) or _rows.Across(output.name)
+    return None
+
+
+def _tried(symbol, inputs, context):
+    import numpy as np
+
+    def compute(rows):
+        random = np.random.RandomState(0)
+        fed = {
+            desc.name: np.take(
+                random.uniform(0.5, 2.5, _with_rows(desc, len(_rows.trial.WHOLE)).shape),
+                rows if _axis(desc.layout) >= 0 else range(desc.shape[0]),
+                max(_axis(desc.layout), 0),
             )
-    graph = symbol_graph.Graph([], symbol)
-    graph.follow(graph.heads, [d.name for d in inputs if _axis(d.layout) >= 0], shapes)
-    if graph.across_rows is not None:
-        problem = "its operation {} computes across rows".format(graph.across_rows)
-        raise errors.rows_cannot_be_cut("The Module", problem)
-    running_statistics.check(graph.states(symbol.list_auxiliary_states()), "the Module")
+            for desc in inputs
+        }
+        names = symbol.list_arguments()
+        shapes = {name: array.shape for name, array in fed.items() if name in names}
+        types = {desc.name: desc.dtype for desc in inputs if desc.name in names}
+        executor = symbol.simple_bind(context, "null", types, **shapes)
+        for name, array in executor.arg_dict.items():
+            array[:] = fed[name] if name in fed else random.uniform(-0.5, 0.5, array.shape)
+        for array in executor.aux_dict.values():
+            array[:] = random.uniform(0.5, 1, array.shape)
+        return [array.asnumpy() for array in executor.forward(is_train=False)]
+
+    return _rows.trial.tried(compute)
 
 
 def _described(shapes):
@@ -198,18 +234,3 @@ def _with_rows(desc, rows):
     if axis >= 0:
         shape[axis] = rows
     return type(desc)(desc.name, tuple(shape), desc.dtype, desc.layout)
-
-
-def _not_a_plain_module(kind):
-    return errors.UnsupportedError(
-        "parallelize() runs an mx.mod.Module on several devices, not a {}. Give context=[...] "
-        "to the {} itself.".format(kind, kind)
-    )
-
-
-def _loss_depends_on_the_batch(what):
-    return errors.UnsupportedError(
-        "A Module on several devices must not divide its loss by the batch, since each device "
-        "sees a shard of it: {}. Leave the division to the optimizer's rescale_grad, which is "
-        "1/batch size.".format(what)
-    )

@@ -1,10 +1,12 @@
-"""Where MXNet ran the operations of a step: from the record of its engine."""
+"""What each of MXNet's contexts executed, and when: from the record of its engine."""
 
 import collections
 import contextlib
 import json
 import os
 import tempfile
+
+from ..._operations import Operation
 
 # What a layer computes with: matrix products, convolutions, look-ups. The loss has none of them.
 OPERATIONS = ("dot", "Convolution", "FullyConnected", "Embedding")
@@ -55,3 +57,37 @@ def products(step):
         if (name[len("_backward_") :] if backward else name) in OPERATIONS:
             placed.setdefault(device, [0, 0])[backward] += count
     return {device: tuple(counts) for device, counts in placed.items()}
+
+
+@contextlib.contextmanager
+def profiled(contexts):
+    """What ``MXNet.profiled()`` returns, for the configured contexts."""
+    operations = []  # type: list
+    events = []  # type: list
+    try:
+        with recorded() as events:
+            yield operations
+    finally:
+        begun = {}  # type: dict
+        for event in events:
+            thread = event.get("pid"), event.get("tid")
+            if event.get("cat") != "operator":
+                continue
+            if event["ph"] == "B":
+                begun.setdefault(thread, []).append(event)
+            elif event["ph"] == "E" and begun.get(thread):
+                first = begun[thread].pop()
+                device = _context(event["pid"], contexts)
+                duration = event["ts"] - first["ts"]
+                operations.append(Operation(device, first["name"], first["ts"], duration))
+
+
+def _context(number, contexts):
+    """The context that the record has under a number: CPUs come first, one for each core.
+
+    There are CPU contexts beyond the cores, under the numbers of what comes next; but contexts are
+    all CPUs, or all GPUs (MXNet's src/profiler/profiler.cc).
+    """
+    if contexts[0].startswith("cpu"):
+        return "cpu({})".format(number)
+    return "gpu({})".format(number - len(os.sched_getaffinity(0)))

@@ -1,7 +1,7 @@
 """Keras' graphs of a phase (train, test, predict) as the executors that replicas run."""
 
-from ... import _replicas, _work, errors
-from . import running_statistics, symbol_graph
+from ... import _replicas, _rows, _work
+from . import symbol_graph
 
 _UNUSED = "compat_unused"  # a variable that has a gradient, and that nothing depends on
 
@@ -9,6 +9,18 @@ _UNUSED = "compat_unused"  # a variable that has a gradient, and that nothing de
 def state_names(model):
     """The variables that hold stateful layers' states, one row for each row of the batch."""
     return {variable.name for variable, _ in model.state_updates}
+
+
+def _array(value):
+    """Rows of a batch: Keras hands on matrices of scipy's where an input is sparse."""
+    return value.toarray() if hasattr(value, "toarray") else value
+
+
+def _feed(executor, arrays):
+    """Give an executor those of the arrays that it takes."""
+    for name, array in arrays.items():
+        if name in executor.arg_dict:
+            executor.arg_dict[name][:] = _array(array)
 
 
 class Phase:
@@ -51,54 +63,87 @@ class Phase:
         values = graph.heads[len(outputs) :]
         self.variables = [variable.name for variable, _ in updates]
         if name == "predict":  # Keras leaves out values that are outputs, too
-            others = [value for _, value in updates if value not in model.outputs]
-            order = [
-                model.outputs.index(value)
-                if value in model.outputs
-                else results + others.index(value)
-                for _, value in updates
-            ]
+            known = model.outputs + [v for _, v in updates if v not in model.outputs]
+            order = [known.index(value) for _, value in updates]
         else:
             order = range(results, results + len(updates))
         self.results = results
         wanted = values[:results] + [values[position] for position in order]
-        # A stateful model knows only its own batch size.
-        counts = [len(inputs[0])] if self.states else symbol_graph.ROWS
-        shapes = {
-            count: {n: (count,) + tuple(x.shape[1:]) for n, x in zip(self.fed, inputs)}
-            for count in counts
-        }
-        self._check_rows(inputs)
-        with symbol_graph.shape_errors(model.name, counts[0]):
-            self.body, self.head_symbol, self.cuts, self.places = graph.cut(
-                graph.heads[: len(outputs)], wanted, self.sharded, shapes
-            )
-        replicas.warn_of_whole_batches(graph.across_rows)
-        states = self.body.list_auxiliary_states()
-        running_statistics.check(graph.states(states), model.name)
-        self.shapes = None
+        self.head_symbol = self.shapes = self.across = None
+        self.is_tried = inputs[0].shape[0] > 1
+        outputs = graph.heads[: len(outputs)]
+        if not self.divides(inputs):
+            self.across = _rows.Across(None)
+        elif len(replicas.contexts) > 1:  # else one runs the whole batch
+            self._follow(graph, outputs, inputs)
+        self.body, self.head_symbol, self.cuts, self.places = graph.cut(outputs, wanted)
 
-    def _check_rows(self, inputs):
-        """Refuse inputs whose rows are not those of one batch."""
-        rows = [len(x) for x in inputs[: len(self.replicas.model.inputs)]]
-        if len(set(rows)) > 1:
-            named = ", ".join("{} of {}".format(*pair) for pair in zip(rows, self.fed))
-            problem = "its inputs have rows: " + named
-            raise errors.rows_cannot_be_cut(self.replicas.model.name, problem)
+    def _follow(self, graph, outputs, inputs):
+        """Find where the outputs' rows are, and try it: see ``symbol_graph.Graph.follow``."""
+        held = self.replicas.model._args
+        batch = dict(zip(self.fed, inputs), **{name: held[name] for name in self.states})
+        shapes = {
+            rows: {name: (rows,) + tuple(array.shape[1:]) for name, array in batch.items()}
+            for rows in symbol_graph.ROWS
+        }
+        given = {name: _rows.Sharded(0) for name in self.sharded}
+        mixing = self.replicas.mixing.get(self.is_train)
+        try:
+            if mixing is not None:  # by a graph with the same outputs
+                graph.follow(given, shapes, outputs, mixing)
+            else:
+                mixing = graph.follow_and_try(
+                    given, shapes, lambda symbol: self._tried(symbol, batch), outputs
+                )
+            self.across = graph.across(outputs)
+        except Exception:  # whatever operations of the user's do, with other numbers of rows
+            symbol_graph.clear_errors()
+            graph.placements = {}  # all is left to the head
+            self.across = _rows.Across(None, why="unknown")
+        else:
+            if self.is_tried:
+                self.replicas.mixing[self.is_train] = mixing
+
+    def _tried(self, symbol, batch):
+        """The placements of a symbol's outputs, on the first context, in inference."""
+        first = {name: _array(held[: len(_rows.trial.WHOLE)]) for name, held in batch.items()}
+        states = {name: array.copy() for name, array in self.replicas.auxs[0].items()}
+
+        def compute(rows):
+            fed = {n: first[n][[row % len(first[n]) for row in rows]] for n in self.sharded}
+            shapes = {name: array.shape for name, array in fed.items()}
+            executor = self._executor(symbol, 0, shapes, [], states)
+            _feed(executor, fed)
+            results = executor.forward(is_train=False)[: len(symbol.list_outputs())]
+            return [array.asnumpy() for array in results]
+
+        return _rows.trial.tried(compute)
+
+    def divides(self, inputs):
+        """Whether each input has a row for each of the batch."""
+        return len({x.shape[0] for x in inputs[: len(self.replicas.model.inputs)]}) == 1
+
+    def is_for(self, inputs):
+        """Whether it can run these, or a new one has to be made."""
+        if not self.cuts:
+            return True
+        # Of a single row a trial tells nothing.
+        return self.divides(inputs) and (self.is_tried or inputs[0].shape[0] == 1)
 
     # Executors ----------------------------------------------------------------------------------
 
     def executors(self):
-        return self.bodies + ([self.head] if self.head is not None else [])
+        """Those with gradients: a row computed for an empty shard counts for nothing."""
+        bodies = [body for body, (start, stop) in zip(self.bodies, self.kept) if stop > start]
+        return bodies + ([self.head] if self.head is not None else [])
 
     def bind(self, inputs):
         """Make executors for inputs of these shapes, unless there are."""
         shapes = {name: tuple(x.shape) for name, x in zip(self.fed, inputs)}
         if shapes == self.shapes:
             return
-        self._check_rows(inputs)
         self.bodies, self.head = [], None  # give their memory back first
-        self.rows = rows = len(inputs[0])
+        self.rows = rows = inputs[0].shape[0]
         replicas = self.replicas
         count = len(replicas.contexts)
         self.kept = [_replicas.bounds(rows, count, i) for i in range(count)]
@@ -106,12 +151,7 @@ class Phase:
         held = replicas.model._args
         whole = dict(shapes, **{name: held[name].shape for name in self.states})
         self.bodies = [
-            self._executor(
-                self.body,
-                i,
-                {n: (stop - start,) + tuple(whole[n][1:]) for n in self.sharded},
-                self.trained,
-            )
+            self._executor(self.body, i, self._shard(whole, stop - start), self.trained)
             for i, (start, stop) in enumerate(self.computed)
         ]
         if self.head_symbol is not None:
@@ -120,8 +160,12 @@ class Phase:
             cuts = self.cuts if self.is_train else []
             self.head = self._executor(self.head_symbol, 0, whole, self.trained + cuts)
         self.shapes = shapes
+        replicas.warn_of_whole_batches(self.across)
 
-    def _executor(self, symbol, replica, shapes, differentiated):
+    def _shard(self, shapes, rows):
+        return {name: (rows,) + tuple(shapes[name][1:]) for name in self.sharded}
+
+    def _executor(self, symbol, replica, shapes, differentiated, states=None):
         """Bind ``symbol`` on a replica's context, to its weights and to new arrays."""
         import mxnet as mx
 
@@ -133,15 +177,12 @@ class Phase:
             symbol = mx.sym.Group([symbol, unused])
             differentiated = [_UNUSED]
         context, weights = self.replicas.contexts[replica], self.replicas.args[replica]
+        states = self.replicas.auxs[replica] if states is None else states
         names = symbol.list_arguments()
-        types = {n: w.dtype for n, w in weights.items() if n in names}
+        types = {n: w.dtype for n, w in weights.items()}
         if is_head:
             types.update((n, o.dtype) for n, o in zip(self.cuts, self.bodies[0].outputs))
-        shapes = {n: shape for n, shape in shapes.items() if n in names}
-        types = {n: t for n, t in types.items() if n in names}
-        rows = next(iter(shapes.values()))[0] if shapes else 0
-        with symbol_graph.shape_errors(self.replicas.model.name, rows):
-            inferred, typed = symbol_graph.inferred(symbol, shapes, types)
+        inferred, typed, unheld = symbol_graph.inferred(symbol, shapes, types)
         args = {
             n: weights[n] if n in weights else mx.nd.zeros(shape, context, dtype)
             for n, shape, dtype in zip(names, inferred, typed)
@@ -158,28 +199,29 @@ class Phase:
             args,
             args_grad=gradients,
             grad_req={n: "write" if n in gradients else "null" for n in names},
-            aux_states={n: self.replicas.auxs[replica][n] for n in symbol.list_auxiliary_states()},
+            aux_states={
+                n: states[n]
+                if n in states
+                else self.replicas.unheld.setdefault(n, mx.nd.zeros(unheld[n], context))
+                for n in symbol.list_auxiliary_states()
+            },
         )
 
     # One batch ----------------------------------------------------------------------------------
 
-    def forward(self, inputs, is_train):
+    def forward(self, inputs):
         """Run the bodies on their shards and the head on the whole; return Keras' results."""
         held = self.replicas.model._args
         fed = dict(zip(self.fed, inputs))
         fed.update((name, held[name]) for name in self.states)
         for body, (start, stop) in zip(self.bodies, self.computed):
-            for name in self.sharded:
-                if name in body.arg_dict:
-                    body.arg_dict[name][:] = fed[name][start:stop]
-            body.forward(is_train=is_train)
+            _feed(body, {name: fed[name][start:stop] for name in self.sharded})
+            body.forward(is_train=self.is_train)
         gathered = [self._gather(position) for position in range(len(self.cuts))]
         computed = []
         if self.head is not None:
-            for name, value in list(fed.items()) + list(zip(self.cuts, gathered)):
-                if name in self.head.arg_dict:
-                    self.head.arg_dict[name][:] = value
-            computed = self.head.forward(is_train=is_train)
+            _feed(self.head, dict(fed, **dict(zip(self.cuts, gathered))))
+            computed = self.head.forward(is_train=self.is_train)
         values = [
             (gathered if where == "cut" else computed)[position] for where, position in self.places
         ]
@@ -189,7 +231,7 @@ class Phase:
             sizes = [stop - start for start, stop in self.kept]
             # Without cuts the head computes all.
             split = sizes if self.cuts else _work.undivided(names, self.rows)
-            _work.count(names, split, is_train)
+            _work.count(names, split, self.is_train)
         return values[: self.results]
 
     def _gather(self, position):
@@ -206,18 +248,12 @@ class Phase:
 
     def backward(self):
         """Gradients: the head's at the cut, and from there on each context its shard's."""
-        import mxnet as mx
 
         self.head.backward()
         if not self.cuts:  # the head computes all
             return
         for body, (start, stop) in zip(self.bodies, self.kept):
-            context = body.outputs[0].context
-            body.backward(
-                [
-                    self.head.grad_dict[name][start:stop].as_in_context(context)
-                    if stop > start  # a row computed for an empty shard counts for nothing
-                    else mx.nd.zeros_like(output)
-                    for name, output in zip(self.cuts, body.outputs)
-                ]
-            )
+            if stop > start:  # else even zeros would not do, before a loss layer
+                context = body.outputs[0].context
+                gradients = [self.head.grad_dict[name][start:stop] for name in self.cuts]
+                body.backward([gradient.as_in_context(context) for gradient in gradients])

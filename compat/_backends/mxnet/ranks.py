@@ -11,18 +11,18 @@ import sys
 
 from ..._engines import horovod
 from ..._patching import replaced
-from ..._ranks import keras2, keras_model
+from ..._ranks import keras2
 from . import running_statistics
 
 
 def distribute(model, engine):
     """Make a model of Keras one of the ranks', in place. A second time changes nothing."""
-    kinds = MakeTrainFunction, keras2.MakeTestFunction
+    kinds = MakeMXNetTrainFunction, keras2.MakeTestFunction
     keras2.install(model, engine, kinds)
     return model
 
 
-class Horovod(horovod.Engine):
+class MXNetHorovod(horovod.HorovodEngine):
     framework = "mxnet"
 
     def sum_numbers(self, values):
@@ -88,23 +88,17 @@ class Horovod(horovod.Engine):
         return str(error).strip().split("\n")[0].split(": ", 1)[-1].split(". ")[0]
 
 
-class MakeTrainFunction(keras2.MakeFunction):
-    method = "_make_train_function"
-    function = "train_function"
-
+class MakeMXNetTrainFunction(keras2.MakeFunction):
     def run(self, function, inputs):
-        model = function.model
-        if not function.started:
-            keras_model.same_start(model, self.engine)
         share, inputs = self.share(function, inputs)
-        step = Step(self.engine, model, share)
-        with step.going_backward(model._module):
+        step = RankedMXNetStep(self.engine, function.model, share)
+        with step.going_backward(function.model._module):
             result = function.made(inputs)
         step.average_state()
         return result
 
 
-class Step:
+class RankedMXNetStep:
     """One step of training, of all ranks."""
 
     def __init__(self, engine, model, share):

@@ -1,27 +1,7 @@
 """Running statistics, as of BatchNorm, of several replicas, for the MXNet backend."""
 
-from ... import errors
-
 # Operations whose states are moving averages of means over the rows of a batch.
 MEANS = ("BatchNorm", "BatchNorm_v1", "_contrib_SyncBatchNorm", "IdentityAttachKLSparseReg")
-
-
-def check(states, model):
-    """Refuse states of operations other than these: only of means it is known how they unite.
-
-    Arguments:
-        states: the operation that writes each, by the state's name.
-        model: its name, for the error.
-    """
-    for state, operation in sorted(states.items()):
-        if operation not in MEANS:
-            raise errors.UnsupportedError(
-                "The operation {} of {!r} has the state {!r}, which several devices would each "
-                "change by their own rows. How these go together is known of BatchNorm's averages "
-                "only. parallelize(model, gpus=1) runs it on one device.".format(
-                    operation, model, state
-                )
-            )
 
 
 def wait_for_updates():

@@ -2,14 +2,18 @@
 
 import contextlib
 import json
-import re
 import warnings
 
-from ... import errors
+from ... import _rows, errors
+from ..._rows import REPLICATED, Count, Mixed, Partial, Sharded, Unknown, Value
+from . import row_operations
+from .operation_rules import SymbolNode
+from .running_statistics import MEANS
 
 OTHERS = "default"  # the group of what was built outside of device()
-# Two numbers of rows, far from any width, so that shapes tell what grows with the batch.
-ROWS = (1009, 1013)
+# Two numbers of rows, far from any width and from one another, so that shapes tell what grows
+# with the batch.
+ROWS = (1009, 2003)
 
 
 class Graph:
@@ -25,6 +29,8 @@ class Graph:
         self.nodes = self.json["nodes"]
         self.inputs = [[tuple(i[:2]) for i in node["inputs"]] for node in self.nodes]
         self.heads = [tuple(head[:2]) for head in self.json["heads"]]
+        self.auxiliary = set(symbol.list_auxiliary_states())
+        self.placements = {}  # type: dict  # by entry, as far as rows were followed
 
     def sparse_gradients(self):
         """The weights of look-ups that give a gradient with their own rows only."""
@@ -40,8 +46,166 @@ class Graph:
         graph = {"nodes": nodes or self.nodes, "arg_nodes": [], "heads": [h + (0,) for h in heads]}
         return mx.sym.load_json(json.dumps(dict(graph, attrs=self.json.get("attrs", {}))))
 
-    def cut(self, outputs, wanted, sharded, shapes):
-        """Cut off what can run on shards of the batch.
+    # How entries depend on the rows of a batch ---------------------------------------------------
+
+    def follow(self, given, shapes, outputs=None, tried=()):
+        """Find the placement of each entry that ``outputs``, all heads by default, follow from.
+
+        What no rule tells is taken for rows where its shape has them, and listed in ``untold``:
+        ``follow_and_try`` tries it.
+
+        Arguments:
+            given: placements of variables, by name; those of weights are left out.
+            shapes: by two numbers of rows, the shapes of variables: what grows has rows.
+            tried: the nodes of which a trial said that they mix rows.
+        """
+        outputs = self.heads if outputs is None else outputs
+        numbers = sorted(self.ancestors(outputs))
+        self._find_sizes(set(outputs).union(*[self.inputs[number] for number in numbers]), shapes)
+        self.placements, self.untold = {}, []
+        self._causes = {}  # type: dict  # by node that mixes rows: why
+        self._origins = {}  # type: dict  # by node: itself, or the reduction that it goes on from
+        for number in numbers:
+            node = self.nodes[number]
+            entries = self._used.get(number, [(number, 0)])
+            if node["op"] == "null":
+                unsaid = Mixed() if self.grows.get(entries[0]) else REPLICATED
+                self.placements[entries[0]] = given.get(node["name"], unsaid)
+                if isinstance(self.placements[entries[0]], Mixed):
+                    self._causes[number] = "mixed"
+                continue
+            values = [Value(self.placements[e], self._sizes[e]) for e in self.inputs[number]]
+            reduced = [
+                source
+                for (source, _), value in zip(self.inputs[number], values)
+                if isinstance(value.placement, (Count, Partial))
+            ]
+            self._origins[number] = self._origins.get(reduced[0], number) if reduced else number
+            count = 1 + max(output for _, output in entries)
+            operation = SymbolNode(
+                node.get("attrs", {}),
+                values,
+                [self._sizes.get((number, output)) for output in range(count)],
+                [self.grows.get((number, output)) for output in range(count)],
+            )
+            found = row_operations.placements(node["op"], operation)
+            if number in tried:
+                found, self._causes[number] = Mixed(), "tried"
+            elif node["op"] not in MEANS and self.auxiliary.intersection(
+                self.nodes[source]["name"] for source, _ in self.inputs[number]
+            ):
+                found = Mixed()  # a state, of which nobody knows how those of devices go together
+            mixed = any(isinstance(value.placement, Mixed) for value in values)
+            for entry in entries:
+                placement = found[entry[1]] if isinstance(found, list) else found
+                placement = self._agreeing(placement, entry)
+                if isinstance(placement, Unknown):
+                    placement = self._by_shape(entry)
+                    if isinstance(placement, Mixed):
+                        self._causes[number] = "unknown"
+                    else:
+                        self.untold.append(entry)
+                if isinstance(placement, Mixed) and not mixed:
+                    self._causes.setdefault(number, "mixed")
+                self.placements[entry] = placement
+
+    def _find_sizes(self, entries, shapes):
+        """What is known of the entries' shapes: sizes that do not grow, and dimensions that do."""
+        entries = sorted(entries)
+        symbol, found = self.symbol(entries), []
+        for known in shapes.values():
+            _, sizes, _ = without_warning(symbol.infer_shape_partial, symbol, known)
+            found.append(sizes or [()] * len(entries))
+        self._sizes, self.grows, self._used = {}, {}, {}  # type: dict, dict, dict
+        self._one_each = set()  # entries with as many elements as rows along what grows
+        for entry, one, other in zip(entries, *found):
+            self._used.setdefault(entry[0], []).append(entry)
+            if not (_is_ranked(one) and _is_ranked(other) and len(one) == len(other)):
+                self._sizes[entry] = None
+                continue
+            pairs = list(zip(one, other))
+            self._sizes[entry] = tuple(a if a == b and a > 0 else None for a, b in pairs)
+            if all(min(pair) > 0 for pair in pairs):
+                self.grows[entry] = [axis for axis, (a, b) in enumerate(pairs) if a != b]
+                if all(pairs[axis] == tuple(shapes) for axis in self.grows[entry]):
+                    self._one_each.add(entry)
+
+    def _agreeing(self, placement, entry):
+        """What a rule says, unless the shape says something else: then nothing is known."""
+        grows = self.grows.get(entry)
+        if grows is None or isinstance(placement, (Mixed, Unknown, Count)):
+            return placement
+        if grows != ([placement.axis] if isinstance(placement, Sharded) else []):
+            return Unknown("its shape grows in other dimensions")
+        if isinstance(placement, Sharded) and entry in self._one_each:
+            return placement.replace(inner=1)
+        return placement
+
+    def _by_shape(self, entry):
+        grows = self.grows.get(entry)
+        if grows is None or len(grows) != 1:
+            return Mixed()
+        return Sharded(grows[0], inner=1 if entry in self._one_each else None)
+
+    def follow_and_try(self, given, shapes, compute, outputs=None):
+        """Follow the rows, and try what no rule tells, and the outputs, or where they are cut.
+
+        Arguments:
+            compute: takes a symbol, and returns the placements of its outputs by ``_rows.trial``.
+
+        Returns:
+            The nodes of which the trial says that they mix rows.
+        """
+        mixing = set()  # type: set
+        while True:
+            self.follow(given, shapes, outputs, mixing)
+            last = self.heads if outputs is None else outputs
+            asked = self.untold + list(last) + self.frontier(last)
+            wrong = self._differing(asked, compute)
+            if wrong and not wrong.intersection(self.untold):  # a rule is, then: which one?
+                inside = self.ancestors(asked)
+                wrong |= self._differing((e for e in self.placements if e[0] in inside), compute)
+            if not wrong:
+                return mixing
+            mixing.add(min(wrong)[0])
+
+    def _differing(self, entries, compute):
+        entries = sorted(
+            entry
+            for entry in set(entries)
+            if isinstance(self.placements[entry], Sharded) and self.nodes[entry[0]]["op"] != "null"
+        )
+        wrong = set()
+        for entry, found in zip(entries, compute(self.symbol(entries)) if entries else ()):
+            if isinstance(found, Unknown) and entry not in self.untold:
+                continue  # it is random, and a rule is known
+            if getattr(found, "axis", None) != self.placements[entry].axis:
+                wrong.add(entry)
+        return wrong
+
+    def across(self, outputs, with_rows=True):
+        """The first operation that mixes rows, if outputs follow from one (with rows), or None.
+
+        Or an output whose rows are not those of the first axis, one for each of the batch.
+        """
+        for entry in outputs:
+            has_rows = self.grows.get(entry) != []
+            if isinstance(self.placements[entry], Sharded) and not self.has_rows(entry):
+                return _rows.Across(self.nodes[entry[0]]["name"])
+            if isinstance(self.placements[entry], Mixed) and (has_rows or not with_rows):
+                first = min(self._causes)
+                node = self.nodes[self._origins.get(first, first)]
+                return _rows.Across(node["name"], why=self._causes[first])
+        return None
+
+    def has_rows(self, entry):
+        """Whether an entry has a row for each of the batch, each computed by itself."""
+        return self.placements.get(entry) == Sharded(0)
+
+    # Cutting --------------------------------------------------------------------------------------
+
+    def cut(self, outputs, wanted):
+        """Cut off what can run on shards of the batch, by the placements that ``follow`` found.
 
         What an operation across rows gives, and what follows from it, is left to the head, whose
         batch is whole.
@@ -49,18 +213,14 @@ class Graph:
         Arguments:
             outputs: entries of the model's outputs.
             wanted: entries whose values are wanted.
-            sharded: names of the variables whose rows are split.
-            shapes: by number of rows, their shapes and those of other variables with a row for
-                each of the batch; for two numbers, or for the only one that the model can have.
 
         Returns:
             The body, which gives the entries at the cut; the head, or None; the names that the
             head knows those entries by; and for each wanted entry ("cut", its number at the cut)
             or ("head", its number among the head's outputs).
         """
-        depend, whole = self.follow(outputs, sharded, shapes, wanted)
-        body = self.ancestors(self.frontier(outputs, depend - whole))
-        cut = self.frontier(wanted, body & depend)
+        body = self.ancestors(self.frontier(outputs))
+        cut = self.frontier(wanted, body)
         names = ["compat_cut{}".format(number) for number in range(len(cut))]
         at_cut = {entry: number for number, entry in enumerate(cut)}
         rest = [entry for entry in wanted if entry not in at_cut]
@@ -81,16 +241,18 @@ class Graph:
             head = self.symbol([shifted(entry) for entry in rest], nodes)
         return self.symbol(cut), head, names, places
 
-    def frontier(self, entries, inside):
-        """The entries with a row for each of the batch, computed by the nodes ``inside``, from
-        which ``entries`` follow; the nearest ones. What depends on no row is left out."""
+    def frontier(self, entries, inside=None):
+        """The nearest entries with a row for each of the batch that ``entries`` follow from.
+
+        Variables are left out, and, where ``inside`` is given, what other nodes compute.
+        """
         found, seen, stack = [], set(), list(reversed(entries))
         while stack:
             entry = stack.pop()
             if entry in seen or self.nodes[entry[0]]["op"] == "null":
                 continue
             seen.add(entry)
-            if entry[0] in inside and self.rows.come_first(entry):
+            if self.has_rows(entry) and (inside is None or entry[0] in inside):
                 found.append(entry)
             else:
                 stack.extend(reversed(self.inputs[entry[0]]))
@@ -105,34 +267,6 @@ class Graph:
                 stack.extend(source for source, _ in self.inputs[number])
         return found
 
-    def follow(self, outputs, sharded, shapes, wanted=()):
-        """Follow the rows of a batch; the arguments are those of ``cut``.
-
-        Returns:
-            The nodes that depend on the sharded variables; and those of them that need rows of
-            other shards, or follow from what does. That is found by shapes: a sum over the batch
-            has no rows, a product of all pairs has them twice.
-        """
-        depend, whole = set(), set()
-        self.rows = _Rows(self, outputs + list(wanted), shapes)
-        self.across_rows = None  # the name of an operation that outputs with rows follow from
-        reached = self.ancestors(outputs)
-        for number, node in enumerate(self.nodes):
-            sources = [source for source, _ in self.inputs[number]]
-            if node["op"] == "null":
-                if node["name"] in sharded:
-                    depend.add(number)
-            elif depend.intersection(sources):
-                depend.add(number)
-                if whole.intersection(sources):
-                    whole.add(number)
-                elif number in reached and self.rows.are_mixed_by(number):
-                    whole.add(number)
-                    self.across_rows = self.across_rows or node["name"]
-        if not any(entry[0] in whole and self.rows.in_any_axis(entry) for entry in outputs):
-            self.across_rows = None
-        return depend, whole
-
     def states(self, names):
         """The operation that writes each of the auxiliary states ``names``."""
         return {
@@ -143,124 +277,29 @@ class Graph:
         }
 
 
-class _Rows:
-    """Where the entries of a graph have rows of the batch, and which operations mix them."""
+def clear_errors():
+    """Have MXNet's engine raise what is left of an error here, and not when others are waited for.
 
-    # Operations along an axis of which shapes do not tell: the operand that they go along, None for
-    # any, and their ``axis`` where it is not said, None for all elements as one list.
-    ALONG = {
-        "softmax": (0, -1),
-        "log_softmax": (0, -1),
-        "softmin": (0, -1),
-        "sort": (0, -1),
-        "argsort": (0, -1),
-        "reverse": (0, 0),
-        "RNN": (0, 0),
-        "SequenceMask": (0, 0),
-        "SequenceReverse": (0, 0),
-        "cumsum": (0, None),
-        "_shuffle": (0, 0),
-        "_contrib_arange_like": (0, None),
-        "take": (0, 0),
-        "gather_nd": (0, 0),
-        "Embedding": (1, 0),
-        "Concat": (None, 1),
-    }
-    # Operations that use the shape only of an operand, and which.
-    BY_SHAPE = {"slice_like": 1, "_contrib_arange_like": 0, "_contrib_MultiBoxPrior": 0}
-
-    def __init__(self, graph, heads, shapes):
-        self.graph = graph
-        entries = set(heads).union(*graph.inputs)
-        self.outputs = {}
-        for number, output in entries:
-            self.outputs.setdefault(number, []).append((number, output))
-        entries = sorted(entries)
-        symbol = graph.symbol(entries)
-        names = symbol.list_arguments()
-        self.counts = list(shapes)
-        self.shapes = []
-        for known in shapes.values():
-            given = {name: shape for name, shape in known.items() if name in names}
-            _, inferred, _ = symbol.infer_shape_partial(**given)
-            self.shapes.append(dict(zip(entries, inferred or [()] * len(entries))))
-
-    def axes(self, entry):
-        """The axes of an entry that grow with the batch, or None where that is not known."""
-        found = [shapes[entry] for shapes in self.shapes]
-        if not all(map(_is_known, found)):
-            return None
-        if len(found) == 1:  # only those that have just its length
-            return [axis for axis, size in enumerate(found[0]) if size == self.counts[0]]
-        if len(found[0]) != len(found[1]):
-            return None
-        return [axis for axis, (one, two) in enumerate(zip(*found)) if one != two]
-
-    def come_first(self, entry):
-        """Whether an entry has a row for each of the batch."""
-        return all(shapes[entry][:1] == (count,) for shapes, count in zip(self.shapes, self.counts))
-
-    def in_any_axis(self, entry):
-        axes = self.axes(entry)
-        return axes is None or bool(axes)
-
-    def are_mixed_by(self, number):
-        """Whether what a node gives for one row depends on other rows; if that can be told."""
-        node = self.graph.nodes[number]
-        given = [self.axes(entry) for entry in self.graph.inputs[number]]
-        if not any(given) or len(self.shapes) == 1:
-            return False
-        by_shape = self.BY_SHAPE.get(node["op"])
-        by_value = any(axes for place, axes in enumerate(given) if place != by_shape)
-        for entry in self.outputs.get(number, ()) if by_value else ():
-            axes = self.axes(entry)
-            if axes is not None and (len(axes) != 1 or not self.are_all_rows(entry, axes[0])):
-                return True
-        attributes = node.get("attrs", {})
-        if node["op"] == "_foreach":  # from row to row, if it hands something on
-            data, states = (
-                re.findall(r"\d+", attributes[name]) for name in ("in_data_locs", "in_state_locs")
-            )
-            return bool(states) and any(0 in (axes or ()) for axes in given[: len(data)])
-        operation = re.sub("^_npi?x?_", "", node["op"])  # MXNet's numpy has names of its own
-        if operation not in self.ALONG:
-            return False
-        operand, axis = self.ALONG[operation]
-        axis = attributes.get("axis", attributes.get("dim", axis))
-        if axis in (None, "None"):
-            return True
-        first = self.graph.inputs[number][operand or 0]
-        along = {int(a) % len(self.shapes[0][first]) for a in re.findall(r"-?\d+", str(axis))}
-        return any(
-            along.intersection(axes or ())
-            for place, axes in enumerate(given)
-            if operand in (None, place)
-        )
-
-    def are_all_rows(self, entry, axis):
-        return all(
-            shapes[entry][axis] % count == 0 for shapes, count in zip(self.shapes, self.counts)
-        )
-
-
-@contextlib.contextmanager
-def shape_errors(name, rows):
-    """Within, MXNet's errors about shapes say that batches of ``name`` are cut to ``rows``."""
+    What it computes in the background fails there, and some later read raises it once more.
+    """
     import mxnet as mx
 
-    try:
-        yield
-    except (mx.base.MXNetError, ValueError, AssertionError) as error:
-        reason = str(error).partition("Stack trace:")[0].strip() or repr(error)
-        if str(error) and not re.search("[Ss]hape|Incompatible attr|split", reason):
-            raise  # of the user's, or of a device's
-        reason = reason.splitlines()[-1]
-        problem = "with {} rows, MXNet says: {}".format(rows, reason)
-        raise errors.rows_cannot_be_cut(name, problem) from error
+    with contextlib.suppress(mx.base.MXNetError):
+        mx.nd.waitall()
+
+
+def without_warning(infer, symbol, known):
+    """What a method of a symbol infers from what is known of its arguments, by name."""
+    names = symbol.list_arguments()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return infer(**{name: value for name, value in known.items() if name in names})
 
 
 def inferred(symbol, shapes, types):
-    """Shapes and types of a symbol's arguments, from those of some of them.
+    """Shapes and types of a symbol's arguments, from those of some; and shapes of its states.
+
+    Names that it does not have are left out.
 
     Raises:
         MXNetError: they do not follow; ``infer_shape`` only warns then, and returns None.
@@ -268,26 +307,30 @@ def inferred(symbol, shapes, types):
     import mxnet as mx
 
     names = symbol.list_arguments()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        found, _, _ = symbol.infer_shape(**shapes)
-        typed, _, _ = symbol.infer_type(**types)
+    found, _, states = without_warning(symbol.infer_shape, symbol, shapes)
+    typed, _, _ = without_warning(symbol.infer_type, symbol, types)
     if found is None:
-        partial = symbol.infer_shape_partial(**shapes)[0] or [None] * len(names)
+        partial = without_warning(symbol.infer_shape_partial, symbol, shapes)[0]
+        partial = partial or [None] * len(names)
         unknown = ["{} {}".format(*pair) for pair in zip(names, partial) if not _is_known(pair[1])]
         unknown = ", ".join(unknown) or "its outputs"
         raise mx.base.MXNetError("the shapes of {} cannot be decided".format(unknown))
     if typed is None:
         raise mx.base.MXNetError("the shapes are known, but not all types")
-    return found, typed
+    return found, typed, dict(zip(symbol.list_auxiliary_states(), states))
 
 
 def _is_known(shape):
-    """Whether a shape is known in full; ``()`` is a number in MXNet's numpy mode only."""
+    """Whether a shape is known in full."""
+    return _is_ranked(shape) and all(size > 0 for size in shape)
+
+
+def _is_ranked(shape):
+    """Whether the number of dimensions is known; ``()`` is a number in MXNet's numpy mode only."""
     import mxnet as mx
 
     numpy_mode = getattr(mx.util, "is_np_shape", lambda: False)
-    return shape is not None and all(size > 0 for size in shape) and (shape != () or numpy_mode())
+    return shape is not None and (shape != () or numpy_mode())
 
 
 def copied_between_groups(symbol):

@@ -11,17 +11,17 @@ from where the verified calls left them.
 import contextlib
 
 from ... import _verification, _work
-from ..._verification import keras_steps
+from ..._verification import keras_steps, reachable
 from . import gluon_replicas, op_placement
-from .gluon_states import states_of
+from .gluon_states import blocks, states_of
 from .running_statistics import wait_for_updates
 
 
-class VerifiedForward:
+class VerifiedBlockForward:
     """What a block's replicas call in place of their own run, for the block's first calls.
 
     Arguments:
-        replicas: the block's ``gluon_replicas.Replicas``.
+        replicas: the block's ``gluon_replicas.BlockReplicas``.
         verification: the calls to verify.
     """
 
@@ -48,15 +48,19 @@ class VerifiedForward:
             self._waited = True  # parameters that a call does not use are never made
             if any(p._data is None for p in gluon_replicas._parameters(self.replicas.block)):
                 return self.replicas.run(args)
+        if not self.verification.is_due(kind):
+            return self.replicas.run(args)
         try:
-            return self.verification.verify(kind, _Call(self.replicas, args))
+            return self.verification.verify(kind, _BlockCall(self.replicas, args))
         finally:
             if kind == "train":
                 # The caller's backward pass is yet to come; what ran last may have been inference.
                 self.replicas.note_training(args)
 
 
-class _Call(_verification.Step):
+class _BlockCall(_verification.Step):
+    given = ("args",)
+
     def __init__(self, replicas, args):
         import mxnet as mx
 
@@ -69,13 +73,19 @@ class _Call(_verification.Step):
         self.parameters = [p for p in gluon_replicas._parameters(self.block) if p._data is not None]
         self.dtype = keras_steps.coarsest({_dtype(p) for p in self.parameters})
 
-    @property
-    def by_design(self):
+    def by_design(self, inference, changed):
+        if inference or not self.is_training:
+            return None
         # Of what is traced, the operations are known once it ran on all contexts.
         means, _ = states_of(self.block, self.replicas._operations)
         if means:
             return _verification.NORMALISED.format("block", self.block.name)
         return None
+
+    def attributes(self):
+        own = [p for p in blocks(self.block) if not type(p).__module__.startswith("mxnet.")]
+        # What Gluon has compiled stays.
+        return reachable.Attributes(own, lambda name, value: not name.startswith("_"))
 
     def _labelled(self):
         for parameter in self.parameters:
@@ -100,14 +110,10 @@ class _Call(_verification.Step):
         if self.is_recording:
             named = self._differentiated(self.replicas.run_undivided)
         else:
-            named = self._outputs(self._undivided())
+            named = self._outputs(self.replicas.run_undivided(self.args))
         # A state set in place was set on the first context only.
         self._write_states([values[:1] * len(values) for values in self._read_states()])
         return named
-
-    def _undivided(self):
-        with _attributes_kept(self.block):
-            return self.replicas.run_undivided(self.args)
 
     def on_all_devices(self):
         if self.is_recording:
@@ -144,7 +150,7 @@ class _Call(_verification.Step):
         import numpy as np
 
         args = gluon_replicas._mapped(lambda _, array: array.detach(), self.args)
-        with _attributes_kept(self.block):
+        with self.attributes_kept():
             result = run(args)
         named = self._outputs(result)
         heads = [array for array in gluon_replicas._arrays(result) if _is_floating(array)]
@@ -185,33 +191,8 @@ class _Call(_verification.Step):
     def outputs(self, undivided):
         with self.mx.autograd.pause(train_mode=False):
             if undivided:
-                return self._outputs(self._undivided())
+                return self._outputs(self.replicas.run_undivided(self.args))
             return self._outputs(self.replicas.run(self.args))
-
-
-def _blocks(block):
-    yield block
-    for child in block._children.values():
-        for part in _blocks(child):
-            yield part
-
-
-@contextlib.contextmanager
-def _attributes_kept(block):
-    """Within, what a block sets on itself in ``forward``, such as a counter, is forgotten."""
-    own = [part for part in _blocks(block) if not type(part).__module__.startswith("mxnet.")]
-    before = [(part, dict(vars(part))) for part in own]
-    try:
-        yield
-    finally:
-        for part, attributes in before:
-            for name in set(vars(part)) | set(attributes):
-                if name.startswith("_"):
-                    continue  # Gluon's own: what is compiled stays
-                if name in attributes:
-                    vars(part)[name] = attributes[name]
-                else:
-                    del vars(part)[name]
 
 
 @contextlib.contextmanager

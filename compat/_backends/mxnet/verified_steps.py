@@ -2,31 +2,32 @@
 
 import contextlib
 
-from ... import _verification
+from ... import _keras, _verification
 from ..._verification import keras_steps
 from . import op_placement
 
 
-class VerifiedStep(keras_steps.Verified):
+class VerifiedMXNetStep(keras_steps.Verified):
     """The method by which keras-mxnet makes the function of a step."""
 
     prefix = "_make_"
 
     def make_undivided(self, model):
         replicas = model._compat_replicas
-        run = {"train": replicas._train, "evaluate": replicas._test, "predict": replicas._predict}
 
         def undivided(inputs):
             with replicas.undivided():
-                return run[self.kind](inputs)
+                return replicas.run({"evaluate": "test"}.get(self.kind, self.kind), inputs)
 
         return undivided
 
     def step(self, function, args):
-        return _Step(self, function, list(args[0]))
+        return _MXNetStep(self, function, list(args[0]))
 
 
-class _Step(_verification.Step):
+class _MXNetStep(_verification.Step):
+    given = ("inputs",)
+
     def __init__(self, method, function, inputs):
         self.function = function
         self.model = function.model
@@ -36,17 +37,21 @@ class _Step(_verification.Step):
         from keras import backend as K
 
         self.dtype = K.floatx()
-        self.by_design = keras_steps.by_design(self.model.layers)
+
+    def by_design(self, inference, changed):
+        training = self.kind == "train" and not inference
+        layers = _keras.all_layers_of_keras2(self.model)
+        return keras_steps.normalised(layers) if training else None
 
     def _arrays(self):
         """The arrays of weights and auxiliary states in Keras' hands, by label."""
         model = self.model
         trained = {weight.name for weight in model.trainable_weights}
-        found = {}
-        for held in (model._args, model._auxs):
-            for name, array in held.items():
-                found["{} {}".format("weight" if name in trained else "state", name)] = array
-        return found
+        return {
+            "{} {}".format("weight" if name in trained else "state", name): array
+            for held in (model._args, model._auxs)
+            for name, array in held.items()
+        }
 
     def _slots(self):
         optimizer = getattr(self.model, "optimizer", None)
@@ -70,12 +75,9 @@ class _Step(_verification.Step):
         )
         optimizer = getattr(model, "optimizer", None)
         if self.kind == "train" and optimizer is not None:
-            slots = sorted(
-                (label for label in values if label.startswith("slot ")),
-                key=lambda label: int(label.split()[1]),
-            )
+            slots = ["slot {}".format(place) for place in range(len(values))]
             # Without any, as before the first step, set_weights() makes them 0, as they begin.
-            optimizer.set_weights([values[label] for label in slots])
+            optimizer.set_weights([values[label] for label in slots if label in values])
 
     def on_one_device(self):
         return self._named(self.function.undivided(self.inputs))
@@ -98,11 +100,11 @@ class _Step(_verification.Step):
         rows = self.inputs[: len(model.inputs)]
         named = {}
         with replicas.undivided() if undivided else contextlib.ExitStack():
-            runs = [("predict", replicas._predict, rows)]
+            runs = [("predict", replicas.run("predict", rows))]
             if self.kind != "predict":
-                runs.append(("evaluate", replicas._test, self.inputs))
-            for kind, run, given in runs:
-                results = keras_steps.named_results(model, kind, run(given))
+                runs.append(("evaluate", replicas.run("test", self.inputs)))
+            for kind, found in runs:
+                results = keras_steps.named_results(model, kind, found)
                 for label, value in results.items():
                     inferred = "output: {} in inference".format(label)
                     named[label if kind == "predict" else inferred] = value

@@ -18,13 +18,14 @@ The undivided batch part stays in the graph, is never run, and is what the model
 ``summary``, ``get_config`` and ``save`` go on to see.
 """
 
+import ctypes
 import os
 import sys
 
 from ... import _devices, _keras, _selection, errors
 from ...backend import Backend
 from . import step_counter
-from .functions import ReplicatedFunctions
+from .functions import ReplicatedGraphFunctions
 from .graph import v1_names
 from .placed_layers import placed_on, placed_parts
 from .sessions import (
@@ -134,7 +135,13 @@ class TensorFlow1(Backend):
 
     def devices(self) -> "List[str]":
         tf = v1_names(self.import_framework())
-        if "settings" in self.kept:
+        settings = self.kept.get("settings")
+        if settings is not None:
+            simulated, gpus = settings.devices.simulated, settings.devices.gpus
+            if not gpus and "device_count" not in settings.options:
+                # Without a session: a process that has made one hangs once it is forked.
+                if simulated or not _may_list_gpus(tf):
+                    return ["/device:CPU:{}".format(i) for i in range(max(1, simulated))]
             # An own session on an empty graph: it initialises GPUs just as the user's will.
             with tf.Session(graph=tf.Graph()) as session:
                 return self._to_train_on(session.list_devices())
@@ -178,6 +185,10 @@ class TensorFlow1(Backend):
         Functions of the user's own (``K.function``, a loss of their own training loop) run the
         undivided graph.
         """
+        inputs = getattr(model, "inputs", None) or ()
+        if len(devices) > 1 and any(hasattr(each, "nested_row_splits") for each in inputs):
+            _keras.warn_not_divided(model, "an input of it is ragged", devices[0])
+            devices = devices[:1]
         current = vars(model).get("_compat_functions")
         if current is not None:
             if list(current.devices) == list(devices):
@@ -192,7 +203,7 @@ class TensorFlow1(Backend):
             warn_of_reference_variables(model)
             _keras.warn_of_placed_parts(model, self.placed_parts(model), devices)
             with _keras.rebuilding_functions(_keras.inner_model(model)):
-                ReplicatedFunctions(model, devices).install()
+                ReplicatedGraphFunctions(model, devices).install()
         elif step_counter.counts_without_order(model):
             step_counter.order(model)
         return model
@@ -234,6 +245,19 @@ class TensorFlow1(Backend):
         """
         tf = v1_names(self.import_framework())
         return placed_on(tf, "/device:CPU:0" if device == "cpu" else device)
+
+
+def _may_list_gpus(tf):
+    """Whether there may be GPUs: on Linux CUDA has none without the driver's library."""
+    if not tf.test.is_built_with_cuda():
+        return getattr(tf.test, "is_built_with_rocm", lambda: True)()
+    if not sys.platform.startswith("linux"):
+        return True
+    try:
+        ctypes.CDLL("libcuda.so.1")
+        return True
+    except OSError:
+        return False
 
 
 def _memory_total_unknown(memory):

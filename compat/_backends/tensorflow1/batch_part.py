@@ -1,11 +1,13 @@
 """Which part of a model's graph is divided: the *batch part*.
 
 It computes the model's outputs from its inputs, each row from that row alone, and what computes as
-much besides: losses for example. ``across_rows`` finds out which that is.
+much besides: losses for example. ``graph_rows`` finds out which that is.
 """
 
-from ... import errors
-from .across_rows import Rows
+import os
+import re
+
+from ... import _rows, errors
 from .graph import (
     ancestors,
     dense_parts,
@@ -14,11 +16,10 @@ from .graph import (
     loop_of,
     operations_of,
     reached,
-    v1_names,
     writes,
     written_variable,
 )
-from .row_rules import MIXED, UNKNOWN
+from .graph_rows import TensorRows
 
 #: Operations worth running on all devices, also where only a loss needs them.
 _COSTLY = ("MatMul", "BatchMatMul", "Conv", "DepthwiseConv", "SparseTensorDenseMatMul")
@@ -28,15 +29,14 @@ class BatchPart:
     """What replicas of a model run, and what they take.
 
     Arguments:
-        name: the model's, for messages.
-        inputs: the model's input tensors; their first dimension is the batch.
-        outputs: the model's output tensors.
+        model: the model of Keras; the first dimension of its input tensors is the batch.
         losses: the losses it trains on, as far as known.
         updates: the updates of the model's layers, as Keras has them.
         normalizing: variables of BatchNorm layers.
+        tried: placements of tensors that trials found.
 
     Attributes:
-        rows: the ``Rows`` of the graph.
+        rows: the ``TensorRows`` of the graph.
         fixed: the number of rows, where it is fixed.
         needed: the operations that replicas run.
         operations: those among them that depend on the batch.
@@ -44,39 +44,39 @@ class BatchPart:
         averaged: the tensors that BatchNorm writes, each replica by the rows it has.
         constants: constant tensors that have a row for each row of the batch.
         divided: the inputs that replicas read shards of.
+        across: what runs whole on the way to the outputs, where that costs something: an
+            ``Across``, or None.
     """
 
-    def __init__(self, name, inputs, outputs, losses, updates, normalizing):
-        import tensorflow
-
-        sparse_tensor = v1_names(tensorflow).SparseTensor
-        self.name = name
+    def __init__(self, model, losses, updates, normalizing, tried):
+        inputs, outputs = list(model.inputs), list(model.outputs)
+        self.name = model.name
         values = [update[1] if isinstance(update, tuple) else update for update in updates]
         starts = operations_of(inputs)
-        _, consumers = ancestors(list(outputs) + list(losses) + values, starts)
+        _, consumers = ancestors(outputs + losses + values, starts)
         self._consumers = consumers
         depending = reached(starts, consumers) - starts
-        dense = [t for t in inputs if not isinstance(t, sparse_tensor)]
-        sparse = [part for t in inputs if t not in dense for part in dense_parts(t)]
         shapes = [tensor.get_shape() for tensor in inputs]
         sizes = [shape.as_list()[0] for shape in shapes if shape.ndims]
         self.fixed = next((size for size in sizes if size is not None), None)
-        self.rows = Rows(dense, sparse, depending, self.fixed)
+        layers = {part for v in normalizing for part in v.op.name.split("/")[-2:-1]}
+        self.rows = TensorRows(inputs, depending, self.fixed, layers, tried)
         averaged = _values_written(updates, starts, normalizing)
-        mixing = self._mixing(averaged, normalizing)
+        self._starts, inside = starts, set(ancestors(outputs, starts)[0])
+        # Each device would write another value.
+        mixing = self.rows.mixing + [op for op in inside & depending if writes(op)]
         #: Operations of the whole batch: those that compute across rows, and all that need them.
         self._mixed = reached(mixing, consumers)
         averaged = [tensor for tensor in averaged if tensor.op not in self._mixed]
         self.averaged = {tensor for tensor in averaged if tensor.op in depending}
         targets = self._rows_nearest_to(outputs, depending) + averaged
         needed, consumers = ancestors(targets, starts)
-        self._refuse_writes(needed, reached(starts, consumers))
         self.once = {op for op in needed if writes(op)}
         costly = self._costly_besides(set(needed), starts, depending)
         divided = self._rows_of(costly, set(needed) | starts)
         if divided or self.once:
             needed, consumers = ancestors(targets + divided, starts | self.once)
-        self._warn_of_undivided(outputs, starts, mixing, set(costly) - set(needed))
+        self._look_at_undivided(inside, mixing, set(costly) - set(needed))
         self.needed = [op for op in needed if not is_shared(op)]
         self._refuse_custom_gradients_in_loops()
         # What these need besides is copied, too.
@@ -88,17 +88,14 @@ class BatchPart:
             if any(c in self.operations for part in dense_parts(tensor) for c in part.consumers())
         ]
 
-    def _mixing(self, averaged, normalizing):
-        """The operations that compute across rows, BatchNorm's left out."""
-        if not self.rows.mixing:
-            return []
-        layers = {part for v in normalizing for part in v.op.name.split("/")[-2:-1]}
-        own = _operations_after_rows(averaged, self.rows)
-        return [
-            op
-            for op in self.rows.mixing
-            if op not in own and not any(_is_within(op, layer) for layer in layers)
-        ]
+    def before(self, tensor):
+        """The tensors from which a tensor is computed, and itself."""
+        return {t for op in ancestors([tensor], self._starts)[0] for t in op.outputs}
+
+    def drawn(self):
+        """Random numbers, and the statistics of batch normalization, that replicas make."""
+        random = [op.outputs[0] for op in self.needed if "seed2" in op.node_def.attr]
+        return random + [t for t in self.rows.statistics if t.op in self.operations]
 
     def _rows_nearest_to(self, outputs, depending):
         """The outputs, each computed from its row alone, or what layers before them put out."""
@@ -134,27 +131,24 @@ class BatchPart:
         return [
             tensor
             for tensor in ends
-            if self.rows.known(tensor) == 0
-            and tensor.op not in self._mixed
+            if tensor.op not in self._mixed
+            and self.rows.come_first(tensor)
             and not _read_other_rows(ancestors([tensor], stop)[0])
         ]
 
-    def _warn_of_undivided(self, outputs, starts, mixing, costly):
-        """Warn of costly operations that run on one device."""
-        after = costly & self._mixed - set(mixing)
-        inside = set(ancestors(outputs, starts)[0]) if after else set()
-        after &= inside
+    def _look_at_undivided(self, inside, mixing, costly):
+        """Find what to say of costly operations that run on one device."""
+        self.across = None
+        after = costly & self._mixed & inside - set(mixing)
         if after:
-            text = (
-                "Model {!r} computes across the rows of a batch on the way to its outputs: {}. "
-                "That, and all that needs it, parallelize() runs of the whole batch, on one "
-                "device: {}. To have these divided, compute across rows after them, or in the "
-                "loss.".format(
-                    self.name, _list_of(op for op in mixing if op in inside), _list_of(after)
-                )
-            )
-            errors.warn(text)
-        others = costly - self._mixed
+            needed = set(ancestors(after, self._starts)[0])
+            first = min((op for op in mixing if op in needed), key=lambda op: op._id)
+            self.across = self._across(first)
+        others = {
+            op
+            for op in costly - inside - self._mixed
+            if not isinstance(self.rows.known(op.outputs[0]), _rows.Partial)
+        }
         if others:
             text = (
                 "A loss or an update of model {!r} needs operations that its outputs do not need "
@@ -165,15 +159,28 @@ class BatchPart:
             )
             errors.warn(text)
 
-    def _refuse_writes(self, needed, batch_part):
-        for op in needed:
-            if writes(op) and op in batch_part:
-                raise errors.UnsupportedError(
-                    "Model {!r} writes the variable {} while it computes its outputs, and what it "
-                    "writes depends on the batch: each device would write another value. Make it "
-                    "an update of the layer, layer.add_update(), which parallelize() runs once a "
-                    "step, of the whole batch.".format(self.name, written_variable(op).name)
-                )
+    def untold(self):
+        """The tensors of the part of which no rule tells how they depend on the rows."""
+        tensors = [tensor for op in self.needed for tensor in op.outputs]
+        return [tensor for tensor in tensors if isinstance(self.rows.known(tensor), _rows.Unknown)]
+
+    def _across(self, op):
+        whys = [getattr(self.rows.tried.get(tensor), "why", None) for tensor in op.outputs]
+        why = next((each for each in whys if each in _rows.Across.REASONS), "mixed")
+        name = "{} ({})".format(op.name, op.type)
+        return _rows.Across(name, self._layer_of(op), line_of(op), why)
+
+    def _layer_of(self, op):
+        """The name of the layer whose output is the next one after an operation, or None."""
+        pending, seen = [op], {op}
+        for each in pending:
+            for tensor in each.outputs:
+                if hasattr(tensor, "_keras_history"):
+                    return tensor._keras_history[0].name
+            new = [user for user in self._consumers.get(each, ()) if user not in seen]
+            seen.update(new)
+            pending += new
+        return None
 
     def _refuse_custom_gradients_in_loops(self):
         for op in self.needed:
@@ -225,27 +232,21 @@ def _read_other_rows(operations):
     )
 
 
-def _operations_after_rows(tensors, rows):
-    """The operations that compute these tensors from rows."""
-    found, pending = set(), list(tensors)
-    while pending:
-        tensor = pending.pop()
-        if tensor.op not in found and rows.known(tensor) in (MIXED, UNKNOWN):
-            found.add(tensor.op)
-            pending.extend(tensor.op.inputs)
-    return found
-
-
-def _is_within(op, scope):
-    """Whether ``op`` was made by the layer of this name, used once or more often."""
-    return any(
-        part == scope or part.startswith(scope + "_") and part[len(scope) + 1 :].isdigit()
-        for part in op.name.split("/")
-    )
-
-
 def _list_of(operations):
     """Operations by name and type, as a text."""
     ordered = sorted(operations, key=lambda op: op._id)
     names = ["{} ({})".format(op.name, op.type) for op in ordered[:4]]
     return ", ".join(names) + (" and others" if len(ordered) > 4 else "")
+
+
+#: Folders of what is not the user's own code.
+_LIBRARIES = re.compile(r"[/\\](tensorflow\w*|keras|tf_keras|compat)[/\\]|^<")
+
+
+def line_of(op):
+    """Where the user's code made an operation, as "file.py, line 12", or None."""
+    for frame in reversed(list(op.traceback or ())):
+        file, line = frame[0], frame[1]
+        if not _LIBRARIES.search(file):
+            return "{}, line {}".format(os.path.basename(file), line)
+    return None

@@ -17,26 +17,43 @@ _HINT = (
 )
 
 
-def explain(function, model, replicas, training):
+def explain(function, owner, replicas, training):
     """Have one of a model's functions check and count what it is fed, and explain its errors.
 
     Arguments:
         function: what ``K.function`` returned.
-        model: the model's name.
+        owner: the ``ReplicatedGraphFunctions`` of the model.
         replicas: the ``Replicas`` that it runs.
         training: whether it trains.
     """
-    vars(function)["_compat_divided"] = (model, replicas, training)
+    vars(function)["_compat_divided"] = (owner, replicas, training)
     function.__class__ = _explaining(type(function))
+
+
+def become(function, new):
+    """Have a function that others hold do what a new one does."""
+    recorded = ("run_options", "run_metadata")
+    vars(function).update((k, v) for k, v in vars(new).items() if k not in recorded)
 
 
 @functools.lru_cache(maxsize=None)
 def _explaining(kind):
     from tensorflow.python.framework.errors import InvalidArgumentError
 
-    class Function(kind):
-        def __call__(self, inputs):
+    class TriedFunction(kind):
+        def try_on(self, inputs):
+            """Try what it takes of the replicas on the first rows; returns the rows it is fed."""
             rows = _checked_rows(self, inputs)
+            if "_compat_tried" not in vars(self):
+                while vars(self)["_compat_divided"][0].try_on(
+                    vars(self)["_compat_divided"][1], self.inputs, inputs
+                ):
+                    pass
+                vars(self)["_compat_tried"] = True
+            return rows
+
+        def __call__(self, inputs):
+            rows = self.try_on(inputs)
             try:
                 results = super().__call__(inputs)
             except InvalidArgumentError as error:
@@ -46,8 +63,8 @@ def _explaining(kind):
             _count(self, inputs, rows)
             return results
 
-    Function.__name__ = kind.__name__
-    return Function
+    TriedFunction.__name__ = kind.__name__
+    return TriedFunction
 
 
 def _count(function, inputs, rows):
@@ -57,25 +74,32 @@ def _count(function, inputs, rows):
         devices = op_placement.as_configured(devices, process.configuration.devices)
     if rows:
         sizes = _replicas.sizes(next(iter(rows.values())), len(devices))
-    elif not replicas.part.divided and inputs and getattr(inputs[0], "shape", None):
-        sizes = _work.undivided(devices, inputs[0].shape[0])
+    elif not replicas.part.divided and inputs and _rows_of(inputs[0]) is not None:
+        sizes = _work.undivided(devices, _rows_of(inputs[0]))
     _work.count(devices, sizes, training)  # None: the model has tensors that are not fed
+
+
+def _rows_of(value):
+    """How many rows an array has; of a tensor of the graph, where that is known; else None."""
+    shape = getattr(value, "shape", None)
+    return getattr(shape[0], "value", shape[0]) if shape else None
 
 
 def _checked_rows(function, inputs):
     """The number of rows of each divided tensor that is fed, by name."""
-    model, replicas, _ = vars(function)["_compat_divided"]
+    owner, replicas, _ = vars(function)["_compat_divided"]
     divided = replicas.part.divided
-    rows = {
-        getattr(tensor, "name", ""): value.shape[0]
+    fed = {
+        getattr(tensor, "name", ""): _rows_of(value)
         for tensor, value in zip(function.inputs, inputs)
-        if getattr(value, "shape", None) and any(tensor is each for each in divided)
+        if any(tensor is each for each in divided)
     }
+    rows = {name: number for name, number in fed.items() if number is not None}
     if len(set(rows.values())) > 1:
         sizes = ", ".join("{} has {}".format(name, rows[name]) for name in sorted(rows))
         raise errors.UnsupportedError(
             "parallelize() divides each input of model {!r} by its rows, but they do not have as "
             "many: {}. Give each input a row for each row of the batch, or use one device: "
-            "parallelize(model, gpus=1).".format(model, sizes)
+            "parallelize(model, gpus=1).".format(owner.model.name, sizes)
         )
     return rows

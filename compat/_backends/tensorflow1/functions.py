@@ -2,13 +2,15 @@
 
 import contextlib
 
-from ... import _keras, _patching
-from .function_errors import explain
-from .replicas import Replicas
-from .step_counter import counting_after_reading
+from ... import _keras, _patching, _rows
+from . import row_trial
+from .function_errors import become, explain
+from .graph import v1_names
+from .replicas import CannotCopy, GraphReplicas
+from .step_counter import updates_in_order
 
 
-class ReplicatedFunctions:
+class ReplicatedGraphFunctions:
     """The three functions of a Keras model, made to run its batch part on several devices.
 
     Keras makes a function when it is first needed, by a method of the model. The instance gets
@@ -19,9 +21,11 @@ class ReplicatedFunctions:
         self.owner = model
         self.model = _keras.inner_model(model)
         self.devices = list(devices)
-        self._rewired = {}  # type: Dict[str, Any]
-        self._replicas = None  # type: Optional[Replicas]
+        self._made = {}  # type: Dict[str, Any]
+        self._replicas = None  # type: Optional[GraphReplicas]
         self._replicas_key = None  # type: Any
+        self._tried = {}  # type: Dict[Any, Any]
+        self._warned = False
 
     def install(self):
         vars(self.owner)["_compat_functions"] = self
@@ -47,17 +51,55 @@ class ReplicatedFunctions:
         make = getattr(self.model, "_make_" + function)
 
         def make_replicated():
+            before = getattr(self.model, function, None)
             with self._training_on_replicas() if "train" in function else contextlib.ExitStack():
                 make()
             made = getattr(self.model, function)
-            if made is not self._rewired.get(function):
+            if made is not before:  # what stands there already may be the user's own
                 replicas = self._replicas_now()
                 made.outputs = [replicas.whole(tensor) for tensor in made.outputs]
                 made.updates_op = replicas.whole(made.updates_op)
-                explain(made, self.model.name, replicas, "train" in function)
-                self._rewired[function] = made
+                explain(made, self, replicas, "train" in function)
+                self._made[function] = made, make_replicated
 
         return make_replicated
+
+    def try_on(self, replicas, inputs, values):
+        """Try what a function takes of the replicas on the first rows that it is fed.
+
+        Where that gives other rows than the whole batch would, its functions are made anew.
+
+        Returns:
+            Whether they were.
+        """
+        taken = [tensor for tensor in replicas.taken() if tensor not in replicas.tried]
+        replicas.tried.update(taken)
+        K = _backend_with_sessions(_keras.keras_of(self.model))
+        phase = getattr(K, "symbolic_learning_phase", K.learning_phase)()
+        trial = row_trial.ReplicasTrial(K, replicas, dict(zip(inputs, values)), phase)
+        failed = trial.differing(taken) if taken else {}
+        if failed:
+            self._tried.update(row_trial.found(trial, failed, self.model.outputs))
+            self._make_anew()
+        return bool(failed)
+
+    def _make_anew(self):
+        """Make all functions again; those that were there do from then on what the new ones do."""
+        self._replicas = None
+        optimizer = getattr(self.model, "optimizer", None)
+        for function, (made, make) in list(self._made.items()):
+            current = getattr(self.model, function)
+            # Keras makes new variables for the optimizer's state with every train function.
+            state = optimizer.get_weights() if "train" in function else None
+            setattr(self.model, function, None)
+            try:
+                make()
+                become(made, self._made[function][0])
+            finally:
+                self._made[function] = made, make
+                setattr(self.model, function, current)
+            if state is not None:
+                optimizer.set_weights(state)
 
     def _replicas_now(self):
         """The replicas of the model as it is now: layers may have been added or frozen."""
@@ -67,17 +109,17 @@ class ReplicatedFunctions:
         losses = [] if loss is None else [loss]
         key = list(model.inputs) + list(model.outputs) + updates + losses
         if self._replicas is None or not _same(key, self._replicas_key):
-            self._replicas = Replicas(
-                model.name,
-                model.inputs,
-                model.outputs,
-                losses,
-                updates,
-                _keras.states(model, "handle"),
-                _variables_of_batchnorm(model),
-                self.devices,
-            )
+            arguments = model, losses, updates, self._tried, self.devices
+            try:
+                self._replicas = GraphReplicas(*arguments)
+            except CannotCopy as error:
+                self._tried.update(dict.fromkeys(error.tensors, _rows.Mixed("fails")))
+                self._replicas = GraphReplicas(*arguments)
             self._replicas_key = key
+            across = self._replicas.part.across
+            if across is not None and not self._warned:
+                self._warned = True
+                _rows.runs_whole(model.name, across, self.devices[0])
         return self._replicas
 
     @contextlib.contextmanager
@@ -88,25 +130,19 @@ class ReplicatedFunctions:
 
         def get_updates_on_replicas(loss, params):
             replicas = self._replicas_now()
-            counter = getattr(optimizer, "iterations", None)
-            with replicas.gradients_colocated(), counting_after_reading(counter):
-                return get_updates(loss=replicas.whole(loss), params=params)
+            with replicas.gradients_colocated():
+                return updates_in_order(optimizer, get_updates, replicas.whole(loss), params)
 
         with _patching.replaced(optimizer, get_updates=get_updates_on_replicas):
             yield
 
 
-def _variables_of_batchnorm(model):
-    """The variables of the BatchNorm layers that a model consists of, at any depth."""
-    found, pending = [], list(model.layers)
-    while pending:
-        layer = pending.pop()
-        pending += getattr(layer, "layers", None) or ()
-        for part in ("layer", "forward_layer", "backward_layer"):  # of wrappers
-            pending += [getattr(layer, part)] if hasattr(layer, part) else []
-        if any(parent.__name__.startswith("BatchNormalization") for parent in type(layer).__mro__):
-            found += layer.weights
-    return found
+def _backend_with_sessions(keras):
+    if hasattr(keras.backend, "get_session"):
+        return keras.backend
+    import tensorflow
+
+    return v1_names(tensorflow).keras.backend  # TensorFlow 2
 
 
 def _same(first, second):

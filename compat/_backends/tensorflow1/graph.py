@@ -24,6 +24,36 @@ def is_loop(context):
     return isinstance(context, WhileContext)
 
 
+def is_outermost(op):
+    """Whether the results of ``op`` are there however loops and conditions go."""
+    context = op._get_control_flow_context()
+    if context is not None and op.type in ("Exit", "RefExit"):
+        context = context.outer_context
+    return context is None
+
+
+def _outermost_loop(op):
+    context = found = loop_of(op)
+    while context is not None:
+        found = context if is_loop(context) else found
+        context = context.outer_context
+    return found
+
+
+def whole_loops(operations, among):
+    """Those ``among`` operations that are in the same loops as some, and what enters these."""
+    loops = {_outermost_loop(op) for op in operations} - {None}
+    if not loops:
+        return []
+    return [
+        op
+        for op in among
+        if _outermost_loop(op) in loops
+        or op.type in ("Enter", "RefEnter")
+        and any(_outermost_loop(user) in loops for user in op.outputs[0].consumers())
+    ]
+
+
 # Graphs ---------------------------------------------------------------------------------------
 
 _WRITES = (
@@ -151,22 +181,26 @@ def _source(handle):
 
 def variables_written(function, others=()):
     """The variables that are written when a ``K.function`` is run: metrics do so in outputs."""
+    return variables_of(writing_operations([function.updates_op] + list(function.outputs)), others)
+
+
+def variables_of(operations, others=()):
+    """The variables that operations write."""
     import tensorflow
 
+    if not operations:
+        return set()
     tf = v1_names(tensorflow)
     # An optimizer's operation (ResourceApplyAdam) writes its state, too.
     handles = {
         _source(tensor)
-        for op in writing_operations([function.updates_op] + list(function.outputs))
+        for op in operations
         for tensor in op.inputs
         if tensor.dtype._is_ref_dtype or tensor.dtype.name == "resource"
     }
-    with function.updates_op.graph.as_default():
-        return {
-            variable
-            for variable in tf.global_variables() + tf.local_variables() + list(others)
-            if getattr(variable, "handle", variable).op in handles
-        }
+    with next(iter(operations)).graph.as_default():
+        found = tf.global_variables() + tf.local_variables() + list(others)
+    return {variable for variable in found if getattr(variable, "handle", variable).op in handles}
 
 
 class _Copy:
@@ -175,6 +209,7 @@ class _Copy:
     def __init__(self, operations, replaced):
         self.operations = operations
         self.replaced = replaced
+        self.shards = {}  # type: Dict[Any, Any]
 
     def tensor(self, tensor):
         """The copy of a tensor, or what was put in its place."""
@@ -227,43 +262,51 @@ def copy_operations(operations, replaced, scope, device, seed=0, controls=None, 
             del node.attr["dtype"]
         if device is not None:
             node.device = ""
-        if op.type in ("Enter", "RefEnter"):  # loops with one name would run as one
-            node.attr["frame_name"].s = prefix.encode() + node.attr["frame_name"].s
-        if "element_shape" in node.attr and node.attr["element_shape"].shape.dim:
-            node.attr["element_shape"].shape.dim[0].size = -1  # of a loop's array: a fixed batch
         for tensor in op.inputs:
             if tensor.op not in copied or tensor in replaced:
-                if tensor.op.type == "ReadVariableOp" and is_shared(tensor.op):
-                    inside = value_of(tensor.op.inputs[0])
-                else:
-                    inside = tensor
+                is_read = tensor.op.type == "ReadVariableOp" and is_shared(tensor.op)
+                inside = value_of(tensor.op.inputs[0]) if is_read else tensor
                 outside[tensor.name] = replaced.get(inside, inside)
-        for other in op.control_inputs:
-            if other not in copied:
-                node.input.remove("^" + other.name)
-                waiting.append((op, other))
+        others = [other for other in op.control_inputs if other not in copied]
+        for other in others:
+            node.input.remove("^" + other.name)
+        waiting += [(op, other) for other in others]
         if has_custom_gradient(op):
             node.attr["_gradient_op_type"].s = _gradient_of_copy(op, copies)
-        if seed and "seed2" in node.attr and (node.attr["seed"].i or node.attr["seed2"].i):
-            node.attr["seed2"].i = (node.attr["seed2"].i + seed * 104729) % 2**31
+        _set_apart(node, prefix, seed)
     with graph.as_default(), tf.device(None), tf.device(device):
         results = tf.import_graph_def(
             definition, outside, [op.name for op in operations], name=prefix
         )
     copies.operations.update(zip(operations, results))
-    for op, result in copies.operations.items():
-        for tensor, copied in zip(op.outputs, result.outputs if op not in entering else ()):
-            # Keras sets shapes that TensorFlow does not infer, of RNNs for example.
-            if tensor.shape.ndims is not None:
-                shape = [None if size == fixed_batch else size for size in tensor.shape.as_list()]
-                if fixed_batch and shape and shape[0] and shape[0] % fixed_batch == 0:
-                    shape[0] = None  # as many rows for each row of the batch: steps, for example
-                copied.set_shape(shape)
+    for op in operations:
+        if op not in entering:
+            _set_shapes(op.outputs, copies.operations[op].outputs, fixed_batch)
     if controls is not None:
         for op, other in waiting:
             copies.operations[op]._add_control_inputs(controls(other))
     _copy_contexts(copies, prefix)
     return copies
+
+
+def _set_apart(node, prefix, seed):
+    """Have a copy do nothing together with its original, and not be made for a fixed batch."""
+    if node.op in ("Enter", "RefEnter"):  # loops with one name would run as one
+        node.attr["frame_name"].s = prefix.encode() + node.attr["frame_name"].s
+    if "element_shape" in node.attr and node.attr["element_shape"].shape.dim:
+        node.attr["element_shape"].shape.dim[0].size = -1  # of a loop's array: a fixed batch
+    if seed and "seed2" in node.attr and (node.attr["seed"].i or node.attr["seed2"].i):
+        node.attr["seed2"].i = (node.attr["seed2"].i + seed * 104729) % 2**31
+
+
+def _set_shapes(originals, copies, fixed_batch):
+    """Keras sets shapes that TensorFlow does not infer, of RNNs for example."""
+    for tensor, copied in zip(originals, copies):
+        if tensor.shape.ndims is not None:
+            shape = [None if size == fixed_batch else size for size in tensor.shape.as_list()]
+            if fixed_batch and shape and shape[0] and shape[0] % fixed_batch == 0:
+                shape[0] = None  # as many rows for each row of the batch: steps, for example
+            copied.set_shape(shape)
 
 
 def has_custom_gradient(op):

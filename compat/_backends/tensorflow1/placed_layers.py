@@ -90,7 +90,7 @@ class ColocateGradients:
     def __call__(self, op):
         if follows_its_input(op):
             return ""
-        forward, loop = op._original_op, loop_of(op)
+        device, forward, loop = "", op._original_op, loop_of(op)
         if forward is not None:
             device = self._device_of(forward)
         elif loop is not None:  # one of its counters
@@ -101,8 +101,6 @@ class ColocateGradients:
         elif self.sums:
             devices = {self._device_of(tensor.op) for tensor in op.inputs}
             device = devices.pop() if len(devices) == 1 else ""
-        else:
-            device = ""
         if device:
             self.device_of[op] = device
             if op.type == "Enter":

@@ -12,13 +12,13 @@ from ... import _patching, errors
 from ..._engines import tensorflow_horovod
 from ..._ranks import keras2, keras_model
 from .graph import writing_operations, written_variable
-from .step_counter import counting_after_reading
+from .step_counter import updates_in_order
 from .variables import warn_of_reference_variables
 
 
 def distribute(model, place):
     """Make a model of Keras one of the ranks', in place. A second time changes nothing."""
-    engine = tensorflow_horovod.Horovod.join(place)
+    engine = tensorflow_horovod.TensorFlowHorovod.join(place)
     if engine.tf.executing_eagerly():
         raise errors.unsupported(
             "tensorflow1",
@@ -26,11 +26,11 @@ def distribute(model, place):
             "Remove that call, or use TensorFlow 2.",
         )
     warn_of_reference_variables(model)
-    keras2.install(model, engine, (MakeTrainFunction, MakeTestFunction))
+    keras2.install(model, engine, (MakeTensorFlow1TrainFunction, MakeTensorFlow1TestFunction))
     return model
 
 
-class MakeFunction(keras2.MakeFunction):
+class MakeTensorFlow1Function(keras2.MakeFunction):
     """The method by which Keras makes one of a model's functions, whose graph gets some more."""
 
     def __call__(self, model):
@@ -66,7 +66,7 @@ class MakeFunction(keras2.MakeFunction):
         raise NotImplementedError
 
 
-class MakeTestFunction(MakeFunction):
+class MakeTensorFlow1TestFunction(MakeTensorFlow1Function):
     method = "_make_test_function"
     function = "test_function"
     training = False
@@ -91,10 +91,7 @@ class MakeTestFunction(MakeFunction):
         made.updates_op = self.engine.tf.group(made.updates_op, self.called(count, model))
 
 
-class MakeTrainFunction(MakeFunction):
-    method = "_make_train_function"
-    function = "train_function"
-
+class MakeTensorFlow1TrainFunction(MakeTensorFlow1Function):
     def __init__(self, engine):
         super().__init__(engine)
         self.share_tensor = None  # of the function made last
@@ -107,11 +104,6 @@ class MakeTrainFunction(MakeFunction):
             self.check_loss(function, inputs)
         return inputs
 
-    def run(self, function, inputs):
-        if not function.started:
-            keras_model.same_start(function.model, self.engine)
-        return super().run(function, inputs)
-
     @contextlib.contextmanager
     def making(self, model):
         """Within, the optimizer takes the gradients of all ranks."""
@@ -119,9 +111,8 @@ class MakeTrainFunction(MakeFunction):
         get_updates = optimizer.get_updates
 
         def get_updates_of_all_ranks(loss, params):
-            counter = getattr(optimizer, "iterations", None)
-            with counting_after_reading(counter):
-                return get_updates(loss=self.loss_of_all_ranks(model, loss, params), params=params)
+            loss = self.loss_of_all_ranks(model, loss, params)
+            return updates_in_order(optimizer, get_updates, loss, params)
 
         with _patching.replaced(optimizer, get_updates=get_updates_of_all_ranks):
             yield

@@ -12,7 +12,7 @@ average becomes the mean of what the replicas would write.
 
 import contextlib
 
-from ... import _replicas, errors
+from ... import _keras, _replicas, errors
 from .batch_part import BatchPart
 from .graph import (
     ancestors,
@@ -23,45 +23,66 @@ from .graph import (
     reached,
     v1_names,
     value_of,
+    whole_loops,
 )
 from .placed_layers import ColocateGradients
 
 
-class Replicas:
+class CannotCopy(Exception):
+    """TensorFlow refuses the operations of a part of the batch.
+
+    Attributes:
+        tensors: those that no rule tells. The operations that it refuses are among theirs, or
+            follow from them.
+    """
+
+    def __init__(self, tensors):
+        super(CannotCopy, self).__init__(tensors)
+        self.tensors = tensors
+
+
+class GraphReplicas:
     """The batch part of a model's graph, copied once per device.
 
     Arguments:
-        name, inputs, outputs, losses, updates, normalizing: as ``BatchPart`` takes them.
-        states: variables that hold a row for each row of the batch.
+        model, losses, updates, tried: as ``BatchPart`` takes them.
         devices: the devices, as TensorFlow names them.
     """
 
-    def __init__(self, name, inputs, outputs, losses, updates, states, normalizing, devices):
+    def __init__(self, model, losses, updates, tried, devices):
         import tensorflow
 
-        self.name = name
+        self.name = model.name
         self.tf = v1_names(tensorflow)
         self.devices = devices
-        self.graph = outputs[0].graph
-        self.inputs = list(inputs)
+        self.graph = model.outputs[0].graph
+        self.inputs = list(model.inputs)
         for tensor in self.inputs:
             if not isinstance(tensor, (self.tf.Tensor, self.tf.SparseTensor)):
                 raise errors.UnsupportedError(
                     "parallelize() divides the inputs of model {!r} by rows, and cannot divide a "
                     "variable: {}. Give its value: Input(tensor=tf.identity(variable)).".format(
-                        name, tensor.name
+                        self.name, tensor.name
                     )
                 )
-        self.states = [value_of(state.handle) for state in states]
+        # A row for each row of the batch.
+        self.states = [value_of(state.handle) for state in _keras.states(model, "handle")]
         self._replaced = {}  # type: Dict[Any, Any]
         self._merged = {}  # type: Dict[Any, Any]
-        self.part = BatchPart(name, inputs, outputs, losses, updates, normalizing)
+        self.tried = set()  # type: Set[Any]
+        self.part = BatchPart(model, losses, updates, _variables_of_batchnorm(model), tried)
         with self._apart():
             self._check_rows_of_tensors()
             self.sizes = _replicas.sizes(
                 self._count((self.part.divided or self.inputs)[0]), len(devices)
             )
-            self.copies = [self._replica(index) for index in range(len(devices))]
+            try:
+                self.copies = [self._replica(index) for index in range(len(devices))]
+            except ValueError as error:  # the graph names the batch's size, which no part has
+                untold = self.part.untold()
+                if not untold:
+                    raise
+                raise CannotCopy(untold) from error
         device_of = {
             copied: device
             for device, replica in zip(devices, self.copies)
@@ -74,17 +95,17 @@ class Replicas:
     def _replica(self, index):
         """Copy the batch part to the device, there to compute its shard."""
         tf = self.tf
-        replaced = {}  # type: dict
+        replaced, shards = {}, {}  # type: Any, Any
         for shape, sizes in self.part.rows.shapes.items():
             if None not in sizes:
                 replaced[shape] = tf.constant(sizes, shape.dtype)
-        for tensor in self.inputs + self.states + self.part.constants:
+        for tensor in self.read_in_shards():
             with self._where_it_lies(tensor), tf.control_dependencies(self._checks):
                 count = tf.identity(self._count(tensor)) if self._checks else self._count(tensor)
                 first, end = _replicas.run_bounds(count, len(self.devices), index, tf.maximum)
-                shard = self._shard(tensor, first, end)
+                shards[tensor] = shard = self._shard(tensor, first, end)
                 replaced.update(zip(dense_parts(tensor), dense_parts(shard)))
-        return copy_operations(
+        replica = copy_operations(
             self.part.needed,
             replaced,
             "replica_{}".format(index),
@@ -93,6 +114,16 @@ class Replicas:
             controls=lambda op: [op] if op in self.part.once else [],
             fixed_batch=self.part.fixed,
         )
+        replica.shards = shards
+        return replica
+
+    def read_in_shards(self):
+        """The tensors of whose rows each replica reads its own."""
+        return self.inputs + self.states + self.part.constants
+
+    def taken(self):
+        """The tensors of which others take the replicas' rows."""
+        return [tensor for tensor in self._merged if tensor not in self.part.averaged]
 
     def _check_rows_of_tensors(self):
         """Check at run time that inputs that are not fed have as many rows as the others."""
@@ -161,6 +192,9 @@ class Replicas:
         between = reached([source for source in consumers if self._is_divided(source)], consumers)
         new = [op for op in ops if op in between and op not in self._replaced]
         if new:
+            new += [
+                op for op in whole_loops(new, ops) if op not in between and op not in self._replaced
+            ]
             boundary = {
                 tensor: self._whole_tensor(tensor)
                 for op in new
@@ -184,17 +218,8 @@ class Replicas:
         if not self._is_divided(source):
             return False
         if isinstance(source, self.tf.Operation):
-            return True
-        if source in self.part.averaged or self.part.rows.come_first(source):
-            return True
-        if loop_of(source.op) is not None:
-            raise errors.UnsupportedError(
-                "A loss, a metric or an update of model {!r} needs {!r}, which a loop computes "
-                "and which has no rows, so parallelize() does not know what it is of the whole "
-                "batch. Compute it from the loop's rows, or train on one device, with "
-                "parallelize(model, gpus=1).".format(self.name, source.op.name)
-            )
-        return False
+            return loop_of(source) is None
+        return source in self.part.averaged or self.part.rows.come_first(source)
 
     def _control(self, op):
         """Operations to wait for where the undivided graph waits for ``op``."""
@@ -230,3 +255,13 @@ class Replicas:
         rows = tf.cast(sum(self.sizes), parts[0].dtype)
         weights = [tf.cast(size, parts[0].dtype) / rows for size in self.sizes]
         return tf.add_n([w * part for w, part in zip(weights, parts)], name="mean_by_rows")
+
+
+def _variables_of_batchnorm(model):
+    """The variables of the BatchNorm layers that a model consists of, at any depth."""
+    return [
+        weight
+        for layer in _keras.all_layers_of_keras2(model)
+        if any(parent.__name__.startswith("BatchNormalization") for parent in type(layer).__mro__)
+        for weight in layer.weights
+    ]

@@ -1,397 +1,339 @@
-"""Rules of types of operations: where their results have the rows of the batch.
+"""Rules about rows of TensorFlow's operations that compute, look up and make values.
 
-A rule is a function of the operation, of what is known of its inputs, and of the function that
-tells what is known of any other tensor. It returns what is then known of the operation's outputs:
-one for all of them, or a list.
+They find out an operation's attributes for the rules of ``_rows``.
 """
 
-# What is known of a tensor: the number of the dimension along which it has the batch's rows, or
-CONSTANT = "does not depend on the batch"
-COUNT = "depends on the number of rows alone"
-MIXED = "each value may depend on all rows"
-SPARSE = "a part of a sparse tensor"
-UNKNOWN = "unknown"
+from ... import _rows
+from ..._rows import REPLICATED, Count, Mixed, Partial, Replicated, Sharded, Unknown, Value
+from .row_sizes import Positions, attribute, numbers, of_first, sizes_of
+
+# Element by element ---------------------------------------------------------------------------
 
 
-def is_axis(kind):
-    return isinstance(kind, int)
-
-
-def _constant(tensor):
-    """The numbers in a tensor that are known before any run, as a list, or None."""
-    value = _value(tensor)
-    return None if value is None else value.ravel().tolist()
-
-
-def _value(tensor):
-    from tensorflow.python.framework import tensor_util
-
-    value = tensor_util.constant_value(tensor)
-    if value is None and tensor.op.type == "Sub":  # the order of tf.transpose(x)
-        first, second = map(_value, tensor.op.inputs)
-        return None if first is None or second is None else first - second
-    return value
-
-
-def rank_of(tensor):
-    return tensor.shape.ndims
-
-
-def _without_rows(kinds):
-    """The result where no input has rows."""
-    for kind in (UNKNOWN, SPARSE):
-        if kind in kinds:
-            return UNKNOWN
-    return MIXED if MIXED in kinds else COUNT
-
-
-def _of_rows(rule):
-    """A rule that is asked only where an input has rows, and every input's kind is known."""
-
-    def applied(op, kinds, known):
-        if UNKNOWN in kinds or SPARSE in kinds:
-            return UNKNOWN
-        return rule(op, kinds, known) if any(map(is_axis, kinds)) else _without_rows(kinds)
+def _of_values(rule):
+    def applied(op, values, constant):
+        return rule(values)
 
     return applied
 
 
-@_of_rows
-def elementwise(op, kinds, known):
-    """Dimensions are matched from the last one on: two tensors' rows may meet, or not."""
-    ranks = [rank_of(tensor) for tensor in op.inputs]
-    if None in ranks:
-        return kinds[0] if len(kinds) == 1 else UNKNOWN
-    places = {kind - rank for kind, rank in zip(kinds, ranks) if is_axis(kind)}
-    if len(places) > 1 or COUNT in kinds and op.outputs[0].dtype.is_floating:
-        return MIXED
-    return max(ranks) + places.pop()
+pointwise = _of_values(_rows.pointwise)
+added = _of_values(_rows.added)
+multiplied = _of_values(_rows.multiplied)
 
 
-def _chosen(op, kinds, known):
-    """``tf.where``: a vector chooses rows."""
-    if rank_of(op.inputs[0]) == 1 and rank_of(op.inputs[1]) != 1:
-        axes = {kind for kind in kinds if kind != CONSTANT}
-        return 0 if axes == {0} else UNKNOWN
-    return elementwise(op, kinds, known)
+def extreme(op, values, constant):
+    return _rows.extreme(values, op.type[:3].lower())
 
 
-def _first(op, kinds, known):
-    """Each row of the first input gives one of the output; all else is constant."""
-    others = set(kinds[1:]) <= {CONSTANT, COUNT}
-    return kinds[0] if others and (kinds[0] == 0 or kinds[0] == MIXED) else UNKNOWN
+def divided(op, values, constant):
+    rule = _rows.pointwise if op.outputs[0].dtype.is_integer else _rows.divided
+    return rule(values)
 
 
-def _gradient_of_convolution(op, kinds, known):
-    """A transposed convolution: what it convolves is its third input."""
-    return 0 if kinds[2] == 0 and kinds[1] == CONSTANT else UNKNOWN
+def same(op, values, constant):
+    return [value.placement for value in values[: len(op.outputs)]]
 
 
-def _normalized(op, kinds, known):
-    """The rows, then their mean and variance."""
-    if kinds[0] != 0:
-        return _first(op, kinds, known)
-    return [0] + [MIXED if op.get_attr("is_training") else COUNT] * (len(op.outputs) - 1)
+def with_sizes(op, values, constant):
+    """It checks the sizes, of which that of the rows is another one on each device."""
+    axis, sizes = values[0].axis, op.get_attr("shape")
+    fixed = axis is not None and not sizes.unknown_rank and sizes.dim[axis].size >= 0
+    return Mixed() if fixed else values[0].placement
 
 
-def _reduced(op, kinds, known):
-    """Sums and the like."""
-    axes, rank = _constant(op.inputs[1]), rank_of(op.inputs[0])
-    if not is_axis(kinds[0]):
-        return _without_rows(kinds)
-    if axes is None or rank is None:
-        return UNKNOWN
-    axes = {axis % rank for axis in axes}
-    if kinds[0] in axes:
-        return MIXED
-    kept = "keep_dims" in op.node_def.attr and op.get_attr("keep_dims")
-    return kinds[0] if kept else kinds[0] - sum(axis < kinds[0] for axis in axes)
+def cast(op, values, constant):
+    before, after = op.inputs[0].dtype, op.outputs[0].dtype
+    exact = after.is_floating or after.is_complex or before.is_integer and after.is_integer
+    return values[0].placement if exact or before == after else _rows.pointwise(values)
 
 
-def _summed(op, kinds, known):
-    return MIXED if is_axis(kinds[0]) else _without_rows(kinds)
+def bias(op, values, constant):
+    """A vector along the channels."""
+    value, bias = values
+    if value.rank is None:
+        return Unknown("a rank is not known")
+    axis = _channels(op, value)
+    shape = [1] * axis + list(bias.shape) + [1] * (value.rank - 1 - axis)
+    placement = bias.placement
+    if isinstance(placement, Sharded):
+        placement = placement.replace(axis=axis)
+    return _rows.added([value, Value(placement, shape)])
 
 
-def _along(op, kinds, known):
-    """What goes along some dimensions, and keeps them: cumulative sums, reversals."""
-    axes, rank = _constant(op.inputs[1]), rank_of(op.inputs[0])
-    if not is_axis(kinds[0]):
-        return _without_rows(kinds)
-    if axes is None or rank is None:
-        return UNKNOWN
-    return MIXED if kinds[0] in {axis % rank for axis in axes} else kinds[0]
+def _channels(op, value):
+    return 1 if attribute(op, "data_format") == b"NCHW" else value.rank - 1
 
 
-def _along_last(op, kinds, known):
-    rank = rank_of(op.inputs[0])
-    if not is_axis(kinds[0]) or rank is None:
-        return _without_rows(kinds) if not is_axis(kinds[0]) else UNKNOWN
-    return MIXED if kinds[0] == rank - 1 else kinds[0]
+def chosen(op, values, constant):
+    """``Select``: a vector chooses rows; a scalar all of either."""
+    condition = values[0]
+    if condition.rank == 1 and values[1].rank not in (None, 1):
+        shape = list(condition.shape) + [1] * (values[1].rank - 1)
+        condition = Value(condition.placement, shape)
+    return _rows.pointwise([condition] + list(values[1:]))
 
 
-@_of_rows
-def _product(op, kinds, known):
-    """Matrix products, of the last two dimensions."""
-    ranks = [rank_of(tensor) for tensor in op.inputs]
-    if None in ranks:
-        return UNKNOWN
-    names = ("transpose_a", "transpose_b") if op.type == "MatMul" else ("adj_x", "adj_y")
-    places = []  # counted from the last dimension, as if nothing were transposed
-    for kind, rank, name in zip(kinds, ranks, names):
-        if is_axis(kind):
-            place = kind - rank
-            places.append(-3 - place if op.get_attr(name) and place >= -2 else place)
-        else:
-            places.append(None)
-    first, second = places
-    if first == second and first < -2:
-        return max(ranks) + first
-    if second is None and first != -1:
-        return max(ranks) + first
-    if first is None and second != -2:
-        return max(ranks) + second
-    return MIXED
+# Reductions and what goes along dimensions ------------------------------------------------------
+
+_HOW = {"EuclideanNorm": "norm", "ArgMax": "position", "ArgMin": "position"}
 
 
-def _sparse_product(op, kinds, known):
-    """A sparse matrix times a dense one, by whose rows it would sum."""
-    if SPARSE not in kinds[:3]:
-        return UNKNOWN
-    if is_axis(kinds[3]) or op.get_attr("adjoint_a"):
-        return MIXED
-    return 0
+@of_first
+def reduced(op, values, constant):
+    how, axes = _HOW.get(op.type, op.type.lower()), numbers(op.inputs[1], constant)
+    kept = bool(attribute(op, "keep_dims"))
+    if how == "mean" and op.outputs[0].dtype.is_integer:
+        how = "rounded mean"
+    if axes is None and (kept or op.outputs[0].shape.ndims != 0):
+        if isinstance(values[0].placement, Partial):
+            return _rows.reduced(values[0], None, how, kept)
+        return Unknown("the axes are not known")
+    return _rows.reduced(values[0], axes, how, kept)
 
 
-def _transposed(op, kinds, known):
-    order = _constant(op.inputs[1])
-    if not is_axis(kinds[0]):
-        return _without_rows(kinds)
-    return UNKNOWN if order is None else order.index(kinds[0])
+def half_of_squares(op, values, constant):
+    return _rows.reduced(Value(_rows.pointwise(values), values[0].shape), None, "sum")
 
 
-def _reshaped(op, kinds, known):
-    """What divides a row leaves the rows in order; what puts several together need not."""
-    if kinds[0] == CONSTANT:
-        return _made(op, kinds, known)
-    if kinds[0] != 0:
-        return _without_rows(kinds) if not is_axis(kinds[0]) else UNKNOWN
-    before, after = [
-        tensor.shape[1:].num_elements() if rank_of(tensor) else None
-        for tensor in (op.inputs[0], op.outputs[0])
-    ]
-    return 0 if before and after and before % after == 0 else UNKNOWN
+def all_but_channels(op, values, constant):
+    """The gradient of a bias."""
+    value = values[0]
+    return _rows.reduced(value, set(range(value.rank)) - {_channels(op, value)}, "sum")
 
 
-def _expanded(op, kinds, known):
-    place, rank = _constant(op.inputs[1]), rank_of(op.inputs[0])
-    if not is_axis(kinds[0]):
-        return _without_rows(kinds)
-    if place is None or rank is None:
-        return UNKNOWN
-    return kinds[0] + (place[0] % (rank + 1) <= kinds[0])
+@of_first
+def along(op, values, constant):
+    axes = numbers(op.inputs[2 if op.type == "Roll" else 1], constant)
+    if axes is None:
+        return Unknown("the axes are not known")
+    if op.type == "Reverse":
+        axes = [axis for axis, reversed_ in enumerate(axes) if reversed_]
+    return _rows.along(values[0], axes)
 
 
-def _squeezed(op, kinds, known):
-    rank = rank_of(op.inputs[0])
-    places = op.get_attr("squeeze_dims")
-    if not is_axis(kinds[0]):
-        return _without_rows(kinds)
-    if rank is None or not places:
-        return UNKNOWN
-    places = {place % rank for place in places}
-    return UNKNOWN if kinds[0] in places else kinds[0] - sum(p < kinds[0] for p in places)
+def along_last(count):
+    """What goes along the last dimensions, so many of them."""
+
+    @of_first
+    def applied(op, values, constant):
+        return _rows.along(values[0], list(range(-count, 0)))
+
+    return applied
 
 
-def stacked(op, kinds, known):
-    axes = {kind for kind in kinds if kind != CONSTANT}
-    if not any(map(is_axis, axes)):
-        return _without_rows(kinds)
-    rank = rank_of(op.inputs[0])
-    if len(axes) > 1 or rank is None:
-        return UNKNOWN
-    axis, place = axes.pop(), op.get_attr("axis") % (rank + 1)
-    return axis + (place <= axis)
+def matrices(*counts):
+    """What looks at the last dimensions, so many for each input: the others are a batch's.
+
+    For inputs beyond ``counts`` and those of None, which are the same for all.
+    """
+
+    def applied(op, values, constant):
+        axes = []
+        for value, count in zip(values, counts + (None,) * len(values)):
+            inside = count is not None and value.axis is not None
+            if inside and value.axis >= value.rank - count:
+                return Mixed()
+            axes.append(None if count is None else value.axis if inside else -1)
+        return _rows.by_row(values, axes)
+
+    return applied
 
 
-def _unstacked(op, kinds, known):
-    rank, source = rank_of(op.inputs[0]), op.inputs[0].op
-    if kinds[0] == COUNT and source.type == "Shape" and is_axis(known(source.inputs[0])):
-        like = known(source.inputs[0])
-        return [COUNT if place == like else CONSTANT for place in range(len(op.outputs))]
-    if not is_axis(kinds[0]) or rank is None:
-        return _without_rows(kinds) if not is_axis(kinds[0]) else UNKNOWN
-    place = op.get_attr("axis") % rank
-    return MIXED if place == kinds[0] else kinds[0] - (place < kinds[0])
+# Products ---------------------------------------------------------------------------------------
 
 
-def concatenated(op, kinds, known):
-    axis, rank = _constant(op.inputs[-1]), rank_of(op.outputs[0])
-    kinds = kinds[:-1]
-    if not any(map(is_axis, kinds)):
-        return _without_rows(kinds)
-    if axis is None or rank is None:
-        return UNKNOWN
-    if axis[0] % rank in kinds:
-        return MIXED  # the second tensor's first row comes after the first one's last
-    return kinds[0] if len(set(kinds)) == 1 else UNKNOWN
+def product(op, values, constant):
+    names = (
+        ("transpose_a", "transpose_b") if "transpose_a" in op.node_def.attr else ("adj_x", "adj_y")
+    )
+    return _rows.product(values, *[bool(op.get_attr(name)) for name in names])
 
 
-def _split(op, kinds, known):
-    data, axis = (1, 0) if op.type == "Split" else (0, 2)
-    place, rank = _constant(op.inputs[axis]), rank_of(op.inputs[data])
-    if not is_axis(kinds[data]):
-        return _without_rows(kinds)
-    if place is None or rank is None:
-        return UNKNOWN
-    return MIXED if place[0] % rank == kinds[data] else kinds[data]
+def einsum(op, values, constant):
+    equation = op.get_attr("equation").decode().replace(" ", "")
+    if "." in equation or "->" not in equation:
+        return Unknown("its letters")
+    letters, result = equation.split("->")
+    return _rows.contracted(values, letters.split(","), result)
 
 
-def _sliced(op, kinds, known):
-    """``x[:, 0]``: all rows, or some of them."""
-    begin, end, step = [_constant(tensor) for tensor in op.inputs[1:4]]
-    axis = kinds[0]
-    if axis == COUNT and op.inputs[0].op.type == "Shape" and begin is not None:
-        like = known(op.inputs[0].op.inputs[0])
-        if like == 0 and begin[0] > 0 and step == [1]:
-            return CONSTANT  # sizes of other dimensions
-    if not is_axis(axis):
-        return _without_rows(kinds)
-    if step is None or op.get_attr("ellipsis_mask") or op.get_attr("new_axis_mask"):
-        return UNKNOWN
-    if axis < len(step):
-        bit = 1 << axis
-        all_of_it = op.get_attr("begin_mask") & bit or begin is not None and begin[axis] == 0
-        if op.get_attr("shrink_axis_mask") & bit:
-            return MIXED
-        if not all_of_it or not op.get_attr("end_mask") & bit or step[axis] != 1:
-            return UNKNOWN if end is None or begin is None else MIXED
-    shrunk = op.get_attr("shrink_axis_mask") & ((1 << axis) - 1)
-    return axis - bin(shrunk).count("1")
+def sparse_product(op, values, constant):
+    """A sparse matrix, whose shape tells where it has rows, times a dense one."""
+    positions, found, shape, dense = [value.placement for value in values]
+    if not isinstance(positions, Positions) or shape != Count([0]):
+        return Mixed()
+    rows = isinstance(found, Sharded) and isinstance(dense, Replicated)
+    return Sharded(0) if rows and not op.get_attr("adjoint_a") else Mixed()
 
 
-def _cut(op, kinds, known):
-    """``tf.slice``, which takes all rows from 0 by a size of -1."""
-    if not is_axis(kinds[0]):
-        return _without_rows(kinds)
-    begin, size = [_constant(tensor) for tensor in op.inputs[1:]]
-    if begin is None or size is None:
-        return UNKNOWN
-    return kinds[0] if begin[kinds[0]] == 0 and size[kinds[0]] == -1 else MIXED
+# Looking up and sorting in ----------------------------------------------------------------------
 
 
-def _tiled(op, kinds, known):
-    if kinds[0] == CONSTANT:
-        return _made(op, kinds, known)
-    times = _constant(op.inputs[1])
-    if not is_axis(kinds[0]):
-        return _without_rows(kinds)
-    return kinds[0] if times is not None and times[kinds[0]] == 1 else UNKNOWN
+def gathered(op, values, constant):
+    data, places = values[:2]
+    if op.type == "ResourceGather":  # of a variable, by its handle
+        ranks = op.outputs[0].shape.ndims, places.rank
+        shape = None if None in ranks else [None] * (ranks[0] - ranks[1] + 1)
+        data = Value(data.placement, shape)
+    axis = numbers(op.inputs[2], constant) if len(values) > 2 else [0]
+    if isinstance(places.placement, Positions):
+        whole = axis == [data.axis] and (places.rank == 1 or places.shape[-1:] == (1,))
+        return places.placement.looked_up(data) if whole else Mixed()
+    if axis is None:
+        return Unknown("the axis is not known")
+    return _rows.gathered([data, places], axis[0], attribute(op, "batch_dims", 0))
 
 
-def _padded(op, kinds, known):
-    pads = _constant(op.inputs[1])
-    if not is_axis(kinds[0]):
-        return _without_rows(kinds)
-    if pads is None:
-        return UNKNOWN
-    return MIXED if any(pads[2 * kinds[0] : 2 * kinds[0] + 2]) else kinds[0]
+def gathered_by_coordinates(op, values, constant):
+    data, places = values[:2]
+    if isinstance(places.placement, Positions):
+        return places.placement.looked_up(data)
+    if not _rows.have_own_rows([data, places]):
+        return Mixed()
+    if isinstance(data.placement, Replicated):
+        return places.placement if places.axis != places.rank - 1 else Mixed()
+    depth = None if places.rank is None else places.shape[-1]
+    if not isinstance(places.placement, Replicated) or depth is None or data.axis < depth:
+        return Mixed()
+    return data.placement.replace(axis=data.axis - depth + places.rank - 1)
 
 
-def _gathered(op, kinds, known):
-    """Entries of the first input, by numbers in the second."""
-    axis = _constant(op.inputs[2]) if len(op.inputs) > 2 else [0]
-    ranks = [rank_of(tensor) for tensor in op.inputs[:2]]
-    if "batch_dims" in op.node_def.attr and op.get_attr("batch_dims"):
-        return UNKNOWN
-    if axis is None or op.type != "ResourceGather" and None in ranks:
-        return UNKNOWN
-    axis = axis[0] % ranks[0] if op.type != "ResourceGather" else 0
-    data, numbers = kinds[:2]
-    if data == CONSTANT and is_axis(numbers):
-        return axis + numbers
-    if is_axis(data) and numbers == CONSTANT:
-        if data == axis:
-            return MIXED
-        return data if data < axis else data + ranks[1] - 1
-    return UNKNOWN if any(map(is_axis, kinds)) else _without_rows(kinds)
+def segments(op, values, constant):
+    data, places, count = values
+    if not isinstance(count.placement, Replicated):
+        return Unknown("how many segments")
+    beyond = data.axis is not None and places.rank is not None
+    if beyond and isinstance(places.placement, Replicated) and data.placement.per is None:
+        if data.axis < places.rank:
+            return Mixed()
+        return data.placement.replace(axis=data.axis - places.rank + 1)
+    return _rows.scattered([places, data], op.type[len("UnsortedSegment") :].lower())
 
 
-def _one_hot(op, kinds, known):
-    if not is_axis(kinds[0]):
-        return _without_rows(kinds)
-    axis = op.get_attr("axis")
-    return kinds[0] + (0 <= axis <= kinds[0])
+def counted_in(op, values, constant):
+    """Histograms of a fixed number of places."""
+    if op.type == "HistogramFixedWidth":
+        counted, fixed = values[:1], values[1:]
+    else:
+        counted, fixed = [values[0]] + list(values[2:]), values[1:2]
+    if sizes_of(op.inputs[-1]) == [0]:  # no weights
+        counted = counted[:1]
+    if not all(isinstance(each.placement, Replicated) for each in fixed):
+        return Mixed()
+    if op.type == "DenseBincount" and values[0].rank != 1:
+        two = values[0].rank == 2 and values[0].axis == 0
+        return _rows.by_row(counted, [0] * len(counted)) if two else Mixed()
+    binary = attribute(op, "binary_output", False)
+    return _rows.scattered(counted, "max" if binary else "sum")
 
 
-def _made(op, kinds, known):
-    """New numbers, of a shape with as many rows."""
-    shape = op.inputs[1 if op.type in ("Reshape", "Tile", "BroadcastTo") else 0]
-    if any(map(is_axis, kinds)) or rank_of(op.outputs[0]) is None:
-        return UNKNOWN
-    sizes = op.outputs[0].shape.as_list()
-    if sizes.count(None) == 1:
-        return sizes.index(None)
-    like = known(shape.op.inputs[0]) if shape.op.type == "Shape" else UNKNOWN
-    return like if is_axis(like) else UNKNOWN
+def scattered(op, values, constant):
+    places, data, sizes = values
+    if not isinstance(sizes.placement, Replicated):
+        return Unknown("the sizes")
+    if places.rank is None or places.axis == places.rank - 1:
+        return Mixed()
+    return _rows.scattered([places, data])
 
 
-def _joined(op, kinds, known):
-    """The end of a condition: what one of its branches gave."""
-    kinds = set(kinds) - {CONSTANT}
-    return [kinds.pop() if len(kinds) == 1 else UNKNOWN, COUNT]
+def where(op, values, constant):
+    placement = values[0].placement
+    first = values[0].axis == 0 and placement.even and placement.per is None
+    return Positions(placement) if first else Mixed()
 
 
-def _switched(op, kinds, known):
-    return kinds[0] if kinds[1] == CONSTANT else UNKNOWN
+def sequences_reversed(op, values, constant):
+    rows, along = attribute(op, "batch_dim", 0), op.get_attr("seq_dim")
+    if isinstance(values[1].placement, Replicated):
+        # The lengths of what is at each place of the dimension `batch_dim`.
+        return _rows.along(values[0], [rows, along])
+    return _rows.by_row(values, [rows, 0]) if rows != along else Mixed()
 
 
-def _count(op, kinds, known):
-    return UNKNOWN if UNKNOWN in kinds or SPARSE in kinds else COUNT
+# Layers, new values, branches -------------------------------------------------------------------
 
 
-_TYPES = (
-    (
-        elementwise,
-        "Abs Acos Asin Atan Ceil CheckNumerics Cos Cosh Digamma Elu Erf Erfc Exp Expm1 Floor "
-        "Identity Inv IsFinite IsInf IsNan LeakyRelu Lgamma Log Log1p LogicalNot Neg OnesLike "
-        "PlaceholderWithDefault PreventGradient Reciprocal Relu Relu6 Rint Round Rsqrt Selu "
-        "Sigmoid Sign Sin Sinh Snapshot Softplus Softsign Sqrt Square StopGradient Tan Tanh "
-        "ZerosLike Cast "
-        "Add AddN AddV2 Atan2 ClipByValue Div DivNoNan Equal FloorDiv FloorMod Greater "
-        "GreaterEqual Less LessEqual LogicalAnd LogicalOr Maximum Minimum Mod Mul NotEqual Pow "
-        "RealDiv SelectV2 SquaredDifference Sub TruncateDiv TruncateMod Xdivy Xlogy",
-    ),
-    (_chosen, "Select"),
-    (
-        _first,
-        "AvgPool AvgPool3D BiasAdd Conv2D Conv3D DepthToSpace DepthwiseConv2dNative LRN MaxPool "
-        "MaxPool3D ResizeBicubic ResizeBilinear ResizeNearestNeighbor SpaceToDepth",
-    ),
-    (_gradient_of_convolution, "Conv2DBackpropInput Conv3DBackpropInputV2"),
-    (_normalized, "FusedBatchNorm FusedBatchNormV2 FusedBatchNormV3"),
-    (_reduced, "All Any ArgMax ArgMin Max Mean Min Prod Sum"),
-    (_summed, "L2Loss"),
-    (_along, "Cumprod Cumsum ReverseV2"),
-    (_along_last, "LogSoftmax Softmax TopK TopKV2"),
-    (_product, "BatchMatMul BatchMatMulV2 MatMul"),
-    (_sparse_product, "SparseTensorDenseMatMul"),
-    (_transposed, "Transpose"),
-    (_reshaped, "Reshape"),
-    (_expanded, "ExpandDims"),
-    (_squeezed, "Squeeze"),
-    (stacked, "Pack"),
-    (_unstacked, "Unpack"),
-    (concatenated, "ConcatV2"),
-    (_split, "Split SplitV"),
-    (_sliced, "StridedSlice"),
-    (_cut, "Slice"),
-    (_tiled, "Tile"),
-    (_padded, "MirrorPad Pad PadV2"),
-    (_gathered, "Gather GatherV2 ResourceGather"),
-    (_one_hot, "OneHot"),
-    (_made, "BroadcastTo Fill RandomStandardNormal RandomUniform TruncatedNormal"),
-    (_joined, "Merge"),
-    (_switched, "Switch"),
-    (_count, "Rank Shape ShapeN Size"),
-)
-RULES = {name: rule for rule, names in _TYPES for name in names.split()}
+def by_row(*axes):
+    """A function of each row by itself; inputs beyond ``axes`` are the same for all rows."""
+
+    def applied(op, values, constant):
+        given = list(axes) + [None] * (len(values) - len(axes))
+        return _rows.by_row(values, given[: len(values)])
+
+    return applied
+
+
+def of_sizes_and_rows(op, values, constant):
+    """A convolution's gradient by its input: the sizes of that, the kernel, rows."""
+    if isinstance(values[0].placement, Count):
+        values = [Value(REPLICATED, values[0].shape)] + list(values[1:])
+    rows = {"AvgPoolGrad": [None, 0], "AvgPool3DGrad": [None, 0]}.get(op.type, [None, None, 0])
+    return _rows.by_row(values, rows)
+
+
+def of_kernel(op, values, constant):
+    """A convolution's gradient by its kernel, which is a sum over the rows."""
+    placement = _rows.by_row([values[0], values[2]], [0, 0])
+    if not isinstance(values[1].placement, Replicated):
+        return Mixed()
+    return Partial("sum") if isinstance(placement, Sharded) else placement
+
+
+def normalized(op, values, constant):
+    axes = [0] + [None] * (len(values) - 1)
+    return _rows.normalized(values, axes, op.get_attr("is_training"), len(op.outputs) - 1)
+
+
+def one_hot(op, values, constant):
+    placement, axis = values[0].placement, op.get_attr("axis")
+    fixed = all(isinstance(each.placement, Replicated) for each in values[1:])
+    if not fixed or not _rows.have_own_rows(values[:1]):
+        return Mixed()
+    return placement.replace(axis=placement.axis + (0 <= axis <= placement.axis))
+
+
+def made(op, values, constant):
+    """A new value of a shape, or one without rows that is repeated to have it."""
+    others = [value.placement for value in values]
+    sizes = others.pop(1 if op.type in ("BroadcastTo", "Tile") else 0)
+    if not all(isinstance(each, Replicated) for each in others):
+        return _rows.without_rows([sizes] + others) or Mixed()
+    return _rows.made(sizes, op.outputs[0].shape.ndims)
+
+
+def joined(op, values, constant):
+    """The end of a condition: what one of its branches gave, and which."""
+    kinds = [value.placement for value in values]
+    which = Mixed() if any(isinstance(kind, Mixed) for kind in kinds) else REPLICATED
+    return [_rows.chosen(REPLICATED, kinds), which]
+
+
+def switched(op, values, constant):
+    condition = values[1].placement
+    if isinstance(condition, (Replicated, Unknown)):
+        return values[0].placement if isinstance(condition, Replicated) else condition
+    return Mixed()
+
+
+def space_to_batch(op, values, constant):
+    """Blocks side by side along the first dimension, or back."""
+    value = values[0]
+    others = [each.placement for each in values[1:]]
+    if value.axis is None or not all(isinstance(each, Replicated) for each in others):
+        return Mixed()
+    if op.type.endswith("ND"):
+        block = constant(op.inputs[1])
+        if block is None:
+            return Unknown("the sizes of blocks are not known")
+        blocks, inner = int(block.prod()), block.size
+    else:
+        blocks, inner = op.get_attr("block_size") ** 2, 2
+    placement = value.placement
+    if placement.axis:
+        return placement if placement.axis > inner and placement.per is None else Mixed()
+    if op.type.startswith("Space"):
+        return placement.replace(copies=placement.copies * blocks)
+    if placement.copies % blocks:
+        return Mixed()
+    return placement.replace(copies=placement.copies // blocks)

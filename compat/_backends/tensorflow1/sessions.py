@@ -36,8 +36,7 @@ def merged(config, own):
     """``config``, overridden by a session's own config."""
     if own is not None and type(own) is not type(config):
         return own  # TensorFlow's own error says what is wrong
-    result = type(config)()
-    result.CopyFrom(config)
+    result = _copied(config)
     if own is not None:
         own = _without_defaults(own)
         limits = getattr(own.gpu_options, "experimental", None)
@@ -51,8 +50,7 @@ def _without_defaults(own):
     """A session's config without what Keras or TensorFlow put there by themselves."""
     from tensorflow.python.eager import context
 
-    result = type(own)()
-    result.CopyFrom(own)
+    result = _copied(own)
     context = context.context() if hasattr(context, "context") else None
     default = context.config.device_count if hasattr(context, "config") else {}  # 1.14, 1.15
     for device in default:  # tf.keras: one CPU, and every GPU there is
@@ -65,25 +63,21 @@ def _without_defaults(own):
 
 def _missing(config, other):
     """The fields of ``config`` that ``other`` does not have, as a text."""
-    parts = [_only(config, field) for field, _ in config.ListFields()]
-    missing = [part for part in parts if other is None or not _has(other, part)]
-    return ", ".join(" ".join(str(part).split()) for part in missing)
+    missing, fields = [], [field.name for field, _ in config.ListFields()]
+    for name in fields:
+        part = _copied(config)
+        for another in set(fields) - {name}:
+            part.ClearField(another)
+        both = _copied(other)
+        both.MergeFrom(part)
+        if both != other:
+            missing.append(" ".join(str(part).split()))
+    return ", ".join(missing)
 
 
-def _has(message, part):
-    both = type(message)()
-    both.CopyFrom(message)
-    both.MergeFrom(part)
-    return both == message
-
-
-def _only(message, field):
-    """A copy of a protocol message with this one field."""
+def _copied(message):
     result = type(message)()
     result.CopyFrom(message)
-    for other, _ in message.ListFields():
-        if other.name != field.name:
-            result.ClearField(other.name)
     return result
 
 
@@ -97,7 +91,7 @@ def ensure_no_other_session(tf, config):
         session = session_of(keras)
         if session is None:
             continue
-        missing = _missing(config, session._config)
+        missing = _missing(config, session._config or type(config)())
         if not missing:
             continue
         with session.graph.as_default():
@@ -113,7 +107,7 @@ def ensure_no_other_session(tf, config):
             )
         keras.backend.set_session(None)  # nothing is lost: the next one is configured
     if tf.test.is_built_with_cuda() and config.HasField("gpu_options") and sessions_made():
-        if _missing(config, _defaults and _defaults()):
+        if _missing(config, _defaults() if _defaults else type(config)()):
             raise errors.too_late(
                 "tensorflow",
                 "a session was made in this process, which fixed GPUs and their memory; "

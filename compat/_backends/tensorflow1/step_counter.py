@@ -16,13 +16,13 @@ class OrderedCounting(_patching.InstanceMethod):
             self.plain(model)()
 
 
-class _InnerModel(_keras.InnerModel):
+class _CountedInnerModel(_keras.InnerModel):
     """The inner models of an old Sequential whose first step is step 1."""
 
 
 def is_ordered(model):
     """Whether ``order`` was called for this model."""
-    method = _InnerModel if _keras.wraps_a_model(model) else OrderedCounting
+    method = _CountedInnerModel if _keras.wraps_a_model(model) else OrderedCounting
     return method.of(model) is not None
 
 
@@ -33,7 +33,7 @@ def order(model):
         with _keras.rebuilding_functions(maker):
             OrderedCounting([]).install(maker)
 
-    _InnerModel.have_prepared(model, order_inside)
+    _CountedInnerModel.have_prepared(model, order_inside)
 
 
 def leave_as_it_was(model):
@@ -42,7 +42,7 @@ def leave_as_it_was(model):
     if maker is not None:
         OrderedCounting.of(maker).remove(maker)
     if maker is not model:
-        _InnerModel.of(model).remove(model)
+        _CountedInnerModel.of(model).remove(model)
 
 
 def counts_without_order(model):
@@ -53,35 +53,47 @@ def counts_without_order(model):
 
 @contextlib.contextmanager
 def counting_in_order(optimizer):
-    """Within, the training functions that Keras makes count as ``counting_after_reading`` says."""
+    """Within, the training functions that Keras makes count as ``updates_in_order`` says."""
     get_updates = optimizer.get_updates
 
     def get_updates_in_order(loss, params):
-        with counting_after_reading(getattr(optimizer, "iterations", None)):
-            return get_updates(loss=loss, params=params)
+        return updates_in_order(optimizer, get_updates, loss, params)
 
     # Not around all of it: a session that has run knows no new order (keras 2.3).
     with _patching.replaced(optimizer, get_updates=get_updates_in_order):
         yield
 
 
-@contextlib.contextmanager
-def counting_after_reading(counter):
-    """Within, the increment of an optimizer's step counter waits for what reads the counter.
+def updates_in_order(optimizer, get_updates, loss, params):
+    """What ``get_updates`` gives, where what the optimizer counts grows once it was read.
 
-    In keras 2.2 and 2.3 nothing orders the two. Adam adds 1 to what it reads, so it means the
-    number before: with reference variables it mostly gets that, with resource variables the other
-    one. tf.keras has an order of its own, which stays.
+    In keras 2.2 and 2.3 nothing orders the two. Adam adds 1 to the number of steps that it reads,
+    so it means the number before: with reference variables it mostly gets that, with resource
+    variables the other one. Nadam reads its schedule of momentum twice, before and after it is set.
+    tf.keras has an order of its own, which stays.
     """
+    counting = [optimizer, getattr(optimizer, "optimizer", None)]  # that it may wrap, as Lookahead
+    values = [value for each in counting if each is not None for value in vars(each).values()]
+    counters = [value for value in values if hasattr(value, "handle")]
 
-    def uses(kind):
-        consumers = counter.handle.consumers() if hasattr(counter, "handle") else ()
-        return [op for op in consumers if op.type == kind]
+    def uses(counter, *kinds):
+        return [op for op in counter.handle.consumers() if op.type in kinds]
+
+    def reads_and_writes(counter):
+        writes = uses(counter, "AssignAddVariableOp", "AssignVariableOp")
+        return uses(counter, "ReadVariableOp"), writes
 
     # Those that others made, such as the one that saves the counter, must not count.
-    reads, writes = uses("ReadVariableOp"), uses("AssignAddVariableOp")
-    yield
-    for read in uses("ReadVariableOp"):
-        for write in uses("AssignAddVariableOp"):
-            if read not in reads and write not in writes + ancestors([read], ())[0]:
-                write._add_control_input(read)
+    before = [reads_and_writes(counter) for counter in counters]
+    # Of a variable and its new value Keras makes an assignment, but later than can be seen here.
+    updates = [
+        update[0].assign(update[1]) if isinstance(update, tuple) else update
+        for update in get_updates(loss=loss, params=params)
+    ]
+    for counter, (reads, writes) in zip(counters, before):
+        made, set_by = reads_and_writes(counter)
+        for read in made:
+            for write in set_by:
+                if read not in reads and write not in writes + ancestors([read], ())[0]:
+                    write._add_control_input(read)
+    return updates

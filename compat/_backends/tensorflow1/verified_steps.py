@@ -13,18 +13,25 @@ if TYPE_CHECKING:
     from ...backend import Verification
 
 
-class VerifiedStep(keras2.VerifiedStep):
+class VerifiedTensorFlow1Step(keras2.VerifiedKeras2Step):
     """The method by which Keras 2 makes the function of a step."""
 
     def written(self, function, model):
         metrics = list(getattr(model, "metrics", None) or ())  # names or None, before keras 2.3
         metrics += getattr(model, "_output_loss_metrics", None) or []  # of tf.keras
         held = [v for metric in metrics for v in getattr(metric, "variables", ())]
-        return variables_written(function, held)  # TensorFlow does not list those
+        written = variables_written(function, held)  # TensorFlow does not list those
+        return sorted(written, key=lambda variable: getattr(variable, "handle", variable).op._id)
 
     def ordering(self, optimizer):
         # Nothing else orders the two where Keras makes a function for itself.
         return counting_in_order(optimizer)
+
+    def step(self, function, args):
+        # A trial that fails makes the function anew, with other variables for the optimizer.
+        if hasattr(function.made, "try_on"):  # it is of replicas
+            function.made.try_on(args[0])
+        return super().step(function, args)
 
     def operations(self, step):
         import tensorflow
@@ -36,19 +43,19 @@ class VerifiedStep(keras2.VerifiedStep):
         return dict(zip(names, products.values()))
 
 
-class _InnerModel(_keras.InnerModel):
+class _VerifiedInnerModel(_keras.InnerModel):
     """The inner models of an old Sequential whose steps are verified."""
 
 
 def verify(model: "Any", verification: "Optional[Verification]") -> None:
     """Have the first steps of ``model`` verified; None: no longer."""
-    if _InnerModel.of(model) is not None:
-        _InnerModel.of(model).remove(model)
+    if _VerifiedInnerModel.of(model) is not None:
+        _VerifiedInnerModel.of(model).remove(model)
 
     def verify_inside(maker):
-        VerifiedStep.install_on(maker, verification)
+        VerifiedTensorFlow1Step.install_on(maker, verification)
 
     if verification is not None:
-        _InnerModel.have_prepared(model, verify_inside)
+        _VerifiedInnerModel.have_prepared(model, verify_inside)
     elif _keras.inner_model(model) is not None:
         verify_inside(_keras.inner_model(model))

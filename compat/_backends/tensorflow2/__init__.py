@@ -13,7 +13,7 @@ from ..._ranks import clusters
 from ...backend import Backend
 from .. import tensorflow1
 from ..tensorflow1 import sessions
-from . import native_models, placed_layers
+from . import kinds
 from .compiled_steps import forget_compiled_steps
 from .device_configuration import (
     OPTIONS,
@@ -24,8 +24,7 @@ from .device_configuration import (
     session_config,
     split_device,
 )
-from .refusals import refuse_strategies, refuse_unreached
-from .replicated_call import ReplicatedCall
+from .refusals import refuse_strategies, refuse_unreached, unsupported
 from .runtime import full_name, has_listed_devices, in_v1_mode, runs_eagerly
 
 TYPE_CHECKING = False
@@ -86,15 +85,14 @@ class TensorFlow2(Backend):
         return "TensorFlow has listed its devices" if has_listed_devices() else None
 
     def problems(self, environ: "Mapping[str, str]") -> "List[str]":
-        found = []
-        if environ.get("TF_USE_LEGACY_KERAS") in ("1", "true", "True"):
-            if not _distributions.version("tf_keras"):
-                found.append(
-                    "TF_USE_LEGACY_KERAS is set, but tf_keras is not installed: tf.keras fails. "
-                    "Install tf_keras of TensorFlow's version, or drop the variable: "
-                    "unset TF_USE_LEGACY_KERAS"
-                )
-        return found
+        asked = environ.get("TF_USE_LEGACY_KERAS") in ("1", "true", "True")
+        if not asked or _distributions.version("tf_keras"):
+            return []
+        return [
+            "TF_USE_LEGACY_KERAS is set, but tf_keras is not installed: tf.keras fails. "
+            "Install tf_keras of TensorFlow's version, or drop the variable: "
+            "unset TF_USE_LEGACY_KERAS"
+        ]
 
     # After the import -------------------------------------------------------------------------
 
@@ -172,14 +170,11 @@ class TensorFlow2(Backend):
 
     def join(self, place: "Place") -> None:
         """TensorFlow's workers are joined before TensorFlow starts."""
-        if place.launcher != clusters.TF_CONFIG:
-            return
-        tf = self.import_framework()
-        if not runs_eagerly(tf):
-            raise _workers_without_eager_execution(place)
-        from . import ranks  # here for start-up time
+        if place.launcher == clusters.TF_CONFIG:
+            _refuse_workers(self.import_framework(), place)
+            from . import ranks  # here for start-up time
 
-        ranks.join(place)
+            ranks.join(place)
 
     def ranks_train_under(self, strategy: str, place: "Place") -> bool:
         """Workers of ``TF_CONFIG`` are mirrored over all devices of all of them."""
@@ -189,20 +184,17 @@ class TensorFlow2(Backend):
         """See ``ranks``; after ``disable_v2_behavior()``, ``tensorflow1.ranks``."""
         tf = self.import_framework()
         if self.is_native(model):
-            raise errors.unsupported(
-                "tensorflow2",
+            raise unsupported(
                 "train a model without Keras as one of several ranks",
                 "Use a Keras model, or start the script without a launcher.",
             )
-        if place.launcher == clusters.TF_CONFIG and not runs_eagerly(tf):
-            raise _workers_without_eager_execution(place)
+        _refuse_workers(tf, place)
         if in_v1_mode(tf):
             from ..tensorflow1 import ranks as tensorflow1_ranks  # here for start-up time
 
             return tensorflow1_ranks.distribute(model, place)
         if not runs_eagerly(tf):
-            raise errors.unsupported(
-                "tensorflow2",
+            raise unsupported(
                 "train as one of several ranks after tf.compat.v1.disable_eager_execution()",
                 "Remove that call.",
             )
@@ -220,19 +212,22 @@ class TensorFlow2(Backend):
         the first gets the whole model, as a single replica.
         """
         tf = self.import_framework()
-        if self.is_native(model):
-            if in_v1_mode(tf) and len(devices) > 1:
-                raise errors.unsupported(
-                    "tensorflow2",
-                    "run a model without Keras on several devices after "
-                    "tf.compat.v1.disable_v2_behavior()",
-                    "Use a Keras model, or place the model's parts by compat.device().",
-                )
-            replicated = list(devices) != self.devices()[:1]
-            return native_models.parallelize(model, devices, replicated)
-        if in_v1_mode(tf):
+        native = self.is_native(model)
+        if in_v1_mode(tf) and not native:
             return tensorflow1.backend.parallelize(model, list(map(full_name, devices)))
+        if in_v1_mode(tf) and len(devices) > 1:
+            raise unsupported(
+                "run a model without Keras on several devices after "
+                "tf.compat.v1.disable_v2_behavior()",
+                "Use a Keras model, or place the model's parts by compat.device().",
+            )
         replicated = list(devices) != self.devices()[:1]
+        # Here for start-up time, and since they import TensorFlow.
+        from . import native_models  # which import TensorFlow
+        from .replicated_call import ReplicatedCall
+
+        if native:
+            return native_models.parallelize(model, devices, replicated)
         if replicated:
             refuse_strategies(tf, model)
             _keras.warn_of_distribution(model)
@@ -282,10 +277,10 @@ class TensorFlow2(Backend):
 
         if verification is not None and _keras.undivided(model):
             verification = None  # it runs on one device
-        verified_steps.VerifiedStep.install_on(model, verification)
+        verified_steps.VerifiedTensorFlow2Step.install_on(model, verification)
 
     def is_native(self, model: "Any") -> bool:
-        return native_models.is_native(model)
+        return kinds.is_native(model)
 
     def build(
         self, strategy: str, function: "Callable[[], Any]", devices: "Sequence[str]"
@@ -313,11 +308,15 @@ class TensorFlow2(Backend):
         device = "/cpu:0" if device == "cpu" else device
         if in_v1_mode(tf):
             return tensorflow1.backend.device(full_name(device))
-        return placed_layers.placed_on(tf, device)
+        from . import placed_layers  # as in parallelize()
+
+        return placed_layers.placed_on(device)
 
 
 def _remove_replicas(model):
     """Make a model plain, and the models within that became replicated with it."""
+    from .replicated_call import ReplicatedCall  # as in parallelize()
+
     changed = False
     for part in _keras.all_layers(model):
         call = ReplicatedCall.of(part)
@@ -330,14 +329,14 @@ def _remove_replicas(model):
     return changed
 
 
-def _workers_without_eager_execution(place):
-    return errors.unsupported(
-        "tensorflow2",
-        "train as {} after tf.compat.v1.disable_v2_behavior() or disable_eager_execution()".format(
-            place
-        ),
-        "Remove that call, or start the script with horovodrun.",
-    )
+def _refuse_workers(tf, place):
+    """Refuse workers of ``TF_CONFIG`` where TensorFlow has graphs alone."""
+    if place.launcher == clusters.TF_CONFIG and not runs_eagerly(tf):
+        raise unsupported(
+            "train as {} after tf.compat.v1.disable_v2_behavior() or "
+            "disable_eager_execution()".format(place),
+            "Remove that call, or start the script with horovodrun.",
+        )
 
 
 backend = TensorFlow2()

@@ -1,28 +1,52 @@
-"""The trace of a call, which shows how its results depend on the rows of the batch."""
+"""The trace of a call, which shows how its results depend on the rows of the batch.
 
+Devices compute their own rows. A number for all rows (a loss added within the call, a scalar
+output, a counter) has to be put together from theirs, and how cannot be told from the numbers: on
+an even split a counter of rows and a counter of steps look alike. What mixes rows cannot be put
+together at all. So the plain call is traced once more, with an unknown number of rows, and its
+operations are followed from the batch to the results.
+"""
+
+import itertools
+import os
+
+import tensorflow as tf
+
+from ... import _rows
+from ..._rows import REPLICATED, Count, Mixed, Replicated, Sharded, Unknown
+from . import merging, sharding
+from .functions import captures, eager, may_be_set
 from .graph_walk import Walk
-from .row_kinds import BATCH, FIXED_VALUE, Handle
+from .op_trial import LANES, Executor, OpTrial
 
 
 class Trace:
-    """The plain call, traced with an unknown number of rows, and the kinds of its results.
+    """The plain call, traced with an unknown number of rows, and how its results depend on them.
 
     Arguments:
         function: takes the tensors, returns lists of tensors by name; None stands for none.
         tensors: what the call gets.
-        rows: for each of them, whether it has the batch along its first axis. (``None``: yes,
-            but not as many elements for each row; ``Sizes``: it is a shape.)
+        placements: how each of these depends on the rows.
+        three_rows: returns for each of them what it is for three rows, for two of them and for the
+            third, or None where that is not known.
+        device: where they are computed.
+        layers: the names of the model's layers.
         alone: as for ``Walk``; filled while the function runs.
+
+    Attributes:
+        placements: of the results, by name.
+        state: how the new value of each variable depends on the rows, by the key of its handle.
+        updates: Keras 3's variables, by id, each with how its new value does.
     """
 
-    def __init__(self, tf, function, tensors, rows, alone=()):
+    def __init__(self, function, tensors, placements, three_rows, device, layers, alone=()):
         from tensorflow.python.autograph.core import ag_ctx
 
-        self.tf = tf
+        self._layers = layers
         specs = []
-        for tensor, has_rows in zip(tensors, rows):
+        for tensor, placement in zip(tensors, placements):
             shape = tensor.shape
-            if has_rows in (True, None):
+            if not isinstance(placement, (Replicated, Count)):
                 shape = tf.TensorShape([None] + shape.as_list()[1:])
             specs.append(tf.TensorSpec(shape, tensor.dtype))
         made = []
@@ -35,27 +59,105 @@ class Trace:
         # Nothing here is computed, so no tape records it.
         with _stop_recording(), ag_ctx.ControlStatusCtx(status=ag_ctx.Status.ENABLED):
             self.function = _wrapped(traced, specs)
-        self.placeholders, results = made[-1]
+        self.placeholders, self._results = made[-1]
         graph = self.function.graph
-        kinds = {}
-        for internal, external in _captures(graph):
-            kind = Handle(_key(external)) if internal.dtype.name == "resource" else FIXED_VALUE
-            kinds[internal.name] = kind
-        for tensor, has_rows in zip(self.placeholders, rows):
-            if has_rows in (True, None):
-                kinds[tensor.name] = BATCH._replace(even=bool(has_rows))
-            elif has_rows:
-                kinds[tensor.name] = has_rows
-        self.state = {}  # key of a variable -> kind of its new value
-        walk = Walk(graph, kinds, self.state, alone)
-        self.kinds = {
-            name: [walk.kind(value) if hasattr(value, "name") else FIXED_VALUE for value in found]
-            for name, found in results.items()
-        }
+        known = {t.name: placement for t, placement in zip(self.placeholders, placements)}
+        handles = {t.name: key_of(e) for t, e in captures(graph) if t.dtype.name == "resource"}
+        self.state = {}  # type: dict
+        self.updates = {}  # type: dict
+        with tf.init_scope(), tf.device(device):
+            values, copies = self._values(three_rows())
+            kept = tf.nest.flatten(list(self._results.values()), expand_composites=True)
+            trial = OpTrial(graph, kept, values, Executor(copies))
+            self._walk = Walk(graph, known, handles, self.state, self._across, alone, trial)
+            self.placements = {
+                name: [self._placement(value, trial) for value in found]
+                for name, found in self._results.items()
+            }
+            for copy in copies.values():
+                tf.raw_ops.DestroyResourceOp(resource=copy)
+        self._walk.trial = None  # and with it all values
+
+    def _values(self, three_rows):
+        """What is known of the graph's inputs, and the copies of variables that it may set."""
+        known, copies = {}, {}
+        for internal, external in captures(self.function.graph):
+            value = eager(external)
+            if value is None:
+                continue
+            known[internal.name] = [value] * LANES
+            if internal.dtype.name == "resource" and may_be_set(internal):
+                known[internal.name] = [_copy(value) for _ in range(LANES)]
+                copies.update((id(copy), copy) for copy in known[internal.name])
+        for tensor, lanes in zip(self.placeholders, three_rows):
+            if lanes is not None:
+                known[tensor.name] = lanes
+        return known, copies
+
+    # What it shows ------------------------------------------------------------------------------
+
+    def _placement(self, value, trial):
+        """How a result depends on the rows, be it of one tensor or of several."""
+        parts = tf.nest.flatten(value, expand_composites=True)
+        if len(parts) == 1:
+            return self._walk.placement(value) if hasattr(value, "name") else REPLICATED
+        placements = [self._walk.placement(part) for part in parts]
+        if all(isinstance(each, Replicated) for each in placements):
+            return REPLICATED
+        lanes = [trial.values.get(part.name) for part in parts]
+        if None not in lanes:
+            whole, *found = [
+                tf.nest.pack_sequence_as(value, list(lane), expand_composites=True)
+                for lane in zip(*lanes)
+            ]
+            joined = tf.nest.flatten(sharding.concatenated(found), expand_composites=True)
+            whole = tf.nest.flatten(whole, expand_composites=True)
+            if all(_rows.trial.close(a, b) for a, b in zip(joined, whole)):
+                return Sharded(0, inner=None, even=False)
+        return next(each for each in placements if not isinstance(each, Replicated))
 
     def of_variable(self, variable):
-        """The kind of a variable's value after the call; None if the call does not set it."""
-        return self.state.get(_key(variable.handle))
+        """How a variable's value after the call depends; None if the call does not set it."""
+        return self.state.get(key_of(variable.handle))
+
+    def note_updates(self, variables):
+        """Note how the new values of Keras 3's variables depend on the rows: the "updates"."""
+        for variable, value in zip(variables, self._results["updates"]):
+            placement = REPLICATED
+            if hasattr(value, "name"):
+                placement = self._walk.assigned(key_of(variable._value.handle), value)
+            self.updates[id(variable)] = variable, placement
+
+    def across(self, state):
+        """What cannot be put together from what the devices have: an ``Across``, or None.
+
+        Arguments:
+            state: the model's, which is to be set.
+        """
+        for name in ("losses", "outputs"):
+            for value, placement in zip(self._results[name], self.placements[name]):
+                if not merging.is_merged(placement, getattr(value, "dtype", None)):
+                    return self._reason(value, placement)
+        for variable, placement in state.set_by(self):
+            if isinstance(placement, Sharded) or not merging.is_merged(placement, variable.dtype):
+                return self._reason(None, placement)
+        return None
+
+    def _reason(self, value, placement):
+        if hasattr(getattr(placement, "why", None), "operation"):
+            return placement.why
+        op = getattr(value, "op", None)
+        return _rows.Across(None) if op is None else self._across(self._walk.reason(op), Mixed())
+
+    def _across(self, op, placement):
+        why = "unknown" if isinstance(placement, Unknown) else "mixed"
+        if placement.why == "tried":
+            why = "tried"
+        scopes = [name for name in op.name.split("/")[:-1] if name in self._layers]
+        layer = "layer {!r}".format(scopes[-1]) if scopes else None
+        return _rows.Across("{} ({})".format(op.name, op.type), layer, _line(op), why)
+
+    # Means with weights of their own ------------------------------------------------------------
 
     def weights(self, weight, shard):
         """A mean's denominator on the rows of a shard, and the sum it is computed from."""
@@ -65,11 +167,42 @@ class Trace:
 
     def total(self, weight, sums):
         """The denominator on all rows, from the replicas' sums."""
-        graph, total = self.function.graph, self.tf.add_n(sums)
+        graph, total = self.function.graph, tf.add_n(sums)
         if weight.tensor == weight.sum:
             return total
         fetched = graph.get_tensor_by_name(weight.tensor)
         return self.function.prune([graph.get_tensor_by_name(weight.sum)], fetched)(total)
+
+
+def _line(op):
+    """The line of the user's code that made an operation."""
+    for frame in reversed(list(getattr(op, "traceback", None) or ())):
+        file, line = frame[0], frame[1]
+        if not any(mark in file for mark in _OTHERS_CODE):
+            return "{}, line {}".format(os.path.basename(file), line)
+    return None
+
+
+_OTHERS_CODE = [
+    os.sep + name + os.sep
+    for name in ("compat", "keras", "site-packages", "dist-packages", "tensorflow")
+] + ["<", "__autograph_generated_file"]
+
+
+def _copy(handle):
+    """The handle of a variable with the value of another one.
+
+    It is no tf.Variable: the function that is being traced may make none.
+    """
+    dtype = tf.as_dtype(handle._handle_data.shape_and_type[0].dtype)
+    value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)
+    name = "compat_copy_{}".format(next(_copies))
+    copy = tf.raw_ops.VarHandleOp(dtype=dtype, shape=value.shape, shared_name=name)
+    tf.raw_ops.AssignVariableOp(resource=copy, value=value)
+    return copy
+
+
+_copies = itertools.count()
 
 
 def _stop_recording():
@@ -94,11 +227,6 @@ def _wrapped(function, specs):
     return wrap_function.WrappedFunction(graph, variable_holder=holder, signature=specs)
 
 
-def _captures(graph):
-    """Pairs of a tensor within the graph and the one outside that it stands for."""
-    return [(internal, external) for external, internal in graph.captures]
-
-
-def _key(handle):
+def key_of(handle):
     """Handles of variables are compared by identity: TensorFlow has no other."""
     return id(handle)

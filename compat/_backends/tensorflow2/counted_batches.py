@@ -7,29 +7,36 @@ what is saved of the graph runs anywhere. A batch costs some microseconds.
 
 import itertools
 
+import tensorflow as tf
+
 from ... import _replicas, _work
 from ..._process import process
 
 _numbers = itertools.count()
 
 
-def count(tf, devices, rows, training):
+def _sizes(devices, rows):
+    return _replicas.sizes(rows, len(devices))
+
+
+def count(devices, rows, training, sizes=_sizes):
     """Count a batch that is split over ``devices``; within a graph, whenever that runs.
 
     Arguments:
         rows: an integer, or a scalar tensor.
         training: whether gradients are wanted.
+        sizes: tells of a number of rows how many each device gets.
     """
     if tf.executing_eagerly():
-        _work.count(devices, _replicas.sizes(int(rows), len(devices)), training)
-    elif _work.is_counted() and not _is_compiled_by_xla(tf):
-        key = tuple(devices), training
+        _work.count(devices, sizes(devices, int(rows)), training)
+    elif _work.is_counted() and not _is_compiled_by_xla():
+        key = tuple(devices), training, sizes
         if key not in process.graph_counters:
-            process.graph_counters[key] = Table(tf, *key)
+            process.graph_counters[key] = Table(*key)
         process.graph_counters[key].count(rows)
 
 
-def _is_compiled_by_xla(tf):
+def _is_compiled_by_xla():
     """Whether the graph is that of ``tf.function(jit_compile=True)``: XLA has no tables.
 
     It puts all of the graph on one device. What tells it is not public.
@@ -43,14 +50,13 @@ def _is_compiled_by_xla(tf):
 class Table:
     """How many batches of each number of rows there were, as graphs count them."""
 
-    def __init__(self, tf, devices, training):
-        self.tf = tf
+    def __init__(self, devices, training, sizes):
         self.devices = devices
         self.training = training
+        self.sizes = sizes
         self.name = "compat_batches_{}".format(next(_numbers))
 
     def count(self, rows):
-        tf = self.tf
         with tf.device("/cpu:0"):
             table = self._resource()
             key = tf.reshape(tf.cast(rows, tf.int64), [1])
@@ -60,18 +66,16 @@ class Table:
 
     def _resource(self):
         """Made in each graph anew, of one name, so that it is the same."""
-        tf = self.tf
         return tf.raw_ops.MutableHashTableV2(
             key_dtype=tf.int64, value_dtype=tf.int64, shared_name=self.name
         )
 
     def __call__(self):
         """Pairs of what ``_work.count()`` would be told, and how often."""
-        tf = self.tf
         with tf.init_scope(), tf.device("/cpu:0"):
             keys, values = tf.raw_ops.LookupTableExportV2(
                 table_handle=self._resource(), Tkeys=tf.int64, Tvalues=tf.int64
             )
         for rows, number in zip(keys.numpy().tolist(), values.numpy().tolist()):
-            sizes = tuple(_replicas.sizes(rows, len(self.devices)))
+            sizes = tuple(self.sizes(self.devices, rows))
             yield (self.devices, sizes, self.training), number

@@ -1,311 +1,390 @@
-"""A walk through a traced graph: the kind of each tensor, and of each variable's new value."""
+"""A walk through a traced graph: how each tensor, and each variable's new value, depends on rows.
 
-from .row_kinds import (
-    COUNT,
-    FIXED,
-    FIXED_VALUE,
-    MEAN,
-    MIXED_MEAN,
-    OLD,
-    OLD_VALUE,
-    ROW_COUNT,
-    ROW_SUM,
-    SUM,
-    Denominator,
-    Handle,
-    Reduced,
-    Rows,
-    Sizes,
-    Whole,
-    free_axes,
-    is_fixed,
-    mean_of,
-    scaled,
-)
-from .row_operations import LINEAR, QUOTIENTS, SAME, SUMS, RowOperations
+What operations do to rows is in one table (``tensorflow1.row_operations``). Here is what TensorFlow
+2's graphs have besides: variables, functions, branches, loops, and quotients by totals.
+"""
 
-_REDUCTIONS = {"All", "Any", "EuclideanNorm", "Max", "Mean", "Min", "Prod", "Sum"}
-_READS = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd"}
-_CALLS = {"PartitionedCall", "StatefulPartitionedCall"}
-_CONDITIONS = {"If", "StatelessIf"}
+from collections import namedtuple
+
+import tensorflow as tf
+
+from ... import _rows
+from ..._rows import REPLICATED, Count, Mixed, Partial, Placement, Replicated, Sharded, Unknown
+from ..tensorflow1 import row_operations
+from .functions import CALLS, CONDITIONS, LOOPS, READS, bodies_of, body_of
+
+#: A tensor that a mean is weighted by, and the sum from which alone it is computed: both by name.
+Denominator = namedtuple("Denominator", "tensor sum")
+
+#: The number of rows, or what is in proportion to it.
+ROWS = Denominator(None, None)
+
+_DIVISIONS = {"Div", "DivNoNan", "RealDiv", "Xdivy"}
+_SAME = {"Cast", "Identity", "PreventGradient", "Reshape", "Snapshot", "StopGradient"}
+_OLD = {"Identity", "Snapshot", "StopGradient"}
+_ADDING = {"AssignAddVariableOp": "AddV2", "AssignSubVariableOp": "Sub"}
+_SCATTER_ADDING = {"ResourceScatterAdd", "ResourceScatterNdAdd", "ResourceScatterSub"}
 
 
-class Walk(RowOperations):
+class Added(Placement):
+    """The old value of the variable ``key``, plus or minus sums over the rows."""
+
+    __slots__ = ("key",)
+
+    def __init__(self, key):
+        self.key = key
+
+
+class Walk:
     """Follows the operations of one graph.
 
     Arguments:
-        kinds: the kinds of the graph's inputs, by the tensors' names.
-        state: what became of each variable, by the key of its handle; is written.
+        placements: those of the graph's inputs, by the tensors' names; is written.
+        handles: keys of variables, by the names of the tensors that are their handles.
+        state: how each variable's new value depends on the rows, by key; is written.
         alone: ranges of operations in which mixing rows is meant (batch normalization).
+        trial: an ``OpTrial``, or None.
+        describe: makes an ``Across`` of an operation and its reason.
     """
 
-    def __init__(self, graph, kinds, state, alone=()):
-        super().__init__(graph, kinds)
+    def __init__(self, graph, placements, handles, state, describe, alone=(), trial=None):
+        self.graph = graph
+        self.placements = placements
+        self.handles = handles
         self.state = state
-        self.sums = {}  # name of a tensor -> that of the sum from which alone it is computed
-        self.inverses = {}  # name of a tensor -> the Denominator whose inverse it is
-        for place, operation in enumerate(graph.get_operations()):
-            self.mixing_is_meant = any(first <= place < last for first, last in alone)
-            self._follow(operation)
+        self.describe = describe
+        self.trial = trial
+        self._old = {}  # name of a tensor -> the key of the variable whose old value it is
+        self._sums = {}  # name of a tensor -> that of the sum from which alone it is computed
+        self._inverses = {}  # name of a tensor -> the Denominator whose inverse it is
+        self._divisions = {}  # name of a tensor of rows divided by a total -> what divided them
+        for place, op in enumerate(graph.get_operations()):
+            self._alone = any(first <= place < last for first, last in alone)
+            known = [output.name in self.placements for output in op.outputs]
+            if op.type != "Placeholder" and not (known and all(known)):
+                self._follow(op)
 
-    def kind(self, tensor):
-        return self.kinds.get(tensor.name, FIXED_VALUE)
+    def placement(self, tensor):
+        return self.placements.get(tensor.name, REPLICATED)
 
     def _follow(self, op):
-        known = [output.name in self.kinds for output in op.outputs]
-        if known and all(known):
-            return
-        inputs = [self.kind(tensor) for tensor in op.inputs]
-        results = self._results(op, inputs)
+        given = [self.placement(tensor) for tensor in op.inputs]
+        results = self._results(op, given)
         if not isinstance(results, list):
             results = [results] * len(op.outputs)
+        if self._alone:
+            results = [self._by_design(given, result) for result in results]
+        if self.trial is not None and op.type not in CALLS | CONDITIONS:
+            results = self.trial.follow(op, given, results, self._alone)
         for output, result in zip(op.outputs, results):
-            self.kinds[output.name] = result
-            if result in (ROW_COUNT, ROW_SUM) and op.type in _REDUCTIONS | {"Size", "StridedSlice"}:
-                self.sums[output.name] = output.name
-            elif isinstance(result, (Reduced, Whole)) and not is_fixed(result):
-                sums = {
-                    self.sums.get(tensor.name)
-                    for tensor, kind in zip(op.inputs, inputs)
-                    if not is_fixed(kind)
-                }
-                if len(sums) == 1 and None not in sums:
-                    self.sums[output.name] = sums.pop()
+            result = self._explained(op, result)
+            if isinstance(result, Partial) and result.denominator == ROWS:
+                result = Partial(result.how)
+            self.placements[output.name] = result
+            self._note_sum(op, given, output, result)
+            if getattr(result, "per", None) is not None:
+                self._divisions[output.name] = self.reason(op)
 
-    def _results(self, op, inputs):
-        kind = op.type
-        handles = [i for i in inputs if isinstance(i, Handle)]
-        if handles and kind not in _CALLS | _CONDITIONS and not kind.endswith("While"):
-            return self._on_variable(op, handles[0], inputs)
-        if kind in _CALLS:
-            return self._called(op, inputs)
-        if kind in _CONDITIONS:
-            return self._chosen(op, inputs)
-        if all(map(is_fixed, inputs)) or kind == "Rank":
-            return FIXED_VALUE
-        if any(isinstance(i, Rows) for i in inputs):
-            inputs = [self._beside_rows(t, i) for t, i in zip(op.inputs, inputs)]
-        whole = next((i for i in inputs if isinstance(i, Whole)), None)
-        if kind in ("Mul", "MulNoNan") and len(inputs) == 2:
-            return self._product(op, inputs)
-        if kind in QUOTIENTS and not isinstance(inputs[0], Whole):
-            return self._quotient(op, inputs)
-        if whole is not None and not (kind.endswith("While") and self._has_free(op)):
-            return whole
-        if kind == "Shape":
-            return self._shape(inputs[0])
-        if kind == "Size":
-            (rows,) = inputs
-            if isinstance(rows, Rows):
-                return ROW_COUNT if rows.even else ROW_SUM
-        if any(isinstance(i, Sizes) for i in inputs):
-            return self._of_sizes(op, inputs)
-        if kind == "Pack" and op.outputs[0].dtype.is_integer:
-            if any(isinstance(i, Reduced) and COUNT in i.parts for i in inputs):
-                return Sizes(frozenset(n for n, i in enumerate(inputs) if not is_fixed(i)))
-        if kind in _REDUCTIONS:
-            return self._reduced(op, inputs)
-        if kind == "L2Loss" and isinstance(inputs[0], Rows):
-            return ROW_SUM if inputs[0].per is None and not inputs[0].mixed else self._whole(op)
-        if kind.startswith("FusedBatchNorm") and isinstance(inputs[0], Rows):
-            mean = Reduced(frozenset([MEAN]))
-            return [inputs[0]._replace(per=None)] + [mean] * (len(op.outputs) - 1)
-        if any(isinstance(i, Rows) for i in inputs):
-            return self._of_rows(op, inputs)
-        return self._linear(op, inputs)
+    def reason(self, op):
+        """The operation that is the reason why another one cannot be split."""
+        return next((self._divisions[t.name] for t in op.inputs if t.name in self._divisions), op)
 
-    def _beside_rows(self, tensor, kind):
-        """A statistic of the whole batch as something that goes into each row."""
-        if tensor.name in self.sums or tensor.name in self.inverses:
-            return kind  # rows may be divided by it
-        if self.mixing_is_meant and isinstance(kind, (Reduced, Whole)):
-            return FIXED_VALUE
-        if isinstance(kind, Whole) and tensor.shape.rank is not None and not free_axes(tensor):
-            return Reduced(frozenset([MIXED_MEAN]))
-        return kind
+    def _explained(self, op, placement):
+        """With the operation that is the reason why rows are mixed."""
+        if type(placement) in (Mixed, Unknown) and not hasattr(placement.why, "operation"):
+            return type(placement)(self.describe(self.reason(op), placement))
+        return placement
 
-    # Numbers without rows -----------------------------------------------------------------------
+    def _by_design(self, given, result):
+        """Of what is computed of all rows, in batch normalization, a device has that of its own."""
+        if isinstance(result, (Mixed, Unknown)) and not any(
+            isinstance(each, (Mixed, Unknown)) for each in given
+        ):
+            return Partial("mean")
+        return result
 
-    def _linear(self, op, inputs):
-        """An operation on what is reduced, on sizes of its own or not."""
-        if op.type == "Cast":
-            integer = not op.outputs[0].dtype.is_floating
-            if integer and op.inputs[0].dtype.is_floating:
-                return self._whole(op)
-            return inputs[0]
-        if op.type in SAME:
-            return inputs[0]
-        if op.type in SUMS:
-            return self._sum(op.inputs, inputs)
-        if op.type in LINEAR:
-            return scaled(Reduced(frozenset().union(*(i.parts for i in inputs))))
-        return self._whole(op)
+    def _note_sum(self, op, given, output, result):
+        """Note what is a sum, or computed from one sum alone."""
+        if result in (Partial("sum"), Count()) and op.type not in _SAME:
+            self._sums[output.name] = output.name
+        elif not isinstance(result, (Replicated, Sharded)):
+            sums = {
+                self._sums.get(tensor.name)
+                for tensor, each in zip(op.inputs, given)
+                if not isinstance(each, Replicated)
+            }
+            if len(sums) == 1 and None not in sums:
+                self._sums[output.name] = sums.pop()
 
-    def _sum(self, tensors, inputs):
-        parts = frozenset()  # type: frozenset
-        for tensor, each in zip(tensors, inputs):
-            if each != FIXED_VALUE or not self._is_zero(tensor):
-                parts |= each.parts
-        return Reduced(parts)
+    # One operation --------------------------------------------------------------------------------
 
-    def _is_zero(self, tensor):
-        value = self.value(tensor)
-        return value is not None and not value.any()
+    def _results(self, op, given):
+        handle = next((self.handles[t.name] for t in op.inputs if t.name in self.handles), None)
+        if op.type in CALLS:
+            return self._called(op, given)
+        if op.type in CONDITIONS:
+            return self._chosen(op, given)
+        if op.type in LOOPS:
+            return self._looped(op, given)
+        if handle is not None:
+            return self._on_variable(op, handle, given)
+        if op.type in _SAME and isinstance(given[0], Added):
+            return given[0]
+        if op.type in _OLD and op.inputs[0].name in self._old:
+            self._old[op.outputs[0].name] = self._old[op.inputs[0].name]
+        if op.type.startswith("TensorList"):
+            return self._on_list(op, given)
+        special = self._special.get(op.type)
+        found = None if special is None else special(self, op, given)
+        return self._by_table(op, given) if found is None else found
 
-    def _product(self, op, inputs):
-        for place in (0, 1):
-            factor, other = op.inputs[place], inputs[1 - place]
-            if is_fixed(inputs[place]):
-                if isinstance(other, Whole):
-                    inverse = self.inverses.get(op.inputs[1 - place].name)
-                    if inverse is not None:
-                        self.inverses[op.outputs[0].name] = inverse
-                    return other
-                if isinstance(other, Reduced):
-                    return scaled(other)
-            inverse = self.inverses.get(factor.name)
-            if inverse is not None:
-                return self._divided(op, other, inverse)
-            if inputs[place] == ROW_COUNT and isinstance(other, Reduced):
-                if other.parts == {MEAN}:
-                    return ROW_SUM
-        if any(isinstance(i, Whole) for i in inputs):
-            return next(i for i in inputs if isinstance(i, Whole))
-        if any(isinstance(i, Rows) for i in inputs):
-            return self._of_rows(op, inputs)
-        return self._whole(op)
+    def _by_table(self, op, given):
+        values = []
+        for tensor, placement in zip(op.inputs, given):
+            if isinstance(placement, Added):
+                placement = Mixed()
+            if self._alone and isinstance(placement, Partial):
+                if any(isinstance(each, Sharded) for each in given):
+                    placement = REPLICATED
+            shape = None if tensor.shape.rank is None else tensor.shape.as_list()
+            if shape is None and self.trial is not None:
+                rank = self.trial.rank(tensor)
+                shape = None if rank is None else [None] * rank
+            values.append(_rows.Value(placement, shape))
+        return row_operations.placements(op, values, row_operations.constant)
 
-    def _quotient(self, op, inputs):
-        denominator = inputs[1]
-        if is_fixed(denominator):
-            if isinstance(inputs[0], Reduced):
-                return scaled(inputs[0])
-            return self._of_rows(op, inputs)
-        by = self._denominator(op.inputs[1], denominator)
-        if by is not None and is_fixed(inputs[0]):
-            self.inverses[op.outputs[0].name] = by
-            return self._whole(op)
-        if by is not None:
-            return self._divided(op, inputs[0], by)
-        if isinstance(denominator, Whole):
-            return denominator
-        if any(isinstance(i, Rows) for i in inputs):
-            return self._of_rows(op, inputs)
-        return self._whole(op)
+    def _sum(self, op, given):
+        """What is added to the old value of a variable, or a sum over the rows to zeros."""
+        for place in (0,) if op.type == "Sub" else (0, 1):
+            key = getattr(given[place], "key", self._old.get(op.inputs[place].name))
+            if key is not None and given[1 - place] in (Partial("sum"), Count()):
+                return Added(key)
+            if isinstance(given[place], Replicated) and isinstance(given[1 - place], Partial):
+                value = row_operations.constant(op.inputs[place])
+                if value is not None and not value.any() and op.type != "Sub":
+                    return given[1 - place]
+        return None
 
-    def _denominator(self, tensor, kind):
-        """What a mean is weighted by that is a sum divided by this; None if that is no mean."""
-        if kind == ROW_COUNT:
-            return Denominator(None, None)
-        known = self.sums.get(tensor.name)
-        if known is None:
+    def _shape(self, op, given):
+        return Unknown() if _is_uneven(given[0]) else None
+
+    def _mean(self, op, given):
+        """A mean of rows that do not have as many elements each: weighted by their number."""
+        if not _is_uneven(given[0]):
             return None
-        return Denominator(tensor.name, known)
+        (tensor, axes), placement = op.inputs, given[0]
+        axes = row_operations.constant(axes)
+        if tensor.shape.rank is None or axes is None and op.outputs[0].shape.rank != 0:
+            return Unknown()
+        with self.graph.as_default():
+            length = tf.shape(tensor)[placement.axis]
+        self.placements[length.name] = Partial("sum")
+        value = _rows.Value(placement, tensor.shape.as_list())
+        return _rows.reduced(
+            value, None if axes is None else axes.ravel().tolist(), "mean",
+            bool(op.get_attr("keep_dims")), Denominator(length.name, length.name),
+        )  # fmt: skip
 
-    def _divided(self, op, numerator, by):
-        if isinstance(numerator, Rows) and numerator.per is None:
-            rows = self._spread(op, op.outputs[0], [(op.inputs[0], numerator)], numerator)
-            return rows._replace(per=by) if isinstance(rows, Rows) else rows
-        if numerator == ROW_COUNT and by.tensor is None:
-            return FIXED_VALUE
-        if isinstance(numerator, Reduced) and numerator.parts <= {SUM, COUNT}:
-            return Reduced(frozenset([mean_of(by)]))
-        return self._whole(op)
+    # Quotients by totals --------------------------------------------------------------------------
 
-    # Variables and functions --------------------------------------------------------------------
+    def _denominator(self, tensor):
+        """What a mean is weighted by that is a sum divided by this; None if that is no mean."""
+        if self.placement(tensor) == Count():
+            return ROWS
+        known = self._sums.get(tensor.name)
+        return None if known is None else Denominator(tensor.name, known)
 
-    def _on_variable(self, op, handle, inputs):
-        current = self.state.get(handle.key, OLD_VALUE)
-        others = [i for i in inputs if i is not handle]
-        if op.type in _READS:
-            rows = next((i for i in others if isinstance(i, Rows)), None)
-            if rows is None or not is_fixed(current):
-                return current
-            return self._spread(op, op.outputs[0], [], rows)
-        if op.type in ("AssignAddVariableOp", "AssignSubVariableOp"):
-            added = others[0]
-            if isinstance(current, Reduced) and isinstance(added, Reduced):
-                self.state[handle.key] = self._sum([op.inputs[0], op.inputs[1]], [current, added])
-            else:
-                self.state[handle.key] = added if isinstance(added, Whole) else current
-        elif op.type == "AssignVariableOp":
-            self.state[handle.key] = others[0]
-        elif op.type in ("ResourceScatterAdd", "ResourceScatterSub", "ResourceScatterNdAdd"):
-            added = FIXED_VALUE if all(map(is_fixed, others)) else ROW_SUM
-            plain = all(isinstance(i, Rows) and not i.mixed or is_fixed(i) for i in others)
-            if plain and isinstance(current, Reduced):
-                self.state[handle.key] = Reduced(current.parts | added.parts)
-            else:
-                self.state[handle.key] = self._whole(op)
-        elif "Scatter" in op.type:
-            fixed = all(map(is_fixed, others))
-            self.state[handle.key] = FIXED_VALUE if fixed else self._whole(op)
-        # Random numbers for each row, a variable's shape.
-        if op.outputs and self._has_free(op):
-            return Rows(free_axes(op.outputs[0])[0], True, None, False)
-        return FIXED_VALUE
+    def _quotient(self, op, given):
+        by = self._denominator(op.inputs[1])
+        if by is None or isinstance(given[1], Replicated):
+            return None
+        if isinstance(given[0], Replicated):
+            self._inverses[op.outputs[0].name] = by
+            return Mixed()
+        return self._divided(op.inputs[0], given[0], by)
 
-    def _body(self, op, attribute):
-        """The graph of a function, or None where TensorFlow does not show it."""
-        name = op.get_attr(attribute).name
-        function = self.graph._get_function(name)
-        return getattr(function, "graph", None)
+    def _divided(self, tensor, numerator, by):
+        if numerator == Count():
+            numerator = Partial("sum")
+        return _rows.divided_by_total([_rows.Value(numerator, tensor.shape)], by)
 
-    def _inside(self, graph, inputs, state):
-        """The outputs of a function; weights inside it are out of reach."""
-        kinds = {tensor.name: kind for tensor, kind in zip(graph.inputs, inputs)}
-        walk = Walk(graph, kinds, state)
-        return [_outside(walk.kind(output)) for output in graph.outputs]
+    def _product(self, op, given):
+        for place in (0, 1):
+            factor, other = op.inputs[place], op.inputs[1 - place]
+            inverse = self._inverses.get(factor.name)
+            if inverse is not None and isinstance(given[1 - place], Replicated):
+                self._inverses[op.outputs[0].name] = inverse
+            elif inverse is not None:
+                return self._divided(other, given[1 - place], inverse)
+            if given[place] == Count() and given[1 - place] == Partial("mean"):
+                return Partial("sum")
+        return None
 
-    def _called(self, op, inputs):
-        if all(map(is_fixed, inputs)):
-            return FIXED_VALUE
-        graph = self._body(op, "f")
-        if graph is not None and len(graph.inputs) == len(inputs):
-            return self._inside(graph, inputs, self.state)
-        return self._default(op, inputs)
+    #: What is more than the table knows of operations, in some cases; None in all others.
+    _special = dict.fromkeys(_DIVISIONS, _quotient)
+    _special.update(dict.fromkeys(("Mul", "MulNoNan"), _product))
+    _special.update(dict.fromkeys(("Add", "AddV2", "Sub"), _sum), Mean=_mean, Shape=_shape)
 
-    def _chosen(self, op, inputs):
-        """One of two branches, the same one on each replica if that does not depend on rows."""
-        graphs = [self._body(op, name) for name in ("then_branch", "else_branch")]
+    # Variables ------------------------------------------------------------------------------------
+
+    def _on_variable(self, op, key, given):
+        current = self.state.get(key)
+        if op.type in READS:
+            if op.type == "ReadVariableOp":
+                if current is None:
+                    self._old[op.outputs[0].name] = key
+                return current or REPLICATED
+            if current is not None and not isinstance(current, Replicated):
+                return Mixed()
+            return self._by_table(op, given)
+        value = op.inputs[-1]
+        if op.type.startswith(("Rng", "Stateful")):  # random numbers, made by a generator
+            shape = given[-1]
+            is_shape = op.type != "RngReadAndSkip" and op.outputs
+            return _rows.made(shape, op.outputs[0].shape.rank) if is_shape else REPLICATED
+        if op.type == "AssignVariableOp":
+            self.state[key] = self.assigned(key, value)
+        elif op.type in _ADDING:
+            self.state[key] = self._added(key, self.placement(value))
+        elif op.type in _SCATTER_ADDING:
+            scattered = [_rows.Value(p, t.shape) for t, p in zip(op.inputs, given)][1:]
+            self.state[key] = self._added(key, _rows.scattered(scattered))
+        elif all(isinstance(each, Replicated) for each in given):
+            self.state[key] = REPLICATED if current in (None, REPLICATED) else Mixed()
+        else:
+            self.state[key] = Mixed()
+        self.state[key] = self._explained(op, self.state[key])
+        return REPLICATED
+
+    def assigned(self, key, value):
+        """How a variable depends on the rows that is set to the value of a tensor."""
+        placement = self.placement(value)
+        if isinstance(placement, Added):
+            return placement if placement.key == key else Mixed()
+        return Partial("sum") if placement == Count() else placement
+
+    def _added(self, key, added):
+        current = self.state.get(key)
+        if isinstance(added, (Mixed, Unknown)):
+            return added
+        if isinstance(added, Replicated):
+            if current is None or isinstance(current, Replicated):
+                return added
+            return current if current == Partial("mean") else Mixed()
+        if added in (Partial("sum"), Count()):
+            return Added(key) if current in (None, Added(key)) else Mixed()
+        is_mean = added == Partial("mean")  # by the rows: other weights need not add up
+        return added if is_mean and current in (None, REPLICATED, added) else Mixed()
+
+    # Functions, branches, loops -------------------------------------------------------------------
+
+    def _inside(self, op, graph, tensors, given, state, tried=False):
+        """A walk through a function; weights of means inside it are out of reach."""
+        trial = self.trial.inside(graph, tensors) if tried and self.trial is not None else None
+        placements = dict(zip([tensor.name for tensor in graph.inputs], given))
+        handles = {
+            inner.name: self.handles[tensor.name]
+            for inner, tensor in zip(graph.inputs, tensors)
+            if tensor.name in self.handles
+        }
+        alone = [(0, len(graph.get_operations()))] if self._alone else []
+        walk = Walk(graph, placements, handles, state, self.describe, alone, trial)
+        if trial is not None:
+            self.trial.take(op, trial, graph)
+        return [self._outside(op, walk.placement(output)) for output in graph.outputs]
+
+    def _outside(self, op, placement):
+        per = getattr(placement, "per", None) or getattr(placement, "denominator", None)
+        if isinstance(placement, Added) or per not in (None, ROWS):
+            return self._explained(op, Mixed())
+        return placement
+
+    def _called(self, op, given):
+        graph = body_of(op, "f")
+        if graph is None or len(graph.inputs) != len(given):
+            return _rows.without_rows(given) or Unknown()
+        return self._inside(op, graph, op.inputs, given, self.state, tried=True)
+
+    def _chosen(self, op, given):
+        """One of two branches, the same one on each device if that does not depend on rows."""
+        graphs = [graph for graph, _ in bodies_of(op)]
         if None in graphs:
-            return self._default(op, inputs)
-        states = [dict(self.state), dict(self.state)]
-        branches = [self._inside(g, inputs[1:], s) for g, s in zip(graphs, states)]
-        agreed = is_fixed(inputs[0])
+            return _rows.without_rows(given) or Unknown()
+        states, tensors = [dict(self.state), dict(self.state)], op.inputs[1:]
+        taken = None if self.trial is None else self.trial.branch(op)
+        branches = [
+            self._inside(op, graph, tensors, given[1:], state, tried=place == taken)
+            for place, (graph, state) in enumerate(zip(graphs, states))
+        ]
         for key in set(states[0]) | set(states[1]):
-            pair = [state.get(key, OLD_VALUE) for state in states]
+            pair = [state.get(key) for state in states]
             if pair != [self.state.get(key)] * 2:  # set in one of them at least
-                self.state[key] = self._either(op, pair, agreed)
-        results = []
-        for output, pair in zip(op.outputs, zip(*branches)):
-            results.append(self._either(op, list(pair), agreed or bool(free_axes(output))))
-        return results
+                self.state[key] = self._explained(op, self._either(given[0], pair))
+        return [_rows.chosen(given[0], list(pair)) for pair in zip(*branches)]
 
-    def _either(self, op, pair, agreed):
-        if agreed and pair[0] == pair[1]:
-            return pair[0]
-        if agreed and all(isinstance(each, Rows) for each in pair):
-            axis = pair[0].axis if pair[0].axis == pair[1].axis else None
-            even, mixed = pair[0].even and pair[1].even, pair[0].mixed or pair[1].mixed
-            return Rows(axis, even, None, mixed) if not pair[0].per else self._whole(op)
-        if agreed and all(isinstance(each, Reduced) for each in pair):
-            # A variable that one branch leaves alone gets nothing added there.
-            means = [each.parts - {OLD, FIXED} for each in pair]
-            if means[0] == means[1] or not all(means) and OLD in pair[0].parts & pair[1].parts:
-                return Reduced(pair[0].parts | pair[1].parts)
-        whole = next((each for each in pair if isinstance(each, Whole)), None)
-        return whole or self._whole(op)
+    def _either(self, condition, pair):
+        """A variable that one branch may leave alone: then nothing is added to it there."""
+        if not isinstance(condition, Replicated):
+            return Mixed()
+        known = [each for each in pair if each is not None]
+        if len(known) == 1 and known[0] != Partial("sum"):
+            return known[0]
+        return known[0] if len(known) == 2 and known[0] == known[1] else Mixed()
 
-    def _default(self, op, inputs):
-        inputs = [i for i in inputs if not isinstance(i, Handle)]
-        if any(isinstance(i, Rows) for i in inputs):
-            return self._of_rows(op, inputs)
-        return FIXED_VALUE if all(map(is_fixed, inputs)) else self._whole(op)
+    def _looped(self, op, given):
+        """A loop, whose variables depend on rows after each turn as they did before."""
+        condition, body = [graph for graph, _ in bodies_of(op)]
+        if None in (condition, body):
+            return _rows.without_rows(given) or Unknown()
+        before, known = dict(self.state), list(given)
+        for _ in range(len(given) + 1):
+            state = dict(before)
+            after = self._inside(op, body, op.inputs, known, state)
+            joined = [self._next(*each) for each in zip(op.inputs, known, after)]
+            if joined == known:
+                break
+            known = joined
+        (goes_on,) = self._inside(op, condition, op.inputs, known, dict(before))
+        if not isinstance(goes_on, Replicated):
+            known = [Unknown() if t.name not in self.handles else REPLICATED for t in op.inputs]
+        for key, placement in state.items():
+            if placement != before.get(key):
+                fine = goes_on == REPLICATED and isinstance(placement, (Replicated, Added))
+                self.state[key] = placement if fine else self._explained(op, Mixed())
+        return known
+
+    def _next(self, tensor, before, after):
+        if before == after or isinstance(before, Unknown) or tensor.name in self.handles:
+            return before
+        if tensor.dtype.name == "variant" and isinstance(before, Replicated):
+            return after  # a list that is still empty
+        if isinstance(before, Sharded) and isinstance(after, Sharded):
+            if before.replace(inner=None) == after.replace(inner=None):
+                return before.replace(inner=None)
+        return Unknown()
+
+    # Lists, which loops are made of: what is known of one is so of each of its elements -----------
+
+    def _on_list(self, op, given):
+        kind = op.type[len("TensorList") :]
+        if kind in ("Reserve", "Length", "ElementShape"):
+            return REPLICATED
+        found = given[0]
+        index = given[1] if kind in ("GetItem", "SetItem", "Gather") else REPLICATED
+        if kind in ("SetItem", "PushBack"):
+            fits = found in (REPLICATED, given[-1]) and index == REPLICATED
+            return given[-1] if fits else _rows.without_rows(given) or Unknown()
+        if isinstance(found, Partial) and kind in ("FromTensor", "GetItem", "PopBack", "Resize"):
+            return found if index == REPLICATED else Unknown()
+        if isinstance(found, Sharded) and kind in _DIMENSIONS and index == REPLICATED:
+            axis = found.axis + _DIMENSIONS[kind]
+            return found.replace(axis=axis) if axis >= 0 else Unknown()
+        return _rows.without_rows(given[:1]) or Unknown()
 
 
-def _outside(kind):
-    weighted = isinstance(kind, Reduced) and any(part.weight for part in kind.parts)
-    if weighted or isinstance(kind, Rows) and kind.per is not None:
-        return Whole("within a tf.function, by a mean with a weight of its own", False)
-    return kind
+#: How many dimensions a value gets in front by an operation on lists.
+_DIMENSIONS = {"FromTensor": -1, "GetItem": 0, "PopBack": 0, "Resize": 0, "Stack": 1, "Gather": 1}
+
+
+def _is_uneven(placement):
+    return isinstance(placement, Sharded) and not placement.even

@@ -4,12 +4,14 @@ import contextlib
 import itertools
 import sys
 
+import tensorflow as tf
+
 from ... import _keras, _patching
 from ..._ranks import keras3, keras_model
 from . import ranked_steps
 
 
-class Function(ranked_steps.RankedFunction):
+class RankedKeras3Function(ranked_steps.RankedFunction):
     """The function that Keras 3 made, which is none of TensorFlow's: it calls some."""
 
     def start(self, step, iterator):
@@ -20,7 +22,7 @@ class Function(ranked_steps.RankedFunction):
 
     def build(self, iterator):
         """Make all weights that are still to be made, as the first step would, and run nothing."""
-        tf, model = sys.modules["tensorflow"], self.model
+        model = self.model
         batch = getattr(iterator, "element_spec", None)
         if batch is None:  # a generator, in train_on_batch()
             batch = next(iterator)
@@ -34,10 +36,10 @@ class Function(ranked_steps.RankedFunction):
 
 
 class TrainFunction(ranked_steps.RankedTrainFunction):
-    function = Function
+    function = RankedKeras3Function
 
 
-class Step(ranked_steps.RankedStep):
+class RankedKeras3Step(ranked_steps.RankedStep):
     """The ``train_step`` of a Keras 3 model. Its optimizers' ``apply`` gets all ranks' mean."""
 
     def computing(self, model, rows, share):
@@ -45,22 +47,17 @@ class Step(ranked_steps.RankedStep):
 
     def weigh(self, share):
         """A function that multiplies a loss by what this rank's rows count in the whole batch."""
-        tf, size = sys.modules["tensorflow"], self.engine.place.size
+        size = self.engine.place.size
         return lambda loss: loss * tf.cast(share() * size, loss.dtype)
 
     def start(self, model, data):
-        """``Function`` does that."""
-
-    def optimizers(self, model):
-        kind = _keras.keras_of(model).optimizers.Optimizer
-        found = {id(value): value for value in vars(model).values()}
-        return [value for value in found.values() if isinstance(value, kind)]
+        """``RankedKeras3Function`` does that."""
 
     def state(self, model):
         return [variable._value for variable in keras3.averaged(model)]
 
-    def has_own_loss(self, model):
-        return keras3.has_own_loss(model)
+    def may_mix_rows(self, model):
+        return keras3.may_mix_rows(model)
 
     def check_loss(self, model, batch):
         keras3.check_loss_eagerly(model, batch)
@@ -71,17 +68,12 @@ class Step(ranked_steps.RankedStep):
 
         So gradients overflow where those of one process would.
         """
-        tf = sys.modules["tensorflow"]
         apply, scale_loss = optimizer.apply, optimizer.scale_loss
         scaled = []
 
         def apply_of_all_ranks(grads, *args, **kwargs):
-            grads = list(grads)
-            mine = [gradient for gradient in grads if gradient is not None]
-            name = "gradients_{}".format(self.exchanged)
-            means = iter(self.engine.mean(mine, tf.ones_like(share) if scaled else share, name))
-            self.exchanged += 1
-            return apply([None if g is None else next(means) for g in grads], *args, **kwargs)
+            means = self.means(list(grads), tf.ones_like(share) if scaled else share)
+            return apply(means, *args, **kwargs)
 
         def scale_share(loss):
             scaled.append(loss)
@@ -98,7 +90,7 @@ class TestStep(ranked_steps.RankedTestStep):
     """The ``test_step`` of a Keras 3 model."""
 
     def computing(self, model, rows, share):
-        weigh = Step.weigh(self, share)
+        weigh = RankedKeras3Step.weigh(self, share)
 
         def weigh_in_step(loss):
             return weigh(loss) if keras_model.is_in_step(model) else loss
@@ -131,7 +123,7 @@ def _computing(reductions, model, rows, weigh):
 
 #: The methods of a model that become a rank's.
 KINDS = (
-    Step,
+    RankedKeras3Step,
     TestStep,
     TrainFunction,
     ranked_steps.RankedTestFunction,

@@ -8,21 +8,21 @@ replicas'. How other variables are put together is read off a ``Trace`` of the c
 
 import contextlib
 
+import tensorflow as tf
+
 from ... import _keras, _patching
+from ..._rows import Mixed
+from .functions import may_be_set
 
-# Operations on a variable that leave it as it is.
-_READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape")
 
-
-def is_set(tf, variable):
+def is_set(variable):
     """Whether the function being traced may set the variable."""
     if tf.executing_eagerly():
         return True
-    handle = tf.compat.v1.get_default_graph().capture(variable.handle)
-    return any(user.type not in _READS for user in handle.consumers())
+    return may_be_set(tf.compat.v1.get_default_graph().capture(variable.handle))
 
 
-def read(tf, variable):
+def read(variable):
     """The value in the variable's own dtype, whatever mixed precision casts it to."""
     return tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
 
@@ -39,9 +39,33 @@ def is_generator(variable):
     return plain and not variable.trainable and named == "Variable"
 
 
+@contextlib.contextmanager
+def flags_put_back(layers):
+    """Batch normalization of TensorFlow 2.0 keeps a tensor of the graph that it is first in."""
+    flags = [(layer, layer._trainable_var) for layer in layers if hasattr(layer, "_trainable_var")]
+    try:
+        yield
+    finally:
+        for layer, flag in flags:
+            layer._trainable_var = flag
+
+
 def normalizations(layers):
-    """The layers among these that normalize by statistics of the batch."""
-    return [layer for layer in layers if hasattr(layer, "moving_mean")]
+    """The layers among these that normalize by statistics of the batch, as each device can.
+
+    Renormalization corrects them by averages over all batches, so that the parts matter.
+    """
+    return [
+        layer
+        for layer in layers
+        if (hasattr(layer, "moving_mean") or _will_have_averages(layer))
+        and not getattr(layer, "renorm", False)
+    ]
+
+
+def _will_have_averages(layer):
+    """Whether a layer that may not be built yet is one of batch normalization."""
+    return any(kind.__name__.startswith("BatchNormalization") for kind in type(layer).__mro__)
 
 
 def averages(layers):
@@ -52,7 +76,7 @@ def averages(layers):
 
 
 @contextlib.contextmanager
-def noting_operations(tf, layers):
+def noting_operations(layers):
     """Yield a list; note there from which operation to which each call of a layer went."""
     noted = []  # type: list
 
@@ -76,11 +100,10 @@ def noting_operations(tf, layers):
 class VariableState:
     """State in variables of TensorFlow, which are set back after each replica."""
 
-    # What a traced call sets without an operation on a variable.
-    traced_ids, traced_updates = (), ()
+    # What a traced call sets without an operation on a variable, and the new values.
+    traced_variables, traced_updates = (), ()
 
-    def __init__(self, tf, model, replicas):
-        self.tf = tf
+    def __init__(self, model, replicas):
         self.model = model
         self.replicas_in_all = replicas
         self.layers = []  # type: list
@@ -92,33 +115,33 @@ class VariableState:
             variables: those that the call may set.
             trace: returns the trace of the call.
         """
-        tf = self.tf
         self.trace = trace
         self.averages = averages(self.layers)
         variables = list({id(v): v for v in variables if not is_generator(v)}.values())
         if self.replicas_in_all == 1:
             variables = []  # what the call makes of them is right
         if tf.executing_eagerly():
-            # Nothing shows there whether a variable was set, so none is set needlessly.
-            others = [v for v in variables if id(v) not in self.averages and self.is_state(v)]
-            known = [v for v in variables if id(v) in self.averages]
-            variables = known
-            if others:
-                traced = trace()
-                variables = known + [v for v in others if traced.of_variable(v) is not None]
+            # Nothing but the trace shows there whether a variable is set.
+            variables = [
+                variable
+                for variable in variables
+                if id(variable) in self.averages or trace().of_variable(variable) is not None
+            ]
         self.variables = variables
-        self.before = [read(tf, variable) for variable in self.variables]
-        self.after = [[] for _ in self.variables]  # type: list
-
-    def is_state(self, variable):
-        """Whether a variable may be set by the call, as far as can be told without a trace."""
-        return True
+        self.before = [read(variable) for variable in variables]
+        self.after = [[] for _ in variables]  # type: list
 
     def note(self):
         """Note what a replica has set, and take it back."""
         for variable, before, after in zip(self.variables, self.before, self.after):
-            if is_set(self.tf, variable):
-                after.append(read(self.tf, variable))
+            if is_set(variable):
+                after.append(read(variable))
+                variable.assign(before)
+
+    def take_back(self):
+        """Set all back to what it was before a replica that failed."""
+        for variable, before in zip(self.variables, self.before):
+            if is_set(variable):
                 variable.assign(before)
 
     def finish(self, merging):
@@ -126,17 +149,17 @@ class VariableState:
         for variable, before, values in zip(self.variables, self.before, self.after):
             if not values:
                 continue
-            known = id(variable) in self.averages
-            if not known and self.trace().of_variable(variable) is None:
-                continue  # read alone, by an operation that sets another one
-            what = "variable {!r}".format(variable.name)
+            if id(variable) in self.averages:
+                variable.assign(merging.mean(values))
+                continue
+            placement = self.trace().of_variable(variable)
+            if placement is not None:  # else only read, by an operation that sets another one
+                variable.assign(merging.value(values, placement, before))
 
-            def kind_in(trace, variable=variable):
-                return trace.of_variable(variable)
-
-            variable.assign(
-                merging.mean(values) if known else merging.value(values, kind_in, what, before)
-            )
+    def set_by(self, trace):
+        """Pairs of a variable that a call sets, and how its new value depends on the rows."""
+        pairs = [(v, trace.of_variable(v)) for v in self.variables if id(v) not in self.averages]
+        return [pair for pair in pairs if pair[1] is not None]
 
 
 class Keras2State(VariableState):
@@ -148,7 +171,7 @@ class Keras2State(VariableState):
         Eagerly, layers that are not built yet would make their state only then. (A tf.function
         that makes variables is traced twice, so that there the second trace finds them.)
         """
-        tf, model = self.tf, self.model
+        model = self.model
         if tf.executing_eagerly() and not all(layer.built for layer in _keras.all_layers(model)):
             tf.function(call).get_concrete_function(*args, **kwargs)
         self.layers = _keras.all_layers(model)
@@ -157,36 +180,21 @@ class Keras2State(VariableState):
         for layer in self.layers:
             state += [v for metric in getattr(layer, "_metrics", ()) for v in metric.variables]
         # Weights may be set within a call, too, by spectral normalization for example.
-        state += [v for v in model.trainable_variables if self.may_be_set(state)]
-        self.watch(state, trace)
-
-    def may_be_set(self, state):
-        """Whether the call may set weights: eagerly, where it has state of its own."""
-        if not self.tf.executing_eagerly():
-            return True
-        known = averages(self.layers)
-        return any(id(v) not in known and not is_generator(v) for v in state)
+        self.watch(state + model.trainable_variables, trace)
 
     @contextlib.contextmanager
     def replica(self):
-        losses = []  # type: list
-        with self._seeds_apart(), self._losses_to(losses):
+        with self._seeds_apart(), self.traced() as losses:
             yield losses
         self.note()
 
     @contextlib.contextmanager
     def traced(self):
-        losses, owners = [], getattr(self, "owners", [])  # type: list, list
-        with self._losses_to(losses):
-            yield losses
-        self.owners = owners
-
-    @contextlib.contextmanager
-    def _losses_to(self, losses):
         """Take the losses that are added within from the layers into a list."""
+        losses = []  # type: list
         counts = [len(layer._eager_losses) for layer in self.layers]
         self.owners = []
-        yield
+        yield losses
         for layer, count in zip(self.layers, counts):
             losses += layer._eager_losses[count:]
             self.owners += [layer] * (len(layer._eager_losses) - count)
@@ -210,9 +218,6 @@ class Keras2State(VariableState):
             for attributes, seed in seeds:
                 attributes["seed"] = seed
 
-    def name_of_loss(self, place):
-        return "the loss added by layer {!r}".format(self.owners[place].name)
-
     def add_loss(self, place, loss):
         self.owners[place]._eager_losses.append(loss)
 
@@ -220,17 +225,13 @@ class Keras2State(VariableState):
 class Keras3State(_keras.StatelessReplicas):
     """Losses and state of a Keras 3 model."""
 
-    def __init__(self, tf, keras, model):
-        super().__init__(keras, model, None)
-        self.tf = tf
-
     def prepare(self, call, args, kwargs, trace):
         self.trace = trace
         self.layers = _keras.all_layers(self.model)
         self.averages = averages(self.layers)
 
-    def is_carried(self, variable):
-        return variable.name == "seed_generator_state"
+    def take_back(self):
+        """Nothing is set before the end."""
 
     @contextlib.contextmanager
     def traced(self):
@@ -240,8 +241,8 @@ class Keras3State(_keras.StatelessReplicas):
             with self.replica() as losses:
                 yield losses
             (values,) = self.updates
-            self.traced_ids = list(self.variables)
-            self.traced_updates = [values[key] for key in self.traced_ids]
+            self.traced_variables = list(self.variables.values())
+            self.traced_updates = [values[id(variable)] for variable in self.traced_variables]
         finally:
             self.updates, self.variables = updates, variables
 
@@ -251,17 +252,21 @@ class Keras3State(_keras.StatelessReplicas):
             if self.is_carried(variable):
                 variable.assign(values[-1])
                 continue
-            values = [self.tf.convert_to_tensor(value) for value in values]
+            values = [tf.convert_to_tensor(value) for value in values]
             if key in self.averages:
                 variable.assign(merging.mean(values))
                 continue
-            before = self.tf.convert_to_tensor(variable._value)
-            what = "variable {!r}".format(variable.path)
+            before = tf.convert_to_tensor(variable._value)
+            variable.assign(merging.value(values, self.trace().updates[key][1], before))
 
-            def kind_in(trace, key=key):
-                return trace.updates[key]
-
-            variable.assign(merging.value(values, kind_in, what, before))
-
-    def name_of_loss(self, place):
-        return "loss {} of those added by layers".format(place + 1)
+    def set_by(self, trace):
+        found = [
+            pair
+            for key, pair in trace.updates.items()
+            if not self.is_carried(pair[0]) and key not in self.averages
+        ]
+        # What is set to its gradient, which replicas would add up: the largest values of float8.
+        overwritten = [
+            v for v in self.model.trainable_variables if getattr(v, "overwrite_with_gradient", None)
+        ]
+        return found + [(variable, Mixed()) for variable in overwritten]

@@ -6,47 +6,20 @@ its own, made for it, of the same name.
 
 import contextlib
 import functools
-import sys
+
+import tensorflow as tf
 
 from ... import errors
+from .kinds import held, is_variable
 from .layer_state import VariableState
 from .replicated_call import ReplicatedCall
-from .sharding import has_rows
-
-
-def is_native(model):
-    kinds = [(c.__module__.split(".")[0], c.__name__) for c in type(model).__mro__]
-    if not callable(model) or isinstance(model, type):
-        return False
-    if any(top in ("keras", "tf_keras") for top, _ in kinds) or any(
-        ".keras." in c.__module__ for c in type(model).__mro__
-    ):
-        return False
-    ours = {name for top, name in kinds if top.startswith("tensorflow")}
-    if "Variable" in ours or "Tensor" in ours:
-        return False
-    return bool(ours & {"Module", "Function"}) or any(map(_is_variable, _held(model)))
-
-
-def _held(model):
-    return list(getattr(model, "__dict__", {}).values())
-
-
-def _is_array(value):
-    return type(value).__module__ == "numpy" and getattr(value, "ndim", 0) > 0
+from .sharding import are_arrays, as_tensors
 
 
 def _is_function(model):
     """Whether what is called is a ``tf.function``, be it the model or its ``__call__``."""
     called = type(model)._compat_plain_class.__call__
     return hasattr(model, "get_concrete_function") or hasattr(called, "get_concrete_function")
-
-
-def _is_variable(value):
-    return any(
-        c.__name__ == "Variable" and c.__module__.startswith("tensorflow")
-        for c in type(value).__mro__
-    )
 
 
 def parallelize(model, devices, replicated):
@@ -66,8 +39,11 @@ def _replicated_class(plain, replicated_call):
         """The method of the plain class, while the object is one of it."""
 
         def method(self, *args, **kwargs):
-            with _of_class(self, plain):
+            replicated, self.__class__ = type(self), plain
+            try:
                 return getattr(self, name)(*args, **kwargs)
+            finally:
+                self.__class__ = replicated
 
         return method
 
@@ -88,16 +64,6 @@ def _replicated_class(plain, replicated_call):
     return type(plain)(plain.__name__, (plain,), members)
 
 
-@contextlib.contextmanager
-def _of_class(model, plain):
-    replicated = type(model)
-    model.__class__ = plain
-    try:
-        yield
-    finally:
-        model.__class__ = replicated
-
-
 class NativeCall(ReplicatedCall):
     """The ``__call__`` of a native model, on several devices."""
 
@@ -106,33 +72,26 @@ class NativeCall(ReplicatedCall):
         self._traced = set()  # whether the first call has made its variables
         self._has_warned = False
 
-    def __call__(self, model, *args, **kwargs):
-        tf = sys.modules["tensorflow"]
-        leaves = tf.nest.flatten((args, kwargs))
-        if any(map(_is_array, leaves)) and not any(has_rows(tf, leaf) for leaf in leaves):
-            if _is_function(model):  # which makes tensors of them in any case
-                args, kwargs = tf.nest.map_structure(
-                    lambda leaf: tf.convert_to_tensor(leaf) if _is_array(leaf) else leaf,
-                    (args, kwargs),
+    def _given(self, model, given):
+        if are_arrays(given) and _is_function(model):  # which makes tensors in any case
+            return as_tensors(given)
+        if are_arrays(given) and not self._has_warned:
+            self._has_warned = True
+            errors.warn(
+                "A call of the parallelized {} was given numpy arrays, which are not split, so it "
+                "ran on one device: give it tensors, tf.constant(array).".format(
+                    type(model).__name__
                 )
-            elif not self._has_warned:
-                self._has_warned = True
-                text = (
-                    "A call of the parallelized {} was given numpy arrays, which are not "
-                    "split, so it ran on one device: give it tensors, tf.constant(array).".format(
-                        type(model).__name__
-                    )
-                )
-                errors.warn(text)
-        return super().__call__(model, *args, **kwargs)
+            )
+        return given
 
-    def _only_traced(self, tf, model):
+    def _only_traced(self, model):
         return False
 
-    def _state_of(self, tf, model):
-        return NativeState(tf, model, len(self.devices), self._traced)
+    def _state_of(self, model):
+        return NativeState(model, len(self.devices), self._traced)
 
-    def _unreplicated(self, tf, model, *args, **kwargs):
+    def _unreplicated(self, model, *args, **kwargs):
         plain = type(model)._compat_plain_class
         call = functools.partial(plain.__call__, model)
         if hasattr(plain.__call__, "__get__"):
@@ -148,12 +107,11 @@ class NativeCall(ReplicatedCall):
 class NativeState(VariableState):
     """State of a model without Keras: any of its variables may be set by the call."""
 
-    def __init__(self, tf, model, replicas, traced):
-        super().__init__(tf, model, replicas)
+    def __init__(self, model, replicas, traced):
+        super().__init__(model, replicas)
         self.made = traced
 
     def prepare(self, call, args, kwargs, trace):
-        tf = self.tf
         if tf.executing_eagerly() and not self.made:
             # Variables that the first call makes must not be made within a replica.
             tf.function(call).get_concrete_function(*args, **kwargs)
@@ -165,16 +123,13 @@ class NativeState(VariableState):
             plain = type(self.model)._compat_plain_class
             return plain.get_concrete_function(self.model, *args, **kwargs).graph.variables
         found = list(getattr(self.model, "variables", ()))
-        return found + [value for value in _held(self.model) if _is_variable(value)]
+        return found + [value for value in held(self.model) if is_variable(value)]
 
     @contextlib.contextmanager
     def replica(self):
-        yield []
+        yield []  # only Keras adds losses within a call
         self.note()
 
     @contextlib.contextmanager
     def traced(self):
         yield []
-
-    def add_loss(self, place, loss):
-        raise AssertionError("only Keras adds losses within a call")

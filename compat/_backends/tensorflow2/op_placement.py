@@ -1,6 +1,7 @@
 """Where TensorFlow 2 ran the operations of a step: from the graphs that its runtime records."""
 
 import collections
+import contextlib
 
 # How operations are called, also after Grappler ("_FusedMatMul") and, on CPUs that have what it
 # wants, oneDNN ("_MklMatMul", "_MklNativeFusedMatMul").
@@ -8,26 +9,41 @@ PRODUCTS = ("MatMul", "BatchMatMulV2", "Conv2D")
 BACKWARD = ("gradient_tape", "gradients", "_grad", "Backprop")
 
 
+@contextlib.contextmanager
+def recorded():
+    """Within, TensorFlow's runtime records; yields a list, to which it then adds the record."""
+    from tensorflow.python.eager import context
+
+    records = []  # type: list
+    context.enable_run_metadata()
+    try:
+        context.export_run_metadata()  # drop what others left
+        yield records
+    finally:
+        records.append(context.export_run_metadata())
+        context.disable_run_metadata()
+
+
 def executed(step):
     """Do a step, and return the nodes of every graph partition that TensorFlow executed.
 
     A graph is recorded when it is first made: ``step()`` is to trace its functions.
     """
-    from tensorflow.python.eager import context
-
-    context.enable_run_metadata()
-    try:
-        context.export_run_metadata()  # drop what others left
+    with recorded() as records:
         step()
-        record = context.export_run_metadata()
-    finally:
-        context.disable_run_metadata()
+    graphs = [function.partition_graphs for function in records[0].function_graphs]
     return [
         node
-        for function in record.function_graphs
-        for partition in function.partition_graphs
+        for partitions in graphs
+        if not all(map(_is_one_operation, partitions))
+        for partition in partitions
         for node in partition.node
     ]
+
+
+def _is_one_operation(partition):
+    """Whether this is an operation that ran eagerly, and that oneDNN's rewriting makes a graph."""
+    return sum(node.op not in ("_Arg", "_Retval") for node in partition.node) == 1
 
 
 def products(nodes):

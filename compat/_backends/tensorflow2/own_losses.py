@@ -1,33 +1,23 @@
-"""Losses of the user's own in ranks: whether they are means over the rows of a batch."""
+"""Losses in ranks: whether they are means over the rows of a batch."""
 
-import sys
+import tensorflow as tf
 
 from ... import _keras
 from ..._ranks import losses
 
-_KERAS = ("keras.", "tensorflow.python.keras.", "tf_keras.")
 
-
-def has_own_loss(model):
-    """Whether the loss, by Keras' own training step, is another one than Keras has."""
-    if not getattr(type(model).train_step, "__module__", "").startswith(_KERAS):
+def may_mix_rows(model):
+    """Whether the loss, by Keras' own training step, may be no mean over rows."""
+    if not getattr(type(model).train_step, "__module__", "").startswith(losses.KERAS):
         return False  # what it computes is not known
-    given = sys.modules["tensorflow"].nest.flatten(model.compiled_loss._user_losses)
-    for loss in given:
-        if callable(loss) and not _module_of(loss).startswith(_KERAS):
-            return True
+    given = tf.nest.flatten(model.compiled_loss._user_losses)
+    if any(map(losses.may_mix_rows, [loss for loss in given if loss is not None])):
+        return True
     return any(layer._losses or layer._eager_losses for layer in _keras.all_layers(model))
-
-
-def _module_of(loss):
-    """Where the function of a loss, or its class, is from."""
-    loss = getattr(loss, "fn", loss)
-    return getattr(loss, "__module__", None) or type(loss).__module__
 
 
 def check(model, batch):
     """Check that the model's loss of a batch is the mean over its rows: see ``losses.check``."""
-    tf = sys.modules["tensorflow"]
     keras = _keras.keras_of(model)
     read, write = _keras.reader_and_writer(model)
     rows = len(tf.nest.flatten(batch)[0])

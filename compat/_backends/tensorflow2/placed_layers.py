@@ -12,6 +12,8 @@ import functools
 import sys
 import threading
 
+import tensorflow as tf
+
 from ... import _patching
 from .refusals import refuse_loops
 from .replicated_call import ReplicatedCall
@@ -30,36 +32,32 @@ _devices = []  # type: list  # of the contexts around, the innermost last
 
 
 @contextlib.contextmanager
-def placed_on(tf, device):
+def placed_on(device):
     with contextlib.ExitStack() as stack:
-        for node_class in _node_classes():
-            if _patching.find(node_class, "__init__") is None:  # else by a context around this one
-                make = _placing(tf, node_class.__init__)
-                stack.enter_context(_patching.replaced(node_class, __init__=make))
+        for module in map(sys.modules.get, _NODES):
+            node = getattr(module, "Node", None)
+            if node is not None and _patching.find(node, "__init__") is None:  # nor around this
+                make = _placing(node.__init__)
+                stack.enter_context(_patching.replaced(node, __init__=make))
         _devices.append(device)
         stack.callback(_devices.pop)
         stack.enter_context(tf.device(device))
         yield
 
 
-def _node_classes():
-    modules = [sys.modules.get(name) for name in _NODES]
-    return [module.Node for module in modules if hasattr(module, "Node")]
-
-
-def _placing(tf, make):
+def _placing(make):
     """The constructor of a node, which places it on the innermost context's device."""
 
     def __init__(self, *args, **kwargs):
         make(self, *args, **kwargs)
         # TensorFlow 2.0's nodes have no `is_input`.
         if not (self.is_input if hasattr(self, "is_input") else not self.inbound_layers):
-            _place(tf, self, _devices[-1])
+            _place(self, _devices[-1])
 
     return __init__
 
 
-def _place(tf, node, device):
+def _place(node, device):
     # In Keras 3, in tf.keras, in TensorFlow 2.0's.
     names = ("operation", "layer", "outbound_layer")
     layer = next(getattr(node, name) for name in names if hasattr(node, name))
@@ -114,7 +112,7 @@ class PlacedCall(ReplicatedCall):
     def __call__(self, layer, *args, **kwargs):
         following, device = getattr(_next, "call", None) or (None, None)
         if following is not layer:
-            return self._unreplicated(sys.modules["tensorflow"], layer, *args, **kwargs)
+            return self._unreplicated(layer, *args, **kwargs)
         _next.call = None
         placed = PlacedCall([device])
         placed.hidden = self.hidden

@@ -7,26 +7,38 @@ the mean over all ranks first. So the optimizers clip and scale that mean, and s
 
 import contextlib
 import functools
-import sys
 import threading
 
-from ... import _keras, _patching, errors
+import tensorflow as tf
+
+from ... import _keras, _patching
 from ..._ranks import keras_model, losses
+from ..._verification import keras_steps
 from . import own_losses
 from .layer_state import is_set, read
+from .refusals import unsupported
 from .replicas import recording
 from .replicated_call import ReplicatedCall
 from .sharding import has_rows, rows_of
 
 
-class RankedFunction:
-    """The function that Keras made to train a model for a batch, or several, of an iterator."""
+class WaitingFunction:
+    """A function that Keras made to evaluate a model: its ranks may wait for each other in it."""
 
     def __init__(self, engine, model, function):
         self.engine = engine
         self.model = model
         self.function = function
-        self.started = False
+
+    def __call__(self, iterator):
+        with self.engine.waiting("for the others' losses"):
+            return self.function(iterator)
+
+
+class RankedFunction(WaitingFunction):
+    """The function that Keras made to train a model for a batch, or several, of an iterator."""
+
+    started = False
 
     def __call__(self, iterator):
         step = RankedStep.of(self.model)
@@ -55,13 +67,24 @@ class RankedTrainFunction(keras_model.RankedMethod):
     """The method that makes the function which trains: it begins with rank 0's weights."""
 
     method = "make_train_function"
-    function = RankedFunction
+    attribute = "train_function"
+    function = RankedFunction  # type: type
 
     def __call__(self, model, *args, **kwargs):
         self.plain(model)(*args, **kwargs)  # returns what it has made; in Keras 3, nothing
-        if not isinstance(model.train_function, RankedFunction):
-            model.train_function = self.function(self.engine, model, model.train_function)
-        return model.train_function
+        made = getattr(model, self.attribute)
+        if not isinstance(made, self.function):
+            made = self.function(self.engine, model, made)
+            setattr(model, self.attribute, made)
+        return made
+
+
+class RankedTestFunction(RankedTrainFunction):
+    """The method that makes the function which evaluates."""
+
+    method = "make_test_function"
+    attribute = "test_function"
+    function = WaitingFunction
 
 
 _step = threading.local()
@@ -88,41 +111,38 @@ class RankedStep(keras_model.RankedMethod):
         self.exchanged = 0  # lots of gradients, in the step that was traced last
         self.started = None  # the optimizer with which an eager step began
         self.first_batch = None  # where its loss is to be checked
-        self.kept = False
+        self.kept = False  # as it is of one batch only
 
     def __call__(self, model, data):
         with self.engine.noting():
             return self.step(model, data)
 
     def step(self, model, data):
-        tf = sys.modules["tensorflow"]
-        data = _as_tensors(tf, data)
+        data = _as_tensors(data)
+        asked_for = _keras.compiled_with(model).get("jit_compile")
         # The second is Keras 3's, which warns and goes on without XLA.
-        if getattr(model, "_jit_compile", None) or _keras.compiled_with(model).get(
-            "jit_compile"
-        ) not in (None, False, "auto"):
-            raise errors.unsupported(
-                "tensorflow2",
+        if getattr(model, "_jit_compile", None) or asked_for not in (None, False, "auto"):
+            raise unsupported(
                 "train as one of several ranks under jit_compile=True: XLA compiles no messages",
                 "Compile the model with jit_compile=False.",
             )
         if tf.executing_eagerly():
             self.start(model, data)
         self.exchanged = 0
-        rows = _rows(tf, data)
-        share = self.share(tf, model, rows)
+        rows = _rows(data)
+        share = self.engine.share_in_graph(rows, lambda n: keras_model.count(model, n, True))
         state = self.state(model)
-        before = [read(tf, variable) for variable in state]
+        before = [read(variable) for variable in state]
         with contextlib.ExitStack() as stack:
             stack.enter_context(_stepping())
             stack.enter_context(self.computing(model, rows, lambda: share))
-            for optimizer in self.optimizers(model):
+            for optimizer in keras_steps.optimizers(model):
                 stack.enter_context(self.of_all_ranks(optimizer, share))
             result = self.plain(model)(data)
         self.check(model)
-        self.average_state(tf, state, before, share)
-        if self.has_own_loss(model):
-            self.keep_first(tf, data, share)
+        self.average_state(state, before, share)
+        if self.may_mix_rows(model):
+            self.keep_first(data, share)
         return result
 
     # What is otherwise in Keras 3 -------------------------------------------------------------
@@ -131,11 +151,6 @@ class RankedStep(keras_model.RankedMethod):
         """The context in which Keras computes losses. ``share``: as ``losses.Reductions``'."""
         return reductions(self.engine, share).within(_keras.keras_of(model))
 
-    def optimizers(self, model):
-        """The optimizers among a model's attributes, each once."""
-        found = {id(value): value for value in vars(model).values()}
-        return [v for v in found.values() if callable(getattr(v, "apply_gradients", None))]
-
     def state(self, model):
         """The variables a step may set besides those it trains, as far as they are made."""
         try:
@@ -143,9 +158,9 @@ class RankedStep(keras_model.RankedMethod):
         except ValueError:  # Keras: none is; a step that makes them is traced again to be run
             return []
 
-    def has_own_loss(self, model):
-        """Whether the loss is another one than Keras has."""
-        return own_losses.has_own_loss(model)
+    def may_mix_rows(self, model):
+        """Whether the loss may be no mean over rows."""
+        return own_losses.may_mix_rows(model)
 
     def check_loss(self, model, batch):
         """Refuse a loss that is a sum over the rows of the batch."""
@@ -153,15 +168,12 @@ class RankedStep(keras_model.RankedMethod):
 
     # ------------------------------------------------------------------------------------------
 
-    def keep_first(self, tf, data, share):
+    def keep_first(self, data, share):
         """Keep the batch of the step that runs first, for ``RankedFunction``."""
         flat = tf.nest.flatten(data)
-        if not all(isinstance(value, tf.Tensor) for value in flat if value is not None):
-            return
         present = [value for value in flat if value is not None]
-
-        def is_first(share):
-            return self.first_batch is None and not self.kept
+        if not all(isinstance(value, tf.Tensor) for value in present):
+            return
 
         def keep(*arrays):
             arrays = iter([array.copy() for array in arrays])
@@ -170,7 +182,7 @@ class RankedStep(keras_model.RankedMethod):
             return 0.0
 
         tf.cond(
-            self.engine.called(is_first, [share], tf.bool),
+            self.engine.called(lambda share: not self.kept, [share], tf.bool),
             lambda: tf.numpy_function(keep, present, tf.float64),
             lambda: tf.constant(0.0, tf.float64),
         )
@@ -180,17 +192,13 @@ class RankedStep(keras_model.RankedMethod):
         if self.started is not model.optimizer:
             self.started = model.optimizer
             with _stepping():
-                sys.modules["tensorflow"].function(self.plain(model)).get_concrete_function(data)
+                tf.function(self.plain(model)).get_concrete_function(data)
             keras_model.same_start(model, self.engine)
-
-    def share(self, tf, model, rows):
-        return self.engine.share_in_graph(rows, lambda rows: keras_model.count(model, rows, True))
 
     def check(self, model):
         """Refuse a step whose gradients no other rank has seen."""
         if not self.exchanged and model.trainable_variables:
-            raise errors.unsupported(
-                "tensorflow2",
+            raise unsupported(
                 "train {!r} as one of several ranks: its train_step applies gradients by no "
                 "optimizer that is an attribute of the model".format(model.name),
                 "Have train_step do that, with the optimizer given to compile() for example.",
@@ -203,10 +211,8 @@ class RankedStep(keras_model.RankedMethod):
 
         def apply_gradients_of_all_ranks(grads_and_vars, *args, **kwargs):
             pairs = list(grads_and_vars)
-            mine = [gradient for gradient, _ in pairs if gradient is not None]
-            means = iter(self.engine.mean(mine, share, "gradients_{}".format(self.exchanged)))
-            self.exchanged += 1
-            pairs = [(None if mine is None else next(means), v) for mine, v in pairs]
+            means = self.means([gradient for gradient, _ in pairs], share)
+            pairs = [(mean, variable) for mean, (_, variable) in zip(means, pairs)]
             return apply_gradients(pairs, *args, **kwargs)
 
         methods = {"apply_gradients": apply_gradients_of_all_ranks}
@@ -215,13 +221,19 @@ class RankedStep(keras_model.RankedMethod):
         with _patching.replaced(optimizer, **methods):
             yield
 
+    def means(self, gradients, share):
+        """The means of all ranks' gradients; None is one that nothing has."""
+        mine = [gradient for gradient in gradients if gradient is not None]
+        means = iter(self.engine.mean(mine, share, "gradients_{}".format(self.exchanged)))
+        self.exchanged += 1
+        return [None if gradient is None else next(means) for gradient in gradients]
+
     def scaling(self, optimizer, share):
         """Methods by which a ``LossScaleOptimizer`` has the gradients of one process overflow.
 
         The mean over a rank's rows weighs each row more than the mean over all ranks' rows does,
         so that float16 would overflow under a loss scale that is right for one process.
         """
-        tf = sys.modules["tensorflow"]
         scaled, unscaled = optimizer.get_scaled_loss, optimizer.get_unscaled_gradients
 
         def of_share(loss):
@@ -248,11 +260,11 @@ class RankedStep(keras_model.RankedMethod):
             "get_unscaled_gradients": get_unscaled_gradients,
         }
 
-    def average_state(self, tf, state, before, share):
+    def average_state(self, state, before, share):
         """Set what the step has set (moving averages) to its mean over all ranks."""
-        pairs = [(v, value) for v, value in zip(state, before) if is_set(tf, v)]
+        pairs = [(v, value) for v, value in zip(state, before) if is_set(v)]
         # Of the changes: what has none stays as it is to the bit.
-        changes = [read(tf, variable) - value for variable, value in pairs]
+        changes = [read(variable) - value for variable, value in pairs]
         for (variable, value), change in zip(pairs, self.engine.mean(changes, share, "state")):
             variable.assign(value + change)
 
@@ -264,9 +276,8 @@ class RankedTestStep(keras_model.RankedMethod):
     autograph_info__ = {}  # type: dict
 
     def __call__(self, model, data):
-        tf = sys.modules["tensorflow"]
-        data = _as_tensors(tf, data)
-        rows = _rows(tf, data)
+        data = _as_tensors(data)
+        rows = _rows(data)
 
         def count(rows):
             keras_model.count(model, int(rows), False)
@@ -286,7 +297,7 @@ class RankedTestStep(keras_model.RankedMethod):
     computing = RankedStep.computing
 
 
-def _as_tensors(tf, data):
+def _as_tensors(data):
     """The same structure, without arrays, which Keras 3 hands to a step that runs eagerly."""
 
     def as_tensor(value):
@@ -295,15 +306,15 @@ def _as_tensors(tf, data):
     return tf.nest.map_structure(as_tensor, data)
 
 
-def _rows(tf, data):
+def _rows(data):
     """The number of rows of a batch."""
-    batch = next((value for value in tf.nest.flatten(data) if has_rows(tf, value)), None)
-    return 1 if batch is None else rows_of(tf, batch)
+    batch = next((value for value in tf.nest.flatten(data) if has_rows(value)), None)
+    return 1 if batch is None else rows_of(batch)
 
 
 def reductions(engine, share):
     """What has Keras' losses be those of all ranks' rows: one exchange after the other."""
-    tf, before = sys.modules["tensorflow"], []
+    before = []
 
     def total(values):
         with tf.control_dependencies(before or [share()]):
@@ -314,30 +325,6 @@ def reductions(engine, share):
     return losses.Reductions(share, total)
 
 
-class RankedTestFunction(keras_model.RankedMethod):
-    """The method that makes the function which evaluates, and which may wait for other ranks."""
-
-    method = "make_test_function"
-
-    def __call__(self, model, *args, **kwargs):
-        self.plain(model)(*args, **kwargs)
-        if not isinstance(model.test_function, WaitingFunction):
-            model.test_function = WaitingFunction(self.engine, model.test_function)
-        return model.test_function
-
-
-class WaitingFunction:
-    """A function that Keras made, in whose graph ranks may wait for each other."""
-
-    def __init__(self, engine, function):
-        self.engine = engine
-        self.function = function
-
-    def __call__(self, iterator):
-        with self.engine.waiting("for the others' losses"):
-            return self.function(iterator)
-
-
 class RankedCall(ReplicatedCall):
     """The ``call`` of a model, which refuses gradients that no other rank would see."""
 
@@ -345,19 +332,14 @@ class RankedCall(ReplicatedCall):
         super().__init__([])
 
     def __call__(self, model, *args, **kwargs):
-        tf = sys.modules["tensorflow"]
-        if (
-            recording()
-            and not self._only_traced(tf, model)
-            and not getattr(_step, "running", False)
-        ):
-            raise errors.unsupported(
-                "tensorflow2",
+        is_of_step = getattr(_step, "running", False) or self._only_traced(model)
+        if recording() and not is_of_step:
+            raise unsupported(
                 "train {!r} as one of several ranks in a loop of your own around "
                 "tf.GradientTape".format(model.name),
                 "Put the step into the model's train_step(), and call fit() or train_on_batch().",
             )
-        return self._unreplicated(tf, model, *args, **kwargs)
+        return self._unreplicated(model, *args, **kwargs)
 
 
 #: The methods of a model that become a rank's.

@@ -5,6 +5,7 @@ from ..._engines import tensorflow_collectives, tensorflow_horovod
 from ..._ranks import clusters, keras_model
 from . import keras3_steps, ranked_steps
 from .compiled_steps import forget_compiled_steps
+from .refusals import unsupported
 
 
 def distribute(model, place):
@@ -15,8 +16,7 @@ def distribute(model, place):
     elif hasattr(model, "_eager_losses") and hasattr(model, "train_step"):
         kinds = ranked_steps.KINDS
     else:
-        raise errors.unsupported(
-            "tensorflow2",
+        raise unsupported(
             "train a model of {} {} as one of several ranks".format(
                 keras.__name__, keras.__version__
             ),
@@ -24,9 +24,7 @@ def distribute(model, place):
         )
     engine = join(place)
     if ranked_steps.RankedStep.of(model) is None:
-        for kind in kinds:
-            kind(engine).install(model)
-        keras_model.install(model, engine)
+        keras_model.install(model, engine, kinds)
         forget_compiled_steps(model)
     return model
 
@@ -40,7 +38,7 @@ def join(place):
     if place.launcher == clusters.TF_CONFIG:
         return tensorflow_collectives.TensorFlowCollectives.join(place)
     try:
-        return tensorflow_horovod.Horovod.join(place)
+        return tensorflow_horovod.TensorFlowHorovod.join(place)
     except errors.NotInstalledError as error:
         raise errors.NotInstalledError(
             "{} From TensorFlow 2.4 on, compat run -n {} needs no Horovod.".format(

@@ -1,35 +1,38 @@
 """One device's share of a call, with a gradient of its own."""
 
+import contextlib
 import sys
 
+import tensorflow as tf
+
 from ... import _replicas
+from ..._rows import Sharded
 from . import sharding
 from .sharding import has_rows
 
 
-class Results:
+class CallResults:
     """What a call returns, flat, and what belongs to that.
 
     ``structure`` is what the model returned, ``outputs`` that, flat; ``logits`` and ``masks`` are
     Keras' attributes of the outputs, or None; ``losses`` were added within the call.
     """
 
-    def __init__(self, tf, structure, losses):
-        self.tf = tf
+    def __init__(self, structure, losses):
         self.structure = structure
         self.losses = losses
         self.outputs = tf.nest.flatten(structure)
         self.masks = [getattr(output, "_keras_mask", None) for output in self.outputs]
-        self.logits = [_logits(tf, output) for output in self.outputs]
+        self.logits = [_logits(output) for output in self.outputs]
 
     def differentiable(self):
         """All that may get a gradient: the tensors that ``outputs``, ... consist of."""
-        values = self.tf.nest.flatten(self._values(), expand_composites=True)
-        return [value for value in values if self.tf.is_tensor(value)]
+        values = tf.nest.flatten(self._values(), expand_composites=True)
+        return [value for value in values if tf.is_tensor(value)]
 
     def take(self, tensors):
         """Put the tensors back where ``differentiable`` found them."""
-        tf, tensors = self.tf, iter(tensors)
+        tensors = iter(tensors)
         values = self._values()
         flat = tf.nest.flatten(values, expand_composites=True)
         flat = [next(tensors) if tf.is_tensor(value) else value for value in flat]
@@ -41,7 +44,7 @@ class Results:
         return [self.outputs, self.logits, self.losses]
 
 
-def as_function(tf, call, scope, structure):
+def as_function(call, scope, structure):
     """A call as a function of the tensors that its arguments and their masks consist of.
 
     Arguments:
@@ -49,7 +52,7 @@ def as_function(tf, call, scope, structure):
 
     Returns:
         The tensors, all tensors and what else is among them, and the function, which returns
-        ``Results``.
+        ``CallResults``.
     """
     masks = [getattr(value, "_keras_mask", None) for value in tf.nest.flatten(structure)]
     flat = tf.nest.flatten((structure, masks), expand_composites=True)
@@ -67,7 +70,7 @@ def as_function(tf, call, scope, structure):
                 value._keras_mask = mask
         with _replicas.undivided(), scope() as losses:
             outputs = call(*args, **kwargs)
-        return Results(tf, outputs, losses)
+        return CallResults(outputs, losses)
 
     return [flat[place] for place in places], places, compute
 
@@ -75,11 +78,11 @@ def as_function(tf, call, scope, structure):
 class Replica:
     """One device's share of a call, and its results."""
 
-    def __init__(self, tf, call, state, size):
-        self.tf = tf
+    def __init__(self, call, state, size, trace):
         self.call = call
         self.state = state
         self.size = size  # rows kept; none of the one row computed where this is 0
+        self.trace = trace  # None for a single replica
 
     def run(self, device, arguments, check_rows):
         """Compute.
@@ -87,22 +90,20 @@ class Replica:
         Arguments:
             check_rows: make sure that the outputs follow the rows of the batch.
         """
-        tf = self.tf
         self.device = device
-        self.batch = next(v for v in tf.nest.flatten(arguments) if has_rows(tf, v))
-        self.shard, _, compute = as_function(tf, self.call, self.state.replica, arguments)
+        self.batch = next(v for v in tf.nest.flatten(arguments) if has_rows(v))
+        self.shard, _, compute = as_function(self.call, self.state.replica, arguments)
 
         def results_of(*values):
             self.results = compute(*values)
-            if check_rows:
-                self._check_rows()
-            self._keep()
+            if self.trace is not None:
+                self._keep(check_rows)
             return self.results.differentiable()
 
         @tf.custom_gradient
         def replica(*values):
             with tf.device(device):
-                results, gradients_of = _differentiable(tf, results_of, values)
+                results, gradients_of = _differentiable(results_of, values)
 
             def gradient(*upstream, **kwargs):  # up to TensorFlow 2.3 no keyword-only argument
                 variables = list(kwargs.get("variables") or ())
@@ -114,6 +115,7 @@ class Replica:
                         list(values) + variables,
                         [gradient for _, gradient in pairs],
                     )
+                    gradients = [_dense(each) for each in gradients]
                 if not variables:
                     return gradients
                 return gradients[: len(values)], gradients[len(values) :]
@@ -121,38 +123,71 @@ class Replica:
             return results, gradient
 
         if recording():
-            tensors = replica(*self.shard)
+            with _listing_no_variables():
+                tensors = replica(*self.shard)
         else:  # predict, evaluate: no gradient to keep intermediate results for
             with tf.device(device):
                 tensors = results_of(*self.shard)
         self.results.take(tensors)
 
-    def _keep(self):
-        """Keep this replica's own rows here, where their number is not known before."""
-        if isinstance(self.size, int):
-            return
-        results = self.results
-        for values in (results.outputs, results.masks, results.logits):
+    def _keep(self, check_rows):
+        """Keep this replica's own rows of the results."""
+        results, placements = self.results, self.trace.placements
+        for values, name in (
+            (results.outputs, "outputs"),
+            (results.masks, "outputs"),
+            (results.logits, "outputs"),
+            (results.losses, "losses"),
+        ):
             for place, value in enumerate(values):
-                if self.tf.is_tensor(value) and self.has_same_rows(value):
-                    values[place] = sharding.kept(self.tf, value, self.size)
-
-    def kept(self, value):
-        """A result's rows that are this replica's own."""
-        if isinstance(self.size, int):
-            return sharding.kept(self.tf, value, self.size)
-        return value  # see _keep
-
-    def _check_rows(self):
-        for place, output in enumerate(self.results.outputs):
-            if self.tf.is_tensor(output) and self.has_same_rows(output):
-                self.results.outputs[place] = sharding.checked(self.tf, output, self.batch)
-
-    def has_same_rows(self, value):
-        return sharding.has_same_rows(value, self.batch)
+                if tf.is_tensor(value) and isinstance(placements[name][place], Sharded):
+                    if check_rows and values is results.outputs:
+                        value = sharding.checked(value, self.batch)
+                    values[place] = sharding.kept(value, self.size)
 
 
-def _differentiable(tf, compute, values):
+@contextlib.contextmanager
+def _listing_no_variables():
+    """Within, the graph lists no variables that have no hash.
+
+    TensorFlow 2.0 makes sets of them for a gradient of one's own, and fails: it lists those that
+    layers have made within any tf.function.
+    """
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    names = tf.compat.v1.GraphKeys.GLOBAL_VARIABLES, tf.compat.v1.GraphKeys.LOCAL_VARIABLES
+    lists = [] if graph is None else [graph.get_collection_ref(name) for name in names]
+    hidden = [(each, list(each)) for each in lists if not all(map(_has_hash, each))]
+    for each, _ in hidden:
+        del each[:]
+    try:
+        yield
+    finally:
+        for each, variables in hidden:
+            each[:0] = variables
+
+
+def _has_hash(variable):
+    try:
+        return hash(variable) is not None
+    except TypeError:
+        return False
+
+
+def _dense(gradient):
+    """The gradient of a table's rows, each looked up once, as that of the whole table.
+
+    Other replicas have looked up some of the same rows. Keras 3 squares what there is of a row one
+    by one, as it does where one device looks a row up several times.
+    """
+    if not isinstance(gradient, tf.IndexedSlices) or tf.executing_eagerly():
+        return gradient
+    op = gradient.indices.op
+    while op.type in ("Cast", "Identity", "Reshape"):
+        op = op.inputs[0].op
+    return tf.convert_to_tensor(gradient) if op.type.startswith("Unique") else gradient
+
+
+def _differentiable(compute, values):
     """``compute(*values)``, and the function (results, sources, upstream) -> gradients of it."""
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     # Loops and branches make their variables inputs of another name; the tape knows them.
@@ -184,7 +219,7 @@ def recording():
     return True
 
 
-def _logits(tf, output):
+def _logits(output):
     """What went into a final softmax or sigmoid, where Keras' cross-entropy would look for it.
 
     Keras computes cross-entropy from logits if the output carries them, or comes straight from

@@ -1,14 +1,33 @@
 """What each replica gets of a call's arguments on TensorFlow 2: some of the batch's rows."""
 
-from ... import errors
-from .row_kinds import Sizes
+import itertools
+
+import tensorflow as tf
+
+from ..._rows import REPLICATED, Count, Sharded, Unknown
 
 
-def has_rows(tf, value):
+def has_rows(value):
     return tf.is_tensor(value) and value.shape.rank != 0
 
 
-def rows_of(tf, batch):
+def _is_array(value):
+    return type(value).__module__ == "numpy" and value.shape != () and value.dtype != object
+
+
+def are_arrays(given):
+    """Whether arrays of numpy's are the only values with rows that a call was given."""
+    leaves = tf.nest.flatten(given)
+    return any(map(_is_array, leaves)) and not any(has_rows(leaf) for leaf in leaves)
+
+
+def as_tensors(given):
+    return tf.nest.map_structure(
+        lambda leaf: tf.convert_to_tensor(leaf) if _is_array(leaf) else leaf, given
+    )
+
+
+def rows_of(batch):
     """The number of rows: an integer where it is known, else a scalar tensor (int32)."""
     if batch.shape.rank is not None and batch.shape[0] is not None:
         return batch.shape[0]
@@ -19,7 +38,7 @@ def rows_of(tf, batch):
     return tf.shape(batch)[0]
 
 
-class Arguments:
+class ShardedArguments:
     """The arguments of a call: which of them are data, of which each replica gets some rows.
 
     The first tensor is the batch. The argument that it stands in, alone or in a list or a
@@ -28,20 +47,20 @@ class Arguments:
     tensors of a known length beside a batch that has none.
     """
 
-    def __init__(self, tf, args, kwargs, replicas):
-        self.tf = tf
+    def __init__(self, args, kwargs, replicas):
         self.replicas = replicas
         self.structure = (args, kwargs)
         self.leaves = tf.nest.flatten(self.structure)
         arguments = list(args) + [kwargs[name] for name in sorted(kwargs)]
-        sizes = [len(tf.nest.flatten(argument)) for argument in arguments]
-        places = [n for n, value in enumerate(self.leaves) if has_rows(tf, value)]
+        ends = itertools.accumulate(len(tf.nest.flatten(argument)) for argument in arguments)
+        places = [n for n, value in enumerate(self.leaves) if has_rows(value)]
         self.batch = self.leaves[places[0]] if places else None
         if self.batch is None:
             return
-        ends = [sum(sizes[: n + 1]) for n in range(len(sizes))]
         end = next(end for end in ends if end > places[0])
-        self.rows = rows_of(tf, self.batch)
+        self.rows = rows_of(self.batch)
+        self.has_values = tf.executing_eagerly()
+        self.differ = False  # whether parts of the input have other numbers of rows
         self.has_others = False
         if replicas == 1:
             self.is_data = [False] * len(self.leaves)
@@ -51,37 +70,31 @@ class Arguments:
         self.is_data = [self._is_data(value, n < end) for n, value in enumerate(self.leaves)]
         #: Whether something with rows of its own may go to each replica as it is.
         self.has_others = any(
-            is_data is not True and has_rows(tf, value)
+            is_data is not True and has_rows(value)
             for is_data, value in zip(self.is_data, self.leaves)
         )
 
     def _is_constant(self, value):
         from tensorflow.python.framework import tensor_util
 
-        tf = self.tf
-        if tf.executing_eagerly() or not tf.is_tensor(value):
-            return False
-        if isinstance(value, (tf.RaggedTensor, tf.SparseTensor)):
+        is_composite = isinstance(value, (tf.RaggedTensor, tf.SparseTensor))
+        if tf.executing_eagerly() or is_composite or not tf.is_tensor(value):
             return False
         return hasattr(value, "numpy") or tensor_util.constant_value(value) is not None
 
     def _is_data(self, value, is_input):
-        tf = self.tf
         if value is self.batch:
             return True
-        if not has_rows(tf, value) or isinstance(value, tf.Variable):
+        if not has_rows(value) or isinstance(value, tf.Variable):
             return False
         if self._is_constant(value) and not self.constant_batch:
             return False
-        rows = rows_of(tf, value)
+        rows = rows_of(value)
         if isinstance(rows, int) and isinstance(self.rows, int):
-            if rows != self.rows and is_input:
-                raise errors.UnsupportedError(_different_rows(self.rows, rows))
+            self.differ = self.differ or is_input and rows != self.rows
             return rows == self.rows
         if is_input:
-            check = tf.debugging.assert_equal(
-                rows, self.rows, message=_different_rows("some", "others")
-            )
+            check = tf.debugging.assert_equal(rows, self.rows, message=_DIFFERENT_ROWS)
             # None where TensorFlow knew it to hold.
             with tf.control_dependencies([] if check is None else [check]):
                 self.rows = tf.identity(self.rows)
@@ -93,50 +106,88 @@ class Arguments:
     def shard(self, bounds):
         """The arguments of a replica, which has the rows from ``bounds[0]`` to ``bounds[1]``."""
         leaves = [self._cut(*each, bounds=bounds) for each in zip(self.leaves, self.is_data)]
-        return self.tf.nest.pack_sequence_as(self.structure, leaves)
+        return tf.nest.pack_sequence_as(self.structure, leaves)
 
     def _cut(self, value, is_data, bounds):
-        tf = self.tf
         if is_data is False:
             return value
         start, stop = bounds
         if is_data is not True:
             start = tf.where(is_data, start, 0)
-            stop = tf.where(is_data, stop, rows_of(tf, value))
-        shard = _rows(tf, value, start, stop)
+            stop = tf.where(is_data, stop, rows_of(value))
+        shard = _rows(value, start, stop)
         mask = getattr(value, "_keras_mask", None)
         if mask is not None:
             shard._keras_mask = mask[start:stop]
         return shard
 
-    def traced(self):
-        """For each tensor that the arguments consist of whether it has rows (see ``Trace``)."""
-        tf, flags = self.tf, []
+    def placements(self):
+        """For each tensor that the arguments, and their masks, consist of how it has rows."""
+        found, uneven = [], Sharded(0, inner=None, even=False)
         for value, is_data in zip(self.leaves, self.is_data):
             count = len(tf.nest.flatten(value, expand_composites=True))
             if is_data is False:
-                flags += [False] * count
+                found += [REPLICATED] * count
             elif isinstance(value, tf.SparseTensor):
-                flags += [None, None, Sizes(frozenset([0]))]
+                found += [Unknown(), uneven, Count([0])]
             else:
-                flags += [True] if count == 1 else [None] * count
-        return flags + [self._has_mask_rows(place) for place in range(len(self.leaves))]
+                found += [Sharded(0)] if count == 1 else [uneven] + [Unknown()] * (count - 1)
+        return found + [REPLICATED if is_data is False else Sharded(0) for is_data in self.is_data]
 
-    def _has_mask_rows(self, place):
-        masked = getattr(self.leaves[place], "_keras_mask", None) is not None
-        return masked and self.is_data[place] is not False
+    def three_rows(self):
+        """For each of these tensors its values: of three rows, of two of them and of the third.
+
+        None for those that have no value yet and no rows.
+        """
+        real = self.has_values and int(self.rows) >= 3
+        found, masks = [], []
+        for value, is_data in zip(self.leaves, self.is_data):
+            mask = getattr(value, "_keras_mask", None)
+            for tensor, values in ((value, found), (mask, masks)):
+                if tensor is None or not tf.is_tensor(tensor):
+                    lanes = [[None]]
+                elif is_data is False:
+                    parts = tf.nest.flatten(tensor, expand_composites=True)
+                    lanes = [[part if hasattr(part, "numpy") else None for part in parts]] * 3
+                else:
+                    whole = _rows(tensor, 0, 3) if real else _made_up(tensor)
+                    parts = [whole, _rows(whole, 0, 2), _rows(whole, 2, 3)]
+                    lanes = [tf.nest.flatten(part, expand_composites=True) for part in parts]
+                values += [None if each[0] is None else list(each) for each in zip(*lanes)]
+        return found + masks
 
 
-def _different_rows(first, second):
-    return (
-        "parallelize() cuts each batch by rows, and this model's inputs have different numbers of "
-        "rows: {} and {}. Give inputs with one row for each sample, pass what all samples share "
-        "as another argument of the call or as the model's own attribute, or run this model on "
-        "one device, with parallelize(model, gpus=1).".format(first, second)
-    )
+_DIFFERENT_ROWS = (
+    "parallelize() cuts each batch by rows, and this model's inputs have different numbers of "
+    "rows. Give inputs with one row for each sample, pass what all samples share as another "
+    "argument of the call or as the model's own attribute, or run this model on one device, with "
+    "parallelize(model, gpus=1)."
+)
 
 
-def _rows(tf, value, start, stop):
+def _made_up(tensor):
+    """Three rows of a tensor's shape and type, where the batch has no values yet."""
+    import numpy as np
+
+    random, sizes, dtype = np.random.RandomState(0), tensor.shape.as_list(), tensor.dtype
+    sizes = [16 if size is None else size for size in sizes[1:]]
+    if isinstance(tensor, tf.RaggedTensor):
+        lengths, (flat, *_) = [2, 3, 1], tf.nest.flatten(tensor, expand_composites=True)
+        values = random.normal(size=[6] + flat.shape.as_list()[1:])
+        return tf.RaggedTensor.from_row_lengths(_of_type(values, dtype), lengths)
+    values = _of_type(random.normal(size=[3] + sizes), dtype)
+    if isinstance(tensor, tf.SparseTensor):
+        return tf.sparse.from_dense(tf.where(values > 0, values, tf.zeros_like(values)))
+    return values
+
+
+def _of_type(values, dtype):
+    return tf.cast(values, dtype) if dtype.is_floating or dtype.is_complex else (
+        tf.cast(values > 0, dtype)
+    )  # fmt: skip
+
+
+def _rows(value, start, stop):
     """Some rows of a tensor of any kind."""
     if not isinstance(value, tf.SparseTensor):
         return value[start:stop]
@@ -146,26 +197,26 @@ def _rows(tf, value, start, stop):
     return tf.sparse.slice(value, tf.stack(starts), tf.stack(sizes))
 
 
-def kept(tf, value, size):
+def concatenated(values):
+    """The rows of tensors of any kind, one after the other."""
+    if isinstance(values[0], tf.SparseTensor):
+        return tf.sparse.concat(0, values, expand_nonconcat_dims=True)
+    return tf.concat(values, axis=0)
+
+
+def kept(value, size):
     """The rows of a result that are a replica's own: all of them, or none where it has none."""
     if isinstance(size, int):
-        return value if size else _rows(tf, value, 0, 0)
-    return _rows(tf, value, 0, rows_of(tf, value) * tf.minimum(size, 1))
+        return value if size else _rows(value, 0, 0)
+    return _rows(value, 0, rows_of(value) * tf.minimum(size, 1))
 
 
-def has_same_rows(value, batch):
-    """Whether a result has as many rows as a replica's batch, as far as TensorFlow knows."""
-    if value.shape.rank is None or batch.shape.rank is None:
-        return value.shape.rank is None
-    return value.shape.rank > 0 and value.shape[0] in (None, batch.shape[0])
-
-
-def checked(tf, output, batch):
+def checked(output, batch):
     """An output, once it is certain that it has a row for each row of a replica's batch.
 
     Beside arguments that each replica gets whole it might have one for each of theirs.
     """
-    found, rows = rows_of(tf, output), rows_of(tf, batch)
+    found, rows = rows_of(output), rows_of(batch)
     message = (
         "parallelize() cut the first argument of this model, {} rows on this device, and an output "
         "has {}: it does not follow the rows of the first argument. Pass the argument that it "

@@ -13,7 +13,7 @@ from ... import errors
 from ..._operations import Operation
 from ..tensorflow1 import timeline as tensorflow1_timeline
 from .device_configuration import config_function
-from .op_placement import short
+from .op_placement import recorded, short
 
 _KERNEL = re.compile(r"([\w./>-]+):(\w+)")  # "sequential/dense_1/MatMul_2:_FusedMatMul"
 _INLINED = re.compile(r"(Stateful)?PartitionedCall(_\d+)?/")  # whose function's nodes follow
@@ -32,16 +32,11 @@ def profiled(tf, devices):
 @contextlib.contextmanager
 def _by_metadata(tf, devices, operations):
     """TensorFlow 2.0 and 2.1 record each operation with its device."""
-    from tensorflow.python.eager import context
-
-    context.enable_run_metadata()
     try:
-        context.export_run_metadata()  # drop what others left
-        yield
+        with recorded() as records:
+            yield
     finally:
-        statistics = context.export_run_metadata().step_stats
-        context.disable_run_metadata()
-        operations.extend(tensorflow1_timeline.executed([statistics], devices))
+        operations.extend(tensorflow1_timeline.executed([records[0].step_stats], devices))
 
 
 @contextlib.contextmanager

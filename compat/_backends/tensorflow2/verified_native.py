@@ -14,9 +14,10 @@ import inspect
 import sys
 import threading
 
-from ... import _replicas, _verification, errors
-from ..._verification import keras_steps
-from . import layer_state, native_models, op_placement
+from ... import _replicas, _verification, _work, errors
+from ..._verification import keras_steps, reachable
+from . import layer_state, op_placement
+from .kinds import held, is_variable
 from .replicas import recording
 
 # Names of the argument that switches between training and inference.
@@ -55,7 +56,9 @@ class VerifiedCall:
         if not tf.executing_eagerly():
             self._warn_of_function()
             return self.call(model, *args, **kwargs)
-        return self.verification.verify(kind, _Call(tf, self.call, model, args, kwargs))
+        if not self.verification.is_due(kind):
+            return self.call(model, *args, **kwargs)
+        return self.verification.verify(kind, _NativeCall(tf, self.call, model, args, kwargs))
 
     def _warn_of_function(self):
         if self._warned:
@@ -65,12 +68,14 @@ class VerifiedCall:
             "verify={}: model {!r} is called within a tf.function, where there are no numbers to "
             "compare yet, so those calls are not verified. Call it once outside, within a "
             "tf.GradientTape for its gradients: model(batch).".format(
-                self.verification.left["train"], self.verification.record.model
+                self.verification.asked, self.verification.record.model
             )
         )
 
 
-class _Call(_verification.Step):
+class _NativeCall(_verification.Step):
+    given = ("args", "kwargs")
+
     def __init__(self, tf, call, model, args, kwargs):
         self.tf = tf
         self.model = model
@@ -78,11 +83,26 @@ class _Call(_verification.Step):
         self.kwargs = kwargs
         self.is_recording = recording()
         self.replicated = functools.partial(call, model)
-        self.undivided = functools.partial(call._unreplicated, tf, model)
+        self.undivided = functools.partial(call._unreplicated, model)
         self.variables = self._found()
-        layers = [part for part in _parts(model) if hasattr(part, "moving_mean")]
-        self.by_design = keras_steps.by_design(layers)
         self.dtype = keras_steps.coarsest({v.dtype.name for v in self.variables.values()})
+
+    def attributes(self):
+        parts = [self.model] + list(getattr(self.model, "submodules", ()))
+        kinds = (bool, int, float, self.tf.Tensor)
+        return reachable.Attributes(
+            [part for part in parts if hasattr(part, "__dict__")],
+            lambda name, value: isinstance(value, kinds),
+        )
+
+    def by_design(self, inference, changed):
+        layers = [part for part in _parts(self.model) if hasattr(part, "moving_mean")]
+        training = self.is_recording and not inference
+        moved = {id(self.variables[label]) for label in changed if label in self.variables}
+        return keras_steps.normalised([
+            layer for layer in layers
+            if training and layer.trainable or not moved.isdisjoint(map(id, layer.variables))
+        ])  # fmt: skip
 
     def _found(self):
         """The model's variables, and all others that the call reads or sets, by label."""
@@ -92,8 +112,8 @@ class _Call(_verification.Step):
             # Makes the variables that a first call makes, too.
             found += self._traced().graph.variables
         found += list(getattr(self.model, "variables", ()))
-        for value in native_models._held(self.model):
-            if native_models._is_variable(value):
+        for value in held(self.model):
+            if is_variable(value):
                 found.append(value)
             elif hasattr(value, "_state_var"):  # a tf.random.Generator
                 found.append(value._state_var)
@@ -137,7 +157,8 @@ class _Call(_verification.Step):
         if self.is_recording:
             # In a call of its own, so that the caller's tape records the model alone.
             start = self.read()
-            gradients = _in_a_thread(self._differentiated, self.replicated)
+            with _work.uncounted():  # it is done once more
+                gradients = _in_a_thread(self._differentiated, self.replicated)
             self.write(start)
         result = self.replicated(*self.args, **self.kwargs)
         return result, dict(gradients, **self._outputs(result))
@@ -157,7 +178,7 @@ class _Call(_verification.Step):
         import numpy as np
 
         tf = self.tf
-        with _attributes_kept(self.model):
+        with self.attributes_kept():
             if not self.is_recording:
                 return self._outputs(call(*self.args, **self.kwargs))
             with tf.GradientTape() as tape:
@@ -198,8 +219,7 @@ class _Call(_verification.Step):
     def outputs(self, undivided):
         args, kwargs = self._in_inference()
         call = self._plain if undivided else self.replicated
-        with _attributes_kept(self.model):
-            return self._outputs(_in_a_thread(call, *args, **kwargs))
+        return self._outputs(_in_a_thread(call, *args, **kwargs))
 
     def _in_inference(self):
         """The arguments, with the one that switches training on set to False."""
@@ -231,25 +251,7 @@ def _label(variable):
 
 def _parts(model):
     """A model and its layers and modules, as far as they can be known."""
-    return list(getattr(model, "submodules", ())) + [model] + native_models._held(model)
-
-
-@contextlib.contextmanager
-def _attributes_kept(model):
-    """Within, the numbers and tensors that a call sets as attributes are forgotten."""
-    tf = sys.modules["tensorflow"]
-    parts = [model] + list(getattr(model, "submodules", ()))
-    before = [(vars(part), dict(vars(part))) for part in parts if hasattr(part, "__dict__")]
-    try:
-        yield
-    finally:
-        for attributes, values in before:
-            for name, value in list(attributes.items()):
-                is_number = isinstance(value, (bool, int, float, tf.Tensor))
-                if is_number and name not in values:
-                    del attributes[name]
-                elif is_number:
-                    attributes[name] = values[name]
+    return list(getattr(model, "submodules", ())) + [model] + held(model)
 
 
 def _in_a_thread(function, *args, **kwargs):

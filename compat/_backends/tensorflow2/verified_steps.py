@@ -1,15 +1,20 @@
 """Verification of Keras models on TensorFlow 2: a step done on one device, from the same state."""
 
 import contextlib
-import sys
+import functools
+import itertools
 
-from ... import _replicas
+import tensorflow as tf
+
+from ... import _patching, _replicas
 from ..._verification import keras_steps
 from . import op_placement
 
 
-class VerifiedStep(keras_steps.Verified):
+class VerifiedTensorFlow2Step(keras_steps.Verified):
     """The method by which tf.keras, or Keras 3 on TensorFlow, makes the function of a step."""
+
+    has_built = False  # whether the optimizer made its state here, not in a step
 
     def is_ready(self, model):
         if not getattr(model, "built", True):
@@ -19,7 +24,7 @@ class VerifiedStep(keras_steps.Verified):
         optimizers = keras_steps.optimizers(model)
         optimizer = getattr(model, "optimizer", None)
         if _is_keras_own(model, "train_step") and optimizer is not None:
-            _build(optimizer, model.trainable_variables)
+            self.has_built = _build(optimizer, model.trainable_variables) or self.has_built
             optimizers = [optimizer]
         return all(_is_built(optimizer) for optimizer in optimizers)
 
@@ -30,7 +35,7 @@ class VerifiedStep(keras_steps.Verified):
         return keras_steps.made_anew(self, model, (self.kind + "_tf_function",))
 
     def step(self, function, args):
-        return _Step(sys.modules["tensorflow"], self, function, args[0])
+        return _TensorFlow2Step(self, function, args[0])
 
 
 def _is_keras_own(model, method):
@@ -39,14 +44,19 @@ def _is_keras_own(model, method):
 
 
 def _build(optimizer, variables):
-    """Make the optimizer's state, which some versions of Keras make in the first step."""
+    """Make the optimizer's state, which some versions of Keras make in the first step.
+
+    Returns:
+        Whether it was not there yet.
+    """
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)  # of a LossScaleOptimizer
     if _is_built(optimizer):
-        return
+        return False
     if hasattr(optimizer, "build"):
         optimizer.build(variables)
     elif hasattr(optimizer, "_create_all_weights"):  # tf.keras' legacy optimizers
         optimizer._create_all_weights(variables)
+    return True
 
 
 def _is_built(optimizer):
@@ -55,11 +65,12 @@ def _is_built(optimizer):
     return bool(getattr(optimizer, "built", getattr(optimizer, "_built", False)))
 
 
-class _Step(keras_steps.KerasStep):
-    def __init__(self, tf, method, function, iterator):
+class _TensorFlow2Step(keras_steps.KerasStep):
+    given = ("batches",)
+
+    def __init__(self, method, function, iterator):
         super().__init__(method, function)
         self.method = method
-        self.tf = tf
         self.iterator = iterator
         self.batches = self._taken()
 
@@ -72,31 +83,35 @@ class _Step(keras_steps.KerasStep):
         count = int(count.numpy() if hasattr(count, "numpy") else count)
         if isinstance(self.iterator, list):  # Keras 3 predicts lists of batches
             return self.iterator
-        batches = [next(self.iterator)]
-        while len(batches) < count:
-            try:
-                batches.append(next(self.iterator))
-            except (StopIteration, self.tf.errors.OutOfRangeError):
-                break
-        return batches
+        return [next(self.iterator)] + list(itertools.islice(self.iterator, count - 1))
 
     def _again(self):
         """An iterator over the same batches, in which sizes are known as far as they were."""
         spec = getattr(self.iterator, "element_spec", None)
         if spec is None:
             return self.batches if isinstance(self.iterator, list) else iter(self.batches)
-        tf, batches = self.tf, self.batches
-        flat = [tf.nest.flatten(batch, expand_composites=True) for batch in batches]
-        specs = tf.nest.flatten(spec, expand_composites=True)
-        dataset = tf.data.Dataset.from_generator(
-            lambda: iter([tuple(values) for values in flat]),
-            output_types=tuple(value.dtype for value in flat[0]),
-            output_shapes=tuple(s.shape for s in specs),
-        )
-        dataset = dataset.map(
-            lambda *values: tf.nest.pack_sequence_as(spec, values, expand_composites=True)
-        )
-        return iter(dataset)
+        nest = tf.nest
+
+        def leaves(nested):
+            return nest.flatten(nested, expand_composites=True)
+
+        def is_tensor(leaf):  # an optional input may be None
+            return hasattr(leaf, "dtype")
+
+        def packed(*values):
+            relaxed = tf.compat.v1.placeholder_with_default
+            given = iter(values)
+            parts = [relaxed(next(given), s.shape) if is_tensor(s) else None for s in leaves(spec)]
+            return nest.pack_sequence_as(spec, parts, expand_composites=True)
+
+        datasets = [
+            tf.data.Dataset.from_tensors(tuple(filter(is_tensor, leaves(batch)))).map(packed)
+            for batch in self.batches
+        ]
+        return iter(functools.reduce(lambda first, second: first.concatenate(second), datasets))
+
+    def kinds_of_variables(self):
+        return super().kinds_of_variables() + (tf.Variable,)
 
     def as_array(self, value):
         value = value.to_tensor() if hasattr(value, "to_tensor") else value
@@ -109,8 +124,35 @@ class _Step(keras_steps.KerasStep):
             return self.named(self.function.undivided(self._again()))
 
     def on_all_devices(self):
-        results = self.function.made(self._again())
+        start, noted = self.read(), self.attributes()
+        results, traced = self._traced_and_done()
+        if traced and self.method.has_built and noted.have_changed():
+            # TensorFlow traces a function twice that makes variables. Here the optimizer's were
+            # there already, and something counts traces: an optimizer, or a layer's seed.
+            self.write(start)
+            self.function.made = self.method.made_anew(self.model)
+            results, _ = self._traced_and_done()
+        self.method.has_built = False
         return results, self.named(results)
+
+    def _traced_and_done(self):
+        """Do the step; what it returned, and whether a graph was traced.
+
+        What counts in Python begins a graph on one device with the numbers of this one.
+        """
+        name = keras_steps.STEPS[self.kind]
+        plain = getattr(self.model, name)
+
+        traces = []
+
+        def step(*args):
+            if not tf.executing_eagerly():
+                traces.append(True)
+                self.noted = self.attributes()
+            return plain(*args)
+
+        with _patching.replaced(self.model, **{name: step}):
+            return self.function.made(self._again()), bool(traces)
 
     def operations(self):
         function = self.method.made_anew(self.model)
@@ -119,7 +161,7 @@ class _Step(keras_steps.KerasStep):
 
     def outputs(self, undivided):
         data = self.batches[0]
-        inputs = data[0] if isinstance(data, tuple) else data
+        inputs = keras_steps.inputs_of(data)
         with _replicas.undivided() if undivided else contextlib.ExitStack():
             try:
                 results = self.model(inputs, training=False)

@@ -204,7 +204,8 @@ class Theano(Backend):
         BatchNorm normalises each device's rows by their own statistics; its moving averages are
         those of the whole batch. Dropout masks of the devices are independent. A stateful RNN keeps
         one state per row of the batch, as on one device. What computes across the rows of a batch,
-        and all that follows from it, runs on the first device, with a warning.
+        and all that follows from it, runs on the first device, with a warning; so does all of a
+        model whose inputs have different numbers of rows, or that fails for a part of a batch.
 
         Functions of the user's own (``K.function``) run on the first device, undivided.
 
@@ -213,7 +214,7 @@ class Theano(Backend):
 
         Raises:
             UnsupportedError: an input is a tensor of the user's, and not fed. Or, with the first
-                batch: the inputs have different numbers of rows, or a part of a batch fails.
+                batch and under ``strict=True``: what runs on the first device alone.
         """
         from . import device_replicas  # imports numpy
 
@@ -227,7 +228,7 @@ class Theano(Backend):
     def verify(self, model: "Any", verification: "Optional[Verification]") -> None:
         from . import verified_steps  # here for start-up time
 
-        verified_steps.VerifiedStep.install_on(model, verification)
+        verified_steps.VerifiedTheanoStep.install_on(model, verification)
 
     def launcher(self, job: "Job") -> "List[str]":
         from ..._engines import mpi  # here for start-up time
@@ -240,7 +241,7 @@ class Theano(Backend):
         from ..._ranks import keras2
         from . import ranks
 
-        kinds = ranks.MakeTrainFunction, keras2.MakeTestFunction
+        kinds = ranks.MakeTheanoTrainFunction, keras2.MakeTestFunction
         keras2.install(model, mpi.MPI.join(place), kinds)
         return model
 

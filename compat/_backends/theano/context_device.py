@@ -6,10 +6,6 @@ import numpy as np
 
 from .graph_variables import context_of, independent_state, is_random
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    pass
-
 
 class Device:
     """A device: its ``name``, and Theano's ``target`` for it, a context's name or "cpu".
@@ -67,6 +63,18 @@ class Device:
         value = value if isinstance(value, np.random.RandomState) else np.asarray(value)
         with self.current():
             self.variables[variable] = theano.shared(value, variable.name, **options)
+
+    @contextlib.contextmanager
+    def randomness_kept(self):
+        """Afterwards, the generators of random numbers are where they were."""
+        states = [own for keras, own in self.variables.items() if is_random(keras)]
+        before = [state.get_value() for state in states]
+        try:
+            yield
+        finally:
+            with self.current():
+                for state, value in zip(states, before):
+                    state.set_value(value)
 
     def take_weights(self):
         """Bring this device's weights up to date."""

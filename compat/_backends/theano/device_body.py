@@ -105,3 +105,27 @@ class Body:
         if variable.type.dtype not in _FLOATS:
             return variable
         return variable.transfer(self.device.place)
+
+
+def copied(function, swap):
+    """A function like this one, of other shared variables.
+
+    Theano's copy() alone loses the order in which operations may overwrite what others read: it
+    gives the copied graph no DestroyHandler. Gradients of recurrent layers read what had been
+    overwritten.
+    """
+    from theano import gof
+
+    maker = function.maker
+    of_theano = type(maker)
+
+    class Maker(of_theano):
+        def __init__(self, *args, **options):
+            options["fgraph"].attach_feature(gof.DestroyHandler())
+            super(Maker, self).__init__(*args, **options)
+
+    maker.__class__ = Maker
+    try:
+        return function.copy(swap=swap)
+    finally:
+        maker.__class__ = of_theano

@@ -12,7 +12,7 @@ siblings), its graph is cut in two:
   shard of the batch. What leaves it, towards loss, metrics or updates, has rows, which are put
   together on the host.
 - The *head*, the rest, runs once, with the whole batch: losses, metrics, penalties, statistics of
-  the batch, and what computes across its rows (``across_rows.py``) with all that follows. Its
+  the batch, and what computes across its rows (``row_operations.py``) with all that follows. Its
   gradient at the cut goes back to the devices' bodies, the sum of whose gradients the optimizer
   sees.
 
@@ -23,7 +23,7 @@ forward returns, besides, whatever the one that goes back needs of what it has c
 
 import contextlib
 
-from ... import _keras, errors
+from ... import _keras, _rows
 from ..._patching import replaced
 from .context_device import Device
 from .graph_variables import ancestors_of, host_type_of
@@ -54,10 +54,10 @@ def parallelize(model: "Any", devices: "Sequence[Tuple[str, str]]") -> None:
         if current is not None:
             current.uninstall()
         if devices:
-            ReplicatedFunctions(model, [Device(*device) for device in devices]).install()
+            ReplicatedTheanoFunctions(model, [Device(*device) for device in devices]).install()
 
 
-class ReplicatedFunctions:
+class ReplicatedTheanoFunctions:
     """The three functions of a Keras model, made to run its body on several devices.
 
     Keras makes a function when it is first needed, by a method of the model. The instance gets
@@ -67,6 +67,8 @@ class ReplicatedFunctions:
     def __init__(self, model: "Any", devices: "Sequence[Device]") -> None:
         self.model = model
         self.devices = list(devices)
+        self.across = None  # type: Any  # why the model runs whole, an `Across`
+        self.doubt = None  # type: Optional[str]  # why what no rule knows is not split, after a trial
         self._bodies = {}  # type: Any
         self._warned = False
 
@@ -111,15 +113,16 @@ class ReplicatedFunctions:
         with replaced(K, **(ours if train else {"function": function})):
             yield
 
-    def warn_of_whole_batches(self, operation):
+    def runs_whole(self, across, reach=_rows.FROM_THERE_ON):
         """Say, once, that the devices do not share all of the work."""
         if not self._warned:
+            _rows.runs_whole(self.model.name, across, self.devices[0].name, reach)
             self._warned = True
-            text = errors.across_rows(operation, self.model.name, self.devices[0].name)
-            errors.warn(text)
 
     def bodies(self, cuts, make):
         """The devices' functions that compute ``cuts``, which functions may have in common."""
+        if not cuts:
+            return []
         key = tuple(cut.variable for cut in cuts)
         if key not in self._bodies:
             self._bodies[key] = make()

@@ -89,3 +89,9 @@ def moved_to_host(variable):
 def value_like(variable, own):
     """The value of ``own`` where ``variable`` has its own."""
     return own if variable.type == own.type else own.transfer(context_of(variable))
+
+
+def frames_of(variable):
+    """Where a variable was made: pairs of a file and a line, the innermost last."""
+    traces = getattr(variable.tag, "trace", None) or [[]]
+    return [(frame[0], frame[1]) for frame in traces[0]]

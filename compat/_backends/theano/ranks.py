@@ -8,24 +8,17 @@ with gradients (it clips them, for example) it does with the means, and it is th
 
 import contextlib
 
-import numpy as np
-
 from ... import _keras
 from ..._patching import replaced
-from ..._ranks import keras2, keras_model
+from ..._ranks import arrays, keras2
 
 
-class MakeTrainFunction(keras2.MakeFunction):
-    method = "_make_train_function"
-    function = "train_function"
-
+class MakeTheanoTrainFunction(keras2.MakeFunction):
     def __init__(self, engine):
         super().__init__(engine)
         self.step_share = 0.0  # of the step that runs
 
     def run(self, function, inputs):
-        if not function.started:
-            keras_model.same_start(function.model, self.engine)
         self.step_share, inputs = self.share(function, inputs)
         return function.made(inputs)
 
@@ -79,8 +72,8 @@ class Means:
         values = [variable.transfer("cpu") for variable in variables]
         before = len(self.last)
 
-        def mean(*arrays):
-            return self._mean(arrays[before:])
+        def mean(*values):
+            return self._mean(values[before:])
 
         def infer_shape(node, shapes):
             return shapes[before:]
@@ -95,13 +88,8 @@ class Means:
         self.of.update(zip(variables, means))
         self.last = means[:1]
 
-    def _mean(self, arrays):
-        kind = "float64" if any(array.dtype == "float64" for array in arrays) else "float32"
-        flat = np.concatenate([np.ravel(array).astype(kind) for array in arrays])
+    def _mean(self, values):
+        kind = "float64" if any(value.dtype == "float64" for value in values) else "float32"
+        flat = arrays.flat(values, kind)
         flat *= self.maker.step_share
-        self.maker.engine.sum_array(flat)
-        ends = np.cumsum([array.size for array in arrays])
-        return [
-            flat[end - array.size : end].reshape(array.shape).astype(array.dtype, copy=False)
-            for end, array in zip(ends, arrays)
-        ]
+        return arrays.like(values, self.maker.engine.sum_array(flat))

@@ -1,25 +1,25 @@
 """A function of a Keras model, run on several devices: forward, backward and what runs once."""
 
 import collections
-import contextlib
 
 import numpy as np
 
-from ... import _keras, _replicas, _work, errors
-from . import across_rows, graph_cuts
-from .device_body import Body
-from .graph_variables import ancestors_of, depending_on, leaves_of
+from ... import _keras, _replicas, _rows, _work, errors
+from . import graph_cuts
+from .device_body import Body, copied
+from .graph_variables import depending_on, leaves_of
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    pass
+#: What Theano raises where the sizes of a part of a batch do not fit each other.
+_ERRORS = (ValueError, IndexError, AssertionError)
+#: Rows that a trial takes; of fewer it is repeated when there are more.
+_ENOUGH = len(_rows.trial.WHOLE)
 
 
 class ReplicatedFunction:
     """What Keras calls in the place of a ``K.function``; made in full for its first batch.
 
     Arguments:
-        owner: the model's ``ReplicatedFunctions``.
+        owner: the model's ``ReplicatedTheanoFunctions``.
         inputs, outputs, updates, options: as ``K.function`` has them.
         gradients: empty, or the loss and the pairs of a weight and the variable that stands for
             its gradient in ``updates``.
@@ -35,39 +35,32 @@ class ReplicatedFunction:
         self.updates = list(collections.OrderedDict(reversed(list(updates))).items())
         self.loss, self.weights = gradients or (None, [])
         self.options = options
+        self.is_made = False
+        self.tried = {}  # type: Any  # with how many rows, for each shape of them
+        self.cuts = []  # type: Any
         self.forward = []  # type: Any  # a Theano function for each device
         self.backward = []  # type: Any
-        self.kept = range(0)  # places of what the forward functions return for the backward ones
-        self.head = None  # type: Any
-        self.update = None  # type: Any
         self.measure = None  # type: Any
 
     def __call__(self, inputs):
-        model, rows = self.owner.model, inputs[0].shape[0]
+        rows, devices = inputs[0].shape[0], self.owner.devices
         given = dict(zip(self.inputs, inputs))
-        counts = [given[variable].shape[0] for variable in model.inputs if variable in given]
-        if len(set(counts)) > 1:
-            named = " and ".join(map(str, counts))
-            raise errors.rows_cannot_be_cut(model.name, "its inputs have {} rows".format(named))
-        if not self.forward:
-            with _shape_errors(model.name):
-                self._make(inputs)
-        devices = self.owner.devices
-        for device in devices:
+        self._prepare(given, rows)
+        given = self._with_states(given)
+        for device in devices[: len(self.forward)]:
             device.take_weights()
-        given.update((state, state.get_value(borrow=True)) for state in self.states)
-        shards = []
-        for index in range(len(devices)):
-            start, stop = _replicas.run_bounds(rows, len(devices), index)
-            shards.append(
-                [given[v][start:stop] if v in self.sharded else given[v] for v in self.body_inputs]
-            )
+        bounds = [_replicas.run_bounds(rows, len(devices), i) for i in range(len(self.forward))]
+        shards = [self._given_to_body(given, slice(*each)) for each in bounds]
         # A GPU's functions return before it has computed: all of them start, then one is awaited.
-        with _shape_errors(model.name):
+        try:
             computed = [
                 device.run(forward, shard)
                 for device, forward, shard in zip(devices, self.forward, shards)
             ]
+        except _ERRORS:
+            self._compute_on_one(given)
+            self._run_whole(_rows.Across(None))
+            return self(inputs)
         kept = [[values[place] for place in self.kept] for values in computed]
         count = len(self.cuts)
         computed = [[np.asarray(value) for value in values[:count]] for values in computed]
@@ -87,10 +80,23 @@ class ReplicatedFunction:
         split = sizes if self.cuts else _work.undivided(names, rows)  # the head computes all
         _work.count(names, split, self.loss is not None)
         results = [np.asarray(value) for value in results[: len(self.outputs)]]
-        if self.metrics:
-            for place, value in zip(self.places_of_metrics, self.measure()):
-                results.insert(place, value)
+        for place, value in zip(self.places_of_metrics, self.measure() if self.metrics else ()):
+            results.insert(place, value)
         return results
+
+    def _given_to_body(self, given, rows):
+        """A body's inputs: ``rows``, a slice or numbers, of what has rows."""
+        return [given[v][rows] if v in self.sharded else given[v] for v in self.body_inputs]
+
+    def _with_states(self, given):
+        """What is given, and a state for each row."""
+        found = dict(given)
+        found.update((state, state.get_value(borrow=True)) for state in self.states)
+        return found
+
+    def _compute_on_one(self, given):
+        """Have the first device compute all rows. What is an error there, too, is the user's."""
+        self.owner.devices[0].run(self.forward[0], self._given_to_body(given, slice(None)))
 
     def _gradients(self, values, computed, shards, sizes):
         """The gradient of each weight: of the head, and of all devices' bodies.
@@ -98,29 +104,48 @@ class ReplicatedFunction:
         Arguments:
             shards: for each device, what its backward function gets besides the gradients.
         """
-        values = values[self.head_values :]
-        at_cuts, totals = values[: len(self.cuts_back)], {}
-        for weight, value in zip(self.head_weights, values[len(self.cuts_back) :]):
-            totals[weight] = np.asarray(value)
+        of_head = values[len(values) - len(self.differentiated) :]
+        totals = {each: np.asarray(g) for each, g in zip(self.differentiated, of_head)}
         if self.backward:
-            back = [self.cuts.index(cut) for cut in self.cuts_back]
-            split = [
-                self.cuts[number].split(gradient, [parts[number] for parts in computed], sizes)
-                for number, gradient in zip(back, at_cuts)
-            ]
+            computed = dict(zip(self.cuts, zip(*computed)))
+            split = [cut.split(totals[cut], computed[cut], sizes) for cut in self.cuts_back]
             results = [
                 device.run(self.backward[index], shards[index] + [parts[index] for parts in split])
                 for index, device in enumerate(self.owner.devices)
             ]
             for result in results:
-                for weight, value in zip(self.body_weights, result):
-                    value = np.asarray(value)
+                for weight, value in zip(self.body_weights, map(np.asarray, result)):
                     totals[weight] = totals[weight] + value if weight in totals else value
         return [totals[weight] for weight, _ in self.weights]
 
     # Making -----------------------------------------------------------------------------------
 
-    def _make(self, inputs):
+    def _prepare(self, given, rows):
+        """Make the functions, unless they are there, and try them on rows of this batch."""
+        owner = self.owner
+        counts = {given[v].shape[0] for v in owner.model.inputs if v in given}
+        if len(counts) > 1 and (self.cuts or not self.is_made):
+            self._run_whole(_rows.Across(None))
+        shapes = tuple(given[v].shape[1:] for v in owner.model.inputs if v in given)
+        while not self.is_made or self.cuts and self.tried.get(shapes, 0) < min(rows, _ENOUGH):
+            finish = None if self.is_made else self._make(given)
+            is_right = not self.cuts or self._is_right(given, rows)
+            if is_right and finish is not None:
+                finish()
+            self.is_made = is_right
+            self.tried[shapes] = rows
+
+    def _run_whole(self, across):
+        """From now on, on one device."""
+        self.owner.across = across
+        self.is_made, self.tried = False, {}
+
+    def _make(self, given):
+        """Find where the graph is cut, and compile what the devices compute of their rows.
+
+        Returns:
+            A function that compiles the rest.
+        """
         from theano.compile import SharedVariable
 
         model = self.owner.model
@@ -128,69 +153,96 @@ class ReplicatedFunction:
             raise input_not_fed(model.name)
         self.states = _keras.states(model, "get_value")
         self.sharded = list(model.inputs) + self.states
-        self._find_cuts(inputs)
-        self._make_head()
+        self._find_cuts(self._with_states(given))
+        compile_head = self._make_head()
         self.used = [
             variable
             for variable in leaves_of(self._cut_variables())
             if isinstance(variable, SharedVariable) and variable not in self.states
         ]
-        if self.cuts_back:
-            self._make_bodies()
-        else:
-            self.forward = self.owner.bodies(
-                self.cuts, lambda: self._functions(self._bodies(), Body.forward)
-            )
-        if self.metrics:
-            self.measure = self._compile([], self.metrics)
+        bodies = self._make_bodies()
+
+        def finish():
+            self.backward = self._functions(bodies, Body.backward) if bodies else []
+            compile_head()
+            if self.metrics:
+                self.measure = self._compile([], self.metrics)
+
+        return finish
 
     def _cut_variables(self):
         return [cut.variable for cut in self.cuts]
 
-    def _find_cuts(self, inputs):
+    def _find_cuts(self, given):
         """Find where the head begins: the variables nearest to it that the body computes."""
-        outputs = self.owner.model.outputs
+        owner, outputs = self.owner, self.owner.model.outputs
         leaves = set(leaves_of(outputs))
         self.body_inputs = self.sharded + [
             v for v in self.inputs if v in leaves and v not in self.sharded
         ]
         wanted = self.outputs + [new for _, new in self.updates]
-        body = depending_on(self.sharded, outputs) & ancestors_of(outputs)
-        body.difference_update(self.sharded)
-        body -= self._whole(outputs)
-        passed = set()  # type: set
-        while True:
-            cuts = graph_cuts.frontier(wanted, body, passed)
-            given = dict(zip(self.inputs, inputs))
-            given.update((state, state.get_value(borrow=True)) for state in self.states)
-            graph_cuts.find_axes(cuts, self.body_inputs, self.sharded, given)
-            # What has no rows is the head's to compute, from rows: sums over the batch, its length.
-            wrong = [cut.variable for cut in cuts if not cut.has_rows()]
-            if not wrong:
-                break
-            passed.update(wrong)
-        # Of what the head gets itself, it knows the shape; a shape that it is given it would have
-        # to compute with, which OpenCL cannot (``maximum`` of integers).
-        whole = [cut.variable for cut in cuts if not cut.is_shape]
-        self.cuts = [cut for cut in cuts if not (cut.is_shape and cut.measured in whole)]
-        self.shapes = [cut for cut in cuts if cut not in self.cuts]
+        self.cuts, across, reach = [], owner.across, "The model"
+        if across is None:
+            graph = graph_cuts.ModelGraph(
+                outputs, self.sharded, {v: given[v] for v in self.body_inputs}, not owner.doubt
+            )
+            self.cuts = graph_cuts.frontier(wanted, graph.body())
+            across, reach = graph.across(owner.doubt), _rows.FROM_THERE_ON
+        if across is not None:
+            owner.runs_whole(across, reach)
 
-    def _whole(self, outputs):
-        """What is computed across rows, and what follows from that: not for parts of a batch."""
-        mixed = across_rows.mixed_rows(self.sharded, outputs)
-        whole = depending_on(mixed, outputs)
-        if any(v in whole and v.ndim and not v.broadcastable[0] for v in outputs):
-            self.owner.warn_of_whole_batches(str(mixed[0].owner.op))
-        return whole
+    def _is_right(self, given, rows):
+        """Whether a trial, in inference, finds at the cut what was thought.
+
+        Otherwise what no rule knows is doubted from now on; where all is known, the model is.
+        """
+        from keras import backend as K
+
+        owner, device, phase = self.owner, self.owner.devices[0], K.learning_phase()
+        given = self._with_states(given)
+        in_inference = dict(given)
+        in_inference.update((v, 0) for v in self.body_inputs if v is phase)
+
+        def compute(chosen):
+            part = self._given_to_body(in_inference, [row % rows for row in chosen])
+            return [np.asarray(value) for value in device.run(self.forward[0], part)][:count]
+
+        count = len(self.cuts)
+        device.take_weights()
+        with device.randomness_kept():
+            try:
+                found = _rows.trial.tried(compute)
+            except Exception:
+                self._compute_on_one(given)
+                found = None
+        wrong = [
+            result
+            for cut, result in zip(self.cuts, found or [None] * count)
+            if not cut.is_right(result) and not graph_cuts.is_normalized(cut, phase)
+        ]
+        if not wrong:
+            return True
+        why = (
+            "unknown" if all(r is None or isinstance(r, _rows.Unknown) for r in wrong) else "tried"
+        )
+        if any(isinstance(cut.placement, _rows.Unknown) for cut in self.cuts):
+            owner.doubt = why
+        else:
+            owner.across = _rows.Across(None, why=why)
+        return False
 
     def _make_head(self):
+        """Find the graphs of what runs once.
+
+        Returns:
+            A function that compiles them.
+        """
         import theano
         from theano import tensor
 
         placeholders = [cut.variable.type() for cut in self.cuts]
         at_cut = {cut.variable: number for number, cut in enumerate(self.cuts)}
         given = dict(zip(self._cut_variables(), placeholders))
-        given.update((cut.variable, given[cut.measured].shape) for cut in self.shapes)
         batch = depending_on(self.inputs + self._cut_variables(), [n for _, n in self.updates])
         later = depending_on([g for _, g in self.weights], [n for _, n in self.updates])
         # What depends on the gradients, or on no batch, is the optimizer's.
@@ -204,34 +256,33 @@ class ReplicatedFunction:
             ("cut", at_cut[v]) if v in at_cut else ("head", rest.index(v)) for v in wanted
         ]
         loss = [self.loss] if self.loss is not None else []
-        cloned = theano.clone(rest + loss + [new for _, new in mine], given)
-        values = cloned[: len(rest)]
-        self.head_values = len(values)
-        self.cuts_back, self.head_weights = [], []
+        cloned = theano.clone([new for _, new in mine] + rest + loss, given)
+        updates = list(zip([variable for variable, _ in mine], cloned))
+        values = cloned[len(mine) : len(mine) + len(rest)]
+        self.differentiated = []  # the cuts and weights whose gradients are the head's last values
         if loss:
-            back = [(c, p) for c, p in zip(self.cuts, placeholders) if c.is_differentiable()]
-            weights = [weight for weight, _ in self.weights]
+            asked = [(cut, given[cut.variable]) for cut in self.cuts if cut.is_differentiable()]
+            asked += [(weight, weight) for weight, _ in self.weights]
             gradients = tensor.grad(
-                cloned[len(rest)],
-                [placeholder for _, placeholder in back] + weights,
+                cloned[-1],
+                [variable for _, variable in asked],
                 disconnected_inputs="ignore",
                 return_disconnected="None",
             )
-            for (cut, _), gradient in zip(back, gradients):
-                if gradient is not None:
-                    self.cuts_back.append(cut)
-                    values.append(gradient)
-            for weight, gradient in zip(weights, gradients[len(back) :]):
-                if gradient is not None:
-                    self.head_weights.append(weight)
-                    values.append(gradient)
-            self.update = self._compile(
-                self.inputs + placeholders + [gradient for _, gradient in self.weights],
-                [],
-                updates=[(u[0], new) for u, new in zip(mine, cloned[len(rest) + 1 :])],
-            )
-        if values:
-            self.head = self._compile(self.inputs + placeholders, values)
+            found = [(each, g) for (each, _), g in zip(asked, gradients) if g is not None]
+            self.differentiated = [each for each, _ in found]
+            values += [gradient for _, gradient in found]
+        self.cuts_back = [cut for cut in self.cuts if cut in self.differentiated]
+
+        def compile_head():
+            given = self.inputs + placeholders
+            self.head = self._compile(given, values) if values else None
+            self.update = None
+            if loss:
+                asked = given + [gradient for _, gradient in self.weights]
+                self.update = self._compile(asked, [], updates=updates)
+
+        return compile_head
 
     def _compile(self, inputs, outputs, **options):
         import theano
@@ -243,7 +294,17 @@ class ReplicatedFunction:
     # The devices' functions ---------------------------------------------------------------------
 
     def _make_bodies(self):
-        """Make the devices' functions: two for each, if there is a way back."""
+        """Make the devices' functions that go forward.
+
+        Returns:
+            The bodies whose functions go back, if there is a way back.
+        """
+        self.kept = range(0)  # places of what these return for the backward functions
+        if not self.cuts_back:
+            self.forward = self.owner.bodies(
+                self.cuts, lambda: self._functions(self._bodies(), Body.forward)
+            )
+            return {}
         weights = [weight for weight, _ in self.weights if weight in self.used]
         back = [self.cuts.index(cut) for cut in self.cuts_back]
         bodies = self._bodies()
@@ -253,7 +314,7 @@ class ReplicatedFunction:
             self.body_weights = [w for w, has in zip(weights, has_gradient) if has]
             self.kept = range(len(self.cuts), len(self.cuts) + len(body.kept))
         self.forward = self._functions(bodies, Body.forward)
-        self.backward = self._functions(bodies, Body.backward)
+        return bodies
 
     def _bodies(self):
         """Their graphs. On one processor all are copies of the first's."""
@@ -279,19 +340,9 @@ class ReplicatedFunction:
             else:
                 held = {given.variable for given in functions[0].maker.inputs}
                 swap = {first.variables[v]: device.variables[v] for v in self.used}
-                functions.append(
-                    functions[0].copy(swap={old: new for old, new in swap.items() if old in held})
-                )
+                swap = {old: new for old, new in swap.items() if old in held}
+                functions.append(copied(functions[0], swap))
         return functions
-
-
-@contextlib.contextmanager
-def _shape_errors(name):
-    """Within, Theano's errors about shapes say that batches of model ``name`` are cut by rows."""
-    try:
-        yield
-    except (ValueError, IndexError, AssertionError) as error:
-        raise errors.rows_cannot_be_cut(name, str(error).partition("\n")[0]) from error
 
 
 def input_not_fed(model):

@@ -6,11 +6,10 @@ import errno
 import io
 import locale
 import os
-import stat
 import time
 
 from ... import errors
-from ..._files import plain
+from ..._files import NOFOLLOW, plain, replacement
 from . import theano_flags
 from .theano_flags import read_into, readable, section_and_option
 
@@ -72,9 +71,13 @@ def write(path: str, flags: "Mapping[str, str]", before: "Sequence[str]" = ()) -
                 return path
             _check_defaults(before, text, changed, flags)
             backup = path + ".before-compat" if old is not None else None
+            contents = [(path, changed.encode(encoding))]
             if backup:
-                _replace(backup, old, model)
-            _replace(path, changed.encode(encoding), model)
+                _read(backup)  # an error: something is there that is no file
+                contents.insert(0, (backup, old))
+            for target, content in contents:
+                with replacement(target, model) as file:
+                    file.write(content)
             return backup
     except (OSError, ValueError) as error:
         if isinstance(error, errors.CompatError):
@@ -210,13 +213,11 @@ def _with_defaults(before, text):
 
 # The file itself ------------------------------------------------------------------------------
 
-_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)  # Windows has none
-
 
 def _read(path):
     """A file's content and what ``os.stat()`` says of it; None and None where there is none."""
     try:
-        with open(plain(path, os.O_RDONLY | _NOFOLLOW), "rb") as file:
+        with open(plain(path, os.O_RDONLY | NOFOLLOW), "rb") as file:
             return file.read(), os.fstat(file.fileno())
     except FileNotFoundError:
         return None, None
@@ -246,7 +247,7 @@ def _alone(path):
 def _locked(path, fcntl):
     until = time.monotonic() + _PATIENCE
     while True:
-        lock = plain(path, os.O_RDWR | os.O_CREAT | _NOFOLLOW)
+        lock = plain(path, os.O_RDWR | os.O_CREAT | NOFOLLOW)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.lstat(path), os.fstat(lock)):
@@ -261,50 +262,3 @@ def _locked(path, fcntl):
             text = "Another process has held it for {:g} seconds".format(_PATIENCE)
             raise OSError(errno.EBUSY, text, path)
         time.sleep(0.01)
-
-
-def _replace(path, content, model):
-    """Write a whole file in one step.
-
-    Arguments:
-        model: ``os.stat()`` of the file whose rights and owner it is to have; None: a new one's.
-    """
-    temporary = "{}.{}.tmp".format(path, os.urandom(8).hex())
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NOFOLLOW
-    rights = 0o666 if model is None else 0o600  # less what the process withholds (umask)
-    descriptor = os.open(temporary, flags, rights)
-    try:
-        with open(descriptor, "wb") as file:
-            if model is not None:
-                _give(file.fileno(), temporary, model)
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
-    _sync_folder(os.path.dirname(path))
-
-
-def _give(descriptor, path, model):
-    """Give a file the owner, where this process may, and the rights of another one."""
-    if os.name != "posix":
-        os.chmod(path, stat.S_IMODE(model.st_mode))
-        return
-    if (model.st_uid, model.st_gid) != (os.geteuid(), os.getegid()):
-        with contextlib.suppress(PermissionError):
-            os.fchown(descriptor, model.st_uid, model.st_gid)
-    os.fchmod(descriptor, stat.S_IMODE(model.st_mode))
-
-
-def _sync_folder(path):
-    """Make the change of name last through a power cut, where the system can."""
-    if os.name == "posix":
-        with contextlib.suppress(OSError):
-            folder = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)

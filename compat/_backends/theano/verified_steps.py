@@ -1,6 +1,7 @@
 """Verification of Keras models on Theano, and where the products of a step ran."""
 
 from ..._verification import keras2
+from .graph_variables import is_random
 
 # Which of a compiled function's operations are the products of layers; a loop has its own.
 PRODUCTS = (
@@ -12,15 +13,30 @@ PRODUCTS = (
 )  # fmt: skip
 
 
-class VerifiedStep(keras2.VerifiedStep):
+class VerifiedTheanoStep(keras2.VerifiedKeras2Step):
     """The method by which Keras makes the function of a step."""
+
+    def __init__(self, verification):
+        super().__init__(verification)
+        self.states = set()  # of generators of random numbers
 
     def written(self, function, model):
         if hasattr(function, "updates"):  # of replicas
-            return [variable for variable, _ in function.updates]
-        inputs = function.function.maker.expanded_inputs
-        written = [i.variable for i in inputs if i.update is not None]
-        return [v for v in written if hasattr(v, "broadcastable")]  # no random generators
+            written = [variable for variable, _ in function.updates]
+            for device in function.owner.devices:
+                # Its generators go on by themselves.
+                states = [own for keras, own in device.variables.items() if is_random(keras)]
+                self.states.update(states)
+                written += states
+        else:
+            inputs = function.function.maker.expanded_inputs
+            written = [i.variable for i in inputs if i.update is not None]
+            self.states.update(filter(is_random, written))
+        written = [v for v in written if hasattr(v, "broadcastable")]  # no RandomState
+        return sorted(written, key=lambda variable: int(variable.auto_name.partition("_")[2]))
+
+    def is_random(self, variable):
+        return variable in self.states
 
     def operations(self, step):
         """From the functions that Theano compiled for each device, and that this step calls."""
@@ -47,13 +63,10 @@ def of_gradients(function, given):
         given: how many these are: the function's last inputs.
     """
     graph = function.maker.fgraph
-    inputs = [i for i, v in zip(graph.inputs, function.maker.inputs) if not _is_shared(v)]
+    pairs = zip(graph.inputs, function.maker.inputs)
+    inputs = [i for i, given_as in pairs if not hasattr(given_as.variable, "get_value")]
     depend = set(inputs[len(inputs) - given :])
     for node in graph.toposort():
         if depend.intersection(node.inputs):
             depend.update(node.outputs)
     return [node for node in products(function) if depend.intersection(node.inputs)]
-
-
-def _is_shared(given):
-    return hasattr(given.variable, "get_value")

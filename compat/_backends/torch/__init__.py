@@ -137,11 +137,11 @@ class Torch(Backend):
         from . import verified_steps as kinds  # imports torch
 
         if _keras.keras_of(model) is None:
-            kinds.VerifiedForward.install_on(model, verification)
+            kinds.VerifiedModuleForward.install_on(model, verification)
             return
         if verification is not None and _keras.undivided(model):
             verification = None  # it runs on one device
-        kinds.VerifiedStep.install_on(model, verification)
+        kinds.VerifiedTorchStep.install_on(model, verification)
 
     def memory_peaks(self) -> "Dict[str, int]":
         """``torch.cuda.max_memory_allocated()``."""

@@ -4,14 +4,13 @@ Rows come first in torch, except in its recurrent layers and transformers: their
 time unless they are made with ``batch_first=True``, and hidden states have the rows second always.
 """
 
-import copy
+import contextlib
 import inspect
+import operator
 from collections.abc import MutableMapping
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
-
-from ... import errors
 
 tree = torch.utils._pytree
 
@@ -22,43 +21,90 @@ MASKS = ("attn_mask", "src_mask", "tgt_mask", "memory_mask")
 # Containers -----------------------------------------------------------------------------------
 
 
+#: What an object that can be looked into may have in its attributes, besides others of its kind.
+PLAIN = (torch.Tensor, PackedSequence, bool, int, float, complex, str, bytes, type(None), type,
+         torch.dtype, torch.device)  # fmt: skip
+
+
 def _is_leaf(value):
-    return isinstance(value, PackedSequence)
+    return type(value) in (list, dict) or isinstance(value, PackedSequence)
 
 
-def _contents(value):
-    """What is in a container that torch does not look into, or None."""
+def _contents(value, visited=None):
+    """What is in a container that keeps its identity, by name; None where it cannot be seen.
+
+    A container is a list, a mapping, a dataclass, or any object of a class written in Python that
+    has nothing but numbers, tensors and such containers in its attributes, as caches do.
+    """
+    if type(value) is list:
+        return dict(enumerate(value))
     if hasattr(type(value), "__dataclass_fields__"):
         return {name: getattr(value, name) for name in type(value).__dataclass_fields__}
     if isinstance(value, MutableMapping):
         return dict(value)
-    return None
+    if not is_object(value):
+        return None
+    visited = {} if visited is None else visited
+    if id(value) not in visited:
+        visited[id(value)] = value
+        for leaf in tree.tree_leaves(vars(value)):
+            if not isinstance(leaf, PLAIN) and _contents(leaf, visited) is None:
+                return None
+    return dict(vars(value))
 
 
-def _with_contents(value, contents):
-    value = copy.copy(value)
-    for key, content in contents.items():
-        if isinstance(value, MutableMapping):
+def is_object(value):
+    """Whether all that a value has is in its ``__dict__``, as far as its class tells."""
+    kind = type(value)
+    return (
+        kind.__new__ is object.__new__
+        and bool(getattr(value, "__dict__", None))
+        and not any(getattr(each, "__slots__", ()) for each in kind.__mro__)
+        and not isinstance(value, torch.nn.Module)
+    )
+
+
+def set_contents(value, contents):
+    """Let a container have these contents, and no others."""
+    if type(value) is list:
+        value[:] = contents.values()
+    elif isinstance(value, MutableMapping):
+        for key in set(value).difference(contents):
+            del value[key]
+        for key, content in contents.items():
             value[key] = content
-        else:
-            object.__setattr__(value, key, content)  # frozen ones, too
+    elif hasattr(type(value), "__dataclass_fields__"):
+        for name, content in contents.items():
+            object.__setattr__(value, name, content)  # frozen ones, too
+    else:
+        vars(value).clear()
+        vars(value).update(contents)
     return value
 
 
-def flatten(value):
-    """The leaves of a nested value, a function that nests others like them, and a description."""
+def flatten(value, seen=None):
+    """The leaves of a nested value, a function that nests others like them, and a description.
+
+    That function sets the contents of the containers that ``seen`` lists, rather than copy them.
+    """
+    seen = {} if seen is None else seen
     leaves, spec = tree.tree_flatten(value, is_leaf=_is_leaf)
     flat, parts, inside = [], [], []
     for leaf in leaves:
-        contents = None if isinstance(leaf, (torch.Tensor, PackedSequence)) else _contents(leaf)
+        contents = None if isinstance(leaf, PLAIN) else _contents(leaf)
         if contents is None:
             flat.append(leaf)
             parts.append((1, None))
+        elif id(leaf) in seen:
+            parts.append((0, lambda new, v=leaf: v))
+            inside.append(type(leaf))
         else:
-            found, rebuild, described = flatten(contents)
+            seen[id(leaf)] = leaf
+            found, rebuild, described = flatten(tuple(contents.values()), seen)
             flat += found
-            parts.append((len(found), lambda new, r=rebuild, v=leaf: _with_contents(v, r(new))))
-            inside.append((type(leaf), described))
+            names = list(contents)
+            parts.append((len(found), _setter(leaf, names, rebuild)))
+            inside.append((type(leaf), names, described))
 
     def unflatten(values):
         values, nested = list(values), []
@@ -70,21 +116,24 @@ def flatten(value):
     return flat, unflatten, (spec, inside)
 
 
+def _setter(value, names, rebuild):
+    return lambda new: set_contents(value, dict(zip(names, rebuild(new))))
+
+
 # Rows -----------------------------------------------------------------------------------------
 
 
-class Cut:
+class RowDimension:
     """Where an argument has the rows: dimension ``dim``, ``inner`` neighbours for each."""
 
     def __init__(self, dim, inner=1):
         self.dim = dim
         self.inner = inner
 
-    def rows(self, value, start, stop):
-        return value.narrow(self.dim, start * self.inner, (stop - start) * self.inner)
-
-    def chosen(self, value, rows):
+    def rows(self, value, rows):
         """These rows, in this order."""
+        if isinstance(rows, range):
+            return value.narrow(self.dim, rows.start * self.inner, len(rows) * self.inner)
         index = [row * self.inner + offset for row in rows for offset in range(self.inner)]
         return value.index_select(self.dim, torch.tensor(index, device=value.device))
 
@@ -95,10 +144,7 @@ class Packed:
     inner = 1
     dim = 0
 
-    def rows(self, value, start, stop):
-        return self.chosen(value, range(start, stop))
-
-    def chosen(self, value, rows):
+    def rows(self, value, rows):
         padded, lengths = torch.nn.utils.rnn.pad_packed_sequence(value, batch_first=True)
         rows = torch.tensor(list(rows))
         return _pack(padded[rows.to(padded.device)], lengths[rows], value)
@@ -133,23 +179,25 @@ def cat_rows(values, dim, outer, home):
     return torch.cat(parts, dim + 1).flatten(dim, dim + 1)
 
 
-class Arguments:
+class DividedArguments:
     """The arguments of one call.
 
     Attributes:
         leaves: the values in them, whatever they are nested in.
         names: for each leaf, the parameter of ``function`` that it came by.
         key: what two calls have in common that are alike, but for the numbers.
+        contents: of each container among them, it and what was in it.
+        state: the leaves in objects, such as caches, which a call may change in place.
     """
 
     def __init__(self, names, args, kwargs, convert=None):
         self.count = len(args)
         self.keywords = list(kwargs)
         self.leaves, self.names, self.parts = [], [], []
-        key = []
-        named = list(zip(names(args), args)) + list(kwargs.items())
-        for name, value in named:
-            leaves, unflatten, spec = flatten(value)
+        key, seen = [], {}  # type: list, dict
+        names = names + [None] * len(args)
+        for name, value in list(zip(names, args)) + list(kwargs.items()):
+            leaves, unflatten, spec = flatten(value, seen)
             if convert is not None:
                 leaves = [convert(leaf) for leaf in leaves]
             self.leaves += leaves
@@ -157,14 +205,74 @@ class Arguments:
             self.parts.append((len(leaves), unflatten))
             key.append((name, spec, [_kind(leaf) for leaf in leaves]))
         self.key = str(key)
+        self.contents = [(each, _contents(each)) for each in seen.values()]
+        objects = [contents for each, contents in self.contents if is_object(each)]
+        found = tree.tree_leaves(objects)
+        self.state = {id(leaf) for leaf in found if isinstance(leaf, torch.Tensor)}
+
+    def copied(self, leaf, value):
+        """The value for a leaf, or a copy where the call may change it in place."""
+        return value.clone() if id(leaf) in self.state else value
+
+    def restore(self):
+        """Give all containers what was in them."""
+        for each, contents in self.contents:
+            set_contents(each, contents)
+
+    @contextlib.contextmanager
+    def given(self, leaves):
+        """Within, the containers have these leaves: ``args, kwargs`` and what they were given."""
+        try:
+            args, kwargs = self.with_leaves(leaves)
+            yield args, kwargs, Given(self, leaves, args, kwargs)
+        finally:
+            self.restore()
 
     def with_leaves(self, leaves):
-        """Arguments nested like these: ``args, kwargs``."""
+        """Arguments nested like these, in the same containers: ``args, kwargs``."""
         leaves, values = list(leaves), []
         for count, unflatten in self.parts:
             values.append(unflatten(leaves[:count]))
             leaves = leaves[count:]
         return values[: self.count], dict(zip(self.keywords, values[self.count :]))
+
+
+class Given:
+    """What a call was given, which may change the containers in it, and tensors in place."""
+
+    def __init__(self, arguments, leaves, args, kwargs):
+        self.values = (args, kwargs) if arguments.contents else ()
+        self.before = flatten(self.values)
+        self.known = {
+            id(leaf): (leaf, leaf._version, Unchanged(own))
+            for leaf, own in zip(leaves, arguments.leaves)
+            if arguments.contents and isinstance(leaf, torch.Tensor)
+        }
+
+    def changed(self):
+        """The containers, where anything in them is not as it was given; else nothing."""
+        leaves, _, described = flatten(self.values)
+        before, _, described_before = self.before
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        same = described == described_before and all(map(operator.is_, leaves, before))
+        return () if same and all(self.own(leaf) is not leaf for leaf in tensors) else self.values
+
+    def own(self, leaf):
+        """What stands for a tensor that is as it was given; any other leaf as it is."""
+        known = self.known.get(id(leaf))
+        return leaf if known is None or leaf._version != known[1] else known[2]
+
+
+class Unchanged:
+    """A tensor of the arguments as it was given, all of whose rows the caller has in ``value``."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __eq__(self, other):
+        return isinstance(other, Unchanged) and self.value is other.value
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def _kind(leaf):
@@ -174,16 +282,14 @@ def _kind(leaf):
 
 
 def names_of(function):
-    """A function that names positional arguments as the parameters of ``function``."""
-    parameters = []
-    for parameter in inspect.signature(function).parameters.values():
-        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
-            parameters.append(parameter.name)
-    return lambda args: (parameters + [None] * len(args))[: len(args)]
+    """The parameters of ``function`` that positional arguments come by."""
+    parameters = inspect.signature(function).parameters.values()
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [parameter.name for parameter in parameters if parameter.kind in positional]
 
 
 class Layout:
-    """How a call's arguments are cut: ``rows`` of them, and a ``Cut`` or None for each leaf."""
+    """How a call's arguments are cut: ``rows``, and a ``RowDimension`` or None for each leaf."""
 
     def __init__(self, rows, cuts):
         self.rows = rows
@@ -214,31 +320,36 @@ def layout(arguments, dim=0, states=None):
     Returns:
         A layout, or None where no argument has rows.
     """
-    rows = None
-    for leaf in arguments.leaves:
-        rows = _size(leaf, dim)
-        if rows is not None:
-            break
+    sizes = [_size(leaf, dim) for leaf in arguments.leaves]
+    rows = next((size for size in sizes if size is not None), None)
     if not rows:
         return None
     cuts = []
     for leaf, name in zip(arguments.leaves, arguments.names):
-        cut = None
         if isinstance(leaf, PackedSequence):
-            cut = Packed()
-        elif not isinstance(leaf, torch.Tensor) or name in MASKS and leaf.dim() == 2:
-            pass
-        elif (
-            states
-            and leaf.dim() == 3
-            and leaf.shape[1] == rows
-            and (states == "all" and cuts or _size(leaf, dim) != rows)
-        ):
-            cut = Cut(1)
-        elif _size(leaf, dim) == rows:
-            cut = Cut(dim)
-        cuts.append(cut)
+            cuts.append(Packed())
+        elif isinstance(leaf, torch.Tensor):
+            is_state = (
+                states
+                and leaf.dim() == 3
+                and leaf.shape[1] == rows
+                and (states == "all" and any(cuts) or leaf.shape[dim] != rows)
+            )
+            cuts.append(_cut_of(leaf, name or "", rows, 1 if is_state else dim))
+        else:
+            cuts.append(None)
     return Layout(rows, cuts)
+
+
+def _cut_of(leaf, name, rows, dim):
+    """The cut of a tensor that has the rows in ``dim``, if it has any. Masks have them first."""
+    if name in MASKS and leaf.dim() == 2:
+        return None
+    if name.endswith("mask") and leaf.dim() == 3 and leaf.shape[0] % rows == 0:
+        return RowDimension(0, leaf.shape[0] // rows)  # one for each head
+    if name.endswith("key_padding_mask"):
+        dim = 0
+    return RowDimension(dim) if _size(leaf, dim) == rows else None
 
 
 def _size(leaf, dim):
@@ -255,6 +366,9 @@ def _size(leaf, dim):
 def declared(module):
     """The dimension of the rows that one of torch's modules declares; None for any other."""
     nn = torch.nn
+    forward = type(module).forward
+    if isinstance(module, nn.Transformer) and forward is not nn.Transformer.forward:
+        return None  # what is within it tells
     if isinstance(module, (nn.RNNBase, nn.MultiheadAttention, nn.Transformer)):
         return 0 if module.batch_first else 1
     if isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
@@ -264,104 +378,12 @@ def declared(module):
     return None
 
 
-def declared_layout(module, arguments):
-    """The layout of a call of a module that declares one; None for a call without a batch."""
-    dim = declared(module)
-    first = arguments.leaves[0]
+def rows_declared(module, first):
+    """The rows in the first argument of a module that declares their dimension, or None."""
     if isinstance(first, torch.Tensor) and first.dim() == 2:
         return None
-    rows = _size(first, dim)
-    cuts = []
-    for leaf, name in zip(arguments.leaves, arguments.names):
-        cut = None
-        if isinstance(leaf, PackedSequence):
-            cut = Packed()
-        elif not isinstance(leaf, torch.Tensor):
-            pass
-        elif name.endswith("key_padding_mask"):
-            cut = Cut(0)
-        elif name in MASKS or name == "mask":
-            cut = Cut(0, leaf.shape[0] // rows) if leaf.dim() == 3 else None
-        else:
-            cut = Cut(1 if name == "hx" else dim)
-        cuts.append(cut)
-    return Layout(rows, cuts)
-
-
-class Seen:
-    """What reaches the modules within a model that declare a dimension for the rows.
-
-    Within its context a replica of ``rows`` rows runs; afterwards ``fits`` says whether each of
-    them found so many (or as many for each) where it declares them.
-    """
-
-    def __init__(self, model, rows):
-        self.rows = rows
-        self.model = model
-        self.sizes = []
-
-    def __enter__(self):
-        self.handles = [
-            part.register_forward_pre_hook(self.note, with_kwargs=True)
-            for part in self.model.modules()
-            if part is not self.model and declared(part) is not None
-        ]
-        return self
-
-    def __exit__(self, *_):
-        for handle in self.handles:
-            handle.remove()
-
-    def note(self, module, args, kwargs):
-        given = list(args) + list(kwargs.values())
-        first = given[0]
-        if isinstance(first, torch.Tensor) and first.dim() == 2:
-            self.sizes.append(None)  # a sequence without a batch
-        else:
-            self.sizes.append(_size(first, declared(module)))
-        if isinstance(module, torch.nn.RNNBase) and len(given) > 1 and given[1] is not None:
-            states = given[1] if isinstance(given[1], tuple) else (given[1],)
-            self.sizes += [_size(state, 1) for state in states if state.dim() == 3]
-
-    def fits(self):
-        return all(size is not None and size % self.rows == 0 for size in self.sizes)
-
-
-def has_declared(model):
-    """Whether a module within ``model`` declares a dimension for the rows."""
-    return any(part is not model and declared(part) is not None for part in model.modules())
+    return _size(first, declared(module))
 
 
 # What to try: where the rows are, and where those of hidden states (see ``layout``).
 CHOICES = ((0, "other"), (0, "all"), (1, "other"))
-
-
-def telling_rows(arguments):
-    """A number of rows that no other size in the arguments can be taken for."""
-    tensors = [leaf for leaf in arguments.leaves if isinstance(leaf, torch.Tensor)]
-    sizes = {size for tensor in tensors for size in tensor.shape}
-    numbers = (3, 2, 5, 7, 11, 13)
-    fitting = [n for n in numbers if all(size % n for size in sizes)]
-    return (fitting or [n for n in numbers if n not in sizes] or [17])[0]
-
-
-def no_layout(model, arguments):
-    """The error for a model whose sequences have the rows nowhere that can be found."""
-    parts = [
-        "{} ({})".format(name, type(part).__name__)
-        for name, part in model.named_modules()
-        if part is not model and declared(part) == 1
-    ] or [
-        "{} ({})".format(name, type(part).__name__)
-        for name, part in model.named_modules()
-        if part is not model and declared(part) is not None
-    ]
-    shapes = [tuple(leaf.shape) for leaf in arguments.leaves if isinstance(leaf, torch.Tensor)]
-    return errors.UnsupportedError(
-        "parallelize() cannot tell which dimension of the arguments of {} has the rows of the "
-        "batch: given tensors of the shapes {}, neither their first nor their second dimension "
-        "reaches {} as the rows of its batch. Make such layers with batch_first=True and pass "
-        "the model rows first, or parallelize them alone.".format(
-            type(model).__name__, ", ".join(map(str, shapes)), ", ".join(parts[:3])
-        )
-    )

@@ -13,15 +13,16 @@ be accumulated over several passes.
 """
 
 import itertools
-import sys
 import threading
 import weakref
 
+import torch
+
 from ... import errors
 from ..._ranks import checksum
-from .rows import Rows
+from .rows import ForwardRows
 from .sums import Sums, sum_dtype
-from .tensors import are_same, copy_all, to_numpy
+from .tensors import are_same, to_numpy
 
 # Why buffers of torch modules differ.
 _BUFFERS = (
@@ -53,7 +54,6 @@ class _Pass:
 
         No frame that an error goes through, and which the error keeps, may hold a pass.
         """
-        torch = sys.modules["torch"]
         task = torch._C._current_graph_task_id()
         found = _passes.get(task)
         if found is None:
@@ -84,7 +84,7 @@ class Exchange:
     _all = weakref.WeakSet()  # type: weakref.WeakSet
 
     def __init__(self, engine, source, model):
-        weak = sys.modules["torch"].utils.weak
+        weak = torch.utils.weak
         self.engine = engine
         self.source = source
         self.model = weakref.ref(model)
@@ -100,10 +100,11 @@ class Exchange:
         self.sparse = weak.WeakIdKeyDictionary()  # the parameters whose gradients are sparse
         self.means = weak.WeakIdKeyDictionary()  # those that a warning told of
         self.checked = False  # the loss
-        self.declares = None  # whether modules within say which dimension has the rows
-        self.rows = Rows()
+        self.rows = ForwardRows()
         self.count = 0  # exchanges so far
-        self.updates = Updates()
+        self.versions = None  # of the parameters, at the last forward pass
+        self.has_exchanged = True  # since then
+        self.missed = 0  # updates with no exchange in between
         self.agreed = False  # whether ranks have said their rows in front of the step
         self.warned = False
 
@@ -128,7 +129,7 @@ class Exchange:
 
         for parameter in parameters:
             if parameter not in self.hooks and parameter.is_leaf:
-                self.hooks[parameter] = _hook(parameter, arrived)
+                self.hooks[parameter] = parameter.register_post_accumulate_grad_hook(arrived)
         self.hooked = parameters
         return True
 
@@ -151,7 +152,7 @@ class Exchange:
             if not self.settled:  # such as those that a forward pass has made
                 self.hook(self.source.parameters(model))
             # A new one was put in a former one's place.
-            self.note(self.source.averaged(model), sys.modules["torch"].zeros_like)
+            self.note(self.source.averaged(model), torch.zeros_like)
             self.lay_out(self.state)
 
     def lay_out(self, state):
@@ -189,7 +190,6 @@ class Exchange:
         """Make the gradients, and the running statistics, the mean over all ranks' rows."""
         if self.model() is None:
             return
-        torch = sys.modules["torch"]
         rows = self.rows.in_backward()
         sums, self.settled = self.sums, False
         with torch.no_grad():
@@ -204,15 +204,14 @@ class Exchange:
                 self.warn_of_means()
             if self.state:
                 torch._foreach_add_(self.before, [sums.mean(tensor) for tensor in self.state])
-                copy_all(self.state, self.before)
+                torch._foreach_copy_(self.state, self.before)
         if check:
             self.verify(self.count or "before the first update")
         self.count += 1
-        self.updates.exchanged()
+        self.has_exchanged = True
 
     def sum(self, rows):
         """Sum up over all ranks; ``rows`` is None where they are not known."""
-        torch = sys.modules["torch"]
         gradients = [parameter.grad for parameter in self.hooked]
         sparse = [gradient is not None and gradient.is_sparse for gradient in gradients]
         weight = 1 if rows is None else rows
@@ -240,7 +239,7 @@ class Exchange:
         self.hook(self.source.parameters(model))
         self.lay_out(self.source.averaged(model))
         header = [0, False] + self.engine.flags(True) + [False] * (2 * len(self.hooked))
-        with sys.modules["torch"].no_grad():
+        with torch.no_grad():
             self.sums.complete(header, {}, 0)
         return self.sums.ended
 
@@ -258,7 +257,6 @@ class Exchange:
 
     def exchange_sparse(self, parameter, weight, mixed):
         """The mean of a sparse gradient: every rank gets all ranks' indices and values."""
-        torch = sys.modules["torch"]
         if mixed:
             raise errors.UnsupportedError(
                 "The gradient of a parameter of shape {} is sparse on some ranks or in some passes "
@@ -300,7 +298,6 @@ class Exchange:
     def warn_of_means(self):
         """Have the source warn, once, of variables that are now means of different values."""
 
-        torch = sys.modules["torch"]
         before = {id(tensor): value for tensor, value in zip(self.state, self.before)}
 
         def differ(tensor):
@@ -323,7 +320,6 @@ class Exchange:
             self.compare(state, when, _BUFFERS)
 
     def compare(self, named, when, *causes):
-        torch = sys.modules["torch"]
         tensors = [tensor for _, tensor in named]
 
         def write(place, value):
@@ -334,42 +330,16 @@ class Exchange:
         checksum.verify(self.engine, names, arrays, write, when, *causes)
 
     def look(self, parameters):
-        """Compare the weights where they were updated without an exchange.
+        """Compare the weights where they were updated, in place, without an exchange.
 
         Every rank sees that in the same place of the program, or its weights do differ.
         """
-        count = self.updates.without_exchange(parameters)
-        if count and checksum.is_due(count):
-            self.verify(count)
-
-
-class Updates:
-    """How often weights were updated, in place, with no backward pass in between."""
-
-    def __init__(self):
-        self.versions = None
-        self.has_exchanged = True
-        self.count = 0
-
-    def exchanged(self):
-        self.has_exchanged = True
-
-    def without_exchange(self, parameters):
-        """How many such updates there were if this call sees one more, else 0."""
         versions = [parameter._version for parameter in parameters]
         if versions == self.versions:
-            return 0
-        missed = self.versions is not None and not self.has_exchanged
+            return
+        is_missed = self.versions is not None and not self.has_exchanged
         self.versions, self.has_exchanged = versions, False
-        self.count += missed
-        return self.count if missed else 0
-
-
-def _hook(parameter, function):
-    """Have the function called when a backward pass has added to the parameter's gradient."""
-    if hasattr(parameter, "register_post_accumulate_grad_hook"):
-        return parameter.register_post_accumulate_grad_hook(function)
-    accumulate = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # torch 2.0
-    reference = weakref.ref(parameter)
-    accumulate.register_hook(lambda *gradients: function(reference()))
-    return accumulate  # which lives as long as it is held
+        if is_missed:
+            self.missed += 1
+            if checksum.is_due(self.missed):
+                self.verify(self.missed)

@@ -4,12 +4,13 @@ import contextlib
 import functools
 import sys
 
-from ... import _keras, _keras_steps, _patching, errors
-from .reductions import State, tag, tag_of
-from .replicas import Replicated
+from ... import _keras, _keras_steps, _patching, _rows, errors
+from .calls import tag, tag_of
+from .reductions import NotMergeable, State, Total
+from .replicas import ReplicatedMethod
 
 
-class ReplicatedCall(Replicated):
+class ReplicatedKerasCall(ReplicatedMethod):
     """The ``call`` of a Keras model on several devices.
 
     Arguments:
@@ -23,6 +24,19 @@ class ReplicatedCall(Replicated):
     def run(self, model, *args, **kwargs):
         _keras_steps.note_call()
         return super().run(model, *args, **kwargs)
+
+    def whole(self, *args):
+        _keras_steps.note_call()
+        return super().whole(*args)
+
+    def first_call(self, model, arguments, layouts):
+        if any(getattr(v, "overwrite_with_gradient", False) for v in model.trainable_variables):
+            # Set to a gradient, which replicas would add up: the largest values of float8.
+            raise NotMergeable(_rows.Across(None))
+        return super().first_call(model, arguments, layouts)
+
+    def name_of(self, model):
+        return model.name
 
     def converter(self, model):
         """Keras hands arrays to a model, too."""
@@ -61,25 +75,17 @@ class KerasReplicas:
         kind = self.keras.layers.BatchNormalization
         return [layer for layer in _keras.all_layers(self.model) if isinstance(layer, kind)]
 
-    def is_average(self, key):
-        """Whether this is a moving average of batch normalization."""
-        return key[0] == "state" and any(
-            self.variables[key] is variable
-            for layer in self.normalising()
-            for variable in layer.non_trainable_variables
-        )
-
     def run(self, call, device, copy, args, kwargs, watch):
         updated = set()
 
-        class Scope(self.keras.StatelessScope):
+        class ReplicaScope(self.keras.StatelessScope):
             def add_update(self, update):
                 updated.add(id(update[0]))
                 super().add_update(update)
 
         with self.keras.device(str(device)):
             variables = [v for v in self.model.variables if v._value is not None]
-            scope = Scope(
+            scope = ReplicaScope(
                 [
                     (v, self.seeds.get(id(v), v._value).to(device, copy=copy or not v.trainable))
                     for v in variables
@@ -93,6 +99,7 @@ class KerasReplicas:
             with scope, watch or contextlib.ExitStack(), self.unwatched(watch):
                 result = call(*args, **kwargs)
         state = {}
+        averages = {id(v) for layer in self.normalising() for v in layer.non_trainable_variables}
         for index, variable in enumerate(variables):
             value = scope.state_mapping[id(variable)]
             if _is_seed(variable):
@@ -101,6 +108,8 @@ class KerasReplicas:
                 key = ("state", index, variable.path)
                 self.variables[key], self.before[key] = variable, variable._value
                 state[key] = value
+                if watch is not None and id(variable) in averages:
+                    tag(value, Total("mean", value, watch.rows, regular=True))
         return result, list(scope.losses), state, {}
 
     @contextlib.contextmanager
@@ -108,13 +117,13 @@ class KerasReplicas:
         """Within, batch normalization is one function: each device's own rows."""
 
         def call(hidden, inputs, *args, **kwargs):
+            if watch.probing:
+                kwargs["training"] = False
             watch.paused = True
             try:
                 outputs = hidden(inputs, *args, **kwargs)
             finally:
                 watch.paused = False
-            if kwargs.get("training"):
-                watch.inexact = watch.inexact or "BatchNormalization"
             tag(outputs, tag_of(inputs))
             return outputs
 
@@ -155,22 +164,22 @@ def refuse_torch_compile(model):
 
 def install(model, devices):
     """Have a Keras model run on several devices, and the models that steps of its own call."""
-    ReplicatedCall(devices).install(model)
+    ReplicatedKerasCall(devices).install(model)
     if not _keras_steps.has_own_steps(model):
         return
     for part in _keras_steps.called_models(model):
         reason = _keras.undivided(part)
         if reason:
             _keras.warn_not_divided(part, reason, "one device")
-        elif ReplicatedCall.of(part) is None:
-            ReplicatedCall(devices, belongs_to_step=True).install(part)
+        elif ReplicatedKerasCall.of(part) is None:
+            ReplicatedKerasCall(devices, belongs_to_step=True).install(part)
     _keras_steps.WatchedTraining(devices).install(model)
 
 
 def remove(model):
     """Make a model plain, and the models within that became replicated with it."""
     for part in _keras.all_layers(model):
-        replicated = ReplicatedCall.of(part)
+        replicated = ReplicatedKerasCall.of(part)
         if replicated is not None and (part is model or replicated.belongs_to_step):
             replicated.remove(part)
     watched = _keras_steps.WatchedTraining.of(model)

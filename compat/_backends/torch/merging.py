@@ -1,7 +1,7 @@
 """How one value of all replicas becomes that of one device: decided once, from how it was made.
 
-``decide`` finds a rule from the tags of ``reductions`` and, where these leave a doubt, from
-a probe: two parts of three rows, compared with the three together.
+``decide`` finds a rule from the tags of ``watch``, ``proved`` holds all rules against a trial: two
+parts of three rows, compared with the three together.
 """
 
 import math
@@ -9,24 +9,19 @@ import math
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from ... import errors
+from ... import _rows
 from . import batches
+from .calls import RowCount, tag_of
 from .reductions import (
-    DIVERGED,
     EXPRESSIONS,
-    Mixed,
     NotMergeable,
-    Rows,
     State,
     Total,
     is_number,
-    tag_of,
     together,
     weighted_mean,
 )
-
-# The rows of the probe's trials: two parts, and the whole. One alone might fit by chance.
-TRIALS = (([0, 1], [2], [0, 1, 2]), ([-1, -2], [-3], [-1, -2, -3]))
+from .trials import close, fits
 
 
 class Rule:
@@ -37,19 +32,19 @@ class Rule:
             the same), "unchanged" (state), "sum" (of changes, where there was a value before),
             "mean" (weighted by rows) or "expression" (see ``together``).
         lasting: whether it needs no tags, so that later calls need not be watched.
-        dim, outer: where the rows are.
+        dim, copies: where the rows are.
         numbers: for an expression, what becomes of each number in it.
 
     Attributes:
-        form: where a probe was needed, the form of the tags that it was found for.
+        form: where a trial was needed, the form of the tags that it was found for.
         like: the type of the values and their number of dimensions.
     """
 
-    def __init__(self, kind, lasting=True, dim=0, outer=1, numbers=()):
+    def __init__(self, kind, lasting=True, dim=0, copies=1, numbers=()):
         self.kind = kind
         self.lasting = lasting
         self.dim = dim
-        self.outer = outer
+        self.copies = copies
         self.numbers = list(numbers)
         self.form = None
         self.like = None
@@ -69,12 +64,10 @@ class Rule:
             numbers = iter(self.numbers)
             return together([tag_of(value) for value in values], home, _apply(numbers))
         if self.kind == "rows":
-            return _rows(values, self.dim, self.outer, home)
+            return _rows_of_all(values, self.dim, self.copies, home)
         if not isinstance(first, torch.Tensor):
             if self.kind == "sum":
                 return sum(values) - (len(values) - 1) * (before or 0)
-            if self.kind == "mean":
-                return sum(v * size for v, size in zip(values, sizes)) / float(sum(sizes))
             return first
         values = [value.to(home) for value in values]
         if self.kind == "sum":
@@ -87,8 +80,10 @@ def like(value):
     return type(value), value.dim() if isinstance(value, torch.Tensor) else None
 
 
-def _rows(values, dim, outer, home):
-    merged = batches.cat_rows(values, dim, outer, home)
+def _rows_of_all(values, dim, copies, home):
+    if len({value.shape[:dim] + value.shape[dim + 1 :] for value in values}) > 1:
+        raise NotMergeable()
+    merged = batches.cat_rows(values, dim, copies, home)
     masks = [getattr(value, "_keras_mask", None) for value in values]
     if masks[0] is not None:
         merged._keras_mask = torch.cat([mask.to(home) for mask in masks])
@@ -109,7 +104,7 @@ def _apply(rules):
         try:
             return NUMBERS[next(rules)](values)
         except (StopIteration, ZeroDivisionError):
-            raise NotMergeable(DIVERGED) from None
+            raise NotMergeable() from None
 
     return number
 
@@ -138,9 +133,9 @@ def _obvious(values, sizes):
 
 
 def _number_rules(parts, whole):
-    """What makes the probe's numbers of those of its parts."""
+    """What makes the trial's numbers of those of its parts."""
     if len(parts) != len(whole):
-        raise NotMergeable(DIVERGED)
+        raise NotMergeable()
     rules = []
     for values, (all_rows,) in zip(parts, whole):
         if all(value == all_rows for value in values):
@@ -150,58 +145,14 @@ def _number_rules(parts, whole):
         elif all(values) and math.isclose(NUMBERS["inverse"](values), all_rows, rel_tol=1e-9):
             rules.append("inverse")
         else:
-            raise NotMergeable(
-                "it depends on a number that is {} for two rows, {} for another one and {} for "
-                "the three together".format(values[0], values[-1], all_rows)
-            )
+            raise NotMergeable()
     return rules
 
 
 # Deciding ---------------------------------------------------------------------------------------
 
 
-class Probe:
-    """What three rows give: each of two parts, and all of them.
-
-    Arguments:
-        compute: gives the ``Outcome`` of a list of rows.
-    """
-
-    def __init__(self, compute):
-        self.compute = compute
-        self.trials = []  # for each, a list of outcomes, or None where the model fails
-        self.inexact = None  # the function that lets the parts differ from the whole
-        self.asked = []  # the keys of the values that were asked for
-
-    def trial(self, number):
-        while len(self.trials) <= number:
-            try:
-                outcomes = [self.compute(rows) for rows in TRIALS[len(self.trials)]]
-            except Exception:  # whatever a model says of three rows
-                outcomes = None
-            self.trials.append(outcomes)
-            for outcome in outcomes or ():
-                self.inexact = self.inexact or outcome.inexact
-        return self.trials[number]
-
-    def values(self, key, number=0):
-        """The parts' values and that of all rows; None where there are none."""
-        self.asked.append(key)
-        found = [outcome.values.get(key) for outcome in self.trial(number) or ()]
-        return None if not found or any(v is None for v in found) else (found[:2], found[2])
-
-
-def decide(key, values, sizes, before, dim, home, probe):
-    """The rule for one value, see ``_decide``."""
-    tried = len(probe.asked)
-    rule = _decide(key, values, sizes, before, dim, home, probe)
-    rule.like = like(values[0])
-    if len(probe.asked) > tried and (rule.lasting or rule.kind == "expression"):
-        rule.form = _form(values)
-    return rule
-
-
-def _decide(key, values, sizes, before, dim, home, probe):
+def decide(key, values, sizes, before, home, trial):
     """The rule for one value.
 
     Arguments:
@@ -210,29 +161,37 @@ def _decide(key, values, sizes, before, dim, home, probe):
         values: that of each replica.
         sizes: how many rows each of them had.
         before: the value of state before the call.
-        dim: where the rows of the arguments are.
-        probe: a ``Probe``.
+        trial: a ``Trial``.
 
     Raises:
         NotMergeable: no rule fits.
     """
+    rule = _decide(key, values, sizes, before, home, trial)
+    rule.like = like(values[0])
+    rule.form = _form(values)
+    return rule
+
+
+def _decide(key, values, sizes, before, home, trial):
     first = values[0]
     if isinstance(first, PackedSequence):
         return Rule("packed")
     if is_number(first):
-        if before is not None and all(value == before for value in values):
-            return Rule("unchanged")
-        return _by_comparison(key, values, sizes, before, dim, probe, "it is a number")
+        return _of_numbers(key, values, before, trial)
     if not isinstance(first, torch.Tensor):
         if any(value is not first and value != first for value in values):
             raise NotMergeable(
-                "it is a {}, and each replica has another".format(type(first).__name__)
+                _rows.Across("that makes a {}".format(type(first).__name__), why="unknown")
             )
         return Rule("first")
     # Of the replica with most rows: one row cannot be told from none.
     found = tag_of(values[sizes.index(max(sizes))])
-    if isinstance(found, Rows) and key[0] != "state":
-        return Rule("rows", found.outer == 1, found.dim, found.outer)
+    if isinstance(found, _rows.Mixed):
+        raise NotMergeable(found.why)
+    if isinstance(found, _rows.Sharded):
+        if key[0] == "state":
+            raise NotMergeable(_rows.Across("that sets the state {!r}".format(key[-1])))
+        return Rule("rows", found.copies == 1, found.axis, found.copies)
     if key[0] == "state" and (found is None or isinstance(found, State)):
         if all(torch.equal(value.to(before), before) for value in values):
             return Rule("unchanged")
@@ -240,25 +199,49 @@ def _decide(key, values, sizes, before, dim, home, probe):
     if simple and found.kind == "mean" and key[0] == "state":
         return Rule("mean")  # an average of batch normalization
     if isinstance(found, EXPRESSIONS) and not isinstance(found, State):
-        try:
-            rule = _expression(key, values, sizes, home, probe)
-            return Rule(found.kind) if simple and key[0] in ("result", "loss") else rule
-        except NotMergeable as problem:
-            return _by_comparison(key, values, sizes, before, dim, probe, str(problem))
-    if found is None and key[0] != "state":
-        # Constants are the same on all replicas; rows that were not followed need the probe.
-        with_rows = all(v.dim() > dim and v.shape[dim] == n for v, n in zip(values, sizes))
-        if not with_rows and all(_close(value, first) for value in values):
-            return Rule("first")
-    why = "it was computed in a way that cannot be followed"
-    if isinstance(found, Mixed):
-        why = "{}() computes it from several rows".format(found.function)
-    if isinstance(found, Rows):
-        why = "it keeps values for each row"
-    return _by_comparison(key, values, sizes, before, dim, probe, why)
+        rule = _expression(key, values, sizes, home, trial)
+        return Rule(found.kind) if simple and key[0] in ("result", "loss") else rule
+    if all(close(value, first) for value in values):
+        return Rule("first")
+    return _of_rows_that_were_lost(key, trial)
 
 
-def _expression(key, values, sizes, home, probe):
+def _of_rows_that_were_lost(key, trial):
+    """The rule for a tensor that was computed where no function is seen."""
+    lost = _rows.Across(None, why="tried")
+    values = trial.values(key)
+    if values is None or key[0] == "state":
+        raise NotMergeable(lost)
+    parts, whole = values
+    if any(isinstance(value, batches.Unchanged) for value in parts + [whole]):
+        raise NotMergeable(lost)
+    found = _rows.trial.placements(
+        [part.detach().cpu() for part in parts], whole.detach().cpu(), trial.sizes
+    )
+    if not found or not isinstance(found[0], _rows.Sharded) or found[0].copies != 1:
+        raise NotMergeable(lost)
+    return Rule("rows", dim=found[0].axis)
+
+
+def _of_numbers(key, values, before, trial):
+    """The rule for numbers of Python's, such as counters of calls and of rows.
+
+    What counts may do something else by its count: such calls are watched.
+    """
+    if before is not None and all(value == before for value in values):
+        return Rule("unchanged")
+    if all(isinstance(value, RowCount) for value in values) and before is None:
+        return Rule("sum")
+    found = trial.values(key)
+    same = Rule("first", lasting=key[0] == "result"), Rule("sum", lasting=key[0] == "result")
+    if found is not None:
+        for rule in same:
+            if fits(rule, found, trial.sizes, None, before):
+                return rule
+    raise NotMergeable(_rows.Across("that computes a number in Python", why="unknown"))
+
+
+def _expression(key, values, sizes, home, trial):
     """The rule for a value that was computed from totals over the rows."""
     tags = [tag_of(value) for value in values]
     numbers = _numbers_of(tags, home)
@@ -266,27 +249,27 @@ def _expression(key, values, sizes, home, probe):
     if obvious and all(each.constant for each in tags):
         return Rule("first")
     rule = Rule("expression", lasting=False, numbers=["same"] * len(numbers))
-    probed = probe.values(key)
-    if probed is None:
+    tried = trial.values(key) if numbers else None
+    if tried is None:
         if obvious or all(value == each[0] for each in numbers for value in each):
             return rule
-        raise NotMergeable("it depends on numbers of rows")
-    parts, whole = probed
+        raise NotMergeable()
+    parts, whole = tried
     tags = [tag_of(part) for part in parts]
+    if all(each.constant for each in map(tag_of, values)) and isinstance(tag_of(whole), State):
+        return Rule("first")  # torch's own, which changes in training only
     if not all(isinstance(each, EXPRESSIONS) for each in tags + [tag_of(whole)]):
-        raise NotMergeable(DIVERGED)
+        raise NotMergeable()
     rule.numbers = _number_rules(_numbers_of(tags, home), _numbers_of([tag_of(whole)], home))
     if len(rule.numbers) != len(numbers):
-        raise NotMergeable(DIVERGED)
+        raise NotMergeable()
     if set(rule.numbers) <= {"same"} and all(each.constant for each in tags):
         return Rule("first")
-    if probe.inexact is None and not _close(rule.merged(parts, [2, 1], home), whole):
-        raise NotMergeable("the parts of a batch do not make up the whole")
     return rule
 
 
 def still(rule, values):
-    """Whether a rule that a probe has found is that of these values, too."""
+    """Whether the rule of an earlier call is that of these values, too."""
     if rule.form is None or rule.form != _form(values):
         return False
     if rule.kind != "expression":
@@ -303,86 +286,23 @@ def _form(values):
     found = tag_of(values[0])
     if isinstance(found, Total):
         return (type(values[0]), Total, found.kind, found.regular)
-    return (type(values[0]), type(found), getattr(found, "function", None))
+    return (type(values[0]), found if isinstance(found, _rows.Placement) else type(found))
 
 
-def _by_comparison(key, values, sizes, before, dim, probe, why):
-    """The one rule by which the probe's parts make up the whole."""
-    trials = [probe.values(key, number) for number in range(len(TRIALS))]
-    if None in trials or why.startswith("arg"):
-        raise NotMergeable(why)
-    parts, whole = trials[0]
-    if type(parts[0]) is not type(whole) or type(parts[1]) is not type(whole):
-        raise NotMergeable(why)
-    rules = []
-    if isinstance(whole, torch.Tensor):
-        shapes = list(zip(parts[0].shape, parts[1].shape, whole.shape))
-        dims = [d for d, s in enumerate(shapes) if s[0] == 2 * s[1] and s[2] == 3 * s[1]]
-        if dims and key[0] != "state":
-            rules = [Rule("rows", dim=dims[0])]
-            if probe.inexact is not None and "follow" in why:
-                return rules[0]
-    if not rules:
-        same = not isinstance(whole, torch.Tensor) or whole.shape == values[0].shape
-        if same and all(_close(value, values[0]) for value in values):
-            rules.append(Rule("first"))
-        rules.append(Rule("sum"))
-        if not isinstance(whole, int):
-            rules.append(Rule("mean"))
-    if key[0] == "state":
-        home = before.device if isinstance(before, torch.Tensor) else None
-    else:
-        home = whole.device if isinstance(whole, torch.Tensor) else None
-    fitting = [r for r in rules if all(_fits(r, trial, home, before) for trial in trials)]
-    if not fitting:
-        raise NotMergeable(why)
-    if len(fitting) > 1:  # zeros, say: this time any of them does, if it is the same on all
-        fitting[0].lasting = False
-        if fitting[0].kind != "first":
-            raise NotMergeable(why)
-    return fitting[0]
-
-
-def _fits(rule, trial, home, before):
-    """Whether the parts of a trial make up the whole by this rule."""
-    parts, whole = trial
-    if rule.kind == "first" and not _close(parts[0], parts[1]):
+def is_one_devices(escapes, home):
+    """Whether Python was given the number that one device would give it."""
+    tags = [escape.tag for escape in escapes]
+    if not all(isinstance(each, EXPRESSIONS) for each in tags):
         return False
     try:
-        return _close(rule.merged(parts, [2, 1], home, before), whole)
-    except RuntimeError:  # shapes that do not fit together
+        number = together(tags, home, one_number).item()
+    except (NotMergeable, RuntimeError, ValueError):
         return False
+    return all(type(escape.value)(number) == escape.value for escape in escapes)
 
 
-def _close(value, other):
-    """Whether two values are the same, to rounding."""
-    if not isinstance(value, torch.Tensor):
-        return value == other or (is_number(value) and math.isclose(value, other, rel_tol=1e-4))
-    if value.shape != other.shape:
-        return False
-    if value.is_floating_point() or value.is_complex():
-        value, other = value.detach(), other.detach().to(value.device)
-        exact = value.dtype in (torch.float64, torch.complex128)
-        coarse = value.dtype in (torch.float16, torch.bfloat16)
-        tolerance = 1e-8 if exact else 2e-2 if coarse else 1e-4
-        return torch.allclose(
-            value, other.to(value.dtype), rtol=tolerance, atol=tolerance / 10, equal_nan=True
-        )
-    return torch.equal(value, other.to(value.device))
-
-
-def refusal(model, key, why):
-    """The error for a value that no rule fits."""
-    number = "Result {}".format(key[-1]) if key[-1] != "" else "The result"
-    place = {
-        "result": "{} of {}".format(number, type(model).__name__),
-        "loss": "A loss that {} adds".format(type(model).__name__),
-        "state": "The state {!r} of {}".format(key[-1], type(model).__name__),
-        "attribute": "The attribute {!r} of {}".format(key[1], type(model).__name__),
-    }[key[0]]
-    return errors.UnsupportedError(
-        "{} cannot be put together from the parts of a batch that several devices compute: {}. "
-        "Compute it outside of the model that is parallelized, from values for each row (or the "
-        "logits) that the model returns, or run the model on one device: "
-        "parallelize(model, gpus=1).".format(place, why)
-    )
+def one_number(values):
+    """The number that all replicas have."""
+    if any(value != values[0] for value in values):
+        raise NotMergeable()
+    return values[0]

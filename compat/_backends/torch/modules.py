@@ -1,15 +1,16 @@
 """torch's own modules on several devices: their ``forward``, their buffers and attributes."""
 
 import contextlib
-import copy
+import inspect
 import types
 
 import torch
 
 from ... import _patching
 from . import batches
-from .reductions import State, tag
-from .replicas import MOST_TRIED, Replicated, untagged, warn_not_divided
+from .calls import tag
+from .reductions import State
+from .replicas import ReplicatedMethod, untagged, warn_not_divided
 
 
 class ForwardMethod(_patching.InstanceMethod):
@@ -18,20 +19,32 @@ class ForwardMethod(_patching.InstanceMethod):
     method = "forward"
 
     def install(self, module):
-        super().install(module)
-        module.__dict__[self.method] = _Bound(self, module)
+        """A function: ``torch.compile`` takes no other callables for methods.
 
-    def remove(self, module):
-        super().remove(module)
-        function = getattr(module.__dict__.get(self.method), "__func__", None)
-        if isinstance(function, ForwardMethod):
-            module.__dict__[self.method] = _Bound(function, module)
+        It leaves the code of this package as it is, and compiles the module's own. Trainers choose
+        the columns of their data by the signature of the plain method.
+        """
+        torch._dynamo.trace_rules.add(__name__.partition(".")[0])
+
+        def forward(module, *args, **kwargs):
+            return self(module, *args, **kwargs)
+
+        plain = inspect.signature(self.plain(module))
+        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        forward.__signature__ = plain.replace(parameters=[own] + list(plain.parameters.values()))
+        forward.made_by = self
+        self.hidden = module.__dict__.get("forward")
+        module.__dict__["forward"] = types.MethodType(forward, module)
+
+    @classmethod
+    def of(cls, module):
+        function = getattr(module.__dict__.get("forward"), "__func__", None)
+        made_by = getattr(function, "made_by", None)
+        return made_by if isinstance(made_by, cls) else None
 
 
-class ReplicatedForward(Replicated, ForwardMethod):
+class ReplicatedForward(ForwardMethod, ReplicatedMethod):
     """The ``forward`` of a torch module on several devices."""
-
-    method = ForwardMethod.method
 
     def converter(self, model):
         return None
@@ -51,64 +64,51 @@ class ReplicatedForward(Replicated, ForwardMethod):
         weight = next(model.parameters(), tensors[0] if tensors else arguments.leaves[0].data)
         return weight.device
 
-    def layout(self, model, arguments):
-        if batches.declared(model) is not None:
-            layout = batches.declared_layout(model, arguments)
-            if layout is None:
+    def layouts(self, model, arguments):
+        own, first = batches.declared(model), arguments.leaves[0]
+        if own is not None and isinstance(first, torch.Tensor):
+            if first.dim() == 2 and first.is_floating_point():
                 warn_not_divided(model, "a sequence without a batch")
-            return layout
-        kind = (model.training, arguments.key)
-        if kind not in self.choices:
-            self.choices[kind] = self.find_layout(model, arguments)
-        return batches.layout(arguments, *self.choices[kind])
-
-    def find_layout(self, model, arguments):
-        """Try what takes the rows to where the modules within ``model`` declare them."""
-        if not batches.has_declared(model):
-            return (0,)
-        home = self.home(model, arguments)
-        for choice in batches.CHOICES:
-            layout = batches.layout(arguments, *choice)
-            if layout is None:
-                return choice
-            rows = list(range(batches.telling_rows(arguments)))
-            for whole in [()] + [(leaf,) for leaf in layout.cut()[1:][:MOST_TRIED]]:
-                seen = batches.Seen(model, len(rows))
-                try:
-                    with seen:
-                        self.try_rows(model, arguments, layout.without(whole), home, rows)
-                except Exception:  # whatever a model says of rows that are none
-                    continue
-                if seen.fits():
-                    return choice
-        raise batches.no_layout(model, arguments)
+                return []
+        if self.choices is None:
+            if own is not None:
+                states = "all" if isinstance(model, torch.nn.RNNBase) else None
+                self.choices = [(own, states)]
+            elif any(batches.declared(part) is not None for part in model.modules()):
+                self.choices = batches.CHOICES
+            else:
+                self.choices = [(0,)]
+        found = [batches.layout(arguments, *choice) for choice in self.choices]
+        return [layout for layout in found if layout is not None]
 
     def state(self, model):
         return ModuleReplicas(model)
 
 
-class _Bound:
-    """Like a bound method, which torch.compile() would look for the source of."""
+#: Where modules keep what ``register_forward_hook()`` and its like are given.
+HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
+         "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")  # fmt: skip
 
-    def __init__(self, function, module):
-        self.__func__ = function
-        self.__self__ = module
 
-    def __call__(self, *args, **kwargs):
-        return self.__func__(self.__self__, *args, **kwargs)
+class Hooks:
+    """The hooks that a module and those within it have now."""
 
-    def __deepcopy__(self, memo):
-        return _Bound(self.__func__, copy.deepcopy(self.__self__, memo))
+    def __init__(self, module):
+        found = [getattr(part, name, {}) for part in module.modules() for name in HOOKS]
+        self.found = [(hooks, dict(hooks)) for hooks in found]
 
-    def __reduce__(self):
-        return getattr, (self.__self__, self.__func__.method)
+    def put_back(self):
+        for hooks, before in self.found:
+            if len(hooks) != len(before):
+                hooks.clear()
+                hooks.update(before)
 
 
 class ModuleReplicas:
     """Runs the replicas of a torch module, each with weights and buffers of its own.
 
     Buffers start from the same value in each replica, and are set once. So do the attributes of
-    the module, and of those within it, that its forward pass sets.
+    the module, and of those within it, that its forward pass sets, and the hooks it registers.
     """
 
     def __init__(self, module):
@@ -129,9 +129,7 @@ class ModuleReplicas:
                         self.buffers[key], self.buffer_places[key] = value, (values, name)
         self.before = dict(self.buffers)  # and attributes
         self.attributes = {}  # (path, attribute) -> module, function that nests new leaves
-
-    def is_average(self, key):
-        return False
+        self.module, self.hooks = module, Hooks(module)
 
     def run(self, forward, device, copy, args, kwargs, watch):
         given = {key: buffer.to(device, copy=True) for key, buffer in self.buffers.items()}
@@ -152,7 +150,8 @@ class ModuleReplicas:
         finally:
             for values, name, value in self.places:
                 values[name] = value
-        state.update(self.changed(before))
+            changed = self.changed(before)
+        state.update(changed)
         return result, [], state, given
 
     def changed(self, before):
@@ -175,10 +174,13 @@ class ModuleReplicas:
                     module.__dict__[name] = was[name]
                 else:
                     del module.__dict__[name]
+        self.registered = Hooks(self.module)  # what this replica leaves
+        self.hooks.put_back()
         return found
 
     def finish(self, merged):
-        """Set buffers and attributes, once."""
+        """Set buffers, attributes and hooks, once."""
+        self.registered.put_back()
         with torch.no_grad():
             for key, value in merged.items():
                 if key[0] == "state":
@@ -192,18 +194,6 @@ class ModuleReplicas:
 def _is_own(module):
     """Whether torch has not made a module: the forward of such may set anything."""
     return not type(module).__module__.startswith("torch.nn")
-
-
-@contextlib.contextmanager
-def attributes_kept(module):
-    """Within, what forward sets on the module, and on those within it, is forgotten."""
-    before = [(part, dict(vars(part))) for part in module.modules() if _is_own(part)]
-    try:
-        yield
-    finally:
-        for part, attributes in before:
-            vars(part).clear()
-            vars(part).update(attributes)
 
 
 def _is_value(value):

@@ -7,14 +7,16 @@ weighted by those rows (``gradient_exchange``).
 """
 
 import contextlib
-import sys
-import types
+import functools
 import weakref
+
+import torch
+from torch.nn.parameter import is_lazy
 
 from ... import _keras, _patching, _work, errors
 from ..._engines.torch_distributed import TorchDistributed
 from ..._ranks import keras3, keras_model, losses
-from . import batches, gradient_exchange, keras_models
+from . import batches, gradient_exchange, keras_models, modules
 from .tensors import first_batch
 
 
@@ -24,27 +26,23 @@ def distribute(model, place):
     if keras is not None:
         keras_models.refuse_torch_compile(model)
     engine = TorchDistributed.join(place)
-    kind = RankedForward if keras is None else RankedCall
+    kind = RankedForward if keras is None else RankedKerasCall
     if kind.of(model) is None:
-        ranked = kind(engine)
-        ranked.install(model)
+        kind(engine).install(model)
         if keras is not None:
-            for step in (RankedTrainStep, RankedTestStep):
-                step(ranked).install(model)
-            keras_model.install(model, engine)
+            keras_model.install(model, engine, (RankedTrainStep, RankedTorchTestStep))
     kind.of(model).start(model)
     return model
 
 
-class Ranked(_patching.InstanceMethod):
+class Ranked(keras_model.RankedMethod):
     """The ``call`` or ``forward`` of a model that trains together with the other ranks.
 
     Deep copies of a model share it.
     """
 
     def __init__(self, engine):
-        super().__init__([])
-        self.engine = engine
+        super().__init__(engine)
         self.exchanges = weakref.WeakKeyDictionary()  # model -> its exchange
         self.weights = weakref.WeakKeyDictionary()  # model -> how many were made the same
 
@@ -54,7 +52,6 @@ class Ranked(_patching.InstanceMethod):
         return self.exchanges[model]
 
     def __call__(self, model, *args, **kwargs):
-        torch = sys.modules["torch"]
         batch = first_batch((args, kwargs))
         if self.is_only_traced(model, batch):
             return self.plain(model)(*args, **kwargs)
@@ -97,7 +94,7 @@ class Ranked(_patching.InstanceMethod):
 # Keras ----------------------------------------------------------------------------------------
 
 
-class RankedCall(Ranked):
+class RankedKerasCall(Ranked):
     """The ``call`` of a Keras model."""
 
     def is_only_traced(self, model, batch):
@@ -106,7 +103,7 @@ class RankedCall(Ranked):
 
     def count(self, model, batch):
         if batch is not None and self.exchange(model).rows.step is None:
-            rows, training = int(batch.shape[0]), sys.modules["torch"].is_grad_enabled()
+            rows, training = int(batch.shape[0]), torch.is_grad_enabled()
             keras_model.count(model, rows, training)
 
     def weights_made(self, model):
@@ -135,18 +132,15 @@ class RankedCall(Ranked):
         return []
 
 
-class RankedStep(_patching.InstanceMethod):
+class RankedTrainStep(keras_model.RankedMethod):
     """A step of Keras' on a batch, whose rows count however it calls the model or its parts."""
 
-    training = False
-
-    def __init__(self, ranked):
-        super().__init__([])
-        self.ranked = ranked
+    method = "train_step"
+    training = True
 
     def __call__(self, model, data, *args, **kwargs):
         step = self.plain(model)
-        exchange = self.ranked.exchange(model)
+        exchange = RankedKerasCall.of(model).exchange(model)
         keras = _keras.keras_of(model)
         leaves = keras.tree.flatten(data)  # tensors, and arrays in train_on_batch()
         batch = next((leaf for leaf in leaves if getattr(leaf, "shape", None)), None)
@@ -162,55 +156,41 @@ class RankedStep(_patching.InstanceMethod):
             result = step(data, *args, **kwargs)
         if self.training and not exchange.checked:
             exchange.checked = True
-            with sys.modules["torch"].no_grad():
+            with torch.no_grad():
                 keras3.check_loss_eagerly(model, data)
         return result
 
     def reductions(self, model, exchange):
         """Losses that are no means over rows are those of all ranks' rows."""
-        engine = self.ranked.engine
         rows = exchange.rows.step
-        shares = []
 
+        @functools.lru_cache(None)
         def share():
-            if not shares:
-                shares.append(engine.share(rows))
-                self.agreed(model, exchange)
-            return shares[0]
+            """The ranks say their rows in front of the step."""
+            mine = self.engine.share(rows)
+            if self.training:
+                exchange.agreed = True
+            else:
+                keras_model.in_step(model)
+            return mine
 
         def total(values):
             share()
-            return engine.sum([float(value) for value in values]).tolist()
+            return self.engine.sum([float(value) for value in values]).tolist()
 
         return losses.Reductions(share, total)
 
-    def agreed(self, model, exchange):
-        """The ranks have said their rows in front of the step."""
-
     @contextlib.contextmanager
     def scaling(self, model):
-        """What becomes of a ``LossScaleOptimizer``."""
-        yield
-
-
-class RankedTrainStep(RankedStep):
-    method = "train_step"
-    training = True
-
-    def agreed(self, model, exchange):
-        exchange.agreed = True
-
-    @contextlib.contextmanager
-    def scaling(self, model):
-        """Within, the gradients of a rank overflow where those of one process would.
+        """Within, a ``LossScaleOptimizer`` has gradients overflow where one process's would.
 
         The mean over a rank's rows weighs each row as many times more as there are ranks.
         """
         optimizer = model.optimizer
-        if not hasattr(optimizer, "inner_optimizer"):
+        if not self.training or not hasattr(optimizer, "inner_optimizer"):
             yield
             return
-        size = self.ranked.engine.place.size
+        size = self.engine.place.size
         scale_loss, apply = optimizer.scale_loss, optimizer.apply
 
         def apply_scaled(gradients, *args, **kwargs):
@@ -224,47 +204,22 @@ class RankedTrainStep(RankedStep):
             yield
 
 
-class RankedTestStep(RankedStep):
+class RankedTorchTestStep(RankedTrainStep):
     method = "test_step"
-
-    def agreed(self, model, exchange):
-        keras_model.in_step(model)
+    training = False
 
 
 # torch ----------------------------------------------------------------------------------------
 
 
-class RankedForward(Ranked):
+class RankedForward(modules.ForwardMethod, Ranked):
     """The ``forward`` of a torch module."""
 
-    method = "forward"
-
-    def install(self, model):
-        """A function: ``torch.compile`` takes no other callables for methods.
-
-        It leaves the code of this package as it is, and compiles the module's own.
-        """
-        rules = sys.modules["torch"]._dynamo.trace_rules
-        if hasattr(rules, "add"):
-            rules.add(__name__.partition(".")[0])
-
-        def forward(module, *args, **kwargs):
-            return self(module, *args, **kwargs)
-
-        forward.ranked = self
-        self.hidden = model.__dict__.get("forward")
-        model.__dict__["forward"] = types.MethodType(forward, model)
-
-    @classmethod
-    def of(cls, model):
-        function = getattr(model.__dict__.get("forward"), "__func__", None)
-        return getattr(function, "ranked", None)
-
     def is_only_traced(self, model, batch):
-        return getattr(batch, "is_meta", False) is True or sys.modules["torch"].jit.is_tracing()
+        return getattr(batch, "is_meta", False) is True or torch.jit.is_tracing()
 
     def count(self, model, batch):
-        if not sys.modules["torch"].is_grad_enabled():
+        if not torch.is_grad_enabled():
             dim = batches.declared(model) or 0
             has_rows = len(getattr(batch, "shape", ())) > dim
             _work.count([""], [int(batch.shape[dim])] if has_rows else None, False)
@@ -274,20 +229,23 @@ class RankedForward(Ranked):
 
     def run(self, model, batch, args, kwargs):
         """The rows are where torch's recurrent layers and transformers in the model find them."""
-        if isinstance(batch, sys.modules["torch"].nn.utils.rnn.PackedSequence):
-            return self.plain(model)(*args, **kwargs), int(batch.batch_sizes[0])
-        own = batches.declared(model)
-        if own is not None:
-            rows = None if batch is None else int(batch.shape[own]) if batch.dim() > 2 else 1
-            return self.plain(model)(*args, **kwargs), rows
-        exchange = self.exchange(model)
-        if exchange.declares is None:
-            exchange.declares = batches.has_declared(model)
-        if batch is None or not exchange.declares:
+        if batch is None:
             return super().run(model, batch, args, kwargs)
-        with batches.Seen(model, 1) as seen:
+        if batches.declared(model) is not None or isinstance(batch, batches.PackedSequence):
+            rows = batches.rows_declared(model, batch)
+            return self.plain(model)(*args, **kwargs), 1 if rows is None else int(rows)
+        found = []
+
+        def note(module, args, kwargs):
+            found.append(batches.rows_declared(module, (list(args) + list(kwargs.values()))[0]))
+
+        with contextlib.ExitStack() as stack:
+            for part in model.modules():
+                if batches.declared(part) is not None:
+                    hook = part.register_forward_pre_hook(note, with_kwargs=True)
+                    stack.callback(hook.remove)
             result = self.plain(model)(*args, **kwargs)
-        found = [size for size in seen.sizes if size is not None]
+        found = [size for size in found if size is not None]
         sizes = [int(size) for size in batch.shape[:2]]
         same = [size for size in sizes if size in found]
         multiple = [size for size in sizes if size and all(each % size == 0 for each in found)]
@@ -295,39 +253,31 @@ class RankedForward(Ranked):
 
     def weights_made(self, model):
         parameters = list(model.parameters())
-        lazy = sys.modules["torch"].nn.parameter.is_lazy
-        return None if any(lazy(parameter) for parameter in parameters) else len(parameters)
+        return None if any(is_lazy(parameter) for parameter in parameters) else len(parameters)
 
     def same_start(self, model):
         """Rank 0's parameters and buffers. The user's optimizer has no state before a step."""
-        torch = sys.modules["torch"]
         state = model.state_dict()
         mine = {n: value for n, value in state.items() if isinstance(value, torch.Tensor)}
-        chief = self.engine.broadcast(
-            {name: tensor.cpu() for name, tensor in mine.items()}
-            if self.engine.place.rank == 0
-            else None
-        )
+        chief = self.engine.broadcast({name: tensor.cpu() for name, tensor in mine.items()})
         if {n: t.shape for n, t in mine.items()} != {n: t.shape for n, t in chief.items()}:
             raise errors.ranks_differ(self.engine.place, type(model).__name__)
         state.update(chief)
         model.load_state_dict(state)
 
     def parameters(self, model):
-        lazy = sys.modules["torch"].nn.parameter.is_lazy
-        return [p for p in model.parameters() if p.requires_grad and not lazy(p)]
+        return [p for p in model.parameters() if p.requires_grad and not is_lazy(p)]
 
     def averaged(self, model):
         """Running statistics. The operation that updates them does not move their version."""
-        kind = sys.modules["torch"].nn.modules.batchnorm._NormBase
+        kind = torch.nn.modules.batchnorm._NormBase
         found = [
             getattr(part, name)
             for part in model.modules()
             if isinstance(part, kind) and part.track_running_stats
             for name in ("running_mean", "running_var")
         ]
-        lazy = sys.modules["torch"].nn.parameter.is_lazy
-        return [tensor for tensor in found if tensor is not None and not lazy(tensor)]
+        return [tensor for tensor in found if tensor is not None and not is_lazy(tensor)]
 
     def warn_of_means(self, model, differ):
         """Running statistics of torch's own are means."""
@@ -337,7 +287,6 @@ class RankedForward(Ranked):
 
     def verified_state(self, model):
         """Buffers; those that are not saved are the rank's own."""
-        torch = sys.modules["torch"]
         saved = model.state_dict()
         return [
             (name, buffer)

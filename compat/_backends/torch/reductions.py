@@ -1,44 +1,30 @@
-"""How tensors depend on the rows of a batch, and how those of all replicas become one.
+"""Values without rows, such as a loss, a batch statistic, a counter: those of all replicas as one.
 
-A replica sees some rows only, so what it computes from all its rows at once (a loss, a batch
-statistic, a counter) is not what one device computes. ``watch`` follows torch's functions
-and tags each tensor: ``Rows`` has values for each row, ``Total`` is a total over the rows, ``Step``
-is a function of totals, ``Mixed`` is beyond it, and a tensor without a tag does not depend on the
-batch. ``together`` then puts totals of all replicas together, and computes the functions of them
-once.
+A replica sees some rows only, so what it computes from all its rows at once is not what one device
+computes. ``watch`` follows torch's functions and tags such tensors: ``Total`` is a total over the
+rows, ``State`` is from before, ``ComputedTotal`` is a function of these. ``together`` puts the
+totals of all replicas together, and computes the functions of them once.
 """
 
 import torch
 
+from ... import _rows
+from .calls import RowCount, name_of, tree
+
 
 class NotMergeable(Exception):
-    """Why values of the replicas cannot be put together, as a phrase."""
+    """Values of the replicas cannot be put together.
 
+    Attributes:
+        across: where the reason is, an ``Across``.
+    """
 
-#: Why values of the replicas cannot be put together that were computed in different ways.
-DIVERGED = "the replicas took different paths through the model"
+    def __init__(self, across=None):
+        self.across = across or _rows.Across(None, why="diverged")
+        super().__init__(self.across)
 
 
 # Tags -----------------------------------------------------------------------------------------
-
-
-class Rows:
-    """Values of each row: ``size / outer`` neighbours in dimension ``dim``, ``outer`` times.
-
-    ``regular`` is whether each row has as many, which a selection by a mask has not.
-    """
-
-    def __init__(self, dim, outer=1, regular=True):
-        self.dim = dim
-        self.outer = outer
-        self.regular = regular
-
-
-class Mixed:
-    """Computed from several rows by a function whose result cannot be put together."""
-
-    def __init__(self, function):
-        self.function = function
 
 
 class Total:
@@ -66,7 +52,7 @@ class State:
         self.value = value
 
 
-class Step:
+class ComputedTotal:
     """What a function computed from totals: tagged arguments are replaced by their tags.
 
     It is constant where it depends on state from before alone.
@@ -80,16 +66,8 @@ class Step:
         self.pick = pick  # which element of the function's result
         self.dtype = dtype  # autocast may make it another one
         self.grad = torch.is_grad_enabled()
-        self.constant = all(_constants(args)) and all(_constants(kwargs.values()))
-
-
-def _constants(values):
-    for value in values:
-        if isinstance(value, (list, tuple)):
-            for constant in _constants(value):
-                yield constant
-        else:
-            yield getattr(value, "constant", True)
+        leaves = tree.tree_leaves((args, kwargs))
+        self.constant = all(getattr(leaf, "constant", True) for leaf in leaves)
 
 
 class Constant:
@@ -100,23 +78,20 @@ class Constant:
         self.version = value._version
 
 
-def tag_of(value):
-    """The tag of a tensor, or None."""
-    return getattr(value, "_compat_rows", None)
+class Escape:
+    """A number that a replica's rows have given to Python, which may choose its way by it.
+
+    Attributes:
+        across: where, an ``Across``.
+        tag: an expression, or ``Mixed``.
+        value: the number.
+    """
+
+    def __init__(self, across, tag, value):
+        self.across, self.tag, self.value = across, tag, value
 
 
-def tag(value, as_what):
-    value._compat_rows = as_what
-    return value
-
-
-def name_of(function):
-    """What torch calls a function: "sum"; that of a property is its name."""
-    name = getattr(function, "__name__", str(function))
-    return getattr(function.__self__, "__name__", name) if name == "__get__" else name
-
-
-EXPRESSIONS = (Total, State, Step)
+EXPRESSIONS = (Total, State, ComputedTotal)
 
 KINDS = {
     "sum": lambda values: torch.stack(values).sum(0),
@@ -161,20 +136,20 @@ class _Merge:
 
     def computed(self, values):
         first = values[0]
+        if isinstance(first, _rows.Mixed):
+            raise NotMergeable(first.why)
         if any(type(value) is not type(first) for value in values):
-            raise NotMergeable(DIVERGED)
-        if isinstance(first, Mixed):
-            raise NotMergeable("{}() computes it from several rows".format(first.function))
-        if isinstance(first, Rows):
-            raise NotMergeable("it has values for each row")
+            raise NotMergeable()  # the replicas took different paths through the model
+        if not isinstance(first, EXPRESSIONS):
+            raise NotMergeable()
         if isinstance(first, State):
             return first.value.to(self.home)
         if isinstance(first, Total):
             if any(value.kind != first.kind for value in values):
-                raise NotMergeable(DIVERGED)
+                raise NotMergeable()
             return self.total(values)
         if any(value.function is not first.function for value in values):
-            raise NotMergeable(DIVERGED)
+            raise NotMergeable()
         args = self.arguments([value.args for value in values])
         kwargs = self.arguments([value.kwargs for value in values])
         if first.in_place:
@@ -200,25 +175,25 @@ class _Merge:
 
     def arguments(self, values):
         first = values[0]
-        if isinstance(first, (list, tuple)) and not isinstance(first, torch.Size):
+        if isinstance(first, (list, tuple)):
             parts = [self.arguments(part) for part in zip(*values)]
             return parts if isinstance(first, list) else tuple(parts)
         if isinstance(first, dict):
             return {key: self.arguments([value[key] for value in values]) for key in first}
-        if isinstance(first, EXPRESSIONS + (Mixed, Rows)):
+        if isinstance(first, EXPRESSIONS + (_rows.Placement,)):
             return self.value(values)
         if isinstance(first, Constant):
             return self.constant(values)
         if isinstance(first, torch.device):
             return self.home
-        if is_number(first):
-            return self.number(values)
-        return first
+        if isinstance(first, RowCount):
+            return sum(values)
+        return self.number(values) if is_number(first) else first
 
     def constant(self, values):
         first = values[0].value
         if any(not isinstance(v, Constant) or v.value._version != v.version for v in values):
-            raise NotMergeable("a tensor it was computed from was changed in place")
+            raise NotMergeable()  # it was changed in place
         if not first.dim() and not first.is_complex() and first.dtype != torch.bool:
             numbers = [value.value.detach().item() for value in values]
             number = self.number(numbers)

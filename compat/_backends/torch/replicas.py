@@ -9,78 +9,25 @@ copies belong to autograd's graph, so that all gradients reach the one set of we
 
 import contextlib
 import functools
+import itertools
 
 import torch
 
-from ... import _patching, _replicas, _work, errors
-from . import batches, merging
-from .reductions import DIVERGED, NotMergeable, Rows, tag, tag_of
+from ... import _patching, _replicas, _rows, _work, errors
+from . import batches, merging, trials
+from .calls import RowCount, tag, tag_of
+from .outcomes import Known, Outcome, RandomNumbers, evaluating
+from .reductions import NotMergeable
 from .watch import Watch
 
 # How many arguments may turn out to have as many rows as the batch by chance.
 MOST_TRIED = 6
 
 # What torch.compile() makes of a model around a parallelized one stops at this.
-outside_of_graphs = getattr(getattr(torch, "compiler", None), "disable", lambda function: function)
+outside_of_graphs = torch.compiler.disable
 
 
-class Outcome:
-    """What one replica made.
-
-    Attributes:
-        rows: how many rows it computed.
-        values: by key, each value of the result, each loss, each state, each attribute.
-        unflatten, described: how the result is nested.
-        given: by key, state as the replica was given it.
-        numbers: of the results, those that were taken from a tensor, which stands in for them.
-        inexact: the function, if any, that gives each device numbers of its own.
-    """
-
-    def __init__(self, rows, result, losses, state, given, watch):
-        self.rows = rows
-        leaves, self.unflatten, self.described = batches.flatten(result)
-        self.numbers = set()
-        for index, leaf in enumerate(leaves if watch is not None else ()):
-            if isinstance(leaf, float) and id(leaf) in watch.items:
-                leaves[index] = watch.items[id(leaf)][1]
-                self.numbers.add(("result", index))
-        self.values = {("result", index): leaf for index, leaf in enumerate(leaves)}
-        self.results = len(leaves)
-        self.values.update((("loss", index), loss) for index, loss in enumerate(losses))
-        self.losses = len(losses)
-        self.values.update(state)
-        self.given = given
-        self.inexact = watch and watch.inexact
-
-
-class Known:
-    """What one kind of call has shown: a rule for each value, once it was watched."""
-
-    def __init__(self, whole):
-        self.whole = whole  # arguments, by number, that are not cut, although they have the size
-        self.rules = {}
-        self.described = None
-        self.watch = True
-
-    def fit(self, outcomes):
-        """Whether the rules are those for what was not watched."""
-        return all(self.fits(outcome) for outcome in outcomes)
-
-    def fits(self, outcome):
-        if outcome.described != self.described:
-            return False
-        for key, value in outcome.values.items():
-            rule = self.rules.get(key)
-            if rule is None or not rule.fits(value, outcome.rows):
-                return False
-            if rule.kind == "unchanged" and key[0] == "state":
-                # BatchNorm's averages change without it, and have rules.
-                if value is not outcome.given[key] or value._version:
-                    return False
-        return True
-
-
-class Replicated(_patching.InstanceMethod):
+class ReplicatedMethod(_patching.InstanceMethod):
     """A method of a model that runs on several devices.
 
     Replica i computes the rows ``_replicas.run_bounds`` gives it, on its device, one after the
@@ -94,9 +41,12 @@ class Replicated(_patching.InstanceMethod):
 
     def __init__(self, devices):
         super().__init__(devices)
-        self.known = {}  # deep copies share it: their architecture is the same
-        self.choices = {}  # where the rows are, by the kind of arguments
+        # By kind of call; None: it runs whole. Deep copies, of the same architecture, share it.
+        self.known = {}
+        self.choices = None  # where the rows may be
         self.names = None
+        self.warned = False  # that it runs whole
+        self.tried = {}  # functions without a rule, by the kind of call
 
     def most_replicas(self, model, rows):
         """How many replicas a batch of so many rows can be split over."""
@@ -108,51 +58,105 @@ class Replicated(_patching.InstanceMethod):
             return self.plain(model)(*args, **kwargs)
         if self.names is None:
             self.names = batches.names_of(self.plain(model))
-        arguments = batches.Arguments(self.names, args, kwargs, self.converter(model))
+        arguments = batches.DividedArguments(self.names, args, kwargs, self.converter(model))
         tensor = next((v for v in arguments.leaves if isinstance(v, torch.Tensor)), None)
         if tensor is not None and self.is_only_traced(model, tensor):
             return self.plain(model)(*args, **kwargs)
-        layout = self.layout(model, arguments)
-        if layout is None:
+        layouts = self.layouts(model, arguments)
+        if not layouts:
             if any(_is_unknown(leaf) for leaf in arguments.leaves):
                 warn_not_divided(model, "no tensor, as far as torch.utils._pytree finds them")
-            args, kwargs = arguments.with_leaves(arguments.leaves)
-            return self.plain(model)(*args, **kwargs)
-        kind = (model.training, arguments.key, layout.pattern())
-        if kind not in self.known:
-            return self.first_call(model, arguments, layout, kind)
-        known, watched = self.known[kind], self.known[kind].watch
+            return self.plainly(model, arguments, arguments.leaves)
+        kinds = {(model.training, arguments.key, each.pattern()): each for each in layouts}
+        kind = next((kind for kind in kinds if self.known.get(kind) is not None), None)
+        known, rows = self.known.get(kind), layouts[0].rows
+        # Of one row nothing can be learned.
+        untried = {k: v for k, v in kinds.items() if k not in self.known and v.rows > 1}
+        if known is None and not untried:
+            return self.whole(model, arguments, rows)
+        numbers = RandomNumbers() if known is None or known.watch else None
+        try:
+            if known is None:
+                return self.first_call(model, arguments, untried)
+            return self.later_call(model, arguments, kinds[kind], known)
+        except Exception as error:
+            if not _is_the_models(error):
+                raise
+            if numbers is not None:
+                numbers.set()
+            result = self.whole(model, arguments, rows, error if rows > 1 else None)
+            self.known.update(dict.fromkeys(untried if known is None else [kind]))
+            return result
+
+    def whole(self, model, arguments, rows, error=None):
+        """Run with the whole batch where one device would, which may raise as that would.
+
+        Arguments:
+            error: why, if that was not said before.
+        """
+        home = self.home(model, arguments)
+        leaves = [_on(home, None, None, leaf) for leaf in arguments.leaves]
+        with _replicas.undivided():
+            result = self.plainly(model, arguments, leaves)
+        sizes = _work.undivided(self.devices, rows)
+        _work.count(self.devices, sizes, torch.is_grad_enabled())
+        if error is not None and not self.warned:
+            self.warned = True
+            across = getattr(error, "across", None) or _rows.Across(None, why="fails")
+            _rows.runs_whole(self.name_of(model), across, self.devices[0], "The model")
+        return result
+
+    def plainly(self, model, arguments, leaves):
+        """Run the class's method, which may change the caller's containers."""
+        with arguments.given(leaves) as (args, kwargs, given):
+            result = self.plain(model)(*args, **kwargs)
+            found, unflatten, _ = batches.flatten(given.changed())
+        unflatten([untagged(given.own(leaf)) for leaf in found])
+        return result
+
+    def later_call(self, model, arguments, layout, known):
+        watched = known.watch
         layout, state = layout.without(known.whole), self.state(model)
         outcomes = self.run(model, state, arguments, layout, watched)
-        if not watched and not known.fit(outcomes):
+        if not watched and not known.fit(outcomes, layout.rows):
             watched, state = True, self.state(model)
             outcomes = self.run(model, state, arguments, layout, watched)
         return self.merge(model, state, arguments, layout, known, outcomes, watched)
 
-    def first_call(self, model, arguments, layout, kind):
-        """Watch a call of a new kind.
+    def first_call(self, model, arguments, layouts):
+        """Watch a call of a new kind, and hold what it shows against a trial.
 
-        Where the model fails on parts of the batch, or mixes their rows, an argument may have as
-        many rows by chance. One that is passed whole is what one device computes with.
+        Where the model fails on parts of the batch, or mixes their rows, the rows may be elsewhere,
+        or an argument may have as many by chance. One that is passed whole is what one device
+        computes with.
         """
-        others = layout.cut()[1:]
-        failed = None
-        for whole in [()] + [(leaf,) for leaf in others[:MOST_TRIED]]:
-            known, tried, state = Known(whole), layout.without(whole), self.state(model)
-            try:
-                outcomes = self.run(model, state, arguments, tried, True)
-                result = self.merge(model, state, arguments, tried, known, outcomes, True)
-            except (RuntimeError, IndexError, ValueError, errors.UnsupportedError) as error:
-                if isinstance(error, torch.cuda.OutOfMemoryError):
-                    raise
-                failed = failed or error
-            else:
-                self.known[kind] = known
-                return result
-        raise failed
+        failed = []
+        for kind, layout in layouts.items():
+            others = layout.cut()[1:]
+            for whole in [()] + [(leaf,) for leaf in others[:MOST_TRIED]]:
+                known, tried, state = Known(whole), layout.without(whole), self.state(model)
+                known.trial = self.trial(model, arguments, tried)
+                try:
+                    known.trial.compute_all()  # first: three rows tell more of what has no rule
+                    outcomes = self.run(model, state, arguments, tried, True)
+                    result = self.merge(model, state, arguments, tried, known, outcomes, True)
+                except Exception as error:
+                    if not _is_the_models(error):
+                        raise
+                    if len(layouts) == 1 or known.trial.finds_sequences():
+                        failed.append(error)
+                else:
+                    self.known[kind] = known
+                    return result
+        raise (failed + [NotMergeable(_rows.Across(None, why="rows"))])[0]
 
-    def layout(self, model, arguments):
-        return batches.layout(arguments)
+    def layouts(self, model, arguments):
+        """How the arguments may be cut, the likeliest first."""
+        layout = batches.layout(arguments)
+        return [] if layout is None else [layout]
+
+    def name_of(self, model):
+        return type(model).__name__
 
     # Running ----------------------------------------------------------------------------------
 
@@ -163,42 +167,42 @@ class Replicated(_patching.InstanceMethod):
         for index, name in enumerate(self.devices[:count]):
             # On the CPU "cpu:1" is a name only.
             device = torch.device("cpu" if name.startswith("cpu") else name)
-            start, stop = _replicas.run_bounds(layout.rows, count, index)
-            cut = functools.partial(_rows, start, stop)
+            rows = range(*_replicas.run_bounds(layout.rows, count, index))
             with torch.profiler.record_function("replica on {}".format(name)):
-                try:
-                    outcome = self.replica(
-                        model, state, arguments, layout, device, stop - start, cut,
-                        copy=index > 0, watched=watched,
-                    )  # fmt: skip
-                except Exception as error:
-                    _note(error, name, start, stop, layout, arguments)
-                    raise
+                outcome = self.replica(
+                    model, state, arguments, layout, device, rows, copy=index > 0, watched=watched
+                )
             outcomes.append(outcome)
         return outcomes
 
-    def replica(
-        self, model, state, arguments, layout, device, rows, cut, copy, watched, probing=False
-    ):
+    def replica(self, model, state, arguments, layout, device, rows, copy, watched, probing=False):
         """Run one replica, and return its outcome.
 
         Arguments:
-            rows: how many rows it computes.
-            cut: gives its rows of an argument, from a ``Cut`` and the argument.
+            rows: the numbers of the rows that it computes.
         """
         leaves = []
         for leaf, where in zip(arguments.leaves, layout.cuts):
-            leaf = _on(device, where, cut, leaf)
+            leaf = arguments.copied(leaf, _on(device, where, rows, leaf))
             if watched and where is not None:
                 tag_rows(leaf, where)
             leaves.append(leaf)
-        args, kwargs = arguments.with_leaves(leaves)
-        watch = Watch(rows, probing) if watched else None
-        with _replicas.undivided(), _eager() if watched else contextlib.ExitStack():
-            result, losses, values, given = state.run(
-                self.plain(model), device, copy, args, kwargs, watch
-            )
-        return Outcome(rows, result, losses, values, given, watch)
+        watch = Watch(model, len(rows), layout.rows, self.tried, probing) if watched else None
+        with arguments.given(leaves) as (args, kwargs, given):
+            with _replicas.undivided(), _eager() if watched else contextlib.ExitStack():
+                try:
+                    result, losses, values, buffers = state.run(
+                        self.plain(model), device, copy, args, kwargs, watch
+                    )
+                except BaseException as error:
+                    if watched:
+                        watch.paused = True  # an interruption may have kept it from saying so
+                    error.of_a_part = True  # not of compat's own
+                    raise
+            result = result, given.changed()
+            outcome = Outcome(len(rows), result, losses, values, buffers, watch)
+        outcome.localize(given, device, self.home(model, arguments))
+        return outcome
 
     # Putting together -------------------------------------------------------------------------
 
@@ -209,7 +213,7 @@ class Replicated(_patching.InstanceMethod):
         outcomes, sizes = [outcome for outcome, _ in counted], [size for _, size in counted]
         first = outcomes[0]
         if any(list(outcome.values) != list(first.values) for outcome in outcomes):
-            raise merging.refusal(model, ("result", ""), DIVERGED)
+            raise NotMergeable()
         home = self.home(model, arguments)
         if watched:
             self.decide(model, state, arguments, layout, known, outcomes, sizes, home)
@@ -218,20 +222,18 @@ class Replicated(_patching.InstanceMethod):
             rule = known.rules[key]
             if rule.kind != "unchanged":
                 values = [outcome.values[key] for outcome in outcomes]
-                if rule.kind == "rows" and rule.outer == 1:
+                if rule.kind == "rows" and rule.copies == 1:
                     values = self.with_empty(everyone, layout.rows, key, rule.dim)
                 with torch.set_grad_enabled(torch.is_grad_enabled() and key[0] != "state"):
-                    try:
-                        merged[key] = rule.merged(values, sizes, home, state.before.get(key))
-                    except NotMergeable as problem:
-                        raise merging.refusal(model, key, problem) from problem
+                    merged[key] = rule.merged(values, sizes, home, state.before.get(key))
         for key in first.numbers:
             merged[key] = merged[key].item()
         state.finish(merged)
         sizes = _replicas.sizes(layout.rows, len(everyone))
         sizes += [0] * (len(self.devices) - len(sizes))
         _work.count(self.devices, sizes, torch.is_grad_enabled())
-        return first.unflatten([untagged(merged[("result", i)]) for i in range(first.results)])
+        results = [untagged(merged[("result", i)]) for i in range(first.results)]
+        return first.unflatten(results)[0]
 
     def with_empty(self, outcomes, rows, key, dim):
         """Also no rows of each replica that has none of its own: it gets gradients, 0, too."""
@@ -241,39 +243,83 @@ class Replicated(_patching.InstanceMethod):
 
     def decide(self, model, state, arguments, layout, known, outcomes, sizes, home):
         """Find the rules of a call that was watched."""
-        first = outcomes[0]
-        compute = functools.partial(self.try_rows, model, arguments, layout, home)
-        probe = merging.Probe(compute)
-        dim = next(cut.dim for cut in layout.cuts if cut is not None)
+        first, trial = outcomes[0], known.trial or self.trial(model, arguments, layout)
         previous, known.rules = known.rules, {}
         for key in first.values:
             values = [outcome.values[key] for outcome in outcomes]
             rule = previous.get(key)
-            if state.is_average(key):
-                rule = merging.Rule("mean")
-                rule.like = merging.like(values[0])
-            elif rule is None or not merging.still(rule, values):
-                try:
-                    rule = merging.decide(
-                        key, values, sizes, state.before.get(key), dim, home, probe
-                    )
-                except NotMergeable as problem:
-                    raise merging.refusal(model, key, problem) from problem
+            if rule is None or not merging.still(rule, values):
+                rule = merging.decide(key, values, sizes, state.before.get(key), home, trial)
             # A number that was taken from a tensor does not show from where.
             rule.lasting = rule.lasting and key not in first.numbers
             known.rules[key] = rule
         known.described = first.described
-        known.watch = not all(rule.lasting for rule in known.rules.values())
+        if known.trial is not None or known.rules != previous:
+            trials.prove(trial, known.rules, state.before, home)
+        known.trial = None
+        chosen = self.follow_choices(model, state, arguments, layout, known, outcomes, home)
+        known.watch = chosen or not all(rule.lasting for rule in known.rules.values())
+
+    def follow_choices(self, model, state, arguments, layout, known, outcomes, home):
+        """Whether Python chose its way by the rows' values, so that later calls are watched.
+
+        Where one device might have taken another way, all of the batch is computed on one: the
+        numbers tell whether that matters.
+        """
+        watches = [outcome.watch for outcome in outcomes]
+        doubtful, lines, chosen = [], [], False
+        for watch in watches:
+            known.comparisons |= watch.comparisons
+            known.counted = known.counted or watch.counted
+            if watch.by_count is not None and layout.rows not in known.totals:
+                doubtful.append(watch.by_count)
+        for escapes in itertools.zip_longest(*[watch.escapes for watch in watches]):
+            first = next(escape for escape in escapes if escape is not None)
+            if str(first.across) not in known.harmless:
+                chosen = True
+                if None in escapes or not merging.is_one_devices(escapes, home):
+                    doubtful.append(first.across)
+                    if not isinstance(first.tag, _rows.Mixed):  # that may be chance
+                        lines.append(str(first.across))
+        if doubtful:
+            bounds = [_replicas.bounds(layout.rows, len(outcomes), i) for i in range(len(outcomes))]
+            parts = [list(range(start, stop)) for start, stop in bounds]
+            try:
+                trial = self.trial(model, arguments, layout, parts)
+                trials.prove(trial, known.rules, state.before, home)
+            except NotMergeable:
+                raise NotMergeable(doubtful[0]) from None
+            known.harmless.update(lines)
+        known.totals.add(layout.rows)
+        return chosen
+
+    def trial(self, model, arguments, layout, parts=None):
+        """A trial of rows of this batch; what is sorted stays sorted."""
+        home, last = self.home(model, arguments), layout.rows - 1
+        if parts is None:
+            parts = [[min(row, last) for row in part] for part in _rows.trial.PARTS]
+        return trials.PartsTrial(
+            functools.partial(self.try_rows, model, arguments, layout, home), parts
+        )
 
     def try_rows(self, model, arguments, layout, home, rows):
         """What these rows give, without dropout, and without a trace."""
         rows = [row % layout.rows for row in rows]
-        gpus = list(range(torch.cuda.device_count())) if home.type == "cuda" else []
-        with torch.no_grad(), torch.random.fork_rng(gpus), _evaluating(model):
-            return self.replica(
-                model, self.state(model), arguments, layout, home, len(rows),
-                lambda cut, value: cut.chosen(value, rows), copy=True, watched=True, probing=True,
-            )  # fmt: skip
+        numbers = RandomNumbers()
+        try:
+            with torch.no_grad(), evaluating(model):
+                return self.replica(
+                    model, self.state(model), arguments, layout, home, rows,
+                    copy=True, watched=True, probing=True,
+                )  # fmt: skip
+        finally:
+            numbers.set()
+
+
+def _is_the_models(error):
+    """Whether parts of a batch are at fault, as far as an error tells."""
+    of_a_part = getattr(error, "of_a_part", False) or isinstance(error, NotMergeable)
+    return of_a_part and not isinstance(error, torch.cuda.OutOfMemoryError)
 
 
 def _none_of(value, dim):
@@ -300,72 +346,34 @@ def warn_not_divided(model, given):
 
 def tag_rows(leaf, cut):
     if isinstance(leaf, torch.Tensor):
-        tag(leaf, Rows(cut.dim))
+        tag(leaf, _rows.Sharded(cut.dim, cut.inner))
     else:
-        tag(leaf.data, Rows(0, regular=False))
+        tag(leaf.data, _rows.Sharded(0, inner=None, even=False))
 
 
 def untagged(value):
     if isinstance(value, torch.Tensor) and tag_of(value) is not None:
         del value._compat_rows
-    return value
+    if isinstance(value, batches.Unchanged):
+        return value.value
+    if isinstance(value, torch.Size):
+        return torch.Size([int(size) for size in value])
+    return int(value) if isinstance(value, RowCount) else value
 
 
-def _rows(start, stop, cut, value):
-    return cut.rows(value, start, stop)
-
-
-def _on(device, where, cut, value):
+def _on(device, where, rows, value):
     """A replica's rows of an argument, on its device."""
-    if where is not None and not isinstance(value, torch.Tensor):
-        return cut(where, value).to(device)
-    if not isinstance(value, torch.Tensor):
+    if where is None and not isinstance(value, torch.Tensor):
         return value
     mask = getattr(value, "_keras_mask", None)
-    if where is not None:
-        value = cut(where, value)
-    value = value.to(device)
+    value = (value if where is None else where.rows(value, rows)).to(device)
     if mask is not None:
         value = value.view_as(value)  # another object: the mask is not for the argument itself
-        value._keras_mask = (mask if where is None else cut(where, mask)).to(device)
+        value._keras_mask = _on(device, where, rows, mask)
     return value
-
-
-def _note(error, name, start, stop, layout, arguments):
-    """Say in an error of a model's that it was computing a part of a batch."""
-    cut = [
-        repr(name) if name else "a positional argument"
-        for name, where in zip(arguments.names, layout.cuts)
-        if where is not None
-    ]
-    note = (
-        "compat.parallelize() ran this model on {} with rows {} to {} of a batch of {}: it cut {}. "
-        "A model whose rows need one another, or a tensor that has as many rows by chance, cannot "
-        "be cut: keep such a tensor as a buffer of the model.".format(
-            name, start, stop - 1, layout.rows, ", ".join(dict.fromkeys(cut))
-        )
-    )
-    if hasattr(error, "add_note"):
-        error.add_note(note)
-    elif error.args and isinstance(error.args[0], str):
-        error.args = ("{}\n{}".format(error.args[0], note),) + error.args[1:]
 
 
 def _eager():
     """Within, what torch.compile() has made runs the functions that it was made of."""
     stance = getattr(torch.compiler, "set_stance", None)
     return contextlib.ExitStack() if stance is None else stance("force_eager")
-
-
-@contextlib.contextmanager
-def _evaluating(model):
-    """Within, torch's own modules drop nothing and normalise with their averages."""
-    parts = [part for part in model.modules() if type(part).__module__.startswith("torch.nn")]
-    parts = [part for part in parts if part.training]
-    for part in parts:
-        part.training = False
-    try:
-        yield
-    finally:
-        for part in parts:
-            part.training = True

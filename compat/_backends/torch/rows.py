@@ -3,7 +3,7 @@
 from .tensors import tensors_in
 
 
-class Rows:
+class ForwardRows:
     """The rows of the forward passes that a backward pass goes back through."""
 
     def __init__(self):

@@ -9,7 +9,7 @@ A header goes with the last bucket: what the ranks have to know of each other. I
 buckets were sent before a tensor in them had its last value; these are sent again.
 """
 
-import sys
+import torch
 
 #: Bytes of the first bucket and of the others: those of ``DistributedDataParallel``.
 SIZES = [2**20, 25 * 2**20]
@@ -54,7 +54,6 @@ class Sums:
         Returns:
             Whether a value was sent too early on this rank.
         """
-        torch = sys.modules["torch"]
         values = values if weight else {}
         early = []
         for bucket in self.buckets:
@@ -96,7 +95,6 @@ class Sums:
 
     def mean(self, tensor):
         """The sum in a tensor's place by the total of rows, in the tensor's type of number."""
-        torch = sys.modules["torch"]
         mean = self.slots[id(tensor)].view * self.factor
         return (torch.view_as_complex(mean) if tensor.is_complex() else mean).to(tensor.dtype)
 
@@ -104,7 +102,7 @@ class Sums:
         """The same in the place of a tensor that is there."""
         view = self.slots[id(tensor)].view
         if result.dtype == view.dtype:
-            sys.modules["torch"].mul(view, self.factor, out=result.detach())
+            torch.mul(view, self.factor, out=result.detach())
         else:
             result.copy_(self.mean(tensor))
 
@@ -113,12 +111,13 @@ class _Bucket:
     """Tensors of one type of number and device, which are sent together."""
 
     def __init__(self, dtype, device, tensors, front=0):
-        counts = [_count(tensor) for tensor in tensors]
-        flat = sys.modules["torch"].zeros(front + sum(counts), dtype=dtype, device=device)
+        shapes = [_real(tensor.detach()).shape for tensor in tensors]
+        counts = [shape.numel() for shape in shapes]
+        flat = torch.zeros(front + sum(counts), dtype=dtype, device=device)
         self.flat, self.front = flat, flat[:front]
         self.slots = [
-            _Slot(self, tensor, part.view(_shape(tensor)))
-            for tensor, part in zip(tensors, flat[front:].split(counts))
+            _Slot(self, tensor, part.view(shape))
+            for tensor, shape, part in zip(tensors, shapes, flat[front:].split(counts))
         ]
         self.clear()
 
@@ -147,11 +146,7 @@ class _Slot:
             return
         self.bucket.filled += self.held is None
         self.held = value, value._version, weight
-        torch = sys.modules["torch"]
-        if value.requires_grad:
-            value = value.detach()
-        if value.is_complex():
-            value = torch.view_as_real(value.resolve_conj())
+        value = _real(value.detach())
         if value.dtype == self.view.dtype:
             torch.mul(value, weight, out=self.view)
         else:
@@ -166,7 +161,6 @@ class _Slot:
 
 def sum_dtype(dtype):
     """The type of number in which tensors of a type are summed up."""
-    torch = sys.modules["torch"]
     return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
 
 
@@ -179,18 +173,15 @@ def _groups(tensors):
         key = dtype, tensor.device
         group, size = being_filled.pop(key, ([], 0))
         group.append(tensor)
-        size += _count(tensor) * (8 if dtype is sys.modules["torch"].float64 else 4)
+        size += _real(tensor.detach()).numel() * (8 if dtype is torch.float64 else 4)
         if size < SIZES[min(len(found), 1)]:
             being_filled[key] = group, size
         else:
             found.append(key + (group,))
     found += [key + (group,) for key, (group, _) in being_filled.items()]
-    return found or [(sys.modules["torch"].float32, "cpu", [])]
+    return found or [(torch.float32, "cpu", [])]
 
 
-def _count(tensor):
-    return tensor.numel() * (2 if tensor.is_complex() else 1)
-
-
-def _shape(tensor):
-    return tensor.shape + ((2,) if tensor.is_complex() else ())
+def _real(tensor):
+    """A tensor of real numbers, two for each complex one."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor

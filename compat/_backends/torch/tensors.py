@@ -1,7 +1,8 @@
 """Tensors: found in nested values, compared, copied, handed to numpy."""
 
 import operator
-import sys
+
+import torch
 
 # How deep tensors are looked for in the attributes of objects.
 _DEPTH = 3
@@ -9,7 +10,6 @@ _DEPTH = 3
 
 def first_batch(arguments):
     """The first tensor in a call's arguments that has rows, or packed sequences, or None."""
-    torch = sys.modules["torch"]
     packed = torch.nn.utils.rnn.PackedSequence
     leaves = torch.utils._pytree.tree_leaves(arguments, is_leaf=lambda v: isinstance(v, packed))
     for leaf in leaves:
@@ -23,7 +23,6 @@ def first_batch(arguments):
 
 def tensors_in(value, depth=_DEPTH):
     """The tensors in nested tuples, lists, dictionaries, and attributes of other objects."""
-    torch = sys.modules["torch"]
     for leaf in torch.utils._pytree.tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
             yield leaf
@@ -41,20 +40,8 @@ def are_same(tensors, others):
     return len(tensors) == len(others) and all(map(operator.is_, tensors, others))
 
 
-def copy_all(targets, values):
-    if not targets:
-        return
-    together = getattr(sys.modules["torch"], "_foreach_copy_", None)  # since torch 2.1
-    if together is not None:
-        together(targets, values)
-    else:
-        for target, value in zip(targets, values):
-            target.copy_(value)
-
-
 def to_numpy(tensor):
     tensor = tensor.detach().cpu()
-    torch = sys.modules["torch"]
     # numpy has no bfloat16, nor floats of 8 bits; float32 has all their values.
     known = tensor.dtype in (torch.float64, torch.float32, torch.float16) or not (
         tensor.is_floating_point()

@@ -6,7 +6,7 @@ from ... import errors
 from ..._operations import Operation
 
 _REPLICA = "replica on "
-_GRADIENT = "autograd::engine::evaluate_function: "
+GRADIENT = "autograd::engine::evaluate_function: "
 
 
 @contextlib.contextmanager
@@ -49,24 +49,25 @@ def _kernels(torch, events):
 
 
 def _of_replicas(events):
-    """On simulated devices: what replicas call, and the steps of the backward pass through that.
-
-    The gradient of an operation has its sequence number.
-    """
-    owners = {}  # type: dict
+    """On simulated devices: what replicas call, and the steps of the backward pass through that."""
     for event in events:
-        device = _replica(event)
-        if device is not None and event.sequence_nr >= 0:
-            owners[event.sequence_nr] = device
+        device = replica(event)
         if device is not None and event.cpu_parent.name.startswith(_REPLICA):
             yield _operation(device, event)
+    devices = owners(events)
     for event in events:
-        if event.name.startswith(_GRADIENT) and event.sequence_nr in owners:
-            name = "gradient of " + event.name[len(_GRADIENT) :]
-            yield _operation(owners[event.sequence_nr], event, name)
+        if event.name.startswith(GRADIENT) and event.sequence_nr in devices:
+            name = "gradient of " + event.name[len(GRADIENT) :]
+            yield _operation(devices[event.sequence_nr], event, name)
 
 
-def _replica(event):
+def owners(events):
+    """The device of the replica that called an operation, by the number its gradient has, too."""
+    pairs = ((event.sequence_nr, replica(event)) for event in events)
+    return {number: device for number, device in pairs if number >= 0 and device is not None}
+
+
+def replica(event):
     """The device of the replica that an operation belongs to; None: of none."""
     parent = event.cpu_parent
     while parent is not None and not parent.name.startswith(_REPLICA):

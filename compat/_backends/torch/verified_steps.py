@@ -5,14 +5,36 @@ and the gradients of its parameters for a random gradient of its results.
 """
 
 import contextlib
-import sys
+
+import torch
 
 from ... import _keras, _replicas, _verification
-from ..._verification import keras_steps
-from . import modules, op_placement, replicas
+from ..._verification import keras_steps, reachable
+from . import batches, modules, op_placement, replicas
+from .calls import tensors_in
+from .tensors import to_numpy
+
+_RANDOM = "random numbers of "
 
 
-class VerifiedStep(keras_steps.Verified):
+def _random_numbers():
+    """Where torch's own random numbers are, by label."""
+    found = {_RANDOM + "cpu": torch.get_rng_state().numpy()}
+    if torch.cuda.is_available():
+        for place, state in enumerate(torch.cuda.get_rng_state_all()):
+            found[_RANDOM + "cuda:{}".format(place)] = state.numpy()
+    return found
+
+
+def _set_random_numbers(values):
+    for label, value in values.items():
+        if label == _RANDOM + "cpu":
+            torch.set_rng_state(torch.from_numpy(value))
+        elif label.startswith(_RANDOM):
+            torch.cuda.set_rng_state(torch.from_numpy(value), label[len(_RANDOM) :])
+
+
+class VerifiedTorchStep(keras_steps.Verified):
     """The method by which Keras makes the function of a step."""
 
     def is_ready(self, model):
@@ -25,13 +47,33 @@ class VerifiedStep(keras_steps.Verified):
         return keras_steps.made_anew(self, model)
 
     def step(self, function, args):
-        return _Step(self, function, args[0])
+        return _TorchStep(self, function, args[0])
 
 
-class _Step(keras_steps.KerasStep):
+class _TorchStep(keras_steps.KerasStep):
+    given = ("data",)
+
     def __init__(self, method, function, data):
         super().__init__(method, function)
         self.data = data
+        self.differentiated = torch.is_grad_enabled()
+
+    def give_up(self, values):
+        super().give_up(values)
+        # An interruption may come where torch.no_grad() begins or ends, which leaves it on.
+        torch.set_grad_enabled(self.differentiated)
+
+    def read(self):
+        values = super().read()
+        values.update(_random_numbers())
+        return values
+
+    def write(self, values):
+        super().write(values)
+        _set_random_numbers(values)
+
+    def is_random(self, label):
+        return label.startswith(_RANDOM) or super().is_random(label)
 
     def as_array(self, value):
         convert = _keras.keras_of(self.model).ops.convert_to_numpy
@@ -50,9 +92,9 @@ class _Step(keras_steps.KerasStep):
 
     def outputs(self, undivided):
         data = self.data[0]
-        inputs = data[0] if isinstance(data, tuple) else data
+        inputs = keras_steps.inputs_of(data)
         with _replicas.undivided() if undivided else contextlib.ExitStack():
-            with sys.modules["torch"].no_grad():
+            with torch.no_grad():
                 try:
                     results = self.model(inputs, training=False)
                 except NotImplementedError:  # a model whose train_step calls its parts
@@ -63,7 +105,18 @@ class _Step(keras_steps.KerasStep):
 # torch ----------------------------------------------------------------------------------------
 
 
-class VerifiedForward(modules.ForwardMethod):
+def _array(tensor):
+    return to_numpy(tensor).copy()
+
+
+def _outputs(result):
+    return {
+        "output {}".format(place + 1): _array(tensor)
+        for place, tensor in enumerate(tensors_in(result))
+    }
+
+
+class VerifiedModuleForward(modules.ForwardMethod):
     """The ``forward`` of a torch module, whose first calls are verified."""
 
     def __init__(self, verification):
@@ -80,50 +133,59 @@ class VerifiedForward(modules.ForwardMethod):
 
     @replicas.outside_of_graphs
     def __call__(self, module, *args, **kwargs):
-        pytorch = sys.modules["torch"]
-        kind = "train" if module.training and pytorch.is_grad_enabled() else "predict"
+        kind = "train" if module.training and torch.is_grad_enabled() else "predict"
         forward = self.plain(module)
-        leaves = pytorch.utils._pytree.tree_leaves((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, pytorch.Tensor)]
         if (
             not self.verification.wants(kind)
-            or any(tensor.is_meta for tensor in tensors)
-            or pytorch.jit.is_tracing()
-            or any(map(pytorch.nn.parameter.is_lazy, module.parameters()))
+            or any(tensor.is_meta for tensor in tensors_in((args, kwargs)))
+            or torch.jit.is_tracing()
+            or any(map(torch.nn.parameter.is_lazy, module.parameters()))
+            or not self.verification.is_due(kind)
         ):
             return forward(*args, **kwargs)
-        return self.verification.verify(kind, _Call(module, forward, args, kwargs))
+        return self.verification.verify(kind, _ModuleCall(module, forward, args, kwargs))
 
 
-class _Call(_verification.Step):
+class _ModuleCall(_verification.Step):
+    given = ("leaves",)
+
     def __init__(self, module, forward, args, kwargs):
-        self.torch = sys.modules["torch"]
         self.module = module
         self.forward = forward
         self.args = args
         self.kwargs = kwargs
-        self.differentiated = self.torch.is_grad_enabled()
-        names = {str(p.dtype).split(".")[-1] for p in module.parameters()}
-        if self.torch.is_autocast_enabled():
-            names.add(str(self.torch.get_autocast_gpu_dtype()).split(".")[-1])
+        self.arguments = was = batches.DividedArguments([], args, kwargs)
+        self.leaves = [was.copied(leaf, leaf) for leaf in was.leaves]
+        self.hooks = modules.Hooks(module)
+        self.differentiated = torch.is_grad_enabled()
+        self.dtype = ""
+        self.note_types(module.parameters())
+
+    def note_types(self, tensors):
+        """The coarsest type that is computed in, as far as weights and results tell."""
+        names = {str(tensor.dtype).split(".")[-1] for tensor in tensors} | {self.dtype}
+        if torch.is_autocast_enabled():
+            names.add(str(torch.get_autocast_gpu_dtype()).split(".")[-1])
         self.dtype = keras_steps.coarsest(names)
-        kind = self.torch.nn.modules.batchnorm._BatchNorm
-        for name, part in module.named_modules():
-            if isinstance(part, kind) and part.training:
-                self.by_design = _verification.NORMALISED.format(
-                    "module", name or type(part).__name__
-                )
-        self.random = self._random_state()
 
-    def _random_state(self):
-        cuda = self.torch.cuda
-        return self.torch.get_rng_state(), cuda.get_rng_state_all() if cuda.is_available() else []
+    def by_design(self, inference, changed):
+        kind = torch.nn.modules.batchnorm._BatchNorm
+        for name, part in self.module.named_modules():
+            if isinstance(part, kind) and (
+                part.running_mean is None or part.training and not inference
+            ):
+                return _verification.NORMALISED.format("module", name or type(part).__name__)
+        return None
 
-    def _set_random_state(self):
-        cpu, cuda = self.random
-        self.torch.set_rng_state(cpu)
-        if cuda:
-            self.torch.cuda.set_rng_state_all(cuda)
+    def give_up(self, values):
+        super().give_up(values)
+        torch.set_grad_enabled(self.differentiated)  # as of a Keras model
+        self.arguments.restore()
+        self.hooks.put_back()
+
+    def attributes(self):
+        own = filter(modules._is_own, self.module.modules())
+        return reachable.Attributes(own, lambda name, value: True)
 
     def _labelled(self):
         for name, parameter in self.module.named_parameters():
@@ -131,63 +193,76 @@ class _Call(_verification.Step):
         for name, buffer in self.module.named_buffers():
             yield "state " + name, buffer
 
-    def _array(self, tensor):
-        tensor = tensor.detach().cpu()
-        return (tensor.float() if tensor.dtype == self.torch.bfloat16 else tensor).numpy().copy()
-
     def read(self):
-        return {label: self._array(tensor) for label, tensor in self._labelled()}
+        values = {label: _array(tensor) for label, tensor in self._labelled()}
+        values.update(_random_numbers())
+        return values
 
     def write(self, values):
+        _set_random_numbers(values)
         for label, tensor in self._labelled():
             if label in values:
                 # Not an operation that autograd would count as a change: the values come back.
-                tensor.data.copy_(self.torch.as_tensor(values[label]))
+                tensor.data.copy_(torch.as_tensor(values[label]))
+
+    def is_random(self, label):
+        return label.startswith(_RANDOM)
 
     def on_one_device(self):
-        with _replicas.undivided(), modules.attributes_kept(self.module):
-            result = self.forward(*self.args, **self.kwargs)
-        return self._named(result, keep=False)
+        # What the caller differentiates has kept the buffers, whose values come back.
+        kept = contextlib.ExitStack()
+        for buffer in self.module.buffers():
+            kept.enter_context(torch.autograd._unsafe_preserve_version_counter(buffer))
+        with kept, _replicas.undivided(), self._without_a_trace() as (args, kwargs):
+            result = self.forward(*args, **kwargs)
+            return self._named(result)
+
+    @contextlib.contextmanager
+    def _without_a_trace(self):
+        """Within, arguments and hooks as they were: the call may have changed a cache, say."""
+        now, was = batches.DividedArguments([], self.args, self.kwargs), self.arguments
+        hooks = modules.Hooks(self.module)
+        self.hooks.put_back()
+        leaves = [was.copied(leaf, kept) for leaf, kept in zip(was.leaves, self.leaves)]
+        try:
+            with was.given(leaves) as (args, kwargs, _):
+                yield args, kwargs
+        finally:
+            now.restore()
+            hooks.put_back()
 
     def on_all_devices(self):
-        self._set_random_state()
         result = self.forward(*self.args, **self.kwargs)
-        return result, self._named(result, keep=True)
+        self.note_types(tensors_in(result))
+        return result, self._named(result)
 
-    def _tensors(self, result):
-        leaves = self.torch.utils._pytree.tree_leaves(result)
-        return [leaf for leaf in leaves if isinstance(leaf, self.torch.Tensor)]
-
-    def _named(self, result, keep):
-        """Results and gradients by label; ``keep`` leaves autograd's graph to the caller."""
-        named = {
-            "output {}".format(place + 1): self._array(tensor)
-            for place, tensor in enumerate(self._tensors(result))
-        }
-        for name, gradient in self._gradients(result, keep):
-            named["gradient of " + name] = self._array(gradient)
+    def _named(self, result):
+        """Results and gradients by label; autograd's graph is left to the caller."""
+        named = _outputs(result)
+        for name, gradient in self._gradients(result):
+            named["gradient of " + name] = _array(gradient)
         return named
 
-    def _gradients(self, result, keep):
-        pytorch = self.torch
-        results = [tensor for tensor in self._tensors(result) if tensor.requires_grad]
-        parameters = [(n, p) for n, p in self.module.named_parameters() if p.requires_grad]
+    def _gradients(self, result):
+        results = [tensor for tensor in tensors_in(result) if tensor.requires_grad]
+        parameters = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
         if not (self.differentiated and results and parameters):
             return []
-        generator = pytorch.Generator().manual_seed(0)
+        generator = torch.Generator().manual_seed(0)
         upstream = [
-            pytorch.randn(tensor.shape, generator=generator).to(tensor.device, tensor.dtype)
+            torch.randn(tensor.shape, generator=generator).to(tensor.device, tensor.dtype)
             for tensor in results
         ]
-        gradients = pytorch.autograd.grad(
-            results, [p for _, p in parameters], upstream, retain_graph=keep, allow_unused=True
+        gradients = torch.autograd.grad(
+            results, list(parameters.values()), upstream, retain_graph=True, allow_unused=True
         )
         pairs = zip(parameters, gradients)
-        return [(name, g.to_dense()) for (name, _), g in pairs if g is not None]
+        return [(name, gradient.to_dense()) for name, gradient in pairs if gradient is not None]
 
     def operations(self):
         def step():
-            self._named(self.forward(*self.args, **self.kwargs), keep=False)
+            with self._without_a_trace() as (args, kwargs):
+                self._named(self.forward(*args, **kwargs))
 
         return op_placement.products(step)
 
@@ -196,12 +271,8 @@ class _Call(_verification.Step):
         self.module.eval()
         try:
             with _replicas.undivided() if undivided else contextlib.ExitStack():
-                with self.torch.no_grad():
-                    result = self.forward(*self.args, **self.kwargs)
+                with torch.no_grad(), self._without_a_trace() as (args, kwargs):
+                    return _outputs(self.forward(*args, **kwargs))
         finally:
             for part, training in modes:
                 part.training = training
-        return {
-            "output {}".format(place + 1): self._array(tensor)
-            for place, tensor in enumerate(self._tensors(result))
-        }

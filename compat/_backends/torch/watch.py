@@ -1,50 +1,165 @@
 """Watching how the tensors that a replica computes depend on the rows of its part of the batch."""
 
-import inspect
-
 import torch
 
-from . import functions
-from .reductions import EXPRESSIONS, Constant, Mixed, Rows, Step, Total, name_of, tag, tag_of
+from ... import _rows
+from . import calls, function_kinds, row_operations, where
+from .calls import Call, RowCount, is_sharded, tag, tag_of
+from .reductions import EXPRESSIONS, ComputedTotal, Constant, Escape, Total
+from .trials import described, try_function
+
+#: What may be given a number of rows that ``len()`` has told.
+GROWING = row_operations.MADE + ("expand", "repeat", "tile", "broadcast_to")
+COUNTING = GROWING + ("__getitem__", "arange")
+#: What tells how much of something there is.
+SIZES = ("shape", "size", "numel", "nelement", "nbytes", "__len__")
 
 
 class Watch(torch.overrides.TorchFunctionMode):
     """Tags the results of torch's functions, where an argument has a tag.
 
+    A tag is a placement: ``Sharded``, or ``Mixed`` with an ``Across`` that says where; or one of
+    the ``EXPRESSIONS`` of ``reductions``, which tell how values without rows are put together. A
+    tensor without a tag does not depend on the batch.
+
     Arguments:
+        model: whose modules are named.
         rows: how many rows of the batch the replica computes.
-        probing: dropout drops nothing, so that parts of a batch can be compared with all of it.
+        total: how many the batch has.
+        tried: what is known of functions without a line in the table.
+        probing: nothing is random, and batch normalization is that of inference, so that parts of
+            a batch can be compared with all of it.
     """
 
-    def __init__(self, rows, probing=False):
+    def __init__(self, model, rows, total, tried, probing=False):
         super().__init__()
-        self.rows = rows
+        self.model, self.rows, self.total, self.tried = model, rows, total, tried
         self.probing = probing
         self.paused = False
         self.items = {}  # by id: numbers that were taken from tensors, and these
-        self.inexact = None  # the function that lets parts of a batch differ from the whole
+        self.escapes = []
+        self.counting = False  # whether len() has told Python the number of rows
+        self.comparisons = set()  # of numbers of rows with others
+        self.counted = False  # whether Python has a number of rows whose use is not seen
+        self.misplaced = False  # whether a layer of sequences was given rows where it has none
+        self.by_count = None  # where Python may have chosen its way by the number of rows
+        self.depth = 0  # of torch's stack of modes, with this one
+
+    def __enter__(self):
+        depth = torch._C._len_torch_function_stack()
+        while depth and getattr(torch._C._get_function_stack_at(depth - 1), "paused", False):
+            torch._C._pop_torch_function_stack()  # left by a step that was interrupted
+            depth -= 1
+        self.depth = depth + 1
+        return super().__enter__()
+
+    def __exit__(self, *raised):
+        # torch takes a mode off its stack for each function. One that is interrupted may put it
+        # back only when nothing refers to the interruption any more.
+        self.paused = True
+        if torch._C._len_torch_function_stack() >= self.depth:
+            super().__exit__(*raised)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if self.paused:
             return func(*args, **kwargs)
-        name = name_of(func)
-        if functions.RANDOM.match(name):
-            if self.probing and name in functions.DROPOUTS:
-                return args[0]
-            self.inexact = self.inexact or name
-        given = list(functions.tensors_in(args)) + list(functions.tensors_in(kwargs.values()))
-        tags = [tag_of(tensor) for tensor in given]
-        if all(each is None for each in tags):
-            return func(*args, **kwargs)
-        in_place = functions.is_in_place(name)
-        kept = self.kept(args, in_place), self.kept(kwargs, False)
-        kept[1].pop("out", None)  # it is the result
-        result = func(*args, **kwargs)
-        self.follow(func, name, args, kwargs, kept, given, tags, in_place, result)
+        call = Call(func, args, kwargs, self.rows, counting=self.counting)
+        try:
+            return self.watched(call)
+        except (RuntimeError, IndexError, ValueError, TypeError) as error:
+            if not hasattr(error, "across"):
+                error.across = self.across(call.name, "fails")
+            raise
+
+    def watched(self, call):
+        name, args = call.name, call.args
+        if self.probing and function_kinds.RANDOM.match(name):
+            return self.not_random(call)
+        if all(each is None for each in call.tags):
+            return self.made(call, call.func(*args, **call.kwargs))
+        if name in SIZES:
+            result = self.sizes(call, call.func(*args, **call.kwargs))
+            self.counting = self.counting or name == "__len__"
+            return result
+        if name == "__iter__":
+            return iter(self.watched(Call(torch.Tensor.unbind, args, call.kwargs, self.rows)))
+        kept = self.kept(call)
+        sorts = call.in_place and name.startswith(function_kinds.SORTING)
+        before = args[0].detach().clone() if sorts else None
+        result = self.called(call)
+        call.results = [args[0]] if name == "__setitem__" else list(calls.tensors_in([result]))
+        if call.results:
+            self.follow(call, kept, isinstance(result, (list, tuple)), before)
+        else:
+            self.escaped(call, result)
         return result
 
-    def kept(self, values, in_place):
+    def made(self, call, result):
+        """Where no argument depends on rows a number of them may still make rows."""
+        has_rows = any(each is not None for each in call.tags)
+        has_count = calls.has_count(call.args, call.kwargs)
+        if isinstance(result, torch.Tensor):
+            if has_rows or has_count or self.counting and call.name in COUNTING:
+                call.results = [result]
+                self.by_rules(call)
+        return result
+
+    def called(self, call):
+        if call.name == "squeeze" and len(call.args) + len(call.kwargs) == 1:
+            if is_sharded(call.first):  # one row is not what one device would squeeze
+                sizes, axis = enumerate(call.first.shape), call.tags[0].axis
+                return call.first.squeeze(tuple(d for d, n in sizes if n == 1 and d != axis))
+        if call.name == "batch_norm" and self.probing:
+            bound = call.bound()
+            bound["training"] = False
+            size = bound["input"].shape[1]
+            for key, value in (("running_mean", 0.0), ("running_var", 1.0)):
+                if bound[key] is None:
+                    bound[key] = torch.full((size,), value, dtype=bound["input"].dtype)
+            return call.func(**bound)
+        return call.func(*call.args, **call.kwargs)
+
+    def not_random(self, call):
+        if call.name in function_kinds.DROPOUTS:
+            return call.args[0]
+        result = call.func(*call.args, **call.kwargs)
+        for tensor in calls.tensors_in([result]):
+            if call.name == "randperm":
+                tensor.copy_(torch.arange(len(tensor) - 1, -1, -1))
+            else:
+                tensor.fill_(0.5 if tensor.is_floating_point() else 0)
+        return self.made(call, result)
+
+    def as_count(self, value):
+        """A plain number that is that of the rows, which ``len()`` has told."""
+        if isinstance(value, slice):
+            return slice(value.start, self.as_count(value.stop), value.step)
+        same = isinstance(value, int) and not isinstance(value, bool) and value == self.rows
+        return RowCount(1, self) if same else value
+
+    def sizes(self, call, result):
+        """A shape in which the sizes that grow with the batch are ``RowCount``s."""
+        name, args, tensor, rows = call.name, call.args, call.given[0], call.tags[0]
+        if isinstance(rows, _rows.Mixed) or is_sharded(tensor) and not rows.even:
+            if not where.is_packing():  # there may be as many as some values of rows ask for
+                self.escapes.append(Escape(self.across(name), self.mixed(name), result))
+            return result
+        if not is_sharded(tensor):
+            return result
+        if name == "__len__" and rows.axis == 0 or name in ("numel", "nelement", "nbytes"):
+            self.count_given(name)
+
+        def counted(dim, size):
+            if dim % tensor.dim() == rows.axis and size % self.rows == 0 and size:
+                return RowCount(size // self.rows, self)
+            return size
+
+        if isinstance(result, torch.Size):
+            return torch.Size([counted(dim, size) for dim, size in enumerate(result)])
+        return counted(args[1], result) if len(args) > 1 and isinstance(args[1], int) else result
+
+    def kept(self, call):
         """Arguments as they are before the function runs: tags, constants, numbers."""
 
         def keep(value):
@@ -52,262 +167,211 @@ class Watch(torch.overrides.TorchFunctionMode):
                 return value
             if tag_of(value) is not None:
                 return tag_of(value)
-            return Constant(value.clone() if in_place and value is values[0] else value)
+            return Constant(value.clone() if call.in_place and value is call.args[0] else value)
 
-        return functions.map_nested(keep, values)
+        args, kwargs = call.mapped(keep)
+        kwargs.pop("out", None)  # it is the result
+        return args, kwargs
 
-    def follow(self, func, name, args, kwargs, kept, given, tags, in_place, result):
-        results = [result] if not isinstance(result, (list, tuple)) else list(result)
-        if name == "__setitem__":
-            results = [args[0]]
-        if name in ("item", "__float__") and isinstance(tag_of(args[0]), EXPRESSIONS):
-            self.items[id(result)] = (result, args[0])
-        tagged = [each for each in tags if each is not None]
-        if not all(isinstance(each, EXPRESSIONS) for each in tagged):
-            if in_place and isinstance(tag_of(args[0]), EXPRESSIONS):
-                tagged = [Mixed(name)]
-            # State from before is a constant among rows.
-            tags = [None if getattr(each, "constant", False) else each for each in tags]
-            tagged = [each for each in tagged if not getattr(each, "constant", False)]
-        for index, value in enumerate(results):
-            if not isinstance(value, torch.Tensor):
-                continue
-            if name in ("batch_norm", "instance_norm"):
-                found = self.normalised(func, args, kwargs, given, tags)
-            elif any(isinstance(each, Mixed) for each in tagged):
-                found = next(each for each in tagged if isinstance(each, Mixed))
-            elif all(isinstance(each, EXPRESSIONS) for each in tagged):
-                pick = index if isinstance(result, (list, tuple)) else None
-                found = Step(func, kept[0], kept[1], in_place, pick, value.dtype)
-            elif any(isinstance(each, EXPRESSIONS) for each in tagged):
-                found = Mixed(name)
-            else:
-                sources = [(t, each) for t, each in zip(given, tags) if each is not None]
-                found = self.of_rows(func, name, args, kwargs, sources, value, index)
-            tag(value, found)
-            if in_place and value._base is not None:
-                self.follow_base(value._base, found, name)
+    # Following --------------------------------------------------------------------------------
 
-    def follow_base(self, base, found, name):
-        """A view was changed, and with it what it is a view of."""
-        if isinstance(found, Rows):
-            before = tag_of(base)
-            found = Mixed(name) if isinstance(before, EXPRESSIONS) else before
-            if found is None:
-                dim = functions.only_dim(base, self.rows)
-                found = Mixed(name) if dim is None else Rows(dim)
-        elif isinstance(found, EXPRESSIONS):
-            found = Mixed(name)
-        tag(base, found)
-
-    def normalised(self, func, args, kwargs, given, tags):
-        """Batch normalization: each device's own rows, and running averages of them."""
-        bound = inspect.signature(func).bind(*args, **kwargs)
-        bound.apply_defaults()
-        bound = bound.arguments
-        if bound.get("training"):
-            self.inexact = self.inexact or "batch_norm"
-        if bound.get("training") or bound.get("use_input_stats"):
-            weight = bound["input"].shape[0]
-            for name in ("running_mean", "running_var"):
-                if bound.get(name) is not None:
-                    tag(bound[name], Total("mean", bound[name], weight, regular=True))
-        rows = tag_of(bound["input"])
-        return rows if rows is not None else next(each for each in tags if each is not None)
-
-    # Functions of rows ------------------------------------------------------------------------
-
-    def of_rows(self, func, name, args, kwargs, sources, value, index):
-        """The tag of a result whose arguments have values for each row, or constants."""
-        tensor, rows = sources[0]
-        if functions.takes_reduction(func):
-            found = self.of_loss(func, name, args, kwargs, sources, value)
-            if found is not None:
-                return found
-        if name == "multi_head_attention_forward":
-            return Rows(0 if index else 1)
-        two = len(args) > 1 and isinstance(args[1], torch.Tensor)  # max() of two tensors
-        if name in functions.REDUCTIONS and tensor is args[0] and not two and "other" not in kwargs:
-            return self.of_reduction(name, args, kwargs, tensor, rows, value, index)
-        if (
-            name in functions.ALONG
-            and tensor is args[0]
-            and rows.dim in functions.dims_given(args, kwargs, tensor, -1)
+    def follow(self, call, kept, is_one_of_several, before):
+        name, args, results = call.name, call.args, call.results
+        tagged = [each for each in call.tags if each is not None]
+        mixed = [each for each in tagged if isinstance(each, _rows.Mixed)]
+        constant = all(getattr(each, "constant", False) for each in tagged)
+        if constant and name in GROWING and calls.has_count(args, call.kwargs):
+            self.by_rules(call)
+            return
+        if all(isinstance(each, EXPRESSIONS) for each in tagged):
+            for index, value in enumerate(results):
+                pick = index if is_one_of_several else None
+                self.tag(
+                    call, value, ComputedTotal(call.func, *kept, call.in_place, pick, value.dtype)
+                )
+            return
+        # State from before is a constant among rows.
+        moving = [each for each in tagged if not getattr(each, "constant", False)]
+        if name in ("batch_norm", "instance_norm"):
+            self.statistics(call.bound())
+        if name == "batch_norm":  # each device's own rows
+            rows = tag_of(args[0]) if is_sharded(args[0]) else self.mixed(name)
+            self.tag(call, results[0], rows)
+        elif before is not None and not is_sharded(args[0]) and not mixed:
+            self.sorted_in(call, kept, before)
+        elif mixed and not self.only_looks(call):
+            for value in results:
+                self.tag(call, value, mixed[0])
+        elif any(isinstance(each, EXPRESSIONS) for each in moving) or (
+            call.in_place and isinstance(tag_of(args[0]), EXPRESSIONS)
         ):
-            return Mixed(name)
-        if name in functions.WEIGHTED and functions.rows_dim(args[1]) is not None:
-            return Mixed(name)
-        if name in functions.RECURRENT and index:
-            return Rows(1)  # states, wherever the batch is
-        if name in ("matmul", "mm", "bmm", "dot", "__matmul__", "__rmatmul__", "mv"):
-            found = self.of_product(name, args, value)
-            if found is not None:
-                return found
-        if name == "__setitem__" and tag_of(args[0]) is None:
-            dim = functions.only_dim(value, self.rows)
-            return Mixed(name) if dim is None else Rows(dim)
-        if name == "__getitem__" and functions.has_mask(args[1]):
-            return Rows(0, regular=False)
-        if name == "__getitem__" and tensor is not args[0]:
-            return self.by_size(name, sources, value)
-        if name == "__getitem__" and self.takes_rows(rows.dim, args[1]):
-            return Mixed(name)
-        if name == "masked_select":
-            return Rows(0, regular=False)
-        if not rows.regular:
-            same = value.shape[: rows.dim + 1][-1:] == tensor.shape[rows.dim : rows.dim + 1]
-            return rows if same else Mixed(name)
-        if name in functions.RESHAPES:
-            return self.of_reshape(name, func, args, kwargs, rows, value)
-        if name in ("cat", "concat", "concatenate"):
-            dim = functions.dims_given(args, kwargs, value, 0)[0]
-            if dim == rows.dim:
-                if len(sources) < len(args[0] if args else kwargs["tensors"]):
-                    return Mixed(name)
-                return Rows(dim, sum(each.outer for _, each in sources))
-        if name in functions.PERMUTATIONS or name == "__getitem__":
-            return self.by_prime(func, name, args, kwargs, index, value)
-        if list(value.shape).count(tensor.shape[rows.dim]) > 1:
-            found = self.by_primes(func, args, kwargs, index, {each.outer for _, each in sources})
-            if found is not None:
-                return found
-        return self.by_size(name, sources, value)
+            for value in results:
+                self.tag(call, value, self.mixed(name))
+        else:
+            self.by_rules(call)
 
-    def takes_rows(self, dim, index):
-        """Whether rows are chosen by their numbers, other than ``x[range(rows), ...]``."""
-        parts = index if isinstance(index, tuple) else (index,)
-        part = parts[dim] if dim < len(parts) else None
-        if not isinstance(part, torch.Tensor) or any(p is None or p is Ellipsis for p in parts):
-            return False
-        return functions.rows_dim(part) is not None or not torch.equal(
-            part.cpu(), torch.arange(self.rows)
-        )
+    def only_looks(self, call):
+        """Whether what is mixed only tells where to look, or what type to make."""
+        is_read = call.name == "__getitem__" and not isinstance(call.tags[0], _rows.Mixed)
+        return is_read or call.name in row_operations.MADE
 
-    def of_reduction(self, name, args, kwargs, tensor, rows, value, index):
-        dims = functions.dims_given(args, kwargs, tensor, None, at=2 if "norm" in name else 1)
-        if rows.dim in dims:
-            kind = functions.REDUCTIONS[name]
-            if kind == "norm" and functions.norm_order(args, kwargs) not in (None, 2, "fro"):
-                return Mixed(name)
-            if index:  # max(dim) has indices, too
-                return Mixed("arg" + name)
-            weight = tensor.numel() / float(max(1, value.numel()))
-            return Total(kind, value, weight if kind == "mean" else None, rows.regular)
-        if value.dim() == tensor.dim():
-            return rows
-        return Rows(rows.dim - sum(dim < rows.dim for dim in dims), rows.outer, rows.regular)
+    def by_rules(self, call):
+        name = call.name
+        if self.counting and name in COUNTING:
+            call.args, call.kwargs = call.mapped(self.as_count)
+        if where.is_packing() and name not in row_operations.PACKED:
+            first = next((tag_of(t) for t in call.given if is_sharded(t)), None)
+            found = [first or calls.REPLICATED] * len(call.results)
+        elif name == "__setitem__":
+            found = [self.set_item(call)]
+        else:
+            try:
+                found = row_operations.placements(call)
+            except (IndexError, KeyError, TypeError, ValueError, AttributeError, AssertionError):
+                found = None  # another form of the call
+            if found is None or any(isinstance(each, _rows.Unknown) for each in found):
+                found = self.tried_function(call)
+        if name in row_operations.SEQUENCES and isinstance(found[0], _rows.Mixed):
+            self.misplaced = True
+        for value, placement in zip(call.results, found):
+            self.tag(call, value, self.tag_for(call, value, placement))
 
-    def of_loss(self, func, name, args, kwargs, sources, value):
-        """None where the loss is not reduced."""
-        bound = inspect.signature(func).bind(*args, **kwargs)
-        bound.apply_defaults()
-        given = bound.arguments
-        reduction = given.get("reduction")
-        if reduction in (None, "none"):
-            return None
-        if given.get("size_average") is not None or given.get("reduce") is not None:
-            return Mixed(name)
-        regular = all(rows.regular for _, rows in sources)
-        if reduction == "sum":
-            return Total("sum", value, regular=regular)
-        if reduction == "batchmean":
-            return Total("mean", value, given["input"].shape[0], regular)
-        if name in functions.CLASS_LOSSES:
-            return Total("mean", value, functions.targets_weight(**given))
-        return Total("mean", value, sources[0][0].numel(), regular)
-
-    def of_product(self, name, args, value):
-        """A product that sums over the rows; None where it does not."""
-        left, right = args[:2]
-        summed = (
-            functions.rows_dim(left) == left.dim() - 1,
-            functions.rows_dim(right) == max(0, right.dim() - 2),
-        )
-        if all(summed):
-            return Total("sum", value)
-        return Mixed(name) if any(summed) else None
-
-    def of_reshape(self, name, func, args, kwargs, rows, value):
-        """Where the rows are among the same elements in other dimensions."""
-        shape, count = args[0].shape, self.rows
-        before = rows.outer * functions.product_of(shape[: rows.dim])
-        result = value.shape
-        try:  # one row cannot be told from none
-            wide = list(shape)
-            wide[rows.dim] = wide[rows.dim] // count * functions.PRIME
-            result = func(torch.empty(wide, device="meta"), *args[1:], **kwargs).shape
-            count = functions.PRIME
-        except RuntimeError:  # a shape without -1
-            pass
-        passed = 1  # elements of dimensions to the left
-        for dim, size in enumerate(result):
-            if before % passed == 0 and (passed * size) % (before * count) == 0:
-                return Rows(dim, before // passed)
-            passed *= size
-        return Mixed(name)
-
-    def by_prime(self, func, name, args, kwargs, index, value):
-        """Ask the function itself what it makes of another number of rows."""
-        source = args[0]
-        rows = tag_of(source)
-        shape = list(source.shape)
-        shape[rows.dim] = functions.PRIME
-        try:
-            if len(list(functions.tensors_in(args))) > 1:
-                return self.by_size(name, [(source, rows)], value)
-            stand_in = torch.empty(shape, device="meta")
-            result = func(*((stand_in,) + tuple(args[1:])), **kwargs)
-        except (RuntimeError, IndexError, NotImplementedError, ValueError):
-            return Mixed(name)
-        result = result[index] if isinstance(result, (list, tuple)) else result
-        if functions.PRIME not in result.shape:  # x[:n], say, which may be all rows of this replica
-            return Mixed(name)
-        return Rows(list(result.shape).index(functions.PRIME), rows.outer)
-
-    def by_primes(self, func, args, kwargs, index, outers):
-        """As ``by_prime``, of all arguments at once; None where that does not tell."""
-
-        def stand_in(value):
-            if not isinstance(value, torch.Tensor):
-                return value
-            shape, rows = list(value.shape), tag_of(value)
-            if isinstance(rows, Rows):
-                shape[rows.dim] = rows.outer * functions.PRIME
-            return torch.empty(shape, dtype=value.dtype, device="meta")
-
-        if len(outers) > 1:
-            return None
-        outer = outers.pop()
-        try:
-            result = func(
-                *functions.map_nested(stand_in, args), **functions.map_nested(stand_in, kwargs)
+    def tag_for(self, call, value, placement):
+        """The tag for what a rule says."""
+        if isinstance(placement, (_rows.Mixed, _rows.Unknown)):
+            across = placement.why if isinstance(placement.why, _rows.Across) else None
+            return _rows.Mixed(across or self.across(call.name))
+        if isinstance(placement, _rows.Sharded):
+            reduction = row_operations.reduction_of(call)
+            return self.of_loss(call, value, placement, reduction) if reduction else placement
+        if isinstance(placement, _rows.Partial):
+            regular = all(
+                t.even
+                for t in map(tag_of, calls.tensors_in(call.args))
+                if isinstance(t, _rows.Sharded)
             )
-        except (RuntimeError, IndexError, NotImplementedError, ValueError, TypeError):
-            return None
-        result = result[index] if isinstance(result, (list, tuple)) else result
-        if not isinstance(result, torch.Tensor):
-            return None
-        dims = [d for d, size in enumerate(result.shape) if size == outer * functions.PRIME]
-        return Rows(dims[0], outer) if len(dims) == 1 else None
+            is_mean = placement.how == "mean"
+            weight = call.first.numel() / float(max(1, value.numel())) if is_mean else None
+            return Total(placement.how, value, weight, regular)
+        return None
 
-    def by_size(self, name, sources, value):
-        """The dimension that has the size of the rows'. What broadcasts, aligns at the end."""
-        try:
-            shape = torch.broadcast_shapes(*[tensor.shape for tensor, _ in sources])
-        except RuntimeError:
-            shape = None
-        found = None
-        for tensor, rows in sources:
-            size = tensor.shape[rows.dim]
-            front, end = rows.dim, rows.dim - tensor.dim() + value.dim()
-            wanted = [end] if shape == value.shape else [front, end]
-            wanted = [d for d in wanted if 0 <= d < value.dim() and value.shape[d] == size]
-            if not rows.regular:
-                return rows
-            if not wanted:
-                only = functions.only_dim(value, size)
-                wanted = [] if only is None else [only]
-            if not wanted or found is not None and found.dim != wanted[0]:
-                return Mixed(name)
-            found = Rows(wanted[0], rows.outer)
-        return found
+    def of_loss(self, call, value, placement, reduction):
+        bound = call.bound()
+        if bound.get("size_average") is not None or bound.get("reduce") is not None:
+            return self.mixed(call.name)
+        if reduction == "sum":
+            return Total("sum", value, regular=placement.even)
+        if reduction == "batchmean":
+            return Total("mean", value, bound["input"].shape[0], placement.even)
+        if call.name in row_operations.CLASS_LOSSES:
+            return Total("mean", value, function_kinds.targets_weight(**bound))
+        first = next(t for t in calls.tensors_in(call.args) if is_sharded(t))
+        return Total("mean", value, first.numel(), placement.even)
+
+    def set_item(self, call):
+        """``tensor[index] = value``."""
+        tensor, index, value = call.args
+        if (
+            isinstance(tag_of(tensor), EXPRESSIONS)
+            or isinstance(value, torch.Tensor)
+            and isinstance(tag_of(value), EXPRESSIONS)
+        ):
+            return _rows.Mixed()
+        part = calls.indexed(Call(torch.Tensor.__getitem__, (tensor, index), {}, self.rows))
+        if isinstance(part, _rows.Mixed):
+            return part
+        whole = tag_of(tensor) if is_sharded(tensor) else calls.REPLICATED
+        if not isinstance(value, torch.Tensor) or not value.dim():
+            return whole if whole != calls.REPLICATED or part == whole else _rows.Mixed()
+        shape = list(tensor[index].shape)
+        if isinstance(part, _rows.Sharded):
+            shape[part.axis] = None
+        found = _rows.pointwise([_rows.Value(part, shape), call.value(value)])
+        return whole if found == part else _rows.Mixed()
+
+    def sorted_in(self, call, kept, before):
+        """A sum of all rows was sorted into what was there."""
+        value, dim = call.results[0], call.get(1, "dim")
+        rows = [call.value(tensor) for tensor in call.given[1:]]
+        each = all(v.axis == (0 if v.rank == 1 else dim % value.dim()) for v in rows)
+        if not each or "alpha" in call.kwargs or "reduce" in call.name:
+            self.tag(call, value, self.mixed(call.name))
+            return
+        change = Total("sum", value.detach() - before)
+        step = ComputedTotal(torch.add, (kept[0][0], change), {}, False, None, value.dtype)
+        self.tag(call, value, step)
+
+    def statistics(self, bound):
+        """Running averages of normalization are means over the rows."""
+        if bound.get("training") or bound.get("use_input_stats"):
+            for name in ("running_mean", "running_var"):
+                value = bound.get(name)
+                if value is not None and not self.probing:
+                    tag(value, Total("mean", value, bound["input"].shape[0], regular=True))
+
+    def tag(self, call, value, found):
+        tag(value, found)
+        if not call.in_place or value._base is None:
+            return
+        # A view was changed, and with it what it is a view of.
+        base, before = value._base, tag_of(value._base)
+        if isinstance(found, _rows.Sharded) and isinstance(before, _rows.Sharded):
+            return
+        if found is not None or before is not None:
+            tag(base, found if isinstance(found, _rows.Mixed) else self.mixed(call.name))
+
+    # What no rule tells -------------------------------------------------------------------------
+
+    def tried_function(self, call):
+        """The placements of a function's results by computing with a part of its rows."""
+        leaves, spec = calls.tree.tree_flatten((call.args, call.kwargs))
+        key = (call.name, str(spec), str(list(map(described, leaves))))
+        if key not in self.tried:
+            is_tried = not call.in_place and not function_kinds.RANDOM.match(call.name)
+            found = try_function(call) if is_tried else None
+            if found is None:
+                return [_rows.Mixed(self.across(call.name, "unknown"))] * len(call.results)
+            self.tried[key] = found
+        across = _rows.Mixed(self.across(call.name, "tried"))
+        return [each if isinstance(each, _rows.Sharded) else across for each in self.tried[key]]
+
+    # What Python is given ---------------------------------------------------------------------
+
+    def escaped(self, call, result):
+        """A result that is no tensor."""
+        name, tags = call.name, call.tags
+        told = name in function_kinds.METADATA or name.startswith("is_") and name != "is_nonzero"
+        kinds = (type(None), torch.dtype, torch.device, str, torch.layout)
+        if told or where.is_packing() or isinstance(result, kinds):
+            return
+        if all(t is None or getattr(t, "constant", False) for t in tags):
+            return
+        found = next((t for t in tags if isinstance(t, _rows.Mixed)), self.mixed(name))
+        if len(tags) == 1 and isinstance(tags[0], EXPRESSIONS):
+            found = tags[0]
+        elif name == "equal" and all(isinstance(t, _rows.Sharded) for t in tags if t is not None):
+            found = Total("all", torch.tensor(result), None, True)
+        if name in ("item", "__float__") and isinstance(result, float):
+            self.items[id(result)] = (result, call.given[0])
+        self.escapes.append(Escape(self.across(name), found, result))
+
+    def compare(self, operator, per, number):
+        """A number of rows was compared with another number."""
+        if self.paused:
+            return
+        self.comparisons.add((operator, per, number))
+        if function_kinds.differs(operator, per, number, [self.rows], self.total):
+            self.by_count = self.by_count or self.across("size")
+
+    def count_given(self, name):
+        """Python was given a number of rows as any other number."""
+        if not self.paused:
+            self.counted, self.by_count = True, self.by_count or self.across(name)
+
+    # Where ------------------------------------------------------------------------------------
+
+    def mixed(self, name):
+        return _rows.Mixed(self.across(name))
+
+    def across(self, name, why="mixed"):
+        return where.across(self.model, name, why)

@@ -27,6 +27,12 @@ FAULTS = {
 #     said: what ``compat run`` says of the rank.
 #     last: a pattern of the last line of its report, or None.
 FailingJob = collections.namedtuple("FailingJob", "fault size elsewhere said status last")
+
+
+def name_of(job):
+    return job.fault + " on another machine" * job.elsewhere
+
+
 RAISING = FailingJob(
     "raise", 2, False,
     "rank 1 of 2 failed with exit status 1; the others were ended.", 1,

@@ -1,25 +1,32 @@
-"""Jobs of several ranks, on this machine or on two, started as a user starts them."""
+"""Jobs of several ranks, on this machine or on two, started as a user starts them.
 
+What they leave is compared here as far as that is the same for models of every kind.
+"""
+
+import collections
+import concurrent.futures
+import functools
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 
 from ... import machines
+from ..._verification import largest_difference
 from ..contract import instance_of
+from ..spans import in_span
+from .faults import FAILING_JOBS
+from .programs import read
 
-
-class Finished:
-    """A job that has ended."""
-
-    def __init__(self, status, out, err, seconds):
-        self.status = status
-        self.out = out
-        self.err = err
-        self.seconds = seconds
+SIZES = (2, 3)
+# A job that has ended.
+Finished = collections.namedtuple("Finished", "status out err")
 
 
 class Jobs:
@@ -29,6 +36,14 @@ class Jobs:
     backend = ""  # type: object
     #: How far weights may be from one process's.
     tolerance = 1e-5
+    #: Functions whose arrays are the same on all ranks, to the bit.
+    functions = ("train",)  # type: tuple
+    #: Options of ``compat run`` for the jobs that train.
+    before = ()  # type: tuple
+    #: The jobs that fail.
+    failing_jobs = tuple(FAILING_JOBS)
+    #: Whether the engine may abort a process whose peer has left, as Horovod 0.28 sometimes does.
+    may_abort = False
     #: Seconds that ranks wait for each other in the tests of faults.
     timeout = 20
     #: How much longer than that a fault may take to end a job, starting Python included.
@@ -37,6 +52,29 @@ class Jobs:
     def instance(self):
         """The backend itself."""
         return instance_of(self.backend)
+
+    def script(self):
+        """The script, as text. Its arguments are the folder and the functions to call, as JSON."""
+        raise NotImplementedError
+
+    def calls(self, size):
+        """What so many ranks do: the name of a function and a list of arguments each."""
+        raise NotImplementedError
+
+    def call_of_fault(self, fault):
+        """What ranks do of which one has a fault."""
+        raise NotImplementedError
+
+    @pytest.fixture(scope="class")
+    def folder(self, tmp_path_factory):
+        return str(tmp_path_factory.mktemp("ranks"))
+
+    def start(self, size, folder, *calls, **options):
+        """Call functions in so many ranks (1: one process), as ``run()`` does."""
+        script = os.path.join(folder, "script.py")
+        with open(script, "w") as file:
+            file.write(self.script())
+        return self.run(size, script, folder, json.dumps(calls), **options)
 
     def run(self, size, script, *arguments, **options):
         """Run a script by ``compat run`` as so many ranks (1: one process), to its end.
@@ -58,7 +96,6 @@ class Jobs:
         framework = self.instance().framework
         command += ["--backend", framework, "--gpus", "cpu"]
         command += list(options.get("before", ())) + [script]
-        began = time.monotonic()
         process = subprocess.Popen(
             command + list(arguments),
             env=dict(os.environ, KERAS_BACKEND=framework),
@@ -73,7 +110,62 @@ class Jobs:
             os.killpg(process.pid, signal.SIGKILL)
             out, err = process.communicate()
             pytest.fail("{} hangs:\n{}\n{}".format([script] + list(arguments), out, err))
-        return Finished(process.returncode, out, err, time.monotonic() - began)
+        return Finished(process.returncode, out, err)
+
+    @pytest.fixture(scope="class")
+    def results(self, folder):
+        """What each rank of each size left, by the function's name; one job for each size.
+
+        Three ranks are on two machines.
+        """
+
+        @functools.lru_cache(None)
+        def trained(size):
+            job = self.start(
+                size, folder, *self.calls(size), two_machines=size == 3, before=self.before
+            )
+            assert job.status == 0, job.out + job.err
+            if size > 1 and "--report" in self.before:
+                assert "\nAll {} ranks worked: ".format(size) in job.err, job.err
+
+        def results(size, name):
+            trained(size)
+            return [read(name, folder, size, rank) for rank in range(size)]
+
+        return results
+
+    def close(self, arrays, one, keys, tolerance=None):
+        """That arrays of a rank are those of one process."""
+        difference = largest_difference([arrays[key] for key in keys], [one[key] for key in keys])
+        assert difference <= (tolerance or self.tolerance), (keys, difference)
+
+    @pytest.mark.parametrize("size", in_span(SIZES, [2]))
+    def test_all_ranks_end_with_the_same_bits(self, results, size):
+        for name in self.functions:
+            (chief, _), *others = results(size, name)
+            for arrays, _ in others:
+                assert sorted(arrays) == sorted(chief)
+                for key in chief:
+                    np.testing.assert_array_equal(arrays[key], chief[key], err_msg=key)
+
+    def test_three_ranks_are_on_two_machines(self, results):
+        hosts = [facts["host"] for _, facts in results(3, "train")]
+        assert hosts == ["node1", "node2", "node2"]
+
+    # Faults -----------------------------------------------------------------------------------
+
+    def fails(self, folder, job):
+        """The job, ended: it does so in time, and no process of it is left."""
+        ended = self.start(
+            job.size,
+            folder,
+            self.call_of_fault(job.fault),
+            two_machines=job.elsewhere,
+            timeout=self.timeout,
+            limit=self.timeout + self.patience,
+        )
+        self.check_no_process_is_left(os.path.join(folder, "script.py"))
+        return ended
 
     def check_no_process_is_left(self, script):
         """Of a job that has ended."""
@@ -83,6 +175,26 @@ class Jobs:
                 break
             time.sleep(0.1)
         assert not left
+
+    @pytest.fixture(scope="class")
+    def failed(self, tmp_path_factory):
+        """Each failing job's folder and its end. While one waits, others run."""
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            folders = [str(tmp_path_factory.mktemp(job.fault)) for job in self.failing_jobs]
+            ends = [pool.submit(self.fails, *pair) for pair in zip(folders, self.failing_jobs)]
+            yield dict(zip(self.failing_jobs, zip(folders, ends)))
+
+    def check_failed(self, failed, job):
+        """That a fault has ended the job, and that the rank was named."""
+        ended = failed[job][1].result()
+        report = ended.err[ended.err.rindex("compat run: rank") :]
+        assert job.said in report
+        if self.may_abort and ended.status == 128 + signal.SIGABRT and job.fault == "exit":
+            assert "compat run: then rank 0 of 2 was killed by signal 6" in ended.err
+            return
+        assert ended.status == job.status
+        if job.last is not None:
+            assert re.match(job.last + "$", report.rstrip().split("\n")[-1])
 
 
 def _processes_with(argument):

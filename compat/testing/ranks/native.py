@@ -1,25 +1,18 @@
 """The contract of ranks that train a model of the framework's own kind, without Keras."""
 
-import functools
 import importlib
-import os
-import re
-import socket
 import sys
 
-import numpy as np
 import pytest
 
 import compat
 
-from ..models import largest_difference
 from ..native import NativeModels
 from ..spans import in_span
-from .faults import FAILING_JOBS, FAULTS, FAULTY
-from .jobs import Jobs
-from .programs import BATCH, ROWS
+from .faults import FAILING_JOBS, FAULTS, FAULTY, name_of
+from .jobs import SIZES, Jobs
+from .programs import BATCH, ROWS, call
 
-SIZES = (2, 3)
 # A rank finds the test file where this process has found it.
 SCRIPT = """\
 import sys
@@ -29,15 +22,23 @@ native.main({!r}, {!r}, *sys.argv[1:])
 """
 
 
-def main(module, name, folder, fault=""):
-    """Train a test class's model for two epochs, and leave its weights in the folder.
+def main(module, name, folder, functions):
+    """Call ``train`` with a test class, and leave its arrays in the folder.
 
     Arguments:
         module, name: of the test class.
-        fault: what happens to one rank at its third batch: of ``FAULTS``, or nothing.
+        functions: as ``programs.main()`` takes them.
     """
     compat.configure_gpu(gpus="cpu")
-    contract = getattr(importlib.import_module(module), name)()
+    call({"train": train}, functions, getattr(importlib.import_module(module), name)(), folder)
+
+
+def train(contract, folder, fault=""):
+    """Train a test class's model for two epochs.
+
+    Arguments:
+        fault: what happens to one rank at its third batch: of ``FAULTS``, or nothing.
+    """
     model = contract.build(seed=compat.rank())  # on all ranks but rank 0 other weights
     assert compat.parallelize(model) is model
     inputs, targets = compat.shard(contract.data(ROWS), BATCH)
@@ -49,80 +50,33 @@ def main(module, name, folder, fault=""):
             if fault and step == 3 and compat.rank() == FAULTY:
                 FAULTS[fault]()
             contract.train(model, inputs[start : start + rows], targets[start : start + rows])
-    arrays = {"weight%d" % place: w for place, w in enumerate(contract.weights(model))}
-    arrays["host"] = np.array(socket.gethostname())
-    np.savez(os.path.join(folder, "{}-{}".format(compat.size(), compat.rank())), **arrays)
+    return {"weight%d" % place: w for place, w in enumerate(contract.weights(model))}, {}
 
 
 class NativeRanksContract(NativeModels, Jobs):
     """Subclass this in a backend's test file: methods of ``NativeModels`` say how."""
 
-    def start(self, size, folder, *arguments, **options):
-        """Train as so many ranks (1: one process)."""
-        script = os.path.join(str(folder), "script.py")
-        with open(script, "w") as file:
-            file.write(SCRIPT.format(sys.path, type(self).__module__, type(self).__name__))
-        return self.run(size, script, str(folder), *arguments, **options)
+    before = ("--report",)
+    # In a loop of one's own nothing tells that an epoch has ended, where batches run short.
+    failing_jobs = tuple(job for job in FAILING_JOBS if job.fault != "short")
 
-    @pytest.fixture(scope="class")
-    def results(self, tmp_path_factory):
-        """What each rank of each size left; three ranks are on two machines."""
-        folder = tmp_path_factory.mktemp("ranks")
+    def script(self):
+        return SCRIPT.format(sys.path, type(self).__module__, type(self).__name__)
 
-        @functools.lru_cache(None)
-        def results(size):
-            job = self.start(size, folder, two_machines=size == 3, before=["--report"])
-            assert job.status == 0, job.out + job.err
-            if size > 1:
-                assert "\nAll {} ranks worked: ".format(size) in job.err, job.err
-            found = []
-            for rank in range(size):
-                with np.load(str(folder / "{}-{}.npz".format(size, rank))) as arrays:
-                    found.append(dict(arrays))
-            return found
+    def calls(self, size):
+        return [("train", [])]
 
-        return results
+    def call_of_fault(self, fault):
+        return "train", [fault]
 
     @pytest.mark.parametrize("size", in_span(SIZES, [2]))
     def test_trains_to_the_numbers_of_one_process(self, results, size):
         """From other weights on each rank, with a last batch that is uneven."""
-        (one,) = results(1)
-        names = sorted(name for name in one if name.startswith("weight"))
-        assert names
-        for arrays in results(size):
-            difference = largest_difference(
-                [arrays[name] for name in names], [one[name] for name in names]
-            )
-            assert difference <= self.tolerance, difference
+        ((one, _),) = results(1, "train")
+        assert one
+        for arrays, _ in results(size, "train"):
+            self.close(arrays, one, sorted(one))
 
-    @pytest.mark.parametrize("size", in_span(SIZES, [2]))
-    def test_all_ranks_end_with_the_same_bits(self, results, size):
-        chief, *others = results(size)
-        for arrays in others:
-            for name in (name for name in chief if name.startswith("weight")):
-                np.testing.assert_array_equal(arrays[name], chief[name], err_msg=name)
-
-    def test_three_ranks_are_on_two_machines(self, results):
-        assert [str(arrays["host"]) for arrays in results(3)] == ["node1", "node2", "node2"]
-
-    @pytest.mark.parametrize(
-        "job",
-        # In a loop of one's own nothing tells that an epoch has ended, where batches run short.
-        [job for job in FAILING_JOBS if job.fault != "short"],
-        ids=lambda job: job.fault + " on another machine" * job.elsewhere,
-    )
-    def test_fault_ends_the_job_and_names_the_rank(self, tmp_path, job):
-        ended = self.start(
-            job.size,
-            tmp_path,
-            job.fault,
-            two_machines=job.elsewhere,
-            timeout=self.timeout,
-            limit=self.timeout + self.patience,
-        )
-        self.check_no_process_is_left(str(tmp_path / "script.py"))
-        report = ended.err[ended.err.rindex("compat run: rank") :]
-        assert job.said in report
-        assert ended.status == job.status
-        if job.last is not None:
-            assert re.match(job.last + "$", report.rstrip().split("\n")[-1])
+    @pytest.mark.parametrize("job", failing_jobs, ids=name_of)
+    def test_fault_ends_the_job_and_names_the_rank(self, failed, job):
+        self.check_failed(failed, job)

@@ -13,7 +13,7 @@ import numpy as np
 
 import compat
 
-from ..models import CASES, initialise, keras_under_test, optimizer
+from ..models import CASES, fit_in_order, initialise, keras_under_test, optimizer
 from .faults import FAULTS, FAULTY
 
 # Rows of a batch of all ranks, and of the data: two whole batches and one of 13 rows.
@@ -66,9 +66,13 @@ def main(folder, functions):
         functions: their names and what each is called with, as JSON.
     """
     compat.configure_gpu(gpus="cpu")
-    keras = keras_under_test()
+    call(globals(), functions, keras_under_test(), folder)
+
+
+def call(found, functions, first, folder):
+    """Call functions that are found by their names, and leave what they return in the folder."""
     for name, arguments in json.loads(functions):
-        arrays, facts = globals()[name](keras, folder, *arguments)
+        arrays, facts = found[name](first, folder, *arguments)
         stem = os.path.join(folder, "{}-{}-{}".format(name, compat.size(), compat.rank()))
         np.savez(stem, **arrays)
         with open(stem + ".json", "w") as file:
@@ -89,10 +93,13 @@ def _data(name):
 
 def _fit(model, name, epochs, **options):
     inputs, targets, batch_size = _data(name)
-    history = model.fit(
-        inputs, targets, batch_size=batch_size, epochs=epochs, shuffle=False, verbose=0, **options
-    )
+    history = fit_in_order(model, inputs, targets, batch_size, epochs, **options)
     return [float(loss) for loss in history.history["loss"]]
+
+
+def _weights(model, prefix="weight"):
+    """A model's weights as arrays with names."""
+    return {"{}-{}".format(prefix, place): w for place, w in enumerate(model.get_weights())}
 
 
 def _start(keras, name, options):
@@ -124,8 +131,7 @@ def train(keras, folder, trials, lstm_options):
         inputs, targets, batch_size = _data(name)
         evaluated = model.evaluate(inputs, targets, batch_size=batch_size, verbose=0)
         facts[key] = losses + [float(value) for value in np.ravel(evaluated)]
-        for place, weight in enumerate(model.get_weights()):
-            arrays["{}-{}".format(key, place)] = weight
+        arrays.update(_weights(model, key))
     return arrays, facts
 
 
@@ -138,13 +144,25 @@ def train_on(keras, folder, extension):
         model.compile(optimizer(keras, "sgd"), CASES["dense"].loss, metrics=["accuracy"])
         # As if rank 0 had loaded a checkpoint, and the others started anew.
         if compat.is_chief():
-            model.fit(inputs, targets, batch_size=BATCH, epochs=1, shuffle=False, verbose=0)
+            fit_in_order(model, inputs, targets, BATCH)
         return model
 
     model = compat.parallelize(build)
     assert compat.parallelize(model) is model
     callbacks = [keras.callbacks.ModelCheckpoint(os.path.join(folder, "checkpoint" + extension))]
-    losses = _fit(model, "dense", 2, callbacks=callbacks)
+    log, backup = (os.path.join(folder, name + str(compat.size())) for name in ("log", "backup"))
+    backs_up = hasattr(keras, "ops")
+
+    def writing():
+        """They write into the same files on all ranks."""
+        own = [keras.callbacks.CSVLogger(log)]
+        if backs_up:
+            own.append(keras.callbacks.BackupAndRestore(backup, delete_checkpoint=False))
+        return own
+
+    losses = _fit(model, "dense", 2, callbacks=callbacks + writing())
+    # All ranks go on with the third epoch.
+    left = len(_fit(model, "dense", 3, callbacks=writing()[1:])) if backs_up else 1
     paths = [os.path.join(folder, "{}-{}{}".format(compat.size(), rank, extension))
              for rank in range(compat.size())]  # fmt: skip
     model.save(paths[compat.rank()])
@@ -152,22 +170,34 @@ def train_on(keras, folder, extension):
     while not os.path.exists(paths[0]) and time.monotonic() < deadline:
         time.sleep(0.05)  # rank 0 may be later
     loaded = keras.models.load_model(paths[0])
+    with open(log) as file:
+        logged = len(file.readlines())
+    rate = getattr(model.optimizer, "lr" if hasattr(model.optimizer, "lr") else "learning_rate")
     facts = {
         "losses": losses,
+        "logged": logged,
+        "left": left,
         "saved": [os.path.exists(path) for path in paths],
-        "learning rate": float(keras.backend.get_value(_learning_rate(model.optimizer)))
-        if hasattr(keras.backend, "get_value")
-        else float(model.optimizer.learning_rate),
+        "learning rate": float(getattr(keras.backend, "get_value", float)(rate)),
         "class": type(model).__module__ + "." + type(model).__name__,
         "mixed precision": hasattr(keras, "mixed_precision"),
+        "saved over": _saved_over(model, folder, extension) if compat.is_chief() else None,
     }
-    arrays = {"loaded": loaded.predict(inputs, verbose=0)}
-    arrays.update(("weight%d" % place, w) for place, w in enumerate(model.get_weights()))
-    return arrays, facts
+    return dict(_weights(model), loaded=loaded.predict(inputs, verbose=0)), facts
 
 
-def _learning_rate(optimizer):
-    return optimizer.lr if hasattr(optimizer, "lr") else optimizer.learning_rate
+def _saved_over(model, folder, extension):
+    """What saving leaves of a link with a long name and of the private file that it leads to."""
+    folder = os.path.join(folder, "saved-over-{}".format(compat.size()))
+    os.mkdir(folder)
+    target = os.path.join(folder, "target")
+    open(target, "w").close()
+    os.chmod(target, 0o600)
+    link = os.path.join(folder, "n" * (255 - len(extension)) + extension)
+    os.symlink(target, link)
+    model.save(link)
+    mode = os.stat(target).st_mode & 0o777
+    return [os.path.islink(link), mode, os.path.getsize(target) > 0, len(os.listdir(folder))]
 
 
 def normalise(keras, folder):
@@ -180,7 +210,7 @@ def normalise(keras, folder):
     model = compat.parallelize(build)
     model.compile(optimizer(keras, "sgd"), "mse")
     _fit(model, "dense", 2)
-    return {"weight%d" % place: w for place, w in enumerate(model.get_weights())}, {}
+    return _weights(model), {}
 
 
 def batches(keras, folder, processes):
@@ -244,8 +274,7 @@ def batches(keras, folder, processes):
         trials += [("processes", Items(rows), {"workers": 2, "use_multiprocessing": True})]
     for name, source, options in trials:
         facts[name] = fitted(source, **options)
-        for place, weight in enumerate(model.get_weights()):
-            arrays["{}-{}".format(name, place)] = weight
+        arrays.update(_weights(model, name))
     # Keras has drawn more than it used, and on each rank as many more as it had time for.
     again = compat.shard(draw(100))
     for _ in range(2):
@@ -258,11 +287,12 @@ def batches(keras, folder, processes):
             fitted(source)
         except compat.RankError as error:
             facts[name] = str(error)
+    path = os.path.join(folder, "barrier-{}".format(compat.size()))
     if compat.rank() == compat.size() - 1:
         time.sleep(0.5)
-        open(os.path.join(folder, "barrier-{}".format(compat.size())), "w").close()
+        open(path, "w").close()
     compat.barrier()
-    facts["waited"] = os.path.exists(os.path.join(folder, "barrier-{}".format(compat.size())))
+    facts["waited"] = os.path.exists(path)
     return arrays, facts
 
 
@@ -282,8 +312,7 @@ def mixed(keras, folder, policies):
         model.compile(optimizer(keras, "sgd"), CASES["multi"].loss)
         _fit(model, "multi", 3)
         scales = [_loss_scale(model.optimizer)]
-        for place, weight in enumerate(model.get_weights()):
-            arrays["{}-{}".format(policy, place)] = weight
+        arrays.update(_weights(model, policy))
         if scales[0] is not None:
             (left, right), (score, same), batch_size = _data("multi")
             if compat.rank() == compat.size() - 1:
@@ -292,8 +321,7 @@ def mixed(keras, folder, policies):
             rows = slice(batch_size)
             model.train_on_batch([left[rows], right[rows]], [score[rows], same[rows]])
             scales.append(_loss_scale(model.optimizer))
-            for place, weight in enumerate(model.get_weights()):
-                arrays["{}-overflow-{}".format(policy, place)] = weight
+            arrays.update(_weights(model, policy + "-overflow"))
         facts[policy] = scales
     return arrays, facts
 

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
-from compat.backend import Engine, count_batch
+from compat.backend import Engine, compare_ranks, count_batch
 
 from .networks import Network
 
@@ -90,6 +90,9 @@ def distribute(network, place):
 
 
 def _gradients(network, engine, inputs, targets):
+    if engine.steps % 100 == 1:
+        names = ["weight {}".format(place) for place in range(len(network.weights))]
+        compare_ranks(engine, names, network.weights, network.weights.__setitem__, engine.steps)
     share = engine.share(len(inputs))
     loss, gradients = Network.gradients(network, inputs, targets)
     numbers = np.concatenate([[loss]] + [gradient.ravel() for gradient in gradients])

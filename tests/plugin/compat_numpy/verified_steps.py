@@ -23,23 +23,28 @@ def remove(network):
 
 
 def _verified(network, verification, method, kind, *args, **kwargs):
-    plain = functools.partial(getattr(Network, method), network, *args, **kwargs)
+    plain = functools.partial(getattr(Network, method), network)
     if not verification.wants(kind):
-        return plain()
-    inputs = args[0] if args else kwargs["inputs"]
+        return plain(*args, **kwargs)
     label = {"train": "the loss", "predict": "output 1"}[kind]
-    return verification.verify(kind, NetworkStep(network, plain, label, inputs))
+    return verification.verify(kind, NetworkStep(network, plain, label, args, kwargs))
 
 
 class NetworkStep(Step):
     """A call of ``train_on_batch`` or ``predict``."""
 
-    def __init__(self, network, call, label, inputs):
+    given = ("args", "kwargs")
+
+    def __init__(self, network, plain, label, args, kwargs):
         self.network = network
-        self.call = call
+        self.plain = plain
         self.label = label
-        self.inputs = inputs
+        self.args = args
+        self.kwargs = kwargs
         self.dtype = str(network.weights[0].dtype)
+
+    def call(self):
+        return self.plain(*self.args, **self.kwargs)
 
     def _arrays(self):
         for what, arrays in (
@@ -72,7 +77,8 @@ class NetworkStep(Step):
 
     def outputs(self, undivided):
         with replicas.undivided(self.network) if undivided else contextlib.ExitStack():
-            return {"output 1": self.network.outputs(self.inputs)}
+            inputs = self.args[0] if self.args else self.kwargs["inputs"]
+            return {"output 1": self.network.outputs(inputs)}
 
 
 def products(record):

@@ -1,0 +1,63 @@
+"""Gluon's parameters and trainers, moved between contexts, for the MXNet backend."""
+
+
+def _parameters(block):
+    return list(type(block).collect_params(block).values())
+
+
+def _move(block, contexts):
+    """Bring parameters, and the trainers that have them, to these contexts where they are not."""
+    parameters = _parameters(block)
+    for parameter in parameters:
+        if parameter._data is not None or parameter._deferred_init:
+            if parameter.list_ctx() != contexts:
+                parameter.reset_ctx(contexts)
+    seen = []
+    for parameter in parameters:
+        trainer = parameter._trainer
+        if trainer is not None and not any(trainer is other for other in seen):
+            seen.append(trainer)
+            _move_trainer(trainer)
+
+
+def _move_trainer(trainer):
+    """Let a trainer follow its parameters, with the optimizer's state and step counts."""
+    import mxnet as mx
+
+    try:
+        contexts = trainer._check_contexts()
+    except (AssertionError, RuntimeError):
+        return  # it has another block's parameters, too, which are elsewhere as yet, or not there
+    settings, wanted = trainer._kvstore_params, {}
+    if len(contexts) > 1 and settings["kvstore"] is None:  # it would sum no gradients over them
+        wanted["kvstore"] = "device"
+    if len(contexts) > 1 and settings["update_on_kvstore"] is None:
+        # As on one context: allreduce_grads() and update() can be called one by one.
+        if not trainer._contains_sparse_weight:
+            wanted["update_on_kvstore"] = False
+    if not wanted and trainer._contexts == contexts:
+        return
+    settings.update(wanted)
+    states = _updaters(trainer)[0].states
+    trainer._reset_kvstore()
+    trainer._contexts = contexts
+    optimizer = trainer._optimizer
+    trainer._updaters = [mx.optimizer.get_updater(optimizer) for _ in contexts]
+    # Steps are counted per device id: Adam would begin anew on another one.
+    counts = getattr(optimizer, "_all_index_update_counts", {})
+    ids = {context.device_id for context in contexts} | set(counts)
+    counts.update((i, dict(optimizer._index_update_count)) for i in ids)
+    if states:
+        trainer._init_kvstore()
+        for updater, context in zip(_updaters(trainer), contexts):
+            updater.states = {
+                # Now: one that is copied when it is used has another context's update in it.
+                index: updater.sync_state_context(state, context)
+                for index, state in states.items()
+            }
+            updater.states_synced = dict.fromkeys(states, False)
+
+
+def _updaters(trainer):
+    on_kvstore = trainer._kvstore and trainer._update_on_kvstore
+    return [trainer._kvstore._updater] if on_kvstore else trainer._updaters

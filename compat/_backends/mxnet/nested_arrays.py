@@ -1,0 +1,128 @@
+"""Arguments and results of Gluon blocks, nested as they may be, for the MXNet backend."""
+
+from ..._rows import Partial, Replicated, Sharded
+
+
+def _leaves(value, kind):
+    """All of a kind within lists, tuples and dictionaries."""
+    if isinstance(value, kind):
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for each in value.values() if isinstance(value, dict) else value:
+            for leaf in _leaves(each, kind):
+                yield leaf
+
+
+def _arrays(values):
+    import mxnet as mx
+
+    return _leaves(values, mx.nd.NDArray)
+
+
+def _mapped(function, value, place=()):
+    """The same with ``function(place, array)`` for each array; a place is a tuple of keys."""
+    import mxnet as mx
+
+    if isinstance(value, (list, tuple)):
+        parts = [_mapped(function, each, place + (key,)) for key, each in enumerate(value)]
+        return type(value)(parts)
+    if isinstance(value, dict):
+        return {key: _mapped(function, each, place + (key,)) for key, each in value.items()}
+    return function(place, value) if isinstance(value, mx.nd.NDArray) else value
+
+
+def _arrays_in_places(value):
+    found = []
+    _mapped(lambda place, array: found.append((place, array)), value)
+    return found
+
+
+def _on(context, array):
+    return getattr(array, "as_in_ctx", array.as_in_context)(context)  # mx.np has the short one
+
+
+def _others(value):
+    """What is no array, in its place."""
+    return _mapped(lambda place, array: None, value)
+
+
+# The replicas' results as one -------------------------------------------------------------------
+
+
+def can_be_merged(placement):
+    """Whether the value of the whole batch is put together here from the replicas' values."""
+    if isinstance(placement, Partial):
+        return placement.how in ("sum", "mean") and placement.denominator is None
+    if isinstance(placement, Sharded):
+        return placement.even and placement.copies == 1 and placement.per is None
+    return isinstance(placement, Replicated)
+
+
+def are_of(placements, results, sizes):
+    """Whether results are what ``placements`` say, as far as their shapes tell."""
+    arrays = [list(_arrays(result)) for result in results]
+    if any(_others(result) != _others(results[0]) for result in results):
+        return False
+    if any(len(each) != len(placements) for each in arrays):
+        return False
+    for placement, parts in zip(placements, zip(*arrays)):
+        if isinstance(placement, Sharded):
+            axis = placement.axis
+            if any(part.ndim <= axis for part in parts):
+                return False
+            # The number of elements of each row, which is the same for all.
+            inner = {part.shape[axis] / float(size or 1) for part, size in zip(parts, sizes)}
+            if len(inner) > 1 or inner.pop() % 1:
+                return False
+        elif len({part.shape for part in parts}) > 1:
+            return False
+    return True
+
+
+def merged(placements, results, sizes, context):
+    """One result for the whole batch; of a replica whose shard is empty nothing is kept.
+
+    It has all replicas' gradients: a trainer wants some from each.
+    """
+    parts = zip(*[list(_arrays(result)) for result in results])
+    values = [
+        _merged(placement, [_on(context, each) for each in part], sizes, context)
+        for placement, part in zip(placements, parts)
+    ]
+    values.reverse()
+    return _mapped(lambda place, array: values.pop(), results[0])
+
+
+def _merged(placement, parts, sizes, context):
+    import mxnet as mx
+
+    if isinstance(placement, Replicated) or len(parts) == 1:
+        return parts[0]
+    if isinstance(placement, Partial):
+        total = float(sum(sizes)) if placement.how == "mean" else None
+        weights = [size / total if total else float(size > 0) for size in sizes]
+        return sum(part * weight for part, weight in zip(parts[1:], weights[1:])) + (
+            parts[0] * weights[0]
+        )
+    axis = placement.axis
+    whole = concatenated(parts, axis)
+    if all(sizes):
+        return whole
+    each = parts[0].shape[axis]  # every replica has computed one row
+    kept = [n * each + k for n, size in enumerate(sizes) if size for k in range(each)]
+    module = mx.np if _is_numpy(whole) else mx.nd
+    return module.take(whole, module.array(kept, dtype="int32", ctx=context), axis=axis)
+
+
+def concatenated(arrays, axis):
+    import mxnet as mx
+
+    if _is_numpy(arrays[0]):
+        return mx.np.concatenate(arrays, axis=axis)
+    return mx.nd.concat(*arrays, dim=axis)
+
+
+def _is_numpy(array):
+    import mxnet as mx
+
+    return hasattr(mx, "np") and isinstance(array, mx.np.ndarray)

@@ -1,0 +1,258 @@
+"""Rules about the rows of a batch for those operations of MXNet that take more than a line."""
+
+import ast
+import string
+
+from ... import _rows
+from ..._rows import REPLICATED, Count, Mixed, Partial, Replicated, Sharded, Unknown, Value
+from ..._rows.values import listed
+
+
+class SymbolNode:
+    """A node of a graph.
+
+    Arguments:
+        attributes: as they are in JSON.
+        values: a ``Value`` for each input.
+        results: the sizes of each output, None for what grows with the batch or is not known.
+        grows: by output, the dimensions that grow with the batch, or None.
+    """
+
+    def __init__(self, attributes, values, results, grows):
+        self.attributes = attributes
+        self.values = values
+        self.results = results
+        self.grows = grows
+
+    def get(self, name, default=None):
+        text = self.attributes.get(name)
+        try:
+            return default if text is None else ast.literal_eval(text)
+        except (SyntaxError, ValueError):
+            return text
+
+    @property
+    def value(self):
+        return self.values[0]
+
+
+def with_parameters(placement, parameters):
+    """What else an operation is given has to be the same for all rows."""
+    others = [value.placement for value in parameters]
+    if all(isinstance(each, Replicated) for each in others):
+        return placement
+    return _rows.without_rows(others + [placement]) or Mixed()
+
+
+def rowwise(values, axes, result=0, inner=1):
+    """A function of each row by itself.
+
+    Arguments:
+        axes: for each value, the dimension where the operation has the batch; None for weights.
+        result: the dimension where the result has it, and ``inner`` elements of each row.
+    """
+    moved = []
+    for value, axis in zip(values, axes):
+        placement = value.placement
+        if isinstance(placement, Sharded):
+            placement = placement.replace(axis=0) if placement.axis == axis else Mixed()
+        moved.append(Value(placement, value.shape))
+    found = _rows.by_row(moved, [None if axis is None else 0 for axis in axes[: len(moved)]])
+    if isinstance(found, Sharded):
+        known = None if found.inner is None else found.inner * inner
+        return found.replace(axis=result, inner=known)
+    return found
+
+
+def by_row(*axes):
+    """As above; the last of ``axes`` holds for all further inputs, too."""
+    return lambda op: rowwise(op.values, axes + axes[-1:] * len(op.values))
+
+
+def reduction(how, default=None):
+    def rule(op):
+        axes = op.get("axis", default)
+        axes = None if axes == () else axes
+        if op.get("exclude", False):
+            axes = sorted(set(range(op.value.rank)) - listed(axes, op.value.rank))
+        return _rows.reduced(op.value, axes, how, op.get("keepdims", False))
+
+    return rule
+
+
+def along(default):
+    """Along a dimension; what is given besides, such as LayerNorm's weights, has no rows."""
+
+    def rule(op):
+        found = _rows.along(op.value, op.get("axis", default))
+        return with_parameters(found, op.values[1:])
+
+    return rule
+
+
+def softmax(op):
+    if op.get("use_length", False):
+        axis = op.get("axis", -1) % op.value.rank
+        return rowwise(op.values, [0 if axis else -1, 0])
+    return along(-1)(op)
+
+
+def by_mode(default, **axes):
+    """What goes along the dimensions that ``mode`` names, from the first of them on."""
+
+    def rule(op):
+        return _rows.along(op.value, list(range(op.value.rank))[axes[op.get("mode", default)]])
+
+    return rule
+
+
+def where(op):
+    condition, rest = op.value, op.values[1:]
+    if condition.rank == 1 and rest[0].rank > 1:  # an element for each of the first dimension
+        condition = Value(condition.placement, condition.shape + (1,) * (rest[0].rank - 1))
+    return _rows.pointwise([condition] + rest)
+
+
+def normalized(op):
+    """BatchNorm. Its other results are the statistics of a device's own rows."""
+    channel = op.get("axis", 1) % op.value.rank
+    axis = -1 if op.value.axis == channel else op.value.axis
+    return [rowwise(op.values, [axis] + [None] * 4, result=axis)] + [Mixed()] * 2
+
+
+def fully_connected(op):
+    if op.get("flatten", True):
+        return rowwise(op.values, [0, None, None])
+    found = _rows.product(op.values[:2], transpose_second=True)
+    return _rows.added([Value(found, op.results[0])] + op.values[2:])
+
+
+def dot(op):
+    first, second = op.values
+    letters = string.ascii_lowercase
+    left, right = letters[: first.rank], letters[first.rank : first.rank + second.rank]
+    summed = left[0] if op.get("transpose_a", False) else left[-1]
+    other = right[-1] if op.get("transpose_b", False) else right[0]
+    result = (left + right).replace(summed, "").replace(other, "")
+    return _rows.contracted(op.values, [left, right.replace(other, summed)], result)
+
+
+def product(op):
+    if op.get("axis", -2) != -2:
+        return Unknown("a product of other dimensions")
+    transposed = op.get("transpose_a", False), op.get("transpose_b", False)
+    found = _rows.product(op.values[:2], *transposed)
+    return _rows.added([Value(found, op.results[0])] + op.values[2:])
+
+
+def transposed(op):
+    order = op.get("axes") or range(op.value.rank)[::-1]
+    return _rows.transposed(op.value, order)
+
+
+def moved(op):
+    order = list(range(op.value.rank))
+    first, second = op.get("dim1", 0), op.get("dim2", 0)
+    order[first], order[second] = order[second], order[first]
+    return _rows.transposed(op.value, order)
+
+
+def slice(op):
+    parts = {}
+    steps = op.get("step") or ()
+    for axis, (begin, end) in enumerate(zip(op.get("begin"), op.get("end"))):
+        step = steps[axis] if axis < len(steps) else None
+        if begin not in (None, 0) or end is not None or step not in (None, 1):
+            parts[axis] = "part"
+    return _rows.sliced(op.value, parts)
+
+
+def slice_axis(op):
+    whole = op.get("begin") == 0 and op.get("end") is None
+    return _rows.sliced(op.value, {} if whole else {op.get("axis"): "part"})
+
+
+def split(op):
+    part = "one" if op.get("squeeze_axis", False) else "part"
+    return _rows.sliced(op.value, {op.get("axis", 1): part})
+
+
+def slice_like(op):
+    value, like = op.values
+    axes = listed(op.get("axes") or None, like.rank)
+    if like.axis in axes:
+        # As long as the batch: of all rows nothing is cut off, of anything else its beginning.
+        return value.placement if value.placement == like.placement else Mixed()
+    if not isinstance(like.placement, (Replicated, Sharded)):
+        return Mixed()
+    return _rows.sliced(value, {axis: "part" for axis in axes})
+
+
+def pad(op):
+    widths = op.get("pad_width")
+    return _rows.resized(op.value, [i // 2 for i, width in enumerate(widths) if width])
+
+
+def pick(op):
+    value, index = op.values
+    axis = op.get("axis", -1) % value.rank
+    if index.rank < value.rank:
+        shape = index.shape[:axis] + (1,) + index.shape[axis:]
+        index = Value(_rows.expanded(index, [axis]), shape)
+    rows = _rows.pointwise([value, index])
+    if op.get("keepdims", False):
+        return _rows.along(Value(rows, value.shape), [axis])
+    return _rows.sliced(Value(rows, value.shape), {axis: "one"})
+
+
+def sequence_mask(op):
+    if op.get("use_sequence_length", False):
+        beside = 1 - op.get("axis", 0)  # the rows are next to the time
+        return rowwise(op.values, [beside, 0], beside)
+    return _rows.pointwise(op.values)
+
+
+def sequence_last(op):
+    time = op.get("axis", 0)
+    if op.get("use_sequence_length", False):
+        return rowwise(op.values, [1 - time, 0])
+    return _rows.sliced(op.value, {time: "one"})
+
+
+def sequence_reverse(op):
+    if op.get("use_sequence_length", False):
+        return rowwise(op.values, [1, 0], 1)
+    return _rows.along(op.value, [0])
+
+
+def rnn(op):
+    axes = [1, None] + [1] * (len(op.values) - 2)
+    if op.get("use_sequence_length", False):
+        axes[-1] = 0
+    return rowwise(op.values, axes, 1)
+
+
+def loss(rule):
+    """A loss whose gradient is each row's own, unless it is divided by their number."""
+    return lambda op: rule(op.values) if op.get("normalization", "null") == "null" else Mixed()
+
+
+def cross_entropy(op):
+    found = rowwise(op.values, [0, 0])
+    return Partial("sum") if isinstance(found, Sharded) else found
+
+
+def made(op):
+    sizes = Count(op.grows[0]) if op.grows[0] else REPLICATED
+    return _rows.made(sizes, len(op.results[0] or ()))
+
+
+def leaky(op):
+    return _rows.pointwise(op.values) if len(op.values) == 1 else rowwise(op.values, [0, None])
+
+
+def attention_values(op):
+    heads, rows = op.get("heads"), op.values[1].placement
+    if isinstance(rows, Sharded) and rows.axis == 0 and rows.inner and rows.inner % heads == 0:
+        rows = rows.replace(inner=rows.inner // heads)
+    return rowwise([op.value, Value(rows, op.values[1].shape)], [1, 0], 1)

@@ -1,0 +1,170 @@
+"""How the tensors of a static graph depend on the rows of the batch, operation by operation.
+
+The table of operations is ``row_operations``. What it does not know (loops, functions, unusual
+operations) is unknown: the output of a layer is then *assumed* to have rows first, which is Keras'
+own convention, and ``row_trial`` asks before anything is made of it.
+"""
+
+import re
+
+from ..._rows import REPLICATED, Count, Mixed, Replicated, Sharded, Unknown, Value
+from .graph import dense_parts, is_outermost, loop_of
+from .row_operations import ALIGNED, constant, placements
+from .row_sizes import COORDINATES, Positions
+
+
+class TensorRows:
+    """What is known of the tensors that depend on a batch.
+
+    Arguments:
+        inputs: the tensors whose rows are the batch's.
+        operations: the operations that depend on them.
+        fixed: the number of rows, where it is fixed.
+        normalizing: the names of layers that take statistics of each device's own rows.
+        tried: placements of tensors that a trial found.
+
+    Attributes:
+        mixing: operations whose results are right only where the whole batch is.
+        assumed: tensors taken for rows, since nothing tells.
+        statistics: those of the operations of ``normalizing``, and what they normalize at once.
+        constants: tensors that have a row for each of a fixed number, but do not depend on them.
+        shapes: tensors that tell Reshape to give a fixed number of rows, and those for any number.
+    """
+
+    def __init__(self, inputs, operations, fixed, normalizing, tried):
+        self.fixed = fixed
+        self.mixing = []
+        self.assumed = set()
+        self.statistics = {}
+        self.constants, self.shapes = set(), {}
+        self.tried = tried
+        self._normalizing = normalizing
+        self._known = {}
+        for tensor in inputs:
+            parts = dense_parts(tensor)  # of a sparse one: indices, values and shape
+            kinds = (COORDINATES, Sharded(0, inner=None, even=False), Count([0]))
+            self._known.update(zip(parts, kinds if len(parts) > 1 else [Sharded(0)]))
+        for op in _in_order(operations):
+            self._look_at(op)
+
+    def known(self, tensor):
+        return self._known.get(tensor, REPLICATED)
+
+    def come_first(self, tensor):
+        """Whether the devices' values, one after the other, are those of the whole batch."""
+        known = self.known(tensor)
+        if not is_outermost(tensor.op):
+            return False
+        if isinstance(known, Unknown) and self._may_come_first(tensor):
+            self.assumed.add(tensor)
+            return True
+        return isinstance(known, Sharded) and (known.axis, known.copies, known.per) == (0, 1, None)
+
+    def _may_come_first(self, tensor):
+        if tensor.dtype.name in ("resource", "variant"):
+            return False
+        if tensor.shape.ndims is None:
+            return hasattr(tensor, "_keras_history")
+        first = tensor.shape.as_list()[:1]
+        return first == [None] or bool(self.fixed and first and first[0] % self.fixed == 0)
+
+    def _look_at(self, op):
+        given = [self.known(tensor) for tensor in op.inputs]
+        results = self._results(op, given)
+        if any(_is_within(op, layer) for layer in self._normalizing):
+            for tensor, result in zip(op.outputs, results):
+                if not isinstance(result, (Replicated, Sharded, Count)) or _normalizes(op):
+                    self.statistics[tensor] = result
+            results = [
+                result if isinstance(result, (Sharded, Count)) else REPLICATED for result in results
+            ]
+        for tensor, result in zip(op.outputs, results):
+            result = self.tried.get(tensor, result)
+            if isinstance(result, Unknown) and hasattr(tensor, "_keras_history"):
+                if self._may_come_first(tensor):
+                    self.assumed.add(tensor)
+                    result = Sharded(0, inner=None)
+            self._known[tensor] = result
+        # Whether all rows are so, or any is: RNNs choose among implementations by that.
+        if any(map(self._is_mixed, op.outputs)) and not any(map(self._is_mixed, op.inputs)):
+            self.mixing.append(op)
+
+    def _is_mixed(self, tensor):
+        known = self.known(tensor)
+        mixed = isinstance(known, Mixed) and not isinstance(known, Positions)
+        return mixed and tensor.dtype.name != "bool"
+
+    def _results(self, op, given):
+        if loop_of(op) is not None:
+            mixed = [each for each in given if isinstance(each, Mixed)]
+            return [mixed[0] if mixed else Unknown("in a loop")] * len(op.outputs)
+        if self.fixed not in (None, 1):
+            self._look_at_constants(op, given)
+        if all(isinstance(each, Replicated) for each in given):
+            return [REPLICATED] * len(op.outputs)
+        values = [_value(tensor, kind) for tensor, kind in zip(op.inputs, given)]
+        return placements(op, values, constant)
+
+    def _look_at_constants(self, op, given):
+        """TensorFlow makes constants of zeros and shapes where the number of rows is fixed."""
+        if op.type == "Reshape" and isinstance(given[0], Sharded):
+            reshaped = all(consumer.type == "Reshape" for consumer in op.inputs[1].consumers())
+            if reshaped and self.has_fixed(op.outputs[0]):
+                self.shapes[op.inputs[1]] = [-1] + op.outputs[0].shape.as_list()[1:]
+                given[1] = Count([0])
+        elif op.type in ALIGNED:
+            ranks = {
+                tensor.shape.ndims
+                for tensor, kind in zip(op.inputs, given)
+                if isinstance(kind, Sharded) and kind.axis == 0
+            }
+            for index, tensor in enumerate(op.inputs):
+                replicated = given[index] == REPLICATED and tensor.shape.ndims in ranks
+                if replicated and self.has_fixed(tensor):
+                    given[index] = Sharded(0)
+                    self.constants.add(tensor)
+
+    def has_fixed(self, tensor):
+        """Whether the first dimension of ``tensor`` has as many rows as are fixed."""
+        return (
+            self.fixed not in (None, 1)
+            and bool(tensor.shape.ndims)
+            and tensor.shape.as_list()[0] == self.fixed
+        )
+
+
+def _is_within(op, scope):
+    """Whether ``op`` was made by the layer of this name, used once or more often."""
+    return any(re.match(re.escape(scope) + r"(_\d+)?$", part) for part in op.name.split("/"))
+
+
+def _normalizes(op):
+    """Whether an operation takes statistics of its rows and normalizes by them, all in one."""
+    return op.type.startswith("FusedBatchNorm") and op.get_attr("is_training")
+
+
+def _value(tensor, placement):
+    shape = None if tensor.shape.ndims is None else tensor.shape.as_list()
+    if shape and isinstance(placement, Sharded):
+        shape[placement.axis] = None
+    return Value(placement, shape)
+
+
+def _in_order(operations):
+    """Operations after those whose results they take; ways back in loops left out."""
+    left, entered, ordered = set(operations), set(), []
+    for first in sorted(operations, key=lambda op: op._id):
+        path = [first]
+        while path:
+            op = path[-1]
+            inputs = [] if op in entered else [t.op for t in op.inputs if t.op in left]
+            inputs = [other for other in inputs if other not in entered]
+            entered.add(op)
+            if inputs:
+                path += inputs
+            else:
+                path.pop()
+                if op in left:
+                    left.remove(op)
+                    ordered.append(op)
+    return ordered

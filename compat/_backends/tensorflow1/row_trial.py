@@ -1,0 +1,216 @@
+"""What replicas are about to give, tried on three rows: together, and as two of them and the third.
+
+The first replica is asked, in inference, at the first call of each of a model's functions, from
+what that is fed. Random numbers, and the statistics of batch normalization, are those of the three
+rows each time.
+"""
+
+import contextlib
+
+from ..._rows import Mixed, Sharded, Unknown, trial
+from .graph import dense_parts, is_outermost, variables_of
+
+#: A first pair of rows by itself may fit by chance; a second one besides does not.
+WAYS = (trial.PARTS, ((0,), (1, 2)))
+#: How replicas' values are put together.
+IN_ORDER = Sharded(0, inner=None, even=False)
+
+
+class ReplicasTrial:
+    """A trial of replicas.
+
+    Arguments:
+        backend: Keras' backend.
+        replicas: the ``Replicas``.
+        fed: what the function is fed, by its tensors.
+        phase: the learning phase, if that is a tensor.
+    """
+
+    def __init__(self, backend, replicas, fed, phase):
+        self.backend = backend
+        self.session = backend.get_session()
+        self.replicas = replicas
+        self.replica = replicas.copies[0]
+        self.rows = replicas.part.rows
+        divided = replicas.read_in_shards()
+        given = {t: v for t, v in fed.items() if v is not None}  # one with a default has None
+        self._given = {t: v for t, v in given.items() if not hasattr(v, "op") and hasattr(t, "op")}
+        self._fed = {t: v for t, v in self._given.items() if not any(t is d for d in divided)}
+        if hasattr(phase, "op"):
+            self._fed[phase] = False
+        self._values = {}  # type: Dict[Any, Any]
+        self._drawn = {}  # type: Dict[Any, Any]
+
+    def _value_of(self, tensor):
+        """Rows of a tensor that the replica reads a shard of, from what is fed, or made up."""
+        import numpy as np
+
+        if tensor in self._given:
+            return self._given[tensor]
+        if not tensor.op.type.startswith(("Placeholder", "Iterator", "Queue")):
+            return self.session.run(tensor)
+        shape = [3 if size is None else size for size in tensor.shape.as_list()]
+        if tensor.dtype.is_floating:
+            return np.random.RandomState(0).normal(size=shape).astype(tensor.dtype.as_numpy_dtype)
+        return np.arange(np.prod(shape)).reshape(shape).astype(tensor.dtype.as_numpy_dtype) % 2
+
+    def differing(self, tensors):
+        """The tensors that the replicas' values do not make up, and why, as ``Across`` says it.
+
+        Random ones are not among them where rules tell.
+        """
+        try:
+            with self._writing_nothing():
+                is_fixed = self._is_fixed()
+                if is_fixed:
+                    whole, *parts = self._run_all(tensors)
+                    ways = [((), parts)]
+                else:
+                    self._draw()
+                    whole, ways = self._run(tensors), self._in_parts(tensors)
+                if ways is None:
+                    return dict.fromkeys(tensors, "fails")
+                found = {
+                    tensor: "tried"
+                    for place, tensor in enumerate(tensors)
+                    if not all(
+                        trial.fits([part[place] for part in parts], whole[place], IN_ORDER, sizes)
+                        for sizes, parts in ways
+                    )
+                }
+                again = whole
+                if found:
+                    again = self._run_all(tensors)[0] if is_fixed else self._run(tensors)
+        except Exception:  # whatever it is, the trial cannot tell
+            return {tensor: "unknown" for tensor in tensors if self._is_assumed(tensor)}
+        for tensor, value, other in zip(tensors, whole, again):
+            if not trial.close(value, other):
+                found.pop(tensor, None)
+                if self._is_assumed(tensor):
+                    found[tensor] = "unknown"
+        return found
+
+    def _is_fixed(self):
+        """Whether the graph says how many rows each replica has, and takes no others."""
+        return any(
+            shard.shape.ndims and shard.shape.as_list()[0] is not None
+            for tensor in self.replicas.read_in_shards()
+            for shard in dense_parts(self.replica.shards[tensor])
+        )
+
+    def _run_all(self, tensors):
+        """The values of the undivided batch, and of each replica, of the rows it always has."""
+        if self.replicas.part.drawn():
+            raise ValueError("each replica has random numbers of its own")
+        copies = [[copy.tensor(t) for t in tensors] for copy in self.replicas.copies]
+        feed = dict(self._given)
+        feed.update(self._fed)
+        return self.session.run([tensors] + copies, feed)
+
+    def _is_assumed(self, tensor):
+        return bool(self.rows.assumed) and any(
+            each in self.rows.assumed for each in self.replicas.part.before(tensor)
+        )
+
+    def placements(self, tensors):
+        """The placements of tensors, as far as a trial tells."""
+        try:
+            with self._writing_nothing():
+                return dict(zip(tensors, trial.tried(lambda rows: self._run(tensors, rows))))
+        except Exception:
+            return {}
+
+    @contextlib.contextmanager
+    def _writing_nothing(self):
+        """Within, variables may be written that are, afterwards, as they were."""
+        variables = list(variables_of(self.replicas.part.once))
+        values = self.session.run(variables) if variables else []
+        try:
+            yield
+        finally:
+            self.backend.batch_set_value(list(zip(variables, values)))
+
+    def _in_parts(self, tensors):
+        """The values of the parts, with their numbers of rows, for each way to make them.
+
+        None where parts fail, as the whole does not.
+        """
+        try:
+            return [
+                (tuple(map(len, way)), [self._run(tensors, rows) for rows in way]) for way in WAYS
+            ]
+        except Exception:
+            return None
+
+    def _draw(self):
+        divided = self.replicas.read_in_shards()
+        self._values = {tensor: self._value_of(tensor) for tensor in divided}
+        tensors = [t for t in self.replicas.part.drawn() if is_outermost(t.op)]
+        values = self._run(tensors) if tensors else []
+        self._drawn = dict(zip(tensors, values))
+
+    def _run(self, tensors, rows=trial.WHOLE):
+        import numpy as np
+
+        feed = dict(self._fed)
+        for tensor, value in self._values.items():
+            shards = dense_parts(self.replica.shards[tensor])
+            feed.update(zip(shards, _rows_of(value, rows)))
+        for tensor, value in self._drawn.items():
+            placement = self.rows.known(tensor)
+            if isinstance(placement, Sharded) and rows != trial.WHOLE:
+                value = trial.chosen(value, placement, rows)
+            feed[self.replica.tensor(tensor)] = value
+        values = self.session.run([self.replica.tensor(tensor) for tensor in tensors], feed)
+        return [np.asarray(value) for value in values]
+
+
+def _rows_of(value, rows):
+    """Some rows of an array, or the parts of a sparse one; more of them than it has come again."""
+    import numpy as np
+
+    if hasattr(value, "tocsr"):
+        sparse = value.tocsr()
+        chosen = sparse[[row % sparse.shape[0] for row in rows]].tocoo()
+        places = np.stack([chosen.row, chosen.col], 1).astype("int64")
+        return [places, chosen.data, np.array(chosen.shape, "int64")]
+    if hasattr(value, "dense_shape"):
+        count = int(value.dense_shape[0])
+        taken = [np.flatnonzero(value.indices[:, 0] == row % count) for row in rows]
+        indices = np.concatenate([value.indices[each] for each in taken])
+        indices[:, 0] = np.repeat(range(len(rows)), [len(each) for each in taken])
+        shape = np.array([len(rows)] + list(value.dense_shape[1:]))
+        return [indices, value.values[np.concatenate(taken)], shape]
+    return [np.asarray(value)[[row % len(value) for row in rows]]]
+
+
+def found(trial_, failed, outputs):
+    """The placements by which the graph is divided anew, after some tensors failed the trial.
+
+    Arguments:
+        failed: as ``ReplicasTrial.differing`` gives.
+        outputs: the model's, which run whole where nothing else is found.
+    """
+    rows, part = trial_.rows, trial_.replicas.part
+    asked = [
+        tensor
+        for op in part.needed
+        if op in part.operations and is_outermost(op) and op.type not in ("Switch", "Assert")
+        for tensor in op.outputs
+        if tensor not in part.averaged
+        and tensor.dtype.name not in ("resource", "variant")
+        and (isinstance(rows.known(tensor), Unknown) or hasattr(tensor, "_keras_history"))
+    ]
+    placements = {}
+    for tensor, placement in trial_.placements(asked).items():
+        if isinstance(placement, Unknown):
+            continue
+        if isinstance(rows.known(tensor), Unknown):
+            placements[tensor] = placement
+        elif isinstance(placement, Mixed):
+            placements[tensor] = Mixed("tried")
+    for tensor, why in failed.items():
+        if not isinstance(placements.get(tensor), Mixed):
+            placements[tensor] = Mixed(why)
+    news = {t: p for t, p in placements.items() if rows.tried.get(t) != p}
+    return news or {tensor: Mixed("tried") for tensor in outputs}

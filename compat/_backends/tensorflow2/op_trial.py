@@ -1,0 +1,289 @@
+"""The operations of a graph, each tried by itself: of three rows, of two of them and of the third.
+
+Each operation is given what one device would give it, cut into parts, so that what does not compute
+each row by itself is found where it is, whatever dropout or batch normalization is before it. It is
+executed eagerly. Variables that the graph may set are copies, so that nothing is left behind.
+"""
+
+import tensorflow as tf
+
+from ..._rows import Mixed, Partial, Replicated, Sharded, Unknown, trial
+from .functions import CALLS, CONDITIONS, LOOPS, READS, body_of, is_resource
+
+#: How many operations are executed at most, for loops that are long.
+LIMIT = 30000
+
+#: The whole, and its parts.
+LANES = 1 + len(trial.PARTS)
+
+
+class CannotTry(Exception):
+    """An operation is not executed: it might leave a trace, or its inputs are not known."""
+
+
+class OpTrial:
+    """The values of a graph's tensors: of the whole, and of the parts.
+
+    Arguments:
+        kept: the graph's results.
+        values: a list of these for each tensor that is known from the start, by name. What is the
+            same for all of them is the same object.
+        executor: an ``Executor``.
+    """
+
+    def __init__(self, graph, kept, values, executor):
+        self.values = values
+        self.executor = executor
+        self._last = {t.name: op for op in graph.get_operations() for t in op.inputs}
+        self._kept = {tensor.name for tensor in kept if hasattr(tensor, "name")}
+
+    def inside(self, graph, tensors):
+        """The trial of a function that is called with these tensors."""
+        given = zip(graph.inputs, [self.values.get(tensor.name) for tensor in tensors])
+        known = {inner.name: lanes for inner, lanes in given if lanes is not None}
+        return OpTrial(graph, graph.outputs, known, self.executor)
+
+    def branch(self, op):
+        """Which branch of a condition is taken, 0 or 1, where it is the same one everywhere."""
+        lanes = self.values.get(op.inputs[0].name)
+        if lanes is None or any(value is not lanes[0] for value in lanes):
+            return None
+        return int(not bool(lanes[0]))
+
+    def take(self, op, inside, graph):
+        """Take the values of a function's results, as an operation's that calls it."""
+        for output, inner in zip(op.outputs, graph.outputs):
+            if inner.name in inside.values:
+                self.values[output.name] = inside.values[inner.name]
+        self._forget(op)
+
+    def _forget(self, op):
+        """Forget what no later operation takes."""
+        for tensor in op.inputs:
+            if self._last[tensor.name] is op and tensor.name not in self._kept:
+                self.values.pop(tensor.name, None)
+
+    def rank(self, tensor):
+        """The number of a tensor's dimensions, where a value shows it."""
+        lanes = self.values.get(tensor.name)
+        return None if lanes is None or is_resource(tensor) else lanes[0].shape.rank
+
+    def follow(self, op, given, claimed, alone=False):
+        """Compute an operation; return the placements of its results, as far as that shows them.
+
+        Arguments:
+            given: the placements of its inputs; ``claimed``: those that the rules say its results
+                have.
+            alone: whether rows are mixed by design: each part is then that of the whole.
+        """
+        lanes = self._computed(op, claimed)
+        places = None if lanes is None else self._places(op, given, claimed)
+        self._forget(op)
+        if lanes is None:
+            return claimed
+        found = []
+        for output, values, placement in zip(op.outputs, lanes, claimed):
+            if not is_resource(output) and isinstance(placement, _SHOWN):
+                placement, values = self._shown(values, given, placement, alone, places)
+            self.values[output.name] = values
+            found.append(placement)
+        return found
+
+    def _places(self, op, given, claimed):
+        """Of a reshaped value, where its elements go: rows of these are never the same."""
+        import numpy as np
+
+        if op.type != "Reshape" or not isinstance(claimed[0], Unknown):
+            return None
+        before, dtype = given[0], op.outputs[0].dtype
+        countable = dtype.is_floating or dtype.is_integer
+        if not (isinstance(before, Sharded) and before.even and countable):
+            return None
+        (whole, *_), sizes = [self.values[tensor.name] for tensor in op.inputs]
+        places = np.arange(np.prod(whole.shape)).reshape(whole.shape)
+        places = self._cut(tf.constant(places, dtype), before)
+        return [self.executor.execute(op, pair)[0] for pair in zip(places, sizes)]
+
+    def _shown(self, lanes, given, placement, alone, places=None):
+        if alone:
+            if isinstance(placement, Sharded):
+                return placement, self._cut(lanes[0], placement)
+            return placement, [lanes[0]] * LANES
+        weighted = getattr(placement, "per", None) or getattr(placement, "denominator", None)
+        if weighted or lanes[0] is lanes[1] and not isinstance(placement, (Sharded, Unknown)):
+            return placement, lanes
+        whole, parts = self._array(lanes[0]), [self._array(value) for value in lanes[1:]]
+        if isinstance(placement, Unknown):
+            # Rows that are not even long have lengths, of which each device has its own. Whole
+            # numbers made of these are mostly lengths, too.
+            uneven = any(
+                isinstance(each, Unknown) or not getattr(each, "even", True) for each in given
+            )
+            if places is not None:
+                whole, *parts = [self._array(value) for value in places]
+            told = None if uneven and whole.dtype.kind not in "fc" else _told(parts, whole, given)
+            if told is None:
+                return placement if uneven else Mixed("tried"), lanes
+            placement = told
+        elif not trial.fits(parts, whole, placement):
+            return Mixed("tried"), lanes
+        if isinstance(placement, Sharded) and placement.even:
+            return placement, self._cut(lanes[0], placement)
+        return placement, lanes
+
+    def _array(self, tensor):
+        import numpy as np
+
+        array = np.asarray(tensor)
+        if array.dtype.kind in "biufcSUO":
+            return array
+        return tf.cast(tensor, tf.float16).numpy()  # types that numpy does not have
+
+    def _cut(self, value, placement):
+        array = value.numpy()
+        return [value] + [tf.constant(part, value.dtype) for part in trial.cut(array, placement)]
+
+    def _computed(self, op, claimed):
+        inputs = [self.values.get(tensor.name) for tensor in op.inputs]
+        if None in inputs:
+            return None
+        try:
+            if "Random" in op.type or op.type in _RANDOM:
+                return self._drawn(op, inputs, claimed)
+            results = [self.executor.execute(op, [lanes[0] for lanes in inputs])]
+            if all(lanes[0] is each for lanes in inputs for each in lanes):
+                return [[value] * LANES for value in results[0]]
+            for lane in range(1, LANES):
+                results.append(self.executor.execute(op, [lanes[lane] for lanes in inputs]))
+        except Exception as error:  # whatever an operation can have against three rows
+            if trial.is_fault(error):
+                raise
+            return None
+        return [list(lanes) for lanes in zip(*results)]
+
+    def _drawn(self, op, inputs, claimed):
+        """Random numbers, which are not TensorFlow's, so that those go on as they would have."""
+        import numpy as np
+
+        dtype = op.outputs[0].dtype
+        names = [argument.name for argument in op.op_def.input_arg]
+        if "shape" not in names or not dtype.is_floating:
+            return None
+        shape = np.asarray(inputs[names.index("shape")][0])
+        whole = tf.constant(np.random.RandomState(0).uniform(size=shape), dtype)
+        if isinstance(claimed[0], Sharded):
+            return [self._cut(whole, claimed[0])]
+        return [[whole] * LANES]
+
+
+_SHOWN = (Partial, Replicated, Sharded, Unknown)
+_RANDOM = {
+    "Multinomial", "ParameterizedTruncatedNormal", "StatefulStandardNormalV2", "StatefulUniform",
+    "StatefulTruncatedNormal", "StatefulUniformFullInt", "StatefulUniformInt",
+    "StatelessMultinomial", "StatelessTruncatedNormal", "StatelessTruncatedNormalV2",
+    "TruncatedNormal", "RngReadAndSkip", "RngSkip",
+}  # fmt: skip
+
+
+def _told(parts, whole, given):
+    """What the values of an operation without a rule tell, but for what they may by chance."""
+    import numpy as np
+
+    for placement in trial.placements(parts, whole):
+        if isinstance(placement, Sharded):
+            rows = trial.cut(whole, placement, (1, 1, 1)) if placement.even else parts
+            if not any(
+                row.shape == other.shape and (row == other).all()
+                for place, row in enumerate(rows)
+                for other in rows[:place]
+            ):
+                return placement
+        elif isinstance(placement, Partial):
+            linear = placement.how in ("sum", "mean") and whole.dtype.kind in "fc"
+            if placement in given or linear and np.any(whole):
+                return placement
+    return None
+
+
+class Executor:
+    """Executes a graph's operations eagerly, one by one; those of functions within, too.
+
+    Arguments:
+        copies: the handles of variables that may be set, which are copies; all others are not.
+    """
+
+    def __init__(self, copies):
+        self.copies = copies
+        self._left = LIMIT
+        self._prepared = {}  # type: dict  # op -> its attributes, or a constant's value
+
+    def execute(self, op, inputs):
+        """The results of an operation."""
+        if op.type in CALLS:
+            return self.run(body_of(op, "f"), inputs)
+        if op.type in CONDITIONS:
+            branch = "then_branch" if bool(inputs[0]) else "else_branch"
+            return self.run(body_of(op, branch), inputs[1:])
+        if op.type in LOOPS:
+            condition, body = body_of(op, "cond"), body_of(op, "body")
+            while bool(self.run(condition, inputs)[0]):
+                inputs = self.run(body, inputs)
+            return inputs
+        self._left -= 1
+        if self._left < 0:
+            raise CannotTry(op.type)
+        if op not in self._prepared:
+            self._prepared[op] = self._prepare(op)
+        attributes = self._prepared[op]
+        if op.type == "Const":
+            return [attributes]
+        self._ensure_traceless(op, inputs)
+        from tensorflow.python.eager import context, execute
+
+        return execute.execute(
+            op.type.encode(), len(op.outputs), list(inputs), attributes, context.context()
+        )
+
+    def run(self, graph, inputs):
+        """The results of a function."""
+        if graph is None:
+            raise CannotTry("a function that TensorFlow does not show")
+        values = dict(zip([tensor.name for tensor in graph.inputs], inputs))
+        for op in graph.get_operations():
+            sets = any(map(is_resource, op.inputs))  # a variable
+            if op.type == "Placeholder" or not op.outputs and not sets:
+                continue
+            results = self.execute(op, [values[tensor.name] for tensor in op.inputs])
+            values.update(zip([tensor.name for tensor in op.outputs], results))
+        return [values[tensor.name] for tensor in graph.outputs]
+
+    def _ensure_traceless(self, op, inputs):
+        resources = [value for value in inputs if value.dtype == tf.resource]
+        if op.type in READS or op.type.startswith(("LookupTableFind", "LookupTableSize")):
+            return
+        are_copies = all(id(value) in self.copies for value in resources)
+        if not are_copies or op.op_def.is_stateful and not resources:
+            raise CannotTry(op.type)
+
+    def _prepare(self, op):
+        if op.type == "Const":
+            from tensorflow.python.framework import tensor_util
+
+            return tf.constant(tensor_util.constant_value(op.outputs[0]), op.outputs[0].dtype)
+        attributes = []
+        for name in op.node_def.attr:
+            if not name.startswith("_"):
+                attributes += [name, _attribute(op.get_attr(name))]
+        return tuple(attributes)
+
+
+def _attribute(value):
+    """An attribute as eager execution takes it."""
+    if isinstance(value, list):
+        return list(map(_attribute, value))
+    if hasattr(value, "attr"):
+        raise CannotTry("an operation with a function")
+    if hasattr(value, "unknown_rank"):  # a shape
+        sizes = [None if size.size < 0 else size.size for size in value.dim]
+        return None if value.unknown_rank else sizes
+    return value

@@ -1,0 +1,93 @@
+"""How the variables of a graph depend on the rows of a batch, followed from its inputs on."""
+
+from ..._rows import REPLICATED, Count, Mixed, Replicated, Sharded, Unknown, Value, without_rows
+from .graph_sizes import Sizes
+from .row_operations import ARRANGING, TABLE, Drawn, drawn
+
+
+class VariableRows:
+    """How the variables of a graph depend on the rows, followed from its inputs on.
+
+    Arguments:
+        placements: those of the graph's inputs that have rows.
+        sizes: a ``Sizes`` for its inputs.
+
+    Attributes:
+        placements: of all variables that were followed, in the order in which they are computed.
+    """
+
+    def __init__(self, placements, sizes):
+        self.placements = dict(placements)
+        self.sizes = sizes
+
+    def follow(self, wanted):
+        """Find the placements of what these variables depend on, and return this."""
+        from theano.gof import graph
+
+        for node in graph.io_toposort([], wanted):
+            self.sizes.infer(node)
+            for variable, placement in zip(node.outputs, self._after(node)):
+                if isinstance(placement, Count) and self.sizes.is_constant(variable):
+                    placement = REPLICATED
+                self.placements[variable] = placement
+        return self
+
+    def of(self, variable):
+        return self.placements.get(variable, REPLICATED)
+
+    def value(self, variable):
+        placement = self.of(variable)
+        if isinstance(placement, Drawn):
+            placement = self._as_drawn(variable)
+        return Value(placement, self.sizes.shape(variable))
+
+    def _as_drawn(self, variable):
+        """Where random numbers have rows: along the one dimension that grows with them."""
+        grown = self.sizes.grown(variable)
+        if not grown:
+            return REPLICATED
+        whole = len(grown) == 1 and self.sizes.in_proportion(variable, grown[0])
+        return Sharded(grown[0], inner=None) if whole else Mixed()
+
+    def _after(self, node):
+        name, rule = _entry(node.op)
+        given = [self.of(variable) for variable in node.inputs]
+        if rule is not drawn and all(isinstance(each, Replicated) for each in given):
+            return [REPLICATED] * len(node.outputs)
+        if name in ARRANGING and any(isinstance(each, Drawn) for each in given):
+            if all(isinstance(each, (Replicated, Count, Drawn)) for each in given):
+                return [Drawn()] * len(node.outputs)
+        values = [self.value(variable) for variable in node.inputs]
+        if rule is None:
+            found = without_rows([value.placement for value in values])
+            if found is None:  # what unites what the devices have cannot be tried
+                one = all(
+                    v.axis is not None or without_rows([v.placement]) is not None for v in values
+                )
+                found = Unknown("it is not known") if one else Mixed()
+        else:
+            found = rule(node, values, self)
+        return found if isinstance(found, list) else [found] * len(node.outputs)
+
+    def inside(self, pairs, wanted):
+        """Follow the graph inside of an operation.
+
+        Arguments:
+            pairs: for its inputs: the variable there, the one here that its values are from, its
+                placement, and how many of that one's first dimensions it lacks.
+            wanted: variables in there.
+        """
+        sizes = Sizes(
+            {v: self.sizes.dimensions(outer)[lacking:] for v, outer, _, lacking in pairs},
+            {v: self.sizes.numbers(outer) for v, outer, _, lacking in pairs if not lacking},
+        )
+        return VariableRows({v: placement for v, _, placement, _ in pairs}, sizes).follow(wanted)
+
+
+def _entry(op):
+    """The name and the rule of an operation: of Theano's own, not of a user's class."""
+    if type(op).__module__.partition(".")[0] == "theano":
+        for kind in type(op).__mro__:
+            if kind.__name__ in TABLE:
+                return kind.__name__, TABLE[kind.__name__]
+    return type(op).__name__, None

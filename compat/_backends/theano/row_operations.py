@@ -1,0 +1,374 @@
+"""How the results of Theano's operations depend on the rows of a batch: one table.
+
+A rule gets a node, a ``Value`` for each of its inputs, and the ``Rows`` of the graph.
+"""
+
+import os
+
+from ... import _rows
+from ..._rows import REPLICATED, Count, Mixed, Partial, Replicated, Sharded, Unknown, Value
+from . import inner_graphs
+from .graph_variables import frames_of
+
+
+class Drawn(_rows.Placement):
+    """Random numbers, none of which depends on another one, or on a row."""
+
+    __slots__ = ()
+
+
+def _plain(values):
+    return _rows.without_rows([value.placement for value in values])
+
+
+def _number(variable, rows):
+    """The value of a number that is the same for any batch, or None."""
+    numbers = rows.sizes.numbers(variable)
+    if numbers is None or numbers[0] is None or not rows.sizes.is_constant(variable):
+        return None
+    return int(numbers[0])
+
+
+def _unless_plain(rule):
+    """Of what the placements alone do not tell."""
+
+    def applied(node, values, rows):
+        found = _plain(values)
+        return rule(node, values, rows) if found is None else found
+
+    return applied
+
+
+def _of_first(rule):
+    """Of operations whose other inputs have to be the same for all devices."""
+
+    def applied(node, values, rows):
+        if all(isinstance(value.placement, Replicated) for value in values[1:]):
+            return rule(node, values, rows)
+        return _plain(values) or Mixed()
+
+    return applied
+
+
+# Element by element, and nothing at all ---------------------------------------------------------
+
+
+def _pointwise(node, values, rows):
+    if type(getattr(node.op, "scalar_op", None)).__name__ == "Second":  # of the first, the shape
+        if isinstance(values[0].placement, Partial):
+            values = [Value(REPLICATED, values[0].shape), values[1]]
+    return _rows.pointwise(values)
+
+
+def _all(rule):
+    """A rule of the values alone."""
+    return lambda node, values, rows: rule(values)
+
+
+def _checked(node, values, rows):
+    """``Assert``: each device may check its own rows, but not how many it has."""
+    for value in values[1:]:
+        if not isinstance(value.placement, Replicated) and value.placement != Partial("min"):
+            return _plain(values) or Mixed()
+    return values[0].placement
+
+
+def _shaped(node, values, rows):
+    """``SpecifyShape``: as that of the whole batch, if that does not name its number of rows."""
+    wanted, sizes = rows.sizes.numbers(node.inputs[1]), rows.sizes.dimensions(node.inputs[0])
+    axis = values[0].axis
+    if axis is None or wanted is None or sizes[axis] is None:
+        return _plain(values) or Mixed()
+    fits = [each[axis] for each in wanted] == sizes[axis]
+    return values[0].placement if fits else Mixed()
+
+
+# Reductions, and what goes along dimensions -------------------------------------------------------
+
+_HOW = {"add": "sum", "maximum": "max", "minimum": "min", "or": "any", "and": "all"}
+
+
+def _how(op):
+    if type(op).__name__ == "Mean":
+        return "mean"
+    return _HOW.get(str(op.scalar_op).lower(), "other")
+
+
+def _reduced(node, values, rows):
+    return _rows.reduced(values[0], node.op.axis, _how(node.op))
+
+
+def _maximum(node, values, rows):
+    hows = {"MaxAndArgmax": ["max", "position"]}.get(type(node.op).__name__, ["position"])
+    return [_rows.reduced(values[0], node.op.axis, how) for how in hows]
+
+
+@_unless_plain
+def _along(node, values, rows):
+    """Along ``op.axis``; None is all of them, as one."""
+    return Mixed() if node.op.axis is None else _rows.along(values[0], node.op.axis)
+
+
+def _along_second(rule):
+    """Along an axis that is the second input."""
+
+    @_of_first
+    def applied(node, values, rows):
+        axis = _number(node.inputs[1], rows)
+        return Mixed() if axis is None else rule(values[0], axis)
+
+    return applied
+
+
+def _along_last(values):
+    """Of matrices: each row by itself, of several the rows that belong together."""
+    return _rows.along(Value(_rows.pointwise(values), values[0].shape), -1)
+
+
+# Products -----------------------------------------------------------------------------------------
+
+
+def _batched_product(node, values, rows):
+    first, second = [value.rank for value in values]
+    left, right = "b" + "ij"[: first - 1], "b" + "jk"[: second - 1]
+    if first == 2:
+        left, right = "bj", "bjk"[:second]
+    kept = "b" + ("i" if first == 3 else "") + ("k" if second == 3 else "")
+    return _rows.contracted(values, [left, right], kept)
+
+
+# Views --------------------------------------------------------------------------------------------
+
+
+def _dimshuffled(node, values, rows):
+    value, order = values[0], node.op.new_order
+    kept = [axis for axis in order if axis != "x"]
+    dropped = [axis for axis in range(value.rank) if axis not in kept]
+    found = _rows.squeezed(value, dropped)
+    left = sorted(kept)
+    found = Value(found, [value.shape[axis] for axis in left])
+    found = Value(_rows.transposed(found, [left.index(axis) for axis in kept]), [None] * len(kept))
+    new = [place for place, axis in enumerate(order) if axis == "x"]
+    return _rows.expanded(found, new) if new else found.placement
+
+
+@_unless_plain
+def _reshaped(node, values, rows):
+    if any(not isinstance(value.placement, (Replicated, Count)) for value in values[1:]):
+        return Mixed()
+    return _rows.reshaped(values[0], rows.sizes.shape(node.outputs[0]))
+
+
+def _joined(node, values, rows):
+    axis = _number(node.inputs[0], rows)
+    if axis is None or not isinstance(values[0].placement, Replicated):
+        return _plain(values) or Mixed()
+    return _rows.concatenated(values[1:], axis)
+
+
+def _parts(node, variables, rows):
+    """What an index takes of dimensions, as ``_rows.sliced`` has it; None where it is no constant.
+
+    Arguments:
+        variables: what is indexed, and the variables in the index.
+    """
+    from theano.tensor.subtensor import get_idx_list
+
+    parts = {}
+    for axis, index in enumerate(get_idx_list(variables, node.op.idx_list)):
+        asked = [index.start, index.stop, index.step] if isinstance(index, slice) else [index]
+        if isinstance(index, slice):
+            if _is_whole(index, rows.sizes.dimensions(variables[0])[axis], rows):
+                continue
+        if any(not isinstance(rows.of(v), Replicated) for v in asked if hasattr(v, "owner")):
+            return None
+        parts[axis] = "part" if isinstance(index, slice) else "one"
+    return parts
+
+
+def _is_whole(index, sizes, rows):
+    """Whether a slice takes all of a dimension, in order."""
+    ends = rows.sizes.ends(index)
+    if ends is None or any(
+        start not in (None, 0) or step not in (None, 1) for start, _, step in ends
+    ):
+        return False
+    if all(stop is None for _, stop, _ in ends):
+        return True
+    return sizes is not None and all(end[1] >= size for end, size in zip(ends, sizes))
+
+
+@_unless_plain
+def _sliced(node, values, rows):
+    parts = _parts(node, node.inputs, rows)
+    return Mixed() if parts is None else _rows.sliced(values[0], parts)
+
+
+@_unless_plain
+def _assigned(node, values, rows):
+    """``set_subtensor`` and ``inc_subtensor``: a part, computed as that part is."""
+    parts, target = _parts(node, node.inputs[:1] + node.inputs[2:], rows), values[0].placement
+    if parts is None or not isinstance(target, Sharded):
+        return Mixed()
+    part = _rows.sliced(values[0], parts)
+    shape = [
+        None if axis in parts else size
+        for axis, size in enumerate(values[0].shape)
+        if parts.get(axis) != "one"
+    ]
+    both = _rows.pointwise([Value(part, shape), values[1]])
+    return target if isinstance(both, Sharded) and both.axis == part.axis else Mixed()
+
+
+@_unless_plain
+def _looked_up_by_several(node, values, rows):
+    """By one tensor of numbers, or by one in each row: ``x[T.arange(n), numbers]``."""
+    tensors = {axis: v for axis, v in enumerate(values[1:]) if v.rank is not None}
+    whole = all(
+        getattr(each, "data", None) == slice(None)
+        for axis, each in enumerate(node.inputs[1:])
+        if axis not in tensors
+    )
+    if whole and len(tensors) == 1:
+        ((axis, numbers),) = tensors.items()
+        return _rows.gathered([values[0], numbers], axis)
+    if whole and 0 in tensors and _is_each_row(node.inputs[1], node.inputs[0], rows):
+        rest = [each for axis, each in tensors.items() if axis]
+        each = Sharded(0)
+        if sorted(tensors) == list(range(len(tensors))) and values[0].placement == each:
+            if all(v.placement == each or isinstance(v.placement, Replicated) and not v.rank
+                   for v in rest):  # fmt: skip
+                return each
+    known = all(isinstance(v.placement, (Replicated, Sharded)) for v in values)
+    return Unknown("it is not known") if known else Mixed()
+
+
+def _is_each_row(numbers, data, rows):
+    """Whether these are the numbers 0, 1, 2, ... of the rows of ``data``."""
+    if numbers.owner is None or type(numbers.owner.op).__name__ != "ARange":
+        return False
+    first, last, step = [rows.sizes.numbers(each) for each in numbers.owner.inputs]
+    if first is None or last is None or step is None or any(first) or any(s != 1 for s in step):
+        return False
+    return list(map(int, last)) == rows.sizes.dimensions(data)[0]
+
+
+@_of_first
+def _repeated(node, values, rows):
+    return _rows.repeated(values[0], node.op.axis, _number(node.inputs[1], rows))
+
+
+def _diagonal(node, values, rows):
+    value, axes = values[0], [node.op.axis1 % values[0].rank, node.op.axis2 % values[0].rank]
+    return _rows.squeezed(value, axes)  # of two, one at the end is left
+
+
+# Layers, new values, ---------------------------------------------------------------------------
+
+
+def _by_row(*axes):
+    def applied(node, values, rows):
+        return _rows.by_row(values, list(axes) + [None] * (len(values) - len(axes)))
+
+    return applied
+
+
+def _pooled(node, values, rows):
+    """Along the last dimensions; of gradients, several inputs have one shape."""
+    several = [value for value in values if value.rank == values[0].rank]
+    if any(not isinstance(v.placement, Replicated) for v in values if v not in several):
+        return _plain(values) or Mixed()
+    found = _rows.by_row(several, [values[0].axis or 0] * len(several))
+    return _rows.resized(Value(found, values[0].shape), list(range(-node.op.ndim, 0)))
+
+
+def _normalized(node, values, rows):
+    """Batch normalization: in Keras' layer by each device's own rows, elsewhere as on one device.
+
+    Its statistics are those of the whole batch.
+    """
+    frames = frames_of(node.outputs[0])
+    layer = os.path.join("keras", "layers", "normalization.py")
+    rest, found = _plain(values) or Mixed(), _rows.pointwise(values[:3])
+    of_layer = not frames or any(path.endswith(layer) for path, _ in frames)
+    alone = isinstance(found, Sharded) and (of_layer or found.axis not in node.op.axes)
+    return [found if alone else rest] + [rest] * (len(node.outputs) - 1)
+
+
+def drawn(node, values, rows):
+    """Random numbers of a shape. The generator's state is each device's own."""
+    known = all(isinstance(rows.of(v), (Replicated, Count, Drawn)) for v in node.inputs[1:])
+    return [REPLICATED, Drawn() if known else _plain(values) or Unknown("a draw for each row")]
+
+
+def _filled(node, values, rows):
+    """``Alloc``: a value of the sizes that follow it. ``AllocEmpty`` has none."""
+    result, sizes = node.outputs[0], rows.sizes
+    filling, others = values[: -result.ndim or None], values[len(values) - result.ndim :]
+    found = _plain(others)
+    if not isinstance(found, (Replicated, Count)):
+        return found or Mixed()
+    found, grown = filling[0].placement if filling else REPLICATED, sizes.grown(result)
+    if isinstance(found, (Mixed, Unknown)) or not grown and not isinstance(found, Sharded):
+        return found
+    if len(grown) != 1 or not sizes.in_proportion(result, grown[0]):
+        return Mixed()
+    if isinstance(found, Replicated):
+        return Sharded(grown[0], inner=None)
+    found = _rows.broadcast(filling[0], result.ndim)
+    return found if getattr(found, "axis", None) == grown[0] else Mixed()
+
+
+def _shape(node, values, rows):
+    return Count() if isinstance(rows.of(node.inputs[0]), Drawn) else _rows.shape_of(values[0])
+
+
+_KINDS = [
+    (_pointwise, "Elemwise ScalarOp AbstractBatchNormInference"),
+    (
+        _all(lambda values: values[0].placement),
+        "CpuContiguous DeepCopyOp DenseFromSparse Print Rebroadcast ScalarFromTensor "
+        "SparseFromDense TensorFromScalar ViewOp",
+    ),
+    (_checked, "Assert"),
+    (_shaped, "SpecifyShape"),
+    (_reduced, "CAReduce"),
+    (_maximum, "Argmax MaxAndArgmax"),
+    (_along, "CumOp TopKOp"),
+    (_along_second(_rows.along), "ArgSortOp SortOp"),
+    (_all(_along_last), "LogSoftmax Softmax SoftmaxGrad SoftmaxWithBias"),
+    (_of_first(lambda node, values, rows: _rows.resized(values[0], node.op.axis)), "DiffOp"),
+    (_along_second(_rows.resized), "Split"),
+    (_all(_rows.product), "Dot Dot22 StructuredDot TrueDot"),
+    (_batched_product, "BatchedDot"),
+    (_dimshuffled, "DimShuffle"),
+    (_reshaped, "Flatten Reshape"),
+    (_joined, "Join"),
+    (_all(lambda values: _rows.stacked(values, 0)), "MakeVector"),
+    (_sliced, "Subtensor"),
+    (_assigned, "IncSubtensor"),
+    (_all(lambda values: _rows.gathered(values, 0)), "AdvancedSubtensor1"),
+    (_looked_up_by_several, "AdvancedSubtensor"),
+    (_repeated, "RepeatOp"),
+    (_diagonal, "ExtractDiag"),
+    (_by_row(0, None, 0), "CrossentropySoftmaxArgmax1HotWithBias"),
+    (_by_row(0, 0), "CrossentropyCategorical1Hot"),
+    (_by_row(0), "AbstractConv RFFTOp IRFFTOp"),
+    (_by_row(None, 0), "AbstractConv_gradInputs"),
+    (_pooled, "AveragePoolGrad MaxPoolGrad Pool"),
+    (_normalized, "AbstractBatchNormTrain"),
+    (drawn, "RandomFunction mrg_uniform"),
+    (_filled, "Alloc AllocEmpty"),
+    (_shape, "Shape Shape_i"),
+    (inner_graphs.branched, "IfElse"),
+    (inner_graphs.inlined, "OpFromGraph"),
+    (inner_graphs.looped, "Scan"),
+]
+#: By the names of the classes of operations, or of their parents.
+TABLE = {name: rule for rule, names in _KINDS for name in names.split()}
+
+#: What leaves random numbers what they are.
+ARRANGING = set(
+    "AdvancedSubtensor AdvancedSubtensor1 Alloc DimShuffle Elemwise Join Nonzero Rebroadcast "
+    "Reshape Subtensor".split()
+)

@@ -1,0 +1,485 @@
+"""torch's functions by name, and the rules that say how their results depend on the rows.
+
+A line takes a ``Call`` and returns the placement of its results, or a list with one for each. A
+function without a line is tried, see ``trials``, so there are lines for what a trial cannot tell:
+totals, whole numbers, what is random or in place, what a few rows may agree in by chance, and rows
+of different lengths; and for what many models call, which need not be tried.
+``tests/backends/test_torch_row_operations.py`` proves each line by computing.
+"""
+
+import re
+
+import torch
+
+from ... import _rows
+from .calls import REPLICATED, RowCount, counted, indexed, permuted, tensors_in
+
+Sharded, Mixed, Partial = _rows.Sharded, _rows.Mixed, _rows.Partial
+
+TABLE = {}  # type: dict  # name -> function of a call
+
+
+def line(*names):
+    def enter(function):
+        for name in " ".join(names).split():
+            assert name not in TABLE, name
+            TABLE[name] = function
+        return function
+
+    return enter
+
+
+def canonical(name):
+    """The name of the function of which this is a form: ``add`` of ``add_`` and ``__iadd__``."""
+    if name in ("__getitem__", "__setitem__", "__get__"):
+        return name
+    operator = re.match("__[ri]?(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor|matmul)__$", name)
+    if operator:
+        return operator.group(1)
+    return name.strip("_") or name
+
+
+def placements(call):
+    """The placement of each result of a call, or None where the table has no line for it."""
+    name = canonical(call.name)
+    rule = TABLE.get(name) or (pointwise if is_pointwise(name) else None)
+    if rule is None:
+        return None
+    found = rule(call)
+    return found if isinstance(found, list) else [found] * len(call.results)
+
+
+# Element by element -----------------------------------------------------------------------------
+
+
+def is_pointwise(name):
+    """Whether torch says so of one of its own functions."""
+    forms = getattr(torch.ops.aten, name, None)
+    pointwise = getattr(torch.Tag, "pointwise", None)
+    return forms is not None and any(
+        pointwise in getattr(forms, form).tags for form in forms.overloads()
+    )
+
+
+@line(
+    "absolute and bernoulli conj copy divide exponential expand_as floor_divide floordiv greater",
+    "greater_equal hardswish imag invert isclose less less_equal log_sigmoid multiply negative",
+    "not_equal or real softsign subtract tanhshrink uniform xor",
+    # Losses, which may be reduced afterwards:
+    "binary_cross_entropy binary_cross_entropy_with_logits gaussian_nll_loss hinge_embedding_loss",
+    "huber_loss kl_div l1_loss margin_ranking_loss mse_loss poisson_nll_loss smooth_l1_loss",
+    "soft_margin_loss",
+)
+def pointwise(call):
+    return _rows.pointwise(call.values)
+
+
+@line("where")
+def where(call):
+    return pointwise(call) if len(call.args) + len(call.kwargs) > 1 else Mixed()
+
+
+@line(
+    "alpha_dropout bfloat16 bool byte char clone contiguous cpu cuda data detach double dropout",
+    "empty_like float full_like half int long ones_like rand_like randint_like randn_like",
+    "requires_grad resolve_conj rrelu short to type type_as zero zeros_like",
+)
+def of_the_first(call):
+    """What looks at the others for a type or a device alone."""
+    return _rows.pointwise([call.value(call.first)])
+
+
+@line("isin bucketize")
+def compared(call):
+    return _by_row(call, 1, call.value(call.first).axis)
+
+
+# Along dimensions -------------------------------------------------------------------------------
+
+#: Where a function is given dimensions, and which they are else; of others they are the second
+#: argument, and all of them.
+DIMS = {
+    "sort": (1, -1), "argsort": (1, -1), "msort": (9, 0), "topk": (2, -1), "roll": (2, None),
+    "normalize": (2, 1), "glu": (1, -1), "gumbel_softmax": (4, -1), "norm": (2, None),
+    "linalg_vector_norm": (2, None), "linalg_norm": (2, None),
+}  # fmt: skip
+
+#: Kinds of totals that ``reductions`` puts together.
+TOTALS = {
+    "sum": "sum", "nansum": "sum", "count_nonzero": "sum", "mean": "mean", "max": "max",
+    "amax": "max", "min": "min", "amin": "min", "any": "any", "all": "all", "norm": "norm",
+    "linalg_vector_norm": "norm", "linalg_norm": "norm",
+    "logsumexp": "logsumexp",
+}  # fmt: skip
+
+
+@line(
+    "sum nansum count_nonzero mean amax amin any all logsumexp norm linalg_norm",
+    "linalg_vector_norm max min std var std_mean var_mean prod argmax argmin median",
+)
+def reduced(call):
+    """Those for which there is no total can be put together for other dimensions only."""
+    name, value = canonical(call.name), call.value(call.first)
+    if isinstance(call.get(1, "other"), torch.Tensor):  # the larger ones
+        return pointwise(call)
+    kind = TOTALS.get(name, "other")
+    if kind == "norm":  # linalg_norm() may take the norm of matrices
+        orders = (None, "fro") if name == "linalg_norm" else (None, "fro", 2)
+        kind = kind if call.get(1, "p", "ord") in orders else "other"
+    how = {"norm": "sum", "logsumexp": "sum"}.get(kind, kind)
+    keepdims = call.results[0].dim() == value.rank
+    found = _rows.reduced(value, _dims(call), how, keepdims, denominator="elements")
+    if not isinstance(found, Partial):
+        return found
+    return [Partial(kind)] + [Mixed()] * (len(call.results) - 1)
+
+
+def _dims(call):
+    at, default = DIMS.get(canonical(call.name), (1, None))
+    return call.axes(at, ("dim", "axis", "dims"), default)
+
+
+@line(
+    "softmax log_softmax softmin special_softmax special_log_softmax cumsum cumprod cummax cummin",
+    "logcumsumexp sort argsort msort topk roll flip normalize glu gumbel_softmax",
+)
+def along(call):
+    dims = call.sizes(1, "dims") if call.name == "flip" else _dims(call)
+    return _rows.along(call.value(call.first), dims)
+
+
+@line(
+    "linear layer_norm rms_norm tril triu max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d",
+    "avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d",
+    "adaptive_max_pool2d adaptive_max_pool3d",
+)
+def along_the_last(call):
+    """Weights are the same for all rows."""
+    name = canonical(call.name)
+    count = {"linear": 1, "tril": 2, "triu": 2}.get(name)
+    if name.endswith("norm"):
+        count = len(call.get(1, "normalized_shape"))
+    elif count is None:
+        count = int(name[-2])
+    if any(not isinstance(value.placement, _rows.Replicated) for value in call.values[1:]):
+        return Mixed()
+    return _rows.along(call.value(call.first), list(range(-count, 0)))
+
+
+# Products ---------------------------------------------------------------------------------------
+
+
+@line("matmul mm bmm mv dot linalg_matmul")
+def product(call):
+    first, second = call.args[:2]
+    if call.name == "__rmatmul__":
+        first, second = second, first
+    return _rows.product([call.value(first), call.value(second)])
+
+
+@line("einsum")
+def einsum(call):
+    equation, operands = call.args[0], list(tensors_in(call.args[1:]))
+    if not isinstance(equation, str) or "." in equation:
+        return _rows.Unknown()
+    given, _, result = equation.replace(" ", "").partition("->")
+    if "->" not in equation:
+        result = "".join(sorted(c for c in set(given) - {","} if given.count(c) == 1))
+    return _rows.contracted([call.value(each) for each in operands], given.split(","), result)
+
+
+@line("scaled_dot_product_attention")
+def attention(call):
+    values = [call.value(tensor) for tensor in call.args[:3]]
+    batch = "abcdefgh"[: values[0].rank - 2]
+    letters = [batch[len(batch) - v.rank + 2 :] + e for v, e in zip(values, ("LE", "SE", "SV"))]
+    mask = call.get(3, "attn_mask")
+    if mask is not None:
+        values.append(call.value(mask))
+        letters.append((batch + "LS")[len(batch) + 2 - mask.dim() :])
+    if any(isinstance(v.placement, Sharded) and v.axis >= v.rank - 2 for v in values):
+        return Mixed()
+    found = _rows.contracted(values, letters, batch + "LV")
+    return Mixed() if isinstance(found, Partial) else found
+
+
+# Layers -----------------------------------------------------------------------------------------
+
+
+def _by_row(call, data, axis=0):
+    """A function of each row of the first ``data`` arguments; all else is the same for all."""
+    values, axes = [], []
+    for place, argument in enumerate(list(call.args) + list(call.kwargs.values())):
+        for tensor in tensors_in([argument]):
+            values.append(call.value(tensor))
+            axes.append(axis if place < data else None)
+    return _rows.by_row(values, axes)
+
+
+@line(
+    "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d interpolate dropout1d",
+    "dropout2d dropout3d feature_alpha_dropout feature_dropout group_norm instance_norm",
+)
+def by_row(call):
+    """Without a batch there would be a dimension less."""
+    name, dims = canonical(call.name), call.first.dim()
+    if name.startswith("conv"):
+        return _by_row(call, 1) if dims == int(name[-2]) + 2 else Mixed()
+    return _by_row(call, 1) if dims > (1 if name.endswith("norm") else 2) else Mixed()
+
+
+@line("embedding")
+def embedding(call):
+    return _rows.gathered([call.value(call.get(1, "weight")), call.value(call.args[0])], 0)
+
+
+@line("one_hot")
+def one_hot(call):
+    placement = call.value(call.first).placement
+    return placement if call.get(1, "num_classes", default=-1) > 0 else Mixed()
+
+
+RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+PACKED = RECURRENT + ("_pack_padded_sequence", "_pad_packed_sequence")
+SEQUENCES = RECURRENT + ("multi_head_attention_forward",)
+
+
+@line(*RECURRENT)
+def recurrent(call):
+    """The output, and states, which have the rows in their second dimension always."""
+    value = call.value(call.first)
+    packed = isinstance(call.args[1], torch.Tensor) and isinstance(call.args[3], (list, tuple))
+    if not packed:  # else the data is one sequence after the other, or so
+        states = [call.value(state) for state in tensors_in([call.args[1]])]
+        given = all(isinstance(s.placement, _rows.Replicated) or s.axis == 1 for s in states)
+        if value.axis != (0 if call.args[8] else 1) or not given:
+            return Mixed()
+    elif value.axis is None:
+        return Mixed()
+    return [value.placement] + [Sharded(1)] * (len(call.results) - 1)
+
+
+@line("pack_padded_sequence")
+def packed(call):
+    """The data, and how many sequences go on at each time."""
+    return [Sharded(0, inner=None, even=False), REPLICATED]
+
+
+@line("pad_packed_sequence")
+def unpacked(call):
+    return [Sharded(0 if call.args[2] else 1), Sharded(0)]
+
+
+@line("multi_head_attention_forward")
+def multi_head(call):
+    inputs = [call.value(tensor) for tensor in call.args[:3]]
+    if any(value.rank != 3 or value.axis != 1 for value in inputs):
+        return Mixed()
+    return [Sharded(1), Sharded(0)][: len(call.results)]
+
+
+# Losses, which may be reduced ---------------------------------------------------------------------
+
+#: Their results are means over the rows, weighted by the counted targets.
+CLASS_LOSSES = ("cross_entropy", "nll_loss")
+
+
+def reduction_of(call):
+    """How a loss is reduced, or None where it is not."""
+    if not canonical(call.name).endswith(("_loss", "cross_entropy", "kl_div", "with_logits")):
+        return None
+    try:
+        reduction = call.bound().get("reduction")
+    except (TypeError, ValueError):  # not a Python function
+        return "unknown" if canonical(call.name) == "ctc_loss" else None
+    return None if reduction == "none" else reduction
+
+
+@line(
+    "cross_entropy nll_loss multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss",
+    "cosine_embedding_loss triplet_margin_loss",
+)
+def loss_of_rows(call):
+    """Of (rows, classes, ...) and what has the rows first, too; weights are the same for all."""
+    if call.first.dim() < 2:
+        return Mixed()
+    three = canonical(call.name) in ("cosine_embedding_loss", "triplet_margin_loss")
+    return _by_row(call, 3 if three else 2)
+
+
+@line("ctc_loss")
+def ctc_loss(call):
+    tensors = [call.value(t) for t in call.args[:4] if isinstance(t, torch.Tensor)]
+    if len(tensors) < 4 or (tensors[0].rank, tensors[1].rank) != (3, 2):
+        return Mixed()
+    scores = _rows.Value(_rows.transposed(tensors[0], [1, 0, 2]), tensors[0].shape)
+    return _rows.by_row([scores] + tensors[1:], [0] * 4)
+
+
+# Views ------------------------------------------------------------------------------------------
+
+
+@line("transpose swapaxes swapdims t permute movedim moveaxis adjoint T mT H mH")
+def transposed(call):
+    return _rows.transposed(call.value(call.first), permuted(call))
+
+
+@line("view reshape flatten ravel")
+def reshaped(call):
+    value, after = call.value(call.first), list(call.results[0].shape)
+    places = range(len(after))  # those of flattened rows follow from where they are
+    if canonical(call.name) in ("view", "reshape"):
+        if isinstance(call.get(1, "dtype"), torch.dtype):
+            return _rows.along(value, -1)
+        # Where the rows are for certain; then where they may be, as far as numbers tell.
+        sizes = call.sizes(1, "size", "shape")
+        growing = [place for place, size in enumerate(sizes) if isinstance(size, RowCount)]
+        places = growing if len(growing) == 1 else [p for p, size in enumerate(sizes) if size == -1]
+        if call.counting and not growing:
+            places += [place for place, size in enumerate(after) if size % call.rows == 0]
+    for place in places:
+        found = _rows.reshaped(value, after[:place] + [None] + after[place + 1 :])
+        if not isinstance(found, (Mixed, _rows.Unknown)):
+            return found
+    return REPLICATED if value.axis is None else Mixed()
+
+
+@line("squeeze")
+def squeezed(call):
+    value = call.value(call.first)
+    dims = call.get(1, "dim")
+    if dims is None:  # the rows' stays, see ``watch``
+        dims = [dim for dim, size in enumerate(value.shape) if size == 1]
+    dims = list(dims) if isinstance(dims, (list, tuple)) else [dims]
+    dims = [dim for dim in dims if value.shape[dim] == 1 or dim % value.rank == value.axis]
+    return _rows.squeezed(value, dims)
+
+
+@line("unsqueeze")
+def unsqueezed(call):
+    return _rows.expanded(call.value(call.first), call.get(1, "dim"))
+
+
+@line("expand broadcast_to")
+def expanded(call):
+    value, sizes = call.value(call.first), call.sizes(1, "size")
+    found = _rows.broadcast(value, len(sizes))
+    place = counted(sizes)
+    if place is None or isinstance(found, Sharded) and found.axis == place:
+        return found
+    if isinstance(found, _rows.Replicated):
+        return Sharded(place, inner=sizes[place].per)
+    return Mixed()
+
+
+@line("repeat tile")
+def tiled(call):
+    value, times = call.value(call.first), call.sizes(1, "repeats", "dims")
+    times = [1] * (value.rank - len(times)) + times
+    place = counted(times)
+    if place is None:
+        return _rows.tiled(value, times)
+    if not isinstance(value.placement, _rows.Replicated):
+        return Mixed()
+    shape = [1] * (len(times) - value.rank) + list(value.shape)
+    return Sharded(place, inner=shape[place] * times[place].per)
+
+
+@line("repeat_interleave")
+def repeated(call):
+    times = call.get(1, "repeats")
+    if isinstance(times, (torch.Tensor, RowCount)):
+        return Mixed()
+    return _rows.repeated(call.value(call.first), call.get(2, "dim"), times)
+
+
+@line("select unbind narrow split chunk tensor_split split_with_sizes")
+def parts(call):
+    name = canonical(call.name)
+    dim = call.get(1 if name in ("select", "unbind", "narrow") else 2, "dim", default=0)
+    part = "one" if name in ("select", "unbind") else "part"
+    return _rows.sliced(call.value(call.first), {dim: part})
+
+
+@line("pad constant_pad_nd")
+def padded(call):
+    dims = [-1 - place // 2 for place, size in enumerate(call.get(1, "pad")) if size]
+    return _rows.resized(call.value(call.first), dims) if dims else call.value(call.first).placement
+
+
+@line("cat concat concatenate")
+def concatenated(call):
+    tensors = call.get(0, "tensors")
+    values = [call.value(each) for each in tensors if tuple(each.shape) != (0,)]
+    return _rows.concatenated(values, call.get(1, "dim", "axis", default=0))
+
+
+@line("stack")
+def stacked(call):
+    values = [call.value(each) for each in call.get(0, "tensors")]
+    return _rows.stacked(values, call.get(1, "dim", default=0))
+
+
+# Looking up and sorting in ------------------------------------------------------------------------
+
+TABLE["__getitem__"] = indexed
+
+
+@line("index_select")
+def index_select(call):
+    numbers = call.get(2, "index")
+    return _rows.gathered([call.value(call.first), call.value(numbers)], call.get(1, "dim"))
+
+
+@line("gather")
+def gather(call):
+    value, dim = call.value(call.first), call.get(1, "dim") % max(call.first.dim(), 1)
+    numbers = call.value(call.get(2, "index"))
+    if isinstance(value.placement, _rows.Replicated):
+        return numbers.placement if numbers.axis == dim else Mixed()
+    if numbers.axis != value.axis or value.axis == dim:
+        return Mixed()
+    return _rows.by_row([value, numbers], [value.axis] * 2)
+
+
+@line("scatter scatter_add scatter_reduce")
+def scattered(call):
+    """Each row into itself; over the rows see ``watch``."""
+    value, dim = call.value(call.first), call.get(1, "dim") % max(call.first.dim(), 1)
+    if value.axis is None or value.axis == dim:
+        return Mixed()
+    given = [value for value in call.values if value.rank]
+    return _rows.by_row(given, [value.axis] * len(given))
+
+
+# New values -------------------------------------------------------------------------------------
+
+
+#: What makes new values.
+MADE = ("zeros", "ones", "empty", "full", "rand", "randn", "randint", "new_zeros", "new_ones",
+        "new_empty", "new_full")  # fmt: skip
+
+
+@line(*MADE)
+def made(call):
+    """Filled in, or drawn, without looking at others: in each row alike."""
+    given = list(call.args) + list(call.kwargs.values())
+    shapes = [value for value in given if isinstance(value, (list, tuple))]
+    sizes = list(shapes[0]) if shapes else [value for value in given if isinstance(value, int)]
+    place = counted(sizes)
+    if place is None:
+        return Mixed() if any(isinstance(size, RowCount) for size in sizes) else REPLICATED
+    return Sharded(place, inner=sizes[place].per)
+
+
+@line("normal")
+def normal(call):
+    """Of a size, or drawn for each element of other tensors."""
+    return made(call) if isinstance(call.get(2, "size"), (list, tuple)) else pointwise(call)
+
+
+@line("tensor as_tensor asarray scalar_tensor")
+def from_numbers(call):
+    if isinstance(call.first, torch.Tensor):
+        return call.value(call.first).placement
+    return Partial("sum") if isinstance(call.first, RowCount) else Mixed()

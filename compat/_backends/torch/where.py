@@ -1,0 +1,50 @@
+"""Where in a model a function is called."""
+
+import os
+import sys
+
+import torch
+
+from ... import _rows
+
+TORCH = os.path.dirname(torch.__file__) + os.sep
+_COMPAT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
+_OVERRIDES = torch.overrides.__file__
+#: Where torch packs sequences, sorted by their lengths.
+_PACKING = (
+    os.path.join(TORCH, "nn", "utils", "rnn.py"),
+    os.path.join(TORCH, "nn", "modules", "rnn.py"),
+)
+
+
+def is_packing():
+    """Whether torch sorts the rows to pack them, and will put them back."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith((_COMPAT, _OVERRIDES)):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename in _PACKING
+
+
+def across(model, name, why="mixed"):
+    """Where a function is called: in which module, and by which line of the user's."""
+    frame, line, module = sys._getframe(1), None, None
+    while frame is not None and (line is None or module is None):
+        file = frame.f_code.co_filename
+        own = file.startswith((TORCH, _COMPAT)) or os.sep + "keras" + os.sep in file
+        if line is None and not own and not file.startswith("<"):
+            line = "{}, line {}".format(os.path.basename(file), frame.f_lineno)
+        part = frame.f_locals.get("self")
+        if module is None and frame.f_code.co_name in ("forward", "call"):
+            module = part if hasattr(part, "named_modules") else None
+        frame = frame.f_back
+    return _rows.Across(name, _described(model, module), line, why)
+
+
+def _described(model, module):
+    if module is None or module is model:
+        return None
+    paths = [path for path, part in model.named_modules() if part is module]
+    name = getattr(module, "name", None) if hasattr(module, "get_config") else None
+    if name is not None:
+        return "layer {!r}".format(name)
+    return "{} ({})".format(paths[0], type(module).__name__) if paths else type(module).__name__

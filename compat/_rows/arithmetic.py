@@ -1,0 +1,204 @@
+"""Rules of what computes with elements: functions of each, products, reductions.
+
+A rule is a function of ``Value``s, the placements and shapes of an operation's inputs, and of the
+operation's attributes. It returns the placement of the result. A backend has a table from its own
+operations to rules; ``compat.testing.rows`` proves each line of it by computing.
+
+A rule may always say ``Mixed``: that is slower, never wrong. So it does where it is not sure.
+"""
+
+import string
+
+from .placements import REPLICATED, Count, Mixed, Partial, Replicated, Sharded, Unknown
+from .values import have_own_rows, listed, rule, shared, without_rows
+
+#: Reductions over the rows of which the devices' results can be put together. On booleans "any" is
+#: a maximum, and "all" a minimum.
+PARTIAL = {"sum": "sum", "mean": "mean", "max": "max", "min": "min", "any": "max", "all": "min"}
+
+
+# Element by element ---------------------------------------------------------------------------
+
+
+def _aligned(values, linear=False):
+    """The rows of the result where dimensions are matched from the last one on.
+
+    None where two inputs' rows meet other dimensions, so that all pairs of rows are computed.
+    """
+    rank = max(value.rank or 0 for value in values)
+    found = []
+    for value in values:
+        if isinstance(value.placement, Sharded):
+            if value.placement.per is not None and not linear:
+                return None
+            found.append(value.placement.replace(axis=value.axis - value.rank + rank))
+    rows = shared(found)
+    if rows is None:
+        return None
+    for value in values:
+        if not isinstance(value.placement, Sharded):
+            # Something of the same length without rows would have to be cut, too.
+            axis = rows.axis - rank + (value.rank or 0)
+            if value.rank is None or (axis >= 0 and value.shape[axis] != 1):
+                return None
+    return rows
+
+
+@rule
+def pointwise(values):
+    """Any function of the elements at the same place."""
+    if any(isinstance(value.placement, (Partial, Count)) for value in values):
+        return Mixed()  # what a device has of it is not that of all rows
+    return _aligned(values) or Mixed()
+
+
+@rule
+def added(values):
+    """Sums and differences, which are linear: also those of sums over the rows."""
+    placements = [value.placement for value in values]
+    moving = [each for each in placements if not isinstance(each, Replicated)]
+    if all(isinstance(each, Sharded) for each in placements):
+        return _aligned(values, linear=True) or Mixed()
+    if not all(isinstance(each, Partial) for each in moving):
+        return pointwise(values)
+    kind = moving[0]
+    if len(set(moving)) > 1 or kind.how not in ("sum", "mean"):
+        return kind if len(placements) == 1 else Mixed()
+    # A constant is in each device's value: right for a mean by the rows, not for a sum, nor for a
+    # mean whose weights need not add up, such as sums plus one.
+    by_rows = kind.how == "mean" and kind.denominator is None
+    return kind if by_rows or len(moving) == len(placements) else Mixed()
+
+
+@rule
+def multiplied(values):
+    """Products, which are linear in each factor."""
+    moving = [v.placement for v in values if not isinstance(v.placement, Replicated)]
+    if len(moving) > 1:
+        return pointwise(values)
+    if isinstance(moving[0], Partial):
+        return moving[0] if moving[0].how in ("sum", "mean") else Mixed()
+    return _aligned(values, linear=True) or Mixed()
+
+
+@rule
+def extreme(values, how):
+    """The larger ("max") or the smaller ("min") of the elements at the same place."""
+    moving = {v.placement for v in values if not isinstance(v.placement, Replicated)}
+    return Partial(how) if moving == {Partial(how)} else pointwise(values)
+
+
+def divided(values):
+    """Quotients of two values, which are linear in the first one."""
+    if isinstance(values[1].placement, Replicated):
+        return multiplied(values)
+    return pointwise(values)
+
+
+def divided_by_total(values, denominator):
+    """A quotient by a sum over the rows, or by their number, that the backend names.
+
+    Rows divided so are wrong until they are added up; so are not sums.
+    """
+    numerator = values[0].placement
+    if isinstance(numerator, Sharded) and numerator.per is None:
+        return numerator.replace(per=denominator)
+    if numerator == Partial("sum"):
+        return Partial("mean", denominator)
+    return without_rows([numerator, Mixed()]) or Mixed()
+
+
+# Reductions and what goes along dimensions ------------------------------------------------------
+
+
+@rule
+def reduced(value, axes, how, keepdims=False, denominator=None):
+    """A reduction along ``axes``, None for all: "sum", "mean", "max", "min", "any", "all", other.
+
+    Arguments:
+        denominator: the backend's name for the number of elements along the rows, where not each
+            row has as many.
+    """
+    placement = value.placement
+    if isinstance(placement, Partial):
+        same = {PARTIAL.get(how), placement.how}
+        return placement if len(same) == 1 or same == {"sum", "mean"} else Mixed()
+    axes = listed(axes, value.rank)
+    if placement.axis not in axes:
+        if placement.per is not None and how not in ("sum", "mean"):
+            return Mixed()
+        if keepdims:
+            return placement
+        return placement.replace(axis=placement.axis - sum(a < placement.axis for a in axes))
+    if how not in PARTIAL:
+        return Mixed()
+    if placement.per is not None:
+        return Partial("mean", placement.per) if how == "sum" else Mixed()
+    if how == "mean" and not placement.even:
+        return Mixed() if denominator is None else Partial("mean", denominator)
+    return Partial(PARTIAL[how])
+
+
+@rule
+def along(value, axes):
+    """What goes along ``axes``, None for all, and keeps them: softmax, cumsum, sort, reverse."""
+    own = have_own_rows([value]) and value.axis not in listed(axes, value.rank)
+    return value.placement if own else Mixed()
+
+
+@rule
+def contracted(values, letters, result):
+    """A product summed over dimensions, written with the letters of einsum.
+
+    Arguments:
+        letters: for each value, a letter for each of its dimensions.
+        result: the letters of the result; what is not among them is summed over.
+    """
+    moving = [pair for pair in zip(values, letters) if pair[0].placement != REPLICATED]
+    placements = [value.placement for value, _ in moving]
+    if not all(isinstance(each, Sharded) for each in placements):
+        linear = isinstance(placements[0], Partial) and placements[0].how in ("sum", "mean")
+        return placements[0] if linear and len(moving) == 1 else Mixed()
+    rows = shared([v.placement.replace(axis=names[v.axis], per=None) for v, names in moving])
+    per = [each.per for each in placements if each.per is not None]
+    if rows is None or len(per) > 1 or not rows.even and len(moving) > 1:
+        return Mixed()  # all pairs of rows
+    letter = rows.axis
+    for value, names in zip(values, letters):
+        if names.count(letter) > 1:
+            return Mixed()
+        if letter in names and not isinstance(value.placement, Sharded):
+            if value.shape is None or value.shape[names.index(letter)] != 1:
+                return Mixed()
+    if letter in result:
+        return rows.replace(axis=result.index(letter), per=per[0] if per else None)
+    return Partial("mean", per[0]) if per else Partial("sum")
+
+
+def product_letters(first, second, transpose_first=False, transpose_second=False):
+    """The letters of a matrix product of values with so many dimensions, for ``contracted``.
+
+    Dimensions before the last two are matched from the last one on, as they are broadcast.
+    """
+    rank = max(first, second, 2)
+    common = string.ascii_lowercase[: rank - 2]
+    left, right = "YZ", "ZX"
+    if first == 1:
+        left = "Z"
+    elif transpose_first:
+        left = "ZY"
+    if second == 1:
+        right = "Z"
+    elif transpose_second:
+        right = "XZ"
+    left = common[len(common) - max(first - 2, 0) :] + left
+    right = common[len(common) - max(second - 2, 0) :] + right
+    return [left, right], common + ("" if first == 1 else "Y") + ("" if second == 1 else "X")
+
+
+def product(values, transpose_first=False, transpose_second=False):
+    """Matrix products, of the last two dimensions."""
+    if any(value.rank is None for value in values):
+        return without_rows([value.placement for value in values]) or Unknown()
+    letters = product_letters(values[0].rank, values[1].rank, transpose_first, transpose_second)
+    return contracted(values, *letters)

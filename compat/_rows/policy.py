@@ -1,0 +1,83 @@
+"""What becomes of what cannot be split: it runs whole, and says so."""
+
+from .. import errors
+from .._process import process
+
+#: What runs whole where a graph can be cut: the subject of a sentence.
+FROM_THERE_ON = "It, and all that follows from it,"
+
+
+class Across:
+    """What computes, or may compute, across the rows of a batch.
+
+    Arguments:
+        operation: the operation's name, with its kind, as the framework has them; None where only
+            the model as a whole was tried.
+        layer: the layer or module that it is in, or None.
+        line: where the user's code made it, as "file.py, line 12", or None.
+        why: "mixed" (a rule says so), "tried" (three rows gave other numbers than two of them and
+            the third), "unknown" (no rule knows it, and a trial could not tell), "fails" (with an
+            error that all rows do not raise), "diverged" (Python goes another way), "rows" (it is
+            not known which dimension has them).
+    """
+
+    REASONS = {
+        "mixed": "{} computes across the rows of a batch, of which each device has a part.",
+        "tried": "{} gives other numbers for three rows of a batch together than for two of them "
+        "and the third, and each device has a part of the batch.",
+        "unknown": "{} may compute across the rows of a batch, of which each device has a part: "
+        "compat has no rule for it, and cannot try it.",
+        "fails": "{} fails on a part of a batch, of which each device has one.",
+        "diverged": "{} takes another path on a part of a batch, of which each device has one.",
+        "rows": "{} has recurrent or attention layers whose batch is neither the first nor the "
+        "second dimension of its arguments, so that compat cannot tell the rows.",
+    }
+
+    def __init__(self, operation, layer=None, line=None, why="mixed"):
+        self.operation = operation
+        self.layer = layer
+        self.line = line
+        self.why = why
+
+    def __str__(self):
+        text = str(self.operation)
+        if self.layer:
+            text += " in {}".format(self.layer)
+        return "{} ({})".format(text, self.line) if self.line else text
+
+    def described(self, model):
+        """The operation and the model's name, as the subject of a sentence."""
+        if self.operation is None:
+            return "Model {!r}".format(model)
+        return "The operation {} of {!r}".format(self, model)
+
+
+def runs_whole(model, across, device, reach=FROM_THERE_ON):
+    """Warn that a model, or a part of it, runs with the whole batch on one device.
+
+    Arguments:
+        model: its name.
+        across: an ``Across``.
+        device: the device it runs on.
+        reach: what runs there, as the subject of a sentence in the singular, such as "The model".
+
+    Raises:
+        UnsupportedError: under ``configure_gpu(strict=True)``.
+    """
+    found = Across.REASONS[across.why].format(across.described(model))
+    configuration = process.configuration
+    if configuration is not None and configuration.settings.strict:
+        raise errors.UnsupportedError(
+            "{} It would have to run on {} with the whole batch, which strict=True makes an error. "
+            "Compute it in the loss passed to compile(), which sees the whole batch; run the model "
+            "on one device, with parallelize(model, gpus=1); or drop strict=True.".format(
+                found, device
+            )
+        )
+    if reach == FROM_THERE_ON:
+        process.whole[model] = "divided up to the operation {}, whole from there on".format(across)
+    elif across.operation is None:
+        process.whole[model] = "not divided"
+    else:
+        process.whole[model] = "not divided, because of the operation {}".format(across)
+    errors.warn("{} {} runs on {} with the whole batch.".format(found, reach, device))

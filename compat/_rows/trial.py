@@ -1,0 +1,159 @@
+"""Asking a computation itself: three rows together, against two of them and the third.
+
+And against the three in another order, since they may be sorted by chance.
+
+What no rule knows is never assumed to compute each row by itself. It is tried, on rows of the first
+batch and in inference, and counts as ``Mixed`` where that does not tell. Three rows fit anywhere.
+"""
+
+from .placements import REPLICATED, Mixed, Partial, Sharded, Unknown
+
+#: The rows that are computed together, and in parts. One row alone might fit by chance.
+WHOLE, PARTS = (0, 1, 2), ((0, 1), (2,))
+SIZES = tuple(len(part) for part in PARTS)
+
+#: How far two values may be apart that only rounding tells apart, by the bits of a number.
+TOLERANCES = {16: 2e-2, 32: 1e-4, 64: 1e-8}
+
+
+def tried(compute):
+    """The placement of each value that ``compute`` gives.
+
+    Arguments:
+        compute: takes the numbers of rows, which may be more than the batch has, and returns a list
+            of arrays of numpy's. It leaves no trace.
+
+    Returns:
+        A list of placements: ``Mixed`` where the parts make up the whole in no way, ``Unknown``
+        where the values are random.
+    """
+    whole, parts = compute(WHOLE), [compute(rows) for rows in PARTS]
+    random = [not close(*pair) for pair in zip(whole, compute(WHOLE))]
+    turned = compute(WHOLE[::-1])
+    lengths = {len(whole), len(turned)} | {len(part) for part in parts}
+    if len(lengths) > 1:
+        return [Mixed("another number of results")] * len(whole)
+    found = []
+    for value, other, is_random, values in zip(whole, turned, random, zip(*parts)):
+        fitting = [] if is_random else placements(values, value)
+        fitting = [each for each in fitting if is_turned(value, other, each)]
+        if fitting:
+            found.append(fitting[0])
+        else:
+            found.append(Unknown("it is random") if is_random else Mixed("by a trial"))
+    return found
+
+
+def placements(parts, whole, sizes=SIZES):
+    """All placements by which the parts of an array make up the whole, the likeliest first.
+
+    Arguments:
+        parts: the arrays that ``sizes`` rows of the batch give.
+        whole: the array that all rows give.
+    """
+    import numpy as np
+
+    parts, whole, rows = [np.asarray(part) for part in parts], np.asarray(whole), sum(sizes)
+    candidates = []  # type: list
+    for axis, length in enumerate(whole.shape):
+        each = length // rows  # elements of a row, in all copies
+        candidates += [
+            Sharded(axis, each // copies, copies)
+            for copies in range(1, each + 1)
+            if each * rows == length and each % copies == 0
+        ]
+        if any(len(part.shape) <= axis or part.shape[axis] * rows != length * size
+               for part, size in zip(parts, sizes)):  # fmt: skip
+            candidates.append(Sharded(axis, inner=None, even=False))
+    candidates += [REPLICATED] + [Partial(how) for how in ("sum", "mean", "max", "min")]
+    return [each for each in candidates if fits(parts, whole, each, sizes)]
+
+
+def is_turned(whole, turned, placement):
+    """Whether three rows in the opposite order give by a placement what they give in theirs."""
+    if not isinstance(placement, Sharded):
+        return close(turned, whole)
+    return not placement.even or close(turned, chosen(whole, placement, WHOLE[::-1]))
+
+
+def chosen(whole, placement, rows):
+    """Some of three rows, from an array that has them by a placement."""
+    import numpy as np
+
+    copies = np.split(whole, placement.copies, placement.axis)
+    split = [np.split(copy, len(WHOLE), placement.axis) for copy in copies]
+    return np.concatenate([each[row] for each in split for row in rows], placement.axis)
+
+
+def fits(parts, whole, placement, sizes=SIZES):
+    """Whether the parts of an array make up the whole by a placement."""
+    import numpy as np
+
+    rows = sum(sizes)
+    if any(part.ndim != whole.ndim or part.dtype != whole.dtype for part in parts):
+        return False
+    if isinstance(placement, Sharded):
+        axis, copies, shape = placement.axis, placement.copies, whole.shape
+        besides = {each.shape[:axis] + each.shape[axis + 1 :] for each in list(parts) + [whole]}
+        if axis >= whole.ndim or len(besides) > 1:
+            return False
+        if placement.inner is not None and shape[axis] != placement.inner * copies * rows:
+            return False
+        lengths = [part.shape[axis] * rows for part in parts]
+        if placement.even and (
+            shape[axis] % (rows * copies) or lengths != [shape[axis] * size for size in sizes]
+        ):
+            return False
+        split = [np.split(part, copies, axis) for part in parts]
+        return close(np.concatenate([piece for each in zip(*split) for piece in each], axis), whole)
+    if any(part.shape != whole.shape for part in parts):
+        return False
+    if not isinstance(placement, Partial):
+        return all(close(part, whole) for part in parts)
+    if whole.dtype.kind not in {"sum": "iufc", "mean": "fc"}.get(placement.how, "biuf"):
+        return False
+    if placement.how in ("max", "min"):
+        return close(getattr(np, placement.how + "imum").reduce(parts), whole)
+    weights = [size / float(rows) if placement.how == "mean" else 1 for size in sizes]
+    total = sum(part * weight for part, weight in zip(parts, weights))
+    return close(np.asarray(total, whole.dtype), whole)  # NumPy 1 makes float64 of some numbers
+
+
+def is_fault(error):
+    """Whether an error is this library's own: nothing that runs whole instead may hide it."""
+    innermost = error.__traceback__
+    while innermost.tb_next is not None:
+        innermost = innermost.tb_next
+    module = innermost.tb_frame.f_globals.get("__name__") or ""
+    kinds = (AttributeError, LookupError, NameError, TypeError)
+    return isinstance(error, kinds) and module.split(".")[0] == __name__.split(".")[0]
+
+
+def cut(whole, placement, sizes=SIZES):
+    """The parts of an array that devices with so many rows have, by a placement with rows."""
+    import numpy as np
+
+    each = whole.shape[placement.axis] // (sum(sizes) * placement.copies)
+    pieces = [
+        np.split(copy, np.cumsum(sizes)[:-1] * each, placement.axis)
+        for copy in np.split(whole, placement.copies, placement.axis)
+    ]
+    return [np.concatenate(part, placement.axis) for part in zip(*pieces)]
+
+
+def close(value, other):
+    """Whether two arrays are the same, but for rounding."""
+    import numpy as np
+
+    value, other = np.asarray(value), np.asarray(other)
+    if value.shape != other.shape:
+        return False
+    if value.dtype.kind not in "fc":
+        return bool((value == other).all())
+    bits = value.dtype.itemsize * (4 if value.dtype.kind == "c" else 8)
+    tolerance = TOLERANCES[min(64, max(16, bits))]
+    finite = np.abs(other[np.isfinite(other)])
+    return np.allclose(
+        value, other, rtol=tolerance, atol=tolerance / 10 * (finite.max() if finite.size else 1.0),
+        equal_nan=True,
+    )  # fmt: skip

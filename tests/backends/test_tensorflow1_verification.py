@@ -1,0 +1,172 @@
+"""Verification on TensorFlow 1: optimizers of all kinds, learning phases, metrics with state."""
+
+import warnings
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import compat
+from compat import _registry
+from compat.testing import CASES, DEVICES, initialise, keras_under_test, largest_difference
+
+from .verification_cases import verified
+
+backend = _registry.find("tensorflow1")
+OLD = keras_under_test() is not getattr(tf, "keras", None)
+
+
+@pytest.fixture(name="keras")
+def three_devices():
+    compat.configure_gpu(simulate=DEVICES)
+    keras = keras_under_test()
+    yield keras
+    keras.backend.clear_session()
+
+
+def model_of(keras, *hidden):
+    layers = [keras.layers.Dense(6, activation="tanh", input_shape=(8,))]
+    layers += list(hidden) + [keras.layers.Dense(4)]
+    return compat.parallelize(initialise(keras.models.Sequential(layers)))
+
+
+def accumulating(keras):
+    """An SGD of two batches at a time, whose sums are not among its weights."""
+    K = keras.backend
+
+    class Accumulating(keras.optimizers.SGD):
+        def get_updates(self, loss, params):
+            gradients = self.get_gradients(loss, params)
+            sums = [K.zeros(K.int_shape(p)) for p in params]
+            self.updates = [K.update_add(self.iterations, 1)]
+            is_second = K.cast(K.equal(self.iterations % 2, 1), "float32")
+            for p, g, total in zip(params, gradients, sums):
+                both = total + g  # once: nothing orders a second read and the update
+                self.updates.append(K.update(p, p - 0.1 * is_second * both))
+                self.updates.append(K.update(total, (1 - is_second) * both))
+            return self.updates
+
+    return Accumulating()
+
+
+def wrapping(keras):
+    """As keras-lookahead: keeps slow weights, and has its updates from another optimizer."""
+    K = keras.backend
+
+    class Lookahead(keras.optimizers.Optimizer):
+        def __init__(self, optimizer):
+            super(Lookahead, self).__init__()
+            self.optimizer = optimizer
+
+        @property
+        def iterations(self):
+            return self.optimizer.iterations
+
+        def get_updates(self, loss, params):
+            slow = [K.variable(K.get_value(p)) for p in params]
+            self.updates = list(self.optimizer.get_updates(loss=loss, params=params))
+            with tf.control_dependencies(self.updates):
+                for p, s in zip(params, slow):
+                    mean = 0.5 * (s + p)
+                    self.updates.append(K.update(s, mean))
+            self.weights = self.optimizer.weights + slow
+            return self.updates
+
+        def get_config(self):
+            return {}
+
+    return Lookahead(keras.optimizers.Adam())
+
+
+@pytest.mark.parametrize("make", [accumulating, wrapping])
+def test_state_that_an_optimizer_does_not_list(keras, make):
+    inputs, targets = CASES["dense"].data(40)
+    trained, kept = [], []
+    for steps in (0, 3):
+        model = model_of(keras)
+        optimizer = make(keras)
+        model.compile(optimizer, "mse")
+        if steps:
+            record = verified(backend, model, steps)
+        model.fit(inputs, targets, batch_size=8, epochs=1, shuffle=False, verbose=0)
+        trained.append(model.get_weights())
+        kept.append(len(getattr(optimizer, "optimizer", optimizer).weights))
+    assert record.steps["train"] == 3
+    assert largest_difference(*trained) == 0
+    assert kept[0] == kept[1], "its variables are those of the model's own function"
+
+
+def test_a_function_that_a_trial_has_made_anew(keras):
+    """Its optimizer's state is in other variables than before: less than a row for each device."""
+    layers = keras.layers
+    rows = layers.Input(batch_shape=(1, 5, 4))
+    random = np.random.RandomState(0)
+    inputs, targets = random.normal(size=(1, 5, 4)), random.normal(size=(1, 3))
+    trained = []
+    for steps in (0, 2):
+        model = initialise(keras.models.Model(rows, layers.SimpleRNN(3)(rows)))
+        compat.parallelize(model)
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+        if steps:
+            record = verified(backend, model, steps)
+        for _ in range(3):
+            model.train_on_batch(inputs, targets)
+        trained.append(model.get_weights())
+    assert record.steps["train"] == 2
+    assert largest_difference(*trained) == 0
+
+
+def test_prediction_in_the_learning_phase_of_training(keras):
+    inputs, targets = CASES["dense"].data(20)
+    keras.backend.set_learning_phase(1)
+    for layer in (keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)):
+        model = model_of(keras, layer)
+        model.compile("sgd", "mse")
+        record = verified(backend, model)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", compat.CompatWarning)
+            model.predict(inputs)
+            model.train_on_batch(inputs, targets)
+        assert record.steps["predict"] == record.steps["train"] == 1
+        told = [str(each.message) for each in caught]
+        assert [text for text in told if text.startswith("compat could not verify the predict")]
+
+
+def test_a_metric_with_state_is_compared_from_where_it_was(keras):
+    """In inference, where a step with dropout is compared; the counts grow with each run."""
+    K = keras.backend
+
+    class Positives(keras.layers.Layer):
+        def __init__(self):
+            super(Positives, self).__init__(name="positives")
+            self.stateful = True
+            self.count = K.variable(0, dtype="int32")
+
+        def reset_states(self):
+            K.set_value(self.count, 0)
+
+        def __call__(self, expected, outputs):
+            new = K.cast(K.sum(K.cast(K.greater(outputs, 0.0), "int32")), "int32")
+            before = self.count * 1
+            # Keras' own metrics of this form leave the order open, and count twice now and then.
+            with tf.control_dependencies([before]):
+                self.add_update(K.update_add(self.count, new), inputs=[expected, outputs])
+            return before + new
+
+    inputs, targets = CASES["dense"].data(40)
+    model = model_of(keras, keras.layers.Dropout(0.5))
+    metric = Positives()
+    model.compile("sgd", "mse", metrics=[metric])
+    record = verified(backend, model, 3)
+    model.fit(inputs, targets, batch_size=8, epochs=1, shuffle=False, verbose=0)
+    assert record.steps["train"] == 3
+    count = model.evaluate(inputs, targets, batch_size=8, verbose=0)[-1]
+    assert count == np.sum(model.predict(inputs) > 0)
+
+
+# What this Keras does not have is not tested.
+if not OLD:
+    del (
+        test_state_that_an_optimizer_does_not_list,
+        test_a_metric_with_state_is_compared_from_where_it_was,
+    )

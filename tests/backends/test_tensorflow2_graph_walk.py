@@ -1,0 +1,141 @@
+"""TensorFlow 2: what a walk says of variables, lists, functions, branches and loops is true.
+
+Proved as the table of operations is: by computing the whole batch, and parts of it. What a trial
+adds is left out.
+"""
+
+import numpy as np
+import tensorflow as tf
+
+from compat import _rows
+from compat._backends.tensorflow2 import functions, graph_walk
+from compat._backends.tensorflow2.call_trace import key_of
+from compat._rows import Mixed, Partial, Sharded
+from compat.testing import rows
+
+START = np.zeros(4, "float32")
+
+
+def reversed_list(x):
+    count = tf.shape(x)[0]
+    items = tf.TensorArray(x.dtype, size=count).unstack(x)
+    return items.gather(tf.range(count - 1, -1, -1))
+
+
+def turns(limit, x):
+    return tf.while_loop(lambda n, y: n < limit, lambda n, y: (n + 1, y * 1.5), [0, x])[1]
+
+
+def shifted(x):
+    """Each turn takes what the one before made of another input: rows come in the third."""
+
+    def body(n, a, b, c):
+        return n + 1, b, c, tf.reduce_sum(x, 0)
+
+    return tf.while_loop(lambda n, *_: n < 2, body, [0] + [tf.zeros(4)] * 3)[1]
+
+
+@tf.function
+def called(x):
+    return x - tf.reduce_max(x, 0), x + 1.0
+
+
+#: Functions of a batch.
+VALUES = {
+    "map": lambda x: tf.map_fn(lambda row: row * 2, x),
+    "map of others": lambda x: tf.map_fn(lambda row: row - tf.reduce_max(x), x),
+    "scan": lambda x: tf.scan(lambda before, row: before + row, x),
+    "fold": lambda x: tf.foldl(lambda before, row: before + row, x),
+    "turns": lambda x: turns(3, x),
+    "turns by the rows": lambda x: turns(tf.shape(x)[0], x),
+    "turns by data": lambda x: turns(tf.cast(tf.reduce_max(x) * 9, tf.int32), x),
+    "turns of a mean": lambda x: turns(3, tf.reduce_mean(x, 0)),
+    "sum in a loop": lambda x: turns(3, tf.reduce_sum(x, 0)),
+    "shifted": shifted,
+    "reversed": reversed_list,
+    "list": lambda x: tf.TensorArray(x.dtype, size=4).unstack(tf.transpose(x)).stack(),
+    "one of a list": lambda x: tf.TensorArray(x.dtype, size=4).unstack(tf.transpose(x)).read(1),
+    "called": called,
+    "branch by data": lambda x: tf.cond(tf.reduce_max(x) > 0.8, lambda: x, lambda: x * 2),
+    "branch": lambda x: tf.cond(tf.shape(x)[-1] > 3, lambda: x * 2, lambda: x - tf.reduce_mean(x)),
+}
+
+#: What is done to a variable of four elements.
+CHANGES = {
+    "add": lambda v, x: v.assign_add(tf.reduce_sum(x, 0)),
+    "subtract": lambda v, x: v.assign_sub(tf.reduce_sum(x, 0)),
+    "add a mean": lambda v, x: v.assign_add(tf.reduce_mean(x, 0)),
+    "add the same": lambda v, x: v.assign_add(tf.ones(4)),
+    "add the largest": lambda v, x: v.assign_add(tf.reduce_max(x, 0)),
+    "moving average": lambda v, x: v.assign(0.5 * v + 0.5 * tf.reduce_mean(x, 0)),
+    "sum": lambda v, x: v.assign(tf.reduce_sum(x, 0)),
+    "old and sum": lambda v, x: v.assign(v + tf.reduce_sum(x, 0)),
+    "halved, and sum": lambda v, x: v.assign(v * 0.5 + tf.reduce_sum(x, 0)),
+    "largest": lambda v, x: v.assign(tf.reduce_max(x, 0)),
+    "add twice": lambda v, x: [v.assign_add(tf.reduce_sum(x, 0)), v.assign_add(x[0] * 0 + 1)],
+    "add, and read": lambda v, x: v.assign(v.assign_add(tf.reduce_sum(x, 0)) * 2),
+    "sum, and add": lambda v, x: [v.assign(tf.reduce_sum(x, 0)), v.assign_add(tf.ones(4))],
+    "squared": lambda v, x: v.assign(tf.reduce_sum(x, 0) ** 2),
+    "spread": lambda v, x: v.assign(tf.reduce_max(x, 0) - tf.reduce_min(x, 0)),
+    "count": lambda v, x: v.assign_add(tf.ones(4) * tf.cast(tf.shape(x)[0], tf.float32)),
+    "scattered": lambda v, x: v.scatter_add(
+        tf.IndexedSlices(x[:, 0], tf.cast(x[:, 1] * 4, "int32"))
+    ),
+    "scattered the same": lambda v, x: v.scatter_add(tf.IndexedSlices(tf.ones(1), [2])),
+    "in a loop": lambda v, x: tf.while_loop(
+        lambda n: n < 3, lambda n: v.assign_add(tf.reduce_sum(x, 0))[0] * 0 + n + 1, [0.0]
+    ),
+    "in a branch": lambda v, x: tf.cond(
+        tf.reduce_max(x) > 0.8, lambda: v.assign_add(tf.reduce_sum(x, 0)), lambda: v.assign_add(v)
+    ),
+}  # fmt: skip
+
+
+class Walked:
+    """A function of a batch, which may change a variable, computed and walked through."""
+
+    def __init__(self, function):
+        self.variable = tf.Variable(START)
+
+        def results(x):
+            found = tf.nest.flatten(function(self.variable, x))
+            return found if isinstance(found[0], tf.Tensor) else []
+
+        self.function = tf.function(results)
+
+    def compute(self, arrays):
+        self.variable.assign(START)
+        found = [each.numpy() for each in self.function(*arrays)]
+        return found + [self.variable.numpy()]
+
+    def claim(self, given):
+        shape = [None if given[0] == Sharded(axis) else size for axis, size in enumerate((3, 4))]
+        concrete = self.function.get_concrete_function(tf.TensorSpec(shape))
+        graph, state = concrete.graph, {}
+        handles = {inner.name: key_of(outer) for inner, outer in functions.captures(graph)}
+        walk = graph_walk.Walk(
+            graph, dict(zip([graph.inputs[0].name], given)), handles, state,
+            lambda op, placement: _rows.Across(op.name),
+        )  # fmt: skip
+        found = [walk.placement(tensor) for tensor in concrete.outputs]
+        found.append(state.get(key_of(self.variable.handle), _rows.REPLICATED))
+        # It starts from zero. What means with weights of their own are is tested elsewhere.
+        found = [Partial("sum") if isinstance(p, graph_walk.Added) else p for p in found]
+        return [Mixed() if getattr(each, "denominator", None) else each for each in found]
+
+
+def test_no_walk_claims_what_is_not_true():
+    x = np.random.RandomState(0).uniform(0.2, 0.9, (3, 4)).astype("float32")
+    cases = {name: lambda v, x, f=function: f(x) for name, function in VALUES.items()}
+    cases.update(CHANGES)
+    found, claimed = rows.Found(), {}
+    for name, function in cases.items():
+        walked = Walked(function)
+        rows.prove(name, [x], walked.compute, walked.claim, found=found)
+        claimed[name] = walked.claim([Sharded(0)])
+    assert not found.wrong
+    assert found.claimed > 100
+    for name in ("add", "subtract", "count", "scattered", "sum"):
+        assert claimed[name][-1] == Partial("sum"), name
+    assert claimed["moving average"][-1] == Partial("mean")
+    assert claimed["turns"] == [Sharded(0), _rows.REPLICATED]

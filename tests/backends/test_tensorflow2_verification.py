@@ -1,0 +1,160 @@
+"""Verification on TensorFlow 2: what is found later, and what is left as it was."""
+
+import warnings
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import compat
+from compat import _registry
+from compat.testing import DEVICES, initialise, keras_under_test, largest_difference
+
+from .test_tensorflow2 import KERAS3
+from .verification_cases import verified, weights_until_found
+
+keras_ = keras_under_test()
+backend = _registry.find("tensorflow2")
+ROWS = np.random.RandomState(0).normal(size=(20, 4)).astype("float32")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def devices():
+    compat.configure_gpu(simulate=DEVICES)
+
+
+def trained(model, steps, **options):
+    """The model's weights after training, of which so many steps were verified."""
+    compat.parallelize(initialise(model))
+    model.compile(options.pop("optimizer", "sgd"), **options)
+    if steps:
+        record = verified(backend, model, steps)
+    model.fit(ROWS, ROWS[:, :2], batch_size=8, epochs=1, shuffle=False, verbose=0)
+    assert not steps or record.steps["train"] == steps
+    return model.get_weights()
+
+
+def dense():
+    return keras_.models.Sequential([keras_.layers.Dense(2, input_shape=(4,))])
+
+
+def test_variables_of_a_loss_are_put_back():
+    """They belong neither to the model nor to its optimizer."""
+    found = []
+    for steps in (0, 2):
+        scale = tf.Variable(1.0, trainable=False)
+
+        class Rising(object):
+            def __init__(self, scale):
+                self.scale = scale
+
+            def __call__(self, targets, outputs):
+                self.scale.assign(self.scale * 1.5)
+                return self.scale * tf.square(targets - outputs)
+
+        rising = Rising(scale)
+
+        def loss(targets, outputs, rising=rising):
+            return rising(targets, outputs)
+
+        found.append(trained(dense(), steps, loss=loss) + [scale.numpy()])
+    assert largest_difference(*found) == 0
+
+
+def test_an_optimizer_that_counts_its_traces():
+    """In a graph: the product in tf.keras' Nadam depends on how often that was traced."""
+    found = [trained(dense(), steps, optimizer="nadam", loss="mse") for steps in (0, 2)]
+    assert largest_difference(*found) == 0
+
+
+class Counting(keras_.Model if KERAS3 else keras_.models.Model):
+    """Counts its steps in Python, and takes a smaller one each time."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense, self.count = keras_.layers.Dense(2), 0
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        self.count += 1
+        x, y = data[:2]
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(y - self(x, training=True))) / self.count
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
+        return {"loss": loss}
+
+
+def test_numbers_that_a_step_counts_in_python():
+    found = []
+    for steps in (0, 2):
+        model = Counting()
+        model(ROWS[:2])
+        model.compile()
+        found.append(trained(model, steps, run_eagerly=True) + [np.asarray(model.count)])
+    assert found[0][-1] == 3
+    assert largest_difference(*found) == 0
+
+
+def test_rows_that_mix_in_a_later_batch_are_right_or_found():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", compat.CompatWarning)
+        first, second = weights_until_found(backend, keras_)
+    if isinstance(first, compat.ResultsDifferError):
+        assert second == 4, "the first step that is verified and mixes rows"
+        assert "does a training step on 3 devices" in str(first)
+    else:
+        assert largest_difference(first, second) < 1e-5
+
+
+def test_an_optional_input_that_is_not_given():
+    class Sum(keras_.layers.Layer):
+        def call(self, first, second=None):
+            return first if second is None else first + second
+
+        def compute_output_shape(self, first_shape, second_shape=None):
+            return first_shape
+
+    def batches():
+        while True:
+            yield (ROWS[:7], None), ROWS[:7, :2]
+
+    given, missing = keras_.layers.Input((4,)), keras_.layers.Input((4,), optional=True)
+    for fed in ("arrays", "generator"):
+        model = keras_.Model([given, missing], keras_.layers.Dense(2)(Sum()(given, missing)))
+        compat.parallelize(model)
+        model.compile("sgd", "mse")
+        record = verified(backend, model)
+        if fed == "arrays":
+            model.fit([ROWS, None], ROWS[:, :2], verbose=0)
+            assert model.predict([ROWS, None], verbose=0).shape == (20, 2)
+        else:
+            model.fit(batches(), steps_per_epoch=2, verbose=0)
+        assert record.steps["train"] == 1
+
+
+def test_the_users_error_is_the_one_that_is_raised():
+    rows = keras_.layers.Input((4,))
+    outputs = {name: keras_.layers.Dense(2, name=name)(rows) for name in ("first", "second")}
+    model = keras_.Model(rows, outputs)
+    compat.parallelize(model)
+    model.compile("adam", "mse", metrics={"first": ["mae"], "third": ["mae"]})
+    verified(backend, model)
+    targets = {"first": ROWS[:, :2], "second": ROWS[:, :2]}
+    with pytest.raises(ValueError, match="third"):
+        model.fit(ROWS, targets, verbose=0)
+
+
+# What this Keras does not have is not tested.
+if not hasattr(keras_.optimizers, "Nadam"):
+    del test_an_optimizer_that_counts_its_traces
+if not hasattr(keras_.models.Model, "train_step"):
+    del test_numbers_that_a_step_counts_in_python
+if not KERAS3:
+    del (
+        test_rows_that_mix_in_a_later_batch_are_right_or_found,
+        test_an_optional_input_that_is_not_given,
+        test_the_users_error_is_the_one_that_is_raised,
+    )

@@ -1,0 +1,162 @@
+"""Verification on torch: what is found later, and what is left as it was."""
+
+import contextlib
+import copy
+import functools
+import sys
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+import compat
+from compat import _registry, _verification
+from compat.testing import largest_difference
+
+from .test_torch import devices  # noqa: F401  (a fixture)
+from .verification_cases import verified, weights_until_found
+
+pytestmark = pytest.mark.usefixtures("devices")
+backend = _registry.find("torch")
+
+
+def test_rows_that_mix_in_a_later_batch_are_right_or_found():
+    import keras
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", compat.CompatWarning)
+        first, second = weights_until_found(backend, keras)
+    if isinstance(first, compat.ResultsDifferError):
+        assert second == 4, "the first step that is verified and mixes rows"
+        assert "does a training step on 3 devices" in str(first)
+    else:
+        assert largest_difference(first, second) < 1e-5
+
+
+def test_the_users_error_is_the_one_that_is_raised():
+    """Keras raises it in the first step, when it makes the metrics."""
+    import keras
+
+    rows = keras.layers.Input((4,))
+    outputs = [keras.layers.Dense(2, name=name)(rows) for name in ("first", "second")]
+    model = keras.Model(rows, dict(zip(("first", "second"), outputs)))
+    compat.parallelize(model)
+    model.compile("adam", "mse", metrics={"first": ["mae"], "third": ["mae"]})
+    verified(backend, model)
+    x, y = np.zeros((5, 4)), np.zeros((5, 2))
+    with pytest.raises(ValueError, match="third"):
+        model.fit(x, {"first": y, "second": y}, verbose=0)
+
+
+class Net(torch.nn.Module):
+    """With dropout, a buffer that every call changes in place before its use, and a counter."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 5), torch.nn.Linear(5, 2)
+        self.dropout = torch.nn.Dropout(0.3)
+        self.register_buffer("scale", torch.ones(()))
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        self.scale.mul_(0.9)
+        return self.second(self.dropout(torch.tanh(self.first(x)))) * self.scale
+
+
+def test_a_module_is_trained_as_without_verification():
+    trained = []
+    for steps in (0, 2):
+        torch.manual_seed(0)
+        net = Net()
+        compat.parallelize(net)
+        if steps:
+            record = verified_module(net, steps)
+        optimizer = torch.optim.Adam(net.parameters(), 0.01)
+        for _ in range(3):
+            optimizer.zero_grad()
+            net(torch.randn(7, 4)).square().mean().backward()
+            optimizer.step()
+        trained.append([p.detach().numpy() for p in net.parameters()])
+        trained[-1] += [net.scale.numpy(), np.asarray(net.calls), torch.get_rng_state().numpy()]
+    assert record.steps["train"] == 2
+    for first, second in zip(*trained):
+        np.testing.assert_array_equal(first, second)
+
+
+def test_an_interrupted_step_leaves_the_module_as_it_was():
+    """Ctrl-C on several devices, within torch.no_grad(): an exit that is not made."""
+
+    class Interrupted(Net):
+        def forward(self, x):
+            torch.set_grad_enabled(False)
+            raise KeyboardInterrupt
+
+    net = Interrupted()
+    compat.parallelize(net)
+    verified_module(net, 1)
+    before = [p.detach().clone() for p in net.parameters()]
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            net(torch.randn(7, 4))
+        assert torch.is_grad_enabled()
+    finally:
+        torch.set_grad_enabled(True)
+    assert all(torch.equal(*pair) for pair in zip(before, net.parameters()))
+
+
+def interrupted(step, point):
+    """Raise an interruption in a step, at a call of a Python function; how many there were."""
+    calls = []
+
+    def count(frame, event, arg):
+        if event == "call":
+            calls.append(frame.f_code)
+            if point(calls):
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    sys.setprofile(count)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    return len(calls)
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_step_interrupted_anywhere_leaves_nothing_behind(steps):
+    """Also where torch has taken what watches the batch off its stack of modes for a function."""
+    rows, plain = torch.randn(7, 4), torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.ReLU())
+    ends = contextlib._GeneratorContextManager.__exit__.__code__
+
+    def made():
+        net = compat.parallelize(copy.deepcopy(plain))
+        verified_module(net, steps)
+        return net
+
+    def after(count):
+        return lambda calls: len(calls) == count
+
+    def at_end(number):
+        return lambda calls: calls[-1] is ends and calls.count(ends) == number
+
+    count = interrupted(functools.partial(made(), rows), lambda calls: False)
+    points = [after(each) for each in range(1, count, count // 12)]
+    points += [at_end(each) for each in range(1, 40, 3)]
+    for point in points:
+        net = made()
+        with contextlib.suppress(KeyboardInterrupt):
+            interrupted(functools.partial(net, rows), point)
+        assert torch.is_grad_enabled()
+        pairs = zip(plain.parameters(), net.parameters())
+        assert all(torch.equal(*pair) for pair in pairs)
+        torch.testing.assert_close(net(rows), plain(rows))
+        assert torch._C._len_torch_function_stack() == 0
+
+
+def verified_module(net, steps):
+    verification = _verification.Verification("net", backend.devices(), steps)
+    backend.verify(net, verification)
+    return verification.record

@@ -1,0 +1,187 @@
+"""Idioms: Lambda layers, and layers of one's own without state."""
+
+from catalog import model
+from kit import Setup
+
+# Each row by itself ------------------------------------------------------------------------------
+
+
+@model("Lambda: arithmetic")
+def arithmetic(kit):
+    return kit.around(lambda x: 2.0 * x / (1.0 + kit.ops.exp(-x)))
+
+
+@model("Lambda: distance of two inputs")
+def distance(kit):
+    left, right = kit.input(), kit.input()
+    shared = kit.layers.Dense(4, activation="tanh")
+
+    def euclidean(both):
+        square = kit.ops.square(both[0] - both[1])
+        return kit.ops.sqrt(kit.ops.sum(square, axis=1, keepdims=True) + 1e-6)
+
+    return _setup(kit, [left, right], kit.apply(euclidean, [shared(left), shared(right)], 1))
+
+
+@model("Lambda: steps before rows")
+def time_major(kit):
+    x = kit.input(4, 3)
+
+    def running(x):
+        steps = kit.ops.swap(x)
+        early, late = kit.ops.mean(steps[:2], axis=0), kit.ops.mean(steps[2:], axis=0)
+        return late - 0.5 * early
+
+    return _setup(kit, x, kit.apply(running, x, 3))
+
+
+@model("Lambda: all pixels as rows, and back")
+def pixels(kit):
+    x = kit.input(2, 2, 3)
+
+    def each_pixel(x):
+        flat = kit.ops.reshape(x, (-1, 3))
+        flat = flat / (1.0 + kit.ops.sum(kit.ops.square(flat), axis=1, keepdims=True))
+        return kit.ops.reshape(flat, (-1, 2, 2, 3))
+
+    return _setup(kit, x, kit.layers.Flatten()(kit.apply(each_pixel, x, 2, 2, 3)))
+
+
+@model("Lambda: normalised over the features")
+def layer_norm(kit):
+    def norm(x):
+        mean = kit.ops.mean(x, axis=-1, keepdims=True)
+        return (x - mean) / kit.ops.sqrt(kit.ops.mean(kit.ops.square(x - mean), axis=-1,
+                                                      keepdims=True) + 0.1)  # fmt: skip
+
+    return kit.around(norm)
+
+
+@model("Lambda: the weights of another layer")
+def tied(kit):
+    x = kit.input()
+    encoder = kit.layers.Dense(4, activation="tanh")
+    code = encoder(x)
+    return _setup(kit, x, kit.apply(lambda c: kit.ops.similar(c, encoder.kernel), code))
+
+
+@model("Lambda: random, reparametrized")
+def reparametrized(kit):
+    return kit.around(lambda x: x + kit.ops.random(x, 0.0))
+
+
+@model("Lambda: map_fn over rows")
+def mapped(kit):
+    if kit.is_3:
+        return kit.around(lambda x: kit.ops.vectorized_map(lambda r: r * kit.ops.sum(r), x))
+    return kit.around(lambda x: kit.ops.map_fn(lambda r: r * kit.ops.sum(r), x))
+
+
+@model("Lambda: K.switch on each row")
+def switched_rows(kit):
+    return kit.around(lambda x: kit.ops.where(kit.ops.greater(x, 0.1), x, 0.5 * x))
+
+
+# Rows that depend on each other ------------------------------------------------------------------
+
+
+@model("Lambda: less the mean of the batch")
+def centred(kit):
+    return kit.around(lambda x: x - kit.ops.mean(x, axis=0, keepdims=True))
+
+
+@model("Lambda: softmax over the batch")
+def softmax(kit):
+    return kit.around(lambda x: kit.ops.over_rows(x, kit.ops.softmax))
+
+
+@model("Lambda: attention between rows")
+def between_rows(kit):
+    return kit.around(lambda x: kit.ops.matmul(kit.ops.softmax(kit.ops.similar(x, x)), x))
+
+
+@model("Lambda: rows shifted by one")
+def shifted(kit):
+    return kit.around(lambda x: kit.ops.concatenate([x[1:], x[:1]], axis=0))
+
+
+@model("Lambda: mixup with the rows reversed")
+def mixup(kit):
+    return kit.around(lambda x: 0.7 * x + 0.3 * kit.ops.flip(x, 0))
+
+
+@model("Lambda: cumulative sum over rows")
+def cumulative(kit):
+    return kit.around(lambda x: kit.ops.cumsum(x, axis=0))
+
+
+@model("Lambda: divided by the number of rows")
+def by_rows(kit):
+    return kit.around(lambda x: x / kit.ops.rows(x))
+
+
+@model("Lambda: the first row added to all")
+def first_row(kit):
+    return kit.around(lambda x: x + x[:1])
+
+
+@model("Lambda: transposed and reshaped")
+def transposed(kit):
+    return kit.around(lambda x: kit.ops.reshape(kit.ops.transpose(x), (-1, 6)))
+
+
+@model("Lambda: virtual batches of six")
+def virtual(kit):
+    def ghosts(x):
+        parts = kit.ops.reshape(x, (-1, 6, 6))
+        parts = parts - kit.ops.mean(parts, axis=1, keepdims=True)
+        return kit.ops.reshape(parts, (-1, 6))
+
+    setup = kit.around(ghosts)
+    setup.rows = 12
+    return setup
+
+
+@model("GAN: minibatch discrimination")
+def discrimination(kit):
+    def apart(x):
+        pairs = kit.ops.expand_dims(x, 0) - kit.ops.expand_dims(x, 1)
+        near = kit.ops.exp(-kit.ops.sum(kit.ops.abs(pairs), axis=2))
+        return kit.ops.concatenate([x, kit.ops.sum(near, axis=1, keepdims=True)], axis=1)
+
+    return kit.around(apart, 7)
+
+
+@model("GAN: minibatch standard deviation")
+def deviation(kit):
+    def appended(x):
+        spread = kit.ops.mean(kit.ops.std(x, axis=0))
+        return kit.ops.concatenate([x, 0.0 * x[:, :1] + spread], axis=1)
+
+    return kit.around(appended, 7)
+
+
+@model("Sinkhorn: normalised over rows and columns")
+def sinkhorn(kit):
+    def assign(x):
+        q = kit.ops.exp(x)
+        for _ in range(2):
+            q = q / kit.ops.sum(q, axis=0, keepdims=True)
+            q = q / kit.ops.sum(q, axis=1, keepdims=True)
+        return q
+
+    return kit.around(assign)
+
+
+@model("graph convolution: a batch is a graph")
+def graph(kit):
+    """The adjacency has a row and a column for each node."""
+    nodes, edges = kit.input(), kit.input(12)
+    hidden = kit.apply(lambda both: kit.ops.matmul(both[1], both[0]), [kit.dense(nodes), edges])
+    setup = _setup(kit, [nodes, edges], hidden)
+    setup.rows = 12
+    return setup
+
+
+def _setup(kit, inputs, hidden):
+    return Setup(kit.model(inputs, kit.dense(hidden, 2, None)))

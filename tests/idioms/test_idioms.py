@@ -1,0 +1,60 @@
+"""Idioms do on three simulated devices what they do on one: split, or whole, or refused.
+
+    python -m pytest tests/idioms -k "loss and negatives"
+
+docs/idioms.md has the verdicts, as support_table.py writes them from the results of this test. A
+difference without a warning, or an error that is not compat's, is never accepted.
+"""
+
+import os
+
+import lambdas  # noqa: F401  (each file adds its idioms)
+import losses  # noqa: F401
+import natives
+import pytest
+import scripts  # noqa: F401
+import states  # noqa: F401
+import support_table
+from backends.conftest import INSTALLED
+from catalog import IDIOMS
+from comparing import ALONE, REFUSED, SPLIT, TOLERANCES, UNUSABLE, WHOLE, verdict
+from kerases import is_keras_3
+from kit import Kit
+
+NOT_HERE, ONE_DEVICE = "-", "one device"
+#: What compat sees nothing of: computed outside of the model, and right, on one device.
+OUTSIDE = ("K.function with an optimizer's updates",)
+EXPECTED = support_table.verdicts().get(os.environ.get("TOX_ENV_NAME"))
+
+
+def found(name, keras):
+    """The verdict on an idiom, and the reason."""
+    idiom, (backend,) = IDIOMS[name], INSTALLED
+    if idiom.native:
+        make = natives.NATIVES.get(backend.name)
+        if make is None or (backend.name == "tensorflow2" and is_keras_3(keras)):
+            return NOT_HERE, "it has no models of its own, or those of another environment"
+        native = make()
+        kind, reason = verdict(
+            lambda parallel: idiom.run(native, parallel), TOLERANCES[native.floatx]
+        )
+    else:
+
+        def run(parallel):
+            if hasattr(keras.backend, "clear_session"):
+                keras.backend.clear_session()
+            return idiom.run(Kit(keras), parallel)
+
+        kind, reason = verdict(run, TOLERANCES[keras.backend.floatx()])
+    outside = {ALONE: ONE_DEVICE} if name in OUTSIDE else {}
+    return {UNUSABLE: NOT_HERE, **outside}.get(kind, kind), reason
+
+
+@pytest.mark.parametrize("name", IDIOMS)
+def test_same_as_one_device_or_loud(keras, record_property, name):
+    kind, reason = found(name, keras)
+    record_property("verdict", "{}: {}".format(kind, name))
+    print("verdict: {}\t{}\t{}".format(kind, name, " ".join(reason.split())))
+    assert kind in (SPLIT, WHOLE, REFUSED, ONE_DEVICE, NOT_HERE), reason
+    if EXPECTED:
+        assert kind == EXPECTED[name], "docs/idioms.md says {}: {}".format(EXPECTED[name], reason)

@@ -1,0 +1,58 @@
+"""Whichever Keras is under test, for models that are written once."""
+
+import os
+
+import compat
+from compat import _distributions, _keras
+
+#: Devices that are simulated: as many as any test has models on.
+SIMULATED = 8
+
+# Theano runs what it has in Python, which takes less time than compiling it in C.
+os.environ.setdefault(
+    "THEANO_FLAGS",
+    "optimizer=fast_compile,optimizer_excluding=conv_gemm:AbstractConvCheck,cxx=",
+)
+
+
+def configure(backend, floatx=None, verify=0):
+    """Simulate devices, with floats of 64 bits where this Keras can."""
+    if floatx is None:
+        # In 64 bits keras-mxnet fails, as do the oldest; Keras on torch and JAX sums in 32.
+        version = _distributions.version("keras") or ""
+        few = backend.name in ("mxnet", "torch", "jax") or version.startswith(("2.0.", "2.1."))
+        floatx = "float32" if few else "float64"
+    return compat.configure_gpu(simulate=SIMULATED, floatx=floatx, verify=verify)
+
+
+def is_keras_3(keras):
+    return hasattr(keras, "ops")
+
+
+def runs_eagerly(keras):
+    """Whether a model can be called with arrays, and state be assigned where it is computed."""
+    if is_keras_3(keras):
+        return True
+    if _keras.backend_name(keras) != "tensorflow":
+        return False
+    import tensorflow
+
+    return getattr(tensorflow, "executing_eagerly", bool)()
+
+
+def variables(model):
+    """The variables of a model, in the order of ``get_weights()``."""
+    if "keras.engine" in str(type(model).__mro__):  # Keras 2 lists those that are trained first
+        return [variable for layer in model.layers for variable in layer.weights]
+    return model.weights
+
+
+def optimizer(keras, kind, options):
+    """An optimizer from its text, whatever this Keras calls the learning rate."""
+    cls = getattr(keras.optimizers, kind)
+    for name in ("learning_rate", "lr"):
+        try:
+            return eval("cls({}=0.02, {})".format(name, options), {"cls": cls})
+        except (KeyError, TypeError, ValueError):
+            if name == "lr":
+                raise

@@ -1,0 +1,99 @@
+"""Other projects' own tests, plain and with every Keras model parallelized, and what differs.
+
+    .tox/py38-tensorflow/bin/python tests/peers/peers.py ~/keras/tests metrics_test.py
+
+in the environment of a backend, with a checkout of the project. What passes plain and fails
+parallel is a fault of compat's, or one of the differences that docs/checks.md tells. Options that
+are not known here are pytest's, such as ``-k metric`` and ``--timeout 600``.
+
+exit status: 0 nothing fails that passes plain, 1 something does.
+"""
+
+import argparse
+import collections
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+ROOT = os.path.dirname(os.path.dirname(HERE))
+
+Result = collections.namedtuple("Result", "outcome cause divided")
+
+
+def run(checkout, arguments, **environ):
+    """The results of pytest in a checkout, by the tests' names."""
+    path = os.pathsep.join([HERE, ROOT] + os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    with tempfile.TemporaryDirectory() as folder:
+        written = os.path.join(folder, "results.xml")
+        command = [sys.executable, "-m", "pytest", "-p", "every_model_parallel", "-q"]
+        command += ["-p", "no:cacheprovider", "--junitxml", written]
+        subprocess.call(
+            command + arguments,
+            cwd=checkout,
+            env=dict(os.environ, PYTHONPATH=path.rstrip(os.pathsep), **environ),
+        )
+        return read(written)
+
+
+def read(path):
+    """The results in a file of pytest's ``--junitxml``."""
+    found = {}
+    for case in xml.etree.ElementTree.parse(path).getroot().iter("testcase"):
+        bad = [child for child in case if child.tag in ("failure", "error")]
+        skipped = any(child.tag == "skipped" for child in case)
+        outcome = "failed" if bad else "skipped" if skipped else "passed"
+        properties = [each.get("name") for each in case.iter("property")]
+        name = "{}::{}".format(case.get("classname"), case.get("name"))
+        cause = cause_of(bad[0].get("message") or bad[0].text or "") if bad else ""
+        found[name] = Result(outcome, cause, "divided" in properties)
+    return found
+
+
+def cause_of(message):
+    """What failures of one cause have in common: the message without its numbers and names."""
+    message = message.strip().split("\n")[0]
+    return re.sub(r"'[^']*'|\d[\d.e+-]*", "#", message)[:160]
+
+
+def compared(plain, parallel):
+    """What there is to tell of two runs, in lines; and the tests that fail in the second alone."""
+    lines = []
+    for title, results in ("plain", plain), ("parallel", parallel):
+        counts = collections.Counter(result.outcome for result in results.values())
+        told = ", ".join("{} {}".format(counts[o], o) for o in ("passed", "failed", "skipped"))
+        lines.append("{:9} {}".format(title, told))
+    divided = sum(result.divided for result in parallel.values())
+    lines.append("tests that divided a batch among devices: {}".format(divided))
+    causes = collections.defaultdict(list)
+    for name, result in sorted(parallel.items()):
+        if result.outcome == "failed" and name in plain and plain[name].outcome == "passed":
+            causes[result.cause].append(name)
+    for cause, names in sorted(causes.items(), key=lambda pair: -len(pair[1])):
+        lines += ["", "{} x {}".format(len(names), cause)] + ["    " + name for name in names]
+    return lines, [name for names in causes.values() for name in names]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("checkout", help="where the project is, whose tests are run there")
+    parser.add_argument("--devices", type=int, default=2, help="how many are simulated (2)")
+    parser.add_argument(
+        "--verify", default="1,0", help="steps that compat compares, a run for each number (1,0)"
+    )
+    options, arguments = parser.parse_known_args()
+    plain = run(options.checkout, arguments, PEERS_DEVICES="")
+    status, devices = 0, str(options.devices)
+    for verify in options.verify.split(","):
+        parallel = run(options.checkout, arguments, PEERS_DEVICES=devices, COMPAT_VERIFY=verify)
+        lines, fail = compared(plain, parallel)
+        print("\n".join(["", "verify={}".format(verify)] + lines), flush=True)
+        status |= bool(fail)
+    return int(status)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""What cannot be split runs whole, with a warning, or is an error under ``strict=True``."""
+
+import pytest
+
+import compat
+from compat import _report, _rows
+
+pytestmark = pytest.mark.usefixtures("process")
+
+MEAN = _rows.Across("lambda/Mean (Mean)", "layer 'lambda'", "train.py, line 12")
+STRICT = (
+    " It would have to run on cpu:0 with the whole batch, which strict=True makes an error. "
+    "Compute it in the loss passed to compile(), which sees the whole batch; run the model on one "
+    "device, "
+    "with parallelize(model, gpus=1); or drop strict=True."
+)
+FOUND = {
+    "mixed": "The operation lambda/Mean (Mean) in layer 'lambda' (train.py, line 12) of 'net' "
+    "computes across the rows of a batch, of which each device has a part.",
+    "tried": "Model 'net' gives other numbers for three rows of a batch together than for two of "
+    "them and the third, and each device has a part of the batch.",
+    "fails": "The operation qr of 'net' fails on a part of a batch, of which each device has one.",
+    "diverged": "Model 'net' takes another path on a part of a batch, of which each device has "
+    "one.",
+    "rows": "Model 'net' has recurrent or attention layers whose batch is neither the first nor "
+    "the second dimension of its arguments, so that compat cannot tell the rows.",
+    "unknown": "The operation qr of 'net' may compute across the rows of a batch, of which each "
+    "device has a part: compat has no rule for it, and cannot try it.",
+}
+ACROSS = {
+    "mixed": MEAN,
+    "tried": _rows.Across(None, why="tried"),
+    "fails": _rows.Across("qr", why="fails"),
+    "diverged": _rows.Across(None, why="diverged"),
+    "rows": _rows.Across(None, why="rows"),
+    "unknown": _rows.Across("qr", why="unknown"),
+}
+
+
+@pytest.mark.parametrize("why", sorted(FOUND))
+def test_the_warning_names_operation_layer_and_line(why):
+    with pytest.warns(compat.CompatWarning) as caught:
+        _rows.runs_whole("net", ACROSS[why], "cpu:0", "The model")
+    assert [str(each.message) for each in caught] == [
+        FOUND[why] + " The model runs on cpu:0 with the whole batch."
+    ]
+
+
+@pytest.mark.parametrize("why", sorted(FOUND))
+def test_strict_makes_it_an_error(toy, why):
+    compat.configure_gpu(simulate=2, strict=True)
+    with pytest.raises(compat.UnsupportedError) as error:
+        _rows.runs_whole("net", ACROSS[why], "cpu:0")
+    assert str(error.value) == FOUND[why] + STRICT
+
+
+def test_the_report_says_how_much_was_divided():
+    assert _report.of_this_process(["cpu:0"], None, {}, {}, ()).as_dict()["whole"] == {}
+    with pytest.warns(compat.CompatWarning):
+        _rows.runs_whole("net", MEAN, "cpu:0")
+        _rows.runs_whole("other", ACROSS["unknown"], "cpu:0", "The model")
+        _rows.runs_whole("third", ACROSS["tried"], "cpu:0", "The model")
+    report = _report.of_this_process(["cpu:0"], None, {}, {}, ())
+    assert str(report).endswith(
+        "Model 'net' was divided up to the operation lambda/Mean (Mean) in layer 'lambda'\n"
+        "(train.py, line 12), whole from there on.\n"
+        "Model 'other' was not divided, because of the operation qr.\n"
+        "Model 'third' was not divided."
+    )
+    whole = {
+        "net": "divided up to the operation lambda/Mean (Mean) in layer 'lambda' (train.py, line "
+        "12), whole from there on",
+        "other": "not divided, because of the operation qr",
+        "third": "not divided",
+    }
+    assert report.whole == _report.joined([report.as_dict()]).whole == whole

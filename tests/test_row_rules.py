@@ -1,0 +1,371 @@
+"""The rules about rows, each proved by computing with numpy: on a batch and on its parts."""
+
+import itertools
+
+import missing_rules
+import numpy as np
+import pytest
+
+from compat import _rows
+from compat._rows import Count, Mixed, Partial, Replicated, Sharded, Unknown, Value
+from compat.testing import rows
+
+RANDOM = np.random.RandomState(0)
+
+
+def array(*shape):
+    return RANDOM.normal(size=shape)
+
+
+def values(placements, inputs):
+    """What a rule is given: sizes that grow with the batch are not known."""
+    found = []
+    for placement, each in zip(placements, inputs):
+        shape = list(each.shape)
+        if isinstance(placement, Sharded):
+            shape[placement.axis] = None
+        found.append(Value(placement, shape))
+    return found
+
+
+def one(rule, *args, **kwargs):
+    return lambda given: [rule(given[0], *args, **kwargs)]
+
+
+def all_of(rule, *args, **kwargs):
+    return lambda given: [rule(given, *args, **kwargs)]
+
+
+def softmax(x, axis):
+    e = np.exp(x - x.max(axis, keepdims=True))
+    return e / e.sum(axis, keepdims=True)
+
+
+def with_axis(name, compute, rule, shape, axes, **options):
+    for axis in axes:
+        yield (
+            "{}({})".format(name, axis),
+            [array(*shape)],
+            lambda x, axis=axis: compute(x, axis),
+            one(rule, axis, **options),
+        )
+
+
+def cases():
+    """(name, inputs, operation, rule): the rule is given the list of the inputs' ``Value``s."""
+    x = array(3, 4, 6)
+    square = array(3, 3)
+    for shapes in [
+        [(3, 4), (3, 4)],
+        [(3, 4), (4,)],
+        [(3, 3), (3,)],
+        [(3, 1), (3,)],
+        [(6, 3), (1, 3)],
+    ]:
+        two = [array(*shape) for shape in shapes]
+        name = str(shapes)
+        yield "exp(x * y) " + name, two, lambda x, y: np.exp(x * y), all_of(_rows.pointwise)
+        yield "x + y " + name, two, lambda x, y: x + y, all_of(_rows.added)
+        yield "x - y " + name, two, lambda x, y: x - y, all_of(_rows.added)
+        yield "x * y " + name, two, lambda x, y: x * y, all_of(_rows.multiplied)
+        yield "x / y " + name, two, lambda x, y: x / y, all_of(_rows.divided)
+        yield "maximum " + name, two, np.maximum, all_of(_rows.extreme, "max")
+        yield "minimum " + name, two, np.minimum, all_of(_rows.extreme, "min")
+    yield "-x", [x], lambda x: -x, lambda given: [_rows.multiplied(given)]
+    for how in ("sum", "mean", "max", "min"):
+        for axes, keep in itertools.product([None, 0, 1, (0, 1), (1, 2), -1], [False, True]):
+            yield (
+                "{}{}".format(how, (axes, keep)),
+                [x],
+                lambda x, how=how, axes=axes, keep=keep: getattr(np, how)(x, axes, keepdims=keep),
+                one(_rows.reduced, axes, how, keep),
+            )
+    for how, compute in [("any", np.any), ("all", np.all)]:
+        for axis in (None, 0, 1):
+            yield (
+                "{}({})".format(how, axis),
+                [x > 0],
+                lambda x, compute=compute, axis=axis: compute(x, axis),
+                one(_rows.reduced, axis, how),
+            )
+    for how in ("prod", "std", "median", "argmax"):
+        for case in with_axis(
+            how,
+            lambda x, a, how=how: getattr(np, how)(x, a),
+            _rows.reduced,
+            (3, 4),
+            (0, 1),
+            how=how,
+        ):
+            yield case
+    for name, compute in [
+        ("softmax", softmax),
+        ("cumsum", np.cumsum),
+        ("sort", np.sort),
+        ("flip", np.flip),
+        ("roll", lambda x, axis: np.roll(x, 1, axis)),
+        ("fft", lambda x, axis: np.fft.fft(x, axis=axis)),
+    ]:
+        for case in with_axis(name, compute, _rows.along, (3, 4, 3), (0, 1, -1)):
+            yield case
+    for letters, result, shapes in [
+        (["ij", "jk"], "ik", [(3, 4), (4, 3)]),
+        (["ij", "kj"], "ik", [(3, 4), (3, 4)]),
+        (["ij", "ij"], "i", [(3, 4), (3, 4)]),
+        (["ij", "ij"], "", [(3, 3), (3, 3)]),
+        (["bij", "bjk"], "bik", [(3, 3, 4), (3, 4, 3)]),
+        (["ij"], "ji", [(3, 6)]),
+        (["ii"], "i", [(3, 3)]),
+        (["i", "j"], "ij", [(3,), (3,)]),
+    ]:
+        yield (
+            "einsum({} -> {})".format(letters, result),
+            [array(*shape) for shape in shapes],
+            lambda *x, letters=letters, result=result: np.einsum(
+                ",".join(letters) + "->" + result, *x
+            ),
+            all_of(_rows.contracted, letters, result),
+        )
+    for first, second in [
+        [(3, 4), (4, 3)], [(3, 3), (3, 3)], [(2, 3, 4), (4, 3)], [(3, 3, 3), (3, 3, 3)],
+        [(3,), (3, 3)], [(3, 3), (3,)], [(3,), (3,)], [(3, 2, 4), (1, 4, 3)], [(3, 3, 3), (3, 3)],
+    ]:  # fmt: skip
+        yield (
+            "matmul{}".format((first, second)),
+            [array(*first), array(*second)],
+            np.matmul,
+            all_of(_rows.product),
+        )
+    yield (
+        "matmul(x.T, y)",
+        [array(3, 4), array(3, 3)],
+        lambda x, y: x.T @ y,
+        all_of(_rows.product, transpose_first=True),
+    )
+    yield (
+        "matmul(x, y.T)",
+        [array(3, 4), array(3, 4)],
+        lambda x, y: x @ y.T,
+        all_of(_rows.product, transpose_second=True),
+    )
+    for order in itertools.permutations(range(3)):
+        yield (
+            "transpose{}".format(order),
+            [array(3, 6, 3)],
+            lambda x, order=order: x.transpose(order),
+            one(_rows.transposed, order),
+        )
+    for case in with_axis("expand", np.expand_dims, _rows.expanded, (3, 3), (0, 1, 2, -1)):
+        yield case
+    yield "squeeze(1)", [array(3, 1, 3)], lambda x: x.squeeze(1), one(_rows.squeezed, 1)
+    yield "squeeze()", [array(3, 1, 3)], np.squeeze, one(_rows.squeezed, None)
+    for before, after in [
+        ((3, 4, 6), (-1, 6)), ((3, 4, 6), (-1, 24)), ((3, 24), (-1, 4, 6)), ((6, 6), (-1, 4)),
+        ((3, 6), (-1,)), ((4, 3, 6), (-1, 6)), ((4, 3, 6), (4, -1)), ((4, 6), (4, -1, 2)),
+        ((2, 3, 4), (-1,)), ((2, 3, 4), (2, -1, 2)), ((6, 4), (-1, 2, 4)), ((12, 5), (-1, 4, 5)),
+        ((6, 4), (2, -1, 4)), ((3, 4), (4, -1)), ((2, 2, 3), (-1, 3)), ((4, 9), (2, -1, 3)),
+    ]:  # fmt: skip
+        yield (
+            "reshape({} -> {})".format(before, after),
+            [array(*before)],
+            lambda x, after=after: x.reshape(after),
+            one(_rows.reshaped, [None if size == -1 else size for size in after]),
+        )
+    for axis in (0, 1, -1):
+        two = [array(3, 3), array(3, 3)]
+        concatenate = lambda x, y, axis=axis: np.concatenate([x, y], axis)  # noqa: E731
+        yield "concatenate({})".format(axis), two, concatenate, all_of(_rows.concatenated, axis)
+        stack = lambda x, y, axis=axis: np.stack([x, y], axis)  # noqa: E731
+        yield "stack({})".format(axis), two, stack, all_of(_rows.stacked, axis)
+    yield "x[:2]", [square], lambda x: x[:2], one(_rows.sliced, {0: "part"})
+    yield "x[::-1]", [square], lambda x: x[::-1], one(_rows.sliced, {0: "part"})
+    yield "x[:, 0]", [square], lambda x: x[:, 0], one(_rows.sliced, {1: "one"})
+    yield "x[0, 1:]", [square], lambda x: x[0, 1:], one(_rows.sliced, {0: "one", 1: "part"})
+    yield "x[..., 1]", [x], lambda x: x[..., 1], one(_rows.sliced, {-1: "one"})
+    pad = lambda x: np.pad(x, [(0, 0), (1, 1)], "constant")  # noqa: E731
+    yield "pad", [square], pad, one(_rows.resized, [1])
+    for times in [(2, 1), (1, 2), (3, 3), (2, 1, 1)]:
+        yield (
+            "tile{}".format(times),
+            [square],
+            lambda x, times=times: np.tile(x, times),
+            one(_rows.tiled, times),
+        )
+    for axis in (None, 0, 1):
+        yield (
+            "repeat({})".format(axis),
+            [array(3, 6)],
+            lambda x, axis=axis: np.repeat(x, 2, axis),
+            one(_rows.repeated, axis, 2),
+        )
+    yield (
+        "broadcast",
+        [array(3, 1)],
+        lambda x: np.broadcast_to(x, (2,) + x.shape[:1] + (4,)),
+        one(_rows.broadcast, 3),
+    )
+    numbers = np.array([2, 0, 1])
+    for axis in (0, 1):
+        yield (
+            "take({})".format(axis),
+            [array(4, 3, 5) if axis == 0 else array(3, 4, 5), numbers],
+            lambda x, n, axis=axis: np.take(x, n, axis),
+            all_of(_rows.gathered, axis),
+        )
+    yield (
+        "take(batch_dims=1)",
+        [array(3, 4), np.array([2, 0, 1])],
+        lambda x, n: x[np.arange(len(x)), n] if len(x) == len(n) else x[:, n, None][:, 0, 0, None],
+        all_of(_rows.gathered, 1, batch_dims=1),
+    )
+    yield "bincount", [numbers], lambda n: np.bincount(n, minlength=4), all_of(_rows.scattered)
+    yield (
+        "segment_sum",
+        [numbers, array(3)],
+        lambda n, x: np.bincount(n, x, minlength=4),
+        all_of(_rows.scattered),
+    )
+    yield (
+        "convolve",
+        [array(3, 8), array(3)],
+        lambda x, w: np.stack([np.convolve(row, w) for row in x]),
+        all_of(_rows.by_row, [0, None]),
+    )
+    standardized = lambda x, w: x / np.sqrt(w + 9)  # noqa: E731
+    yield (
+        "batch normalization in inference",
+        [array(3, 4), array(4)],
+        standardized,
+        lambda given: _rows.normalized(given, [0, None], training=False),
+    )
+
+
+CASES = list(cases())
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case[0] for case in CASES])
+def test_a_rule_claims_nothing_but_the_truth(case):
+    name, inputs, operation, rule = case
+    found = rows.prove(
+        name,
+        inputs,
+        lambda given: [np.asarray(operation(*given))],
+        lambda placements: rule(values(placements, inputs)),
+    )
+    assert not found.wrong
+
+
+def test_rules_say_as_much_as_is_true_of_rows():
+    """What is true and not claimed of rows is little, so that no rule gives up in silence.
+
+    Of sums and means over the rows more is missing, which backends do not need.
+    """
+    found = rows.Found()
+    for name, inputs, operation, rule in CASES:
+        rows.prove(
+            name,
+            inputs,
+            lambda given, operation=operation: [np.asarray(operation(*given))],
+            lambda placements, rule=rule, inputs=inputs: rule(values(placements, inputs)),
+            found=found,
+        )
+    missing_rules.check("The rules", found)
+    assert found.claimed > 400
+
+
+def test_the_proof_finds_a_wrong_rule():
+    found = rows.prove("mean", [array(3, 4)], lambda x: [x[0].mean(0)], lambda given: given)
+    assert any("was said to be Sharded" in text for text in found.wrong)
+
+
+def test_shapes_count_rows():
+    x = Value(Sharded(1), (4, None, 5))
+    sizes = _rows.shape_of(x)
+    assert sizes == Count([1])
+    assert _rows.counted(sizes, 1) == Count()
+    assert _rows.counted(sizes, 0) == Replicated()
+    assert _rows.counted(sizes, [2, 1]) == Count([1])
+    assert _rows.counted(sizes, [0, 2]) == Replicated()
+    assert _rows.made(sizes, 3) == Sharded(1, inner=None)
+    assert isinstance(_rows.made(Count(), 3), Unknown)
+    assert _rows.size_of(x) == Partial("sum")
+    assert _rows.size_of(Value(sizes, (3,))) == Replicated()
+    assert _rows.size_of(Value(Count(), ())) == Replicated()
+    assert _rows.size_of(Value(Count(), (None,))) == Count()
+
+
+def test_what_rows_are_divided_by_comes_out_as_a_weighted_mean():
+    x, mask = Value(Sharded(0), (None, 4)), object()
+    divided = _rows.divided_by_total([x, Value(Partial("sum"), ())], mask)
+    assert _rows.reduced(Value(divided, (None, 4)), None, "sum") == Partial("mean", mask)
+    assert isinstance(_rows.pointwise([Value(divided, (None, 4))]), Mixed)
+    doubled = _rows.multiplied([Value(divided, (None, 4)), Value(Replicated(), ())])
+    assert _rows.reduced(Value(doubled, (None, 4)), 0, "sum") == Partial("mean", mask)
+    assert _rows.divided_by_total([Value(Partial("sum"), ())], mask) == Partial("mean", mask)
+    weighted, constant = Value(Partial("mean", mask), ()), Value(Replicated(), ())
+    assert _rows.added([weighted, weighted]) == Partial("mean", mask)
+    assert _rows.added([weighted, constant]) == Mixed()  # the weights need not add up
+
+
+def test_unknown_and_mixed_go_through_every_rule():
+    unknown, mixed = Value(Unknown(), (None, 4)), Value(Mixed(), (None, 4))
+    constant = Value(Replicated(), (4,))
+    for rule in (_rows.pointwise, _rows.added, _rows.multiplied):
+        assert rule([unknown, constant]) == Unknown()
+        assert rule([unknown, mixed]) == Mixed()
+    assert _rows.reduced(unknown, 0, "sum") == Unknown()
+    assert _rows.by_row([mixed, constant], [0, None]) == Mixed()
+    assert _rows.normalized([mixed], [0], True, 2) == [Mixed()] * 3
+
+
+def test_rows_of_unknown_sizes_meet_others_in_products():
+    known, unknown = Value(Sharded(0), (None, 3, 4)), Value(Sharded(0, inner=None), (None, 4, 5))
+    assert _rows.product([known, unknown]) == Sharded(0)
+    uneven = Value(Sharded(0, inner=None, even=False), (None, 4))
+    assert _rows.product([uneven, Value(Replicated(), (4, 2))]) == uneven.placement
+    assert _rows.product([uneven, uneven], transpose_first=True) == Mixed()
+
+
+def test_branches_agree_or_are_mixed():
+    assert _rows.chosen(Replicated(), [Sharded(0), Sharded(0)]) == Sharded(0)
+    assert _rows.chosen(Replicated(), [Sharded(0, inner=None), Sharded(0)]) == Sharded(0)
+    assert _rows.chosen(Replicated(), [Sharded(0), Replicated()]) == Mixed()
+    assert _rows.chosen(Partial("max"), [Sharded(0), Sharded(0)]) == Mixed()
+
+
+def test_rows_that_are_sorted_by_chance_are_told_from_those_that_are_left_where_they_are():
+    batch = np.arange(12.0).reshape(3, 4)
+
+    def compute(chosen):
+        x = batch[list(chosen)]
+        return [np.sort(x, 0), x[x[:, 0].argsort()], np.maximum.accumulate(x), x.reshape(-1, 2)]
+
+    mixed = [Mixed()] * 3
+    assert _rows.trial.tried(compute) == mixed + [Sharded(0, inner=2)]
+
+
+def test_a_trial_tells_rows_from_what_needs_all_of_them():
+    batch = array(5, 4).astype("float32")
+
+    def compute(chosen):
+        x = batch[[row % 5 for row in chosen]]
+        return [
+            np.exp(x), x - x.mean(0), x.sum(0), x.mean(0), x.max(0), x.mean(0) ** 2, np.ones(2),
+            np.random.rand(3), x.T, x[x > 0], np.tile(x, (2, 1)),
+        ]  # fmt: skip
+
+    assert _rows.trial.tried(compute) == [
+        Sharded(0), Mixed(), Partial("sum"), Partial("mean"), Partial("max"), Mixed(), Replicated(),
+        Unknown(), Sharded(1), Sharded(0, None, even=False), Sharded(0, copies=2),
+    ]  # fmt: skip
+
+
+def test_faults_of_the_rules_are_told_from_what_they_are_given():
+    for compute, is_fault in (
+        (lambda: _rows.trial.cut(None, Sharded(0)), True),
+        (lambda: _rows.trial.cut(array(4), Sharded(0, copies=3)), False),  # numpy's
+        (lambda: _rows.trial.tried(lambda rows: rows.missing), False),  # another
+    ):
+        with pytest.raises((AttributeError, TypeError, ValueError)) as caught:
+            compute()
+        assert _rows.trial.is_fault(caught.value) == is_fault
