@@ -85,9 +85,24 @@ def test_each_line_has_its_rank_in_front(finished):
 
 def test_long_lines_and_other_alphabets_are_whole(finished):
     text = "\u2501\u4e16" * 7000
-    status, out, _ = finished("print('\\u2501\\u4e16' * 7000)", size=2)
+    script = """
+        print('\\u2501\\u4e16' * 7000, end="")
+        time.sleep(0.02 * rank)  # the end of the line is written by itself
+        print()
+        """
+    status, out, _ = finished(script, size=2)
     assert status == 0
     assert sorted(out.splitlines()) == ["[0] " + text, "[1] " + text]
+
+
+def test_a_line_whose_end_comes_late_has_no_empty_line_behind_it(capsys):
+    shown = output.Output()
+    shown.add(0, rank_process.OUT, "whole", True)
+    shown.add(1, rank_process.OUT, "between", False)
+    shown.add(0, rank_process.OUT, "", False)
+    shown.add(0, rank_process.OUT, "", False)
+    shown.add(0, rank_process.OUT, "next", False)
+    assert capsys.readouterr().out == "[0] whole\n[1] between\n[0] \n[0] next\n"
 
 
 def test_long_lines_of_two_ranks_are_not_mixed(capsys, monkeypatch):

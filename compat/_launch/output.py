@@ -11,7 +11,7 @@ from . import rank_process
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, Callable, Deque, Dict, List, Optional, Tuple
+    from typing import Any, Callable, Deque, Dict, List, Optional, Set, Tuple
 
 # How many lines of dropped output are kept for the report of a failure.
 TAIL = 20
@@ -30,10 +30,17 @@ class Lines:
     def __init__(self) -> None:
         # Whose line is unfinished, and what writes to where it stands.
         self.unfinished: "Optional[Tuple[Any, Callable[[str], Any]]]" = None
+        # Whose unfinished line was ended for another source's.
+        self.ended: "Set[Any]" = set()
 
     def add(self, source, write, text, unfinished, prefix=""):
         if self.unfinished is not None and self.unfinished[0] != source:
+            self.ended.add(self.unfinished[0])
             self.end()
+        if source in self.ended:
+            self.ended.remove(source)
+            if not text and not unfinished:  # only the end of that line was to come
+                return
         begin = prefix if self.unfinished is None else ""
         # A progress bar goes back to the beginning of its line, where the prefix stands.
         text = begin + text.replace("\r", "\r" + prefix)

@@ -38,8 +38,10 @@ PART, UNFINISHED = "part of ", "unfinished "
 _PART = 1000
 # How long a progress bar may stand unfinished before it is shown, in seconds.
 _UNSHOWN = 0.1
-# So many characters of a line are kept for the report of a failure, and as many wait at most.
+# So many characters of a line are kept for the report of a failure.
 _KEPT = 10000
+# And so many wait at most for the end of their line.
+_WAITING = 1000000
 # How long a rank that was told to end may take.
 _GRACE = 5.0
 # How long a rank that only lost others delays its own end, so that theirs are reported first. One
@@ -123,7 +125,7 @@ class _Stream:
 
     def show_unfinished(self) -> None:
         waited = time.monotonic() - self.since >= _UNSHOWN
-        if self.unsent and (waited or len(self.unsent) > _KEPT):
+        if self.unsent and (waited or len(self.unsent) > _WAITING):
             self.line = (self.line + self.unsent)[:_KEPT]
             self.rank.send_in_parts(UNFINISHED + self.kind, self.unsent)
             self.unsent = ""
