@@ -1,6 +1,7 @@
 """torch: which arguments are data, and what runs a module in a way of its own."""
 
 import copy
+import re
 
 import pytest
 
@@ -56,6 +57,47 @@ def test_a_batch_that_comes_to_have_as_many_rows_as_a_table():
 def test_tensors_with_other_numbers_of_rows_are_passed_whole():
     attend = tables()["memory"]
     agree(computing(attend), rows(6, 4), None, rows(11, 5))
+
+
+@pytest.mark.parametrize("name", ["a state", "a picture"])
+def test_what_has_no_batch_dimension_runs_whole(name):
+    """A policy on one state, or a picture by itself: torch's layers take them."""
+    import torch
+
+    module, x, operation = {
+        "a state": (torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh()), rows(4), "linear"),
+        "a picture": (torch.nn.Sequential(torch.nn.Conv2d(3, 2, 3)), rows(3, 6, 6), "conv2d"),
+    }[name]
+    expected = module.double()(x)
+    compat.parallelize(module)
+    told = r"The operation {} in 0 .* {}".format(operation, re.escape(FAILS))
+    with pytest.warns(compat.CompatWarning, match=told):
+        same(expected, module(x), 1e-12)
+
+
+@pytest.mark.parametrize("kind", ["Embedding", "EmbeddingBag"])
+@pytest.mark.parametrize("name", ["Adagrad", "SparseAdam"])
+def test_tables_with_sparse_gradients(kind, name):
+    """A row that several devices look up has one gradient, which such an optimizer squares."""
+    import torch
+
+    trained = []
+    for parallel in (False, True):
+        torch.manual_seed(0)
+        table = getattr(torch.nn, kind)(10, 4, sparse=True)
+        module = torch.nn.Sequential(table, torch.nn.Flatten(), torch.nn.LazyLinear(2)).double()
+        module(torch.zeros(2, 6, dtype=torch.int64))
+        if parallel:
+            compat.parallelize(module)
+        optimizer = getattr(torch.optim, name)([table.weight], 0.1)
+        for step, count in enumerate((16, 13, 2)):
+            numbers = torch.arange(6 * count).view(count, 6) * (step + 3) % 7
+            optimizer.zero_grad()
+            module(numbers).square().sum().backward()
+            assert table.weight.grad.is_sparse
+            optimizer.step()
+        trained.append(table.weight.detach())
+    same(*trained, 1e-12)
 
 
 @pytest.mark.parametrize("name", ["src_mask", "mask", "attend_to"])

@@ -104,6 +104,19 @@ class Hooks:
                 hooks.update(before)
 
 
+class _CopyOfTable(torch.autograd.Function):
+    """``Tensor.to()`` for sparse gradients, which torch's own refuses to take back."""
+
+    @staticmethod
+    def forward(ctx, table, device):
+        ctx.home = table.device
+        return table.to(device, copy=True)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.to(ctx.home), None
+
+
 class ModuleReplicas:
     """Runs the replicas of a torch module, each with weights and buffers of its own.
 
@@ -113,12 +126,15 @@ class ModuleReplicas:
 
     def __init__(self, module):
         self.parts = []
+        self.sparse = set()  # of tables whose gradients are: embeddings'
         self.places = []  # dictionary of a module within, name there, weight or buffer
         self.buffers, self.buffer_places = {}, {}
         known = set()
         for path, part in module.named_modules():
             if _is_own(part):
                 self.parts.append((path, part))
+            if getattr(part, "sparse", False) is True:
+                self.sparse.update(map(id, part._parameters.values()))
             for values in part._parameters, part._buffers:
                 places = [(values, name, v) for name, v in values.items() if v is not None]
                 self.places += places
@@ -139,7 +155,11 @@ class ModuleReplicas:
                 tag(buffer, State(self.buffers[key]))
         for _, _, value in self.places:
             if id(value) not in copies:  # more than one where weights are tied
-                copies[id(value)] = value.to(device, copy=copy)
+                differs = copy or value.device != device
+                if id(value) in self.sparse and differs:
+                    copies[id(value)] = _CopyOfTable.apply(value, device)
+                else:
+                    copies[id(value)] = value.to(device, copy=copy)
         before = {path: dict(vars(part)) for path, part in self.parts}
         try:
             for values, name, value in self.places:
