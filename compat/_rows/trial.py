@@ -87,34 +87,42 @@ def chosen(whole, placement, rows):
 
 def fits(parts, whole, placement, sizes=SIZES):
     """Whether the parts of an array make up the whole by a placement."""
-    import numpy as np
-
-    rows = sum(sizes)
     if any(part.ndim != whole.ndim or part.dtype != whole.dtype for part in parts):
         return False
     if isinstance(placement, Sharded):
-        axis, copies, shape = placement.axis, placement.copies, whole.shape
-        besides = {each.shape[:axis] + each.shape[axis + 1 :] for each in list(parts) + [whole]}
-        if axis >= whole.ndim or len(besides) > 1:
-            return False
-        if placement.inner is not None and shape[axis] != placement.inner * copies * rows:
-            return False
-        lengths = [part.shape[axis] * rows for part in parts]
-        if placement.even and (
-            shape[axis] % (rows * copies) or lengths != [shape[axis] * size for size in sizes]
-        ):
-            return False
-        split = [np.split(part, copies, axis) for part in parts]
-        return close(np.concatenate([piece for each in zip(*split) for piece in each], axis), whole)
+        return _are_rows(parts, whole, placement, sizes)
     if any(part.shape != whole.shape for part in parts):
         return False
-    if not isinstance(placement, Partial):
-        return all(close(part, whole) for part in parts)
-    if whole.dtype.kind not in {"sum": "iufc", "mean": "fc"}.get(placement.how, "biuf"):
+    if isinstance(placement, Partial):
+        return _add_up(parts, whole, placement.how, sizes)
+    return all(close(part, whole) for part in parts)
+
+
+def _are_rows(parts, whole, placement, sizes):
+    import numpy as np
+
+    axis, copies, rows = placement.axis, placement.copies, sum(sizes)
+    besides = {each.shape[:axis] + each.shape[axis + 1 :] for each in list(parts) + [whole]}
+    if axis >= whole.ndim or len(besides) > 1:
         return False
-    if placement.how in ("max", "min"):
-        return close(getattr(np, placement.how + "imum").reduce(parts), whole)
-    weights = [size / float(rows) if placement.how == "mean" else 1 for size in sizes]
+    length = whole.shape[axis]
+    if placement.inner is not None and length != placement.inner * copies * rows:
+        return False
+    lengths = [part.shape[axis] * rows for part in parts]
+    if placement.even and (length % (rows * copies) or lengths != [length * n for n in sizes]):
+        return False
+    split = [np.split(part, copies, axis) for part in parts]
+    return close(np.concatenate([piece for each in zip(*split) for piece in each], axis), whole)
+
+
+def _add_up(parts, whole, how, sizes):
+    import numpy as np
+
+    if whole.dtype.kind not in {"sum": "iufc", "mean": "fc"}.get(how, "biuf"):
+        return False
+    if how in ("max", "min"):
+        return close(getattr(np, how + "imum").reduce(parts), whole)
+    weights = [size / float(sum(sizes)) if how == "mean" else 1 for size in sizes]
     total = sum(part * weight for part, weight in zip(parts, weights))
     return close(np.asarray(total, whole.dtype), whole)  # NumPy 1 makes float64 of some numbers
 

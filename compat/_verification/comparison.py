@@ -65,33 +65,18 @@ class Comparison:
         if any(other is None or np.shape(other) != np.shape(expected) for other in others):
             self.incomparable[label] = "its shape changes from run to run"
             return
-        exact = (
-            np.asarray(expected).dtype.kind not in "fc"
-            and str(getattr(expected, "dtype", "")) not in EPS
-        )
+        dtype = np.asarray(expected).dtype
+        is_exact = dtype.kind not in "fc" and str(getattr(expected, "dtype", "")) not in EPS
         base = _as_float(before) if before is not None else 0.0
         expected, found = _as_float(expected) - base, _as_float(found) - base
-        others = [_as_float(other) - base for other in others]
-        same = np.isfinite(expected) & np.isfinite(found)
-        odd = ~same & ~((expected == found) | (np.isnan(expected) & np.isnan(found)))
         if not np.size(expected):
             return
+        same = np.isfinite(expected) & np.isfinite(found)
+        odd = ~same & ~((expected == found) | (np.isnan(expected) & np.isnan(found)))
         largest = _largest(expected[same]) if np.ndim(expected) else _largest(expected)
-        spread = max([_largest(other - expected) for other in others] or [0.0])
-        limit, size = 0.0, largest
-        if not exact:
-            stored = 0.0
-            if before is not None:
-                stored = 4 * EPS.get(str(before.dtype), EPS["bfloat16"]) * _largest(base)
-            limit = rounding(self.step.dtype) * largest + stored + _MARGIN * spread
-            # No float is exact: a loss of what fits is the square of rounding, and a sum that
-            # cancels is rounding alone.
-            eps = EPS.get(self.step.dtype, EPS["float32"])
-            limit = max(limit, eps**2 if largest else eps)
-            if spread > max(_RANDOM, 4 * rounding(self.step.dtype)) * largest + stored:
-                self.incomparable[label] = _NOT_REPEATED
-                return
-        elif spread:
+        spread = max([_largest(_as_float(other) - base - expected) for other in others] or [0.0])
+        limit = (None if spread else 0.0) if is_exact else self._limit(largest, spread, before)
+        if limit is None:
             self.incomparable[label] = _NOT_REPEATED
             return
         self.compared += 1
@@ -103,8 +88,27 @@ class Comparison:
             difference = float("inf")
         if difference > limit:
             self.differing.append((label, difference, limit, _ratio(expected, found)))
-        elif size:
-            self.largest = max(self.largest, (difference / size, label))
+        elif largest:
+            self.largest = max(self.largest, (difference / largest, label))
+
+    def _limit(self, largest, spread, before):
+        """How far apart rounding may leave two values; None: one device does not repeat its own.
+
+        Arguments:
+            largest: how much changed on one device.
+            spread: how far apart are the values that one device repeats.
+            before: what was there, if it is the change that is compared.
+        """
+        stored = 0.0
+        if before is not None:
+            stored = 4 * EPS.get(str(before.dtype), EPS["bfloat16"]) * _largest(_as_float(before))
+        unit = rounding(self.step.dtype)
+        if spread > max(_RANDOM, 4 * unit) * largest + stored:
+            return None
+        # No float is exact: a loss of what fits is the square of rounding, and a sum that cancels
+        # is rounding alone.
+        eps = EPS.get(self.step.dtype, EPS["float32"])
+        return max(unit * largest + stored + _MARGIN * spread, eps**2 if largest else eps)
 
     def compared_nothing(self):
         """Whether no output, no loss, or none of the weights that change could be compared."""
