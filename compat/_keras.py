@@ -197,6 +197,17 @@ def compiled_with(model):
     return getattr(getattr(model, "_compile_config", None), "config", None) or {}
 
 
+def wrapped_optimizers(optimizer):
+    """An optimizer, and those that it wraps."""
+    if optimizer is None:
+        return
+    yield optimizer
+    for value in list(vars(optimizer).values()):
+        if hasattr(value, "get_updates") or hasattr(value, "apply_gradients"):
+            for each in wrapped_optimizers(value):
+                yield each
+
+
 def in_stateless_scope(keras):
     """Whether somebody calls a Keras 3 model as a pure function: then they hold its state."""
     if not hasattr(keras, "StatelessScope"):

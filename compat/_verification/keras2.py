@@ -47,7 +47,7 @@ class VerifiedKeras2Step(keras_steps.Verified):
         if self.kind != "train":
             return keras_steps.made_anew(self, model)
         optimizer = model.optimizer
-        with _attributes_kept(keras_steps.wrapped_optimizers(optimizer)):
+        with _attributes_kept(_keras.wrapped_optimizers(optimizer)):
             with self.ordering(optimizer):
                 return keras_steps.made_anew(self, model)
 
@@ -78,7 +78,7 @@ def _attributes_kept(optimizers):
 
 def _state_of(optimizer):
     """The variables of an optimizer of Keras 2 or of TensorFlow, and of those that it wraps."""
-    for each in keras_steps.wrapped_optimizers(optimizer):
+    for each in _keras.wrapped_optimizers(optimizer):
         if hasattr(each, "variables"):
             for variable in each.variables():
                 yield variable

@@ -327,17 +327,6 @@ def optimizers(model):
     return list({id(optimizer): optimizer for optimizer in found}.values())
 
 
-def wrapped_optimizers(optimizer):
-    """An optimizer, and those that it wraps."""
-    if optimizer is None:
-        return
-    yield optimizer
-    for value in list(vars(optimizer).values()):
-        if hasattr(value, "get_updates") or hasattr(value, "apply_gradients"):
-            for each in wrapped_optimizers(value):
-                yield each
-
-
 def _variables_of(thing):
     variables = getattr(thing, "variables", ())
     return list(variables() if callable(variables) else variables)

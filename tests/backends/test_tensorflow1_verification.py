@@ -78,7 +78,28 @@ def wrapping(keras):
     return Lookahead(keras.optimizers.Adam())
 
 
-@pytest.mark.parametrize("make", [accumulating, wrapping])
+def grouping(keras):
+    """As keras-lr-multiplier, twice: each group of weights has its updates, which all count."""
+
+    class Groups(keras.optimizers.Optimizer):
+        def __init__(self, optimizer):
+            super(Groups, self).__init__()
+            self.optimizer = optimizer
+
+        def get_updates(self, loss, params):
+            self.updates = []
+            for group in params[::2], params[1::2]:
+                self.updates += self.optimizer.get_updates(loss=loss, params=group)
+            self.weights = self.optimizer.weights
+            return self.updates
+
+        def get_config(self):
+            return {}
+
+    return Groups(Groups(keras.optimizers.Adam()))
+
+
+@pytest.mark.parametrize("make", [accumulating, wrapping, grouping])
 def test_state_that_an_optimizer_does_not_list(keras, make):
     inputs, targets = CASES["dense"].data(40)
     trained, kept = [], []

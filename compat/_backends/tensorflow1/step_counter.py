@@ -72,8 +72,8 @@ def updates_in_order(optimizer, get_updates, loss, params):
     variables the other one. Nadam reads its schedule of momentum twice, before and after it is set.
     tf.keras has an order of its own, which stays.
     """
-    counting = [optimizer, getattr(optimizer, "optimizer", None)]  # that it may wrap, as Lookahead
-    values = [value for each in counting if each is not None for value in vars(each).values()]
+    counting = _keras.wrapped_optimizers(optimizer)
+    values = [value for each in counting for value in vars(each).values()]
     counters = [value for value in values if hasattr(value, "handle")]
 
     def uses(counter, *kinds):
