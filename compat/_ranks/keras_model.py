@@ -113,7 +113,7 @@ class RankedFit(RankedMethod):
         given = args[place] if place < len(args) else kwargs.get("callbacks")
         given = list(given) if isinstance(given, (list, tuple)) else [given] if given else []
         given = saving.written_by_rank_0(_keras.keras_of(model), self.engine.place, given)
-        callbacks = [self.epochs(model)] + given
+        callbacks = [self.epochs(model)] + given + [self.stops(model)]
         if place < len(args):
             args = args[:place] + (callbacks,) + args[place + 1 :]
         else:
@@ -177,6 +177,28 @@ class RankedFit(RankedMethod):
                 ranked.comparison.training_ended(model)
 
         return Epochs()
+
+    def stops(self, model):
+        """The callback, after all others, by which one rank's wish to stop is everybody's.
+
+        A rank that left its epoch at once would leave the others waiting for its next step.
+        """
+        ranked = self
+
+        class Stops(_keras.keras_of(model).callbacks.Callback):  # type: ignore  # any Keras
+            # It takes no logs, which Keras therefore need not wait for.
+            _supports_tf_logs = async_safe = True
+            wished = False
+
+            def on_batch_end(self, batch, logs=None):
+                self.wished = self.wished or self.model.stop_training
+                self.model.stop_training = False
+
+            def on_epoch_end(self, epoch, logs=None):
+                wished = self.wished or self.model.stop_training
+                self.model.stop_training = bool(ranked.engine.sum([float(wished)])[0])
+
+        return Stops()
 
     def complete(self, model, logs):
         """Make an epoch's logs those of all ranks, with rank 0's names."""

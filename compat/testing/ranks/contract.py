@@ -173,6 +173,12 @@ class RanksContract(Jobs):
             assert facts["class"] == one_facts["class"]
 
     @pytest.mark.parametrize("size", in_span(SIZES, [2]))
+    def test_one_rank_ends_training_for_all(self, results, size):
+        """By ``stop_training``, within the second epoch or at its end."""
+        for _, facts in results(size, "train_on"):
+            assert facts["stopped"] == [2, 2]
+
+    @pytest.mark.parametrize("size", in_span(SIZES, [2]))
     def test_only_rank_0_saves_and_all_can_load(self, results, folder, size):
         for _, facts in results(size, "train_on"):
             assert facts["saved"] == [True] + [False] * (size - 1)

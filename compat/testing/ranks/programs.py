@@ -183,7 +183,30 @@ def train_on(keras, folder, extension):
         "mixed precision": hasattr(keras, "mixed_precision"),
         "saved over": _saved_over(model, folder, extension) if compat.is_chief() else None,
     }
-    return dict(_weights(model), loaded=loaded.predict(inputs, verbose=0)), facts
+    arrays = dict(_weights(model), loaded=loaded.predict(inputs, verbose=0))
+    facts["stopped"] = [len(_fit(model, "dense", 4, callbacks=[_stop(keras, moment)]))
+                        for moment in ("batch", "epoch")]  # fmt: skip
+    return arrays, facts
+
+
+def _stop(keras, moment):
+    """A callback that ends training on the last rank alone, in the second epoch or at its end."""
+
+    class Stop(keras.callbacks.Callback):  # type: ignore  # whichever Keras it is
+        def on_epoch_begin(self, epoch, logs=None):
+            self.epoch = epoch
+
+        def on_batch_end(self, batch, logs=None):
+            self.stop("batch")
+
+        def on_epoch_end(self, epoch, logs=None):
+            self.stop("epoch")
+
+        def stop(self, now):
+            if compat.rank() == compat.size() - 1 and self.epoch == 1 and now == moment:
+                self.model.stop_training = True
+
+    return Stop()
 
 
 def _saved_over(model, folder, extension):
