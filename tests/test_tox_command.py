@@ -189,7 +189,9 @@ def test_rows_of_a_project_of_python_3_6_to_3_8(project):
 
 def test_all_rows_of_a_project_without_limits(project):
     (project / "setup.cfg").unlink()
-    assert tox(project, "--all")[0] == 0
+    status, out, _ = tox(project, "--all")
+    assert status == 0
+    assert out.splitlines()[1] == "python any: no limit in pyproject.toml, setup.cfg, setup.py"
     expected = {
         "py{}{}-{}".format(*python + (extra,))
         for extra, pythons in _verified.PYTHONS.items()
@@ -215,25 +217,65 @@ def test_the_first_extra_that_a_project_allows(project):
 
 
 def test_files_that_are_there_stay(project):
-    (project / "tox.ini").write_text("mine")
+    assert tox(project)[0] == 0
     before = sorted(os.listdir(str(project)))
     text = (
         "compat tox: {} in {}: there already, so nothing was written. Move what is there, or "
         "overwrite it with --force.\n"
     )
-    assert tox(project, "--ci") == (2, "", text.format("tox.ini", project))
-    (project / "toxfile.py").write_text("mine")
-    assert tox(project) == (2, "", text.format("tox.ini and toxfile.py", project))
+    with open(str(project / "tox.ini"), "a") as file:
+        file.write("# mine\n")
+    assert tox(project, "--ci") == (2, "", text.format("tox.ini and toxfile.py", project))
     (project / "toxfile.py").unlink()
-    assert sorted(os.listdir(str(project))) == before
-    assert (project / "tox.ini").read_text() == "mine"
+    assert tox(project) == (2, "", text.format("tox.ini", project))
+    assert (project / "tox.ini").read_text().endswith("# mine\n")
     assert tox(project, "--force")[0] == 0
-    assert (project / "tox.ini").read_text().startswith("# Written by `compat tox` of ")
+    assert not (project / "tox.ini").read_text().endswith("# mine\n")
+    assert sorted(os.listdir(str(project))) == before
+
+
+@pytest.mark.parametrize(
+    "name, text",
+    [
+        ("tox.ini", "[pytest]\naddopts = -x\n"),
+        ("setup.cfg", "[options]\npython_requires = >=3.6,<3.9\n[tox:tox]\nenv_list = py38\n"),
+        ("pyproject.toml", '[tool.tox]\nenv_list = ["py38"]\n'),
+        ("pyproject.toml", "[tool.tox.env_run_base]\nskip_install = true\n"),
+        ("tox.toml", 'env_list = ["py38"]\n'),
+        ("toxfile.py", "import tox\n"),
+    ],
+)
+def test_a_configuration_of_tox_that_is_there_stays_in_force(project, name, text):
+    """A tox.ini would come before it, and what is in there would be gone."""
+    (project / name).write_text(text)
+    before = sorted(os.listdir(str(project)))
+    (project / "vendor").mkdir()
+    options = ["--backends=theano,tensorflow1", "--ci", "--compat", str(project / "vendor")]
+    status, out, err = tox(project, *options)
+    assert (status, err) == (0, "")
+    assert out == (
+        "wrote  compat-tox/tox.ini, compat-tox/toxfile.py, .github/workflows/compat.yml\n"
+        "kept   the project's own configuration of tox, in {}\n"
+        "rows   py38-theano, py37-tensorflow1\n"
+        "next   pip install tox tox-uv && tox run -c compat-tox\n".format(name)
+    )
+    assert (project / name).read_text() == text
+    assert sorted(os.listdir(str(project))) == sorted(before + ["vendor", ".github", "compat-tox"])
+    written = (project / "compat-tox" / "tox.ini").read_text()
+    assert "#     tox run -c compat-tox -e py38-theano\n" in written
+    assert "    {tox_root}/../vendor\n    pytest\n" in written
+    assert "    PYTHONPATH = {tox_root}/..\n" in written
+    assert "change_dir = {tox_root}/..\ncommands = pytest {posargs}\n" in written
+    text = (project / ".github" / "workflows" / "compat.yml").read_text()
+    assert "      - run: tox run -c compat-tox -e py38-theano\n" in text
 
 
 def test_what_is_there_is_written_to_and_stays(project):
-    ini, written = link(str(project / "tox.ini"))
-    toxfile, received = fifo(str(project / "toxfile.py"))
+    (project / "tox.ini").write_text("[pytest]\n")
+    aside = project / "compat-tox"
+    aside.mkdir()
+    ini, written = link(str(aside / "tox.ini"))
+    toxfile, received = fifo(str(aside / "toxfile.py"))
     before = kept(ini), kept(toxfile)
     assert tox(project, "--force")[0] == 0
     assert written().startswith("# Written by") and received().startswith('"""')
@@ -370,13 +412,16 @@ def test_help():
     assert (
         "Write a tox.ini, and the toxfile.py that it needs, which run the tests of the project in "
         "this folder\non each backend, on simulated devices: a row for each backend and Python, of "
-        "those that\nkeras-gpu-compat is tested with and the project's python_requires allows. No "
-        "file is overwritten.\n\nexit status: 0, or 2 where nothing was written."
+        "those that\nkeras-gpu-compat is tested with and the project's python_requires allows. "
+        "Where the project has a\ntox configuration of its own, they are written to a folder of "
+        "their own, compat-tox, and that\nconfiguration stays in force. No file is "
+        "overwritten.\n\nexit status: 0, or 2 where nothing was written."
     ) in command("tox", "--help")[1]
 
 
 # python_requires ------------------------------------------------------------------------------
 
+POETRY = '[tool.poetry]\nname = "p"\n\n[tool.poetry.dependencies]\npython = "{}"\nkeras = "*"\n'
 PYPROJECT = (
     '[project]\nname = "p"\nrequires-python = ">=3.7"  # so\n\n[tool.x]\nrequires-python = 1\n'
 )
@@ -389,6 +434,11 @@ PYPROJECT = (
         ({"pyproject.toml": PYPROJECT}, (">=3.7", "pyproject.toml")),
         ({"pyproject.toml": '[tool.x]\nrequires-python = ">=3.7"\n'}, ("", None)),
         ({"pyproject.toml": "[build-system]\n", "setup.py": "setup()"}, ("", None)),
+        ({"pyproject.toml": POETRY.format("^3.6")}, (">=3.6,<4", "pyproject.toml")),
+        ({"pyproject.toml": POETRY.format("~3.7")}, (">=3.7,<3.8", "pyproject.toml")),
+        ({"pyproject.toml": POETRY.format("~3")}, (">=3,<4", "pyproject.toml")),
+        ({"pyproject.toml": POETRY.format(">=3.6,<3.9")}, (">=3.6,<3.9", "pyproject.toml")),
+        ({"pyproject.toml": POETRY.format("*")}, (">=3", "pyproject.toml")),
         (
             {"setup.cfg": "[options]\npython_requires = >=3.6,\n    <4\n"},
             (">=3.6,\n<4", "setup.cfg"),

@@ -15,17 +15,16 @@ if TYPE_CHECKING:
 _LAST = 99
 
 
+FILES = "pyproject.toml", "setup.cfg", "setup.py"
+
+
 def read(folder: str) -> "Tuple[str, Optional[str]]":
     """The specifier and the name of the file that has it, in setuptools' order of precedence.
 
     Returns:
         ("", None) where the project sets no limit; ("", a file) where that computes it.
     """
-    for name, found in (
-        ("pyproject.toml", _of_pyproject),
-        ("setup.cfg", _of_setup_cfg),
-        ("setup.py", _of_setup_py),
-    ):
+    for name, found in zip(FILES, (_of_pyproject, _of_setup_cfg, _of_setup_py)):
         path = os.path.join(folder, name)
         if os.path.isfile(path):
             # Names of authors may be in another encoding; what is looked for is in ASCII.
@@ -37,12 +36,34 @@ def read(folder: str) -> "Tuple[str, Optional[str]]":
 
 
 def _of_pyproject(text, path):
-    """From [project]; Python 3.6 has no parser of TOML."""
-    project = re.search(r"^\[project\][^\n]*\n(.*?)(?=^\[|\Z)", text, re.MULTILINE | re.DOTALL)
-    if project is None:
-        return None
-    value = re.search(r"^requires-python\s*=\s*(['\"])(.*?)\1", project.group(1), re.MULTILINE)
+    """From [project], or from Poetry's table; Python 3.6 has no parser of TOML."""
+    found = _in_table(text, r"project", "requires-python")
+    if found is None:
+        found = _in_table(text, r"tool\.poetry\.dependencies", "python")
+        found = ">=3" if found == "*" else found and _CARET_OR_TILDE.sub(_range, found)
+    return found
+
+
+def _in_table(text, name, key):
+    """The text of a key in a table, or None."""
+    head = r"^\[{}\][^\n]*\n(.*?)(?=^\[|\Z)".format(name)
+    table = re.search(head, text, re.MULTILINE | re.DOTALL)
+    line = r"^{}\s*=\s*(['\"])(.*?)\1".format(key)
+    value = table and re.search(line, table.group(1), re.MULTILINE)
     return value and value.group(2)
+
+
+# Poetry's own: "^3.8" is >=3.8,<4, and "~3.8" is >=3.8,<3.9.
+_CARET_OR_TILDE = re.compile(r"([\^~])\s*(\d+)((?:\.\d+)*)")
+
+
+def _range(match):
+    sign, major, rest = match.groups()
+    if sign == "~" and rest:
+        until = "{}.{}".format(major, int(rest.split(".")[1]) + 1)
+    else:
+        until = str(int(major) + 1)
+    return ">={}{},<{}".format(major, rest, until)
 
 
 def _of_setup_cfg(text, path):

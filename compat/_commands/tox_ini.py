@@ -19,13 +19,17 @@ if TYPE_CHECKING:
 DESCRIPTION = """\
 Write a tox.ini, and the toxfile.py that it needs, which run the tests of the project in this folder
 on each backend, on simulated devices: a row for each backend and Python, of those that
-keras-gpu-compat is tested with and the project's python_requires allows. No file is overwritten.
+keras-gpu-compat is tested with and the project's python_requires allows. Where the project has a
+tox configuration of its own, they are written to a folder of their own, compat-tox, and that
+configuration stays in force. No file is overwritten.
 
 exit status: 0, or 2 where nothing was written."""
 
 COMPAT = pins.DISTRIBUTION
 LEFT_OUT = ("cntk",)  # needs libraries of OpenMPI, which no package of Python's has
 IMAGES = ((3, 6), (3, 7))  # that runners no longer have
+# What is written beside a project's own configuration of tox, which a tox.ini would replace.
+ASIDE = "compat-tox"
 
 
 def add_to(commands: "argparse._SubParsersAction") -> None:
@@ -86,19 +90,55 @@ def _run(arguments):
     chosen = rows(arguments.backends, arguments.every, specifier, source)
     compat = _requirement(arguments.compat, folder, arguments.ci)
     path = "src" if os.path.isdir(os.path.join(folder, "src")) else ""
+    own = _own_configuration(folder)
+    aside = ASIDE if own else ""
     with open(os.path.join(os.path.dirname(__file__), "toxfile.py"), encoding="utf-8") as file:
-        files = {"tox.ini": tox_ini(chosen, compat, path), "toxfile.py": file.read()}
+        texts = {"tox.ini": tox_ini(chosen, compat, path, aside), "toxfile.py": file.read()}
+    files = {os.path.join(aside, name): text for name, text in texts.items()}
     if arguments.ci:
-        files[os.path.join(".github", "workflows", "compat.yml")] = workflow(chosen, compat, path)
+        text = workflow(chosen, compat, path, aside)
+        files[os.path.join(".github", "workflows", "compat.yml")] = text
     write(folder, files, arguments.force)
     print("wrote  {}".format(", ".join(files)))
+    if own:
+        print("kept   the project's own configuration of tox, in {}".format(own))
+    if source is None:
+        print("python any: no limit in {}".format(", ".join(python_requires.FILES)))
     print("rows   {}".format(", ".join(map(name, chosen))))
     missing = set(_verified.ROWS).difference(LEFT_OUT, [_verified.backend(e) for e, _ in chosen])
     if arguments.backends is None and missing:
         backends = ", ".join(each for each in _verified.ROWS if each in missing)
         print("none   {}: python_requires = {} in {}".format(backends, specifier, source))
-    print("next   pip install tox tox-uv && tox run")
+    print("next   pip install tox tox-uv && {}".format(_run_command(aside)))
     return 0
+
+
+def _own_configuration(folder):
+    """The file with a configuration of tox that is not written by this command, or None."""
+    for name, configures in _CONFIGURATIONS.items():
+        path = os.path.join(folder, name)
+        if os.path.isfile(path):
+            with open(path, encoding="utf-8", errors="replace") as file:
+                text = file.read()
+            if re.search(configures, text, re.MULTILINE) and "`compat tox` of" not in text[:500]:
+                return name
+        elif os.path.lexists(path) and not configures:
+            return name
+    return None
+
+
+# What tox reads, in its order, and what in there is for tox.
+_CONFIGURATIONS = {
+    "tox.ini": "",
+    "setup.cfg": r"^\[tox:tox\]",
+    "pyproject.toml": r"^\[tool\.tox[].]",
+    "tox.toml": "",
+    "toxfile.py": "",
+}
+
+
+def _run_command(aside):
+    return "tox run -c {}".format(aside) if aside else "tox run"
 
 
 def rows(
@@ -222,9 +262,9 @@ HEAD = """\
 # versions with which keras-gpu-compat is tested. Yours to change.
 #
 #     pip install tox tox-uv
-#     tox run                          all rows whose Python is installed
-#     tox run -e {example}
-#     tox run -e {example} -- -k dense     a part of the tests
+#     {tox}                          all rows whose Python is installed
+#     {tox} -e {example}
+#     {tox} -e {example} -- -k dense     a part of the tests
 #
 # Interpreters are found on the PATH. Where pyenv is installed, all of its interpreters are found,
 # whichever is active: toxfile.py sees to that. `pyenv install 3.7` adds one. A row whose Python is
@@ -257,7 +297,7 @@ set_env =
     PYTHONPATH = {path}
     # Makes each configure_gpu() one of three simulated devices, on the CPU.
 {general}
-commands = pytest {{posargs}}
+{change_dir}commands = pytest {{posargs}}
 """
 
 SECTION = """
@@ -271,20 +311,24 @@ set_env =
 """
 
 
-def tox_ini(chosen: "List[Row]", compat: str, path: str) -> str:
+def tox_ini(chosen: "List[Row]", compat: str, path: str, aside: str) -> str:
     """The text of tox.ini.
 
     Arguments:
         compat: the requirement that installs keras-gpu-compat.
         path: the folder that the project's package is in, from the project's; "": that itself.
+        aside: the folder that it is written to, from the project's; "": that itself.
     """
+    root = "{tox_root}" + ("/.." if aside else "")
     text = HEAD.format(
         version=__version__,
+        tox=_run_command(aside),
         example=name(chosen[0]),
         names=_indented(map(name, chosen)),
-        compat=compat.replace("#", "\\#"),
-        path="{tox_root}" + ("/" + path if path else ""),
+        compat=compat.replace("{tox_root}", root).replace("#", "\\#"),
+        path=root + ("/" + path if path else ""),
         general=_indented(_assignments(GENERAL)),
+        change_dir="change_dir = {}\n".format(root) if aside else "",
     )
     for row in chosen:
         text += SECTION.format(
@@ -321,7 +365,7 @@ JOB = """\
           python-version: |
 {pythons}
       - run: python -m pip install tox tox-uv
-      - run: tox run -e {name}
+      - run: {tox} -e {name}
 """
 
 CONTAINER = """\
@@ -343,7 +387,7 @@ CONTAINER = """\
 RUNS_TOX = 3, 13
 
 
-def workflow(chosen: "List[Row]", compat: str, path: str) -> str:
+def workflow(chosen: "List[Row]", compat: str, path: str, aside: str) -> str:
     """The text of a workflow for GitHub's CI: a job for each row; arguments as ``tox_ini()``."""
     text = WORKFLOW.format(version=__version__)
     compat = compat.replace("{tox_root}", ".")
@@ -364,7 +408,7 @@ def workflow(chosen: "List[Row]", compat: str, path: str) -> str:
         else:
             pythons = dict.fromkeys([python, RUNS_TOX])
             spelled = _indented(map(_verified.spelled, pythons), 12)
-            text += JOB.format(name=name(row), pythons=spelled)
+            text += JOB.format(name=name(row), pythons=spelled, tox=_run_command(aside))
     return text
 
 
