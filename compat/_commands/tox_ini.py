@@ -2,19 +2,16 @@
 
 import argparse
 import contextlib
-import json
 import os
 import re
 import sys
 
-from .. import __version__, _files, _verified, errors
-from . import pins, python_requires
+from .. import _files, _verified, errors
+from . import pins, python_requires, tox_texts
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Dict, Iterable, List, Optional, Tuple
-
-    Row = Tuple[str, _verified.Python]
+    from typing import Dict, List, Optional
 
 DESCRIPTION = """\
 Write a tox.ini, and the toxfile.py that it needs, which run the tests of the project in this folder
@@ -27,7 +24,6 @@ exit status: 0, or 2 where nothing was written."""
 
 COMPAT = pins.DISTRIBUTION
 LEFT_OUT = ("cntk",)  # needs libraries of OpenMPI, which no package of Python's has
-IMAGES = ((3, 6), (3, 7))  # that runners no longer have
 # What is written beside a project's own configuration of tox, which a tox.ini would replace.
 ASIDE = "compat-tox"
 
@@ -93,10 +89,13 @@ def _run(arguments):
     own = _own_configuration(folder)
     aside = ASIDE if own else ""
     with open(os.path.join(os.path.dirname(__file__), "toxfile.py"), encoding="utf-8") as file:
-        texts = {"tox.ini": tox_ini(chosen, compat, path, aside), "toxfile.py": file.read()}
-    files = {os.path.join(aside, name): text for name, text in texts.items()}
+        texts = {
+            "tox.ini": tox_texts.tox_ini(chosen, compat, path, aside),
+            "toxfile.py": file.read(),
+        }
+    files = {os.path.join(aside, name): texts[name] for name in ("tox.ini", "toxfile.py")}
     if arguments.ci:
-        text = workflow(chosen, compat, path, aside)
+        text = tox_texts.workflow(chosen, compat, path, aside)
         files[os.path.join(".github", "workflows", "compat.yml")] = text
     write(folder, files, arguments.force)
     print("wrote  {}".format(", ".join(files)))
@@ -104,12 +103,12 @@ def _run(arguments):
         print("kept   the project's own configuration of tox, in {}".format(own))
     if source is None:
         print("python any: no limit in {}".format(", ".join(python_requires.FILES)))
-    print("rows   {}".format(", ".join(map(name, chosen))))
+    print("rows   {}".format(", ".join(map(tox_texts.name, chosen))))
     missing = set(_verified.ROWS).difference(LEFT_OUT, [_verified.backend(e) for e, _ in chosen])
     if arguments.backends is None and missing:
         backends = ", ".join(each for each in _verified.ROWS if each in missing)
         print("none   {}: python_requires = {} in {}".format(backends, specifier, source))
-    print("next   pip install tox tox-uv && {}".format(_run_command(aside)))
+    print("next   pip install tox tox-uv && {}".format(tox_texts.run_command(aside)))
     return 0
 
 
@@ -137,16 +136,12 @@ _CONFIGURATIONS = {
 }
 
 
-def _run_command(aside):
-    return "tox run -c {}".format(aside) if aside else "tox run"
-
-
 def rows(
     extras: "Optional[List[str]]",
     every: bool,
     specifier: str = "",
     source: "Optional[str]" = None,
-) -> "List[Row]":
+) -> "List[tox_texts.Row]":
     """The extras and Pythons to test on.
 
     Arguments:
@@ -159,7 +154,7 @@ def rows(
         InvalidArgumentError: there is no such extra, no row of it can be generated, or the project
             allows no Python that it is tested on.
     """
-    found: "List[Row]" = []
+    found: "List[tox_texts.Row]" = []
     if extras is None:
         for backend, brought in _verified.ROWS.items():
             if backend not in LEFT_OUT:
@@ -203,9 +198,8 @@ def _tested():
     return sorted({python for pythons in _verified.PYTHONS.values() for python in pythons})
 
 
-def name(row: "Row") -> str:
-    extra, python = row
-    return "py{}{}-{}".format(python[0], python[1], extra)
+# A distribution, or one with its extras, versions, URL or marker; or a URL.
+_REQUIREMENT = re.compile(r"\w[\w.-]*\s*(\[[^][]*\]\s*)?([<>=!~(;@].*)?$|[A-Za-z+]+://.")
 
 
 def _requirement(compat, folder, ci):
@@ -235,181 +229,6 @@ def _requirement(compat, folder, ci):
             "requirement that pip finds there, or a path within the project.".format(compat)
         )
     return path
-
-
-def _variables(row):
-    """What the tests of a row find in their environment, besides what all find."""
-    from .. import _registry  # for start-up time
-
-    extra, _ = row
-    framework = _registry.load(_verified.backend(extra)).framework
-    variables = {"KERAS_BACKEND": framework}
-    if framework == "tensorflow":
-        variables["TF_CPP_MIN_LOG_LEVEL"] = "2"
-    if extra == "tf_keras":
-        variables["TF_USE_LEGACY_KERAS"] = "1"
-    return variables
-
-
-# A distribution, or one with its extras, versions, URL or marker; or a URL.
-_REQUIREMENT = re.compile(r"\w[\w.-]*\s*(\[[^][]*\]\s*)?([<>=!~(;@].*)?$|[A-Za-z+]+://.")
-
-# Two rows may share the cores.
-GENERAL = {"COMPAT_SIMULATE": "3", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-
-HEAD = """\
-# Written by `compat tox` of keras-gpu-compat {version}: your tests on each backend of Keras, in the
-# versions with which keras-gpu-compat is tested. Yours to change.
-#
-#     pip install tox tox-uv
-#     {tox}                          all rows whose Python is installed
-#     {tox} -e {example}
-#     {tox} -e {example} -- -k dense     a part of the tests
-#
-# Interpreters are found on the PATH. Where pyenv is installed, all of its interpreters are found,
-# whichever is active: toxfile.py sees to that. `pyenv install 3.7` adds one. A row whose Python is
-# missing is left out, and the report at the end says SKIP; where CI is set, toxfile.py makes that a
-# failure. It also gives each row a HOME of its own, so that nobody's ~/.keras/keras.json or
-# ~/.theanorc has a say in the tests.
-#
-# CNTK has no row: it needs libraries of OpenMPI, which no Python package has.
-[tox]
-requires =
-    tox>=4.57
-    # Makes environments for Python 3.6 and 3.7, which virtualenv no longer does.
-    tox-uv>=1.20
-env_list =
-{names}
-skip_missing_interpreters = true
-
-[testenv]
-# Your package is imported from its folder. Installing it would install what it requires, which may
-# not be the versions below: `tensorflow` would come in addition to tensorflow-cpu. List under deps
-# what else it needs. If it has to be installed, since it is compiled for example, remove this line
-# and look at what tox installs.
-skip_install = true
-deps =
-    {compat}
-    pytest
-# For pyenv's interpreters, which are asked for their versions.
-pass_env = PYENV_*
-set_env =
-    PYTHONPATH = {path}
-    # Makes each configure_gpu() one of three simulated devices, on the CPU.
-{general}
-{change_dir}commands = pytest {{posargs}}
-"""
-
-SECTION = """
-[testenv:{name}]
-deps =
-    {{[testenv]deps}}
-{pins}
-set_env =
-    {{[testenv]set_env}}
-{variables}
-"""
-
-
-def tox_ini(chosen: "List[Row]", compat: str, path: str, aside: str) -> str:
-    """The text of tox.ini.
-
-    Arguments:
-        compat: the requirement that installs keras-gpu-compat.
-        path: the folder that the project's package is in, from the project's; "": that itself.
-        aside: the folder that it is written to, from the project's; "": that itself.
-    """
-    root = "{tox_root}" + ("/.." if aside else "")
-    text = HEAD.format(
-        version=__version__,
-        tox=_run_command(aside),
-        example=name(chosen[0]),
-        names=_indented(map(name, chosen)),
-        compat=compat.replace("{tox_root}", root).replace("#", "\\#"),
-        path=root + ("/" + path if path else ""),
-        general=_indented(_assignments(GENERAL)),
-        change_dir="change_dir = {}\n".format(root) if aside else "",
-    )
-    for row in chosen:
-        text += SECTION.format(
-            name=name(row),
-            pins=_indented(pins.pins(*row)),
-            variables=_indented(_assignments(_variables(row))),
-        )
-    return text
-
-
-def _indented(lines: "Iterable[str]", width: int = 4) -> str:
-    return "\n".join(" " * width + line for line in lines)
-
-
-def _assignments(variables: "Dict[str, str]", sign: str = " = ") -> "List[str]":
-    return ["{}{}{}".format(key, sign, value) for key, value in variables.items()]
-
-
-WORKFLOW = """\
-# Written by `compat tox --ci` of keras-gpu-compat {version}: the rows of tox.ini, a job for each.
-name: compat
-on: [push, pull_request]
-jobs:
-"""
-
-JOB = """\
-  {name}:
-    runs-on: ubuntu-latest
-    steps:
-      - uses: actions/checkout@v4
-      - uses: actions/setup-python@v5
-        with:
-          # The last one runs tox.
-          python-version: |
-{pythons}
-      - run: python -m pip install tox tox-uv
-      - run: {tox} -e {name}
-"""
-
-CONTAINER = """\
-  # Runners no longer have Python {python}, and tox does not run on it: a container of that Python,
-  # with the deps and the variables of the row in tox.ini.
-  {name}:
-    runs-on: ubuntu-latest
-    container: python:{python}
-    env:
-{variables}
-    steps:
-      - uses: actions/checkout@v4
-      - run: >-
-          python -m pip install
-{requirements}
-      - run: PYTHONPATH="$PWD{path}" python -m pytest
-"""
-
-RUNS_TOX = 3, 13
-
-
-def workflow(chosen: "List[Row]", compat: str, path: str, aside: str) -> str:
-    """The text of a workflow for GitHub's CI: a job for each row; arguments as ``tox_ini()``."""
-    text = WORKFLOW.format(version=__version__)
-    compat = compat.replace("{tox_root}", ".")
-    for row in chosen:
-        python = row[1]
-        if python in IMAGES:
-            needed = [compat, "pytest"] + pins.pins(*row)
-            needed = ['"{}"'.format(re.sub(r'(["$`\\])', r"\\\1", each)) for each in needed]
-            variables = dict(GENERAL, **_variables(row))
-            quoted = {key: json.dumps(value) for key, value in variables.items()}
-            text += CONTAINER.format(
-                name=name(row),
-                python=_verified.spelled(python),
-                variables=_indented(_assignments(quoted, ": "), 6),
-                requirements=_indented(needed, 10),
-                path="/" + path if path else "",
-            )
-        else:
-            pythons = dict.fromkeys([python, RUNS_TOX])
-            spelled = _indented(map(_verified.spelled, pythons), 12)
-            text += JOB.format(name=name(row), pythons=spelled, tox=_run_command(aside))
-    return text
 
 
 def write(folder: str, files: "Dict[str, str]", force: bool = False) -> None:
