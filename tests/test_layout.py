@@ -137,6 +137,7 @@ FRAMEWORKS = re.compile(r"tensorflow|theano|mxnet|cntk|torch|\bjax", re.IGNORECA
 NAMING = {
     "compat._automatic": "where each Keras defines compile()",
     "compat.__main__": "the help lists the backends",
+    "compat._commands.tox_ini": "an example in the help of `--backends`",
     "compat._commands.tox_texts": "what a row of a generated tox.ini sets, and its comments",
     "compat._commands.environment": "packages that come with CUDA",
     "compat._detect": "which Keras runs on which framework",
