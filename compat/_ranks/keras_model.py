@@ -190,13 +190,17 @@ class RankedFit(RankedMethod):
             _supports_tf_logs = async_safe = True
             wished = False
 
+            def set_model(self, model):
+                # Not as ``self.model``, with which Keras on JAX brings all state to the model.
+                self.trained = model
+
             def on_batch_end(self, batch, logs=None):
-                self.wished = self.wished or self.model.stop_training
-                self.model.stop_training = False
+                self.wished = self.wished or self.trained.stop_training
+                self.trained.stop_training = False
 
             def on_epoch_end(self, epoch, logs=None):
-                wished = self.wished or self.model.stop_training
-                self.model.stop_training = bool(ranked.engine.sum([float(wished)])[0])
+                wished = self.wished or self.trained.stop_training
+                self.trained.stop_training = bool(ranked.engine.sum([float(wished)])[0])
 
         return Stops()
 
