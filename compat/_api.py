@@ -16,9 +16,15 @@ from ._settings import (
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, ContextManager, Optional, Sequence, Union
+    from typing import Any, Callable, ContextManager, Optional, Union, overload
 
-    Gpus = Union[None, int, str, Sequence[Union[int, str]]]
+    from typing_extensions import Unpack
+
+    from ._typing import Built, Gpus, Model, Options
+else:
+
+    def overload(function):
+        return function
 
 
 def configure_gpu(
@@ -32,7 +38,7 @@ def configure_gpu(
     persist: bool = False,
     strict: bool = False,
     parallelize: bool = False,
-    **options: "Any",
+    **options: "Unpack[Options]",
 ) -> "Configuration":
     """Choose this process's GPUs, their memory and the float type, on whichever backend it uses.
 
@@ -110,7 +116,17 @@ def configure_gpu(
         return active
 
 
-def parallelize(model: "Any", gpus: "Gpus" = None, *, strategy: "Optional[str]" = None) -> "Any":
+@overload
+def parallelize(
+    model: "Model", gpus: "Gpus" = None, *, strategy: "Optional[str]" = None
+) -> "Model": ...
+@overload
+def parallelize(  # noqa: F811
+    model: "Callable[[], Built]", gpus: "Gpus" = None, *, strategy: "Optional[str]" = None
+) -> "Built": ...
+def parallelize(  # noqa: F811
+    model: "Any", gpus: "Gpus" = None, *, strategy: "Optional[str]" = None
+) -> "Any":
     """Run a model on several devices: the same object, trained to the same numbers.
 
     Each batch is split evenly over the devices, in forward and backward pass; losses, metrics

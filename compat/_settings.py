@@ -2,6 +2,10 @@
 
 from . import errors
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import List
+
 FLOATX = ("float16", "bfloat16", "float32", "float64")
 _SWITCHES = {"yes": True, "true": True, "on": True, "1": True}
 _SWITCHES.update({"no": False, "false": False, "off": False, "0": False, "none": False})
@@ -252,11 +256,11 @@ class Configuration:
         self.backend = backend
         self.reason = reason
         self.versions = versions
-        self.devices = list(devices)
+        self.devices: "List[str]" = list(devices)
         self.settings = settings
         self.environ = dict(environ)
-        self.applied = list(applied)
-        self.warnings = list(warnings)
+        self.applied: "List[str]" = list(applied)
+        self.warnings: "List[str]" = list(warnings)
         self.place = place
         self.parallelized = {}  # type: dict
 

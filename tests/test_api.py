@@ -1,5 +1,6 @@
 """configure_gpu() and parallelize() with a whole, small backend; no framework."""
 
+import ast
 import contextlib
 import os
 import re
@@ -9,10 +10,10 @@ import types
 import warnings
 
 import pytest
-from conftest import TOY_FRAMEWORK, Toy
+from conftest import ROOT, TOY_FRAMEWORK, Toy
 
 import compat
-from compat import _keras, _rows
+from compat import _keras, _registry, _rows
 from compat.backend import Backend
 
 pytestmark = pytest.mark.usefixtures("process")
@@ -964,3 +965,11 @@ def test_a_strategy_that_no_backend_has():
         'split by compat) or "mirrored" (TensorFlow 2\'s MirroredStrategy, for a function that '
         "builds the model)."
     )
+
+
+def test_type_checkers_know_the_options_of_all_backends():
+    with open(os.path.join(ROOT, "compat", "_typing.pyi")) as file:
+        tree = ast.parse(file.read())
+    (options,) = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Options"]
+    names = [n.target.id for n in options.body if isinstance(n, ast.AnnAssign)]
+    assert names == _registry.options([])
