@@ -6,36 +6,29 @@ from typing_extensions import Protocol, TypedDict
 
 Gpus = Union[None, int, str, Sequence[Union[int, str]]]
 
-
 class KerasModel(Protocol):
     @property
     def get_weights(self) -> Any: ...
-
 
 class TorchModule(Protocol):
     @property
     def named_parameters(self) -> Any: ...
 
-
 class GluonBlock(Protocol):
     @property
     def collect_params(self) -> Any: ...
-
 
 class MXNetModule(Protocol):
     @property
     def get_params(self) -> Any: ...
 
-
 class TensorFlowModule(Protocol):
     @property
     def trainable_variables(self) -> Any: ...
 
-
 class TensorFlowFunction(Protocol):
     @property
     def get_concrete_function(self) -> Any: ...
-
 
 #: What ``parallelize()`` gives back as it came. A function that builds one of these is none of
 #: them, although a model can be called, too.
@@ -46,7 +39,6 @@ Model = TypeVar(
     ],
 )
 Built = TypeVar("Built")
-
 
 class Options(TypedDict, total=False):
     """The options of single backends that ``configure_gpu()`` takes."""
