@@ -585,6 +585,101 @@ def test_every_kind_of_backward_pass_gives_one_processs_gradients(tmp_path):
     assert said[0]["bfloat16"] == said[1]["bfloat16"]
 
 
+# Losses that are divided by the targets that count, of which each rank has others.
+TARGETS = """
+F = nn.functional
+labels = np.arange(21) * 7 % 4
+labels[[1, 2, 4, 16, 17]] = -100
+labels[[12, 13, 14, 15]] = -100  # all of rank 1's in the second batch
+classes = torch.tensor([0.2, 1.0, 3.0, 0.5])
+
+
+class Classes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stack = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))
+
+    def forward(self, x):
+        return self.stack(x)
+
+
+class WithLoss(Classes):
+    def forward(self, x, targets):
+        logits = super().forward(x)
+        return {"loss": F.cross_entropy(logits, targets), "logits": logits}
+
+
+class Normalised(Classes):
+    def __init__(self):
+        super().__init__()
+        self.normalise = nn.BatchNorm1d(6, affine=False)
+
+    def forward(self, x):
+        self.normalise(x)
+        return super().forward(x)
+
+
+def of(loss, kind=Classes):
+    model = made(kind)
+    return model, lambda rows, targets: loss(model(rows), targets)
+
+
+def two_heads(y, t):
+    return (F.cross_entropy(y, t) + F.nll_loss(F.log_softmax(2 * y, 1), t)) / 2
+
+
+def pictures(y, t):
+    y, t = y[:, :, None, None].expand(-1, -1, 2, 1), t[:, None, None].expand(-1, 2, 1)
+    return F.cross_entropy(y, t)
+
+
+def labelled():
+    return list(batches(x, labels))
+
+
+cases = {
+    "ignored": of(lambda y, t: F.cross_entropy(y, t)),
+    "weighted": of(nn.CrossEntropyLoss(classes)),
+    "accumulated": of(lambda y, t: F.cross_entropy(y, t, classes) / 4),
+    "two heads": of(two_heads),
+    "pictures": of(pictures),
+    "normalised": of(nn.CrossEntropyLoss(classes), Normalised),
+}
+for name in cases:
+    train(name, *cases[name], batches=labelled)
+del weights["normalised"][5:]  # a moving variance is the mean of the ranks' variances
+model = made(WithLoss)
+train("own loss", model, lambda rows, targets: model(rows, targets)["loss"], batches=labelled)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    penalised = of(lambda y, t: F.cross_entropy(y, t) + 0.1 * y.square().mean())
+    train("several terms", *penalised, batches=lambda: labelled()[:1])
+    del weights["several terms"]
+said["warned"] = [str(w.message) for w in caught if w.category is compat.CompatWarning]
+differ = of(lambda y, t: F.cross_entropy(y, t) + compat.rank() * y.square().mean())
+try:
+    train("differ", *differ, batches=lambda: labelled()[:1])
+except compat.RankError as error:
+    said["error"] = str(error)
+weights.pop("differ", None)
+"""
+
+
+def test_losses_are_divided_by_the_targets_of_all_ranks(tmp_path):
+    said = ranks.check_same(BEGIN + TARGETS, tmp_path, backend="torch")
+    for each in said:
+        assert each["warned"] == [
+            "The loss of Classes has several terms, and one of them is divided by the targets that "
+            "count on each rank, by ignore_index or by the weights of classes. Gradients are "
+            "weighted by rows, and differ from one process's. Compute that term with "
+            "reduction='sum', and divide it by the same number on all ranks."
+        ]
+        assert each["error"] == (
+            "Some ranks divide the loss of Classes by their targets that count, and others do not, "
+            "so that their gradients cannot be weighted. Have all ranks compute the same loss."
+        )
+
+
 # When gradients are sent.
 BUCKETS = """
 from compat._process import process

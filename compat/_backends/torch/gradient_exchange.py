@@ -20,6 +20,7 @@ import torch
 
 from ... import errors
 from ..._ranks import checksum
+from . import targets
 from .rows import ForwardRows
 from .sums import Sums, sum_dtype
 from .tensors import are_same, to_numpy
@@ -101,6 +102,8 @@ class Exchange:
         self.means = weak.WeakIdKeyDictionary()  # those that a warning told of
         self.checked = False  # the loss
         self.rows = ForwardRows()
+        self.divisor = None  # what the loss of this pass was divided by, if not by rows
+        self.is_divided = False  # one of its terms, as a warning told
         self.count = 0  # exchanges so far
         self.versions = None  # of the parameters, at the last forward pass
         self.has_exchanged = True  # since then
@@ -149,11 +152,31 @@ class Exchange:
         """Autograd has come to the first of the parameters."""
         model = self.model()
         if model is not None:
+            self.divide(model)
             if not self.settled:  # such as those that a forward pass has made
                 self.hook(self.source.parameters(model))
             # A new one was put in a former one's place.
             self.note(self.source.averaged(model), torch.zeros_like)
             self.lay_out(self.state)
+
+    def divide(self, model):
+        """Note what the loss of this pass was divided by, and say where that is not known."""
+        if self.rows.step is not None:  # Keras' losses are divided where they are computed
+            self.divisor = None
+            return
+        loss = targets.current()
+        self.divisor = loss.weight()
+        is_seen = self.divisor is not None or self.is_divided or not checksum.is_due(self.count)
+        if not is_seen and loss.differs():
+            self.is_divided = True
+            errors.warn(
+                "The loss of {} has several terms, and one of them is divided by the targets that "
+                "count on each rank, by ignore_index or by the weights of classes. Gradients are "
+                "weighted by rows, and differ from one process's. Compute that term with "
+                "reduction='sum', and divide it by the same number on all ranks.".format(
+                    type(model).__name__
+                )
+            )
 
     def lay_out(self, state):
         """The same on all ranks: what is summed up, last layer first, since that comes first."""
@@ -161,7 +184,7 @@ class Exchange:
         if self.sparse:
             tensors = [parameter for parameter in tensors if parameter not in self.sparse]
         tensors += state
-        numbers = 2 + self.engine.place.size + 2 * len(self.hooked)
+        numbers = 4 + self.engine.place.size + 2 * len(self.hooked)
         sums = self.sums
         if sums is None or sums.numbers != numbers or not are_same(tensors, sums.tensors):
             self.sums = Sums(self.engine, tensors, numbers)
@@ -179,12 +202,16 @@ class Exchange:
         """Autograd has added to the gradient of a parameter for the last time in this pass."""
         if not _Pass.join(self) or not self.sends_early:
             return
-        rows, gradient = self.rows.known(), parameter.grad
-        if rows is None or gradient is None or gradient.is_sparse:
+        weight, gradient = self.weight(self.rows.known()), parameter.grad
+        if not weight or gradient is None or gradient.is_sparse:
             return
         # A hook of the script's may change it by ``data``, which does not show.
         if len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ()) <= 1:
-            self.sums.put(parameter, gradient, rows)
+            self.sums.put(parameter, gradient, weight)
+
+    def weight(self, rows):
+        """What this pass counts among those of all ranks, where it goes through so many rows."""
+        return rows if self.divisor is None else self.divisor
 
     def run(self):
         """Make the gradients, and the running statistics, the mean over all ranks' rows."""
@@ -198,12 +225,12 @@ class Exchange:
             if not self.agreed:
                 self.engine.stepped(sums.ended)
             self.check_rows(rows, sums.unknown)
-            self.set_gradients(1 if rows is None else rows)
+            self.set_gradients(rows)
             check = checksum.is_due(self.count)
             if check and self.engine.place.rank == 0:
                 self.warn_of_means()
             if self.state:
-                torch._foreach_add_(self.before, [sums.mean(tensor) for tensor in self.state])
+                torch._foreach_add_(self.before, [self.mean(tensor) for tensor in self.state])
                 torch._foreach_copy_(self.state, self.before)
         if check:
             self.verify(self.count or "before the first update")
@@ -214,18 +241,20 @@ class Exchange:
         """Sum up over all ranks; ``rows`` is None where they are not known."""
         gradients = [parameter.grad for parameter in self.hooked]
         sparse = [gradient is not None and gradient.is_sparse for gradient in gradients]
-        weight = 1 if rows is None else rows
-        header = [weight, rows is None] + self.engine.flags(False)
+        weight, is_divided = self.weight(rows), self.divisor is not None
+        unknown, weight = weight is None, 1 if weight is None else weight
+        rows = weight if rows is None else rows
+        header = [weight, unknown, rows, is_divided] + self.engine.flags(False)
         header += [gradient is not None for gradient in gradients] + sparse
         values = {
-            id(parameter): gradient
+            id(parameter): (gradient, weight)
             for parameter, gradient, sparse in zip(self.hooked, gradients, sparse)
-            if not sparse
+            if weight and not sparse
         }
         if self.state:
             changes = torch._foreach_sub(self.state, self.before)
-            values.update(zip(map(id, self.state), changes))
-        if self.sums.complete(header, values, weight):
+            values.update((id(tensor), (each, rows)) for tensor, each in zip(self.state, changes))
+        if self.sums.complete(header, values):
             # Not a second time: such as where a script changes gradients during the pass.
             self.sends_early = False
 
@@ -238,14 +267,18 @@ class Exchange:
         model = self.model()
         self.hook(self.source.parameters(model))
         self.lay_out(self.source.averaged(model))
-        header = [0, False] + self.engine.flags(True) + [False] * (2 * len(self.hooked))
+        header = [0, False, 0, False] + self.engine.flags(True) + [False] * (2 * len(self.hooked))
         with torch.no_grad():
-            self.sums.complete(header, {}, 0)
+            self.sums.complete(header, {})
         return self.sums.ended
 
-    def set_gradients(self, weight):
+    def mean(self, tensor):
+        """The mean of the changes of a running statistic, weighted by rows in any case."""
+        return self.sums.mean(tensor) * (self.sums.total / self.sums.rows)
+
+    def set_gradients(self, rows):
         """Those that no rank has stay None."""
-        sums = self.sums
+        sums, weight = self.sums, self.weight(1 if rows is None else rows)
         for parameter, used, sparse in zip(self.hooked, sums.used, sums.sparse):
             if sparse:
                 self.sparse[parameter] = True
@@ -294,6 +327,12 @@ class Exchange:
                 "not, so that their gradients cannot be weighted by rows. Have all ranks do the "
                 "same.".format(type(self.model()).__name__)
             )
+        if 0 < self.sums.divided < self.engine.place.size:
+            raise errors.RankError(
+                "Some ranks divide the loss of {} by their targets that count, and others do not, "
+                "so that their gradients cannot be weighted. Have all ranks compute the same "
+                "loss.".format(type(self.model()).__name__)
+            )
 
     def warn_of_means(self):
         """Have the source warn, once, of variables that are now means of different values."""
@@ -301,7 +340,7 @@ class Exchange:
         before = {id(tensor): value for tensor, value in zip(self.state, self.before)}
 
         def differ(tensor):
-            mine, mean = tensor - before[id(tensor)], self.sums.mean(tensor)
+            mine, mean = tensor - before[id(tensor)], self.mean(tensor)
             same = tensor in self.means or torch.allclose(mine, mean, 1e-4, 1e-6, True)
             if not same:
                 self.means[tensor] = True

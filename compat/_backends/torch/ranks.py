@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from ... import _keras, _patching, _work, errors
 from ..._engines.torch_distributed import TorchDistributed
 from ..._ranks import keras3, keras_model, losses
-from . import batches, gradient_exchange, keras_models, modules
+from . import batches, gradient_exchange, keras_models, modules, targets
 from .tensors import first_batch
 
 
@@ -26,6 +26,8 @@ def distribute(model, place):
     if keras is not None:
         keras_models.refuse_torch_compile(model)
     engine = TorchDistributed.join(place)
+    if keras is None:
+        targets.follow()
     kind = RankedForward if keras is None else RankedKerasCall
     if kind.of(model) is None:
         kind(engine).install(model)

@@ -16,12 +16,12 @@ SIZES = [2**20, 25 * 2**20]
 
 
 class Sums:
-    """The sums of a header and of tensors, which the rows divide.
+    """The sums of a header and of tensors, which the sum of the weights divides.
 
     Arguments:
         tensors: in the order in which their values are expected.
-        numbers: how many of them a header has: rows, whether they are unknown, each rank's flag,
-            and two for each parameter.
+        numbers: how many of them a header has: the weight, whether it is unknown, rows, whether
+            they are not the weight, each rank's flag, and two for each parameter.
     """
 
     def __init__(self, engine, tensors, numbers):
@@ -45,23 +45,23 @@ class Sums:
         while self.sent < len(self.buckets) - 1 and self.buckets[self.sent].is_full():
             self._send()
 
-    def complete(self, header, values, weight):
+    def complete(self, header, values):
         """Sum up the header and all values.
 
         Arguments:
-            values: by the ids of the tensors; zeros in the place of what is not there, or None.
+            values: by the ids of the tensors, each with its weight; zeros in the place of what is
+                not there, or None.
 
         Returns:
             Whether a value was sent too early on this rank.
         """
-        values = values if weight else {}
-        early = []
+        nothing, early = (None, 0), []
         for bucket in self.buckets:
-            changed = [s for s in bucket.slots if not s.holds(values.get(s.key), weight)]
+            changed = [s for s in bucket.slots if not s.holds(*values.get(s.key, nothing))]
             early.append(bool(changed) and bucket.work is not None)
             if bucket.work is None:
                 for slot in changed:
-                    slot.write(values.get(slot.key), weight)
+                    slot.write(*values.get(slot.key, nothing))
         front = self.buckets[-1].front
         front.copy_(torch.tensor(header + early, dtype=front.dtype))
         while self.sent < len(self.buckets):
@@ -72,7 +72,7 @@ class Sums:
         for bucket, count in zip(self.buckets, again):
             if count and not self.ended:
                 for slot in bucket.slots:
-                    slot.write(values.get(slot.key), weight)
+                    slot.write(*values.get(slot.key, nothing))
                 self.engine.end_sum(self.engine.begin_sum(bucket.flat))
         self.sent = 0
         for bucket in self.buckets:
@@ -86,15 +86,15 @@ class Sums:
 
     def _read(self, sums):
         size = self.engine.place.size
-        self.total, self.unknown = sums[:2]
+        self.total, self.unknown, self.rows, self.divided = sums[:4]
         self.factor = 1 / self.total if self.total else float("nan")
-        self.ended = [rank for rank, flag in enumerate(sums[2 : 2 + size]) if flag]
-        rest = sums[2 + size : self.numbers]
+        self.ended = [rank for rank, flag in enumerate(sums[4 : 4 + size]) if flag]
+        rest = sums[4 + size : self.numbers]
         self.used, self.sparse = rest[: len(rest) // 2], rest[len(rest) // 2 :]
         return sums[self.numbers :]
 
     def mean(self, tensor):
-        """The sum in a tensor's place by the total of rows, in the tensor's type of number."""
+        """The sum in a tensor's place by the total of weights, in the tensor's type of number."""
         mean = self.slots[id(tensor)].view * self.factor
         return (torch.view_as_complex(mean) if tensor.is_complex() else mean).to(tensor.dtype)
 
