@@ -71,7 +71,8 @@ def current():
 def divided(tensors):
     """By what the weights of targets a loss was divided, as far as its graph tells."""
     tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    nodes, terms, others = [tensor.grad_fn for tensor in tensors], [], False
+    # Of an edge of the graph, which may stand in a tensor's place, nothing is known.
+    nodes, terms, others = [getattr(each, "grad_fn", None) for each in tensors], [], False
     for node in nodes:
         name = None if node is None else node.name()
         if name in _LOSSES and node._saved_reduction == _MEAN:
