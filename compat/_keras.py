@@ -198,14 +198,14 @@ def compiled_with(model):
 
 
 def wrapped_optimizers(optimizer):
-    """An optimizer, and those that it wraps."""
-    if optimizer is None:
-        return
-    yield optimizer
-    for value in list(vars(optimizer).values()):
-        if hasattr(value, "get_updates") or hasattr(value, "apply_gradients"):
-            for each in wrapped_optimizers(value):
-                yield each
+    """An optimizer, and those that it wraps, each once: one may know what wraps it."""
+    found = [] if optimizer is None else [optimizer]
+    for each in found:
+        for value in vars(each).values():
+            is_one = hasattr(value, "get_updates") or hasattr(value, "apply_gradients")
+            if is_one and all(value is not other for other in found):
+                found.append(value)
+    return found
 
 
 def in_stateless_scope(keras):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import compat
-from compat import _verification
+from compat import _keras, _verification
 from compat._settings import Every, parse_verify, simulated_from_outside
 from compat._verification.verification import given_moved
 
@@ -519,3 +519,18 @@ def test_simulated_devices_from_outside():
             "COMPAT_SIMULATE={!r} is not a number of devices, 1 or more. Set it to one, for "
             "example COMPAT_SIMULATE=3, or remove it.".format(wrong)
         )
+
+
+def test_wrapped_optimizers_are_found_once_at_any_depth():
+    class Wrapper:
+        def __init__(self, optimizer=None):
+            self.optimizer = optimizer
+
+        def get_updates(self):
+            raise NotImplementedError
+
+    inner = Wrapper()
+    middle = Wrapper(inner)
+    inner.wrapped_by = outer = Wrapper(middle)
+    assert _keras.wrapped_optimizers(outer) == [outer, middle, inner]
+    assert _keras.wrapped_optimizers(None) == []

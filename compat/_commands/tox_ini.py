@@ -89,11 +89,9 @@ def _run(arguments):
     own = _own_configuration(folder)
     aside = ASIDE if own else ""
     with open(os.path.join(os.path.dirname(__file__), "toxfile.py"), encoding="utf-8") as file:
-        texts = {
-            "tox.ini": tox_texts.tox_ini(chosen, compat, path, aside),
-            "toxfile.py": file.read(),
-        }
-    files = {os.path.join(aside, name): texts[name] for name in ("tox.ini", "toxfile.py")}
+        toxfile = file.read()
+    ini = tox_texts.tox_ini(chosen, compat, path, aside)
+    files = {os.path.join(aside, "tox.ini"): ini, os.path.join(aside, "toxfile.py"): toxfile}
     if arguments.ci:
         text = tox_texts.workflow(chosen, compat, path, aside)
         files[os.path.join(".github", "workflows", "compat.yml")] = text
