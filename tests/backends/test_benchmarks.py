@@ -25,7 +25,7 @@ def test_a_step_is_measured(command):
             command + " --rounds 1 --steps 1" + " --work dense" * ("first_step" in command)
         ),
         cwd=ROOT,
-        env=dict(os.environ, THEANO_FLAGS="gcc.cxxflags=-O0"),
+        env=dict(os.environ, THEANO_FLAGS="gcc.cxxflags=-O0", BENCHMARKS_ROWS="8"),
         stdout=subprocess.PIPE,
         universal_newlines=True,
         timeout=TIMEOUT,
