@@ -1,5 +1,7 @@
 """What ``configure_gpu()`` was asked, normalised once, and the report of what it did."""
 
+import types
+
 from . import errors
 
 TYPE_CHECKING = False
@@ -14,14 +16,7 @@ _LISTED = 16
 _UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 
-class _Value:
-    """What is equal to another one by its attributes."""
-
-    def __eq__(self, other):
-        return type(self) is type(other) and vars(self) == vars(other)
-
-
-class Memory(_Value):
+class Memory(types.SimpleNamespace):
     """How much of each GPU's memory to take; exactly one of the three is set.
 
     Arguments:
@@ -31,9 +26,7 @@ class Memory(_Value):
     """
 
     def __init__(self, grow=False, fraction=None, size=None):
-        self.grow = grow
-        self.fraction = fraction
-        self.size = size
+        super().__init__(grow=grow, fraction=fraction, size=size)
 
     def __str__(self):
         if self.grow:
@@ -126,7 +119,7 @@ def simulated_from_outside(environ):
     return number
 
 
-class Every(_Value):
+class Every(types.SimpleNamespace):
     """Verify one training step in so many, from the first one on, for as long as training goes on.
 
     Arguments:
@@ -134,7 +127,7 @@ class Every(_Value):
     """
 
     def __init__(self, interval):
-        self.interval = interval
+        super().__init__(interval=interval)
 
     def __str__(self):
         return "every {}".format(self.interval)

@@ -8,6 +8,28 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+#: The classes, all of which ``compat`` has.
+__all__ = [
+    "AlreadyConfiguredError",
+    "AmbiguousBackendError",
+    "BrokenInstallError",
+    "CompatError",
+    "CompatWarning",
+    "ConfigurationFileError",
+    "DeviceFailedError",
+    "DevicesNotFoundError",
+    "InvalidArgumentError",
+    "ModelFileError",
+    "NotAModelError",
+    "NotInstalledError",
+    "PythonNotFoundError",
+    "RankError",
+    "RankLostError",
+    "ResultsDifferError",
+    "TooLateError",
+    "UnknownOptionError",
+    "UnsupportedError",
+]
 
 _LONGEST = 1900  # characters of a message
 

@@ -39,9 +39,8 @@ class VerifiedKeras2Step(keras_steps.Verified):
 
     def verified(self, model):
         # What a script has put in the function's place is its own, and does more than Keras' does.
-        if inspect.isroutine(getattr(model, keras_steps.FUNCTIONS[self.kind])):
-            return getattr(model, keras_steps.FUNCTIONS[self.kind])
-        return super().verified(model)
+        function = getattr(model, keras_steps.FUNCTIONS[self.kind])
+        return function if inspect.isroutine(function) else super().verified(model)
 
     def make_undivided(self, model):
         if self.kind != "train":
@@ -57,22 +56,17 @@ class VerifiedKeras2Step(keras_steps.Verified):
 @contextlib.contextmanager
 def _attributes_kept(optimizers):
     """Within, what an optimizer notes of the function that it makes is forgotten."""
-    kept = [
-        (
-            vars(each),
-            {k: (v, v[:]) if isinstance(v, list) else (v, None) for k, v in vars(each).items()},
-        )
-        for each in optimizers
-    ]
+    kept = [(vars(each), dict(vars(each))) for each in optimizers]
+    values = [value for _, attributes in kept for value in attributes.values()]
+    lists = [(value, value[:]) for value in values if isinstance(value, list)]
     try:
         yield
     finally:
-        for attributes, values in kept:
+        for value, members in lists:
+            value[:] = members
+        for attributes, before in kept:
             attributes.clear()
-            for name, (value, members) in values.items():
-                attributes[name] = value
-                if members is not None:
-                    value[:] = members
+            attributes.update(before)
 
 
 def _state_of(optimizer):
