@@ -1,7 +1,5 @@
 """What ``configure_gpu()`` was asked, normalised once, and the report of what it did."""
 
-import types
-
 from . import errors
 
 TYPE_CHECKING = False
@@ -16,7 +14,14 @@ _LISTED = 16
 _UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 
-class Memory(types.SimpleNamespace):
+class _Value:
+    """What is equal to another one by its attributes."""
+
+    def __eq__(self, other):
+        return type(self) is type(other) and vars(self) == vars(other)
+
+
+class Memory(_Value):
     """How much of each GPU's memory to take; exactly one of the three is set.
 
     Arguments:
@@ -26,7 +31,9 @@ class Memory(types.SimpleNamespace):
     """
 
     def __init__(self, grow=False, fraction=None, size=None):
-        super().__init__(grow=grow, fraction=fraction, size=size)
+        self.grow = grow
+        self.fraction = fraction
+        self.size = size
 
     def __str__(self):
         if self.grow:
@@ -119,7 +126,7 @@ def simulated_from_outside(environ):
     return number
 
 
-class Every(types.SimpleNamespace):
+class Every(_Value):
     """Verify one training step in so many, from the first one on, for as long as training goes on.
 
     Arguments:
@@ -127,7 +134,7 @@ class Every(types.SimpleNamespace):
     """
 
     def __init__(self, interval):
-        super().__init__(interval=interval)
+        self.interval = interval
 
     def __str__(self):
         return "every {}".format(self.interval)
