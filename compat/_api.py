@@ -317,13 +317,11 @@ def device(which: "Union[int, str]") -> "ContextManager[Any]":
     backend = configured_backend()
     devices = backend.devices()
     if isinstance(which, int) and not isinstance(which, bool) and which >= 0:
+        name = devices[which % len(devices)]
         if which >= len(devices):
-            name = devices[which % len(devices)]
-            asked = "device({})".format(which), _these(devices)
-            errors.warn(errors.fewer(asked, name, _is_strict()))
-            which = name
-        else:
-            which = devices[which]
+            shortage = "device({})".format(which), _these(devices)
+            errors.warn(errors.fewer(shortage, name, _is_strict()))
+        which = name
     elif which != "cpu" and which not in devices:
         raise errors.InvalidArgumentError(
             "device({!r}) is not understood. Use a number, counted among the configured "

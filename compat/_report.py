@@ -42,7 +42,7 @@ class DeviceUse(typing.NamedTuple):
         return self.device if self.rank is None else "rank {}".format(self.rank)
 
 
-class Report:
+class Report(typing.NamedTuple):
     """What each device has done: printable, and as a dictionary.
 
     Attributes:
@@ -54,21 +54,12 @@ class Report:
         comparisons: how often the ranks have compared their weights.
     """
 
-    def __init__(
-        self,
-        devices: "Sequence[DeviceUse]",
-        models: "Mapping[str, str]",
-        not_told: int = 0,
-        absent: "Sequence[int]" = (),
-        whole: "Optional[Mapping[str, str]]" = None,
-        comparisons: int = 0,
-    ) -> None:
-        self.devices = list(devices)
-        self.whole = dict(whole or {})
-        self.models = dict(models)
-        self.not_told = not_told
-        self.absent = list(absent)
-        self.comparisons = comparisons
+    devices: "List[DeviceUse]"
+    models: "Mapping[str, str]"
+    not_told: int = 0
+    absent: "Sequence[int]" = ()
+    whole: "Mapping[str, str]" = {}
+    comparisons: int = 0
 
     @property
     def all_worked(self) -> bool:
@@ -101,12 +92,9 @@ class Report:
             said = "{} worked: {}{}.".format(who, many, " each" if several else "")
         else:
             said = "Only {} of {} {} worked.".format(len(rows), len(uses) + len(self.absent), word)
-            reasons: "Dict[str, List[str]]" = {}
-            for each in uses:
-                if each.idle:
-                    reasons.setdefault(each.idle, []).append(str(each))
-            for reason, names in reasons.items():
-                said += " {} got no rows: {}.".format(" and ".join(names), reason)
+            for reason in dict.fromkeys(each.idle for each in uses if each.idle):
+                names = " and ".join(str(each) for each in uses if each.idle == reason)
+                said += " {} got no rows: {}.".format(names, reason)
         if not any(each.training_rows for each in uses):
             said += " None of it was training: no model was trained."
         if self.not_told:
@@ -122,19 +110,19 @@ class Report:
                 "split over devices."
             )
         model, where = next(iter(self.models.items()))
-        if "," not in where and all(each.rank is None for each in self.devices):
-            return (
-                "No batch was counted: model {!r} runs on one device, {}, so none was split over "
-                "devices.".format(model, where)
-            )
         if any(each.rank is not None for each in self.devices):
-            return "No batch was counted: model {!r} runs as {}, and was not trained.".format(
-                model, where
+            text = "No batch was counted: model {!r} runs as {}, and was not trained."
+        elif "," not in where:
+            text = (
+                "No batch was counted: model {!r} runs on one device, {}, so none was split over "
+                "devices."
             )
-        return (
-            "No batch was split: model {!r} was given {}, and was never trained or called, or ran "
-            "in one piece.".format(model, where)
-        )
+        else:
+            text = (
+                "No batch was split: model {!r} was given {}, and was never trained or called, or "
+                "ran in one piece."
+            )
+        return text.format(model, where)
 
     def as_dict(self) -> "Dict[str, Any]":
         """The same for JSON, with the keys of docs/report.md."""
@@ -268,7 +256,7 @@ def of_this_process(
             idle=None if rows else _why_idle([sizes for _, _, _, sizes in batches]),
         )
         uses.append(use)
-    return Report(uses, models, not_told, (), process.whole, process.comparisons)
+    return Report(uses, models, not_told, (), dict(process.whole), process.comparisons)
 
 
 def _why_idle(batches):

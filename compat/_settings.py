@@ -224,11 +224,8 @@ class Settings:
         for name in ("memory", "floatx"):
             if getattr(self, name) is not None:
                 parts.append("{}: {}".format(name, getattr(self, name)))
-        for name in ("persist", "strict", "parallelize"):
-            if getattr(self, name):
-                parts.append(name)
-        if self.verify:
-            parts.append("verify: {}".format(self.verify))
+        parts += [name for name in ("persist", "strict", "parallelize") if getattr(self, name)]
+        parts += ["verify: {}".format(self.verify)] if self.verify else []
         parts += ["{}={!r}".format(*option) for option in sorted(self.options.items())]
         return ", ".join(parts)
 

@@ -72,12 +72,7 @@ def _attributes_kept(optimizers):
 def _state_of(optimizer):
     """The variables of an optimizer of Keras 2 or of TensorFlow, and of those that it wraps."""
     for each in _keras.wrapped_optimizers(optimizer):
-        if hasattr(each, "variables"):
-            for variable in each.variables():
-                yield variable
-        else:
-            for variable in vars(each).get("weights", ()):
-                yield variable
+        yield from each.variables() if hasattr(each, "variables") else vars(each).get("weights", ())
 
 
 class FunctionStep(steps.Step):
@@ -173,7 +168,9 @@ class Keras2Step(FunctionStep):
         training = self.kind == "train" and not inference
         return keras_steps.normalised([
             layer for layer in layers
-            if always or training and (layer.trainable or not _is_inference_where_frozen(layer))
+            # Layers of TensorFlow 2's behaviour infer where they are frozen.
+            if always
+            or training and (layer.trainable or not getattr(layer, "_USE_V2_BEHAVIOR", False))
         ])  # fmt: skip
 
     def is_random(self, label):
@@ -241,7 +238,3 @@ def _is_called_in_training(layer):
     nodes = getattr(layer, "_inbound_nodes", None) or getattr(layer, "inbound_nodes", None) or ()
     given = [getattr(n, "arguments", None) or getattr(n, "call_kwargs", None) or {} for n in nodes]
     return any(each.get("training") in (1, True) for each in given)
-
-
-def _is_inference_where_frozen(layer):
-    return getattr(layer, "_USE_V2_BEHAVIOR", False)

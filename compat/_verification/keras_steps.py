@@ -192,8 +192,7 @@ def _flat(value):
         value = [value[key] for key in sorted(value)]
     if isinstance(value, (list, tuple)):
         for part in value:
-            for leaf in _flat(part):
-                yield leaf
+            yield from _flat(part)
     elif value is not None:
         yield value
 

@@ -56,7 +56,7 @@ class Verification:
     def __init__(self, model: str, devices: "Sequence[str]", steps: "Union[int, Every]") -> None:
         self.asked = steps
         self._interval = getattr(steps, "interval", 0)
-        first = min(1, self._interval or steps)
+        first = min(1, self._interval or steps)  # type: ignore  # no Every
         self.left = {"train": first if self._interval else steps, "evaluate": first}  # type: Any
         self.left["predict"] = first
         self._unverified = 0  # training steps since the last one that was verified

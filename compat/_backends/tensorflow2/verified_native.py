@@ -8,10 +8,10 @@ yet; a warning tells the user once. Random numbers that TensorFlow draws without
 a ``tf.random.Generator`` go on from where the verified calls left them.
 """
 
+import concurrent.futures
 import contextlib
 import functools
 import inspect
-import threading
 
 import numpy as np
 import tensorflow as tf
@@ -236,17 +236,5 @@ def _parts(model):
 
 def _in_a_thread(function, *args, **kwargs):
     """Call a function where no tape of the caller's records what it does: they are a thread's."""
-    results, failures = [], []
-
-    def run():
-        try:
-            results.append(function(*args, **kwargs))
-        except BaseException as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if failures:
-        raise failures[0]
-    return results[0]
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(function, *args, **kwargs).result()
