@@ -51,4 +51,4 @@ __all__ = [
     "timeline",
     "unwrap",
 ]
-__all__ += errors.__all__
+__all__ += errors.__all__  # type: ignore  # type checkers do without it

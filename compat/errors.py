@@ -8,29 +8,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-#: The classes, all of which ``compat`` has.
-__all__ = [
-    "AlreadyConfiguredError",
-    "AmbiguousBackendError",
-    "BrokenInstallError",
-    "CompatError",
-    "CompatWarning",
-    "ConfigurationFileError",
-    "DeviceFailedError",
-    "DevicesNotFoundError",
-    "InvalidArgumentError",
-    "ModelFileError",
-    "NotAModelError",
-    "NotInstalledError",
-    "PythonNotFoundError",
-    "RankError",
-    "RankLostError",
-    "ResultsDifferError",
-    "TooLateError",
-    "UnknownOptionError",
-    "UnsupportedError",
-]
-
 _LONGEST = 1900  # characters of a message
 
 
@@ -126,6 +103,11 @@ class ModelFileError(CompatError, OSError):
 
 class CompatWarning(UserWarning):
     """Work goes on, but not as it was asked."""
+
+
+if not TYPE_CHECKING:  # type checkers would read a list only
+    #: These classes, which are public, and no function.
+    __all__ = [name for name in dir() if name.endswith(("Error", "Warning"))]
 
 
 def class_of(value):
