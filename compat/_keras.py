@@ -33,12 +33,6 @@ def _module(name):
     return sys.modules[name]
 
 
-def is_own(thing):
-    """Whether a function, or a class, is one of Keras' or TensorFlow's, and no user's."""
-    package = (getattr(thing, "__module__", None) or "").partition(".")[0]
-    return package in ("keras", "tf_keras", "tensorflow", "tensorflow_core")
-
-
 def backend_name(keras):
     """What this Keras calls the backend it runs on."""
     return keras.backend.backend() if hasattr(keras.backend, "backend") else "tensorflow"

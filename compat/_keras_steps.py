@@ -20,7 +20,9 @@ def note_call():
 def has_own_steps(model):
     """Whether a step of this model is the user's."""
     functions = [getattr(type(model), name, None) for name in _STEPS]
-    return any(function is not None and not _keras.is_own(function) for function in functions)
+    modules = [getattr(function, "__module__", None) or "keras" for function in functions]
+    packages = ("keras", "tf_keras", "tensorflow", "tensorflow_core")
+    return any(module.split(".")[0] not in packages for module in modules)
 
 
 def called_models(model):

@@ -191,7 +191,8 @@ class ReplicatedCall(_patching.InstanceMethod):
     def _unreplicated(self, model, *args, **kwargs):
         """The call this one hides, converted by autograph where Keras would do so."""
         plain = self.plain(model)
-        by_user = not _keras.is_own(type(model))
+        package = type(model).__module__.split(".")[0]
+        by_user = package not in ("keras", "tf_keras", "tensorflow", "tensorflow_core")
         if by_user and hasattr(model, "_eager_losses") and not tf.executing_eagerly():
             # Up to TensorFlow 2.3 nothing public, nor tf.__internal__, leads there.
             from tensorflow.python.autograph.core import ag_ctx
