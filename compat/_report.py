@@ -1,19 +1,15 @@
 """Whether every device was used: what was counted, as an object that prints as a table."""
 
 import textwrap
-import typing
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence
 
 from . import _work, errors
 from ._process import process
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any, Dict, List, Mapping, Optional, Sequence
-
 WIDTH = 80
 
 
-class DeviceUse(typing.NamedTuple):
+class DeviceUse(NamedTuple):
     """What one device has done, or one rank.
 
     Attributes:
@@ -42,7 +38,7 @@ class DeviceUse(typing.NamedTuple):
         return self.device if self.rank is None else "rank {}".format(self.rank)
 
 
-class Report(typing.NamedTuple):
+class Report(NamedTuple):
     """What each device has done: printable, and as a dictionary.
 
     Attributes:
@@ -56,9 +52,9 @@ class Report(typing.NamedTuple):
 
     devices: "List[DeviceUse]"
     models: "Mapping[str, str]"
+    whole: "Mapping[str, str]" = {}
     not_told: int = 0
     absent: "Sequence[int]" = ()
-    whole: "Mapping[str, str]" = {}
     comparisons: int = 0
 
     @property
@@ -126,16 +122,9 @@ class Report(typing.NamedTuple):
 
     def as_dict(self) -> "Dict[str, Any]":
         """The same for JSON, with the keys of docs/report.md."""
-        return {
-            "devices": [dict(each._asdict()) for each in self.devices],
-            "models": dict(self.models),
-            "whole": dict(self.whole),
-            "not_told": self.not_told,
-            "absent": list(self.absent),
-            "comparisons": self.comparisons,
-            "all_worked": self.all_worked,
-            "verdict": self.verdict,
-        }
+        found = dict(self._asdict(), absent=list(self.absent))
+        found["devices"] = [dict(each._asdict()) for each in self.devices]
+        return dict(found, all_worked=self.all_worked, verdict=self.verdict)
 
     def to_json(self) -> str:
         import json  # for start-up time
@@ -166,7 +155,7 @@ def joined(reports: "Sequence[Mapping[str, Any]]", absent: "Sequence[int]" = ())
     not_told = sum(report["not_told"] for report in reports)
     comparisons = min([report["comparisons"] for report in reports] or [0])
     uses.sort(key=lambda each: each.rank or 0)
-    return Report(uses, models, not_told, absent, whole, comparisons)
+    return Report(uses, models, whole, not_told, absent, comparisons)
 
 
 def _rows(number):
@@ -256,7 +245,7 @@ def of_this_process(
             idle=None if rows else _why_idle([sizes for _, _, _, sizes in batches]),
         )
         uses.append(use)
-    return Report(uses, models, not_told, (), dict(process.whole), process.comparisons)
+    return Report(uses, models, dict(process.whole), not_told, (), process.comparisons)
 
 
 def _why_idle(batches):

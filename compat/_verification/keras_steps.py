@@ -161,18 +161,14 @@ def named_results(model, kind, results):
     """What a step returns, by label: a dictionary of logs, or the outputs of a prediction."""
     if kind == "predict":
         return outputs(model, results)
-    if isinstance(results, dict):
-        return {
-            "the loss" if name == "loss" else "metric " + name: value
-            for name, value in results.items()
-        }
-    names = list(getattr(model, "metrics_names", ()))
-    values = results if isinstance(results, (list, tuple)) else [results]
-    named = {}
-    for place, value in enumerate(values):
-        name = names[place] if place < len(names) else str(place)
-        named["the loss" if place == 0 else "metric " + name] = value
-    return named
+    if not isinstance(results, dict):
+        values = results if isinstance(results, (list, tuple)) else [results]
+        names = ["loss"] + list(getattr(model, "metrics_names", ()))[1:]
+        names += map(str, range(len(names), len(values)))
+        results = dict(zip(names, values))
+    return {
+        "the loss" if name == "loss" else "metric " + name: value for name, value in results.items()
+    }
 
 
 def outputs(model, results):
@@ -244,12 +240,10 @@ class KerasStep(steps.Step):
         model, kinds = self.model, self.kinds_of_variables()
         trainable = {id(v) for v in model.trainable_variables}
         groups = [("state", _variables_of(model))]
-        for optimizer in optimizers(model):
-            # Not all of an optimizer's variables are among those that it lists: a product of its
-            # own schedule, say.
-            groups.append(
-                ("slot", _variables_of(optimizer) + reachable.variables([optimizer], kinds))
-            )
+        # Not all of an optimizer's variables are among those that it lists: a product of its own
+        # schedule, say.
+        for each in optimizers(model):
+            groups.append(("slot", _variables_of(each) + reachable.variables([each], kinds)))
         groups += [("metric state", metric.variables) for metric in model.metrics]
         groups.append(("state", reachable.variables([model], kinds)))
         for word, variables in groups:
@@ -344,5 +338,4 @@ def normalised(layers):
 def coarsest(dtypes):
     """Of the types in which layers compute, the one of the fewest digits."""
     order = ["bfloat16", "float16", "float32", "float64"]
-    found = [dtype for dtype in order if dtype in dtypes]
-    return found[0] if found else "float32"
+    return next((dtype for dtype in order if dtype in dtypes), "float32")

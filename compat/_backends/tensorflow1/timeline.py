@@ -5,7 +5,7 @@ import contextlib
 import sys
 
 from ... import _patching
-from ..._operations import Operation
+from ..._operations import Operation, converted
 from .op_placement import as_configured
 from .sessions import imported_keras_packages
 
@@ -13,20 +13,21 @@ from .sessions import imported_keras_packages
 WAITING = ("_Send", "_Recv", "_HostSend", "_HostRecv", "IteratorGetNext", "PartitionedCall")
 
 
-@contextlib.contextmanager
 def profiled(tf, devices):
-    """Within, every run of a session is recorded; see ``Backend.profiled()``.
+    """See ``Backend.profiled()``; ``tf`` is TensorFlow under its 1.x names."""
+    return converted(_recorded(tf), lambda statistics: executed(statistics, devices))
+
+
+@contextlib.contextmanager
+def _recorded(tf):
+    """Within, every run of a session is recorded: gives a list of statistics.
 
     Runs are those of ``Session.run()`` and of Keras' functions, also of such as exist already.
     ``Session.make_callable()`` takes no part.
-
-    Arguments:
-        tf: TensorFlow under its 1.x names.
-        devices: as configured.
     """
     from tensorflow.python.client.session import BaseSession
 
-    statistics, operations = [], []
+    statistics = []
 
     def traced(options):
         result = tf.RunOptions()
@@ -67,10 +68,7 @@ def profiled(tf, devices):
             patches.enter_context(_patching.replaced(BaseSession._Callable, __call__=call))
             for keras_function in _keras_functions():
                 patches.enter_context(_made_anew(keras_function))
-        try:
-            yield operations
-        finally:
-            operations.extend(executed(statistics, devices))
+        yield statistics
 
 
 def _keras_functions():
