@@ -182,14 +182,13 @@ def _table(uses):
     ]
     if any(each.rank is not None for each in uses):
         columns.insert(0, ("rank", [str(each.rank) for each in uses]))
-    lines = [""] * (len(uses) + 1)
-    for name, values in columns if uses else ():
+    cells = []
+    for name, values in columns:
         if any(value != "-" for value in values):
             width = max(map(len, [name] + values))
             justified = str.ljust if name == "device" else str.rjust
-            for place, value in enumerate([name] + values):
-                lines[place] += ("  " if lines[place] else "") + justified(value, width)
-    return [line.rstrip() for line in lines if line]
+            cells.append([justified(value, width) for value in [name] + values])
+    return ["  ".join(line).rstrip() for line in zip(*cells)]
 
 
 def _share(value):

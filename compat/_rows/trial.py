@@ -53,7 +53,7 @@ def placements(parts, whole, sizes=SIZES):
     """
     import numpy as np
 
-    parts, whole, rows = list(map(np.asarray, parts)), np.asarray(whole), sum(sizes)
+    parts, whole, rows = [np.asarray(part) for part in parts], np.asarray(whole), sum(sizes)
     candidates = []  # type: list
     for axis, length in enumerate(whole.shape):
         each = length // rows  # elements of a row, in all copies

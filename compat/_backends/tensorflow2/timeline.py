@@ -75,16 +75,14 @@ def _gpu_planes(tf):
 
 def executed(planes, devices, gpu_planes):
     """The operations on ``devices`` that the profiler's planes tell of."""
-    operations = []
     for plane in planes:
         device = gpu_planes.get(plane.name)
         if device in devices:
             lines = [line for line in plane.lines if line.name.startswith("Stream")]
             for event in (each for line in lines for each in _events(plane, line)):
-                operations.append(Operation(device, event.name, event.start, event.duration))
+                yield Operation(device, event.name, event.start, event.duration)
         elif plane.name == "/host:CPU" and any("cpu" in device for device in devices):
-            operations.extend(_HostPlane(plane).executed(devices))
-    return operations
+            yield from _HostPlane(plane).executed(devices)
 
 
 _Event = collections.namedtuple("_Event", "name start duration statistics")
