@@ -11,6 +11,8 @@ HIP = "HIP_VISIBLE_DEVICES"  # of AMD's GPUs
 class GPU:
     """One GPU as the driver lists it; numbers are None where the driver does not tell them."""
 
+    __slots__ = ("index", "uuid", "name", "memory_total", "memory_used", "utilization", "variable")
+
     def __init__(
         self,
         index,
