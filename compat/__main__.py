@@ -101,21 +101,11 @@ def _parser():
     )
     parser.add_argument("--version", action="version", version="compat " + __version__)
     commands = parser.add_subparsers(dest="command", metavar="command")
-    text = argparse.RawDescriptionHelpFormatter
 
-    env = commands.add_parser(
-        "env", help="report what is installed, set and wrong", description=ENV, formatter_class=text
-    )
+    env = _command(commands, "env", _env, "report what is installed, set and wrong", ENV)
     env.add_argument("--json", action="store_true", help="the same as one JSON object")
-    env.set_defaults(run=_env, parser=env)
 
-    run = commands.add_parser(
-        "run",
-        help="run a script on chosen GPUs",
-        usage=_usage("run"),
-        description=RUN,
-        formatter_class=text,
-    )
+    run = _command(commands, "run", _run, "run a script on chosen GPUs", RUN, _usage("run"))
     run.add_argument(
         "-n",
         dest="ranks",
@@ -130,18 +120,15 @@ def _parser():
     run.add_argument("--gpus", help=GPUS)
     run.add_argument("--backend", metavar="NAME", help=BACKEND)
     run.add_argument(
-        "--python",
-        help="another interpreter, of any age; compat need not be installed there",
+        "--python", help="another interpreter, of any age; compat need not be installed there"
     )
     run.add_argument(
-        "--timeout",
-        metavar="SECONDS",
-        help="how long a rank waits for the others (default: 600)",
+        "--timeout", metavar="SECONDS", help="how long a rank waits for the others (default: 600)"
     )
     run.add_argument(
         "--simulate",
         metavar="N",
-        type=_one_or_more,
+        type=_number("devices, 1 or more", 1),
         help="so many CPU devices stand in for GPUs, whatever configure_gpu() asks for",
     )
     run.add_argument(
@@ -160,20 +147,30 @@ def _parser():
         metavar="FILE",
         help="the same, and what each device executed when, in a file for a browser's trace viewer",
     )
-    _add_watching(run)
-    _add_script(run)
-    run.set_defaults(run=_run, parser=run)
-
-    test = commands.add_parser(
-        "test",
-        help="compare several devices with one",
-        usage="compat test [options]\n       " + _usage("test"),
-        description=TEST,
-        formatter_class=text,
+    run.add_argument(
+        "--quiet",
+        action="store_true",
+        help="of ranks other than rank 0, show standard error only",
     )
+    run.add_argument(
+        "--log-dir",
+        metavar="DIR",
+        help="append all that each rank prints to a file there, rank-0.log and so on",
+    )
+    run.add_argument(
+        "--max-restarts",
+        metavar="N",
+        type=_number("restarts, 0 or more", 0),
+        default=0,
+        help="start all ranks again when one fails, at most so many times (default: 0)",
+    )
+    _add_script(run)
+
+    usage = "compat test [options]\n       " + _usage("test")
+    test = _command(commands, "test", _test, "compare several devices with one", TEST, usage)
     test.add_argument(
         "--devices",
-        type=_several,
+        type=_number("devices, 2 or more", 2),
         metavar="N",
         help="how many, 2 or more (default: all GPUs where there are two or more, else 3; of a "
         "script: 3)",
@@ -187,13 +184,12 @@ def _parser():
     test.add_argument(
         "-n",
         dest="ranks",
-        type=_no_ranks_or_several,
+        type=_ranks_to_compare,
         metavar="N",
         help="of a script: as so many ranks the second time (default: 2; 0: not at all)",
     )
     test.add_argument(
-        "--hosts",
-        help="of a script: run the ranks on these machines, as compat run --hosts does",
+        "--hosts", help="of a script: run the ranks on these machines, as compat run --hosts does"
     )
     test.add_argument(
         "--json",
@@ -201,13 +197,21 @@ def _parser():
         help="print the outcome as one JSON object, and all else to stderr",
     )
     _add_script(test)
-    test.set_defaults(run=_test, parser=test)
 
     from ._commands import pins, tox_ini, unwrap  # for start-up time
 
-    pins.add_to(commands)
-    tox_ini.add_to(commands)
-    unwrap.add_to(commands)
+    for command in (pins, tox_ini, unwrap):
+        command.add_to(commands)
+    return parser
+
+
+def _command(commands, name, run, told, description, usage=None):
+    """A new parser of one command, which ``run`` carries out."""
+    text = argparse.RawDescriptionHelpFormatter
+    parser = commands.add_parser(
+        name, help=told, description=description, usage=usage, formatter_class=text
+    )
+    parser.set_defaults(run=run, parser=parser)
     return parser
 
 
@@ -215,26 +219,6 @@ def _usage(command):
     return (
         "compat {0} [options] script.py [its arguments]\n"
         "       compat {0} [options] -m module [its arguments]".format(command)
-    )
-
-
-def _add_watching(parser):
-    parser.add_argument(
-        "--quiet",
-        action="store_true",
-        help="of ranks other than rank 0, show standard error only",
-    )
-    parser.add_argument(
-        "--log-dir",
-        metavar="DIR",
-        help="append all that each rank prints to a file there, rank-0.log and so on",
-    )
-    parser.add_argument(
-        "--max-restarts",
-        metavar="N",
-        type=_no_restarts_or_more,
-        default=0,
-        help="start all ranks again when one fails, at most so many times (default: 0)",
     )
 
 
@@ -260,6 +244,17 @@ def _script(arguments):
     return ["-m"] + arguments.module
 
 
+def _number(what, fewest, *others):
+    """What argparse reads a number by: one that is ``fewest`` or more, or one of the others."""
+
+    def number(text):
+        if not text.isdecimal() or int(text) < fewest and int(text) not in others:
+            raise argparse.ArgumentTypeError("{!r} is not a number of {}".format(text, what))
+        return int(text)
+
+    return number
+
+
 def _ranks(text):
     if not text.lstrip("-").isdecimal():
         raise argparse.ArgumentTypeError(
@@ -268,35 +263,9 @@ def _ranks(text):
     return int(text)
 
 
-def _no_ranks_or_several(text):
-    number = _ranks(text)
-    if number == 1 or number < 0:
-        raise argparse.ArgumentTypeError(
-            "{!r} is not a number of ranks to compare: 2 or more, or 0 for none".format(text)
-        )
-    return number
-
-
-def _no_restarts_or_more(text):
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError("{!r} is not a number of restarts, 0 or more".format(text))
-    return int(text)
-
-
-def _several(text):
-    return _devices(text, 2)
-
-
-def _one_or_more(text):
-    return _devices(text, 1)
-
-
-def _devices(text, fewest):
-    if not text.isdecimal() or int(text) < fewest:
-        raise argparse.ArgumentTypeError(
-            "{!r} is not a number of devices, {} or more".format(text, fewest)
-        )
-    return int(text)
+def _ranks_to_compare(text):
+    _ranks(text)  # its error where this is no number at all
+    return _number("ranks to compare: 2 or more, or 0 for none", 2, 0)(text)
 
 
 # env ------------------------------------------------------------------------------------------

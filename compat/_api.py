@@ -2,17 +2,8 @@
 
 import os
 
-from . import errors
+from . import _settings, errors
 from ._process import process
-from ._settings import (
-    Configuration,
-    parse_floatx,
-    parse_memory,
-    parse_simulate,
-    parse_switch,
-    parse_verify,
-    simulated_from_outside,
-)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -20,6 +11,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Unpack
 
+    from ._settings import Configuration
     from ._typing import Built, Gpus, Model, Options
 else:
 
@@ -87,20 +79,20 @@ def configure_gpu(
     from . import _configuring, _detect, _selection  # for start-up time
 
     selection = _selection.parse_gpus(gpus)
-    simulate = parse_simulate(simulate)
-    from_outside = simulated_from_outside(os.environ)
+    simulate = _settings.parse_simulate(simulate)
+    from_outside = _settings.simulated_from_outside(os.environ)
     asked = _configuring.how_asked(selection, simulate, from_outside)
     applied = []
     if from_outside:
         text = "COMPAT_SIMULATE={}: simulated devices stand in for gpus={!r}"
         applied.append(text.format(from_outside, gpus))
         selection, simulate = _selection.parse_gpus(None), from_outside
-    verify = parse_verify(verify, os.environ, simulate)
-    persist, strict = parse_switch("persist", persist), parse_switch("strict", strict)
-    parallelize = parse_switch("parallelize", parallelize)
-    parsed = (
-        parse_memory(memory), parse_floatx(floatx), persist, strict, options, verify, parallelize
-    )  # fmt: skip
+    verify = _settings.parse_verify(verify, os.environ, simulate)
+    persist = _settings.parse_switch("persist", persist)
+    strict = _settings.parse_switch("strict", strict)
+    parallelize = _settings.parse_switch("parallelize", parallelize)
+    memory, floatx = _settings.parse_memory(memory), _settings.parse_floatx(floatx)
+    parsed = memory, floatx, persist, strict, options, verify, parallelize
     _configuring.check_options(options, configure_gpu)
     chosen, reason = _detect.choose(backend)
     call = (chosen.name, selection, simulate, parsed)
@@ -276,7 +268,7 @@ def _verified(backend, model, devices):
     if process.configuration is not None:
         steps = process.configuration.settings.verify
     else:
-        steps = parse_verify(None, os.environ, None)
+        steps = _settings.parse_verify(None, os.environ, None)
     if steps and len(devices) > 1:
         from . import _verification  # for start-up time
 
@@ -317,13 +309,11 @@ def device(which: "Union[int, str]") -> "ContextManager[Any]":
     backend = configured_backend()
     devices = backend.devices()
     if isinstance(which, int) and not isinstance(which, bool) and which >= 0:
+        name = devices[which % len(devices)]
         if which >= len(devices):
-            name = devices[which % len(devices)]
-            asked = "device({})".format(which), _these(devices)
-            errors.warn(errors.fewer(asked, name, _is_strict()))
-            which = name
-        else:
-            which = devices[which]
+            shortage = "device({})".format(which), _these(devices)
+            errors.warn(errors.fewer(shortage, name, _is_strict()))
+        which = name
     elif which != "cpu" and which not in devices:
         raise errors.InvalidArgumentError(
             "device({!r}) is not understood. Use a number, counted among the configured "

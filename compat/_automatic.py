@@ -48,9 +48,7 @@ def install(backend: "Backend", parallelize: "Callable[..., Any]") -> None:
         _warn_of_changes(environ)
         if BY_HAND in vars(model):
             return False
-        because = _choice_of_script(model, arguments, backend)
-        if because is None:
-            because = _obstacle(model, parallelize)
+        because = _choice_of_script(model, arguments, backend) or _obstacle(model, parallelize)
         if because is not None:
             errors.warn(
                 "parallelize=True leaves the model {!r} as it is, because {}".format(
@@ -62,10 +60,10 @@ def install(backend: "Backend", parallelize: "Callable[..., Any]") -> None:
     def patch(module):
         for name in _CLASSES:
             owner = getattr(module, name, None)
-            # A module may have another one's class; keras-mxnet's has its backend's Model.
-            if owner is None or _patching.find(owner, "compile") is not None:
+            if owner is None or "compile" not in vars(owner):
                 continue
-            if "compile" in vars(owner):
+            # A module may have another one's class; keras-mxnet's has its backend's Model.
+            if _patching.find(owner, "compile") is None:
                 value = _compiling_after(prepare, vars(owner)["compile"])
                 _patching.Patch(owner, "compile", value)
                 if hasattr(owner, "__setstate__"):

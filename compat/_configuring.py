@@ -85,24 +85,23 @@ def _parallelized_too_early(devices):
 
 def check_options(options, function):
     """Refuse options that no backend knows; a known one of another backend is no error."""
-    if options:
+    known = _registry.options(list(options)) if options else []
+    unknown = sorted(set(options).difference(known))
+    if unknown:
         from . import _spelling  # for start-up time: it loads difflib
 
-        known = _registry.options(list(options))
-        for option in sorted(options):
-            if option not in known:
-                code = function.__code__
-                arguments = list(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
-                meant = _spelling.meant(option, options[option], arguments + known)
-                raise errors.UnknownOptionError(
-                    "configure_gpu() has no argument {!r}, and no backend has an option of "
-                    "that name.{} Its arguments: {}. Options of single backends: {}.".format(
-                        option,
-                        " Did you mean {}?".format(meant) if meant else "",
-                        ", ".join(arguments),
-                        ", ".join(known) or "none",
-                    )
-                )
+        option, code = unknown[0], function.__code__
+        arguments = list(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
+        meant = _spelling.meant(option, options[option], arguments + known)
+        raise errors.UnknownOptionError(
+            "configure_gpu() has no argument {!r}, and no backend has an option of "
+            "that name.{} Its arguments: {}. Options of single backends: {}.".format(
+                option,
+                " Did you mean {}?".format(meant) if meant else "",
+                ", ".join(arguments),
+                ", ".join(known) or "none",
+            )
+        )
 
 
 def _configure(

@@ -108,13 +108,11 @@ def _asked(name, typed):
 def _candidates(name, reason):
     """The backends of that name, or of the framework of that name."""
     backends = _registry.backends()
-    by_name = [b for b in backends if b.name == name]
-    candidates = by_name or [b for b in backends if b.framework == name]
-    if not candidates:
-        third_party = _registry.plugin(name)
-        candidates = [third_party] if third_party else []
-    if not candidates:  # KERAS_BACKEND and ``compat run`` name the framework
-        candidates = [b for b in _registry.plugins() if b.framework == name]
+    candidates = [b for b in backends if b.name == name]
+    candidates = candidates or [b for b in backends if b.framework == name]
+    candidates = candidates or list(filter(None, [_registry.plugin(name)]))
+    # KERAS_BACKEND and ``compat run`` name the framework.
+    candidates = candidates or [b for b in _registry.plugins() if b.framework == name]
     if not candidates:
         from . import _spelling  # for start-up time: it loads difflib
 

@@ -21,7 +21,6 @@ class Devices:
             sentence each.
         variable: the environment variable that shows a process these GPUs.
         reason: why there is none of them, a phrase.
-        undecided: see below.
 
     Where neither driver nor command lists a GPU, the framework may still list some: Apple's, and
     AMD's where amd-smi and rocm-smi are missing. ``undecided`` then holds the selection, and
@@ -39,7 +38,6 @@ class Devices:
         problems=(),
         variable=CUDA,
         reason="",
-        undecided=None,
     ):
         self.gpus = tuple(gpus)
         self.positions = tuple(positions)
@@ -50,7 +48,7 @@ class Devices:
         self.problems = list(map(errors.shortened, problems))
         self.variable = variable
         self.reason = reason
-        self.undecided = undecided
+        self.undecided = None  # see above
         self.listed = None  # how many the framework lists, once it was asked
         # Of an undecided rank: its place, to take one GPU of the selection, and whether a
         # scheduler has given it one.

@@ -1,13 +1,10 @@
 """Which operations each device has executed, and when: shares of time, and Trace Event Format."""
 
-import typing
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any, Dict, List, Sequence, Tuple
+import contextlib
+from typing import Any, Callable, ContextManager, Dict, Iterator, List, NamedTuple, Sequence, Tuple
 
 
-class Operation(typing.NamedTuple):
+class Operation(NamedTuple):
     """What a device has executed, as its framework's profiler recorded it.
 
     Attributes:
@@ -21,6 +18,26 @@ class Operation(typing.NamedTuple):
     name: str
     start: float
     duration: float
+
+
+@contextlib.contextmanager
+def converted(
+    recording: "ContextManager[Any]", convert: "Callable[[Any], Any]"
+) -> "Iterator[List[Operation]]":
+    """What ``Backend.profiled()`` returns, where a framework first records in its own way.
+
+    Arguments:
+        recording: gives what it will have filled when it ends.
+        convert: makes operations of that.
+    """
+    operations: "List[Operation]" = []
+    stack = contextlib.ExitStack()
+    records = stack.enter_context(recording)
+    try:
+        with stack:
+            yield operations
+    finally:
+        operations.extend(convert(records))
 
 
 def busy(operations: "Sequence[Operation]") -> "Dict[str, float]":

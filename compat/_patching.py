@@ -75,14 +75,10 @@ def patches() -> "List[Patch]":
 @contextlib.contextmanager
 def replaced(owner: "Any", **attributes: "Any") -> "Iterator[None]":
     """Within, these attributes of ``owner`` are replaced; afterwards it has its own again."""
-    made = []  # type: List[Patch]
-    try:
+    with contextlib.ExitStack() as afterwards:
         for name, value in attributes.items():
-            made.append(Patch(owner, name, value))
+            afterwards.callback(Patch(owner, name, value).take_back)
         yield
-    finally:
-        for patch in reversed(made):
-            patch.take_back()
 
 
 class InstanceMethod:

@@ -1,19 +1,15 @@
 """Whether every device was used: what was counted, as an object that prints as a table."""
 
 import textwrap
-import typing
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence
 
 from . import _work, errors
 from ._process import process
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any, Dict, List, Mapping, Optional, Sequence
-
 WIDTH = 80
 
 
-class DeviceUse(typing.NamedTuple):
+class DeviceUse(NamedTuple):
     """What one device has done, or one rank.
 
     Attributes:
@@ -42,7 +38,7 @@ class DeviceUse(typing.NamedTuple):
         return self.device if self.rank is None else "rank {}".format(self.rank)
 
 
-class Report:
+class Report(NamedTuple):
     """What each device has done: printable, and as a dictionary.
 
     Attributes:
@@ -54,21 +50,12 @@ class Report:
         comparisons: how often the ranks have compared their weights.
     """
 
-    def __init__(
-        self,
-        devices: "Sequence[DeviceUse]",
-        models: "Mapping[str, str]",
-        not_told: int = 0,
-        absent: "Sequence[int]" = (),
-        whole: "Optional[Mapping[str, str]]" = None,
-        comparisons: int = 0,
-    ) -> None:
-        self.devices = list(devices)
-        self.whole = dict(whole or {})
-        self.models = dict(models)
-        self.not_told = not_told
-        self.absent = list(absent)
-        self.comparisons = comparisons
+    devices: "List[DeviceUse]"
+    models: "Mapping[str, str]"
+    whole: "Mapping[str, str]" = {}
+    not_told: int = 0
+    absent: "Sequence[int]" = ()
+    comparisons: int = 0
 
     @property
     def all_worked(self) -> bool:
@@ -101,12 +88,9 @@ class Report:
             said = "{} worked: {}{}.".format(who, many, " each" if several else "")
         else:
             said = "Only {} of {} {} worked.".format(len(rows), len(uses) + len(self.absent), word)
-            reasons: "Dict[str, List[str]]" = {}
-            for each in uses:
-                if each.idle:
-                    reasons.setdefault(each.idle, []).append(str(each))
-            for reason, names in reasons.items():
-                said += " {} got no rows: {}.".format(" and ".join(names), reason)
+            for reason in dict.fromkeys(each.idle for each in uses if each.idle):
+                names = " and ".join(str(each) for each in uses if each.idle == reason)
+                said += " {} got no rows: {}.".format(names, reason)
         if not any(each.training_rows for each in uses):
             said += " None of it was training: no model was trained."
         if self.not_told:
@@ -122,32 +106,25 @@ class Report:
                 "split over devices."
             )
         model, where = next(iter(self.models.items()))
-        if "," not in where and all(each.rank is None for each in self.devices):
-            return (
-                "No batch was counted: model {!r} runs on one device, {}, so none was split over "
-                "devices.".format(model, where)
-            )
         if any(each.rank is not None for each in self.devices):
-            return "No batch was counted: model {!r} runs as {}, and was not trained.".format(
-                model, where
+            text = "No batch was counted: model {!r} runs as {}, and was not trained."
+        elif "," not in where:
+            text = (
+                "No batch was counted: model {!r} runs on one device, {}, so none was split over "
+                "devices."
             )
-        return (
-            "No batch was split: model {!r} was given {}, and was never trained or called, or ran "
-            "in one piece.".format(model, where)
-        )
+        else:
+            text = (
+                "No batch was split: model {!r} was given {}, and was never trained or called, or "
+                "ran in one piece."
+            )
+        return text.format(model, where)
 
     def as_dict(self) -> "Dict[str, Any]":
         """The same for JSON, with the keys of docs/report.md."""
-        return {
-            "devices": [dict(each._asdict()) for each in self.devices],
-            "models": dict(self.models),
-            "whole": dict(self.whole),
-            "not_told": self.not_told,
-            "absent": list(self.absent),
-            "comparisons": self.comparisons,
-            "all_worked": self.all_worked,
-            "verdict": self.verdict,
-        }
+        found = dict(self._asdict(), absent=list(self.absent))
+        found["devices"] = [dict(each._asdict()) for each in self.devices]
+        return dict(found, all_worked=self.all_worked, verdict=self.verdict)
 
     def to_json(self) -> str:
         import json  # for start-up time
@@ -178,7 +155,7 @@ def joined(reports: "Sequence[Mapping[str, Any]]", absent: "Sequence[int]" = ())
     not_told = sum(report["not_told"] for report in reports)
     comparisons = min([report["comparisons"] for report in reports] or [0])
     uses.sort(key=lambda each: each.rank or 0)
-    return Report(uses, models, not_told, absent, whole, comparisons)
+    return Report(uses, models, whole, not_told, absent, comparisons)
 
 
 def _rows(number):
@@ -205,14 +182,13 @@ def _table(uses):
     ]
     if any(each.rank is not None for each in uses):
         columns.insert(0, ("rank", [str(each.rank) for each in uses]))
-    lines = [""] * (len(uses) + 1)
-    for name, values in columns if uses else ():
+    cells = []
+    for name, values in columns:
         if any(value != "-" for value in values):
             width = max(map(len, [name] + values))
             justified = str.ljust if name == "device" else str.rjust
-            for place, value in enumerate([name] + values):
-                lines[place] += ("  " if lines[place] else "") + justified(value, width)
-    return [line.rstrip() for line in lines if line]
+            cells.append([justified(value, width) for value in [name] + values])
+    return ["  ".join(line).rstrip() for line in zip(*cells)]
 
 
 def _share(value):
@@ -268,7 +244,7 @@ def of_this_process(
             idle=None if rows else _why_idle([sizes for _, _, _, sizes in batches]),
         )
         uses.append(use)
-    return Report(uses, models, not_told, (), process.whole, process.comparisons)
+    return Report(uses, models, dict(process.whole), not_told, (), process.comparisons)
 
 
 def _why_idle(batches):

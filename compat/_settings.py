@@ -1,6 +1,7 @@
 """What ``configure_gpu()`` was asked, normalised once, and the report of what it did."""
 
 from . import errors
+from ._numbers import whole_number
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -115,8 +116,6 @@ def simulated_from_outside(environ):
     text = environ.get("COMPAT_SIMULATE", "").strip()
     if not text:
         return None
-    from ._numbers import whole_number  # for start-up time
-
     number = whole_number(text)
     if not number:
         raise errors.InvalidArgumentError(
@@ -152,8 +151,6 @@ def parse_verify(verify, environ, simulated):
     Raises:
         InvalidArgumentError: that is neither a number of steps, from 0, nor "every" with one.
     """
-    from ._numbers import whole_number  # for start-up time
-
     if verify is None:
         verify = environ.get("COMPAT_VERIFY", "").strip() or int(bool(simulated))
         if isinstance(verify, str) and whole_number(verify) is not None:
@@ -224,11 +221,8 @@ class Settings:
         for name in ("memory", "floatx"):
             if getattr(self, name) is not None:
                 parts.append("{}: {}".format(name, getattr(self, name)))
-        for name in ("persist", "strict", "parallelize"):
-            if getattr(self, name):
-                parts.append(name)
-        if self.verify:
-            parts.append("verify: {}".format(self.verify))
+        parts += [name for name in ("persist", "strict", "parallelize") if getattr(self, name)]
+        parts += ["verify: {}".format(self.verify)] if self.verify else []
         parts += ["{}={!r}".format(*option) for option in sorted(self.options.items())]
         return ", ".join(parts)
 

@@ -4,10 +4,12 @@ Each text says what was asked, what was found and what to do. Each class is a ``
 the built-in exception that a caller would catch. A text with one caller stands where it is raised.
 """
 
+import os
+import sys
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
-
 
 _LONGEST = 1900  # characters of a message
 
@@ -104,6 +106,11 @@ class ModelFileError(CompatError, OSError):
 
 class CompatWarning(UserWarning):
     """Work goes on, but not as it was asked."""
+
+
+if not TYPE_CHECKING:  # type checkers would read a list only
+    #: These classes, which are public, and no function.
+    __all__ = [name for name in dir() if name.endswith(("Error", "Warning"))]
 
 
 def class_of(value):
@@ -257,8 +264,7 @@ def shadowed(script, path):
     Arguments:
         path: of the module, or of its package's ``__init__.py``.
     """
-    import os  # for start-up time
-    import shlex
+    import shlex  # for start-up time
 
     folder, name = os.path.split(str(path))
     if name == "__init__.py":
@@ -305,8 +311,6 @@ def warn(text):
     That is the innermost frame which is in no installed package and not in Python's own library;
     where there is none (a thread of a framework's), the innermost one outside of compat.
     """
-    import os
-    import sys
     import warnings
 
     library = os.path.dirname(os.__file__) + os.sep

@@ -53,16 +53,10 @@ def by_row(values, axes):
     """
     rows = []
     for value, axis in zip(values, axes):
-        placement = value.placement
-        if axis is None:
-            if not isinstance(placement, Replicated):
-                return Mixed()
-        elif not isinstance(placement, Sharded) or placement.per is not None:
+        if not have_own_rows([value]) or value.axis != axis:
             return Mixed()
-        elif placement.axis != axis:
-            return Mixed()
-        else:
-            rows.append(placement)
+        if axis is not None:
+            rows.append(value.placement)
     return (shared(rows) if rows else None) or Mixed()
 
 

@@ -16,9 +16,6 @@ class Placement:
     def __eq__(self, other):
         return isinstance(other, Placement) and self._said() == other._said()
 
-    def __ne__(self, other):
-        return not self == other
-
     def __hash__(self):
         return hash(self._said())
 

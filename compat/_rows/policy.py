@@ -41,9 +41,8 @@ class Across:
 
     def __str__(self):
         text = str(self.operation)
-        if self.layer:
-            text += " in {}".format(self.layer)
-        return "{} ({})".format(text, self.line) if self.line else text
+        text += " in {}".format(self.layer) if self.layer else ""
+        return text + (" ({})".format(self.line) if self.line else "")
 
     def described(self, model):
         """The operation and the model's name, as the subject of a sentence."""
@@ -74,10 +73,10 @@ def runs_whole(model, across, device, reach=FROM_THERE_ON):
                 found, device
             )
         )
+    divided = "not divided, because of the operation {}"
     if reach == FROM_THERE_ON:
-        process.whole[model] = "divided up to the operation {}, whole from there on".format(across)
+        divided = "divided up to the operation {}, whole from there on"
     elif across.operation is None:
-        process.whole[model] = "not divided"
-    else:
-        process.whole[model] = "not divided, because of the operation {}".format(across)
+        divided = "not divided"
+    process.whole[model] = divided.format(across)
     errors.warn("{} {} runs on {} with the whole batch.".format(found, reach, device))

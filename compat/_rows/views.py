@@ -36,7 +36,7 @@ def expanded(value, axes):
     placement = value.placement
     axes = axes if isinstance(axes, (list, tuple, set)) else [axes]
     rank = value.rank + len(axes)
-    new = {int(axis) % rank for axis in axes}
+    new = listed(axes, rank)
     return placement.replace(axis=[a for a in range(rank) if a not in new][placement.axis])
 
 

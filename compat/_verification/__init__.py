@@ -7,7 +7,7 @@ rounding, and which of its results are random, so cannot be compared. Here is wh
 have in common; a ``Step`` of each knows how to do it.
 """
 
-from .comparison import Comparison, largest_difference, rounding
+from .comparison import Comparison, largest_difference
 from .report import Record, is_good, record_operations, records, report_at_exit, shown
-from .steps import NORMALISED, Step
+from .steps import NORMALISED, Step, numbered
 from .verification import Verification, suspended

@@ -16,11 +16,6 @@ EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16"
 _UNITS_OF = {"float16": 2.0**4, "bfloat16": 2.0**3}
 
 
-def rounding(dtype: str) -> float:
-    """How far results of a step may be apart by rounding alone, relative to their size."""
-    return EPS.get(dtype, 2.0**-23) * _UNITS_OF.get(dtype, _UNITS)
-
-
 class Comparison:
     """What one device and several make of the same step.
 
@@ -102,12 +97,13 @@ class Comparison:
         stored = 0.0
         if before is not None:
             stored = 4 * EPS.get(str(before.dtype), EPS["bfloat16"]) * _largest(_as_float(before))
-        unit = rounding(self.step.dtype)
+        # How far results may be apart by rounding alone, relative to their size.
+        eps = EPS.get(self.step.dtype, EPS["float32"])
+        unit = eps * _UNITS_OF.get(self.step.dtype, _UNITS)
         if spread > max(_RANDOM, 4 * unit) * largest + stored:
             return None
         # No float is exact: a loss of what fits is the square of rounding, and a sum that cancels
         # is rounding alone.
-        eps = EPS.get(self.step.dtype, EPS["float32"])
         return max(unit * largest + stored + _MARGIN * spread, eps**2 if largest else eps)
 
     def compared_nothing(self):

@@ -39,17 +39,15 @@ class VerifiedKeras2Step(keras_steps.Verified):
 
     def verified(self, model):
         # What a script has put in the function's place is its own, and does more than Keras' does.
-        if inspect.isroutine(getattr(model, keras_steps.FUNCTIONS[self.kind])):
-            return getattr(model, keras_steps.FUNCTIONS[self.kind])
-        return super().verified(model)
+        function = getattr(model, keras_steps.FUNCTIONS[self.kind])
+        return function if inspect.isroutine(function) else super().verified(model)
 
     def make_undivided(self, model):
         if self.kind != "train":
-            return keras_steps.made_anew(self, model)
+            return self.made_anew(model)
         optimizer = model.optimizer
-        with _attributes_kept(_keras.wrapped_optimizers(optimizer)):
-            with self.ordering(optimizer):
-                return keras_steps.made_anew(self, model)
+        with _attributes_kept(_keras.wrapped_optimizers(optimizer)), self.ordering(optimizer):
+            return self.made_anew(model)
 
     def step(self, function, args):
         return Keras2Step(self, function, list(args[0]))
@@ -58,37 +56,32 @@ class VerifiedKeras2Step(keras_steps.Verified):
 @contextlib.contextmanager
 def _attributes_kept(optimizers):
     """Within, what an optimizer notes of the function that it makes is forgotten."""
-    kept = [
-        (
-            vars(each),
-            {k: (v, v[:]) if isinstance(v, list) else (v, None) for k, v in vars(each).items()},
-        )
-        for each in optimizers
-    ]
+    kept = [(vars(each), dict(vars(each))) for each in optimizers]
+    values = [value for _, attributes in kept for value in attributes.values()]
+    lists = [(value, value[:]) for value in values if isinstance(value, list)]
     try:
         yield
     finally:
-        for attributes, values in kept:
+        for value, members in lists:
+            value[:] = members
+        for attributes, before in kept:
             attributes.clear()
-            for name, (value, members) in values.items():
-                attributes[name] = value
-                if members is not None:
-                    value[:] = members
+            attributes.update(before)
 
 
 def _state_of(optimizer):
     """The variables of an optimizer of Keras 2 or of TensorFlow, and of those that it wraps."""
     for each in _keras.wrapped_optimizers(optimizer):
-        if hasattr(each, "variables"):
-            for variable in each.variables():
-                yield variable
-        else:
-            for variable in vars(each).get("weights", ()):
-                yield variable
+        yield from each.variables() if hasattr(each, "variables") else vars(each).get("weights", ())
 
 
-class Keras2Step(steps.Step):
-    """A call of one of the functions."""
+class FunctionStep(steps.Step):
+    """A call of a function of Keras 2, with a list of arrays.
+
+    Arguments:
+        method: the ``Verified``.
+        function: the ``VerifiedFunction`` that was called.
+    """
 
     given = ("inputs",)
 
@@ -100,6 +93,36 @@ class Keras2Step(steps.Step):
         self.inputs = inputs
         self.keras = _keras.keras_of(self.model)
         self.dtype = self.keras.backend.floatx()
+
+    def on_one_device(self):
+        results = self.function.undivided(self.inputs)
+        return keras_steps.named_results(self.model, self.kind, results)
+
+    def on_all_devices(self):
+        results = self.function.made(self.inputs)
+        return results, keras_steps.named_results(self.model, self.kind, results)
+
+    def in_inference(self, run, inputs):
+        """The predictions, and the loss without what only training does.
+
+        Arguments:
+            run: does a step of a kind with inputs.
+            inputs: of this step; the first ones are the model's.
+        """
+        rows = inputs[: len(self.model._feed_inputs)]
+        named = keras_steps.named_results(self.model, "predict", run("predict", rows))
+        if self.kind != "predict":
+            results = keras_steps.named_results(self.model, "evaluate", run("evaluate", inputs))
+            for label, value in results.items():
+                named["output: {} in inference".format(label)] = value
+        return named
+
+
+class Keras2Step(FunctionStep):
+    """A call of one of the functions."""
+
+    def __init__(self, method, function, inputs):
+        super().__init__(method, function, inputs)
         self._inferring = {}  # of (kind, whether undivided), the function
         written = method.written(function.made, self.model)
         undivided = method.written(function.undivided, self.model)
@@ -145,7 +168,9 @@ class Keras2Step(steps.Step):
         training = self.kind == "train" and not inference
         return keras_steps.normalised([
             layer for layer in layers
-            if always or training and (layer.trainable or not _is_inference_where_frozen(layer))
+            # Layers of TensorFlow 2's behaviour infer where they are frozen.
+            if always
+            or training and (layer.trainable or not getattr(layer, "_USE_V2_BEHAVIOR", False))
         ])  # fmt: skip
 
     def is_random(self, label):
@@ -169,38 +194,28 @@ class Keras2Step(steps.Step):
 
     def on_one_device(self):
         self.undivided_last = True
-        return self._named(self.function.undivided(self.inputs))
+        return super().on_one_device()
 
     def on_all_devices(self):
         self.undivided_last = False
-        results = self.function.made(self.inputs)
-        return results, self._named(results)
-
-    def _named(self, results):
-        return keras_steps.named_results(self.model, self.kind, results)
+        return super().on_all_devices()
 
     def operations(self):
         return self.method.operations(self)
 
     def outputs(self, undivided):
-        """The predictions, and the loss without what only training does."""
-        inputs, model = list(self.inputs), self.model
-        phase = self.kind == "train" and isinstance(inputs[-1], (int, float))
-        runs = [("predict", inputs[: len(model._feed_inputs)])]
-        if self.kind != "predict":
-            runs.append(("evaluate", inputs[:-1] if phase else inputs))
-        named = {}
-        for kind, given in runs:
+        has_phase = self.kind == "train" and isinstance(self.inputs[-1], (int, float))
+
+        def run(kind, inputs):
             function = self._function_of(kind, undivided)
-            written = self.method.written(function, model)
+            written = self.method.written(function, self.model)
             before = self.keras.backend.batch_get_value(written)
             with suspended():
-                results = function(given + ([0.0] if phase else []))
+                results = function(inputs + ([0.0] if has_phase else []))
             self.keras.backend.batch_set_value(list(zip(written, before)))
-            for label, value in keras_steps.named_results(model, kind, results).items():
-                inferred = "output: {} in inference".format(label)
-                named[label if kind == "predict" else inferred] = value
-        return named
+            return results
+
+        return self.in_inference(run, self.inputs[:-1] if has_phase else self.inputs)
 
     def _function_of(self, kind, undivided):
         """The function by which the model infers, on one device or on all."""
@@ -223,7 +238,3 @@ def _is_called_in_training(layer):
     nodes = getattr(layer, "_inbound_nodes", None) or getattr(layer, "inbound_nodes", None) or ()
     given = [getattr(n, "arguments", None) or getattr(n, "call_kwargs", None) or {} for n in nodes]
     return any(each.get("training") in (1, True) for each in given)
-
-
-def _is_inference_where_frozen(layer):
-    return getattr(layer, "_USE_V2_BEHAVIOR", False)

@@ -5,13 +5,11 @@ each when it is first needed, by a method of the model. The instance gets method
 their place. How a step is done on one device, each backend says by a subclass of ``Verified``.
 """
 
-from .. import _keras, _patching, errors
+import contextlib
+
+from .. import _keras, _patching, _replicas, errors
 from . import reachable, steps
 from .verification import random_numbers_kept, suspended
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
 
 # Kind of step -> the attribute that keeps its function.
 FUNCTIONS = {
@@ -31,12 +29,13 @@ class Verified(_patching.InstanceMethod):
     names of Keras' own methods begin with, "make_" or, in Keras 2, "_make_".
     """
 
-    kind = ""
     prefix = "make_"
 
-    def __init__(self, verification):
+    def __init__(self, verification, kind):
         super().__init__([])
         self.verification = verification
+        self.kind = kind
+        self.method = self.prefix + FUNCTIONS[kind]
 
     @classmethod
     def install_on(cls, model, verification):
@@ -51,29 +50,17 @@ class Verified(_patching.InstanceMethod):
             name = cls.prefix + function
             if not hasattr(model, name):
                 continue
-            members = {"kind": kind, "method": name}  # type: Any
-            method = cls._kind_of_method(members)
-            present = method._present(model)
-            if present is not None:
+            present = getattr(vars(model).get(name), "__func__", None)
+            if isinstance(present, Verified):  # whichever backend's
                 present.remove(model)
                 made = getattr(model, function, None)
                 if isinstance(made, VerifiedFunction):
                     setattr(model, function, made.made)
             if verification is not None:
-                method(verification).install(model)
-                made = getattr(model, function, None)
-                if made is not None:
-                    method.of(model).verified(model)
-
-    @classmethod
-    def _kind_of_method(cls, members: "Any") -> "Any":
-        return type(cls.__name__, (cls,), members)  # type: ignore  # of a classmethod
-
-    @classmethod
-    def _present(cls, model):
-        """The method in this one's place, whichever backend's."""
-        function = getattr(model.__dict__.get(cls.method), "__func__", None)
-        return function if isinstance(function, Verified) else None
+                method = cls(verification, kind)
+                method.install(model)
+                if getattr(model, function, None) is not None:
+                    method.verified(model)
 
     def __call__(self, model, *args, **kwargs):
         result = self.plain(model)(*args, **kwargs)
@@ -99,7 +86,25 @@ class Verified(_patching.InstanceMethod):
 
     def make_undivided(self, model):
         """A function as Keras makes it, that does the step on one device."""
-        raise NotImplementedError
+        return self.made_anew(model)
+
+    def made_anew(self, model, others=()):
+        """A function as Keras makes it, while the one that the model has stays.
+
+        Arguments:
+            others: further attributes that Keras sets.
+        """
+        attribute = FUNCTIONS[self.kind]
+        names = [name for name in (attribute,) + others if hasattr(model, name)]
+        kept = {name: getattr(model, name) for name in names}
+        # By setattr, as Keras does: it tracks functions of tf.function() as parts of the model.
+        setattr(model, attribute, None)
+        try:
+            getattr(type(model), self.method)(model)
+            return getattr(model, attribute)
+        finally:
+            for name, value in kept.items():
+                setattr(model, name, value)
 
     def step(self, function, args):
         """The ``steps.Step`` that a call of ``function`` with ``args`` is."""
@@ -114,25 +119,6 @@ def _warn_of_keras(model, verification):
             verification.asked, keras.__name__, keras.__version__, model.name
         )
     )
-
-
-def made_anew(method, model, others=()):
-    """A function as Keras makes it, while the one that the model has stays.
-
-    Arguments:
-        method: the ``Verified`` whose class's method makes it.
-        others: further attributes that Keras sets.
-    """
-    attribute = FUNCTIONS[method.kind]
-    # By setattr, as Keras does: it tracks functions of tf.function() as parts of the model.
-    kept = {name: getattr(model, name) for name in (attribute,) + others if hasattr(model, name)}
-    setattr(model, attribute, None)
-    try:
-        getattr(type(model), method.method)(model)
-        return getattr(model, attribute)
-    finally:
-        for name, value in kept.items():
-            setattr(model, name, value)
 
 
 class VerifiedFunction:
@@ -175,23 +161,14 @@ def named_results(model, kind, results):
     """What a step returns, by label: a dictionary of logs, or the outputs of a prediction."""
     if kind == "predict":
         return outputs(model, results)
-    if isinstance(results, dict):
-        return {
-            "the loss" if name == "loss" else "metric " + name: value
-            for name, value in results.items()
-        }
-    names = list(getattr(model, "metrics_names", ()))
-    values = results if isinstance(results, (list, tuple)) else [results]
-    named = {}
-    for place, value in enumerate(values):
-        name = names[place] if place < len(names) else str(place)
-        named["the loss" if place == 0 else "metric " + name] = value
-    return named
-
-
-def inputs_of(data):
-    """The inputs in the data of a step: Keras takes a list, such as torch's loaders give, too."""
-    return data[0] if isinstance(data, (tuple, list)) else data
+    if not isinstance(results, dict):
+        values = results if isinstance(results, (list, tuple)) else [results]
+        names = ["loss"] + list(getattr(model, "metrics_names", ()))[1:]
+        names += map(str, range(len(names), len(values)))
+        results = dict(zip(names, values))
+    return {
+        "the loss" if name == "loss" else "metric " + name: value for name, value in results.items()
+    }
 
 
 def outputs(model, results):
@@ -211,8 +188,7 @@ def _flat(value):
         value = [value[key] for key in sorted(value)]
     if isinstance(value, (list, tuple)):
         for part in value:
-            for leaf in _flat(part):
-                yield leaf
+            yield from _flat(part)
     elif value is not None:
         yield value
 
@@ -223,9 +199,15 @@ class KerasStep(steps.Step):
     Arguments:
         method: the ``Verified``.
         function: the ``VerifiedFunction`` that was called.
+
+    Subclasses set ``batches``, those that the step consumes.
     """
 
+    given = ("batches",)
+    batches = ()  # type: tuple
+
     def __init__(self, method, function):
+        self.method = method
         self.function = function
         self.model = function.model
         self.kind = method.kind
@@ -258,12 +240,10 @@ class KerasStep(steps.Step):
         model, kinds = self.model, self.kinds_of_variables()
         trainable = {id(v) for v in model.trainable_variables}
         groups = [("state", _variables_of(model))]
-        for optimizer in optimizers(model):
-            # Not all of an optimizer's variables are among those that it lists: a product of its
-            # own schedule, say.
-            groups.append(
-                ("slot", _variables_of(optimizer) + reachable.variables([optimizer], kinds))
-            )
+        # Not all of an optimizer's variables are among those that it lists: a product of its own
+        # schedule, say.
+        for each in optimizers(model):
+            groups.append(("slot", _variables_of(each) + reachable.variables([each], kinds)))
         groups += [("metric state", metric.variables) for metric in model.metrics]
         groups.append(("state", reachable.variables([model], kinds)))
         for word, variables in groups:
@@ -301,7 +281,19 @@ class KerasStep(steps.Step):
         named = named_results(self.model, self.kind, results)
         return {label: self.as_array(value) for label, value in named.items()}
 
-    def outputs_and_losses(self, results, losses):
+    def infer(self, inputs):
+        """The model's outputs in inference, and the losses that its layers add."""
+        return self.model(inputs, training=False), self.model.losses
+
+    def outputs(self, undivided):
+        inputs = self.batches[0]
+        if isinstance(inputs, (tuple, list)):  # Keras takes a list, as of torch's loaders, too
+            inputs = inputs[0]
+        with _replicas.undivided() if undivided else contextlib.ExitStack():
+            try:
+                results, losses = self.infer(inputs)
+            except NotImplementedError:  # a model whose train_step calls its parts
+                return None
         named = outputs(self.model, results)
         for place, loss in enumerate(losses):
             named["output: loss {} of add_loss()".format(place + 1)] = loss
@@ -346,5 +338,4 @@ def normalised(layers):
 def coarsest(dtypes):
     """Of the types in which layers compute, the one of the fewest digits."""
     order = ["bfloat16", "float16", "float32", "float64"]
-    found = [dtype for dtype in order if dtype in dtypes]
-    return found[0] if found else "float32"
+    return next((dtype for dtype in order if dtype in dtypes), "float32")

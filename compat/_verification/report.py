@@ -109,10 +109,9 @@ def shown(record: "Mapping[str, Any]") -> "List[str]":
         lines.append("  products ran, forward + backward: {}".format(", ".join(places)))
         if not _on_several(record):
             lines.append("  only {} of its devices worked".format(len(_working(record))))
-    by_reason = {}  # type: dict  # why -> labels
-    for label, reason in sorted(record["incomparable"].items()):
-        by_reason.setdefault(reason, []).append(label)
-    for reason, labels in sorted(by_reason.items()):
+    incomparable = record["incomparable"]
+    for reason in sorted(set(incomparable.values())):
+        labels = sorted(label for label in incomparable if incomparable[label] == reason)
         more = " and {} more".format(len(labels) - 3) if len(labels) > 3 else ""
         lines.append("  not compared: {}{} ({})".format(", ".join(labels[:3]), more, reason))
     if record["failure"]:

@@ -13,6 +13,11 @@ if TYPE_CHECKING:
 NORMALISED = "{} {!r} normalises each replica's rows by their own statistics"
 
 
+def numbered(outputs):
+    """Outputs that have no names, by label."""
+    return {"output {}".format(number): output for number, output in enumerate(outputs, 1)}
+
+
 class Step:
     """One kind of step of one model; a subclass for each way in which a backend does steps.
 

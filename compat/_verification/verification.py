@@ -101,30 +101,26 @@ class Verification:
                 _set_random_numbers(numbers)
                 with _aside(step):
                     expected = _after(step, step.on_one_device())
-                again = self._again(step, start)
-                by_design = step.by_design(False, _changed(start, expected))
-                comparison = Comparison(step, start, expected, [again])
-                if by_design is None:
-                    comparison.compare(found)
-                if comparison.differing:
-                    # Another look at how rounding is amplified: an alarm must never be false.
-                    for seed in _SEEDS:
-                        comparison.others.append(self._again(step, start, seed))
-                    comparison = Comparison(
-                        step, start, expected, comparison.others,
-                        self._is_random(step, start, expected),
-                    )  # fmt: skip
-                    comparison.compare(found)
-                if comparison.differing:
-                    raise self._difference(kind, step, start, comparison)
-                if by_design is not None or comparison.compared_nothing():
-                    if by_design is None:
-                        is_noise = self._is_random(step, start, expected)
-                        by_design = "it is random" if is_noise else "it amplifies rounding too far"
+
+                def again(seed=0):
+                    return self._again(step, start, seed)
+
+                def is_noise():
+                    return is_random(step.dtype, expected, again(None))
+
+                others = [again()]
+                why = step.by_design(False, _changed(start, expected))
+                if why is None:
+                    comparison = _compared(step, start, expected, others, found, again, is_noise)
+                    if comparison.differing:
+                        raise self._difference(kind, step, start, comparison)
+                    if comparison.compared_nothing():
+                        why = "it is random" if is_noise() else "it amplifies rounding too far"
+                    else:
+                        self._note(comparison)
+                if why is not None:
                     with _aside(step):
-                        self._compare_in_inference(kind, step, start, by_design)
-                else:
-                    self._note(comparison)
+                        self._compare_in_inference(kind, step, start, why)
                 if report.is_recording() and kind == "train" and not self.record.operations:
                     step.write(start)
                     with _aside(step):
@@ -158,9 +154,6 @@ class Verification:
                 after[label] = after[label] - (value - start[label])
         return after
 
-    def _is_random(self, step, start, expected):
-        return is_random(step.dtype, expected, self._again(step, start, None))
-
     def _note(self, comparison):
         self.record.compared += comparison.compared
         self.record.largest = max(self.record.largest, comparison.largest)
@@ -192,17 +185,13 @@ class Verification:
         expected = outputs(start, True)
         if expected is None or step.by_design(True, _changed(start, step.read())) is not None:
             return None
-        others = [outputs(_moved(step, start, 0), True)]
-        found = outputs(start, False)
-        comparison = Comparison(step, {}, expected, others)
-        comparison.compare(found)
-        if comparison.differing:
-            for seed in _SEEDS:
-                with given_moved(step, seed):
-                    others.append(outputs(_moved(step, start, seed), True))
-            comparison = Comparison(step, {}, expected, others)
-            comparison.compare(found)
-        return comparison
+
+        def again(seed=0):
+            with given_moved(step, seed):
+                return outputs(_moved(step, start, seed), True)
+
+        others, found = [again()], outputs(start, False)
+        return _compared(step, {}, expected, others, found, again, is_noise=lambda: False)
 
     def _difference(self, kind, step, start, comparison):
         """The error: what differs first, by how much, and why that may be."""
@@ -224,6 +213,23 @@ class Verification:
         )  # fmt: skip
         self.record.failure = str(error)
         return error
+
+
+def _compared(step, start, expected, others, found, again, is_noise):
+    """The ``Comparison``; where something differs, that of a closer look.
+
+    Arguments:
+        again: gives the values on one device, once more, by a seed.
+        is_noise: whether the step is random; asked only then.
+    """
+    comparison = Comparison(step, start, expected, others)
+    comparison.compare(found)
+    if comparison.differing:
+        # Another look at how rounding is amplified: an alarm must never be false.
+        others += map(again, _SEEDS)
+        comparison = Comparison(step, start, expected, others, is_noise())
+        comparison.compare(found)
+    return comparison
 
 
 @contextlib.contextmanager

@@ -79,7 +79,7 @@ if hasattr(tf, "profiler"):  # from TensorFlow 2.2
             events.add(metadata_id=3, offset_ps=2500000, duration_ps=1500000)
         gpus = timeline._gpu_planes(tf)
         found = timeline.executed(space.planes, ["/gpu:0", "/gpu:1"], gpus)
-        assert found == [Operation("/gpu:0", "gemm", 7.5, 1.5)]
+        assert list(found) == [Operation("/gpu:0", "gemm", 7.5, 1.5)]
 
 
 def recurrent():

@@ -66,8 +66,8 @@ def executed(jax, step):
     program tells that XLA compiled for this step.
     """
     client = jax.devices()[0].client
-    before, events = client.live_executables(), []  # type: Tuple[list, list]
-    with timeline.recorded(events):
+    before = client.live_executables()
+    with timeline.recorded() as events:
         step()
     new = [e for e in client.live_executables() if all(e is not other for other in before)]
     programs = {e.hlo_modules()[0].name: e.hlo_modules()[0].to_string() for e in new}

@@ -7,32 +7,27 @@ import re
 import tempfile
 
 from ... import errors
-from ..._operations import Operation
+from ..._operations import Operation, converted
 
 
-@contextlib.contextmanager
 def profiled(devices):
     """What ``JAX.profiled()`` returns, for the configured devices."""
-    operations, events = [], []  # type: Tuple[list, list]
-    try:
-        with recorded(events):
-            yield operations
-    finally:
-        operations += _operations(events, devices)
+    return converted(recorded(), lambda events: _operations(events, devices))
 
 
 @contextlib.contextmanager
-def recorded(events):
-    """Within, JAX's profiler records; afterwards ``events`` has each event.
+def recorded():
+    """Within, JAX's profiler records; gives a list, which afterwards has each event.
 
     With the names of plane, line and event, its start and duration, and its statistics.
     """
     import jax
 
+    events = []  # type: list
     with tempfile.TemporaryDirectory() as folder:
         _start(jax, folder)
         try:
-            yield
+            yield events
             jax.effects_barrier()
         finally:
             jax.profiler.stop_trace()

@@ -4,7 +4,6 @@ A step of Keras on JAX is a pure function of the state, which it hands from step
 Its random numbers do not depend on how it is sharded, so that they are compared as well.
 """
 
-import contextlib
 import itertools
 
 from ... import _patching, _replicas
@@ -15,10 +14,7 @@ from . import op_placement
 class VerifiedJAXStep(keras_steps.Verified):
     """The method by which Keras makes the function of a step."""
 
-    def make_undivided(self, model):
-        return self.made_anew(model)
-
-    def made_anew(self, model):
+    def made_anew(self, model, others=()):
         name = keras_steps.STEPS[self.kind]
         method = getattr(model, name)
 
@@ -29,18 +25,15 @@ class VerifiedJAXStep(keras_steps.Verified):
         # another object, or what was traced undivided would run in the place of the other.
         step.__name__ = name
         with _patching.replaced(model, **{name: step}):
-            return keras_steps.made_anew(self, model)
+            return super().made_anew(model, others)
 
     def step(self, function, args):
         return _JAXStep(self, function, *args)
 
 
 class _JAXStep(keras_steps.KerasStep):
-    given = ("batches",)
-
     def __init__(self, method, function, state, iterator):
         super().__init__(method, function)
-        self.method = method
         model = self.model
         groups = [("weight", model.trainable_variables), ("state", model.non_trainable_variables)]
         if self.kind == "train":
@@ -121,11 +114,8 @@ class _JAXStep(keras_steps.KerasStep):
         found = op_placement.executed(jax, lambda: self._run(function))
         return op_placement.products(found)
 
-    def outputs(self, undivided):
+    def infer(self, inputs):
         import jax
-
-        data = self.batches[0]
-        inputs = keras_steps.inputs_of(data)
 
         def infer(weights, state, inputs):
             outputs, _, losses = self.model.stateless_call(
@@ -133,9 +123,4 @@ class _JAXStep(keras_steps.KerasStep):
             )
             return outputs, losses
 
-        with _replicas.undivided() if undivided else contextlib.ExitStack():
-            try:
-                outputs, losses = jax.jit(infer)(self.state[0], self.state[1], inputs)
-            except NotImplementedError:  # a model whose train_step calls its parts
-                return None
-        return self.outputs_and_losses(outputs, losses)
+        return jax.jit(infer)(self.state[0], self.state[1], inputs)

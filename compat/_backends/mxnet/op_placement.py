@@ -6,7 +6,7 @@ import json
 import os
 import tempfile
 
-from ..._operations import Operation
+from ..._operations import Operation, converted
 
 # What a layer computes with: matrix products, convolutions, look-ups. The loss has none of them.
 OPERATIONS = ("dot", "Convolution", "FullyConnected", "Embedding")
@@ -59,27 +59,23 @@ def products(step):
     return {device: tuple(counts) for device, counts in placed.items()}
 
 
-@contextlib.contextmanager
 def profiled(contexts):
     """What ``MXNet.profiled()`` returns, for the configured contexts."""
-    operations = []  # type: list
-    events = []  # type: list
-    try:
-        with recorded() as events:
-            yield operations
-    finally:
-        begun = {}  # type: dict
-        for event in events:
-            thread = event.get("pid"), event.get("tid")
-            if event.get("cat") != "operator":
-                continue
-            if event["ph"] == "B":
-                begun.setdefault(thread, []).append(event)
-            elif event["ph"] == "E" and begun.get(thread):
-                first = begun[thread].pop()
-                device = _context(event["pid"], contexts)
-                duration = event["ts"] - first["ts"]
-                operations.append(Operation(device, first["name"], first["ts"], duration))
+    return converted(recorded(), lambda events: _executed(events, contexts))
+
+
+def _executed(events, contexts):
+    begun = {}  # type: dict
+    for event in events:
+        thread = event.get("pid"), event.get("tid")
+        if event.get("cat") != "operator":
+            continue
+        if event["ph"] == "B":
+            begun.setdefault(thread, []).append(event)
+        elif event["ph"] == "E" and begun.get(thread):
+            first = begun[thread].pop()
+            device = _context(event["pid"], contexts)
+            yield Operation(device, first["name"], first["ts"], event["ts"] - first["ts"])
 
 
 def _context(number, contexts):

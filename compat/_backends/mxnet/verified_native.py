@@ -10,6 +10,9 @@ from where the verified calls left them.
 
 import contextlib
 
+import mxnet as mx
+import numpy as np
+
 from ... import _verification, _work
 from ..._verification import keras_steps, reachable
 from . import gluon_replicas, op_placement
@@ -38,17 +41,14 @@ class VerifiedBlockForward:
             replicas.verified = cls(replicas, verification) if verification is not None else None
 
     def __call__(self, args):
-        import mxnet as mx
-
         # Batch normalization and dropout go by this, not by whether gradients are wanted.
         kind = "train" if mx.autograd.is_training() else "predict"
         if not self.verification.wants(kind):
             return self.replicas.run(args)
-        if not self._waited:
-            self._waited = True  # parameters that a call does not use are never made
-            if any(p._data is None for p in gluon_replicas._parameters(self.replicas.block)):
-                return self.replicas.run(args)
-        if not self.verification.is_due(kind):
+        parameters = gluon_replicas._parameters(self.replicas.block)
+        waits = not self._waited and any(p._data is None for p in parameters)
+        self._waited = True  # parameters that a call does not use are never made
+        if waits or not self.verification.is_due(kind):
             return self.replicas.run(args)
         try:
             return self.verification.verify(kind, _BlockCall(self.replicas, args))
@@ -62,25 +62,20 @@ class _BlockCall(_verification.Step):
     given = ("args",)
 
     def __init__(self, replicas, args):
-        import mxnet as mx
-
-        self.mx = mx
         self.replicas = replicas
         self.block = replicas.block
         self.args = args
         self.is_training = mx.autograd.is_training()
         self.is_recording = mx.autograd.is_recording()
         self.parameters = [p for p in gluon_replicas._parameters(self.block) if p._data is not None]
-        self.dtype = keras_steps.coarsest({_dtype(p) for p in self.parameters})
+        self.dtype = keras_steps.coarsest({np.dtype(p.dtype).name for p in self.parameters})
 
     def by_design(self, inference, changed):
         if inference or not self.is_training:
             return None
         # Of what is traced, the operations are known once it ran on all contexts.
         means, _ = states_of(self.block, self.replicas._operations)
-        if means:
-            return _verification.NORMALISED.format("block", self.block.name)
-        return None
+        return _verification.NORMALISED.format("block", self.block.name) if means else None
 
     def attributes(self):
         own = [p for p in blocks(self.block) if not type(p).__module__.startswith("mxnet.")]
@@ -97,20 +92,17 @@ class _BlockCall(_verification.Step):
         return {label: p.list_data()[0].asnumpy() for label, p in self._labelled()}
 
     def write(self, values):
-        with self.mx.autograd.pause():
+        with mx.autograd.pause():
             for label, parameter in self._labelled():
                 if label in values:
-                    _set(
-                        self.mx, parameter.list_data(), [values[label]] * len(parameter.list_ctx())
-                    )
+                    arrays = parameter.list_data()
+                    _set(arrays, [values[label]] * len(arrays))
 
     # Doing it -----------------------------------------------------------------------------------
 
     def on_one_device(self):
-        if self.is_recording:
-            named = self._differentiated(self.replicas.run_undivided)
-        else:
-            named = self._outputs(self.replicas.run_undivided(self.args))
+        run = self.replicas.run_undivided
+        named = self._differentiated(run) if self.is_recording else self._outputs(run(self.args))
         # A state set in place was set on the first context only.
         self._write_states([values[:1] * len(values) for values in self._read_states()])
         return named
@@ -133,10 +125,8 @@ class _BlockCall(_verification.Step):
         return self.replicas.run(self.args)
 
     def _outputs(self, result):
-        return {
-            "output {}".format(place + 1): array.asnumpy()
-            for place, array in enumerate(gluon_replicas._arrays(result))
-        }
+        arrays = gluon_replicas._arrays(result)
+        return _verification.numbered(array.asnumpy() for array in arrays)
 
     def _differentiated(self, run):
         """Run the block, and its backward pass for random gradients of the results.
@@ -147,22 +137,21 @@ class _BlockCall(_verification.Step):
         Returns:
             Results, and gradients summed over the contexts, as a trainer sums them.
         """
-        import numpy as np
-
         args = gluon_replicas._mapped(lambda _, array: array.detach(), self.args)
         with self.attributes_kept():
             result = run(args)
         named = self._outputs(result)
-        heads = [array for array in gluon_replicas._arrays(result) if _is_floating(array)]
+        arrays = gluon_replicas._arrays(result)
+        heads = [array for array in arrays if np.dtype(array.dtype).kind == "f"]
         trained = [p for p in self.parameters if p.grad_req != "null"]
         if not heads or not trained:
             return named
         random = np.random.RandomState(0)
-        upstream = [_like(self.mx, random.normal(size=array.shape), array) for array in heads]
+        upstream = [_like(random.normal(size=array.shape), array) for array in heads]
         after = self._read_states()
-        with self.mx.autograd.pause(), _gradients_kept(trained):
+        with mx.autograd.pause(), _gradients_kept(trained):
             # In a call under record(train_mode=False) the backward pass is one of inference.
-            self.mx.autograd.backward(heads, upstream, train_mode=self.is_training)
+            mx.autograd.backward(heads, upstream, train_mode=self.is_training)
             for parameter in trained:
                 named["gradient of " + parameter.name] = sum(
                     gradient.asnumpy() for gradient in parameter.list_grad()
@@ -181,18 +170,17 @@ class _BlockCall(_verification.Step):
 
     def _write_states(self, values):
         states = [p.list_data() for p in self.parameters if p.grad_req == "null"]
-        with self.mx.autograd.pause():
+        with mx.autograd.pause():
             for arrays, each in zip(states, values):
-                _set(self.mx, arrays, each)
+                _set(arrays, each)
 
     def operations(self):
         return op_placement.products(lambda: self._differentiated(self.replicas.run))
 
     def outputs(self, undivided):
-        with self.mx.autograd.pause(train_mode=False):
-            if undivided:
-                return self._outputs(self.replicas.run_undivided(self.args))
-            return self._outputs(self.replicas.run(self.args))
+        with mx.autograd.pause(train_mode=False):
+            run = self.replicas.run_undivided if undivided else self.replicas.run
+            return self._outputs(run(self.args))
 
 
 @contextlib.contextmanager
@@ -213,25 +201,13 @@ def _gradients_kept(parameters):
             array._fresh_grad = value
 
 
-def _dtype(parameter):
-    import numpy as np
-
-    return np.dtype(parameter.dtype).name
-
-
-def _is_floating(array):
-    import numpy as np
-
-    return np.dtype(array.dtype).kind == "f"
-
-
-def _like(mx, values, array):
+def _like(values, array):
     """An array of the kind, the type and the context of ``array``."""
     made = mx.nd.array(values, ctx=array.context, dtype=array.dtype)
     return made if type(array) is mx.nd.NDArray else made.as_np_ndarray()
 
 
-def _set(mx, arrays, values):
+def _set(arrays, values):
     """Now: the backward pass of batch normalization waits for nothing that is being written."""
     for array, value in zip(arrays, values):
         mx.nd.array(value, ctx=array.context, dtype=array.dtype).copyto(

@@ -2,9 +2,12 @@
 
 import contextlib
 
-from ... import _keras, _verification
-from ..._verification import keras_steps
+from ... import _keras
+from ..._verification import keras2, keras_steps
 from . import op_placement
+
+# Kind of step -> what the replicas call it.
+_PHASES = {"train": "train", "evaluate": "test", "predict": "predict"}
 
 
 class VerifiedMXNetStep(keras_steps.Verified):
@@ -17,7 +20,7 @@ class VerifiedMXNetStep(keras_steps.Verified):
 
         def undivided(inputs):
             with replicas.undivided():
-                return replicas.run({"evaluate": "test"}.get(self.kind, self.kind), inputs)
+                return replicas.run(_PHASES[self.kind], inputs)
 
         return undivided
 
@@ -25,18 +28,10 @@ class VerifiedMXNetStep(keras_steps.Verified):
         return _MXNetStep(self, function, list(args[0]))
 
 
-class _MXNetStep(_verification.Step):
-    given = ("inputs",)
-
+class _MXNetStep(keras2.FunctionStep):
     def __init__(self, method, function, inputs):
-        self.function = function
-        self.model = function.model
+        super().__init__(method, function, inputs)
         self.replicas = self.model._compat_replicas
-        self.kind = method.kind
-        self.inputs = inputs
-        from keras import backend as K
-
-        self.dtype = K.floatx()
 
     def by_design(self, inference, changed):
         training = self.kind == "train" and not inference
@@ -79,33 +74,10 @@ class _MXNetStep(_verification.Step):
             # Without any, as before the first step, set_weights() makes them 0, as they begin.
             optimizer.set_weights([values[label] for label in slots if label in values])
 
-    def on_one_device(self):
-        return self._named(self.function.undivided(self.inputs))
-
-    def on_all_devices(self):
-        results = self.function.made(self.inputs)
-        return results, self._named(results)
-
-    def _named(self, results):
-        import numpy as np
-
-        named = keras_steps.named_results(self.model, self.kind, results)
-        return {label: np.asarray(value) for label, value in named.items()}
-
     def operations(self):
         return op_placement.products(lambda: self.function.made(self.inputs))
 
     def outputs(self, undivided):
-        model, replicas = self.model, self.replicas
-        rows = self.inputs[: len(model.inputs)]
-        named = {}
-        with replicas.undivided() if undivided else contextlib.ExitStack():
-            runs = [("predict", replicas.run("predict", rows))]
-            if self.kind != "predict":
-                runs.append(("evaluate", replicas.run("test", self.inputs)))
-            for kind, found in runs:
-                results = keras_steps.named_results(model, kind, found)
-                for label, value in results.items():
-                    inferred = "output: {} in inference".format(label)
-                    named[label if kind == "predict" else inferred] = value
-        return named
+        with self.replicas.undivided() if undivided else contextlib.ExitStack():
+            run = self.replicas.run
+            return self.in_inference(lambda kind, rows: run(_PHASES[kind], rows), self.inputs)

@@ -5,7 +5,7 @@ import contextlib
 import sys
 
 from ... import _patching
-from ..._operations import Operation
+from ..._operations import Operation, converted
 from .op_placement import as_configured
 from .sessions import imported_keras_packages
 
@@ -13,20 +13,21 @@ from .sessions import imported_keras_packages
 WAITING = ("_Send", "_Recv", "_HostSend", "_HostRecv", "IteratorGetNext", "PartitionedCall")
 
 
-@contextlib.contextmanager
 def profiled(tf, devices):
-    """Within, every run of a session is recorded; see ``Backend.profiled()``.
+    """See ``Backend.profiled()``; ``tf`` is TensorFlow under its 1.x names."""
+    return converted(_recorded(tf), lambda statistics: executed(statistics, devices))
+
+
+@contextlib.contextmanager
+def _recorded(tf):
+    """Within, every run of a session is recorded: gives a list of statistics.
 
     Runs are those of ``Session.run()`` and of Keras' functions, also of such as exist already.
     ``Session.make_callable()`` takes no part.
-
-    Arguments:
-        tf: TensorFlow under its 1.x names.
-        devices: as configured.
     """
     from tensorflow.python.client.session import BaseSession
 
-    statistics, operations = [], []
+    statistics = []
 
     def traced(options):
         result = tf.RunOptions()
@@ -67,10 +68,7 @@ def profiled(tf, devices):
             patches.enter_context(_patching.replaced(BaseSession._Callable, __call__=call))
             for keras_function in _keras_functions():
                 patches.enter_context(_made_anew(keras_function))
-        try:
-            yield operations
-        finally:
-            operations.extend(executed(statistics, devices))
+        yield statistics
 
 
 def _keras_functions():
@@ -107,7 +105,6 @@ def executed(statistics, devices):
     the record of what the CPU launched on it. Before TensorFlow 1.15, all GPUs' kernels are
     recorded as those of the first.
     """
-    operations = []
     for run in statistics:
         launched, streams = collections.defaultdict(list), collections.defaultdict(list)
         for record in run.dev_stats:
@@ -121,9 +118,7 @@ def executed(statistics, devices):
             launched.update(streams)
         for device, name in zip(launched, as_configured(launched, devices)):
             if name in devices:
-                found = [_operation(name, each) for each in launched[device]]
-                operations.extend(each for each in found if each is not None)
-    return operations
+                yield from _operations(name, launched[device])
 
 
 def titled(node, kind):
@@ -131,13 +126,13 @@ def titled(node, kind):
     return "{}: {}".format(kind, node)
 
 
-def _operation(device, record):
-    """A record as an Operation; None where it tells of waiting."""
-    # "sequential/dense/MatMul = MatMul(...)"; a GPU's own record has none of the kind.
-    kind = record.timeline_label.partition(" = ")[2].partition("(")[0]
-    if kind.endswith(WAITING):
-        return None
-    name = titled(record.node_name, kind) if kind else record.node_name
-    start = record.all_start_micros + record.op_start_rel_micros
-    duration = max(0, record.op_end_rel_micros - record.op_start_rel_micros)
-    return Operation(device, name, float(start), float(duration))
+def _operations(device, records):
+    """Records as operations, without those that tell of waiting."""
+    for record in records:
+        # "sequential/dense/MatMul = MatMul(...)"; a GPU's own record has none of the kind.
+        kind = record.timeline_label.partition(" = ")[2].partition("(")[0]
+        if not kind.endswith(WAITING):
+            name = titled(record.node_name, kind) if kind else record.node_name
+            start = record.all_start_micros + record.op_start_rel_micros
+            duration = max(0, record.op_end_rel_micros - record.op_start_rel_micros)
+            yield Operation(device, name, float(start), float(duration))

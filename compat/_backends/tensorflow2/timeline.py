@@ -10,7 +10,7 @@ import tempfile
 import time
 
 from ... import errors
-from ..._operations import Operation
+from ..._operations import Operation, converted
 from ..tensorflow1 import timeline as tensorflow1_timeline
 from .device_configuration import config_function
 from .op_placement import recorded, short
@@ -20,29 +20,21 @@ _INLINED = re.compile(r"(Stateful)?PartitionedCall(_\d+)?/")  # whose function's
 _ON_VARIABLES = re.compile("Variable|VarHandleOp|^Resource")
 
 
-@contextlib.contextmanager
 def profiled(tf, devices):
     """Within, TensorFlow's profiler records; see ``Backend.profiled()``."""
-    operations = []
-    record = _by_profiler if hasattr(tf, "profiler") else _by_metadata
-    with record(tf, devices, operations):
-        yield operations
+    if hasattr(tf, "profiler"):
+        return converted(_profile(tf), lambda planes: executed(planes, devices, _gpu_planes(tf)))
+
+    def convert(records):
+        return tensorflow1_timeline.executed([records[0].step_stats], devices)
+
+    return converted(recorded(), convert)  # TensorFlow 2.0 and 2.1: operations with their devices
 
 
 @contextlib.contextmanager
-def _by_metadata(tf, devices, operations):
-    """TensorFlow 2.0 and 2.1 record each operation with its device."""
-    try:
-        with recorded() as records:
-            yield
-    finally:
-        operations.extend(tensorflow1_timeline.executed([records[0].step_stats], devices))
-
-
-@contextlib.contextmanager
-def _by_profiler(tf, devices, operations):
-    """Later ones have a profiler: of GPUs by device, of the CPU by thread."""
-    profiler = tf.profiler.experimental
+def _profile(tf):
+    """Within, the profiler records: of GPUs by device, of the CPU by thread; gives its planes."""
+    profiler, planes = tf.profiler.experimental, []
     with tempfile.TemporaryDirectory() as directory:
         try:
             profiler.start(directory)
@@ -53,14 +45,14 @@ def _by_profiler(tf, devices, operations):
                 "TensorBoard callback has profile_batch."
             ) from error
         try:
-            yield
+            yield planes
         finally:
             if hasattr(tf.test, "experimental"):
                 tf.test.experimental.sync_devices()
             time.sleep(0.1)  # a thread ends its record after it has handed over its results
             profiler.stop()
             for path in glob.glob(os.path.join(directory, "**", "*.xplane.pb"), recursive=True):
-                operations.extend(executed(_planes(path), devices, _gpu_planes(tf)))
+                planes.extend(_planes(path))
 
 
 def _planes(path):
@@ -83,16 +75,14 @@ def _gpu_planes(tf):
 
 def executed(planes, devices, gpu_planes):
     """The operations on ``devices`` that the profiler's planes tell of."""
-    operations = []
     for plane in planes:
         device = gpu_planes.get(plane.name)
         if device in devices:
             lines = [line for line in plane.lines if line.name.startswith("Stream")]
             for event in (each for line in lines for each in _events(plane, line)):
-                operations.append(Operation(device, event.name, event.start, event.duration))
+                yield Operation(device, event.name, event.start, event.duration)
         elif plane.name == "/host:CPU" and any("cpu" in device for device in devices):
-            operations.extend(_HostPlane(plane).executed(devices))
-    return operations
+            yield from _HostPlane(plane).executed(devices)
 
 
 _Event = collections.namedtuple("_Event", "name start duration statistics")

@@ -8,11 +8,13 @@ yet; a warning tells the user once. Random numbers that TensorFlow draws without
 a ``tf.random.Generator`` go on from where the verified calls left them.
 """
 
+import concurrent.futures
 import contextlib
 import functools
 import inspect
-import sys
-import threading
+
+import numpy as np
+import tensorflow as tf
 
 from ... import _replicas, _verification, _work, errors
 from ..._verification import keras_steps, reachable
@@ -49,35 +51,28 @@ class VerifiedCall:
         kind._compat_call = call if verification is None else cls(call, verification)
 
     def __call__(self, model, *args, **kwargs):
-        tf = sys.modules["tensorflow"]
+        verification = self.verification
         kind = "train" if recording() else "predict"
-        if not self.verification.wants(kind) or _replicas.runs_undivided():
-            return self.call(model, *args, **kwargs)
-        if not tf.executing_eagerly():
-            self._warn_of_function()
-            return self.call(model, *args, **kwargs)
-        if not self.verification.is_due(kind):
-            return self.call(model, *args, **kwargs)
-        return self.verification.verify(kind, _NativeCall(tf, self.call, model, args, kwargs))
-
-    def _warn_of_function(self):
-        if self._warned:
-            return
-        self._warned = True
-        errors.warn(
-            "verify={}: model {!r} is called within a tf.function, where there are no numbers to "
-            "compare yet, so those calls are not verified. Call it once outside, within a "
-            "tf.GradientTape for its gradients: model(batch).".format(
-                self.verification.asked, self.verification.record.model
-            )
-        )
+        if verification.wants(kind) and not _replicas.runs_undivided():
+            if tf.executing_eagerly():
+                if verification.is_due(kind):
+                    return verification.verify(kind, _NativeCall(self.call, model, args, kwargs))
+            elif not self._warned:
+                self._warned = True
+                errors.warn(
+                    "verify={}: model {!r} is called within a tf.function, where there are no "
+                    "numbers to compare yet, so those calls are not verified. Call it once "
+                    "outside, within a tf.GradientTape for its gradients: model(batch).".format(
+                        verification.asked, verification.record.model
+                    )
+                )
+        return self.call(model, *args, **kwargs)
 
 
 class _NativeCall(_verification.Step):
     given = ("args", "kwargs")
 
-    def __init__(self, tf, call, model, args, kwargs):
-        self.tf = tf
+    def __init__(self, call, model, args, kwargs):
         self.model = model
         self.args = args
         self.kwargs = kwargs
@@ -89,7 +84,7 @@ class _NativeCall(_verification.Step):
 
     def attributes(self):
         parts = [self.model] + list(getattr(self.model, "submodules", ()))
-        kinds = (bool, int, float, self.tf.Tensor)
+        kinds = (bool, int, float, tf.Tensor)
         return reachable.Attributes(
             [part for part in parts if hasattr(part, "__dict__")],
             lambda name, value: isinstance(value, kinds),
@@ -119,17 +114,14 @@ class _NativeCall(_verification.Step):
                 found.append(value._state_var)
         labelled = {}  # type: dict
         for variable in {id(variable): variable for variable in found}.values():
-            label = _label(variable)
-            while label in labelled:
-                label += "'"
-            labelled[label] = variable
+            labelled[keras_steps.unlike(_label(variable), labelled)] = variable
         return labelled
 
     def _traced(self):
         if _is_function(self.model):
             plain = type(self.model)._compat_plain_class
             return plain.get_concrete_function(self.model, *self.args, **self.kwargs)
-        function = self.tf.function(self._plain)
+        function = tf.function(self._plain)
         return function.get_concrete_function(*self.args, **self.kwargs)
 
     def _plain(self, *args, **kwargs):
@@ -164,20 +156,14 @@ class _NativeCall(_verification.Step):
         return result, dict(gradients, **self._outputs(result))
 
     def _outputs(self, result):
-        return {
-            "output {}".format(place + 1): value.numpy()
-            for place, value in enumerate(self._tensors(result))
-        }
+        return _verification.numbered(value.numpy() for value in self._tensors(result))
 
     def _tensors(self, result):
-        flat = self.tf.nest.flatten(result, expand_composites=True)
-        return [value for value in flat if self.tf.is_tensor(value)]
+        flat = tf.nest.flatten(result, expand_composites=True)
+        return [value for value in flat if tf.is_tensor(value)]
 
     def _differentiated(self, call):
         """A call's results and, where the caller records a tape, its gradients, by label."""
-        import numpy as np
-
-        tf = self.tf
         with self.attributes_kept():
             if not self.is_recording:
                 return self._outputs(call(*self.args, **self.kwargs))
@@ -187,31 +173,25 @@ class _NativeCall(_verification.Step):
         random = np.random.RandomState(0)
         heads = [tensor for tensor in self._tensors(result) if tensor.dtype.is_floating]
         upstream = [tf.cast(random.normal(size=head.numpy().shape), head.dtype) for head in heads]
-        names, weights = self._weights()
+        weights = self._weights()
         if heads and weights:
-            for name, gradient in zip(names, tape.gradient(heads, weights, upstream)):
+            for name, gradient in tape.gradient(heads, weights, upstream).items():
                 if gradient is not None:  # of an embedding, IndexedSlices
                     named["gradient of " + name] = tf.convert_to_tensor(gradient).numpy()
         return named
 
     def _weights(self):
-        """The names, and the variables, that gradients are compared of."""
-        found = {
-            label.partition(" ")[2]: variable
-            for label, variable in self.variables.items()
-            if self.is_weight(label)
-        }
-        return list(found), list(found.values())
+        """The variables that gradients are compared of, by name."""
+        pairs = self.variables.items()
+        return {label.partition(" ")[2]: v for label, v in pairs if self.is_weight(label)}
 
     def operations(self):
-        tf = self.tf
-
         @tf.function  # a graph is recorded when it is made
         def step():
             with tf.GradientTape() as tape:
                 result = self.model(*self.args, **self.kwargs)
             heads = [tensor for tensor in self._tensors(result) if tensor.dtype.is_floating]
-            gradients = tape.gradient(heads, self._weights()[1])
+            gradients = tape.gradient(heads, self._weights()).values()
             return [gradient for gradient in gradients if gradient is not None]
 
         return op_placement.products(op_placement.executed(step))
@@ -256,17 +236,5 @@ def _parts(model):
 
 def _in_a_thread(function, *args, **kwargs):
     """Call a function where no tape of the caller's records what it does: they are a thread's."""
-    results, failures = [], []
-
-    def run():
-        try:
-            results.append(function(*args, **kwargs))
-        except BaseException as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if failures:
-        raise failures[0]
-    return results[0]
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(function, *args, **kwargs).result()

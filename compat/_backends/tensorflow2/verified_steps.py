@@ -1,6 +1,5 @@
 """Verification of Keras models on TensorFlow 2: a step done on one device, from the same state."""
 
-import contextlib
 import functools
 import itertools
 
@@ -28,11 +27,8 @@ class VerifiedTensorFlow2Step(keras_steps.Verified):
             optimizers = [optimizer]
         return all(_is_built(optimizer) for optimizer in optimizers)
 
-    def make_undivided(self, model):
-        return self.made_anew(model)
-
-    def made_anew(self, model):
-        return keras_steps.made_anew(self, model, (self.kind + "_tf_function",))
+    def made_anew(self, model, others=()):
+        return super().made_anew(model, (self.kind + "_tf_function",))
 
     def step(self, function, args):
         return _TensorFlow2Step(self, function, args[0])
@@ -66,11 +62,8 @@ def _is_built(optimizer):
 
 
 class _TensorFlow2Step(keras_steps.KerasStep):
-    given = ("batches",)
-
     def __init__(self, method, function, iterator):
         super().__init__(method, function)
-        self.method = method
         self.iterator = iterator
         self.batches = self._taken()
 
@@ -158,13 +151,3 @@ class _TensorFlow2Step(keras_steps.KerasStep):
         function = self.method.made_anew(self.model)
         nodes = op_placement.executed(lambda: function(self._again()))
         return op_placement.products(nodes)
-
-    def outputs(self, undivided):
-        data = self.batches[0]
-        inputs = keras_steps.inputs_of(data)
-        with _replicas.undivided() if undivided else contextlib.ExitStack():
-            try:
-                results = self.model(inputs, training=False)
-            except NotImplementedError:  # a model whose train_step calls its parts
-                return None
-        return self.outputs_and_losses(results, self.model.losses)

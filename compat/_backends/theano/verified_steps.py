@@ -16,8 +16,8 @@ PRODUCTS = (
 class VerifiedTheanoStep(keras2.VerifiedKeras2Step):
     """The method by which Keras makes the function of a step."""
 
-    def __init__(self, verification):
-        super().__init__(verification)
+    def __init__(self, verification, kind):
+        super().__init__(verification, kind)
         self.states = set()  # of generators of random numbers
 
     def written(self, function, model):

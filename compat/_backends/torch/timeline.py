@@ -30,7 +30,8 @@ def profiled(devices):
         profile.stop()
         events = profile.events()
         if devices[0].startswith("cuda"):
-            operations += _kernels(torch, events)
+            cuda = [e for e in events if e.device_type == torch.autograd.DeviceType.CUDA]
+            operations += [_operation("cuda:{}".format(e.device_index), e) for e in cuda]
         elif len(devices) == 1:
             operations += [_operation(devices[0], e) for e in events if e.cpu_parent is None]
         else:
@@ -40,12 +41,6 @@ def profiled(devices):
 def _operation(device, event, name=None):
     time = event.time_range
     return Operation(device, name or event.name, time.start, time.end - time.start)
-
-
-def _kernels(torch, events):
-    for event in events:
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            yield _operation("cuda:{}".format(event.device_index), event)
 
 
 def _of_replicas(events):

@@ -43,19 +43,14 @@ class VerifiedTorchStep(keras_steps.Verified):
         optimizers = keras_steps.optimizers(model) if self.kind == "train" else ()
         return model.built and all(optimizer.built for optimizer in optimizers)
 
-    def make_undivided(self, model):
-        return keras_steps.made_anew(self, model)
-
     def step(self, function, args):
         return _TorchStep(self, function, args[0])
 
 
 class _TorchStep(keras_steps.KerasStep):
-    given = ("data",)
-
-    def __init__(self, method, function, data):
+    def __init__(self, method, function, batches):
         super().__init__(method, function)
-        self.data = data
+        self.batches = batches
         self.differentiated = torch.is_grad_enabled()
 
     def give_up(self, values):
@@ -81,25 +76,18 @@ class _TorchStep(keras_steps.KerasStep):
 
     def on_one_device(self):
         with _replicas.undivided():
-            return self.named(self.function.undivided(self.data))
+            return self.named(self.function.undivided(self.batches))
 
     def on_all_devices(self):
-        results = self.function.made(self.data)
+        results = self.function.made(self.batches)
         return results, self.named(results)
 
     def operations(self):
-        return op_placement.products(lambda: self.function.made(self.data))
+        return op_placement.products(lambda: self.function.made(self.batches))
 
-    def outputs(self, undivided):
-        data = self.data[0]
-        inputs = keras_steps.inputs_of(data)
-        with _replicas.undivided() if undivided else contextlib.ExitStack():
-            with torch.no_grad():
-                try:
-                    results = self.model(inputs, training=False)
-                except NotImplementedError:  # a model whose train_step calls its parts
-                    return None
-        return self.outputs_and_losses(results, self.model.losses)
+    def infer(self, inputs):
+        with torch.no_grad():
+            return super().infer(inputs)
 
 
 # torch ----------------------------------------------------------------------------------------
@@ -110,10 +98,7 @@ def _array(tensor):
 
 
 def _outputs(result):
-    return {
-        "output {}".format(place + 1): _array(tensor)
-        for place, tensor in enumerate(tensors_in(result))
-    }
+    return _verification.numbered(map(_array, tensors_in(result)))
 
 
 class VerifiedModuleForward(modules.ForwardMethod):
