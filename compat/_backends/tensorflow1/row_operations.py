@@ -28,7 +28,10 @@ def placements(op, values, constant):
         stateless = op.op_def is not None and not op.op_def.is_stateful
         results = stateless and found or Unknown("it is not known")
     elif found is None or rule in _ASKED_ALWAYS or at_positions and rule in _LOOKING_UP:
-        results = rule(op, values, constant)
+        try:
+            results = rule(op, values, constant)
+        except row_sizes.NotKnown:
+            results = Unknown("an axis or a size is not known")
     elif isinstance(found, Count) and op.type in _OF_SIZES:
         results = _OF_SIZES[op.type](op, values, constant)
     else:

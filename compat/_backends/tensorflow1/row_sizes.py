@@ -7,7 +7,7 @@ the value of a tensor known before any run. It returns one placement for all out
 import functools
 
 from ... import _rows
-from ..._rows import REPLICATED, Count, Mixed, Partial, Sharded, Unknown
+from ..._rows import REPLICATED, Count, Mixed, Sharded, Unknown
 
 #: Of a single number: it depends on the number of rows, and does not grow in proportion.
 NOT_IN_PROPORTION = Count([])
@@ -45,10 +45,22 @@ def attribute(op, name, default=None):
     return op.get_attr(name) if name in op.node_def.attr else default
 
 
-def numbers(tensor, constant):
+class NotKnown(Exception):
+    """A rule needs numbers that are not known before a run."""
+
+
+def known_numbers(tensor, constant):
     """The numbers in a tensor that are known before any run, as a list, or None."""
     value = constant(tensor)
     return None if value is None else value.ravel().tolist()
+
+
+def numbers(tensor, constant):
+    """As ``known_numbers``, where nothing can be told without them."""
+    found = known_numbers(tensor, constant)
+    if found is None:
+        raise NotKnown(tensor)
+    return found
 
 
 def sizes_of(tensor):
@@ -61,7 +73,7 @@ def of_first(rule):
     @functools.wraps(rule)
     def applied(op, values, constant):
         others = _rows.without_rows([value.placement for value in values[1:]])
-        if not isinstance(values[0].placement, (Sharded, Partial)) or others is None:
+        if others is None:
             return Mixed()
         if others == REPLICATED:
             return rule(op, values, constant)
@@ -94,7 +106,7 @@ def picked(op, values, constant):
     arguments = [constant(tensor) for tensor in op.inputs[1:]]
     if not isinstance(sizes, Count) or sizes.places is None:
         return Count()
-    if shape is None or len(shape) != 1 or shape[0] is None:
+    if values[0].rank != 1 or shape[0] is None:
         return Count()
     if op.type == "Prod":
         return Count() if sizes.places else REPLICATED
