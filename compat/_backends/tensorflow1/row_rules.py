@@ -110,30 +110,18 @@ def along(op, values, constant):
     return _rows.along(values[0], axes)
 
 
-def along_last(count):
-    """What goes along the last dimensions, so many of them."""
+def along_last(*counts):
+    """What goes along the last dimensions, so many for each input: the others are a batch's.
 
-    @of_first
-    def applied(op, values, constant):
-        return _rows.along(values[0], list(range(-count, 0)))
-
-    return applied
-
-
-def matrices(*counts):
-    """What looks at the last dimensions, so many for each input: the others are a batch's.
-
-    For inputs beyond ``counts`` and those of None, which are the same for all.
+    Inputs beyond ``counts`` are the same for all rows.
     """
 
     def applied(op, values, constant):
-        axes = []
-        for value, count in zip(values, counts + (None,) * len(values)):
-            inside = count is not None and value.axis is not None
-            if inside and value.axis >= value.rank - count:
+        before = [value.axis for value in values[: len(counts)]]
+        for place, count in enumerate(counts):
+            if before[place] is None or before[place] >= values[place].rank - count:
                 return Mixed()
-            axes.append(None if count is None else value.axis if inside else -1)
-        return _rows.by_row(values, axes)
+        return _rows.by_row(values, before + [None] * (len(values) - len(counts)))
 
     return applied
 
@@ -266,9 +254,7 @@ def of_sizes_and_rows(op, values, constant):
 
 def of_kernel(op, values, constant):
     """A convolution's gradient by its kernel, which is a sum over the rows."""
-    placement = _rows.by_row([values[0], values[2]], [0, 0])
-    if not isinstance(values[1].placement, Replicated):
-        return Mixed()
+    placement = _rows.by_row(values, [0, None, 0])
     return Partial("sum") if isinstance(placement, Sharded) else placement
 
 

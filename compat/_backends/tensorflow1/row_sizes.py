@@ -108,8 +108,6 @@ def picked(op, values, constant):
         return Count()
     if values[0].rank != 1 or shape[0] is None:
         return Count()
-    if op.type == "Prod":
-        return Count() if sizes.places else REPLICATED
     places = np.arange(shape[0])
     if op.type == "Unpack":
         return [_rows.counted(sizes, int(place)) for place in places]
@@ -145,18 +143,16 @@ def calculated(op, values, constant):
 def joined(op, values, constant):
     """A vector of sizes put together from numbers, or from such vectors."""
     values, rank = without_axis(op, values), 0 if op.type == "Pack" else 1
-    if any(value.rank != rank for value in values):
+    if any(value.rank != rank or None in value.shape for value in values):
         return Count()
     places, start = [], 0
     for value in values:
-        placement, length = value.placement, value.shape[0] if rank else 1
+        placement = value.placement
         if isinstance(placement, Count):
             if rank and placement.places is None or placement == NOT_IN_PROPORTION:
                 return Count()
             places += [start + place for place in (placement.places if rank else [0])]
-        if length is None:
-            return Count()
-        start += length
+        start += value.shape[0] if rank else 1
     return Count(places)
 
 

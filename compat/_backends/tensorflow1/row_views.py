@@ -12,10 +12,8 @@ def _of_shape(rule):
 
     @functools.wraps(rule)
     def applied(op, values, constant):
-        placement, others = (
-            values[0].placement,
-            _rows.without_rows([value.placement for value in values[1:]]),
-        )
+        placement = values[0].placement
+        others = _rows.without_rows([value.placement for value in values[1:]])
         if isinstance(placement, Sharded) and others is not None:
             return rule(op, values, constant)
         return placement if isinstance(placement, Partial) and others == REPLICATED else Mixed()
@@ -33,9 +31,6 @@ def reshape(op, values, constant):
         places = None if wanted is None else [i for i, each in enumerate(wanted) if each == -1]
     if places is None or after is None:
         return Unknown("the new shape is not known")
-    for place, each in enumerate(wanted or ()):
-        if each not in (None, -1):
-            after[place] = each
     after = [None if place in places else each for place, each in enumerate(after)]
     if after.count(None) > 1:
         return Unknown("the new shape is not known")
