@@ -16,7 +16,7 @@ import tensorflow as tf
 import compat
 from compat import _keras
 from compat._backends import tensorflow1
-from compat._backends.tensorflow1 import op_placement
+from compat._backends.tensorflow1 import op_placement, sessions
 from compat._backends.tensorflow1.graph import ancestors, v1_names
 from compat._backends.tensorflow1.op_placement import partitions, products
 from compat._backends.tensorflow1.step_counter import OrderedCounting
@@ -1002,8 +1002,8 @@ def test_gpus_that_only_tensorflow_lists(monkeypatch):
         settings = _settings.Settings(devices, _settings.parse_memory(memory))
         configs = []
         names = ["/device:GPU:{}".format(index) for index in range(listed)] or ["/device:CPU:0"]
-        monkeypatch.setattr(tensorflow1, "ensure_no_other_session", lambda *arguments: None)
-        monkeypatch.setattr(tensorflow1, "set_session_defaults", configs.append)
+        monkeypatch.setattr(sessions, "ensure_no_other_session", lambda *arguments: None)
+        monkeypatch.setattr(sessions, "set_session_defaults", configs.append)
         monkeypatch.setattr(backend, "initialised", lambda: None)
         monkeypatch.setattr(backend, "devices", lambda: names)
         backend.configure(settings)

@@ -24,16 +24,10 @@ import sys
 
 from ... import _devices, _keras, _selection, errors
 from ...backend import Backend
-from . import step_counter
+from . import sessions, step_counter
 from .functions import ReplicatedGraphFunctions
 from .graph import v1_names
 from .placed_layers import placed_on, placed_parts
-from .sessions import (
-    ensure_no_other_session,
-    imported_keras_packages,
-    session_of,
-    set_session_defaults,
-)
 from .variables import switch_resource_variables_on, warn_of_reference_variables
 
 TYPE_CHECKING = False
@@ -76,8 +70,8 @@ class TensorFlow1(Backend):
         late = self.initialised()
         tf = v1_names(self.import_framework())
         config = self.session_config(tf, settings, late)
-        ensure_no_other_session(tf, config)
-        set_session_defaults(lambda: config)
+        sessions.ensure_no_other_session(tf, config)
+        sessions.set_session_defaults(lambda: config)
         self.kept["settings"] = settings
         if settings.devices.undecided is not None:
             gpus = [name for name in self.devices() if "GPU" in name]
@@ -118,8 +112,7 @@ class TensorFlow1(Backend):
             else:
                 fraction = memory.fraction or self._fraction(memory, devices)
                 config.gpu_options.per_process_gpu_memory_fraction = fraction
-        for device, count in (options.pop("device_count", None) or {}).items():
-            config.device_count[device] = count
+        config.device_count.update(options.pop("device_count", None) or {})
         for option in _SESSION_OPTIONS:
             if option in options:
                 setattr(config, option, options[option])
@@ -145,9 +138,9 @@ class TensorFlow1(Backend):
             # An own session on an empty graph: it initialises GPUs just as the user's will.
             with tf.Session(graph=tf.Graph()) as session:
                 return self._to_train_on(session.list_devices())
-        for keras in imported_keras_packages():
-            if session_of(keras) is not None:
-                return self._to_train_on(session_of(keras).list_devices())
+        for keras in sessions.imported_keras_packages():
+            if sessions.session_of(keras) is not None:
+                return self._to_train_on(sessions.session_of(keras).list_devices())
         # Making a session would initialise every GPU, with memory settings that are not the
         # user's (keras#8353): ask the driver instead.
         chosen = _devices.choose(_selection.parse_gpus(None), None, os.environ)
@@ -156,13 +149,13 @@ class TensorFlow1(Backend):
 
     def _to_train_on(self, listed):
         # XLA_GPU and XLA_CPU are further names for the same devices (keras#11644).
-        names = {"CPU": [], "GPU": []}
-        for device in listed:
-            if device.device_type in names:
-                names[device.device_type].append(device.name[device.name.index("/device:") :])
+        def named(kind):
+            found = [device.name for device in listed if device.device_type == kind]
+            return [name[name.index("/device:") :] for name in found]
+
         settings = self.kept.get("settings")
         simulated = settings.devices.simulated if settings else 1
-        return names["GPU"] or names["CPU"][: max(1, simulated)]
+        return named("GPU") or named("CPU")[: max(1, simulated)]
 
     # Parallelizing ----------------------------------------------------------------------------
 
@@ -180,7 +173,7 @@ class TensorFlow1(Backend):
         each replica reads and writes the states of its rows.
 
         What computes across rows, and all that needs it, runs undivided, with a warning where
-        that costs something; see ``across_rows`` for how it is found.
+        that costs something; see ``graph_rows`` for how it is found.
 
         Functions of the user's own (``K.function``, a loss of their own training loop) run the
         undivided graph.
@@ -195,11 +188,8 @@ class TensorFlow1(Backend):
                 return model
             with _keras.rebuilding_functions(_keras.inner_model(model)):
                 current.uninstall()
-        if step_counter.is_ordered(model):
-            if len(devices) == 1:
-                return model
-            step_counter.leave_as_it_was(model)
         if len(devices) > 1:
+            step_counter.leave_as_it_was(model)
             warn_of_reference_variables(model)
             _keras.warn_of_placed_parts(model, self.placed_parts(model), devices)
             with _keras.rebuilding_functions(_keras.inner_model(model)):

@@ -8,17 +8,7 @@ import os
 import re
 
 from ... import _rows, errors
-from .graph import (
-    ancestors,
-    dense_parts,
-    has_custom_gradient,
-    is_shared,
-    loop_of,
-    operations_of,
-    reached,
-    writes,
-    written_variable,
-)
+from . import graph
 from .graph_rows import TensorRows
 
 #: Operations worth running on all devices, also where only a loss needs them.
@@ -52,45 +42,46 @@ class BatchPart:
         inputs, outputs = list(model.inputs), list(model.outputs)
         self.name = model.name
         values = [update[1] if isinstance(update, tuple) else update for update in updates]
-        starts = operations_of(inputs)
-        _, consumers = ancestors(outputs + losses + values, starts)
+        starts = graph.operations_of(inputs)
+        _, consumers = graph.ancestors(outputs + losses + values, starts)
         self._consumers = consumers
-        depending = reached(starts, consumers) - starts
+        depending = graph.reached(starts, consumers) - starts
         shapes = [tensor.get_shape() for tensor in inputs]
         sizes = [shape.as_list()[0] for shape in shapes if shape.ndims]
         self.fixed = next((size for size in sizes if size is not None), None)
         layers = {part for v in normalizing for part in v.op.name.split("/")[-2:-1]}
         self.rows = TensorRows(inputs, depending, self.fixed, layers, tried)
-        averaged = _values_written(updates, starts, normalizing)
-        self._starts, inside = starts, set(ancestors(outputs, starts)[0])
+        self._starts, inside = starts, set(graph.ancestors(outputs, starts)[0])
         # Each device would write another value.
-        mixing = self.rows.mixing + [op for op in inside & depending if writes(op)]
+        mixing = self.rows.mixing + [op for op in inside & depending if graph.writes(op)]
         #: Operations of the whole batch: those that compute across rows, and all that need them.
-        self._mixed = reached(mixing, consumers)
-        averaged = [tensor for tensor in averaged if tensor.op not in self._mixed]
-        self.averaged = {tensor for tensor in averaged if tensor.op in depending}
+        self._mixed = graph.reached(mixing, consumers)
+        written = _values_written(updates, starts, normalizing)
+        averaged = [t for t in written if t.op in depending and t.op not in self._mixed]
+        self.averaged = set(averaged)
         targets = self._rows_nearest_to(outputs, depending) + averaged
-        needed, consumers = ancestors(targets, starts)
-        self.once = {op for op in needed if writes(op)}
-        costly = self._costly_besides(set(needed), starts, depending)
-        divided = self._rows_of(costly, set(needed) | starts)
-        if divided or self.once:
-            needed, consumers = ancestors(targets + divided, starts | self.once)
+        needed, _ = graph.ancestors(targets, starts)
+        self.once = {op for op in needed if graph.writes(op)}
+        costly = self._costly_besides(depending - set(needed), starts.union(needed))
+        targets += self._rows_of(costly, starts.union(needed))
+        needed, consumers = graph.ancestors(targets, starts | self.once)
         self._look_at_undivided(inside, mixing, set(costly) - set(needed))
-        self.needed = [op for op in needed if not is_shared(op)]
+        self.needed = [op for op in needed if not graph.is_shared(op)]
         self._refuse_custom_gradients_in_loops()
         # What these need besides is copied, too.
-        self.operations = reached(starts, consumers) - starts
+        self.operations = graph.reached(starts, consumers) - starts
         self.constants = list(self.rows.constants) + self._constants_of_loops()
         self.divided = [
             tensor
             for tensor in inputs
-            if any(c in self.operations for part in dense_parts(tensor) for c in part.consumers())
+            if any(
+                c in self.operations for part in graph.dense_parts(tensor) for c in part.consumers()
+            )
         ]
 
     def before(self, tensor):
         """The tensors from which a tensor is computed, and itself."""
-        return {t for op in ancestors([tensor], self._starts)[0] for t in op.outputs}
+        return {t for op in graph.ancestors([tensor], self._starts)[0] for t in op.outputs}
 
     def drawn(self):
         """Random numbers, and the statistics of batch normalization, that replicas make."""
@@ -112,28 +103,23 @@ class BatchPart:
                 pending.extend(tensor.op.inputs)
         return found
 
-    def _costly_besides(self, needed, starts, depending):
-        """Operations worth dividing that the outputs do not need; those of targets left out."""
-        return [
-            op
-            for op in depending
-            if op.type.startswith(_COSTLY)
-            and op not in needed
-            and not _read_other_rows(ancestors([op], needed | starts)[0])
-        ]
+    def _costly_besides(self, others, stop):
+        """Those of the operations that the outputs do not need that are worth dividing."""
+        costly = [op for op in others if op.type.startswith(_COSTLY)]
+        return [op for op in costly if not _read_other_rows(graph.ancestors([op], stop)[0])]
 
     def _rows_of(self, costly, stop):
         """The tensors with rows that can be divided, too, of those that costly operations make."""
         ends = [op.outputs[0] for op in costly]
-        if any(loop_of(op) is not None for op in costly):
-            after = reached(costly, self._consumers)
+        if any(graph.loop_of(op) is not None for op in costly):
+            after = graph.reached(costly, self._consumers)
             ends += [t for op in after for t in op.outputs if hasattr(t, "_keras_history")]
         return [
             tensor
             for tensor in ends
             if tensor.op not in self._mixed
             and self.rows.come_first(tensor)
-            and not _read_other_rows(ancestors([tensor], stop)[0])
+            and not _read_other_rows(graph.ancestors([tensor], stop)[0])
         ]
 
     def _look_at_undivided(self, inside, mixing, costly):
@@ -141,7 +127,7 @@ class BatchPart:
         self.across = None
         after = costly & self._mixed & inside - set(mixing)
         if after:
-            needed = set(ancestors(after, self._starts)[0])
+            needed = set(graph.ancestors(after, self._starts)[0])
             first = min((op for op in mixing if op in needed), key=lambda op: op._id)
             self.across = self._across(first)
         others = {
@@ -150,14 +136,13 @@ class BatchPart:
             if not isinstance(self.rows.known(op.outputs[0]), _rows.Partial)
         }
         if others:
-            text = (
+            errors.warn(
                 "A loss or an update of model {!r} needs operations that its outputs do not need "
                 "and that parallelize() cannot divide, so they run on one device: {}. To have "
                 "them divided, make what they compute an output of the model.".format(
                     self.name, _list_of(others)
                 )
             )
-            errors.warn(text)
 
     def untold(self):
         """The tensors of the part of which no rule tells how they depend on the rows."""
@@ -167,24 +152,21 @@ class BatchPart:
     def _across(self, op):
         whys = [getattr(self.rows.tried.get(tensor), "why", None) for tensor in op.outputs]
         why = next((each for each in whys if each in _rows.Across.REASONS), "mixed")
-        name = "{} ({})".format(op.name, op.type)
-        return _rows.Across(name, self._layer_of(op), line_of(op), why)
+        return _rows.Across(_list_of([op]), self._layer_of(op), line_of(op), why)
 
     def _layer_of(self, op):
         """The name of the layer whose output is the next one after an operation, or None."""
-        pending, seen = [op], {op}
-        for each in pending:
+        pending = [op]
+        for each in pending:  # which grows meanwhile
             for tensor in each.outputs:
                 if hasattr(tensor, "_keras_history"):
                     return tensor._keras_history[0].name
-            new = [user for user in self._consumers.get(each, ()) if user not in seen]
-            seen.update(new)
-            pending += new
+            pending += [user for user in self._consumers.get(each, ()) if user not in pending]
         return None
 
     def _refuse_custom_gradients_in_loops(self):
         for op in self.needed:
-            if has_custom_gradient(op) and loop_of(op) is not None:
+            if graph.has_custom_gradient(op) and graph.loop_of(op) is not None:
                 raise errors.unsupported(
                     "tensorflow",
                     "run {} on several devices: it is in a loop and has a gradient by "
@@ -194,15 +176,13 @@ class BatchPart:
 
     def _constants_of_loops(self):
         """What loops begin with, weights left out, that has a fixed number of rows: zeros."""
-        begin = [
-            op.inputs[0] for op in self.needed if op.type == "Enter" and op not in self.operations
-        ]
+        entering = [op for op in self.needed if op.type == "Enter" and op not in self.operations]
         return [
             tensor
-            for tensor in begin
+            for tensor in (op.inputs[0] for op in entering)
             if tensor.dtype.is_floating
             and self.rows.has_fixed(tensor)
-            and not any(op.type.startswith("Var") for op in ancestors([tensor], ())[0])
+            and not any(op.type.startswith("Var") for op in graph.ancestors([tensor], ())[0])
         ]
 
 
@@ -216,8 +196,9 @@ def _values_written(updates, stop, variables):
         return variable.name in names or variable.name.startswith(scopes)
 
     pairs = [update for update in updates if isinstance(update, tuple)]
-    ops, consumers = ancestors([u for u in updates if not isinstance(u, tuple)], stop)
-    writing = reached([op for op in ops if writes(op) and is_one(written_variable(op))], consumers)
+    ops, consumers = graph.ancestors([u for u in updates if not isinstance(u, tuple)], stop)
+    own = [op for op in ops if graph.writes(op) and is_one(graph.source_of(op.inputs[0]))]
+    writing = graph.reached(own, consumers)
     values = [value for variable, value in pairs if is_one(variable.op)]
     return values + [t for op in writing for t in op.inputs if t.op not in writing]
 

@@ -1,6 +1,5 @@
 """What a model's functions are fed: checked, counted, and explained where dividing it fails."""
 
-import functools
 import re
 
 from ... import _replicas, _work, errors
@@ -26,8 +25,9 @@ def explain(function, owner, replicas, training):
         replicas: the ``Replicas`` that it runs.
         training: whether it trains.
     """
+    kind = type(function)
     vars(function)["_compat_divided"] = (owner, replicas, training)
-    function.__class__ = _explaining(type(function))
+    function.__class__ = type(kind.__name__, (_TriedFunction, kind), {})
 
 
 def become(function, new):
@@ -36,39 +36,33 @@ def become(function, new):
     vars(function).update((k, v) for k, v in vars(new).items() if k not in recorded)
 
 
-@functools.lru_cache(maxsize=None)
-def _explaining(kind):
-    from tensorflow.python.framework.errors import InvalidArgumentError
+class _TriedFunction:
+    _compat_tried = False
 
-    class TriedFunction(kind):
-        def try_on(self, inputs):
-            """Try what it takes of the replicas on the first rows; returns the rows it is fed."""
-            rows = _checked_rows(self, inputs)
-            if "_compat_tried" not in vars(self):
-                while vars(self)["_compat_divided"][0].try_on(
-                    vars(self)["_compat_divided"][1], self.inputs, inputs
-                ):
-                    pass
-                vars(self)["_compat_tried"] = True
-            return rows
+    def try_on(self, inputs):
+        """Try what it takes of the replicas on the first rows; returns the rows it is fed."""
+        rows = _checked_rows(self, inputs)
+        while not self._compat_tried:
+            owner, replicas, _ = self._compat_divided
+            self._compat_tried = not owner.try_on(replicas, self.inputs, inputs)
+        return rows
 
-        def __call__(self, inputs):
-            rows = self.try_on(inputs)
-            try:
-                results = super().__call__(inputs)
-            except InvalidArgumentError as error:
-                if not _OF_REPLICAS.search(error.message):
-                    raise
-                raise type(error)(error.node_def, error.op, error.message + _HINT) from error
-            _count(self, inputs, rows)
-            return results
+    def __call__(self, inputs):
+        from tensorflow.python.framework.errors import InvalidArgumentError
 
-    TriedFunction.__name__ = kind.__name__
-    return TriedFunction
+        rows = self.try_on(inputs)
+        try:
+            results = super().__call__(inputs)
+        except InvalidArgumentError as error:
+            if not _OF_REPLICAS.search(error.message):
+                raise
+            raise type(error)(error.node_def, error.op, error.message + _HINT) from error
+        _count(self, inputs, rows)
+        return results
 
 
 def _count(function, inputs, rows):
-    _, replicas, training = vars(function)["_compat_divided"]
+    _, replicas, training = function._compat_divided
     devices, sizes = replicas.devices, None
     if process.configuration is not None:
         devices = op_placement.as_configured(devices, process.configuration.devices)
@@ -87,14 +81,12 @@ def _rows_of(value):
 
 def _checked_rows(function, inputs):
     """The number of rows of each divided tensor that is fed, by name."""
-    owner, replicas, _ = vars(function)["_compat_divided"]
-    divided = replicas.part.divided
-    fed = {
+    owner, replicas, _ = function._compat_divided
+    rows = {
         getattr(tensor, "name", ""): _rows_of(value)
         for tensor, value in zip(function.inputs, inputs)
-        if any(tensor is each for each in divided)
+        if any(tensor is each for each in replicas.part.divided) and _rows_of(value) is not None
     }
-    rows = {name: number for name, number in fed.items() if number is not None}
     if len(set(rows.values())) > 1:
         sizes = ", ".join("{} has {}".format(name, rows[name]) for name in sorted(rows))
         raise errors.UnsupportedError(

@@ -2,12 +2,12 @@
 
 import contextlib
 
-from ... import _keras, _patching, _rows
+from ... import _keras, _rows
 from . import row_trial
 from .function_errors import become, explain
 from .graph import v1_names
 from .replicas import CannotCopy, GraphReplicas
-from .step_counter import updates_in_order
+from .step_counter import counting_in_order
 
 
 class ReplicatedGraphFunctions:
@@ -23,7 +23,7 @@ class ReplicatedGraphFunctions:
         self.devices = list(devices)
         self._made = {}  # type: Dict[str, Any]
         self._replicas = None  # type: Optional[GraphReplicas]
-        self._replicas_key = None  # type: Any
+        self._replicas_key = []  # type: List[Any]
         self._tried = {}  # type: Dict[Any, Any]
         self._warned = False
 
@@ -74,7 +74,8 @@ class ReplicatedGraphFunctions:
         """
         taken = [tensor for tensor in replicas.taken() if tensor not in replicas.tried]
         replicas.tried.update(taken)
-        K = _backend_with_sessions(_keras.keras_of(self.model))
+        K = _keras.keras_of(self.model).backend
+        K = K if hasattr(K, "get_session") else v1_names().keras.backend  # TensorFlow 2
         phase = getattr(K, "symbolic_learning_phase", K.learning_phase)()
         trial = row_trial.ReplicasTrial(K, replicas, dict(zip(inputs, values)), phase)
         failed = trial.differing(taken) if taken else {}
@@ -86,11 +87,10 @@ class ReplicatedGraphFunctions:
     def _make_anew(self):
         """Make all functions again; those that were there do from then on what the new ones do."""
         self._replicas = None
-        optimizer = getattr(self.model, "optimizer", None)
         for function, (made, make) in list(self._made.items()):
             current = getattr(self.model, function)
             # Keras makes new variables for the optimizer's state with every train function.
-            state = optimizer.get_weights() if "train" in function else None
+            state = self.model.optimizer.get_weights() if "train" in function else None
             setattr(self.model, function, None)
             try:
                 make()
@@ -99,7 +99,7 @@ class ReplicatedGraphFunctions:
                 self._made[function] = made, make
                 setattr(self.model, function, current)
             if state is not None:
-                optimizer.set_weights(state)
+                self.model.optimizer.set_weights(state)
 
     def _replicas_now(self):
         """The replicas of the model as it is now: layers may have been added or frozen."""
@@ -107,13 +107,13 @@ class ReplicatedGraphFunctions:
         updates = list(model.updates) + list(model.state_updates)
         loss = getattr(model, "total_loss", None)  # once compiled
         losses = [] if loss is None else [loss]
-        key = list(model.inputs) + list(model.outputs) + updates + losses
-        if self._replicas is None or not _same(key, self._replicas_key):
+        key = list(map(id, list(model.inputs) + list(model.outputs) + updates + losses))
+        if self._replicas is None or key != self._replicas_key:
             arguments = model, losses, updates, self._tried, self.devices
             try:
                 self._replicas = GraphReplicas(*arguments)
             except CannotCopy as error:
-                self._tried.update(dict.fromkeys(error.tensors, _rows.Mixed("fails")))
+                self._tried.update(dict.fromkeys(error.args[0], _rows.Mixed("fails")))
                 self._replicas = GraphReplicas(*arguments)
             self._replicas_key = key
             across = self._replicas.part.across
@@ -122,28 +122,10 @@ class ReplicatedGraphFunctions:
                 _rows.runs_whole(model.name, across, self.devices[0])
         return self._replicas
 
-    @contextlib.contextmanager
     def _training_on_replicas(self):
         """Within, the optimizer takes its gradients from the replicas, each on its device."""
-        optimizer = self.model.optimizer
-        get_updates = optimizer.get_updates
-
-        def get_updates_on_replicas(loss, params):
-            replicas = self._replicas_now()
-            with replicas.gradients_colocated():
-                return updates_in_order(optimizer, get_updates, replicas.whole(loss), params)
-
-        with _patching.replaced(optimizer, get_updates=get_updates_on_replicas):
-            yield
-
-
-def _backend_with_sessions(keras):
-    if hasattr(keras.backend, "get_session"):
-        return keras.backend
-    import tensorflow
-
-    return v1_names(tensorflow).keras.backend  # TensorFlow 2
-
-
-def _same(first, second):
-    return len(first) == len(second) and all(a is b for a, b in zip(first, second))
+        return counting_in_order(
+            self.model.optimizer,
+            lambda loss, params: self._replicas_now().whole(loss),
+            lambda: self._replicas_now().gradients_colocated(),
+        )

@@ -3,19 +3,27 @@
 import collections
 import copy
 import itertools
+import sys
 
 
-def v1_names(tensorflow):
+def v1_names(tensorflow=None):
     """TensorFlow under its 1.x names, which late versions of it call deprecated elsewhere."""
+    tensorflow = tensorflow or sys.modules["tensorflow"]
     return getattr(tensorflow.compat, "v1", tensorflow)
+
+
+def _loops(op):
+    """The contexts of the loops that ``op`` is in, the innermost first."""
+    context = op._get_control_flow_context()
+    while context is not None:
+        if is_loop(context):
+            yield context
+        context = context.outer_context
 
 
 def loop_of(op):
     """The context of the innermost loop that ``op`` is in, or None."""
-    context = op._get_control_flow_context()
-    while context is not None and not is_loop(context):
-        context = context.outer_context
-    return context
+    return next(_loops(op), None)
 
 
 def is_loop(context):
@@ -32,39 +40,25 @@ def is_outermost(op):
     return context is None
 
 
-def _outermost_loop(op):
-    context = found = loop_of(op)
-    while context is not None:
-        found = context if is_loop(context) else found
-        context = context.outer_context
-    return found
-
-
 def whole_loops(operations, among):
     """Those ``among`` operations that are in the same loops as some, and what enters these."""
-    loops = {_outermost_loop(op) for op in operations} - {None}
-    if not loops:
-        return []
+    loops = {loop for op in operations for loop in list(_loops(op))[-1:]}  # the outermost
+
+    def is_in(op):
+        return not loops.isdisjoint(_loops(op))
+
     return [
         op
         for op in among
-        if _outermost_loop(op) in loops
+        if is_in(op)
         or op.type in ("Enter", "RefEnter")
-        and any(_outermost_loop(user) in loops for user in op.outputs[0].consumers())
+        and any(map(is_in, op.outputs[0].consumers()))
     ]
 
 
 # Graphs ---------------------------------------------------------------------------------------
 
-_WRITES = (
-    "Assign",
-    "ResourceScatter",
-    "Scatter",
-    "ResourceApply",
-    "Apply",
-    "ResourceSparseApply",
-    "SparseApply",
-)
+_WRITES = ("Assign", "Scatter", "Apply", "SparseApply")  # maybe after "Resource"
 
 
 def dense_parts(tensor):
@@ -86,14 +80,12 @@ def ancestors(fetches, stop, cut=None):
             an input is itself a key of who consumes what, in place of its operation.
     """
     pending = [getattr(fetch, "op", fetch) for fetch in fetches]
-    found, consumers = set(), collections.defaultdict(list)  # type: Any, Any
-    ordered = []
+    found, consumers = {}, collections.defaultdict(list)  # type: Any, Any
     while pending:
         op = pending.pop()
         if op in found or op in stop:
             continue
-        found.add(op)
-        ordered.append(op)
+        found[op] = None
         for source in list(op.inputs) + op.control_inputs:
             if cut is not None and cut(source):
                 consumers[source].append(op)
@@ -105,7 +97,7 @@ def ancestors(fetches, stop, cut=None):
         if is_loop(context):
             # A loop's gradient needs all its variables, also those whose result is not used.
             pending.extend(tensor.op for tensor in context.loop_exits)
-    return ordered, consumers
+    return list(found), consumers
 
 
 def reached(starts, consumers):
@@ -127,9 +119,14 @@ def is_shared(op):
     return reads and op.inputs[0].op.type.startswith(("VarHandle", "Variable"))
 
 
+def _handles(op):
+    """The variables and arrays among the inputs of ``op``."""
+    return [t for t in op.inputs if t.dtype._is_ref_dtype or t.dtype.name == "resource"]
+
+
 def follows_its_input(op):
     """Whether TensorFlow wants ``op`` on the device of what it reads: a variable or an array."""
-    return any(t.dtype._is_ref_dtype or t.dtype.name == "resource" for t in op.inputs)
+    return bool(_handles(op))
 
 
 def value_of(variable):
@@ -159,48 +156,32 @@ def _only_lets_a_variable_in(op):
 
 def writes(op):
     """Whether ``op`` writes a variable."""
-    return op.type.startswith(_WRITES) and follows_its_input(op)
+    return op.type.replace("Resource", "").startswith(_WRITES) and follows_its_input(op)
 
 
-def writing_operations(updates):
-    """The operations that write variables when ``updates`` are run."""
-    return [op for op in ancestors(updates, ())[0] if writes(op)]
-
-
-def written_variable(op):
-    """The operation that is the variable which ``op`` writes, in a condition for example."""
-    return _source(op.inputs[0])
-
-
-def _source(handle):
+def source_of(handle):
+    """The operation that is the variable of a handle, which may be in a condition for example."""
     source = handle.op
     while source.type in ("Switch", "RefSwitch", "Enter", "RefEnter", "Identity"):
         source = source.inputs[0].op
     return source
 
 
-def variables_written(function, others=()):
-    """The variables that are written when a ``K.function`` is run: metrics do so in outputs."""
-    return variables_of(writing_operations([function.updates_op] + list(function.outputs)), others)
+def variables_written(updates, others=()):
+    """The variables that are written when ``updates`` are run."""
+    return variables_of([op for op in ancestors(updates, ())[0] if writes(op)], others)
 
 
 def variables_of(operations, others=()):
     """The variables that operations write."""
-    import tensorflow
-
-    if not operations:
-        return set()
-    tf = v1_names(tensorflow)
+    tf = v1_names()
     # An optimizer's operation (ResourceApplyAdam) writes its state, too.
-    handles = {
-        _source(tensor)
-        for op in operations
-        for tensor in op.inputs
-        if tensor.dtype._is_ref_dtype or tensor.dtype.name == "resource"
-    }
-    with next(iter(operations)).graph.as_default():
-        found = tf.global_variables() + tf.local_variables() + list(others)
-    return {variable for variable in found if getattr(variable, "handle", variable).op in handles}
+    written = {source_of(handle) for op in operations for handle in _handles(op)}
+    found = list(others)
+    for graph in {op.graph for op in operations}:
+        with graph.as_default():
+            found += tf.global_variables() + tf.local_variables()
+    return {variable for variable in found if getattr(variable, "handle", variable).op in written}
 
 
 class _Copy:
@@ -218,7 +199,9 @@ class _Copy:
         return self.replaced.get(tensor, tensor)
 
 
-def copy_operations(operations, replaced, scope, device, seed=0, controls=None, fixed_batch=None):
+def copy_operations(
+    operations, replaced, scope, device, seed=0, controls=lambda op: [], fixed_batch=None
+):
     """Copy operations into their own graph.
 
     Arguments:
@@ -227,27 +210,22 @@ def copy_operations(operations, replaced, scope, device, seed=0, controls=None, 
         scope: a name to put before those of the operations.
         device: a device function for the copies; None: as the originals.
         seed: a number that sets apart the random numbers of several copies.
-        controls: a function from an operation that is not copied to those to wait for instead;
-            None: no need to wait.
+        controls: a function from an operation that is not copied to those to wait for instead.
         fixed_batch: the number of rows the originals were made for, where it is fixed; the
             copies compute other numbers.
     """
-    import tensorflow
-
-    if not operations:
-        return _Copy({}, replaced)
-    tf = v1_names(tensorflow)
-    graph = operations[0].graph
+    copies = _Copy({}, replaced)
     # Before 1.8 TensorFlow infers shapes as it imports, so inputs have to come first.
     operations = sorted(operations, key=lambda op: op._id)
+    if not operations:
+        return copies
+    tf, graph = v1_names(), operations[0].graph
     copied = set(operations)
     with graph.as_default(), graph.name_scope(scope) as prefix:
         pass  # the scope is ours, as it was made unique
     definition = tf.GraphDef()
     definition.versions.CopyFrom(graph.graph_def_versions)
-    outside = {}
-    waiting = []
-    copies = _Copy({}, replaced)
+    outside, waiting = {}, []
     entering = {op for op in operations if _only_lets_a_variable_in(op)}
     for op in operations:
         node = definition.node.add()
@@ -267,10 +245,10 @@ def copy_operations(operations, replaced, scope, device, seed=0, controls=None, 
                 is_read = tensor.op.type == "ReadVariableOp" and is_shared(tensor.op)
                 inside = value_of(tensor.op.inputs[0]) if is_read else tensor
                 outside[tensor.name] = replaced.get(inside, inside)
-        others = [other for other in op.control_inputs if other not in copied]
-        for other in others:
-            node.input.remove("^" + other.name)
-        waiting += [(op, other) for other in others]
+        for other in op.control_inputs:
+            if other not in copied:
+                node.input.remove("^" + other.name)
+                waiting.append((op, other))
         if has_custom_gradient(op):
             node.attr["_gradient_op_type"].s = _gradient_of_copy(op, copies)
         _set_apart(node, prefix, seed)
@@ -282,9 +260,8 @@ def copy_operations(operations, replaced, scope, device, seed=0, controls=None, 
     for op in operations:
         if op not in entering:
             _set_shapes(op.outputs, copies.operations[op].outputs, fixed_batch)
-    if controls is not None:
-        for op, other in waiting:
-            copies.operations[op]._add_control_inputs(controls(other))
+    for op, other in waiting:
+        copies.operations[op]._add_control_inputs(controls(other))
     _copy_contexts(copies, prefix)
     return copies
 
@@ -335,7 +312,7 @@ def _gradient_of_copy(op, copies):
         results = gradient(op, *upstream)
         tensors = [result for result in results if result is not None]
         starts = set(copies.operations) | {tensor.op for tensor in copies.replaced}
-        found, consumers = ancestors(tensors, starts | {tensor.op for tensor in upstream})
+        _, consumers = ancestors(tensors, starts | {tensor.op for tensor in upstream})
         moving = reached([start for start in starts if start in consumers], consumers) - starts
         if not moving:
             return results
@@ -346,9 +323,7 @@ def _gradient_of_copy(op, copies):
             if tensor.op not in moving
         }
         with op.graph.name_scope(None), ops.control_dependencies(None):
-            moved = copy_operations(
-                [op for op in found if op in moving], boundary, "gradient", None
-            )
+            moved = copy_operations(moving, boundary, "gradient", None)
         return [None if result is None else moved.tensor(result) for result in results]
 
     return name.encode()
@@ -356,11 +331,9 @@ def _gradient_of_copy(op, copies):
 
 def _copy_contexts(copies, prefix):
     """Give copies of loops and conditions contexts of their own, which gradients need."""
-    import tensorflow
     from tensorflow.python.ops.control_flow_ops import ControlFlowContext
 
-    tf = v1_names(tensorflow)
-    contexts = {}  # type: Dict[Any, Any]
+    tf, contexts = v1_names(), {}  # type: Any, Dict[Any, Any]
     new_names = {
         tensor.name: copies.tensor(tensor).name for op in copies.operations for tensor in op.outputs
     }

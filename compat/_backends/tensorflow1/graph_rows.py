@@ -10,7 +10,7 @@ import re
 from ..._rows import REPLICATED, Count, Mixed, Replicated, Sharded, Unknown, Value
 from .graph import dense_parts, is_outermost, loop_of
 from .row_operations import ALIGNED, constant, placements
-from .row_sizes import COORDINATES, Positions
+from .row_sizes import COORDINATES, Positions, sizes_of
 
 
 class TensorRows:
@@ -32,12 +32,9 @@ class TensorRows:
     """
 
     def __init__(self, inputs, operations, fixed, normalizing, tried):
-        self.fixed = fixed
-        self.mixing = []
-        self.assumed = set()
-        self.statistics = {}
-        self.constants, self.shapes = set(), {}
-        self.tried = tried
+        self.fixed, self.tried = fixed, tried
+        self.mixing, self.assumed = [], set()
+        self.statistics, self.constants, self.shapes = {}, set(), {}
         self._normalizing = normalizing
         self._known = {}
         for tensor in inputs:
@@ -65,25 +62,27 @@ class TensorRows:
             return False
         if tensor.shape.ndims is None:
             return hasattr(tensor, "_keras_history")
-        first = tensor.shape.as_list()[:1]
+        first = sizes_of(tensor)[:1]
         return first == [None] or bool(self.fixed and first and first[0] % self.fixed == 0)
 
     def _look_at(self, op):
         given = [self.known(tensor) for tensor in op.inputs]
         results = self._results(op, given)
         if any(_is_within(op, layer) for layer in self._normalizing):
+            # Some take statistics of their rows and normalize by them, all in one.
+            normalizes = op.type.startswith("FusedBatchNorm") and op.get_attr("is_training")
             for tensor, result in zip(op.outputs, results):
-                if not isinstance(result, (Replicated, Sharded, Count)) or _normalizes(op):
+                if normalizes or not isinstance(result, (Replicated, Sharded, Count)):
                     self.statistics[tensor] = result
             results = [
                 result if isinstance(result, (Sharded, Count)) else REPLICATED for result in results
             ]
         for tensor, result in zip(op.outputs, results):
             result = self.tried.get(tensor, result)
-            if isinstance(result, Unknown) and hasattr(tensor, "_keras_history"):
-                if self._may_come_first(tensor):
-                    self.assumed.add(tensor)
-                    result = Sharded(0, inner=None)
+            ends_layer = hasattr(tensor, "_keras_history")
+            if isinstance(result, Unknown) and ends_layer and self._may_come_first(tensor):
+                self.assumed.add(tensor)
+                result = Sharded(0, inner=None)
             self._known[tensor] = result
         # Whether all rows are so, or any is: RNNs choose among implementations by that.
         if any(map(self._is_mixed, op.outputs)) and not any(map(self._is_mixed, op.inputs)):
@@ -98,8 +97,7 @@ class TensorRows:
         if loop_of(op) is not None:
             mixed = [each for each in given if isinstance(each, Mixed)]
             return [mixed[0] if mixed else Unknown("in a loop")] * len(op.outputs)
-        if self.fixed not in (None, 1):
-            self._look_at_constants(op, given)
+        self._look_at_constants(op, given)
         if all(isinstance(each, Replicated) for each in given):
             return [REPLICATED] * len(op.outputs)
         values = [_value(tensor, kind) for tensor, kind in zip(op.inputs, given)]
@@ -126,11 +124,7 @@ class TensorRows:
 
     def has_fixed(self, tensor):
         """Whether the first dimension of ``tensor`` has as many rows as are fixed."""
-        return (
-            self.fixed not in (None, 1)
-            and bool(tensor.shape.ndims)
-            and tensor.shape.as_list()[0] == self.fixed
-        )
+        return self.fixed not in (None, 1) and (sizes_of(tensor) or [])[:1] == [self.fixed]
 
 
 def _is_within(op, scope):
@@ -138,13 +132,8 @@ def _is_within(op, scope):
     return any(re.match(re.escape(scope) + r"(_\d+)?$", part) for part in op.name.split("/"))
 
 
-def _normalizes(op):
-    """Whether an operation takes statistics of its rows and normalizes by them, all in one."""
-    return op.type.startswith("FusedBatchNorm") and op.get_attr("is_training")
-
-
 def _value(tensor, placement):
-    shape = None if tensor.shape.ndims is None else tensor.shape.as_list()
+    shape = sizes_of(tensor)
     if shape and isinstance(placement, Sharded):
         shape[placement.axis] = None
     return Value(placement, shape)
@@ -152,19 +141,14 @@ def _value(tensor, placement):
 
 def _in_order(operations):
     """Operations after those whose results they take; ways back in loops left out."""
-    left, entered, ordered = set(operations), set(), []
-    for first in sorted(operations, key=lambda op: op._id):
-        path = [first]
-        while path:
-            op = path[-1]
-            inputs = [] if op in entered else [t.op for t in op.inputs if t.op in left]
-            inputs = [other for other in inputs if other not in entered]
-            entered.add(op)
-            if inputs:
-                path += inputs
-            else:
-                path.pop()
-                if op in left:
-                    left.remove(op)
-                    ordered.append(op)
+    pending = sorted(operations, key=lambda op: op._id, reverse=True)
+    ordered, entered = {}, set()  # type: Any, Any
+    while pending:
+        op = pending[-1]
+        entered.add(op)
+        inputs = [tensor.op for tensor in op.inputs if tensor.op in operations]
+        before = [each for each in inputs if each not in entered]
+        pending += before
+        if not before:
+            ordered[pending.pop()] = None
     return ordered

@@ -44,9 +44,7 @@ class _ColocatingDeviceFunctions:
     def __call__(self, op):
         self.apply(op)
         if not op.device:
-            device = self.colocate(op)
-            if device:
-                op._set_device(device)
+            op._set_device(self.colocate(op))
 
 
 @contextlib.contextmanager
@@ -93,9 +91,11 @@ class ColocateGradients:
         device, forward, loop = "", op._original_op, loop_of(op)
         if forward is not None:
             device = self._device_of(forward)
-        elif loop is not None:  # one of its counters
-            device = self._device_of_loop(_forward_loop(loop))
-            self.device_of[loop.name] = device
+        elif loop is not None:  # one of its counters, or of those of its gradient
+            forward = loop if loop.grad_state is None else loop.grad_state.forward_context
+            # A loop has a pivot as soon as it has a condition.
+            pivot = forward.pivot.op.device if forward.pivot is not None else ""
+            device = self.device_of[loop.name] = self.device_of.get(forward.name, pivot)
         elif op.type == "Enter":
             device = self.device_of.get(op.get_attr("frame_name").decode(), "")
         elif self.sums:
@@ -103,29 +103,13 @@ class ColocateGradients:
             device = devices.pop() if len(devices) == 1 else ""
         if device:
             self.device_of[op] = device
-            if op.type == "Enter":
-                self._place_constant_of_loop(op, device)
+            # Loops' own constants are made before them, outside of their context. Left elsewhere,
+            # TensorFlow's constant folding moves them into the loop, which then waits for them
+            # forever.
+            constant = op.inputs[0].op if op.type == "Enter" else None
+            if constant is not None and constant.type == "Const" and not constant.device:
+                constant._set_device(device)
         return device
 
     def _device_of(self, op):
         return self.device_of.get(op, op.device)
-
-    def _device_of_loop(self, loop):
-        # A loop has a pivot as soon as it has a condition.
-        pivot = loop.pivot.op.device if loop.pivot is not None else ""
-        return self.device_of.get(loop.name, pivot)
-
-    def _place_constant_of_loop(self, enter, device):
-        """Put a loop's own constants where the loop is.
-
-        They are made before the loop, outside of its context. Left elsewhere, TensorFlow's
-        constant folding moves them into the loop, which then waits for them forever.
-        """
-        constant = enter.inputs[0].op
-        if constant.type == "Const" and not constant.device:
-            constant._set_device(device)
-
-
-def _forward_loop(context):
-    """The loop whose gradient this loop computes, or the loop itself."""
-    return context if context.grad_state is None else context.grad_state.forward_context

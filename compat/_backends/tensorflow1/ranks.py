@@ -6,13 +6,13 @@ all ranks', so that whatever it does with gradients (it clips, scales, or is Ten
 does with that mean, and stays the user's.
 """
 
-import contextlib
+import functools
 
-from ... import _patching, errors
+from ... import errors
 from ..._engines import tensorflow_horovod
 from ..._ranks import keras2, keras_model
-from .graph import writing_operations, written_variable
-from .step_counter import updates_in_order
+from .graph import variables_written
+from .step_counter import counting_in_order
 from .variables import warn_of_reference_variables
 
 
@@ -66,11 +66,7 @@ class MakeTensorFlow1Function(keras2.MakeFunction):
         raise NotImplementedError
 
 
-class MakeTensorFlow1TestFunction(MakeTensorFlow1Function):
-    method = "_make_test_function"
-    function = "test_function"
-    training = False
-
+class MakeTensorFlow1TestFunction(MakeTensorFlow1Function, keras2.MakeTestFunction):
     def __init__(self, engine):
         super().__init__(engine)
         self.begun = False  # this step's rows are counted
@@ -104,18 +100,10 @@ class MakeTensorFlow1TrainFunction(MakeTensorFlow1Function):
             self.check_loss(function, inputs)
         return inputs
 
-    @contextlib.contextmanager
     def making(self, model):
         """Within, the optimizer takes the gradients of all ranks."""
-        optimizer = model.optimizer
-        get_updates = optimizer.get_updates
-
-        def get_updates_of_all_ranks(loss, params):
-            loss = self.loss_of_all_ranks(model, loss, params)
-            return updates_in_order(optimizer, get_updates, loss, params)
-
-        with _patching.replaced(optimizer, get_updates=get_updates_of_all_ranks):
-            yield
+        loss_of = functools.partial(self.loss_of_all_ranks, model)
+        return counting_in_order(model.optimizer, loss_of)
 
     def loss_of_all_ranks(self, model, loss, parameters):
         """A scalar whose gradients are the mean, over all ranks' rows, of those of the loss.
@@ -139,13 +127,12 @@ class MakeTensorFlow1TrainFunction(MakeTensorFlow1Function):
                 self.share_tensor = self.called(share, model)
             else:
                 self.share_tensor = self.engine.share_in_graph(self.rows(model), count)
-            pairs = zip(tf.gradients(loss, parameters), parameters)
-            pairs = [(gradient, p) for gradient, p in pairs if gradient is not None]
-            means = self.engine.mean(
-                [gradient for gradient, _ in pairs], self.share_tensor, "gradients"
-            )
+            gradients = tf.gradients(loss, parameters)
+            trained = [p for p, gradient in zip(parameters, gradients) if gradient is not None]
+            gradients = [gradient for gradient in gradients if gradient is not None]
+            means = self.engine.mean(gradients, self.share_tensor, "gradients")
             products = []
-            for mean, (_, parameter) in zip(means, pairs):
+            for mean, parameter in zip(means, trained):
                 if isinstance(mean, tf.IndexedSlices):
                     parameter, mean = tf.gather(parameter, mean.indices), mean.values
                 products.append(tf.reduce_sum(parameter * tf.stop_gradient(mean)))
@@ -154,12 +141,9 @@ class MakeTensorFlow1TrainFunction(MakeTensorFlow1Function):
     def extend(self, model, made):
         """Give state that a step sets (moving averages) its mean over all ranks."""
         tf = self.engine.tf
-        written = set(map(written_variable, writing_operations([made.updates_op])))
-        state = [
-            variable
-            for variable in model.non_trainable_weights + self.engine.state_besides(model)
-            if variable.dtype.is_floating and _handle(variable).op in written
-        ]
+        state = model.non_trainable_weights + self.engine.state_besides(model)
+        written = variables_written([made.updates_op], state)
+        state = [each for each in state if each.dtype.is_floating and each in written]
         if not state:
             return
         with tf.control_dependencies([made.updates_op]):
@@ -167,8 +151,3 @@ class MakeTensorFlow1TrainFunction(MakeTensorFlow1Function):
             means = self.engine.mean(values, self.share_tensor, "state")
             assigned = [variable.assign(mean).op for variable, mean in zip(state, means)]
         made.updates_op = tf.group(*assigned)
-
-
-def _handle(variable):
-    """What operations that write a variable have as their first input."""
-    return getattr(variable, "handle", variable)

@@ -13,32 +13,17 @@ average becomes the mean of what the replicas would write.
 import contextlib
 
 from ... import _keras, _replicas, errors
+from . import graph
 from .batch_part import BatchPart
-from .graph import (
-    ancestors,
-    copy_operations,
-    dense_parts,
-    follows_its_input,
-    loop_of,
-    reached,
-    v1_names,
-    value_of,
-    whole_loops,
-)
 from .placed_layers import ColocateGradients
 
 
 class CannotCopy(Exception):
     """TensorFlow refuses the operations of a part of the batch.
 
-    Attributes:
-        tensors: those that no rule tells. The operations that it refuses are among theirs, or
-            follow from them.
+    Its argument are the tensors that no rule tells. The operations that it refuses are among
+    theirs, or follow from them.
     """
-
-    def __init__(self, tensors):
-        super(CannotCopy, self).__init__(tensors)
-        self.tensors = tensors
 
 
 class GraphReplicas:
@@ -50,10 +35,8 @@ class GraphReplicas:
     """
 
     def __init__(self, model, losses, updates, tried, devices):
-        import tensorflow
-
         self.name = model.name
-        self.tf = v1_names(tensorflow)
+        self.tf = graph.v1_names()
         self.devices = devices
         self.graph = model.outputs[0].graph
         self.inputs = list(model.inputs)
@@ -66,50 +49,46 @@ class GraphReplicas:
                     )
                 )
         # A row for each row of the batch.
-        self.states = [value_of(state.handle) for state in _keras.states(model, "handle")]
+        self.states = [graph.value_of(state.handle) for state in _keras.states(model, "handle")]
         self._replaced = {}  # type: Dict[Any, Any]
         self._merged = {}  # type: Dict[Any, Any]
         self.tried = set()  # type: Set[Any]
         self.part = BatchPart(model, losses, updates, _variables_of_batchnorm(model), tried)
         with self._apart():
             self._check_rows_of_tensors()
-            self.sizes = _replicas.sizes(
-                self._count((self.part.divided or self.inputs)[0]), len(devices)
-            )
+            rows = self._count((self.part.divided or self.inputs)[0])
+            self.sizes = _replicas.sizes(rows, len(devices))
             try:
                 self.copies = [self._replica(index) for index in range(len(devices))]
             except ValueError as error:  # the graph names the batch's size, which no part has
-                untold = self.part.untold()
-                if not untold:
+                if not self.part.untold():
                     raise
-                raise CannotCopy(untold) from error
+                raise CannotCopy(self.part.untold()) from error
         device_of = {
             copied: device
             for device, replica in zip(devices, self.copies)
             for copied in replica.operations.values()
         }
         loops = [op for op in device_of if op.type == "Enter"]
-        device_of.update((loop_of(op).name, device_of[op]) for op in loops)
+        device_of.update((graph.loop_of(op).name, device_of[op]) for op in loops)
         self._colocate = ColocateGradients(device_of, sums=True)
 
     def _replica(self, index):
         """Copy the batch part to the device, there to compute its shard."""
-        tf = self.tf
-        replaced, shards = {}, {}  # type: Any, Any
-        for shape, sizes in self.part.rows.shapes.items():
-            if None not in sizes:
-                replaced[shape] = tf.constant(sizes, shape.dtype)
+        tf, shards = self.tf, {}  # type: Any, Any
+        shapes = self.part.rows.shapes.items()
+        replaced = {t: tf.constant(sizes, t.dtype) for t, sizes in shapes if None not in sizes}
         for tensor in self.read_in_shards():
             with self._where_it_lies(tensor), tf.control_dependencies(self._checks):
                 count = tf.identity(self._count(tensor)) if self._checks else self._count(tensor)
                 first, end = _replicas.run_bounds(count, len(self.devices), index, tf.maximum)
                 shards[tensor] = shard = self._shard(tensor, first, end)
-                replaced.update(zip(dense_parts(tensor), dense_parts(shard)))
-        replica = copy_operations(
+                replaced.update(zip(graph.dense_parts(tensor), graph.dense_parts(shard)))
+        replica = graph.copy_operations(
             self.part.needed,
             replaced,
             "replica_{}".format(index),
-            lambda op: "" if follows_its_input(op) else self.devices[index],
+            lambda op: "" if graph.follows_its_input(op) else self.devices[index],
             seed=index,
             controls=lambda op: [op] if op in self.part.once else [],
             fixed_batch=self.part.fixed,
@@ -128,7 +107,7 @@ class GraphReplicas:
     def _check_rows_of_tensors(self):
         """Check at run time that inputs that are not fed have as many rows as the others."""
         tf = self.tf
-        fed = [dense_parts(t)[0].op.type.startswith("Placeholder") for t in self.part.divided]
+        fed = [graph.dense_parts(t)[0].op.type.startswith("Placeholder") for t in self.part.divided]
         self._checks = []
         if len(fed) < 2 or all(fed):
             return
@@ -188,21 +167,20 @@ class GraphReplicas:
         """
         if self._leaves_replicas(fetch):
             return self._whole_tensor(fetch)
-        ops, consumers = ancestors([fetch], (), self._leaves_replicas)
-        between = reached([source for source in consumers if self._is_divided(source)], consumers)
+        ops, consumers = graph.ancestors([fetch], (), self._leaves_replicas)
+        between = graph.reached(
+            [source for source in consumers if self._is_divided(source)], consumers
+        )
+        between.update(graph.whole_loops([op for op in ops if op in between], ops))
         new = [op for op in ops if op in between and op not in self._replaced]
-        if new:
-            new += [
-                op for op in whole_loops(new, ops) if op not in between and op not in self._replaced
-            ]
-            boundary = {
-                tensor: self._whole_tensor(tensor)
-                for op in new
-                for tensor in op.inputs
-                if self._leaves_replicas(tensor) or tensor.op in self._replaced
-            }
-            copies = copy_operations(new, boundary, "whole_batch", None, controls=self._control)
-            self._replaced.update(copies.operations)
+        boundary = {
+            tensor: self._whole_tensor(tensor)
+            for op in new
+            for tensor in op.inputs
+            if self._leaves_replicas(tensor) or tensor.op in self._replaced
+        }
+        copies = graph.copy_operations(new, boundary, "whole_batch", None, controls=self._control)
+        self._replaced.update(copies.operations)
         if isinstance(fetch, self.tf.Operation):
             return self._replaced.get(fetch, fetch)
         return self._whole_tensor(fetch)
@@ -218,7 +196,7 @@ class GraphReplicas:
         if not self._is_divided(source):
             return False
         if isinstance(source, self.tf.Operation):
-            return loop_of(source) is None
+            return graph.loop_of(source) is None
         return source in self.part.averaged or self.part.rows.come_first(source)
 
     def _control(self, op):

@@ -25,10 +25,13 @@ def placements(op, values, constant):
         kinds = [Unknown() if isinstance(kind, Positions) else kind for kind in kinds]
     found = _rows.settled(kinds, [value.rank for value in values])
     if rule is None:
-        stateless = op.op_def is not None and not op.op_def.is_stateful
-        results = stateless and found or Unknown("it is not known")
+        stateful = op.op_def is None or op.op_def.is_stateful
+        results = Unknown("it is not known") if stateful or found is None else found
     elif found is None or rule in _ASKED_ALWAYS or at_positions and rule in _LOOKING_UP:
-        results = rule(op, values, constant)
+        try:
+            results = rule(op, values, constant)
+        except row_sizes.NotKnown:
+            results = Unknown("an axis or a size is not known")
     elif isinstance(found, Count) and op.type in _OF_SIZES:
         results = _OF_SIZES[op.type](op, values, constant)
     else:
@@ -101,20 +104,18 @@ _TYPES = {
     row_rules.all_but_channels: "BiasAddGrad",
     row_rules.along: "Cumprod Cumsum CumulativeLogsumexp Reverse ReverseV2 Roll",
     row_rules.along_last(1): (
-        "FFT HSVToRGB IFFT IRFFT LogSoftmax RFFT RGBToHSV Softmax TopK TopKV2"
+        "AdjustHue AdjustSaturation FFT HSVToRGB IFFT IRFFT LogSoftmax MatrixDiag MatrixDiagV2 "
+        "MatrixDiagV3 RFFT RGBToHSV Softmax TopK TopKV2"
     ),
-    row_rules.along_last(2): "FFT2D IFFT2D IRFFT2D RFFT2D",
-    row_rules.along_last(3): "FFT3D IFFT3D IRFFT3D RFFT3D",
-    row_rules.matrices(2): (
-        "Cholesky LogMatrixDeterminant MatrixBandPart MatrixDeterminant MatrixDiagPart "
-        "MatrixDiagPartV2 MatrixDiagPartV3 MatrixInverse MatrixLogarithm "
-        "MatrixSquareRoot Qr SelfAdjointEigV2 Svd"
+    row_rules.along_last(2): (
+        "Cholesky FFT2D IFFT2D IRFFT2D LogMatrixDeterminant MatrixBandPart MatrixDeterminant "
+        "MatrixDiagPart MatrixDiagPartV2 MatrixDiagPartV3 MatrixInverse MatrixLogarithm "
+        "MatrixSquareRoot Qr RFFT2D SelfAdjointEigV2 Svd"
     ),
-    row_rules.matrices(3): "AdjustContrastv2",
-    row_rules.matrices(1): "AdjustHue AdjustSaturation MatrixDiag MatrixDiagV2 MatrixDiagV3",
-    row_rules.matrices(2, 1): "MatrixSetDiag MatrixSetDiagV2 MatrixSetDiagV3",
-    row_rules.matrices(2, 2): "MatrixSolve MatrixSolveLs MatrixTriangularSolve",
-    row_rules.matrices(1, 1): "Cross",
+    row_rules.along_last(3): "AdjustContrastv2 FFT3D IFFT3D IRFFT3D RFFT3D",
+    row_rules.along_last(2, 1): "MatrixSetDiag MatrixSetDiagV2 MatrixSetDiagV3",
+    row_rules.along_last(2, 2): "MatrixSolve MatrixSolveLs MatrixTriangularSolve",
+    row_rules.along_last(1, 1): "Cross",
     row_rules.product: "BatchMatMul BatchMatMulV2 BatchMatMulV3 MatMul SparseMatMul",
     row_rules.einsum: "Einsum",
     row_rules.sparse_product: "SparseTensorDenseMatMul",
@@ -171,7 +172,7 @@ _TYPES = {
 
 #: What becomes of sizes, where that is more than something that depends on the number of rows.
 _TYPES_OF_SIZES = {
-    row_sizes.picked: "Gather GatherV2 Prod Slice StridedSlice Unpack",
+    row_sizes.picked: "Gather GatherV2 Slice StridedSlice Unpack",
     row_sizes.joined: "Concat ConcatV2 Pack",
     row_rules.same: "Cast EnsureShape",
     row_views.with_sizes: "Reshape",

@@ -5,7 +5,7 @@ They find out an operation's attributes for the rules of ``_rows``.
 
 from ... import _rows
 from ..._rows import REPLICATED, Count, Mixed, Partial, Replicated, Sharded, Unknown, Value
-from .row_sizes import Positions, attribute, numbers, of_first, sizes_of
+from .row_sizes import Positions, attribute, known_numbers, numbers, of_first, sizes_of
 
 # Element by element ---------------------------------------------------------------------------
 
@@ -81,7 +81,7 @@ _HOW = {"EuclideanNorm": "norm", "ArgMax": "position", "ArgMin": "position"}
 
 @of_first
 def reduced(op, values, constant):
-    how, axes = _HOW.get(op.type, op.type.lower()), numbers(op.inputs[1], constant)
+    how, axes = _HOW.get(op.type, op.type.lower()), known_numbers(op.inputs[1], constant)
     kept = bool(attribute(op, "keep_dims"))
     if how == "mean" and op.outputs[0].dtype.is_integer:
         how = "rounded mean"
@@ -105,37 +105,23 @@ def all_but_channels(op, values, constant):
 @of_first
 def along(op, values, constant):
     axes = numbers(op.inputs[2 if op.type == "Roll" else 1], constant)
-    if axes is None:
-        return Unknown("the axes are not known")
     if op.type == "Reverse":
         axes = [axis for axis, reversed_ in enumerate(axes) if reversed_]
     return _rows.along(values[0], axes)
 
 
-def along_last(count):
-    """What goes along the last dimensions, so many of them."""
+def along_last(*counts):
+    """What goes along the last dimensions, so many for each input: the others are a batch's.
 
-    @of_first
-    def applied(op, values, constant):
-        return _rows.along(values[0], list(range(-count, 0)))
-
-    return applied
-
-
-def matrices(*counts):
-    """What looks at the last dimensions, so many for each input: the others are a batch's.
-
-    For inputs beyond ``counts`` and those of None, which are the same for all.
+    Inputs beyond ``counts`` are the same for all rows.
     """
 
     def applied(op, values, constant):
-        axes = []
-        for value, count in zip(values, counts + (None,) * len(values)):
-            inside = count is not None and value.axis is not None
-            if inside and value.axis >= value.rank - count:
+        before = [value.axis for value in values[: len(counts)]]
+        for place, count in enumerate(counts):
+            if before[place] is None or before[place] >= values[place].rank - count:
                 return Mixed()
-            axes.append(None if count is None else value.axis if inside else -1)
-        return _rows.by_row(values, axes)
+        return _rows.by_row(values, before + [None] * (len(values) - len(counts)))
 
     return applied
 
@@ -144,10 +130,8 @@ def matrices(*counts):
 
 
 def product(op, values, constant):
-    names = (
-        ("transpose_a", "transpose_b") if "transpose_a" in op.node_def.attr else ("adj_x", "adj_y")
-    )
-    return _rows.product(values, *[bool(op.get_attr(name)) for name in names])
+    names = ("transpose_a", "transpose_b", "adj_x", "adj_y")
+    return _rows.product(values, *[op.get_attr(n) for n in names if n in op.node_def.attr])
 
 
 def einsum(op, values, constant):
@@ -180,8 +164,6 @@ def gathered(op, values, constant):
     if isinstance(places.placement, Positions):
         whole = axis == [data.axis] and (places.rank == 1 or places.shape[-1:] == (1,))
         return places.placement.looked_up(data) if whole else Mixed()
-    if axis is None:
-        return Unknown("the axis is not known")
     return _rows.gathered([data, places], axis[0], attribute(op, "batch_dims", 0))
 
 
@@ -258,25 +240,21 @@ def by_row(*axes):
     """A function of each row by itself; inputs beyond ``axes`` are the same for all rows."""
 
     def applied(op, values, constant):
-        given = list(axes) + [None] * (len(values) - len(axes))
-        return _rows.by_row(values, given[: len(values)])
+        return _rows.by_row(values, list(axes) + [None] * (len(values) - len(axes)))
 
     return applied
 
 
 def of_sizes_and_rows(op, values, constant):
-    """A convolution's gradient by its input: the sizes of that, the kernel, rows."""
+    """A gradient by an input: the sizes of that, a convolution's kernel, rows."""
     if isinstance(values[0].placement, Count):
         values = [Value(REPLICATED, values[0].shape)] + list(values[1:])
-    rows = {"AvgPoolGrad": [None, 0], "AvgPool3DGrad": [None, 0]}.get(op.type, [None, None, 0])
-    return _rows.by_row(values, rows)
+    return _rows.by_row(values, [None] * (len(values) - 1) + [0])
 
 
 def of_kernel(op, values, constant):
     """A convolution's gradient by its kernel, which is a sum over the rows."""
-    placement = _rows.by_row([values[0], values[2]], [0, 0])
-    if not isinstance(values[1].placement, Replicated):
-        return Mixed()
+    placement = _rows.by_row(values, [0, None, 0])
     return Partial("sum") if isinstance(placement, Sharded) else placement
 
 
@@ -311,25 +289,24 @@ def joined(op, values, constant):
 
 def switched(op, values, constant):
     condition = values[1].placement
-    if isinstance(condition, (Replicated, Unknown)):
-        return values[0].placement if isinstance(condition, Replicated) else condition
-    return Mixed()
+    if isinstance(condition, Replicated):
+        return values[0].placement
+    return condition if isinstance(condition, Unknown) else Mixed()
 
 
+@of_first
 def space_to_batch(op, values, constant):
     """Blocks side by side along the first dimension, or back."""
-    value = values[0]
-    others = [each.placement for each in values[1:]]
-    if value.axis is None or not all(isinstance(each, Replicated) for each in others):
+    import numpy as np
+
+    placement = values[0].placement
+    if not isinstance(placement, Sharded):
         return Mixed()
     if op.type.endswith("ND"):
-        block = constant(op.inputs[1])
-        if block is None:
-            return Unknown("the sizes of blocks are not known")
-        blocks, inner = int(block.prod()), block.size
+        sizes = numbers(op.inputs[1], constant)
     else:
-        blocks, inner = op.get_attr("block_size") ** 2, 2
-    placement = value.placement
+        sizes = [op.get_attr("block_size")] * 2
+    blocks, inner = int(np.prod(sizes)), len(sizes)
     if placement.axis:
         return placement if placement.axis > inner and placement.per is None else Mixed()
     if op.type.startswith("Space"):

@@ -7,7 +7,7 @@ the value of a tensor known before any run. It returns one placement for all out
 import functools
 
 from ... import _rows
-from ..._rows import REPLICATED, Count, Mixed, Partial, Sharded, Unknown
+from ..._rows import REPLICATED, Count, Mixed, Sharded, Unknown
 
 #: Of a single number: it depends on the number of rows, and does not grow in proportion.
 NOT_IN_PROPORTION = Count([])
@@ -45,10 +45,22 @@ def attribute(op, name, default=None):
     return op.get_attr(name) if name in op.node_def.attr else default
 
 
-def numbers(tensor, constant):
+class NotKnown(Exception):
+    """A rule needs numbers that are not known before a run."""
+
+
+def known_numbers(tensor, constant):
     """The numbers in a tensor that are known before any run, as a list, or None."""
     value = constant(tensor)
     return None if value is None else value.ravel().tolist()
+
+
+def numbers(tensor, constant):
+    """As ``known_numbers``, where nothing can be told without them."""
+    found = known_numbers(tensor, constant)
+    if found is None:
+        raise NotKnown(tensor)
+    return found
 
 
 def sizes_of(tensor):
@@ -61,7 +73,7 @@ def of_first(rule):
     @functools.wraps(rule)
     def applied(op, values, constant):
         others = _rows.without_rows([value.placement for value in values[1:]])
-        if not isinstance(values[0].placement, (Sharded, Partial)) or others is None:
+        if others is None:
             return Mixed()
         if others == REPLICATED:
             return rule(op, values, constant)
@@ -94,10 +106,8 @@ def picked(op, values, constant):
     arguments = [constant(tensor) for tensor in op.inputs[1:]]
     if not isinstance(sizes, Count) or sizes.places is None:
         return Count()
-    if shape is None or len(shape) != 1 or shape[0] is None:
+    if values[0].rank != 1 or shape[0] is None:
         return Count()
-    if op.type == "Prod":
-        return Count() if sizes.places else REPLICATED
     places = np.arange(shape[0])
     if op.type == "Unpack":
         return [_rows.counted(sizes, int(place)) for place in places]
@@ -133,18 +143,16 @@ def calculated(op, values, constant):
 def joined(op, values, constant):
     """A vector of sizes put together from numbers, or from such vectors."""
     values, rank = without_axis(op, values), 0 if op.type == "Pack" else 1
-    if any(value.rank != rank for value in values):
+    if any(value.rank != rank or None in value.shape for value in values):
         return Count()
     places, start = [], 0
     for value in values:
-        placement, length = value.placement, value.shape[0] if rank else 1
+        placement = value.placement
         if isinstance(placement, Count):
             if rank and placement.places is None or placement == NOT_IN_PROPORTION:
                 return Count()
             places += [start + place for place in (placement.places if rank else [0])]
-        if length is None:
-            return Count()
-        start += length
+        start += value.shape[0] if rank else 1
     return Count(places)
 
 

@@ -64,23 +64,25 @@ class ReplicasTrial:
                 is_fixed = self._is_fixed()
                 if is_fixed:
                     whole, *parts = self._run_all(tensors)
-                    ways = [((), parts)]
+                    ways = [parts]
                 else:
                     self._draw()
-                    whole, ways = self._run(tensors), self._in_parts(tensors)
-                if ways is None:
-                    return dict.fromkeys(tensors, "fails")
+                    whole = self._run(tensors)
+                    try:
+                        ways = [[self._run(tensors, rows) for rows in way] for way in WAYS]
+                    except Exception:  # as the whole does not
+                        return dict.fromkeys(tensors, "fails")
                 found = {
                     tensor: "tried"
                     for place, tensor in enumerate(tensors)
                     if not all(
-                        trial.fits([part[place] for part in parts], whole[place], IN_ORDER, sizes)
-                        for sizes, parts in ways
+                        trial.fits([part[place] for part in parts], whole[place], IN_ORDER)
+                        for parts in ways
                     )
                 }
-                again = whole
-                if found:
-                    again = self._run_all(tensors)[0] if is_fixed else self._run(tensors)
+                if not found:
+                    return {}
+                again = self._run_all(tensors)[0] if is_fixed else self._run(tensors)
         except Exception:  # whatever it is, the trial cannot tell
             return {tensor: "unknown" for tensor in tensors if self._is_assumed(tensor)}
         for tensor, value, other in zip(tensors, whole, again):
@@ -103,14 +105,10 @@ class ReplicasTrial:
         if self.replicas.part.drawn():
             raise ValueError("each replica has random numbers of its own")
         copies = [[copy.tensor(t) for t in tensors] for copy in self.replicas.copies]
-        feed = dict(self._given)
-        feed.update(self._fed)
-        return self.session.run([tensors] + copies, feed)
+        return self.session.run([tensors] + copies, {**self._given, **self._fed})
 
     def _is_assumed(self, tensor):
-        return bool(self.rows.assumed) and any(
-            each in self.rows.assumed for each in self.replicas.part.before(tensor)
-        )
+        return not self.rows.assumed.isdisjoint(self.replicas.part.before(tensor))
 
     def placements(self, tensors):
         """The placements of tensors, as far as a trial tells."""
@@ -129,18 +127,6 @@ class ReplicasTrial:
             yield
         finally:
             self.backend.batch_set_value(list(zip(variables, values)))
-
-    def _in_parts(self, tensors):
-        """The values of the parts, with their numbers of rows, for each way to make them.
-
-        None where parts fail, as the whole does not.
-        """
-        try:
-            return [
-                (tuple(map(len, way)), [self._run(tensors, rows) for rows in way]) for way in WAYS
-            ]
-        except Exception:
-            return None
 
     def _draw(self):
         divided = self.replicas.read_in_shards()
@@ -169,19 +155,17 @@ def _rows_of(value, rows):
     """Some rows of an array, or the parts of a sparse one; more of them than it has come again."""
     import numpy as np
 
-    if hasattr(value, "tocsr"):
-        sparse = value.tocsr()
-        chosen = sparse[[row % sparse.shape[0] for row in rows]].tocoo()
-        places = np.stack([chosen.row, chosen.col], 1).astype("int64")
-        return [places, chosen.data, np.array(chosen.shape, "int64")]
-    if hasattr(value, "dense_shape"):
-        count = int(value.dense_shape[0])
-        taken = [np.flatnonzero(value.indices[:, 0] == row % count) for row in rows]
-        indices = np.concatenate([value.indices[each] for each in taken])
-        indices[:, 0] = np.repeat(range(len(rows)), [len(each) for each in taken])
-        shape = np.array([len(rows)] + list(value.dense_shape[1:]))
-        return [indices, value.values[np.concatenate(taken)], shape]
-    return [np.asarray(value)[[row % len(value) for row in rows]]]
+    if hasattr(value, "tocoo"):
+        value = value.tocoo()
+        places, values, shape = np.stack([value.row, value.col], 1), value.data, value.shape
+    elif hasattr(value, "dense_shape"):
+        places, values, shape = value
+    else:
+        return [np.asarray(value)[[row % len(value) for row in rows]]]
+    taken = [np.flatnonzero(places[:, 0] == row % shape[0]) for row in rows]
+    places, values = places[np.concatenate(taken)], values[np.concatenate(taken)]
+    places[:, 0] = np.repeat(range(len(rows)), list(map(len, taken)))
+    return [places.astype("int64"), values, np.array([len(rows)] + list(shape[1:]), "int64")]
 
 
 def found(trial_, failed, outputs):

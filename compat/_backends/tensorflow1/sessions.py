@@ -1,5 +1,6 @@
 """The configuration that every session of TensorFlow 1 begins with."""
 
+import copy
 import os
 import sys
 import threading
@@ -34,15 +35,16 @@ def set_session_defaults(defaults):
 
 def merged(config, own):
     """``config``, overridden by a session's own config."""
-    if own is not None and type(own) is not type(config):
+    result = copy.deepcopy(config)
+    if own is None:
+        return result
+    if type(own) is not type(config):
         return own  # TensorFlow's own error says what is wrong
-    result = _copied(config)
-    if own is not None:
-        own = _without_defaults(own)
-        limits = getattr(own.gpu_options, "experimental", None)
-        if limits is not None and len(limits.virtual_devices):  # merging would add them up
-            result.gpu_options.experimental.ClearField("virtual_devices")
-        result.MergeFrom(own)
+    own = _without_defaults(own)
+    limits = getattr(own.gpu_options, "experimental", None)
+    if limits is not None and len(limits.virtual_devices):  # merging would add them up
+        result.gpu_options.experimental.ClearField("virtual_devices")
+    result.MergeFrom(own)
     return result
 
 
@@ -50,7 +52,7 @@ def _without_defaults(own):
     """A session's config without what Keras or TensorFlow put there by themselves."""
     from tensorflow.python.eager import context
 
-    result = _copied(own)
+    result = copy.deepcopy(own)
     context = context.context() if hasattr(context, "context") else None
     default = context.config.device_count if hasattr(context, "config") else {}  # 1.14, 1.15
     for device in default:  # tf.keras: one CPU, and every GPU there is
@@ -65,20 +67,14 @@ def _missing(config, other):
     """The fields of ``config`` that ``other`` does not have, as a text."""
     missing, fields = [], [field.name for field, _ in config.ListFields()]
     for name in fields:
-        part = _copied(config)
+        part = copy.deepcopy(config)
         for another in set(fields) - {name}:
             part.ClearField(another)
-        both = _copied(other)
+        both = copy.deepcopy(other)
         both.MergeFrom(part)
         if both != other:
             missing.append(" ".join(str(part).split()))
     return ", ".join(missing)
-
-
-def _copied(message):
-    result = type(message)()
-    result.CopyFrom(message)
-    return result
 
 
 def ensure_no_other_session(tf, config):
@@ -89,9 +85,7 @@ def ensure_no_other_session(tf, config):
     """
     for keras in imported_keras_packages():
         session = session_of(keras)
-        if session is None:
-            continue
-        missing = _missing(config, session._config or type(config)())
+        missing = session and _missing(config, session._config or type(config)())
         if not missing:
             continue
         with session.graph.as_default():
@@ -126,8 +120,8 @@ def sessions_made():
 
 def imported_keras_packages():
     """The Keras packages that are imported: each may have a session."""
-    found = [sys.modules[name] for name in ("keras",) if name in sys.modules]
-    found = [keras for keras in found if _keras.backend_name(keras) == "tensorflow"]
+    keras = sys.modules.get("keras")
+    found = [keras] if keras and _keras.backend_name(keras) == "tensorflow" else []
     if {"tensorflow.python.keras.backend", "keras", "tf_keras"} & set(sys.modules):
         found.append(v1_names(sys.modules["tensorflow"]).keras)
     return [keras for keras in found if hasattr(keras.backend, "get_session")]
@@ -137,6 +131,5 @@ def session_of(keras):
     """The session that this Keras made for itself, or None. Makes none."""
     module = sys.modules[keras.backend.get_session.__module__]
     session = getattr(module, "_SESSION", None)  # keras 2.3 has none of its own
-    if isinstance(session, threading.local):  # from TensorFlow 1.15
-        session = getattr(session, "session", None)
-    return session
+    local = isinstance(session, threading.local)  # from TensorFlow 1.15
+    return getattr(session, "session", None) if local else session

@@ -20,14 +20,11 @@ class _CountedInnerModel(_keras.InnerModel):
     """The inner models of an old Sequential whose first step is step 1."""
 
 
-def is_ordered(model):
-    """Whether ``order`` was called for this model."""
-    method = _CountedInnerModel if _keras.wraps_a_model(model) else OrderedCounting
-    return method.of(model) is not None
-
-
 def order(model):
-    """Have the first training step of a model on one device be step 1."""
+    """Have the first training step of a model on one device be step 1. Twice changes nothing."""
+    method = _CountedInnerModel if _keras.wraps_a_model(model) else OrderedCounting
+    if method.of(model) is not None:
+        return
 
     def order_inside(maker):
         with _keras.rebuilding_functions(maker):
@@ -37,12 +34,11 @@ def order(model):
 
 
 def leave_as_it_was(model):
-    """Take back what ``order`` did."""
+    """Take back what ``order`` did, if it did anything."""
     maker = _keras.inner_model(model)
-    if maker is not None:
-        OrderedCounting.of(maker).remove(maker)
-    if maker is not model:
-        _CountedInnerModel.of(model).remove(model)
+    for method, owner in ((OrderedCounting, maker), (_CountedInnerModel, model)):
+        if owner is not None and method.of(owner) is not None:
+            method.of(owner).remove(owner)
 
 
 def counts_without_order(model):
@@ -52,12 +48,18 @@ def counts_without_order(model):
 
 
 @contextlib.contextmanager
-def counting_in_order(optimizer):
-    """Within, the training functions that Keras makes count as ``updates_in_order`` says."""
+def counting_in_order(optimizer, loss_of=lambda loss, params: loss, within=contextlib.ExitStack):
+    """Within, the training functions that Keras makes count as ``updates_in_order`` says.
+
+    Arguments:
+        loss_of: what the optimizer trains on, in place of Keras' loss of some parameters.
+        within: a function that gives the context in which it does.
+    """
     get_updates = optimizer.get_updates
 
     def get_updates_in_order(loss, params):
-        return updates_in_order(optimizer, get_updates, loss, params)
+        with within():
+            return updates_in_order(optimizer, get_updates, loss_of(loss, params), params)
 
     # Not around all of it: a session that has run knows no new order (keras 2.3).
     with _patching.replaced(optimizer, get_updates=get_updates_in_order):
@@ -72,16 +74,17 @@ def updates_in_order(optimizer, get_updates, loss, params):
     variables the other one. Nadam reads its schedule of momentum twice, before and after it is set.
     tf.keras has an order of its own, which stays.
     """
-    counting = _keras.wrapped_optimizers(optimizer)
-    values = [value for each in counting for value in vars(each).values()]
-    counters = [value for value in values if hasattr(value, "handle")]
-
-    def uses(counter, *kinds):
-        return [op for op in counter.handle.consumers() if op.type in kinds]
+    counters = [
+        value
+        for each in _keras.wrapped_optimizers(optimizer)
+        for value in vars(each).values()
+        if hasattr(value, "handle")
+    ]
 
     def reads_and_writes(counter):
-        writes = uses(counter, "AssignAddVariableOp", "AssignVariableOp")
-        return uses(counter, "ReadVariableOp"), writes
+        users = counter.handle.consumers()
+        reads = [op for op in users if op.type == "ReadVariableOp"]
+        return reads, [op for op in users if op.type in ("AssignAddVariableOp", "AssignVariableOp")]
 
     # Those that others made, such as the one that saves the counter, must not count.
     before = [reads_and_writes(counter) for counter in counters]

@@ -20,7 +20,8 @@ class VerifiedTensorFlow1Step(keras2.VerifiedKeras2Step):
         metrics = list(getattr(model, "metrics", None) or ())  # names or None, before keras 2.3
         metrics += getattr(model, "_output_loss_metrics", None) or []  # of tf.keras
         held = [v for metric in metrics for v in getattr(metric, "variables", ())]
-        written = variables_written(function, held)  # TensorFlow does not list those
+        ran = [function.updates_op] + list(function.outputs)
+        written = variables_written(ran, held)  # TensorFlow does not list those
         return sorted(written, key=lambda variable: getattr(variable, "handle", variable).op._id)
 
     def ordering(self, optimizer):
