@@ -351,7 +351,7 @@ def _has_size_of_batches(model):
     shapes = {held.name: (1,) + tuple(held.shape[1:]) for held in model.inputs + states}
     symbol = mx.sym.Group([value.symbol for value in values])
     try:
-        _, made, _ = symbol_graph.without_warning(symbol.infer_shape, symbol, shapes)
-    except mx.base.MXNetError:
+        _, made, _ = symbol_graph.inferred(symbol.infer_shape, symbol, shapes)
+    except (mx.base.MXNetError, UserWarning):
         return True
-    return made is None or any(shape[0] != 1 for shape in made)
+    return any(shape[0] != 1 for shape in made)

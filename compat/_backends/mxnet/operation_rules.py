@@ -14,14 +14,14 @@ class SymbolNode:
     Arguments:
         attributes: as they are in JSON.
         values: a ``Value`` for each input.
-        results: the sizes of each output, None for what grows with the batch or is not known.
-        grows: by output, the dimensions that grow with the batch, or None.
+        result: the sizes of the first output, None for what grows with the batch or is not known.
+        grows: the dimensions of it that grow with the batch, or None.
     """
 
-    def __init__(self, attributes, values, results, grows):
+    def __init__(self, attributes, values, result, grows):
         self.attributes = attributes
         self.values = values
-        self.results = results
+        self.result = result
         self.grows = grows
 
     def get(self, name, default=None):
@@ -124,7 +124,7 @@ def fully_connected(op):
     if op.get("flatten", True):
         return rowwise(op.values, [0, None, None])
     found = _rows.product(op.values[:2], transpose_second=True)
-    return _rows.added([Value(found, op.results[0])] + op.values[2:])
+    return _rows.added([Value(found, op.result)] + op.values[2:])
 
 
 def dot(op):
@@ -142,7 +142,7 @@ def product(op):
         return Unknown("a product of other dimensions")
     transposed = op.get("transpose_a", False), op.get("transpose_b", False)
     found = _rows.product(op.values[:2], *transposed)
-    return _rows.added([Value(found, op.results[0])] + op.values[2:])
+    return _rows.added([Value(found, op.result)] + op.values[2:])
 
 
 def transposed(op):
@@ -243,8 +243,8 @@ def cross_entropy(op):
 
 
 def made(op):
-    sizes = Count(op.grows[0]) if op.grows[0] else REPLICATED
-    return _rows.made(sizes, len(op.results[0] or ()))
+    sizes = Count(op.grows) if op.grows else REPLICATED
+    return _rows.made(sizes, len(op.result or ()))
 
 
 def leaky(op):

@@ -1,6 +1,7 @@
 """Keras' graphs of a phase (train, test, predict) as the executors that replicas run."""
 
 from ... import _replicas, _rows, _work
+from ..._patching import replaced
 from . import symbol_graph
 
 _UNUSED = "compat_unused"  # a variable that has a gradient, and that nothing depends on
@@ -34,51 +35,43 @@ class Phase:
     """
 
     def __init__(self, replicas, name, inputs):
+        import mxnet as mx
         from keras.backend import mxnet_backend as K
 
         self.replicas = replicas
         model = replicas.model
-        symbol, results, updates = {
-            "train": (model._train_mxnet_symbol, model._ntrain, model.updates),
-            "test": (model._test_mxnet_symbol, model._ntest, model.state_updates),
-            "predict": (model._pred_mxnet_symbol, model._npred, model.state_updates),
-        }[name]
-        labels = [] if name == "predict" else model.targets + model.sample_weights
-        self.fed = [tensor.name for tensor in model.inputs + [t for t in labels if t is not None]]
         self.is_train = name == "train"
-        learning_phase = K.learning_phase()
-        K.set_learning_phase(int(self.is_train))
-        try:
+        updates = model.updates if self.is_train else model.state_updates
+        with replaced(K, _LEARNING_PHASE=int(self.is_train)):
             outputs = [output.symbol for output in model.outputs]
-        finally:
-            K.set_learning_phase(learning_phase)
+            states = [value.symbol for _, value in model.state_updates]
+        labels = [] if name == "predict" else model.targets + model.sample_weights
+        # All outputs, results, and the updates' values; Keras' own graph that predicts leaves out
+        # values that are outputs, too.
+        symbol = {
+            "train": model._train_mxnet_symbol,
+            "test": model._test_mxnet_symbol,
+            "predict": mx.sym.Group(outputs + states),
+        }[name]
+        graph = symbol_graph.Graph(outputs, symbol)
+        self.results = len(graph.heads) - len(updates)
+        self.variables = [variable.name for variable, _ in updates]
+        self.fed = [tensor.name for tensor in model.inputs + [t for t in labels if t is not None]]
         self.states = sorted(state_names(model) & set(symbol.list_arguments()))
         self.sharded = [tensor.name for tensor in model.inputs] + self.states
         self.parameters = [n for n in symbol.list_arguments() if n not in self.fed]
-        fixed = self.parameters if not self.is_train else model._fixed_weights
+        fixed = model._fixed_weights if self.is_train else self.parameters
         self.trained = [n for n in self.parameters if n not in fixed]
-        # Where the values stand among the heads: outputs, results, then the updates' values.
-        graph = symbol_graph.Graph(outputs, symbol)
         self.sparse = graph.sparse_gradients()
-        values = graph.heads[len(outputs) :]
-        self.variables = [variable.name for variable, _ in updates]
-        if name == "predict":  # Keras leaves out values that are outputs, too
-            known = model.outputs + [v for _, v in updates if v not in model.outputs]
-            order = [known.index(value) for _, value in updates]
-        else:
-            order = range(results, results + len(updates))
-        self.results = results
-        wanted = values[:results] + [values[position] for position in order]
         self.head_symbol = self.shapes = self.across = None
         self.is_tried = inputs[0].shape[0] > 1
-        outputs = graph.heads[: len(outputs)]
         if not self.divides(inputs):
             self.across = _rows.Across(None)
         elif len(replicas.contexts) > 1:  # else one runs the whole batch
-            self._follow(graph, outputs, inputs)
-        self.body, self.head_symbol, self.cuts, self.places = graph.cut(outputs, wanted)
+            self._follow(graph, inputs)
+        self.body, self.head_symbol, self.cuts, self.places = graph.cut()
 
-    def _follow(self, graph, outputs, inputs):
+    def _follow(self, graph, inputs):
         """Find where the outputs' rows are, and try it: see ``symbol_graph.Graph.follow``."""
         held = self.replicas.model._args
         batch = dict(zip(self.fed, inputs), **{name: held[name] for name in self.states})
@@ -90,12 +83,10 @@ class Phase:
         mixing = self.replicas.mixing.get(self.is_train)
         try:
             if mixing is not None:  # by a graph with the same outputs
-                graph.follow(given, shapes, outputs, mixing)
+                graph.follow(given, shapes, mixing)
             else:
-                mixing = graph.follow_and_try(
-                    given, shapes, lambda symbol: self._tried(symbol, batch), outputs
-                )
-            self.across = graph.across(outputs)
+                mixing = graph.follow_and_try(given, shapes, lambda s: self._tried(s, batch))
+            self.across = graph.across(graph.outputs)
         except Exception:  # whatever operations of the user's do, with other numbers of rows
             symbol_graph.clear_errors()
             graph.placements = {}  # all is left to the head
@@ -182,10 +173,11 @@ class Phase:
         types = {n: w.dtype for n, w in weights.items()}
         if is_head:
             types.update((n, o.dtype) for n, o in zip(self.cuts, self.bodies[0].outputs))
-        inferred, typed, unheld = symbol_graph.inferred(symbol, shapes, types)
+        shapes, _, unheld = symbol_graph.inferred(symbol.infer_shape, symbol, shapes)
+        types, _, _ = symbol_graph.inferred(symbol.infer_type, symbol, types)
         args = {
             n: weights[n] if n in weights else mx.nd.zeros(shape, context, dtype)
-            for n, shape, dtype in zip(names, inferred, typed)
+            for n, shape, dtype in zip(names, shapes, types)
         }
         gradients = {
             n: mx.nd.zeros(
@@ -202,8 +194,8 @@ class Phase:
             aux_states={
                 n: states[n]
                 if n in states
-                else self.replicas.unheld.setdefault(n, mx.nd.zeros(unheld[n], context))
-                for n in symbol.list_auxiliary_states()
+                else self.replicas.unheld.setdefault(n, mx.nd.zeros(shape, context))
+                for n, shape in zip(symbol.list_auxiliary_states(), unheld)
             },
         )
 
@@ -217,14 +209,11 @@ class Phase:
         for body, (start, stop) in zip(self.bodies, self.computed):
             _feed(body, {name: fed[name][start:stop] for name in self.sharded})
             body.forward(is_train=self.is_train)
-        gathered = [self._gather(position) for position in range(len(self.cuts))]
-        computed = []
+        values = [self._gather(position) for position in range(len(self.cuts))]
         if self.head is not None:
-            _feed(self.head, dict(fed, **dict(zip(self.cuts, gathered))))
-            computed = self.head.forward(is_train=self.is_train)
-        values = [
-            (gathered if where == "cut" else computed)[position] for where, position in self.places
-        ]
+            _feed(self.head, dict(fed, **dict(zip(self.cuts, values))))
+            values += self.head.forward(is_train=self.is_train)
+        values = [values[place] for place in self.places]
         self.updates = list(zip(self.variables, values[self.results :]))
         if len(self.kept) > 1:  # else it is verified
             names = [str(context) for context in self.replicas.contexts]

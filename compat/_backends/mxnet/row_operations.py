@@ -18,7 +18,7 @@ def placements(name, operation):
     if given and known is not None and not (rule is None and isinstance(known, Count)):
         return known
     if rule is None and not given:  # made by its attributes: numbers by their places, for example
-        return REPLICATED if operation.grows[0] == [] else Mixed()
+        return REPLICATED if operation.grows == [] else Mixed()
     if rule is None:
         return Unknown("no rule")
     if any(value.rank is None for value in operation.values):
@@ -120,7 +120,7 @@ for _names, _rule in [
     ("FullyConnected", rules.fully_connected),
     # Views
     ("Reshape Flatten reshape_like _np_reshape _npi_reshape _npx_reshape",
-     lambda op: _rows.reshaped(op.value, op.results[0])),
+     lambda op: _rows.reshaped(op.value, op.result)),
     ("expand_dims", _first(_rows.expanded, "axis")),
     ("squeeze _np_squeeze", _first(_rows.squeezed, "axis")),
     ("transpose _np_transpose", rules.transposed),
@@ -135,7 +135,7 @@ for _names, _rule in [
     ("tile", _first(_rows.tiled, "reps")),
     ("repeat", _first(_rows.repeated, "axis", "repeats")),
     ("broadcast_to broadcast_axis _npi_broadcast_to",
-     lambda op: _rows.broadcast(op.value, len(op.results[0]))),
+     lambda op: _rows.broadcast(op.value, len(op.result))),
     ("Pad", rules.pad),
     # Looking up
     ("Embedding", lambda op: _rows.gathered(op.values[::-1], 0)),
