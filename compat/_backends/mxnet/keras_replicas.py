@@ -4,7 +4,7 @@ import contextlib
 import functools
 
 from ... import _keras, _replicas, _rows
-from ..._patching import InstanceMethod, replaced
+from ..._patching import replaced
 from . import running_statistics, symbol_graph
 from .group_placement import device_with_replicas, groups_of, place_groups
 from .optimizer_state import take_to, updater_of
@@ -47,25 +47,15 @@ def _run_plain(model, context, updater):
     )
     model._module = module
     place_groups(model, module)
-    if updater is None:
-        return
-    take_to(updater, context)
 
-    _InitOptimizerWithState(updater, context).install(module)
+    def init_optimizer(**arguments):
+        """Brings the state along: a module takes none before it is bound to shapes."""
+        type(module).init_optimizer(module, **arguments)
+        module._curr_module._updater = updater
 
-
-class _InitOptimizerWithState(InstanceMethod):
-    """Brings the state along: a module takes none before it is bound to shapes."""
-
-    method = "init_optimizer"
-
-    def __init__(self, updater, context):
-        super().__init__([context])
-        self.updater = updater
-
-    def __call__(self, module, **arguments):
-        self.plain(module)(**arguments)
-        module._curr_module._updater = self.updater
+    if updater is not None:
+        take_to(updater, context)
+        module.init_optimizer = init_optimizer
 
 
 class ExportedBuckets(dict):

@@ -12,16 +12,12 @@ def state_names(model):
     return {variable.name for variable, _ in model.state_updates}
 
 
-def _array(value):
-    """Rows of a batch: Keras hands on matrices of scipy's where an input is sparse."""
-    return value.toarray() if hasattr(value, "toarray") else value
-
-
 def _feed(executor, arrays):
-    """Give an executor those of the arrays that it takes."""
+    """Give an executor those of the arrays that it takes; sparse inputs are scipy's matrices."""
     for name, array in arrays.items():
         if name in executor.arg_dict:
-            executor.arg_dict[name][:] = _array(array)
+            dense = array.toarray() if hasattr(array, "toarray") else array
+            executor.arg_dict[name][:] = dense
 
 
 class Phase:
@@ -63,6 +59,7 @@ class Phase:
         fixed = model._fixed_weights if self.is_train else self.parameters
         self.trained = [n for n in self.parameters if n not in fixed]
         self.sparse = graph.sparse_gradients()
+        self.bodies, self.head = [], None
         self.head_symbol = self.shapes = self.across = None
         self.is_tried = inputs[0].shape[0] > 1
         if not self.divides(inputs):
@@ -97,11 +94,11 @@ class Phase:
 
     def _tried(self, symbol, batch):
         """The placements of a symbol's outputs, on the first context, in inference."""
-        first = {name: _array(held[: len(_rows.trial.WHOLE)]) for name, held in batch.items()}
+        first = {name: held[: len(_rows.trial.WHOLE)] for name, held in batch.items()}
         states = {name: array.copy() for name, array in self.replicas.auxs[0].items()}
 
         def compute(rows):
-            fed = {n: first[n][[row % len(first[n]) for row in rows]] for n in self.sharded}
+            fed = {n: first[n][[row % first[n].shape[0] for row in rows]] for n in self.sharded}
             shapes = {name: array.shape for name, array in fed.items()}
             executor = self._executor(symbol, 0, shapes, [], states)
             _feed(executor, fed)
@@ -126,7 +123,7 @@ class Phase:
     def executors(self):
         """Those with gradients: a row computed for an empty shard counts for nothing."""
         bodies = [body for body, (start, stop) in zip(self.bodies, self.kept) if stop > start]
-        return bodies + ([self.head] if self.head is not None else [])
+        return bodies + [self.head]
 
     def bind(self, inputs):
         """Make executors for inputs of these shapes, unless there are."""
@@ -160,7 +157,6 @@ class Phase:
         """Bind ``symbol`` on a replica's context, to its weights and to new arrays."""
         import mxnet as mx
 
-        is_head = symbol is self.head_symbol
         if not differentiated:
             # Bound without any gradient, MXNet 1.9 runs oneDNN's fused convolutions on cpu(0),
             # which go on with the weights of their first batch (SgMKLDNNConvOperator).
@@ -171,8 +167,8 @@ class Phase:
         states = self.replicas.auxs[replica] if states is None else states
         names = symbol.list_arguments()
         types = {n: w.dtype for n, w in weights.items()}
-        if is_head:
-            types.update((n, o.dtype) for n, o in zip(self.cuts, self.bodies[0].outputs))
+        for body in self.bodies[:1]:  # then this is the head
+            types.update((n, output.dtype) for n, output in zip(self.cuts, body.outputs))
         shapes, _, unheld = symbol_graph.inferred(symbol.infer_shape, symbol, shapes)
         types, _, _ = symbol_graph.inferred(symbol.infer_type, symbol, types)
         args = {
@@ -237,12 +233,10 @@ class Phase:
 
     def backward(self):
         """Gradients: the head's at the cut, and from there on each context its shard's."""
-
         self.head.backward()
-        if not self.cuts:  # the head computes all
-            return
         for body, (start, stop) in zip(self.bodies, self.kept):
-            if stop > start:  # else even zeros would not do, before a loss layer
+            # Of no rows even zeros would not do, before a loss layer; or the head computes all.
+            if stop > start and self.cuts:
                 context = body.outputs[0].context
                 gradients = [self.head.grad_dict[name][start:stop] for name in self.cuts]
                 body.backward([gradient.as_in_context(context) for gradient in gradients])
