@@ -3,6 +3,7 @@
 import contextlib
 
 from ... import _replicas, _rows, _work
+from ..._patching import replaced
 from . import nested_arrays, symbol_graph
 from .gluon_states import OwnStates, attributes_kept, blocks, check_equal, states_of
 from .gluon_trainers import _move, _parameters
@@ -296,20 +297,14 @@ class BlockReplicas:
     @contextlib.contextmanager
     def _leaving_no_trace(self):
         """Within, the block runs as it is written, without hooks, and keeps nothing of it."""
-        states, parts = self._own_states(), list(blocks(self.block))
         plain = {"_active": False, "_forward_hooks": {}, "_forward_pre_hooks": {}}
-        before = [
-            {name: vars(part)[name] for name in plain if name in vars(part)} for part in parts
-        ]
-        try:
-            with attributes_kept(self.block):
-                for part, own in zip(parts, before):
-                    vars(part).update((name, plain[name]) for name in own)
-                yield
-        finally:
-            for part, own in zip(parts, before):
-                vars(part).update(own)
-            states.reset()
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._own_states().reset)
+            for part in blocks(self.block):
+                own = {name: value for name, value in plain.items() if name in vars(part)}
+                stack.enter_context(replaced(part, **own))
+            stack.enter_context(attributes_kept(self.block))
+            yield
 
     # States -------------------------------------------------------------------------------------
 

@@ -141,7 +141,8 @@ class ModelReplicas:
         self._replaced = {name: getattr(self, name) for name in self.METHODS}
         for kind in ("train", "test", "predict"):
             self._replaced["_make_{}_function".format(kind)] = functools.partial(self._make, kind)
-        vars(model).update(self._replaced, _compat_replicas=self)
+        self._replaced["_compat_replicas"] = self
+        vars(model).update(self._replaced)
 
     def move(self, contexts):
         """Go on with other contexts."""
@@ -155,7 +156,7 @@ class ModelReplicas:
         """Leave the model without replicas, and return the updater, or None."""
         self._sync_weights()
         self._follow()
-        for name in list(self._replaced) + ["_compat_replicas"]:
+        for name in self._replaced:
             delattr(self.model, name)
         return self._updater
 
@@ -299,7 +300,7 @@ class ModelReplicas:
             [[auxs[name] for auxs in self.auxs] for name in phase.body.list_auxiliary_states()],
             _replicas.sizes(phase.rows, len(self.contexts)),
         )
-        if phase.head is not None and phase.head.aux_dict:  # of the whole batch
+        if phase.head.aux_dict:  # of the whole batch
             running_statistics.wait_for_updates()
             for name, array in phase.head.aux_dict.items():
                 for auxs in self.auxs[1:] if name in self.auxs[0] else ():
