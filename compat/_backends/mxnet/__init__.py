@@ -191,18 +191,20 @@ class MXNet(Backend):
         return horovod.launcher(job, self.framework)
 
     def distribute(self, model: "Any", place: "Place") -> "Any":
-        """See ``ranks``; for models of Keras."""
+        """See ``ranks`` and ``keras2.install``; for models of Keras."""
         if self.is_native(model):
             raise errors.unsupported(
                 self.name,
                 "train a {} of MXNet's own as one of several ranks".format(type(model).__name__),
                 "Use a model of Keras, or start the script without a launcher.",
             )
-        from . import ranks  # here for start-up time
+        from ..._ranks import keras2  # here for start-up time
+        from . import ranks
 
         engine = ranks.MXNetHorovod.join(place)
         self.parallelize(model, self.devices()[:1])
-        return ranks.distribute(model, engine)
+        keras2.install(model, engine, (ranks.MakeMXNetTrainFunction, keras2.MakeTestFunction))
+        return model
 
     # Placing parts of a model -----------------------------------------------------------------
 

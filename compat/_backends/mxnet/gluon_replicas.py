@@ -5,7 +5,7 @@ import contextlib
 from ... import _replicas, _rows, _work
 from ..._patching import replaced
 from . import nested_arrays, symbol_graph
-from .gluon_states import OwnStates, attributes_kept, blocks, check_equal, states_of
+from .gluon_states import OwnStates, blocks, check_equal, own_attributes, states_of
 from .gluon_trainers import _move, _parameters
 from .nested_arrays import _arrays, _leaves, _mapped, _on, can_be_merged
 from .running_statistics import unite
@@ -103,7 +103,7 @@ class BlockReplicas:
     def run(self, args):
         """The block on all contexts, or on the first one where it cannot be divided."""
         kind = self._kind(args)
-        placements, is_tried = self._kinds[kind]
+        placements, _ = self._kinds[kind]
         if placements is None:
             return self._run_whole(args)
         try:
@@ -111,8 +111,7 @@ class BlockReplicas:
         except Exception:
             # Of the user's own, which comes again; or of a shard, whose shape does not do.
             symbol_graph.clear_errors()
-            across = _rows.Across(None, why="unknown")
-            result = None
+            result, across = None, _rows.Across(None, why="unknown")
         if across is None:
             return result
         whole = self._run_whole(args)  # what is wrong on one device, too, is the user's
@@ -303,7 +302,7 @@ class BlockReplicas:
             for part in blocks(self.block):
                 own = {name: value for name, value in plain.items() if name in vars(part)}
                 stack.enter_context(replaced(part, **own))
-            stack.enter_context(attributes_kept(self.block))
+            stack.callback(own_attributes(self.block).put_back)
             yield
 
     # States -------------------------------------------------------------------------------------
@@ -317,7 +316,7 @@ class BlockReplicas:
         return type(self.block)._collect_params_with_prefix(self.block, *args, **kwargs)
 
     def _own_states(self):
-        return OwnStates(self.block, states_of(self.block, self._operations)[1])
+        return OwnStates(states_of(self.block, self._operations)[1])
 
     def _unite_statistics(self):
         """Give all contexts one set of running statistics.

@@ -6,20 +6,12 @@ optimizer does with gradients (it clips them, for example) it does with that mea
 user's own.
 """
 
-import contextlib
 import sys
 
 from ..._engines import horovod
 from ..._patching import replaced
 from ..._ranks import keras2
 from . import running_statistics
-
-
-def distribute(model, engine):
-    """Make a model of Keras one of the ranks', in place. A second time changes nothing."""
-    kinds = MakeMXNetTrainFunction, keras2.MakeTestFunction
-    keras2.install(model, engine, kinds)
-    return model
 
 
 class MXNetHorovod(horovod.HorovodEngine):
@@ -91,46 +83,28 @@ class MXNetHorovod(horovod.HorovodEngine):
 class MakeMXNetTrainFunction(keras2.MakeFunction):
     def run(self, function, inputs):
         share, inputs = self.share(function, inputs)
-        step = RankedMXNetStep(self.engine, function.model, share)
-        with step.going_backward(function.model._module):
-            result = function.made(inputs)
-        step.average_state()
-        return result
-
-
-class RankedMXNetStep:
-    """One step of training, of all ranks."""
-
-    def __init__(self, engine, model, share):
-        self.engine = engine
-        self.share = share
+        model, module = function.model, function.model._module
         # Moving averages, MXNet's own and those of Keras' layers; no row of the batch's.
         rows = {variable.name for variable, _ in model.state_updates}
-        self.names = sorted(model._aux_names | set(model._train_updates) - rows)
-        self.state = []  # type: list  # of the arrays that a step may set, and their values before
-
-    @contextlib.contextmanager
-    def going_backward(self, module):
-        """Within, a module that goes forward and backward then has the gradients of all ranks."""
+        names = sorted(model._aux_names | set(model._train_updates) - rows)
+        state = []  # type: list  # of the arrays that the step may set, and their values before
 
         def forward_backward(batch):
+            """The module then has the gradients of all ranks."""
             (executor,) = module._curr_module._exec_group.execs
             held = dict(executor.arg_dict, **executor.aux_dict)
-            self.state = [(held[name], held[name].copy()) for name in self.names]
+            state.extend((held[name], held[name].copy()) for name in names)
             type(module).forward_backward(module, batch)
             gradients = [array for array in executor.grad_arrays if array is not None]
-            self.engine.mean(gradients, self.share, "gradients")
+            self.engine.mean(gradients, share, "gradients")
 
         with replaced(module, forward_backward=forward_backward):
-            yield
-
-    def average_state(self):
-        """Set what the step has set to its mean over all ranks."""
-        if not self.state:
-            return
-        running_statistics.wait_for_updates()
-        # Of the changes: what has none stays as it is to the bit.
-        changes = [array - before for array, before in self.state]
-        self.engine.mean(changes, self.share, "state")
-        for (array, before), change in zip(self.state, changes):
-            array[:] = before + change
+            result = function.made(inputs)
+        if state:
+            running_statistics.wait_for_updates()
+            # Of the changes: what has none stays as it is to the bit.
+            changes = [array - before for array, before in state]
+            self.engine.mean(changes, share, "state")
+            for (array, before), change in zip(state, changes):
+                array[:] = before + change
+        return result
