@@ -36,14 +36,6 @@ class SymbolNode:
         return self.values[0]
 
 
-def with_parameters(placement, parameters):
-    """What else an operation is given has to be the same for all rows."""
-    others = [value.placement for value in parameters]
-    if all(isinstance(each, Replicated) for each in others):
-        return placement
-    return _rows.without_rows(others + [placement]) or Mixed()
-
-
 def rowwise(values, axes, result=0, inner=1):
     """A function of each row by itself.
 
@@ -51,13 +43,15 @@ def rowwise(values, axes, result=0, inner=1):
         axes: for each value, the dimension where the operation has the batch; None for weights.
         result: the dimension where the result has it, and ``inner`` elements of each row.
     """
-    moved = []
-    for value, axis in zip(values, axes):
-        placement = value.placement
-        if isinstance(placement, Sharded):
-            placement = placement.replace(axis=0) if placement.axis == axis else Mixed()
-        moved.append(Value(placement, value.shape))
-    found = _rows.by_row(moved, [None if axis is None else 0 for axis in axes[: len(moved)]])
+
+    def moved(value, axis):
+        """With the batch in the first dimension, for ``_rows.by_row``."""
+        if value.axis is None or axis is None:
+            return value
+        return Value(value.placement.replace(axis=value.axis - axis), value.shape)
+
+    first = [None if axis is None else 0 for axis in axes]
+    found = _rows.by_row(list(map(moved, values, axes)), first)
     if isinstance(found, Sharded):
         known = None if found.inner is None else found.inner * inner
         return found.replace(axis=result, inner=known)
@@ -84,8 +78,8 @@ def along(default):
     """Along a dimension; what is given besides, such as LayerNorm's weights, has no rows."""
 
     def rule(op):
-        found = _rows.along(op.value, op.get("axis", default))
-        return with_parameters(found, op.values[1:])
+        fixed = all(isinstance(value.placement, Replicated) for value in op.values[1:])
+        return _rows.along(op.value, op.get("axis", default)) if fixed else Mixed()
 
     return rule
 
@@ -145,12 +139,7 @@ def product(op):
     return _rows.added([Value(found, op.result)] + op.values[2:])
 
 
-def transposed(op):
-    order = op.get("axes") or range(op.value.rank)[::-1]
-    return _rows.transposed(op.value, order)
-
-
-def moved(op):
+def swapped(op):
     order = list(range(op.value.rank))
     first, second = op.get("dim1", 0), op.get("dim2", 0)
     order[first], order[second] = order[second], order[first]
@@ -205,24 +194,21 @@ def pick(op):
     return _rows.sliced(Value(rows, value.shape), {axis: "one"})
 
 
-def sequence_mask(op):
-    if op.get("use_sequence_length", False):
-        beside = 1 - op.get("axis", 0)  # the rows are next to the time
-        return rowwise(op.values, [beside, 0], beside)
-    return _rows.pointwise(op.values)
+def of_sequences(rule, keeps=True):
+    """Along the time, by ``rule``; or by each row's length, with the rows next to the time.
 
+    Arguments:
+        rule: a function of the operation and of the dimension of the time.
+        keeps: whether the result has that dimension.
+    """
 
-def sequence_last(op):
-    time = op.get("axis", 0)
-    if op.get("use_sequence_length", False):
-        return rowwise(op.values, [1 - time, 0])
-    return _rows.sliced(op.value, {time: "one"})
+    def applied(op):
+        time = op.get("axis", 0)
+        if not op.get("use_sequence_length", False):
+            return rule(op, time)
+        return rowwise(op.values, [1 - time, 0], 1 - time if keeps else 0)
 
-
-def sequence_reverse(op):
-    if op.get("use_sequence_length", False):
-        return rowwise(op.values, [1, 0], 1)
-    return _rows.along(op.value, [0])
+    return applied
 
 
 def rnn(op):

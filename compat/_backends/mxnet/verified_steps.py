@@ -65,15 +65,11 @@ class _MXNetStep(_verification.Step):
         return values
 
     def write(self, values):
-        held = {
-            label.partition(" ")[2]: values[label] for label in self._arrays() if label in values
-        }
-        model = self.model
-        self.replicas._set_weights(
-            {name: value for name, value in held.items() if name in model._args},
-            {name: value for name, value in held.items() if name in model._auxs},
-        )
-        optimizer = getattr(model, "optimizer", None)
+        self.replicas._set_weights()  # they take Keras' arrays before the next batch
+        for label, array in self._arrays().items():
+            if label in values:
+                array[:] = values[label]
+        optimizer = getattr(self.model, "optimizer", None)
         if self.kind == "train" and optimizer is not None:
             slots = ["slot {}".format(place) for place in range(len(values))]
             # Without any, as before the first step, set_weights() makes them 0, as they begin.
@@ -87,10 +83,7 @@ class _MXNetStep(_verification.Step):
         return results, self._named(results)
 
     def _named(self, results):
-        import numpy as np
-
-        named = keras_steps.named_results(self.model, self.kind, results)
-        return {label: np.asarray(value) for label, value in named.items()}
+        return keras_steps.named_results(self.model, self.kind, results)
 
     def operations(self):
         return op_placement.products(lambda: self.function.made(self.inputs))
@@ -98,14 +91,10 @@ class _MXNetStep(_verification.Step):
     def outputs(self, undivided):
         model, replicas = self.model, self.replicas
         rows = self.inputs[: len(model.inputs)]
-        named = {}
         with replicas.undivided() if undivided else contextlib.ExitStack():
-            runs = [("predict", replicas.run("predict", rows))]
+            named = keras_steps.outputs(model, replicas.run("predict", rows))
             if self.kind != "predict":
-                runs.append(("evaluate", replicas.run("test", self.inputs)))
-            for kind, found in runs:
-                results = keras_steps.named_results(model, kind, found)
-                for label, value in results.items():
-                    inferred = "output: {} in inference".format(label)
-                    named[label if kind == "predict" else inferred] = value
+                results = replicas.run("test", self.inputs)
+                for label, value in keras_steps.named_results(model, "evaluate", results).items():
+                    named["output: {} in inference".format(label)] = value
         return named
