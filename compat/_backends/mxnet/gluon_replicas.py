@@ -289,8 +289,7 @@ class BlockReplicas:
             graph.follow(given, shapes)
         except Exception:  # whatever a block of the user's cannot do with symbols
             return None
-        names = [parameter.name for parameter in _parameters(self.block)]
-        self._operations.update(graph.states(names))
+        self._operations.update(graph.states())
         return graph
 
     @contextlib.contextmanager

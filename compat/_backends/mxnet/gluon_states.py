@@ -30,7 +30,7 @@ def states_of(block, operations):
         if operations.get(parameter.name) in MEANS or isinstance(part, batch_norm):
             means.append(parameter)
         elif parameter.name in operations or not type(part).__module__.startswith("mxnet.gluon"):
-            others.append(parameter)  # or a frozen weight, which does not change
+            others.append(parameter)
     return means, others
 
 

@@ -69,25 +69,22 @@ class ExportedBuckets(dict):
         super().__init__()
         self.model = model
         self.shapes = shapes
-        self.binds = False
 
     @classmethod
     def install(cls, model, inputs):
         import mxnet as mx
 
         if not isinstance(model._module._buckets, cls):
-            pairs = zip(model.inputs, inputs[: model._num_data])
+            pairs = zip(model.inputs, inputs)
             shapes = [mx.io.DataDesc(s.name, array.shape, dtype=s.dtype) for s, array in pairs]
             model._module._buckets = cls(model, shapes)
 
     def __getitem__(self, key):
         module = self.model._module
-        if key == "pred" and not self.binds and module._buckets is self:
-            with replaced(self, binds=True):
-                self.model._sync_weights()
-                if not module.binded:
-                    module.bind(data_shapes=self.shapes, for_training=False)
-                module.set_params(self.model._args, self.model._auxs, allow_missing=True)
+        self.model._sync_weights()
+        if not module.binded:
+            module.bind(data_shapes=self.shapes, for_training=False)
+        module.set_params(self.model._args, self.model._auxs, allow_missing=True)
         return super().__getitem__(key)
 
 

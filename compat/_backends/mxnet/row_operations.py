@@ -38,8 +38,8 @@ def _first(rule, *names):
     return lambda op: rule(op.value, *map(op.get, names))
 
 
-def _named(pattern, names):
-    return " ".join(pattern.format(name) for name in names.split())
+def _named(names, *patterns):
+    return " ".join(pattern.format(name) for pattern in patterns for name in names.split())
 
 
 _LOGICAL = (
@@ -52,21 +52,16 @@ _COMMON = (
     "trunc"
 )
 #: Functions of each element, of one input.
-POINTWISE = " ".join(
-    [
-        _COMMON,
-        "abs erf erfinv gamma gammaln rcbrt relu round rsqrt sigmoid softsign Cast amp_cast clip "
-        "smooth_l1 hard_sigmoid Activation Dropout zeros_like ones_like one_hot cast_storage "
-        "_contrib_quadratic _npi_absolute _npi_around _npx_relu _npx_sigmoid",
-        _named("_npi_{}", _COMMON),
-    ]
-)
+POINTWISE = (
+    "abs erf erfinv gamma gammaln rcbrt relu round rsqrt sigmoid softsign Cast amp_cast clip "
+    "smooth_l1 hard_sigmoid Activation Dropout zeros_like ones_like one_hot cast_storage "
+    "_contrib_quadratic _npi_absolute _npi_around _npx_relu _npx_sigmoid "
+) + _named(_COMMON, "{}", "_npi_{}")
 #: With a number; and those among them that are linear.
-SCALAR = " ".join(
-    [
-        _named("_{}_scalar", "maximum minimum mod power hypot rdiv rmod rpower " + _LOGICAL),
-        _named("_npi_{}_scalar", _IN_NUMPY + " rpower rmod rtrue_divide"),
-    ]
+SCALAR = (
+    _named("maximum minimum mod power hypot rdiv rmod rpower " + _LOGICAL, "_{}_scalar")
+    + " "
+    + _named(_IN_NUMPY + " rpower rmod rtrue_divide", "_npi_{}_scalar")
 )
 LINEAR = (
     "_mul_scalar _div_scalar negative _copy BlockGrad make_loss _contrib_gradientmultiplier "
@@ -77,12 +72,10 @@ SHIFTED = (
     "_npi_rsubtract_scalar"
 )
 #: Of two inputs.
-PAIRS = " ".join(
-    [
-        _named("_{}", "maximum minimum mod power hypot " + _LOGICAL),
-        _named("broadcast_{}", "maximum minimum mod power hypot " + _LOGICAL),
-        _named("_npi_{}", _IN_NUMPY),
-    ]
+PAIRS = (
+    _named("maximum minimum mod power hypot " + _LOGICAL, "_{}", "broadcast_{}")
+    + " "
+    + _named(_IN_NUMPY, "_npi_{}")
 )
 
 RULES = {}

@@ -251,13 +251,13 @@ class Graph:
                 stack.extend(source for source, _ in self.inputs[number])
         return found
 
-    def states(self, names):
-        """The operation that writes each of the auxiliary states ``names``."""
+    def states(self):
+        """The operation that writes each of the auxiliary states, by its name."""
         return {
             self.nodes[source]["name"]: node["op"]
             for node, entries in zip(self.nodes, self.inputs)
             for source, _ in entries
-            if self.nodes[source]["name"] in names
+            if self.nodes[source]["name"] in self.auxiliary
         }
 
 
@@ -300,7 +300,6 @@ def copied_between_groups(symbol):
     sum for a weight is refused unless it is computed where the weight lies.
     """
     graph = Graph([], symbol)
-    states = set(symbol.list_auxiliary_states())
     groups = [node["attrs"].get("__ctx_group__", OTHERS) for node in graph.nodes]
     users = {}
     for group, entries in zip(groups, graph.inputs):
@@ -324,8 +323,8 @@ def copied_between_groups(symbol):
         return copies[entry, group], 0
 
     for node, group, entries in zip(graph.nodes, groups, graph.inputs):
-        state = node["op"] == "null" and node["name"] in states
-        if state and len(users[len(numbers), 0]) > 1:
+        is_shared = node["op"] == "null" and len(users.get((len(numbers), 0), ())) > 1
+        if is_shared and node["name"] in graph.auxiliary:
             raise errors.UnsupportedError(
                 "{} is used on several devices, and MXNet would keep only what one of them "
                 "computes of it. Call the layer inside one compat.device() only.".format(
@@ -333,7 +332,7 @@ def copied_between_groups(symbol):
                 )
             )
         number = add(node, group, [copied(entry, group) for entry in entries])
-        if node["op"] == "null" and len(users.get((len(numbers), 0), ())) > 1:
+        if is_shared:
             number = add({"op": "_copy", "name": node["name"] + "_shared"}, group, [(number, 0)])
         numbers.append(number)
     return graph.symbol([(numbers[source], output) for source, output in graph.heads], nodes)
