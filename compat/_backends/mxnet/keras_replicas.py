@@ -3,7 +3,7 @@
 import contextlib
 import functools
 
-from ... import _keras, _replicas, _rows
+from ... import _keras, _rows
 from ..._patching import replaced
 from . import running_statistics, symbol_graph
 from .group_placement import device_with_replicas, groups_of, place_groups
@@ -295,7 +295,7 @@ class ModelReplicas:
         """Moving averages: one update, to the mean of the replicas' weighted by shard size."""
         running_statistics.unite(
             [[auxs[name] for auxs in self.auxs] for name in phase.body.list_auxiliary_states()],
-            _replicas.sizes(phase.rows, len(self.contexts)),
+            phase.sizes,
         )
         if phase.head.aux_dict:  # of the whole batch
             running_statistics.wait_for_updates()

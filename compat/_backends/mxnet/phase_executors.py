@@ -70,8 +70,7 @@ class Phase:
 
     def _follow(self, graph, inputs):
         """Find where the outputs' rows are, and try it: see ``symbol_graph.Graph.follow``."""
-        held = self.replicas.model._args
-        batch = dict(zip(self.fed, inputs), **{name: held[name] for name in self.states})
+        batch = self._batch(inputs)
         shapes = {
             rows: {name: (rows,) + tuple(array.shape[1:]) for name, array in batch.items()}
             for rows in symbol_graph.ROWS
@@ -84,13 +83,12 @@ class Phase:
             else:
                 mixing = graph.follow_and_try(given, shapes, lambda s: self._tried(s, batch))
             self.across = graph.across(graph.outputs)
+            if self.is_tried:
+                self.replicas.mixing[self.is_train] = mixing
         except Exception:  # whatever operations of the user's do, with other numbers of rows
             symbol_graph.clear_errors()
             graph.placements = {}  # all is left to the head
             self.across = _rows.Across(None, why="unknown")
-        else:
-            if self.is_tried:
-                self.replicas.mixing[self.is_train] = mixing
 
     def _tried(self, symbol, batch):
         """The placements of a symbol's outputs, on the first context, in inference."""
@@ -107,6 +105,11 @@ class Phase:
 
         return _rows.trial.tried(compute)
 
+    def _batch(self, inputs):
+        """All that has rows, by name: what is fed, and the states of layers."""
+        held = self.replicas.model._args
+        return dict(zip(self.fed, inputs), **{name: held[name] for name in self.states})
+
     def divides(self, inputs):
         """Whether each input has a row for each of the batch."""
         return len({x.shape[0] for x in inputs[: len(self.replicas.model.inputs)]}) == 1
@@ -122,36 +125,35 @@ class Phase:
 
     def executors(self):
         """Those with gradients: a row computed for an empty shard counts for nothing."""
-        bodies = [body for body, (start, stop) in zip(self.bodies, self.kept) if stop > start]
-        return bodies + [self.head]
+        return [body for body, _ in self.filled] + [self.head]
 
     def bind(self, inputs):
         """Make executors for inputs of these shapes, unless there are."""
-        shapes = {name: tuple(x.shape) for name, x in zip(self.fed, inputs)}
+        shapes = {name: tuple(array.shape) for name, array in self._batch(inputs).items()}
         if shapes == self.shapes:
             return
-        self.bodies, self.head = [], None  # give their memory back first
-        self.rows = rows = inputs[0].shape[0]
-        replicas = self.replicas
+        self.bodies, self.filled, self.head = [], [], None  # give their memory back first
+        replicas, rows = self.replicas, inputs[0].shape[0]
         count = len(replicas.contexts)
-        self.kept = [_replicas.bounds(rows, count, i) for i in range(count)]
-        self.computed = [_replicas.run_bounds(rows, count, i) for i in range(count)]
-        held = replicas.model._args
-        whole = dict(shapes, **{name: held[name].shape for name in self.states})
+        self.sizes = _replicas.sizes(rows, count)
+        self.computed = [slice(*_replicas.run_bounds(rows, count, i)) for i in range(count)]
         self.bodies = [
-            self._executor(self.body, i, self._shard(whole, stop - start), self.trained)
-            for i, (start, stop) in enumerate(self.computed)
+            self._executor(
+                self.body, i, {n: (size or 1,) + shapes[n][1:] for n in self.sharded}, self.trained
+            )
+            for i, size in enumerate(self.sizes)
         ]
+        bodies = zip(self.bodies, self.computed, self.sizes)
+        self.filled = [(body, part) for body, part, size in bodies if size]
         if self.head_symbol is not None:
-            for name, output in zip(self.cuts, self.bodies[0].outputs):
-                whole[name] = (rows,) + tuple(output.shape[1:])
+            outputs = zip(self.cuts, self.bodies[0].outputs)
+            whole = {name: (rows,) + tuple(output.shape[1:]) for name, output in outputs}
             cuts = self.cuts if self.is_train else []
-            self.head = self._executor(self.head_symbol, 0, whole, self.trained + cuts)
+            self.head = self._executor(
+                self.head_symbol, 0, dict(shapes, **whole), self.trained + cuts
+            )
         self.shapes = shapes
         replicas.warn_of_whole_batches(self.across)
-
-    def _shard(self, shapes, rows):
-        return {name: (rows,) + tuple(shapes[name][1:]) for name in self.sharded}
 
     def _executor(self, symbol, replica, shapes, differentiated, states=None):
         """Bind ``symbol`` on a replica's context, to its weights and to new arrays."""
@@ -199,24 +201,21 @@ class Phase:
 
     def forward(self, inputs):
         """Run the bodies on their shards and the head on the whole; return Keras' results."""
-        held = self.replicas.model._args
-        fed = dict(zip(self.fed, inputs))
-        fed.update((name, held[name]) for name in self.states)
-        for body, (start, stop) in zip(self.bodies, self.computed):
-            _feed(body, {name: fed[name][start:stop] for name in self.sharded})
+        batch = self._batch(inputs)
+        for body, part in zip(self.bodies, self.computed):
+            _feed(body, {name: batch[name][part] for name in self.sharded})
             body.forward(is_train=self.is_train)
         values = [self._gather(position) for position in range(len(self.cuts))]
         if self.head is not None:
-            _feed(self.head, dict(fed, **dict(zip(self.cuts, values))))
+            _feed(self.head, dict(batch, **dict(zip(self.cuts, values))))
             values += self.head.forward(is_train=self.is_train)
         values = [values[place] for place in self.places]
         self.updates = list(zip(self.variables, values[self.results :]))
-        if len(self.kept) > 1:  # else it is verified
+        if len(self.sizes) > 1:  # else it is verified
             names = [str(context) for context in self.replicas.contexts]
-            sizes = [stop - start for start, stop in self.kept]
             # Without cuts the head computes all.
-            split = sizes if self.cuts else _work.undivided(names, self.rows)
-            _work.count(names, split, self.is_train)
+            sizes = self.sizes if self.cuts else _work.undivided(names, sum(self.sizes))
+            _work.count(names, sizes, self.is_train)
         return values[: self.results]
 
     def _gather(self, position):
@@ -224,19 +223,14 @@ class Phase:
         import mxnet as mx
 
         first = self.replicas.contexts[0]
-        shards = [
-            body.outputs[position][: stop - start].as_in_context(first)
-            for body, (start, stop) in zip(self.bodies, self.kept)
-            if stop > start
-        ]
+        shards = [body.outputs[position].as_in_context(first) for body, _ in self.filled]
         return mx.nd.concat(*shards, dim=0) if len(shards) > 1 else shards[0]
 
     def backward(self):
         """Gradients: the head's at the cut, and from there on each context its shard's."""
         self.head.backward()
-        for body, (start, stop) in zip(self.bodies, self.kept):
-            # Of no rows even zeros would not do, before a loss layer; or the head computes all.
-            if stop > start and self.cuts:
-                context = body.outputs[0].context
-                gradients = [self.head.grad_dict[name][start:stop] for name in self.cuts]
-                body.backward([gradient.as_in_context(context) for gradient in gradients])
+        # Of no rows even zeros would not do, before a loss layer. Without cuts the head does all.
+        for body, part in self.filled if self.cuts else ():
+            context = body.outputs[0].context
+            gradients = [self.head.grad_dict[name][part] for name in self.cuts]
+            body.backward([gradient.as_in_context(context) for gradient in gradients])
