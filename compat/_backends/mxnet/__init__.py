@@ -11,7 +11,6 @@ import sys
 
 from ... import _distributions, _keras, errors
 from ...backend import Backend
-from . import gluon_replicas, keras_mxnet_fixes, keras_replicas, module_replicas
 from .context_names import context_named, visible_gpus
 
 TYPE_CHECKING = False
@@ -158,15 +157,18 @@ class MXNet(Backend):
         """
         contexts = [context_named(name) for name in devices]
         if _is_block(model):
-            gluon_replicas.parallelize(model, contexts)
+            from . import gluon_replicas as replicas  # it imports mxnet
         elif _is_module(model):
-            module_replicas.parallelize(model, contexts)
+            from . import module_replicas as replicas  # it imports mxnet
         else:
             self._fix_keras()
-            keras_replicas.parallelize(model, contexts)
+            from . import keras_replicas as replicas  # it imports Keras
+        replicas.parallelize(model, contexts)
         return model
 
     def _fix_keras(self):
+        from . import keras_mxnet_fixes  # it imports Keras
+
         return keras_mxnet_fixes.fix(lambda: self.devices()[0])
 
     # Ranks ------------------------------------------------------------------------------------

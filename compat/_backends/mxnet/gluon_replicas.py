@@ -2,6 +2,8 @@
 
 import contextlib
 
+import mxnet as mx
+
 from ... import _replicas, _rows, _work
 from ..._patching import replaced
 from . import nested_arrays, symbol_graph
@@ -120,8 +122,6 @@ class BlockReplicas:
 
     def _run_divided(self, args, placements):
         """The result; or None, and why the replicas' results cannot be put together."""
-        import mxnet as mx
-
         rows, count = next(_arrays(args)).shape[0], len(self.contexts)
         self._prepare()
         # One without rows of its own is run for its gradients: Trainer.step() insists on some.
@@ -152,8 +152,6 @@ class BlockReplicas:
 
     def _run_whole(self, args):
         """All rows on the first context, where one device's gradients are; the others get none."""
-        import mxnet as mx
-
         sizes = _work.undivided(self.names, next(_arrays(args)).shape[0])
         self._prepare()
         states = self._own_states()
@@ -243,8 +241,6 @@ class BlockReplicas:
 
     def _tried(self, args):
         """The placements of the results, by a trial on the first context, in inference."""
-        import mxnet as mx
-
         rows, first, others = next(_arrays(args)).shape[0], self.contexts[0], []
 
         def chosen(array, numbers):
@@ -266,8 +262,6 @@ class BlockReplicas:
 
     def _traced(self, args):
         """The graph of a HybridBlock, with its rows followed, or None."""
-        import mxnet as mx
-
         if not isinstance(self.block, mx.gluon.HybridBlock):
             return None
         shapes = {rows: {} for rows in symbol_graph.ROWS}  # type: dict
@@ -322,8 +316,6 @@ class BlockReplicas:
 
         At the next use, since the backward pass writes them, which comes after ``forward``.
         """
-        import mxnet as mx
-
         if self._sizes is None:
             return
         means, others = states_of(self.block, self._operations)

@@ -2,6 +2,8 @@
 
 import contextlib
 
+import mxnet as mx
+
 from ... import _rows, errors
 from .running_statistics import MEANS
 
@@ -16,8 +18,6 @@ def states_of(block, operations):
         Running statistics, which are means over rows; and those of which only the user's own
         block knows what they are.
     """
-    import mxnet as mx
-
     layers = mx.gluon.nn.basic_layers
     batch_norm = getattr(layers, "_BatchNorm", layers.BatchNorm)  # the former from MXNet 1.7 on
     parts = {}  # type: dict  # by parameter: the block within that has it
@@ -48,8 +48,6 @@ class OwnStates:
         self.after = [[] for _ in self.parameters]  # type: list
 
     def reset(self):
-        import mxnet as mx
-
         with mx.autograd.pause():
             for parameter, before in zip(self.parameters, self.before):
                 _set(parameter, before)
@@ -63,8 +61,6 @@ class OwnStates:
 
     def unite(self):
         """Set what all replicas have set; or return what sets different values, by the rows."""
-        import mxnet as mx
-
         with mx.autograd.pause():
             for parameter, values in zip(self.parameters, self.after):
                 if not _equal(values):

@@ -1,5 +1,7 @@
 """Gluon's parameters and trainers, moved between contexts, for the MXNet backend."""
 
+import mxnet as mx
+
 
 def _parameters(block):
     return list(type(block).collect_params(block).values())
@@ -20,8 +22,6 @@ def _move(block, contexts):
 
 def _move_trainer(trainer):
     """Let a trainer follow its parameters, with the optimizer's state and step counts."""
-    import mxnet as mx
-
     try:
         contexts = trainer._check_contexts()
     except (AssertionError, RuntimeError):

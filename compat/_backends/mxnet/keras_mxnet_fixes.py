@@ -3,6 +3,9 @@
 import weakref
 from numbers import Number
 
+import keras
+from keras.backend import mxnet_backend
+
 from ..._patching import Patch, find
 from . import optimizer_state, running_statistics
 from .context_names import context_named
@@ -19,9 +22,6 @@ def fix(default_device):
     Returns:
         Lines for the report.
     """
-    import keras
-    from keras.backend import mxnet_backend
-
     if find(mxnet_backend, "set_model") is None:
         find_context = mxnet_backend._get_mxnet_context
 

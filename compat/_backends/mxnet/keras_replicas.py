@@ -3,6 +3,9 @@
 import contextlib
 import functools
 
+import mxnet as mx
+from keras.backend import mxnet_backend as K
+
 from ... import _keras, _rows
 from ..._patching import replaced
 from . import running_statistics, symbol_graph
@@ -34,8 +37,6 @@ def parallelize(model, contexts):
 
 def _run_plain(model, context, updater):
     """Let a model run as Keras alone would, on one context, with the optimizer's state."""
-    import mxnet as mx
-
     model._context = [context]
     if not model.compiled:
         return  # Keras makes a module for each prediction
@@ -72,8 +73,6 @@ class ExportedBuckets(dict):
 
     @classmethod
     def install(cls, model, inputs):
-        import mxnet as mx
-
         if not isinstance(model._module._buckets, cls):
             pairs = zip(model.inputs, inputs)
             shapes = [mx.io.DataDesc(s.name, array.shape, dtype=s.dtype) for s, array in pairs]
@@ -123,8 +122,6 @@ class ModelReplicas:
     METHODS = ("compile", "_sync_weights", "_set_weights")
 
     def __init__(self, model, contexts):
-        from keras.backend import mxnet_backend as K
-
         self.model = model
         self._warned = False
         self._source = None  # the symbol, or the outputs, that arrays and phases were made for
@@ -229,8 +226,6 @@ class ModelReplicas:
 
     def _follow(self):
         """Begin anew where the model was compiled since the last batch, or its layers changed."""
-        from keras.backend import mxnet_backend as K
-
         model = self.model
         if model.compiled:
             if self._source is not model._pred_mxnet_symbol:
@@ -272,8 +267,6 @@ class ModelReplicas:
         return self.phases[name]
 
     def _update_weights(self, phase):
-        import mxnet as mx
-
         if self._updater is None:
             self._updater = mx.optimizer.get_updater(self.model.optimizer)
         weights, first = self.args[0], self.contexts[0]
@@ -328,8 +321,6 @@ def _has_size_of_batches(model):
     others: a stateful RNN can be cut. Where sizes other than the batch's are unknown, it is not
     tried.
     """
-    import mxnet as mx
-
     if not model.inputs:  # it is built by its first batch
         return False
     if any(tensor.shape[0] in (None, 1) or None in tensor.shape for tensor in model.inputs):

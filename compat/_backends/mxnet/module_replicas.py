@@ -6,6 +6,9 @@ drift apart, and gradients not summed under ``kvstore=None``. What computes acro
 batch, such as a loss that is divided by their number, runs on the first context, with a warning.
 """
 
+import mxnet as mx
+import numpy as np
+
 from ... import _replicas, _rows, _work, errors
 from ..._patching import InstanceMethod, replaced
 from . import running_statistics, symbol_graph
@@ -23,8 +26,6 @@ def parallelize(module, contexts):
     Raises:
         UnsupportedError: the module has an optimizer, or is not a plain ``Module``.
     """
-    import mxnet as mx
-
     if type(module) is not mx.mod.Module:
         raise errors.UnsupportedError(
             "parallelize() runs an mx.mod.Module on several devices, not a {0}. Give context=[...] "
@@ -184,8 +185,6 @@ def _across(module, inputs, context):
 
 
 def _tried(symbol, inputs, context):
-    import numpy as np
-
     def compute(rows):
         random = np.random.RandomState(0)
         fed = {
@@ -210,14 +209,10 @@ def _tried(symbol, inputs, context):
 
 
 def _described(shapes):
-    import mxnet as mx
-
     return [s if isinstance(s, mx.io.DataDesc) else mx.io.DataDesc(*s) for s in shapes]
 
 
 def _axis(layout):
-    import mxnet as mx
-
     return mx.io.DataDesc.get_batch_axis(layout)
 
 

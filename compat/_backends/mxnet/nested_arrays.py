@@ -1,5 +1,7 @@
 """Arguments and results of Gluon blocks, nested as they may be, for the MXNet backend."""
 
+import mxnet as mx
+
 from ..._ranks.arrays import parts_of
 from ..._rows import Partial, Replicated, Sharded
 
@@ -10,15 +12,11 @@ def _leaves(value, kind):
 
 
 def _arrays(values):
-    import mxnet as mx
-
     return _leaves(values, mx.nd.NDArray)
 
 
 def _mapped(function, value, place=()):
     """The same with ``function(place, array)`` for each array; a place is a tuple of keys."""
-    import mxnet as mx
-
     if isinstance(value, (list, tuple)):
         parts = [_mapped(function, each, place + (key,)) for key, each in enumerate(value)]
         return type(value)(parts)
@@ -89,8 +87,6 @@ def merged(placements, results, sizes, context):
 
 
 def _merged(placement, parts, sizes, context):
-    import mxnet as mx
-
     if isinstance(placement, Replicated) or len(parts) == 1:
         return parts[0]
     if isinstance(placement, Partial):
@@ -108,14 +104,10 @@ def _merged(placement, parts, sizes, context):
 
 
 def concatenated(arrays, axis):
-    import mxnet as mx
-
     if _is_numpy(arrays[0]):
         return mx.np.concatenate(arrays, axis=axis)
     return mx.nd.concat(*arrays, dim=axis)
 
 
 def _is_numpy(array):
-    import mxnet as mx
-
     return hasattr(mx, "np") and isinstance(array, mx.np.ndarray)

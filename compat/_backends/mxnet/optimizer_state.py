@@ -1,5 +1,7 @@
 """The state of keras-mxnet's optimizers: saved with a model, and moved between contexts."""
 
+import mxnet as mx
+
 from ..._patching import Patch
 
 
@@ -9,7 +11,6 @@ def keep(optimizer_class):
     Its own are always empty, so momentum and step count were lost on the way (keras#9197). The
     first array holds the step count and Nadam's schedule; then come the arrays of each weight.
     """
-    import mxnet as mx
 
     def arrays(self):
         states = getattr(self, "_compat_states", {})

@@ -1,5 +1,8 @@
 """Keras' graphs of a phase (train, test, predict) as the executors that replicas run."""
 
+import mxnet as mx
+from keras.backend import mxnet_backend as K
+
 from ... import _replicas, _rows, _work
 from ..._patching import replaced
 from . import symbol_graph
@@ -31,9 +34,6 @@ class Phase:
     """
 
     def __init__(self, replicas, name, inputs):
-        import mxnet as mx
-        from keras.backend import mxnet_backend as K
-
         self.replicas = replicas
         model = replicas.model
         self.is_train = name == "train"
@@ -157,8 +157,6 @@ class Phase:
 
     def _executor(self, symbol, replica, shapes, differentiated, states=None):
         """Bind ``symbol`` on a replica's context, to its weights and to new arrays."""
-        import mxnet as mx
-
         if not differentiated:
             # Bound without any gradient, MXNet 1.9 runs oneDNN's fused convolutions on cpu(0),
             # which go on with the weights of their first batch (SgMKLDNNConvOperator).
@@ -220,8 +218,6 @@ class Phase:
 
     def _gather(self, position):
         """The rows of one output of all bodies, on the first context."""
-        import mxnet as mx
-
         first = self.replicas.contexts[0]
         shards = [body.outputs[position].as_in_context(first) for body, _ in self.filled]
         return mx.nd.concat(*shards, dim=0) if len(shards) > 1 else shards[0]

@@ -6,7 +6,8 @@ optimizer does with gradients (it clips them, for example) it does with that mea
 user's own.
 """
 
-import sys
+import mxnet as mx
+import numpy as np
 
 from ..._engines import horovod
 from ..._patching import replaced
@@ -18,12 +19,10 @@ class MXNetHorovod(horovod.HorovodEngine):
     framework = "mxnet"
 
     def sum_numbers(self, values):
-        mx = sys.modules["mxnet"]
         array = mx.nd.array(values, mx.cpu(), "float64")
         return self.horovod.allreduce_(array, op=self.horovod.Sum, name="horovod_sum").asnumpy()
 
     def broadcast_bytes(self, content):
-        mx = sys.modules["mxnet"]
         array = mx.nd.array(content, mx.cpu(), "uint8")
         return self.horovod.broadcast_(array, 0, name="horovod_broadcast").asnumpy()
 
@@ -35,7 +34,6 @@ class MXNetHorovod(horovod.HorovodEngine):
             share: this rank's.
             name: of the operation; the ranks' operations of one name belong together.
         """
-        mx = sys.modules["mxnet"]
         # Without CUDA, Horovod would look for arrays of a GPU in the host's memory.
         sent = arrays if self.horovod.cuda_built() else [a.as_in_context(mx.cpu()) for a in arrays]
         groups = {}  # type: dict  # by dtype: an operation is of one
@@ -62,19 +60,16 @@ class MXNetHorovod(horovod.HorovodEngine):
 
     def _mean_of_rows(self, array, share, name):
         """The rows that any rank has; those of one index are summed up."""
-        import numpy as np
-
         indices = self.horovod.allgather(array.indices, name=name + "_rows")
         values = self.horovod.allgather(array.data * share, name=name + "_values")
         rows, places = np.unique(indices.asnumpy(), return_inverse=True)
         sums = np.zeros((len(rows),) + array.shape[1:], array.dtype)
         np.add.at(sums, places, values.asnumpy())
-        sparse = sys.modules["mxnet"].nd.sparse
-        mean = sparse.row_sparse_array((sums, rows), array.shape, array.context, array.dtype)
+        mean = mx.nd.sparse.row_sparse_array((sums, rows), array.shape, array.context, array.dtype)
         mean.copyto(array)
 
     def problem(self, error):
-        if not isinstance(error, sys.modules["mxnet"].base.MXNetError):
+        if not isinstance(error, mx.base.MXNetError):
             return None
         # "MXNetError: Horovod has been shut down. This was caused by an exception on one of ..."
         return str(error).strip().split("\n")[0].split(": ", 1)[-1].split(". ")[0]

@@ -4,6 +4,8 @@ import contextlib
 import json
 import warnings
 
+import mxnet as mx
+
 from ... import _rows, errors
 from ..._rows import REPLICATED, Count, Mixed, Partial, Sharded, Unknown, Value
 from . import row_operations
@@ -27,8 +29,6 @@ class Graph:
     """
 
     def __init__(self, outputs, symbol):
-        import mxnet as mx
-
         self.json = json.loads(mx.sym.Group(outputs + [symbol]).tojson())
         self.nodes = [dict(node, attrs=node.get("attrs", {})) for node in self.json["nodes"]]
         self.inputs = [[tuple(i[:2]) for i in node["inputs"]] for node in self.nodes]
@@ -47,8 +47,6 @@ class Graph:
         }
 
     def symbol(self, heads, nodes=None):
-        import mxnet as mx
-
         graph = {"nodes": nodes or self.nodes, "arg_nodes": [], "heads": [h + (0,) for h in heads]}
         return mx.sym.load_json(json.dumps(dict(graph, attrs=self.json.get("attrs", {}))))
 
@@ -266,8 +264,6 @@ def clear_errors():
 
     What it computes in the background fails there, and some later read raises it once more.
     """
-    import mxnet as mx
-
     with contextlib.suppress(mx.base.MXNetError):
         mx.nd.waitall()
 
@@ -286,8 +282,6 @@ def inferred(infer, symbol, known):
 
 def _is_ranked(shape):
     """Whether the number of dimensions is known; ``()`` is a number in MXNet's numpy mode only."""
-    import mxnet as mx
-
     numpy_mode = getattr(mx.util, "is_np_shape", lambda: False)
     return shape is not None and (shape != () or numpy_mode())
 
