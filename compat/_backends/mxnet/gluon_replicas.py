@@ -17,13 +17,11 @@ def parallelize(block, contexts):
     """Run ``block`` on ``contexts``; one context gives the plain behaviour back."""
     replicas = vars(block).get("_compat_replicas")
     if len(contexts) > 1:
-        if replicas is None:
-            replicas = BlockReplicas(block)
-        replicas.move(contexts)
-        return
-    if replicas is not None:
-        replicas.remove()
-    _move(block, contexts)
+        (replicas or BlockReplicas(block)).move(contexts)
+    else:
+        if replicas is not None:
+            replicas.remove()
+        _move(block, contexts)
 
 
 class BlockReplicas:
@@ -98,9 +96,12 @@ class BlockReplicas:
         """The block on the first context alone, where no replica is running."""
         first = self.contexts[0]
         self._prepare()
-        with _replicas.undivided(), first:
-            whole = _mapped(lambda _, array: _on(first, array), args)
-            return type(self.block).forward(self.block, *whole)
+        return self._written(first, _mapped(lambda _, array: _on(first, array), args))
+
+    def _written(self, context, args):
+        """The block as it is written, where parts that are parallelized do not split again."""
+        with _replicas.undivided(), context:
+            return type(self.block).forward(self.block, *args)
 
     def run(self, args):
         """The block on all contexts, or on the first one where it cannot be divided."""
@@ -130,12 +131,11 @@ class BlockReplicas:
         sizes = [all_sizes[i] for i in replicas]
         states, results = self._own_states(), []
         try:
-            with _replicas.undivided():  # parts that are parallelized must not split again
-                for i in replicas:
-                    context, bounds = self.contexts[i], _replicas.run_bounds(rows, count, i)
-                    with states.replica(context), context:
-                        shard = self._shard(args, context, lambda array: array[slice(*bounds)])  # noqa: B023
-                        results.append(type(self.block).forward(self.block, *shard))
+            for i in replicas:
+                context, part = self.contexts[i], slice(*_replicas.run_bounds(rows, count, i))
+                shard = self._shard(args, context, lambda array: array[part])  # noqa: B023
+                with states.replica(context):
+                    results.append(self._written(context, shard))
             across = states.unite()
         except BaseException:
             states.reset()
@@ -160,8 +160,7 @@ class BlockReplicas:
         states.unite()
         if mx.autograd.is_recording():
             with mx.autograd.pause():
-                for parameter in _parameters(self.block):
-                    _leave_without_gradient(parameter, self.contexts[0])
+                _leave_without_gradients(_parameters(self.block))
         if mx.autograd.is_training():
             self._sizes, self._is_whole = sizes, True
         _work.count(self.names, sizes, mx.autograd.is_training())
@@ -249,8 +248,7 @@ class BlockReplicas:
         def compute(numbers):
             shard = self._shard(args, first, lambda array: chosen(array, numbers))
             with self._leaving_no_trace(), mx.autograd.pause(train_mode=False):
-                with _replicas.undivided(), first:
-                    result = type(self.block).forward(self.block, *shard)
+                result = self._written(first, shard)
                 arrays = [array.asnumpy() for array in _arrays(result)]
             others.append(nested_arrays._others(result))
             return arrays
@@ -327,12 +325,11 @@ class BlockReplicas:
             self._sizes = None
 
 
-def _leave_without_gradient(parameter, first):
-    """A gradient of 0 on all contexts but the first, new as if a backward pass had written it."""
-    if parameter._data is None or parameter.grad_req == "null":
-        return
-    for array, gradient in zip(parameter.list_data(), parameter.list_grad()):
-        if array.context != first:
-            if parameter.grad_req == "write":
-                gradient[:] = 0
-            array._fresh_grad = True
+def _leave_without_gradients(parameters):
+    """Gradients of 0 on all contexts but the first, new as if a backward pass had written them."""
+    for parameter in parameters:
+        if parameter._data is not None and parameter.grad_req != "null":
+            for array, gradient in zip(parameter.list_data()[1:], parameter.list_grad()[1:]):
+                if parameter.grad_req == "write":
+                    gradient[:] = 0
+                array._fresh_grad = True

@@ -208,12 +208,11 @@ def _tried(symbol, inputs, context):
     return _rows.trial.tried(compute)
 
 
+_axis = mx.io.DataDesc.get_batch_axis  # of a layout; -1: none
+
+
 def _described(shapes):
     return [s if isinstance(s, mx.io.DataDesc) else mx.io.DataDesc(*s) for s in shapes]
-
-
-def _axis(layout):
-    return mx.io.DataDesc.get_batch_axis(layout)
 
 
 def _with_rows(desc, rows):

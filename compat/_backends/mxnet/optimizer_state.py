@@ -60,10 +60,8 @@ def _flat(state):
 
 def updater_of(model):
     """The updater, which holds the optimizer's state, of a plain model; None before training."""
-    module = model._module if model.compiled else None
-    if module is None or not module.optimizer_initialized:
-        return None
-    return module._curr_module._updater
+    was_trained = model.compiled and model._module.optimizer_initialized
+    return model._module._curr_module._updater if was_trained else None
 
 
 def take_to(updater, context):

@@ -164,13 +164,14 @@ class Graph:
             for entry in set(entries)
             if isinstance(self.placements[entry], Sharded) and self.nodes[entry[0]]["op"] != "null"
         )
-        wrong = set()
-        for entry, found in zip(entries, compute(self.symbol(entries)) if entries else ()):
-            if isinstance(found, Unknown) and entry not in self.untold:
-                continue  # it is random, and a rule is known
-            if getattr(found, "axis", None) != self.placements[entry].axis:
-                wrong.add(entry)
-        return wrong
+        tried = zip(entries, compute(self.symbol(entries)) if entries else ())
+        return {
+            entry
+            for entry, found in tried
+            if getattr(found, "axis", None) != self.placements[entry].axis
+            # What is random tells nothing where a rule is known.
+            and (entry in self.untold or not isinstance(found, Unknown))
+        }
 
     def across(self, outputs, with_rows=True):
         """The first operation that mixes rows, if outputs follow from one (with rows), or None.
