@@ -101,8 +101,7 @@ class MXNet(Backend):
         elif settings.devices.gpus and not settings.devices.are_shown_by(os.environ):
             lines.append("other GPUs stay visible: mxnet was imported before")
         if settings.memory is not None:
-            line, warnings = _memory_line(settings)
-            lines.append(line)
+            lines.append(_memory_line(settings.memory, warnings))
         if "keras" in _keras.keras_packages(self):
             lines += self._fix_keras()
         return lines, warnings
@@ -175,17 +174,16 @@ class MXNet(Backend):
 
     def verify(self, model: "Any", verification: "Optional[Verification]") -> None:
         if _is_module(model):
-            return super().verify(model, verification)
-        if _is_block(model):
-            from . import verified_native  # here for start-up time
+            super().verify(model, verification)
+        elif _is_block(model):
+            from . import verified_native  # it imports mxnet
 
             verified_native.VerifiedBlockForward.install_on(model, verification)
-            return None
-        from . import verified_steps  # here for start-up time
+        else:
+            from . import verified_steps  # here for start-up time
 
-        if getattr(model, "_compat_replicas", None) is None:
-            verification = None  # it runs on one device
-        verified_steps.VerifiedMXNetStep.install_on(model, verification)
+            is_divided = getattr(model, "_compat_replicas", None) is not None
+            verified_steps.VerifiedMXNetStep.install_on(model, verification if is_divided else None)
 
     def launcher(self, job: "Job") -> "List[str]":
         from ..._engines import horovod  # here for start-up time
@@ -258,16 +256,15 @@ def _no_gpu():
     return "this mxnet was built without CUDA: install the mxnet-cu package for your CUDA"
 
 
-def _memory_line(settings):
-    memory = settings.memory
+def _memory_line(memory, warnings):
     if memory.grow:
-        return "memory: MXNet takes it as it is needed, always", []
+        return "memory: MXNet takes it as it is needed, always"
     if memory.size:
-        warning = (
+        warnings.append(
             "memory={} was asked for, but mxnet limits GPU memory by no size. It takes memory "
             "as it is needed; memory=0.5 makes it give cached memory back while less than "
             "half of a GPU is free.".format(memory)
         )
-        return "memory: no limit (MXNet has none by size)", [warning]
+        return "memory: no limit (MXNet has none by size)"
     line = "memory: cached memory is given back while less than {:.0%} of a GPU is free"
-    return line.format(1 - memory.fraction), []
+    return line.format(1 - memory.fraction)

@@ -1,6 +1,7 @@
 """Rules about the rows of a batch for those operations of MXNet that take more than a line."""
 
 import ast
+import itertools
 import string
 
 from ... import _rows
@@ -147,12 +148,12 @@ def swapped(op):
 
 
 def slice(op):
-    parts = {}
-    steps = op.get("step") or ()
-    for axis, (begin, end) in enumerate(zip(op.get("begin"), op.get("end"))):
-        step = steps[axis] if axis < len(steps) else None
-        if begin not in (None, 0) or end is not None or step not in (None, 1):
-            parts[axis] = "part"
+    ranges = itertools.zip_longest(op.get("begin"), op.get("end"), op.get("step") or ())
+    parts = {
+        axis: "part"
+        for axis, (begin, end, step) in enumerate(ranges)
+        if begin not in (None, 0) or end is not None or step not in (None, 1)
+    }
     return _rows.sliced(op.value, parts)
 
 
