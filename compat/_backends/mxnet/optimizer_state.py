@@ -3,6 +3,7 @@
 import mxnet as mx
 
 from ..._patching import Patch
+from ..._ranks.arrays import parts_of
 
 
 def keep(optimizer_class):
@@ -14,7 +15,7 @@ def keep(optimizer_class):
 
     def arrays(self):
         states = getattr(self, "_compat_states", {})
-        flat = [a for index in sorted(states) for a in _flat(states[index])]
+        flat = [a for index in sorted(states) for a in parts_of(states[index])]
         restored = [mx.nd.array(value) for value in getattr(self, "_compat_restored", ())]
         if not self.num_update:
             return []
@@ -29,13 +30,13 @@ def keep(optimizer_class):
             counts.clear()
         restored = list(weights[1:])
         for _, state in sorted(getattr(self, "_compat_states", {}).items()):
-            for array in _flat(state):
+            for array in parts_of(state):
                 array[:] = restored.pop(0) if restored else 0
         self._compat_restored = restored  # for states not made yet, in their order
 
     def create_state_multi_precision(self, index, weight):
         state = super(optimizer_class, self).create_state_multi_precision(index, weight)
-        for array in _flat(state):
+        for array in parts_of(state):
             if getattr(self, "_compat_restored", ()):
                 array[:] = self._compat_restored.pop(0)
         self.__dict__.setdefault("_compat_states", {})[index] = state
@@ -44,15 +45,6 @@ def keep(optimizer_class):
     Patch(optimizer_class, "weights", property(arrays, lambda self, value: None))
     Patch(optimizer_class, "set_weights", set_weights)
     Patch(optimizer_class, "create_state_multi_precision", create_state_multi_precision)
-
-
-def _flat(state):
-    """The arrays of an optimizer's state: an array, a tuple of states, or None."""
-    if state is None:
-        return []
-    if isinstance(state, (tuple, list)):
-        return [array for part in state for array in _flat(part)]
-    return [state]
 
 
 # Moving it ------------------------------------------------------------------------------------

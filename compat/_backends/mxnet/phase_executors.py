@@ -56,11 +56,11 @@ class Phase:
         self.states = sorted(state_names(model) & set(symbol.list_arguments()))
         self.sharded = [tensor.name for tensor in model.inputs] + self.states
         self.parameters = [n for n in symbol.list_arguments() if n not in self.fed]
-        fixed = model._fixed_weights if self.is_train else self.parameters
-        self.trained = [n for n in self.parameters if n not in fixed]
+        self.trained = [
+            n for n in self.parameters if self.is_train and n not in model._fixed_weights
+        ]
         self.sparse = graph.sparse_gradients()
-        self.bodies, self.head = [], None
-        self.head_symbol = self.shapes = self.across = None
+        self.bodies, self.shapes, self.across = [], None, None
         self.is_tried = inputs[0].shape[0] > 1
         if not self.divides(inputs):
             self.across = _rows.Across(None)

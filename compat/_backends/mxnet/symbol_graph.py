@@ -242,12 +242,11 @@ class Graph:
         return found
 
     def ancestors(self, entries):
-        found, stack = set(), [number for number, _ in entries]
-        while stack:
-            number = stack.pop()
-            if number not in found:
-                found.add(number)
-                stack.extend(source for source, _ in self.inputs[number])
+        """The nodes that entries follow from, which stand before those that use them."""
+        found = {number for number, _ in entries}
+        for number in reversed(range(len(self.nodes))):
+            if number in found:
+                found.update(source for source, _ in self.inputs[number])
         return found
 
     def states(self):
@@ -283,8 +282,7 @@ def inferred(infer, symbol, known):
 
 def _is_ranked(shape):
     """Whether the number of dimensions is known; ``()`` is a number in MXNet's numpy mode only."""
-    numpy_mode = getattr(mx.util, "is_np_shape", lambda: False)
-    return shape is not None and (shape != () or numpy_mode())
+    return shape is not None and (shape != () or mx.util.is_np_shape())
 
 
 def copied_between_groups(symbol):

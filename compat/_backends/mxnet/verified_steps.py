@@ -53,14 +53,11 @@ class _MXNetStep(_verification.Step):
             for name, array in held.items()
         }
 
-    def _slots(self):
-        optimizer = getattr(self.model, "optimizer", None)
-        return list(optimizer.weights) if optimizer is not None else []
-
     def read(self):
         self.replicas._sync_weights()
         values = {label: array.asnumpy() for label, array in self._arrays().items()}
-        for place, array in enumerate(self._slots()):
+        optimizer = getattr(self.model, "optimizer", None)
+        for place, array in enumerate(optimizer.weights if optimizer is not None else ()):
             values["slot {}".format(place)] = array.asnumpy()
         return values
 
