@@ -67,7 +67,7 @@ class Graph:
         inputs = [self.inputs[number] for number in numbers]
         self._find_sizes(set(self.outputs).union(*inputs), shapes)
         self.placements, self.untold = {}, []
-        self._causes = {}  # type: dict  # by node that mixes rows: why
+        self._causes = dict.fromkeys(tried, "tried")  # by node that mixes rows: why
         self._origins = {}  # type: dict  # by node: itself, or the reduction that it goes on from
         for number in numbers:
             values = [Value(self.placements[e], self._sizes[e]) for e in self.inputs[number]]
@@ -78,8 +78,6 @@ class Graph:
             ]
             self._origins[number] = (reduced + [number])[0]
             found = Mixed() if number in tried else self._by_rule(number, values, given)
-            if number in tried:
-                self._causes[number] = "tried"
             mixed = any(isinstance(value.placement, Mixed) for value in values)
             for entry in self._used[number]:
                 placement = found[entry[1]] if isinstance(found, list) else found
