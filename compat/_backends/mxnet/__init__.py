@@ -156,13 +156,18 @@ class MXNet(Backend):
         """
         contexts = [context_named(name) for name in devices]
         if _is_block(model):
-            from . import gluon_replicas as replicas  # it imports mxnet
+            from . import gluon_replicas  # it imports mxnet
+
+            gluon_replicas.parallelize(model, contexts)
         elif _is_module(model):
-            from . import module_replicas as replicas  # it imports mxnet
+            from . import module_replicas  # it imports mxnet
+
+            module_replicas.parallelize(model, contexts)
         else:
             self._fix_keras()
-            from . import keras_replicas as replicas  # it imports Keras
-        replicas.parallelize(model, contexts)
+            from . import keras_replicas  # it imports Keras
+
+            keras_replicas.parallelize(model, contexts)
         return model
 
     def _fix_keras(self):
