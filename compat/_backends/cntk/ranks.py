@@ -24,17 +24,14 @@ class MakeCNTKTrainFunction(keras2.MakeFunction):
         self.factor.value = np.asarray(share, "float32")
         with self.engine.watched("for the others' gradients"):
             result = function.made(inputs)
-        self.mean_state(_state(function.model), share)
-        return result
-
-    def mean_state(self, variables, share):
-        """Give what a step has set its mean over all ranks."""
-        if variables:
-            values = [variable.value for variable in variables]
+        state = _state(function.model)
+        if state:  # becomes its mean over all ranks
+            values = [variable.value for variable in state]
             flat = arrays.flat(values, "float32") * np.float32(share)
             means = arrays.like(values, self.engine.sum_array(flat))
-            for variable, mean in zip(variables, means):
+            for variable, mean in zip(state, means):
                 variable.value = mean
+        return result
 
     @contextlib.contextmanager
     def making(self, model):

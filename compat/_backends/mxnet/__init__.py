@@ -11,7 +11,6 @@ import sys
 
 from ... import _distributions, _keras, errors
 from ...backend import Backend
-from . import gluon_replicas, keras_mxnet_fixes, keras_replicas, module_replicas
 from .context_names import context_named, visible_gpus
 
 TYPE_CHECKING = False
@@ -102,8 +101,7 @@ class MXNet(Backend):
         elif settings.devices.gpus and not settings.devices.are_shown_by(os.environ):
             lines.append("other GPUs stay visible: mxnet was imported before")
         if settings.memory is not None:
-            line, warnings = _memory_line(settings)
-            lines.append(line)
+            lines.append(_memory_line(settings.memory, warnings))
         if "keras" in _keras.keras_packages(self):
             lines += self._fix_keras()
         return lines, warnings
@@ -158,32 +156,39 @@ class MXNet(Backend):
         """
         contexts = [context_named(name) for name in devices]
         if _is_block(model):
+            from . import gluon_replicas  # it imports mxnet
+
             gluon_replicas.parallelize(model, contexts)
         elif _is_module(model):
+            from . import module_replicas  # it imports mxnet
+
             module_replicas.parallelize(model, contexts)
         else:
             self._fix_keras()
+            from . import keras_replicas  # it imports Keras
+
             keras_replicas.parallelize(model, contexts)
         return model
 
     def _fix_keras(self):
+        from . import keras_mxnet_fixes  # it imports Keras
+
         return keras_mxnet_fixes.fix(lambda: self.devices()[0])
 
     # Ranks ------------------------------------------------------------------------------------
 
     def verify(self, model: "Any", verification: "Optional[Verification]") -> None:
         if _is_module(model):
-            return super().verify(model, verification)
-        if _is_block(model):
-            from . import verified_native  # here for start-up time
+            super().verify(model, verification)
+        elif _is_block(model):
+            from . import verified_native  # it imports mxnet
 
             verified_native.VerifiedBlockForward.install_on(model, verification)
-            return None
-        from . import verified_steps  # here for start-up time
+        else:
+            from . import verified_steps  # here for start-up time
 
-        if getattr(model, "_compat_replicas", None) is None:
-            verification = None  # it runs on one device
-        verified_steps.VerifiedMXNetStep.install_on(model, verification)
+            is_divided = getattr(model, "_compat_replicas", None) is not None
+            verified_steps.VerifiedMXNetStep.install_on(model, verification if is_divided else None)
 
     def launcher(self, job: "Job") -> "List[str]":
         from ..._engines import horovod  # here for start-up time
@@ -191,18 +196,20 @@ class MXNet(Backend):
         return horovod.launcher(job, self.framework)
 
     def distribute(self, model: "Any", place: "Place") -> "Any":
-        """See ``ranks``; for models of Keras."""
+        """See ``ranks`` and ``keras2.install``; for models of Keras."""
         if self.is_native(model):
             raise errors.unsupported(
                 self.name,
                 "train a {} of MXNet's own as one of several ranks".format(type(model).__name__),
                 "Use a model of Keras, or start the script without a launcher.",
             )
-        from . import ranks  # here for start-up time
+        from ..._ranks import keras2  # here for start-up time
+        from . import ranks
 
         engine = ranks.MXNetHorovod.join(place)
         self.parallelize(model, self.devices()[:1])
-        return ranks.distribute(model, engine)
+        keras2.install(model, engine, (ranks.MakeMXNetTrainFunction, keras2.MakeTestFunction))
+        return model
 
     # Placing parts of a model -----------------------------------------------------------------
 
@@ -254,16 +261,15 @@ def _no_gpu():
     return "this mxnet was built without CUDA: install the mxnet-cu package for your CUDA"
 
 
-def _memory_line(settings):
-    memory = settings.memory
+def _memory_line(memory, warnings):
     if memory.grow:
-        return "memory: MXNet takes it as it is needed, always", []
+        return "memory: MXNet takes it as it is needed, always"
     if memory.size:
-        warning = (
+        warnings.append(
             "memory={} was asked for, but mxnet limits GPU memory by no size. It takes memory "
             "as it is needed; memory=0.5 makes it give cached memory back while less than "
             "half of a GPU is free.".format(memory)
         )
-        return "memory: no limit (MXNet has none by size)", [warning]
+        return "memory: no limit (MXNet has none by size)"
     line = "memory: cached memory is given back while less than {:.0%} of a GPU is free"
-    return line.format(1 - memory.fraction), []
+    return line.format(1 - memory.fraction)

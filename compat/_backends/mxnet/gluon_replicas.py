@@ -2,9 +2,12 @@
 
 import contextlib
 
+import mxnet as mx
+
 from ... import _replicas, _rows, _work
+from ..._patching import replaced
 from . import nested_arrays, symbol_graph
-from .gluon_states import OwnStates, attributes_kept, blocks, check_equal, states_of
+from .gluon_states import OwnStates, blocks, check_equal, own_attributes, states_of
 from .gluon_trainers import _move, _parameters
 from .nested_arrays import _arrays, _leaves, _mapped, _on, can_be_merged
 from .running_statistics import unite
@@ -14,13 +17,11 @@ def parallelize(block, contexts):
     """Run ``block`` on ``contexts``; one context gives the plain behaviour back."""
     replicas = vars(block).get("_compat_replicas")
     if len(contexts) > 1:
-        if replicas is None:
-            replicas = BlockReplicas(block)
-        replicas.move(contexts)
-        return
-    if replicas is not None:
-        replicas.remove()
-    _move(block, contexts)
+        (replicas or BlockReplicas(block)).move(contexts)
+    else:
+        if replicas is not None:
+            replicas.remove()
+        _move(block, contexts)
 
 
 class BlockReplicas:
@@ -95,14 +96,17 @@ class BlockReplicas:
         """The block on the first context alone, where no replica is running."""
         first = self.contexts[0]
         self._prepare()
-        with _replicas.undivided(), first:
-            whole = _mapped(lambda _, array: _on(first, array), args)
-            return type(self.block).forward(self.block, *whole)
+        return self._written(first, _mapped(lambda _, array: _on(first, array), args))
+
+    def _written(self, context, args):
+        """The block as it is written, where parts that are parallelized do not split again."""
+        with _replicas.undivided(), context:
+            return type(self.block).forward(self.block, *args)
 
     def run(self, args):
         """The block on all contexts, or on the first one where it cannot be divided."""
         kind = self._kind(args)
-        placements, is_tried = self._kinds[kind]
+        placements, _ = self._kinds[kind]
         if placements is None:
             return self._run_whole(args)
         try:
@@ -110,8 +114,7 @@ class BlockReplicas:
         except Exception:
             # Of the user's own, which comes again; or of a shard, whose shape does not do.
             symbol_graph.clear_errors()
-            across = _rows.Across(None, why="unknown")
-            result = None
+            result, across = None, _rows.Across(None, why="unknown")
         if across is None:
             return result
         whole = self._run_whole(args)  # what is wrong on one device, too, is the user's
@@ -120,8 +123,6 @@ class BlockReplicas:
 
     def _run_divided(self, args, placements):
         """The result; or None, and why the replicas' results cannot be put together."""
-        import mxnet as mx
-
         rows, count = next(_arrays(args)).shape[0], len(self.contexts)
         self._prepare()
         # One without rows of its own is run for its gradients: Trainer.step() insists on some.
@@ -130,12 +131,11 @@ class BlockReplicas:
         sizes = [all_sizes[i] for i in replicas]
         states, results = self._own_states(), []
         try:
-            with _replicas.undivided():  # parts that are parallelized must not split again
-                for i in replicas:
-                    context, bounds = self.contexts[i], _replicas.run_bounds(rows, count, i)
-                    with states.replica(context), context:
-                        shard = self._shard(args, context, lambda array: array[slice(*bounds)])  # noqa: B023
-                        results.append(type(self.block).forward(self.block, *shard))
+            for i in replicas:
+                context, part = self.contexts[i], slice(*_replicas.run_bounds(rows, count, i))
+                shard = self._shard(args, context, lambda array: array[part])  # noqa: B023
+                with states.replica(context):
+                    results.append(self._written(context, shard))
             across = states.unite()
         except BaseException:
             states.reset()
@@ -152,8 +152,6 @@ class BlockReplicas:
 
     def _run_whole(self, args):
         """All rows on the first context, where one device's gradients are; the others get none."""
-        import mxnet as mx
-
         sizes = _work.undivided(self.names, next(_arrays(args)).shape[0])
         self._prepare()
         states = self._own_states()
@@ -162,8 +160,7 @@ class BlockReplicas:
         states.unite()
         if mx.autograd.is_recording():
             with mx.autograd.pause():
-                for parameter in _parameters(self.block):
-                    _leave_without_gradient(parameter, self.contexts[0])
+                _leave_without_gradients(_parameters(self.block))
         if mx.autograd.is_training():
             self._sizes, self._is_whole = sizes, True
         _work.count(self.names, sizes, mx.autograd.is_training())
@@ -243,8 +240,6 @@ class BlockReplicas:
 
     def _tried(self, args):
         """The placements of the results, by a trial on the first context, in inference."""
-        import mxnet as mx
-
         rows, first, others = next(_arrays(args)).shape[0], self.contexts[0], []
 
         def chosen(array, numbers):
@@ -253,8 +248,7 @@ class BlockReplicas:
         def compute(numbers):
             shard = self._shard(args, first, lambda array: chosen(array, numbers))
             with self._leaving_no_trace(), mx.autograd.pause(train_mode=False):
-                with _replicas.undivided(), first:
-                    result = type(self.block).forward(self.block, *shard)
+                result = self._written(first, shard)
                 arrays = [array.asnumpy() for array in _arrays(result)]
             others.append(nested_arrays._others(result))
             return arrays
@@ -266,8 +260,6 @@ class BlockReplicas:
 
     def _traced(self, args):
         """The graph of a HybridBlock, with its rows followed, or None."""
-        import mxnet as mx
-
         if not isinstance(self.block, mx.gluon.HybridBlock):
             return None
         shapes = {rows: {} for rows in symbol_graph.ROWS}  # type: dict
@@ -289,27 +281,20 @@ class BlockReplicas:
             graph.follow(given, shapes)
         except Exception:  # whatever a block of the user's cannot do with symbols
             return None
-        names = [parameter.name for parameter in _parameters(self.block)]
-        self._operations.update(graph.states(names))
+        self._operations.update(graph.states())
         return graph
 
     @contextlib.contextmanager
     def _leaving_no_trace(self):
         """Within, the block runs as it is written, without hooks, and keeps nothing of it."""
-        states, parts = self._own_states(), list(blocks(self.block))
         plain = {"_active": False, "_forward_hooks": {}, "_forward_pre_hooks": {}}
-        before = [
-            {name: vars(part)[name] for name in plain if name in vars(part)} for part in parts
-        ]
-        try:
-            with attributes_kept(self.block):
-                for part, own in zip(parts, before):
-                    vars(part).update((name, plain[name]) for name in own)
-                yield
-        finally:
-            for part, own in zip(parts, before):
-                vars(part).update(own)
-            states.reset()
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._own_states().reset)
+            for part in blocks(self.block):
+                own = {name: value for name, value in plain.items() if name in vars(part)}
+                stack.enter_context(replaced(part, **own))
+            stack.callback(own_attributes(self.block).put_back)
+            yield
 
     # States -------------------------------------------------------------------------------------
 
@@ -322,15 +307,13 @@ class BlockReplicas:
         return type(self.block)._collect_params_with_prefix(self.block, *args, **kwargs)
 
     def _own_states(self):
-        return OwnStates(self.block, states_of(self.block, self._operations)[1])
+        return OwnStates(states_of(self.block, self._operations)[1])
 
     def _unite_statistics(self):
         """Give all contexts one set of running statistics.
 
         At the next use, since the backward pass writes them, which comes after ``forward``.
         """
-        import mxnet as mx
-
         if self._sizes is None:
             return
         means, others = states_of(self.block, self._operations)
@@ -342,12 +325,11 @@ class BlockReplicas:
             self._sizes = None
 
 
-def _leave_without_gradient(parameter, first):
-    """A gradient of 0 on all contexts but the first, new as if a backward pass had written it."""
-    if parameter._data is None or parameter.grad_req == "null":
-        return
-    for array, gradient in zip(parameter.list_data(), parameter.list_grad()):
-        if array.context != first:
-            if parameter.grad_req == "write":
-                gradient[:] = 0
-            array._fresh_grad = True
+def _leave_without_gradients(parameters):
+    """Gradients of 0 on all contexts but the first, new as if a backward pass had written them."""
+    for parameter in parameters:
+        if parameter._data is not None and parameter.grad_req != "null":
+            for array, gradient in zip(parameter.list_data()[1:], parameter.list_grad()[1:]):
+                if parameter.grad_req == "write":
+                    gradient[:] = 0
+                array._fresh_grad = True

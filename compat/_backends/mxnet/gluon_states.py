@@ -2,6 +2,8 @@
 
 import contextlib
 
+import mxnet as mx
+
 from ... import _rows, errors
 from .running_statistics import MEANS
 
@@ -16,30 +18,20 @@ def states_of(block, operations):
         Running statistics, which are means over rows; and those of which only the user's own
         block knows what they are.
     """
-    import mxnet as mx
-
-    means, others, seen = [], [], set()
-    for part, parameter in ((b, p) for b in blocks(block) for p in _own_parameters(b)):
-        constant = isinstance(parameter, mx.gluon.Constant)
-        if id(parameter) in seen or parameter.grad_req != "null" or constant:
-            continue
-        seen.add(id(parameter))
-        if operations.get(parameter.name) in MEANS or _is_of_gluon(part, "BatchNorm"):
+    layers = mx.gluon.nn.basic_layers
+    batch_norm = getattr(layers, "_BatchNorm", layers.BatchNorm)  # the former from MXNet 1.7 on
+    parts = {}  # type: dict  # by parameter: the block within that has it
+    for part in blocks(block):
+        for parameter in list(part.params.values()) + list(part._reg_params.values()):
+            if parameter.grad_req == "null" and not isinstance(parameter, mx.gluon.Constant):
+                parts.setdefault(parameter, part)
+    means, others = [], []
+    for parameter, part in parts.items():
+        if operations.get(parameter.name) in MEANS or isinstance(part, batch_norm):
             means.append(parameter)
         elif parameter.name in operations or not type(part).__module__.startswith("mxnet.gluon"):
-            others.append(parameter)  # or a frozen weight, which does not change
+            others.append(parameter)
     return means, others
-
-
-def _own_parameters(block):
-    return list(block.params.values()) + list(block._reg_params.values())
-
-
-def _is_of_gluon(part, name):
-    return any(
-        c.__name__.endswith(name) and c.__module__.startswith("mxnet.gluon")
-        for c in type(part).__mro__
-    )
 
 
 class OwnStates:
@@ -50,15 +42,12 @@ class OwnStates:
     not, it depends on the rows, and only the user knows whether as a sum or as a mean.
     """
 
-    def __init__(self, block, parameters):
-        self.block = block
+    def __init__(self, parameters):
         self.parameters = [p for p in parameters if p._data is not None]
         self.before = [parameter.list_data()[0].copy() for parameter in self.parameters]
         self.after = [[] for _ in self.parameters]  # type: list
 
     def reset(self):
-        import mxnet as mx
-
         with mx.autograd.pause():
             for parameter, before in zip(self.parameters, self.before):
                 _set(parameter, before)
@@ -72,8 +61,6 @@ class OwnStates:
 
     def unite(self):
         """Set what all replicas have set; or return what sets different values, by the rows."""
-        import mxnet as mx
-
         with mx.autograd.pause():
             for parameter, values in zip(self.parameters, self.after):
                 if not _equal(values):
@@ -91,18 +78,13 @@ def blocks(block):
             yield part
 
 
-@contextlib.contextmanager
-def attributes_kept(block):
-    """Within, what a block sets on itself in ``forward``, such as a counter, is forgotten."""
+def own_attributes(block):
+    """What a block has set on itself, such as a counter, to be put back."""
     from ..._verification import reachable  # not at start-up
 
     own = [part for part in blocks(block) if not type(part).__module__.startswith("mxnet.")]
     # Gluon's own begin with "_": what is compiled stays.
-    before = reachable.Attributes(own, lambda name, value: not name.startswith("_"))
-    try:
-        yield
-    finally:
-        before.put_back()
+    return reachable.Attributes(own, lambda name, value: not name.startswith("_"))
 
 
 def check_equal(block, parameters):
@@ -125,8 +107,5 @@ def _set(parameter, value):
 
 
 def _equal(arrays):
-    import mxnet as mx
-
-    first = arrays[0].as_nd_ndarray() if hasattr(arrays[0], "as_nd_ndarray") else arrays[0]
-    others = [mx.nd.array(array, ctx=first.context, dtype=first.dtype) for array in arrays[1:]]
-    return not sum(float(mx.nd.sum(other != first).asscalar()) for other in others)
+    first, *others = [array.asnumpy() for array in arrays]
+    return all((other == first).all() for other in others)

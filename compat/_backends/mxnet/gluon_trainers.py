@@ -1,5 +1,7 @@
 """Gluon's parameters and trainers, moved between contexts, for the MXNet backend."""
 
+import mxnet as mx
+
 
 def _parameters(block):
     return list(type(block).collect_params(block).values())
@@ -9,21 +11,17 @@ def _move(block, contexts):
     """Bring parameters, and the trainers that have them, to these contexts where they are not."""
     parameters = _parameters(block)
     for parameter in parameters:
-        if parameter._data is not None or parameter._deferred_init:
-            if parameter.list_ctx() != contexts:
-                parameter.reset_ctx(contexts)
-    seen = []
-    for parameter in parameters:
-        trainer = parameter._trainer
-        if trainer is not None and not any(trainer is other for other in seen):
-            seen.append(trainer)
+        is_made = parameter._data is not None or parameter._deferred_init
+        if is_made and parameter.list_ctx() != contexts:
+            parameter.reset_ctx(contexts)
+    trainers = {id(parameter._trainer): parameter._trainer for parameter in parameters}
+    for trainer in trainers.values():
+        if trainer is not None:
             _move_trainer(trainer)
 
 
 def _move_trainer(trainer):
     """Let a trainer follow its parameters, with the optimizer's state and step counts."""
-    import mxnet as mx
-
     try:
         contexts = trainer._check_contexts()
     except (AssertionError, RuntimeError):
@@ -31,10 +29,10 @@ def _move_trainer(trainer):
     settings, wanted = trainer._kvstore_params, {}
     if len(contexts) > 1 and settings["kvstore"] is None:  # it would sum no gradients over them
         wanted["kvstore"] = "device"
-    if len(contexts) > 1 and settings["update_on_kvstore"] is None:
-        # As on one context: allreduce_grads() and update() can be called one by one.
-        if not trainer._contains_sparse_weight:
-            wanted["update_on_kvstore"] = False
+    # As on one context: allreduce_grads() and update() can be called one by one.
+    can_be_split = settings["update_on_kvstore"] is None and not trainer._contains_sparse_weight
+    if len(contexts) > 1 and can_be_split:
+        wanted["update_on_kvstore"] = False
     if not wanted and trainer._contexts == contexts:
         return
     settings.update(wanted)

@@ -4,7 +4,6 @@ What is built under ``compat.device()`` has the attribute ``ctx_group``, the nam
 """
 
 from ... import errors
-from ..._patching import InstanceMethod
 from . import symbol_graph
 from .context_names import context_named
 
@@ -30,31 +29,20 @@ def place_groups(model, module):
                 setattr(model, name, symbol_graph.copied_between_groups(symbol))
     contexts = {name: context_named(name) for name in groups - {symbol_graph.OTHERS}}
     module._group2ctxs = dict(contexts, **{symbol_graph.OTHERS: model._context[0]})
-    if _BindForTraining.of(module) is None:
-        for method in (_BindForTraining, _SwitchBucket):
-            method(contexts).install(module)
 
+    def bind(**arguments):
+        """Binds for training always: MXNet 1.9 rewrites a graph for inference, without groups."""
+        type(module).bind(module, **dict(arguments, for_training=True))
 
-class _BindForTraining(InstanceMethod):
-    """Binds for training always: MXNet 1.9 rewrites a graph for inference, and drops the groups."""
-
-    method = "bind"
-
-    def __call__(self, module, **arguments):
-        self.plain(module)(**dict(arguments, for_training=True))
-
-
-class _SwitchBucket(InstanceMethod):
-    """Binds a bucket anew for other shapes: reshaping drops the groups on MXNet 1.5."""
-
-    method = "switch_bucket"
-
-    def __call__(self, module, key, data_shapes, label_shapes=None):
+    def switch_bucket(key, data_shapes, label_shapes=None):
+        """Binds a bucket anew for other shapes: reshaping drops the groups on MXNet 1.5."""
         bound = module._buckets.get(key)
         if bound is not None and key != module._default_bucket_key:
             if [d.shape for d in bound.data_shapes] != [d.shape for d in data_shapes]:
                 del module._buckets[key]
-        self.plain(module)(key, data_shapes, label_shapes)
+        type(module).switch_bucket(module, key, data_shapes, label_shapes)
+
+    vars(module).update(bind=bind, switch_bucket=switch_bucket)
 
 
 def device_with_replicas(model):

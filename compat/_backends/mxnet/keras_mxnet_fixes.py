@@ -3,6 +3,9 @@
 import weakref
 from numbers import Number
 
+import keras
+from keras.backend import mxnet_backend
+
 from ..._patching import Patch, find
 from . import optimizer_state, running_statistics
 from .context_names import context_named
@@ -19,9 +22,6 @@ def fix(default_device):
     Returns:
         Lines for the report.
     """
-    import keras
-    from keras.backend import mxnet_backend
-
     if find(mxnet_backend, "set_model") is None:
         find_context = mxnet_backend._get_mxnet_context
 
@@ -34,7 +34,7 @@ def fix(default_device):
             value = [value] if isinstance(value, Number) else value
             x.bind(mxnet_backend.mx.nd.array(value, dtype=x.dtype))
 
-        Patch(mxnet_backend, "set_model", _Models(mxnet_backend).add)
+        Patch(mxnet_backend, "set_model", _Models().add)
         Patch(mxnet_backend, "_get_mxnet_context", get_mxnet_context)
         for module in (mxnet_backend, keras.backend):
             Patch(module, "set_value", set_value)
@@ -54,18 +54,17 @@ class _Models:
     its place and passes on to all models the four names that keras-mxnet uses.
     """
 
-    def __init__(self, mxnet_backend):
-        self._backend = mxnet_backend
+    def __init__(self):
         self._models = weakref.WeakSet()
 
     def add(self, model):
         """Replaces ``set_model``, which is called when a model was compiled, or will predict."""
-        before = self._backend._MODEL
+        before = mxnet_backend._MODEL
         if before is not self:  # at first, and after clear_session() has set it to None
             self._sync_weights()
             # Names start again after clear_session(): not to be taken for those of old models.
             self._models = weakref.WeakSet([] if before is None else [before])
-            self._backend._MODEL = self
+            mxnet_backend._MODEL = self
         _add_missing_weights(model)
         place_groups(model, model._module)
         self._models.add(model)

@@ -3,8 +3,11 @@
 import contextlib
 import functools
 
-from ... import _keras, _replicas, _rows
-from ..._patching import InstanceMethod, replaced
+import mxnet as mx
+from keras.backend import mxnet_backend as K
+
+from ... import _keras, _rows
+from ..._patching import replaced
 from . import running_statistics, symbol_graph
 from .group_placement import device_with_replicas, groups_of, place_groups
 from .optimizer_state import take_to, updater_of
@@ -34,8 +37,6 @@ def parallelize(model, contexts):
 
 def _run_plain(model, context, updater):
     """Let a model run as Keras alone would, on one context, with the optimizer's state."""
-    import mxnet as mx
-
     model._context = [context]
     if not model.compiled:
         return  # Keras makes a module for each prediction
@@ -47,25 +48,15 @@ def _run_plain(model, context, updater):
     )
     model._module = module
     place_groups(model, module)
-    if updater is None:
-        return
-    take_to(updater, context)
 
-    _InitOptimizerWithState(updater, context).install(module)
+    def init_optimizer(**arguments):
+        """Brings the state along: a module takes none before it is bound to shapes."""
+        type(module).init_optimizer(module, **arguments)
+        module._curr_module._updater = updater
 
-
-class _InitOptimizerWithState(InstanceMethod):
-    """Brings the state along: a module takes none before it is bound to shapes."""
-
-    method = "init_optimizer"
-
-    def __init__(self, updater, context):
-        super().__init__([context])
-        self.updater = updater
-
-    def __call__(self, module, **arguments):
-        self.plain(module)(**arguments)
-        module._curr_module._updater = self.updater
+    if updater is not None:
+        take_to(updater, context)
+        module.init_optimizer = init_optimizer
 
 
 class ExportedBuckets(dict):
@@ -79,25 +70,20 @@ class ExportedBuckets(dict):
         super().__init__()
         self.model = model
         self.shapes = shapes
-        self.binds = False
 
     @classmethod
     def install(cls, model, inputs):
-        import mxnet as mx
-
         if not isinstance(model._module._buckets, cls):
-            pairs = zip(model.inputs, inputs[: model._num_data])
+            pairs = zip(model.inputs, inputs)
             shapes = [mx.io.DataDesc(s.name, array.shape, dtype=s.dtype) for s, array in pairs]
             model._module._buckets = cls(model, shapes)
 
     def __getitem__(self, key):
         module = self.model._module
-        if key == "pred" and not self.binds and module._buckets is self:
-            with replaced(self, binds=True):
-                self.model._sync_weights()
-                if not module.binded:
-                    module.bind(data_shapes=self.shapes, for_training=False)
-                module.set_params(self.model._args, self.model._auxs, allow_missing=True)
+        self.model._sync_weights()
+        if not module.binded:
+            module.bind(data_shapes=self.shapes, for_training=False)
+        module.set_params(self.model._args, self.model._auxs, allow_missing=True)
         return super().__getitem__(key)
 
 
@@ -136,8 +122,6 @@ class ModelReplicas:
     METHODS = ("compile", "_sync_weights", "_set_weights")
 
     def __init__(self, model, contexts):
-        from keras.backend import mxnet_backend as K
-
         self.model = model
         self._warned = False
         self._source = None  # the symbol, or the outputs, that arrays and phases were made for
@@ -151,7 +135,8 @@ class ModelReplicas:
         self._replaced = {name: getattr(self, name) for name in self.METHODS}
         for kind in ("train", "test", "predict"):
             self._replaced["_make_{}_function".format(kind)] = functools.partial(self._make, kind)
-        vars(model).update(self._replaced, _compat_replicas=self)
+        self._replaced["_compat_replicas"] = self
+        vars(model).update(self._replaced)
 
     def move(self, contexts):
         """Go on with other contexts."""
@@ -165,7 +150,7 @@ class ModelReplicas:
         """Leave the model without replicas, and return the updater, or None."""
         self._sync_weights()
         self._follow()
-        for name in list(self._replaced) + ["_compat_replicas"]:
+        for name in self._replaced:
             delattr(self.model, name)
         return self._updater
 
@@ -241,8 +226,6 @@ class ModelReplicas:
 
     def _follow(self):
         """Begin anew where the model was compiled since the last batch, or its layers changed."""
-        from keras.backend import mxnet_backend as K
-
         model = self.model
         if model.compiled:
             if self._source is not model._pred_mxnet_symbol:
@@ -284,8 +267,6 @@ class ModelReplicas:
         return self.phases[name]
 
     def _update_weights(self, phase):
-        import mxnet as mx
-
         if self._updater is None:
             self._updater = mx.optimizer.get_updater(self.model.optimizer)
         weights, first = self.args[0], self.contexts[0]
@@ -307,9 +288,9 @@ class ModelReplicas:
         """Moving averages: one update, to the mean of the replicas' weighted by shard size."""
         running_statistics.unite(
             [[auxs[name] for auxs in self.auxs] for name in phase.body.list_auxiliary_states()],
-            _replicas.sizes(phase.rows, len(self.contexts)),
+            phase.sizes,
         )
-        if phase.head is not None and phase.head.aux_dict:  # of the whole batch
+        if phase.head.aux_dict:  # of the whole batch
             running_statistics.wait_for_updates()
             for name, array in phase.head.aux_dict.items():
                 for auxs in self.auxs[1:] if name in self.auxs[0] else ():
@@ -340,8 +321,6 @@ def _has_size_of_batches(model):
     others: a stateful RNN can be cut. Where sizes other than the batch's are unknown, it is not
     tried.
     """
-    import mxnet as mx
-
     if not model.inputs:  # it is built by its first batch
         return False
     if any(tensor.shape[0] in (None, 1) or None in tensor.shape for tensor in model.inputs):
@@ -351,7 +330,7 @@ def _has_size_of_batches(model):
     shapes = {held.name: (1,) + tuple(held.shape[1:]) for held in model.inputs + states}
     symbol = mx.sym.Group([value.symbol for value in values])
     try:
-        _, made, _ = symbol_graph.without_warning(symbol.infer_shape, symbol, shapes)
-    except mx.base.MXNetError:
+        _, made, _ = symbol_graph.inferred(symbol.infer_shape, symbol, shapes)
+    except (mx.base.MXNetError, UserWarning):
         return True
-    return made is None or any(shape[0] != 1 for shape in made)
+    return any(shape[0] != 1 for shape in made)

@@ -6,6 +6,9 @@ drift apart, and gradients not summed under ``kvstore=None``. What computes acro
 batch, such as a loss that is divided by their number, runs on the first context, with a warning.
 """
 
+import mxnet as mx
+import numpy as np
+
 from ... import _replicas, _rows, _work, errors
 from ..._patching import InstanceMethod, replaced
 from . import running_statistics, symbol_graph
@@ -23,8 +26,6 @@ def parallelize(module, contexts):
     Raises:
         UnsupportedError: the module has an optimizer, or is not a plain ``Module``.
     """
-    import mxnet as mx
-
     if type(module) is not mx.mod.Module:
         raise errors.UnsupportedError(
             "parallelize() runs an mx.mod.Module on several devices, not a {0}. Give context=[...] "
@@ -84,9 +85,8 @@ class _BindDivided(InstanceMethod):
         group = module._exec_group
         # Bound for inference, oneDNN's convolutions would keep the weights of their first batch.
         module.for_training = group.for_training = for_training
-        kind = _Group if count > 1 else _Whole
         names = [str(context) for context in self.devices]
-        group.__class__ = type("Group", (kind, type(group)), {"names": names})
+        group.__class__ = type("Group", (_Group, type(group)), {"names": names})
         if rows < count:
             module.reshape(data, labels or None)
 
@@ -100,17 +100,11 @@ class _InitOptimizerWithKVStore(InstanceMethod):
         self.plain(module)(kvstore or "local", *args, **kwargs)
 
 
-class _Whole:
-    """Mixed into MXNet's group of executors: the first context's alone, with the whole batch."""
-
-    def forward(self, data_batch, is_train=None):
-        super(_Whole, self).forward(data_batch, is_train)
-        training = self.for_training if is_train is None else is_train
-        _work.count(self.names, _work.undivided(self.names, self.batch_size), training)
-
-
 class _Group:
-    """Mixed into MXNet's group of executors: some may have no rows of their own."""
+    """Mixed into MXNet's group of executors: some may have no rows of their own.
+
+    Where the batch runs whole, there is the first context's alone.
+    """
 
     @property
     def sizes(self):
@@ -125,21 +119,22 @@ class _Group:
         self.slices = [slice(*_replicas.run_bounds(rows, count, i)) for i in range(count)]
         return axes
 
-    def _where_rows_are(self, method, *args):
+    def _where_rows_are(self, method, *args, **kwargs):
         """Call a method as if there were only the executors that have rows of their own."""
         filled = [i for i, size in enumerate(self.sizes) if size]
         whole = {name: getattr(self, name) for name in ("execs", "slices", "contexts")}
         parts = {name: [items[i] for i in filled] for name, items in whole.items()}
         with replaced(self, **parts):
-            return method(*args)
+            return method(*args, **kwargs)
 
     def forward(self, data_batch, is_train=None):
-        self._where_rows_are(super(_Group, self).forward, data_batch, is_train)
+        self._where_rows_are(super().forward, data_batch, is_train)
         training = self.for_training if is_train is None else is_train
-        _work.count(self.names, self.sizes, training)
+        idle = len(self.names) - len(self.contexts)
+        _work.count(self.names, self.sizes + [0] * idle, training)
 
     def backward(self, out_grads=None):
-        self._where_rows_are(super(_Group, self).backward, out_grads)
+        self._where_rows_are(super().backward, out_grads)
         sizes = self.sizes
         for name, arrays in zip(self.param_names, self.grad_arrays):
             for array, size in zip(arrays, sizes):
@@ -147,9 +142,8 @@ class _Group:
                     array[:] = 0
         running_statistics.unite(self.aux_arrays, sizes)
 
-    def get_outputs(self, merge_multi_context=True, begin=0, end=None):
-        get = super(_Group, self).get_outputs
-        return self._where_rows_are(get, merge_multi_context, begin, end)
+    def get_outputs(self, *args, **kwargs):
+        return self._where_rows_are(super().get_outputs, *args, **kwargs)
 
     def get_input_grads(self, merge_multi_context=True):
         filled = [
@@ -157,11 +151,10 @@ class _Group:
             for arrays in self.input_grad_arrays
         ]
         with replaced(self, input_grad_arrays=filled):
-            return super(_Group, self).get_input_grads(merge_multi_context)
+            return super().get_input_grads(merge_multi_context)
 
     def update_metric(self, *args, **kwargs):
-        update = super(_Group, self).update_metric
-        self._where_rows_are(lambda: update(*args, **kwargs))
+        self._where_rows_are(super().update_metric, *args, **kwargs)
 
 
 # What can be divided ------------------------------------------------------------------------------
@@ -192,8 +185,6 @@ def _across(module, inputs, context):
 
 
 def _tried(symbol, inputs, context):
-    import numpy as np
-
     def compute(rows):
         random = np.random.RandomState(0)
         fed = {
@@ -217,16 +208,11 @@ def _tried(symbol, inputs, context):
     return _rows.trial.tried(compute)
 
 
+_axis = mx.io.DataDesc.get_batch_axis  # of a layout; -1: none
+
+
 def _described(shapes):
-    import mxnet as mx
-
     return [s if isinstance(s, mx.io.DataDesc) else mx.io.DataDesc(*s) for s in shapes]
-
-
-def _axis(layout):
-    import mxnet as mx
-
-    return mx.io.DataDesc.get_batch_axis(layout)
 
 
 def _with_rows(desc, rows):

@@ -1,28 +1,22 @@
 """Arguments and results of Gluon blocks, nested as they may be, for the MXNet backend."""
 
+import mxnet as mx
+
+from ..._ranks.arrays import parts_of
 from ..._rows import Partial, Replicated, Sharded
 
 
 def _leaves(value, kind):
     """All of a kind within lists, tuples and dictionaries."""
-    if isinstance(value, kind):
-        yield value
-    elif isinstance(value, (list, tuple, dict)):
-        for each in value.values() if isinstance(value, dict) else value:
-            for leaf in _leaves(each, kind):
-                yield leaf
+    return (part for part in parts_of(value) if isinstance(part, kind))
 
 
 def _arrays(values):
-    import mxnet as mx
-
     return _leaves(values, mx.nd.NDArray)
 
 
 def _mapped(function, value, place=()):
     """The same with ``function(place, array)`` for each array; a place is a tuple of keys."""
-    import mxnet as mx
-
     if isinstance(value, (list, tuple)):
         parts = [_mapped(function, each, place + (key,)) for key, each in enumerate(value)]
         return type(value)(parts)
@@ -61,10 +55,9 @@ def can_be_merged(placement):
 def are_of(placements, results, sizes):
     """Whether results are what ``placements`` say, as far as their shapes tell."""
     arrays = [list(_arrays(result)) for result in results]
-    if any(_others(result) != _others(results[0]) for result in results):
-        return False
-    if any(len(each) != len(placements) for each in arrays):
-        return False
+    for result, found in zip(results, arrays):
+        if _others(result) != _others(results[0]) or len(found) != len(placements):
+            return False
     for placement, parts in zip(placements, zip(*arrays)):
         if isinstance(placement, Sharded):
             axis = placement.axis
@@ -94,16 +87,12 @@ def merged(placements, results, sizes, context):
 
 
 def _merged(placement, parts, sizes, context):
-    import mxnet as mx
-
     if isinstance(placement, Replicated) or len(parts) == 1:
         return parts[0]
     if isinstance(placement, Partial):
         total = float(sum(sizes)) if placement.how == "mean" else None
         weights = [size / total if total else float(size > 0) for size in sizes]
-        return sum(part * weight for part, weight in zip(parts[1:], weights[1:])) + (
-            parts[0] * weights[0]
-        )
+        return sum(part * weight for part, weight in zip(parts, weights))
     axis = placement.axis
     whole = concatenated(parts, axis)
     if all(sizes):
@@ -115,14 +104,10 @@ def _merged(placement, parts, sizes, context):
 
 
 def concatenated(arrays, axis):
-    import mxnet as mx
-
     if _is_numpy(arrays[0]):
         return mx.np.concatenate(arrays, axis=axis)
     return mx.nd.concat(*arrays, dim=axis)
 
 
 def _is_numpy(array):
-    import mxnet as mx
-
     return hasattr(mx, "np") and isinstance(array, mx.np.ndarray)

@@ -1,6 +1,7 @@
 """Rules about the rows of a batch for those operations of MXNet that take more than a line."""
 
 import ast
+import itertools
 import string
 
 from ... import _rows
@@ -14,14 +15,14 @@ class SymbolNode:
     Arguments:
         attributes: as they are in JSON.
         values: a ``Value`` for each input.
-        results: the sizes of each output, None for what grows with the batch or is not known.
-        grows: by output, the dimensions that grow with the batch, or None.
+        result: the sizes of the first output, None for what grows with the batch or is not known.
+        grows: the dimensions of it that grow with the batch, or None.
     """
 
-    def __init__(self, attributes, values, results, grows):
+    def __init__(self, attributes, values, result, grows):
         self.attributes = attributes
         self.values = values
-        self.results = results
+        self.result = result
         self.grows = grows
 
     def get(self, name, default=None):
@@ -36,14 +37,6 @@ class SymbolNode:
         return self.values[0]
 
 
-def with_parameters(placement, parameters):
-    """What else an operation is given has to be the same for all rows."""
-    others = [value.placement for value in parameters]
-    if all(isinstance(each, Replicated) for each in others):
-        return placement
-    return _rows.without_rows(others + [placement]) or Mixed()
-
-
 def rowwise(values, axes, result=0, inner=1):
     """A function of each row by itself.
 
@@ -51,13 +44,15 @@ def rowwise(values, axes, result=0, inner=1):
         axes: for each value, the dimension where the operation has the batch; None for weights.
         result: the dimension where the result has it, and ``inner`` elements of each row.
     """
-    moved = []
-    for value, axis in zip(values, axes):
-        placement = value.placement
-        if isinstance(placement, Sharded):
-            placement = placement.replace(axis=0) if placement.axis == axis else Mixed()
-        moved.append(Value(placement, value.shape))
-    found = _rows.by_row(moved, [None if axis is None else 0 for axis in axes[: len(moved)]])
+
+    def moved(value, axis):
+        """With the batch in the first dimension, for ``_rows.by_row``."""
+        if value.axis is None or axis is None:
+            return value
+        return Value(value.placement.replace(axis=value.axis - axis), value.shape)
+
+    first = [None if axis is None else 0 for axis in axes]
+    found = _rows.by_row(list(map(moved, values, axes)), first)
     if isinstance(found, Sharded):
         known = None if found.inner is None else found.inner * inner
         return found.replace(axis=result, inner=known)
@@ -84,8 +79,8 @@ def along(default):
     """Along a dimension; what is given besides, such as LayerNorm's weights, has no rows."""
 
     def rule(op):
-        found = _rows.along(op.value, op.get("axis", default))
-        return with_parameters(found, op.values[1:])
+        fixed = all(isinstance(value.placement, Replicated) for value in op.values[1:])
+        return _rows.along(op.value, op.get("axis", default)) if fixed else Mixed()
 
     return rule
 
@@ -124,7 +119,7 @@ def fully_connected(op):
     if op.get("flatten", True):
         return rowwise(op.values, [0, None, None])
     found = _rows.product(op.values[:2], transpose_second=True)
-    return _rows.added([Value(found, op.results[0])] + op.values[2:])
+    return _rows.added([Value(found, op.result)] + op.values[2:])
 
 
 def dot(op):
@@ -142,15 +137,10 @@ def product(op):
         return Unknown("a product of other dimensions")
     transposed = op.get("transpose_a", False), op.get("transpose_b", False)
     found = _rows.product(op.values[:2], *transposed)
-    return _rows.added([Value(found, op.results[0])] + op.values[2:])
+    return _rows.added([Value(found, op.result)] + op.values[2:])
 
 
-def transposed(op):
-    order = op.get("axes") or range(op.value.rank)[::-1]
-    return _rows.transposed(op.value, order)
-
-
-def moved(op):
+def swapped(op):
     order = list(range(op.value.rank))
     first, second = op.get("dim1", 0), op.get("dim2", 0)
     order[first], order[second] = order[second], order[first]
@@ -158,12 +148,12 @@ def moved(op):
 
 
 def slice(op):
-    parts = {}
-    steps = op.get("step") or ()
-    for axis, (begin, end) in enumerate(zip(op.get("begin"), op.get("end"))):
-        step = steps[axis] if axis < len(steps) else None
-        if begin not in (None, 0) or end is not None or step not in (None, 1):
-            parts[axis] = "part"
+    ranges = itertools.zip_longest(op.get("begin"), op.get("end"), op.get("step") or ())
+    parts = {
+        axis: "part"
+        for axis, (begin, end, step) in enumerate(ranges)
+        if begin not in (None, 0) or end is not None or step not in (None, 1)
+    }
     return _rows.sliced(op.value, parts)
 
 
@@ -205,24 +195,21 @@ def pick(op):
     return _rows.sliced(Value(rows, value.shape), {axis: "one"})
 
 
-def sequence_mask(op):
-    if op.get("use_sequence_length", False):
-        beside = 1 - op.get("axis", 0)  # the rows are next to the time
-        return rowwise(op.values, [beside, 0], beside)
-    return _rows.pointwise(op.values)
+def of_sequences(rule, keeps=True):
+    """Along the time, by ``rule``; or by each row's length, with the rows next to the time.
 
+    Arguments:
+        rule: a function of the operation and of the dimension of the time.
+        keeps: whether the result has that dimension.
+    """
 
-def sequence_last(op):
-    time = op.get("axis", 0)
-    if op.get("use_sequence_length", False):
-        return rowwise(op.values, [1 - time, 0])
-    return _rows.sliced(op.value, {time: "one"})
+    def applied(op):
+        time = op.get("axis", 0)
+        if not op.get("use_sequence_length", False):
+            return rule(op, time)
+        return rowwise(op.values, [1 - time, 0], 1 - time if keeps else 0)
 
-
-def sequence_reverse(op):
-    if op.get("use_sequence_length", False):
-        return rowwise(op.values, [1, 0], 1)
-    return _rows.along(op.value, [0])
+    return applied
 
 
 def rnn(op):
@@ -243,8 +230,8 @@ def cross_entropy(op):
 
 
 def made(op):
-    sizes = Count(op.grows[0]) if op.grows[0] else REPLICATED
-    return _rows.made(sizes, len(op.results[0] or ()))
+    sizes = Count(op.grows) if op.grows else REPLICATED
+    return _rows.made(sizes, len(op.result or ()))
 
 
 def leaky(op):

@@ -1,6 +1,9 @@
 """The state of keras-mxnet's optimizers: saved with a model, and moved between contexts."""
 
+import mxnet as mx
+
 from ..._patching import Patch
+from ..._ranks.arrays import parts_of
 
 
 def keep(optimizer_class):
@@ -9,11 +12,10 @@ def keep(optimizer_class):
     Its own are always empty, so momentum and step count were lost on the way (keras#9197). The
     first array holds the step count and Nadam's schedule; then come the arrays of each weight.
     """
-    import mxnet as mx
 
     def arrays(self):
         states = getattr(self, "_compat_states", {})
-        flat = [a for index in sorted(states) for a in _flat(states[index])]
+        flat = [a for index in sorted(states) for a in parts_of(states[index])]
         restored = [mx.nd.array(value) for value in getattr(self, "_compat_restored", ())]
         if not self.num_update:
             return []
@@ -28,13 +30,13 @@ def keep(optimizer_class):
             counts.clear()
         restored = list(weights[1:])
         for _, state in sorted(getattr(self, "_compat_states", {}).items()):
-            for array in _flat(state):
+            for array in parts_of(state):
                 array[:] = restored.pop(0) if restored else 0
         self._compat_restored = restored  # for states not made yet, in their order
 
     def create_state_multi_precision(self, index, weight):
         state = super(optimizer_class, self).create_state_multi_precision(index, weight)
-        for array in _flat(state):
+        for array in parts_of(state):
             if getattr(self, "_compat_restored", ()):
                 array[:] = self._compat_restored.pop(0)
         self.__dict__.setdefault("_compat_states", {})[index] = state
@@ -45,24 +47,13 @@ def keep(optimizer_class):
     Patch(optimizer_class, "create_state_multi_precision", create_state_multi_precision)
 
 
-def _flat(state):
-    """The arrays of an optimizer's state: an array, a tuple of states, or None."""
-    if state is None:
-        return []
-    if isinstance(state, (tuple, list)):
-        return [array for part in state for array in _flat(part)]
-    return [state]
-
-
 # Moving it ------------------------------------------------------------------------------------
 
 
 def updater_of(model):
     """The updater, which holds the optimizer's state, of a plain model; None before training."""
-    module = model._module if model.compiled else None
-    if module is None or not module.optimizer_initialized:
-        return None
-    return module._curr_module._updater
+    was_trained = model.compiled and model._module.optimizer_initialized
+    return model._module._curr_module._updater if was_trained else None
 
 
 def take_to(updater, context):

@@ -1,6 +1,10 @@
 """Keras' graphs of a phase (train, test, predict) as the executors that replicas run."""
 
+import mxnet as mx
+from keras.backend import mxnet_backend as K
+
 from ... import _replicas, _rows, _work
+from ..._patching import replaced
 from . import symbol_graph
 
 _UNUSED = "compat_unused"  # a variable that has a gradient, and that nothing depends on
@@ -11,16 +15,12 @@ def state_names(model):
     return {variable.name for variable, _ in model.state_updates}
 
 
-def _array(value):
-    """Rows of a batch: Keras hands on matrices of scipy's where an input is sparse."""
-    return value.toarray() if hasattr(value, "toarray") else value
-
-
 def _feed(executor, arrays):
-    """Give an executor those of the arrays that it takes."""
+    """Give an executor those of the arrays that it takes; sparse inputs are scipy's matrices."""
     for name, array in arrays.items():
         if name in executor.arg_dict:
-            executor.arg_dict[name][:] = _array(array)
+            dense = array.toarray() if hasattr(array, "toarray") else array
+            executor.arg_dict[name][:] = dense
 
 
 class Phase:
@@ -34,54 +34,43 @@ class Phase:
     """
 
     def __init__(self, replicas, name, inputs):
-        from keras.backend import mxnet_backend as K
-
         self.replicas = replicas
         model = replicas.model
-        symbol, results, updates = {
-            "train": (model._train_mxnet_symbol, model._ntrain, model.updates),
-            "test": (model._test_mxnet_symbol, model._ntest, model.state_updates),
-            "predict": (model._pred_mxnet_symbol, model._npred, model.state_updates),
-        }[name]
-        labels = [] if name == "predict" else model.targets + model.sample_weights
-        self.fed = [tensor.name for tensor in model.inputs + [t for t in labels if t is not None]]
         self.is_train = name == "train"
-        learning_phase = K.learning_phase()
-        K.set_learning_phase(int(self.is_train))
-        try:
+        updates = model.updates if self.is_train else model.state_updates
+        with replaced(K, _LEARNING_PHASE=int(self.is_train)):
             outputs = [output.symbol for output in model.outputs]
-        finally:
-            K.set_learning_phase(learning_phase)
+            states = [value.symbol for _, value in model.state_updates]
+        labels = [] if name == "predict" else model.targets + model.sample_weights
+        # All outputs, results, and the updates' values; Keras' own graph that predicts leaves out
+        # values that are outputs, too.
+        symbol = {
+            "train": model._train_mxnet_symbol,
+            "test": model._test_mxnet_symbol,
+            "predict": mx.sym.Group(outputs + states),
+        }[name]
+        graph = symbol_graph.Graph(outputs, symbol)
+        self.results = len(graph.heads) - len(updates)
+        self.variables = [variable.name for variable, _ in updates]
+        self.fed = [tensor.name for tensor in model.inputs + [t for t in labels if t is not None]]
         self.states = sorted(state_names(model) & set(symbol.list_arguments()))
         self.sharded = [tensor.name for tensor in model.inputs] + self.states
         self.parameters = [n for n in symbol.list_arguments() if n not in self.fed]
-        fixed = self.parameters if not self.is_train else model._fixed_weights
-        self.trained = [n for n in self.parameters if n not in fixed]
-        # Where the values stand among the heads: outputs, results, then the updates' values.
-        graph = symbol_graph.Graph(outputs, symbol)
+        self.trained = [
+            n for n in self.parameters if self.is_train and n not in model._fixed_weights
+        ]
         self.sparse = graph.sparse_gradients()
-        values = graph.heads[len(outputs) :]
-        self.variables = [variable.name for variable, _ in updates]
-        if name == "predict":  # Keras leaves out values that are outputs, too
-            known = model.outputs + [v for _, v in updates if v not in model.outputs]
-            order = [known.index(value) for _, value in updates]
-        else:
-            order = range(results, results + len(updates))
-        self.results = results
-        wanted = values[:results] + [values[position] for position in order]
-        self.head_symbol = self.shapes = self.across = None
+        self.bodies, self.shapes, self.across = [], None, None
         self.is_tried = inputs[0].shape[0] > 1
-        outputs = graph.heads[: len(outputs)]
         if not self.divides(inputs):
             self.across = _rows.Across(None)
         elif len(replicas.contexts) > 1:  # else one runs the whole batch
-            self._follow(graph, outputs, inputs)
-        self.body, self.head_symbol, self.cuts, self.places = graph.cut(outputs, wanted)
+            self._follow(graph, inputs)
+        self.body, self.head_symbol, self.cuts, self.places = graph.cut()
 
-    def _follow(self, graph, outputs, inputs):
+    def _follow(self, graph, inputs):
         """Find where the outputs' rows are, and try it: see ``symbol_graph.Graph.follow``."""
-        held = self.replicas.model._args
-        batch = dict(zip(self.fed, inputs), **{name: held[name] for name in self.states})
+        batch = self._batch(inputs)
         shapes = {
             rows: {name: (rows,) + tuple(array.shape[1:]) for name, array in batch.items()}
             for rows in symbol_graph.ROWS
@@ -90,27 +79,24 @@ class Phase:
         mixing = self.replicas.mixing.get(self.is_train)
         try:
             if mixing is not None:  # by a graph with the same outputs
-                graph.follow(given, shapes, outputs, mixing)
+                graph.follow(given, shapes, mixing)
             else:
-                mixing = graph.follow_and_try(
-                    given, shapes, lambda symbol: self._tried(symbol, batch), outputs
-                )
-            self.across = graph.across(outputs)
+                mixing = graph.follow_and_try(given, shapes, lambda s: self._tried(s, batch))
+            self.across = graph.across(graph.outputs)
+            if self.is_tried:
+                self.replicas.mixing[self.is_train] = mixing
         except Exception:  # whatever operations of the user's do, with other numbers of rows
             symbol_graph.clear_errors()
             graph.placements = {}  # all is left to the head
             self.across = _rows.Across(None, why="unknown")
-        else:
-            if self.is_tried:
-                self.replicas.mixing[self.is_train] = mixing
 
     def _tried(self, symbol, batch):
         """The placements of a symbol's outputs, on the first context, in inference."""
-        first = {name: _array(held[: len(_rows.trial.WHOLE)]) for name, held in batch.items()}
+        first = {name: held[: len(_rows.trial.WHOLE)] for name, held in batch.items()}
         states = {name: array.copy() for name, array in self.replicas.auxs[0].items()}
 
         def compute(rows):
-            fed = {n: first[n][[row % len(first[n]) for row in rows]] for n in self.sharded}
+            fed = {n: first[n][[row % first[n].shape[0] for row in rows]] for n in self.sharded}
             shapes = {name: array.shape for name, array in fed.items()}
             executor = self._executor(symbol, 0, shapes, [], states)
             _feed(executor, fed)
@@ -118,6 +104,11 @@ class Phase:
             return [array.asnumpy() for array in results]
 
         return _rows.trial.tried(compute)
+
+    def _batch(self, inputs):
+        """All that has rows, by name: what is fed, and the states of layers."""
+        held = self.replicas.model._args
+        return dict(zip(self.fed, inputs), **{name: held[name] for name in self.states})
 
     def divides(self, inputs):
         """Whether each input has a row for each of the batch."""
@@ -134,42 +125,38 @@ class Phase:
 
     def executors(self):
         """Those with gradients: a row computed for an empty shard counts for nothing."""
-        bodies = [body for body, (start, stop) in zip(self.bodies, self.kept) if stop > start]
-        return bodies + ([self.head] if self.head is not None else [])
+        return [body for body, _ in self.filled] + [self.head]
 
     def bind(self, inputs):
         """Make executors for inputs of these shapes, unless there are."""
-        shapes = {name: tuple(x.shape) for name, x in zip(self.fed, inputs)}
+        shapes = {name: tuple(array.shape) for name, array in self._batch(inputs).items()}
         if shapes == self.shapes:
             return
-        self.bodies, self.head = [], None  # give their memory back first
-        self.rows = rows = inputs[0].shape[0]
-        replicas = self.replicas
+        self.bodies, self.filled, self.head = [], [], None  # give their memory back first
+        replicas, rows = self.replicas, inputs[0].shape[0]
         count = len(replicas.contexts)
-        self.kept = [_replicas.bounds(rows, count, i) for i in range(count)]
-        self.computed = [_replicas.run_bounds(rows, count, i) for i in range(count)]
-        held = replicas.model._args
-        whole = dict(shapes, **{name: held[name].shape for name in self.states})
+        self.sizes = _replicas.sizes(rows, count)
+        self.computed = [slice(*_replicas.run_bounds(rows, count, i)) for i in range(count)]
         self.bodies = [
-            self._executor(self.body, i, self._shard(whole, stop - start), self.trained)
-            for i, (start, stop) in enumerate(self.computed)
+            self._executor(
+                self.body, i, {n: (size or 1,) + shapes[n][1:] for n in self.sharded}, self.trained
+            )
+            for i, size in enumerate(self.sizes)
         ]
+        bodies = zip(self.bodies, self.computed, self.sizes)
+        self.filled = [(body, part) for body, part, size in bodies if size]
         if self.head_symbol is not None:
-            for name, output in zip(self.cuts, self.bodies[0].outputs):
-                whole[name] = (rows,) + tuple(output.shape[1:])
+            outputs = zip(self.cuts, self.bodies[0].outputs)
+            whole = {name: (rows,) + tuple(output.shape[1:]) for name, output in outputs}
             cuts = self.cuts if self.is_train else []
-            self.head = self._executor(self.head_symbol, 0, whole, self.trained + cuts)
+            self.head = self._executor(
+                self.head_symbol, 0, dict(shapes, **whole), self.trained + cuts
+            )
         self.shapes = shapes
         replicas.warn_of_whole_batches(self.across)
 
-    def _shard(self, shapes, rows):
-        return {name: (rows,) + tuple(shapes[name][1:]) for name in self.sharded}
-
     def _executor(self, symbol, replica, shapes, differentiated, states=None):
         """Bind ``symbol`` on a replica's context, to its weights and to new arrays."""
-        import mxnet as mx
-
-        is_head = symbol is self.head_symbol
         if not differentiated:
             # Bound without any gradient, MXNet 1.9 runs oneDNN's fused convolutions on cpu(0),
             # which go on with the weights of their first batch (SgMKLDNNConvOperator).
@@ -180,12 +167,13 @@ class Phase:
         states = self.replicas.auxs[replica] if states is None else states
         names = symbol.list_arguments()
         types = {n: w.dtype for n, w in weights.items()}
-        if is_head:
-            types.update((n, o.dtype) for n, o in zip(self.cuts, self.bodies[0].outputs))
-        inferred, typed, unheld = symbol_graph.inferred(symbol, shapes, types)
+        for body in self.bodies[:1]:  # then this is the head
+            types.update((n, output.dtype) for n, output in zip(self.cuts, body.outputs))
+        shapes, _, unheld = symbol_graph.inferred(symbol.infer_shape, symbol, shapes)
+        types, _, _ = symbol_graph.inferred(symbol.infer_type, symbol, types)
         args = {
             n: weights[n] if n in weights else mx.nd.zeros(shape, context, dtype)
-            for n, shape, dtype in zip(names, inferred, typed)
+            for n, shape, dtype in zip(names, shapes, types)
         }
         gradients = {
             n: mx.nd.zeros(
@@ -202,8 +190,8 @@ class Phase:
             aux_states={
                 n: states[n]
                 if n in states
-                else self.replicas.unheld.setdefault(n, mx.nd.zeros(unheld[n], context))
-                for n in symbol.list_auxiliary_states()
+                else self.replicas.unheld.setdefault(n, mx.nd.zeros(shape, context))
+                for n, shape in zip(symbol.list_auxiliary_states(), unheld)
             },
         )
 
@@ -211,49 +199,34 @@ class Phase:
 
     def forward(self, inputs):
         """Run the bodies on their shards and the head on the whole; return Keras' results."""
-        held = self.replicas.model._args
-        fed = dict(zip(self.fed, inputs))
-        fed.update((name, held[name]) for name in self.states)
-        for body, (start, stop) in zip(self.bodies, self.computed):
-            _feed(body, {name: fed[name][start:stop] for name in self.sharded})
+        batch = self._batch(inputs)
+        for body, part in zip(self.bodies, self.computed):
+            _feed(body, {name: batch[name][part] for name in self.sharded})
             body.forward(is_train=self.is_train)
-        gathered = [self._gather(position) for position in range(len(self.cuts))]
-        computed = []
+        values = [self._gather(position) for position in range(len(self.cuts))]
         if self.head is not None:
-            _feed(self.head, dict(fed, **dict(zip(self.cuts, gathered))))
-            computed = self.head.forward(is_train=self.is_train)
-        values = [
-            (gathered if where == "cut" else computed)[position] for where, position in self.places
-        ]
+            _feed(self.head, dict(batch, **dict(zip(self.cuts, values))))
+            values += self.head.forward(is_train=self.is_train)
+        values = [values[place] for place in self.places]
         self.updates = list(zip(self.variables, values[self.results :]))
-        if len(self.kept) > 1:  # else it is verified
+        if len(self.sizes) > 1:  # else it is verified
             names = [str(context) for context in self.replicas.contexts]
-            sizes = [stop - start for start, stop in self.kept]
             # Without cuts the head computes all.
-            split = sizes if self.cuts else _work.undivided(names, self.rows)
-            _work.count(names, split, self.is_train)
+            sizes = self.sizes if self.cuts else _work.undivided(names, sum(self.sizes))
+            _work.count(names, sizes, self.is_train)
         return values[: self.results]
 
     def _gather(self, position):
         """The rows of one output of all bodies, on the first context."""
-        import mxnet as mx
-
         first = self.replicas.contexts[0]
-        shards = [
-            body.outputs[position][: stop - start].as_in_context(first)
-            for body, (start, stop) in zip(self.bodies, self.kept)
-            if stop > start
-        ]
+        shards = [body.outputs[position].as_in_context(first) for body, _ in self.filled]
         return mx.nd.concat(*shards, dim=0) if len(shards) > 1 else shards[0]
 
     def backward(self):
         """Gradients: the head's at the cut, and from there on each context its shard's."""
-
         self.head.backward()
-        if not self.cuts:  # the head computes all
-            return
-        for body, (start, stop) in zip(self.bodies, self.kept):
-            if stop > start:  # else even zeros would not do, before a loss layer
-                context = body.outputs[0].context
-                gradients = [self.head.grad_dict[name][start:stop] for name in self.cuts]
-                body.backward([gradient.as_in_context(context) for gradient in gradients])
+        # Of no rows even zeros would not do, before a loss layer. Without cuts the head does all.
+        for body, part in self.filled if self.cuts else ():
+            context = body.outputs[0].context
+            gradients = [self.head.grad_dict[name][part] for name in self.cuts]
+            body.backward([gradient.as_in_context(context) for gradient in gradients])

@@ -6,8 +6,8 @@ optimizer does with gradients (it clips them, for example) it does with that mea
 user's own.
 """
 
-import contextlib
-import sys
+import mxnet as mx
+import numpy as np
 
 from ..._engines import horovod
 from ..._patching import replaced
@@ -15,23 +15,14 @@ from ..._ranks import keras2
 from . import running_statistics
 
 
-def distribute(model, engine):
-    """Make a model of Keras one of the ranks', in place. A second time changes nothing."""
-    kinds = MakeMXNetTrainFunction, keras2.MakeTestFunction
-    keras2.install(model, engine, kinds)
-    return model
-
-
 class MXNetHorovod(horovod.HorovodEngine):
     framework = "mxnet"
 
     def sum_numbers(self, values):
-        mx = sys.modules["mxnet"]
         array = mx.nd.array(values, mx.cpu(), "float64")
         return self.horovod.allreduce_(array, op=self.horovod.Sum, name="horovod_sum").asnumpy()
 
     def broadcast_bytes(self, content):
-        mx = sys.modules["mxnet"]
         array = mx.nd.array(content, mx.cpu(), "uint8")
         return self.horovod.broadcast_(array, 0, name="horovod_broadcast").asnumpy()
 
@@ -43,7 +34,6 @@ class MXNetHorovod(horovod.HorovodEngine):
             share: this rank's.
             name: of the operation; the ranks' operations of one name belong together.
         """
-        mx = sys.modules["mxnet"]
         # Without CUDA, Horovod would look for arrays of a GPU in the host's memory.
         sent = arrays if self.horovod.cuda_built() else [a.as_in_context(mx.cpu()) for a in arrays]
         groups = {}  # type: dict  # by dtype: an operation is of one
@@ -70,19 +60,16 @@ class MXNetHorovod(horovod.HorovodEngine):
 
     def _mean_of_rows(self, array, share, name):
         """The rows that any rank has; those of one index are summed up."""
-        import numpy as np
-
         indices = self.horovod.allgather(array.indices, name=name + "_rows")
         values = self.horovod.allgather(array.data * share, name=name + "_values")
         rows, places = np.unique(indices.asnumpy(), return_inverse=True)
         sums = np.zeros((len(rows),) + array.shape[1:], array.dtype)
         np.add.at(sums, places, values.asnumpy())
-        sparse = sys.modules["mxnet"].nd.sparse
-        mean = sparse.row_sparse_array((sums, rows), array.shape, array.context, array.dtype)
+        mean = mx.nd.sparse.row_sparse_array((sums, rows), array.shape, array.context, array.dtype)
         mean.copyto(array)
 
     def problem(self, error):
-        if not isinstance(error, sys.modules["mxnet"].base.MXNetError):
+        if not isinstance(error, mx.base.MXNetError):
             return None
         # "MXNetError: Horovod has been shut down. This was caused by an exception on one of ..."
         return str(error).strip().split("\n")[0].split(": ", 1)[-1].split(". ")[0]
@@ -91,46 +78,28 @@ class MXNetHorovod(horovod.HorovodEngine):
 class MakeMXNetTrainFunction(keras2.MakeFunction):
     def run(self, function, inputs):
         share, inputs = self.share(function, inputs)
-        step = RankedMXNetStep(self.engine, function.model, share)
-        with step.going_backward(function.model._module):
-            result = function.made(inputs)
-        step.average_state()
-        return result
-
-
-class RankedMXNetStep:
-    """One step of training, of all ranks."""
-
-    def __init__(self, engine, model, share):
-        self.engine = engine
-        self.share = share
+        model, module = function.model, function.model._module
         # Moving averages, MXNet's own and those of Keras' layers; no row of the batch's.
         rows = {variable.name for variable, _ in model.state_updates}
-        self.names = sorted(model._aux_names | set(model._train_updates) - rows)
-        self.state = []  # type: list  # of the arrays that a step may set, and their values before
-
-    @contextlib.contextmanager
-    def going_backward(self, module):
-        """Within, a module that goes forward and backward then has the gradients of all ranks."""
+        names = sorted(model._aux_names | set(model._train_updates) - rows)
+        state = []  # type: list  # of the arrays that the step may set, and their values before
 
         def forward_backward(batch):
+            """The module then has the gradients of all ranks."""
             (executor,) = module._curr_module._exec_group.execs
             held = dict(executor.arg_dict, **executor.aux_dict)
-            self.state = [(held[name], held[name].copy()) for name in self.names]
+            state.extend((held[name], held[name].copy()) for name in names)
             type(module).forward_backward(module, batch)
             gradients = [array for array in executor.grad_arrays if array is not None]
-            self.engine.mean(gradients, self.share, "gradients")
+            self.engine.mean(gradients, share, "gradients")
 
         with replaced(module, forward_backward=forward_backward):
-            yield
-
-    def average_state(self):
-        """Set what the step has set to its mean over all ranks."""
-        if not self.state:
-            return
-        running_statistics.wait_for_updates()
-        # Of the changes: what has none stays as it is to the bit.
-        changes = [array - before for array, before in self.state]
-        self.engine.mean(changes, self.share, "state")
-        for (array, before), change in zip(self.state, changes):
-            array[:] = before + change
+            result = function.made(inputs)
+        if state:
+            running_statistics.wait_for_updates()
+            # Of the changes: what has none stays as it is to the bit.
+            changes = [array - before for array, before in state]
+            self.engine.mean(changes, share, "state")
+            for (array, before), change in zip(state, changes):
+                array[:] = before + change
+        return result

@@ -18,7 +18,7 @@ def placements(name, operation):
     if given and known is not None and not (rule is None and isinstance(known, Count)):
         return known
     if rule is None and not given:  # made by its attributes: numbers by their places, for example
-        return REPLICATED if operation.grows[0] == [] else Mixed()
+        return REPLICATED if operation.grows == [] else Mixed()
     if rule is None:
         return Unknown("no rule")
     if any(value.rank is None for value in operation.values):
@@ -38,8 +38,8 @@ def _first(rule, *names):
     return lambda op: rule(op.value, *map(op.get, names))
 
 
-def _named(pattern, names):
-    return " ".join(pattern.format(name) for name in names.split())
+def _named(names, *patterns):
+    return " ".join(pattern.format(name) for pattern in patterns for name in names.split())
 
 
 _LOGICAL = (
@@ -52,21 +52,16 @@ _COMMON = (
     "trunc"
 )
 #: Functions of each element, of one input.
-POINTWISE = " ".join(
-    [
-        _COMMON,
-        "abs erf erfinv gamma gammaln rcbrt relu round rsqrt sigmoid softsign Cast amp_cast clip "
-        "smooth_l1 hard_sigmoid Activation Dropout zeros_like ones_like one_hot cast_storage "
-        "_contrib_quadratic _npi_absolute _npi_around _npx_relu _npx_sigmoid",
-        _named("_npi_{}", _COMMON),
-    ]
-)
+POINTWISE = (
+    "abs erf erfinv gamma gammaln rcbrt relu round rsqrt sigmoid softsign Cast amp_cast clip "
+    "smooth_l1 hard_sigmoid Activation Dropout zeros_like ones_like one_hot cast_storage "
+    "_contrib_quadratic _npi_absolute _npi_around _npx_relu _npx_sigmoid "
+) + _named(_COMMON, "{}", "_npi_{}")
 #: With a number; and those among them that are linear.
-SCALAR = " ".join(
-    [
-        _named("_{}_scalar", "maximum minimum mod power hypot rdiv rmod rpower " + _LOGICAL),
-        _named("_npi_{}_scalar", _IN_NUMPY + " rpower rmod rtrue_divide"),
-    ]
+SCALAR = (
+    _named("maximum minimum mod power hypot rdiv rmod rpower " + _LOGICAL, "_{}_scalar")
+    + " "
+    + _named(_IN_NUMPY + " rpower rmod rtrue_divide", "_npi_{}_scalar")
 )
 LINEAR = (
     "_mul_scalar _div_scalar negative _copy BlockGrad make_loss _contrib_gradientmultiplier "
@@ -77,12 +72,10 @@ SHIFTED = (
     "_npi_rsubtract_scalar"
 )
 #: Of two inputs.
-PAIRS = " ".join(
-    [
-        _named("_{}", "maximum minimum mod power hypot " + _LOGICAL),
-        _named("broadcast_{}", "maximum minimum mod power hypot " + _LOGICAL),
-        _named("_npi_{}", _IN_NUMPY),
-    ]
+PAIRS = (
+    _named("maximum minimum mod power hypot " + _LOGICAL, "_{}", "broadcast_{}")
+    + " "
+    + _named(_IN_NUMPY, "_npi_{}")
 )
 
 RULES = {}
@@ -120,11 +113,12 @@ for _names, _rule in [
     ("FullyConnected", rules.fully_connected),
     # Views
     ("Reshape Flatten reshape_like _np_reshape _npi_reshape _npx_reshape",
-     lambda op: _rows.reshaped(op.value, op.results[0])),
+     lambda op: _rows.reshaped(op.value, op.result)),
     ("expand_dims", _first(_rows.expanded, "axis")),
     ("squeeze _np_squeeze", _first(_rows.squeezed, "axis")),
-    ("transpose _np_transpose", rules.transposed),
-    ("SwapAxis", rules.moved),
+    ("transpose _np_transpose",
+     lambda op: _rows.transposed(op.value, op.get("axes") or range(op.value.rank)[::-1])),
+    ("SwapAxis", rules.swapped),
     ("slice", rules.slice),
     ("slice_axis", rules.slice_axis),
     ("slice_like", rules.slice_like),
@@ -135,7 +129,7 @@ for _names, _rule in [
     ("tile", _first(_rows.tiled, "reps")),
     ("repeat", _first(_rows.repeated, "axis", "repeats")),
     ("broadcast_to broadcast_axis _npi_broadcast_to",
-     lambda op: _rows.broadcast(op.value, len(op.results[0]))),
+     lambda op: _rows.broadcast(op.value, len(op.result))),
     ("Pad", rules.pad),
     # Looking up
     ("Embedding", lambda op: _rows.gathered(op.values[::-1], 0)),
@@ -152,9 +146,10 @@ for _names, _rule in [
      rules.by_row(0)),
     ("BatchNorm _contrib_SyncBatchNorm", rules.normalized),
     ("RNN", rules.rnn),
-    ("SequenceMask", rules.sequence_mask),
-    ("SequenceLast", rules.sequence_last),
-    ("SequenceReverse", rules.sequence_reverse),
+    ("SequenceMask", rules.of_sequences(lambda op, time: _rows.pointwise(op.values))),
+    ("SequenceLast", rules.of_sequences(
+        lambda op, time: _rows.sliced(op.value, {time: "one"}), keeps=False)),
+    ("SequenceReverse", rules.of_sequences(lambda op, time: _rows.along(op.value, [time]))),
     ("_contrib_interleaved_matmul_selfatt_qk _contrib_interleaved_matmul_encdec_qk",
      lambda op: rules.rowwise(op.values, [1, 1], 0, op.get("heads"))),
     ("_contrib_interleaved_matmul_selfatt_valatt _contrib_interleaved_matmul_encdec_valatt",

@@ -1,5 +1,7 @@
 """Running statistics, as of BatchNorm, of several replicas, for the MXNet backend."""
 
+import mxnet as mx
+
 # Operations whose states are moving averages of means over the rows of a batch.
 MEANS = ("BatchNorm", "BatchNorm_v1", "_contrib_SyncBatchNorm", "IdentityAttachKLSparseReg")
 
@@ -10,8 +12,6 @@ def wait_for_updates():
     The backward pass of BatchNorm writes the running statistics unbeknown to MXNet's engine, so
     that a read may come before it: in 5 of 60 steps of a small model it did.
     """
-    import mxnet as mx
-
     mx.nd.waitall()
 
 

@@ -4,6 +4,8 @@ import contextlib
 import json
 import warnings
 
+import mxnet as mx
+
 from ... import _rows, errors
 from ..._rows import REPLICATED, Count, Mixed, Partial, Sharded, Unknown, Value
 from . import row_operations
@@ -20,15 +22,19 @@ class Graph:
     """A graph in the form that MXNet writes to JSON, where pieces can be cut out of it.
 
     An *entry* is one output of one node: (number of the node, number of the output).
+
+    Arguments:
+        outputs: symbols whose rows are followed; none for those of ``symbol``, which has all that
+            is wanted of the graph.
     """
 
     def __init__(self, outputs, symbol):
-        import mxnet as mx
-
         self.json = json.loads(mx.sym.Group(outputs + [symbol]).tojson())
-        self.nodes = self.json["nodes"]
+        self.nodes = [dict(node, attrs=node.get("attrs", {})) for node in self.json["nodes"]]
         self.inputs = [[tuple(i[:2]) for i in node["inputs"]] for node in self.nodes]
-        self.heads = [tuple(head[:2]) for head in self.json["heads"]]
+        heads = [tuple(head[:2]) for head in self.json["heads"]]
+        self.heads = heads[len(outputs) :]
+        self.outputs = heads[: len(outputs)] or self.heads
         self.auxiliary = set(symbol.list_auxiliary_states())
         self.placements = {}  # type: dict  # by entry, as far as rows were followed
 
@@ -37,19 +43,17 @@ class Graph:
         return {
             self.nodes[self.inputs[number][1][0]]["name"]
             for number, node in enumerate(self.nodes)
-            if node.get("attrs", {}).get("sparse_grad") == "True"
+            if node["attrs"].get("sparse_grad") == "True"
         }
 
     def symbol(self, heads, nodes=None):
-        import mxnet as mx
-
         graph = {"nodes": nodes or self.nodes, "arg_nodes": [], "heads": [h + (0,) for h in heads]}
         return mx.sym.load_json(json.dumps(dict(graph, attrs=self.json.get("attrs", {}))))
 
     # How entries depend on the rows of a batch ---------------------------------------------------
 
-    def follow(self, given, shapes, outputs=None, tried=()):
-        """Find the placement of each entry that ``outputs``, all heads by default, follow from.
+    def follow(self, given, shapes, tried=()):
+        """Find the placement of each entry that the outputs follow from.
 
         What no rule tells is taken for rows where its shape has them, and listed in ``untold``:
         ``follow_and_try`` tries it.
@@ -59,62 +63,52 @@ class Graph:
             shapes: by two numbers of rows, the shapes of variables: what grows has rows.
             tried: the nodes of which a trial said that they mix rows.
         """
-        outputs = self.heads if outputs is None else outputs
-        numbers = sorted(self.ancestors(outputs))
-        self._find_sizes(set(outputs).union(*[self.inputs[number] for number in numbers]), shapes)
+        numbers = sorted(self.ancestors(self.outputs))
+        inputs = [self.inputs[number] for number in numbers]
+        self._find_sizes(set(self.outputs).union(*inputs), shapes)
         self.placements, self.untold = {}, []
-        self._causes = {}  # type: dict  # by node that mixes rows: why
+        self._causes = dict.fromkeys(tried, "tried")  # by node that mixes rows: why
         self._origins = {}  # type: dict  # by node: itself, or the reduction that it goes on from
         for number in numbers:
-            node = self.nodes[number]
-            entries = self._used.get(number, [(number, 0)])
-            if node["op"] == "null":
-                unsaid = Mixed() if self.grows.get(entries[0]) else REPLICATED
-                self.placements[entries[0]] = given.get(node["name"], unsaid)
-                if isinstance(self.placements[entries[0]], Mixed):
-                    self._causes[number] = "mixed"
-                continue
             values = [Value(self.placements[e], self._sizes[e]) for e in self.inputs[number]]
             reduced = [
-                source
+                self._origins[source]
                 for (source, _), value in zip(self.inputs[number], values)
                 if isinstance(value.placement, (Count, Partial))
             ]
-            self._origins[number] = self._origins.get(reduced[0], number) if reduced else number
-            count = 1 + max(output for _, output in entries)
-            operation = SymbolNode(
-                node.get("attrs", {}),
-                values,
-                [self._sizes.get((number, output)) for output in range(count)],
-                [self.grows.get((number, output)) for output in range(count)],
-            )
-            found = row_operations.placements(node["op"], operation)
-            if number in tried:
-                found, self._causes[number] = Mixed(), "tried"
-            elif node["op"] not in MEANS and self.auxiliary.intersection(
-                self.nodes[source]["name"] for source, _ in self.inputs[number]
-            ):
-                found = Mixed()  # a state, of which nobody knows how those of devices go together
+            self._origins[number] = (reduced + [number])[0]
+            found = Mixed() if number in tried else self._by_rule(number, values, given)
             mixed = any(isinstance(value.placement, Mixed) for value in values)
-            for entry in entries:
+            for entry in self._used[number]:
                 placement = found[entry[1]] if isinstance(found, list) else found
                 placement = self._agreeing(placement, entry)
-                if isinstance(placement, Unknown):
-                    placement = self._by_shape(entry)
-                    if isinstance(placement, Mixed):
-                        self._causes[number] = "unknown"
-                    else:
-                        self.untold.append(entry)
-                if isinstance(placement, Mixed) and not mixed:
+                grows = self.grows.get(entry) or ()
+                if isinstance(placement, Unknown) and len(grows) == 1:
+                    placement = Sharded(grows[0], inner=1 if entry in self._one_each else None)
+                    self.untold.append(entry)
+                elif isinstance(placement, Unknown):
+                    placement, self._causes[number] = Mixed(), "unknown"
+                elif isinstance(placement, Mixed) and not mixed:
                     self._causes.setdefault(number, "mixed")
                 self.placements[entry] = placement
+
+    def _by_rule(self, number, values, given):
+        """The placement of a node's outputs, or a list of those of each."""
+        node, first = self.nodes[number], (number, 0)
+        if node["op"] == "null":
+            return given.get(node["name"], Mixed() if self.grows.get(first) else REPLICATED)
+        sources = {self.nodes[source]["name"] for source, _ in self.inputs[number]}
+        if node["op"] not in MEANS and not sources.isdisjoint(self.auxiliary):
+            return Mixed()  # a state, of which nobody knows how those of devices go together
+        operation = SymbolNode(node["attrs"], values, self._sizes.get(first), self.grows.get(first))
+        return row_operations.placements(node["op"], operation)
 
     def _find_sizes(self, entries, shapes):
         """What is known of the entries' shapes: sizes that do not grow, and dimensions that do."""
         entries = sorted(entries)
         symbol, found = self.symbol(entries), []
         for known in shapes.values():
-            _, sizes, _ = without_warning(symbol.infer_shape_partial, symbol, known)
+            _, sizes, _ = inferred(symbol.infer_shape_partial, symbol, known)
             found.append(sizes or [()] * len(entries))
         self._sizes, self.grows, self._used = {}, {}, {}  # type: dict, dict, dict
         self._one_each = set()  # entries with as many elements as rows along what grows
@@ -141,13 +135,7 @@ class Graph:
             return placement.replace(inner=1)
         return placement
 
-    def _by_shape(self, entry):
-        grows = self.grows.get(entry)
-        if grows is None or len(grows) != 1:
-            return Mixed()
-        return Sharded(grows[0], inner=1 if entry in self._one_each else None)
-
-    def follow_and_try(self, given, shapes, compute, outputs=None):
+    def follow_and_try(self, given, shapes, compute):
         """Follow the rows, and try what no rule tells, and the outputs, or where they are cut.
 
         Arguments:
@@ -158,9 +146,8 @@ class Graph:
         """
         mixing = set()  # type: set
         while True:
-            self.follow(given, shapes, outputs, mixing)
-            last = self.heads if outputs is None else outputs
-            asked = self.untold + list(last) + self.frontier(last)
+            self.follow(given, shapes, mixing)
+            asked = self.untold + self.outputs + self.frontier(self.outputs)
             wrong = self._differing(asked, compute)
             if wrong and not wrong.intersection(self.untold):  # a rule is, then: which one?
                 inside = self.ancestors(asked)
@@ -175,13 +162,14 @@ class Graph:
             for entry in set(entries)
             if isinstance(self.placements[entry], Sharded) and self.nodes[entry[0]]["op"] != "null"
         )
-        wrong = set()
-        for entry, found in zip(entries, compute(self.symbol(entries)) if entries else ()):
-            if isinstance(found, Unknown) and entry not in self.untold:
-                continue  # it is random, and a rule is known
-            if getattr(found, "axis", None) != self.placements[entry].axis:
-                wrong.add(entry)
-        return wrong
+        tried = zip(entries, compute(self.symbol(entries)) if entries else ())
+        return {
+            entry
+            for entry, found in tried
+            if getattr(found, "axis", None) != self.placements[entry].axis
+            # What is random tells nothing where a rule is known.
+            and (entry in self.untold or not isinstance(found, Unknown))
+        }
 
     def across(self, outputs, with_rows=True):
         """The first operation that mixes rows, if outputs follow from one (with rows), or None.
@@ -204,30 +192,23 @@ class Graph:
 
     # Cutting --------------------------------------------------------------------------------------
 
-    def cut(self, outputs, wanted):
+    def cut(self):
         """Cut off what can run on shards of the batch, by the placements that ``follow`` found.
 
         What an operation across rows gives, and what follows from it, is left to the head, whose
         batch is whole.
 
-        Arguments:
-            outputs: entries of the model's outputs.
-            wanted: entries whose values are wanted.
-
         Returns:
             The body, which gives the entries at the cut; the head, or None; the names that the
-            head knows those entries by; and for each wanted entry ("cut", its number at the cut)
-            or ("head", its number among the head's outputs).
+            head knows those entries by; and for each of the heads its number among the entries at
+            the cut and, after them, the head's outputs.
         """
-        body = self.ancestors(self.frontier(outputs))
-        cut = self.frontier(wanted, body)
+        body = self.ancestors(self.frontier(self.outputs))
+        cut = self.frontier(self.heads, body)
         names = ["compat_cut{}".format(number) for number in range(len(cut))]
         at_cut = {entry: number for number, entry in enumerate(cut)}
-        rest = [entry for entry in wanted if entry not in at_cut]
-        places = [
-            ("cut", at_cut[entry]) if entry in at_cut else ("head", rest.index(entry))
-            for entry in wanted
-        ]
+        rest = [entry for entry in self.heads if entry not in at_cut]
+        places = [(cut + rest).index(entry) for entry in self.heads]
         head = None
         if rest:
             # New variables stand first, so every other node's number grows by their count.
@@ -259,21 +240,20 @@ class Graph:
         return found
 
     def ancestors(self, entries):
-        found, stack = set(), [number for number, _ in entries]
-        while stack:
-            number = stack.pop()
-            if number not in found:
-                found.add(number)
-                stack.extend(source for source, _ in self.inputs[number])
+        """The nodes that entries follow from, which stand before those that use them."""
+        found = {number for number, _ in entries}
+        for number in reversed(range(len(self.nodes))):
+            if number in found:
+                found.update(source for source, _ in self.inputs[number])
         return found
 
-    def states(self, names):
-        """The operation that writes each of the auxiliary states ``names``."""
+    def states(self):
+        """The operation that writes each of the auxiliary states, by its name."""
         return {
             self.nodes[source]["name"]: node["op"]
             for node, entries in zip(self.nodes, self.inputs)
             for source, _ in entries
-            if self.nodes[source]["name"] in names
+            if self.nodes[source]["name"] in self.auxiliary
         }
 
 
@@ -282,55 +262,25 @@ def clear_errors():
 
     What it computes in the background fails there, and some later read raises it once more.
     """
-    import mxnet as mx
-
     with contextlib.suppress(mx.base.MXNetError):
         mx.nd.waitall()
 
 
-def without_warning(infer, symbol, known):
-    """What a method of a symbol infers from what is known of its arguments, by name."""
-    names = symbol.list_arguments()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return infer(**{name: value for name, value in known.items() if name in names})
-
-
-def inferred(symbol, shapes, types):
-    """Shapes and types of a symbol's arguments, from those of some; and shapes of its states.
-
-    Names that it does not have are left out.
+def inferred(infer, symbol, known):
+    """What a method of a symbol infers from what is known of its arguments, by name.
 
     Raises:
-        MXNetError: they do not follow; ``infer_shape`` only warns then, and returns None.
+        UserWarning: it does not follow; MXNet only warns of that.
     """
-    import mxnet as mx
-
     names = symbol.list_arguments()
-    found, _, states = without_warning(symbol.infer_shape, symbol, shapes)
-    typed, _, _ = without_warning(symbol.infer_type, symbol, types)
-    if found is None:
-        partial = without_warning(symbol.infer_shape_partial, symbol, shapes)[0]
-        partial = partial or [None] * len(names)
-        unknown = ["{} {}".format(*pair) for pair in zip(names, partial) if not _is_known(pair[1])]
-        unknown = ", ".join(unknown) or "its outputs"
-        raise mx.base.MXNetError("the shapes of {} cannot be decided".format(unknown))
-    if typed is None:
-        raise mx.base.MXNetError("the shapes are known, but not all types")
-    return found, typed, dict(zip(symbol.list_auxiliary_states(), states))
-
-
-def _is_known(shape):
-    """Whether a shape is known in full."""
-    return _is_ranked(shape) and all(size > 0 for size in shape)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Cannot decide")
+        return infer(**{name: value for name, value in known.items() if name in names})
 
 
 def _is_ranked(shape):
     """Whether the number of dimensions is known; ``()`` is a number in MXNet's numpy mode only."""
-    import mxnet as mx
-
-    numpy_mode = getattr(mx.util, "is_np_shape", lambda: False)
-    return shape is not None and (shape != () or numpy_mode())
+    return shape is not None and (shape != () or mx.util.is_np_shape())
 
 
 def copied_between_groups(symbol):
@@ -341,8 +291,7 @@ def copied_between_groups(symbol):
     sum for a weight is refused unless it is computed where the weight lies.
     """
     graph = Graph([], symbol)
-    states = set(symbol.list_auxiliary_states())
-    groups = [node.get("attrs", {}).get("__ctx_group__", OTHERS) for node in graph.nodes]
+    groups = [node["attrs"].get("__ctx_group__", OTHERS) for node in graph.nodes]
     users = {}
     for group, entries in zip(groups, graph.inputs):
         for entry in entries:
@@ -365,8 +314,8 @@ def copied_between_groups(symbol):
         return copies[entry, group], 0
 
     for node, group, entries in zip(graph.nodes, groups, graph.inputs):
-        state = node["op"] == "null" and node["name"] in states
-        if state and len(users[len(numbers), 0]) > 1:
+        is_shared = node["op"] == "null" and len(users.get((len(numbers), 0), ())) > 1
+        if is_shared and node["name"] in graph.auxiliary:
             raise errors.UnsupportedError(
                 "{} is used on several devices, and MXNet would keep only what one of them "
                 "computes of it. Call the layer inside one compat.device() only.".format(
@@ -374,7 +323,7 @@ def copied_between_groups(symbol):
                 )
             )
         number = add(node, group, [copied(entry, group) for entry in entries])
-        if node["op"] == "null" and len(users.get((len(numbers), 0), ())) > 1:
+        if is_shared:
             number = add({"op": "_copy", "name": node["name"] + "_shared"}, group, [(number, 0)])
         numbers.append(number)
     return graph.symbol([(numbers[source], output) for source, output in graph.heads], nodes)

@@ -48,27 +48,20 @@ class _MXNetStep(keras2.FunctionStep):
             for name, array in held.items()
         }
 
-    def _slots(self):
-        optimizer = getattr(self.model, "optimizer", None)
-        return list(optimizer.weights) if optimizer is not None else []
-
     def read(self):
         self.replicas._sync_weights()
         values = {label: array.asnumpy() for label, array in self._arrays().items()}
-        for place, array in enumerate(self._slots()):
+        optimizer = getattr(self.model, "optimizer", None)
+        for place, array in enumerate(optimizer.weights if optimizer is not None else ()):
             values["slot {}".format(place)] = array.asnumpy()
         return values
 
     def write(self, values):
-        held = {
-            label.partition(" ")[2]: values[label] for label in self._arrays() if label in values
-        }
-        model = self.model
-        self.replicas._set_weights(
-            {name: value for name, value in held.items() if name in model._args},
-            {name: value for name, value in held.items() if name in model._auxs},
-        )
-        optimizer = getattr(model, "optimizer", None)
+        self.replicas._set_weights()  # they take Keras' arrays before the next batch
+        for label, array in self._arrays().items():
+            if label in values:
+                array[:] = values[label]
+        optimizer = getattr(self.model, "optimizer", None)
         if self.kind == "train" and optimizer is not None:
             slots = ["slot {}".format(place) for place in range(len(values))]
             # Without any, as before the first step, set_weights() makes them 0, as they begin.
