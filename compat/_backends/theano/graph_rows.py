@@ -1,8 +1,8 @@
 """How the variables of a graph depend on the rows of a batch, followed from its inputs on."""
 
-from ..._rows import REPLICATED, Count, Mixed, Replicated, Sharded, Unknown, Value, without_rows
+from ..._rows import REPLICATED, Count, Mixed, Replicated, Sharded, Value
 from .graph_sizes import Sizes
-from .row_operations import ARRANGING, TABLE, Drawn, drawn
+from .row_operations import ARRANGING, TABLE, Drawn, drawn, unknown
 
 
 class VariableRows:
@@ -57,16 +57,7 @@ class VariableRows:
         if name in ARRANGING and any(isinstance(each, Drawn) for each in given):
             if all(isinstance(each, (Replicated, Count, Drawn)) for each in given):
                 return [Drawn()] * len(node.outputs)
-        values = [self.value(variable) for variable in node.inputs]
-        if rule is None:
-            found = without_rows([value.placement for value in values])
-            if found is None:  # what unites what the devices have cannot be tried
-                one = all(
-                    v.axis is not None or without_rows([v.placement]) is not None for v in values
-                )
-                found = Unknown("it is not known") if one else Mixed()
-        else:
-            found = rule(node, values, self)
+        found = rule(node, [self.value(variable) for variable in node.inputs], self)
         return found if isinstance(found, list) else [found] * len(node.outputs)
 
     def inside(self, pairs, wanted):
@@ -90,4 +81,4 @@ def _entry(op):
         for kind in type(op).__mro__:
             if kind.__name__ in TABLE:
                 return kind.__name__, TABLE[kind.__name__]
-    return type(op).__name__, None
+    return type(op).__name__, unknown

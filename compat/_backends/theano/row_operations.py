@@ -50,6 +50,12 @@ def _of_first(rule):
     return applied
 
 
+def unknown(node, values, rows):
+    """Of what no rule knows. What unites what the devices have cannot be tried."""
+    united = any(isinstance(value.placement, Partial) for value in values)
+    return _plain(values) or (Mixed() if united else Unknown("it is not known"))
+
+
 # Element by element, and nothing at all ---------------------------------------------------------
 
 
@@ -88,18 +94,14 @@ def _shaped(node, values, rows):
 _HOW = {"add": "sum", "maximum": "max", "minimum": "min", "or": "any", "and": "all"}
 
 
-def _how(op):
-    if type(op).__name__ == "Mean":
-        return "mean"
-    return _HOW.get(str(op.scalar_op).lower(), "other")
-
-
 def _reduced(node, values, rows):
-    return _rows.reduced(values[0], node.op.axis, _how(node.op))
+    is_mean = type(node.op).__name__ == "Mean"
+    how = "mean" if is_mean else _HOW.get(str(node.op.scalar_op).lower(), "other")
+    return _rows.reduced(values[0], node.op.axis, how)
 
 
 def _maximum(node, values, rows):
-    hows = {"MaxAndArgmax": ["max", "position"]}.get(type(node.op).__name__, ["position"])
+    hows = ["max", "position"][-len(node.outputs) :]  # Argmax has the last one only
     return [_rows.reduced(values[0], node.op.axis, how) for how in hows]
 
 
@@ -129,27 +131,21 @@ def _along_last(values):
 
 
 def _batched_product(node, values, rows):
-    first, second = [value.rank for value in values]
-    left, right = "b" + "ij"[: first - 1], "b" + "jk"[: second - 1]
-    if first == 2:
-        left, right = "bj", "bjk"[:second]
-    kept = "b" + ("i" if first == 3 else "") + ("k" if second == 3 else "")
-    return _rows.contracted(values, [left, right], kept)
+    letters = {2: "bj", 3: "bij"}[values[0].rank], {2: "bj", 3: "bjk"}[values[1].rank]
+    return _rows.contracted(values, letters, [each for each in "bik" if each in "".join(letters)])
 
 
 # Views --------------------------------------------------------------------------------------------
 
 
+@_unless_plain
 def _dimshuffled(node, values, rows):
-    value, order = values[0], node.op.new_order
-    kept = [axis for axis in order if axis != "x"]
-    dropped = [axis for axis in range(value.rank) if axis not in kept]
-    found = _rows.squeezed(value, dropped)
-    left = sorted(kept)
-    found = Value(found, [value.shape[axis] for axis in left])
-    found = Value(_rows.transposed(found, [left.index(axis) for axis in kept]), [None] * len(kept))
-    new = [place for place, axis in enumerate(order) if axis == "x"]
-    return _rows.expanded(found, new) if new else found.placement
+    placement, order = values[0].placement, list(node.op.new_order)
+    if isinstance(placement, Partial):
+        return placement
+    if placement.axis not in order:  # dropped, of one row
+        return Mixed()
+    return placement.replace(axis=order.index(placement.axis))
 
 
 @_unless_plain
@@ -176,13 +172,13 @@ def _parts(node, variables, rows):
 
     parts = {}
     for axis, index in enumerate(get_idx_list(variables, node.op.idx_list)):
-        asked = [index.start, index.stop, index.step] if isinstance(index, slice) else [index]
-        if isinstance(index, slice):
-            if _is_whole(index, rows.sizes.dimensions(variables[0])[axis], rows):
-                continue
+        is_slice = isinstance(index, slice)
+        if is_slice and _is_whole(index, rows.sizes.dimensions(variables[0])[axis], rows):
+            continue
+        asked = [index.start, index.stop, index.step] if is_slice else [index]
         if any(not isinstance(rows.of(v), Replicated) for v in asked if hasattr(v, "owner")):
             return None
-        parts[axis] = "part" if isinstance(index, slice) else "one"
+        parts[axis] = "part" if is_slice else "one"
     return parts
 
 
@@ -239,8 +235,7 @@ def _looked_up_by_several(node, values, rows):
             if all(v.placement == each or isinstance(v.placement, Replicated) and not v.rank
                    for v in rest):  # fmt: skip
                 return each
-    known = all(isinstance(v.placement, (Replicated, Sharded)) for v in values)
-    return Unknown("it is not known") if known else Mixed()
+    return unknown(node, values, rows)
 
 
 def _is_each_row(numbers, data, rows):
@@ -250,7 +245,7 @@ def _is_each_row(numbers, data, rows):
     first, last, step = [rows.sizes.numbers(each) for each in numbers.owner.inputs]
     if first is None or last is None or step is None or any(first) or any(s != 1 for s in step):
         return False
-    return list(map(int, last)) == rows.sizes.dimensions(data)[0]
+    return last == rows.sizes.dimensions(data)[0]
 
 
 @_of_first
