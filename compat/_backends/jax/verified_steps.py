@@ -7,6 +7,9 @@ Its random numbers do not depend on how it is sharded, so that they are compared
 import contextlib
 import itertools
 
+import jax
+import numpy as np
+
 from ... import _patching, _replicas
 from ..._verification import keras_steps
 from . import op_placement
@@ -14,9 +17,6 @@ from . import op_placement
 
 class VerifiedJAXStep(keras_steps.Verified):
     """The method by which Keras makes the function of a step."""
-
-    def make_undivided(self, model):
-        return self.made_anew(model)
 
     def made_anew(self, model):
         name = keras_steps.STEPS[self.kind]
@@ -30,6 +30,8 @@ class VerifiedJAXStep(keras_steps.Verified):
         step.__name__ = name
         with _patching.replaced(model, **{name: step}):
             return keras_steps.made_anew(self, model)
+
+    make_undivided = made_anew  # traced when it is called, where models run undivided
 
     def step(self, function, args):
         return _JAXStep(self, function, *args)
@@ -47,48 +49,38 @@ class _JAXStep(keras_steps.KerasStep):
             groups.append(("slot", getattr(model.optimizer, "variables", ())))
         if self.kind != "predict":
             groups.append(("metric state", model.metrics_variables))
-        self.variables = [variables for _, variables in groups]
-        self.labels, taken = [], set()  # an optimizer may call two variables the same
+        self.labels, self.variables = [], {}  # as in Keras' state; and the variables by label
         for word, variables in groups:
             self.labels.append([])
-            for variable in variables:
-                label = keras_steps.unlike("{} {}".format(word, variable.path), taken)
-                taken.add(label)
+            for variable in variables:  # an optimizer may call two of them the same
+                label = keras_steps.unlike("{} {}".format(word, variable.path), self.variables)
+                self.variables[label] = variable
                 self.labels[-1].append(label)
-        self.state = self._arrays(state)
-        self.batches = self._taken(iterator)
-
-    def _taken(self, iterator):
+        self._keep(state)
         first = next(iterator)
-        return [first] + list(itertools.islice(iterator, self.model.steps_per_execution - 1))
+        self.batches = [first] + list(itertools.islice(iterator, model.steps_per_execution - 1))
 
     def as_array(self, value):
-        import numpy as np
-
         return np.asarray(value)
 
-    def _arrays(self, state):
-        return [[self.as_array(value) for value in values] for values in state]
-
-    def read(self):
-        return {
-            label: value
-            for labels, values in zip(self.labels, self.state)
+    def _keep(self, state):
+        self.values = {
+            label: self.as_array(value)
+            for labels, values in zip(self.labels, state)
             for label, value in zip(labels, values)
         }
 
+    def read(self):
+        return dict(self.values)
+
     def write(self, values):
-        self.state = [
-            [values.get(label, old) for label, old in zip(labels, olds)]
-            for labels, olds in zip(self.labels, self.state)
-        ]
+        self.values.update((label, values[label]) for label in self.values if label in values)
 
     def give_up(self, values):
         """Keras has taken the values out of the variables for as long as it loops."""
         self.write(values)
-        for variables, arrays in zip(self.variables, self.state):
-            for variable, value in zip(variables, arrays):
-                variable.assign(value)
+        for label, variable in self.variables.items():
+            variable.assign(self.values[label])
 
     def is_random(self, label):
         return False
@@ -96,13 +88,15 @@ class _JAXStep(keras_steps.KerasStep):
     def by_design(self, inference, changed):
         return None  # one program, with the statistics of the whole batch
 
-    def _run(self, function):
-        import jax
+    def _state(self):
+        """The values as a program takes them, to which it gives their memory."""
+        return tuple(
+            [jax.numpy.array(self.values[label]) for label in each] for each in self.labels
+        )
 
-        # The program takes the memory of its arguments.
-        state = tuple([jax.numpy.array(value) for value in values] for values in self.state)
-        results, after = function(state, iter(self.batches))
-        self.state = self._arrays(after)
+    def _run(self, function):
+        results, after = function(self._state(), iter(self.batches))
+        self._keep(after)
         return results, after
 
     def on_one_device(self):
@@ -115,17 +109,12 @@ class _JAXStep(keras_steps.KerasStep):
         return (results, state), self.named(results)
 
     def operations(self):
-        import jax
-
         function = self.method.made_anew(self.model)
         found = op_placement.executed(jax, lambda: self._run(function))
         return op_placement.products(found)
 
     def outputs(self, undivided):
-        import jax
-
-        data = self.batches[0]
-        inputs = keras_steps.inputs_of(data)
+        inputs, (weights, state, *_) = keras_steps.inputs_of(self.batches[0]), self._state()
 
         def infer(weights, state, inputs):
             outputs, _, losses = self.model.stateless_call(
@@ -135,7 +124,7 @@ class _JAXStep(keras_steps.KerasStep):
 
         with _replicas.undivided() if undivided else contextlib.ExitStack():
             try:
-                outputs, losses = jax.jit(infer)(self.state[0], self.state[1], inputs)
+                outputs, losses = jax.jit(infer)(weights, state, inputs)
             except NotImplementedError:  # a model whose train_step calls its parts
                 return None
         return self.outputs_and_losses(outputs, losses)
