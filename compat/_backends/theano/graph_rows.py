@@ -1,8 +1,8 @@
 """How the variables of a graph depend on the rows of a batch, followed from its inputs on."""
 
-from ..._rows import REPLICATED, Count, Mixed, Replicated, Sharded, Value
+from ..._rows import REPLICATED, Count, Mixed, Replicated, Sharded, Value, without_rows
 from .graph_sizes import Sizes
-from .row_operations import ARRANGING, TABLE, Drawn, drawn, unknown
+from .row_operations import ARRANGING, OF_SIZES, TABLE, Drawn, drawn, unknown
 
 
 class VariableRows:
@@ -38,10 +38,10 @@ class VariableRows:
     def value(self, variable):
         placement = self.of(variable)
         if isinstance(placement, Drawn):
-            placement = self._as_drawn(variable)
+            placement = self.as_drawn(variable)
         return Value(placement, self.sizes.shape(variable))
 
-    def _as_drawn(self, variable):
+    def as_drawn(self, variable):
         """Where random numbers have rows: along the one dimension that grows with them."""
         grown = self.sizes.grown(variable)
         if not grown:
@@ -57,7 +57,10 @@ class VariableRows:
         if name in ARRANGING and any(isinstance(each, Drawn) for each in given):
             if all(isinstance(each, (Replicated, Count, Drawn)) for each in given):
                 return [Drawn()] * len(node.outputs)
-        found = rule(node, [self.value(variable) for variable in node.inputs], self)
+        values = [self.value(variable) for variable in node.inputs]
+        found = without_rows([value.placement for value in values])
+        if found is None or rule in OF_SIZES:
+            found = rule(node, values, self)
         return found if isinstance(found, list) else [found] * len(node.outputs)
 
     def inside(self, pairs, wanted):

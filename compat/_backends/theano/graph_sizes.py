@@ -89,14 +89,6 @@ class Sizes:
         shape = [list(map(int, sizes)) for sizes in zip(*numbers)]
         return [None] * (len(node.outputs) - 1) + [shape]
 
-    def ends(self, index):
-        """The start, the stop and the step of a slice, for each of ``ROWS``; or None."""
-        found = [
-            self.numbers(each) if hasattr(each, "owner") else [each] * len(ROWS)
-            for each in (index.start, index.stop, index.step)
-        ]
-        return None if any(each is None for each in found) else list(zip(*found))
-
     def _branched(self, node):
         dimensions = [self.dimensions(variable) for variable in node.inputs[1:]]
         pairs = zip(dimensions[: node.op.n_outs], dimensions[node.op.n_outs :])

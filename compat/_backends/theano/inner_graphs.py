@@ -29,9 +29,8 @@ def looped(node, values, rows):
 
     loop = scan_args(node.inputs, node.outputs, node.op.inputs, node.op.outputs, node.op.info)
     of = dict(zip(node.inputs, [value.placement for value in values]))
-    found = _rows.without_rows(list(of.values()))
-    if found is not None or loop.outer_in_mit_mot:
-        return found or Unknown("a loop's gradient")
+    if loop.outer_in_mit_mot:
+        return Unknown("a loop's gradient")
     states = loop.outer_in_mit_sot + loop.outer_in_sit_sot
     if any(_is_first(of[v]) for v in loop.outer_in_seqs):
         each_row = _over_rows(loop, of, rows)
