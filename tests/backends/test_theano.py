@@ -962,5 +962,5 @@ def test_the_files_of_a_report_are_those_that_exist(tmp_path):
     (tmp_path / "b").write_text("[global]\ndevice = cpu\n")
     flags = theano_flags.Flags(environ)
     assert flags.files == [str(tmp_path / "b")]
-    assert list(flags) == [("device", "cpu")]
+    assert list(flags.spelled_as(())) == [("device", "cpu")]
     assert flags.get("device") == "cpu" and flags.get("floatX") is None

@@ -10,7 +10,6 @@ from ... import _ranks, errors
 from ..._discovery import usable_cores
 from ..._numbers import whole_number
 from ...backend import Backend
-from . import sharding
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -125,6 +124,8 @@ class JAX(Backend):
     def devices(self) -> "List[str]":
         """As Keras names them. Simulated ones are known before JAX makes them."""
         jax = self.import_framework()
+        from . import sharding  # imports jax
+
         simulated = getattr(jax.config, "jax_num_cpu_devices", -1)
         if not self.initialised() and jax.config.jax_platforms == "cpu" and simulated > 0:
             return ["cpu:{}".format(index) for index in range(simulated)]
@@ -135,6 +136,8 @@ class JAX(Backend):
     def parallelize(self, model: "Any", devices: "Sequence[str]") -> "Any":
         """Give the instance a ``call`` that is sharded, or the class's own one back."""
         jax = self.import_framework()
+        from . import sharding  # imports jax
+
         sharding.check_distribution(model)
         by_name = {sharding.device_name(device): device for device in jax.local_devices()}
         before = sharding.ShardedCall.of(model)
@@ -164,6 +167,8 @@ class JAX(Backend):
     def memory_peaks(self) -> "Dict[str, int]":
         """``memory_stats()``, which CPU devices do not have."""
         jax = self.import_framework()
+        from . import sharding  # imports jax
+
         told = {sharding.device_name(d): d.memory_stats() or {} for d in jax.local_devices()}
         key = "peak_bytes_in_use"
         return {name: stats[key] for name, stats in told.items() if key in stats}
@@ -185,7 +190,7 @@ class JAX(Backend):
     def distribute(self, model: "Any", place: "Place") -> "Any":
         """See ``ranks``."""
         self.import_framework()
-        from . import ranks  # not at start-up
+        from . import ranks, sharding  # they import jax
 
         sharding.check_distribution(model)
         return ranks.distribute(model, place)
@@ -211,6 +216,8 @@ def _check_devices_made(jax, settings):
         as_asked = on_cpu or not chosen.declined
     if as_asked:
         return
+    from . import sharding  # imports jax
+
     imported = [module.split(".")[0] for module in sys.modules]  # in the order of import
     first = next(top for top in imported if top in ("keras", "jax"))
     raise errors.too_late(

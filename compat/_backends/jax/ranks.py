@@ -5,9 +5,12 @@ program that spans processes would have to be the same on all ranks, and batches
 """
 
 import contextlib
-import sys
 import threading
 import types
+from functools import partial
+
+import jax
+import jax.numpy as jnp
 
 from ... import _keras, _patching, errors
 from ..._engines.jax_distributed import JaxDistributed
@@ -66,10 +69,6 @@ class RankedJAXTestFunction(keras_model.RankedMethod):
         model.test_function = model._make_function(counted)
 
 
-def _compiled(model):
-    return not model.run_eagerly and model.jit_compile
-
-
 class Reduced:
     """A step in which Keras' losses divide by what all ranks have, where they are no means.
 
@@ -78,12 +77,11 @@ class Reduced:
     """
 
     def __init__(self, model, engine, step):
-        jax = sys.modules["jax"]
         self.engine = engine
         self.keras = _keras.keras_of(model)
         self.step = step  # of state, data and this rank's share of the rows
         self.asked = {}  # shapes of data -> whether losses ask for the share, and for totals
-        self.compiled = _compiled(model)
+        self.compiled = not model.run_eagerly and model.jit_compile
         self.ask = jax.jit(self.find) if self.compiled else self.find
         self.run = jax.jit(self.reduced, donate_argnums=0) if self.compiled else self.reduced
 
@@ -105,13 +103,22 @@ class Reduced:
         """Found by tracing the step; one that cannot be traced is taken to ask for all."""
         if not self.compiled:
             return True, True
-        asked = []
-        found = sys.modules["jax"].eval_shape(
-            lambda state, data: self.find(state, data, 1.0, asked), state, data
-        )
-        return bool(asked or found), bool(found)
+        asked = set()
 
-    def find(self, state, data, share, asked=None):
+        def note(what, value):
+            asked.add(what)
+            return value
+
+        share, total = partial(note, "share", 1.0), partial(note, "totals")
+        jax.eval_shape(partial(self.within, share, total), state, data)
+        return bool(asked), "totals" in asked
+
+    def within(self, share, total, state, data):
+        """Do the step; ``share`` and ``total`` are what ``losses.Reductions`` takes."""
+        with losses.Reductions(share, total).within(self.keras):
+            return self.step(state, data, share)
+
+    def find(self, state, data, share):
         """The lists of which losses ask the totals."""
         found = []
 
@@ -119,20 +126,12 @@ class Reduced:
             found.append(list(values))
             return values
 
-        def give_share():
-            if asked is not None:
-                asked.append(share)
-            return share
-
-        with losses.Reductions(give_share, total).within(self.keras):
-            self.step(state, data, give_share)
+        self.within(lambda: share, total, state, data)
         return found
 
     def reduced(self, state, data, share, totals):
         rest = iter(totals)
-        reductions = losses.Reductions(lambda: share, lambda values: next(rest))
-        with reductions.within(self.keras):
-            return self.step(state, data, lambda: share)
+        return self.within(lambda: share, lambda values: next(rest), state, data)
 
 
 class RankedJAXStep:
@@ -142,15 +141,11 @@ class RankedJAXStep:
         self.model = model
         self.engine = engine
         self.compute = Reduced(model, engine, self.gradients)
-        self.update = self.updated
-        if _compiled(model):
-            self.update = sys.modules["jax"].jit(self.updated, donate_argnums=(0, 1))
-        averaged = {id(variable) for variable in keras3.averaged(model)}
-        self.averaged = [
-            place
-            for place, variable in enumerate(model.non_trainable_variables)
-            if id(variable) in averaged
-        ]
+        update = self.updated
+        self.update = jax.jit(update, donate_argnums=(0, 1)) if self.compute.compiled else update
+        averaged = set(map(id, keras3.averaged(model)))
+        others = enumerate(model.non_trainable_variables)
+        self.averaged = [place for place, variable in others if id(variable) in averaged]
         self.count = 0
 
     def __call__(self, state, data):
@@ -160,7 +155,7 @@ class RankedJAXStep:
         if not self.count:
             self.check_loss(state, data)
         logs, buckets, trainable, others = self.compute(state, data, lambda: share)
-        means = [self.engine.sum_array(bucket) for bucket in buckets]
+        means = {dtype: self.engine.sum_array(bucket) for dtype, bucket in buckets.items()}
         trainable, others = self.update(trainable, others, means)
         self.count += 1
         non_trainable, optimizer, metrics = others
@@ -174,13 +169,12 @@ class RankedJAXStep:
             logs, (trainable, non_trainable, optimizer, metrics) = self.model.train_step(
                 state, data
             )
-        if len(captured.gradients) != 1:
+        calls = len(captured.gradients)
+        if calls != 1:
             raise errors.unsupported(
                 "jax",
                 "train model {!r} as one of several ranks: its train_step calls "
-                "optimizer.stateless_apply {} times".format(
-                    self.model.name, len(captured.gradients)
-                ),
+                "optimizer.stateless_apply {} times".format(self.model.name, calls),
                 "Have it do so once.",
             )
         scale = 1.0 if captured.scaled else share()
@@ -207,22 +201,21 @@ class RankedJAXStep:
     def verified(self, state):
         """The state, compared with the other ranks'. See ``_ranks.checksum.verify``."""
         model = self.model
-        same = {id(variable) for variable in keras3.same(model)}
         groups = model.trainable_variables, model.non_trainable_variables, model.optimizer.variables
+        same = set(map(id, keras3.same(model) + list(groups[2])))
         state = [list(part) for part in state]
         places = [
             (part, place, variable.path)
             for part, variables in zip(state, groups)
             for place, variable in enumerate(variables)
-            if part is state[2] or id(variable) in same
+            if id(variable) in same
         ]
 
         def write(number, value):
             part, place, _ = places[number]
-            part[place] = self.engine.jax.numpy.asarray(value)
+            part[place] = jnp.asarray(value)
 
-        arrays = [part[place] for part, place, _ in places]
-        names = [name for _, _, name in places]
+        names, arrays = [name for *_, name in places], [part[place] for part, place, _ in places]
         checksum.verify(self.engine, names, arrays, write, self.count)
         return tuple(state)
 
@@ -246,24 +239,22 @@ def _summed(dtype):
 
 
 def _flat(parts):
-    """All numbers in a row for each type in which they are summed up."""
-    jnp = sys.modules["jax"].numpy
+    """All numbers in a row, by the type in which they are summed up."""
     buckets = {}
     for part in parts:
         dtype = _summed(part.dtype)
         buckets.setdefault(dtype, []).append(jnp.ravel(part).astype(dtype))
-    return [jnp.concatenate(bucket) for bucket in buckets.values()]
+    return {dtype: jnp.concatenate(bucket) for dtype, bucket in buckets.items()}
 
 
 def _shaped(buckets, targets):
     """The opposite, as arrays like the targets."""
-    starts, parts = {}, []
+    starts, parts = dict.fromkeys(buckets, 0), []
     for target in targets:
         dtype = _summed(target.dtype)
-        number, start = starts.get(dtype, (len(starts), 0))
-        part = buckets[number][start : start + target.size]
-        parts.append(part.reshape(target.shape).astype(target.dtype))
-        starts[dtype] = number, start + target.size
+        start, end = starts[dtype], starts[dtype] + target.size
+        parts.append(buckets[dtype][start:end].reshape(target.shape).astype(target.dtype))
+        starts[dtype] = end
     return parts
 
 
@@ -288,7 +279,7 @@ def _captured(model, share):
 
     def scale_share(loss):
         captured.scaled = True
-        return scale_loss(loss) * sys.modules["jax"].numpy.asarray(share(), loss.dtype)
+        return scale_loss(loss) * jnp.asarray(share(), loss.dtype)
 
     ours = {"stateless_apply": capture}
     if hasattr(optimizer, "inner_optimizer"):

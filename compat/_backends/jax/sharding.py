@@ -7,6 +7,10 @@ which XLA splits everything that depends on the batch, and sums the gradients. S
 
 import sys
 
+import jax
+import numpy as np
+from jax.interpreters import ad
+
 from ... import _keras, _keras_steps, _patching, _replicas, _work, errors
 
 
@@ -46,18 +50,12 @@ def _make_sorts_divisible():
     partitioner fails a check at that, and ends the process, where a dimension does not divide
     among the devices.
     """
-    import jax
-    from jax.interpreters import ad
-
     if _patching.find(ad.primitive_jvps, jax.lax.sort_p) is None:
         _patching.Patch(ad.primitive_jvps, jax.lax.sort_p, _differentiate_sort)
         jax.clear_caches()  # also of what it has differentiated so far
 
 
 def _differentiate_sort(primals, tangents, dimension, **options):
-    import jax
-    from jax.interpreters import ad
-
     order = jax.lax.broadcasted_iota("int32", primals[0].shape, dimension)
     *found, order = jax.lax.sort_p.bind(*primals, order, dimension=dimension, **options)
 
@@ -106,9 +104,6 @@ class ShardedCall(_patching.InstanceMethod):
     """
 
     def __init__(self, devices, belongs_to=None):
-        import jax
-        import numpy as np
-
         super().__init__(devices)
         self.belongs_to = belongs_to  # that of the model whose steps call this one
         self.names = [device_name(device) for device in devices]
@@ -125,8 +120,6 @@ class ShardedCall(_patching.InstanceMethod):
 
     def remove(self, model):
         """Give the variables back to JAX's default device, too."""
-        import numpy as np
-
         super().remove(model)
         StateOnDevices.of(model).remove(model)
         for variable in _variables(model):
@@ -135,8 +128,6 @@ class ShardedCall(_patching.InstanceMethod):
 
     def place(self, model):
         """Replicate the variables: also those that are new, or that were set since."""
-        import jax
-
         check_distribution(model)
         for variable in _variables(model):
             value = variable._value  # None: a variable whose making is deferred
@@ -144,20 +135,17 @@ class ShardedCall(_patching.InstanceMethod):
                 variable.assign(jax.device_put(value, self.whole))
 
     def __call__(self, model, *args, **kwargs):
-        import jax
-
         call = self.plain(model)
         tree = _keras.keras_of(model).tree
         batch = next(filter(_has_rows, tree.flatten((args, kwargs))), None)
         # Not where a model is exported: a batch of unknown size names no machine's devices.
         if batch is None or _replicas.runs_undivided() or not isinstance(batch.shape[0], int):
             return call(*args, **kwargs)
+        rows = batch.shape[0]
         if not isinstance(batch, jax.core.Tracer):
             self.place(model)
-
-        rows = batch.shape[0]
-        if not isinstance(batch, jax.core.Tracer) and not (self.belongs_to or self).in_step:
-            self.count(rows, self.divides(rows), False)
+            if not (self.belongs_to or self).in_step:
+                self.count(rows, self.divides(rows), False)
         args, kwargs = self.shard((args, kwargs), rows, tree)
         with _replicas.undivided():
             outputs = call(*args, **kwargs)
@@ -165,19 +153,16 @@ class ShardedCall(_patching.InstanceMethod):
 
     def shard(self, values, rows, tree):
         """The same nested values, with the arrays of so many rows sharded."""
-        import jax
 
         def shard(value):
             if not _has_rows(value) or value.shape[0] != rows:
                 return value
-            if _is_staged(value) or self.divides(rows):
+            # Not staged, of run_eagerly: an array by itself cannot be uneven.
+            is_split = _is_staged(value) or self.divides(rows)
+            if is_split:
                 self.split.add(rows)
-            if _is_staged(value):
-                sharded = jax.lax.with_sharding_constraint(value, self.rows)
-            else:
-                # Of run_eagerly: an array by itself cannot be uneven.
-                sharded = jax.device_put(value, self.rows if self.divides(rows) else self.whole)
-            return _with_mask_of(value, sharded)
+            put = jax.lax.with_sharding_constraint if _is_staged(value) else jax.device_put
+            return _with_mask_of(value, put(value, self.rows if is_split else self.whole))
 
         return tree.map_structure(shard, self.replicate_uneven(values, rows, tree))
 
@@ -193,7 +178,6 @@ class ShardedCall(_patching.InstanceMethod):
 
     def replicate_uneven(self, values, rows, tree):
         """The same nested values, whole on each device if so many rows do not divide."""
-        import jax
 
         def replicate(value):
             if not _is_staged(value) or not _has_rows(value):
@@ -283,13 +267,11 @@ def device_name(device):
 
 def _is_staged(value):
     """Whether a program is being traced, and not an array differentiated where it is."""
-    tracer = sys.modules["jax"].core.Tracer
-    while isinstance(value, tracer) and hasattr(value, "primal"):
+    while isinstance(value, jax.core.Tracer) and hasattr(value, "primal"):
         value = value.primal
-    return isinstance(value, tracer)
+    return isinstance(value, jax.core.Tracer)
 
 
 def _has_rows(value):
     """Whether this is a dense array (sparse ones stay whole) with a first dimension."""
-    jax = sys.modules["jax"]
     return isinstance(value, (jax.Array, jax.core.Tracer)) and value.ndim > 0

@@ -6,6 +6,9 @@ Its random numbers do not depend on how it is sharded, so that they are compared
 
 import itertools
 
+import jax
+import numpy as np
+
 from ... import _patching, _replicas
 from ..._verification import keras_steps
 from . import op_placement
@@ -40,48 +43,38 @@ class _JAXStep(keras_steps.KerasStep):
             groups.append(("slot", getattr(model.optimizer, "variables", ())))
         if self.kind != "predict":
             groups.append(("metric state", model.metrics_variables))
-        self.variables = [variables for _, variables in groups]
-        self.labels, taken = [], set()  # an optimizer may call two variables the same
+        self.labels, self.variables = [], {}  # as in Keras' state; and the variables by label
         for word, variables in groups:
             self.labels.append([])
-            for variable in variables:
-                label = keras_steps.unlike("{} {}".format(word, variable.path), taken)
-                taken.add(label)
+            for variable in variables:  # an optimizer may call two of them the same
+                label = keras_steps.unlike("{} {}".format(word, variable.path), self.variables)
+                self.variables[label] = variable
                 self.labels[-1].append(label)
-        self.state = self._arrays(state)
-        self.batches = self._taken(iterator)
-
-    def _taken(self, iterator):
+        self._keep(state)
         first = next(iterator)
-        return [first] + list(itertools.islice(iterator, self.model.steps_per_execution - 1))
+        self.batches = [first] + list(itertools.islice(iterator, model.steps_per_execution - 1))
 
     def as_array(self, value):
-        import numpy as np
-
         return np.asarray(value)
 
-    def _arrays(self, state):
-        return [[self.as_array(value) for value in values] for values in state]
-
-    def read(self):
-        return {
-            label: value
-            for labels, values in zip(self.labels, self.state)
+    def _keep(self, state):
+        self.values = {
+            label: self.as_array(value)
+            for labels, values in zip(self.labels, state)
             for label, value in zip(labels, values)
         }
 
+    def read(self):
+        return dict(self.values)
+
     def write(self, values):
-        self.state = [
-            [values.get(label, old) for label, old in zip(labels, olds)]
-            for labels, olds in zip(self.labels, self.state)
-        ]
+        self.values.update((label, values[label]) for label in self.values if label in values)
 
     def give_up(self, values):
         """Keras has taken the values out of the variables for as long as it loops."""
         self.write(values)
-        for variables, arrays in zip(self.variables, self.state):
-            for variable, value in zip(variables, arrays):
-                variable.assign(value)
+        for label, variable in self.variables.items():
+            variable.assign(self.values[label])
 
     def is_random(self, label):
         return False
@@ -89,13 +82,15 @@ class _JAXStep(keras_steps.KerasStep):
     def by_design(self, inference, changed):
         return None  # one program, with the statistics of the whole batch
 
-    def _run(self, function):
-        import jax
+    def _state(self):
+        """The values as a program takes them, to which it gives their memory."""
+        return tuple(
+            [jax.numpy.array(self.values[label]) for label in each] for each in self.labels
+        )
 
-        # The program takes the memory of its arguments.
-        state = tuple([jax.numpy.array(value) for value in values] for values in self.state)
-        results, after = function(state, iter(self.batches))
-        self.state = self._arrays(after)
+    def _run(self, function):
+        results, after = function(self._state(), iter(self.batches))
+        self._keep(after)
         return results, after
 
     def on_one_device(self):
@@ -108,19 +103,16 @@ class _JAXStep(keras_steps.KerasStep):
         return (results, state), self.named(results)
 
     def operations(self):
-        import jax
-
         function = self.method.made_anew(self.model)
         found = op_placement.executed(jax, lambda: self._run(function))
         return op_placement.products(found)
 
     def infer(self, inputs):
-        import jax
-
         def infer(weights, state, inputs):
             outputs, _, losses = self.model.stateless_call(
                 weights, state, inputs, training=False, return_losses=True
             )
             return outputs, losses
 
-        return jax.jit(infer)(self.state[0], self.state[1], inputs)
+        weights, state, *_ = self._state()
+        return jax.jit(infer)(weights, state, inputs)

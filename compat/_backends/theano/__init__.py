@@ -79,10 +79,20 @@ class Theano(Backend):
         said = theano_flags.Flags(environ)
         if asked_flags.keeps_devices(settings, said):
             return []
-        device = self._flags(settings, environ, range(len(settings.devices.gpus)))["device"]
-        if device == "cpu" and not (said.get("device") or "cpu").startswith("cpu"):
-            return [_device_overruled(said.get("device"), "CPU")]
-        return []
+        chosen = self._flags(settings, environ, range(len(settings.devices.gpus)))["device"]
+        device = said.get("device") or "cpu"
+        if chosen != "cpu" or device.startswith("cpu"):
+            return []
+        remedy = "`compat env` tells which GPUs are visible."
+        if not device.startswith(("cuda", "gpu")):
+            remedy = "For a device that is no CUDA GPU pass theano_flags={}.".format(
+                '{{"device": "{}"}}'.format(device)
+            )
+        return [
+            "Theano's flags say device={}, but compat chose CPU, so device=cpu was set. {}".format(
+                device, remedy
+            )
+        ]
 
     def initialised(self) -> "Optional[str]":
         # Theano reads its flags in this module, first of all.
@@ -119,13 +129,19 @@ class Theano(Backend):
         warnings += flag_problems.misspelled(said, known, _detect.installed_version(self))
         lines += ["{} is read, too".format(p) for p in said.files]
         if settings.persist:
-            # The file is read without what this process has set.
-            environ = dict(os.environ, THEANO_FLAGS="")
-            flags = self._flags(settings, environ, devices.positions)
-            path = theanorc.file_to_write(environ)
-            before = [other for other in theano_flags.files(environ) if other != path]
-            lines.append(_written(path, theanorc.write(path, flags, before)))
+            lines.append(self._written(settings))
         return lines, warnings
+
+    def _written(self, settings):
+        """Write the file; a line for the report. It is read without what this process has set."""
+        environ = dict(os.environ, THEANO_FLAGS="")
+        flags = self._flags(settings, environ, settings.devices.positions)
+        path = theanorc.file_to_write(environ)
+        before = [other for other in theano_flags.files(environ) if other != path]
+        backup = theanorc.write(path, flags, before)
+        if backup == path:
+            return "{} says so already".format(path)
+        return "{} written{}".format(path, ", as it was: {}".format(backup) if backup else "")
 
     def _flags(self, settings, environ, ids):
         gpuarray = flag_problems.has_gpuarray(_detect.installed_version(self))
@@ -137,22 +153,18 @@ class Theano(Backend):
         Before the import all of them were set; after it some can still be changed.
         """
         known = {p.fullname: p for p in theano.configparser._config_var_list}
-        changes, late = {}, []
+        changes = {}
         for name, text in flags.items():
-            parameter = known.get(name)
             try:
-                if parameter is None:
+                if name not in known:
                     raise ValueError("Theano {} has no flag {}".format(theano.__version__, name))
-                value = parameter.filter(text) if parameter.filter else text
+                value = known[name].filter(text) if known[name].filter else text
             except ValueError as error:
                 asked = settings.options.get("theano_flags")
                 raise asked_flags.theano_flags_invalid(asked, error) from error
-            if parameter.__get__(True, None) == value:
-                continue
-            if parameter.allow_override:
+            if known[name].__get__(True, None) != value:
                 changes[name] = value
-            else:
-                late.append(name)
+        late = [name for name in changes if not known[name].allow_override]
         if late:
             raise errors.too_late(
                 self.framework,
@@ -178,23 +190,11 @@ class Theano(Backend):
         """``["cuda0", ...]`` for the GPUs that came up, ``["cpu"]``, or one name for each simulated
         device (``"cpu:0"``): functions and weights of its own, on the one CPU."""
         theano = self.import_framework()
-        up = [
-            gpu
-            for context, gpu in gpu_startup.contexts_of_flags(theano.config)
-            if context in gpu_startup.active_contexts(theano)
-        ]
+        active = gpu_startup.active_contexts(theano)
+        asked = gpu_startup.contexts_of_flags(theano.config)
+        up = dict.fromkeys(gpu for context, gpu in asked if context in active)
         simulated = ["cpu:{}".format(number) for number in range(self.kept.get("simulated", 0))]
-        return sorted(set(up), key=up.index) or simulated or ["cpu"]
-
-    def _target(self, device):
-        """What Theano calls the place of ``device``: a context, or the CPU."""
-        contexts = {
-            gpu: context
-            for context, gpu in reversed(
-                gpu_startup.contexts_of_flags(self.import_framework().config)
-            )
-        }
-        return contexts.get(device, "cpu")
+        return list(up) or simulated or ["cpu"]
 
     # Parallelizing ----------------------------------------------------------------------------
 
@@ -216,12 +216,14 @@ class Theano(Backend):
             UnsupportedError: an input is a tensor of the user's, and not fed. Or, with the first
                 batch and under ``strict=True``: what runs on the first device alone.
         """
-        from . import device_replicas  # imports numpy
-
         plain = self.devices()[:1]
+        from . import device_replicas  # imports theano
+
         if list(devices) != (device_replicas.names_of_devices(model) or plain):
             several = list(devices) if list(devices) != plain else []
-            targets = [(name, self._target(name)) for name in several]
+            asked = gpu_startup.contexts_of_flags(self.import_framework().config)
+            contexts = {gpu: context for context, gpu in reversed(asked)}
+            targets = [(name, contexts.get(name, "cpu")) for name in several]
             device_replicas.parallelize(model, targets)
         return model
 
@@ -248,13 +250,12 @@ class Theano(Backend):
     # Reporting --------------------------------------------------------------------------------
 
     def problems(self, environ: "Mapping[str, str]") -> "List[str]":
-        found = []
-        for path in theano_flags.files(environ) if "THEANORC" in environ else []:
-            if not os.path.exists(path):
-                found.append(
-                    "THEANORC names {}, which does not exist. For Theano's own files: unset "
-                    "THEANORC".format(path)
-                )
+        found = [
+            "THEANORC names {}, which does not exist. For Theano's own files: unset "
+            "THEANORC".format(path)
+            for path in (theano_flags.files(environ) if "THEANORC" in environ else [])
+            if not os.path.exists(path)
+        ]
         if environ.get("THEANO_GPU_IS_ALREADY_ACTIVE"):
             found.append(
                 "THEANO_GPU_IS_ALREADY_ACTIVE is set: a process that uses a GPU started this one, "
@@ -268,28 +269,7 @@ class Theano(Backend):
         return found + flag_problems.found(environ, _detect.installed_version(self))
 
 
-def _device_overruled(said, devices):
-    """The text of a warning."""
-    if said.startswith(("cuda", "gpu")):
-        return (
-            "Theano's flags say device={}, but compat chose {}, so device=cpu was set. `compat "
-            "env` tells which GPUs are visible.".format(said, devices)
-        )
-    return (
-        "Theano's flags say device={}, but compat chose {}, so device=cpu was set. For a "
-        'device that is no CUDA GPU pass theano_flags={{"device": "{}"}}.'.format(
-            said, devices, said
-        )
-    )
-
-
 backend = Theano()
-
-
-def _written(path, backup):
-    if backup == path:
-        return "{} says so already".format(path)
-    return "{} written{}".format(path, ", as it was: {}".format(backup) if backup else "")
 
 
 def _importer():

@@ -12,10 +12,8 @@ def flags_for(settings, environ, ids, has_gpuarray):
     options = _checked(settings.options.get("theano_flags", {}))
     said = theano_flags.Flags(environ)
     names = ["{}{}".format("cuda" if has_gpuarray else "gpu", i) for i in ids]
-    flags = {"device": names[0] if names else "cpu"}
     keeps = keeps_devices(settings, said)
-    if keeps:
-        del flags["device"]
+    flags = {} if keeps else {"device": names[0] if names else "cpu"}
     if len(names) > 1 and has_gpuarray:
         pairs = ("dev{}->{}".format(*pair) for pair in enumerate(names))
         flags["contexts"] = ";".join(pairs)

@@ -1,9 +1,11 @@
 """The body of a model's graph on one device: its functions to go forward and back."""
 
+import theano
+
 from .graph_variables import (
     depending_on,
+    gradients_of,
     is_random,
-    moved_to_host,
     nearest,
     placeholder_like,
     value_like,
@@ -24,8 +26,6 @@ class Body:
     """
 
     def __init__(self, device, inputs, sharded, wanted, used):
-        import theano
-
         self.device = device
         self.inputs = []  # placeholders
         self.kept = []  # what the forward function hands to the backward one
@@ -48,21 +48,18 @@ class Body:
 
         Arguments:
             places: of the values at the cut whose gradients will be given.
-            weights: the device's variables.
+            weights: Keras' variables.
 
         Returns:
-            Whether each weight has a gradient.
+            The weights that have a gradient.
         """
-        from theano import tensor
-
         at_cut = [self.values[place] for place in places]
         self.given = [placeholder_like(value, self.device.place) for value in at_cut]
         # The sum's gradient is that of each value with what is given for it.
-        total = sum((value * moved_to_host(g)).sum() for value, g in zip(at_cut, self.given))
-        gradients = tensor.grad(
-            total, weights, disconnected_inputs="ignore", return_disconnected="None"
-        )
-        self.gradients = [gradient for gradient in gradients if gradient is not None]
+        total = sum((value * value_like(value, g)).sum() for value, g in zip(at_cut, self.given))
+        own = self.device.variables
+        found = gradients_of(total, [own[weight] for weight in weights])
+        self.gradients = list(found.values())
         states = [state for state, _ in self.updates]
         forward = depending_on(self.inputs + states, self.values)
         forward.difference_update(self.inputs + states)
@@ -73,7 +70,7 @@ class Body:
             return variable in forward and hasattr(variable, "broadcastable") and not is_view
 
         self.kept = nearest(self.gradients, is_kept)
-        return [gradient is not None for gradient in gradients]
+        return [weight for weight in weights if own[weight] in found]
 
     def forward(self, compile_function):
         """The function of the shard that returns the values at the cut, and then what is kept."""
@@ -86,8 +83,6 @@ class Body:
 
     def backward(self, compile_function):
         """The function of the shard, what is kept and the gradients at the cut."""
-        import theano
-
         given = [placeholder_like(variable, self._place(variable)) for variable in self.kept]
         replaced = {kept: value_like(kept, own) for kept, own in zip(self.kept, given)}
         gradients = theano.clone(self.gradients, replaced)
@@ -102,9 +97,7 @@ class Body:
         return self.device.place if variable.type.dtype in _FLOATS else "cpu"
 
     def _on_device(self, variable):
-        if variable.type.dtype not in _FLOATS:
-            return variable
-        return variable.transfer(self.device.place)
+        return variable.transfer(self._place(variable))
 
 
 def copied(function, swap):
@@ -114,14 +107,12 @@ def copied(function, swap):
     gives the copied graph no DestroyHandler. Gradients of recurrent layers read what had been
     overwritten.
     """
-    from theano import gof
-
     maker = function.maker
     of_theano = type(maker)
 
     class Maker(of_theano):
         def __init__(self, *args, **options):
-            options["fgraph"].attach_feature(gof.DestroyHandler())
+            options["fgraph"].attach_feature(theano.gof.DestroyHandler())
             super(Maker, self).__init__(*args, **options)
 
     maker.__class__ = Maker

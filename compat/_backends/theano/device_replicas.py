@@ -22,6 +22,7 @@ forward returns, besides, whatever the one that goes back needs of what it has c
 """
 
 import contextlib
+import functools
 
 from ... import _keras, _rows
 from ..._patching import replaced
@@ -29,18 +30,14 @@ from .context_device import Device
 from .graph_variables import ancestors_of, host_type_of
 from .replicated_function import ReplicatedFunction, input_not_fed
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any, List, Optional, Sequence, Tuple
 
-
-def names_of_devices(model: "Any") -> "Optional[List[str]]":
+def names_of_devices(model):
     """The devices that a model runs on; None where it is as Keras made it."""
     current = vars(model).get("_compat_functions")
     return [device.name for device in current.devices] if current is not None else None
 
 
-def parallelize(model: "Any", devices: "Sequence[Tuple[str, str]]") -> None:
+def parallelize(model, devices):
     """Run ``model`` on several devices, or give the plain behaviour back.
 
     Arguments:
@@ -64,31 +61,27 @@ class ReplicatedTheanoFunctions:
     methods of its own for that, which hand Keras another ``K.function``.
     """
 
-    def __init__(self, model: "Any", devices: "Sequence[Device]") -> None:
+    def __init__(self, model, devices):
         self.model = model
         self.devices = list(devices)
-        self.across = None  # type: Any  # why the model runs whole, an `Across`
-        self.doubt = None  # type: Optional[str]  # why what no rule knows is not split, after a trial
-        self._bodies = {}  # type: Any
+        self.across = None  # why the model runs whole, an `Across`
+        self.doubt = None  # why what no rule knows is not split, after a trial
+        self._bodies = {}  # type: dict
         self._warned = False
 
     def install(self):
         vars(self.model)["_compat_functions"] = self
-        for function in _keras.FUNCTIONS:
-            vars(self.model)["_make_" + function] = self._maker(function)
+        for name in ["_make_" + function for function in _keras.FUNCTIONS]:
+            make = getattr(self.model, name)
+            vars(self.model)[name] = functools.partial(self._make, name, make)
 
     def uninstall(self):
         for name in ["_compat_functions"] + ["_make_" + name for name in _keras.FUNCTIONS]:
             del vars(self.model)[name]
 
-    def _maker(self, function):
-        make = getattr(self.model, "_make_" + function)
-
-        def make_replicated():
-            with self._making("train" in function):
-                make()
-
-        return make_replicated
+    def _make(self, name, make):
+        with self._making("train" in name):
+            make()
 
     @contextlib.contextmanager
     def _making(self, train):

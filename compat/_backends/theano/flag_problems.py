@@ -20,21 +20,22 @@ def found(environ, version):
     problems = []
     try:
         for name, value in theano_flags.split_flags(environ.get("THEANO_FLAGS", "")):
-            problems += _ignored("THEANO_FLAGS", name, value)
+            problems.append(_ignored(name, value))
         said = theano_flags.Flags(environ)
         known = defined(version)
         for name, value in said.spelled_as(known):
             name, value = name.strip(), value.strip()
             if known and name not in known:
                 problems.append(_no_flag(name, value, known, version))
-            else:
-                problems += _refused(name, value, known.get(name), has_gpuarray(version))
-        problems += _not_up(said.get("device") or "cpu", environ, version)
-        if not any(problem.startswith("floatX=") for problem in problems):
-            problems += _overruled(said.get("floatX"), environ)
+                continue
+            problem = _refused(name, value, known.get(name), has_gpuarray(version))
+            if problem is not None:
+                problems.append("{}={}: {}: {}".format(name, value, *problem))
+        problems.append(_not_up(said.get("device") or "cpu", environ, version))
+        problems.append(_overruled((said.get("floatX") or "").strip(), environ))
     except errors.CompatError as error:
         problems.append(str(error))
-    return problems
+    return [problem for problem in problems if problem]
 
 
 def misspelled(said, known, version):
@@ -46,15 +47,10 @@ def misspelled(said, known, version):
         said: the flags, a ``theano_flags.Flags``.
         known: the names of those that the imported Theano has.
     """
-    wrong = [pair for pair in said.spelled_as(known) if pair[0].strip() not in known]
-    if not wrong:
-        return []
-    from ... import _spelling  # here for start-up time
-
     return [
         _no_flag(name.strip(), value, known, version)
-        for name, value in wrong
-        if _spelling.closest(name, known)
+        for name, value in said.spelled_as(known)
+        if name.strip() not in known and _closest(name.strip(), known)
     ]
 
 
@@ -73,78 +69,64 @@ def defined(version):
 
 
 def _no_flag(name, value, known, version):
-    from ... import _spelling  # here for start-up time
-
-    meant = _spelling.closest(name, known)
+    meant = _closest(name, known)
     return "{}={}: Theano {} has no flag {}, and ignores it.{}".format(
         name, value, version, name, " Did you mean {}?".format(meant) if meant else ""
     )
 
 
+def _closest(name, known):
+    from ... import _spelling  # here for start-up time
+
+    return _spelling.closest(name, known)
+
+
 def _not_up(device, environ, version):
-    """Why the device of the flags cannot be brought up, in no sentence or one."""
-    if not (has_gpuarray(version) and device.startswith(("cuda", "opencl"))):
-        return []
+    """Why the device of the flags cannot be brought up, as a sentence, or None."""
+    if not (has_gpuarray(version) and device.startswith(_DEVICES)):
+        return None
     if importlib.util.find_spec("pygpu") is None:
-        return [
+        return (
             "device={}: Theano needs the package pygpu for it, which is not installed, "
             "and goes on with the CPU. Install libgpuarray and pygpu 0.7, in a conda environment: "
             "conda install pygpu=0.7".format(device)
-        ]
+        )
     everything = _devices.choose(_selection.parse_gpus(None), None, environ)
     if device.startswith("cuda") and not everything.gpus and not everything.shortage:
-        return [
+        return (
             "device={}: no GPU is visible, and Theano goes on with the CPU. To say so: {}".format(
                 device, _overruling("device", "cpu")
             )
-        ]
-    return []
+        )
+    return None
 
 
 def _refused(name, value, choices, gpuarray):
-    """Why Theano refuses this value, in no sentence or one.
+    """Why Theano refuses this value, and what to type for one that it takes; or None.
 
     Arguments:
         choices: the values that it takes, or None.
         gpuarray: whether it has that back-end.
     """
     if choices and value not in choices:
-        return [
-            "{}={}: Theano takes {}. For example: {}".format(
-                name, value, " or ".join(choices), _overruling(name, choices[0])
-            )
-        ]
-    if name == "floatX" and value not in _FLOATX:
-        return [
-            "floatX={}: Theano takes float16, float32 or float64. For example: {}".format(
-                value, _overruling("floatX", "float32")
-            )
-        ]
-    if value in _BOOLEANS or name == "dnn.enabled":
-        return []
-    if value.lower() in ("yes", "no", "on", "off", "true", "false"):
-        meant = "True" if value.lower() in ("yes", "on", "true") else "False"
-        return [
-            "{}={}: Theano takes {} only for yes or no: {}".format(
-                name, value, ", ".join(_BOOLEANS), _overruling(name, meant)
-            )
-        ]
-    if name in ("device", "init_gpu_device"):
-        wrong, right = ("gpu", "cuda") if gpuarray else ("cuda", "gpu")
-        if value.startswith(wrong):
-            right += value[len(wrong) :] or "0"
-            return [
-                "{}={}: this version of Theano calls it {}: {}".format(
-                    name, value, right, _overruling(name, right)
-                )
-            ]
-        if gpuarray and value not in ("cpu", "") and not value.startswith(_DEVICES):
-            return [
-                "{}={}: Theano takes cpu, cuda0 or opencl0:0. For example: {}".format(
-                    name, value, _overruling(name, "cpu")
-                )
-            ]
-    return []
+        why, right = "Theano takes {}. For example".format(" or ".join(choices)), choices[0]
+    elif name == "floatX" and value not in _FLOATX:
+        why, right = "Theano takes float16, float32 or float64. For example", "float32"
+    elif value in _BOOLEANS or name == "dnn.enabled":
+        return None
+    elif value.lower() in ("yes", "no", "on", "off", "true", "false"):
+        why = "Theano takes {} only for yes or no".format(", ".join(_BOOLEANS))
+        right = "True" if value.lower() in ("yes", "on", "true") else "False"
+    elif name not in ("device", "init_gpu_device"):
+        return None
+    elif value.startswith("gpu" if gpuarray else "cuda"):
+        right = "cuda" + (value[3:] or "0") if gpuarray else "gpu" + (value[4:] or "0")
+        why = "this version of Theano calls it {}".format(right)
+    elif gpuarray and value not in ("cpu", "") and not value.startswith(_DEVICES):
+        why, right = "Theano takes cpu, cuda0 or opencl0:0. For example", "cpu"
+    else:
+        return None
+    return why, _overruling(name, right)
 
 
 def _overruling(name, value):
@@ -152,25 +134,25 @@ def _overruling(name, value):
     return 'export THEANO_FLAGS="$THEANO_FLAGS,{}={}"'.format(name, value)
 
 
-def _ignored(where, name, value):
-    """Why Theano ignores this entry, in no sentence or one."""
+def _ignored(name, value):
+    """Why Theano ignores this entry of THEANO_FLAGS, as a sentence, or None."""
     if value is None:
-        return ["{}: {!r} has no value, Theano ignores it.".format(where, name)]
+        return "THEANO_FLAGS: {!r} has no value, Theano ignores it.".format(name)
     if name != name.strip() or value != value.strip():
-        return [
-            "{}: {!r} has a space beside its '=', Theano does not take it for {}. Write "
-            "{}={}.".format(where, name + "=" + value, name.strip(), name.strip(), value.strip())
-        ]
-    return []
+        return (
+            "THEANO_FLAGS: {!r} has a space beside its '=', Theano does not take it for {}. Write "
+            "{}={}.".format(name + "=" + value, name.strip(), name.strip(), value.strip())
+        )
+    return None
 
 
 def _overruled(floatx, environ):
-    """That Keras will not leave ``floatX`` as it is, in no sentence or one."""
+    """That Keras will not leave ``floatX`` as it is, as a sentence, or None."""
     path = _detect.keras_json(environ)
     keras = _detect.read_keras_json(path).get("floatx", "float32")
-    if floatx is None or floatx.strip()[-2:] == keras[-2:]:  # Theano knows "32", too
-        return []
-    return [
+    if floatx not in _FLOATX or floatx[-2:] == keras[-2:]:  # Theano knows "32", too
+        return None
+    return (
         "floatX={}: Keras sets {} when it is imported, as {} says or by default. Pass floatx= to "
         "configure_gpu(), which sets both.".format(floatx, keras, path)
-    ]
+    )

@@ -5,17 +5,13 @@ import sys
 
 from ... import errors
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Optional
-
 
 class Failure(logging.Handler):
     """Keeps the error that Theano only logs when a GPU does not come up."""
 
-    error: "Optional[BaseException]" = None
+    error = None
 
-    def emit(self, record: "logging.LogRecord") -> None:
+    def emit(self, record):
         if record.exc_info:
             self.error = record.exc_info[1] or self.error
 
@@ -46,18 +42,17 @@ def check(theano, failure, settings):
     Returns:
         Lines for the report, and warnings.
     """
-    active = active_contexts(theano)
+    active, asked = active_contexts(theano), contexts_of_flags(theano.config)
     if active and hasattr(theano, "gpuarray"):
         # Theano 1.0.5 says "Mapped name dev0", but registers no second name for one GPU.
         up = theano.gpuarray.init_dev.devmap
-        for name, gpu in contexts_of_flags(theano.config):
+        for name, gpu in asked:
             if name not in active and gpu in up:
                 theano.gpuarray.type.reg_context(name, up[gpu])
         active = active_contexts(theano)
-    down = [gpu for context, gpu in contexts_of_flags(theano.config) if context not in active]
-    if not down:
+    gpus = ", ".join(dict.fromkeys(gpu for context, gpu in asked if context not in active))
+    if not gpus:
         return [], []
-    gpus = ", ".join(sorted(set(down), key=down.index))
     problem, remedy = reason(theano, failure)
     error = errors.device_failed("theano", gpus, problem, remedy)
     if settings.strict:

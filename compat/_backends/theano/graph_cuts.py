@@ -23,9 +23,6 @@ class Cut:
         self.variable = variable
         self.placement = placement
 
-    def is_differentiable(self):
-        return "float" in self.variable.type.dtype
-
     def merge(self, parts, sizes):
         """What the devices computed, as one, their rows in order."""
         kept = [part for part, size in zip(parts, sizes) if size]

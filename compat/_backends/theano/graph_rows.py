@@ -1,8 +1,8 @@
 """How the variables of a graph depend on the rows of a batch, followed from its inputs on."""
 
-from ..._rows import REPLICATED, Count, Mixed, Replicated, Sharded, Unknown, Value, without_rows
+from ..._rows import REPLICATED, Count, Mixed, Replicated, Sharded, Value, without_rows
 from .graph_sizes import Sizes
-from .row_operations import ARRANGING, TABLE, Drawn, drawn
+from .row_operations import ARRANGING, OF_SIZES, TABLE, Drawn, drawn, unknown
 
 
 class VariableRows:
@@ -38,10 +38,10 @@ class VariableRows:
     def value(self, variable):
         placement = self.of(variable)
         if isinstance(placement, Drawn):
-            placement = self._as_drawn(variable)
+            placement = self.as_drawn(variable)
         return Value(placement, self.sizes.shape(variable))
 
-    def _as_drawn(self, variable):
+    def as_drawn(self, variable):
         """Where random numbers have rows: along the one dimension that grows with them."""
         grown = self.sizes.grown(variable)
         if not grown:
@@ -58,14 +58,8 @@ class VariableRows:
             if all(isinstance(each, (Replicated, Count, Drawn)) for each in given):
                 return [Drawn()] * len(node.outputs)
         values = [self.value(variable) for variable in node.inputs]
-        if rule is None:
-            found = without_rows([value.placement for value in values])
-            if found is None:  # what unites what the devices have cannot be tried
-                one = all(
-                    v.axis is not None or without_rows([v.placement]) is not None for v in values
-                )
-                found = Unknown("it is not known") if one else Mixed()
-        else:
+        found = without_rows([value.placement for value in values])
+        if found is None or rule in OF_SIZES:
             found = rule(node, values, self)
         return found if isinstance(found, list) else [found] * len(node.outputs)
 
@@ -90,4 +84,4 @@ def _entry(op):
         for kind in type(op).__mro__:
             if kind.__name__ in TABLE:
                 return kind.__name__, TABLE[kind.__name__]
-    return type(op).__name__, None
+    return type(op).__name__, unknown

@@ -3,6 +3,8 @@
 By Theano's own ``infer_shape`` and ``perform``: nothing is compiled, and no row is looked at.
 """
 
+import contextlib
+
 import numpy as np
 
 #: Numbers of rows. What is the same for all of these, or in proportion, is so for any.
@@ -87,27 +89,6 @@ class Sizes:
         shape = [list(map(int, sizes)) for sizes in zip(*numbers)]
         return [None] * (len(node.outputs) - 1) + [shape]
 
-    def _sliced(self, node):
-        from theano.tensor.subtensor import get_idx_list
-
-        found, dimensions = [], self.dimensions(node.inputs[0])
-        indices = list(get_idx_list(node.inputs, node.op.idx_list))
-        for index, sizes in zip(indices, dimensions):
-            if isinstance(index, slice):
-                ends = self.ends(index)
-                known = sizes is not None and ends is not None
-                found.append([len(range(*slice(*end).indices(size)))
-                              for size, end in zip(sizes, ends)] if known else None)  # fmt: skip
-        return [found + dimensions[len(indices) :]]
-
-    def ends(self, index):
-        """The start, the stop and the step of a slice, for each of ``ROWS``; or None."""
-        found = [
-            self.numbers(each) if hasattr(each, "owner") else [each] * len(ROWS)
-            for each in (index.start, index.stop, index.step)
-        ]
-        return None if any(each is None for each in found) else list(zip(*found))
-
     def _branched(self, node):
         dimensions = [self.dimensions(variable) for variable in node.inputs[1:]]
         pairs = zip(dimensions[: node.op.n_outs], dimensions[node.op.n_outs :])
@@ -138,10 +119,8 @@ class Sizes:
         """The values of what follows from sizes alone, for each of ``ROWS``; or None."""
         if variable not in self._numbers:
             self._numbers[variable] = None  # meanwhile
-            try:
+            with contextlib.suppress(Exception):  # it has no `perform`, or refuses these
                 self._numbers[variable] = self._computed(variable)
-            except Exception:  # it has no `perform`, or refuses these
-                pass
         return self._numbers[variable]
 
     def is_constant(self, variable):
@@ -188,7 +167,5 @@ def _pattern(variable):
 _DIRECT = {
     "IfElse": Sizes._branched,
     "Reshape": Sizes._asked,
-    "Scan": lambda self, node: [None] * len(node.outputs),  # when what is inside was followed
-    "Subtensor": Sizes._sliced,
     "mrg_uniform": Sizes._asked,
 }

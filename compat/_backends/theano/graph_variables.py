@@ -44,6 +44,14 @@ def nearest(wanted, is_found):
     return found
 
 
+def gradients_of(total, variables):
+    """The gradients with respect to those of the variables that ``total`` depends on."""
+    from theano import tensor
+
+    found = tensor.grad(total, variables, disconnected_inputs="ignore", return_disconnected="None")
+    return {v: gradient for v, gradient in zip(variables, found) if gradient is not None}
+
+
 def is_random(variable):
     """Whether this is the state of a generator of random numbers."""
     return getattr(variable, "default_update", None) is not None
@@ -79,11 +87,6 @@ def placeholder_like(variable, place):
     from theano.gpuarray import GpuArrayType
 
     return GpuArrayType(variable.dtype, variable.broadcastable, context_name=place)()
-
-
-def moved_to_host(variable):
-    """A variable's value as a graph of Keras uses it; Theano then moves what it can to the GPU."""
-    return variable.transfer("cpu") if hasattr(variable, "transfer") else variable
 
 
 def value_like(variable, own):

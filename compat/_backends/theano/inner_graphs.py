@@ -29,55 +29,61 @@ def looped(node, values, rows):
 
     loop = scan_args(node.inputs, node.outputs, node.op.inputs, node.op.outputs, node.op.info)
     of = dict(zip(node.inputs, [value.placement for value in values]))
+    if loop.outer_in_mit_mot:
+        return Unknown("a loop's gradient")
     states = loop.outer_in_mit_sot + loop.outer_in_sit_sot
-    found = _rows.without_rows(list(of.values()))
-    if found is not None or loop.outer_in_mit_mot:
-        return found or Unknown("a loop's gradient")
-    over_rows = any(_is_first(of[v]) for v in loop.outer_in_seqs)
-    found = _over_rows(loop, of, rows) if over_rows else None
-    if found is None and not isinstance(of[loop.n_steps], Replicated):
-        found = Mixed()
-    if isinstance(found, Mixed) or any(_is_first(of[v]) for v in states):
+    if any(_is_first(of[v]) for v in loop.outer_in_seqs):
+        each_row = _over_rows(loop, of, rows)
+        if each_row is None:
+            return Mixed()
+        of.update((v, REPLICATED) for v in loop.outer_in_seqs)  # as one step sees them
+    elif not isinstance(of[loop.n_steps], Replicated) or any(_is_first(of[v]) for v in states):
         return Mixed()
+    else:
+        each_row = None
+    held, inside = _in_each_step(loop, of, states, rows)
+    if any(not isinstance(inside.value(v).placement, Replicated) for v in loop.cond):
+        return Mixed()  # the rows tell where it ends
+    for outer, before in zip(loop.outer_out_mit_sot + loop.outer_out_sit_sot, states):
+        rows.sizes.set(outer, rows.sizes.dimensions(before))
+    for outer, v in zip(loop.outer_out_nit_sot, loop.inner_out_nit_sot):
+        steps = None if loop.cond else loop.n_steps
+        rows.sizes.set(outer, [steps] + inside.sizes.dimensions(v))
+    found = held + [inside.value(v).placement for v in loop.inner_out_nit_sot]
+    found = [each_row or _moved(each, 1) for each in found]
+    return found + [REPLICATED] * len(loop.outer_out_shared)
+
+
+def _over_rows(loop, of, rows):
+    """The placement of a step for each row, which hands nothing on to the next one; or None."""
+    along, steps = loop.outer_in_seqs, rows.sizes.numbers(loop.n_steps)
+    if loop.cond or loop.outer_in_sit_sot or loop.outer_in_mit_sot or steps is None:
+        return None
+    if not all(isinstance(of[v], Replicated) for v in loop.outer_in_non_seqs):
+        return None
+    if not all(_is_first(of[v]) and rows.sizes.dimensions(v)[0] == steps for v in along):
+        return None
+    return shared([of[v] for v in along])
+
+
+def _in_each_step(loop, of, states, rows):
+    """What the states are in each step, and the graph of a step, followed until that is so.
+
+    A step sees sequences and states without their first dimension.
+    """
     same = zip(loop.inner_in_shared + loop.inner_in_non_seqs,
                loop.outer_in_shared + loop.outer_in_non_seqs)  # fmt: skip
     pairs = [(inner, outer, of[outer], 0) for inner, outer in same]
     steps = zip(loop.inner_in_seqs, loop.outer_in_seqs)
-    pairs += [(i, o, REPLICATED if over_rows else _moved(of[o], -1), 1) for i, o in steps]
+    pairs += [(inner, outer, _moved(of[outer], -1), 1) for inner, outer in steps]
     taps = loop.inner_in_mit_sot + [[v] for v in loop.inner_in_sit_sot]
     held, before = [_moved(of[v], -1) for v in states], None
     while held != before:
-        inner = [(v, *state, 1) for each, *state in zip(taps, states, held) for v in each]
-        inside = rows.inside(pairs + inner, loop.inner_outputs)
-        new = {v: inside.value(v).placement for v in loop.inner_outputs}
-        after = [new[v] for v in loop.inner_out_mit_sot + loop.inner_out_sit_sot]
-        held, before = [_agreed(*pair) for pair in zip(held, after)], held
-    if any(not isinstance(new[v], Replicated) for v in loop.cond):
-        return Mixed()  # the rows tell where it ends
-    lengths = rows.sizes.numbers(loop.n_steps)
-    for outer, before in zip(loop.outer_out_mit_sot + loop.outer_out_sit_sot, states):
-        rows.sizes.set(outer, rows.sizes.dimensions(before))
-    for outer, v in zip(loop.outer_out_nit_sot, loop.inner_out_nit_sot):
-        steps = None if loop.cond or lengths is None else list(map(int, lengths))
-        rows.sizes.set(outer, [steps] + inside.sizes.dimensions(v))
-    if over_rows:
-        return [found] * len(loop.outer_out_nit_sot) + [REPLICATED] * len(loop.outer_out_shared)
-    found = held + [new[v] for v in loop.inner_out_nit_sot]
-    return [_moved(each, 1) for each in found] + [REPLICATED] * len(loop.outer_out_shared)
-
-
-def _over_rows(loop, of, rows):
-    """The placement of a step for each row, which hands nothing on to the next one."""
-    along = [of[v] for v in loop.outer_in_seqs]
-    steps = rows.sizes.numbers(loop.n_steps)
-    lengths = [rows.sizes.dimensions(v)[0] for v in loop.outer_in_seqs]
-    if loop.cond or loop.outer_in_sit_sot or loop.outer_in_mit_sot or steps is None:
-        return Mixed()
-    if not all(isinstance(of[v], Replicated) for v in loop.outer_in_non_seqs):
-        return Mixed()
-    if not all(map(_is_first, along)) or any(list(map(int, steps)) != n for n in lengths):
-        return Mixed()
-    return shared(along) or Mixed()
+        of_states = [(v, *state, 1) for each, *state in zip(taps, states, held) for v in each]
+        inside, before = rows.inside(pairs + of_states, loop.inner_outputs), held
+        new = map(inside.value, loop.inner_out_mit_sot + loop.inner_out_sit_sot)
+        held = [_agreed(state, value.placement) for state, value in zip(held, new)]
+    return held, inside
 
 
 def _is_first(placement):

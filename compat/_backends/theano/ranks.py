@@ -73,23 +73,18 @@ class Means:
         before = len(self.last)
 
         def mean(*values):
-            return self._mean(values[before:])
-
-        def infer_shape(node, shapes):
-            return shapes[before:]
+            values = values[before:]
+            kind = "float64" if any(value.dtype == "float64" for value in values) else "float32"
+            flat = arrays.flat(values, kind)
+            flat *= self.maker.step_share
+            return arrays.like(values, self.maker.engine.sum_array(flat))
 
         operation = as_op(
             [variable.type for variable in self.last + values],
             [variable.type for variable in values],
-            infer_shape,
+            lambda node, shapes: shapes[before:],
         )(mean)
         operation.do_constant_folding = lambda node: False  # the other ranks may not
         means = operation.make_node(*(self.last + values)).outputs
         self.of.update(zip(variables, means))
         self.last = means[:1]
-
-    def _mean(self, values):
-        kind = "float64" if any(value.dtype == "float64" for value in values) else "float32"
-        flat = arrays.flat(values, kind)
-        flat *= self.maker.step_share
-        return arrays.like(values, self.maker.engine.sum_array(flat))

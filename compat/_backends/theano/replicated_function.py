@@ -3,11 +3,12 @@
 import collections
 
 import numpy as np
+import theano
 
 from ... import _keras, _replicas, _rows, _work, errors
 from . import graph_cuts
 from .device_body import Body, copied
-from .graph_variables import depending_on, leaves_of
+from .graph_variables import depending_on, gradients_of, leaves_of
 
 #: What Theano raises where the sizes of a part of a batch do not fit each other.
 _ERRORS = (ValueError, IndexError, AssertionError)
@@ -29,8 +30,7 @@ class ReplicatedFunction:
         self.owner = owner
         self.inputs = list(inputs)
         # Keras 2.3 wants its metrics' results as they are after the updates.
-        self.places_of_metrics = [i for i, o in enumerate(outputs) if hasattr(o, "_is_metric")]
-        self.metrics = [outputs[place] for place in self.places_of_metrics]
+        self.metrics = {p: each for p, each in enumerate(outputs) if hasattr(each, "_is_metric")}
         self.outputs = [output for output in outputs if not hasattr(output, "_is_metric")]
         self.updates = list(collections.OrderedDict(reversed(list(updates))).items())
         self.loss, self.weights = gradients or (None, [])
@@ -40,17 +40,17 @@ class ReplicatedFunction:
         self.cuts = []  # type: Any
         self.forward = []  # type: Any  # a Theano function for each device
         self.backward = []  # type: Any
-        self.measure = None  # type: Any
+        self.update = self.measure = None  # type: Any
 
     def __call__(self, inputs):
         rows, devices = inputs[0].shape[0], self.owner.devices
         given = dict(zip(self.inputs, inputs))
         self._prepare(given, rows)
         given = self._with_states(given)
-        for device in devices[: len(self.forward)]:
-            device.take_weights()
         bounds = [_replicas.run_bounds(rows, len(devices), i) for i in range(len(self.forward))]
         shards = [self._given_to_body(given, slice(*each)) for each in bounds]
+        for device, _ in zip(devices, self.forward):
+            device.take_weights()
         # A GPU's functions return before it has computed: all of them start, then one is awaited.
         try:
             computed = [
@@ -59,28 +59,27 @@ class ReplicatedFunction:
             ]
         except _ERRORS:
             self._compute_on_one(given)
-            self._run_whole(_rows.Across(None))
+            self._run_whole()
             return self(inputs)
-        kept = [[values[place] for place in self.kept] for values in computed]
-        count = len(self.cuts)
-        computed = [[np.asarray(value) for value in values[:count]] for values in computed]
-        sizes = _replicas.sizes(rows, len(devices))
-        whole = [cut.merge(parts, sizes) for cut, parts in zip(self.cuts, zip(*computed))]
-        values = self.head(*(list(inputs) + whole)) if self.head else []
-        results = [
-            (whole if where == "cut" else values)[position] for where, position in self.places
-        ]
+        count, sizes = len(self.cuts), _replicas.sizes(rows, len(devices))
+        shards = [shard + values[count:] for shard, values in zip(shards, computed)]
+        # For each cut what the devices have computed.
+        computed = list(zip(*[map(np.asarray, values[:count]) for values in computed]))
+        whole = [cut.merge(parts, sizes) for cut, parts in zip(self.cuts, computed)]
+        of_head = self.head(*(list(inputs) + whole)) if self.head else []
+        values = dict(zip(self._cut_variables() + self.wanted, whole + of_head))
         if self.update is not None:
+            gradients = dict(zip(self.differentiated, map(np.asarray, of_head[len(self.wanted) :])))
             if self.backward:
-                shards = [shard + of_forward for shard, of_forward in zip(shards, kept)]
-            self.update(*(list(inputs) + whole + self._gradients(values, computed, shards, sizes)))
-        for (variable, _), value in zip(self.assigned, results[len(self.outputs) :]):
-            variable.set_value(np.asarray(value, dtype=variable.dtype))
+                self._add_gradients(gradients, computed, shards, sizes)
+            self.update(*(list(inputs) + whole + [gradients[weight] for weight, _ in self.weights]))
+        for variable, new in self.assigned:
+            variable.set_value(np.asarray(values[new], dtype=variable.dtype))
         names = [device.name for device in devices]
         split = sizes if self.cuts else _work.undivided(names, rows)  # the head computes all
         _work.count(names, split, self.loss is not None)
-        results = [np.asarray(value) for value in results[: len(self.outputs)]]
-        for place, value in zip(self.places_of_metrics, self.measure() if self.metrics else ()):
+        results = [np.asarray(values[output]) for output in self.outputs]
+        for place, value in zip(self.metrics, self.measure() if self.metrics else ()):
             results.insert(place, value)
         return results
 
@@ -98,35 +97,37 @@ class ReplicatedFunction:
         """Have the first device compute all rows. What is an error there, too, is the user's."""
         self.owner.devices[0].run(self.forward[0], self._given_to_body(given, slice(None)))
 
-    def _gradients(self, values, computed, shards, sizes):
-        """The gradient of each weight: of the head, and of all devices' bodies.
+    def _add_gradients(self, gradients, computed, shards, sizes):
+        """Add those of all devices' bodies to the gradients that the head has of each weight.
 
         Arguments:
+            gradients: the head's, by weight or cut.
+            computed: for each cut, what the devices have computed.
             shards: for each device, what its backward function gets besides the gradients.
         """
-        of_head = values[len(values) - len(self.differentiated) :]
-        totals = {each: np.asarray(g) for each, g in zip(self.differentiated, of_head)}
-        if self.backward:
-            computed = dict(zip(self.cuts, zip(*computed)))
-            split = [cut.split(totals[cut], computed[cut], sizes) for cut in self.cuts_back]
-            results = [
-                device.run(self.backward[index], shards[index] + [parts[index] for parts in split])
-                for index, device in enumerate(self.owner.devices)
-            ]
-            for result in results:
-                for weight, value in zip(self.body_weights, map(np.asarray, result)):
-                    totals[weight] = totals[weight] + value if weight in totals else value
-        return [totals[weight] for weight, _ in self.weights]
+        given = [
+            cut.split(gradients[cut], parts, sizes)
+            for cut, parts in zip(self.cuts, computed)
+            if cut in self.cuts_back
+        ]
+        results = [
+            device.run(backward, shard + list(parts))
+            for device, backward, shard, parts in zip(
+                self.owner.devices, self.backward, shards, zip(*given)
+            )
+        ]
+        for result in results:
+            for weight, value in zip(self.body_weights, map(np.asarray, result)):
+                gradients[weight] = gradients[weight] + value if weight in gradients else value
 
     # Making -----------------------------------------------------------------------------------
 
     def _prepare(self, given, rows):
         """Make the functions, unless they are there, and try them on rows of this batch."""
-        owner = self.owner
-        counts = {given[v].shape[0] for v in owner.model.inputs if v in given}
-        if len(counts) > 1 and (self.cuts or not self.is_made):
-            self._run_whole(_rows.Across(None))
-        shapes = tuple(given[v].shape[1:] for v in owner.model.inputs if v in given)
+        fed = [given[v].shape for v in self.owner.model.inputs if v in given]
+        if len({shape[0] for shape in fed}) > 1 and (self.cuts or not self.is_made):
+            self._run_whole()
+        shapes = tuple(shape[1:] for shape in fed)
         while not self.is_made or self.cuts and self.tried.get(shapes, 0) < min(rows, _ENOUGH):
             finish = None if self.is_made else self._make(given)
             is_right = not self.cuts or self._is_right(given, rows)
@@ -135,9 +136,9 @@ class ReplicatedFunction:
             self.is_made = is_right
             self.tried[shapes] = rows
 
-    def _run_whole(self, across):
+    def _run_whole(self):
         """From now on, on one device."""
-        self.owner.across = across
+        self.owner.across = _rows.Across(None)
         self.is_made, self.tried = False, {}
 
     def _make(self, given):
@@ -146,27 +147,29 @@ class ReplicatedFunction:
         Returns:
             A function that compiles the rest.
         """
-        from theano.compile import SharedVariable
-
         model = self.owner.model
         if any(variable not in self.inputs for variable in model.inputs):
             raise input_not_fed(model.name)
         self.states = _keras.states(model, "get_value")
         self.sharded = list(model.inputs) + self.states
         self._find_cuts(self._with_states(given))
-        compile_head = self._make_head()
+        placeholders, values, updates = self._head_graphs()
         self.used = [
             variable
             for variable in leaves_of(self._cut_variables())
-            if isinstance(variable, SharedVariable) and variable not in self.states
+            if isinstance(variable, theano.compile.SharedVariable) and variable not in self.states
         ]
         bodies = self._make_bodies()
 
         def finish():
+            given = self.inputs + placeholders
             self.backward = self._functions(bodies, Body.backward) if bodies else []
-            compile_head()
+            self.head = self._compile(given, values) if values else None
+            if self.loss is not None:
+                given = given + [gradient for _, gradient in self.weights]
+                self.update = self._compile(given, [], updates=updates)
             if self.metrics:
-                self.measure = self._compile([], self.metrics)
+                self.measure = self._compile([], list(self.metrics.values()))
 
         return finish
 
@@ -200,8 +203,7 @@ class ReplicatedFunction:
 
         owner, device, phase = self.owner, self.owner.devices[0], K.learning_phase()
         given = self._with_states(given)
-        in_inference = dict(given)
-        in_inference.update((v, 0) for v in self.body_inputs if v is phase)
+        in_inference = {v: 0 if v is phase else value for v, value in given.items()}
 
         def compute(chosen):
             part = self._given_to_body(in_inference, [row % rows for row in chosen])
@@ -231,62 +233,45 @@ class ReplicatedFunction:
             owner.across = _rows.Across(None, why=why)
         return False
 
-    def _make_head(self):
-        """Find the graphs of what runs once.
+    def _head_graphs(self):
+        """What runs once.
 
         Returns:
-            A function that compiles them.
+            The variables that stand for the values at the cuts; the head's results, which are the
+            variables ``wanted`` and then the gradients of what is ``differentiated``; and the
+            updates, which take the gradients of the weights besides.
         """
-        import theano
-        from theano import tensor
-
         placeholders = [cut.variable.type() for cut in self.cuts]
-        at_cut = {cut.variable: number for number, cut in enumerate(self.cuts)}
-        given = dict(zip(self._cut_variables(), placeholders))
-        batch = depending_on(self.inputs + self._cut_variables(), [n for _, n in self.updates])
-        later = depending_on([g for _, g in self.weights], [n for _, n in self.updates])
+        at_cut = dict(zip(self._cut_variables(), placeholders))
+        news = [new for _, new in self.updates]
+        batch = depending_on(self.inputs + self._cut_variables(), news)
+        later = depending_on([gradient for _, gradient in self.weights], news)
         # What depends on the gradients, or on no batch, is the optimizer's.
-        mine = [u for u in self.updates if u[1] in later or u[1] not in batch]
-        if self.loss is None:
-            mine = []
-        self.assigned = [u for u in self.updates if not any(u is other for other in mine)]
-        wanted = self.outputs + [new for _, new in self.assigned]
-        rest = [variable for variable in wanted if variable not in at_cut]
-        self.places = [
-            ("cut", at_cut[v]) if v in at_cut else ("head", rest.index(v)) for v in wanted
+        optimizers = [
+            (variable, new)
+            for variable, new in self.updates
+            if self.loss is not None and (new in later or new not in batch)
         ]
-        loss = [self.loss] if self.loss is not None else []
-        cloned = theano.clone([new for _, new in mine] + rest + loss, given)
-        updates = list(zip([variable for variable, _ in mine], cloned))
-        values = cloned[len(mine) : len(mine) + len(rest)]
-        self.differentiated = []  # the cuts and weights whose gradients are the head's last values
+        self.assigned = [update for update in self.updates if update not in optimizers]
+        wanted = dict.fromkeys(self.outputs + [new for _, new in self.assigned])
+        self.wanted = [variable for variable in wanted if variable not in at_cut]
+        loss = [] if self.loss is None else [self.loss]
+        whole = self.wanted + [new for _, new in optimizers] + loss
+        cloned = dict(zip(whole, theano.clone(whole, at_cut)))
+        gradients = {}
         if loss:
-            asked = [(cut, given[cut.variable]) for cut in self.cuts if cut.is_differentiable()]
-            asked += [(weight, weight) for weight, _ in self.weights]
-            gradients = tensor.grad(
-                cloned[-1],
-                [variable for _, variable in asked],
-                disconnected_inputs="ignore",
-                return_disconnected="None",
-            )
-            found = [(each, g) for (each, _), g in zip(asked, gradients) if g is not None]
-            self.differentiated = [each for each, _ in found]
-            values += [gradient for _, gradient in found]
-        self.cuts_back = [cut for cut in self.cuts if cut in self.differentiated]
-
-        def compile_head():
-            given = self.inputs + placeholders
-            self.head = self._compile(given, values) if values else None
-            self.update = None
-            if loss:
-                asked = given + [gradient for _, gradient in self.weights]
-                self.update = self._compile(asked, [], updates=updates)
-
-        return compile_head
+            asked = {weight: weight for weight, _ in self.weights}
+            for cut, placeholder in zip(self.cuts, placeholders):
+                if "float" in placeholder.type.dtype:
+                    asked[cut] = placeholder
+            found = gradients_of(cloned[self.loss], list(asked.values()))
+            gradients = {each: found[v] for each, v in asked.items() if v in found}
+        self.differentiated = list(gradients)  # cuts and weights
+        self.cuts_back = [cut for cut in self.cuts if cut in gradients]
+        results = [cloned[variable] for variable in self.wanted] + list(gradients.values())
+        return placeholders, results, [(variable, cloned[new]) for variable, new in optimizers]
 
     def _compile(self, inputs, outputs, **options):
-        import theano
-
         # As K.function has it.
         options = dict(self.options, allow_input_downcast=True, on_unused_input="ignore", **options)
         return theano.function(inputs, outputs, **options)
@@ -299,7 +284,6 @@ class ReplicatedFunction:
         Returns:
             The bodies whose functions go back, if there is a way back.
         """
-        self.kept = range(0)  # places of what these return for the backward functions
         if not self.cuts_back:
             self.forward = self.owner.bodies(
                 self.cuts, lambda: self._functions(self._bodies(), Body.forward)
@@ -310,9 +294,7 @@ class ReplicatedFunction:
         bodies = self._bodies()
         for device, body in bodies.items():
             with device.current():
-                has_gradient = body.differentiate(back, [device.variables[w] for w in weights])
-            self.body_weights = [w for w, has in zip(weights, has_gradient) if has]
-            self.kept = range(len(self.cuts), len(self.cuts) + len(body.kept))
+                self.body_weights = body.differentiate(back, weights)
         self.forward = self._functions(bodies, Body.forward)
         return bodies
 
@@ -339,8 +321,8 @@ class ReplicatedFunction:
                     functions.append(make(bodies[device], self._compile))
             else:
                 held = {given.variable for given in functions[0].maker.inputs}
-                swap = {first.variables[v]: device.variables[v] for v in self.used}
-                swap = {old: new for old, new in swap.items() if old in held}
+                pairs = [(first.variables[v], device.variables[v]) for v in self.used]
+                swap = {old: new for old, new in pairs if old in held}
                 functions.append(copied(functions[0], swap))
         return functions
 

@@ -1,6 +1,7 @@
 """How the results of Theano's operations depend on the rows of a batch: one table.
 
-A rule gets a node, a ``Value`` for each of its inputs, and the ``Rows`` of the graph.
+A rule gets a node, a ``Value`` for each of its inputs, and the ``VariableRows`` of the graph. It is
+asked only where an input has rows, or is a part of a sum, unless it is one of ``OF_SIZES``.
 """
 
 import os
@@ -8,6 +9,7 @@ import os
 from ... import _rows
 from ..._rows import REPLICATED, Count, Mixed, Partial, Replicated, Sharded, Unknown, Value
 from . import inner_graphs
+from .graph_sizes import ROWS
 from .graph_variables import frames_of
 
 
@@ -29,25 +31,21 @@ def _number(variable, rows):
     return int(numbers[0])
 
 
-def _unless_plain(rule):
-    """Of what the placements alone do not tell."""
-
-    def applied(node, values, rows):
-        found = _plain(values)
-        return rule(node, values, rows) if found is None else found
-
-    return applied
-
-
 def _of_first(rule):
     """Of operations whose other inputs have to be the same for all devices."""
 
     def applied(node, values, rows):
         if all(isinstance(value.placement, Replicated) for value in values[1:]):
             return rule(node, values, rows)
-        return _plain(values) or Mixed()
+        return Mixed()
 
     return applied
+
+
+def unknown(node, values, rows):
+    """Of what no rule knows. What unites what the devices have cannot be tried."""
+    united = any(isinstance(value.placement, Partial) for value in values)
+    return Mixed() if united else Unknown("it is not known")
 
 
 # Element by element, and nothing at all ---------------------------------------------------------
@@ -69,7 +67,7 @@ def _checked(node, values, rows):
     """``Assert``: each device may check its own rows, but not how many it has."""
     for value in values[1:]:
         if not isinstance(value.placement, Replicated) and value.placement != Partial("min"):
-            return _plain(values) or Mixed()
+            return Mixed()
     return values[0].placement
 
 
@@ -77,10 +75,9 @@ def _shaped(node, values, rows):
     """``SpecifyShape``: as that of the whole batch, if that does not name its number of rows."""
     wanted, sizes = rows.sizes.numbers(node.inputs[1]), rows.sizes.dimensions(node.inputs[0])
     axis = values[0].axis
-    if axis is None or wanted is None or sizes[axis] is None:
-        return _plain(values) or Mixed()
-    fits = [each[axis] for each in wanted] == sizes[axis]
-    return values[0].placement if fits else Mixed()
+    if axis is None or wanted is None or [each[axis] for each in wanted] != sizes[axis]:
+        return Mixed()
+    return values[0].placement
 
 
 # Reductions, and what goes along dimensions -------------------------------------------------------
@@ -88,22 +85,17 @@ def _shaped(node, values, rows):
 _HOW = {"add": "sum", "maximum": "max", "minimum": "min", "or": "any", "and": "all"}
 
 
-def _how(op):
-    if type(op).__name__ == "Mean":
-        return "mean"
-    return _HOW.get(str(op.scalar_op).lower(), "other")
-
-
 def _reduced(node, values, rows):
-    return _rows.reduced(values[0], node.op.axis, _how(node.op))
+    is_mean = type(node.op).__name__ == "Mean"
+    how = "mean" if is_mean else _HOW.get(str(node.op.scalar_op).lower(), "other")
+    return _rows.reduced(values[0], node.op.axis, how)
 
 
 def _maximum(node, values, rows):
-    hows = {"MaxAndArgmax": ["max", "position"]}.get(type(node.op).__name__, ["position"])
+    hows = ["max", "position"][-len(node.outputs) :]  # Argmax has the last one only
     return [_rows.reduced(values[0], node.op.axis, how) for how in hows]
 
 
-@_unless_plain
 def _along(node, values, rows):
     """Along ``op.axis``; None is all of them, as one."""
     return Mixed() if node.op.axis is None else _rows.along(values[0], node.op.axis)
@@ -129,30 +121,22 @@ def _along_last(values):
 
 
 def _batched_product(node, values, rows):
-    first, second = [value.rank for value in values]
-    left, right = "b" + "ij"[: first - 1], "b" + "jk"[: second - 1]
-    if first == 2:
-        left, right = "bj", "bjk"[:second]
-    kept = "b" + ("i" if first == 3 else "") + ("k" if second == 3 else "")
-    return _rows.contracted(values, [left, right], kept)
+    letters = {2: "bj", 3: "bij"}[values[0].rank], {2: "bj", 3: "bjk"}[values[1].rank]
+    return _rows.contracted(values, letters, [each for each in "bik" if each in "".join(letters)])
 
 
 # Views --------------------------------------------------------------------------------------------
 
 
 def _dimshuffled(node, values, rows):
-    value, order = values[0], node.op.new_order
-    kept = [axis for axis in order if axis != "x"]
-    dropped = [axis for axis in range(value.rank) if axis not in kept]
-    found = _rows.squeezed(value, dropped)
-    left = sorted(kept)
-    found = Value(found, [value.shape[axis] for axis in left])
-    found = Value(_rows.transposed(found, [left.index(axis) for axis in kept]), [None] * len(kept))
-    new = [place for place, axis in enumerate(order) if axis == "x"]
-    return _rows.expanded(found, new) if new else found.placement
+    placement, order = values[0].placement, list(node.op.new_order)
+    if isinstance(placement, Partial):
+        return placement
+    if placement.axis not in order:  # dropped, of one row
+        return Mixed()
+    return placement.replace(axis=order.index(placement.axis))
 
 
-@_unless_plain
 def _reshaped(node, values, rows):
     if any(not isinstance(value.placement, (Replicated, Count)) for value in values[1:]):
         return Mixed()
@@ -162,7 +146,7 @@ def _reshaped(node, values, rows):
 def _joined(node, values, rows):
     axis = _number(node.inputs[0], rows)
     if axis is None or not isinstance(values[0].placement, Replicated):
-        return _plain(values) or Mixed()
+        return Mixed()
     return _rows.concatenated(values[1:], axis)
 
 
@@ -176,35 +160,37 @@ def _parts(node, variables, rows):
 
     parts = {}
     for axis, index in enumerate(get_idx_list(variables, node.op.idx_list)):
-        asked = [index.start, index.stop, index.step] if isinstance(index, slice) else [index]
-        if isinstance(index, slice):
-            if _is_whole(index, rows.sizes.dimensions(variables[0])[axis], rows):
-                continue
+        is_slice = isinstance(index, slice)
+        if is_slice and _is_whole(index, rows.sizes.dimensions(variables[0])[axis], rows):
+            continue
+        asked = [index.start, index.stop, index.step] if is_slice else [index]
         if any(not isinstance(rows.of(v), Replicated) for v in asked if hasattr(v, "owner")):
             return None
-        parts[axis] = "part" if isinstance(index, slice) else "one"
+        parts[axis] = "part" if is_slice else "one"
     return parts
 
 
 def _is_whole(index, sizes, rows):
     """Whether a slice takes all of a dimension, in order."""
-    ends = rows.sizes.ends(index)
-    if ends is None or any(
-        start not in (None, 0) or step not in (None, 1) for start, _, step in ends
-    ):
+    ends = [
+        rows.sizes.numbers(each) if hasattr(each, "owner") else [each] * len(ROWS)
+        for each in (index.start, index.stop, index.step)
+    ]
+    if None in ends:
         return False
-    if all(stop is None for _, stop, _ in ends):
+    starts, stops, steps = ends
+    if any(each not in (None, 0) for each in starts) or any(e not in (None, 1) for e in steps):
+        return False
+    if stops[0] is None:
         return True
-    return sizes is not None and all(end[1] >= size for end, size in zip(ends, sizes))
+    return sizes is not None and all(stop >= size for stop, size in zip(stops, sizes))
 
 
-@_unless_plain
 def _sliced(node, values, rows):
     parts = _parts(node, node.inputs, rows)
     return Mixed() if parts is None else _rows.sliced(values[0], parts)
 
 
-@_unless_plain
 def _assigned(node, values, rows):
     """``set_subtensor`` and ``inc_subtensor``: a part, computed as that part is."""
     parts, target = _parts(node, node.inputs[:1] + node.inputs[2:], rows), values[0].placement
@@ -220,7 +206,6 @@ def _assigned(node, values, rows):
     return target if isinstance(both, Sharded) and both.axis == part.axis else Mixed()
 
 
-@_unless_plain
 def _looked_up_by_several(node, values, rows):
     """By one tensor of numbers, or by one in each row: ``x[T.arange(n), numbers]``."""
     tensors = {axis: v for axis, v in enumerate(values[1:]) if v.rank is not None}
@@ -239,8 +224,7 @@ def _looked_up_by_several(node, values, rows):
             if all(v.placement == each or isinstance(v.placement, Replicated) and not v.rank
                    for v in rest):  # fmt: skip
                 return each
-    known = all(isinstance(v.placement, (Replicated, Sharded)) for v in values)
-    return Unknown("it is not known") if known else Mixed()
+    return unknown(node, values, rows)
 
 
 def _is_each_row(numbers, data, rows):
@@ -250,7 +234,7 @@ def _is_each_row(numbers, data, rows):
     first, last, step = [rows.sizes.numbers(each) for each in numbers.owner.inputs]
     if first is None or last is None or step is None or any(first) or any(s != 1 for s in step):
         return False
-    return list(map(int, last)) == rows.sizes.dimensions(data)[0]
+    return last == rows.sizes.dimensions(data)[0]
 
 
 @_of_first
@@ -277,7 +261,7 @@ def _pooled(node, values, rows):
     """Along the last dimensions; of gradients, several inputs have one shape."""
     several = [value for value in values if value.rank == values[0].rank]
     if any(not isinstance(v.placement, Replicated) for v in values if v not in several):
-        return _plain(values) or Mixed()
+        return Mixed()
     found = _rows.by_row(several, [values[0].axis or 0] * len(several))
     return _rows.resized(Value(found, values[0].shape), list(range(-node.op.ndim, 0)))
 
@@ -289,10 +273,10 @@ def _normalized(node, values, rows):
     """
     frames = frames_of(node.outputs[0])
     layer = os.path.join("keras", "layers", "normalization.py")
-    rest, found = _plain(values) or Mixed(), _rows.pointwise(values[:3])
+    found = _rows.pointwise(values[:3])
     of_layer = not frames or any(path.endswith(layer) for path, _ in frames)
     alone = isinstance(found, Sharded) and (of_layer or found.axis not in node.op.axes)
-    return [found if alone else rest] + [rest] * (len(node.outputs) - 1)
+    return [found if alone else Mixed()] + [Mixed()] * (len(node.outputs) - 1)
 
 
 def drawn(node, values, rows):
@@ -303,20 +287,18 @@ def drawn(node, values, rows):
 
 def _filled(node, values, rows):
     """``Alloc``: a value of the sizes that follow it. ``AllocEmpty`` has none."""
-    result, sizes = node.outputs[0], rows.sizes
+    result = node.outputs[0]
     filling, others = values[: -result.ndim or None], values[len(values) - result.ndim :]
     found = _plain(others)
     if not isinstance(found, (Replicated, Count)):
         return found or Mixed()
-    found, grown = filling[0].placement if filling else REPLICATED, sizes.grown(result)
-    if isinstance(found, (Mixed, Unknown)) or not grown and not isinstance(found, Sharded):
-        return found
-    if len(grown) != 1 or not sizes.in_proportion(result, grown[0]):
-        return Mixed()
+    found, new = filling[0].placement if filling else REPLICATED, rows.as_drawn(result)
     if isinstance(found, Replicated):
-        return Sharded(grown[0], inner=None)
+        return new
+    if isinstance(found, (Mixed, Unknown)) or new == REPLICATED and not isinstance(found, Sharded):
+        return found
     found = _rows.broadcast(filling[0], result.ndim)
-    return found if getattr(found, "axis", None) == grown[0] else Mixed()
+    return found if new == Sharded(getattr(found, "axis", None), inner=None) else Mixed()
 
 
 def _shape(node, values, rows):
@@ -366,6 +348,9 @@ _KINDS = [
 ]
 #: By the names of the classes of operations, or of their parents.
 TABLE = {name: rule for rule, names in _KINDS for name in names.split()}
+
+#: Those which tell more of what has no rows than ``without_rows``: of sizes, and of each result.
+OF_SIZES = (_filled, _shape, drawn, inner_graphs.branched, inner_graphs.inlined)
 
 #: What leaves random numbers what they are.
 ARRANGING = set(

@@ -112,11 +112,7 @@ class Flags:
         for name in ("LSCRATCH", "TMPDIR", "TEMP", "TMP"):
             defaults[name] = environ.get(name, "")
         self._parser = configparser.ConfigParser(defaults)
-        self._raw = configparser.RawConfigParser()
-        self.files: "List[str]" = []
-        for path in files(environ):
-            if read_into(path, self._parser, self._raw):
-                self.files.append(path)
+        self.files = [path for path in files(environ) if read_into(path, self._parser)]
 
     def get(self, name: str) -> "Optional[str]":
         """The text that Theano would take as this flag's value, or None for its default."""
@@ -124,32 +120,26 @@ class Flags:
             return self._flags[name]
         section, option = section_and_option(name)
         try:
-            try:
-                return self._parser.get(section, option)
-            except configparser.InterpolationError:  # such as compiledir_format's %(platform)s
-                return self._raw.get(section, option)
+            return self._parser.get(section, option)
+        except configparser.InterpolationError:  # such as compiledir_format's %(platform)s
+            return self._parser.get(section, option, raw=True)
         except (configparser.NoOptionError, configparser.NoSectionError):
             return None
 
-    def __iter__(self) -> "Iterator[Tuple[str, str]]":
-        """The flags' names and values, the files' first."""
-        for section in self._raw.sections():
-            for option in self._raw.options(section):
-                prefix = "" if section == "global" else section + "."
-                yield prefix + option, self._raw.get(section, option)
-        yield from self._flags.items()
-
     def spelled_as(self, defined: "Iterable[str]") -> "Iterator[Tuple[str, str]]":
-        """As ``__iter__``, names in files, where case does not matter, as Theano defines them.
+        """The flags' names and values; names in files, where case does not matter, as Theano's.
 
-        Without what a file has under [DEFAULT], which stands in each of its sections.
+        The files' first. Without what a file has under [DEFAULT], which stands in each of its
+        sections.
         """
         names = {name.lower(): name for name in defined}
-        for name, value in self:
-            if name in self._flags:
-                continue
-            if name.lower() in names or section_and_option(name)[1] not in self._raw.defaults():
-                yield names.get(name.lower(), name), value
+        for section in self._parser.sections():
+            for option in self._parser.options(section):
+                name = option if section == "global" else "{}.{}".format(section, option)
+                defined_as = names.get(name.lower())
+                if name in self._flags or not defined_as and option in self._parser.defaults():
+                    continue
+                yield defined_as or name, self._parser.get(section, option, raw=True)
         yield from self._flags.items()
 
 
@@ -189,21 +179,20 @@ def section_and_option(name):
     return section or "global", option
 
 
-def read_into(path, *parsers):
-    """Have parsers read a file, as their ``read()``; whether there is one that can be read.
+def read_into(path, parser):
+    """Have a parser read a file, as its ``read()``; whether there is one that can be read.
 
     Raises:
-        ConfigurationFileError: a parser cannot, or nothing but a file could be read to its end.
+        ConfigurationFileError: it cannot, or nothing but a file could be read to its end.
     """
     if os.path.realpath(path) == os.devnull:  # THEANORC=/dev/null: no file
         return True
     try:
-        for parser in parsers:
-            with readable(path), open(path, opener=plain) as file:
-                parser.read_file(file, path)
+        with readable(path), open(path, opener=plain) as file:
+            parser.read_file(file, path)
+    except errors.CompatError:
+        raise
     except OSError as error:
-        if isinstance(error, errors.CompatError):
-            raise
         if error.errno == errno.EINVAL:
             raise _unreadable_file(
                 path,

@@ -1,5 +1,6 @@
 """Writing Theano's flags into ``.theanorc``, whose other lines stay as they are."""
 
+import collections
 import configparser
 import contextlib
 import errno
@@ -70,18 +71,18 @@ def write(path: str, flags: "Mapping[str, str]", before: "Sequence[str]" = ()) -
             if old is not None and changed == text:
                 return path
             _check_defaults(before, text, changed, flags)
-            backup = path + ".before-compat" if old is not None else None
-            contents = [(path, changed.encode(encoding))]
-            if backup:
+            content, backup = changed.encode(encoding), None
+            if old is not None:
+                backup = path + ".before-compat"
                 _read(backup)  # an error: something is there that is no file
-                contents.insert(0, (backup, old))
-            for target, content in contents:
-                with replacement(target, model) as file:
-                    file.write(content)
+                with replacement(backup, model) as file:
+                    file.write(old)
+            with replacement(path, model) as file:
+                file.write(content)
             return backup
+    except errors.CompatError:
+        raise
     except (OSError, ValueError) as error:
-        if isinstance(error, errors.CompatError):
-            raise
         raise errors.ConfigurationFileError(
             "{} could not be written: {}. The file is as it was before.".format(path, error)
         ) from error
@@ -118,38 +119,34 @@ def _options(text):
 _NO_DEFAULTS = "\n"  # no section has such a name, so [DEFAULT] is a section like all others
 
 
-class _Line:
-    """A section's header or an option, with the lines that continue its value."""
-
-    def __init__(self, number, section, option, margin, prefix):
-        self.section = section
-        self.option = option  # None: a header
-        self.margin = margin  # the spaces before it
-        self.prefix = prefix  # what stands before the value
-        self.numbers = [number]
+#: A section's header or an option, with the lines that continue its value.
+#:
+#: ``option``: None for a header. ``margin``: the spaces before it. ``prefix``: what stands before
+#: the value. ``numbers``: those of its lines.
+_Entry = collections.namedtuple("_Entry", "section option margin prefix numbers")
 
 
 def _scan(lines):
     """The headers and options in the lines of a file, by the rules of configparser."""
-    found = []
+    found = []  # type: list
     section = None
     for number, line in enumerate(lines):
         content = line.strip()
         if not content or content.startswith(("#", ";")):
             continue
         margin = line[: len(line) - len(line.lstrip())]
-        last = found[-1] if found else None
-        if last and last.option and len(margin) > len(last.margin):
-            last.numbers.append(number)
+        if found and found[-1].option and len(margin) > len(found[-1].margin):
+            found[-1].numbers.append(number)
             continue
         header = configparser.RawConfigParser.SECTCRE.match(content)
+        name = prefix = None
         if header:
             section = header.group("header")
-            found.append(_Line(number, section, None, margin, ""))
         else:
             option = configparser.RawConfigParser.OPTCRE.match(content)
-            name, prefix = option.group("option").rstrip().lower(), content[: option.start("value")]
-            found.append(_Line(number, section, name, margin, margin + prefix))
+            name = option.group("option").rstrip().lower()
+            prefix = margin + content[: option.start("value")]
+        found.append(_Entry(section, name, margin, prefix, [number]))
     return found
 
 
@@ -159,18 +156,17 @@ def _set_option(text, section, option, value):
     if lines and not lines[-1].endswith(("\n", "\r")):
         lines[-1] += end
     found = _scan(lines)
-    there = [line for line in found if line.section == section]
-    same = [line for line in there if line.option == option.lower()]
+    there = [entry for entry in found if entry.section == section]
+    same = [entry for entry in there if entry.option == option.lower()]
     if same:
-        first = same[0].numbers[0]
+        first, *rest = same[0].numbers
         own_end = lines[first][len(lines[first].rstrip("\r\n")) :]
         lines[first] = same[0].prefix + value + own_end
-        for number in reversed(same[0].numbers[1:]):
-            del lines[number]
+        lines = [line for number, line in enumerate(lines) if number not in rest]
     elif there:
         # Indented as the line above, so that it continues no value and nothing continues its.
         above = there[-1]
-        below = [line for line in found if line.numbers[0] > above.numbers[-1]]
+        below = found[found.index(above) + 1 :]
         margin = above.margin if above.option or not below else below[0].margin
         lines.insert(above.numbers[-1] + 1, "{}{} = {}{}".format(margin, option, value, end))
     else:
