@@ -10,6 +10,7 @@ import platform
 import re
 import shlex
 import sys
+from typing import Any, Dict, List
 
 from .. import (
     __version__,
@@ -27,10 +28,6 @@ from .. import (
 from .._engines import installed as engines
 from .._ranks import launchers
 from . import environment_text
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any, Dict, List
 
 _GENERAL = "CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES", "KERAS_BACKEND", "KERAS_HOME"
 # Shown where they are set.
@@ -50,10 +47,10 @@ def run(as_json: bool) -> int:
     return 1 if found["problems"] else 0
 
 
-def collect() -> "Dict[str, Any]":
+def collect() -> Dict[str, Any]:
     """What there is, as an object of JSON."""
-    problems: "List[Dict[str, Any]]" = []
-    found: "Dict[str, Any]" = {
+    problems: List[Dict[str, Any]] = []
+    found: Dict[str, Any] = {
         "compat": __version__,
         "python": {"version": sys.version.split()[0], "executable": sys.executable},
         "system": _system(),

@@ -2,20 +2,17 @@
 
 import re
 import textwrap
+from typing import Any, Dict
 
 from .. import _discovery, _settings
 from .._engines.installed import Installed
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any, Dict
 
 #: Columns of the text.
 WIDTH = 80
 _NO_BACKEND = {"name": "none", "reason": "see the problems"}
 
 
-def text(found: "Dict[str, Any]") -> str:
+def text(found: Dict[str, Any]) -> str:
     """In two columns, at most ``WIDTH`` wide but for paths and the like, which are not broken."""
     sections = [
         ("compat", [found["compat"]]),

@@ -5,23 +5,20 @@ import json
 import math
 import os
 import sys
+from typing import Any, Dict, Iterator
 
 from .. import errors
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any, Dict, Iterator
-
 
 @contextlib.contextmanager
-def printed() -> "Iterator[Dict[str, Any]]":
+def printed() -> Iterator[Dict[str, Any]]:
     """Within, this process and those that it starts print to stderr; then the outcome is printed.
 
     Yields:
         The outcome, to be filled: "same" stays None where nothing could be compared, and "error"
         gets the text of the error that is the reason.
     """
-    outcome: "Dict[str, Any]" = {"same": None, "error": None}
+    outcome: Dict[str, Any] = {"same": None, "error": None}
     try:
         with _stdout_on_stderr():
             yield outcome

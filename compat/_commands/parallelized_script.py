@@ -9,18 +9,15 @@ import runpy
 import sys
 import types
 import zipfile
+from typing import List
 
 import compat
 from compat._process import process
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import List
-
 COMMAND = "compat run --parallelize"
 
 
-def main(arguments: "List[str]") -> None:
+def main(arguments: List[str]) -> None:
     """Configure this process, and run a script in it as Python would.
 
     Arguments:
@@ -40,7 +37,7 @@ def main(arguments: "List[str]") -> None:
     run(script)
 
 
-def run(script: "List[str]") -> None:
+def run(script: List[str]) -> None:
     """Run a script, or "-m" and a module, in this process as Python would."""
     if script[0] == "-m":
         _run_module(script[1:])

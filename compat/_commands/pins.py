@@ -7,13 +7,10 @@ import glob
 import os
 import re
 import sys
+from typing import Iterator, List, Tuple
 
 from .. import __version__, _distributions, _spelling, _verified, errors
 from . import specifiers
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Iterator, List, Tuple
 
 DISTRIBUTION = "keras-gpu-compat"
 FORMATS = "requirements", "extras", "constraints"
@@ -61,7 +58,7 @@ def _run(arguments):
     return 0
 
 
-def formatted(extra: str, python: "Tuple[int, int]", form: str) -> str:
+def formatted(extra: str, python: Tuple[int, int], form: str) -> str:
     """The pins as one of ``FORMATS``.
 
     Raises:
@@ -106,7 +103,7 @@ def known(extra: str) -> str:
     )
 
 
-def pins(extra: str, python: "Tuple[int, int]") -> "List[str]":
+def pins(extra: str, python: Tuple[int, int]) -> List[str]:
     """The requirements of an extra on a Python, without markers.
 
     Arguments:
@@ -136,7 +133,7 @@ def pins(extra: str, python: "Tuple[int, int]") -> "List[str]":
     ]
 
 
-def _declared(folder: str) -> "Iterator[Tuple[str, str]]":
+def _declared(folder: str) -> Iterator[Tuple[str, str]]:
     """Requirements and their markers, of the package in this folder and of no other copy.
 
     ``importlib.metadata``, which Python 3.6 and 3.7 do not have, takes the first on ``sys.path``.

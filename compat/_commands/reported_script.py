@@ -8,18 +8,15 @@ import contextlib
 import json
 import os
 import sys
+from typing import List
 
 from .. import _device_use, _files, _ranks, _timeline
 from .._launch.rank_process import REPORT_VARIABLE
 from .._process import process
 from . import parallelized_script
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import List
 
-
-def main(arguments: "List[str]") -> None:
+def main(arguments: List[str]) -> None:
     """Run a script in this process, and report when the process ends.
 
     Arguments:

@@ -5,6 +5,8 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from argparse import Namespace
+from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 from .. import _by_path, _detect, _devices, _files, _idle, _ranks, _report, _selection, errors
 from .._launch import output, rank_process, watching
@@ -13,23 +15,17 @@ from .._settings import Settings
 from ..backend import Backend
 from . import reported_script
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from argparse import Namespace
-    from typing import Any, Dict, List, Mapping, Optional, Tuple
-
-
 #: Options that few scripts have: behind the script they are the script's own.
 _BEFORE_THE_SCRIPT = ("--simulate", "--parallelize", "--report-json", "--max-restarts")
 
 
 def prepare(
-    gpus: "Optional[str]",
-    backend: "Optional[str]",
-    python: "Optional[str]",
-    environ: "Mapping[str, str]",
-    ranks: "Optional[int]" = None,
-    hosts: "Optional[str]" = None,
+    gpus: Optional[str],
+    backend: Optional[str],
+    python: Optional[str],
+    environ: Mapping[str, str],
+    ranks: Optional[int] = None,
+    hosts: Optional[str] = None,
 ) -> "Tuple[Backend, str, Dict[str, str], List[str]]":
     """What a script is to be started with.
 
@@ -118,7 +114,7 @@ def _of_this_machine(chosen, selection, gpus, environ, ranks):
     return str(settings.devices), variables, notes
 
 
-def ranks_on(hosts: "str", ranks: "Optional[int]") -> "Tuple[int, str]":
+def ranks_on(hosts: str, ranks: Optional[int]) -> Tuple[int, str]:
     """How many ranks machines run, two or more, and which of them are needed.
 
     Raises:
@@ -143,7 +139,7 @@ def _writable(option, path):
     return os.path.abspath(path)
 
 
-def name_of(script: "List[str]") -> str:
+def name_of(script: List[str]) -> str:
     """The script's path, or the module's name after ``-m``."""
     return script[1] if script[0] == "-m" else script[0]
 
@@ -210,7 +206,7 @@ def run(script: "List[str]", options: "Namespace") -> int:
     if ranks == 1:
         lines.append("1 rank: the script alone")
         ranks = None
-    launcher: "List[str]" = []
+    launcher: List[str] = []
     if ranks:
         if report:
             environ[rank_process.REPORT_VARIABLE] = "1"  # of each rank, on whichever machine
@@ -238,7 +234,7 @@ def run(script: "List[str]", options: "Namespace") -> int:
     if not ranks:
         os.execve(interpreter, program, environ)
     command = launcher + _by_path.command("_launch.rank_process") + program
-    reports: "Dict[int, Any]" = {}
+    reports: Dict[int, Any] = {}
     logs = None if options.log_dir is None else output.Logs(options.log_dir, ranks, script)
     status = watching.launch(
         command, environ, ranks, hosts is not None, options.quiet, logs, options.max_restarts,

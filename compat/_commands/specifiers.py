@@ -5,10 +5,7 @@ The library ``packaging`` knows all of them, but need not be installed.
 
 import operator
 import re
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Tuple
+from typing import Tuple
 
 _CLAUSE = re.compile(r"(~=|==|!=|<=|>=|<|>)\s*(\d+(?:\.\d+)*)(\.\*)?")
 _COMPARISONS = {
@@ -21,7 +18,7 @@ _COMPARISONS = {
 }
 
 
-def allow(specifiers: str, release: "Tuple[int, ...]") -> bool:
+def allow(specifiers: str, release: Tuple[int, ...]) -> bool:
     """Whether a release satisfies all clauses of a specifier.
 
     Raises:

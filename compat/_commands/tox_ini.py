@@ -5,13 +5,10 @@ import contextlib
 import os
 import re
 import sys
+from typing import Dict, List, Optional
 
 from .. import _files, _verified, errors
 from . import pins, python_requires, tox_texts
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Dict, List, Optional
 
 DESCRIPTION = """\
 Write a tox.ini, and the toxfile.py that it needs, which run the tests of the project in this folder
@@ -135,10 +132,10 @@ _CONFIGURATIONS = {
 
 
 def rows(
-    extras: "Optional[List[str]]",
+    extras: Optional[List[str]],
     every: bool,
     specifier: str = "",
-    source: "Optional[str]" = None,
+    source: Optional[str] = None,
 ) -> "List[tox_texts.Row]":
     """The extras and Pythons to test on.
 
@@ -229,7 +226,7 @@ def _requirement(compat, folder, ci):
     return path
 
 
-def write(folder: str, files: "Dict[str, str]", force: bool = False) -> None:
+def write(folder: str, files: Dict[str, str], force: bool = False) -> None:
     """Write files, all of them or none.
 
     Arguments:

@@ -9,13 +9,10 @@ import collections
 import json
 import os
 import zipfile
+from typing import Dict, List, Optional, Tuple
 
 from .. import _files, errors
 from . import hdf5_names, wrapped_model
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Dict, List, Optional, Tuple
 
 DESCRIPTION = """\
 Write a file of multi_gpu_model or make_parallel, a whole model or weights, as one of the model
@@ -51,7 +48,7 @@ def _run(arguments):
     return 0
 
 
-def run(path: "str", output: "Optional[str]", force: "bool", model: "Optional[str]") -> "str":
+def run(path: str, output: Optional[str], force: bool, model: Optional[str]) -> str:
     """Write the file of the model inside of the wrapper in ``path``.
 
     Arguments:
@@ -172,10 +169,10 @@ class Plan:
 
     def __init__(self, source, layers):
         self.source = source
-        self.layers: "List[Tuple[str, List[str]]]" = layers
-        self.attributes: "Dict[str, bytes]" = {}
-        self.optimizer: "Optional[bool]" = None  # whether its state goes along
-        self.notes: "List[str]" = []
+        self.layers: List[Tuple[str, List[str]]] = layers
+        self.attributes: Dict[str, bytes] = {}
+        self.optimizer: Optional[bool] = None  # whether its state goes along
+        self.notes: List[str] = []
 
     def told(self):
         layers = [name for name, weights in self.layers if weights]

@@ -5,14 +5,11 @@ import os
 import subprocess
 import sys
 import tempfile
+from typing import Any, Dict, List, Optional
 
 from .. import _by_path, _detect, _verification, errors
 from ..backend import Backend
 from . import run_script
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any, Dict, List, Optional
 
 RANKS = 2
 #: How many training steps of each model are verified.
@@ -26,12 +23,12 @@ VERDICTS = {
 
 
 def run(
-    script: "List[str]",
-    devices: "Optional[int]" = None,
-    backend: "Optional[str]" = None,
-    ranks: "Optional[int]" = None,
-    outcome: "Optional[Dict[str, Any]]" = None,
-    hosts: "Optional[str]" = None,
+    script: List[str],
+    devices: Optional[int] = None,
+    backend: Optional[str] = None,
+    ranks: Optional[int] = None,
+    outcome: Optional[Dict[str, Any]] = None,
+    hosts: Optional[str] = None,
 ) -> bool:
     """Run a script as it is, twice, and print a verdict on what was verified.
 

@@ -16,12 +16,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 from .. import _ranks
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any, Callable, Dict, List, Optional, Tuple
 
 # Characters that no program prints by chance: ASCII's record and unit separators.
 BEGIN, BETWEEN = "\x1e", "\x1f"
@@ -68,7 +65,7 @@ _CANNOT_RUN = re.compile(r"(SyntaxError|IndentationError|TabError): |(.*: )?No m
 _USAGE = 2
 
 
-def decode(line: str) -> "Optional[Tuple[int, str, str]]":
+def decode(line: str) -> Optional[Tuple[int, str, str]]:
     """The rank, the kind and the text of a message, or None: the launcher's own words."""
     _, begin, message = line.partition(BEGIN)  # launchers may put something in front
     rank, _, rest = message.partition(BETWEEN)
@@ -170,7 +167,7 @@ class _Rank:
             self.send(PART + kind, text[start : start + _PART])
         self.send(kind, text[last:])
 
-    def run(self, command: "List[str]") -> int:
+    def run(self, command: List[str]) -> int:
         """Run the command to its end, and tell of it. Returns the exit status."""
         if REPORT_VARIABLE not in os.environ:
             return self.end(self.run_with(command, {}))
@@ -182,7 +179,7 @@ class _Rank:
                     self.send_in_parts(REPORT, file.read())
         return self.end(status)
 
-    def run_with(self, command: "List[str]", variables: "Dict[str, str]") -> int:
+    def run_with(self, command: List[str], variables: Dict[str, str]) -> int:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -210,7 +207,7 @@ class _Rank:
         status = process.wait()
         return status if status >= 0 else 128 - status
 
-    def forward(self, streams: "Dict[Any, str]", process: "Any") -> None:
+    def forward(self, streams: Dict[Any, str], process: Any) -> None:
         """Send on what the program prints until it has ended.
 
         A process of its own that it leaves behind may hold the pipes open longer: not waited for.
@@ -294,7 +291,7 @@ def die_with_parent():
         pass
 
 
-def dies_with_this_process() -> "Callable[[], None]":
+def dies_with_this_process() -> Callable[[], None]:
     """A ``preexec_fn``: what is started is killed when this process ends in any way."""
     parent = os.getpid()
 
@@ -306,7 +303,7 @@ def dies_with_this_process() -> "Callable[[], None]":
     return before_exec
 
 
-def main(command: "List[str]") -> int:
+def main(command: List[str]) -> int:
     place = _ranks.own_place()
     assert place is not None, "compat run starts this through a launcher"
     die_with_parent()

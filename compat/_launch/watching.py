@@ -13,13 +13,10 @@ import select
 import signal
 import subprocess
 import time
+from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 from .. import errors
 from . import output, rank_process
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 # How long a launcher may take to end the other ranks, after one has failed, in seconds.
 GRACE = 15.0
@@ -66,18 +63,18 @@ class WatchedRanks:
         self,
         size: int,
         shown: "Optional[output.Output]" = None,
-        reports: "Optional[Dict[int, Any]]" = None,
+        reports: Optional[Dict[int, Any]] = None,
     ) -> None:
         self.size = size
         self.output = shown or output.Output()
         self.reports = {} if reports is None else reports
         self.ended: "List[Ended]" = []
-        self.processes: "Dict[int, int]" = {}  # of each rank the one to be signalled
-        self.scripts: "Dict[int, int]" = {}  # and the script's own
-        self.tracebacks: "Dict[int, List[str]]" = {}
-        self.launcher_said: "List[str]" = []
+        self.processes: Dict[int, int] = {}  # of each rank the one to be signalled
+        self.scripts: Dict[int, int] = {}  # and the script's own
+        self.tracebacks: Dict[int, List[str]] = {}
+        self.launcher_said: List[str] = []
         # Of lines too long for one message, what has come: other ranks' messages come between.
-        self.parts: "Dict[Tuple[int, str], List[str]]" = {}
+        self.parts: Dict[Tuple[int, str], List[str]] = {}
 
     def hear(self, line: str) -> None:
         """Take a line of the launcher's output."""
@@ -108,7 +105,7 @@ class WatchedRanks:
                 end.terminated = True
             self.ended.append(end)
 
-    def failure(self, status: int) -> "Optional[str]":
+    def failure(self, status: int) -> Optional[str]:
         """How the job has failed, in a phrase, or None: it has not.
 
         Arguments:
@@ -167,14 +164,14 @@ class WatchedRanks:
 
 
 def launch(
-    command: "List[str]",
-    environ: "Dict[str, str]",
+    command: List[str],
+    environ: Dict[str, str],
     size: int,
     elsewhere: bool = False,
     quiet: bool = False,
     logs: "Optional[output.Logs]" = None,
     max_restarts: int = 0,
-    reports: "Optional[Dict[int, Any]]" = None,
+    reports: Optional[Dict[int, Any]] = None,
 ) -> int:
     """Run a launcher to its end, and return the exit status: the failing rank's.
 
@@ -191,7 +188,7 @@ def launch(
         reports: gets what each rank of the last start has left for ``compat run --report``.
     """
     reports = {} if reports is None else reports
-    told: "List[int]" = []
+    told: List[int] = []
     # One that is ignored stays so: SIGHUP under nohup, SIGINT in the background of a shell script.
     before = {
         number: signal.signal(number, lambda number, frame: told.append(number))
@@ -253,7 +250,7 @@ def _run(command, environ, ranks, told, elsewhere):
 
 def _lines(
     launcher: "Any", ranks: "WatchedRanks", told: "List[int]", elsewhere: bool
-) -> "Iterator[str]":
+) -> Iterator[str]:
     """The launcher's output until it has ended; not for long after a rank has failed.
 
     Nor after a signal, or when all ranks have ended after one.

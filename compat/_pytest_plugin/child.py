@@ -6,6 +6,7 @@ Started by ``own_process``, with a file that says what to do: see ``own_process.
 import json
 import os
 import sys
+from typing import Any, Dict, List
 
 import pytest
 from _pytest.terminal import TerminalReporter
@@ -15,10 +16,6 @@ import compat
 from .._process import process
 from . import simulation
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any, Dict, List
-
 
 class Child:
     """The plugin that makes one run of pytest that process.
@@ -27,13 +24,13 @@ class Child:
     does in a worker of pytest-xdist.
     """
 
-    def __init__(self, job: "Dict[str, Any]") -> None:
+    def __init__(self, job: Dict[str, Any]) -> None:
         self.job = job
         self.config = None  # type: Any
         self.reports = open(job["reports"], "a", encoding="utf-8")
         self.streams = [(name, open(path, "rb")) for name, path in job["streams"]]
 
-    def send(self, kind: str, data: "Dict[str, Any]") -> None:
+    def send(self, kind: str, data: Dict[str, Any]) -> None:
         """Send something at once: this process may die."""
         self.reports.write(json.dumps([kind, data], default=str) + "\n")
         self.reports.flush()
@@ -148,7 +145,7 @@ class Unconfigured:
         raise self.error
 
 
-def main(arguments: "List[str]") -> int:
+def main(arguments: List[str]) -> int:
     """Do what the file says whose path is the one argument."""
     with open(arguments[0], encoding="utf-8") as file:
         job = json.load(file)

@@ -13,15 +13,12 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from typing import Any, Dict, List, Optional, Tuple
 
 import pytest
 
 from .. import _by_path, errors
 from .._launch.rank_process import dies_with_this_process
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any, Dict, List, Optional, Tuple
 
 # Seconds that a process has to end by itself after it was told to, before it is killed.
 GRACE = 5.0
@@ -38,7 +35,7 @@ NOT_PASSED_ON = """
 FAILS = "The process of this test {}.\n\n{}"
 
 
-def run(item: "Any", nextitem: "Any") -> bool:
+def run(item: Any, nextitem: Any) -> bool:
     """Do what pytest's ``pytest_runtest_protocol`` does."""
     hook = item.ihook
     hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
@@ -72,7 +69,7 @@ def _reports(item):
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _asked(item: "Any") -> "Tuple[Optional[float], Dict[str, Any]]":
+def _asked(item: Any) -> Tuple[Optional[float], Dict[str, Any]]:
     """What the mark says: the timeout, and the arguments of ``configure_gpu()``."""
     mark = item.get_closest_marker("compat")
     arguments = dict(mark.kwargs)
@@ -200,7 +197,7 @@ def _end(process, first):
         process.wait()
 
 
-def _received(item: "Any", path: str) -> "List[Any]":
+def _received(item: Any, path: str) -> List[Any]:
     """The reports that came; warnings are passed on."""
     reports = []
     for kind, data in _lines(path):
@@ -254,7 +251,7 @@ def _output(folder: str) -> str:
     return "\n".join(texts) or "It printed nothing.\n"
 
 
-def _with_failure(item: "Any", reports: "List[Any]", text: str) -> "List[Any]":
+def _with_failure(item: Any, reports: List[Any], text: str) -> List[Any]:
     """The reports, and a failure of the phase in which the process ended, for all phases."""
     found = {report.when: report for report in reports}
     began = "setup" not in found or found["setup"].passed

@@ -2,16 +2,13 @@
 
 import os
 import random
+from typing import Any, Callable, Dict, List, Optional
 
 import numpy as np
 import pytest
 
 from .. import _api, _keras, _ranks, _verification, errors
 from .._process import process
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any, Callable, Dict, List, Optional
 
 SHOWN = 10  # of what differs
 
@@ -44,8 +41,8 @@ class Twins:
 
     def __init__(
         self,
-        build: "Callable[[], Any]",
-        weights: "Optional[Callable[[Any], Any]]" = None,
+        build: Callable[[], Any],
+        weights: Optional[Callable[[Any], Any]] = None,
         tolerance: float = 1e-5,
     ) -> None:
         place = _ranks.own_place()
@@ -84,7 +81,7 @@ class Twins:
         backend.verify(self.several, self._verification)
 
     @property
-    def worked(self) -> "Dict[str, Any]":
+    def worked(self) -> Dict[str, Any]:
         return dict(self._verification.record.operations)
 
     def _make_equal(self, build):
@@ -104,7 +101,7 @@ class Twins:
                 "them.".format(_name(build))
             )
 
-    def fit(self, *args: "Any", **kwargs: "Any") -> "List[Any]":
+    def fit(self, *args: Any, **kwargs: Any) -> List[Any]:
         """Call ``fit()`` of both models; compare their histories and weights.
 
         Batches are not shuffled, unless ``shuffle`` says so: each Keras has a generator of its
@@ -127,7 +124,7 @@ class Twins:
         kwargs.setdefault("shuffle", False)
         return self.train(lambda model: model.fit(*args, **kwargs))
 
-    def train(self, function: "Callable[[Any], Any]") -> "List[Any]":
+    def train(self, function: Callable[[Any], Any]) -> List[Any]:
         """Call ``function(model)``, which trains, for both models; compare its results and weights.
 
         The generators of ``random`` and numpy begin anew with the same seed each time. The test
