@@ -50,20 +50,20 @@ def run(as_json: bool) -> int:
 def collect() -> Dict[str, Any]:
     """What there is, as an object of JSON."""
     problems: List[Dict[str, Any]] = []
-    found: Dict[str, Any] = {
+    found = {
         "compat": __version__,
         "python": {"version": sys.version.split()[0], "executable": sys.executable},
         "system": _system(),
+        **_backend(problems),
+        "keras_json": _keras_json(problems),
+        **_gpus(problems),
+        "ranks": _rank(problems),
+        "engines": [engine._asdict() for engine in engines.engines()],
+        "problems": problems,
     }
-    found.update(_backend(problems))
-    found["keras_json"] = _keras_json(problems)
-    found.update(_gpus(problems))
-    found["ranks"] = _rank(problems)
-    found["engines"] = [engine._asdict() for engine in engines.engines()]
     other = _by_path.shadow(os.getcwd(), os.environ)
     if other:
         _add(problems, [errors.shadowed("scripts in " + os.getcwd(), other)])
-    found["problems"] = problems
     return found
 
 
@@ -84,7 +84,7 @@ def _system():
         "platform": "{} {}".format(platform.system(), platform.release()),
         "machine": platform.machine(),
         "distribution": _distribution(),
-        "libc": _libc(),
+        "libc": _told(lambda: os.confstr("CS_GNU_LIBC_VERSION")),
         "cores": os.cpu_count(),
         "usable_cores": _discovery.usable_cores(),
         "memory": _memory(),
@@ -104,16 +104,14 @@ def _distribution():
     return None
 
 
-def _libc():
-    try:
-        return os.confstr("CS_GNU_LIBC_VERSION") or None
-    except (AttributeError, ValueError, OSError):  # of another system, or another library
-        return None
-
-
 def _memory():
+    return _told(lambda: os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+
+
+def _told(ask):
+    """What the system tells, or None: it is another one, or has another library."""
     try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return ask() or None
     except (AttributeError, ValueError, OSError):
         return None
 
@@ -146,9 +144,6 @@ def _backend(problems):
         shown = [chosen] + [b for b in installed if b.framework != chosen.framework]
         _add(problems, chosen.problems(os.environ))
     _add(problems, _detect.problems(os.environ))
-    versions = {}
-    for each in shown:
-        versions.update(_keras.versions(each))
     known = _registry.backends() + shown  # a plug-in may be the one chosen
     distributions = {name for each in known for name in each.distributions}
     pattern = "|".join([_PACKAGES] + sorted(re.escape(name.lower()) for name in distributions))
@@ -156,7 +151,7 @@ def _backend(problems):
     others = [name for name in os.environ if name in _OPTIONAL or name.startswith("COMPAT_")]
     return {
         "backend": backend,
-        "versions": versions,
+        "versions": {n: v for each in shown for n, v in _keras.versions(each).items()},
         "packages": _distributions.matching(pattern),
         "variables": {n: os.environ.get(n) for n in names + sorted(set(others) - set(names))},
     }
@@ -171,28 +166,28 @@ def _for_another_backend(installed):
 
 def _keras_json(problems):
     path = _detect.keras_json(os.environ)
-    content, readable = {}, True
     try:
-        content = _detect.read_keras_json(path)
+        content, readable = _detect.read_keras_json(path), True
     except errors.CompatError as error:
+        content, readable = {}, False
         _add(problems, [error])
-        readable = False
-    return {
-        "path": path,
-        "exists": os.path.exists(path),
-        "readable": readable,
-        "content": content,
-    }
+    return {"path": path, "exists": os.path.exists(path), "readable": readable, "content": content}
 
 
 def _gpus(problems):
     """The drivers, the GPUs of the machine, and which of them are visible."""
     machine = _devices.discover()
-    failures = getattr(machine, "failures", [])
     visible = _devices.choose(
         _selection.parse_gpus(None), None, os.environ, discover=lambda: machine
     )
     _add(problems, visible.problems)
+    failures = getattr(machine, "failures", [])
+    gpus = why = None
+    if machine is None:
+        why = "nvidia-smi is missing or fails"
+    else:
+        gpus = [{name: getattr(gpu, name) for name in gpu.__slots__} for gpu in machine]
+        why = None if machine else machine.why()
     _add(
         problems,
         [
@@ -202,12 +197,6 @@ def _gpus(problems):
         ],
         "sudo modprobe " + ("nvidia" if "nvidia-smi" in "".join(failures) else "amdgpu"),
     )
-    gpus = why = None
-    if machine is None:
-        why = "nvidia-smi is missing or fails"
-    else:
-        gpus = [{name: getattr(gpu, name) for name in gpu.__slots__} for gpu in machine]
-        why = machine.why() if not machine and hasattr(machine, "why") else None
     return {
         "drivers": _discovery.drivers(),
         "gpus": gpus,
@@ -231,6 +220,4 @@ def _rank(problems):
         _ranks.timeout(os.environ)
     except errors.InvalidArgumentError as error:
         _add(problems, [error], "unset COMPAT_TIMEOUT")
-    if place is None:
-        return None
-    return {name: getattr(place, name) for name in _PLACE}
+    return place and {name: getattr(place, name) for name in _PLACE}

@@ -27,10 +27,7 @@ def text(found: Dict[str, Any]) -> str:
         ("GPUs", _gpu_lines(found)),
         ("visible", [found["visible"]["text"]]),
         ("ranks", [_rank_line(found)]),
-        (
-            "engines",
-            [str(Installed(**engine)) for engine in found["engines"]] or ["none"],
-        ),
+        ("engines", [str(Installed(**engine)) for engine in found["engines"]] or ["none"]),
     ]
     indent = max(len(heading) for heading, _ in sections) + 2
     sections = [(heading, _wrapped(lines, indent)) for heading, lines in sections]
@@ -40,17 +37,11 @@ def text(found: Dict[str, Any]) -> str:
 
 def _wrapped(lines, indent):
     """The lines, none longer than what is left of the width, if it can be broken."""
-    wrapped = []
-    for line in lines:
-        for part in textwrap.wrap(
-            line,
-            WIDTH - indent,
-            subsequent_indent="  ",
-            break_long_words=False,
-            break_on_hyphens=False,
-        ):
-            wrapped += _at_commas(part, WIDTH - indent)
-    return wrapped
+    width = WIDTH - indent
+    wrapper = textwrap.TextWrapper(
+        width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
+    return [p for line in lines for part in wrapper.wrap(line) for p in _at_commas(part, width)]
 
 
 def _at_commas(line, width):
@@ -71,10 +62,8 @@ def _problem_lines(problem, indent):
     text, command = problem["problem"], problem["command"]
     if command and text.rstrip(".").endswith(command):
         text = text.rstrip(".")[: -len(command)].rstrip()
-    lines = [line for part in text.split("\n") for line in _wrapped([part], indent)]
-    if not command:
-        return lines
-    return lines + _command_lines(command, WIDTH - indent)
+    lines = _wrapped(text.split("\n"), indent)
+    return lines + (_command_lines(command, WIDTH - indent) if command else [])
 
 
 def _command_lines(command, width):
@@ -138,20 +127,14 @@ def _keras_json_line(keras_json):
 
 
 def _drivers_line(drivers):
-    texts = {
-        "nvidia": "NVIDIA {}",
-        "cuda": "runs CUDA up to {}",
-        "amdgpu": "amdgpu {}",
-        "rocm": "ROCm {}",
-    }
-    found = [texts[name].format(drivers[name]) for name in texts if drivers[name]]
-    return ", ".join(found) or "none found"
+    names = {"nvidia": "NVIDIA", "cuda": "runs CUDA up to", "amdgpu": "amdgpu", "rocm": "ROCm"}
+    return ", ".join(names[n] + " " + drivers[n] for n in names if drivers[n]) or "none found"
 
 
 def _gpu_lines(found):
-    if found["gpus"] is None:
-        return ["unknown: " + found["why_no_gpus"]]
     why = found["why_no_gpus"]
+    if found["gpus"] is None:
+        return ["unknown: " + why]
     return [_gpu_line(gpu) for gpu in found["gpus"]] or ["none" + (why and ": " + why)]
 
 
@@ -175,14 +158,12 @@ def _told(number, unit=1):
 
 
 def _rank_line(found):
-    if found["ranks"] is None:
+    place = found["ranks"]
+    if place is None:
         return "none: this process is alone"
-    if found["ranks"]["rank"] is None:
+    if place["rank"] is None:
         return "unknown (see the problems)"
-    if found["ranks"]["rank"] < 0:
-        return "none: this process evaluates what ranks save ({launcher})".format(**found["ranks"])
-    return (
-        "rank {rank} of {size}, {local_rank} of {local_size} on this machine ({launcher})".format(
-            **found["ranks"]
-        )
-    )
+    if place["rank"] < 0:
+        return "none: this process evaluates what ranks save ({launcher})".format(**place)
+    text = "rank {rank} of {size}, {local_rank} of {local_size} on this machine ({launcher})"
+    return text.format(**place)
