@@ -10,6 +10,7 @@ import sys
 from typing import Iterator, List, Tuple
 
 from .. import __version__, _distributions, _spelling, _verified, errors
+from . import parser as command_parser
 from . import specifiers
 
 DISTRIBUTION = "keras-gpu-compat"
@@ -24,12 +25,8 @@ exit status: 0, or 2 where a backend is not known or was not tested on that Pyth
 
 def add_to(commands: "argparse._SubParsersAction") -> None:
     """Add the command to those of ``compat``."""
-    parser = commands.add_parser(
-        "pins",
-        help="print the versions of a backend that are tested together",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    told = "print the versions of a backend that are tested together"
+    parser = command_parser(commands, "pins", _run, told, DESCRIPTION)
     parser.add_argument("backend", help="an extra's name: " + ", ".join(_verified.PYTHONS))
     parser.add_argument(
         "--python", type=_python, metavar="3.7", help="for that Python (default: this one)"
@@ -40,7 +37,6 @@ def add_to(commands: "argparse._SubParsersAction") -> None:
         default=FORMATS[0],
         help="lines for pip (the default), a part of a setup.cfg, or a file for pip's -c",
     )
-    parser.set_defaults(run=_run, parser=parser)
 
 
 def _python(text):
@@ -94,12 +90,10 @@ def known(extra: str) -> str:
     if extra in _verified.ROWS:
         return next(iter(_verified.ROWS[extra]))
     meant = _spelling.closest(extra, _verified.PYTHONS)
+    meant = " (did you mean {}?)".format(meant) if meant else ""
+    names = ", ".join(_verified.PYTHONS)
     raise errors.InvalidArgumentError(
-        "there are no pins for {!r}{}. Use one of {}.".format(
-            extra,
-            " (did you mean {}?)".format(meant) if meant else "",
-            ", ".join(_verified.PYTHONS),
-        )
+        "there are no pins for {!r}{}. Use one of {}.".format(extra, meant, names)
     )
 
 
@@ -116,13 +110,11 @@ def pins(extra: str, python: Tuple[int, int]) -> List[str]:
     """
     extra = known(extra)
     if python not in _verified.PYTHONS[extra]:
+        asked, newest = map(_verified.spelled, (python, _verified.PYTHONS[extra][-1]))
         raise errors.InvalidArgumentError(
             "{0} is not tested on Python {1}, so there are no pins for it. It is tested on {2}; "
             "choose one of these with --python, such as --python {3}.".format(
-                extra,
-                _verified.spelled(python),
-                _verified.phrase(extra),
-                _verified.spelled(_verified.PYTHONS[extra][-1]),
+                extra, asked, _verified.phrase(extra), newest
             )
         )
     folder = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -157,8 +149,7 @@ def _declared(folder: str) -> Iterator[Tuple[str, str]]:
     with open(paths[0], encoding="utf-8") as file:
         metadata = email.parser.HeaderParser().parse(file)
     for line in metadata.get_all("Requires-Dist", []):
-        requirement, _, marker = line.partition(";")
-        yield requirement, marker
+        yield line.partition(";")[::2]
 
 
 _MARKER = re.compile(r"(python_version|extra)\s*(<=|>=|<|>|==|!=)\s*(['\"])([\w.-]+)\3")

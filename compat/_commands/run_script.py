@@ -6,7 +6,7 @@ import subprocess
 import sys
 import textwrap
 from argparse import Namespace
-from typing import Any, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 from .. import _by_path, _detect, _devices, _files, _idle, _ranks, _report, _selection, errors
 from .._launch import output, rank_process, watching
@@ -19,14 +19,7 @@ from . import reported_script
 _BEFORE_THE_SCRIPT = ("--simulate", "--parallelize", "--report-json", "--max-restarts")
 
 
-def prepare(
-    gpus: Optional[str],
-    backend: Optional[str],
-    python: Optional[str],
-    environ: Mapping[str, str],
-    ranks: Optional[int] = None,
-    hosts: Optional[str] = None,
-) -> "Tuple[Backend, str, Dict[str, str], List[str]]":
+def prepare(gpus, backend, python, environ, ranks=None, hosts=None):
     """What a script is to be started with.
 
     Arguments:
@@ -93,25 +86,22 @@ def _of_this_machine(chosen, selection, gpus, environ, ranks):
     """The devices that are chosen here, as a text; the variables that choose them; and notes."""
     if ranks == 1:
         one = Place(0, 1, 0, 1, "compat run")
-        settings = Settings(_devices.choose_for_rank(selection, environ, one))
+        devices = _devices.choose_for_rank(selection, environ, one)
     else:
-        settings = Settings(_devices.choose(selection, None, environ))
-    notes = list(settings.devices.problems) + chosen.overruled(settings, environ)
-    if settings.devices.shortage:
+        devices = _devices.choose(selection, None, environ)
+    settings = Settings(devices)
+    notes = list(devices.problems) + chosen.overruled(settings, environ)
+    if devices.shortage:
         asked = "every GPU" if gpus is None else "--gpus " + gpus
-        shortage = asked, settings.devices.shortage[1]
-        notes.append(errors.fewer(shortage, settings.devices, strict=False))
+        notes.append(errors.fewer((asked, devices.shortage[1]), devices, strict=False))
         if gpus and gpus.isdecimal():
             notes.append(
                 "--gpus {0} means the GPU with id {0}; ids count from 0. Several are "
                 "named one by one, such as --gpus 0,1, and --gpus cpu means none.".format(gpus)
             )
-    if ranks in (None, 1):
-        variables = dict(chosen.environ(settings, environ))
-    else:
-        variables = dict(settings.devices.environ(environ))
-    variables.update(settings.devices.trusting(environ))
-    return str(settings.devices), variables, notes
+    alone = ranks in (None, 1)
+    variables = chosen.environ(settings, environ) if alone else devices.environ(environ)
+    return str(devices), dict(variables, **devices.trusting(environ)), notes
 
 
 def ranks_on(hosts: str, ranks: Optional[int]) -> Tuple[int, str]:
@@ -194,7 +184,7 @@ def run(script: "List[str]", options: "Namespace") -> int:
     ranks, hosts = _ranks_of(options)
     report_json, timeline = _files_of(options, ranks)
     report = options.report or report_json is not None or timeline is not None
-    _check_there_are_ranks(ranks, options.quiet, options.log_dir, options.max_restarts)
+    _check_there_are_ranks(ranks, options)
     _check_script(script, options.python)
     chosen, interpreter, environ, lines = prepare(
         options.gpus, options.backend, options.python, _asked(options, ranks), ranks, hosts
@@ -221,16 +211,16 @@ def run(script: "List[str]", options: "Namespace") -> int:
         print("compat run: " + line, file=sys.stderr)
     sys.stderr.flush()
     environ.update(_idle.hand_over_claims())
-    program = [interpreter] + script
+    program = script
     if options.parallelize or report or (options.simulate is not None and options.python is None):
         if options.python is not None:
             option = "--parallelize" if options.parallelize else "--report"
             _check_version(interpreter, environ, option)
         module = "reported_script" if report else "parallelized_script"
-        _, *ours = _by_path.command("_commands." + module)
-        written = [report_json or "", timeline or ""] if report else []
-        name = chosen.name if options.parallelize else ""
-        program = [interpreter] + ours + written + [name] + script
+        _, *program = _by_path.command("_commands." + module)
+        program += [report_json or "", timeline or ""] if report else []
+        program += [chosen.name if options.parallelize else ""] + script
+    program = [interpreter] + program
     if not ranks:
         os.execve(interpreter, program, environ)
     command = launcher + _by_path.command("_launch.rank_process") + program
@@ -254,9 +244,7 @@ def _ranks_of(options):
                 options.ranks
             )
         )
-    if options.hosts is None:
-        return options.ranks, None
-    return ranks_on(options.hosts, options.ranks)
+    return ranks_on(options.hosts, options.ranks) if options.hosts else (options.ranks, None)
 
 
 def _files_of(options, ranks):
@@ -313,10 +301,13 @@ def _misplaced(script):
     ]
 
 
-def _check_there_are_ranks(ranks, quiet, log_dir, max_restarts):
+def _check_there_are_ranks(ranks, options):
     """Refuse options that only ranks can have. (What rank 0 prints, a script alone does, too.)"""
-    options = [("--quiet", quiet and ranks is None), ("--log-dir", log_dir is not None)]
-    for option, given in options + [("--max-restarts", max_restarts)]:
+    for option, given in (
+        ("--quiet", options.quiet and ranks is None),
+        ("--log-dir", options.log_dir is not None),
+        ("--max-restarts", options.max_restarts),
+    ):
         if given and ranks in (None, 1):
             raise errors.InvalidArgumentError(
                 "{0} is for a script that runs as several ranks, and this one runs alone. Add -n "

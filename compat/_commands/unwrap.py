@@ -13,6 +13,7 @@ from typing import Dict, List, Optional, Tuple
 
 from .. import _files, errors
 from . import hdf5_names, wrapped_model
+from . import parser as command_parser
 
 DESCRIPTION = """\
 Write a file of multi_gpu_model or make_parallel, a whole model or weights, as one of the model
@@ -23,12 +24,8 @@ exit status: 0 written, 2 it could not be."""
 
 def add_to(commands: "argparse._SubParsersAction") -> None:
     """Add the command to those of ``compat``."""
-    parser = commands.add_parser(
-        "unwrap",
-        help="the plain model in a file of multi_gpu_model",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    told = "the plain model in a file of multi_gpu_model"
+    parser = command_parser(commands, "unwrap", _run, told, DESCRIPTION)
     parser.add_argument("file", help="HDF5, from model.save() or model.save_weights()")
     parser.add_argument(
         "-o", dest="output", metavar="FILE",
@@ -40,7 +37,6 @@ def add_to(commands: "argparse._SubParsersAction") -> None:
         metavar="JSON",
         help="of weights: to_json() of the plain model, where the weights' names do not tell",
     )
-    parser.set_defaults(run=_run, parser=parser)
 
 
 def _run(arguments):
