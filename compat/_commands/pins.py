@@ -31,12 +31,8 @@ def add_to(commands: "argparse._SubParsersAction") -> None:
     parser.add_argument(
         "--python", type=_python, metavar="3.7", help="for that Python (default: this one)"
     )
-    parser.add_argument(
-        "--format",
-        choices=FORMATS,
-        default=FORMATS[0],
-        help="lines for pip (the default), a part of a setup.cfg, or a file for pip's -c",
-    )
+    told = "lines for pip (the default), a part of a setup.cfg, or a file for pip's -c"
+    parser.add_argument("--format", choices=FORMATS, default=FORMATS[0], help=told)
 
 
 def _python(text):
@@ -113,9 +109,8 @@ def pins(extra: str, python: Tuple[int, int]) -> List[str]:
         asked, newest = map(_verified.spelled, (python, _verified.PYTHONS[extra][-1]))
         raise errors.InvalidArgumentError(
             "{0} is not tested on Python {1}, so there are no pins for it. It is tested on {2}; "
-            "choose one of these with --python, such as --python {3}.".format(
-                extra, asked, _verified.phrase(extra), newest
-            )
+            "choose one of these with --python, "
+            "such as --python {3}.".format(extra, asked, _verified.phrase(extra), newest)
         )
     folder = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     return [
@@ -165,9 +160,8 @@ def _applies(marker, extra, python, requirement):
             raise errors.UnsupportedError(
                 "the marker {!r} of {!r} is not understood: `compat pins` reads comparisons of "
                 "python_version and extra, joined by `and`. Install this version of "
-                "keras-gpu-compat anew; if that does not help, please report it.".format(
-                    marker.strip(), requirement.strip()
-                )
+                "keras-gpu-compat anew; if that does not help, "
+                "please report it.".format(marker.strip(), requirement.strip())
             )
         name, comparison, _, value = match.groups()
         if name == "extra":  # which setuptools may have normalised
@@ -187,9 +181,8 @@ def _plain(requirement):
     if match is None:
         raise errors.UnsupportedError(
             "the requirement {!r} in the metadata of keras-gpu-compat is not understood. Install "
-            "this version of it anew; if that does not help, please report it.".format(
-                requirement.strip()
-            )
+            "this version of it anew; "
+            "if that does not help, please report it.".format(requirement.strip())
         )
     clauses = [re.sub(r"\s", "", clause) for clause in match.group(2).split(",")]
     return match.group(1) + ",".join(sorted(clauses, reverse=True))

@@ -44,11 +44,9 @@ def prepare(gpus, backend, python, environ, ranks=None, hosts=None):
     try:
         selection = _selection.parse_gpus(gpus)
     except errors.InvalidArgumentError as error:
-        raise errors.InvalidArgumentError(
-            "--gpus {} is not understood: {}. Use one of:\n{}".format(
-                gpus, error.problem, errors.GPUS_OPTIONS
-            )
-        ) from None
+        text = "--gpus {} is not understood: {}. Use one of:\n{}"
+        text = text.format(gpus, error.problem, errors.GPUS_OPTIONS)
+        raise errors.InvalidArgumentError(text) from None
     if python is None:
         interpreter = sys.executable
         chosen, reason = _detect.choose(backend, environ, typed=True)
@@ -144,7 +142,7 @@ def _found(python):
     return path
 
 
-def run(script: "List[str]", options: "Namespace") -> int:
+def run(script: List[str], options: Namespace) -> int:
     """Become the script, or start it as several ranks.
 
     Alone its output, its signals and its exit status are its own. Of several ranks the output
@@ -239,11 +237,8 @@ def run(script: "List[str]", options: "Namespace") -> int:
 def _ranks_of(options):
     """How many ranks are asked for, and the machines that run them; None where nothing says so."""
     if options.ranks is not None and options.ranks < 1:
-        raise errors.InvalidArgumentError(
-            "-n {} is not understood. Use the number of processes to start, 1 or more.".format(
-                options.ranks
-            )
-        )
+        text = "-n {} is not understood. Use the number of processes to start, 1 or more."
+        raise errors.InvalidArgumentError(text.format(options.ranks))
     return ranks_on(options.hosts, options.ranks) if options.hosts else (options.ranks, None)
 
 
@@ -281,9 +276,8 @@ def _check_script(script, python):
     if name_of(script).endswith(".ipynb"):
         raise errors.InvalidArgumentError(
             "{} is a notebook, which Python cannot run. Make a script of it with `jupyter "
-            "nbconvert --to script`, or call compat.configure_gpu() in its first cell.".format(
-                script[0]
-            )
+            "nbconvert --to script`, "
+            "or call compat.configure_gpu() in its first cell.".format(script[0])
         )
     # Another interpreter may be one in a container, with files of its own.
     if python is None and script[0] not in ("-", "-m") and not os.path.exists(script[0]):
@@ -322,8 +316,7 @@ def _check_version(interpreter, environ, option):
     version = found.stdout.decode()
     if found.returncode or tuple(map(int, version.split(".")[:2])) < (3, 6):
         raise errors.UnsupportedError(
-            "{0} runs inside the script's interpreter, which must be Python 3.6 or "
-            "later; {1} is Python {2}. Leave {0} out, or use a newer one.".format(
-                option, interpreter, version or "of no known version"
-            )
+            "{0} runs inside the script's interpreter, which must be Python 3.6 or later; {1} is "
+            "Python {2}. Leave {0} out, "
+            "or use a newer one.".format(option, interpreter, version or "of no known version")
         )

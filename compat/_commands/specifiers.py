@@ -3,19 +3,12 @@
 The library ``packaging`` knows all of them, but need not be installed.
 """
 
-import operator
 import re
+from operator import eq, ge, gt, le, lt, ne
 from typing import Tuple
 
 _CLAUSE = re.compile(r"(~=|==|!=|<=|>=|<|>)\s*(\d+(?:\.\d+)*)(\.\*)?")
-_COMPARISONS = {
-    "==": operator.eq,
-    "!=": operator.ne,
-    "<=": operator.le,
-    ">=": operator.ge,
-    "<": operator.lt,
-    ">": operator.gt,
-}
+_COMPARISONS = {"==": eq, "!=": ne, "<=": le, ">=": ge, "<": lt, ">": gt}
 
 
 def allow(specifiers: str, release: Tuple[int, ...]) -> bool:

@@ -30,18 +30,10 @@ def add_to(commands: "argparse._SubParsersAction") -> None:
     """Add the command to those of ``compat``."""
     told = "write a tox.ini that runs your tests on each backend"
     parser = command_parser(commands, "tox", _run, told, DESCRIPTION)
-    parser.add_argument(
-        "--backends",
-        type=_names,
-        metavar="NAMES",
-        help="such as theano,tensorflow1: names of `compat pins` (default: each backend once)",
-    )
-    parser.add_argument(
-        "--all",
-        action="store_true",
-        dest="every",
-        help="a row for every tested pair, not only for the newest Python of each backend",
-    )
+    told = "such as theano,tensorflow1: names of `compat pins` (default: each backend once)"
+    parser.add_argument("--backends", type=_names, metavar="NAMES", help=told)
+    told = "a row for every tested pair, not only for the newest Python of each backend"
+    parser.add_argument("--all", action="store_true", dest="every", help=told)
     parser.add_argument("--ci", action="store_true", help="also .github/workflows/compat.yml")
     parser.add_argument(
         "-o", dest="folder", default=".", metavar="FOLDER", help="the project's (default: this)"
@@ -158,9 +150,8 @@ def rows(extras, every, specifier="", source=None) -> List[tox_texts.Row]:
             raise errors.InvalidArgumentError(
                 "--backends {0}: no row can be generated for it, since it needs libraries of "
                 "OpenMPI, which no Python package has. `compat pins {0} --python {1}` prints its "
-                "requirements, and `compat env` the command that installs the libraries.".format(
-                    extra, _verified.spelled(_verified.PYTHONS[extra][-1])
-                )
+                "requirements, and `compat env` the command that installs "
+                "the libraries.".format(extra, _verified.spelled(_verified.PYTHONS[extra][-1]))
             )
         pairs = _allowed(extra, every, specifier, source)
         if not pairs:

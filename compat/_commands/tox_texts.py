@@ -68,7 +68,7 @@ set_env =
 """
 
 
-def tox_ini(chosen: "List[Row]", compat: str, path: str, aside: str) -> str:
+def tox_ini(chosen: List[Row], compat: str, path: str, aside: str) -> str:
     """The text of tox.ini.
 
     Arguments:
@@ -144,7 +144,7 @@ CONTAINER = """\
 RUNS_TOX = 3, 13
 
 
-def workflow(chosen: "List[Row]", compat: str, path: str, aside: str) -> str:
+def workflow(chosen: List[Row], compat: str, path: str, aside: str) -> str:
     """The text of a workflow for GitHub's CI: a job for each row; arguments as ``tox_ini()``."""
     text = WORKFLOW.format(version=__version__)
     compat = compat.replace("{tox_root}", ".")

@@ -27,7 +27,7 @@ def name_of(layer):
     return layer.get("name") or (inner.get("name") if isinstance(inner, dict) else None)
 
 
-def inside(config: "Any") -> "Optional[Inside]":
+def inside(config: Any) -> Optional[Inside]:
     """The layer that is the model inside, and what the wrapper's outputs are called there.
 
     A wrapper gives each call of the one model in it a part of all of its own inputs, and puts what
@@ -193,30 +193,27 @@ def groups_by_names(weights: List[str], model: str) -> List[Tuple[str, List[str]
         ValueError: the names leave open in which order the layers are; why, as a phrase.
     """
     groups: Dict[str, List[str]] = {}
-    order: List[str] = []
     untrained = None
     for weight in weights:
         layer = _layer_of(weight, model)
         if layer is None:
             raise ValueError("the name {!r} tells no layer".format(weight))
-        if layer not in groups:
-            order.append(layer)
-            if untrained:
-                raise ValueError(
-                    "{!r} comes after {!r}, so {!r} was not trained, and Keras lists it apart from "
-                    "its place".format(weight, untrained, layer)
-                )
+        if layer not in groups and untrained:
+            raise ValueError(
+                "{!r} comes after {!r}, so {!r} was not trained, and Keras lists it apart from "
+                "its place".format(weight, untrained, layer)
+            )
         groups.setdefault(layer, []).append(weight)
         if re.search(r"/moving_(mean|variance)(_\d+)?(:0)?$", weight):
             untrained = untrained or weight
     last: Dict[str, Tuple[int, str]] = {}
-    for layer in order:
+    for layer in groups:
         base, number = re.match(r"(.*?)(?:_(\d+))?$", layer).groups()  # type: ignore
         entry = int(number or 0), layer
         if entry < last.get(base, entry):
             raise ValueError("{!r} comes after {!r}".format(layer, last[base][1]))
         last[base] = entry
-    return [(layer, groups[layer]) for layer in order]
+    return list(groups.items())
 
 
 def _layer_of(weight, model):
@@ -224,9 +221,7 @@ def _layer_of(weight, model):
     if len(scope) > 1 and scope[0] == model:  # a Sequential that was built when it was called
         del scope[0]
     for index in range(1, len(scope)):
-        if re.match(r"(forward|backward)_", scope[index]) or re.search(
-            r"_cells?(_\d+)?$", scope[index]
-        ):
+        if re.search(r"^(forward|backward)_|_cells?(_\d+)?$", scope[index]):
             del scope[index:]
             break
     return "/".join(scope) or None

@@ -1,6 +1,7 @@
 """Where the output of ranks goes: the terminal, the rank in front, and a file for each rank."""
 
 import collections
+import functools
 import os
 import shlex
 import sys
@@ -83,7 +84,7 @@ class Output:
         self.quiet = quiet
         self.logs = logs
         self.lines = Lines()
-        self.tails: "Dict[int, _Tail]" = collections.defaultdict(_Tail)
+        self.tails: Dict[int, _Tail] = collections.defaultdict(_Tail)
 
     def add(self, rank: int, kind: str, text: str, unfinished: bool) -> None:
         """Show what a rank has printed, the rank in front of each line."""
@@ -93,11 +94,7 @@ class Output:
             self.tails[rank].add(text, unfinished)
             return
         stream = sys.stdout if kind == rank_process.OUT else sys.stderr
-
-        def write(text):
-            stream.write(text)
-            stream.flush()
-
+        write = functools.partial(print, end="", file=stream, flush=True)
         self.lines.add((rank, kind), write, text, unfinished, "[{}] ".format(rank))
 
     def end(self) -> None:
@@ -155,12 +152,10 @@ class Logs:
 
     def begin(self, restart: int) -> None:
         """Begin a start of the job with a line in each file."""
-        now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-        for rank in range(len(self.paths)):
-            header = "==== {}, rank {} of {}, restart {}: {}\n".format(
-                now, rank, len(self.paths), restart, self.command
-            )
-            self._write(rank, header)
+        header = "==== {}, rank {} of {}, restart {}: {}\n"
+        now, size = time.strftime("%Y-%m-%dT%H:%M:%S%z"), len(self.paths)
+        for rank in range(size):
+            self._write(rank, header.format(now, rank, size, restart, self.command))
 
     def add(self, rank: int, kind: str, text: str, unfinished: bool) -> None:
         self.lines[rank].add(kind, lambda text: self._write(rank, text), text, unfinished)

@@ -154,7 +154,7 @@ class _Rank:
         self.reader.register(1, 0)  # tells errors only
 
     def send(self, kind, text):
-        message = "{}{}{}{}{}{}\n".format(BEGIN, self.rank, BETWEEN, kind, BETWEEN, text)
+        message = BEGIN + BETWEEN.join([str(self.rank), kind, text]) + "\n"
         os.write(1, message.encode("utf-8", "replace"))
 
     def note_error(self, line):
@@ -241,12 +241,11 @@ class _Rank:
         lines = self.traceback.lines if status else []
         lost = next(filter(None, map(_LOST.match, lines)), None)
         last = lines[-1] if lines else self.last_error
-        recurs = status == _USAGE or (status > 0 and bool(_CANNOT_RUN.match(last)))
         record = {
             "status": status,
             "terminated": self.terminated,
             "lost": lost and (lost.group(1) or True),
-            "recurs": recurs,
+            "recurs": status == _USAGE or (status > 0 and bool(_CANNOT_RUN.match(last))),
         }
         for line in lines:
             self.send_in_parts(TRACEBACK, line)

@@ -20,7 +20,7 @@ import socket
 import subprocess
 import sys
 import time
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, Sequence
 
 from .. import _by_path, _ranks
 from .._ranks import clusters
@@ -58,8 +58,7 @@ def start(where: str, cluster: bool, command: Sequence[str]) -> int:
         cluster: tell each rank the addresses of all ranks, which TensorFlow's workers need.
         command: what to start in each rank.
     """
-    machines: List[Tuple[Optional[str], int]] = [(None, int(where))] if where.isdigit() else []
-    machines += [] if machines else list(_ranks.parse_hosts(where))
+    machines = [(None, int(where))] if where.isdigit() else _ranks.parse_hosts(where)
     task = {"command": command, "directory": os.getcwd(), "environ": exported(os.environ)}
     agents: List[Any] = []
     for (host, _), ranks in zip(machines, _places(machines, cluster)):
@@ -145,17 +144,11 @@ def start_here() -> int:
     task = json.loads(sys.stdin.readline())
     os.chdir(task["directory"])
     os.environ.update(task["environ"])
-    processes = []
-    for place in task["ranks"]:
-        environ = dict(os.environ, **place)
-        processes.append(
-            subprocess.Popen(
-                task["command"],
-                stdin=subprocess.DEVNULL,
-                env=environ,
-                preexec_fn=dies_with_this_process(),
-            )
-        )
+    options: Any = {"stdin": subprocess.DEVNULL, "preexec_fn": dies_with_this_process()}
+    processes = [
+        subprocess.Popen(task["command"], env=dict(os.environ, **place), **options)
+        for place in task["ranks"]
+    ]
     try:
         return _watch(processes, sys.stdin)
     finally:

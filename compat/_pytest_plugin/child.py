@@ -17,6 +17,21 @@ from .._process import process
 from . import simulation
 
 
+def _capturing(when):
+    """A hook for a phase of tests, which adds to its report what the test prints."""
+
+    @pytest.hookimpl(hookwrapper=True, tryfirst=True)
+    def captured(self, item):
+        for _, stream in self.streams:
+            stream.seek(0, os.SEEK_END)
+        yield
+        for name, stream in self.streams:
+            getattr(sys, name).flush()
+            item.add_report_section(when, name, stream.read().decode("utf-8", "replace"))
+
+    return captured
+
+
 class Child:
     """The plugin that makes one run of pytest that process.
 
@@ -85,25 +100,9 @@ class Child:
     # What a test prints goes to files, which outlive the process; here it becomes a part of the
     # report, as pytest's own capturing would make it.
 
-    def _captured(self, item, when):
-        for _, stream in self.streams:
-            stream.seek(0, os.SEEK_END)
-        yield
-        for name, stream in self.streams:
-            getattr(sys, name).flush()
-            item.add_report_section(when, name, stream.read().decode("utf-8", "replace"))
-
-    @pytest.hookimpl(hookwrapper=True, tryfirst=True)
-    def pytest_runtest_setup(self, item):
-        yield from self._captured(item, "setup")
-
-    @pytest.hookimpl(hookwrapper=True, tryfirst=True)
-    def pytest_runtest_call(self, item):
-        yield from self._captured(item, "call")
-
-    @pytest.hookimpl(hookwrapper=True, tryfirst=True)
-    def pytest_runtest_teardown(self, item):
-        yield from self._captured(item, "teardown")
+    pytest_runtest_setup = _capturing("setup")
+    pytest_runtest_call = _capturing("call")
+    pytest_runtest_teardown = _capturing("teardown")
 
     def pytest_runtest_logreport(self, report):
         serializable = self.config.hook.pytest_report_to_serializable

@@ -77,11 +77,10 @@ def _asked(item: Any) -> Tuple[Optional[float], Dict[str, Any]]:
     if mark.args:
         raise errors.InvalidArgumentError(
             "@pytest.mark.compat takes keyword arguments, those of configure_gpu() and timeout=, "
-            "but it was given {!r}. Name it, as in @pytest.mark.compat(simulate=3).".format(
-                mark.args[0]
-            )
+            "but it was given {!r}. "
+            "Name it, as in @pytest.mark.compat(simulate=3).".format(mark.args[0])
         )
-    number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
+    number = type(timeout) in (int, float)
     if timeout is not None and not (number and timeout > 0):
         raise errors.InvalidArgumentError(
             "@pytest.mark.compat(timeout={!r}) is not understood. Use a number of seconds above 0, "
@@ -130,14 +129,10 @@ def _job(item, folder, configure):
         "options": options,
         "path": sys.path,
         "reports": os.path.join(folder, "reports"),
-        "streams": [] if _shows_output(config) else _streams(folder),
+        "streams": [] if config.getoption("capture", "fd") == "no" else _streams(folder),
         "test": item.nodeid.partition("::")[2],
         "workerinput": dict(worker, compat=True),
     }
-
-
-def _shows_output(config):
-    return config.getoption("capture", "fd") == "no"
 
 
 def _streams(folder):
@@ -154,20 +149,15 @@ def _run_child(item, job, folder, timeout):
     environ.setdefault("PYTHONIOENCODING", "utf-8")
     command = _by_path.command("_pytest_plugin.child") + [path]
     command.insert(1, "-u")  # what is printed is there, however the process ends
-    streams = {name: open(path, "ab") for name, path in job["streams"]}  # type: Dict[str, Any]
-    if streams:
-        streams["stdin"] = subprocess.DEVNULL
-    options = {}  # type: Dict[str, Any]
+    options: Dict[str, Any] = {"stdin": subprocess.DEVNULL} if job["streams"] else {}
     if os.name == "posix":
         # In a group of its own, so that what it has started ends with it.
-        options = {"start_new_session": True, "preexec_fn": dies_with_this_process()}
-    try:
+        options.update(start_new_session=True, preexec_fn=dies_with_this_process())
+    with contextlib.ExitStack() as stack:
+        options.update((n, stack.enter_context(open(p, "ab"))) for n, p in job["streams"])
         process = subprocess.Popen(
-            command, cwd=str(item.config.invocation_params.dir), env=environ, **streams, **options
+            command, cwd=str(item.config.invocation_params.dir), env=environ, **options
         )
-    finally:
-        for name, _ in job["streams"]:
-            streams[name].close()
     try:
         status = process.wait(timeout)
     except subprocess.TimeoutExpired:

@@ -9,7 +9,7 @@ import compat
 
 from .. import _replicas
 from .contract import BackendContract
-from .models import CASES, DEVICES, fit_in_order
+from .models import DEVICES, fit_in_order
 from .spans import span
 
 
@@ -27,8 +27,7 @@ class ReportContract(BackendContract):
     @span
     @pytest.mark.row("compat.report()")
     def test_report_says_what_each_device_did(self, keras, configuration, counted_anew):
-        inputs, targets = CASES["dense"].data(61)
-        model = self.compiled(keras, "dense", parallel=True)
+        model, inputs, targets = self.parallel_and_data(keras, "dense", 61)
         report = compat.report()
         assert [each.device for each in report.devices] == configuration.devices
         assert report.verdict.startswith("No batch was split: model ")
@@ -53,8 +52,7 @@ class ReportContract(BackendContract):
 
     @span
     def test_report_says_which_device_got_no_rows(self, keras, configuration, counted_anew):
-        inputs, targets = CASES["dense"].data(2)
-        model = self.compiled(keras, "dense", parallel=True)
+        model, inputs, targets = self.parallel_and_data(keras, "dense", 2)
         model.train_on_batch(inputs, targets)
         report = compat.report()
         sizes = self.sizes_of(2)
@@ -68,8 +66,7 @@ class ReportContract(BackendContract):
     @span
     @pytest.mark.row("compat.timeline()")
     def test_timeline_says_when_each_device_executed_what(self, keras, configuration, tmp_path):
-        inputs, targets = CASES["dense"].data(61)
-        model = self.compiled(keras, "dense", parallel=True)
+        model, inputs, targets = self.parallel_and_data(keras, "dense", 61)
         model.fit(inputs, targets, batch_size=61, verbose=0)
         path = str(tmp_path / "timeline.json")
         if self.product_in_timelines is None:

@@ -3,8 +3,6 @@
 import json
 import os
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -240,9 +238,4 @@ class RanksContract(Jobs):
             "compat.configure_gpu(gpus='cpu')\n"
             "for path in sys.argv[1:]: keras_under_test().models.load_model(path)\n"
         )
-        framework = self.instance().framework
-        subprocess.run(
-            [sys.executable, "-c", program] + paths,
-            env=dict(os.environ, KERAS_BACKEND=framework),
-            check=True,
-        )
+        self.python("-c", program, *paths, check=True)
