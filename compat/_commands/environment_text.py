@@ -19,7 +19,7 @@ def text(found: Dict[str, Any]) -> str:
         ("python", ["{version} ({executable})".format(**found["python"])]),
         ("system", _system_lines(found["system"])),
         ("backend", ["{name} ({reason})".format(**found["backend"] or _NO_BACKEND)]),
-        ("versions", [_pairs(found["versions"], " ") or "no framework, no Keras"]),
+        ("versions", [_pairs(found["versions"]) or "no framework, no Keras"]),
         ("packages", _package_lines(found["packages"])),
         ("variables", _variable_lines(found["variables"])),
         ("keras.json", [_keras_json_line(found["keras_json"])]),
@@ -78,8 +78,8 @@ def _command_lines(command, width):
     return lines
 
 
-def _pairs(versions, separator):
-    return ", ".join("{}{}{}".format(name, separator, versions[name]) for name in versions)
+def _pairs(versions):
+    return ", ".join("{} {}".format(*pair) for pair in versions.items())
 
 
 def _system_lines(system):
@@ -99,16 +99,13 @@ def _gib(number):
 
 def _package_lines(packages):
     """NVIDIA's are many: those of one version of CUDA go on a line of their own."""
-    others, by_cuda = {}, {}  # type: Dict[str, str], Dict[str, Dict[str, str]]
+    by_kind: Dict[str, Dict[str, str]] = {}
     for name, version in packages.items():
-        match = re.match(r"nvidia-(.+?)(-cu\d+)?$", name)
-        if match is None or name == "nvidia-ml-py":
-            others[name] = version
-        else:
-            by_cuda.setdefault("nvidia-*" + (match.group(2) or ""), {})[match.group(1)] = version
-    lines = [_pairs(others, " ")] if others else []
-    lines += ["{}: {}".format(kind, _pairs(by_cuda[kind], " ")) for kind in sorted(by_cuda)]
-    return lines or ["none"]
+        kind, match = "", re.match(r"nvidia-(.+?)(-cu\d+)?$", name)
+        if match is not None and name != "nvidia-ml-py":
+            kind, name = "nvidia-*" + (match.group(2) or ""), match.group(1)
+        by_kind.setdefault(kind, {})[name] = version
+    return [k + ": " * bool(k) + _pairs(by_kind[k]) for k in sorted(by_kind)] or ["none"]
 
 
 def _variable_lines(variables):

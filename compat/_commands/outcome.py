@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import math
 import os
 import sys
 from typing import Any, Dict, Iterator
@@ -30,16 +29,9 @@ def printed() -> Iterator[Dict[str, Any]]:
 
 
 def _print(outcome):
-    print(json.dumps(_finite(outcome), indent=2, allow_nan=False), flush=True)
-
-
-def _finite(value):
-    """JSON has neither NaN nor infinity: None in place of them."""
-    if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    # JSON has neither NaN nor infinity: None in place of them.
+    finite = json.loads(json.dumps(outcome), parse_constant=lambda constant: None)
+    print(json.dumps(finite, indent=2, allow_nan=False), flush=True)
 
 
 @contextlib.contextmanager

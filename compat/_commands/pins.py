@@ -154,7 +154,7 @@ def _applies(marker, extra, python, requirement):
     """Whether a marker, clauses joined by ``and``, is true for an extra on a Python."""
     clauses = re.sub(r"[()]", " ", marker).split(" and ")  # `or` fails below
     matches = [_MARKER.fullmatch(clause.strip()) for clause in clauses if clause.strip()]
-    result = True
+    of_extra, on_python = False, True  # without a clause about extras it is the package's own
     for match in matches:
         if match is None or (match.group(1) == "extra" and match.group(2) != "=="):
             raise errors.UnsupportedError(
@@ -165,11 +165,10 @@ def _applies(marker, extra, python, requirement):
             )
         name, comparison, _, value = match.groups()
         if name == "extra":  # which setuptools may have normalised
-            result = result and _distributions.normalised(value) == extra
+            of_extra = _distributions.normalised(value) == extra
         else:
-            result = result and specifiers.allow(comparison + value, python)
-    # Without a clause about extras it is a requirement of the package itself.
-    return result and any(match and match.group(1) == "extra" for match in matches)
+            on_python = on_python and specifiers.allow(comparison + value, python)
+    return of_extra and on_python
 
 
 _REQUIREMENT = re.compile(r"([\w.-]+(?:\[[\w., -]*\])?)\s*\(?([^()@]*)\)?")

@@ -119,7 +119,9 @@ def ranks_on(hosts: str, ranks: Optional[int]) -> Tuple[int, str]:
 
 
 def _writable(option, path):
-    """The path of a file to write, which the script's own folder does not change."""
+    """The path of a file to write, which the script's own folder does not change; or None."""
+    if path is None:
+        return None
     try:
         _files.check_writable(path)
     except OSError as error:
@@ -244,16 +246,13 @@ def _ranks_of(options):
 
 def _files_of(options, ranks):
     """The files for a report as JSON and for a timeline, which can be written; None: no file."""
-    report_json, timeline = options.report_json, options.timeline
-    if report_json is not None:
-        report_json = _writable("--report-json", report_json)
-    if timeline is not None:
-        timeline = _writable("--timeline", timeline)
-        if ranks not in (None, 1) and not _files.is_replaced(timeline):
-            raise errors.InvalidArgumentError(
-                "--timeline {}: each rank writes a file of its own, with its number in the name, "
-                "and this is no regular file. Name one.".format(timeline)
-            )
+    report_json = _writable("--report-json", options.report_json)
+    timeline = _writable("--timeline", options.timeline)
+    if timeline is not None and ranks not in (None, 1) and not _files.is_replaced(timeline):
+        raise errors.InvalidArgumentError(
+            "--timeline {}: each rank writes a file of its own, with its number in the name, "
+            "and this is no regular file. Name one.".format(timeline)
+        )
     return report_json, timeline
 
 

@@ -47,7 +47,8 @@ def run(devices=None, backend=None, simulate=False, outcome=None):
 
 def _show_where(devices, outcome):
     """Print where the first step's products ran; whether each device had its part."""
-    ran = ([{}] + [record.operations for record in _verification.records()])[-1]
+    records = _verification.records()
+    ran = records[-1].operations if records else {}
     products = {device: list(ran.get(device, (0, 0))) for device in devices}
     outcome["products"] = products
     worked = [device for device in devices if min(products[device]) > 0]

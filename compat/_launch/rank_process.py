@@ -80,8 +80,10 @@ class Traceback:
         self.lines = []  # type: List[str]
         self.prefix = ""  # torch.distributed puts "[rank1]: " in front of each line
         self.ended = False  # a log follows
+        self.last_line = ""  # whether it is of a traceback or not
 
     def add(self, line: str) -> None:
+        self.last_line = line
         prefix, begin, _ = line.partition("Traceback (most recent call last)")
         if begin:
             self.prefix = prefix
@@ -134,7 +136,7 @@ class _Stream:
 
     def note_error(self) -> None:
         if self.kind == ERR:
-            self.rank.note_error((self.line + self.unsent)[:_KEPT])
+            self.rank.traceback.add((self.line + self.unsent)[:_KEPT])
 
     def end(self) -> None:
         if self.unsent:
@@ -147,7 +149,6 @@ class _Rank:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.traceback = Traceback()
-        self.last_error = ""  # the last line of standard error
         self.terminated = False
         self.interrupted = False
         self.reader = select.poll()
@@ -156,10 +157,6 @@ class _Rank:
     def send(self, kind, text):
         message = BEGIN + BETWEEN.join([str(self.rank), kind, text]) + "\n"
         os.write(1, message.encode("utf-8", "replace"))
-
-    def note_error(self, line):
-        self.traceback.add(line)
-        self.last_error = line
 
     def send_in_parts(self, kind, text):
         last = max(len(text) - 1, 0) // _PART * _PART
@@ -240,7 +237,7 @@ class _Rank:
     def end(self, status: int) -> int:
         lines = self.traceback.lines if status else []
         lost = next(filter(None, map(_LOST.match, lines)), None)
-        last = lines[-1] if lines else self.last_error
+        last = lines[-1] if lines else self.traceback.last_line
         record = {
             "status": status,
             "terminated": self.terminated,

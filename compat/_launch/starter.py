@@ -73,7 +73,7 @@ def start(where: str, cluster: bool, command: Sequence[str]) -> int:
         for agent in agents:
             with contextlib.suppress(BrokenPipeError):
                 agent.stdin.close()
-        _wait(agents, 2 * _GRACE)
+        wait(agents, 2 * _GRACE)
 
 
 def _tell(agents, line):
@@ -155,7 +155,7 @@ def start_here() -> int:
         for process in processes:
             if process.poll() is None:
                 process.terminate()
-        _wait(processes, _GRACE)
+        wait(processes, _GRACE)
 
 
 def _watch(processes, told=None):
@@ -177,7 +177,7 @@ def _watch(processes, told=None):
                 process.send_signal(signal.SIGINT)
 
 
-def _wait(processes, seconds):
+def wait(processes: Sequence[Any], seconds: float) -> None:
     """Wait for processes that were told to end, and kill those that do not."""
     until = time.monotonic() + seconds
     for process in processes:

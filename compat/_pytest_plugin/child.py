@@ -115,19 +115,11 @@ class Child:
         sys.stderr.write("{}\n".format(excinfo.exconly()))  # of pytest.exit(), too
 
     def pytest_warning_recorded(self, warning_message, when, location):
-        category = warning_message.category
-        if not issubclass(category, pytest.PytestAssertRewriteWarning):  # of compat, by pytest
-            self.send(
-                "warning",
-                {
-                    "category": [category.__module__, category.__name__],
-                    "message": str(warning_message.message),
-                    "filename": warning_message.filename,
-                    "lineno": warning_message.lineno,
-                    "when": when,
-                    "location": location,
-                },
-            )
+        kind, text = warning_message.category, str(warning_message.message)
+        place = warning_message.filename, warning_message.lineno
+        if not issubclass(kind, pytest.PytestAssertRewriteWarning):  # of compat, by pytest
+            warning = (kind.__module__, kind.__name__, text) + place
+            self.send("warning", {"warning": warning, "when": when, "location": location})
 
 
 class Unconfigured:

@@ -18,6 +18,7 @@ from typing import Any, Dict, List, Optional, Tuple
 import pytest
 
 from .. import _by_path, errors
+from .._launch import starter
 from .._launch.rank_process import dies_with_this_process
 
 # Seconds that a process has to end by itself after it was told to, before it is killed.
@@ -80,7 +81,7 @@ def _asked(item: Any) -> Tuple[Optional[float], Dict[str, Any]]:
             "but it was given {!r}. "
             "Name it, as in @pytest.mark.compat(simulate=3).".format(mark.args[0])
         )
-    number = type(timeout) in (int, float)
+    number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
     if timeout is not None and not (number and timeout > 0):
         raise errors.InvalidArgumentError(
             "@pytest.mark.compat(timeout={!r}) is not understood. Use a number of seconds above 0, "
@@ -180,11 +181,7 @@ def _run_child(item, job, folder, timeout):
 def _end(process, first):
     """Tell a process to end, and kill it if it does not."""
     process.send_signal(first)
-    try:
-        process.wait(GRACE)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    starter.wait([process], GRACE)
 
 
 def _received(item: Any, path: str) -> List[Any]:
@@ -213,20 +210,16 @@ def _lines(path):
                     yield json.loads(line)
 
 
-def _pass_on(item, category, message, filename, lineno, when, location):
+def _pass_on(item, warning, when, location):
     """Have a warning shown at the end, as pytest does with those of this process."""
-    module, name = category
+    module, name, text, *place = warning
     kind = getattr(builtins, name, None) if module == "builtins" else None
     if kind is None:  # whose module need not be imported here
         kind = type(name, (Warning,), {"__module__": module})
-    item.config.hook.pytest_warning_recorded.call_historic(
-        kwargs={
-            "warning_message": warnings.WarningMessage(kind(message), kind, filename, lineno),
-            "when": when,
-            "nodeid": item.nodeid,
-            "location": location and tuple(location),
-        }
-    )
+    message = warnings.WarningMessage(kind(text), kind, *place)
+    location = location and tuple(location)
+    told = dict(warning_message=message, when=when, nodeid=item.nodeid, location=location)
+    item.config.hook.pytest_warning_recorded.call_historic(kwargs=told)
 
 
 def _output(folder: str) -> str:
