@@ -177,9 +177,8 @@ def _keras_json(problems):
 def _gpus(problems):
     """The drivers, the GPUs of the machine, and which of them are visible."""
     machine = _devices.discover()
-    visible = _devices.choose(
-        _selection.parse_gpus(None), None, os.environ, discover=lambda: machine
-    )
+    every = _selection.parse_gpus(None)
+    visible = _devices.choose(every, None, os.environ, discover=lambda: machine)
     _add(problems, visible.problems)
     failures = getattr(machine, "failures", [])
     gpus = why = None
@@ -188,24 +187,18 @@ def _gpus(problems):
     else:
         gpus = [{name: getattr(gpu, name) for name in gpu.__slots__} for gpu in machine]
         why = None if machine else machine.why()
-    _add(
-        problems,
-        [
-            "{}: the driver does not work as it should, and frameworks may find no GPU. Load it, "
-            "or restart the machine where it was updated.".format(failure)
-            for failure in failures
-        ],
-        "sudo modprobe " + ("nvidia" if "nvidia-smi" in "".join(failures) else "amdgpu"),
+    problem = (
+        "{}: the driver does not work as it should, and frameworks may find no GPU. Load it, or "
+        "restart the machine where it was updated."
     )
+    module = "nvidia" if "nvidia-smi" in "".join(failures) else "amdgpu"
+    _add(problems, map(problem.format, failures), "sudo modprobe " + module)
+    entries = list(visible.gpus)
     return {
         "drivers": _discovery.drivers(),
         "gpus": gpus,
         "why_no_gpus": why,
-        "visible": {
-            "text": str(visible),
-            "entries": list(visible.gpus),
-            "variable": visible.variable,
-        },
+        "visible": {"text": str(visible), "entries": entries, "variable": visible.variable},
     }
 
 

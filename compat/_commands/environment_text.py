@@ -140,14 +140,9 @@ def _gpu_line(gpu):
         return "{index}: of AMD, chosen by {variable}".format(**gpu)
     if not gpu["uuid"]:
         return "{index}: nvidia-smi is missing or fails, so nothing more is known".format(**gpu)
-    return "{}: {}, {} of {} MiB used, {} % busy, {}".format(
-        gpu["index"],
-        gpu["name"],
-        _told(gpu["memory_used"], 2**20),
-        _told(gpu["memory_total"], 2**20),
-        _told(gpu["utilization"]),
-        gpu["uuid"],
-    )
+    used, total = (_told(gpu[name], 2**20) for name in ("memory_used", "memory_total"))
+    text = "{index}: {name}, {} of {} MiB used, {} % busy, {uuid}"
+    return text.format(used, total, _told(gpu["utilization"]), **gpu)
 
 
 def _told(number, unit=1):

@@ -60,12 +60,10 @@ def formatted(extra: str, python: Tuple[int, int], form: str) -> str:
     lines = pins(extra, python)
     if form == "constraints":
         lines = [line for line in map(_constraint, lines) if line]
-    head = "# {} on Python {}: as keras-gpu-compat {} is tested".format(
-        extra, _verified.spelled(python), __version__
-    )
     if form == "extras":
         lines = ["[options.extras_require]", extra + " ="] + ["    " + line for line in lines]
-    return "\n".join([head] + lines)
+    head = "# {} on Python {}: as keras-gpu-compat {} is tested"
+    return "\n".join([head.format(extra, _verified.spelled(python), __version__)] + lines)
 
 
 def _constraint(line):
@@ -113,11 +111,8 @@ def pins(extra: str, python: Tuple[int, int]) -> List[str]:
             "such as --python {3}.".format(extra, asked, _verified.phrase(extra), newest)
         )
     folder = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    return [
-        _plain(requirement)
-        for requirement, marker in _declared(folder)
-        if _applies(marker, extra, python, requirement)
-    ]
+    declared = _declared(folder)
+    return [_plain(line) for line, marker in declared if _applies(marker, extra, python, line)]
 
 
 def _declared(folder: str) -> Iterator[Tuple[str, str]]:

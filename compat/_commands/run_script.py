@@ -208,8 +208,7 @@ def run(script: List[str], options: Namespace) -> int:
     if other:
         lines.append(errors.shadowed(name_of(script), other))
     for line in lines + _misplaced(script):
-        print("compat run: " + line, file=sys.stderr)
-    sys.stderr.flush()
+        output.say("compat run: " + line)
     environ.update(_idle.hand_over_claims())
     program = script
     if options.parallelize or report or (options.simulate is not None and options.python is None):

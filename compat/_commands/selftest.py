@@ -102,10 +102,8 @@ def _compare(single, several, count, outcome):
         inputs = random.normal(size=(rows, 8)).astype("float32")
         targets = random.uniform(size=(rows, 4)).astype("float32")
         losses = [_train(model, inputs, targets) for model in (single, several)]
-        difference = max(
-            float(np.max(np.abs(one - other)))
-            for one, other in zip(single.get_weights(), several.get_weights())
-        )
+        weights = single.get_weights(), several.get_weights()
+        difference = _verification.largest_difference(*weights)
         outcome["steps"].append({"rows": rows, "losses": losses, "difference": difference})
         same = same and difference <= TOLERANCE  # False for NaN, too
         _say("{:4}  {:4}  {:9.7f}  {:10.7f}  {:.1e}".format(step, rows, *losses + [difference]))

@@ -258,11 +258,10 @@ def _layers(path, flat, config):
     """The layers of a model whose configuration is known, each with its weights."""
     owners = wrapped_model.owners(flat, config)
     if owners is None:
+        model = wrapped_model.name_of(config) or config["class_name"]
         raise errors.ModelFileError(
             "{} cannot be unwrapped: the names of its weights ({}, ...) do not tell which layers "
-            "of {!r} have them.".format(
-                path, ", ".join(flat[:3]), wrapped_model.name_of(config) or config["class_name"]
-            )
+            "of {!r} have them.".format(path, ", ".join(flat[:3]), model)
         )
     return [
         (layer, [weight for weight, owner in zip(flat, owners) if owner == layer])

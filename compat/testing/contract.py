@@ -77,9 +77,8 @@ class Contract(OfBackend):
     def configure(self, simulate):
         """Configure so many simulated devices; compat's own backends are found without a name."""
         name = self.instance().name
-        return compat.configure_gpu(
-            backend=None if name in _registry.names() else name, simulate=simulate
-        )
+        named = None if name in _registry.names() else name
+        return compat.configure_gpu(backend=named, simulate=simulate)
 
     @pytest.fixture(scope="class")
     def configuration(self):
@@ -212,7 +211,5 @@ class BackendContract(Contract):
 
     def normalized(self, keras):
         """A model with batch normalization."""
-        layers = keras.layers
-        return keras.models.Sequential(
-            [layers.BatchNormalization(momentum=0.5, input_shape=(8,)), layers.Dense(4)]
-        )
+        normalized = keras.layers.BatchNormalization(momentum=0.5, input_shape=(8,))
+        return keras.models.Sequential([normalized, keras.layers.Dense(4)])

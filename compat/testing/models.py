@@ -116,9 +116,8 @@ SPAN_TRIALS = [("dense", "adam"), ("multi", "sgd")]
 def initialise(model, seed=0):
     """Set all weights from numpy's generator, the same on every Keras."""
     random = np.random.RandomState(seed)
-    model.set_weights(
-        [(random.normal(size=w.shape) * 0.3).astype("float32") for w in model.get_weights()]
-    )
+    weights = [random.normal(size=each.shape) * 0.3 for each in model.get_weights()]
+    model.set_weights([each.astype("float32") for each in weights])
     return model
 
 

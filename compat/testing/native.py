@@ -88,9 +88,8 @@ class NativeContract(NativeModels, SeveralDevicesContract):
         assert sum(rows) == 68
         assert [each.training_rows for each in report.devices] == before
         assert [each.steps for each in report.devices] == [5] * DEVICES
-        assert report.verdict == "All 3 devices worked: {} to {} rows each.".format(
-            min(rows), max(rows)
-        )
+        verdict = "All 3 devices worked: {} to {} rows each."
+        assert report.verdict == verdict.format(min(rows), max(rows))
 
     def test_function_that_builds_the_model(self, configuration):
         model = compat.parallelize(lambda: self.build())

@@ -43,9 +43,8 @@ class ReportContract(BackendContract):
         assert [each.rows for each in report.devices] == [2 * rows for rows in trained]
         assert [each.training_rows for each in report.devices] == trained
         assert [each.steps for each in report.devices] == [16] * DEVICES
-        assert report.verdict == "All 3 devices worked: {} to {} rows each.".format(
-            2 * min(trained), 2 * max(trained)
-        )
+        verdict = "All 3 devices worked: {} to {} rows each."
+        assert report.verdict == verdict.format(2 * min(trained), 2 * max(trained))
         found = json.loads(report.to_json())
         assert found["all_worked"] and found["verdict"] == report.verdict
         assert [each["rows"] for each in found["devices"]] == [2 * rows for rows in trained]

@@ -100,9 +100,8 @@ class TrainingContract(BackendContract):
             return keras.models.Model([left, right], [shared(left), shared(right)])
 
         (left, right), _ = CASES["multi"].data(45)
-        plain, parallel = self.train_both(
-            keras, build, "mse", [left, right], [left[:, :3], right[:, :3]]
-        )
+        targets = [left[:, :3], right[:, :3]]
+        plain, parallel = self.train_both(keras, build, "mse", [left, right], targets)
         assert list(plain.output_names) == list(parallel.output_names)
 
     def test_masked_sequence_loss(self, keras):

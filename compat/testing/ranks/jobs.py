@@ -113,9 +113,8 @@ class Jobs(OfBackend):
 
         @functools.lru_cache(None)
         def trained(size):
-            job = self.start(
-                size, folder, *self.calls(size), two_machines=size == 3, before=self.before
-            )
+            options = {"two_machines": size == 3, "before": self.before}
+            job = self.start(size, folder, *self.calls(size), **options)
             assert job.status == 0, job.out + job.err
             if size > 1 and "--report" in self.before:
                 assert "\nAll {} ranks worked: ".format(size) in job.err, job.err
@@ -148,14 +147,9 @@ class Jobs(OfBackend):
 
     def fails(self, folder, job):
         """The job, ended: it does so in time, and no process of it is left."""
-        ended = self.start(
-            job.size,
-            folder,
-            self.call_of_fault(job.fault),
-            two_machines=job.elsewhere,
-            timeout=self.timeout,
-            limit=self.timeout + self.patience,
-        )
+        call, limit = self.call_of_fault(job.fault), self.timeout + self.patience
+        options = {"two_machines": job.elsewhere, "timeout": self.timeout, "limit": limit}
+        ended = self.start(job.size, folder, call, **options)
         self.check_no_process_is_left(os.path.join(folder, "script.py"))
         return ended
 
