@@ -122,17 +122,26 @@ def survivors(known):
     """The command lines of all other processes, two seconds from now at the latest."""
     until = time.monotonic() + 2
     while True:
-        lines = []
-        for process in filter(str.isdigit, os.listdir("/proc")):
-            with contextlib.suppress(OSError):
-                with open("/proc/{}/stat".format(process)) as file:
-                    state = file.read().rpartition(") ")[2][0]
-                with open("/proc/{}/cmdline".format(process)) as file:
-                    line = file.read().replace("\0", " ").strip()  # empty while it is started
-                lines += [line] if state not in "XZ" and int(process) not in known else []
+        lines = [
+            " ".join(arguments).strip()  # empty while it is started
+            for number, arguments in processes()
+            if number not in known
+        ]
         if not lines or time.monotonic() > until:
             return lines
         time.sleep(0.1)
+
+
+def processes():
+    """The numbers and the arguments of all processes that have not ended."""
+    for process in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # it has ended since
+            with open("/proc/{}/stat".format(process), errors="replace") as file:
+                state = file.read().rpartition(") ")[2][0]
+            with open("/proc/{}/cmdline".format(process), errors="replace") as file:
+                arguments = file.read().split("\0")
+            if state not in "XZ":
+                yield int(process), arguments
 
 
 def main(machines="", *arguments):

@@ -10,6 +10,7 @@ import platform
 import re
 import shlex
 import sys
+from typing import Any, Dict, List
 
 from .. import (
     __version__,
@@ -27,10 +28,6 @@ from .. import (
 from .._engines import installed as engines
 from .._ranks import launchers
 from . import environment_text
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any, Dict, List
 
 _GENERAL = "CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES", "KERAS_BACKEND", "KERAS_HOME"
 # Shown where they are set.
@@ -50,23 +47,23 @@ def run(as_json: bool) -> int:
     return 1 if found["problems"] else 0
 
 
-def collect() -> "Dict[str, Any]":
+def collect() -> Dict[str, Any]:
     """What there is, as an object of JSON."""
-    problems: "List[Dict[str, Any]]" = []
-    found: "Dict[str, Any]" = {
+    problems: List[Dict[str, Any]] = []
+    found = {
         "compat": __version__,
         "python": {"version": sys.version.split()[0], "executable": sys.executable},
         "system": _system(),
+        **_backend(problems),
+        "keras_json": _keras_json(problems),
+        **_gpus(problems),
+        "ranks": _rank(problems),
+        "engines": [engine._asdict() for engine in engines.engines()],
+        "problems": problems,
     }
-    found.update(_backend(problems))
-    found["keras_json"] = _keras_json(problems)
-    found.update(_gpus(problems))
-    found["ranks"] = _rank(problems)
-    found["engines"] = [engine._asdict() for engine in engines.engines()]
     other = _by_path.shadow(os.getcwd(), os.environ)
     if other:
         _add(problems, [errors.shadowed("scripts in " + os.getcwd(), other)])
-    found["problems"] = problems
     return found
 
 
@@ -87,7 +84,7 @@ def _system():
         "platform": "{} {}".format(platform.system(), platform.release()),
         "machine": platform.machine(),
         "distribution": _distribution(),
-        "libc": _libc(),
+        "libc": _told(lambda: os.confstr("CS_GNU_LIBC_VERSION")),
         "cores": os.cpu_count(),
         "usable_cores": _discovery.usable_cores(),
         "memory": _memory(),
@@ -107,16 +104,14 @@ def _distribution():
     return None
 
 
-def _libc():
-    try:
-        return os.confstr("CS_GNU_LIBC_VERSION") or None
-    except (AttributeError, ValueError, OSError):  # of another system, or another library
-        return None
-
-
 def _memory():
+    return _told(lambda: os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+
+
+def _told(ask):
+    """What the system tells, or None: it is another one, or has another library."""
     try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return ask() or None
     except (AttributeError, ValueError, OSError):
         return None
 
@@ -149,9 +144,6 @@ def _backend(problems):
         shown = [chosen] + [b for b in installed if b.framework != chosen.framework]
         _add(problems, chosen.problems(os.environ))
     _add(problems, _detect.problems(os.environ))
-    versions = {}
-    for each in shown:
-        versions.update(_keras.versions(each))
     known = _registry.backends() + shown  # a plug-in may be the one chosen
     distributions = {name for each in known for name in each.distributions}
     pattern = "|".join([_PACKAGES] + sorted(re.escape(name.lower()) for name in distributions))
@@ -159,7 +151,7 @@ def _backend(problems):
     others = [name for name in os.environ if name in _OPTIONAL or name.startswith("COMPAT_")]
     return {
         "backend": backend,
-        "versions": versions,
+        "versions": {n: v for each in shown for n, v in _keras.versions(each).items()},
         "packages": _distributions.matching(pattern),
         "variables": {n: os.environ.get(n) for n in names + sorted(set(others) - set(names))},
     }
@@ -174,52 +166,39 @@ def _for_another_backend(installed):
 
 def _keras_json(problems):
     path = _detect.keras_json(os.environ)
-    content, readable = {}, True
     try:
-        content = _detect.read_keras_json(path)
+        content, readable = _detect.read_keras_json(path), True
     except errors.CompatError as error:
+        content, readable = {}, False
         _add(problems, [error])
-        readable = False
-    return {
-        "path": path,
-        "exists": os.path.exists(path),
-        "readable": readable,
-        "content": content,
-    }
+    return {"path": path, "exists": os.path.exists(path), "readable": readable, "content": content}
 
 
 def _gpus(problems):
     """The drivers, the GPUs of the machine, and which of them are visible."""
     machine = _devices.discover()
-    failures = getattr(machine, "failures", [])
-    visible = _devices.choose(
-        _selection.parse_gpus(None), None, os.environ, discover=lambda: machine
-    )
+    every = _selection.parse_gpus(None)
+    visible = _devices.choose(every, None, os.environ, discover=lambda: machine)
     _add(problems, visible.problems)
-    _add(
-        problems,
-        [
-            "{}: the driver does not work as it should, and frameworks may find no GPU. Load it, "
-            "or restart the machine where it was updated.".format(failure)
-            for failure in failures
-        ],
-        "sudo modprobe " + ("nvidia" if "nvidia-smi" in "".join(failures) else "amdgpu"),
-    )
+    failures = getattr(machine, "failures", [])
     gpus = why = None
     if machine is None:
         why = "nvidia-smi is missing or fails"
     else:
         gpus = [{name: getattr(gpu, name) for name in gpu.__slots__} for gpu in machine]
-        why = machine.why() if not machine and hasattr(machine, "why") else None
+        why = None if machine else machine.why()
+    problem = (
+        "{}: the driver does not work as it should, and frameworks may find no GPU. Load it, or "
+        "restart the machine where it was updated."
+    )
+    module = "nvidia" if "nvidia-smi" in "".join(failures) else "amdgpu"
+    _add(problems, map(problem.format, failures), "sudo modprobe " + module)
+    entries = list(visible.gpus)
     return {
         "drivers": _discovery.drivers(),
         "gpus": gpus,
         "why_no_gpus": why,
-        "visible": {
-            "text": str(visible),
-            "entries": list(visible.gpus),
-            "variable": visible.variable,
-        },
+        "visible": {"text": str(visible), "entries": entries, "variable": visible.variable},
     }
 
 
@@ -234,6 +213,4 @@ def _rank(problems):
         _ranks.timeout(os.environ)
     except errors.InvalidArgumentError as error:
         _add(problems, [error], "unset COMPAT_TIMEOUT")
-    if place is None:
-        return None
-    return {name: getattr(place, name) for name in _PLACE}
+    return place and {name: getattr(place, name) for name in _PLACE}

@@ -2,27 +2,24 @@
 
 import re
 import textwrap
+from typing import Any, Dict
 
 from .. import _discovery, _settings
 from .._engines.installed import Installed
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any, Dict
 
 #: Columns of the text.
 WIDTH = 80
 _NO_BACKEND = {"name": "none", "reason": "see the problems"}
 
 
-def text(found: "Dict[str, Any]") -> str:
+def text(found: Dict[str, Any]) -> str:
     """In two columns, at most ``WIDTH`` wide but for paths and the like, which are not broken."""
     sections = [
         ("compat", [found["compat"]]),
         ("python", ["{version} ({executable})".format(**found["python"])]),
         ("system", _system_lines(found["system"])),
         ("backend", ["{name} ({reason})".format(**found["backend"] or _NO_BACKEND)]),
-        ("versions", [_pairs(found["versions"], " ") or "no framework, no Keras"]),
+        ("versions", [_pairs(found["versions"]) or "no framework, no Keras"]),
         ("packages", _package_lines(found["packages"])),
         ("variables", _variable_lines(found["variables"])),
         ("keras.json", [_keras_json_line(found["keras_json"])]),
@@ -30,10 +27,7 @@ def text(found: "Dict[str, Any]") -> str:
         ("GPUs", _gpu_lines(found)),
         ("visible", [found["visible"]["text"]]),
         ("ranks", [_rank_line(found)]),
-        (
-            "engines",
-            [str(Installed(**engine)) for engine in found["engines"]] or ["none"],
-        ),
+        ("engines", [str(Installed(**engine)) for engine in found["engines"]] or ["none"]),
     ]
     indent = max(len(heading) for heading, _ in sections) + 2
     sections = [(heading, _wrapped(lines, indent)) for heading, lines in sections]
@@ -43,17 +37,11 @@ def text(found: "Dict[str, Any]") -> str:
 
 def _wrapped(lines, indent):
     """The lines, none longer than what is left of the width, if it can be broken."""
-    wrapped = []
-    for line in lines:
-        for part in textwrap.wrap(
-            line,
-            WIDTH - indent,
-            subsequent_indent="  ",
-            break_long_words=False,
-            break_on_hyphens=False,
-        ):
-            wrapped += _at_commas(part, WIDTH - indent)
-    return wrapped
+    width = WIDTH - indent
+    wrapper = textwrap.TextWrapper(
+        width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
+    return [p for line in lines for part in wrapper.wrap(line) for p in _at_commas(part, width)]
 
 
 def _at_commas(line, width):
@@ -74,10 +62,8 @@ def _problem_lines(problem, indent):
     text, command = problem["problem"], problem["command"]
     if command and text.rstrip(".").endswith(command):
         text = text.rstrip(".")[: -len(command)].rstrip()
-    lines = [line for part in text.split("\n") for line in _wrapped([part], indent)]
-    if not command:
-        return lines
-    return lines + _command_lines(command, WIDTH - indent)
+    lines = _wrapped(text.split("\n"), indent)
+    return lines + (_command_lines(command, WIDTH - indent) if command else [])
 
 
 def _command_lines(command, width):
@@ -92,8 +78,8 @@ def _command_lines(command, width):
     return lines
 
 
-def _pairs(versions, separator):
-    return ", ".join("{}{}{}".format(name, separator, versions[name]) for name in versions)
+def _pairs(versions):
+    return ", ".join("{} {}".format(*pair) for pair in versions.items())
 
 
 def _system_lines(system):
@@ -113,16 +99,13 @@ def _gib(number):
 
 def _package_lines(packages):
     """NVIDIA's are many: those of one version of CUDA go on a line of their own."""
-    others, by_cuda = {}, {}  # type: Dict[str, str], Dict[str, Dict[str, str]]
+    by_kind: Dict[str, Dict[str, str]] = {}
     for name, version in packages.items():
-        match = re.match(r"nvidia-(.+?)(-cu\d+)?$", name)
-        if match is None or name == "nvidia-ml-py":
-            others[name] = version
-        else:
-            by_cuda.setdefault("nvidia-*" + (match.group(2) or ""), {})[match.group(1)] = version
-    lines = [_pairs(others, " ")] if others else []
-    lines += ["{}: {}".format(kind, _pairs(by_cuda[kind], " ")) for kind in sorted(by_cuda)]
-    return lines or ["none"]
+        kind, match = "", re.match(r"nvidia-(.+?)(-cu\d+)?$", name)
+        if match is not None and name != "nvidia-ml-py":
+            kind, name = "nvidia-*" + (match.group(2) or ""), match.group(1)
+        by_kind.setdefault(kind, {})[name] = version
+    return [k + ": " * bool(k) + _pairs(by_kind[k]) for k in sorted(by_kind)] or ["none"]
 
 
 def _variable_lines(variables):
@@ -141,20 +124,14 @@ def _keras_json_line(keras_json):
 
 
 def _drivers_line(drivers):
-    texts = {
-        "nvidia": "NVIDIA {}",
-        "cuda": "runs CUDA up to {}",
-        "amdgpu": "amdgpu {}",
-        "rocm": "ROCm {}",
-    }
-    found = [texts[name].format(drivers[name]) for name in texts if drivers[name]]
-    return ", ".join(found) or "none found"
+    names = {"nvidia": "NVIDIA", "cuda": "runs CUDA up to", "amdgpu": "amdgpu", "rocm": "ROCm"}
+    return ", ".join(names[n] + " " + drivers[n] for n in names if drivers[n]) or "none found"
 
 
 def _gpu_lines(found):
-    if found["gpus"] is None:
-        return ["unknown: " + found["why_no_gpus"]]
     why = found["why_no_gpus"]
+    if found["gpus"] is None:
+        return ["unknown: " + why]
     return [_gpu_line(gpu) for gpu in found["gpus"]] or ["none" + (why and ": " + why)]
 
 
@@ -163,14 +140,9 @@ def _gpu_line(gpu):
         return "{index}: of AMD, chosen by {variable}".format(**gpu)
     if not gpu["uuid"]:
         return "{index}: nvidia-smi is missing or fails, so nothing more is known".format(**gpu)
-    return "{}: {}, {} of {} MiB used, {} % busy, {}".format(
-        gpu["index"],
-        gpu["name"],
-        _told(gpu["memory_used"], 2**20),
-        _told(gpu["memory_total"], 2**20),
-        _told(gpu["utilization"]),
-        gpu["uuid"],
-    )
+    used, total = (_told(gpu[name], 2**20) for name in ("memory_used", "memory_total"))
+    text = "{index}: {name}, {} of {} MiB used, {} % busy, {uuid}"
+    return text.format(used, total, _told(gpu["utilization"]), **gpu)
 
 
 def _told(number, unit=1):
@@ -178,14 +150,12 @@ def _told(number, unit=1):
 
 
 def _rank_line(found):
-    if found["ranks"] is None:
+    place = found["ranks"]
+    if place is None:
         return "none: this process is alone"
-    if found["ranks"]["rank"] is None:
+    if place["rank"] is None:
         return "unknown (see the problems)"
-    if found["ranks"]["rank"] < 0:
-        return "none: this process evaluates what ranks save ({launcher})".format(**found["ranks"])
-    return (
-        "rank {rank} of {size}, {local_rank} of {local_size} on this machine ({launcher})".format(
-            **found["ranks"]
-        )
-    )
+    if place["rank"] < 0:
+        return "none: this process evaluates what ranks save ({launcher})".format(**place)
+    text = "rank {rank} of {size}, {local_rank} of {local_size} on this machine ({launcher})"
+    return text.format(**place)

@@ -1,8 +1,6 @@
 """Keras' HDF5 files: lists of names in attributes, whichever h5py reads or wrote them."""
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import List
+from typing import List
 
 #: A list that is longer in an attribute is cut into name0, name1 ...: HDF5 has a limit.
 ATTRIBUTE_LIMIT = 64512
@@ -20,7 +18,7 @@ def names(group, attribute):
     """A list of names in an attribute, or in several, where one would be too large."""
     if attribute in group.attrs:
         return [text(name) for name in group.attrs[attribute]]
-    parts: "List[str]" = []
+    parts: List[str] = []
     while "{}{}".format(attribute, len(parts)) in group.attrs:
         parts.append("{}{}".format(attribute, len(parts)))
     return [text(name) for part in parts for name in group.attrs[part]]

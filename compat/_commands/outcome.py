@@ -2,26 +2,22 @@
 
 import contextlib
 import json
-import math
 import os
 import sys
+from typing import Any, Dict, Iterator
 
 from .. import errors
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any, Dict, Iterator
-
 
 @contextlib.contextmanager
-def printed() -> "Iterator[Dict[str, Any]]":
+def printed() -> Iterator[Dict[str, Any]]:
     """Within, this process and those that it starts print to stderr; then the outcome is printed.
 
     Yields:
         The outcome, to be filled: "same" stays None where nothing could be compared, and "error"
         gets the text of the error that is the reason.
     """
-    outcome: "Dict[str, Any]" = {"same": None, "error": None}
+    outcome: Dict[str, Any] = {"same": None, "error": None}
     try:
         with _stdout_on_stderr():
             yield outcome
@@ -33,16 +29,9 @@ def printed() -> "Iterator[Dict[str, Any]]":
 
 
 def _print(outcome):
-    print(json.dumps(_finite(outcome), indent=2, allow_nan=False), flush=True)
-
-
-def _finite(value):
-    """JSON has neither NaN nor infinity: None in place of them."""
-    if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    # JSON has neither NaN nor infinity: None in place of them.
+    finite = json.loads(json.dumps(outcome), parse_constant=lambda constant: None)
+    print(json.dumps(finite, indent=2, allow_nan=False), flush=True)
 
 
 @contextlib.contextmanager

@@ -9,18 +9,15 @@ import runpy
 import sys
 import types
 import zipfile
+from typing import List
 
 import compat
 from compat._process import process
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import List
-
 COMMAND = "compat run --parallelize"
 
 
-def main(arguments: "List[str]") -> None:
+def main(arguments: List[str]) -> None:
     """Configure this process, and run a script in it as Python would.
 
     Arguments:
@@ -28,24 +25,24 @@ def main(arguments: "List[str]") -> None:
             and a module, and its arguments.
     """
     backend, script = arguments[0], arguments[1:]
-    if not backend:
+    if backend:
+        process.configured_by = COMMAND
+        place = compat.configure_gpu(backend=backend, parallelize=True).place
+        if place is None or place.rank == 0:
+            process.on_parallelized.append(_tell)
+    else:
         atexit.register(_tell_if_unused, os.getpid())
-        run(script)
-        return
-    process.configured_by = COMMAND
-    configuration = compat.configure_gpu(backend=backend, parallelize=True)
-    place = configuration.place
-    if place is None or place.rank == 0:
-        process.on_parallelized.append(_tell)
     run(script)
 
 
-def run(script: "List[str]") -> None:
+def run(script: List[str]) -> None:
     """Run a script, or "-m" and a module, in this process as Python would."""
-    if script[0] == "-m":
-        _run_module(script[1:])
-    else:
+    if script[0] != "-m":
         _run_file(script)
+        return
+    sys.argv = script[1:]
+    sys.path.insert(0, os.getcwd())
+    runpy.run_module(script[1], run_name="__main__", alter_sys=True)
 
 
 def _tell_if_unused(owner):
@@ -60,14 +57,7 @@ def _tell_if_unused(owner):
 
 
 def _tell(model, where):
-    print("compat run: {} runs on {}".format(model, where), file=sys.stderr)
-    sys.stderr.flush()
-
-
-def _run_module(arguments):
-    sys.argv = arguments
-    sys.path.insert(0, os.getcwd())
-    runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+    print("compat run: {} runs on {}".format(model, where), file=sys.stderr, flush=True)
 
 
 def _run_file(arguments):
@@ -82,13 +72,13 @@ def _run_file(arguments):
         return
     main_module = types.ModuleType("__main__")
     if path == "-":
-        sys.path.insert(0, "")
-        source = sys.stdin.buffer.read()
+        folder, name, source = "", "<stdin>", sys.stdin.buffer.read()
     else:
-        sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
+        folder, name = os.path.dirname(os.path.realpath(path)), path
         with open(path, "rb") as file:
             source = file.read()
         main_module.__file__ = path
+    sys.path.insert(0, folder)
     vars(main_module)["__builtins__"] = __builtins__
     sys.modules["__main__"] = main_module
-    exec(compile(source, "<stdin>" if path == "-" else path, "exec"), vars(main_module))
+    exec(compile(source, name, "exec"), vars(main_module))

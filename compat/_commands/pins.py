@@ -7,13 +7,11 @@ import glob
 import os
 import re
 import sys
+from typing import Iterator, List, Tuple
 
 from .. import __version__, _distributions, _spelling, _verified, errors
+from . import parser as command_parser
 from . import specifiers
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Iterator, List, Tuple
 
 DISTRIBUTION = "keras-gpu-compat"
 FORMATS = "requirements", "extras", "constraints"
@@ -27,23 +25,14 @@ exit status: 0, or 2 where a backend is not known or was not tested on that Pyth
 
 def add_to(commands: "argparse._SubParsersAction") -> None:
     """Add the command to those of ``compat``."""
-    parser = commands.add_parser(
-        "pins",
-        help="print the versions of a backend that are tested together",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    told = "print the versions of a backend that are tested together"
+    parser = command_parser(commands, "pins", _run, told, DESCRIPTION)
     parser.add_argument("backend", help="an extra's name: " + ", ".join(_verified.PYTHONS))
     parser.add_argument(
         "--python", type=_python, metavar="3.7", help="for that Python (default: this one)"
     )
-    parser.add_argument(
-        "--format",
-        choices=FORMATS,
-        default=FORMATS[0],
-        help="lines for pip (the default), a part of a setup.cfg, or a file for pip's -c",
-    )
-    parser.set_defaults(run=_run, parser=parser)
+    told = "lines for pip (the default), a part of a setup.cfg, or a file for pip's -c"
+    parser.add_argument("--format", choices=FORMATS, default=FORMATS[0], help=told)
 
 
 def _python(text):
@@ -61,7 +50,7 @@ def _run(arguments):
     return 0
 
 
-def formatted(extra: str, python: "Tuple[int, int]", form: str) -> str:
+def formatted(extra: str, python: Tuple[int, int], form: str) -> str:
     """The pins as one of ``FORMATS``.
 
     Raises:
@@ -71,12 +60,10 @@ def formatted(extra: str, python: "Tuple[int, int]", form: str) -> str:
     lines = pins(extra, python)
     if form == "constraints":
         lines = [line for line in map(_constraint, lines) if line]
-    head = "# {} on Python {}: as keras-gpu-compat {} is tested".format(
-        extra, _verified.spelled(python), __version__
-    )
     if form == "extras":
         lines = ["[options.extras_require]", extra + " ="] + ["    " + line for line in lines]
-    return "\n".join([head] + lines)
+    head = "# {} on Python {}: as keras-gpu-compat {} is tested"
+    return "\n".join([head.format(extra, _verified.spelled(python), __version__)] + lines)
 
 
 def _constraint(line):
@@ -97,16 +84,14 @@ def known(extra: str) -> str:
     if extra in _verified.ROWS:
         return next(iter(_verified.ROWS[extra]))
     meant = _spelling.closest(extra, _verified.PYTHONS)
+    meant = " (did you mean {}?)".format(meant) if meant else ""
+    names = ", ".join(_verified.PYTHONS)
     raise errors.InvalidArgumentError(
-        "there are no pins for {!r}{}. Use one of {}.".format(
-            extra,
-            " (did you mean {}?)".format(meant) if meant else "",
-            ", ".join(_verified.PYTHONS),
-        )
+        "there are no pins for {!r}{}. Use one of {}.".format(extra, meant, names)
     )
 
 
-def pins(extra: str, python: "Tuple[int, int]") -> "List[str]":
+def pins(extra: str, python: Tuple[int, int]) -> List[str]:
     """The requirements of an extra on a Python, without markers.
 
     Arguments:
@@ -119,24 +104,18 @@ def pins(extra: str, python: "Tuple[int, int]") -> "List[str]":
     """
     extra = known(extra)
     if python not in _verified.PYTHONS[extra]:
+        asked, newest = map(_verified.spelled, (python, _verified.PYTHONS[extra][-1]))
         raise errors.InvalidArgumentError(
             "{0} is not tested on Python {1}, so there are no pins for it. It is tested on {2}; "
-            "choose one of these with --python, such as --python {3}.".format(
-                extra,
-                _verified.spelled(python),
-                _verified.phrase(extra),
-                _verified.spelled(_verified.PYTHONS[extra][-1]),
-            )
+            "choose one of these with --python, "
+            "such as --python {3}.".format(extra, asked, _verified.phrase(extra), newest)
         )
     folder = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    return [
-        _plain(requirement)
-        for requirement, marker in _declared(folder)
-        if _applies(marker, extra, python, requirement)
-    ]
+    declared = _declared(folder)
+    return [_plain(line) for line, marker in declared if _applies(marker, extra, python, line)]
 
 
-def _declared(folder: str) -> "Iterator[Tuple[str, str]]":
+def _declared(folder: str) -> Iterator[Tuple[str, str]]:
     """Requirements and their markers, of the package in this folder and of no other copy.
 
     ``importlib.metadata``, which Python 3.6 and 3.7 do not have, takes the first on ``sys.path``.
@@ -160,8 +139,7 @@ def _declared(folder: str) -> "Iterator[Tuple[str, str]]":
     with open(paths[0], encoding="utf-8") as file:
         metadata = email.parser.HeaderParser().parse(file)
     for line in metadata.get_all("Requires-Dist", []):
-        requirement, _, marker = line.partition(";")
-        yield requirement, marker
+        yield line.partition(";")[::2]
 
 
 _MARKER = re.compile(r"(python_version|extra)\s*(<=|>=|<|>|==|!=)\s*(['\"])([\w.-]+)\3")
@@ -171,23 +149,21 @@ def _applies(marker, extra, python, requirement):
     """Whether a marker, clauses joined by ``and``, is true for an extra on a Python."""
     clauses = re.sub(r"[()]", " ", marker).split(" and ")  # `or` fails below
     matches = [_MARKER.fullmatch(clause.strip()) for clause in clauses if clause.strip()]
-    result = True
+    of_extra, on_python = False, True  # without a clause about extras it is the package's own
     for match in matches:
         if match is None or (match.group(1) == "extra" and match.group(2) != "=="):
             raise errors.UnsupportedError(
                 "the marker {!r} of {!r} is not understood: `compat pins` reads comparisons of "
                 "python_version and extra, joined by `and`. Install this version of "
-                "keras-gpu-compat anew; if that does not help, please report it.".format(
-                    marker.strip(), requirement.strip()
-                )
+                "keras-gpu-compat anew; if that does not help, "
+                "please report it.".format(marker.strip(), requirement.strip())
             )
         name, comparison, _, value = match.groups()
         if name == "extra":  # which setuptools may have normalised
-            result = result and _distributions.normalised(value) == extra
+            of_extra = _distributions.normalised(value) == extra
         else:
-            result = result and specifiers.allow(comparison + value, python)
-    # Without a clause about extras it is a requirement of the package itself.
-    return result and any(match and match.group(1) == "extra" for match in matches)
+            on_python = on_python and specifiers.allow(comparison + value, python)
+    return of_extra and on_python
 
 
 _REQUIREMENT = re.compile(r"([\w.-]+(?:\[[\w., -]*\])?)\s*\(?([^()@]*)\)?")
@@ -199,9 +175,8 @@ def _plain(requirement):
     if match is None:
         raise errors.UnsupportedError(
             "the requirement {!r} in the metadata of keras-gpu-compat is not understood. Install "
-            "this version of it anew; if that does not help, please report it.".format(
-                requirement.strip()
-            )
+            "this version of it anew; "
+            "if that does not help, please report it.".format(requirement.strip())
         )
     clauses = [re.sub(r"\s", "", clause) for clause in match.group(2).split(",")]
     return match.group(1) + ",".join(sorted(clauses, reverse=True))

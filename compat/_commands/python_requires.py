@@ -3,13 +3,10 @@
 import configparser
 import os
 import re
+from typing import Optional, Tuple
 
 from .. import _verified, errors
 from . import specifiers
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Optional, Tuple
 
 # A specifier is held against the last release of a Python, as that is what is installed.
 _LAST = 99
@@ -18,7 +15,7 @@ _LAST = 99
 FILES = "pyproject.toml", "setup.cfg", "setup.py"
 
 
-def read(folder: str) -> "Tuple[str, Optional[str]]":
+def read(folder: str) -> Tuple[str, Optional[str]]:
     """The specifier and the name of the file that has it, in setuptools' order of precedence.
 
     Returns:
@@ -82,7 +79,7 @@ def _of_setup_py(text, path):
     return value and (value.group(2) or "")
 
 
-def allows(specifier: str, python: "_verified.Python", name: "Optional[str]") -> bool:
+def allows(specifier: str, python: "_verified.Python", name: Optional[str]) -> bool:
     """Whether a project runs on a Python.
 
     Arguments:

@@ -8,18 +8,15 @@ import contextlib
 import json
 import os
 import sys
+from typing import List
 
 from .. import _device_use, _files, _ranks, _timeline
 from .._launch.rank_process import REPORT_VARIABLE
 from .._process import process
 from . import parallelized_script
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import List
 
-
-def main(arguments: "List[str]") -> None:
+def main(arguments: List[str]) -> None:
     """Run a script in this process, and report when the process ends.
 
     Arguments:
@@ -33,7 +30,11 @@ def main(arguments: "List[str]") -> None:
 
     def report():
         if os.getpid() == owner:  # none that has been forked
-            tell(_device_use.report(), path) if left is None else _leave(left)
+            found = _device_use.report()
+            if left is None:
+                tell(found, path)
+            else:
+                _files.write(left, json.dumps(found.as_dict()))
 
     atexit.register(report)
     with _recorded(timeline) if timeline else contextlib.ExitStack():
@@ -51,7 +52,7 @@ def _recorded(path):
 
     def begin(model, where):
         if not began:
-            began.append(model)
+            began.append(_timeline.of_rank(path, _ranks.own_place()))
             recording.enter_context(_device_use.timeline(path))
 
     process.on_parallelized.append(begin)
@@ -62,18 +63,10 @@ def _recorded(path):
         if os.getpid() == owner:  # none that has been forked
             recording.close()
             sys.stdout.flush()
+            said = "--timeline {}: no model was parallelized, so nothing was recorded."
             if began:
-                path = _timeline.of_rank(path, _ranks.own_place())
-                said = "compat run: the timeline is in {}; open it at https://ui.perfetto.dev"
-            else:
-                said = (
-                    "compat run: --timeline {}: no model was parallelized, so nothing was recorded."
-                )
-            print(said.format(path), file=sys.stderr, flush=True)
-
-
-def _leave(path):
-    _files.write(path, json.dumps(_device_use.report().as_dict()))
+                said = "the timeline is in {}; open it at https://ui.perfetto.dev"
+            print("compat run: " + said.format(*began or [path]), file=sys.stderr, flush=True)
 
 
 def tell(report, path):

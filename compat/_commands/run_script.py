@@ -5,6 +5,8 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from argparse import Namespace
+from typing import Any, Dict, List, Optional, Tuple
 
 from .. import _by_path, _detect, _devices, _files, _idle, _ranks, _report, _selection, errors
 from .._launch import output, rank_process, watching
@@ -13,24 +15,11 @@ from .._settings import Settings
 from ..backend import Backend
 from . import reported_script
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from argparse import Namespace
-    from typing import Any, Dict, List, Mapping, Optional, Tuple
-
-
 #: Options that few scripts have: behind the script they are the script's own.
 _BEFORE_THE_SCRIPT = ("--simulate", "--parallelize", "--report-json", "--max-restarts")
 
 
-def prepare(
-    gpus: "Optional[str]",
-    backend: "Optional[str]",
-    python: "Optional[str]",
-    environ: "Mapping[str, str]",
-    ranks: "Optional[int]" = None,
-    hosts: "Optional[str]" = None,
-) -> "Tuple[Backend, str, Dict[str, str], List[str]]":
+def prepare(gpus, backend, python, environ, ranks=None, hosts=None):
     """What a script is to be started with.
 
     Arguments:
@@ -55,11 +44,9 @@ def prepare(
     try:
         selection = _selection.parse_gpus(gpus)
     except errors.InvalidArgumentError as error:
-        raise errors.InvalidArgumentError(
-            "--gpus {} is not understood: {}. Use one of:\n{}".format(
-                gpus, error.problem, errors.GPUS_OPTIONS
-            )
-        ) from None
+        text = "--gpus {} is not understood: {}. Use one of:\n{}"
+        text = text.format(gpus, error.problem, errors.GPUS_OPTIONS)
+        raise errors.InvalidArgumentError(text) from None
     if python is None:
         interpreter = sys.executable
         chosen, reason = _detect.choose(backend, environ, typed=True)
@@ -97,28 +84,25 @@ def _of_this_machine(chosen, selection, gpus, environ, ranks):
     """The devices that are chosen here, as a text; the variables that choose them; and notes."""
     if ranks == 1:
         one = Place(0, 1, 0, 1, "compat run")
-        settings = Settings(_devices.choose_for_rank(selection, environ, one))
+        devices = _devices.choose_for_rank(selection, environ, one)
     else:
-        settings = Settings(_devices.choose(selection, None, environ))
-    notes = list(settings.devices.problems) + chosen.overruled(settings, environ)
-    if settings.devices.shortage:
+        devices = _devices.choose(selection, None, environ)
+    settings = Settings(devices)
+    notes = list(devices.problems) + chosen.overruled(settings, environ)
+    if devices.shortage:
         asked = "every GPU" if gpus is None else "--gpus " + gpus
-        shortage = asked, settings.devices.shortage[1]
-        notes.append(errors.fewer(shortage, settings.devices, strict=False))
+        notes.append(errors.fewer((asked, devices.shortage[1]), devices, strict=False))
         if gpus and gpus.isdecimal():
             notes.append(
                 "--gpus {0} means the GPU with id {0}; ids count from 0. Several are "
                 "named one by one, such as --gpus 0,1, and --gpus cpu means none.".format(gpus)
             )
-    if ranks in (None, 1):
-        variables = dict(chosen.environ(settings, environ))
-    else:
-        variables = dict(settings.devices.environ(environ))
-    variables.update(settings.devices.trusting(environ))
-    return str(settings.devices), variables, notes
+    alone = ranks in (None, 1)
+    variables = chosen.environ(settings, environ) if alone else devices.environ(environ)
+    return str(devices), dict(variables, **devices.trusting(environ)), notes
 
 
-def ranks_on(hosts: "str", ranks: "Optional[int]") -> "Tuple[int, str]":
+def ranks_on(hosts: str, ranks: Optional[int]) -> Tuple[int, str]:
     """How many ranks machines run, two or more, and which of them are needed.
 
     Raises:
@@ -135,7 +119,9 @@ def ranks_on(hosts: "str", ranks: "Optional[int]") -> "Tuple[int, str]":
 
 
 def _writable(option, path):
-    """The path of a file to write, which the script's own folder does not change."""
+    """The path of a file to write, which the script's own folder does not change; or None."""
+    if path is None:
+        return None
     try:
         _files.check_writable(path)
     except OSError as error:
@@ -143,7 +129,7 @@ def _writable(option, path):
     return os.path.abspath(path)
 
 
-def name_of(script: "List[str]") -> str:
+def name_of(script: List[str]) -> str:
     """The script's path, or the module's name after ``-m``."""
     return script[1] if script[0] == "-m" else script[0]
 
@@ -158,7 +144,7 @@ def _found(python):
     return path
 
 
-def run(script: "List[str]", options: "Namespace") -> int:
+def run(script: List[str], options: Namespace) -> int:
     """Become the script, or start it as several ranks.
 
     Alone its output, its signals and its exit status are its own. Of several ranks the output
@@ -198,7 +184,7 @@ def run(script: "List[str]", options: "Namespace") -> int:
     ranks, hosts = _ranks_of(options)
     report_json, timeline = _files_of(options, ranks)
     report = options.report or report_json is not None or timeline is not None
-    _check_there_are_ranks(ranks, options.quiet, options.log_dir, options.max_restarts)
+    _check_there_are_ranks(ranks, options)
     _check_script(script, options.python)
     chosen, interpreter, environ, lines = prepare(
         options.gpus, options.backend, options.python, _asked(options, ranks), ranks, hosts
@@ -210,7 +196,7 @@ def run(script: "List[str]", options: "Namespace") -> int:
     if ranks == 1:
         lines.append("1 rank: the script alone")
         ranks = None
-    launcher: "List[str]" = []
+    launcher: List[str] = []
     if ranks:
         if report:
             environ[rank_process.REPORT_VARIABLE] = "1"  # of each rank, on whichever machine
@@ -222,23 +208,22 @@ def run(script: "List[str]", options: "Namespace") -> int:
     if other:
         lines.append(errors.shadowed(name_of(script), other))
     for line in lines + _misplaced(script):
-        print("compat run: " + line, file=sys.stderr)
-    sys.stderr.flush()
+        output.say("compat run: " + line)
     environ.update(_idle.hand_over_claims())
-    program = [interpreter] + script
+    program = script
     if options.parallelize or report or (options.simulate is not None and options.python is None):
         if options.python is not None:
             option = "--parallelize" if options.parallelize else "--report"
             _check_version(interpreter, environ, option)
         module = "reported_script" if report else "parallelized_script"
-        _, *ours = _by_path.command("_commands." + module)
-        written = [report_json or "", timeline or ""] if report else []
-        name = chosen.name if options.parallelize else ""
-        program = [interpreter] + ours + written + [name] + script
+        _, *program = _by_path.command("_commands." + module)
+        program += [report_json or "", timeline or ""] if report else []
+        program += [chosen.name if options.parallelize else ""] + script
+    program = [interpreter] + program
     if not ranks:
         os.execve(interpreter, program, environ)
     command = launcher + _by_path.command("_launch.rank_process") + program
-    reports: "Dict[int, Any]" = {}
+    reports: Dict[int, Any] = {}
     logs = None if options.log_dir is None else output.Logs(options.log_dir, ranks, script)
     status = watching.launch(
         command, environ, ranks, hosts is not None, options.quiet, logs, options.max_restarts,
@@ -253,28 +238,20 @@ def run(script: "List[str]", options: "Namespace") -> int:
 def _ranks_of(options):
     """How many ranks are asked for, and the machines that run them; None where nothing says so."""
     if options.ranks is not None and options.ranks < 1:
-        raise errors.InvalidArgumentError(
-            "-n {} is not understood. Use the number of processes to start, 1 or more.".format(
-                options.ranks
-            )
-        )
-    if options.hosts is None:
-        return options.ranks, None
-    return ranks_on(options.hosts, options.ranks)
+        text = "-n {} is not understood. Use the number of processes to start, 1 or more."
+        raise errors.InvalidArgumentError(text.format(options.ranks))
+    return ranks_on(options.hosts, options.ranks) if options.hosts else (options.ranks, None)
 
 
 def _files_of(options, ranks):
     """The files for a report as JSON and for a timeline, which can be written; None: no file."""
-    report_json, timeline = options.report_json, options.timeline
-    if report_json is not None:
-        report_json = _writable("--report-json", report_json)
-    if timeline is not None:
-        timeline = _writable("--timeline", timeline)
-        if ranks not in (None, 1) and not _files.is_replaced(timeline):
-            raise errors.InvalidArgumentError(
-                "--timeline {}: each rank writes a file of its own, with its number in the name, "
-                "and this is no regular file. Name one.".format(timeline)
-            )
+    report_json = _writable("--report-json", options.report_json)
+    timeline = _writable("--timeline", options.timeline)
+    if timeline is not None and ranks not in (None, 1) and not _files.is_replaced(timeline):
+        raise errors.InvalidArgumentError(
+            "--timeline {}: each rank writes a file of its own, with its number in the name, "
+            "and this is no regular file. Name one.".format(timeline)
+        )
     return report_json, timeline
 
 
@@ -297,9 +274,8 @@ def _check_script(script, python):
     if name_of(script).endswith(".ipynb"):
         raise errors.InvalidArgumentError(
             "{} is a notebook, which Python cannot run. Make a script of it with `jupyter "
-            "nbconvert --to script`, or call compat.configure_gpu() in its first cell.".format(
-                script[0]
-            )
+            "nbconvert --to script`, "
+            "or call compat.configure_gpu() in its first cell.".format(script[0])
         )
     # Another interpreter may be one in a container, with files of its own.
     if python is None and script[0] not in ("-", "-m") and not os.path.exists(script[0]):
@@ -317,10 +293,13 @@ def _misplaced(script):
     ]
 
 
-def _check_there_are_ranks(ranks, quiet, log_dir, max_restarts):
+def _check_there_are_ranks(ranks, options):
     """Refuse options that only ranks can have. (What rank 0 prints, a script alone does, too.)"""
-    options = [("--quiet", quiet and ranks is None), ("--log-dir", log_dir is not None)]
-    for option, given in options + [("--max-restarts", max_restarts)]:
+    for option, given in (
+        ("--quiet", options.quiet and ranks is None),
+        ("--log-dir", options.log_dir is not None),
+        ("--max-restarts", options.max_restarts),
+    ):
         if given and ranks in (None, 1):
             raise errors.InvalidArgumentError(
                 "{0} is for a script that runs as several ranks, and this one runs alone. Add -n "
@@ -335,8 +314,7 @@ def _check_version(interpreter, environ, option):
     version = found.stdout.decode()
     if found.returncode or tuple(map(int, version.split(".")[:2])) < (3, 6):
         raise errors.UnsupportedError(
-            "{0} runs inside the script's interpreter, which must be Python 3.6 or "
-            "later; {1} is Python {2}. Leave {0} out, or use a newer one.".format(
-                option, interpreter, version or "of no known version"
-            )
+            "{0} runs inside the script's interpreter, which must be Python 3.6 or later; {1} is "
+            "Python {2}. Leave {0} out, "
+            "or use a newer one.".format(option, interpreter, version or "of no known version")
         )

@@ -32,19 +32,14 @@ def run(devices=None, backend=None, simulate=False, outcome=None):
     count = len(configuration.devices)
     outcome.update(backend=configuration.backend, devices=list(configuration.devices))
     if count < (devices or 2):
-        raise errors.DevicesNotFoundError(
-            "{} devices are needed for the comparison, but the framework shows {}.".format(
-                (devices or 2), ", ".join(configuration.devices)
-            )
-        )
+        text = "{} devices are needed for the comparison, but the framework shows {}."
+        shown = ", ".join(configuration.devices)
+        raise errors.DevicesNotFoundError(text.format(devices or 2, shown))
     _verification.record_operations()
     keras = _keras.import_keras(_detect.choose(configuration.backend)[0])
     single, several = _models(keras, count)
-    _say(
-        "\nOne dense model on {}, the same on {} devices, SGD with momentum:\n".format(
-            configuration.devices[0], count
-        )
-    )
+    text = "\nOne dense model on {}, the same on {} devices, SGD with momentum:\n"
+    _say(text.format(configuration.devices[0], count))
     same = _compare(single, several, count, outcome)
     outcome["same"] = _show_where(configuration.devices, outcome) and same
     return outcome["same"]
@@ -52,14 +47,14 @@ def run(devices=None, backend=None, simulate=False, outcome=None):
 
 def _show_where(devices, outcome):
     """Print where the first step's products ran; whether each device had its part."""
-    ran = {}
-    for record in _verification.records():
-        ran = record.operations
-    outcome["products"] = {device: list(ran.get(device, (0, 0))) for device in devices}
-    worked = [d for d in devices if min(ran.get(d, (0, 0))) > 0]
+    records = _verification.records()
+    ran = records[-1].operations if records else {}
+    products = {device: list(ran.get(device, (0, 0))) for device in devices}
+    outcome["products"] = products
+    worked = [device for device in devices if min(products[device]) > 0]
     _say("\nMatrix products of a step that each device ran, forward + backward:")
     for device in devices:
-        _say("  {}: {} + {}".format(device, *ran.get(device, (0, 0))))
+        _say("  {}: {} + {}".format(device, *products[device]))
     if len(worked) == len(devices):
         return True
     _say("NOT on all devices: {} of {} worked.".format(len(worked), len(devices)))
@@ -107,10 +102,8 @@ def _compare(single, several, count, outcome):
         inputs = random.normal(size=(rows, 8)).astype("float32")
         targets = random.uniform(size=(rows, 4)).astype("float32")
         losses = [_train(model, inputs, targets) for model in (single, several)]
-        difference = max(
-            float(np.max(np.abs(one - other)))
-            for one, other in zip(single.get_weights(), several.get_weights())
-        )
+        weights = single.get_weights(), several.get_weights()
+        difference = _verification.largest_difference(*weights)
         outcome["steps"].append({"rows": rows, "losses": losses, "difference": difference})
         same = same and difference <= TOLERANCE  # False for NaN, too
         _say("{:4}  {:4}  {:9.7f}  {:10.7f}  {:.1e}".format(step, rows, *losses + [difference]))

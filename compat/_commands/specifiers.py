@@ -3,25 +3,15 @@
 The library ``packaging`` knows all of them, but need not be installed.
 """
 
-import operator
 import re
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Tuple
+from operator import eq, ge, gt, le, lt, ne
+from typing import Tuple
 
 _CLAUSE = re.compile(r"(~=|==|!=|<=|>=|<|>)\s*(\d+(?:\.\d+)*)(\.\*)?")
-_COMPARISONS = {
-    "==": operator.eq,
-    "!=": operator.ne,
-    "<=": operator.le,
-    ">=": operator.ge,
-    "<": operator.lt,
-    ">": operator.gt,
-}
+_COMPARISONS = {"==": eq, "!=": ne, "<=": le, ">=": ge, "<": lt, ">": gt}
 
 
-def allow(specifiers: str, release: "Tuple[int, ...]") -> bool:
+def allow(specifiers: str, release: Tuple[int, ...]) -> bool:
     """Whether a release satisfies all clauses of a specifier.
 
     Raises:

@@ -5,13 +5,11 @@ import contextlib
 import os
 import re
 import sys
+from typing import Dict, List
 
 from .. import _files, _verified, errors
+from . import parser as command_parser
 from . import pins, python_requires, tox_texts
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Dict, List, Optional
 
 DESCRIPTION = """\
 Write a tox.ini, and the toxfile.py that it needs, which run the tests of the project in this folder
@@ -30,24 +28,12 @@ ASIDE = "compat-tox"
 
 def add_to(commands: "argparse._SubParsersAction") -> None:
     """Add the command to those of ``compat``."""
-    parser = commands.add_parser(
-        "tox",
-        help="write a tox.ini that runs your tests on each backend",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--backends",
-        type=_names,
-        metavar="NAMES",
-        help="such as theano,tensorflow1: names of `compat pins` (default: each backend once)",
-    )
-    parser.add_argument(
-        "--all",
-        action="store_true",
-        dest="every",
-        help="a row for every tested pair, not only for the newest Python of each backend",
-    )
+    told = "write a tox.ini that runs your tests on each backend"
+    parser = command_parser(commands, "tox", _run, told, DESCRIPTION)
+    told = "such as theano,tensorflow1: names of `compat pins` (default: each backend once)"
+    parser.add_argument("--backends", type=_names, metavar="NAMES", help=told)
+    told = "a row for every tested pair, not only for the newest Python of each backend"
+    parser.add_argument("--all", action="store_true", dest="every", help=told)
     parser.add_argument("--ci", action="store_true", help="also .github/workflows/compat.yml")
     parser.add_argument(
         "-o", dest="folder", default=".", metavar="FOLDER", help="the project's (default: this)"
@@ -60,7 +46,6 @@ def add_to(commands: "argparse._SubParsersAction") -> None:
         "(default: %(default)s)",
     )
     parser.add_argument("--force", action="store_true", help="overwrite files that are there")
-    parser.set_defaults(run=_run, parser=parser)
 
 
 def _names(text):
@@ -88,13 +73,12 @@ def _run(arguments):
     path = "src" if os.path.isdir(os.path.join(folder, "src")) else ""
     own = _own_configuration(folder)
     aside = ASIDE if own else ""
+    texts = chosen, compat, path, aside
+    files = {os.path.join(aside, "tox.ini"): tox_texts.tox_ini(*texts)}
     with open(os.path.join(os.path.dirname(__file__), "toxfile.py"), encoding="utf-8") as file:
-        toxfile = file.read()
-    ini = tox_texts.tox_ini(chosen, compat, path, aside)
-    files = {os.path.join(aside, "tox.ini"): ini, os.path.join(aside, "toxfile.py"): toxfile}
+        files[os.path.join(aside, "toxfile.py")] = file.read()
     if arguments.ci:
-        text = tox_texts.workflow(chosen, compat, path, aside)
-        files[os.path.join(".github", "workflows", "compat.yml")] = text
+        files[os.path.join(".github", "workflows", "compat.yml")] = tox_texts.workflow(*texts)
     write(folder, files, arguments.force)
     print("wrote  {}".format(", ".join(files)))
     if own:
@@ -102,10 +86,10 @@ def _run(arguments):
     if source is None:
         print("python any: no limit in {}".format(", ".join(python_requires.FILES)))
     print("rows   {}".format(", ".join(map(tox_texts.name, chosen))))
-    missing = set(_verified.ROWS).difference(LEFT_OUT, [_verified.backend(e) for e, _ in chosen])
+    there = LEFT_OUT + tuple(_verified.backend(extra) for extra, _ in chosen)
+    missing = ", ".join(each for each in _verified.ROWS if each not in there)
     if arguments.backends is None and missing:
-        backends = ", ".join(each for each in _verified.ROWS if each in missing)
-        print("none   {}: python_requires = {} in {}".format(backends, specifier, source))
+        print("none   {}: python_requires = {} in {}".format(missing, specifier, source))
     print("next   pip install tox tox-uv && {}".format(tox_texts.run_command(aside)))
     return 0
 
@@ -134,12 +118,7 @@ _CONFIGURATIONS = {
 }
 
 
-def rows(
-    extras: "Optional[List[str]]",
-    every: bool,
-    specifier: str = "",
-    source: "Optional[str]" = None,
-) -> "List[tox_texts.Row]":
+def rows(extras, every, specifier="", source=None) -> List[tox_texts.Row]:
     """The extras and Pythons to test on.
 
     Arguments:
@@ -152,7 +131,7 @@ def rows(
         InvalidArgumentError: there is no such extra, no row of it can be generated, or the project
             allows no Python that it is tested on.
     """
-    found: "List[tox_texts.Row]" = []
+    found: List[tox_texts.Row] = []
     if extras is None:
         for backend, brought in _verified.ROWS.items():
             if backend not in LEFT_OUT:
@@ -160,9 +139,10 @@ def rows(
                 options = [option for option in options if option]
                 found += sum(options if every else options[:1], [])
         if not found:
+            tested = sorted(set(sum(_verified.PYTHONS.values(), ())))
             raise errors.InvalidArgumentError(
                 "python_requires = {} in {} allows no Python that a backend is tested on: none of "
-                "{}.".format(specifier, source, ", ".join(map(_verified.spelled, _tested())))
+                "{}.".format(specifier, source, ", ".join(map(_verified.spelled, tested)))
             )
         return found
     for extra in dict.fromkeys(map(pins.known, extras)):
@@ -170,9 +150,8 @@ def rows(
             raise errors.InvalidArgumentError(
                 "--backends {0}: no row can be generated for it, since it needs libraries of "
                 "OpenMPI, which no Python package has. `compat pins {0} --python {1}` prints its "
-                "requirements, and `compat env` the command that installs the libraries.".format(
-                    extra, _verified.spelled(_verified.PYTHONS[extra][-1])
-                )
+                "requirements, and `compat env` the command that installs "
+                "the libraries.".format(extra, _verified.spelled(_verified.PYTHONS[extra][-1]))
             )
         pairs = _allowed(extra, every, specifier, source)
         if not pairs:
@@ -189,11 +168,6 @@ def _allowed(extra, every, specifier, source):
     pythons = _verified.PYTHONS[extra]
     allowed = [each for each in pythons if python_requires.allows(specifier, each, source)]
     return [(extra, python) for python in (allowed if every else allowed[-1:])]
-
-
-def _tested():
-    """The Pythons of all rows, the oldest first."""
-    return sorted({python for pythons in _verified.PYTHONS.values() for python in pythons})
 
 
 # A distribution, or one with its extras, versions, URL or marker; or a URL.
@@ -229,7 +203,7 @@ def _requirement(compat, folder, ci):
     return path
 
 
-def write(folder: str, files: "Dict[str, str]", force: bool = False) -> None:
+def write(folder: str, files: Dict[str, str], force: bool = False) -> None:
     """Write files, all of them or none.
 
     Arguments:

@@ -2,15 +2,12 @@
 
 import json
 import re
+from typing import Dict, Iterable, List, Tuple
 
 from .. import __version__, _verified
 from . import pins
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Dict, Iterable, List, Tuple
-
-    Row = Tuple[str, _verified.Python]
+Row = Tuple[str, Tuple[int, int]]
 
 IMAGES = ((3, 6), (3, 7))  # that runners no longer have
 
@@ -71,7 +68,7 @@ set_env =
 """
 
 
-def tox_ini(chosen: "List[Row]", compat: str, path: str, aside: str) -> str:
+def tox_ini(chosen: List[Row], compat: str, path: str, aside: str) -> str:
     """The text of tox.ini.
 
     Arguments:
@@ -99,11 +96,11 @@ def tox_ini(chosen: "List[Row]", compat: str, path: str, aside: str) -> str:
     return text
 
 
-def _indented(lines: "Iterable[str]", width: int = 4) -> str:
+def _indented(lines: Iterable[str], width: int = 4) -> str:
     return "\n".join(" " * width + line for line in lines)
 
 
-def _assignments(variables: "Dict[str, str]", sign: str = " = ") -> "List[str]":
+def _assignments(variables: Dict[str, str], sign: str = " = ") -> List[str]:
     return ["{}{}{}".format(key, sign, value) for key, value in variables.items()]
 
 
@@ -147,7 +144,7 @@ CONTAINER = """\
 RUNS_TOX = 3, 13
 
 
-def workflow(chosen: "List[Row]", compat: str, path: str, aside: str) -> str:
+def workflow(chosen: List[Row], compat: str, path: str, aside: str) -> str:
     """The text of a workflow for GitHub's CI: a job for each row; arguments as ``tox_ini()``."""
     text = WORKFLOW.format(version=__version__)
     compat = compat.replace("{tox_root}", ".")

@@ -9,13 +9,11 @@ import collections
 import json
 import os
 import zipfile
+from typing import Dict, List, Optional, Tuple
 
 from .. import _files, errors
 from . import hdf5_names, wrapped_model
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Dict, List, Optional, Tuple
+from . import parser as command_parser
 
 DESCRIPTION = """\
 Write a file of multi_gpu_model or make_parallel, a whole model or weights, as one of the model
@@ -26,24 +24,14 @@ exit status: 0 written, 2 it could not be."""
 
 def add_to(commands: "argparse._SubParsersAction") -> None:
     """Add the command to those of ``compat``."""
-    parser = commands.add_parser(
-        "unwrap",
-        help="the plain model in a file of multi_gpu_model",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    told = "the plain model in a file of multi_gpu_model"
+    parser = command_parser(commands, "unwrap", _run, told, DESCRIPTION)
     parser.add_argument("file", help="HDF5, from model.save() or model.save_weights()")
-    parser.add_argument(
-        "-o", dest="output", metavar="FILE",
-        help="the new file (default: old.unwrapped.h5 beside old.h5; the old one: replaces it)",
-    )  # fmt: skip
+    told = "the new file (default: old.unwrapped.h5 beside old.h5; the old one: replaces it)"
+    parser.add_argument("-o", dest="output", metavar="FILE", help=told)
     parser.add_argument("--force", action="store_true", help="replace a file that is there")
-    parser.add_argument(
-        "--model",
-        metavar="JSON",
-        help="of weights: to_json() of the plain model, where the weights' names do not tell",
-    )
-    parser.set_defaults(run=_run, parser=parser)
+    told = "of weights: to_json() of the plain model, where the weights' names do not tell"
+    parser.add_argument("--model", metavar="JSON", help=told)
 
 
 def _run(arguments):
@@ -51,7 +39,7 @@ def _run(arguments):
     return 0
 
 
-def run(path: "str", output: "Optional[str]", force: "bool", model: "Optional[str]") -> "str":
+def run(path: str, output: Optional[str], force: bool, model: Optional[str]) -> str:
     """Write the file of the model inside of the wrapper in ``path``.
 
     Arguments:
@@ -76,11 +64,8 @@ def run(path: "str", output: "Optional[str]", force: "bool", model: "Optional[st
     h5py = _import_h5py()
     config = None if model is None else _architecture(model)
     if not force and os.path.exists(output) and not os.path.samefile(output, path):
-        raise errors.ModelFileError(
-            "{} is there already. Name another file with -o, or replace it with --force.".format(
-                output
-            )
-        )
+        text = "{} is there already. Name another file with -o, or replace it with --force."
+        raise errors.ModelFileError(text.format(output))
     try:
         with h5py.File(path, "r") as old:
             plan = _planned(path, old, config)
@@ -116,20 +101,18 @@ def _import_h5py():
 def _check(path):
     """That the file is HDF5, in words that tell what else it is."""
     if os.path.isdir(path):
+        saved_model = os.path.exists(os.path.join(path, "saved_model.pb"))
         raise errors.ModelFileError(
-            "{} is a folder, such as a SavedModel. compat unwrap takes an HDF5 file, "
-            "from model.save() or model.save_weights() with a name that ends in .h5.".format(path)
-            if os.path.exists(os.path.join(path, "saved_model.pb"))
-            else "{} is a folder. compat unwrap takes an HDF5 file, from model.save() or "
-            "model.save_weights() with a name that ends in .h5.".format(path)
+            "{} is a folder{}. compat unwrap takes an HDF5 file, from model.save() or "
+            "model.save_weights() with "
+            "a name that ends in .h5.".format(path, ", such as a SavedModel" if saved_model else "")
         )
     try:
         with open(path, "rb", opener=_files.plain) as file:
             start = file.read(8)
     except OSError as error:
-        raise errors.ModelFileError(
-            "{} cannot be read: {}.".format(path, error.strerror or error)
-        ) from error
+        text = "{} cannot be read: {}.".format(path, error.strerror or error)
+        raise errors.ModelFileError(text) from error
     if start == b"\x89HDF\r\n\x1a\n":
         return
     if zipfile.is_zipfile(path):
@@ -172,10 +155,10 @@ class Plan:
 
     def __init__(self, source, layers):
         self.source = source
-        self.layers: "List[Tuple[str, List[str]]]" = layers
-        self.attributes: "Dict[str, bytes]" = {}
-        self.optimizer: "Optional[bool]" = None  # whether its state goes along
-        self.notes: "List[str]" = []
+        self.layers: List[Tuple[str, List[str]]] = layers
+        self.attributes: Dict[str, bytes] = {}
+        self.optimizer: Optional[bool] = None  # whether its state goes along
+        self.notes: List[str] = []
 
     def told(self):
         layers = [name for name, weights in self.layers if weights]
@@ -184,17 +167,9 @@ class Plan:
             False: ", without the optimizer's state, whose shapes are not those of the weights",
             None: "",
         }[self.optimizer]
-        return "\n".join(
-            [
-                "{} weights of {} layers ({}){}".format(
-                    sum(len(weights) for _, weights in self.layers),
-                    len(layers),
-                    ", ".join(layers),
-                    state,
-                )
-            ]
-            + self.notes
-        )
+        number = sum(len(weights) for _, weights in self.layers)
+        told = "{} weights of {} layers ({}){}"
+        return "\n".join([told.format(number, len(layers), ", ".join(layers), state)] + self.notes)
 
 
 def _planned(path, old, config):
@@ -211,10 +186,8 @@ def _planned(path, old, config):
             "Some versions of Keras stopped halfway when they saved a wrapper whole (\"can't "
             'pickle module objects"); use a file of save_weights() then.'.format(path)
         )
-    groups = [
-        (name, hdf5_names.names(weights[name], "weight_names"))
-        for name in hdf5_names.names(weights, "layer_names")
-    ]
+    layers = hdf5_names.names(weights, "layer_names")
+    groups = [(name, hdf5_names.names(weights[name], "weight_names")) for name in layers]
     version = hdf5_names.text(old.attrs.get("keras_version", ""))
     if version.startswith("3."):
         raise errors.ModelFileError(
@@ -246,8 +219,7 @@ def _planned(path, old, config):
     ).encode("utf-8")
     if "training_config" in old.attrs:
         training = json.loads(hdf5_names.text(old.attrs["training_config"]))
-        for key, value in training.items():
-            training[key] = _renamed(value, found.outputs)
+        training = {key: _renamed(value, found.outputs) for key, value in training.items()}
         plan.attributes["training_config"] = json.dumps(training).encode("utf-8")
     if "optimizer_weights" in old:
         state = old["optimizer_weights"]
@@ -261,17 +233,13 @@ def _planned(path, old, config):
 def _planned_of_weights(path, weights, groups, config):
     """What becomes of a file that has nothing but weights and their names."""
     holding = [(name, names) for name, names in groups if names]
-    is_wrapper = len(holding) == 1 and len(groups) > 2
-    if is_wrapper:
-        ((name, flat),) = holding
-        scopes = {weight.rpartition("/")[0] for weight in flat}
-        is_wrapper = scopes != {name}
-    if not is_wrapper:
+    name, flat = holding[0] if len(holding) == 1 else (None, [])
+    scopes = {weight.rpartition("/")[0] for weight in flat}
+    if name is None or len(groups) <= 2 or scopes == {name}:
         raise errors.ModelFileError(
             "{} is no wrapper's: {} of its {} layers have weights. A wrapper has one, the model "
-            "inside, between layers without weights. Load it as it is.".format(
-                path, len(holding), len(groups)
-            )
+            "inside, between layers without weights. "
+            "Load it as it is.".format(path, len(holding), len(groups))
         )
     if config is not None:
         return Plan(weights[name], _layers(path, flat, config))
@@ -290,11 +258,10 @@ def _layers(path, flat, config):
     """The layers of a model whose configuration is known, each with its weights."""
     owners = wrapped_model.owners(flat, config)
     if owners is None:
+        model = wrapped_model.name_of(config) or config["class_name"]
         raise errors.ModelFileError(
             "{} cannot be unwrapped: the names of its weights ({}, ...) do not tell which layers "
-            "of {!r} have them.".format(
-                path, ", ".join(flat[:3]), wrapped_model.name_of(config) or config["class_name"]
-            )
+            "of {!r} have them.".format(path, ", ".join(flat[:3]), model)
         )
     return [
         (layer, [weight for weight, owner in zip(flat, owners) if owner == layer])
@@ -341,9 +308,8 @@ def _check_writable(path):
     try:
         _files.check_writable(path)
     except OSError as error:
-        raise errors.ModelFileError(
-            "{} cannot be written: {}.".format(path, error.strerror)
-        ) from error
+        text = "{} cannot be written: {}.".format(path, error.strerror)
+        raise errors.ModelFileError(text) from error
 
 
 def _write(old, new, plan):
@@ -352,11 +318,9 @@ def _write(old, new, plan):
     target = new.create_group("model_weights") if whole else new
     if whole:
         hdf5_names.copy_attributes(old, new, plan.attributes)
-        for name in old:
-            if name != "model_weights" and not (
-                name == "optimizer_weights" and plan.optimizer is False
-            ):
-                old.copy(name, new)
+        left = ["model_weights"] + ["optimizer_weights"] * (plan.optimizer is False)
+        for name in [name for name in old if name not in left]:
+            old.copy(name, new)
     hdf5_names.copy_attributes(source, target, {})
     hdf5_names.write_names(target, "layer_names", [name for name, _ in plan.layers])
     for name, weights in plan.layers:

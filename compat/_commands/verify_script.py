@@ -5,14 +5,11 @@ import os
 import subprocess
 import sys
 import tempfile
+from typing import Optional
 
 from .. import _by_path, _detect, _verification, errors
 from ..backend import Backend
 from . import run_script
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any, Dict, List, Optional
 
 RANKS = 2
 #: How many training steps of each model are verified.
@@ -25,14 +22,7 @@ VERDICTS = {
 }
 
 
-def run(
-    script: "List[str]",
-    devices: "Optional[int]" = None,
-    backend: "Optional[str]" = None,
-    ranks: "Optional[int]" = None,
-    outcome: "Optional[Dict[str, Any]]" = None,
-    hosts: "Optional[str]" = None,
-) -> bool:
+def run(script, devices=None, backend=None, ranks=None, outcome=None, hosts=None) -> bool:
     """Run a script as it is, twice, and print a verdict on what was verified.
 
     Arguments:
@@ -65,16 +55,16 @@ def run(
     environ = dict(os.environ, COMPAT_VERIFY=str(STEPS))
     environ.update(chosen.recording)
     environ.update(_detect.keras_variable(chosen, os.environ))
+    name = run_script.name_of(script)
     # Whatever PYTHONPATH says, the script finds this package: see _run().
     other = _by_path.shadow(os.path.dirname(os.path.realpath(script[0])), {})
     if other:
-        _say(errors.shadowed(run_script.name_of(script), other))
-    outcome.update(backend=chosen.name, script=run_script.name_of(script), ranks=None)
-    lines, verdict = _on_replicas(script, environ, chosen, devices, outcome)
-    verdicts = [verdict]
+        _say(errors.shadowed(name, other))
+    outcome.update(backend=chosen.name, script=name, ranks=None)
+    lines, *verdicts = _on_replicas(script, environ, chosen, devices, outcome)
     if ranks != 0 and has_ranks:
-        more, verdict = _as_ranks(script, environ, chosen, ranks or RANKS, outcome, hosts)
-        lines += [""] + more
+        line, verdict = _as_ranks(script, environ, chosen, ranks or RANKS, outcome, hosts)
+        lines += ["", line]
         verdicts.append(verdict)
     outcome["same"] = next((each for each in (False, None) if each in verdicts), True)
     print("\n".join(["", "-" * 72] + lines), flush=True)
@@ -83,17 +73,18 @@ def run(
 
 def _on_replicas(script, environ, chosen, devices, outcome):
     """The lines of the verdict on simulated devices, and which of ``VERDICTS`` it is."""
-    _say("{} on {} simulated devices ({})".format(run_script.name_of(script), devices, chosen.name))
-    environ = dict(environ, COMPAT_SIMULATE=str(devices))
-    status, reports = _reported([sys.executable] + script, environ)
+    name = run_script.name_of(script)
+    _say("{} on {} simulated devices ({})".format(name, devices, chosen.name))
+    with _folder() as folder:
+        reported = dict(environ, COMPAT_SIMULATE=str(devices), COMPAT_VERIFY_REPORT=folder)
+        status = _run([sys.executable] + script, reported)
+        reports = [_read(os.path.join(folder, each)) for each in sorted(os.listdir(folder))]
     records = [record for report in reports for record in report]
-    title = "compat test: {} on {} simulated devices of {}".format(
-        os.path.basename(run_script.name_of(script)), devices, chosen.name
-    )
-    lines = [title, ""]
+    title = "compat test: {} on {} simulated devices of {}"
+    lines = [title.format(os.path.basename(name), devices, chosen.name), ""]
     for record in records:
         lines += _verification.shown(record)
-    same = all(map(_verification.is_good, records))  # type: Optional[bool]
+    same: Optional[bool] = all(map(_verification.is_good, records))
     failed = any(record["failure"] for record in records)
     if not failed and not any(sum(record["steps"].values()) for record in records):
         same = None
@@ -110,7 +101,7 @@ def _on_replicas(script, environ, chosen, devices, outcome):
 
 
 def _as_ranks(script, environ, chosen, ranks, outcome, hosts):
-    """The lines of the verdict on ranks, and which of ``VERDICTS`` it is."""
+    """The verdict on ranks as a line, and which of ``VERDICTS`` it is."""
     where = "" if hosts is None else " on " + hosts
     _say("{} as {} ranks{}".format(run_script.name_of(script), ranks, where))
     command = _by_path.command("__main__") + ["run", "-n", str(ranks), "--gpus", "cpu"]
@@ -121,12 +112,12 @@ def _as_ranks(script, environ, chosen, ranks, outcome, hosts):
         compared = 0 if status else _read(path)["comparisons"]
     same = False if status else True if compared else None
     outcome["ranks"] = {"size": ranks, "hosts": hosts, "status": status, "same": same}
-    said = "all ended well, with the same weights."
-    if status:
-        said = "NOT well, exit status {} (see above).".format(status)
-    elif not compared:
-        said = "all ended well, but nothing was compared: they trained no model together."
-    return ["As {} ranks{}: {}".format(ranks, where, said)], same
+    said = {
+        True: "all ended well, with the same weights.",
+        False: "NOT well, exit status {} (see above).".format(status),
+        None: "all ended well, but nothing was compared: they trained no model together.",
+    }
+    return "As {} ranks{}: {}".format(ranks, where, said[same]), same
 
 
 def _folder():
@@ -136,13 +127,6 @@ def _folder():
 def _read(path):
     with open(path, encoding="utf-8") as file:
         return json.load(file)
-
-
-def _reported(command, environ):
-    """Run a command, and return its exit status and the reports that its processes left."""
-    with _folder() as folder:
-        status = _run(command, dict(environ, COMPAT_VERIFY_REPORT=folder))
-        return status, [_read(os.path.join(folder, name)) for name in sorted(os.listdir(folder))]
 
 
 def _run(command, environ):

@@ -4,19 +4,12 @@ Works on what Keras writes, configurations and names of weights. Nothing of it i
 """
 
 import re
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any, Dict, List, NamedTuple, Optional, Tuple
-
-    Inside = NamedTuple("Inside", [("layer", Dict[str, Any]), ("outputs", Dict[str, str])])
-else:
-    from collections import namedtuple
-
-    Inside = namedtuple("Inside", "layer outputs")
+Inside = NamedTuple("Inside", [("layer", Dict[str, Any]), ("outputs", Dict[str, str])])
 
 
-def layers_of(config: "Any") -> "Optional[List[Any]]":
+def layers_of(config: Any) -> Optional[List[Any]]:
     """The configurations of the layers of a model; None where this is no model's configuration.
 
     ``{"class_name": ..., "config": ...}``; a Sequential before Keras 2.2.3 has a list as its own.
@@ -34,7 +27,7 @@ def name_of(layer):
     return layer.get("name") or (inner.get("name") if isinstance(inner, dict) else None)
 
 
-def inside(config: "Any") -> "Optional[Inside]":
+def inside(config: Any) -> Optional[Inside]:
     """The layer that is the model inside, and what the wrapper's outputs are called there.
 
     A wrapper gives each call of the one model in it a part of all of its own inputs, and puts what
@@ -101,7 +94,7 @@ def _joins(layer, calls):
     )
 
 
-def output_names(model: "Dict[str, Any]") -> "List[str]":
+def output_names(model: Dict[str, Any]) -> List[str]:
     """What Keras calls the outputs of a model: the layers that they come from."""
     own = model["config"]
     if isinstance(own, dict) and "output_layers" in own:
@@ -109,7 +102,7 @@ def output_names(model: "Dict[str, Any]") -> "List[str]":
     return [name_of(layers_of(model)[-1])]  # type: ignore  # of a Sequential
 
 
-def layers_with_groups(model: "Dict[str, Any]") -> "List[str]":
+def layers_with_groups(model: Dict[str, Any]) -> List[str]:
     """The names of the layers that Keras lists in a file of weights: a Sequential has no inputs."""
     layers = layers_of(model) or []
     if not isinstance(model["config"], dict) or "output_layers" not in model["config"]:
@@ -130,7 +123,7 @@ def _names_within(value):
     return own + [name for each in value.values() for name in _names_within(each)]
 
 
-def owners(weights: "List[str]", model: "Dict[str, Any]") -> "Optional[List[str]]":
+def owners(weights: List[str], model: Dict[str, Any]) -> Optional[List[str]]:
     """For each weight of a model, which of its layers it is of; None where names do not tell.
 
     Keras lists the trainable weights, layer by layer, then the others, layer by layer. The name of
@@ -142,7 +135,7 @@ def owners(weights: "List[str]", model: "Dict[str, Any]") -> "Optional[List[str]
         model: its configuration.
     """
     layers = layers_of(model) or []
-    known: "Dict[str, List[int]]" = {}  # by name, which layers are or have one called so
+    known: Dict[str, List[int]] = {}  # by name, which layers are or have one called so
     for index, layer in enumerate(layers):
         for name in set(_names_within(layer)):
             known.setdefault(name, []).append(index)
@@ -150,10 +143,10 @@ def owners(weights: "List[str]", model: "Dict[str, Any]") -> "Optional[List[str]
     # The best way to each state: whether only weights that are not trained follow, the layer, and
     # the part of the name that told it. Its costs, and the layers on it, with what told them.
     start = False, -1, ""
-    best: "Dict[Tuple[bool, int, str], Tuple[int, List[Tuple[int, str]]]]" = {start: (0, [])}
+    best: Dict[Tuple[bool, int, str], Tuple[int, List[Tuple[int, str]]]] = {start: (0, [])}
     for weight in weights:
         candidates = _candidates(weight.split("/")[:-1], known)
-        ways: "Dict[Tuple[bool, int, str], Tuple[int, List[Tuple[int, str]]]]" = {}
+        ways: Dict[Tuple[bool, int, str], Tuple[int, List[Tuple[int, str]]]] = {}
         for (late, last, text), (cost, path) in best.items():
             for index, told_by, more in candidates:
                 goes_on = index > last or (index == last and (several[index] or told_by == text))
@@ -178,7 +171,7 @@ def owners(weights: "List[str]", model: "Dict[str, Any]") -> "Optional[List[str]
 
 def _candidates(scope, known):
     """Layers that a weight in this scope may be of, by what, and how far-fetched that is."""
-    found: "Dict[int, Tuple[int, int, str]]" = {}
+    found: Dict[int, Tuple[int, int, str]] = {}
     for start in range(len(scope)):
         for end in range(len(scope), start, -1):
             text = "/".join(scope[start:end])
@@ -189,7 +182,7 @@ def _candidates(scope, known):
     return [(index, text, cost) for index, (cost, _, text) in found.items()]
 
 
-def groups_by_names(weights: "List[str]", model: "str") -> "List[Tuple[str, List[str]]]":
+def groups_by_names(weights: List[str], model: str) -> List[Tuple[str, List[str]]]:
     """The layers of a model of which only the weights' names are known, with their weights.
 
     Arguments:
@@ -199,31 +192,28 @@ def groups_by_names(weights: "List[str]", model: "str") -> "List[Tuple[str, List
     Raises:
         ValueError: the names leave open in which order the layers are; why, as a phrase.
     """
-    groups: "Dict[str, List[str]]" = {}
-    order: "List[str]" = []
+    groups: Dict[str, List[str]] = {}
     untrained = None
     for weight in weights:
         layer = _layer_of(weight, model)
         if layer is None:
             raise ValueError("the name {!r} tells no layer".format(weight))
-        if layer not in groups:
-            order.append(layer)
-            if untrained:
-                raise ValueError(
-                    "{!r} comes after {!r}, so {!r} was not trained, and Keras lists it apart from "
-                    "its place".format(weight, untrained, layer)
-                )
+        if layer not in groups and untrained:
+            raise ValueError(
+                "{!r} comes after {!r}, so {!r} was not trained, and Keras lists it apart from "
+                "its place".format(weight, untrained, layer)
+            )
         groups.setdefault(layer, []).append(weight)
         if re.search(r"/moving_(mean|variance)(_\d+)?(:0)?$", weight):
             untrained = untrained or weight
-    last: "Dict[str, Tuple[int, str]]" = {}
-    for layer in order:
+    last: Dict[str, Tuple[int, str]] = {}
+    for layer in groups:
         base, number = re.match(r"(.*?)(?:_(\d+))?$", layer).groups()  # type: ignore
         entry = int(number or 0), layer
         if entry < last.get(base, entry):
             raise ValueError("{!r} comes after {!r}".format(layer, last[base][1]))
         last[base] = entry
-    return [(layer, groups[layer]) for layer in order]
+    return list(groups.items())
 
 
 def _layer_of(weight, model):
@@ -231,9 +221,7 @@ def _layer_of(weight, model):
     if len(scope) > 1 and scope[0] == model:  # a Sequential that was built when it was called
         del scope[0]
     for index in range(1, len(scope)):
-        if re.match(r"(forward|backward)_", scope[index]) or re.search(
-            r"_cells?(_\d+)?$", scope[index]
-        ):
+        if re.search(r"^(forward|backward)_|_cells?(_\d+)?$", scope[index]):
             del scope[index:]
             break
     return "/".join(scope) or None

@@ -1,17 +1,15 @@
 """Where the output of ranks goes: the terminal, the rank in front, and a file for each rank."""
 
 import collections
+import functools
 import os
 import shlex
 import sys
 import time
+from typing import Any, Callable, Deque, Dict, List, Optional, Set, Tuple
 
 from .. import _files, errors
 from . import rank_process
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any, Callable, Deque, Dict, List, Optional, Set, Tuple
 
 # How many lines of dropped output are kept for the report of a failure.
 TAIL = 20
@@ -29,9 +27,9 @@ class Lines:
 
     def __init__(self) -> None:
         # Whose line is unfinished, and what writes to where it stands.
-        self.unfinished: "Optional[Tuple[Any, Callable[[str], Any]]]" = None
+        self.unfinished: Optional[Tuple[Any, Callable[[str], Any]]] = None
         # Whose unfinished line was ended for another source's.
-        self.ended: "Set[Any]" = set()
+        self.ended: Set[Any] = set()
 
     def add(self, source, write, text, unfinished, prefix=""):
         if self.unfinished is not None and self.unfinished[0] != source:
@@ -57,7 +55,7 @@ class _Tail:
     """The last lines of a stream, as a terminal would show them."""
 
     def __init__(self) -> None:
-        self.lines: "Deque[str]" = collections.deque(maxlen=TAIL)
+        self.lines: Deque[str] = collections.deque(maxlen=TAIL)
         self.rest = ""
 
     def add(self, text, unfinished):
@@ -86,7 +84,7 @@ class Output:
         self.quiet = quiet
         self.logs = logs
         self.lines = Lines()
-        self.tails: "Dict[int, _Tail]" = collections.defaultdict(_Tail)
+        self.tails: Dict[int, _Tail] = collections.defaultdict(_Tail)
 
     def add(self, rank: int, kind: str, text: str, unfinished: bool) -> None:
         """Show what a rank has printed, the rank in front of each line."""
@@ -96,11 +94,7 @@ class Output:
             self.tails[rank].add(text, unfinished)
             return
         stream = sys.stdout if kind == rank_process.OUT else sys.stderr
-
-        def write(text):
-            stream.write(text)
-            stream.flush()
-
+        write = functools.partial(print, end="", file=stream, flush=True)
         self.lines.add((rank, kind), write, text, unfinished, "[{}] ".format(rank))
 
     def end(self) -> None:
@@ -109,7 +103,7 @@ class Output:
         if self.logs is not None:
             self.logs.end()
 
-    def dropped(self, rank: int) -> "List[str]":
+    def dropped(self, rank: int) -> List[str]:
         """The last lines of a rank that were not shown, as the report of a failure has them."""
         lines = self.tails[rank].shown() if rank in self.tails else []
         about = "compat run: the last lines that rank {} printed to standard output:".format(rank)
@@ -130,12 +124,12 @@ class Logs:
         InvalidArgumentError: the files cannot be written, or another job writes them.
     """
 
-    def __init__(self, folder: str, size: int, command: "List[str]") -> None:
+    def __init__(self, folder: str, size: int, command: List[str]) -> None:
         self.folder = folder
         self.command = " ".join(map(shlex.quote, command))
         self.lines = [Lines() for _ in range(size)]
         self.paths = [os.path.join(folder, "rank-{}.log".format(rank)) for rank in range(size)]
-        self.files: "List[int]" = []
+        self.files: List[int] = []
         path = folder
         try:
             os.makedirs(folder, exist_ok=True)
@@ -158,12 +152,10 @@ class Logs:
 
     def begin(self, restart: int) -> None:
         """Begin a start of the job with a line in each file."""
-        now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-        for rank in range(len(self.paths)):
-            header = "==== {}, rank {} of {}, restart {}: {}\n".format(
-                now, rank, len(self.paths), restart, self.command
-            )
-            self._write(rank, header)
+        header = "==== {}, rank {} of {}, restart {}: {}\n"
+        now, size = time.strftime("%Y-%m-%dT%H:%M:%S%z"), len(self.paths)
+        for rank in range(size):
+            self._write(rank, header.format(now, rank, size, restart, self.command))
 
     def add(self, rank: int, kind: str, text: str, unfinished: bool) -> None:
         self.lines[rank].add(kind, lambda text: self._write(rank, text), text, unfinished)

@@ -16,12 +16,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 from .. import _ranks
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any, Callable, Dict, List, Optional, Tuple
 
 # Characters that no program prints by chance: ASCII's record and unit separators.
 BEGIN, BETWEEN = "\x1e", "\x1f"
@@ -68,7 +65,7 @@ _CANNOT_RUN = re.compile(r"(SyntaxError|IndentationError|TabError): |(.*: )?No m
 _USAGE = 2
 
 
-def decode(line: str) -> "Optional[Tuple[int, str, str]]":
+def decode(line: str) -> Optional[Tuple[int, str, str]]:
     """The rank, the kind and the text of a message, or None: the launcher's own words."""
     _, begin, message = line.partition(BEGIN)  # launchers may put something in front
     rank, _, rest = message.partition(BETWEEN)
@@ -83,8 +80,10 @@ class Traceback:
         self.lines = []  # type: List[str]
         self.prefix = ""  # torch.distributed puts "[rank1]: " in front of each line
         self.ended = False  # a log follows
+        self.last_line = ""  # whether it is of a traceback or not
 
     def add(self, line: str) -> None:
+        self.last_line = line
         prefix, begin, _ = line.partition("Traceback (most recent call last)")
         if begin:
             self.prefix = prefix
@@ -137,7 +136,7 @@ class _Stream:
 
     def note_error(self) -> None:
         if self.kind == ERR:
-            self.rank.note_error((self.line + self.unsent)[:_KEPT])
+            self.rank.traceback.add((self.line + self.unsent)[:_KEPT])
 
     def end(self) -> None:
         if self.unsent:
@@ -150,19 +149,14 @@ class _Rank:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.traceback = Traceback()
-        self.last_error = ""  # the last line of standard error
         self.terminated = False
         self.interrupted = False
         self.reader = select.poll()
         self.reader.register(1, 0)  # tells errors only
 
     def send(self, kind, text):
-        message = "{}{}{}{}{}{}\n".format(BEGIN, self.rank, BETWEEN, kind, BETWEEN, text)
+        message = BEGIN + BETWEEN.join([str(self.rank), kind, text]) + "\n"
         os.write(1, message.encode("utf-8", "replace"))
-
-    def note_error(self, line):
-        self.traceback.add(line)
-        self.last_error = line
 
     def send_in_parts(self, kind, text):
         last = max(len(text) - 1, 0) // _PART * _PART
@@ -170,7 +164,7 @@ class _Rank:
             self.send(PART + kind, text[start : start + _PART])
         self.send(kind, text[last:])
 
-    def run(self, command: "List[str]") -> int:
+    def run(self, command: List[str]) -> int:
         """Run the command to its end, and tell of it. Returns the exit status."""
         if REPORT_VARIABLE not in os.environ:
             return self.end(self.run_with(command, {}))
@@ -182,7 +176,7 @@ class _Rank:
                     self.send_in_parts(REPORT, file.read())
         return self.end(status)
 
-    def run_with(self, command: "List[str]", variables: "Dict[str, str]") -> int:
+    def run_with(self, command: List[str], variables: Dict[str, str]) -> int:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -210,7 +204,7 @@ class _Rank:
         status = process.wait()
         return status if status >= 0 else 128 - status
 
-    def forward(self, streams: "Dict[Any, str]", process: "Any") -> None:
+    def forward(self, streams: Dict[Any, str], process: Any) -> None:
         """Send on what the program prints until it has ended.
 
         A process of its own that it leaves behind may hold the pipes open longer: not waited for.
@@ -243,13 +237,12 @@ class _Rank:
     def end(self, status: int) -> int:
         lines = self.traceback.lines if status else []
         lost = next(filter(None, map(_LOST.match, lines)), None)
-        last = lines[-1] if lines else self.last_error
-        recurs = status == _USAGE or (status > 0 and bool(_CANNOT_RUN.match(last)))
+        last = lines[-1] if lines else self.traceback.last_line
         record = {
             "status": status,
             "terminated": self.terminated,
             "lost": lost and (lost.group(1) or True),
-            "recurs": recurs,
+            "recurs": status == _USAGE or (status > 0 and bool(_CANNOT_RUN.match(last))),
         }
         for line in lines:
             self.send_in_parts(TRACEBACK, line)
@@ -294,7 +287,7 @@ def die_with_parent():
         pass
 
 
-def dies_with_this_process() -> "Callable[[], None]":
+def dies_with_this_process() -> Callable[[], None]:
     """A ``preexec_fn``: what is started is killed when this process ends in any way."""
     parent = os.getpid()
 
@@ -306,7 +299,7 @@ def dies_with_this_process() -> "Callable[[], None]":
     return before_exec
 
 
-def main(command: "List[str]") -> int:
+def main(command: List[str]) -> int:
     place = _ranks.own_place()
     assert place is not None, "compat run starts this through a launcher"
     die_with_parent()

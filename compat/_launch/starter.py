@@ -20,14 +20,11 @@ import socket
 import subprocess
 import sys
 import time
+from typing import Any, Dict, List, Mapping, Sequence
 
 from .. import _by_path, _ranks
 from .._ranks import clusters
 from .rank_process import dies_with_this_process
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 # How long the others may take to end, in seconds.
 _GRACE = 8.0
@@ -36,12 +33,12 @@ _OWN = set("HOME HOST HOSTNAME LOGNAME MAIL OLDPWD PWD SHELL SHLVL TMPDIR USER _
 _OWN_PREFIXES = "BASH_FUNC_", "DBUS_", "DISPLAY", "SSH_", "XDG_"
 
 
-def launcher(job: "_ranks.Job", *options: str) -> "List[str]":
+def launcher(job: "_ranks.Job", *options: str) -> List[str]:
     """As ``Backend.launcher``."""
     return _by_path.command("_launch.starter") + [job.hosts or str(job.size)] + list(options)
 
 
-def exported(environ: "Mapping[str, str]") -> "Dict[str, str]":
+def exported(environ: Mapping[str, str]) -> Dict[str, str]:
     """The variables that ranks on other machines are to have, too."""
     return {
         name: value
@@ -53,7 +50,7 @@ def exported(environ: "Mapping[str, str]") -> "Dict[str, str]":
 # All machines ---------------------------------------------------------------------------------
 
 
-def start(where: str, cluster: bool, command: "Sequence[str]") -> int:
+def start(where: str, cluster: bool, command: Sequence[str]) -> int:
     """Start the ranks, wait for them, and return the first exit status that is not 0.
 
     Arguments:
@@ -61,10 +58,9 @@ def start(where: str, cluster: bool, command: "Sequence[str]") -> int:
         cluster: tell each rank the addresses of all ranks, which TensorFlow's workers need.
         command: what to start in each rank.
     """
-    machines: "List[Tuple[Optional[str], int]]" = [(None, int(where))] if where.isdigit() else []
-    machines += [] if machines else list(_ranks.parse_hosts(where))
+    machines = [(None, int(where))] if where.isdigit() else _ranks.parse_hosts(where)
     task = {"command": command, "directory": os.getcwd(), "environ": exported(os.environ)}
-    agents: "List[Any]" = []
+    agents: List[Any] = []
     for (host, _), ranks in zip(machines, _places(machines, cluster)):
         agents.append(subprocess.Popen(_agent(host), stdin=subprocess.PIPE))
         _tell(agents[-1:], json.dumps(dict(task, ranks=ranks)))
@@ -77,7 +73,7 @@ def start(where: str, cluster: bool, command: "Sequence[str]") -> int:
         for agent in agents:
             with contextlib.suppress(BrokenPipeError):
                 agent.stdin.close()
-        _wait(agents, 2 * _GRACE)
+        wait(agents, 2 * _GRACE)
 
 
 def _tell(agents, line):
@@ -148,24 +144,18 @@ def start_here() -> int:
     task = json.loads(sys.stdin.readline())
     os.chdir(task["directory"])
     os.environ.update(task["environ"])
-    processes = []
-    for place in task["ranks"]:
-        environ = dict(os.environ, **place)
-        processes.append(
-            subprocess.Popen(
-                task["command"],
-                stdin=subprocess.DEVNULL,
-                env=environ,
-                preexec_fn=dies_with_this_process(),
-            )
-        )
+    options: Any = {"stdin": subprocess.DEVNULL, "preexec_fn": dies_with_this_process()}
+    processes = [
+        subprocess.Popen(task["command"], env=dict(os.environ, **place), **options)
+        for place in task["ranks"]
+    ]
     try:
         return _watch(processes, sys.stdin)
     finally:
         for process in processes:
             if process.poll() is None:
                 process.terminate()
-        _wait(processes, _GRACE)
+        wait(processes, _GRACE)
 
 
 def _watch(processes, told=None):
@@ -187,7 +177,7 @@ def _watch(processes, told=None):
                 process.send_signal(signal.SIGINT)
 
 
-def _wait(processes, seconds):
+def wait(processes: Sequence[Any], seconds: float) -> None:
     """Wait for processes that were told to end, and kill those that do not."""
     until = time.monotonic() + seconds
     for process in processes:
@@ -198,7 +188,7 @@ def _wait(processes, seconds):
             process.wait()
 
 
-def main(arguments: "List[str]") -> int:
+def main(arguments: List[str]) -> int:
     if not arguments:
         return start_here()
     where, command = arguments[0], arguments[1:]

@@ -13,13 +13,10 @@ import select
 import signal
 import subprocess
 import time
+from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 from .. import errors
 from . import output, rank_process
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 # How long a launcher may take to end the other ranks, after one has failed, in seconds.
 GRACE = 15.0
@@ -43,7 +40,7 @@ class Ended:
         self.aborted = status == 128 + signal.SIGABRT and not traceback
 
 
-def root_cause(ended: "List[Ended]") -> "Optional[Ended]":
+def root_cause(ended: List[Ended]) -> Optional[Ended]:
     """The rank for which a job failed, from how the ranks ended, in order; None: none failed.
 
     Where ranks only lost another one, that is the first which ended as if all were done; else the
@@ -62,22 +59,17 @@ def root_cause(ended: "List[Ended]") -> "Optional[Ended]":
 class WatchedRanks:
     """The ranks of one start of a script: what they print, and how they end."""
 
-    def __init__(
-        self,
-        size: int,
-        shown: "Optional[output.Output]" = None,
-        reports: "Optional[Dict[int, Any]]" = None,
-    ) -> None:
+    def __init__(self, size: int, shown=None, reports=None) -> None:
         self.size = size
         self.output = shown or output.Output()
-        self.reports = {} if reports is None else reports
-        self.ended: "List[Ended]" = []
-        self.processes: "Dict[int, int]" = {}  # of each rank the one to be signalled
-        self.scripts: "Dict[int, int]" = {}  # and the script's own
-        self.tracebacks: "Dict[int, List[str]]" = {}
-        self.launcher_said: "List[str]" = []
+        self.reports: Dict[int, Any] = {} if reports is None else reports
+        self.ended: List[Ended] = []
+        self.processes: Dict[int, int] = {}  # of each rank the one to be signalled
+        self.scripts: Dict[int, int] = {}  # and the script's own
+        self.tracebacks: Dict[int, List[str]] = {}
+        self.launcher_said: List[str] = []
         # Of lines too long for one message, what has come: other ranks' messages come between.
-        self.parts: "Dict[Tuple[int, str], List[str]]" = {}
+        self.parts: Dict[Tuple[int, str], List[str]] = {}
 
     def hear(self, line: str) -> None:
         """Take a line of the launcher's output."""
@@ -86,9 +78,9 @@ class WatchedRanks:
             self.launcher_said = self.launcher_said[-200:] + [line]
             return
         rank, kind, text = message
-        if kind.startswith(rank_process.PART):
-            key = rank, kind[len(rank_process.PART) :]
-            self.parts.setdefault(key, []).append(text)
+        _, is_part, whole = kind.partition(rank_process.PART)
+        if is_part:
+            self.parts.setdefault((rank, whole), []).append(text)
             return
         text = "".join(self.parts.pop((rank, kind), []) + [text])
         unfinished = kind.startswith(rank_process.UNFINISHED)
@@ -108,7 +100,7 @@ class WatchedRanks:
                 end.terminated = True
             self.ended.append(end)
 
-    def failure(self, status: int) -> "Optional[str]":
+    def failure(self, status: int) -> Optional[str]:
         """How the job has failed, in a phrase, or None: it has not.
 
         Arguments:
@@ -148,8 +140,7 @@ class WatchedRanks:
             if silent:
                 heard = "nothing was heard of the end of " + errors.numbered_ranks(silent)
             report = self.launcher_said + ["compat run: {}; {}.{}".format(failure, heard, then)]
-            for rank in silent:
-                report += self.output.dropped(rank)
+            report += sum(map(self.output.dropped, silent), [])
             output.say("\n".join(report))
             return status if 0 < status < 256 else 1
         report = ["compat run: {}; the others were ended.{}".format(failure, then)]
@@ -159,22 +150,13 @@ class WatchedRanks:
         if shown is not blame and shown.aborted:
             said = _rank_ended(shown, self.size)
             report.append("compat run: then {}; the others were ended.".format(said))
-        for rank in sorted({blame.rank, shown.rank}):
-            report += self.output.dropped(rank)
-        report += shown.traceback or []
-        output.say("\n".join(report).rstrip("\n"))
+        report += sum(map(self.output.dropped, sorted({blame.rank, shown.rank})), [])
+        output.say("\n".join(report + (shown.traceback or [])).rstrip("\n"))
         return shown.status
 
 
 def launch(
-    command: "List[str]",
-    environ: "Dict[str, str]",
-    size: int,
-    elsewhere: bool = False,
-    quiet: bool = False,
-    logs: "Optional[output.Logs]" = None,
-    max_restarts: int = 0,
-    reports: "Optional[Dict[int, Any]]" = None,
+    command, environ, size, elsewhere=False, quiet=False, logs=None, max_restarts=0, reports=None
 ) -> int:
     """Run a launcher to its end, and return the exit status: the failing rank's.
 
@@ -191,7 +173,7 @@ def launch(
         reports: gets what each rank of the last start has left for ``compat run --report``.
     """
     reports = {} if reports is None else reports
-    told: "List[int]" = []
+    told: List[int] = []
     # One that is ignored stays so: SIGHUP under nohup, SIGINT in the background of a shell script.
     before = {
         number: signal.signal(number, lambda number, frame: told.append(number))
@@ -251,9 +233,7 @@ def _run(command, environ, ranks, told, elsewhere):
     return launcher.wait()
 
 
-def _lines(
-    launcher: "Any", ranks: "WatchedRanks", told: "List[int]", elsewhere: bool
-) -> "Iterator[str]":
+def _lines(launcher, ranks, told, elsewhere) -> Iterator[str]:
     """The launcher's output until it has ended; not for long after a rank has failed.
 
     Nor after a signal, or when all ranks have ended after one.

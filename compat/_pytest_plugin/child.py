@@ -6,6 +6,7 @@ Started by ``own_process``, with a file that says what to do: see ``own_process.
 import json
 import os
 import sys
+from typing import Any, Dict, List
 
 import pytest
 from _pytest.terminal import TerminalReporter
@@ -15,9 +16,20 @@ import compat
 from .._process import process
 from . import simulation
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any, Dict, List
+
+def _capturing(when):
+    """A hook for a phase of tests, which adds to its report what the test prints."""
+
+    @pytest.hookimpl(hookwrapper=True, tryfirst=True)
+    def captured(self, item):
+        for _, stream in self.streams:
+            stream.seek(0, os.SEEK_END)
+        yield
+        for name, stream in self.streams:
+            getattr(sys, name).flush()
+            item.add_report_section(when, name, stream.read().decode("utf-8", "replace"))
+
+    return captured
 
 
 class Child:
@@ -27,13 +39,13 @@ class Child:
     does in a worker of pytest-xdist.
     """
 
-    def __init__(self, job: "Dict[str, Any]") -> None:
+    def __init__(self, job: Dict[str, Any]) -> None:
         self.job = job
         self.config = None  # type: Any
         self.reports = open(job["reports"], "a", encoding="utf-8")
         self.streams = [(name, open(path, "rb")) for name, path in job["streams"]]
 
-    def send(self, kind: str, data: "Dict[str, Any]") -> None:
+    def send(self, kind: str, data: Dict[str, Any]) -> None:
         """Send something at once: this process may die."""
         self.reports.write(json.dumps([kind, data], default=str) + "\n")
         self.reports.flush()
@@ -88,25 +100,9 @@ class Child:
     # What a test prints goes to files, which outlive the process; here it becomes a part of the
     # report, as pytest's own capturing would make it.
 
-    def _captured(self, item, when):
-        for _, stream in self.streams:
-            stream.seek(0, os.SEEK_END)
-        yield
-        for name, stream in self.streams:
-            getattr(sys, name).flush()
-            item.add_report_section(when, name, stream.read().decode("utf-8", "replace"))
-
-    @pytest.hookimpl(hookwrapper=True, tryfirst=True)
-    def pytest_runtest_setup(self, item):
-        yield from self._captured(item, "setup")
-
-    @pytest.hookimpl(hookwrapper=True, tryfirst=True)
-    def pytest_runtest_call(self, item):
-        yield from self._captured(item, "call")
-
-    @pytest.hookimpl(hookwrapper=True, tryfirst=True)
-    def pytest_runtest_teardown(self, item):
-        yield from self._captured(item, "teardown")
+    pytest_runtest_setup = _capturing("setup")
+    pytest_runtest_call = _capturing("call")
+    pytest_runtest_teardown = _capturing("teardown")
 
     def pytest_runtest_logreport(self, report):
         serializable = self.config.hook.pytest_report_to_serializable
@@ -119,19 +115,11 @@ class Child:
         sys.stderr.write("{}\n".format(excinfo.exconly()))  # of pytest.exit(), too
 
     def pytest_warning_recorded(self, warning_message, when, location):
-        category = warning_message.category
-        if not issubclass(category, pytest.PytestAssertRewriteWarning):  # of compat, by pytest
-            self.send(
-                "warning",
-                {
-                    "category": [category.__module__, category.__name__],
-                    "message": str(warning_message.message),
-                    "filename": warning_message.filename,
-                    "lineno": warning_message.lineno,
-                    "when": when,
-                    "location": location,
-                },
-            )
+        kind, text = warning_message.category, str(warning_message.message)
+        place = warning_message.filename, warning_message.lineno
+        if not issubclass(kind, pytest.PytestAssertRewriteWarning):  # of compat, by pytest
+            warning = (kind.__module__, kind.__name__, text) + place
+            self.send("warning", {"warning": warning, "when": when, "location": location})
 
 
 class Unconfigured:
@@ -148,7 +136,7 @@ class Unconfigured:
         raise self.error
 
 
-def main(arguments: "List[str]") -> int:
+def main(arguments: List[str]) -> int:
     """Do what the file says whose path is the one argument."""
     with open(arguments[0], encoding="utf-8") as file:
         job = json.load(file)

@@ -13,15 +13,13 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from typing import Any, Dict, List, Optional, Tuple
 
 import pytest
 
 from .. import _by_path, errors
+from .._launch import starter
 from .._launch.rank_process import dies_with_this_process
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any, Dict, List, Optional, Tuple
 
 # Seconds that a process has to end by itself after it was told to, before it is killed.
 GRACE = 5.0
@@ -38,7 +36,7 @@ NOT_PASSED_ON = """
 FAILS = "The process of this test {}.\n\n{}"
 
 
-def run(item: "Any", nextitem: "Any") -> bool:
+def run(item: Any, nextitem: Any) -> bool:
     """Do what pytest's ``pytest_runtest_protocol`` does."""
     hook = item.ihook
     hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
@@ -72,7 +70,7 @@ def _reports(item):
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _asked(item: "Any") -> "Tuple[Optional[float], Dict[str, Any]]":
+def _asked(item: Any) -> Tuple[Optional[float], Dict[str, Any]]:
     """What the mark says: the timeout, and the arguments of ``configure_gpu()``."""
     mark = item.get_closest_marker("compat")
     arguments = dict(mark.kwargs)
@@ -80,9 +78,8 @@ def _asked(item: "Any") -> "Tuple[Optional[float], Dict[str, Any]]":
     if mark.args:
         raise errors.InvalidArgumentError(
             "@pytest.mark.compat takes keyword arguments, those of configure_gpu() and timeout=, "
-            "but it was given {!r}. Name it, as in @pytest.mark.compat(simulate=3).".format(
-                mark.args[0]
-            )
+            "but it was given {!r}. "
+            "Name it, as in @pytest.mark.compat(simulate=3).".format(mark.args[0])
         )
     number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
     if timeout is not None and not (number and timeout > 0):
@@ -133,14 +130,10 @@ def _job(item, folder, configure):
         "options": options,
         "path": sys.path,
         "reports": os.path.join(folder, "reports"),
-        "streams": [] if _shows_output(config) else _streams(folder),
+        "streams": [] if config.getoption("capture", "fd") == "no" else _streams(folder),
         "test": item.nodeid.partition("::")[2],
         "workerinput": dict(worker, compat=True),
     }
-
-
-def _shows_output(config):
-    return config.getoption("capture", "fd") == "no"
 
 
 def _streams(folder):
@@ -157,20 +150,15 @@ def _run_child(item, job, folder, timeout):
     environ.setdefault("PYTHONIOENCODING", "utf-8")
     command = _by_path.command("_pytest_plugin.child") + [path]
     command.insert(1, "-u")  # what is printed is there, however the process ends
-    streams = {name: open(path, "ab") for name, path in job["streams"]}  # type: Dict[str, Any]
-    if streams:
-        streams["stdin"] = subprocess.DEVNULL
-    options = {}  # type: Dict[str, Any]
+    options: Dict[str, Any] = {"stdin": subprocess.DEVNULL} if job["streams"] else {}
     if os.name == "posix":
         # In a group of its own, so that what it has started ends with it.
-        options = {"start_new_session": True, "preexec_fn": dies_with_this_process()}
-    try:
+        options.update(start_new_session=True, preexec_fn=dies_with_this_process())
+    with contextlib.ExitStack() as stack:
+        options.update((n, stack.enter_context(open(p, "ab"))) for n, p in job["streams"])
         process = subprocess.Popen(
-            command, cwd=str(item.config.invocation_params.dir), env=environ, **streams, **options
+            command, cwd=str(item.config.invocation_params.dir), env=environ, **options
         )
-    finally:
-        for name, _ in job["streams"]:
-            streams[name].close()
     try:
         status = process.wait(timeout)
     except subprocess.TimeoutExpired:
@@ -193,14 +181,10 @@ def _run_child(item, job, folder, timeout):
 def _end(process, first):
     """Tell a process to end, and kill it if it does not."""
     process.send_signal(first)
-    try:
-        process.wait(GRACE)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    starter.wait([process], GRACE)
 
 
-def _received(item: "Any", path: str) -> "List[Any]":
+def _received(item: Any, path: str) -> List[Any]:
     """The reports that came; warnings are passed on."""
     reports = []
     for kind, data in _lines(path):
@@ -226,20 +210,16 @@ def _lines(path):
                     yield json.loads(line)
 
 
-def _pass_on(item, category, message, filename, lineno, when, location):
+def _pass_on(item, warning, when, location):
     """Have a warning shown at the end, as pytest does with those of this process."""
-    module, name = category
+    module, name, text, *place = warning
     kind = getattr(builtins, name, None) if module == "builtins" else None
     if kind is None:  # whose module need not be imported here
         kind = type(name, (Warning,), {"__module__": module})
-    item.config.hook.pytest_warning_recorded.call_historic(
-        kwargs={
-            "warning_message": warnings.WarningMessage(kind(message), kind, filename, lineno),
-            "when": when,
-            "nodeid": item.nodeid,
-            "location": location and tuple(location),
-        }
-    )
+    message = warnings.WarningMessage(kind(text), kind, *place)
+    location = location and tuple(location)
+    told = dict(warning_message=message, when=when, nodeid=item.nodeid, location=location)
+    item.config.hook.pytest_warning_recorded.call_historic(kwargs=told)
 
 
 def _output(folder: str) -> str:
@@ -254,7 +234,7 @@ def _output(folder: str) -> str:
     return "\n".join(texts) or "It printed nothing.\n"
 
 
-def _with_failure(item: "Any", reports: "List[Any]", text: str) -> "List[Any]":
+def _with_failure(item: Any, reports: List[Any], text: str) -> List[Any]:
     """The reports, and a failure of the phase in which the process ended, for all phases."""
     found = {report.when: report for report in reports}
     began = "setup" not in found or found["setup"].passed

@@ -2,16 +2,13 @@
 
 import os
 import sys
+from typing import Any, List
 
 import pytest
 
 from .. import errors
 from .._process import process
 from .._settings import simulated_from_outside
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any, List
 
 VARIABLE = "COMPAT_SIMULATE"
 
@@ -23,7 +20,7 @@ class Simulation:
     usual in a project, the environment is of this run, or of this row of a tox.ini.
     """
 
-    def __init__(self, config: "Any") -> None:
+    def __init__(self, config: Any) -> None:
         self.before = os.environ.get(VARIABLE)
         option = config.known_args_namespace.compat_simulate
         in_file = config.getini("compat_simulate")
@@ -47,10 +44,10 @@ class Simulation:
             raise pytest.UsageError("{}: {}".format(self.source, error)) from None
         os.environ[VARIABLE] = self.value
 
-    def pytest_report_header(self) -> "List[str]":
+    def pytest_report_header(self) -> List[str]:
         return ["compat: {}={} ({})".format(VARIABLE, self.value, self.source)]
 
-    def pytest_terminal_summary(self, terminalreporter: "Any", config: "Any") -> None:
+    def pytest_terminal_summary(self, terminalreporter: Any, config: Any) -> None:
         """Tell where tests passed that ran on no simulated device."""
         elsewhere = config.pluginmanager.hasplugin("dsession")  # in workers of pytest-xdist
         elsewhere = elsewhere or __package__ + ".own_process" in sys.modules
@@ -68,7 +65,7 @@ class Simulation:
             os.environ[VARIABLE] = self.before
 
 
-def begin(config: "Any") -> None:
+def begin(config: Any) -> None:
     """Set the variable as this run of pytest asks for.
 
     Raises:

@@ -2,16 +2,13 @@
 
 import os
 import random
+from typing import Any, Callable, Dict, List
 
 import numpy as np
 import pytest
 
 from .. import _api, _keras, _ranks, _verification, errors
 from .._process import process
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any, Callable, Dict, List, Optional
 
 SHOWN = 10  # of what differs
 
@@ -42,12 +39,7 @@ class Twins:
         UnsupportedError: this process is one of several ranks.
     """
 
-    def __init__(
-        self,
-        build: "Callable[[], Any]",
-        weights: "Optional[Callable[[Any], Any]]" = None,
-        tolerance: float = 1e-5,
-    ) -> None:
+    def __init__(self, build: Callable[[], Any], weights=None, tolerance: float = 1e-5) -> None:
         place = _ranks.own_place()
         if place is not None:
             raise errors.unsupported(
@@ -63,18 +55,14 @@ class Twins:
             raise errors.DevicesNotFoundError(
                 "compat_twins compares several devices with one, but this process has {} only. Ask "
                 "for simulated ones: compat_simulate = 3 in pytest's configuration, "
-                "--compat-simulate 3, or @pytest.mark.compat(simulate=3) on the test.".format(
-                    self.devices[0]
-                )
+                "--compat-simulate 3, "
+                "or @pytest.mark.compat(simulate=3) on the test.".format(self.devices[0])
             )
         self.tolerance = tolerance
         self.one, self.several = build(), build()
         self._weights = weights or _weights_of(self.one)
         if self.one is self.several:
-            raise errors.InvalidArgumentError(
-                "compat_twins({0}): {0}() gives the same model each time. Have it build a new "
-                "one.".format(_name(build))
-            )
+            raise _refused(build, "the same model each time. Have it build a new one")
         _api.parallelize(self.one, gpus=1)
         _api.parallelize(self.several)
         self._make_equal(build)
@@ -84,27 +72,24 @@ class Twins:
         backend.verify(self.several, self._verification)
 
     @property
-    def worked(self) -> "Dict[str, Any]":
+    def worked(self) -> Dict[str, Any]:
         return dict(self._verification.record.operations)
 
     def _make_equal(self, build):
         first, second = self._weights(self.one), self._weights(self.several)
         if not len(first):
-            raise errors.InvalidArgumentError(
-                "compat_twins({0}): {0}() gives a model that has no weights yet, so the two cannot "
-                "begin with equal ones. Give its first layer an input shape, or build it before "
-                "it is returned.".format(_name(build))
+            raise _refused(
+                build,
+                "a model that has no weights yet, so the two cannot begin with equal ones. Give "
+                "its first layer an input shape, or build it before it is returned",
             )
         alike = [np.shape(a) for a in first] == [np.shape(a) for a in second]
         if alike and _keras.keras_of(self.one) is not None:
             self.several.set_weights(first)
         elif not alike or _verification.largest_difference(first, second) != 0:
-            raise errors.InvalidArgumentError(
-                "compat_twins({0}): {0}() gives other weights each time. Seed what draws "
-                "them.".format(_name(build))
-            )
+            raise _refused(build, "other weights each time. Seed what draws them")
 
-    def fit(self, *args: "Any", **kwargs: "Any") -> "List[Any]":
+    def fit(self, *args: Any, **kwargs: Any) -> List[Any]:
         """Call ``fit()`` of both models; compare their histories and weights.
 
         Batches are not shuffled, unless ``shuffle`` says so: each Keras has a generator of its
@@ -127,7 +112,7 @@ class Twins:
         kwargs.setdefault("shuffle", False)
         return self.train(lambda model: model.fit(*args, **kwargs))
 
-    def train(self, function: "Callable[[Any], Any]") -> "List[Any]":
+    def train(self, function: Callable[[Any], Any]) -> List[Any]:
         """Call ``function(model)``, which trains, for both models; compare its results and weights.
 
         The generators of ``random`` and numpy begin anew with the same seed each time. The test
@@ -203,8 +188,9 @@ class Twins:
         return "\n".join(lines + shown)
 
 
-def _name(build):
-    return getattr(build, "__name__", type(build).__name__)
+def _refused(build, gives):
+    name = getattr(build, "__name__", type(build).__name__)
+    return errors.InvalidArgumentError("compat_twins({0}): {0}() gives {1}.".format(name, gives))
 
 
 def _weights_of(model):

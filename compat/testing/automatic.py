@@ -5,7 +5,6 @@ import os
 import pickle
 import re
 import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -28,9 +27,8 @@ def compiled_on_all_devices(backend):
     try:
         yield
     finally:
-        for patch in reversed(_patching.patches()):
-            if patch not in before:
-                patch.take_back()
+        for patch in reversed([each for each in _patching.patches() if each not in before]):
+            patch.take_back()
         _on_import.forget()
         process.parallelizes_compiled = False
 
@@ -71,20 +69,15 @@ class AutomaticContract(BackendContract):
         self.close(*weights)
 
     @pytest.mark.row("compat run --parallelize")
-    def test_a_script_without_compat_runs_on_all_devices(self, tmp_path):
+    def test_a_script_without_compat_runs_on_all_devices(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("COMPAT_VERIFY", "1")
         script = tmp_path / "unchanged.py"
         script.write_text(UNCHANGED)
+        command = ["-m", "compat", "run", "--backend", self.instance().framework]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         found = []
         for options in ([], ["--parallelize", "--simulate", str(DEVICES)]):
-            framework = self.instance().framework
-            command = [sys.executable, "-m", "compat", "run", "--backend", framework]
-            completed = subprocess.run(
-                command + options + [str(script)],
-                env=dict(os.environ, KERAS_BACKEND=framework, COMPAT_VERIFY="1"),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                universal_newlines=True,
-            )
+            completed = self.python(*command + options + [str(script)], **pipes)
             assert completed.returncode == 0, completed.stderr
             (line,) = re.findall("HISTORY (.*)", completed.stdout)
             found.append([float(value) for value in line.split()])
@@ -111,11 +104,9 @@ class AutomaticContract(BackendContract):
         """Compile a model whose devices the script has chosen, and find that it was told."""
         with pytest.warns(compat.CompatWarning) as warned:
             model.compile("sgd", "mse", **arguments)
-        assert [str(w.message) for w in warned if w.category is compat.CompatWarning] == [
-            "parallelize=True leaves the model {!r} as it is, because {}".format(
-                model.name, because
-            )
-        ]
+        text = "parallelize=True leaves the model {!r} as it is, because {}"
+        found = [str(each.message) for each in warned if each.category is compat.CompatWarning]
+        assert found == [text.format(model.name, because)]
 
     @pytest.mark.parametrize("raised", [compat.UnsupportedError, KeyError])
     def test_what_cannot_be_prepared_is_left_alone(
@@ -152,24 +143,20 @@ class AutomaticContract(BackendContract):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
         with pytest.warns(compat.CompatWarning) as warned:
             self.compiled(keras, "dense")
-        texts = [str(warning.message) for warning in warned]
-        assert (
+        text = (
             "CUDA_VISIBLE_DEVICES=7 was set after configure_gpu() had chosen the devices (then it "
             "was {}), which stay as they are. Set it before, or leave it out.".format(before)
-        ) in texts
+        )
+        assert text in [str(warning.message) for warning in warned]
 
 
 def adversaries(keras, by_hand=False):
     """A generator, a discriminator and both together, the last two compiled."""
     layers, models = keras.layers, keras.models
     generator = initialise(models.Sequential([layers.Dense(4, input_shape=(4,))]))
-    discriminator = models.Sequential(
-        [
-            layers.Dense(5, activation="tanh", input_shape=(4,)),
-            layers.Dense(1, activation="sigmoid"),
-        ]
-    )
-    initialise(discriminator)
+    hidden = layers.Dense(5, activation="tanh", input_shape=(4,))
+    judged = layers.Dense(1, activation="sigmoid")
+    discriminator = initialise(models.Sequential([hidden, judged]))
 
     def compiled(model):
         if by_hand:

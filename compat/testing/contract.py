@@ -4,48 +4,52 @@ import os
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 
 import compat
 
 from .. import _registry, _verification
 from .._process import process
-from .._verification.verification import given_moved
-from ..backend import Backend, Devices, Settings, Verification
-from .models import (
-    BATCHES,
-    CASES,
-    DEVICES,
-    UNEVEN,
-    initialise,
-    keras_under_test,
-    optimizer,
-)
+from ..backend import Devices, Settings, Verification
+from .models import BATCHES, CASES, DEVICES, UNEVEN, initialise, keras_under_test, optimizer
 from .spans import contract_of, span
 
 
-def instance_of(backend):
-    """The backend that a contract's attribute names, or is.
-
-    Raises:
-        LookupError: no backend has that name.
-    """
-    if isinstance(backend, Backend):
-        return backend
-    found = _registry.find(backend)
-    if found is None:
-        raise LookupError("no backend {!r} is installed or registered".format(backend))
-    return found
-
-
-class Contract:
-    """What asks for no model of any kind. Subclasses set ``backend``."""
+class OfBackend:
+    """What tests of one backend need. Subclasses set ``backend``."""
 
     #: The backend: its name, or the instance.
     backend = ""  # type: object
-    #: How far weights may be from one device's after some steps.
+    #: How far weights may be from one device's, or one process's, after some steps.
     tolerance = 1e-5
+
+    def instance(self):
+        """The backend itself.
+
+        Raises:
+            LookupError: no backend has that name.
+        """
+        if not isinstance(self.backend, str):
+            return self.backend
+        found = _registry.find(self.backend)
+        if found is None:
+            raise LookupError("no backend {!r} is installed or registered".format(self.backend))
+        return found
+
+    def python(self, *arguments, **options):
+        """Run Python in a process of its own, which uses this backend.
+
+        Arguments:
+            arguments: of its command line.
+            options: of ``subprocess.run()``.
+        """
+        environ = dict(os.environ, KERAS_BACKEND=self.instance().framework)
+        command = [sys.executable] + list(arguments)
+        return subprocess.run(command, env=environ, universal_newlines=True, **options)
+
+
+class Contract(OfBackend):
+    """What asks for no model of any kind."""
 
     # What a subclass must say, if the backend runs several devices in one process ---------------
 
@@ -70,16 +74,11 @@ class Contract:
 
     # Fixtures ---------------------------------------------------------------------------------
 
-    def instance(self):
-        """The backend itself."""
-        return instance_of(self.backend)
-
     def configure(self, simulate):
         """Configure so many simulated devices; compat's own backends are found without a name."""
         name = self.instance().name
-        return compat.configure_gpu(
-            backend=None if name in _registry.names() else name, simulate=simulate
-        )
+        named = None if name in _registry.names() else name
+        return compat.configure_gpu(backend=named, simulate=simulate)
 
     @pytest.fixture(scope="class")
     def configuration(self):
@@ -137,13 +136,7 @@ class Contract:
 
     def command(self, program):
         """Run a program in a process of its own; its exit status and what it printed."""
-        framework = self.instance().framework
-        completed = subprocess.run(
-            [sys.executable, "-c", program],
-            env=dict(os.environ, KERAS_BACKEND=framework),
-            stdout=subprocess.PIPE,
-            universal_newlines=True,
-        )
+        completed = self.python("-c", program, stdout=subprocess.PIPE)
         return completed.returncode, completed.stdout
 
     @span
@@ -173,56 +166,6 @@ class Contract:
         self.instance().verify(model, verification)
         return verification.record
 
-    def disturb(self, monkeypatch):
-        """Change a weight, or a gradient, after each step on several devices by a tenth too much.
-
-        Returns:
-            A list, which gets the labels of what was changed.
-        """
-        labels = []
-        verify = _verification.Comparison.compare
-
-        def compare(comparison, found):
-            for label in sorted(found, reverse=True):  # weights come before gradients
-                change = found[label] - comparison.start.get(label, 0.0)
-                if label.startswith(("weight", "gradient")) and np.any(change):
-                    labels.append(label)
-                    found = dict(found, **{label: found[label] + 0.1 * change})
-                    break
-            verify(comparison, found)
-
-        monkeypatch.setattr(_verification.Comparison, "compare", compare)
-        return labels
-
-    def check_that_inputs_move(self, monkeypatch, steps):
-        """Whether verified steps are done with inputs that are off by rounding where it says so.
-
-        Arguments:
-            steps: a function that does them, of one kind each.
-        """
-        verify, moves = Verification.verify, {}
-
-        def results(step, seed):
-            with _verification.suspended(), given_moved(step, seed):
-                found = step.on_one_device()
-            found.update(step.read())
-            labels = sorted(label for label in found if not step.is_random(label))
-            return [np.float64(found[label]) for label in labels]
-
-        def look(verification, kind, step):
-            start = step.read()
-            both = []
-            for seed in (0, 1):
-                step.write(start)
-                both.append(results(step, seed))
-            step.write(start)
-            moves[kind] = _verification.largest_difference(*both)
-            return verify(verification, kind, step)
-
-        monkeypatch.setattr(Verification, "verify", look)
-        steps()
-        assert 0 < moves["train"] < 1e-4 and 0 < moves["predict"] < 1e-4, moves
-
 
 class BackendContract(Contract):
     """Subclass this in the test file of a backend for Keras, and set the attributes below."""
@@ -248,10 +191,15 @@ class BackendContract(Contract):
 
     def compiled(self, keras, name, optimizer_name="sgd", parallel=False):
         model = self.build(keras, name)
-        if parallel:
-            assert compat.parallelize(model) is model
-        model.compile(optimizer(keras, optimizer_name), CASES[name].loss)
-        return model
+        return self.ready(keras, model, parallel, CASES[name].loss, optimizer_name)
+
+    def both(self, keras, name, optimizer_name="sgd"):
+        """A model on one device, and its equal on all."""
+        return [self.compiled(keras, name, optimizer_name, parallel) for parallel in (False, True)]
+
+    def parallel_and_data(self, keras, name, rows):
+        """A model on all devices, and inputs and targets of so many rows."""
+        return (self.compiled(keras, name, parallel=True),) + CASES[name].data(rows)
 
     def ready(self, keras, model, parallel=True, loss="mse", optimizer_name="sgd"):
         """A model with known weights, on all devices or on one, and compiled."""
@@ -263,7 +211,5 @@ class BackendContract(Contract):
 
     def normalized(self, keras):
         """A model with batch normalization."""
-        layers = keras.layers
-        return keras.models.Sequential(
-            [layers.BatchNormalization(momentum=0.5, input_shape=(8,)), layers.Dense(4)]
-        )
+        normalized = keras.layers.BatchNormalization(momentum=0.5, input_shape=(8,))
+        return keras.models.Sequential([normalized, keras.layers.Dense(4)])

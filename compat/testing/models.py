@@ -1,5 +1,6 @@
 """The models that contracts train, their data, and what compares what came of it."""
 
+import collections
 import functools
 import importlib
 import itertools
@@ -26,43 +27,26 @@ def keras_under_test():
     return importlib.import_module(name)
 
 
-class Case:
+class Case(collections.namedtuple("Case", "name build loss data")):
     """A model to build, and data to train it on.
 
     ``build(keras)`` gives a model not compiled; ``loss`` goes to its ``compile``; ``data(n)``
     gives inputs and targets of n rows.
     """
 
-    def __init__(self, name, build, loss, data):
-        self.name = name
-        self.build = build
-        self.loss = loss
-        self.data = data
-
 
 def _dense(keras):
     layers = keras.layers
-    return keras.models.Sequential(
-        [
-            layers.Dense(
-                16, activation="relu", input_shape=(8,), kernel_regularizer="l2", name="hidden"
-            ),
-            layers.Dense(4, activation="softmax", name="classes"),
-        ],
-        name="dense_model",
-    )
-
-
-def _one_hot(labels, classes):
-    return np.eye(classes, dtype="float32")[labels]
+    options = {"input_shape": (8,), "kernel_regularizer": "l2", "name": "hidden"}
+    hidden = layers.Dense(16, activation="relu", **options)
+    classes = layers.Dense(4, activation="softmax", name="classes")
+    return keras.models.Sequential([hidden, classes], name="dense_model")
 
 
 def _dense_data(rows):
     random = np.random.RandomState(rows)
-    return (
-        random.normal(size=(rows, 8)).astype("float32"),
-        _one_hot(random.randint(4, size=rows), 4),
-    )
+    inputs = random.normal(size=(rows, 8)).astype("float32")
+    return inputs, np.eye(4, dtype="float32")[random.randint(4, size=rows)]
 
 
 def _convolutional(keras):
@@ -76,19 +60,16 @@ def _convolutional(keras):
 
 def _convolutional_data(rows):
     random = np.random.RandomState(rows)
-    return (
-        random.normal(size=(rows, 8, 8, 2)).astype("float32"),
-        random.randint(3, size=(rows, 1)).astype("float32"),
-    )
+    images = random.normal(size=(rows, 8, 8, 2)).astype("float32")
+    return images, random.randint(3, size=(rows, 1)).astype("float32")
 
 
 def _multi(keras):
     """Two inputs, a layer that both share, a nested model, two outputs with names."""
     layers = keras.layers
-    left, right = layers.Input(shape=(5,), name="left"), layers.Input(shape=(5,), name="right")
-    inner_input = layers.Input(shape=(6,))
-    inner_output = layers.Dense(6, activation="tanh")(inner_input)
-    inner = keras.models.Model(inner_input, inner_output, name="inner")
+    left, right = (layers.Input(shape=(5,), name=name) for name in ("left", "right"))
+    rows = layers.Input(shape=(6,))
+    inner = keras.models.Model(rows, layers.Dense(6, activation="tanh")(rows), name="inner")
     shared = layers.Dense(6, activation="tanh", name="shared")
     joined = layers.concatenate([inner(shared(left)), shared(right)])
     score = layers.Dense(1, name="score")(joined)
@@ -135,9 +116,8 @@ SPAN_TRIALS = [("dense", "adam"), ("multi", "sgd")]
 def initialise(model, seed=0):
     """Set all weights from numpy's generator, the same on every Keras."""
     random = np.random.RandomState(seed)
-    model.set_weights(
-        [(random.normal(size=w.shape) * 0.3).astype("float32") for w in model.get_weights()]
-    )
+    weights = [random.normal(size=each.shape) * 0.3 for each in model.get_weights()]
+    model.set_weights([each.astype("float32") for each in weights])
     return model
 
 

@@ -38,6 +38,9 @@ class ParallelContract(
     def train(self, model, inputs, targets):
         return model.train_on_batch(inputs, targets)
 
+    def predict(self, model, inputs):
+        return model.predict(inputs, verbose=0)
+
     def weights(self, model):
         return model.get_weights()
 
@@ -89,15 +92,13 @@ class ParallelContract(
     @span
     @pytest.mark.parametrize("name", sorted(CASES))
     def test_forward_and_backward_run_on_every_device(self, keras, configuration, name):
-        model = self.compiled(keras, name, parallel=True)
-        inputs, targets = CASES[name].data(61)
-        self.check_placement(self.placement(model, inputs, targets), configuration)
+        step = self.parallel_and_data(keras, name, 61)
+        self.check_placement(self.placement(*step), configuration)
 
     @pytest.mark.parametrize("samples", in_span(sorted(SHARDS), [14, 2]))
     def test_batch_is_split_evenly(self, keras, samples):
-        model = self.compiled(keras, "dense", parallel=True)
-        inputs, targets = CASES["dense"].data(samples)
-        assert list(self.shard_sizes(model, inputs, targets)) == SHARDS[samples]
+        step = self.parallel_and_data(keras, "dense", samples)
+        assert list(self.shard_sizes(*step)) == SHARDS[samples]
 
     # The same object --------------------------------------------------------------------------
 
@@ -109,10 +110,8 @@ class ParallelContract(
         assert compat.parallelize(model) is model
         assert (list(model.layers), list(model.output_names)) == (before[0], before[2])
         assert [id(w) for w in model.weights] == [id(w) for w in before[1]]
-        assert (
-            model.get_layer("shared")
-            is before[0][[layer.name for layer in before[0]].index("shared")]
-        )
+        (shared,) = [layer for layer in before[0] if layer.name == "shared"]
+        assert model.get_layer("shared") is shared
         assert self.summary(model) == summary
 
     def summary(self, model):

@@ -9,7 +9,7 @@ import compat
 
 from .. import _replicas
 from .contract import BackendContract
-from .models import CASES, DEVICES, fit_in_order
+from .models import DEVICES, fit_in_order
 from .spans import span
 
 
@@ -27,8 +27,7 @@ class ReportContract(BackendContract):
     @span
     @pytest.mark.row("compat.report()")
     def test_report_says_what_each_device_did(self, keras, configuration, counted_anew):
-        inputs, targets = CASES["dense"].data(61)
-        model = self.compiled(keras, "dense", parallel=True)
+        model, inputs, targets = self.parallel_and_data(keras, "dense", 61)
         report = compat.report()
         assert [each.device for each in report.devices] == configuration.devices
         assert report.verdict.startswith("No batch was split: model ")
@@ -44,17 +43,15 @@ class ReportContract(BackendContract):
         assert [each.rows for each in report.devices] == [2 * rows for rows in trained]
         assert [each.training_rows for each in report.devices] == trained
         assert [each.steps for each in report.devices] == [16] * DEVICES
-        assert report.verdict == "All 3 devices worked: {} to {} rows each.".format(
-            2 * min(trained), 2 * max(trained)
-        )
+        verdict = "All 3 devices worked: {} to {} rows each."
+        assert report.verdict == verdict.format(2 * min(trained), 2 * max(trained))
         found = json.loads(report.to_json())
         assert found["all_worked"] and found["verdict"] == report.verdict
         assert [each["rows"] for each in found["devices"]] == [2 * rows for rows in trained]
 
     @span
     def test_report_says_which_device_got_no_rows(self, keras, configuration, counted_anew):
-        inputs, targets = CASES["dense"].data(2)
-        model = self.compiled(keras, "dense", parallel=True)
+        model, inputs, targets = self.parallel_and_data(keras, "dense", 2)
         model.train_on_batch(inputs, targets)
         report = compat.report()
         sizes = self.sizes_of(2)
@@ -68,8 +65,7 @@ class ReportContract(BackendContract):
     @span
     @pytest.mark.row("compat.timeline()")
     def test_timeline_says_when_each_device_executed_what(self, keras, configuration, tmp_path):
-        inputs, targets = CASES["dense"].data(61)
-        model = self.compiled(keras, "dense", parallel=True)
+        model, inputs, targets = self.parallel_and_data(keras, "dense", 61)
         model.fit(inputs, targets, batch_size=61, verbose=0)
         path = str(tmp_path / "timeline.json")
         if self.product_in_timelines is None:

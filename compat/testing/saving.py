@@ -51,9 +51,8 @@ class SavingContract(BackendContract):
 
     def test_checkpoint_and_resume(self, keras, tmp_path):
         inputs, targets = CASES["dense"].data(45)
-        expected = self.compiled(keras, "dense")
+        expected, model = self.both(keras, "dense")
         fit_in_order(expected, inputs, targets, epochs=4)
-        model = self.compiled(keras, "dense", parallel=True)
         path = str(tmp_path / "checkpoint") + self.extension
         checkpoint = keras.callbacks.ModelCheckpoint(path)
         fit_in_order(model, inputs, targets, epochs=2, callbacks=[checkpoint])
@@ -63,8 +62,7 @@ class SavingContract(BackendContract):
 
     def test_it_is_freed_once_nobody_holds_it(self, keras):
         """What a process trains one after the other must not fill its memory."""
-        inputs, targets = CASES["dense"].data(13)
-        model = self.compiled(keras, "dense", parallel=True)
+        model, inputs, targets = self.parallel_and_data(keras, "dense", 13)
         model.fit(inputs, targets, verbose=0)
         model.predict(inputs, verbose=0)
         reference = weakref.ref(model)

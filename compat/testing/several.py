@@ -1,28 +1,32 @@
 """What a backend must pass that runs models on several devices in one process, whatever models."""
 
+import numpy as np
 import pytest
 
 import compat
 
+from .. import _verification
 from .._verification import largest_difference
+from .._verification.verification import given_moved
+from ..backend import Verification
 from .contract import Contract
 from .models import CASES, DEVICES
 from .spans import span
 
 
-class SeveralDevicesContract(Contract):
-    """Tests of one model. Subclasses say how it is built and trained."""
-
-    def plain(self):
-        """A model that is not parallelized, ready to be trained."""
-        raise NotImplementedError
-
-    def fit(self, model, samples, batch):
-        """Train one epoch, and return its losses."""
-        raise NotImplementedError
+class TrainedModels:
+    """How models are trained, of whatever kind they are."""
 
     def train(self, model, inputs, targets):
-        """Do one step of training, and return the loss."""
+        """Do one step of training: forward, a loss that is a mean over rows, backward, update.
+
+        Returns:
+            The loss.
+        """
+        raise NotImplementedError
+
+    def predict(self, model, inputs):
+        """What the model computes of the inputs, as an array."""
         raise NotImplementedError
 
     def weights(self, model):
@@ -32,6 +36,18 @@ class SeveralDevicesContract(Contract):
     def data(self, rows):
         """Inputs and targets."""
         return CASES["dense"].data(rows)
+
+
+class SeveralDevicesContract(TrainedModels, Contract):
+    """Tests of one model. Subclasses say how it is built and trained."""
+
+    def plain(self):
+        """A model that is not parallelized, ready to be trained."""
+        raise NotImplementedError
+
+    def fit(self, model, samples, batch):
+        """Train one epoch, and return its losses."""
+        raise NotImplementedError
 
     def parallel(self):
         """A model on all devices."""
@@ -74,6 +90,27 @@ class SeveralDevicesContract(Contract):
         self.close(self.weights(plain), self.weights(model))
         assert len(self.devices_of(model, *self.data(61))) == DEVICES
 
+    def disturb(self, monkeypatch):
+        """Change a weight, or a gradient, after each step on several devices by a tenth too much.
+
+        Returns:
+            A list, which gets the labels of what was changed.
+        """
+        labels = []
+        verify = _verification.Comparison.compare
+
+        def compare(comparison, found):
+            for label in sorted(found, reverse=True):  # weights come before gradients
+                change = found[label] - comparison.start.get(label, 0.0)
+                if label.startswith(("weight", "gradient")) and np.any(change):
+                    labels.append(label)
+                    found = dict(found, **{label: found[label] + 0.1 * change})
+                    break
+            verify(comparison, found)
+
+        monkeypatch.setattr(_verification.Comparison, "compare", compare)
+        return labels
+
     @span
     def test_a_difference_is_found_and_the_model_left_as_it_was(self, configuration, monkeypatch):
         """Something that a step on several devices changes by a tenth too much."""
@@ -90,3 +127,30 @@ class SeveralDevicesContract(Contract):
         self.close(start, self.weights(model), 1e-12)
         self.train(model, inputs, targets)  # it can be trained on
         assert largest_difference(start, self.weights(model)) > 1e-4
+
+    def test_how_far_inputs_amplify_rounding_is_seen(self, configuration, monkeypatch):
+        """Verified steps are done with inputs that are off by rounding where that is asked for."""
+        verify, moves = Verification.verify, {}
+
+        def results(step, seed):
+            with _verification.suspended(), given_moved(step, seed):
+                found = step.on_one_device()
+            found.update(step.read())
+            labels = sorted(label for label in found if not step.is_random(label))
+            return [np.float64(found[label]) for label in labels]
+
+        def look(verification, kind, step):
+            start = step.read()
+            both = []
+            for seed in (0, 1):
+                both.append(results(step, seed))
+                step.write(start)
+            moves[kind] = _verification.largest_difference(*both)
+            return verify(verification, kind, step)
+
+        monkeypatch.setattr(Verification, "verify", look)
+        model, (inputs, targets) = self.parallel(), self.data(14)
+        self.verified(model)
+        self.train(model, inputs, targets)
+        self.predict(model, inputs)
+        assert 0 < moves["train"] < 1e-4 and 0 < moves["predict"] < 1e-4, moves

@@ -13,10 +13,8 @@ def contract_of(config):
 
 def in_span(values, chosen):
     """Values for ``parametrize``, of which those chosen are in the span contract, too."""
-    return [
-        pytest.param(
-            *(value if isinstance(value, tuple) else (value,)),
-            marks=[span] if value in chosen else [],
-        )
-        for value in values
-    ]
+    found = []
+    for value in values:
+        parameters = value if isinstance(value, tuple) else (value,)
+        found.append(pytest.param(*parameters, marks=[span] if value in chosen else []))
+    return found

@@ -20,8 +20,7 @@ class TrainingContract(BackendContract):
     def test_trains_to_the_numbers_of_one_device(self, keras, batches, name, optimizer_name):
         if optimizer_name not in self.optimizers:
             return self.check_optimizer_does_not_repeat(keras, name, optimizer_name)
-        plain = self.compiled(keras, name, optimizer_name)
-        parallel = self.compiled(keras, name, optimizer_name, parallel=True)
+        plain, parallel = self.both(keras, name, optimizer_name)
         start = plain.get_weights()
         if optimizer_name != "sgd":  # the gradients are the same, whichever optimizer takes them
             batches = UNEVEN
@@ -41,19 +40,16 @@ class TrainingContract(BackendContract):
 
     @pytest.mark.parametrize("name", in_span(sorted(CASES), ["dense"]))
     def test_evaluates_and_predicts_what_one_device_does(self, keras, batches, name):
-        plain = self.compiled(keras, name)
-        parallel = self.compiled(keras, name, parallel=True)
+        plain, parallel = self.both(keras, name)
         for batch, samples in batches:
             inputs, targets = CASES[name].data(samples)
-            results = [
-                (
-                    np.ravel(model.evaluate(inputs, targets, batch_size=batch, verbose=0)),
-                    model.predict(inputs, batch_size=batch, verbose=0),
-                )
-                for model in (plain, parallel)
-            ]
-            np.testing.assert_allclose(results[0][0], results[1][0], rtol=1e-5, atol=1e-6)
-            expected, predicted = (r[1] if isinstance(r[1], list) else [r[1]] for r in results)
+            losses, outputs = [], []
+            for model in (plain, parallel):
+                losses.append(model.evaluate(inputs, targets, batch_size=batch, verbose=0))
+                output = model.predict(inputs, batch_size=batch, verbose=0)
+                outputs.append(output if isinstance(output, list) else [output])
+            np.testing.assert_allclose(*map(np.ravel, losses), rtol=1e-5, atol=1e-6)
+            expected, predicted = outputs
             assert [p.shape for p in predicted] == [e.shape for e in expected]
             self.close(expected, predicted, 1e-6)
 
@@ -104,9 +100,8 @@ class TrainingContract(BackendContract):
             return keras.models.Model([left, right], [shared(left), shared(right)])
 
         (left, right), _ = CASES["multi"].data(45)
-        plain, parallel = self.train_both(
-            keras, build, "mse", [left, right], [left[:, :3], right[:, :3]]
-        )
+        targets = [left[:, :3], right[:, :3]]
+        plain, parallel = self.train_both(keras, build, "mse", [left, right], targets)
         assert list(plain.output_names) == list(parallel.output_names)
 
     def test_masked_sequence_loss(self, keras):
@@ -146,25 +141,15 @@ class TrainingContract(BackendContract):
     @span
     def test_train_on_batch_and_validation_data(self, keras):
         inputs, targets = CASES["dense"].data(45)
-        plain = self.compiled(keras, "dense")
-        parallel = self.compiled(keras, "dense", parallel=True)
+        models = self.both(keras, "dense")
         for samples in (45, 7, 2, 1):
-            losses = [
-                model.train_on_batch(inputs[:samples], targets[:samples])
-                for model in (plain, parallel)
-            ]
-            np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
-        later = inputs[32:], targets[32:]
-        histories = [
-            fit_in_order(
-                model, inputs[:32], targets[:32], 8, epochs=2, validation_data=later
-            ).history
-            for model in (plain, parallel)
-        ]
-        np.testing.assert_allclose(
-            histories[0]["val_loss"], histories[1]["val_loss"], rtol=1e-4, atol=1e-6
-        )
-        self.close(plain.get_weights(), parallel.get_weights())
+            batch = inputs[:samples], targets[:samples]
+            np.testing.assert_allclose(*[m.train_on_batch(*batch) for m in models], rtol=1e-5)
+        first, later = (inputs[:32], targets[:32]), (inputs[32:], targets[32:])
+        fitted = [fit_in_order(m, *first, 8, epochs=2, validation_data=later) for m in models]
+        losses = [each.history["val_loss"] for each in fitted]
+        np.testing.assert_allclose(*losses, rtol=1e-4, atol=1e-6)
+        self.close(*[model.get_weights() for model in models])
 
     def test_generator(self, keras):
         inputs, targets = CASES["dense"].data(45)
@@ -174,8 +159,7 @@ class TrainingContract(BackendContract):
                 for start in range(0, 45, 16):
                     yield inputs[start : start + 16], targets[start : start + 16]
 
-        plain = self.compiled(keras, "dense")
-        parallel = self.compiled(keras, "dense", parallel=True)
+        plain, parallel = self.both(keras, "dense")
         for model in (plain, parallel):
             fit = getattr(model, "fit_generator", model.fit)
             fit(batches(), steps_per_epoch=3, epochs=2, verbose=0)

@@ -111,22 +111,10 @@ class VerificationContract(BackendContract):
             model.train_on_batch(inputs, model.predict(inputs, verbose=0))
             assert record.steps["train"] == 1
 
-    def test_how_far_inputs_amplify_rounding_is_seen(self, keras, monkeypatch):
-        inputs, targets = CASES["dense"].data(14)
-        model = self.compiled(keras, "dense", parallel=True)
-        self.verified(model)
-
-        def steps():
-            model.train_on_batch(inputs, targets)
-            model.predict(inputs, verbose=0)
-
-        self.check_that_inputs_move(monkeypatch, steps)
-
     @span
     def test_one_step_in_so_many_is_verified(self, keras):
         """Also where the first one was right."""
-        inputs, targets = CASES["dense"].data(64)
-        model = self.compiled(keras, "dense", parallel=True)
+        model, inputs, targets = self.parallel_and_data(keras, "dense", 64)
         record = self.verified(model, Every(3))
         model.fit(inputs, targets, batch_size=16, epochs=2, verbose=0)
         assert record.steps["train"] == 3  # of 8
@@ -137,8 +125,7 @@ class VerificationContract(BackendContract):
         models = [self.normalized(keras), self.normalized(keras)]
         models[1].set_weights(models[0].get_weights())
         for model in models:
-            compat.parallelize(model)
-            model.compile(optimizer(keras, "sgd"), "mse")
+            compat.parallelize(model).compile(optimizer(keras, "sgd"), "mse")
         self.verified(models[1])
         for model in models:
             for _ in range(3):

@@ -15,7 +15,7 @@ def _raise():
 
 
 FAULTS = {
-    "raise": lambda: _raise(),
+    "raise": _raise,
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "exit": lambda: sys.exit(0),
     "sleep": lambda: time.sleep(1000),
@@ -24,7 +24,7 @@ FAULTS = {
 
 # A job in which a rank has one of these faults.
 #     elsewhere: whether that rank is on another machine.
-#     said: what ``compat run`` says of the rank.
+#     said: what ``compat run`` says of that rank, after its number.
 #     last: a pattern of the last line of its report, or None.
 FailingJob = collections.namedtuple("FailingJob", "fault size elsewhere said status last")
 
@@ -33,34 +33,21 @@ def name_of(job):
     return job.fault + " on another machine" * job.elsewhere
 
 
-RAISING = FailingJob(
-    "raise", 2, False,
-    "rank 1 of 2 failed with exit status 1; the others were ended.", 1,
-    "ValueError: this rank's data is bad",
-)  # fmt: skip
+_FAILED = "failed with exit status 1; the others were ended."
+_WAITED = "compat.errors.RankLostError: Rank 0 of 2 waited .*"
+_SHORT = (
+    "compat.errors.RankError: Rank 1 of 2 ran out of batches after 3 batches, but rank 0 had "
+    r"more. Give every rank the same number: compat.shard\(\) does."
+)
 # The first job mostly waits. A rank that is killed leaves two, since engines tell its neighbours
 # apart from others.
 FAILING_JOBS = [
+    FailingJob("sleep", 2, False, "did not come to the others, which waited for it", 1, _WAITED),
+    FailingJob("kill", 3, False, "was killed by signal 9; the others were ended.", 128 + 9, None),
+    FailingJob("raise", 2, False, _FAILED, 1, "ValueError: this rank's data is bad"),
+    FailingJob("raise", 2, True, _FAILED, 1, "ValueError: this rank's data is bad"),
     FailingJob(
-        "sleep", 2, False,
-        "rank 1 of 2 did not come to the others, which waited for it", 1,
-        "compat.errors.RankLostError: Rank 0 of 2 waited .*",
+        "exit", 2, False, "ended (exit status 0) while others were still training", 1, _WAITED
     ),
-    FailingJob(
-        "kill", 3, False,
-        "rank 1 of 3 was killed by signal 9; the others were ended.", 128 + 9, None,
-    ),
-    RAISING,
-    RAISING._replace(elsewhere=True),
-    FailingJob(
-        "exit", 2, False,
-        "rank 1 of 2 ended (exit status 0) while others were still training", 1,
-        "compat.errors.RankLostError: Rank 0 of 2 waited .*",
-    ),
-    FailingJob(
-        "short", 2, False,
-        "rank 1 of 2 failed with exit status 1; the others were ended.", 1,
-        "compat.errors.RankError: Rank 1 of 2 ran out of batches after 3 batches, but rank 0 had "
-        r"more. Give every rank the same number: compat.shard\(\) does.",
-    ),
-]  # fmt: skip
+    FailingJob("short", 2, False, _FAILED, 1, _SHORT),
+]

@@ -19,9 +19,9 @@ import pytest
 
 from ... import machines
 from ..._verification import largest_difference
-from ..contract import instance_of
+from ..contract import OfBackend
 from ..spans import in_span
-from .faults import FAILING_JOBS
+from .faults import FAILING_JOBS, FAULTY
 from .programs import read
 
 SIZES = (2, 3)
@@ -29,13 +29,9 @@ SIZES = (2, 3)
 Finished = collections.namedtuple("Finished", "status out err")
 
 
-class Jobs:
-    """What starts jobs of ranks of one backend. Subclasses set ``backend``."""
+class Jobs(OfBackend):
+    """What starts jobs of ranks of one backend."""
 
-    #: The backend: its name, or the instance.
-    backend = ""  # type: object
-    #: How far weights may be from one process's.
-    tolerance = 1e-5
     #: Functions whose arrays are the same on all ranks, to the bit.
     functions = ("train",)  # type: tuple
     #: Options of ``compat run`` for the jobs that train.
@@ -48,10 +44,6 @@ class Jobs:
     timeout = 20
     #: How much longer than that a fault may take to end a job, starting Python included.
     patience = 100
-
-    def instance(self):
-        """The backend itself."""
-        return instance_of(self.backend)
 
     def script(self):
         """The script, as text. Its arguments are the folder and the functions to call, as JSON."""
@@ -121,9 +113,8 @@ class Jobs:
 
         @functools.lru_cache(None)
         def trained(size):
-            job = self.start(
-                size, folder, *self.calls(size), two_machines=size == 3, before=self.before
-            )
+            options = {"two_machines": size == 3, "before": self.before}
+            job = self.start(size, folder, *self.calls(size), **options)
             assert job.status == 0, job.out + job.err
             if size > 1 and "--report" in self.before:
                 assert "\nAll {} ranks worked: ".format(size) in job.err, job.err
@@ -156,21 +147,16 @@ class Jobs:
 
     def fails(self, folder, job):
         """The job, ended: it does so in time, and no process of it is left."""
-        ended = self.start(
-            job.size,
-            folder,
-            self.call_of_fault(job.fault),
-            two_machines=job.elsewhere,
-            timeout=self.timeout,
-            limit=self.timeout + self.patience,
-        )
+        call, limit = self.call_of_fault(job.fault), self.timeout + self.patience
+        options = {"two_machines": job.elsewhere, "timeout": self.timeout, "limit": limit}
+        ended = self.start(job.size, folder, call, **options)
         self.check_no_process_is_left(os.path.join(folder, "script.py"))
         return ended
 
     def check_no_process_is_left(self, script):
         """Of a job that has ended."""
         for _ in range(50):
-            left = _processes_with(script)
+            left = [number for number, command in machines.processes() if script in command]
             if not left:
                 break
             time.sleep(0.1)
@@ -188,23 +174,10 @@ class Jobs:
         """That a fault has ended the job, and that the rank was named."""
         ended = failed[job][1].result()
         report = ended.err[ended.err.rindex("compat run: rank") :]
-        assert job.said in report
+        assert "rank {} of {} {}".format(FAULTY, job.size, job.said) in report
         if self.may_abort and ended.status == 128 + signal.SIGABRT and job.fault == "exit":
             assert "compat run: then rank 0 of 2 was killed by signal 6" in ended.err
             return
         assert ended.status == job.status
         if job.last is not None:
             assert re.match(job.last + "$", report.rstrip().split("\n")[-1])
-
-
-def _processes_with(argument):
-    """The processes that were started with this argument."""
-    found = []
-    for process in filter(str.isdecimal, os.listdir("/proc")):
-        try:
-            with open("/proc/{}/cmdline".format(process), "rb") as file:
-                if argument.encode() in file.read().split(b"\0"):
-                    found.append(process)
-        except OSError:  # it has ended since
-            pass
-    return found

@@ -194,18 +194,13 @@ def _stop(keras, moment):
 
     class Stop(keras.callbacks.Callback):  # type: ignore  # whichever Keras it is
         def on_epoch_begin(self, epoch, logs=None):
-            self.epoch = epoch
+            self.stops = compat.rank() == compat.size() - 1 and epoch == 1
 
-        def on_batch_end(self, batch, logs=None):
-            self.stop("batch")
-
-        def on_epoch_end(self, epoch, logs=None):
-            self.stop("epoch")
-
-        def stop(self, now):
-            if compat.rank() == compat.size() - 1 and self.epoch == 1 and now == moment:
+        def stop(self, number, logs=None):
+            if self.stops:
                 self.model.stop_training = True
 
+    setattr(Stop, "on_{}_end".format(moment), Stop.stop)
     return Stop()
 
 
@@ -276,12 +271,12 @@ def batches(keras, folder, processes):
     fit = model.fit_generator if hasattr(model, "fit_generator") else model.fit
 
     def fitted(source, **options):
-        given = options if in_fit else {}
+        given, own = (options, {}) if in_fit else ({}, options)
         if isinstance(source, Items):
-            source = Items(source.rows, source.shift, **({} if in_fit else options))
+            source = Items(source.rows, source.shift, **own)
             given["shuffle"] = False
         else:
-            given.update(steps_per_epoch=len(starts))
+            given["steps_per_epoch"] = len(starts)
         history = fit(compat.shard(source), epochs=2, verbose=0, **given)
         return [float(loss) for loss in history.history["loss"]]
 
@@ -302,10 +297,8 @@ def batches(keras, folder, processes):
     again = compat.shard(draw(100))
     for _ in range(2):
         fit(again, steps_per_epoch=len(starts), epochs=1, verbose=0)
-    for name, source in (
-        ("begin", Items(np.roll(rows, compat.rank()))),
-        ("epoch", Items(rows, compat.rank())),
-    ):
+    differing = {"begin": Items(np.roll(rows, compat.rank())), "epoch": Items(rows, compat.rank())}
+    for name, source in differing.items():
         try:
             fitted(source)
         except compat.RankError as error:
