@@ -11,6 +11,7 @@ import sys
 
 from .. import errors
 from .._numbers import whole_number
+from .addresses import is_loopback
 from .place import Place, is_to_be_alone
 
 TYPE_CHECKING = False
@@ -112,24 +113,25 @@ def parse_hosts(text: str) -> "List[Tuple[str, int]]":
                     text, part.strip(), kind
                 )
             )
-        number = whole_number(slots or "1")
-        if not name or not number:
-            raise _invalid_hosts(text)
-        hosts.append((name, number))
+        hosts.append((name, whole_number(slots or "1")))
     names = [host_address(name) for name, _ in hosts]
-    here = [name for name in names if name == "localhost" or name.startswith("127.")]
-    if len(set(names)) < len(names) or (here and len(names) > 1):
-        raise _invalid_hosts(text)
+    several = len(names) > 1
+    if (
+        not all(name and number for name, number in hosts)
+        or len(set(names)) < len(names)
+        or (several and any(map(is_loopback, names)))
+    ):
+        raise errors.InvalidArgumentError(
+            "--hosts {} is not understood. Use machines, by the names that all of them know, and "
+            "how many ranks each is to run: --hosts first:4,second:4.".format(text)
+        )
     return hosts
 
 
 def _is_host(name):
-    user, at, host = name.rpartition("@")
-    parts = [user, host] if at else [host]
-    return all(
-        (part[:1].isalnum() or part[:1] == "_") and all(c.isalnum() or c in "._-" for c in part)
-        for part in parts
-    )
+    import re  # for start-up time
+
+    return re.fullmatch(r"(\w[\w.-]*@)?\w[\w.-]*", name)
 
 
 def host_address(host: str) -> str:
@@ -298,10 +300,3 @@ def barrier() -> None:
     from . import agreement  # for start-up time
 
     agreement.barrier()
-
-
-def _invalid_hosts(hosts):
-    return errors.InvalidArgumentError(
-        "--hosts {} is not understood. Use machines, by the names that all of them know, and "
-        "how many ranks each is to run: --hosts first:4,second:4.".format(hosts)
-    )

@@ -115,19 +115,16 @@ class Agreement:
         Raises:
             RankError: they differ.
         """
-        numbers = []
-        for part in self.parts:
+        counts = [0] * len(self.parts)  # of how far a rank has come, from 1 on; 0: it has no part
+        for place, part in enumerate(self.parts):
             if part is not None:
                 part.begin()
-            numbers += [part is not None, part.position() if part else 0]
-        gathered = self.engine.gather(numbers)
-        for place, part in enumerate(self.parts):
-            ranks = [of_rank[2 * place : 2 * place + 2] for of_rank in gathered]
-            if part is None or not all(has for has, _ in ranks):  # one rank may validate alone
-                self.parts[place] = None
-                continue
-            part.advance(max(position for _, position in ranks))
-            compare(self.engine, part.name, part.peek())
+                counts[place] = part.position() + 1
+        for place, of_ranks in enumerate(zip(*self.engine.gather(counts))):
+            part = self.parts[place] = self.parts[place] if all(of_ranks) else None
+            if part is not None:  # one rank may validate alone
+                part.advance(max(of_ranks) - 1)
+                compare(self.engine, part.name, part.peek())
 
     def epoch_ended(self) -> None:
         """Compare what all ranks have trained on.

@@ -9,13 +9,15 @@ def shard(place, data, batch_size=None):
     """This rank's rows of arrays, as ``compat.shard()`` has it."""
     rows = number_of_rows(data)
     rows -= left_out(place, rows, batch_size or place.size)
-    ranges = [place.part_of(rows)]
-    if batch_size is not None:
-        ranges = list(_parts_of_batches(place, rows, batch_size))
+    size = batch_size or rows
+    ranges = []
+    for start in range(0, rows, size):
+        first, last = place.part_of(min(size, rows - start))
+        ranges.append((start + first, start + last))
     return rows_of(data, ranges)
 
 
-def left_out(place, count, batch_size, warn=errors.warn, what="rows"):
+def left_out(place, count, batch_size, what="rows"):
     """How many rows at the end no rank gets, with a warning: they are too few for one on each.
 
     Raises:
@@ -26,19 +28,12 @@ def left_out(place, count, batch_size, warn=errors.warn, what="rows"):
     last = count % batch_size
     if not 0 < last < place.size:
         return 0
-    warn(
+    errors.warn(
         "The last {} of {} {} are left out: they are too few for one on each of {} ranks.".format(
             last, count, what, place.size
         )
     )
     return last
-
-
-def _parts_of_batches(place, rows, batch_size):
-    """The runs of rows, (start, stop), that are this rank's."""
-    for start in range(0, rows, batch_size):
-        first, last = place.part_of(min(batch_size, rows - start))
-        yield start + first, start + last
 
 
 def parts_of(data):
@@ -135,8 +130,8 @@ def other_batch_size(batch_size, rows):
     )
 
 
-def warn_of_few(rows, place, warn=errors.warn):
-    warn(
+def warn_of_few(rows, place):
+    errors.warn(
         "A batch of {} rows is left out: they are too few for one on each of {} ranks.".format(
             rows, place.size
         )
