@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 #: How long ranks wait for each other where the user sets nothing, in seconds.
 TIMEOUT = 600.0
+_ALONE = Place(0, 1, 0, 1, "")
 
 
 class Job:
@@ -178,8 +179,7 @@ def rank() -> int:
     Raises:
         RankError: the launcher's variables contradict each other (a ``RuntimeError``).
     """
-    place = own_place() or evaluator()
-    return place.rank if place else 0
+    return (own_place() or evaluator() or _ALONE).rank
 
 
 def size() -> int:
@@ -188,8 +188,7 @@ def size() -> int:
     Raises:
         RankError: as ``rank()``.
     """
-    place = own_place()
-    return place.size if place else 1
+    return (own_place() or _ALONE).size
 
 
 def local_rank() -> int:
@@ -198,8 +197,7 @@ def local_rank() -> int:
     Raises:
         RankError: as ``rank()``.
     """
-    place = own_place()
-    return place.local_rank if place else 0
+    return (own_place() or _ALONE).local_rank
 
 
 def is_chief() -> bool:

@@ -2,6 +2,8 @@
 
 import zlib
 
+import numpy as np
+
 from .. import errors
 
 
@@ -86,16 +88,12 @@ def rows_of(data, ranges):
     rows = getattr(data, "iloc", data)  # of a table of pandas, [] takes columns
     if len(ranges) == 1:
         return rows[ranges[0][0] : ranges[0][1]]
-    import numpy
-
-    return rows[numpy.concatenate([numpy.arange(*bounds) for bounds in ranges])]
+    return rows[np.concatenate([np.arange(*bounds) for bounds in ranges])]
 
 
 def flat(arrays, dtype):
     """All numbers of numpy arrays, one after the other."""
-    import numpy
-
-    return numpy.concatenate([numpy.ravel(array).astype(dtype) for array in arrays])
+    return np.concatenate([np.ravel(array).astype(dtype) for array in arrays])
 
 
 def like(arrays, numbers):
@@ -153,14 +151,12 @@ def checksum(data, sampled=16, value=0):
 
 def _content(array):
     """The bytes of an array of any framework's; none where numpy has no such type of number."""
-    import numpy
-
     for method in ("detach", "cpu", "asnumpy", "toarray"):  # of torch, MXNet and scipy
         if hasattr(array, method):
             array = getattr(array, method)()
     try:
-        array = numpy.asarray(array)
+        array = np.asarray(array)
     except TypeError:  # of torch, for bfloat16
         return b""
-    array = array.astype(str) if array.dtype.kind == "O" else numpy.ascontiguousarray(array)
+    array = array.astype(str) if array.dtype.kind == "O" else np.ascontiguousarray(array)
     return array.tobytes()

@@ -108,17 +108,13 @@ def _parts(place, dataset):
     def rows_of(batch):
         return tf.shape(tf.nest.flatten(batch)[0], out_type=tf.int64)[0]
 
-    def left_out(rows):
-        arrays.warn_of_few(rows, place)  # in a thread of TensorFlow's: no caller is to be seen
-        return False
+    def is_enough(rows):
+        if rows < place.size:
+            arrays.warn_of_few(rows, place)  # in a thread of TensorFlow's: no caller is to be seen
+        return rows >= place.size
 
-    def is_enough(*batch):
-        rows = rows_of(batch)
-        return tf.cond(
-            rows >= place.size,
-            lambda: True,
-            lambda: tf.ensure_shape(tf.numpy_function(left_out, [rows], tf.bool), []),
-        )
+    def is_kept(*batch):
+        return tf.ensure_shape(tf.numpy_function(is_enough, [rows_of(batch)], tf.bool), [])
 
     def part(*batch):
         each, more = rows_of(batch) // place.size, rows_of(batch) % place.size
@@ -129,7 +125,7 @@ def _parts(place, dataset):
 
     last = _rows_of_last(dataset)
     if last is None:
-        return dataset.filter(is_enough).map(part)
+        return dataset.filter(is_kept).map(part)
     if last < place.size:
         arrays.warn_of_few(last, place)
         dataset = dataset.take(_cardinality(dataset) - 1)

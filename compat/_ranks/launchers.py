@@ -20,12 +20,6 @@ from .place import (
     number,
 )
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Mapping, Optional
-
-    from .place import Place
-
 _FOUR = "{0}_RANK {0}_SIZE {0}_LOCAL_RANK {0}_LOCAL_SIZE"
 #: Launchers, and their variables for the rank, the number of ranks, and the same two among the
 #: processes of one machine. The first whose four are set tells.
@@ -53,7 +47,7 @@ _RANKS = [names.split()[0] for _, names in LAUNCHERS] + [
 ]  # fmt: skip
 
 
-def launched(environ: "Mapping[str, str]") -> "Optional[Place]":
+def launched(environ):
     """The place that a launcher gave this process, or None where it is alone. Pure.
 
     Raises:

@@ -8,6 +8,8 @@ matrices) adds up.
 import inspect
 import types
 
+import numpy as np
+
 from .. import _keras, errors
 from . import arrays
 
@@ -49,8 +51,6 @@ def over_ranks(engine, model, states, results):
     Returns:
         A dictionary for each of the states.
     """
-    import numpy
-
     read, write = _keras.reader_and_writer(model)
     of_metrics = variables(model)
     mine = read(of_metrics)
@@ -67,7 +67,7 @@ def over_ranks(engine, model, states, results):
         )
     if not numbers:
         return [{} for _ in states]
-    sums = numpy.split(engine.sum(numbers), len(states))
+    sums = np.split(engine.sum(numbers), len(states))
     found = []
     try:
         for added in sums:
@@ -104,8 +104,6 @@ class MetricResults:
 
 
 def _number(value):
-    import numpy as np
-
     return np.asarray(value) if np.ndim(value) else float(value)
 
 

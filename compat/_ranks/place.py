@@ -4,10 +4,6 @@ from .. import errors
 from .._numbers import whole_number
 from .addresses import host_of, is_loopback
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Mapping
-
 
 class Place:
     """A process's place among the ranks of its job, and among those on its own machine.
@@ -59,7 +55,7 @@ class Place:
         return stop - start
 
 
-def is_to_be_alone(environ: "Mapping[str, str]") -> bool:
+def is_to_be_alone(environ):
     """Whether the user says so, whatever the environment has besides: ``COMPAT_ALONE=1``."""
     return environ.get("COMPAT_ALONE", "").strip() not in ("", "0")
 

@@ -113,12 +113,5 @@ class WeightComparison:
 
 def _own(model):
     """Variables that are each rank's: metrics, whole numbers, and the states of stateful RNNs."""
-    for variable in metrics.variables(model):
-        yield variable
-    for weight in model.weights:
-        if "int" in str(weight.dtype):
-            yield weight
-    for layer in model.layers:
-        if getattr(layer, "stateful", False) and not hasattr(layer, "update_state"):
-            for state in getattr(layer, "states", None) or ():
-                yield state
+    numbers = [weight for weight in model.weights if "int" in str(weight.dtype)]
+    return metrics.variables(model) + numbers + _keras.states(model, "dtype")
