@@ -86,21 +86,17 @@ class MetricResults:
 
     def __call__(self, model):
         metrics = of(model)
-        keras = _keras.keras_of(model)
         if hasattr(model, "_get_training_eval_metrics"):
             if self.made is None or self.made[0] != metrics:
                 tensors = [metric.result() for metric in metrics]
-                self.made = metrics, keras.backend.function([], tensors)
+                self.made = metrics, _keras.keras_of(model).backend.function([], tensors)
             return {m.name: _number(v) for m, v in zip(metrics, self.made[1]([]))}
         found = {}
         for metric in metrics:
             result = metric.result()
             found.update(result if isinstance(result, dict) else {metric.name: result})
-        convert = getattr(getattr(keras, "ops", None), "convert_to_numpy", None)
-        return {
-            name: _number(convert(value) if convert else value.numpy())
-            for name, value in found.items()
-        }
+        read, _ = _keras.reader_and_writer(model)
+        return dict(zip(found, map(_number, read(list(found.values())))))
 
 
 def _number(value):
