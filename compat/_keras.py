@@ -124,7 +124,7 @@ def states(model, attribute):
         if hasattr(layer, "layers"):
             found += states(layer, attribute)
         elif getattr(layer, "stateful", False):
-            found += [s for s in getattr(layer, "states", ()) if hasattr(s, attribute)]
+            found += [s for s in getattr(layer, "states", None) or () if hasattr(s, attribute)]
     return found
 
 

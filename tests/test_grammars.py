@@ -19,6 +19,7 @@ import pytest
 import compat
 from compat import _devices, _discovery, _ranks, _settings, errors
 from compat._ranks import clusters, launchers, rendezvous
+from compat._ranks.place import Place
 from compat._selection import Selection, parse_gpus
 from compat._settings import Memory, parse_memory
 from compat._visible import visible_entries
@@ -378,7 +379,7 @@ def test_environments_are_read_or_refused():
             for outcome in outcomes(environ):
                 if isinstance(outcome, compat.CompatError):
                     assert 40 < len(str(outcome)) < 2000, (number, environ)
-                if isinstance(outcome, launchers.Place):
+                if isinstance(outcome, Place):
                     assert 0 <= outcome.rank < outcome.size or outcome.rank == -1, number
                     assert 0 <= outcome.local_rank < outcome.local_size <= max(1, outcome.size)
         assert time.process_time() - before < 1, (number, environ)

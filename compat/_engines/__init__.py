@@ -91,11 +91,8 @@ class Engine:
 
     def gather(self, numbers: "Sequence[int]") -> "List[List[int]]":
         """Each rank's list of whole numbers up to 2**24, of one length, in the order of ranks."""
-        count = len(numbers)
-        row = [0.0] * (count * self.place.size)
-        start = count * self.place.rank
-        row[start : start + count] = [float(number) for number in numbers]
-        sums = [int(total) for total in self.sum(row)]
+        row = [flag * number for flag in self.flags(True) for number in numbers]
+        sums, count = [int(total) for total in self.sum(row)], len(numbers)
         return [sums[i * count : (i + 1) * count] for i in range(self.place.size)]
 
     def broadcast(self, value: "Any") -> "Any":

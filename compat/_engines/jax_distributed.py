@@ -7,6 +7,8 @@ import socket
 import threading
 import time
 
+import numpy as np
+
 from .. import _engines, errors
 from .._ranks import rendezvous
 from .._ranks.addresses import with_port
@@ -31,7 +33,6 @@ class JaxDistributed(_engines.Engine):
 
     def __init__(self, place):
         import jax
-        import numpy as np
 
         super().__init__(place)
         self.jax = jax
@@ -83,8 +84,6 @@ class JaxDistributed(_engines.Engine):
         threading.Thread(target=self.watch, daemon=True).start()
 
     def sum(self, values):
-        import numpy as np
-
         # By their bytes: unless told to, JAX makes float32 of float64.
         row = np.asarray(values, "float64").view("uint32")
         rows = np.asarray(self.collect(self.all_rows, row, "for the others"))
@@ -104,8 +103,6 @@ class JaxDistributed(_engines.Engine):
             return function(rows).addressable_data(0).block_until_ready()
 
     def broadcast_bytes(self, content):
-        import numpy as np
-
         return np.asarray(self.sum_array(content, "for rank 0's weights"))
 
     # Nothing waits for ever -------------------------------------------------------------------
@@ -142,13 +139,10 @@ class JaxDistributed(_engines.Engine):
             if (ended or time.monotonic() > until) and self.waits is waits:
                 problem = "it has ended" if ended else "no answer for {:g} s".format(self.timeout)
                 lost = self.give_up()
-                self.exit(errors.rank_lost(self.place, what, ended or lost, problem))
-
-    def exit(self, error):
-        """The main thread is in JAX's hands."""
-        _engines.print_for_main_thread(error)
-        self.end()
-        os._exit(1)
+                error = errors.rank_lost(self.place, what, ended or lost, problem)
+                _engines.print_for_main_thread(error)  # which is in JAX's hands
+                self.end()
+                os._exit(1)
 
     def mark(self, what):
         def tell():
@@ -194,19 +188,16 @@ class JaxDistributed(_engines.Engine):
         if self.gave_up:
             time.sleep(0.0 if self.place.rank else _GIVE_UP)
             return
+        everyone = list(range(self.place.size))
         until = time.monotonic() + self.timeout
         while self.place.rank == 0 and time.monotonic() < until:
             ended, gave_up = self.marked("ended") or [], self.marked("gave up") or []
             if len(ended) == self.place.size - 1 and not gave_up:
-                self.see_off()
+                # The others leave JAX's service: it answers when all have, and not before.
+                _engines.answer(lambda: self.store.get_live_nodes(everyone), self.timeout, None)
             if len(set(ended) | set(gave_up)) == self.place.size - 1:
                 return
             time.sleep(_LOOK)
-
-    def see_off(self):
-        """Wait until all others have left JAX's service: that answers then, and not before."""
-        everyone = list(range(self.place.size))
-        _engines.answer(lambda: self.store.get_live_nodes(everyone), self.timeout, None)
 
 
 def _silent(place, host, port):

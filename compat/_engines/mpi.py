@@ -155,11 +155,7 @@ class MPI(_engines.Engine):
         if self.notes is None:
             return []
         self._tell(_ASKS)
-        return self.missing(self._is_waiting)
-
-    def _is_waiting(self, rank):
-        self._listen()
-        return rank in self.waiters
+        return self.missing(lambda rank: self._listen() or rank in self.waiters)
 
     def _tell(self, what, to=None):
         import numpy

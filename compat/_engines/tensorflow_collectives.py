@@ -16,6 +16,8 @@ import sys
 import time
 import zlib
 
+import numpy as np
+
 from .. import _engines, errors
 from .._ranks import clusters, rendezvous
 from . import tensorflow_engine
@@ -29,14 +31,6 @@ _BUCKET_SIZES = [2**20, 25 * 2**20]
 _EXIT_TIMEOUT = 3.0
 # In place of the flag of a rank that closes its epoch: that of a process that exits.
 _EXITS = 2.0
-
-
-def _resolver(tf):
-    """The cluster of TF_CONFIG in TensorFlow 2's words, which have no "master"."""
-    cluster, kind, index = clusters.tf_cluster(os.environ)
-    return tf.distribute.cluster_resolver.SimpleClusterResolver(
-        tf.train.ClusterSpec(cluster), task_type=kind, task_id=index, rpc_layer="grpc"
-    )
 
 
 def _at_once(tensor):
@@ -60,13 +54,6 @@ def _buckets(tf, tensors):
     return buckets + [places for places, _ in being_filled.values()]
 
 
-def _has_started():
-    """Whether TensorFlow's runtime has started, with the first tensor for example."""
-    from tensorflow.python.eager import context
-
-    return getattr(context._context, "_context_handle", None) is not None
-
-
 class TensorFlowCollectives(tensorflow_engine.TensorFlowEngine):
     """The strategy's cluster. It has to be joined before TensorFlow starts."""
 
@@ -74,9 +61,10 @@ class TensorFlowCollectives(tensorflow_engine.TensorFlowEngine):
 
     def __init__(self, place):
         import tensorflow as tf
+        from tensorflow.python.eager import context
 
         super().__init__(place)
-        if _has_started():
+        if getattr(context._context, "_context_handle", None) is not None:
             raise errors.RankError(
                 "This process is {}, but TensorFlow started before it could join the "
                 "others: a model, a variable or a tensor was made. Give "
@@ -86,11 +74,16 @@ class TensorFlowCollectives(tensorflow_engine.TensorFlowEngine):
         self.tf = tf
         self.lost = False
         options = tf.distribute.experimental.CommunicationOptions(timeout_seconds=self.timeout)
+        # In TensorFlow 2's words, which have no "master".
+        cluster, kind, index = clusters.tf_cluster(os.environ)
+        resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+            tf.train.ClusterSpec(cluster), task_type=kind, task_id=index, rpc_layer="grpc"
+        )
         try:
-            with self._bounded_start():
+            with self._bounded_start(clusters.tf_addresses(cluster)[0]):
                 # It must live as long as the workers do.
                 self.strategy = tf.distribute.MultiWorkerMirroredStrategy(
-                    cluster_resolver=_resolver(tf), communication_options=options
+                    cluster_resolver=resolver, communication_options=options
                 )
         except tf.errors.OpError as error:
             problem = tensorflow_engine.problem_of(error)
@@ -100,8 +93,6 @@ class TensorFlowCollectives(tensorflow_engine.TensorFlowEngine):
         atexit.register(self.leave)
 
     def sum(self, values):
-        import numpy as np
-
         with self.waiting("for the others"):
             return self._sum(np.asarray(values, "float64"))
 
@@ -112,8 +103,6 @@ class TensorFlowCollectives(tensorflow_engine.TensorFlowEngine):
             return self.reduce(tensor, _HOST, _at_once(tensor)).numpy()
 
     def broadcast_bytes(self, content):
-        import numpy as np
-
         words = np.zeros(-(-content.size // 4), "int32")  # what all sum operations take
         words.view("uint8")[: content.size] = content
         return self._sum(words).view("uint8")[: content.size]
@@ -125,13 +114,6 @@ class TensorFlowCollectives(tensorflow_engine.TensorFlowEngine):
         with self.tf.device(device):
             return self.tf.raw_ops.CollectiveReduceV2(
                 input=tensor, merge_op="Add", final_op="Id", **self._options(tensor, device, name)
-            )
-
-    def gather_tensors(self, tensor, device, name):
-        """The ranks' tensors, of one shape, one after the other."""
-        with self.tf.device(device):
-            return self.tf.raw_ops.CollectiveGatherV2(
-                input=tensor, **self._options(tensor, device, name)
             )
 
     def _options(self, tensor, device, name):
@@ -190,8 +172,9 @@ class TensorFlowCollectives(tensorflow_engine.TensorFlowEngine):
             rows = [[0, longest - tf.shape(tensor)[0]]]
             columns = tf.zeros([tf.rank(tensor) - 1, 2], tf.int32)
             padded = tf.pad(tensor, tf.concat([rows, columns], 0))
-            with tf.control_dependencies(before):
-                gathered = self.gather_tensors(padded, self.device, "{} {}".format(name, part))
+            with tf.control_dependencies(before), tf.device(self.device):
+                options = self._options(padded, self.device, "{} {}".format(name, part))
+                gathered = tf.raw_ops.CollectiveGatherV2(input=padded, **options)
             return tf.boolean_mask(gathered, kept)
 
         indices = of_all(slices.indices, "indices", [])
@@ -200,13 +183,12 @@ class TensorFlowCollectives(tensorflow_engine.TensorFlowEngine):
     # No wait is unbounded ---------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _bounded_start(self):
+    def _bounded_start(self, address):
         """Within, all workers have connected; one that is lost again ends this process.
 
         TensorFlow would wait for them for an hour, or for ever, and holds Python's lock meanwhile.
         """
-        cluster, _, _ = clusters.tf_cluster(os.environ)
-        host, _, port = clusters.tf_addresses(cluster)[0].rpartition(":")
+        host, _, port = address.rpartition(":")
         connect = self._await_ranks if self.place.rank == 0 else self._find_rank_0
         absent = connect(host.strip("[]"), int(port), time.monotonic() + self.timeout)
         if absent:

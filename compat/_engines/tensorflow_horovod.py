@@ -58,43 +58,38 @@ class TensorFlowHorovod(tensorflow_engine.TensorFlowEngine, horovod.HorovodEngin
         )
 
     def mean(self, tensors, share, name):
-        """One all-reduce for each tensor: Horovod puts together those that are ready at once."""
+        """One all-reduce for each tensor: Horovod puts together those that are ready at once.
+
+        Outside of graphs, where each operation waits for its result, one for those of each type.
+        """
         tf, results = self.tf, list(tensors)
+        dense = {}  # outside of graphs: places of tensors by their types
         if tf.executing_eagerly():
-            return self._mean_at_once(tensors, share, name)
-        with tf.control_dependencies(results):  # only now it waits for the others
-            arrived = self.called(lambda: self.arrive() or 0.0, [], tf.float64)
+            self.arrive()
+        else:
+            with tf.control_dependencies(results):  # only now it waits for the others
+                arrived = self.called(lambda: self.arrive() or 0.0, [], tf.float64)
         for place, tensor in enumerate(tensors):
             name_of_one = "{}_{}".format(name, place)
             if isinstance(tensor, tf.IndexedSlices):
                 results[place] = self._mean_of_rows(tensor, share, name_of_one)
-            else:
-                weighted = tensor * tf.cast(share, tensor.dtype)
-                results[place] = self._sum(weighted, "horovod_" + name_of_one)
-        if results:
-            with tf.control_dependencies([arrived]):  # what computes a result calls that, too
-                results[-1] = tf.nest.map_structure(
-                    tf.identity, results[-1], expand_composites=True
-                )
-        return results
-
-    def _mean_at_once(self, tensors, share, name):
-        """The same where each operation waits for its result."""
-        tf, results = self.tf, list(tensors)
-        self.arrive()
-        dense = {}  # places by dtype: a group is of one
-        for place, tensor in enumerate(tensors):
-            if isinstance(tensor, tf.IndexedSlices):
-                results[place] = self._mean_of_rows(tensor, share, "{}_{}".format(name, place))
-            else:
+                continue
+            results[place] = tensor * tf.cast(share, tensor.dtype)
+            if tf.executing_eagerly():
                 dense.setdefault(tensor.dtype, []).append(place)
+            else:
+                results[place] = self._sum(results[place], "horovod_" + name_of_one)
         for dtype, places in dense.items():
-            weighted = [tensors[place] * tf.cast(share, dtype) for place in places]
+            weighted = [results[place] for place in places]
             means = self.horovod.grouped_allreduce(
                 weighted, op=self.horovod.Sum, name="{}_{}".format(name, dtype.name)
             )
             for place, mean in zip(places, means):
                 results[place] = mean
+        if results and not tf.executing_eagerly():
+            with tf.control_dependencies([arrived]):  # what computes a result calls that, too
+                last = tf.nest.map_structure(tf.identity, results[-1], expand_composites=True)
+            results[-1] = last
         return results
 
     def _mean_of_rows(self, slices, share, name):

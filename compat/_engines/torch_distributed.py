@@ -10,10 +10,6 @@ import sys
 from .. import _engines
 from .._ranks import rendezvous
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
-
 
 class TorchDistributed(_engines.Engine):
     """The process group of torch.distributed: NCCL between GPUs, gloo between CPUs."""
@@ -24,7 +20,7 @@ class TorchDistributed(_engines.Engine):
         super().__init__(place)
         self.distributed = distributed
         self.last = None  # the exchange that all ranks did last
-        self.store: "Any" = None
+        self.store = None
         self.made = False  # this class, and not the script, has made the default group
         # A stopped rank 0 still accepts connections but never answers, which the store's own
         # timeouts do not cover.
@@ -86,9 +82,7 @@ class TorchDistributed(_engines.Engine):
     def concatenate(self, tensor):
         """All ranks' tensors of any numbers of rows, one below the other."""
         torch = sys.modules["torch"]
-        sizes = [0.0] * self.place.size
-        sizes[self.place.rank] = float(len(tensor))
-        sizes = [int(size) for size in self.sum(sizes)]
+        sizes = [size for (size,) in self.gather([len(tensor)])]
         padded = tensor.new_zeros((max(sizes),) + tensor.shape[1:])
         padded[: len(tensor)] = tensor
         found = [torch.empty_like(padded) for _ in sizes]
@@ -116,13 +110,14 @@ class TorchDistributed(_engines.Engine):
 
     def absent(self):
         """As far as the store still tells."""
-        if self.store is None:  # it could not be reached, or the script has made the group
+        store = self.store
+        if store is None:  # it could not be reached, or the script has made the group
             return [] if self.distributed.is_initialized() else self._keeper()
 
         def who_waits_not():
             try:
-                self.store.set("compat/waits/{}".format(self.place.rank), "")
-                return self.missing(lambda rank: self.store.check(["compat/waits/%d" % rank]))
+                store.set("compat/waits/{}".format(self.place.rank), "")
+                return self.missing(lambda rank: store.check(["compat/waits/%d" % rank]))
             except RuntimeError:  # the store has gone, too
                 return self._keeper()
 
@@ -150,11 +145,11 @@ def _store(distributed, place, limit):
 def _interface(place):
     """Within, gloo listens on the loopback interface where all ranks are on this machine."""
     name = "GLOO_SOCKET_IFNAME"
-    if name in os.environ or not (place.on_one_machine and sys.platform == "linux"):
-        yield
-        return
-    os.environ[name] = "lo"
+    chooses = name not in os.environ and place.on_one_machine and sys.platform == "linux"
+    if chooses:
+        os.environ[name] = "lo"
     try:
         yield
     finally:
-        del os.environ[name]
+        if chooses:
+            del os.environ[name]

@@ -11,6 +11,7 @@ import sys
 
 from .. import errors
 from .._numbers import whole_number
+from .addresses import is_loopback
 from .place import Place, is_to_be_alone
 
 TYPE_CHECKING = False
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 #: How long ranks wait for each other where the user sets nothing, in seconds.
 TIMEOUT = 600.0
+_ALONE = Place(0, 1, 0, 1, "")
 
 
 class Job:
@@ -112,24 +114,25 @@ def parse_hosts(text: str) -> "List[Tuple[str, int]]":
                     text, part.strip(), kind
                 )
             )
-        number = whole_number(slots or "1")
-        if not name or not number:
-            raise _invalid_hosts(text)
-        hosts.append((name, number))
+        hosts.append((name, whole_number(slots or "1")))
     names = [host_address(name) for name, _ in hosts]
-    here = [name for name in names if name == "localhost" or name.startswith("127.")]
-    if len(set(names)) < len(names) or (here and len(names) > 1):
-        raise _invalid_hosts(text)
+    several = len(names) > 1
+    if (
+        not all(name and number for name, number in hosts)
+        or len(set(names)) < len(names)
+        or (several and any(map(is_loopback, names)))
+    ):
+        raise errors.InvalidArgumentError(
+            "--hosts {} is not understood. Use machines, by the names that all of them know, and "
+            "how many ranks each is to run: --hosts first:4,second:4.".format(text)
+        )
     return hosts
 
 
 def _is_host(name):
-    user, at, host = name.rpartition("@")
-    parts = [user, host] if at else [host]
-    return all(
-        (part[:1].isalnum() or part[:1] == "_") and all(c.isalnum() or c in "._-" for c in part)
-        for part in parts
-    )
+    import re  # for start-up time
+
+    return re.fullmatch(r"(\w[\w.-]*@)?\w[\w.-]*", name)
 
 
 def host_address(host: str) -> str:
@@ -176,8 +179,7 @@ def rank() -> int:
     Raises:
         RankError: the launcher's variables contradict each other (a ``RuntimeError``).
     """
-    place = own_place() or evaluator()
-    return place.rank if place else 0
+    return (own_place() or evaluator() or _ALONE).rank
 
 
 def size() -> int:
@@ -186,8 +188,7 @@ def size() -> int:
     Raises:
         RankError: as ``rank()``.
     """
-    place = own_place()
-    return place.size if place else 1
+    return (own_place() or _ALONE).size
 
 
 def local_rank() -> int:
@@ -196,8 +197,7 @@ def local_rank() -> int:
     Raises:
         RankError: as ``rank()``.
     """
-    place = own_place()
-    return place.local_rank if place else 0
+    return (own_place() or _ALONE).local_rank
 
 
 def is_chief() -> bool:
@@ -298,10 +298,3 @@ def barrier() -> None:
     from . import agreement  # for start-up time
 
     agreement.barrier()
-
-
-def _invalid_hosts(hosts):
-    return errors.InvalidArgumentError(
-        "--hosts {} is not understood. Use machines, by the names that all of them know, and "
-        "how many ranks each is to run: --hosts first:4,second:4.".format(hosts)
-    )

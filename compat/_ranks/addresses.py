@@ -1,11 +1,7 @@
 """Addresses of hosts and ports, as texts. Pure."""
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
 
-
-def with_port(host: str, port: "Any") -> str:
+def with_port(host, port):
     """``host:port``, or ``[IPv6]:port``."""
     return "[{}]:{}".format(host, port) if ":" in host else "{}:{}".format(host, port)
 
@@ -17,5 +13,5 @@ def host_of(address):
     return address.rpartition(":")[0] if address.count(":") == 1 else address
 
 
-def is_loopback(host: str) -> bool:
+def is_loopback(host):
     return host in ("localhost", "::1") or host.startswith("127.")

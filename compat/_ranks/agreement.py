@@ -15,14 +15,10 @@ import weakref
 from .. import errors
 from .._process import process
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any, Optional, Sequence
-
 _LARGEST = 2**24  # of the numbers that engines gather
 
 # Keras 3 takes generators of Python's own type only, which have no attributes.
-_of_generators = weakref.WeakKeyDictionary()  # type: Any
+_of_generators = weakref.WeakKeyDictionary()  # type: weakref.WeakKeyDictionary
 
 
 class Part:
@@ -34,25 +30,25 @@ class Part:
 
     name = ""
 
-    def position(self) -> int:
+    def position(self):
         """How far this rank has come, in numbers of which each has a checksum."""
         return 0
 
-    def checksum_at(self, position: int) -> int:
+    def checksum_at(self, position):
         """0: it is not known."""
         return 0
 
-    def begin(self) -> None:
+    def begin(self):
         """Note that a ``fit()`` begins."""
 
-    def advance(self, position: int) -> None:
+    def advance(self, position):
         """Come as far as the rank that has come farthest."""
 
-    def peek(self) -> int:
+    def peek(self):
         """The checksum of the next batch, or 0 where there is none."""
         return 0
 
-    def whole(self) -> "Any":
+    def whole(self):
         """What it is a part of, from where ``peek()`` has looked."""
         raise NotImplementedError
 
@@ -89,7 +85,7 @@ def note(generator, part):
     _of_generators[generator] = part
 
 
-def part_in(data: "Any") -> "Optional[Part]":
+def part_in(data):
     """What ``shard()`` has returned, or None for anything else."""
     if isinstance(data, types.GeneratorType):
         return _of_generators.get(data)
@@ -103,11 +99,11 @@ class Agreement:
         sources: the training data, and the validation data.
     """
 
-    def __init__(self, engine: "Any", sources: "Sequence[Any]") -> None:
+    def __init__(self, engine, sources):
         self.engine = engine
         self.parts = [part_in(source) for source in sources]
 
-    def begin(self) -> None:
+    def begin(self):
         """Compare the next batches, from where the farthest rank has come.
 
         Keras may have taken some ahead in an earlier ``fit()``, and other ranks' Keras more.
@@ -115,21 +111,18 @@ class Agreement:
         Raises:
             RankError: they differ.
         """
-        numbers = []
-        for part in self.parts:
+        counts = [0] * len(self.parts)  # of how far a rank has come, from 1 on; 0: it has no part
+        for place, part in enumerate(self.parts):
             if part is not None:
                 part.begin()
-            numbers += [part is not None, part.position() if part else 0]
-        gathered = self.engine.gather(numbers)
-        for place, part in enumerate(self.parts):
-            ranks = [of_rank[2 * place : 2 * place + 2] for of_rank in gathered]
-            if part is None or not all(has for has, _ in ranks):  # one rank may validate alone
-                self.parts[place] = None
-                continue
-            part.advance(max(position for _, position in ranks))
-            compare(self.engine, part.name, part.peek())
+                counts[place] = part.position() + 1
+        for place, of_ranks in enumerate(zip(*self.engine.gather(counts))):
+            part = self.parts[place] = self.parts[place] if all(of_ranks) else None
+            if part is not None:  # one rank may validate alone
+                part.advance(max(of_ranks) - 1)
+                compare(self.engine, part.name, part.peek())
 
-    def epoch_ended(self) -> None:
+    def epoch_ended(self):
         """Compare what all ranks have trained on.
 
         Raises:
@@ -141,7 +134,7 @@ class Agreement:
             compare(self.engine, part.name, part.checksum_at(position))
 
 
-def compare(engine: "Any", name: str, checksum: int) -> None:
+def compare(engine, name, checksum):
     """Compare the ranks' checksums of a batch.
 
     Raises:

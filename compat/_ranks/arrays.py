@@ -2,6 +2,8 @@
 
 import zlib
 
+import numpy as np
+
 from .. import errors
 
 
@@ -9,13 +11,15 @@ def shard(place, data, batch_size=None):
     """This rank's rows of arrays, as ``compat.shard()`` has it."""
     rows = number_of_rows(data)
     rows -= left_out(place, rows, batch_size or place.size)
-    ranges = [place.part_of(rows)]
-    if batch_size is not None:
-        ranges = list(_parts_of_batches(place, rows, batch_size))
+    size = batch_size or rows
+    ranges = []
+    for start in range(0, rows, size):
+        first, last = place.part_of(min(size, rows - start))
+        ranges.append((start + first, start + last))
     return rows_of(data, ranges)
 
 
-def left_out(place, count, batch_size, warn=errors.warn, what="rows"):
+def left_out(place, count, batch_size, what="rows"):
     """How many rows at the end no rank gets, with a warning: they are too few for one on each.
 
     Raises:
@@ -26,19 +30,12 @@ def left_out(place, count, batch_size, warn=errors.warn, what="rows"):
     last = count % batch_size
     if not 0 < last < place.size:
         return 0
-    warn(
+    errors.warn(
         "The last {} of {} {} are left out: they are too few for one on each of {} ranks.".format(
             last, count, what, place.size
         )
     )
     return last
-
-
-def _parts_of_batches(place, rows, batch_size):
-    """The runs of rows, (start, stop), that are this rank's."""
-    for start in range(0, rows, batch_size):
-        first, last = place.part_of(min(batch_size, rows - start))
-        yield start + first, start + last
 
 
 def parts_of(data):
@@ -91,16 +88,12 @@ def rows_of(data, ranges):
     rows = getattr(data, "iloc", data)  # of a table of pandas, [] takes columns
     if len(ranges) == 1:
         return rows[ranges[0][0] : ranges[0][1]]
-    import numpy
-
-    return rows[numpy.concatenate([numpy.arange(*bounds) for bounds in ranges])]
+    return rows[np.concatenate([np.arange(*bounds) for bounds in ranges])]
 
 
 def flat(arrays, dtype):
     """All numbers of numpy arrays, one after the other."""
-    import numpy
-
-    return numpy.concatenate([numpy.ravel(array).astype(dtype) for array in arrays])
+    return np.concatenate([np.ravel(array).astype(dtype) for array in arrays])
 
 
 def like(arrays, numbers):
@@ -135,8 +128,8 @@ def other_batch_size(batch_size, rows):
     )
 
 
-def warn_of_few(rows, place, warn=errors.warn):
-    warn(
+def warn_of_few(rows, place):
+    errors.warn(
         "A batch of {} rows is left out: they are too few for one on each of {} ranks.".format(
             rows, place.size
         )
@@ -158,14 +151,12 @@ def checksum(data, sampled=16, value=0):
 
 def _content(array):
     """The bytes of an array of any framework's; none where numpy has no such type of number."""
-    import numpy
-
     for method in ("detach", "cpu", "asnumpy", "toarray"):  # of torch, MXNet and scipy
         if hasattr(array, method):
             array = getattr(array, method)()
     try:
-        array = numpy.asarray(array)
+        array = np.asarray(array)
     except TypeError:  # of torch, for bfloat16
         return b""
-    array = array.astype(str) if array.dtype.kind == "O" else numpy.ascontiguousarray(array)
+    array = array.astype(str) if array.dtype.kind == "O" else np.ascontiguousarray(array)
     return array.tobytes()

@@ -5,8 +5,7 @@ containers the same by ``CLUSTER_SPEC``, SageMaker its hosts by ``SM_HOSTS``.
 """
 
 from .. import errors
-from .addresses import host_of
-from .place import Place, from_machines, is_to_be_alone, not_a_rank
+from .place import Place, from_addresses, is_to_be_alone, not_a_rank
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
 TF_CONFIG = "TF_CONFIG"
 
 # What JSON raises that is none, or is nested too deeply, or has other types than are expected.
-_MALFORMED = ValueError, TypeError, AttributeError, OverflowError, RecursionError
+_MALFORMED = ValueError, TypeError, AttributeError, LookupError, OverflowError, RecursionError
 
 
 def evaluator(environ: "Mapping[str, str]") -> "Optional[Place]":
@@ -53,7 +52,7 @@ def worker(environ):
         problem = "the cluster has no task {} {}".format(kind, index)
         raise _invalid_tf_config(environ[TF_CONFIG], problem)
     rank = index + (len(cluster.get("chief", [])) if kind == "worker" else 0)
-    return from_machines(TF_CONFIG, [host_of(address) for address in addresses], rank)
+    return from_addresses(TF_CONFIG, addresses, rank)
 
 
 def tf_cluster(environ: "Mapping[str, str]") -> "Tuple[Any, Any, int]":
@@ -124,14 +123,13 @@ def worker_pool(environ):
 
 def vertex_pools(environ):
     """The addresses of each pool, and this task's pool and index; None without CLUSTER_SPEC."""
-    config = _parsed("CLUSTER_SPEC", environ)
-    if config is None:
-        return None
-    try:
-        counts = {pool: _texts(part) for pool, part in config["cluster"].items()}
-        return counts, config["task"]["type"], int(config["task"].get("index") or 0)
-    except (KeyError,) + _MALFORMED as error:
-        raise not_a_rank("CLUSTER_SPEC", environ["CLUSTER_SPEC"]) from error
+
+    def read(config):
+        pools, task = config["cluster"].items(), config["task"]
+        index = int(task.get("index") or 0)
+        return {pool: _texts(part) for pool, part in pools}, task["type"], index
+
+    return _parsed("CLUSTER_SPEC", environ, read)
 
 
 def sagemaker(environ):

@@ -13,26 +13,28 @@ def takes(data):
     return hasattr(data, "element_spec") and hasattr(data, "shard")
 
 
-def shard(place, dataset, batch_size, warn):
+def shard(place, dataset, batch_size):
     """This rank's part of a dataset.
 
     Arguments:
         place: this process's ``Place``.
         batch_size: rows of a batch of all ranks, or None: that of a dataset of batches; elements
             that are rows, or that may be, are dealt out then.
-        warn: a function of a text.
     """
-    _warn_of_shuffling(dataset, warn)
+    if any(map(_is_shuffled_at_random, _chain(dataset))):
+        errors.warn(
+            "shard() was given a dataset that is shuffled without a seed: each rank shuffles it "
+            "in another order, so that they train on some rows several times and on others "
+            "never. Call shuffle() after shard(), or give it the same seed on all ranks."
+        )
     try:
         batched = batch_size_of(dataset)
     except errors.InvalidArgumentError:
-        if batch_size is None:
-            return _elements(place, dataset, warn)
-        raise
+        if batch_size is not None:
+            raise
+        batched = None
     if batched is None:
-        if batch_size is None:
-            return _elements(place, dataset, warn)
-        return _rows(place, dataset, batch_size, warn)
+        return _rows(place, dataset, batch_size) if batch_size else _elements(place, dataset)
     if batch_size is not None and batched not in (_UNKNOWN, batch_size):
         raise errors.InvalidArgumentError(
             "shard(batch_size={}) was given a dataset in batches of {}. Give its own batch size, "
@@ -40,7 +42,7 @@ def shard(place, dataset, batch_size, warn):
         )
     if batched != _UNKNOWN:
         place.rows_of_batch(batched)  # one row per rank, at least
-    return _parts(place, dataset, warn)
+    return _parts(place, dataset)
 
 
 def _cardinality(dataset):
@@ -51,7 +53,7 @@ def _cardinality(dataset):
         return _UNKNOWN
 
 
-def _elements(place, dataset, warn):
+def _elements(place, dataset):
     """Every N-th element, equally many on each rank."""
     count = _cardinality(dataset)
     if count == _INFINITE:
@@ -64,27 +66,25 @@ def _elements(place, dataset, warn):
             return rows.skip(place.rank).take(1)
 
         return dataset.window(place.size, drop_remainder=True).flat_map(mine)
-    left_out = arrays.left_out(place, count, place.size, warn, "elements")
+    left_out = arrays.left_out(place, count, place.size, "elements")
     return dataset.take(count - left_out).shard(place.size, place.rank)
 
 
-def _rows(place, dataset, batch_size, warn):
+def _rows(place, dataset, batch_size):
     """This rank's rows of a dataset of rows: its part of each ``batch_size`` of them."""
     tf = sys.modules["tensorflow"]
     count = _cardinality(dataset)
     if count == _UNKNOWN:
-        parts = _parts(place, dataset.batch(batch_size), warn)
+        parts = _parts(place, dataset.batch(batch_size))
         if hasattr(parts, "unbatch"):
             return parts.unbatch()
         return parts.apply(tf.data.experimental.unbatch())
     start, stop = place.part_of(batch_size)
     last = 0 if count == _INFINITE else count % batch_size
     whole = count - last  # rows of batches that are whole
-    first, end = 0, 0
-    if count != _INFINITE and arrays.left_out(place, count, batch_size, warn):
-        dataset = dataset.take(whole)
-    elif count != _INFINITE:
-        first, end = place.part_of(last)
+    first, end = place.part_of(last)
+    if count != _INFINITE and arrays.left_out(place, count, batch_size):
+        dataset, first, end = dataset.take(whole), 0, 0
 
     def is_mine(row, element):
         place_in_batch = row % batch_size
@@ -94,34 +94,27 @@ def _rows(place, dataset, batch_size, warn):
             return tf.where(row >= whole, in_last, mine)
         return mine
 
-    def element_of(row, element):
-        return element
-
-    shown = dataset.enumerate().filter(is_mine).map(element_of)
+    shown = dataset.enumerate().filter(is_mine).map(lambda row, element: element)
     rows = sum(stop - start for _ in range(whole // batch_size)) + end - first
     if count != _INFINITE and hasattr(tf.data.experimental, "assert_cardinality"):
         shown = shown.apply(tf.data.experimental.assert_cardinality(rows))
     return shown
 
 
-def _parts(place, dataset, warn):
+def _parts(place, dataset):
     """This rank's part of each batch; a batch with fewer rows than ranks is left out."""
     tf = sys.modules["tensorflow"]
 
     def rows_of(batch):
         return tf.shape(tf.nest.flatten(batch)[0], out_type=tf.int64)[0]
 
-    def left_out(rows):
-        arrays.warn_of_few(rows, place)  # in a thread of TensorFlow's: no caller is to be seen
-        return False
+    def is_enough(rows):
+        if rows < place.size:
+            arrays.warn_of_few(rows, place)  # in a thread of TensorFlow's: no caller is to be seen
+        return rows >= place.size
 
-    def is_enough(*batch):
-        rows = rows_of(batch)
-        return tf.cond(
-            rows >= place.size,
-            lambda: True,
-            lambda: tf.ensure_shape(tf.numpy_function(left_out, [rows], tf.bool), []),
-        )
+    def is_kept(*batch):
+        return tf.ensure_shape(tf.numpy_function(is_enough, [rows_of(batch)], tf.bool), [])
 
     def part(*batch):
         each, more = rows_of(batch) // place.size, rows_of(batch) % place.size
@@ -132,9 +125,9 @@ def _parts(place, dataset, warn):
 
     last = _rows_of_last(dataset)
     if last is None:
-        return dataset.filter(is_enough).map(part)
+        return dataset.filter(is_kept).map(part)
     if last < place.size:
-        arrays.warn_of_few(last, place, warn)
+        arrays.warn_of_few(last, place)
         dataset = dataset.take(_cardinality(dataset) - 1)
     return dataset.map(part)
 
@@ -143,16 +136,15 @@ def _rows_of_last(dataset):
     """The number of rows of a dataset's last batch; None: it is not known."""
     tf = sys.modules["tensorflow"]
     known = tf.nest.flatten(dataset.element_spec)[0].shape.as_list()[0]
-    if known is not None:
+    names = "BatchDataset", "ParallelBatchDataset", "_BatchDataset"
+    batches = next((each for each in _chain(dataset) if type(each).__name__ in names), None)
+    if known is not None or batches is None:
         return known
-    for each in _chain(dataset):
-        if type(each).__name__ in ("BatchDataset", "ParallelBatchDataset", "_BatchDataset"):
-            size = tf.get_static_value(each._batch_size)
-            rows = _cardinality(each._inputs()[0])
-            if size is None or rows <= 0 or _cardinality(dataset) != -(-rows // size):
-                return None
-            return int(rows % size or size)
-    return None
+    size = tf.get_static_value(batches._batch_size)
+    rows = _cardinality(batches._inputs()[0])
+    if size is None or rows <= 0 or _cardinality(dataset) != -(-rows // size):
+        return None
+    return int(rows % size or size)
 
 
 def _chain(dataset):
@@ -182,10 +174,8 @@ def batch_size_of(dataset):
             return None
         if "batch" in name:
             length = lengths.pop() if len(lengths) == 1 else None
-            size = getattr(each, "_batch_size", None)
-            if length is None and size is not None:
-                size = tf.get_static_value(size)
-                return _UNKNOWN if size is None else int(size)
+            if length is None and hasattr(each, "_batch_size"):
+                length = tf.get_static_value(each._batch_size)
             return _UNKNOWN if length is None else int(length)
     if lengths == {None}:
         raise errors.InvalidArgumentError(
@@ -196,16 +186,8 @@ def batch_size_of(dataset):
     return None
 
 
-def _warn_of_shuffling(dataset, warn):
+def _is_shuffled_at_random(dataset):
     tf = sys.modules["tensorflow"]
-    for each in _chain(dataset):
-        if "shuffle" in type(each).__name__.lower() and hasattr(each, "_seed"):
-            seeds = [tf.get_static_value(each._seed), tf.get_static_value(each._seed2)]
-            if not any(seeds):
-                warn(
-                    "shard() was given a dataset that is shuffled without a seed: each rank "
-                    "shuffles it in another order, so that they train on some rows several times "
-                    "and on others never. Call shuffle() after shard(), or give it the same seed "
-                    "on all ranks."
-                )
-                return
+    if "shuffle" not in type(dataset).__name__.lower() or not hasattr(dataset, "_seed"):
+        return False
+    return not any([tf.get_static_value(dataset._seed), tf.get_static_value(dataset._seed2)])

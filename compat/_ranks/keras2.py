@@ -8,6 +8,8 @@ little is in the sample weights that it is handed (``Divisors``).
 
 import contextlib
 
+import numpy as np
+
 from .. import _keras, errors
 from . import keras_model, losses
 from .keras_model import RankedFit, RankedMethod, count
@@ -53,13 +55,11 @@ class MakeFunction(RankedMethod):
         _refuse_sums(model)
         with self.making(model):
             make()  # which may only warn
-        made = vars(model)[self.function]
         # tf.keras makes another one where there are sample weights for the first time; keras-mxnet
         # makes another one each time, of which the first will do.
-        if isinstance(function, RankedKeras2Function) and function.feeds == _feeds(model):
-            vars(model)[self.function] = function
-        else:
-            vars(model)[self.function] = RankedKeras2Function(self, model, made)
+        if not isinstance(function, RankedKeras2Function) or function.feeds != _feeds(model):
+            function = RankedKeras2Function(self, model, vars(model)[self.function])
+        vars(model)[self.function] = function
 
     @contextlib.contextmanager
     def making(self, model):
@@ -162,8 +162,6 @@ class Divisors:
 
     def of(self, inputs):
         """The share that masks leave, and that of weights that are not zero, for each output."""
-        import numpy as np
-
         left = [1.0] * len(self.places)
         if self.masks:
             for output, mean in zip(sorted(self.masks), self._means(inputs)):
@@ -190,8 +188,6 @@ class Divisors:
 
     def applied(self, inputs, mine, all_ranks):
         """The function's inputs, with weights that make each output's loss part of all ranks'."""
-        import numpy as np
-
         outputs = len(self.places)
         ratios = [m / a if a else 1.0 for m, a in zip(mine, all_ranks)]
         self.factors = ratios[:outputs]
@@ -272,8 +268,6 @@ def _refuse_sums(model):
 
 def _check_loss(model, inputs):
     """Try a loss that may be no mean over rows, on this rank's first batch."""
-    import numpy as np
-
     K = _keras.keras_of(model).backend
     functions = [loss for loss in getattr(model, "loss_functions", None) or () if loss is not None]
     own = [loss for loss in functions if losses.may_mix_rows(loss)]

@@ -6,15 +6,19 @@ from . import losses
 # State ----------------------------------------------------------------------------------------
 
 
-def averaged(model):
+def averaged(model, by_users=False):
     """The moving averages and their like: floats that layers set as they compute.
 
     Not weights that are frozen, nor what is a rank's own.
+
+    Arguments:
+        by_users: whether it is to be those alone that belong to layers of the user's own.
     """
     own = {id(variable) for variable in _states(model)}
     found = {
         id(variable): variable
         for layer in _keras.all_layers(model)
+        if not (by_users and type(layer).__module__.startswith("keras."))
         for variable in layer._non_trainable_variables
         if id(variable) not in own and "float" in str(variable.dtype)
     }
@@ -37,17 +41,6 @@ def _states(model):
         for state in keras.tree.flatten(layer.states)
         if state is not None
     ]
-
-
-def averaged_by_layers_of_users(model):
-    """The averaged variables that belong to layers of the user's own."""
-    found = {
-        id(variable): variable
-        for layer in _keras.all_layers(model)
-        if not type(layer).__module__.startswith("keras.")
-        for variable in layer._non_trainable_variables
-    }
-    return [variable for variable in averaged(model) if id(variable) in found]
 
 
 def warn_of_mean(variable):

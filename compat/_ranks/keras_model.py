@@ -7,6 +7,7 @@ saves does so on rank 0 alone. How gradients are averaged is each backend's.
 
 import collections
 import inspect
+import itertools
 
 from .. import _keras, _work, errors
 from . import agreement, metrics, ranked_method, saving, splitting
@@ -38,7 +39,7 @@ def count(model: "Any", rows: int, training: bool) -> None:
         fit.seen[training].update(rows=rows, batches=1)
 
 
-def split_fits(model: "Any") -> None:
+def split_fits(model):
     """Give each rank its part of what ``fit()`` of this model is given from now on."""
     RankedFit.of(model).splits = True
 
@@ -77,6 +78,17 @@ def mean(engine, values, rows):
     }
 
 
+def _by_name(function, args, kwargs):
+    """The arguments of a call by name; by position as they are, where some have no name.
+
+    By name Keras 2 takes all of them, by position no more than its old versions did.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    named = itertools.takewhile(lambda each: each.kind is each.POSITIONAL_OR_KEYWORD, parameters)
+    names = [each.name for each in named]
+    return (args, kwargs) if len(args) > len(names) else ((), dict(zip(names, args), **kwargs))
+
+
 class RankedFit(RankedMethod):
     """``fit`` from rank 0's weights, with metrics over all ranks' rows."""
 
@@ -104,23 +116,18 @@ class RankedFit(RankedMethod):
     def run(self, model, fit, args, kwargs):
         if self.running:  # fit() itself calls fit_generator(), in Keras 2.3
             return fit(*args, **kwargs)
+        args, given = _by_name(fit, args, kwargs)
         if self.splits:
-            args, kwargs = (), splitting.split(self.engine, model.name, fit, args, kwargs)
-        # In front, so that the user's callbacks see what all ranks see; and in the place where
-        # they were given: Keras 2 takes no more by position than its old versions did.
-        names = list(inspect.signature(fit).parameters)
-        place = names.index("callbacks") if "callbacks" in names else len(args)
-        given = args[place] if place < len(args) else kwargs.get("callbacks")
-        given = list(given) if isinstance(given, (list, tuple)) else [given] if given else []
-        given = saving.written_by_rank_0(_keras.keras_of(model), self.engine.place, given)
-        callbacks = [self.epochs(model)] + given + [self.stops(model)]
-        if place < len(args):
-            args = args[:place] + (callbacks,) + args[place + 1 :]
-        else:
-            kwargs["callbacks"] = callbacks
+            splitting.split(self.engine, model.name, given)
+        callbacks = given.get("callbacks") or []
+        if not isinstance(callbacks, (list, tuple)):
+            callbacks = [callbacks]
+        keras, place = _keras.keras_of(model), self.engine.place
+        callbacks = saving.written_by_rank_0(keras, place, list(callbacks))
+        # In front, so that the user's callbacks see what all ranks see.
+        given["callbacks"] = [self.epochs(model)] + callbacks + [self.stops(model)]
         if model.built:
             same_start(model, self.engine)
-        given = inspect.signature(fit).bind(*args, **kwargs).arguments
         source = given.get("generator", given.get("x"))
         self.agreement = agreement.Agreement(self.engine, [source, given.get("validation_data")])
         self.agreement.begin()
@@ -134,7 +141,7 @@ class RankedFit(RankedMethod):
             self.agree(model, given)
         self.running = True
         try:
-            return fit(*args, **kwargs)
+            return fit(*args, **given)
         finally:
             self.running = self.in_epoch = False
 
@@ -276,7 +283,7 @@ class RankedEvaluate(RankedMethod):
         if as_list:  # in Keras 3, whose names for these are not the model's metrics_names
             kwargs["return_dict"] = True
         if fit.divides is not None:
-            given = inspect.signature(evaluate).bind(*args, **kwargs).arguments
+            _, given = _by_name(evaluate, args, kwargs)
             weighted = given.get("sample_weight") is not None
             fit.in_step = self.engine.sum([float(fit.divides(model, weighted))])[0] > 0
         fit.evaluating = True
@@ -294,8 +301,7 @@ class RankedEvaluate(RankedMethod):
         names = list(model.metrics_names)
         if len(names) != len(results) or len(set(names)) < len(names):
             names = list(range(len(results)))  # what is no name takes no metric's value
-        values = self.completed(fit, dict(zip(names, results)), found)
-        values = [values[name] for name in names]
+        values = list(self.completed(fit, dict(zip(names, results)), found).values())
         return values if isinstance(result, (list, tuple)) else values[0]
 
     def completed(self, fit, result, found):

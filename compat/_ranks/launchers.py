@@ -10,21 +10,15 @@ tests/test_launchers.py has the environment that each launcher documents.
 from .. import errors
 from .._numbers import whole_number
 from . import clusters
-from .addresses import host_of
 from .place import (
-    Place,
-    from_machines,
+    from_addresses,
+    from_numbers,
     from_rank_and_size,
     from_variables,
-    invalid_ranks,
     is_to_be_alone,
     not_a_rank,
     number,
 )
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Mapping, Optional
 
 _FOUR = "{0}_RANK {0}_SIZE {0}_LOCAL_RANK {0}_LOCAL_SIZE"
 #: Launchers, and their variables for the rank, the number of ranks, and the same two among the
@@ -53,7 +47,7 @@ _RANKS = [names.split()[0] for _, names in LAUNCHERS] + [
 ]  # fmt: skip
 
 
-def launched(environ: "Mapping[str, str]") -> "Optional[Place]":
+def launched(environ):
     """The place that a launcher gave this process, or None where it is alone. Pure.
 
     Raises:
@@ -97,8 +91,7 @@ def _keras(environ):
     addresses = keras_addresses(environ)
     place = from_rank_and_size("Keras' variables", names, environ, "".join(addresses[:1]))
     if place is not None and len(addresses) == place.size:
-        hosts = [host_of(address) for address in addresses]
-        return from_machines(place.launcher, hosts, place.rank)
+        return from_addresses(place.launcher, addresses, place.rank)
     return place
 
 
@@ -124,8 +117,7 @@ def _srun(environ):
     local_rank = number("SLURM_LOCALID", environ) or 0
     tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", "").strip()
     local_size = _tasks_on_node(tasks, number("SLURM_NODEID", environ) or 0) or local_rank + 1
-    values = [str(value) for value in (rank, size, local_rank, local_size)]
-    return from_variables("srun", names, values)
+    return from_numbers("srun", names, (rank, size, local_rank, local_size))
 
 
 def _tasks_on_node(text, node):
@@ -146,9 +138,8 @@ def _torch_alike(environ):
 
     Without LOCAL_RANK there is one process a machine.
     """
-    size, local_rank = number("WORLD_SIZE", environ), number("LOCAL_RANK", environ)
     names = ["RANK", "WORLD_SIZE"]
-    rank = number("RANK", environ)
+    rank, size, local_rank = (number(name, environ) for name in names + ["LOCAL_RANK"])
     if size is None or size < 2:
         return None
     if local_rank is None:
@@ -156,11 +147,11 @@ def _torch_alike(environ):
             processes = environ.get(name, "").strip()
             if (whole_number(processes) or 0) > 1:
                 raise errors.RankError(
-                    "{}={} asks for {} processes on each machine, but this one was started "
+                    "{0}={1} asks for {1} processes on each machine, but this one was started "
                     "without torchrun, which would start them: RANK and WORLD_SIZE do not "
-                    "count them alike. Start the script with torchrun, or set {}=1 for one "
+                    "count them alike. Start the script with torchrun, or set {0}=1 for one "
                     "process on each machine, or COMPAT_ALONE=1 to train alone.".format(
-                        name, processes, processes, name
+                        name, processes
                     )
                 )
         return from_rank_and_size("RANK", names, environ, environ.get("MASTER_ADDR", ""))
@@ -169,10 +160,7 @@ def _torch_alike(environ):
     if rank is None:
         return None
     names.append("LOCAL_RANK")
-    if not rank < size or not local_rank < size:
-        values = [str(value) for value in (rank, size, local_rank)]
-        raise invalid_ranks("RANK", names, values)
-    return Place(rank, size, local_rank, local_rank + 1, "RANK", False)
+    return from_numbers("RANK", names, (rank, size, local_rank, local_rank + 1), False)
 
 
 def _refuse_unknown_place(environ):

@@ -16,44 +16,45 @@ from . import agreement, arrays
 
 def takes(data):
     """Told by what both have."""
-    return _sampler_name(data) is not None
+    return _is_torchs(data) or (hasattr(data, "_batch_sampler") and hasattr(data, "_batchify_fn"))
 
 
-def _sampler_name(loader):
-    if hasattr(loader, "batch_sampler") and hasattr(loader, "collate_fn"):
-        return "batch_sampler"
-    if hasattr(loader, "_batch_sampler") and hasattr(loader, "_batchify_fn"):
-        return "_batch_sampler"
-    return None
+def _is_torchs(data):
+    return hasattr(data, "batch_sampler") and hasattr(data, "collate_fn")
+
+
+def _sampler_of(data):
+    """What draws the batches of a loader; None of one that has none, and of other data."""
+    name = "batch_sampler" if _is_torchs(data) else "_batch_sampler"
+    return getattr(data, name, None) if takes(data) else None
 
 
 def is_distributed(loader):
     """Whether its sampler already gives each rank other rows, as a DistributedSampler does."""
-    batches = getattr(loader, _sampler_name(loader) or "", None)
+    batches = _sampler_of(loader)
     samplers = batches, getattr(batches, "sampler", None), getattr(loader, "sampler", None)
     return any(hasattr(sampler, "num_replicas") for sampler in samplers)
 
 
 def is_part(data):
     """Whether this is a loader of ``shard()``'s."""
-    return isinstance(getattr(data, _sampler_name(data) or "", None), PartOfBatches)
+    return isinstance(_sampler_of(data), PartOfBatches)
 
 
 def is_split(data):
     """Whether this is a loader whose batches are this rank's alone."""
-    batches = getattr(data, _sampler_name(data) or "", None)
-    return is_part(data) or (batches is not None and is_distributed(data))
+    return is_part(data) or (_sampler_of(data) is not None and is_distributed(data))
 
 
 def shard(place, loader, batch_size=None):
     """As ``compat.shard()``."""
-    batches = getattr(loader, _sampler_name(loader))
+    batches = _sampler_of(loader)
     kind = type(loader).__name__
     if is_distributed(loader):
         raise errors.InvalidArgumentError(
-            "The sampler of the {} given to shard() has rows for this rank alone already, as a "
-            "DistributedSampler has. Use the {} as it is, or give it a sampler for one "
-            "process.".format(kind, kind)
+            "The sampler of the {0} given to shard() has rows for this rank alone already, as a "
+            "DistributedSampler has. Use the {0} as it is, or give it a sampler for one "
+            "process.".format(kind)
         )
     infinite = type(getattr(batches, "sampler", None)).__name__ == "_InfiniteConstantSampler"
     if batches is None or infinite:
@@ -62,16 +63,21 @@ def shard(place, loader, batch_size=None):
             "numbers (its dataset is an IterableDataset, or batch_size is None). Have the dataset "
             "give each rank its part, with compat.rank() and compat.size().".format(kind)
         )
-    own = getattr(batches, "batch_size", None) or getattr(batches, "_batch_size", None)
+    own = _batch_size_of(batches)
     if own is not None:
         place.rows_of_batch(own)
     if None not in (own, batch_size) and own != batch_size:
         raise arrays.other_batch_size(batch_size, own)
     part = PartOfBatches(place, batches, kind)
-    part.warn_of_last()
+    if part.left_out():
+        arrays.warn_of_few(part.left_out(), place)
     if "batch_sampler" in vars(loader):
         return _like_torchs(loader, part, own)
     return _made(loader, part)
+
+
+def _batch_size_of(batches):
+    return getattr(batches, "batch_size", getattr(batches, "_batch_size", None))
 
 
 def _like_torchs(loader, part, batch_size):
@@ -117,15 +123,11 @@ class PartOfBatches(agreement.StandIn):
     def left_out(self):
         """The rows of a last batch that is too small, as far as that is known, or 0."""
         drops = getattr(self.batches, "drop_last", getattr(self.batches, "_last_batch", True))
-        size = getattr(self.batches, "batch_size", getattr(self.batches, "_batch_size", None))
+        size = _batch_size_of(self.batches)
         if drops not in (False, "keep") or not size:
             return 0
         rows = len(self.rows) % size
         return rows if rows < self.place.size else 0
-
-    def warn_of_last(self):
-        if self.left_out():
-            arrays.warn_of_few(self.left_out(), self.place)
 
     def __len__(self):
         return len(self.batches) - bool(self.left_out())

@@ -8,7 +8,10 @@ and count once. What a loss of the user's own does is only seen by trying: ``che
 """
 
 import contextlib
+import functools
 import sys
+
+import numpy as np
 
 from .. import _patching, errors
 
@@ -37,6 +40,7 @@ class Reductions:
         if keras is None:  # one whose losses are functions of the user's, and of a graph
             yield
             return
+        patches = {}  # type: dict
         module = sys.modules[keras.losses.Loss.__module__]
         if hasattr(module, "reduce_values"):
             patches = {"apply_mask": self.mask_of_keras_3, "reduce_values": self.reduce_of_keras_3}
@@ -47,68 +51,62 @@ class Reductions:
                 "compute_weighted_loss": self.reduce_of_tf_keras,
             }
         ours = {
-            name: patch(module, getattr(module, name))
+            name: functools.partial(patch, module, getattr(module, name))
             for name, patch in patches.items()
             if hasattr(module, name)
         }
         with _patching.replaced(module, **ours):
             yield
 
-    def mask_of_keras_3(self, module, plain):
-        def apply_mask(sample_weight, mask, dtype, reduction):
-            if mask is None or reduction not in ("mean", "sum_over_batch_size"):
-                return plain(sample_weight, mask, dtype, reduction)
-            ops = module.ops
-            mask = ops.cast(mask, dtype)
-            size = 1
-            for length in ops.shape(mask):
-                size = size * length
-            size, valid = self.total([ops.cast(size, dtype), ops.sum(mask)])
-            scale = ops.divide_no_nan(ops.cast(size, dtype), ops.cast(valid, dtype))
-            # This reduction takes the mask for a weight, and divides by nothing.
-            return plain(sample_weight, mask * scale, dtype, "sum")
+    # Each is called as Keras' own function in the module, ``plain``.
 
-        return apply_mask
+    def mask_of_keras_3(self, module, plain, sample_weight, mask, dtype, reduction):
+        if mask is None or reduction not in ("mean", "sum_over_batch_size"):
+            return plain(sample_weight, mask, dtype, reduction)
+        ops = module.ops
+        mask = ops.cast(mask, dtype)
+        size = 1
+        for length in ops.shape(mask):
+            size = size * length
+        size, valid = self.total([ops.cast(size, dtype), ops.sum(mask)])
+        scale = ops.divide_no_nan(ops.cast(size, dtype), ops.cast(valid, dtype))
+        # This reduction takes the mask for a weight, and divides by nothing.
+        return plain(sample_weight, mask * scale, dtype, "sum")
 
-    def reduce_of_keras_3(self, module, plain):
-        def reduce_values(values, sample_weight=None, reduction="sum_over_batch_size"):
-            if reduction in (None, "none") and len(values.shape):
-                raise _not_reduced()
-            loss = plain(values, sample_weight, reduction)
-            if reduction == "mean_with_sample_weight" and sample_weight is not None:
-                mine = module.ops.sum(sample_weight)
-                (total,) = self.total([mine])
-                mine, total, share = [
-                    module.ops.cast(value, loss.dtype) for value in (mine, total, self.share())
-                ]
-                loss = loss * (mine / (total * share))
-            if reduction == "sum" and len(values.shape):
-                loss = loss / module.ops.cast(self.share(), loss.dtype)
-            return loss
+    def reduce_of_keras_3(
+        self, module, plain, values, sample_weight=None, reduction="sum_over_batch_size"
+    ):
+        if reduction in (None, "none") and len(values.shape):
+            raise _not_reduced()
+        loss = plain(values, sample_weight, reduction)
+        if reduction == "mean_with_sample_weight" and sample_weight is not None:
+            mine = module.ops.sum(sample_weight)
+            (total,) = self.total([mine])
+            mine, total, share = [
+                module.ops.cast(value, loss.dtype) for value in (mine, total, self.share())
+            ]
+            loss = loss * (mine / (total * share))
+        if reduction == "sum" and len(values.shape):
+            loss = loss / module.ops.cast(self.share(), loss.dtype)
+        return loss
 
-        return reduce_values
+    def mask_of_tf_keras(self, module, plain, losses, sw, mask, reduction):
+        if mask is None or reduction not in ("auto", "sum_over_batch_size"):
+            return plain(losses, sw, mask, reduction)
+        tf = sys.modules["tensorflow"]
+        mask = tf.cast(mask, losses.dtype)
+        size, valid = self.total([tf.size(mask), tf.reduce_sum(mask)])
+        return module.apply_mask(losses, sw, mask * tf.cast(size / valid, losses.dtype))
 
-    def mask_of_tf_keras(self, module, plain):
-        def apply_valid_mask(losses, sw, mask, reduction):
-            if mask is None or reduction not in ("auto", "sum_over_batch_size"):
-                return plain(losses, sw, mask, reduction)
-            tf = sys.modules["tensorflow"]
-            mask = tf.cast(mask, losses.dtype)
-            size, valid = self.total([tf.size(mask), tf.reduce_sum(mask)])
-            return module.apply_mask(losses, sw, mask * tf.cast(size / valid, losses.dtype))
-
-        return apply_valid_mask
-
-    def reduce_of_tf_keras(self, module, plain):
-        def compute_weighted_loss(losses, sample_weight=None, reduction="auto", **options):
-            if reduction == "none" and len(losses.shape):
-                raise _not_reduced()
-            loss = plain(losses, sample_weight, reduction, **options)
-            if reduction == "sum" and len(losses.shape):
-                loss = loss / sys.modules["tensorflow"].cast(self.share(), loss.dtype)
-            return loss
-
-        return compute_weighted_loss
+    def reduce_of_tf_keras(
+        self, module, plain, losses, sample_weight=None, reduction="auto", **options
+    ):
+        if reduction == "none" and len(losses.shape):
+            raise _not_reduced()
+        loss = plain(losses, sample_weight, reduction, **options)
+        if reduction == "sum" and len(losses.shape):
+            loss = loss / sys.modules["tensorflow"].cast(self.share(), loss.dtype)
+        return loss
 
 
 def _not_reduced():
@@ -137,19 +135,17 @@ def may_mix_rows(loss):
     return axis != -1 or name.lower() in _ACROSS_ROWS
 
 
-class _Recorded:
-    """The totals of a batch for its parts: in the order in which the whole batch asked for them."""
+def _replaying(totals):
+    """A function that gives these totals, one after the other; then it adds what it is asked."""
+    given = iter(list(totals))
 
-    def __init__(self):
-        self.totals = []
-        self.asked = None
+    def total(values):
+        answer = next(given, None)
+        if answer is None:
+            totals.append(values)
+        return values if answer is None else answer
 
-    def total(self, values):
-        if self.asked is None:
-            self.totals.append(values)
-            return values
-        self.asked += 1
-        return self.totals[self.asked - 1]
+    return total
 
 
 def check(name, keras, rows, loss_of, dtype="float32"):
@@ -166,21 +162,19 @@ def check(name, keras, rows, loss_of, dtype="float32"):
     Raises:
         UnsupportedError: it contains a sum over rows.
     """
-    import numpy as np
-
     if rows < 2:
         return
-    first, recorded = max(1, rows // 3), _Recorded()
+    first = max(1, rows // 3)
+    totals = []  # type: list  # of the whole batch, for its parts
     parts = [np.arange(rows), np.arange(first), np.arange(first, rows)]
 
     def losses(times):
         found = []
         for part in parts:
             # What Keras itself reduces counts as it does in ranks of these rows.
-            reductions = Reductions(lambda: times * len(part) / rows, recorded.total)  # noqa: B023
-            with reductions.within(keras):
+            share = times * len(part) / rows
+            with Reductions(lambda: share, _replaying(totals)).within(keras):  # noqa: B023
                 found.append(loss_of(np.tile(part, times)))
-            recorded.asked = 0
         return np.array(found)
 
     once = losses(1)

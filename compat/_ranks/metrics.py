@@ -8,6 +8,8 @@ matrices) adds up.
 import inspect
 import types
 
+import numpy as np
+
 from .. import _keras, errors
 from . import arrays
 
@@ -49,8 +51,6 @@ def over_ranks(engine, model, states, results):
     Returns:
         A dictionary for each of the states.
     """
-    import numpy
-
     read, write = _keras.reader_and_writer(model)
     of_metrics = variables(model)
     mine = read(of_metrics)
@@ -67,7 +67,7 @@ def over_ranks(engine, model, states, results):
         )
     if not numbers:
         return [{} for _ in states]
-    sums = numpy.split(engine.sum(numbers), len(states))
+    sums = np.split(engine.sum(numbers), len(states))
     found = []
     try:
         for added in sums:
@@ -86,26 +86,20 @@ class MetricResults:
 
     def __call__(self, model):
         metrics = of(model)
-        keras = _keras.keras_of(model)
         if hasattr(model, "_get_training_eval_metrics"):
             if self.made is None or self.made[0] != metrics:
                 tensors = [metric.result() for metric in metrics]
-                self.made = metrics, keras.backend.function([], tensors)
+                self.made = metrics, _keras.keras_of(model).backend.function([], tensors)
             return {m.name: _number(v) for m, v in zip(metrics, self.made[1]([]))}
         found = {}
         for metric in metrics:
             result = metric.result()
             found.update(result if isinstance(result, dict) else {metric.name: result})
-        convert = getattr(getattr(keras, "ops", None), "convert_to_numpy", None)
-        return {
-            name: _number(convert(value) if convert else value.numpy())
-            for name, value in found.items()
-        }
+        read, _ = _keras.reader_and_writer(model)
+        return dict(zip(found, map(_number, read(list(found.values())))))
 
 
 def _number(value):
-    import numpy as np
-
     return np.asarray(value) if np.ndim(value) else float(value)
 
 

@@ -64,8 +64,6 @@ class PartOfDataIter(agreement.PartOfObject):
                 agreement.compare(engine, self.name, arrays.checksum([batch.data, batch.label]))
         return self._part(batch)
 
-    __next__ = next
-
     def iter_next(self):
         try:
             self._current = self.next()

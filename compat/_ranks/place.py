@@ -4,10 +4,6 @@ from .. import errors
 from .._numbers import whole_number
 from .addresses import host_of, is_loopback
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Mapping
-
 
 class Place:
     """A process's place among the ranks of its job, and among those on its own machine.
@@ -21,8 +17,6 @@ class Place:
         launcher: what told the place, for reports: "torchrun".
         on_one_machine: whether all ranks are known to be on one; None: where the sizes say so.
     """
-
-    __slots__ = ("rank", "size", "local_rank", "local_size", "launcher", "on_one_machine")
 
     def __init__(self, rank, size, local_rank, local_size, launcher, on_one_machine=None):
         self.rank = rank
@@ -61,7 +55,7 @@ class Place:
         return stop - start
 
 
-def is_to_be_alone(environ: "Mapping[str, str]") -> bool:
+def is_to_be_alone(environ):
     """Whether the user says so, whatever the environment has besides: ``COMPAT_ALONE=1``."""
     return environ.get("COMPAT_ALONE", "").strip() not in ("", "0")
 
@@ -73,11 +67,23 @@ def from_variables(launcher, names, values):
     texts = [value.strip() for value in values]
     numbers = [whole_number(text) for text in texts]
     if None in numbers:
-        raise invalid_ranks(launcher, names, texts)
+        raise _invalid_ranks(launcher, names, texts)
+    return from_numbers(launcher, names, numbers)
+
+
+def from_numbers(launcher, names, numbers, on_one_machine=None):
+    """The place of these rank, size, local rank and local size.
+
+    Arguments:
+        names: of the variables that tell the first of them.
+
+    Raises:
+        RankError: they contradict each other.
+    """
     rank, size, local_rank, local_size = numbers
     if not (rank < size and local_rank < local_size <= size):
-        raise invalid_ranks(launcher, names, texts)
-    return Place(rank, size, local_rank, local_size, launcher)
+        raise _invalid_ranks(launcher, names, numbers)
+    return Place(rank, size, local_rank, local_size, launcher, on_one_machine)
 
 
 def number(name, environ):
@@ -95,11 +101,11 @@ def number(name, environ):
     return found
 
 
-def from_machines(launcher, machines, rank):
-    """A place among ranks whose machines are known, in the order of ranks."""
-    mine = machines[rank]
-    local_rank, local_size = machines[:rank].count(mine), machines.count(mine)
-    return Place(rank, len(machines), local_rank, local_size, launcher)
+def from_addresses(launcher, addresses, rank):
+    """A place among ranks whose addresses are known, in the order of ranks."""
+    hosts = [host_of(address) for address in addresses]
+    mine = hosts[rank]
+    return Place(rank, len(hosts), hosts[:rank].count(mine), hosts.count(mine), launcher)
 
 
 def from_rank_and_size(launcher, names, environ, where):
@@ -113,13 +119,12 @@ def from_rank_and_size(launcher, names, environ, where):
     rank, size = (number(name, environ) for name in names)
     if rank is None or size is None:
         return None
-    if rank >= size:
-        raise invalid_ranks(launcher, names, [str(rank), str(size)])
     here = is_loopback(host_of(where)) and "KUBERNETES_SERVICE_HOST" not in environ
-    return Place(rank, size, rank, size, launcher) if here else Place(rank, size, 0, 1, launcher)
+    local = (rank, size) if here else (0, 1)
+    return from_numbers(launcher, names, (rank, size) + local)
 
 
-def invalid_ranks(launcher, names, values):
+def _invalid_ranks(launcher, names, values):
     pairs = ", ".join("{}={}".format(*pair) for pair in zip(names, values))
     return errors.RankError(
         "The environment of {} contradicts itself: {}. Ranks count from 0 and are fewer than "

@@ -1,25 +1,15 @@
 """``fit()`` of a script that knows nothing of ranks: each rank gets its part of every batch."""
 
-import inspect
-
 from .. import errors
 from . import agreement, arrays, datasets, loaders, sharding
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any, Callable, Dict, Sequence
-
-    from .._engines import Engine
 
 _DATA = ("x", "y", "sample_weight")
 _BATCH_SIZE = 32  # Keras' own, where none is given
 _SAMPLED = 1000  # rows, by which ranks compare what they were given
 
 
-def split(
-    engine: "Engine", name: str, fit: "Callable", args: "Sequence[Any]", kwargs: "Dict[str, Any]"
-) -> "Dict[str, Any]":
-    """The keyword arguments of ``fit()`` for this rank, from those that one process would take.
+def split(engine, name, given):
+    """Make the arguments of ``fit()`` those for this rank, of those that one process would take.
 
     Data are split where all ranks were given the same, as far as the ranks can compare them; others
     are taken for each rank's own part. ``validation_split`` takes the rows that it would in one
@@ -27,13 +17,8 @@ def split(
 
     Arguments:
         name: the model's, for warnings.
-        fit: Keras' method, bound to the model.
+        given: the arguments, by name.
     """
-    signature = inspect.signature(fit)
-    given = dict(signature.bind(*args, **kwargs).arguments)
-    for parameter in signature.parameters.values():
-        if parameter.kind is parameter.VAR_KEYWORD:
-            given.update(given.pop(parameter.name, {}))
     argument = "generator" if "generator" in given else "x"
     source = given.get(argument)
     data = tuple(given.get(each) for each in _DATA)
@@ -64,7 +49,6 @@ def split(
             "its own part, and batch_size for that of one rank. Data that are the same on all "
             "ranks are split: set a seed where they are shuffled or made at random.".format(name)
         )
-    return given
 
 
 def _part_of_batches(place, source):

@@ -14,7 +14,7 @@ def same_start(model, engine):
     read, write = _keras.reader_and_writer(model)
     mine = read(variables)
     # MXNet's optimizers make their state as they train, so that rank 0's may have more of it.
-    optimizer = getattr(model, "optimizer", None) if _is_of_mxnet(model) else None
+    optimizer = model.optimizer if _is_of_mxnet(model) else None
     state = optimizer.get_weights() if optimizer else []
     # As after any fit() but the first, unless a script has set them on some ranks.
     if checksum.are_same(engine, list(map(checksum.checksum, mine + list(state)))):
@@ -34,12 +34,11 @@ def _is_of_mxnet(model):
 
 def _variables(model):
     """The variables of a model and its optimizer."""
-    optimizer = getattr(model, "optimizer", None)
+    # For MXNet's see same_start().
+    optimizer = None if _is_of_mxnet(model) else getattr(model, "optimizer", None)
     state = []
     maker = _keras.inner_model(model)
-    if _is_of_mxnet(model):
-        pass  # see same_start()
-    elif optimizer is not None and hasattr(maker, "_make_train_function"):
+    if optimizer is not None and hasattr(maker, "_make_train_function"):
         maker._make_train_function()  # before that Keras 2's optimizers have no state
         # The second is what keeps the state of one of TensorFlow's own, in Keras 2.
         own = getattr(optimizer, "optimizer", None)
@@ -113,12 +112,5 @@ class WeightComparison:
 
 def _own(model):
     """Variables that are each rank's: metrics, whole numbers, and the states of stateful RNNs."""
-    for variable in metrics.variables(model):
-        yield variable
-    for weight in model.weights:
-        if "int" in str(weight.dtype):
-            yield weight
-    for layer in model.layers:
-        if getattr(layer, "stateful", False) and not hasattr(layer, "update_state"):
-            for state in getattr(layer, "states", None) or ():
-                yield state
+    numbers = [weight for weight in model.weights if "int" in str(weight.dtype)]
+    return metrics.variables(model) + numbers + _keras.states(model, "dtype")

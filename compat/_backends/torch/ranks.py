@@ -123,7 +123,7 @@ class RankedKerasCall(Ranked):
         return [variable._value for variable in keras3.averaged(model)]
 
     def warn_of_means(self, model, differ):
-        for variable in keras3.averaged_by_layers_of_users(model):
+        for variable in keras3.averaged(model, by_users=True):
             if differ(variable._value):
                 keras3.warn_of_mean(variable)
 
