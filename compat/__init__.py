@@ -8,7 +8,6 @@ Two calls, the same on every backend::
     model = compat.parallelize(model)     # the same model object, now on both GPUs
 """
 
-from . import errors
 from ._api import configure_gpu, device, parallelize
 from ._device_use import report, timeline
 from ._legacy import install_legacy_names, make_parallel, multi_gpu_model, unwrap
@@ -26,11 +25,50 @@ from ._registry import register
 from ._settings import Configuration
 from ._version import __version__
 from .backend import Backend
-from .errors import *  # noqa: F403
+from .errors import (
+    AlreadyConfiguredError,
+    AmbiguousBackendError,
+    BrokenInstallError,
+    CompatError,
+    CompatWarning,
+    ConfigurationFileError,
+    DeviceFailedError,
+    DevicesNotFoundError,
+    InvalidArgumentError,
+    ModelFileError,
+    NotAModelError,
+    NotInstalledError,
+    PythonNotFoundError,
+    RankError,
+    RankLostError,
+    ResultsDifferError,
+    TooLateError,
+    UnknownOptionError,
+    UnsupportedError,
+)
 
 __all__ = [
+    "AlreadyConfiguredError",
+    "AmbiguousBackendError",
     "Backend",
+    "BrokenInstallError",
+    "CompatError",
+    "CompatWarning",
     "Configuration",
+    "ConfigurationFileError",
+    "DeviceFailedError",
+    "DevicesNotFoundError",
+    "InvalidArgumentError",
+    "ModelFileError",
+    "NotAModelError",
+    "NotInstalledError",
+    "PythonNotFoundError",
+    "RankError",
+    "RankLostError",
+    "ResultsDifferError",
+    "TooLateError",
+    "UnknownOptionError",
+    "UnsupportedError",
     "__version__",
     "barrier",
     "configure_gpu",
@@ -51,4 +89,3 @@ __all__ = [
     "timeline",
     "unwrap",
 ]
-__all__ += errors.__all__  # type: ignore  # type checkers do without it

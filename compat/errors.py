@@ -108,11 +108,6 @@ class CompatWarning(UserWarning):
     """Work goes on, but not as it was asked."""
 
 
-if not TYPE_CHECKING:  # type checkers would read a list only
-    #: These classes, which are public, and no function.
-    __all__ = [name for name in dir() if name.endswith(("Error", "Warning"))]
-
-
 def class_of(value):
     return type(value).__module__ + "." + type(value).__name__
 

@@ -227,8 +227,12 @@ def test_test_as_json_where_nothing_can_be_compared():
 
 def test_test_of_a_script_as_json(toy, capfd, monkeypatch, tmp_path):
     script = tmp_path / "script.py"
-    script.write_text("print('my own'); raise SystemExit(3)")
-    monkeypatch.setenv("PYTHONPATH", ROOT)
+    script.write_text(
+        "import compat, importlib.util\n"
+        "print('my own', compat.__file__, importlib.util.find_spec('errors'))\n"
+        "raise SystemExit(3)"
+    )
+    monkeypatch.delenv("PYTHONPATH", raising=False)
     assert __main__.main(["test", "--json", "-n", "0", str(script)]) == 1
     out, err = capfd.readouterr()
     assert json.loads(out) == {
@@ -239,7 +243,8 @@ def test_test_of_a_script_as_json(toy, capfd, monkeypatch, tmp_path):
         "simulated": {"devices": 3, "status": 3, "models": [], "same": None},
         "ranks": None,
     }
-    assert "my own\n" in err and "The script ended with exit status 3.\n" in err
+    assert "my own {} None\n".format(compat.__file__) in err  # and not the package's modules
+    assert "The script ended with exit status 3.\n" in err
 
 
 def test_test_needs_as_many_devices_as_were_asked_for(verified_toy, monkeypatch):

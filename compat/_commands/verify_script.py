@@ -132,7 +132,7 @@ def _read(path):
 def _run(command, environ):
     """The exit status of a command."""
     # The script finds this compat as its own.
-    path = [os.path.dirname(os.path.dirname(os.path.abspath(__file__)))]
+    path = [os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))]
     path += [environ["PYTHONPATH"]] if environ.get("PYTHONPATH") else []  # "" is this folder
     return subprocess.call(command, env=dict(environ, PYTHONPATH=os.pathsep.join(path)))
 
