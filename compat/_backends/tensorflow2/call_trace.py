@@ -67,8 +67,7 @@ class Trace:
         self.updates = {}  # type: dict
         with tf.init_scope(), tf.device(device):
             values, copies = self._values(three_rows())
-            kept = tf.nest.flatten(list(self._results.values()), expand_composites=True)
-            trial = OpTrial(graph, kept, values, Executor(copies))
+            trial = OpTrial(values, Executor(copies))
             self._walk = Walk(graph, known, handles, self.state, self._across, alone, trial)
             self.placements = {
                 name: [self._placement(value, trial) for value in found]
