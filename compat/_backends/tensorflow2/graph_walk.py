@@ -60,8 +60,7 @@ class Walk:
         self._divisions = {}  # name of a tensor of rows divided by a total -> what divided them
         for place, op in enumerate(graph.get_operations()):
             self._alone = any(first <= place < last for first, last in alone)
-            known = [output.name in self.placements for output in op.outputs]
-            if op.type != "Placeholder" and not (known and all(known)):
+            if op.type != "Placeholder":
                 self._follow(op)
 
     def placement(self, tensor):
@@ -119,7 +118,8 @@ class Walk:
     # One operation --------------------------------------------------------------------------------
 
     def _results(self, op, given):
-        graphs = bodies_of(op)
+        """How the results depend on the rows: a list, or one placement for all of them."""
+        graphs = bodies_of(op)  # of the functions that it calls
         if None in graphs or op.type in CALLS and len(graphs[0].inputs) != len(given):
             return _rows.without_rows(given) or Unknown()
         if op.type in CALLS:
@@ -131,12 +131,13 @@ class Walk:
         handle = next((self.handles[t.name] for t in op.inputs if t.name in self.handles), None)
         if handle is not None:
             return self._on_variable(op, handle, given)
+        if op.type.startswith("TensorList"):
+            return self._on_list(op, given)
+        # What passes the value of a variable on, its new one or its old one.
         if op.type in _SAME and isinstance(given[0], Added):
             return given[0]
         if op.type in _OLD and op.inputs[0].name in self._old:
             self._old[op.outputs[0].name] = self._old[op.inputs[0].name]
-        if op.type.startswith("TensorList"):
-            return self._on_list(op, given)
         special = self._special.get(op.type)
         found = None if special is None else special(self, op, given)
         return self._by_table(op, given) if found is None else found
@@ -243,7 +244,8 @@ class Walk:
         elif op.type in _ADDING:
             result = self._added(key, given[-1])
         elif op.type in _SCATTER_ADDING:
-            result = self._added(key, _rows.scattered(list(map(self._value, op.inputs, given))[1:]))
+            _, *values = map(self._value, op.inputs, given)
+            result = self._added(key, _rows.scattered(values))
         else:
             same = all(each in (None, REPLICATED) for each in given + [current])
             result = REPLICATED if same else Mixed()

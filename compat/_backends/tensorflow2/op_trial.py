@@ -49,7 +49,7 @@ class OpTrial:
         lanes = self.values.get(op.inputs[0].name)
         if lanes is None or any(value is not lanes[0] for value in lanes):
             return None
-        return int(not bool(lanes[0]))
+        return int(not lanes[0])
 
     def take(self, op, inside, graph):
         """Take the values of a function's results, as an operation's that calls it."""
