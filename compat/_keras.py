@@ -216,49 +216,6 @@ def in_stateless_scope(keras):
         return scope.original_scope is not None
 
 
-class StatelessReplicas:
-    """Losses and state of a Keras 3 model's replicas: a stateless scope keeps them from being set.
-
-    State (moving averages) starts from the same value in each replica, and is set once, to the
-    values that the subclass puts together; random seeds go from replica to replica instead, so that
-    dropout masks are independent.
-    """
-
-    def __init__(self, keras, model):
-        self.keras = keras
-        self.model = model
-        self.variables = {}  # those that were set, by id
-        self.updates = []  # for each replica, id of variable -> its value
-
-    @contextlib.contextmanager
-    def replica(self):
-        """The scope of one replica, which yields a list: the losses added within it."""
-        variables = self.variables
-
-        class CollectingScope(self.keras.StatelessScope):  # type: ignore  # whichever Keras it is
-            def add_update(self, update):
-                variables[id(update[0])] = update[0]
-                super().add_update(update)
-
-        last = self.updates[-1] if self.updates else {}
-        carried = [
-            (variable, last[key])
-            for key, variable in variables.items()
-            if key in last and self.is_carried(variable)
-        ]
-        with CollectingScope(carried, collect_losses=True) as scope:
-            yield scope.losses
-        self.updates.append(scope.state_mapping)
-
-    def is_carried(self, variable):
-        """Whether a variable goes on from replica to replica."""
-        return variable.name == "seed_generator_state"
-
-    def add_loss(self, place, loss):
-        # The base class's method: functional models refuse their own.
-        self.keras.Layer.add_loss(self.model, loss)
-
-
 def reader_and_writer(model):
     """Functions that read a list of variables as arrays, and write pairs of variable and array."""
     keras = keras_of(model)

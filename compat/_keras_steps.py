@@ -17,12 +17,15 @@ def note_call():
     _reached[0] += 1
 
 
+def is_users(thing):
+    """Whether a class or a function is the user's, not Keras' own."""
+    package = (getattr(thing, "__module__", None) or "keras").split(".")[0]
+    return package not in ("keras", "tf_keras", "tensorflow", "tensorflow_core")
+
+
 def has_own_steps(model):
     """Whether a step of this model is the user's."""
-    functions = [getattr(type(model), name, None) for name in _STEPS]
-    modules = [getattr(function, "__module__", None) or "keras" for function in functions]
-    packages = ("keras", "tf_keras", "tensorflow", "tensorflow_core")
-    return any(module.split(".")[0] not in packages for module in modules)
+    return any(is_users(getattr(type(model), name, None)) for name in _STEPS)
 
 
 def called_models(model):
@@ -31,6 +34,43 @@ def called_models(model):
         return []
     parts = [layer for layer in _keras.all_layers(model) if layer is not model]
     return [part for part in parts if _keras.keras_of(part) is not None]
+
+
+def install(kind, model, devices, first):
+    """Have a model run on several devices, and the models that steps of its own call.
+
+    Arguments:
+        kind: the class of the call that does it. It has an attribute ``belongs_to_step``: whether
+            the model became replicated with the one whose steps call it.
+        first: where a model stays that cannot be divided, for the warning.
+    """
+    kind(devices).install(model)
+    for part in called_models(model):
+        reason = _keras.undivided(part)
+        if reason:
+            _keras.warn_not_divided(part, reason, first)
+        elif kind.of(part) is None:
+            kind(devices, belongs_to_step=True).install(part)
+    if has_own_steps(model):
+        WatchedTraining(devices).install(model)
+
+
+def remove(kind, model):
+    """Make a model plain, and the models within that became replicated with it.
+
+    Returns:
+        Whether there was one.
+    """
+    changed = False
+    for part in _keras.all_layers(model):
+        call = kind.of(part)
+        if call is not None and (part is model or call.belongs_to_step):
+            call.remove(part)
+            changed = True
+    watched = WatchedTraining.of(model)
+    if watched is not None:
+        watched.remove(model)
+    return changed
 
 
 class WatchedTraining(_patching.InstanceMethod):

@@ -220,8 +220,10 @@ def _list_of(operations):
     return ", ".join(names) + (" and others" if len(ordered) > 4 else "")
 
 
-#: Folders of what is not the user's own code.
-_LIBRARIES = re.compile(r"[/\\](tensorflow\w*|keras|tf_keras|compat)[/\\]|^<")
+#: What is not the user's own code: files of libraries, and those without a name of their own.
+_LIBRARIES = re.compile(
+    r"[/\\](tensorflow|keras|compat|(site|dist)-packages)[/\\]|^<|__autograph_generated_file"
+)
 
 
 def line_of(op):

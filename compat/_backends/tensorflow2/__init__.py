@@ -13,17 +13,9 @@ from ..._ranks import clusters
 from ...backend import Backend
 from .. import tensorflow1
 from ..tensorflow1 import sessions
-from . import kinds
+from . import device_configuration, kinds
 from .compiled_steps import forget_compiled_steps
-from .device_configuration import (
-    OPTIONS,
-    apply_setting,
-    chosen_gpus,
-    config_function,
-    limit_memory,
-    session_config,
-    split_device,
-)
+from .device_configuration import OPTIONS, apply_setting, config_function
 from .refusals import refuse_strategies, refuse_unreached, unsupported
 from .runtime import full_name, has_listed_devices, in_v1_mode, runs_eagerly
 
@@ -44,24 +36,15 @@ class TensorFlow2(Backend):
     name = "tensorflow2"
     framework = "tensorflow"
     distributions = (
-        "tensorflow",
-        "tensorflow-cpu",
-        "tensorflow-gpu",
-        "tensorflow-intel",
-        "tensorflow-macos",
+        "tensorflow", "tensorflow-cpu", "tensorflow-gpu", "tensorflow-intel", "tensorflow-macos",
         "tensorflow-rocm",
-    )
+    )  # fmt: skip
     extra = "tensorflow"
     strategies = {
         "mirrored": "TensorFlow 2's MirroredStrategy, for a function that builds the model"
     }
     options = tuple(sorted(OPTIONS))
-    variables = (
-        "CUDA_VISIBLE_DEVICES",
-        "CUDA_DEVICE_ORDER",
-        "TF_FORCE_GPU_ALLOW_GROWTH",
-        "TF_USE_LEGACY_KERAS",
-    )
+    variables = tensorflow1.backend.variables + ("TF_USE_LEGACY_KERAS",)
 
     def accepts(self, version: str) -> bool:
         return version.startswith("2.")
@@ -104,20 +87,20 @@ class TensorFlow2(Backend):
             v1 = tf.compat.v1
             config = tensorflow1.backend.session_config(v1, settings, None)
             sessions.ensure_no_other_session(v1, config)
-        gpus = chosen_gpus(tf, settings.devices)
+        gpus = device_configuration.chosen_gpus(tf, settings.devices)
         visible = apply_setting(tf, "config.set_visible_devices", gpus, "GPU")
         physical = config_function(tf, "list_physical_devices")
         applied = [visible] if physical("GPU") else []
         if settings.devices.simulated:
-            cpu = physical("CPU")[0]
-            applied.append(split_device(tf, cpu, [None] * settings.devices.simulated))
+            cpu, limits = physical("CPU")[0], [None] * settings.devices.simulated
+            applied.append(device_configuration.split_device(tf, cpu, limits))
         elif gpus and settings.memory:
-            applied += limit_memory(tf, gpus, settings)
+            applied += device_configuration.limit_memory(tf, gpus, settings)
         for option in sorted(set(settings.options) & set(OPTIONS)):
             applied.append(apply_setting(tf, OPTIONS[option], settings.options[option]))
         # V1 mode may come later.
         soft = settings.options.get("allow_soft_placement", True)
-        sessions.set_session_defaults(functools.partial(session_config, soft))
+        sessions.set_session_defaults(functools.partial(device_configuration.session_config, soft))
         # TensorFlow numbers the GPUs it shows in the driver's order, not in the configured one.
         numbered = sorted(gpus, key=physical("GPU").index)
         self.kept["gpus"] = ["/gpu:{}".format(numbered.index(gpu)) for gpu in gpus]
@@ -232,23 +215,16 @@ class TensorFlow2(Backend):
             refuse_strategies(tf, model)
             _keras.warn_of_distribution(model)
             _keras.warn_of_placed_parts(model, self.placed_parts(model), devices)
-        reason = _keras.undivided(model) if replicated else None
-        if reason:
-            _keras.warn_not_divided(model, reason, self.devices()[0])
-        elif replicated:
-            refuse_unreached(tf, model)
-        changed = _remove_replicas(model)
-        if replicated and not reason:
-            ReplicatedCall(devices).install(model)
-            if _keras_steps.has_own_steps(model):
-                _keras_steps.WatchedTraining(devices).install(model)
-            for part in _keras_steps.called_models(model):
-                reason = _keras.undivided(part)
-                if reason:
-                    _keras.warn_not_divided(part, reason, self.devices()[0])
-                elif ReplicatedCall.of(part) is None:
-                    ReplicatedCall(devices, belongs_to_step=True).install(part)
-        if changed or ReplicatedCall.of(model) is not None:
+            reason = _keras.undivided(model)
+            if reason:
+                _keras.warn_not_divided(model, reason, self.devices()[0])
+                replicated = False
+            else:
+                refuse_unreached(tf, model)
+        changed = _keras_steps.remove(ReplicatedCall, model)
+        if replicated:
+            _keras_steps.install(ReplicatedCall, model, devices, self.devices()[0])
+        if changed or replicated:
             forget_compiled_steps(model)
         return model
 
@@ -311,22 +287,6 @@ class TensorFlow2(Backend):
         from . import placed_layers  # as in parallelize()
 
         return placed_layers.placed_on(device)
-
-
-def _remove_replicas(model):
-    """Make a model plain, and the models within that became replicated with it."""
-    from .replicated_call import ReplicatedCall  # as in parallelize()
-
-    changed = False
-    for part in _keras.all_layers(model):
-        call = ReplicatedCall.of(part)
-        if call is not None and (part is model or call.belongs_to_step):
-            call.remove(part)
-            changed = True
-    watched = _keras_steps.WatchedTraining.of(model)
-    if watched is not None:
-        watched.remove(model)
-    return changed
 
 
 def _refuse_workers(tf, place):

@@ -8,13 +8,13 @@ operations are followed from the batch to the results.
 """
 
 import itertools
-import os
 
 import tensorflow as tf
 
 from ... import _rows
 from ..._rows import REPLICATED, Count, Mixed, Replicated, Sharded, Unknown
-from . import merging, sharding
+from ..tensorflow1.batch_part import line_of
+from . import layer_state, merging, sharding
 from .functions import captures, eager, may_be_set
 from .graph_walk import Walk
 from .op_trial import LANES, Executor, OpTrial
@@ -23,26 +23,28 @@ from .op_trial import LANES, Executor, OpTrial
 class Trace:
     """The plain call, traced with an unknown number of rows, and how its results depend on them.
 
+    Keras' layers of batch normalization are apart from it: they may mix rows.
+
     Arguments:
-        function: takes the tensors, returns lists of tensors by name; None stands for none.
+        compute: takes the tensors, returns ``CallResults``.
         tensors: what the call gets.
         placements: how each of these depends on the rows.
         three_rows: returns for each of them what it is for three rows, for two of them and for the
             third, or None where that is not known.
         device: where they are computed.
-        layers: the names of the model's layers.
-        alone: as for ``Walk``; filled while the function runs.
+        model_state: the model's, in which ``compute`` notes what it sets.
 
     Attributes:
-        placements: of the results, by name.
+        placements: of the outputs and the losses, by these names.
         state: how the new value of each variable depends on the rows, by the key of its handle.
         updates: Keras 3's variables, by id, each with how its new value does.
     """
 
-    def __init__(self, function, tensors, placements, three_rows, device, layers, alone=()):
+    def __init__(self, compute, tensors, placements, three_rows, device, model_state):
         from tensorflow.python.autograph.core import ag_ctx
 
-        self._layers = layers
+        layers = model_state.layers
+        self._layers = {getattr(layer, "name", None) for layer in layers}
         specs = []
         for tensor, placement in zip(tensors, placements):
             shape = tensor.shape
@@ -52,14 +54,16 @@ class Trace:
         made = []
 
         def traced(*placeholders):
-            made.append((placeholders, function(*placeholders)))
+            made.append((placeholders, compute(*placeholders)))
             return list(placeholders) or tf.constant(0)
 
         # Code that ran eagerly so far has its branches converted, as within a tf.function.
         # Nothing here is computed, so no tape records it.
-        with _stop_recording(), ag_ctx.ControlStatusCtx(status=ag_ctx.Status.ENABLED):
+        converting = ag_ctx.ControlStatusCtx(status=ag_ctx.Status.ENABLED)
+        with layer_state.normalizing_apart(layers) as alone, _stop_recording(), converting:
             self.function = _wrapped(traced, specs)
-        self.placeholders, self._results = made[-1]
+        self.placeholders, results = made[-1]
+        self._results = {"outputs": results.outputs, "losses": results.losses}
         graph = self.function.graph
         known = {t.name: placement for t, placement in zip(self.placeholders, placements)}
         handles = {t.name: key_of(e) for t, e in captures(graph) if t.dtype.name == "resource"}
@@ -67,8 +71,7 @@ class Trace:
         self.updates = {}  # type: dict
         with tf.init_scope(), tf.device(device):
             values, copies = self._values(three_rows())
-            kept = tf.nest.flatten(list(self._results.values()), expand_composites=True)
-            trial = OpTrial(graph, kept, values, Executor(copies))
+            trial = OpTrial(values, Executor(copies))
             self._walk = Walk(graph, known, handles, self.state, self._across, alone, trial)
             self.placements = {
                 name: [self._placement(value, trial) for value in found]
@@ -76,6 +79,11 @@ class Trace:
             }
             for copy in copies.values():
                 tf.raw_ops.DestroyResourceOp(resource=copy)
+        for variable, value in model_state.traced_updates:
+            placement = REPLICATED
+            if hasattr(value, "name"):
+                placement = self._walk.assigned(key_of(variable._value.handle), value)
+            self.updates[id(variable)] = variable, placement
         self._walk.trial = None  # and with it all values
 
     def _values(self, three_rows):
@@ -120,14 +128,6 @@ class Trace:
         """How a variable's value after the call depends; None if the call does not set it."""
         return self.state.get(key_of(variable.handle))
 
-    def note_updates(self, variables):
-        """Note how the new values of Keras 3's variables depend on the rows: the "updates"."""
-        for variable, value in zip(variables, self._results["updates"]):
-            placement = REPLICATED
-            if hasattr(value, "name"):
-                placement = self._walk.assigned(key_of(variable._value.handle), value)
-            self.updates[id(variable)] = variable, placement
-
     def across(self, state):
         """What cannot be put together from what the devices have: an ``Across``, or None.
 
@@ -155,7 +155,7 @@ class Trace:
             why = "tried"
         scopes = [name for name in op.name.split("/")[:-1] if name in self._layers]
         layer = "layer {!r}".format(scopes[-1]) if scopes else None
-        return _rows.Across("{} ({})".format(op.name, op.type), layer, _line(op), why)
+        return _rows.Across("{} ({})".format(op.name, op.type), layer, line_of(op), why)
 
     # Means with weights of their own ------------------------------------------------------------
 
@@ -172,21 +172,6 @@ class Trace:
             return total
         fetched = graph.get_tensor_by_name(weight.tensor)
         return self.function.prune([graph.get_tensor_by_name(weight.sum)], fetched)(total)
-
-
-def _line(op):
-    """The line of the user's code that made an operation."""
-    for frame in reversed(list(getattr(op, "traceback", None) or ())):
-        file, line = frame[0], frame[1]
-        if not any(mark in file for mark in _OTHERS_CODE):
-            return "{}, line {}".format(os.path.basename(file), line)
-    return None
-
-
-_OTHERS_CODE = [
-    os.sep + name + os.sep
-    for name in ("compat", "keras", "site-packages", "dist-packages", "tensorflow")
-] + ["<", "__autograph_generated_file"]
 
 
 def _copy(handle):

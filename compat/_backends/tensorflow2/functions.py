@@ -8,21 +8,16 @@ LOOPS = {"While", "StatelessWhile"}
 READS = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape"}
 
 
-def body_of(op, attribute):
-    """The graph of a function that an operation calls; None where TensorFlow does not show it."""
-    function = op.graph._get_function(op.get_attr(attribute).name)
-    return getattr(function, "graph", None)
+# The attributes that name the functions an operation calls.
+_BODIES = dict.fromkeys(CALLS, ["f"])
+_BODIES.update(dict.fromkeys(CONDITIONS, ["then_branch", "else_branch"]))
+_BODIES.update(dict.fromkeys(LOOPS, ["cond", "body"]))
 
 
 def bodies_of(op):
-    """The functions that an operation calls, each with the place of its first argument."""
-    if op.type in CALLS:
-        return [(body_of(op, "f"), 0)]
-    if op.type in CONDITIONS:
-        return [(body_of(op, name), 1) for name in ("then_branch", "else_branch")]
-    if op.type in LOOPS:
-        return [(body_of(op, name), 0) for name in ("cond", "body")]
-    return []
+    """The graphs of the functions that an operation calls; None: TensorFlow does not show it."""
+    names = [op.get_attr(attribute).name for attribute in _BODIES.get(op.type, ())]
+    return [getattr(op.graph._get_function(name), "graph", None) for name in names]
 
 
 def is_resource(tensor):
@@ -45,13 +40,10 @@ def eager(tensor):
 def may_be_set(handle):
     """Whether a handle's graph, or a function that it calls, may set the variable."""
     for op in handle.consumers():
-        called = bodies_of(op)
-        for body, first in called:
-            if body is None:
-                return True
-            places = [n - first for n, tensor in enumerate(op.inputs) if tensor is handle]
-            if any(may_be_set(body.inputs[place]) for place in places):
-                return True
-        if not called and op.type not in READS:
+        bodies, first = bodies_of(op), int(op.type in CONDITIONS)  # after what is decided by
+        if None in bodies or not bodies and op.type not in READS:
+            return True
+        places = [n - first for n, tensor in enumerate(op.inputs) if tensor is handle]
+        if any(may_be_set(body.inputs[place]) for body in bodies for place in places):
             return True
     return False

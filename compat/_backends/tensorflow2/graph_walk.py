@@ -11,7 +11,7 @@ import tensorflow as tf
 from ... import _rows
 from ..._rows import REPLICATED, Count, Mixed, Partial, Placement, Replicated, Sharded, Unknown
 from ..tensorflow1 import row_operations
-from .functions import CALLS, CONDITIONS, LOOPS, READS, bodies_of, body_of
+from .functions import CALLS, CONDITIONS, LOOPS, READS, bodies_of
 
 #: A tensor that a mean is weighted by, and the sum from which alone it is computed: both by name.
 Denominator = namedtuple("Denominator", "tensor sum")
@@ -60,8 +60,7 @@ class Walk:
         self._divisions = {}  # name of a tensor of rows divided by a total -> what divided them
         for place, op in enumerate(graph.get_operations()):
             self._alone = any(first <= place < last for first, last in alone)
-            known = [output.name in self.placements for output in op.outputs]
-            if op.type != "Placeholder" and not (known and all(known)):
+            if op.type != "Placeholder":
                 self._follow(op)
 
     def placement(self, tensor):
@@ -119,21 +118,26 @@ class Walk:
     # One operation --------------------------------------------------------------------------------
 
     def _results(self, op, given):
-        handle = next((self.handles[t.name] for t in op.inputs if t.name in self.handles), None)
+        """How the results depend on the rows: a list, or one placement for all of them."""
+        graphs = bodies_of(op)  # of the functions that it calls
+        if None in graphs or op.type in CALLS and len(graphs[0].inputs) != len(given):
+            return _rows.without_rows(given) or Unknown()
         if op.type in CALLS:
-            return self._called(op, given)
+            return self._inside(op, graphs[0], op.inputs, given, self.state, tried=True)
         if op.type in CONDITIONS:
-            return self._chosen(op, given)
+            return self._chosen(op, given, graphs)
         if op.type in LOOPS:
-            return self._looped(op, given)
+            return self._looped(op, given, *graphs)
+        handle = next((self.handles[t.name] for t in op.inputs if t.name in self.handles), None)
         if handle is not None:
             return self._on_variable(op, handle, given)
+        if op.type.startswith("TensorList"):
+            return self._on_list(op, given)
+        # What passes the value of a variable on, its new one or its old one.
         if op.type in _SAME and isinstance(given[0], Added):
             return given[0]
         if op.type in _OLD and op.inputs[0].name in self._old:
             self._old[op.outputs[0].name] = self._old[op.inputs[0].name]
-        if op.type.startswith("TensorList"):
-            return self._on_list(op, given)
         special = self._special.get(op.type)
         found = None if special is None else special(self, op, given)
         return self._by_table(op, given) if found is None else found
@@ -146,12 +150,15 @@ class Walk:
             if self._alone and isinstance(placement, Partial):
                 if any(isinstance(each, Sharded) for each in given):
                     placement = REPLICATED
-            shape = None if tensor.shape.rank is None else tensor.shape.as_list()
-            if shape is None and self.trial is not None:
-                rank = self.trial.rank(tensor)
-                shape = None if rank is None else [None] * rank
-            values.append(_rows.Value(placement, shape))
+            values.append(self._value(tensor, placement))
         return row_operations.placements(op, values, row_operations.constant)
+
+    def _value(self, tensor, placement):
+        shape = None if tensor.shape.rank is None else tensor.shape.as_list()
+        if shape is None and self.trial is not None:
+            rank = self.trial.rank(tensor)
+            shape = None if rank is None else [None] * rank
+        return _rows.Value(placement, shape)
 
     def _sum(self, op, given):
         """What is added to the old value of a variable, or a sum over the rows to zeros."""
@@ -179,9 +186,8 @@ class Walk:
         with self.graph.as_default():
             length = tf.shape(tensor)[placement.axis]
         self.placements[length.name] = Partial("sum")
-        value = _rows.Value(placement, tensor.shape.as_list())
         return _rows.reduced(
-            value, None if axes is None else axes.ravel().tolist(), "mean",
+            self._value(tensor, placement), None if axes is None else axes.ravel().tolist(), "mean",
             bool(op.get_attr("keep_dims")), Denominator(length.name, length.name),
         )  # fmt: skip
 
@@ -201,22 +207,16 @@ class Walk:
         if isinstance(given[0], Replicated):
             self._inverses[op.outputs[0].name] = by
             return Mixed()
-        return self._divided(op.inputs[0], given[0], by)
-
-    def _divided(self, tensor, numerator, by):
-        if numerator == Count():
-            numerator = Partial("sum")
-        return _rows.divided_by_total([_rows.Value(numerator, tensor.shape)], by)
+        return _divided(given[0], by)
 
     def _product(self, op, given):
-        for place in (0, 1):
-            factor, other = op.inputs[place], op.inputs[1 - place]
+        for factor, placement, other in zip(op.inputs, given, reversed(given)):
             inverse = self._inverses.get(factor.name)
-            if inverse is not None and isinstance(given[1 - place], Replicated):
+            if inverse is not None and isinstance(other, Replicated):
                 self._inverses[op.outputs[0].name] = inverse
             elif inverse is not None:
-                return self._divided(other, given[1 - place], inverse)
-            if given[place] == Count() and given[1 - place] == Partial("mean"):
+                return _divided(other, inverse)
+            if placement == Count() and other == Partial("mean"):
                 return Partial("sum")
         return None
 
@@ -229,31 +229,27 @@ class Walk:
 
     def _on_variable(self, op, key, given):
         current = self.state.get(key)
+        if op.type == "ReadVariableOp":
+            if current is None:
+                self._old[op.outputs[0].name] = key
+            return current or REPLICATED
         if op.type in READS:
-            if op.type == "ReadVariableOp":
-                if current is None:
-                    self._old[op.outputs[0].name] = key
-                return current or REPLICATED
-            if current is not None and not isinstance(current, Replicated):
-                return Mixed()
-            return self._by_table(op, given)
-        value = op.inputs[-1]
-        if op.type.startswith(("Rng", "Stateful")):  # random numbers, made by a generator
-            shape = given[-1]
-            is_shape = op.type != "RngReadAndSkip" and op.outputs
-            return _rows.made(shape, op.outputs[0].shape.rank) if is_shape else REPLICATED
+            return self._by_table(op, given) if current in (None, REPLICATED) else Mixed()
+        if op.type.startswith("Rng"):  # a generator goes on
+            return REPLICATED
+        if op.type.startswith("Stateful"):  # random numbers, made by one
+            return _rows.made(given[-1], op.outputs[0].shape.rank)
         if op.type == "AssignVariableOp":
-            self.state[key] = self.assigned(key, value)
+            result = self.assigned(key, op.inputs[-1])
         elif op.type in _ADDING:
-            self.state[key] = self._added(key, self.placement(value))
+            result = self._added(key, given[-1])
         elif op.type in _SCATTER_ADDING:
-            scattered = [_rows.Value(p, t.shape) for t, p in zip(op.inputs, given)][1:]
-            self.state[key] = self._added(key, _rows.scattered(scattered))
-        elif all(isinstance(each, Replicated) for each in given):
-            self.state[key] = REPLICATED if current in (None, REPLICATED) else Mixed()
+            _, *values = map(self._value, op.inputs, given)
+            result = self._added(key, _rows.scattered(values))
         else:
-            self.state[key] = Mixed()
-        self.state[key] = self._explained(op, self.state[key])
+            same = all(each in (None, REPLICATED) for each in given + [current])
+            result = REPLICATED if same else Mixed()
+        self.state[key] = self._explained(op, result)
         return REPLICATED
 
     def assigned(self, key, value):
@@ -264,17 +260,15 @@ class Walk:
         return Partial("sum") if placement == Count() else placement
 
     def _added(self, key, added):
-        current = self.state.get(key)
+        current, mean = self.state.get(key), Partial("mean")
         if isinstance(added, (Mixed, Unknown)):
             return added
-        if isinstance(added, Replicated):
-            if current is None or isinstance(current, Replicated):
-                return added
-            return current if current == Partial("mean") else Mixed()
         if added in (Partial("sum"), Count()):
             return Added(key) if current in (None, Added(key)) else Mixed()
-        is_mean = added == Partial("mean")  # by the rows: other weights need not add up
-        return added if is_mean and current in (None, REPLICATED, added) else Mixed()
+        # Means by the rows alone: other weights need not add up.
+        if {current, added} <= {None, REPLICATED, mean}:
+            return mean if mean in (current, added) else REPLICATED
+        return Mixed()
 
     # Functions, branches, loops -------------------------------------------------------------------
 
@@ -291,25 +285,13 @@ class Walk:
         walk = Walk(graph, placements, handles, state, self.describe, alone, trial)
         if trial is not None:
             self.trial.take(op, trial, graph)
-        return [self._outside(op, walk.placement(output)) for output in graph.outputs]
+        return [
+            Mixed() if isinstance(each, Added) or denominator_of(each) not in (None, ROWS) else each
+            for each in map(walk.placement, graph.outputs)
+        ]
 
-    def _outside(self, op, placement):
-        per = getattr(placement, "per", None) or getattr(placement, "denominator", None)
-        if isinstance(placement, Added) or per not in (None, ROWS):
-            return self._explained(op, Mixed())
-        return placement
-
-    def _called(self, op, given):
-        graph = body_of(op, "f")
-        if graph is None or len(graph.inputs) != len(given):
-            return _rows.without_rows(given) or Unknown()
-        return self._inside(op, graph, op.inputs, given, self.state, tried=True)
-
-    def _chosen(self, op, given):
+    def _chosen(self, op, given, graphs):
         """One of two branches, the same one on each device if that does not depend on rows."""
-        graphs = [graph for graph, _ in bodies_of(op)]
-        if None in graphs:
-            return _rows.without_rows(given) or Unknown()
         states, tensors = [dict(self.state), dict(self.state)], op.inputs[1:]
         taken = None if self.trial is None else self.trial.branch(op)
         branches = [
@@ -324,18 +306,12 @@ class Walk:
 
     def _either(self, condition, pair):
         """A variable that one branch may leave alone: then nothing is added to it there."""
-        if not isinstance(condition, Replicated):
-            return Mixed()
-        known = [each for each in pair if each is not None]
-        if len(known) == 1 and known[0] != Partial("sum"):
-            return known[0]
-        return known[0] if len(known) == 2 and known[0] == known[1] else Mixed()
+        known = {each for each in pair if each is not None}
+        fits = len(known) == 1 and not (None in pair and Partial("sum") in known)
+        return known.pop() if fits and isinstance(condition, Replicated) else Mixed()
 
-    def _looped(self, op, given):
+    def _looped(self, op, given, condition, body):
         """A loop, whose variables depend on rows after each turn as they did before."""
-        condition, body = [graph for graph, _ in bodies_of(op)]
-        if None in (condition, body):
-            return _rows.without_rows(given) or Unknown()
         before, known = dict(self.state), list(given)
         for _ in range(len(given) + 1):
             state = dict(before)
@@ -384,6 +360,16 @@ class Walk:
 
 #: How many dimensions a value gets in front by an operation on lists.
 _DIMENSIONS = {"FromTensor": -1, "GetItem": 0, "PopBack": 0, "Resize": 0, "Stack": 1, "Gather": 1}
+
+
+def _divided(numerator, by):
+    numerator = Partial("sum") if numerator == Count() else numerator
+    return _rows.divided_by_total([_rows.Value(numerator, None)], by)
+
+
+def denominator_of(placement):
+    """What rows were divided by, or a mean is weighted by; None: by nothing, or by the rows."""
+    return getattr(placement, "per", None) or getattr(placement, "denominator", None)
 
 
 def _is_uneven(placement):

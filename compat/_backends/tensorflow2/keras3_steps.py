@@ -11,36 +11,32 @@ from ..._ranks import keras3, keras_model
 from . import ranked_steps
 
 
-class RankedKeras3Function(ranked_steps.RankedFunction):
-    """The function that Keras 3 made, which is none of TensorFlow's: it calls some."""
-
-    def start(self, step, iterator):
-        if not all(layer.built for layer in _keras.all_layers(self.model)):
-            iterator = self.build(iterator)
-        keras_model.same_start(self.model, self.engine)
-        return iterator
-
-    def build(self, iterator):
-        """Make all weights that are still to be made, as the first step would, and run nothing."""
-        model = self.model
-        batch = getattr(iterator, "element_spec", None)
-        if batch is None:  # a generator, in train_on_batch()
-            batch = next(iterator)
-            iterator = itertools.chain([batch], iterator)
-        batch = _keras.keras_of(model).tree.map_structure(
-            lambda leaf: None if isinstance(leaf, tf.OptionalSpec) else leaf, batch
-        )
-        step = tf.function(lambda batch: model.train_step(batch), autograph=False)
-        step.get_concrete_function(batch)
-        return iterator
-
-
-class TrainFunction(ranked_steps.RankedTrainFunction):
-    function = RankedKeras3Function
+def _build(model, iterator):
+    """Make all weights that are still to be made, as the first step would, and run nothing."""
+    batch = getattr(iterator, "element_spec", None)
+    if batch is None:  # a generator, in train_on_batch()
+        batch = next(iterator)
+        iterator = itertools.chain([batch], iterator)
+    batch = _keras.keras_of(model).tree.map_structure(
+        lambda leaf: None if isinstance(leaf, tf.OptionalSpec) else leaf, batch
+    )
+    step = tf.function(lambda batch: model.train_step(batch), autograph=False)
+    step.get_concrete_function(batch)
+    return iterator
 
 
 class RankedKeras3Step(ranked_steps.RankedStep):
     """The ``train_step`` of a Keras 3 model. Its optimizers' ``apply`` gets all ranks' mean."""
+
+    def begin(self, model, function, iterator):
+        """Keras' function is none of TensorFlow's: it calls some."""
+        if not all(layer.built for layer in _keras.all_layers(model)):
+            iterator = _build(model, iterator)
+        keras_model.same_start(model, self.engine)
+        return iterator
+
+    def begin_eagerly(self, model, data):
+        """``begin`` has done that."""
 
     def computing(self, model, rows, share):
         return _computing(super().computing(model, rows, share), model, rows, self.weigh(share))
@@ -50,17 +46,11 @@ class RankedKeras3Step(ranked_steps.RankedStep):
         size = self.engine.place.size
         return lambda loss: loss * tf.cast(share() * size, loss.dtype)
 
-    def start(self, model, data):
-        """``RankedKeras3Function`` does that."""
-
     def state(self, model):
         return [variable._value for variable in keras3.averaged(model)]
 
-    def may_mix_rows(self, model):
-        return keras3.may_mix_rows(model)
-
-    def check_loss(self, model, batch):
-        keras3.check_loss_eagerly(model, batch)
+    may_mix_rows = staticmethod(keras3.may_mix_rows)
+    check_loss = staticmethod(keras3.check_loss_eagerly)
 
     @contextlib.contextmanager
     def of_all_ranks(self, optimizer, share):
@@ -122,10 +112,4 @@ def _computing(reductions, model, rows, weigh):
 
 
 #: The methods of a model that become a rank's.
-KINDS = (
-    RankedKeras3Step,
-    TestStep,
-    TrainFunction,
-    ranked_steps.RankedTestFunction,
-    ranked_steps.RankedCall,
-)
+KINDS = (RankedKeras3Step, TestStep) + ranked_steps.KINDS[2:]  # the other ones, as they are

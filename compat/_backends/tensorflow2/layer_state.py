@@ -7,6 +7,7 @@ replicas'. How other variables are put together is read off a ``Trace`` of the c
 """
 
 import contextlib
+import sys
 
 import tensorflow as tf
 
@@ -39,45 +40,31 @@ def is_generator(variable):
     return plain and not variable.trainable and named == "Variable"
 
 
-@contextlib.contextmanager
-def flags_put_back(layers):
-    """Batch normalization of TensorFlow 2.0 keeps a tensor of the graph that it is first in."""
-    flags = [(layer, layer._trainable_var) for layer in layers if hasattr(layer, "_trainable_var")]
-    try:
-        yield
-    finally:
-        for layer, flag in flags:
-            layer._trainable_var = flag
-
-
 def normalizations(layers):
     """The layers among these that normalize by statistics of the batch, as each device can.
 
     Renormalization corrects them by averages over all batches, so that the parts matter.
     """
-    return [
-        layer
-        for layer in layers
-        if (hasattr(layer, "moving_mean") or _will_have_averages(layer))
-        and not getattr(layer, "renorm", False)
-    ]
+    return [each for each in layers if _normalizes(each) and not getattr(each, "renorm", False)]
 
 
-def _will_have_averages(layer):
-    """Whether a layer that may not be built yet is one of batch normalization."""
-    return any(kind.__name__.startswith("BatchNormalization") for kind in type(layer).__mro__)
+def _normalizes(layer):
+    """Whether this is a layer of batch normalization, which may not be built yet."""
+    names = [kind.__name__ for kind in type(layer).__mro__]
+    has_name = any(name.startswith("BatchNormalization") for name in names)
+    return has_name or hasattr(layer, "moving_mean")
 
 
 def averages(layers):
     """The ids of their moving averages."""
-    names = ("moving_mean", "moving_variance", "moving_stddev")
+    names = ("moving_mean", "moving_variance")
     found = [getattr(layer, name, None) for layer in normalizations(layers) for name in names]
     return {id(variable) for variable in found if variable is not None}
 
 
 @contextlib.contextmanager
-def noting_operations(layers):
-    """Yield a list; note there from which operation to which each call of a layer went."""
+def normalizing_apart(layers):
+    """Yield a list; note there from which operation to which each of these layers' calls went."""
     noted = []  # type: list
 
     def noting(call):
@@ -91,7 +78,9 @@ def noting_operations(layers):
         return noting_call
 
     with contextlib.ExitStack() as stack:
-        for layer in layers:
+        for layer in normalizations(layers):
+            if hasattr(layer, "_trainable_var"):  # a tensor of the first graph, in TensorFlow 2.0
+                stack.callback(setattr, layer, "_trainable_var", layer._trainable_var)
             if _patching.find(layer, "call") is None:  # TensorFlow 2.0 lists shared layers twice
                 stack.enter_context(_patching.replaced(layer, call=noting(layer.call)))
         yield noted
@@ -100,8 +89,9 @@ def noting_operations(layers):
 class VariableState:
     """State in variables of TensorFlow, which are set back after each replica."""
 
-    # What a traced call sets without an operation on a variable, and the new values.
-    traced_variables, traced_updates = (), ()
+    # Pairs of what a traced call sets without an operation on a variable, and the new value.
+    traced_updates = ()
+    variables, before = (), ()  # until they are watched
 
     def __init__(self, model, replicas):
         self.model = model
@@ -207,23 +197,27 @@ class Keras2State(VariableState):
         There a layer hands its seed to an operation, whose random numbers start from it on every
         device. Later it starts a generator of the layer's, which goes on from replica to replica.
         """
-        seeds = [(vars(layer), vars(layer).get("seed")) for layer in self.layers]
-        seeds = [(attributes, seed) for attributes, seed in seeds if isinstance(seed, int)]
-        for attributes, seed in seeds:
-            attributes["seed"] = seed + 104729 * self.replicas  # a prime: no neighbour's seed
+        further = 104729 * self.replicas  # a prime: no neighbour's seed
         self.replicas += 1
-        try:
+        with contextlib.ExitStack() as stack:
+            for layer in {id(layer): layer for layer in self.layers}.values():
+                seed = vars(layer).get("seed")
+                if isinstance(seed, int):
+                    stack.enter_context(_patching.replaced(layer, seed=seed + further))
             yield
-        finally:
-            for attributes, seed in seeds:
-                attributes["seed"] = seed
 
     def add_loss(self, place, loss):
         self.owners[place]._eager_losses.append(loss)
 
 
-class Keras3State(_keras.StatelessReplicas):
-    """Losses and state of a Keras 3 model."""
+class Keras3State:
+    """Losses and state of a Keras 3 model: a stateless scope keeps them from being set."""
+
+    def __init__(self, model):
+        self.keras = sys.modules["keras"]
+        self.model = model
+        self.variables = {}  # those that were set, by id
+        self.updates = []  # for each replica, id of variable -> its value
 
     def prepare(self, call, args, kwargs, trace):
         self.trace = trace
@@ -234,6 +228,20 @@ class Keras3State(_keras.StatelessReplicas):
         """Nothing is set before the end."""
 
     @contextlib.contextmanager
+    def replica(self):
+        variables, last = self.variables, self.updates[-1] if self.updates else {}
+
+        class CollectingScope(self.keras.StatelessScope):
+            def add_update(self, update):
+                variables[id(update[0])] = update[0]
+                super().add_update(update)
+
+        carried = [(variables[key], last[key]) for key in last if _is_carried(variables[key])]
+        with CollectingScope(carried, collect_losses=True) as scope:
+            yield scope.losses
+        self.updates.append(scope.state_mapping)
+
+    @contextlib.contextmanager
     def traced(self):
         updates, variables = self.updates, self.variables
         self.updates, self.variables = [], {}
@@ -241,15 +249,18 @@ class Keras3State(_keras.StatelessReplicas):
             with self.replica() as losses:
                 yield losses
             (values,) = self.updates
-            self.traced_variables = list(self.variables.values())
-            self.traced_updates = [values[id(variable)] for variable in self.traced_variables]
+            self.traced_updates = [(v, values[key]) for key, v in self.variables.items()]
         finally:
             self.updates, self.variables = updates, variables
+
+    def add_loss(self, place, loss):
+        # The base class's method: functional models refuse their own.
+        self.keras.Layer.add_loss(self.model, loss)
 
     def finish(self, merging):
         for key, variable in self.variables.items():
             values = [update.get(key, variable.value) for update in self.updates]
-            if self.is_carried(variable):
+            if _is_carried(variable):
                 variable.assign(values[-1])
                 continue
             values = [tf.convert_to_tensor(value) for value in values]
@@ -263,10 +274,15 @@ class Keras3State(_keras.StatelessReplicas):
         found = [
             pair
             for key, pair in trace.updates.items()
-            if not self.is_carried(pair[0]) and key not in self.averages
+            if not _is_carried(pair[0]) and key not in self.averages
         ]
         # What is set to its gradient, which replicas would add up: the largest values of float8.
         overwritten = [
             v for v in self.model.trainable_variables if getattr(v, "overwrite_with_gradient", None)
         ]
         return found + [(variable, Mixed()) for variable in overwritten]
+
+
+def _is_carried(variable):
+    """Whether a variable goes on from replica to replica: a seed's state."""
+    return variable.name == "seed_generator_state"

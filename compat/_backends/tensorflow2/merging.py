@@ -16,6 +16,9 @@ def is_merged(placement, dtype):
     return isinstance(placement, (Added, Partial, Replicated)) or placement == Count()
 
 
+_EXTREME = {"max": (tf.reduce_max, tf.reduce_any), "min": (tf.reduce_min, tf.reduce_all)}
+
+
 class Merging:
     """The replicas' values become those of the whole batch.
 
@@ -54,13 +57,13 @@ class Merging:
         if isinstance(placement, Replicated):
             floating = values[0].dtype.is_floating or values[0].dtype.is_complex
             return values[0] if before is not None or not floating else self.mean(values)
-        if isinstance(placement, Partial) and placement.how == "mean":
+        how = getattr(placement, "how", "sum")
+        if how == "mean":
             by = placement.denominator
             return self.mean(values) if by is None else self._mean_by(values, by)
-        if isinstance(placement, Partial) and placement.how != "sum":
-            reduce = tf.reduce_max if placement.how == "max" else tf.reduce_min
-            if values[0].dtype == tf.bool:
-                reduce = tf.reduce_any if placement.how == "max" else tf.reduce_all
+        if how in _EXTREME:
+            of_numbers, of_booleans = _EXTREME[how]
+            reduce = of_booleans if values[0].dtype == tf.bool else of_numbers
             return reduce(tf.stack(values), axis=0)
         relative = isinstance(placement, Added)
         parts = [value - before for value in values] if relative else values

@@ -5,7 +5,6 @@ its own, made for it, of the same name.
 """
 
 import contextlib
-import functools
 
 import tensorflow as tf
 
@@ -91,17 +90,12 @@ class NativeCall(ReplicatedCall):
     def _state_of(self, model):
         return NativeState(model, len(self.devices), self._traced)
 
-    def _unreplicated(self, model, *args, **kwargs):
+    def plain(self, model):
         plain = type(model)._compat_plain_class
-        call = functools.partial(plain.__call__, model)
-        if hasattr(plain.__call__, "__get__"):
-            call = plain.__call__.__get__(model, plain)
-        if not tf.executing_eagerly():
-            from tensorflow.python.autograph.core import ag_ctx
-            from tensorflow.python.autograph.impl import api
+        return plain.__call__.__get__(model, plain)
 
-            call = api.tf_convert(call, ag_ctx.control_status_ctx())
-        return call(*args, **kwargs)
+    def _is_converted(self, model):
+        return True
 
 
 class NativeState(VariableState):

@@ -5,10 +5,12 @@ each row by itself is found where it is, whatever dropout or batch normalization
 executed eagerly. Variables that the graph may set are copies, so that nothing is left behind.
 """
 
+import numpy as np
 import tensorflow as tf
 
 from ..._rows import Mixed, Partial, Replicated, Sharded, Unknown, trial
-from .functions import CALLS, CONDITIONS, LOOPS, READS, body_of, is_resource
+from .functions import CALLS, CONDITIONS, LOOPS, READS, bodies_of, is_resource
+from .graph_walk import denominator_of
 
 #: How many operations are executed at most, for loops that are long.
 LIMIT = 30000
@@ -24,44 +26,36 @@ class CannotTry(Exception):
 class OpTrial:
     """The values of a graph's tensors: of the whole, and of the parts.
 
+    All are kept for as long as the trial lasts, as training keeps those of a whole batch.
+
     Arguments:
-        kept: the graph's results.
         values: a list of these for each tensor that is known from the start, by name. What is the
             same for all of them is the same object.
         executor: an ``Executor``.
     """
 
-    def __init__(self, graph, kept, values, executor):
+    def __init__(self, values, executor):
         self.values = values
         self.executor = executor
-        self._last = {t.name: op for op in graph.get_operations() for t in op.inputs}
-        self._kept = {tensor.name for tensor in kept if hasattr(tensor, "name")}
 
     def inside(self, graph, tensors):
         """The trial of a function that is called with these tensors."""
         given = zip(graph.inputs, [self.values.get(tensor.name) for tensor in tensors])
         known = {inner.name: lanes for inner, lanes in given if lanes is not None}
-        return OpTrial(graph, graph.outputs, known, self.executor)
+        return OpTrial(known, self.executor)
 
     def branch(self, op):
         """Which branch of a condition is taken, 0 or 1, where it is the same one everywhere."""
         lanes = self.values.get(op.inputs[0].name)
         if lanes is None or any(value is not lanes[0] for value in lanes):
             return None
-        return int(not bool(lanes[0]))
+        return int(not lanes[0])
 
     def take(self, op, inside, graph):
         """Take the values of a function's results, as an operation's that calls it."""
         for output, inner in zip(op.outputs, graph.outputs):
             if inner.name in inside.values:
                 self.values[output.name] = inside.values[inner.name]
-        self._forget(op)
-
-    def _forget(self, op):
-        """Forget what no later operation takes."""
-        for tensor in op.inputs:
-            if self._last[tensor.name] is op and tensor.name not in self._kept:
-                self.values.pop(tensor.name, None)
 
     def rank(self, tensor):
         """The number of a tensor's dimensions, where a value shows it."""
@@ -77,11 +71,9 @@ class OpTrial:
             alone: whether rows are mixed by design: each part is then that of the whole.
         """
         lanes = self._computed(op, claimed)
-        places = None if lanes is None else self._places(op, given, claimed)
-        self._forget(op)
         if lanes is None:
             return claimed
-        found = []
+        places, found = self._places(op, given, claimed), []
         for output, values, placement in zip(op.outputs, lanes, claimed):
             if not is_resource(output) and isinstance(placement, _SHOWN):
                 placement, values = self._shown(values, given, placement, alone, places)
@@ -91,8 +83,6 @@ class OpTrial:
 
     def _places(self, op, given, claimed):
         """Of a reshaped value, where its elements go: rows of these are never the same."""
-        import numpy as np
-
         if op.type != "Reshape" or not isinstance(claimed[0], Unknown):
             return None
         before, dtype = given[0], op.outputs[0].dtype
@@ -104,13 +94,13 @@ class OpTrial:
         places = self._cut(tf.constant(places, dtype), before)
         return [self.executor.execute(op, pair)[0] for pair in zip(places, sizes)]
 
-    def _shown(self, lanes, given, placement, alone, places=None):
+    def _shown(self, lanes, given, placement, alone, places):
         if alone:
             if isinstance(placement, Sharded):
                 return placement, self._cut(lanes[0], placement)
             return placement, [lanes[0]] * LANES
-        weighted = getattr(placement, "per", None) or getattr(placement, "denominator", None)
-        if weighted or lanes[0] is lanes[1] and not isinstance(placement, (Sharded, Unknown)):
+        same = lanes[0] is lanes[1] and not isinstance(placement, (Sharded, Unknown))
+        if same or denominator_of(placement) is not None:
             return placement, lanes
         whole, parts = self._array(lanes[0]), [self._array(value) for value in lanes[1:]]
         if isinstance(placement, Unknown):
@@ -132,8 +122,6 @@ class OpTrial:
         return placement, lanes
 
     def _array(self, tensor):
-        import numpy as np
-
         array = np.asarray(tensor)
         if array.dtype.kind in "biufcSUO":
             return array
@@ -163,8 +151,6 @@ class OpTrial:
 
     def _drawn(self, op, inputs, claimed):
         """Random numbers, which are not TensorFlow's, so that those go on as they would have."""
-        import numpy as np
-
         dtype = op.outputs[0].dtype
         names = [argument.name for argument in op.op_def.input_arg]
         if "shape" not in names or not dtype.is_floating:
@@ -187,8 +173,6 @@ _RANDOM = {
 
 def _told(parts, whole, given):
     """What the values of an operation without a rule tell, but for what they may by chance."""
-    import numpy as np
-
     for placement in trial.placements(parts, whole):
         if isinstance(placement, Sharded):
             rows = trial.cut(whole, placement, (1, 1, 1)) if placement.even else parts
@@ -220,13 +204,13 @@ class Executor:
     def execute(self, op, inputs):
         """The results of an operation."""
         if op.type in CALLS:
-            return self.run(body_of(op, "f"), inputs)
+            return self.run(*bodies_of(op), inputs=inputs)
         if op.type in CONDITIONS:
-            branch = "then_branch" if bool(inputs[0]) else "else_branch"
-            return self.run(body_of(op, branch), inputs[1:])
+            then, otherwise = bodies_of(op)
+            return self.run(then if inputs[0] else otherwise, inputs[1:])
         if op.type in LOOPS:
-            condition, body = body_of(op, "cond"), body_of(op, "body")
-            while bool(self.run(condition, inputs)[0]):
+            condition, body = bodies_of(op)
+            while self.run(condition, inputs)[0]:
                 inputs = self.run(body, inputs)
             return inputs
         self._left -= 1

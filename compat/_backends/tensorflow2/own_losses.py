@@ -16,17 +16,17 @@ def may_mix_rows(model):
     return any(layer._losses or layer._eager_losses for layer in _keras.all_layers(model))
 
 
-def check(model, batch):
+def check(model, data):
     """Check that the model's loss of a batch is the mean over its rows: see ``losses.check``."""
     keras = _keras.keras_of(model)
     read, write = _keras.reader_and_writer(model)
-    rows = len(tf.nest.flatten(batch)[0])
+    rows = len(tf.nest.flatten(data)[0])
 
     def loss_of(part):
-        data = tf.nest.map_structure(
-            lambda array: None if array is None else tf.convert_to_tensor(array[part]), batch
+        some = tf.nest.map_structure(
+            lambda array: None if array is None else tf.convert_to_tensor(array[part]), data
         )
-        x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
+        x, y, weights = keras.utils.unpack_x_y_sample_weight(some)
         outputs = model(x, training=False)
         loss = model.compiled_loss(y, outputs, weights, regularization_losses=model.losses)
         return float(loss)

@@ -19,7 +19,7 @@ from .layer_state import is_set, read
 from .refusals import unsupported
 from .replicas import recording
 from .replicated_call import ReplicatedCall
-from .sharding import has_rows, rows_of
+from .sharding import as_tensors, has_rows, rows_of
 
 
 class WaitingFunction:
@@ -44,23 +44,13 @@ class RankedFunction(WaitingFunction):
         step = RankedStep.of(self.model)
         with self.engine.waiting("for the others' gradients"):
             if not self.started:
-                iterator = self.start(step, iterator)
-            first, self.started = not self.started, True
+                iterator, self.started = step.begin(self.model, self.function, iterator), True
             result = self.function(iterator)
-        if first and step.first_batch is not None:
+        if step.first_batch is not None:
             step.check_loss(self.model, step.first_batch)
             step.first_batch = None
         keras_model.stepped(self.model)
         return result
-
-    def start(self, step, iterator):
-        """Begin with rank 0's weights. Returns an iterator with the same batches."""
-        if hasattr(self.function, "get_concrete_function"):
-            # Tracing makes all weights that are still to be made, and runs nothing.
-            self.function.get_concrete_function(iterator)
-            step.check(self.model)
-            keras_model.same_start(self.model, self.engine)
-        return iterator
 
 
 class RankedTrainFunction(keras_model.RankedMethod):
@@ -118,7 +108,7 @@ class RankedStep(keras_model.RankedMethod):
             return self.step(model, data)
 
     def step(self, model, data):
-        data = _as_tensors(data)
+        data = as_tensors(data)  # Keras 3 hands arrays to a step that runs eagerly
         asked_for = _keras.compiled_with(model).get("jit_compile")
         # The second is Keras 3's, which warns and goes on without XLA.
         if getattr(model, "_jit_compile", None) or asked_for not in (None, False, "auto"):
@@ -127,7 +117,7 @@ class RankedStep(keras_model.RankedMethod):
                 "Compile the model with jit_compile=False.",
             )
         if tf.executing_eagerly():
-            self.start(model, data)
+            self.begin_eagerly(model, data)
         self.exchanged = 0
         rows = _rows(data)
         share = self.engine.share_in_graph(rows, lambda n: keras_model.count(model, n, True))
@@ -147,9 +137,34 @@ class RankedStep(keras_model.RankedMethod):
 
     # What is otherwise in Keras 3 -------------------------------------------------------------
 
+    def begin(self, model, function, iterator):
+        """Begin with rank 0's weights. Returns an iterator with the same batches."""
+        if hasattr(function, "get_concrete_function"):
+            # Tracing makes all weights that are still to be made, and runs nothing.
+            function.get_concrete_function(iterator)
+            self.check(model)
+            keras_model.same_start(model, self.engine)
+        return iterator
+
+    def begin_eagerly(self, model, data):
+        """Begin with rank 0's weights where no graph is traced for that."""
+        if self.started is not model.optimizer:
+            self.started = model.optimizer
+            with _stepping():
+                tf.function(self.plain(model)).get_concrete_function(data)
+            keras_model.same_start(model, self.engine)
+
     def computing(self, model, rows, share):
         """The context in which Keras computes losses. ``share``: as ``losses.Reductions``'."""
-        return reductions(self.engine, share).within(_keras.keras_of(model))
+        before = []  # what the next exchange waits for: they come one after the other
+
+        def total(values):
+            with tf.control_dependencies(before or [share()]):
+                sums = self.engine.total(values)
+            before[:] = sums[:1]
+            return sums
+
+        return losses.Reductions(share, total).within(_keras.keras_of(model))
 
     def state(self, model):
         """The variables a step may set besides those it trains, as far as they are made."""
@@ -158,13 +173,8 @@ class RankedStep(keras_model.RankedMethod):
         except ValueError:  # Keras: none is; a step that makes them is traced again to be run
             return []
 
-    def may_mix_rows(self, model):
-        """Whether the loss may be no mean over rows."""
-        return own_losses.may_mix_rows(model)
-
-    def check_loss(self, model, batch):
-        """Refuse a loss that is a sum over the rows of the batch."""
-        own_losses.check(model, batch)
+    may_mix_rows = staticmethod(own_losses.may_mix_rows)
+    check_loss = staticmethod(own_losses.check)
 
     # ------------------------------------------------------------------------------------------
 
@@ -186,14 +196,6 @@ class RankedStep(keras_model.RankedMethod):
             lambda: tf.numpy_function(keep, present, tf.float64),
             lambda: tf.constant(0.0, tf.float64),
         )
-
-    def start(self, model, data):
-        """Begin with rank 0's weights where no graph is traced for that."""
-        if self.started is not model.optimizer:
-            self.started = model.optimizer
-            with _stepping():
-                tf.function(self.plain(model)).get_concrete_function(data)
-            keras_model.same_start(model, self.engine)
 
     def check(self, model):
         """Refuse a step whose gradients no other rank has seen."""
@@ -239,12 +241,6 @@ class RankedStep(keras_model.RankedMethod):
         def of_share(loss):
             return loss * tf.cast(share, loss.dtype)
 
-        def of_whole(gradient):
-            if isinstance(gradient, tf.IndexedSlices):
-                values = of_whole(gradient.values)
-                return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-            return gradient / tf.cast(share, gradient.dtype)
-
         def get_scaled_loss(loss):
             if callable(loss):
                 return scaled(lambda: of_share(loss()))
@@ -252,7 +248,8 @@ class RankedStep(keras_model.RankedMethod):
 
         def get_unscaled_gradients(gradients):
             return [
-                None if gradient is None else of_whole(gradient) for gradient in unscaled(gradients)
+                None if g is None else tf.math.scalar_mul(1 / tf.cast(share, g.dtype), g)
+                for g in unscaled(gradients)
             ]
 
         return {
@@ -276,7 +273,7 @@ class RankedTestStep(keras_model.RankedMethod):
     autograph_info__ = {}  # type: dict
 
     def __call__(self, model, data):
-        data = _as_tensors(data)
+        data = as_tensors(data)
         rows = _rows(data)
 
         def count(rows):
@@ -297,32 +294,10 @@ class RankedTestStep(keras_model.RankedMethod):
     computing = RankedStep.computing
 
 
-def _as_tensors(data):
-    """The same structure, without arrays, which Keras 3 hands to a step that runs eagerly."""
-
-    def as_tensor(value):
-        return tf.convert_to_tensor(value) if hasattr(value, "__array_interface__") else value
-
-    return tf.nest.map_structure(as_tensor, data)
-
-
 def _rows(data):
     """The number of rows of a batch."""
     batch = next((value for value in tf.nest.flatten(data) if has_rows(value)), None)
     return 1 if batch is None else rows_of(batch)
-
-
-def reductions(engine, share):
-    """What has Keras' losses be those of all ranks' rows: one exchange after the other."""
-    before = []
-
-    def total(values):
-        with tf.control_dependencies(before or [share()]):
-            sums = engine.total(values)
-        before[:] = sums[:1]
-        return sums
-
-    return losses.Reductions(share, total)
 
 
 class RankedCall(ReplicatedCall):

@@ -51,8 +51,7 @@ def as_function(call, scope, structure):
         scope: makes the context of the call, which yields the losses added in it.
 
     Returns:
-        The tensors, all tensors and what else is among them, and the function, which returns
-        ``CallResults``.
+        The tensors, and the function, which returns ``CallResults``.
     """
     masks = [getattr(value, "_keras_mask", None) for value in tf.nest.flatten(structure)]
     flat = tf.nest.flatten((structure, masks), expand_composites=True)
@@ -72,7 +71,7 @@ def as_function(call, scope, structure):
             outputs = call(*args, **kwargs)
         return CallResults(outputs, losses)
 
-    return [flat[place] for place in places], places, compute
+    return [flat[place] for place in places], compute
 
 
 class Replica:
@@ -92,7 +91,7 @@ class Replica:
         """
         self.device = device
         self.batch = next(v for v in tf.nest.flatten(arguments) if has_rows(v))
-        self.shard, _, compute = as_function(self.call, self.state.replica, arguments)
+        self.shard, compute = as_function(self.call, self.state.replica, arguments)
 
         def results_of(*values):
             self.results = compute(*values)
@@ -133,44 +132,33 @@ class Replica:
     def _keep(self, check_rows):
         """Keep this replica's own rows of the results."""
         results, placements = self.results, self.trace.placements
-        for values, name in (
-            (results.outputs, "outputs"),
-            (results.masks, "outputs"),
-            (results.logits, "outputs"),
-            (results.losses, "losses"),
-        ):
-            for place, value in enumerate(values):
-                if tf.is_tensor(value) and isinstance(placements[name][place], Sharded):
-                    if check_rows and values is results.outputs:
+        for name in ("outputs", "masks", "logits", "losses"):
+            values, kinds = getattr(results, name), placements.get(name, placements["outputs"])
+            for place, (value, kind) in enumerate(zip(values, kinds)):
+                if tf.is_tensor(value) and isinstance(kind, Sharded):
+                    if check_rows and name == "outputs":
                         value = sharding.checked(value, self.batch)
                     values[place] = sharding.kept(value, self.size)
 
 
 @contextlib.contextmanager
 def _listing_no_variables():
-    """Within, the graph lists no variables that have no hash.
+    """Within, the graph lists no variables.
 
-    TensorFlow 2.0 makes sets of them for a gradient of one's own, and fails: it lists those that
-    layers have made within any tf.function.
+    TensorFlow 2.0 makes sets of those that layers have made within any tf.function, for a gradient
+    of one's own, and fails: they have no hash.
     """
-    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     names = tf.compat.v1.GraphKeys.GLOBAL_VARIABLES, tf.compat.v1.GraphKeys.LOCAL_VARIABLES
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     lists = [] if graph is None else [graph.get_collection_ref(name) for name in names]
-    hidden = [(each, list(each)) for each in lists if not all(map(_has_hash, each))]
-    for each, _ in hidden:
+    before = [list(each) for each in lists]
+    for each in lists:
         del each[:]
     try:
         yield
     finally:
-        for each, variables in hidden:
+        for each, variables in zip(lists, before):
             each[:0] = variables
-
-
-def _has_hash(variable):
-    try:
-        return hash(variable) is not None
-    except TypeError:
-        return False
 
 
 def _dense(gradient):

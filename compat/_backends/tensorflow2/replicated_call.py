@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import sys
 
 import tensorflow as tf
 
@@ -83,22 +82,21 @@ class ReplicatedCall(_patching.InstanceMethod):
         state = self._state_of(model)
         trace = functools.partial(self._trace, call, arguments, state)
         trace = functools.lru_cache(None)(trace)  # made once for each call
+        made = across = None
+        why = "unknown"  # it cannot be traced with an unknown number of rows
         try:
             state.prepare(call, args, kwargs, trace)
-            made = trace() if len(self.devices) > 1 else None
-            across = None if made is None else made.across(state)
-        except Exception as error:  # it cannot be traced with an unknown number of rows
+            if len(self.devices) > 1:
+                made = trace()
+                across = made.across(state)
+            if across is None:
+                why = "fails"
+                replicas = self._computed(call, arguments, state, made)
+        except Exception as error:
             if len(self.devices) == 1 or _rows.trial.is_fault(error):
                 raise
-            across = _rows.Across(None, why="unknown")
-        if across is None:
-            try:
-                replicas = self._computed(call, arguments, state, made)
-            except Exception as error:
-                if len(self.devices) == 1 or _rows.trial.is_fault(error):
-                    raise
-                state.take_back()
-                across = _rows.Across(None, why="fails")
+            state.take_back()
+            across = _rows.Across(None, why=why)
         if across is not None:
             return self._whole(model, call, arguments, across)
         counted_batches.count(self.devices, arguments.rows, recording())
@@ -131,14 +129,9 @@ class ReplicatedCall(_patching.InstanceMethod):
         return results
 
     def _trace(self, call, arguments, state):
-        """The plain call's trace, which Keras' layers of batch normalization are apart from.
-
-        Eagerly it is kept for calls with arguments of the same kinds.
-        """
-        tensors, places, compute = as_function(call, state.traced, arguments.structure)
-        placements = arguments.placements()
-        placements = [placements[place] for place in places]
-        key = None
+        """The plain call's trace. Eagerly it is kept for calls with arguments of the same kinds."""
+        tensors, compute = as_function(call, state.traced, arguments.structure)
+        placements, key = arguments.placements(), None
         if tf.executing_eagerly():
             plain = [v for v in arguments.leaves if not tf.is_tensor(v)]
             kinds = [(str(t.dtype), str(t.shape[1:]), p) for t, p in zip(tensors, placements)]
@@ -146,24 +139,7 @@ class ReplicatedCall(_patching.InstanceMethod):
             if key in self.traces:
                 return self.traces[key]
 
-        def function(*placeholders):
-            results = compute(*placeholders)
-            return {
-                "outputs": results.outputs,
-                "losses": results.losses,
-                "updates": state.traced_updates,
-            }
-
-        def three_rows():
-            found = arguments.three_rows()
-            return [found[place] for place in places]
-
-        layers, device = state.layers, self.devices[0]
-        names = {getattr(layer, "name", None) for layer in layers}
-        apart = layer_state.noting_operations(layer_state.normalizations(layers))
-        with apart as noted, layer_state.flags_put_back(layers):
-            trace = Trace(function, tensors, placements, three_rows, device, names, noted)
-        trace.note_updates(state.traced_variables)
+        trace = Trace(compute, tensors, placements, arguments.three_rows, self.devices[0], state)
         if key is not None:
             self.traces[key] = trace
         return trace
@@ -186,20 +162,21 @@ class ReplicatedCall(_patching.InstanceMethod):
         """The state of a model or layer of Keras."""
         if hasattr(model, "_eager_losses"):
             return layer_state.Keras2State(model, len(self.devices))
-        return layer_state.Keras3State(sys.modules["keras"], model)
+        return layer_state.Keras3State(model)
 
     def _unreplicated(self, model, *args, **kwargs):
         """The call this one hides, converted by autograph where Keras would do so."""
         plain = self.plain(model)
-        package = type(model).__module__.split(".")[0]
-        by_user = package not in ("keras", "tf_keras", "tensorflow", "tensorflow_core")
-        if by_user and hasattr(model, "_eager_losses") and not tf.executing_eagerly():
+        if self._is_converted(model) and not tf.executing_eagerly():
             # Up to TensorFlow 2.3 nothing public, nor tf.__internal__, leads there.
             from tensorflow.python.autograph.core import ag_ctx
             from tensorflow.python.autograph.impl import api
 
             plain = api.tf_convert(plain, ag_ctx.control_status_ctx())
         return plain(*args, **kwargs)
+
+    def _is_converted(self, model):
+        return hasattr(model, "_eager_losses") and _keras_steps.is_users(type(model))
 
 
 def _merged(merging, state):

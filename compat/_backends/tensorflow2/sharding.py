@@ -48,7 +48,6 @@ class ShardedArguments:
     """
 
     def __init__(self, args, kwargs, replicas):
-        self.replicas = replicas
         self.structure = (args, kwargs)
         self.leaves = tf.nest.flatten(self.structure)
         arguments = list(args) + [kwargs[name] for name in sorted(kwargs)]
@@ -125,14 +124,18 @@ class ShardedArguments:
         """For each tensor that the arguments, and their masks, consist of how it has rows."""
         found, uneven = [], Sharded(0, inner=None, even=False)
         for value, is_data in zip(self.leaves, self.is_data):
-            count = len(tf.nest.flatten(value, expand_composites=True))
+            count = sum(map(tf.is_tensor, tf.nest.flatten(value, expand_composites=True)))
             if is_data is False:
                 found += [REPLICATED] * count
             elif isinstance(value, tf.SparseTensor):
                 found += [Unknown(), uneven, Count([0])]
             else:
                 found += [Sharded(0)] if count == 1 else [uneven] + [Unknown()] * (count - 1)
-        return found + [REPLICATED if is_data is False else Sharded(0) for is_data in self.is_data]
+        return found + [
+            REPLICATED if is_data is False else Sharded(0)
+            for value, is_data in zip(self.leaves, self.is_data)
+            if getattr(value, "_keras_mask", None) is not None
+        ]
 
     def three_rows(self):
         """For each of these tensors its values: of three rows, of two of them and of the third.
@@ -142,11 +145,10 @@ class ShardedArguments:
         real = self.has_values and int(self.rows) >= 3
         found, masks = [], []
         for value, is_data in zip(self.leaves, self.is_data):
-            mask = getattr(value, "_keras_mask", None)
-            for tensor, values in ((value, found), (mask, masks)):
-                if tensor is None or not tf.is_tensor(tensor):
-                    lanes = [[None]]
-                elif is_data is False:
+            for tensor, values in ((value, found), (getattr(value, "_keras_mask", None), masks)):
+                if not tf.is_tensor(tensor):
+                    continue
+                if is_data is False:
                     parts = tf.nest.flatten(tensor, expand_composites=True)
                     lanes = [[part if hasattr(part, "numpy") else None for part in parts]] * 3
                 else:
@@ -182,9 +184,7 @@ def _made_up(tensor):
 
 
 def _of_type(values, dtype):
-    return tf.cast(values, dtype) if dtype.is_floating or dtype.is_complex else (
-        tf.cast(values > 0, dtype)
-    )  # fmt: skip
+    return tf.cast(values if dtype.is_floating or dtype.is_complex else values > 0, dtype)
 
 
 def _rows(value, start, stop):

@@ -5,7 +5,7 @@ import itertools
 
 import tensorflow as tf
 
-from ... import _patching, _replicas
+from ... import _keras_steps, _patching, _replicas
 from ..._verification import keras_steps
 from . import op_placement
 
@@ -22,7 +22,7 @@ class VerifiedTensorFlow2Step(keras_steps.Verified):
             return True
         optimizers = keras_steps.optimizers(model)
         optimizer = getattr(model, "optimizer", None)
-        if _is_keras_own(model, "train_step") and optimizer is not None:
+        if optimizer is not None and not _keras_steps.is_users(type(model).train_step):
             self.has_built = _build(optimizer, model.trainable_variables) or self.has_built
             optimizers = [optimizer]
         return all(_is_built(optimizer) for optimizer in optimizers)
@@ -32,11 +32,6 @@ class VerifiedTensorFlow2Step(keras_steps.Verified):
 
     def step(self, function, args):
         return _TensorFlow2Step(self, function, args[0])
-
-
-def _is_keras_own(model, method):
-    package = getattr(getattr(type(model), method, None), "__module__", "").split(".")[0]
-    return package in ("keras", "tf_keras", "tensorflow", "tensorflow_core")
 
 
 def _build(optimizer, variables):

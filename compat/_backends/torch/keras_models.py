@@ -164,24 +164,9 @@ def refuse_torch_compile(model):
 
 def install(model, devices):
     """Have a Keras model run on several devices, and the models that steps of its own call."""
-    ReplicatedKerasCall(devices).install(model)
-    if not _keras_steps.has_own_steps(model):
-        return
-    for part in _keras_steps.called_models(model):
-        reason = _keras.undivided(part)
-        if reason:
-            _keras.warn_not_divided(part, reason, "one device")
-        elif ReplicatedKerasCall.of(part) is None:
-            ReplicatedKerasCall(devices, belongs_to_step=True).install(part)
-    _keras_steps.WatchedTraining(devices).install(model)
+    _keras_steps.install(ReplicatedKerasCall, model, devices, "one device")
 
 
 def remove(model):
     """Make a model plain, and the models within that became replicated with it."""
-    for part in _keras.all_layers(model):
-        replicated = ReplicatedKerasCall.of(part)
-        if replicated is not None and (part is model or replicated.belongs_to_step):
-            replicated.remove(part)
-    watched = _keras_steps.WatchedTraining.of(model)
-    if watched is not None:
-        watched.remove(model)
+    _keras_steps.remove(ReplicatedKerasCall, model)
