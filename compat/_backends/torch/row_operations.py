@@ -12,7 +12,7 @@ import re
 import torch
 
 from ... import _rows
-from .calls import REPLICATED, RowCount, counted, indexed, permuted, tensors_in
+from .calls import REPLICATED, RowCount, counted, indexed, tensors_in, viewed
 
 Sharded, Mixed, Partial = _rows.Sharded, _rows.Mixed, _rows.Partial
 
@@ -31,8 +31,6 @@ def line(*names):
 
 def canonical(name):
     """The name of the function of which this is a form: ``add`` of ``add_`` and ``__iadd__``."""
-    if name in ("__getitem__", "__setitem__", "__get__"):
-        return name
     operator = re.match("__[ri]?(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor|matmul)__$", name)
     if operator:
         return operator.group(1)
@@ -190,17 +188,12 @@ def einsum(call):
 
 @line("scaled_dot_product_attention")
 def attention(call):
-    values = [call.value(tensor) for tensor in call.args[:3]]
-    batch = "abcdefgh"[: values[0].rank - 2]
-    letters = [batch[len(batch) - v.rank + 2 :] + e for v, e in zip(values, ("LE", "SE", "SV"))]
-    mask = call.get(3, "attn_mask")
-    if mask is not None:
-        values.append(call.value(mask))
-        letters.append((batch + "LS")[len(batch) + 2 - mask.dim() :])
-    if any(isinstance(v.placement, Sharded) and v.axis >= v.rank - 2 for v in values):
+    """The last two dimensions are those of time and of features."""
+    axes = [value.axis for value in call.values]
+    rows = [value for value in call.values if value.axis is not None]
+    if len({value.rank for value in rows}) != 1 or rows[0].axis >= rows[0].rank - 2:
         return Mixed()
-    found = _rows.contracted(values, letters, batch + "LV")
-    return Mixed() if isinstance(found, Partial) else found
+    return _rows.by_row(call.values, axes)
 
 
 # Layers -----------------------------------------------------------------------------------------
@@ -319,9 +312,10 @@ def ctc_loss(call):
 # Views ------------------------------------------------------------------------------------------
 
 
-@line("transpose swapaxes swapdims t permute movedim moveaxis adjoint T mT H mH")
-def transposed(call):
-    return _rows.transposed(call.value(call.first), permuted(call))
+line(
+    "transpose swapaxes swapdims t permute movedim moveaxis adjoint T mT H mH unsqueeze select",
+    "narrow",
+)(viewed)
 
 
 @line("view reshape flatten ravel")
@@ -346,18 +340,10 @@ def reshaped(call):
 
 @line("squeeze")
 def squeezed(call):
-    value = call.value(call.first)
-    dims = call.get(1, "dim")
-    if dims is None:  # the rows' stays, see ``watch``
-        dims = [dim for dim, size in enumerate(value.shape) if size == 1]
-    dims = list(dims) if isinstance(dims, (list, tuple)) else [dims]
-    dims = [dim for dim in dims if value.shape[dim] == 1 or dim % value.rank == value.axis]
-    return _rows.squeezed(value, dims)
-
-
-@line("unsqueeze")
-def unsqueezed(call):
-    return _rows.expanded(call.value(call.first), call.get(1, "dim"))
+    """Where none are named the rows' stays, see ``watch``."""
+    value, dims = call.value(call.first), call.get(1, "dim", default=())
+    dims = dims if isinstance(dims, (list, tuple)) else [dims]
+    return Mixed() if value.axis in [dim % value.rank for dim in dims] else viewed(call)
 
 
 @line("expand broadcast_to")
@@ -393,12 +379,11 @@ def repeated(call):
     return _rows.repeated(call.value(call.first), call.get(2, "dim"), times)
 
 
-@line("select unbind narrow split chunk tensor_split split_with_sizes")
+@line("unbind split chunk tensor_split split_with_sizes")
 def parts(call):
-    name = canonical(call.name)
-    dim = call.get(1 if name in ("select", "unbind", "narrow") else 2, "dim", default=0)
-    part = "one" if name in ("select", "unbind") else "part"
-    return _rows.sliced(call.value(call.first), {dim: part})
+    is_one = call.name == "unbind"
+    dim = call.get(1 if is_one else 2, "dim", default=0)
+    return _rows.sliced(call.value(call.first), {dim: "one" if is_one else "part"})
 
 
 @line("pad constant_pad_nd")
@@ -422,7 +407,7 @@ def stacked(call):
 
 # Looking up and sorting in ------------------------------------------------------------------------
 
-TABLE["__getitem__"] = indexed
+line("getitem")(indexed)
 
 
 @line("index_select")
