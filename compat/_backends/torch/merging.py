@@ -1,7 +1,7 @@
 """How one value of all replicas becomes that of one device: decided once, from how it was made.
 
-``decide`` finds a rule from the tags of ``watch``, ``trials.prove`` holds all rules against a trial: two
-parts of three rows, compared with the three together.
+``decide`` finds a rule from the tags of ``watch``, ``trials.prove`` holds all rules against a
+trial: two parts of three rows, compared with the three together.
 """
 
 import math

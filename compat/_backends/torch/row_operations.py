@@ -12,7 +12,7 @@ import re
 import torch
 
 from ... import _rows
-from .calls import REPLICATED, RowCount, counted, indexed, tensors_in, viewed
+from .calls import REPLICATED, Call, RowCount, counted, indexed, tensors_in, viewed
 
 Sharded, Mixed, Partial = _rows.Sharded, _rows.Mixed, _rows.Partial
 
@@ -408,6 +408,20 @@ def stacked(call):
 # Looking up and sorting in ------------------------------------------------------------------------
 
 line("getitem")(indexed)
+
+
+@line("setitem")
+def set_item(call):
+    """``tensor[index] = value``."""
+    tensor, index, given = call.args
+    whole = call.value(tensor).placement
+    part = indexed(Call(torch.Tensor.__getitem__, (tensor, index), {}, call.rows))
+    shape = list(tensor[index].shape)
+    if isinstance(part, Sharded):
+        shape[part.axis] = None
+    value = call.value(given) if isinstance(given, torch.Tensor) else _rows.Value(REPLICATED, [])
+    found = _rows.pointwise([_rows.Value(part, shape), value])
+    return whole if found == part and isinstance(part, type(whole)) else Mixed()
 
 
 @line("index_select")
