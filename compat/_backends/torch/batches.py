@@ -5,11 +5,13 @@ time unless they are made with ``batch_first=True``, and hidden states have the 
 """
 
 import contextlib
+import functools
 import inspect
 import operator
 from collections.abc import MutableMapping
 
 import torch
+from torch.nn.utils import rnn
 from torch.nn.utils.rnn import PackedSequence
 
 tree = torch.utils._pytree
@@ -89,35 +91,32 @@ def flatten(value, seen=None):
     """
     seen = {} if seen is None else seen
     leaves, spec = tree.tree_flatten(value, is_leaf=_is_leaf)
-    flat, parts, inside = [], [], []
+    flat, makers, inside = [], [], []  # of each leaf: what takes it from an iterator of new ones
     for leaf in leaves:
         contents = None if isinstance(leaf, PLAIN) else _contents(leaf)
         if contents is None:
             flat.append(leaf)
-            parts.append((1, None))
+            makers.append(next)
         elif id(leaf) in seen:
-            parts.append((0, lambda new, v=leaf: v))
+            makers.append(lambda values, same=leaf: same)
             inside.append(type(leaf))
         else:
             seen[id(leaf)] = leaf
+            names = list(contents)
             found, rebuild, described = flatten(tuple(contents.values()), seen)
             flat += found
-            names = list(contents)
-            parts.append((len(found), _setter(leaf, names, rebuild)))
+            makers.append(functools.partial(_refilled, leaf, names, rebuild))
             inside.append((type(leaf), names, described))
 
     def unflatten(values):
-        values, nested = list(values), []
-        for count, rebuild in parts:
-            mine, values = values[:count], values[count:]
-            nested.append(mine[0] if rebuild is None else rebuild(mine))
-        return tree.tree_unflatten(nested, spec)
+        values = iter(values)
+        return tree.tree_unflatten([make(values) for make in makers], spec)
 
     return flat, unflatten, (spec, inside)
 
 
-def _setter(value, names, rebuild):
-    return lambda new: set_contents(value, dict(zip(names, rebuild(new))))
+def _refilled(value, names, rebuild, values):
+    return set_contents(value, dict(zip(names, rebuild(values))))
 
 
 # Rows -----------------------------------------------------------------------------------------
@@ -145,29 +144,18 @@ class Packed:
     dim = 0
 
     def rows(self, value, rows):
-        padded, lengths = torch.nn.utils.rnn.pad_packed_sequence(value, batch_first=True)
-        rows = torch.tensor(list(rows))
-        return _pack(padded[rows.to(padded.device)], lengths[rows], value)
+        sequences = rnn.unpack_sequence(value)
+        return _packed([sequences[row] for row in rows], value)
 
 
-def _pack(padded, lengths, like):
-    return torch.nn.utils.rnn.pack_padded_sequence(
-        padded, lengths, batch_first=True, enforce_sorted=like.sorted_indices is None
-    )
+def _packed(sequences, like):
+    return rnn.pack_sequence(sequences, enforce_sorted=like.sorted_indices is None)
 
 
 def cat_packed(values, home):
     """The sequences of all replicas as one."""
-    pairs = [
-        torch.nn.utils.rnn.pad_packed_sequence(value.to(home), batch_first=True) for value in values
-    ]
-    longest = max(padded.shape[1] for padded, _ in pairs)
-    rows = []
-    for padded, _ in pairs:
-        missing = longest - padded.shape[1]
-        rest = padded.new_zeros((padded.shape[0], missing) + padded.shape[2:])
-        rows.append(torch.cat([padded, rest], 1))
-    return _pack(torch.cat(rows), torch.cat([lengths for _, lengths in pairs]), values[0])
+    unpacked = [rnn.unpack_sequence(value.to(home)) for value in values]
+    return _packed([sequence for each in unpacked for sequence in each], values[0])
 
 
 def cat_rows(values, dim, outer, home):
@@ -198,11 +186,10 @@ class DividedArguments:
         names = names + [None] * len(args)
         for name, value in list(zip(names, args)) + list(kwargs.items()):
             leaves, unflatten, spec = flatten(value, seen)
-            if convert is not None:
-                leaves = [convert(leaf) for leaf in leaves]
+            leaves = leaves if convert is None else list(map(convert, leaves))
             self.leaves += leaves
             self.names += [name] * len(leaves)
-            self.parts.append((len(leaves), unflatten))
+            self.parts.append(unflatten)
             key.append((name, spec, [_kind(leaf) for leaf in leaves]))
         self.key = str(key)
         self.contents = [(each, _contents(each)) for each in seen.values()]
@@ -223,18 +210,12 @@ class DividedArguments:
     def given(self, leaves):
         """Within, the containers have these leaves: ``args, kwargs`` and what they were given."""
         try:
-            args, kwargs = self.with_leaves(leaves)
+            rest = iter(leaves)
+            values = [unflatten(rest) for unflatten in self.parts]
+            args, kwargs = values[: self.count], dict(zip(self.keywords, values[self.count :]))
             yield args, kwargs, Given(self, leaves, args, kwargs)
         finally:
             self.restore()
-
-    def with_leaves(self, leaves):
-        """Arguments nested like these, in the same containers: ``args, kwargs``."""
-        leaves, values = list(leaves), []
-        for count, unflatten in self.parts:
-            values.append(unflatten(leaves[:count]))
-            leaves = leaves[count:]
-        return values[: self.count], dict(zip(self.keywords, values[self.count :]))
 
 
 class Given:

@@ -138,18 +138,13 @@ class _Merge:
         first = values[0]
         if isinstance(first, _rows.Mixed):
             raise NotMergeable(first.why)
-        if any(type(value) is not type(first) for value in values):
+        paths = {(type(v), getattr(v, "function", getattr(v, "kind", None))) for v in values}
+        if len(paths) > 1 or not isinstance(first, EXPRESSIONS):
             raise NotMergeable()  # the replicas took different paths through the model
-        if not isinstance(first, EXPRESSIONS):
-            raise NotMergeable()
         if isinstance(first, State):
             return first.value.to(self.home)
         if isinstance(first, Total):
-            if any(value.kind != first.kind for value in values):
-                raise NotMergeable()
             return self.total(values)
-        if any(value.function is not first.function for value in values):
-            raise NotMergeable()
         args = self.arguments([value.args for value in values])
         kwargs = self.arguments([value.kwargs for value in values])
         if first.in_place:

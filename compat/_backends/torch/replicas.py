@@ -208,38 +208,34 @@ class ReplicatedMethod(_patching.InstanceMethod):
 
     def merge(self, model, state, arguments, layout, known, outcomes, watched):
         """Set state and losses, and return the result."""
-        everyone, sizes = outcomes, _replicas.sizes(layout.rows, len(outcomes))
-        counted = [(o, size) for o, size in zip(outcomes, sizes) if size]
-        outcomes, sizes = [outcome for outcome, _ in counted], [size for _, size in counted]
-        first = outcomes[0]
-        if any(list(outcome.values) != list(first.values) for outcome in outcomes):
+        all_sizes = _replicas.sizes(layout.rows, len(outcomes))
+        counted = [outcome for outcome, size in zip(outcomes, all_sizes) if size]
+        first, sizes = counted[0], list(filter(None, all_sizes))
+        if any(list(outcome.values) != list(first.values) for outcome in counted):
             raise NotMergeable()
         home = self.home(model, arguments)
         if watched:
-            self.decide(model, state, arguments, layout, known, outcomes, sizes, home)
+            self.decide(model, state, arguments, layout, known, counted, sizes, home)
         merged = {}
         for key in first.values:
             rule = known.rules[key]
             if rule.kind != "unchanged":
-                values = [outcome.values[key] for outcome in outcomes]
+                values = [outcome.values[key] for outcome in counted]
                 if rule.kind == "rows" and rule.copies == 1:
-                    values = self.with_empty(everyone, layout.rows, key, rule.dim)
+                    # Of a replica without rows of its own none: it gets gradients, 0, too.
+                    values = [
+                        outcome.values[key] if size else _none_of(outcome.values[key], rule.dim)
+                        for outcome, size in zip(outcomes, all_sizes)
+                    ]
                 with torch.set_grad_enabled(torch.is_grad_enabled() and key[0] != "state"):
                     merged[key] = rule.merged(values, sizes, home, state.before.get(key))
         for key in first.numbers:
             merged[key] = merged[key].item()
         state.finish(merged)
-        sizes = _replicas.sizes(layout.rows, len(everyone))
-        sizes += [0] * (len(self.devices) - len(sizes))
-        _work.count(self.devices, sizes, torch.is_grad_enabled())
+        all_sizes += [0] * (len(self.devices) - len(all_sizes))
+        _work.count(self.devices, all_sizes, torch.is_grad_enabled())
         results = [untagged(merged[("result", i)]) for i in range(first.results)]
         return first.unflatten(results)[0]
-
-    def with_empty(self, outcomes, rows, key, dim):
-        """Also no rows of each replica that has none of its own: it gets gradients, 0, too."""
-        sizes = _replicas.sizes(rows, len(outcomes))
-        values = [outcome.values[key] for outcome in outcomes]
-        return [v if size else _none_of(v, dim) for v, size in zip(values, sizes)]
 
     def decide(self, model, state, arguments, layout, known, outcomes, sizes, home):
         """Find the rules of a call that was watched."""
@@ -282,8 +278,8 @@ class ReplicatedMethod(_patching.InstanceMethod):
                     if not isinstance(first.tag, _rows.Mixed):  # that may be chance
                         lines.append(str(first.across))
         if doubtful:
-            bounds = [_replicas.bounds(layout.rows, len(outcomes), i) for i in range(len(outcomes))]
-            parts = [list(range(start, stop)) for start, stop in bounds]
+            count = len(outcomes)
+            parts = [range(*_replicas.bounds(layout.rows, count, i)) for i in range(count)]
             try:
                 trial = self.trial(model, arguments, layout, parts)
                 trials.prove(trial, known.rules, state.before, home)
@@ -293,18 +289,16 @@ class ReplicatedMethod(_patching.InstanceMethod):
         known.totals.add(layout.rows)
         return chosen
 
-    def trial(self, model, arguments, layout, parts=None):
+    def trial(self, model, arguments, layout, parts=_rows.trial.PARTS):
         """A trial of rows of this batch; what is sorted stays sorted."""
         home, last = self.home(model, arguments), layout.rows - 1
-        if parts is None:
-            parts = [[min(row, last) for row in part] for part in _rows.trial.PARTS]
+        parts = [[min(row, last) for row in part] for part in parts]
         return trials.PartsTrial(
             functools.partial(self.try_rows, model, arguments, layout, home), parts
         )
 
     def try_rows(self, model, arguments, layout, home, rows):
         """What these rows give, without dropout, and without a trace."""
-        rows = [row % layout.rows for row in rows]
         numbers = RandomNumbers()
         try:
             with torch.no_grad(), evaluating(model):

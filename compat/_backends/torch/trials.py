@@ -44,10 +44,8 @@ class PartsTrial:
 
     def values(self, key):
         """The parts' values and that of all rows; None where there are none."""
-        if any(key not in outcome.values for outcome in self.outcomes):
-            return None
-        found = [outcome.values[key] for outcome in self.outcomes]
-        return found[1:], found[0]
+        found = [outcome.values[key] for outcome in self.outcomes if key in outcome.values]
+        return (found[1:], found[0]) if len(found) == len(self.outcomes) else None
 
     def is_random(self):
         """Whether the same rows give something else each time."""
@@ -74,10 +72,7 @@ def prove(trial, rules, before, home):
             raise NotMergeable()
         if not fits(rule, values, trial.sizes, home, before.get(key)):
             raise NotMergeable(_rows.Across(None, why="unknown" if trial.is_random() else "tried"))
-    described = {str(outcome.described) for outcome in trial.outcomes}
-    if len(described) > 1 or any(
-        set(o.values) != set(trial.outcomes[0].values) for o in trial.outcomes
-    ):
+    if len({(str(each.described), frozenset(each.values)) for each in trial.outcomes}) > 1:
         raise NotMergeable()
 
 
