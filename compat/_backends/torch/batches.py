@@ -4,6 +4,7 @@ Rows come first in torch, except in its recurrent layers and transformers: their
 time unless they are made with ``batch_first=True``, and hidden states have the rows second always.
 """
 
+import collections
 import contextlib
 import functools
 import inspect
@@ -122,12 +123,8 @@ def _refilled(value, names, rebuild, values):
 # Rows -----------------------------------------------------------------------------------------
 
 
-class RowDimension:
+class RowDimension(collections.namedtuple("RowDimension", "dim inner")):
     """Where an argument has the rows: dimension ``dim``, ``inner`` neighbours for each."""
-
-    def __init__(self, dim, inner=1):
-        self.dim = dim
-        self.inner = inner
 
     def rows(self, value, rows):
         """These rows, in this order."""
@@ -137,11 +134,8 @@ class RowDimension:
         return value.index_select(self.dim, torch.tensor(index, device=value.device))
 
 
-class Packed:
+class Packed(RowDimension):
     """Sequences packed into one tensor, cut by sequences."""
-
-    inner = 1
-    dim = 0
 
     def rows(self, value, rows):
         sequences = rnn.unpack_sequence(value)
@@ -156,15 +150,6 @@ def cat_packed(values, home):
     """The sequences of all replicas as one."""
     unpacked = [rnn.unpack_sequence(value.to(home)) for value in values]
     return _packed([sequence for each in unpacked for sequence in each], values[0])
-
-
-def cat_rows(values, dim, outer, home):
-    """The rows of all replicas together, ``outer`` times in dimension ``dim``."""
-    values = [value.to(home) for value in values]
-    if outer == 1:
-        return torch.cat(values, dim)
-    parts = [value.unflatten(dim, (outer, -1)) for value in values]
-    return torch.cat(parts, dim + 1).flatten(dim, dim + 1)
 
 
 class DividedArguments:
@@ -269,12 +254,8 @@ def names_of(function):
     return [parameter.name for parameter in parameters if parameter.kind in positional]
 
 
-class Layout:
+class Layout(collections.namedtuple("Layout", "rows cuts")):
     """How a call's arguments are cut: ``rows``, and a ``RowDimension`` or None for each leaf."""
-
-    def __init__(self, rows, cuts):
-        self.rows = rows
-        self.cuts = cuts
 
     def cut(self):
         """The numbers of the arguments that are cut."""
@@ -285,10 +266,7 @@ class Layout:
         if not whole:
             return self
         cuts = [None if number in whole else cut for number, cut in enumerate(self.cuts)]
-        return Layout(self.rows, cuts)
-
-    def pattern(self):
-        return tuple(cut and (cut.dim, cut.inner) for cut in self.cuts)
+        return Layout(self.rows, tuple(cuts))
 
 
 def layout(arguments, dim=0, states=None):
@@ -308,7 +286,7 @@ def layout(arguments, dim=0, states=None):
     cuts = []
     for leaf, name in zip(arguments.leaves, arguments.names):
         if isinstance(leaf, PackedSequence):
-            cuts.append(Packed())
+            cuts.append(Packed(0, 1))
         elif isinstance(leaf, torch.Tensor):
             is_state = (
                 states
@@ -319,7 +297,7 @@ def layout(arguments, dim=0, states=None):
             cuts.append(_cut_of(leaf, name or "", rows, 1 if is_state else dim))
         else:
             cuts.append(None)
-    return Layout(rows, cuts)
+    return Layout(rows, tuple(cuts))
 
 
 def _cut_of(leaf, name, rows, dim):
@@ -330,7 +308,7 @@ def _cut_of(leaf, name, rows, dim):
         return RowDimension(0, leaf.shape[0] // rows)  # one for each head
     if name.endswith("key_padding_mask"):
         dim = 0
-    return RowDimension(dim) if _size(leaf, dim) == rows else None
+    return RowDimension(dim, 1) if _size(leaf, dim) == rows else None
 
 
 def _size(leaf, dim):

@@ -130,8 +130,8 @@ class Call:
 
     results = ()
 
-    def __init__(self, func, args, kwargs, rows, name=None, counting=False):
-        self.name, self.func, self.args, self.kwargs = name or name_of(func), func, args, kwargs
+    def __init__(self, func, args, kwargs, rows, counting=False):
+        self.name, self.func, self.args, self.kwargs = name_of(func), func, args, kwargs
         self.rows, self.counting = rows, counting
         self.given = list(tensors_in((args, kwargs)))
         self.tags = [tag_of(tensor) for tensor in self.given]
@@ -172,13 +172,6 @@ class Call:
     @property
     def values(self):
         return list(map(self.value, self.given))
-
-    def axes(self, at=1, names=("dim", "axis"), default=None):
-        """The dimensions that are given, or None for all of them."""
-        axes = self.get(at, *names, default=default)
-        if isinstance(axes, (torch.Tensor, torch.dtype, bool, str)) or axes == ():
-            return default
-        return axes
 
     def sizes(self, at=1, *names):
         """Sizes that are given one by one, or as a tuple."""

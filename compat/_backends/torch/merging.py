@@ -86,7 +86,12 @@ def like(value):
 def _rows_of_all(values, dim, copies, home):
     if len({value.shape[:dim] + value.shape[dim + 1 :] for value in values}) > 1:
         raise NotMergeable()
-    merged = batches.cat_rows(values, dim, copies, home)
+    parts = [value.to(home) for value in values]
+    if copies == 1:
+        merged = torch.cat(parts, dim)
+    else:
+        parts = [part.unflatten(dim, (copies, -1)) for part in parts]
+        merged = torch.cat(parts, dim + 1).flatten(dim, dim + 1)
     masks = [getattr(value, "_keras_mask", None) for value in values]
     if masks[0] is not None:
         merged._keras_mask = torch.cat([mask.to(home) for mask in masks])
@@ -145,7 +150,7 @@ def decide(key, values, sizes, before, home, trial):
     """
     rule = _decide(key, values, sizes, before, home, trial)
     rule.like = like(values[0])
-    rule.form = _form(values)
+    rule.form = _form(values[0])
     return rule
 
 
@@ -172,12 +177,12 @@ def _decide(key, values, sizes, before, home, trial):
     if key[0] == "state" and (found is None or isinstance(found, State)):
         if all(torch.equal(value.to(before), before) for value in values):
             return Rule("unchanged")
-    simple = isinstance(found, Total) and found.regular and found.kind in ("sum", "mean")
-    if simple and found.kind == "mean" and key[0] == "state":
-        return Rule("mean")  # an average of batch normalization
     if isinstance(found, EXPRESSIONS) and not isinstance(found, State):
         rule = _expression(key, values, home, trial)
-        return Rule(found.kind) if simple and key[0] in ("result", "loss") else rule
+        # State may be a mean of batch normalization's; a sum would be added to what was there.
+        kinds = ("sum", "mean") if key[0] in ("result", "loss") else ("mean",)
+        simple = isinstance(found, Total) and found.regular and found.kind in kinds
+        return Rule(found.kind) if simple else rule
     if all(close(value, first) for value in values):
         return Rule("first")
     return _of_rows_that_were_lost(key, trial)
@@ -210,11 +215,10 @@ def _of_numbers(key, values, before, trial):
     if all(isinstance(value, RowCount) for value in values) and before is None:
         return Rule("sum")
     found = trial.values(key)
-    same = Rule("first", lasting=key[0] == "result"), Rule("sum", lasting=key[0] == "result")
-    if found is not None:
-        for rule in same:
-            if fits(rule, found, trial.sizes, None, before):
-                return rule
+    for kind in ("first", "sum") if found is not None else ():
+        rule = Rule(kind, lasting=key[0] == "result")
+        if fits(rule, found, trial.sizes, None, before):
+            return rule
     raise NotMergeable(_rows.Across("that computes a number in Python", why="unknown"))
 
 
@@ -242,7 +246,7 @@ def _expression(key, values, home, trial):
 
 def still(rule, values):
     """Whether the rule of an earlier call is that of these values, too."""
-    if rule.form != _form(values):
+    if rule.form != _form(values[0]):
         return False
     if rule.kind != "expression":
         return True
@@ -252,12 +256,12 @@ def still(rule, values):
         return False
 
 
-def _form(values):
+def _form(value):
     """What values have in common that were computed in the same way."""
-    found = tag_of(values[0])
+    found = tag_of(value)
     if isinstance(found, Total):
-        return (type(values[0]), Total, found.kind, found.regular)
-    return (type(values[0]), found if isinstance(found, _rows.Placement) else type(found))
+        return type(value), Total, found.kind, found.regular
+    return type(value), found if isinstance(found, _rows.Placement) else type(found)
 
 
 def is_one_devices(escapes, home):

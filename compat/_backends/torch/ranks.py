@@ -105,8 +105,7 @@ class RankedKerasCall(Ranked):
 
     def count(self, model, batch):
         if batch is not None and self.exchange(model).rows.step is None:
-            rows, training = int(batch.shape[0]), torch.is_grad_enabled()
-            keras_model.count(model, rows, training)
+            keras_model.count(model, int(batch.shape[0]), torch.is_grad_enabled())
 
     def weights_made(self, model):
         return len(model.weights) or None

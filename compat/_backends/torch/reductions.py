@@ -6,6 +6,8 @@ rows, ``State`` is from before, ``ComputedTotal`` is a function of these. ``toge
 totals of all replicas together, and computes the functions of them once.
 """
 
+import collections
+
 import torch
 
 from ... import _rows
@@ -78,18 +80,9 @@ class Constant:
         self.version = value._version
 
 
-class Escape:
-    """A number that a replica's rows have given to Python, which may choose its way by it.
-
-    Attributes:
-        across: where, an ``Across``.
-        tag: an expression, or ``Mixed``.
-        value: the number.
-    """
-
-    def __init__(self, across, tag, value):
-        self.across, self.tag, self.value = across, tag, value
-
+#: A number that a replica's rows have given to Python, which may choose its way by it: where, an
+#: ``Across``; its tag, an expression or ``Mixed``; and the number.
+Escape = collections.namedtuple("Escape", "across tag value")
 
 EXPRESSIONS = (Total, State, ComputedTotal)
 

@@ -43,7 +43,7 @@ class ReplicatedMethod(_patching.InstanceMethod):
         super().__init__(devices)
         # By kind of call; None: it runs whole. Deep copies, of the same architecture, share it.
         self.known = {}
-        self.choices = None  # where the rows may be
+        self.choices = None  # where the rows may be: arguments of ``batches.layout``
         self.names = None
         self.warned = False  # that it runs whole
         self.tried = {}  # functions without a rule, by the kind of call
@@ -67,7 +67,7 @@ class ReplicatedMethod(_patching.InstanceMethod):
             if any(_is_unknown(leaf) for leaf in arguments.leaves):
                 warn_not_divided(model, "no tensor, as far as torch.utils._pytree finds them")
             return self.plainly(model, arguments, arguments.leaves)
-        kinds = {(model.training, arguments.key, each.pattern()): each for each in layouts}
+        kinds = {(model.training, arguments.key, each.cuts): each for each in layouts}
         kind = next((kind for kind in kinds if self.known.get(kind) is not None), None)
         known, rows = self.known.get(kind), layouts[0].rows
         # Of one row nothing can be learned.
@@ -152,8 +152,13 @@ class ReplicatedMethod(_patching.InstanceMethod):
 
     def layouts(self, model, arguments):
         """How the arguments may be cut, the likeliest first."""
-        layout = batches.layout(arguments)
-        return [] if layout is None else [layout]
+        if self.choices is None:
+            self.choices = self.choices_for(model)
+        found = [batches.layout(arguments, *choice) for choice in self.choices]
+        return [layout for layout in found if layout is not None]
+
+    def choices_for(self, model):
+        return [(0,)]
 
     def name_of(self, model):
         return type(model).__name__

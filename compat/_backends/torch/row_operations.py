@@ -102,12 +102,10 @@ DIMS = {
     "linalg_vector_norm": (2, None), "linalg_norm": (2, None),
 }  # fmt: skip
 
-#: Kinds of totals that ``reductions`` puts together.
+#: What ``reductions`` puts together, where that has another name.
 TOTALS = {
-    "sum": "sum", "nansum": "sum", "count_nonzero": "sum", "mean": "mean", "max": "max",
-    "amax": "max", "min": "min", "amin": "min", "any": "any", "all": "all", "norm": "norm",
+    "nansum": "sum", "count_nonzero": "sum", "amax": "max", "amin": "min",
     "linalg_vector_norm": "norm", "linalg_norm": "norm",
-    "logsumexp": "logsumexp",
 }  # fmt: skip
 
 
@@ -120,7 +118,7 @@ def reduced(call):
     name, value = canonical(call.name), call.value(call.first)
     if isinstance(call.get(1, "other"), torch.Tensor):  # the larger ones
         return pointwise(call)
-    kind = TOTALS.get(name, "other")
+    kind = TOTALS.get(name, name)
     if kind == "norm":  # linalg_norm() may take the norm of matrices
         orders = (None, "fro") if name == "linalg_norm" else (None, "fro", 2)
         kind = kind if call.get(1, "p", "ord") in orders else "other"
@@ -134,7 +132,9 @@ def reduced(call):
 
 def _dims(call):
     at, default = DIMS.get(canonical(call.name), (1, None))
-    return call.axes(at, ("dim", "axis", "dims"), default)
+    dims = call.get(at, "dim", "axis", "dims", default=default)
+    is_another = isinstance(dims, (torch.Tensor, torch.dtype, bool, str))
+    return default if is_another or dims == () else dims
 
 
 @line(

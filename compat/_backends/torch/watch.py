@@ -141,11 +141,10 @@ class Watch(torch.overrides.TorchFunctionMode):
     def sizes(self, call, result):
         """A shape in which the sizes that grow with the batch are ``RowCount``s."""
         name, args, tensor, rows = call.name, call.args, call.given[0], call.tags[0]
-        if isinstance(rows, _rows.Mixed) or is_sharded(tensor) and not rows.even:
-            if not where.is_packing():  # there may be as many as some values of rows ask for
+        if not is_sharded(tensor) or not rows.even:
+            # There may be as many as some values of rows ask for.
+            if isinstance(rows, _rows.Placement) and not where.is_packing():
                 self.escapes.append(Escape(self.across(name), self.mixed(name), result))
-            return result
-        if not is_sharded(tensor):
             return result
         if name == "__len__" and rows.axis == 0 or name in ("numel", "nelement", "nbytes"):
             self.count_given(name)
@@ -249,7 +248,7 @@ class Watch(torch.overrides.TorchFunctionMode):
             return Total("mean", value, bound["input"].shape[0], placement.even)
         if call.name in row_operations.CLASS_LOSSES:
             return Total("mean", value, function_kinds.targets_weight(**bound))
-        first = next(t for t in calls.tensors_in(call.args) if is_sharded(t))
+        first = next(tensor for tensor in call.given if is_sharded(tensor))
         return Total("mean", value, first.numel(), placement.even)
 
     def sorted_in(self, call, kept, before):
