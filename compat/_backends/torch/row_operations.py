@@ -87,11 +87,6 @@ def of_the_first(call):
     return _rows.pointwise([call.value(call.first)])
 
 
-@line("isin bucketize")
-def compared(call):
-    return _by_row(call, 1, call.value(call.first).axis)
-
-
 # Along dimensions -------------------------------------------------------------------------------
 
 #: Where a function is given dimensions, and which they are else; of others they are the second
@@ -149,16 +144,22 @@ def along(call):
 @line(
     "linear layer_norm rms_norm tril triu max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d",
     "avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d",
-    "adaptive_max_pool2d adaptive_max_pool3d",
+    "adaptive_max_pool2d adaptive_max_pool3d conv1d conv2d conv3d conv_transpose1d",
+    "conv_transpose2d conv_transpose3d isin bucketize",
+    # All but the first dimension:
+    "interpolate dropout1d dropout2d dropout3d feature_alpha_dropout feature_dropout group_norm",
+    "instance_norm",
 )
 def along_the_last(call):
     """Weights are the same for all rows."""
     name = canonical(call.name)
-    count = {"linear": 1, "tril": 2, "triu": 2}.get(name)
-    if name.endswith("norm"):
+    if name in ("layer_norm", "rms_norm"):
         count = len(call.get(1, "normalized_shape"))
-    elif count is None:
-        count = int(name[-2])
+    elif "pool" in name or "conv" in name:  # and channels
+        count = int(name[-2]) + ("conv" in name)
+    else:
+        counts = {"linear": 1, "tril": 2, "triu": 2, "isin": 0, "bucketize": 0}
+        count = counts.get(name, call.first.dim() - 1)
     if any(not isinstance(value.placement, _rows.Replicated) for value in call.values[1:]):
         return Mixed()
     return _rows.along(call.value(call.first), list(range(-count, 0)))
@@ -169,21 +170,18 @@ def along_the_last(call):
 
 @line("matmul mm bmm mv dot linalg_matmul")
 def product(call):
-    first, second = call.args[:2]
-    if call.name == "__rmatmul__":
-        first, second = second, first
-    return _rows.product([call.value(first), call.value(second)])
+    return _rows.product(call.values[::-1] if call.name == "__rmatmul__" else call.values)
 
 
 @line("einsum")
 def einsum(call):
-    equation, operands = call.args[0], list(tensors_in(call.args[1:]))
+    equation = call.args[0]
     if not isinstance(equation, str) or "." in equation:
         return _rows.Unknown()
     given, _, result = equation.replace(" ", "").partition("->")
     if "->" not in equation:
         result = "".join(sorted(c for c in set(given) - {","} if given.count(c) == 1))
-    return _rows.contracted([call.value(each) for each in operands], given.split(","), result)
+    return _rows.contracted(call.values, given.split(","), result)
 
 
 @line("scaled_dot_product_attention")
@@ -197,28 +195,6 @@ def attention(call):
 
 
 # Layers -----------------------------------------------------------------------------------------
-
-
-def _by_row(call, data, axis=0):
-    """A function of each row of the first ``data`` arguments; all else is the same for all."""
-    values, axes = [], []
-    for place, argument in enumerate(list(call.args) + list(call.kwargs.values())):
-        for tensor in tensors_in([argument]):
-            values.append(call.value(tensor))
-            axes.append(axis if place < data else None)
-    return _rows.by_row(values, axes)
-
-
-@line(
-    "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d interpolate dropout1d",
-    "dropout2d dropout3d feature_alpha_dropout feature_dropout group_norm instance_norm",
-)
-def by_row(call):
-    """Without a batch there would be a dimension less."""
-    name, dims = canonical(call.name), call.first.dim()
-    if name.startswith("conv"):
-        return _by_row(call, 1) if dims == int(name[-2]) + 2 else Mixed()
-    return _by_row(call, 1) if dims > (1 if name.endswith("norm") else 2) else Mixed()
 
 
 @line("embedding")
@@ -297,7 +273,8 @@ def loss_of_rows(call):
     if call.first.dim() < 2:
         return Mixed()
     three = canonical(call.name) in ("cosine_embedding_loss", "triplet_margin_loss")
-    return _by_row(call, 3 if three else 2)
+    count = 3 if three else 2
+    return _rows.by_row(call.values, [0] * count + [None] * (len(call.values) - count))
 
 
 @line("ctc_loss")
