@@ -273,9 +273,8 @@ def _looked_up(call, part, value, dim):
     if dim is None:
         return given
     rows, shape = value.placement, list(part.shape)
-    if part.dim() and rows.even and (rows.inner, rows.copies) == (1, 1):
+    if shape and rows.even and (rows.inner, rows.copies) == (1, 1):
         # x[range(rows), numbers]; of one row any dimension may be that of the rows.
         if part.numel() == call.rows and part.flatten().tolist() == list(range(call.rows)):
-            axis = shape.index(max(shape))
-            shape[axis], found = None, _rows.Sharded(axis)
+            found = _rows.Sharded(shape.index(max(shape)))
     return _rows.Value(found, shape)

@@ -218,12 +218,13 @@ def recurrent(call):
     """The output, and states, which have the rows in their second dimension always."""
     value = call.value(call.first)
     packed = isinstance(call.args[1], torch.Tensor) and isinstance(call.args[3], (list, tuple))
-    if not packed:  # else the data is one sequence after the other, or so
+    if packed:  # the data is one sequence after the other, or so
+        fits = value.axis is not None
+    else:
         states = [call.value(state) for state in tensors_in([call.args[1]])]
-        given = all(isinstance(s.placement, _rows.Replicated) or s.axis == 1 for s in states)
-        if value.axis != (0 if call.args[8] else 1) or not given:
-            return Mixed()
-    elif value.axis is None:
+        fits = all(state.placement == REPLICATED or state.axis == 1 for state in states)
+        fits = fits and value.axis == (0 if call.args[8] else 1)
+    if not fits:
         return Mixed()
     return [value.placement] + [Sharded(1)] * (len(call.results) - 1)
 
@@ -328,11 +329,9 @@ def expanded(call):
     value, sizes = call.value(call.first), call.sizes(1, "size")
     found = _rows.broadcast(value, len(sizes))
     place = counted(sizes)
-    if place is None or isinstance(found, Sharded) and found.axis == place:
+    if place is None or getattr(found, "axis", None) == place:
         return found
-    if isinstance(found, _rows.Replicated):
-        return Sharded(place, inner=sizes[place].per)
-    return Mixed()
+    return Sharded(place, inner=sizes[place].per) if found == REPLICATED else Mixed()
 
 
 @line("repeat tile")
@@ -369,17 +368,12 @@ def padded(call):
     return _rows.resized(call.value(call.first), dims) if dims else call.value(call.first).placement
 
 
-@line("cat concat concatenate")
-def concatenated(call):
-    tensors = call.get(0, "tensors")
-    values = [call.value(each) for each in tensors if tuple(each.shape) != (0,)]
-    return _rows.concatenated(values, call.get(1, "dim", "axis", default=0))
-
-
-@line("stack")
-def stacked(call):
-    values = [call.value(each) for each in call.get(0, "tensors")]
-    return _rows.stacked(values, call.get(1, "dim", default=0))
+@line("cat concat concatenate stack")
+def joined(call):
+    dim = call.get(1, "dim", "axis", default=0)
+    if call.name == "stack":
+        return _rows.stacked(call.values, dim)
+    return _rows.concatenated([value for value in call.values if value.shape != (0,)], dim)
 
 
 # Looking up and sorting in ------------------------------------------------------------------------
@@ -393,18 +387,14 @@ def set_item(call):
     tensor, index, given = call.args
     whole = call.value(tensor).placement
     part = indexed(Call(torch.Tensor.__getitem__, (tensor, index), {}, call.rows))
-    shape = list(tensor[index].shape)
-    if isinstance(part, Sharded):
-        shape[part.axis] = None
     value = call.value(given) if isinstance(given, torch.Tensor) else _rows.Value(REPLICATED, [])
-    found = _rows.pointwise([_rows.Value(part, shape), value])
+    found = _rows.pointwise([_rows.Value(part, tensor[index].shape), value])
     return whole if found == part and isinstance(part, type(whole)) else Mixed()
 
 
 @line("index_select")
 def index_select(call):
-    numbers = call.get(2, "index")
-    return _rows.gathered([call.value(call.first), call.value(numbers)], call.get(1, "dim"))
+    return _rows.gathered(call.values, call.get(1, "dim"))
 
 
 @line("gather")
@@ -413,9 +403,7 @@ def gather(call):
     numbers = call.value(call.get(2, "index"))
     if isinstance(value.placement, _rows.Replicated):
         return numbers.placement if numbers.axis == dim else Mixed()
-    if numbers.axis != value.axis or value.axis == dim:
-        return Mixed()
-    return _rows.by_row([value, numbers], [value.axis] * 2)
+    return scattered(call)
 
 
 @line("scatter scatter_add scatter_reduce")
