@@ -257,14 +257,8 @@ def names_of(function):
 class Layout(collections.namedtuple("Layout", "rows cuts")):
     """How a call's arguments are cut: ``rows``, and a ``RowDimension`` or None for each leaf."""
 
-    def cut(self):
-        """The numbers of the arguments that are cut."""
-        return [number for number, cut in enumerate(self.cuts) if cut is not None]
-
     def without(self, whole):
         """The layout in which these arguments are not cut."""
-        if not whole:
-            return self
         cuts = [None if number in whole else cut for number, cut in enumerate(self.cuts)]
         return Layout(self.rows, tuple(cuts))
 

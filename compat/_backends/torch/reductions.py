@@ -86,15 +86,11 @@ Escape = collections.namedtuple("Escape", "across tag value")
 
 EXPRESSIONS = (Total, State, ComputedTotal)
 
+#: What puts totals together, along the first dimension; means have weights.
 KINDS = {
-    "sum": lambda values: torch.stack(values).sum(0),
-    "max": lambda values: torch.stack(values).amax(0),
-    "min": lambda values: torch.stack(values).amin(0),
-    "any": lambda values: torch.stack(values).any(0),
-    "all": lambda values: torch.stack(values).all(0),
-    "norm": lambda values: torch.linalg.vector_norm(torch.stack(values), dim=0),
-    "logsumexp": lambda values: torch.stack(values).logsumexp(0),
-}
+    "sum": torch.sum, "max": torch.amax, "min": torch.amin, "any": torch.any, "all": torch.all,
+    "norm": torch.linalg.vector_norm, "logsumexp": torch.logsumexp,
+}  # fmt: skip
 
 
 # Putting together -----------------------------------------------------------------------------
@@ -152,7 +148,7 @@ class _Merge:
         first = values[0]
         tensors = [value.value.to(self.home) for value in values]
         if first.kind != "mean":
-            return KINDS[first.kind](tensors)
+            return KINDS[first.kind](torch.stack(tensors), dim=0)
         weights = [value.weight for value in values]
         if not isinstance(weights[0], torch.Tensor):
             return weighted_mean(tensors, weights)

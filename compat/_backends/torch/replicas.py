@@ -132,8 +132,8 @@ class ReplicatedMethod(_patching.InstanceMethod):
         """
         failed = []
         for kind, layout in layouts.items():
-            others = layout.cut()[1:]
-            for whole in [()] + [(leaf,) for leaf in others[:MOST_TRIED]]:
+            others = [number for number, cut in enumerate(layout.cuts) if cut is not None][1:]
+            for whole in [()] + [(number,) for number in others[:MOST_TRIED]]:
                 known, tried, state = Known(whole), layout.without(whole), self.state(model)
                 known.trial = self.trial(model, arguments, tried)
                 try:

@@ -53,10 +53,8 @@ def placements(call):
 def is_pointwise(name):
     """Whether torch says so of one of its own functions."""
     forms = getattr(torch.ops.aten, name, None)
-    pointwise = getattr(torch.Tag, "pointwise", None)
-    return forms is not None and any(
-        pointwise in getattr(forms, form).tags for form in forms.overloads()
-    )
+    tags = [getattr(forms, form).tags for form in forms.overloads()] if forms is not None else []
+    return any(torch.Tag.pointwise in each for each in tags)
 
 
 @line(
