@@ -44,9 +44,9 @@ class ReplicatedKerasCall(ReplicatedMethod):
         convert = _keras.keras_of(model).ops.convert_to_tensor
         return lambda value: convert(value) if isinstance(value, numpy.ndarray) else value
 
-    def is_only_traced(self, model, tensor):
+    def is_only_traced(self, model, batch):
         """Keras runs a model on the device "meta" to learn shapes, and in scopes of its own."""
-        return tensor.is_meta or _keras.in_stateless_scope(_keras.keras_of(model))
+        return getattr(batch, "is_meta", False) or _keras.in_stateless_scope(_keras.keras_of(model))
 
     def home(self, model, arguments):
         keras = _keras.keras_of(model)

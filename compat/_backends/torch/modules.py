@@ -36,6 +36,9 @@ class ForwardMethod(_patching.InstanceMethod):
         self.hidden = module.__dict__.get("forward")
         module.__dict__["forward"] = types.MethodType(forward, module)
 
+    def is_only_traced(self, module, batch):
+        return getattr(batch, "is_meta", False) is True or torch.jit.is_tracing()
+
     @classmethod
     def of(cls, module):
         function = getattr(module.__dict__.get("forward"), "__func__", None)
@@ -48,9 +51,6 @@ class ReplicatedForward(ForwardMethod, ReplicatedMethod):
 
     def converter(self, model):
         return None
-
-    def is_only_traced(self, model, tensor):
-        return tensor.is_meta or torch.jit.is_tracing()
 
     def most_replicas(self, model, rows):
         """In training torch's batch normalization refuses a batch of one row."""

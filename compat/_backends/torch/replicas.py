@@ -8,7 +8,6 @@ copies belong to autograd's graph, so that all gradients reach the one set of we
 """
 
 import contextlib
-import functools
 import itertools
 
 import torch
@@ -98,8 +97,7 @@ class ReplicatedMethod(_patching.InstanceMethod):
         leaves = [_on(home, None, None, leaf) for leaf in arguments.leaves]
         with _replicas.undivided():
             result = self.plainly(model, arguments, leaves)
-        sizes = _work.undivided(self.devices, rows)
-        _work.count(self.devices, sizes, torch.is_grad_enabled())
+        _work.count(self.devices, _work.undivided(self.devices, rows), torch.is_grad_enabled())
         if error is not None and not self.warned:
             self.warned = True
             across = getattr(error, "across", None) or _rows.Across(None, why="fails")
@@ -297,22 +295,19 @@ class ReplicatedMethod(_patching.InstanceMethod):
     def trial(self, model, arguments, layout, parts=_rows.trial.PARTS):
         """A trial of rows of this batch; what is sorted stays sorted."""
         home, last = self.home(model, arguments), layout.rows - 1
-        parts = [[min(row, last) for row in part] for part in parts]
-        return trials.PartsTrial(
-            functools.partial(self.try_rows, model, arguments, layout, home), parts
-        )
 
-    def try_rows(self, model, arguments, layout, home, rows):
-        """What these rows give, without dropout, and without a trace."""
-        numbers = RandomNumbers()
-        try:
-            with torch.no_grad(), evaluating(model):
-                return self.replica(
-                    model, self.state(model), arguments, layout, home, rows,
-                    copy=True, watched=True, probing=True,
-                )  # fmt: skip
-        finally:
-            numbers.set()
+        def compute(rows):
+            """What these rows give, without dropout, and without a trace."""
+            numbers, state = RandomNumbers(), self.state(model)
+            try:
+                with torch.no_grad(), evaluating(model):
+                    return self.replica(
+                        model, state, arguments, layout, home, rows, True, True, probing=True
+                    )
+            finally:
+                numbers.set()
+
+        return trials.PartsTrial(compute, [[min(row, last) for row in part] for part in parts])
 
 
 def _is_the_models(error):
