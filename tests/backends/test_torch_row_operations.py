@@ -298,6 +298,12 @@ def lookups():
     yield "[:, numbers]", [x(3, 4), numbers], lambda a, i: a[:, i]
     yield "[rows, numbers]", [x(3, 4), numbers], lambda a, i: a[torch.arange(len(a)), i]
     yield "[rows, numbers]", [x(3, 4), numbers], lambda a, i: a[torch.arange(3).flip(0), i]
+    yield "[0, :, numbers]", [x(2, 3, 4), numbers], lambda a, i: a[0, :, i]
+    for index in (slice(None), 0), 0, slice(None):
+        yield "[] =", [x(3, 3), x(3)], lambda a, b, i=index: operator.setitem(a, i, b) or a
+        yield "[] =", [x(3, 3)], lambda a, i=index: operator.setitem(a, i, 2.0) or a
+    yield "[numbers] =", [x(3, 3), numbers, x(3, 3)], (
+        lambda a, i, b: operator.setitem(a, i, b) or a)  # fmt: skip
     yield "[mask]", [x(3, 4)], lambda a: a[a > 0]
     yield "[mask of rows]", [x(3, 4), x(3)], lambda a, b: a[b > 0]
     yield "masked_select", [x(3, 4)], lambda a: a.masked_select(a > 0)

@@ -83,7 +83,7 @@ class Torch(Backend):
             applied += _use_first(torch, self.kept["names"], listed)
             if os.environ.get(_DEVICE) == "cpu":
                 chosen.reason = _DEVICE + "=cpu"
-        if too_late:
+        elif too_late:
             _check_devices_shown(torch, too_late, chosen)
         self.kept["simulated"] = chosen.simulated or 0
         if chosen.gpus and settings.memory:
@@ -178,8 +178,6 @@ class Torch(Backend):
 
 def _check_devices_shown(torch, reason, chosen):
     """Refuse what would have to change now that the GPUs that torch shows are fixed."""
-    if chosen.undecided is not None:
-        return  # no variable is needed
     shown = len(_listed(torch))
     everything = list(chosen.positions or ()) == list(range(shown))
     if (everything or not shown) if chosen.gpus else (not shown or not chosen.declined):

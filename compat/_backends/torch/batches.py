@@ -4,12 +4,15 @@ Rows come first in torch, except in its recurrent layers and transformers: their
 time unless they are made with ``batch_first=True``, and hidden states have the rows second always.
 """
 
+import collections
 import contextlib
+import functools
 import inspect
 import operator
 from collections.abc import MutableMapping
 
 import torch
+from torch.nn.utils import rnn
 from torch.nn.utils.rnn import PackedSequence
 
 tree = torch.utils._pytree
@@ -89,46 +92,39 @@ def flatten(value, seen=None):
     """
     seen = {} if seen is None else seen
     leaves, spec = tree.tree_flatten(value, is_leaf=_is_leaf)
-    flat, parts, inside = [], [], []
+    flat, makers, inside = [], [], []  # of each leaf: what takes it from an iterator of new ones
     for leaf in leaves:
         contents = None if isinstance(leaf, PLAIN) else _contents(leaf)
         if contents is None:
             flat.append(leaf)
-            parts.append((1, None))
+            makers.append(next)
         elif id(leaf) in seen:
-            parts.append((0, lambda new, v=leaf: v))
+            makers.append(lambda values, same=leaf: same)
             inside.append(type(leaf))
         else:
             seen[id(leaf)] = leaf
+            names = list(contents)
             found, rebuild, described = flatten(tuple(contents.values()), seen)
             flat += found
-            names = list(contents)
-            parts.append((len(found), _setter(leaf, names, rebuild)))
+            makers.append(functools.partial(_refilled, leaf, names, rebuild))
             inside.append((type(leaf), names, described))
 
     def unflatten(values):
-        values, nested = list(values), []
-        for count, rebuild in parts:
-            mine, values = values[:count], values[count:]
-            nested.append(mine[0] if rebuild is None else rebuild(mine))
-        return tree.tree_unflatten(nested, spec)
+        values = iter(values)
+        return tree.tree_unflatten([make(values) for make in makers], spec)
 
     return flat, unflatten, (spec, inside)
 
 
-def _setter(value, names, rebuild):
-    return lambda new: set_contents(value, dict(zip(names, rebuild(new))))
+def _refilled(value, names, rebuild, values):
+    return set_contents(value, dict(zip(names, rebuild(values))))
 
 
 # Rows -----------------------------------------------------------------------------------------
 
 
-class RowDimension:
+class RowDimension(collections.namedtuple("RowDimension", "dim inner")):
     """Where an argument has the rows: dimension ``dim``, ``inner`` neighbours for each."""
-
-    def __init__(self, dim, inner=1):
-        self.dim = dim
-        self.inner = inner
 
     def rows(self, value, rows):
         """These rows, in this order."""
@@ -138,45 +134,22 @@ class RowDimension:
         return value.index_select(self.dim, torch.tensor(index, device=value.device))
 
 
-class Packed:
+class Packed(RowDimension):
     """Sequences packed into one tensor, cut by sequences."""
 
-    inner = 1
-    dim = 0
-
     def rows(self, value, rows):
-        padded, lengths = torch.nn.utils.rnn.pad_packed_sequence(value, batch_first=True)
-        rows = torch.tensor(list(rows))
-        return _pack(padded[rows.to(padded.device)], lengths[rows], value)
+        sequences = rnn.unpack_sequence(value)
+        return _packed([sequences[row] for row in rows], value)
 
 
-def _pack(padded, lengths, like):
-    return torch.nn.utils.rnn.pack_padded_sequence(
-        padded, lengths, batch_first=True, enforce_sorted=like.sorted_indices is None
-    )
+def _packed(sequences, like):
+    return rnn.pack_sequence(sequences, enforce_sorted=like.sorted_indices is None)
 
 
 def cat_packed(values, home):
     """The sequences of all replicas as one."""
-    pairs = [
-        torch.nn.utils.rnn.pad_packed_sequence(value.to(home), batch_first=True) for value in values
-    ]
-    longest = max(padded.shape[1] for padded, _ in pairs)
-    rows = []
-    for padded, _ in pairs:
-        missing = longest - padded.shape[1]
-        rest = padded.new_zeros((padded.shape[0], missing) + padded.shape[2:])
-        rows.append(torch.cat([padded, rest], 1))
-    return _pack(torch.cat(rows), torch.cat([lengths for _, lengths in pairs]), values[0])
-
-
-def cat_rows(values, dim, outer, home):
-    """The rows of all replicas together, ``outer`` times in dimension ``dim``."""
-    values = [value.to(home) for value in values]
-    if outer == 1:
-        return torch.cat(values, dim)
-    parts = [value.unflatten(dim, (outer, -1)) for value in values]
-    return torch.cat(parts, dim + 1).flatten(dim, dim + 1)
+    unpacked = [rnn.unpack_sequence(value.to(home)) for value in values]
+    return _packed([sequence for each in unpacked for sequence in each], values[0])
 
 
 class DividedArguments:
@@ -198,11 +171,10 @@ class DividedArguments:
         names = names + [None] * len(args)
         for name, value in list(zip(names, args)) + list(kwargs.items()):
             leaves, unflatten, spec = flatten(value, seen)
-            if convert is not None:
-                leaves = [convert(leaf) for leaf in leaves]
+            leaves = leaves if convert is None else list(map(convert, leaves))
             self.leaves += leaves
             self.names += [name] * len(leaves)
-            self.parts.append((len(leaves), unflatten))
+            self.parts.append(unflatten)
             key.append((name, spec, [_kind(leaf) for leaf in leaves]))
         self.key = str(key)
         self.contents = [(each, _contents(each)) for each in seen.values()]
@@ -223,18 +195,12 @@ class DividedArguments:
     def given(self, leaves):
         """Within, the containers have these leaves: ``args, kwargs`` and what they were given."""
         try:
-            args, kwargs = self.with_leaves(leaves)
+            rest = iter(leaves)
+            values = [unflatten(rest) for unflatten in self.parts]
+            args, kwargs = values[: self.count], dict(zip(self.keywords, values[self.count :]))
             yield args, kwargs, Given(self, leaves, args, kwargs)
         finally:
             self.restore()
-
-    def with_leaves(self, leaves):
-        """Arguments nested like these, in the same containers: ``args, kwargs``."""
-        leaves, values = list(leaves), []
-        for count, unflatten in self.parts:
-            values.append(unflatten(leaves[:count]))
-            leaves = leaves[count:]
-        return values[: self.count], dict(zip(self.keywords, values[self.count :]))
 
 
 class Given:
@@ -288,26 +254,13 @@ def names_of(function):
     return [parameter.name for parameter in parameters if parameter.kind in positional]
 
 
-class Layout:
+class Layout(collections.namedtuple("Layout", "rows cuts")):
     """How a call's arguments are cut: ``rows``, and a ``RowDimension`` or None for each leaf."""
-
-    def __init__(self, rows, cuts):
-        self.rows = rows
-        self.cuts = cuts
-
-    def cut(self):
-        """The numbers of the arguments that are cut."""
-        return [number for number, cut in enumerate(self.cuts) if cut is not None]
 
     def without(self, whole):
         """The layout in which these arguments are not cut."""
-        if not whole:
-            return self
         cuts = [None if number in whole else cut for number, cut in enumerate(self.cuts)]
-        return Layout(self.rows, cuts)
-
-    def pattern(self):
-        return tuple(cut and (cut.dim, cut.inner) for cut in self.cuts)
+        return Layout(self.rows, tuple(cuts))
 
 
 def layout(arguments, dim=0, states=None):
@@ -327,7 +280,7 @@ def layout(arguments, dim=0, states=None):
     cuts = []
     for leaf, name in zip(arguments.leaves, arguments.names):
         if isinstance(leaf, PackedSequence):
-            cuts.append(Packed())
+            cuts.append(Packed(0, 1))
         elif isinstance(leaf, torch.Tensor):
             is_state = (
                 states
@@ -338,7 +291,7 @@ def layout(arguments, dim=0, states=None):
             cuts.append(_cut_of(leaf, name or "", rows, 1 if is_state else dim))
         else:
             cuts.append(None)
-    return Layout(rows, cuts)
+    return Layout(rows, tuple(cuts))
 
 
 def _cut_of(leaf, name, rows, dim):
@@ -349,7 +302,7 @@ def _cut_of(leaf, name, rows, dim):
         return RowDimension(0, leaf.shape[0] // rows)  # one for each head
     if name.endswith("key_padding_mask"):
         dim = 0
-    return RowDimension(dim) if _size(leaf, dim) == rows else None
+    return RowDimension(dim, 1) if _size(leaf, dim) == rows else None
 
 
 def _size(leaf, dim):

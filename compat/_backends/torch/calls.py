@@ -130,8 +130,8 @@ class Call:
 
     results = ()
 
-    def __init__(self, func, args, kwargs, rows, name=None, counting=False):
-        self.name, self.func, self.args, self.kwargs = name or name_of(func), func, args, kwargs
+    def __init__(self, func, args, kwargs, rows, counting=False):
+        self.name, self.func, self.args, self.kwargs = name_of(func), func, args, kwargs
         self.rows, self.counting = rows, counting
         self.given = list(tensors_in((args, kwargs)))
         self.tags = [tag_of(tensor) for tensor in self.given]
@@ -173,13 +173,6 @@ class Call:
     def values(self):
         return list(map(self.value, self.given))
 
-    def axes(self, at=1, names=("dim", "axis"), default=None):
-        """The dimensions that are given, or None for all of them."""
-        axes = self.get(at, *names, default=default)
-        if isinstance(axes, (torch.Tensor, torch.dtype, bool, str)) or axes == ():
-            return default
-        return axes
-
     def sizes(self, at=1, *names):
         """Sizes that are given one by one, or as a tuple."""
         given = self.get(at, *names)
@@ -194,110 +187,94 @@ def counted(sizes):
     return places[0] if len(places) == 1 else None
 
 
-def permuted(call):
-    """The order in which a function of ``transpose``'s kind has the dimensions: it is asked."""
-    primes = [2, 3, 5, 7, 11, 13, 17, 19, 23, 29][: call.first.dim()]
-    stand_in = torch.empty(primes, device="meta")
-    shape = call.func(stand_in, *call.args[1:], **call.kwargs).shape
-    return [primes.index(size) for size in shape]
+def viewed(call):
+    """The placement of a view that takes the rows as they are, or takes some of them."""
+    value = call.value(call.first)
+    if value.axis is None:
+        return value.placement
+    stand_in = _stand_in(call.first.shape, value.axis)
+    return moved(value.placement, call.func(stand_in, *call.args[1:], **call.kwargs))
 
 
-def index_of(call):
-    """``tensor[index]``: a slice for each dimension of the tensor, and where new ones are.
+#: How many rows stand-ins have, which are shapes without memory: no index asks for so many.
+MANY = 2**31 - 1
 
-    Returns:
-        A list of (part of the index, dimension of the tensor or None for a new one, how many).
-    """
+
+def indexed(call):
+    """The placement of ``tensor[index]``: torch is asked where stand-ins have their rows then."""
     tensor, index = call.args[:2]
+    value = call.value(tensor)
     parts = list(index) if isinstance(index, tuple) else [index]
     parts = [torch.as_tensor(part) if isinstance(part, list) else part for part in parts]
-
-    def taken(part):
-        if part is None or part is Ellipsis or isinstance(part, bool):
-            return 0
-        return part.dim() if is_mask(part) else 1
-
-    if not any(part is Ellipsis for part in parts):
-        parts.append(Ellipsis)
-    place = [part is Ellipsis for part in parts].index(True)
-    parts[place : place + 1] = [slice(None)] * (tensor.dim() - sum(map(taken, parts)))
-    found, dim = [], 0
+    rest = tensor.dim() - sum(map(_dimensions, parts))
+    axis, dim, looked_up, given = value.axis, 0, [], []
     for part in parts:
-        count = taken(part)
-        found.append((part, dim if count else None, count))
+        count = rest if part is Ellipsis else _dimensions(part)
+        is_of_rows = value.axis in range(dim, dim + count)
+        if isinstance(part, torch.Tensor):
+            looked_up.append(_looked_up(call, part, value, dim if is_of_rows else None))
+            axis = None if is_of_rows else axis  # they are in what is looked up
+        elif is_of_rows and isinstance(part, slice) and isinstance(part.stop, RowCount):
+            if int(part.stop) == tensor.shape[dim]:
+                part = slice(part.start, MANY, part.step)
+        given.append(part)
         dim += count
-    return found
+    found = _rows.pointwise(looked_up)
+    if axis is None and not is_rows(found):
+        return found
+    if axis is not None and found != REPLICATED:
+        return _rows.Mixed()
+    rank = max([each.rank for each in looked_up], default=0)
+    numbers = _stand_in([1] * rank, getattr(found, "axis", None)) if rank else 0
+    index = []
+    for part in given:
+        index += [numbers] * _dimensions(part) if isinstance(part, torch.Tensor) else [part]
+    return moved(
+        found if axis is None else value.placement,
+        _stand_in(tensor.shape, axis)[tuple(index)],
+    )
+
+
+def moved(placement, stand_in):
+    """The placement of rows that are where a view of a stand-in has them, if it has all of them."""
+    sizes = list(stand_in.shape)
+    return placement.replace(axis=sizes.index(MANY)) if MANY in sizes else _rows.Mixed()
+
+
+def _stand_in(shape, axis):
+    sizes = [MANY if place == axis else size for place, size in enumerate(shape)]
+    return torch.empty(sizes, dtype=torch.int64, device="meta")
+
+
+def _dimensions(part):
+    """How many dimensions a part of an index is for; the rest is for an ellipsis."""
+    if part is None or part is Ellipsis or isinstance(part, bool):
+        return 0
+    return part.dim() if is_mask(part) else 1
 
 
 def is_mask(part):
     return isinstance(part, torch.Tensor) and part.dtype in (torch.bool, torch.uint8)
 
 
-def is_whole(part, size):
-    """Whether a slice takes all of a dimension, for any number of rows."""
-    if not isinstance(part, slice) or part.start not in (None, 0) or part.step not in (None, 1):
-        return False
-    stop = part.stop
-    return stop is None or isinstance(stop, RowCount) and int(stop) == size or stop >= 2**62
+def _looked_up(call, part, value, dim):
+    """The numbers that a tensor in an index stands for.
 
-
-def indexed(call):
-    """The placement of ``tensor[index]``."""
-    tensor = call.args[0]
-    value = call.value(tensor)
-    axis, advanced = value.axis, []
-    # Where in the result the dimensions of the tensor lie, and what is looked up.
-    places, at, place = {}, set(), 0
-    for part, dim, count in index_of(call):
-        if isinstance(part, slice):
-            places[dim] = place
-        if isinstance(part, slice) or not count:
-            place += 1
-        else:  # next to tensors a number is one, too
-            at.add(place)
-        if isinstance(part, torch.Tensor) and count:
-            advanced.append((part, dim, count))
-        elif axis is not None and dim == axis and not is_whole(part, tensor.shape[dim]):
-            return _rows.Mixed()
-    first, found, width = at.pop() if len(at) == 1 else 0, REPLICATED, 0
-    if any(is_mask(part) for part, _, _ in advanced):
-        found, width = _masked(call, advanced, axis), 1
-    elif advanced:
-        found, width = _looked_up(call, advanced, value), max(part.dim() for part, _, _ in advanced)
-    if axis not in places:
-        return found.replace(axis=found.axis + first) if is_rows(found) else found
-    if not isinstance(found, _rows.Replicated):
-        return _rows.Mixed()
-    after = places[axis]
-    return value.placement.replace(axis=after + width if width and after >= first else after)
-
-
-def _looked_up(call, numbers, value):
-    """How the results for tensors of numbers depend on these."""
-    width = max(part.dim() for part, _, _ in numbers)
-    values = []
-    for part, dim, _ in numbers:
-        found = call.value(part)
-        if dim == value.axis:  # x[range(rows), numbers]
-            rows, flat = value.placement, part.reshape(-1)
-            if len(flat) != call.rows or not rows.even or (rows.inner, rows.copies) != (1, 1):
-                return _rows.Mixed()
-            if not torch.equal(flat.cpu(), torch.arange(call.rows)):
-                return _rows.Mixed()
-            # Of one row any dimension may be that of the rows.
-            axis = width - part.dim() + max(range(part.dim()), key=part.shape.__getitem__)
-            shape = [None if place == axis else 1 for place in range(width)]
-            found = _rows.Value(_rows.Sharded(axis), shape)
-        values.append(found)
-    return _rows.pointwise(values)
-
-
-def _masked(call, masks, axis):
-    """``tensor[mask]``, which leaves another number of elements to each row."""
-    mask, dim, count = masks[0]
-    given = call.value(mask)
-    if len(masks) == 1 and axis is not None and dim <= axis < dim + count:
-        is_of_rows = given.axis == 0 and axis == dim
-        return _rows.Sharded(0, inner=None, even=False) if is_of_rows else _rows.Mixed()
-    is_same = len(masks) == 1 and isinstance(given.placement, _rows.Replicated)
-    return REPLICATED if is_same else _rows.Mixed()
+    Arguments:
+        dim: where it begins, if it is for the dimension of the rows; else None.
+    """
+    given, found = call.value(part), _rows.Mixed()
+    if is_mask(part):  # it leaves another number of elements to each row
+        if dim is None and given.placement == REPLICATED:
+            found = REPLICATED
+        elif dim is not None and dim == value.axis and given.axis == 0:
+            found = _rows.Sharded(0, inner=None, even=False)
+        return _rows.Value(found, [None])
+    if dim is None:
+        return given
+    rows, shape = value.placement, list(part.shape)
+    if shape and rows.even and (rows.inner, rows.copies) == (1, 1):
+        # x[range(rows), numbers]; of one row any dimension may be that of the rows.
+        if part.numel() == call.rows and part.flatten().tolist() == list(range(call.rows)):
+            found = _rows.Sharded(shape.index(max(shape)))
+    return _rows.Value(found, shape)

@@ -296,13 +296,11 @@ class Exchange:
                 "and dense in others, which cannot be exchanged. Make it one of both: sparse=False "
                 "of the embedding.".format(tuple(parameter.shape))
             )
-        gradient = parameter.grad
-        if gradient is None or not weight:
-            empty = torch.Size([0]) + parameter.shape[1:]
-            indices = torch.zeros(1, 0, dtype=torch.int64, device=parameter.device)
-            values = torch.zeros(empty, dtype=parameter.dtype, device=parameter.device)
+        if parameter.grad is None or not weight:
+            indices = parameter.new_zeros((1, 0), dtype=torch.int64)
+            values = parameter.new_zeros((0,) + parameter.shape[1:])
         else:
-            gradient = gradient.coalesce()
+            gradient = parameter.grad.coalesce()
             indices, values = gradient.indices(), gradient.values()
         dtype = sum_dtype(values.dtype)
         indices = self.engine.concatenate(indices.t().contiguous()).t()

@@ -44,9 +44,9 @@ class ReplicatedKerasCall(ReplicatedMethod):
         convert = _keras.keras_of(model).ops.convert_to_tensor
         return lambda value: convert(value) if isinstance(value, numpy.ndarray) else value
 
-    def is_only_traced(self, model, tensor):
+    def is_only_traced(self, model, batch):
         """Keras runs a model on the device "meta" to learn shapes, and in scopes of its own."""
-        return tensor.is_meta or _keras.in_stateless_scope(_keras.keras_of(model))
+        return getattr(batch, "is_meta", False) or _keras.in_stateless_scope(_keras.keras_of(model))
 
     def home(self, model, arguments):
         keras = _keras.keras_of(model)
@@ -76,22 +76,14 @@ class KerasReplicas:
         return [layer for layer in _keras.all_layers(self.model) if isinstance(layer, kind)]
 
     def run(self, call, device, copy, args, kwargs, watch):
-        updated = set()
-
-        class ReplicaScope(self.keras.StatelessScope):
-            def add_update(self, update):
-                updated.add(id(update[0]))
-                super().add_update(update)
-
         with self.keras.device(str(device)):
             variables = [v for v in self.model.variables if v._value is not None]
-            scope = ReplicaScope(
-                [
-                    (v, self.seeds.get(id(v), v._value).to(device, copy=copy or not v.trainable))
-                    for v in variables
-                ],
-                collect_losses=True,
-            )
+            pairs = [
+                (v, self.seeds.get(id(v), v._value).to(device, copy=copy or not v.trainable))
+                for v in variables
+            ]
+            scope = self.keras.StatelessScope(pairs, collect_losses=True)
+            given = dict(scope.state_mapping)
             if watch is not None:
                 for variable in variables:
                     if not variable.trainable and not _is_seed(variable):
@@ -104,7 +96,7 @@ class KerasReplicas:
             value = scope.state_mapping[id(variable)]
             if _is_seed(variable):
                 self.seeds[id(variable)] = value
-            elif id(variable) in updated:
+            elif value is not given[id(variable)]:
                 key = ("state", index, variable.path)
                 self.variables[key], self.before[key] = variable, variable._value
                 state[key] = value

@@ -1,7 +1,7 @@
 """How one value of all replicas becomes that of one device: decided once, from how it was made.
 
-``decide`` finds a rule from the tags of ``watch``, ``proved`` holds all rules against a trial: two
-parts of three rows, compared with the three together.
+``decide`` finds a rule from the tags of ``watch``, ``trials.prove`` holds all rules against a
+trial: two parts of three rows, compared with the three together.
 """
 
 import math
@@ -57,23 +57,26 @@ class Rule:
 
     def merged(self, values, sizes, home, before=None):
         """The value of all rows, from those of the replicas that have ``sizes`` rows."""
-        first = values[0]
         if self.kind == "packed":
             return batches.cat_packed(values, home)
         if self.kind == "expression":
-            numbers = iter(self.numbers)
-            return together([tag_of(value) for value in values], home, _apply(numbers))
+            return self._computed(values, home)
         if self.kind == "rows":
             return _rows_of_all(values, self.dim, self.copies, home)
-        if not isinstance(first, torch.Tensor):
-            if self.kind == "sum":
-                return sum(values) - (len(values) - 1) * (before or 0)
-            return first
-        values = [value.to(home) for value in values]
+        if isinstance(values[0], torch.Tensor):
+            values = [value.to(home) for value in values]
         if self.kind == "sum":
-            start = 0 if before is None else before.to(home)
-            return start + sum(value - start for value in values)
+            return sum(values) - (len(values) - 1) * before if before else sum(values)
         return weighted_mean(values, sizes) if self.kind == "mean" else values[0]
+
+    def _computed(self, values, home):
+        kinds = iter(self.numbers)
+        try:
+            return together(
+                list(map(tag_of, values)), home, lambda found: NUMBERS[next(kinds)](found)
+            )
+        except (StopIteration, ZeroDivisionError):
+            raise NotMergeable() from None
 
 
 def like(value):
@@ -83,7 +86,12 @@ def like(value):
 def _rows_of_all(values, dim, copies, home):
     if len({value.shape[:dim] + value.shape[dim + 1 :] for value in values}) > 1:
         raise NotMergeable()
-    merged = batches.cat_rows(values, dim, copies, home)
+    parts = [value.to(home) for value in values]
+    if copies == 1:
+        merged = torch.cat(parts, dim)
+    else:
+        parts = [part.unflatten(dim, (copies, -1)) for part in parts]
+        merged = torch.cat(parts, dim + 1).flatten(dim, dim + 1)
     masks = [getattr(value, "_keras_mask", None) for value in values]
     if masks[0] is not None:
         merged._keras_mask = torch.cat([mask.to(home) for mask in masks])
@@ -92,61 +100,35 @@ def _rows_of_all(values, dim, copies, home):
 
 # Numbers in expressions -------------------------------------------------------------------------
 
+#: What one device has in the place of the replicas' numbers; a number of rows is a sum.
 NUMBERS = {
     "same": lambda values: values[0],
-    "sum": sum,  # as a number of rows is
+    "sum": sum,
     "inverse": lambda values: 1.0 / sum(1.0 / value for value in values),
 }
 
 
-def _apply(rules):
-    def number(values):
-        try:
-            return NUMBERS[next(rules)](values)
-        except (StopIteration, ZeroDivisionError):
-            raise NotMergeable() from None
-
-    return number
-
-
-def _numbers_of(tags, home):
-    """The numbers in an expression: for each, the list of the replicas'."""
+def _numbers_of(values, home):
+    """The numbers in the expressions of values: for each, the list of the replicas'."""
     found = []
 
-    def number(values):
-        found.append(values)
-        return values[0]
+    def number(numbers):
+        found.append(numbers)
+        return numbers[0]
 
     with torch.no_grad():
-        together(tags, home, number)
+        together(list(map(tag_of, values)), home, number)
     return found
 
 
-def _obvious(values, sizes):
-    """Whether a number can be no number of rows, nor of parts of them, whatever the batch."""
-    if any(value != values[0] for value in values):
-        return False
-    if len(set(sizes)) > 1:
-        return True
-    times = values[0] / float(sizes[0]) if abs(values[0]) >= 1 else 1.0 / (values[0] or 0.3)
-    return times % (1 if abs(values[0]) >= 1 else sizes[0]) != 0
-
-
-def _number_rules(parts, whole):
-    """What makes the trial's numbers of those of its parts."""
-    if len(parts) != len(whole):
-        raise NotMergeable()
-    rules = []
-    for values, (all_rows,) in zip(parts, whole):
-        if all(value == all_rows for value in values):
-            rules.append("same")
-        elif math.isclose(sum(values), all_rows, rel_tol=1e-9):
-            rules.append("sum")
-        elif all(values) and math.isclose(NUMBERS["inverse"](values), all_rows, rel_tol=1e-9):
-            rules.append("inverse")
-        else:
-            raise NotMergeable()
-    return rules
+def _number_rule(parts, whole):
+    """Which of ``NUMBERS`` makes a trial's number of those of its parts."""
+    if all(value == whole for value in parts):
+        return "same"
+    for kind in ("sum", "inverse") if all(parts) else ("sum",):
+        if math.isclose(NUMBERS[kind](parts), whole, rel_tol=1e-9):
+            return kind
+    raise NotMergeable()
 
 
 # Deciding ---------------------------------------------------------------------------------------
@@ -168,7 +150,7 @@ def decide(key, values, sizes, before, home, trial):
     """
     rule = _decide(key, values, sizes, before, home, trial)
     rule.like = like(values[0])
-    rule.form = _form(values)
+    rule.form = _form(values[0])
     return rule
 
 
@@ -195,12 +177,12 @@ def _decide(key, values, sizes, before, home, trial):
     if key[0] == "state" and (found is None or isinstance(found, State)):
         if all(torch.equal(value.to(before), before) for value in values):
             return Rule("unchanged")
-    simple = isinstance(found, Total) and found.regular and found.kind in ("sum", "mean")
-    if simple and found.kind == "mean" and key[0] == "state":
-        return Rule("mean")  # an average of batch normalization
     if isinstance(found, EXPRESSIONS) and not isinstance(found, State):
-        rule = _expression(key, values, sizes, home, trial)
-        return Rule(found.kind) if simple and key[0] in ("result", "loss") else rule
+        rule = _expression(key, values, home, trial)
+        # State may be a mean of batch normalization's; a sum would be added to what was there.
+        kinds = ("sum", "mean") if key[0] in ("result", "loss") else ("mean",)
+        simple = isinstance(found, Total) and found.regular and found.kind in kinds
+        return Rule(found.kind) if simple else rule
     if all(close(value, first) for value in values):
         return Rule("first")
     return _of_rows_that_were_lost(key, trial)
@@ -233,60 +215,53 @@ def _of_numbers(key, values, before, trial):
     if all(isinstance(value, RowCount) for value in values) and before is None:
         return Rule("sum")
     found = trial.values(key)
-    same = Rule("first", lasting=key[0] == "result"), Rule("sum", lasting=key[0] == "result")
-    if found is not None:
-        for rule in same:
-            if fits(rule, found, trial.sizes, None, before):
-                return rule
+    for kind in ("first", "sum") if found is not None else ():
+        rule = Rule(kind, lasting=key[0] == "result")
+        if fits(rule, found, trial.sizes, None, before):
+            return rule
     raise NotMergeable(_rows.Across("that computes a number in Python", why="unknown"))
 
 
-def _expression(key, values, sizes, home, trial):
+def _expression(key, values, home, trial):
     """The rule for a value that was computed from totals over the rows."""
-    tags = [tag_of(value) for value in values]
-    numbers = _numbers_of(tags, home)
-    obvious = all(_obvious(each, sizes) for each in numbers)
-    if obvious and all(each.constant for each in tags):
+    numbers = _numbers_of(values, home)
+    constant = all(tag_of(value).constant for value in values)
+    rules, tried = ["same"] * len(numbers), trial.values(key) if numbers else None
+    if tried is not None:
+        parts, whole = tried
+        if constant and isinstance(tag_of(whole), State):
+            return Rule("first")  # torch's own, which changes in training only
+        if not all(isinstance(tag_of(part), EXPRESSIONS) for part in parts + [whole]):
+            raise NotMergeable()
+        found, expected = _numbers_of(parts, home), _numbers_of([whole], home)
+        if not len(found) == len(expected) == len(numbers):
+            raise NotMergeable()
+        rules = [_number_rule(each, number) for each, (number,) in zip(found, expected)]
+    elif any(value != each[0] for each in numbers for value in each):
+        raise NotMergeable()
+    if constant and set(rules) <= {"same"}:
         return Rule("first")
-    rule = Rule("expression", lasting=False, numbers=["same"] * len(numbers))
-    tried = trial.values(key) if numbers else None
-    if tried is None:
-        if obvious or all(value == each[0] for each in numbers for value in each):
-            return rule
-        raise NotMergeable()
-    parts, whole = tried
-    tags = [tag_of(part) for part in parts]
-    if all(each.constant for each in map(tag_of, values)) and isinstance(tag_of(whole), State):
-        return Rule("first")  # torch's own, which changes in training only
-    if not all(isinstance(each, EXPRESSIONS) for each in tags + [tag_of(whole)]):
-        raise NotMergeable()
-    rule.numbers = _number_rules(_numbers_of(tags, home), _numbers_of([tag_of(whole)], home))
-    if len(rule.numbers) != len(numbers):
-        raise NotMergeable()
-    if set(rule.numbers) <= {"same"} and all(each.constant for each in tags):
-        return Rule("first")
-    return rule
+    return Rule("expression", lasting=False, numbers=rules)
 
 
 def still(rule, values):
     """Whether the rule of an earlier call is that of these values, too."""
-    if rule.form is None or rule.form != _form(values):
+    if rule.form != _form(values[0]):
         return False
     if rule.kind != "expression":
         return True
     try:
-        numbers = _numbers_of([tag_of(value) for value in values], values[0].device)
+        return len(_numbers_of(values, values[0].device)) == len(rule.numbers)
     except NotMergeable:
         return False
-    return len(numbers) == len(rule.numbers)
 
 
-def _form(values):
+def _form(value):
     """What values have in common that were computed in the same way."""
-    found = tag_of(values[0])
+    found = tag_of(value)
     if isinstance(found, Total):
-        return (type(values[0]), Total, found.kind, found.regular)
-    return (type(values[0]), found if isinstance(found, _rows.Placement) else type(found))
+        return type(value), Total, found.kind, found.regular
+    return type(value), found if isinstance(found, _rows.Placement) else type(found)
 
 
 def is_one_devices(escapes, home):

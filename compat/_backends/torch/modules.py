@@ -36,6 +36,9 @@ class ForwardMethod(_patching.InstanceMethod):
         self.hidden = module.__dict__.get("forward")
         module.__dict__["forward"] = types.MethodType(forward, module)
 
+    def is_only_traced(self, module, batch):
+        return getattr(batch, "is_meta", False) is True or torch.jit.is_tracing()
+
     @classmethod
     def of(cls, module):
         function = getattr(module.__dict__.get("forward"), "__func__", None)
@@ -48,9 +51,6 @@ class ReplicatedForward(ForwardMethod, ReplicatedMethod):
 
     def converter(self, model):
         return None
-
-    def is_only_traced(self, model, tensor):
-        return tensor.is_meta or torch.jit.is_tracing()
 
     def most_replicas(self, model, rows):
         """In training torch's batch normalization refuses a batch of one row."""
@@ -65,21 +65,19 @@ class ReplicatedForward(ForwardMethod, ReplicatedMethod):
         return weight.device
 
     def layouts(self, model, arguments):
-        own, first = batches.declared(model), arguments.leaves[0]
-        if own is not None and isinstance(first, torch.Tensor):
+        first = arguments.leaves[0]
+        if batches.declared(model) is not None and isinstance(first, torch.Tensor):
             if first.dim() == 2 and first.is_floating_point():
                 warn_not_divided(model, "a sequence without a batch")
                 return []
-        if self.choices is None:
-            if own is not None:
-                states = "all" if isinstance(model, torch.nn.RNNBase) else None
-                self.choices = [(own, states)]
-            elif any(batches.declared(part) is not None for part in model.modules()):
-                self.choices = batches.CHOICES
-            else:
-                self.choices = [(0,)]
-        found = [batches.layout(arguments, *choice) for choice in self.choices]
-        return [layout for layout in found if layout is not None]
+        return super().layouts(model, arguments)
+
+    def choices_for(self, model):
+        own = batches.declared(model)
+        if own is not None:
+            return [(own, "all" if isinstance(model, torch.nn.RNNBase) else None)]
+        inside = any(batches.declared(part) is not None for part in model.modules())
+        return batches.CHOICES if inside else super().choices_for(model)
 
     def state(self, model):
         return ModuleReplicas(model)

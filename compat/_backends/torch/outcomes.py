@@ -28,7 +28,6 @@ class Outcome:
         self.values = {("result", index): leaf for index, leaf in enumerate(leaves)}
         self.results = len(leaves)
         self.values.update((("loss", index), loss) for index, loss in enumerate(losses))
-        self.losses = len(losses)
         self.values.update(state)
         self.given = given
         self.watch = watch

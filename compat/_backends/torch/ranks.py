@@ -99,14 +99,11 @@ class Ranked(keras_model.RankedMethod):
 class RankedKerasCall(Ranked):
     """The ``call`` of a Keras model."""
 
-    def is_only_traced(self, model, batch):
-        """Keras runs a model on the device "meta" to learn shapes, and in scopes of its own."""
-        return getattr(batch, "is_meta", False) or _keras.in_stateless_scope(_keras.keras_of(model))
+    is_only_traced = keras_models.ReplicatedKerasCall.is_only_traced
 
     def count(self, model, batch):
         if batch is not None and self.exchange(model).rows.step is None:
-            rows, training = int(batch.shape[0]), torch.is_grad_enabled()
-            keras_model.count(model, rows, training)
+            keras_model.count(model, int(batch.shape[0]), torch.is_grad_enabled())
 
     def weights_made(self, model):
         return len(model.weights) or None
@@ -216,9 +213,6 @@ class RankedTorchTestStep(RankedTrainStep):
 
 class RankedForward(modules.ForwardMethod, Ranked):
     """The ``forward`` of a torch module."""
-
-    def is_only_traced(self, model, batch):
-        return getattr(batch, "is_meta", False) is True or torch.jit.is_tracing()
 
     def count(self, model, batch):
         if not torch.is_grad_enabled():

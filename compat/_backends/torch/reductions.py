@@ -6,6 +6,8 @@ rows, ``State`` is from before, ``ComputedTotal`` is a function of these. ``toge
 totals of all replicas together, and computes the functions of them once.
 """
 
+import collections
+
 import torch
 
 from ... import _rows
@@ -78,30 +80,17 @@ class Constant:
         self.version = value._version
 
 
-class Escape:
-    """A number that a replica's rows have given to Python, which may choose its way by it.
-
-    Attributes:
-        across: where, an ``Across``.
-        tag: an expression, or ``Mixed``.
-        value: the number.
-    """
-
-    def __init__(self, across, tag, value):
-        self.across, self.tag, self.value = across, tag, value
-
+#: A number that a replica's rows have given to Python, which may choose its way by it: where, an
+#: ``Across``; its tag, an expression or ``Mixed``; and the number.
+Escape = collections.namedtuple("Escape", "across tag value")
 
 EXPRESSIONS = (Total, State, ComputedTotal)
 
+#: What puts totals together, along the first dimension; means have weights.
 KINDS = {
-    "sum": lambda values: torch.stack(values).sum(0),
-    "max": lambda values: torch.stack(values).amax(0),
-    "min": lambda values: torch.stack(values).amin(0),
-    "any": lambda values: torch.stack(values).any(0),
-    "all": lambda values: torch.stack(values).all(0),
-    "norm": lambda values: torch.linalg.vector_norm(torch.stack(values), dim=0),
-    "logsumexp": lambda values: torch.stack(values).logsumexp(0),
-}
+    "sum": torch.sum, "max": torch.amax, "min": torch.amin, "any": torch.any, "all": torch.all,
+    "norm": torch.linalg.vector_norm, "logsumexp": torch.logsumexp,
+}  # fmt: skip
 
 
 # Putting together -----------------------------------------------------------------------------
@@ -138,18 +127,13 @@ class _Merge:
         first = values[0]
         if isinstance(first, _rows.Mixed):
             raise NotMergeable(first.why)
-        if any(type(value) is not type(first) for value in values):
+        paths = {(type(v), getattr(v, "function", getattr(v, "kind", None))) for v in values}
+        if len(paths) > 1 or not isinstance(first, EXPRESSIONS):
             raise NotMergeable()  # the replicas took different paths through the model
-        if not isinstance(first, EXPRESSIONS):
-            raise NotMergeable()
         if isinstance(first, State):
             return first.value.to(self.home)
         if isinstance(first, Total):
-            if any(value.kind != first.kind for value in values):
-                raise NotMergeable()
             return self.total(values)
-        if any(value.function is not first.function for value in values):
-            raise NotMergeable()
         args = self.arguments([value.args for value in values])
         kwargs = self.arguments([value.kwargs for value in values])
         if first.in_place:
@@ -164,7 +148,7 @@ class _Merge:
         first = values[0]
         tensors = [value.value.to(self.home) for value in values]
         if first.kind != "mean":
-            return KINDS[first.kind](tensors)
+            return KINDS[first.kind](torch.stack(tensors), dim=0)
         weights = [value.weight for value in values]
         if not isinstance(weights[0], torch.Tensor):
             return weighted_mean(tensors, weights)

@@ -8,7 +8,6 @@ copies belong to autograd's graph, so that all gradients reach the one set of we
 """
 
 import contextlib
-import functools
 import itertools
 
 import torch
@@ -43,7 +42,7 @@ class ReplicatedMethod(_patching.InstanceMethod):
         super().__init__(devices)
         # By kind of call; None: it runs whole. Deep copies, of the same architecture, share it.
         self.known = {}
-        self.choices = None  # where the rows may be
+        self.choices = None  # where the rows may be: arguments of ``batches.layout``
         self.names = None
         self.warned = False  # that it runs whole
         self.tried = {}  # functions without a rule, by the kind of call
@@ -67,7 +66,7 @@ class ReplicatedMethod(_patching.InstanceMethod):
             if any(_is_unknown(leaf) for leaf in arguments.leaves):
                 warn_not_divided(model, "no tensor, as far as torch.utils._pytree finds them")
             return self.plainly(model, arguments, arguments.leaves)
-        kinds = {(model.training, arguments.key, each.pattern()): each for each in layouts}
+        kinds = {(model.training, arguments.key, each.cuts): each for each in layouts}
         kind = next((kind for kind in kinds if self.known.get(kind) is not None), None)
         known, rows = self.known.get(kind), layouts[0].rows
         # Of one row nothing can be learned.
@@ -98,8 +97,7 @@ class ReplicatedMethod(_patching.InstanceMethod):
         leaves = [_on(home, None, None, leaf) for leaf in arguments.leaves]
         with _replicas.undivided():
             result = self.plainly(model, arguments, leaves)
-        sizes = _work.undivided(self.devices, rows)
-        _work.count(self.devices, sizes, torch.is_grad_enabled())
+        _work.count(self.devices, _work.undivided(self.devices, rows), torch.is_grad_enabled())
         if error is not None and not self.warned:
             self.warned = True
             across = getattr(error, "across", None) or _rows.Across(None, why="fails")
@@ -132,8 +130,8 @@ class ReplicatedMethod(_patching.InstanceMethod):
         """
         failed = []
         for kind, layout in layouts.items():
-            others = layout.cut()[1:]
-            for whole in [()] + [(leaf,) for leaf in others[:MOST_TRIED]]:
+            others = [number for number, cut in enumerate(layout.cuts) if cut is not None][1:]
+            for whole in [()] + [(number,) for number in others[:MOST_TRIED]]:
                 known, tried, state = Known(whole), layout.without(whole), self.state(model)
                 known.trial = self.trial(model, arguments, tried)
                 try:
@@ -152,8 +150,13 @@ class ReplicatedMethod(_patching.InstanceMethod):
 
     def layouts(self, model, arguments):
         """How the arguments may be cut, the likeliest first."""
-        layout = batches.layout(arguments)
-        return [] if layout is None else [layout]
+        if self.choices is None:
+            self.choices = self.choices_for(model)
+        found = [batches.layout(arguments, *choice) for choice in self.choices]
+        return [layout for layout in found if layout is not None]
+
+    def choices_for(self, model):
+        return [(0,)]
 
     def name_of(self, model):
         return type(model).__name__
@@ -208,38 +211,34 @@ class ReplicatedMethod(_patching.InstanceMethod):
 
     def merge(self, model, state, arguments, layout, known, outcomes, watched):
         """Set state and losses, and return the result."""
-        everyone, sizes = outcomes, _replicas.sizes(layout.rows, len(outcomes))
-        counted = [(o, size) for o, size in zip(outcomes, sizes) if size]
-        outcomes, sizes = [outcome for outcome, _ in counted], [size for _, size in counted]
-        first = outcomes[0]
-        if any(list(outcome.values) != list(first.values) for outcome in outcomes):
+        all_sizes = _replicas.sizes(layout.rows, len(outcomes))
+        counted = [outcome for outcome, size in zip(outcomes, all_sizes) if size]
+        first, sizes = counted[0], list(filter(None, all_sizes))
+        if any(list(outcome.values) != list(first.values) for outcome in counted):
             raise NotMergeable()
         home = self.home(model, arguments)
         if watched:
-            self.decide(model, state, arguments, layout, known, outcomes, sizes, home)
+            self.decide(model, state, arguments, layout, known, counted, sizes, home)
         merged = {}
         for key in first.values:
             rule = known.rules[key]
             if rule.kind != "unchanged":
-                values = [outcome.values[key] for outcome in outcomes]
+                values = [outcome.values[key] for outcome in counted]
                 if rule.kind == "rows" and rule.copies == 1:
-                    values = self.with_empty(everyone, layout.rows, key, rule.dim)
+                    # Of a replica without rows of its own none: it gets gradients, 0, too.
+                    values = [
+                        outcome.values[key] if size else _none_of(outcome.values[key], rule.dim)
+                        for outcome, size in zip(outcomes, all_sizes)
+                    ]
                 with torch.set_grad_enabled(torch.is_grad_enabled() and key[0] != "state"):
                     merged[key] = rule.merged(values, sizes, home, state.before.get(key))
         for key in first.numbers:
             merged[key] = merged[key].item()
         state.finish(merged)
-        sizes = _replicas.sizes(layout.rows, len(everyone))
-        sizes += [0] * (len(self.devices) - len(sizes))
-        _work.count(self.devices, sizes, torch.is_grad_enabled())
+        all_sizes += [0] * (len(self.devices) - len(all_sizes))
+        _work.count(self.devices, all_sizes, torch.is_grad_enabled())
         results = [untagged(merged[("result", i)]) for i in range(first.results)]
         return first.unflatten(results)[0]
-
-    def with_empty(self, outcomes, rows, key, dim):
-        """Also no rows of each replica that has none of its own: it gets gradients, 0, too."""
-        sizes = _replicas.sizes(rows, len(outcomes))
-        values = [outcome.values[key] for outcome in outcomes]
-        return [v if size else _none_of(v, dim) for v, size in zip(values, sizes)]
 
     def decide(self, model, state, arguments, layout, known, outcomes, sizes, home):
         """Find the rules of a call that was watched."""
@@ -282,8 +281,8 @@ class ReplicatedMethod(_patching.InstanceMethod):
                     if not isinstance(first.tag, _rows.Mixed):  # that may be chance
                         lines.append(str(first.across))
         if doubtful:
-            bounds = [_replicas.bounds(layout.rows, len(outcomes), i) for i in range(len(outcomes))]
-            parts = [list(range(start, stop)) for start, stop in bounds]
+            count = len(outcomes)
+            parts = [range(*_replicas.bounds(layout.rows, count, i)) for i in range(count)]
             try:
                 trial = self.trial(model, arguments, layout, parts)
                 trials.prove(trial, known.rules, state.before, home)
@@ -293,27 +292,22 @@ class ReplicatedMethod(_patching.InstanceMethod):
         known.totals.add(layout.rows)
         return chosen
 
-    def trial(self, model, arguments, layout, parts=None):
+    def trial(self, model, arguments, layout, parts=_rows.trial.PARTS):
         """A trial of rows of this batch; what is sorted stays sorted."""
         home, last = self.home(model, arguments), layout.rows - 1
-        if parts is None:
-            parts = [[min(row, last) for row in part] for part in _rows.trial.PARTS]
-        return trials.PartsTrial(
-            functools.partial(self.try_rows, model, arguments, layout, home), parts
-        )
 
-    def try_rows(self, model, arguments, layout, home, rows):
-        """What these rows give, without dropout, and without a trace."""
-        rows = [row % layout.rows for row in rows]
-        numbers = RandomNumbers()
-        try:
-            with torch.no_grad(), evaluating(model):
-                return self.replica(
-                    model, self.state(model), arguments, layout, home, rows,
-                    copy=True, watched=True, probing=True,
-                )  # fmt: skip
-        finally:
-            numbers.set()
+        def compute(rows):
+            """What these rows give, without dropout, and without a trace."""
+            numbers, state = RandomNumbers(), self.state(model)
+            try:
+                with torch.no_grad(), evaluating(model):
+                    return self.replica(
+                        model, state, arguments, layout, home, rows, True, True, probing=True
+                    )
+            finally:
+                numbers.set()
+
+        return trials.PartsTrial(compute, [[min(row, last) for row in part] for part in parts])
 
 
 def _is_the_models(error):

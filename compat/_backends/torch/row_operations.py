@@ -12,7 +12,7 @@ import re
 import torch
 
 from ... import _rows
-from .calls import REPLICATED, RowCount, counted, indexed, permuted, tensors_in
+from .calls import REPLICATED, Call, RowCount, counted, indexed, tensors_in, viewed
 
 Sharded, Mixed, Partial = _rows.Sharded, _rows.Mixed, _rows.Partial
 
@@ -31,8 +31,6 @@ def line(*names):
 
 def canonical(name):
     """The name of the function of which this is a form: ``add`` of ``add_`` and ``__iadd__``."""
-    if name in ("__getitem__", "__setitem__", "__get__"):
-        return name
     operator = re.match("__[ri]?(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor|matmul)__$", name)
     if operator:
         return operator.group(1)
@@ -55,10 +53,8 @@ def placements(call):
 def is_pointwise(name):
     """Whether torch says so of one of its own functions."""
     forms = getattr(torch.ops.aten, name, None)
-    pointwise = getattr(torch.Tag, "pointwise", None)
-    return forms is not None and any(
-        pointwise in getattr(forms, form).tags for form in forms.overloads()
-    )
+    tags = [getattr(forms, form).tags for form in forms.overloads()] if forms is not None else []
+    return any(torch.Tag.pointwise in each for each in tags)
 
 
 @line(
@@ -89,11 +85,6 @@ def of_the_first(call):
     return _rows.pointwise([call.value(call.first)])
 
 
-@line("isin bucketize")
-def compared(call):
-    return _by_row(call, 1, call.value(call.first).axis)
-
-
 # Along dimensions -------------------------------------------------------------------------------
 
 #: Where a function is given dimensions, and which they are else; of others they are the second
@@ -104,12 +95,10 @@ DIMS = {
     "linalg_vector_norm": (2, None), "linalg_norm": (2, None),
 }  # fmt: skip
 
-#: Kinds of totals that ``reductions`` puts together.
+#: What ``reductions`` puts together, where that has another name.
 TOTALS = {
-    "sum": "sum", "nansum": "sum", "count_nonzero": "sum", "mean": "mean", "max": "max",
-    "amax": "max", "min": "min", "amin": "min", "any": "any", "all": "all", "norm": "norm",
+    "nansum": "sum", "count_nonzero": "sum", "amax": "max", "amin": "min",
     "linalg_vector_norm": "norm", "linalg_norm": "norm",
-    "logsumexp": "logsumexp",
 }  # fmt: skip
 
 
@@ -122,7 +111,7 @@ def reduced(call):
     name, value = canonical(call.name), call.value(call.first)
     if isinstance(call.get(1, "other"), torch.Tensor):  # the larger ones
         return pointwise(call)
-    kind = TOTALS.get(name, "other")
+    kind = TOTALS.get(name, name)
     if kind == "norm":  # linalg_norm() may take the norm of matrices
         orders = (None, "fro") if name == "linalg_norm" else (None, "fro", 2)
         kind = kind if call.get(1, "p", "ord") in orders else "other"
@@ -136,7 +125,9 @@ def reduced(call):
 
 def _dims(call):
     at, default = DIMS.get(canonical(call.name), (1, None))
-    return call.axes(at, ("dim", "axis", "dims"), default)
+    dims = call.get(at, "dim", "axis", "dims", default=default)
+    is_another = isinstance(dims, (torch.Tensor, torch.dtype, bool, str))
+    return default if is_another or dims == () else dims
 
 
 @line(
@@ -151,16 +142,22 @@ def along(call):
 @line(
     "linear layer_norm rms_norm tril triu max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d",
     "avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d",
-    "adaptive_max_pool2d adaptive_max_pool3d",
+    "adaptive_max_pool2d adaptive_max_pool3d conv1d conv2d conv3d conv_transpose1d",
+    "conv_transpose2d conv_transpose3d isin bucketize",
+    # All but the first dimension:
+    "interpolate dropout1d dropout2d dropout3d feature_alpha_dropout feature_dropout group_norm",
+    "instance_norm",
 )
 def along_the_last(call):
     """Weights are the same for all rows."""
     name = canonical(call.name)
-    count = {"linear": 1, "tril": 2, "triu": 2}.get(name)
-    if name.endswith("norm"):
+    if name in ("layer_norm", "rms_norm"):
         count = len(call.get(1, "normalized_shape"))
-    elif count is None:
-        count = int(name[-2])
+    elif "pool" in name or "conv" in name:  # and channels
+        count = int(name[-2]) + ("conv" in name)
+    else:
+        counts = {"linear": 1, "tril": 2, "triu": 2, "isin": 0, "bucketize": 0}
+        count = counts.get(name, call.first.dim() - 1)
     if any(not isinstance(value.placement, _rows.Replicated) for value in call.values[1:]):
         return Mixed()
     return _rows.along(call.value(call.first), list(range(-count, 0)))
@@ -171,61 +168,31 @@ def along_the_last(call):
 
 @line("matmul mm bmm mv dot linalg_matmul")
 def product(call):
-    first, second = call.args[:2]
-    if call.name == "__rmatmul__":
-        first, second = second, first
-    return _rows.product([call.value(first), call.value(second)])
+    return _rows.product(call.values[::-1] if call.name == "__rmatmul__" else call.values)
 
 
 @line("einsum")
 def einsum(call):
-    equation, operands = call.args[0], list(tensors_in(call.args[1:]))
+    equation = call.args[0]
     if not isinstance(equation, str) or "." in equation:
         return _rows.Unknown()
     given, _, result = equation.replace(" ", "").partition("->")
     if "->" not in equation:
         result = "".join(sorted(c for c in set(given) - {","} if given.count(c) == 1))
-    return _rows.contracted([call.value(each) for each in operands], given.split(","), result)
+    return _rows.contracted(call.values, given.split(","), result)
 
 
 @line("scaled_dot_product_attention")
 def attention(call):
-    values = [call.value(tensor) for tensor in call.args[:3]]
-    batch = "abcdefgh"[: values[0].rank - 2]
-    letters = [batch[len(batch) - v.rank + 2 :] + e for v, e in zip(values, ("LE", "SE", "SV"))]
-    mask = call.get(3, "attn_mask")
-    if mask is not None:
-        values.append(call.value(mask))
-        letters.append((batch + "LS")[len(batch) + 2 - mask.dim() :])
-    if any(isinstance(v.placement, Sharded) and v.axis >= v.rank - 2 for v in values):
+    """The last two dimensions are those of time and of features."""
+    axes = [value.axis for value in call.values]
+    rows = [value for value in call.values if value.axis is not None]
+    if len({value.rank for value in rows}) != 1 or rows[0].axis >= rows[0].rank - 2:
         return Mixed()
-    found = _rows.contracted(values, letters, batch + "LV")
-    return Mixed() if isinstance(found, Partial) else found
+    return _rows.by_row(call.values, axes)
 
 
 # Layers -----------------------------------------------------------------------------------------
-
-
-def _by_row(call, data, axis=0):
-    """A function of each row of the first ``data`` arguments; all else is the same for all."""
-    values, axes = [], []
-    for place, argument in enumerate(list(call.args) + list(call.kwargs.values())):
-        for tensor in tensors_in([argument]):
-            values.append(call.value(tensor))
-            axes.append(axis if place < data else None)
-    return _rows.by_row(values, axes)
-
-
-@line(
-    "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d interpolate dropout1d",
-    "dropout2d dropout3d feature_alpha_dropout feature_dropout group_norm instance_norm",
-)
-def by_row(call):
-    """Without a batch there would be a dimension less."""
-    name, dims = canonical(call.name), call.first.dim()
-    if name.startswith("conv"):
-        return _by_row(call, 1) if dims == int(name[-2]) + 2 else Mixed()
-    return _by_row(call, 1) if dims > (1 if name.endswith("norm") else 2) else Mixed()
 
 
 @line("embedding")
@@ -249,12 +216,13 @@ def recurrent(call):
     """The output, and states, which have the rows in their second dimension always."""
     value = call.value(call.first)
     packed = isinstance(call.args[1], torch.Tensor) and isinstance(call.args[3], (list, tuple))
-    if not packed:  # else the data is one sequence after the other, or so
+    if packed:  # the data is one sequence after the other, or so
+        fits = value.axis is not None
+    else:
         states = [call.value(state) for state in tensors_in([call.args[1]])]
-        given = all(isinstance(s.placement, _rows.Replicated) or s.axis == 1 for s in states)
-        if value.axis != (0 if call.args[8] else 1) or not given:
-            return Mixed()
-    elif value.axis is None:
+        fits = all(state.placement == REPLICATED or state.axis == 1 for state in states)
+        fits = fits and value.axis == (0 if call.args[8] else 1)
+    if not fits:
         return Mixed()
     return [value.placement] + [Sharded(1)] * (len(call.results) - 1)
 
@@ -304,7 +272,8 @@ def loss_of_rows(call):
     if call.first.dim() < 2:
         return Mixed()
     three = canonical(call.name) in ("cosine_embedding_loss", "triplet_margin_loss")
-    return _by_row(call, 3 if three else 2)
+    count = 3 if three else 2
+    return _rows.by_row(call.values, [0] * count + [None] * (len(call.values) - count))
 
 
 @line("ctc_loss")
@@ -319,9 +288,10 @@ def ctc_loss(call):
 # Views ------------------------------------------------------------------------------------------
 
 
-@line("transpose swapaxes swapdims t permute movedim moveaxis adjoint T mT H mH")
-def transposed(call):
-    return _rows.transposed(call.value(call.first), permuted(call))
+line(
+    "transpose swapaxes swapdims t permute movedim moveaxis adjoint T mT H mH unsqueeze select",
+    "narrow",
+)(viewed)
 
 
 @line("view reshape flatten ravel")
@@ -346,18 +316,10 @@ def reshaped(call):
 
 @line("squeeze")
 def squeezed(call):
-    value = call.value(call.first)
-    dims = call.get(1, "dim")
-    if dims is None:  # the rows' stays, see ``watch``
-        dims = [dim for dim, size in enumerate(value.shape) if size == 1]
-    dims = list(dims) if isinstance(dims, (list, tuple)) else [dims]
-    dims = [dim for dim in dims if value.shape[dim] == 1 or dim % value.rank == value.axis]
-    return _rows.squeezed(value, dims)
-
-
-@line("unsqueeze")
-def unsqueezed(call):
-    return _rows.expanded(call.value(call.first), call.get(1, "dim"))
+    """Where none are named the rows' stays, see ``watch``."""
+    value, dims = call.value(call.first), call.get(1, "dim", default=())
+    dims = dims if isinstance(dims, (list, tuple)) else [dims]
+    return Mixed() if value.axis in [dim % value.rank for dim in dims] else viewed(call)
 
 
 @line("expand broadcast_to")
@@ -365,11 +327,9 @@ def expanded(call):
     value, sizes = call.value(call.first), call.sizes(1, "size")
     found = _rows.broadcast(value, len(sizes))
     place = counted(sizes)
-    if place is None or isinstance(found, Sharded) and found.axis == place:
+    if place is None or getattr(found, "axis", None) == place:
         return found
-    if isinstance(found, _rows.Replicated):
-        return Sharded(place, inner=sizes[place].per)
-    return Mixed()
+    return Sharded(place, inner=sizes[place].per) if found == REPLICATED else Mixed()
 
 
 @line("repeat tile")
@@ -393,12 +353,11 @@ def repeated(call):
     return _rows.repeated(call.value(call.first), call.get(2, "dim"), times)
 
 
-@line("select unbind narrow split chunk tensor_split split_with_sizes")
+@line("unbind split chunk tensor_split split_with_sizes")
 def parts(call):
-    name = canonical(call.name)
-    dim = call.get(1 if name in ("select", "unbind", "narrow") else 2, "dim", default=0)
-    part = "one" if name in ("select", "unbind") else "part"
-    return _rows.sliced(call.value(call.first), {dim: part})
+    is_one = call.name == "unbind"
+    dim = call.get(1 if is_one else 2, "dim", default=0)
+    return _rows.sliced(call.value(call.first), {dim: "one" if is_one else "part"})
 
 
 @line("pad constant_pad_nd")
@@ -407,28 +366,33 @@ def padded(call):
     return _rows.resized(call.value(call.first), dims) if dims else call.value(call.first).placement
 
 
-@line("cat concat concatenate")
-def concatenated(call):
-    tensors = call.get(0, "tensors")
-    values = [call.value(each) for each in tensors if tuple(each.shape) != (0,)]
-    return _rows.concatenated(values, call.get(1, "dim", "axis", default=0))
-
-
-@line("stack")
-def stacked(call):
-    values = [call.value(each) for each in call.get(0, "tensors")]
-    return _rows.stacked(values, call.get(1, "dim", default=0))
+@line("cat concat concatenate stack")
+def joined(call):
+    dim = call.get(1, "dim", "axis", default=0)
+    if call.name == "stack":
+        return _rows.stacked(call.values, dim)
+    return _rows.concatenated([value for value in call.values if value.shape != (0,)], dim)
 
 
 # Looking up and sorting in ------------------------------------------------------------------------
 
-TABLE["__getitem__"] = indexed
+line("getitem")(indexed)
+
+
+@line("setitem")
+def set_item(call):
+    """``tensor[index] = value``."""
+    tensor, index, given = call.args
+    whole = call.value(tensor).placement
+    part = indexed(Call(torch.Tensor.__getitem__, (tensor, index), {}, call.rows))
+    value = call.value(given) if isinstance(given, torch.Tensor) else _rows.Value(REPLICATED, [])
+    found = _rows.pointwise([_rows.Value(part, tensor[index].shape), value])
+    return whole if found == part and isinstance(part, type(whole)) else Mixed()
 
 
 @line("index_select")
 def index_select(call):
-    numbers = call.get(2, "index")
-    return _rows.gathered([call.value(call.first), call.value(numbers)], call.get(1, "dim"))
+    return _rows.gathered(call.values, call.get(1, "dim"))
 
 
 @line("gather")
@@ -437,9 +401,7 @@ def gather(call):
     numbers = call.value(call.get(2, "index"))
     if isinstance(value.placement, _rows.Replicated):
         return numbers.placement if numbers.axis == dim else Mixed()
-    if numbers.axis != value.axis or value.axis == dim:
-        return Mixed()
-    return _rows.by_row([value, numbers], [value.axis] * 2)
+    return scattered(call)
 
 
 @line("scatter scatter_add scatter_reduce")

@@ -42,7 +42,7 @@ class Sums:
         if slot is None or slot.bucket.work is not None:
             return
         slot.write(value, weight)
-        while self.sent < len(self.buckets) - 1 and self.buckets[self.sent].is_full():
+        while self.sent < len(self.buckets) - 1 and self.buckets[self.sent].missing == 0:
             self._send()
 
     def complete(self, header, values):
@@ -123,12 +123,9 @@ class _Bucket:
 
     def clear(self):
         self.work = None  # its all-reduce, which has begun
-        self.filled = 0
+        self.missing = len(self.slots)
         for slot in self.slots:
             slot.held = None
-
-    def is_full(self):
-        return self.filled == len(self.slots)
 
 
 class _Slot:
@@ -144,7 +141,7 @@ class _Slot:
         if value is None:
             self.view.zero_()
             return
-        self.bucket.filled += self.held is None
+        self.bucket.missing -= self.held is None
         self.held = value, value._version, weight
         value = _real(value.detach())
         if value.dtype == self.view.dtype:

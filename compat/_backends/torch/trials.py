@@ -44,10 +44,8 @@ class PartsTrial:
 
     def values(self, key):
         """The parts' values and that of all rows; None where there are none."""
-        if any(key not in outcome.values for outcome in self.outcomes):
-            return None
-        found = [outcome.values[key] for outcome in self.outcomes]
-        return found[1:], found[0]
+        found = [outcome.values[key] for outcome in self.outcomes if key in outcome.values]
+        return (found[1:], found[0]) if len(found) == len(self.outcomes) else None
 
     def is_random(self):
         """Whether the same rows give something else each time."""
@@ -74,10 +72,7 @@ def prove(trial, rules, before, home):
             raise NotMergeable()
         if not fits(rule, values, trial.sizes, home, before.get(key)):
             raise NotMergeable(_rows.Across(None, why="unknown" if trial.is_random() else "tried"))
-    described = {str(outcome.described) for outcome in trial.outcomes}
-    if len(described) > 1 or any(
-        set(o.values) != set(trial.outcomes[0].values) for o in trial.outcomes
-    ):
+    if len({(str(each.described), frozenset(each.values)) for each in trial.outcomes}) > 1:
         raise NotMergeable()
 
 
@@ -100,9 +95,8 @@ def close(value, other):
         value, other = value.data, other.data
     if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor):
         numbers = is_number(value) and is_number(other)
-        return (
-            value is other or value == other or numbers and math.isclose(value, other, rel_tol=1e-4)
-        )
+        near = numbers and math.isclose(value, other, rel_tol=1e-4)
+        return near or value is other or value == other
     if value.dtype == torch.bfloat16:  # numpy does not know that it is coarse
         finite = other[torch.isfinite(other)].abs()
         scale = finite.max().clamp(min=1e-30) if finite.numel() else 1.0

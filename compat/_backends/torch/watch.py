@@ -90,7 +90,7 @@ class Watch(torch.overrides.TorchFunctionMode):
         result = self.called(call)
         call.results = [args[0]] if name == "__setitem__" else list(calls.tensors_in([result]))
         if call.results:
-            self.follow(call, kept, isinstance(result, (list, tuple)), before)
+            self.tag(call, self.follow(call, kept, isinstance(result, (list, tuple)), before))
         else:
             self.escaped(call, result)
         return result
@@ -98,11 +98,11 @@ class Watch(torch.overrides.TorchFunctionMode):
     def made(self, call, result):
         """Where no argument depends on rows a number of them may still make rows."""
         has_rows = any(each is not None for each in call.tags)
-        has_count = calls.has_count(call.args, call.kwargs)
+        may_have = has_rows or self.counting and call.name in COUNTING
         if isinstance(result, torch.Tensor):
-            if has_rows or has_count or self.counting and call.name in COUNTING:
+            if may_have or calls.has_count(call.args, call.kwargs):
                 call.results = [result]
-                self.by_rules(call)
+                self.tag(call, self.by_rules(call))
         return result
 
     def called(self, call):
@@ -141,11 +141,10 @@ class Watch(torch.overrides.TorchFunctionMode):
     def sizes(self, call, result):
         """A shape in which the sizes that grow with the batch are ``RowCount``s."""
         name, args, tensor, rows = call.name, call.args, call.given[0], call.tags[0]
-        if isinstance(rows, _rows.Mixed) or is_sharded(tensor) and not rows.even:
-            if not where.is_packing():  # there may be as many as some values of rows ask for
+        if not is_sharded(tensor) or not rows.even:
+            # There may be as many as some values of rows ask for.
+            if isinstance(rows, _rows.Placement) and not where.is_packing():
                 self.escapes.append(Escape(self.across(name), self.mixed(name), result))
-            return result
-        if not is_sharded(tensor):
             return result
         if name == "__len__" and rows.axis == 0 or name in ("numel", "nelement", "nbytes"):
             self.count_given(name)
@@ -176,54 +175,43 @@ class Watch(torch.overrides.TorchFunctionMode):
     # Following --------------------------------------------------------------------------------
 
     def follow(self, call, kept, is_one_of_several, before):
-        name, args, results = call.name, call.args, call.results
+        """The tag of each result."""
+        name, first, count = call.name, call.args[:1], len(call.results)
         tagged = [each for each in call.tags if each is not None]
         mixed = [each for each in tagged if isinstance(each, _rows.Mixed)]
-        constant = all(getattr(each, "constant", False) for each in tagged)
-        if constant and name in GROWING and calls.has_count(args, call.kwargs):
-            self.by_rules(call)
-            return
-        if all(isinstance(each, EXPRESSIONS) for each in tagged):
-            for index, value in enumerate(results):
-                pick = index if is_one_of_several else None
-                self.tag(
-                    call, value, ComputedTotal(call.func, *kept, call.in_place, pick, value.dtype)
-                )
-            return
         # State from before is a constant among rows.
         moving = [each for each in tagged if not getattr(each, "constant", False)]
+        if not moving and name in GROWING and calls.has_count(call.args, call.kwargs):
+            return self.by_rules(call)
+        if all(isinstance(each, EXPRESSIONS) for each in tagged):
+            picks = range(count) if is_one_of_several else [None] * count
+            return [
+                ComputedTotal(call.func, *kept, call.in_place, pick, value.dtype)
+                for pick, value in zip(picks, call.results)
+            ]
         if name in ("batch_norm", "instance_norm"):
             self.statistics(call.bound())
         if name == "batch_norm":  # each device's own rows
-            rows = tag_of(args[0]) if is_sharded(args[0]) else self.mixed(name)
-            self.tag(call, results[0], rows)
-        elif before is not None and not is_sharded(args[0]) and not mixed:
-            self.sorted_in(call, kept, before)
-        elif mixed and not self.only_looks(call):
-            for value in results:
-                self.tag(call, value, mixed[0])
-        elif any(isinstance(each, EXPRESSIONS) for each in moving) or (
-            call.in_place and isinstance(tag_of(args[0]), EXPRESSIONS)
+            return [tag_of(*first) if is_sharded(*first) else self.mixed(name)]
+        if before is not None and not is_sharded(*first) and not mixed:
+            return [self.sorted_in(call, kept, before)]
+        # What is mixed may only tell where to look, or what type to make.
+        is_read = name == "__getitem__" and not isinstance(call.tags[0], _rows.Mixed)
+        if mixed and not is_read and name not in row_operations.MADE:
+            return mixed[:1] * count
+        if any(isinstance(each, EXPRESSIONS) for each in moving) or (
+            call.in_place and isinstance(tag_of(*first), EXPRESSIONS)
         ):
-            for value in results:
-                self.tag(call, value, self.mixed(name))
-        else:
-            self.by_rules(call)
-
-    def only_looks(self, call):
-        """Whether what is mixed only tells where to look, or what type to make."""
-        is_read = call.name == "__getitem__" and not isinstance(call.tags[0], _rows.Mixed)
-        return is_read or call.name in row_operations.MADE
+            return [self.mixed(name)] * count
+        return self.by_rules(call)
 
     def by_rules(self, call):
-        name = call.name
-        if self.counting and name in COUNTING:
+        """The tag of each result, where the table or a trial tells."""
+        if self.counting and call.name in COUNTING:
             call.args, call.kwargs = call.mapped(self.as_count)
-        if where.is_packing() and name not in row_operations.PACKED:
+        if where.is_packing() and call.name not in row_operations.PACKED:
             first = next((tag_of(t) for t in call.given if is_sharded(t)), None)
             found = [first or calls.REPLICATED] * len(call.results)
-        elif name == "__setitem__":
-            found = [self.set_item(call)]
         else:
             try:
                 found = row_operations.placements(call)
@@ -231,10 +219,9 @@ class Watch(torch.overrides.TorchFunctionMode):
                 found = None  # another form of the call
             if found is None or any(isinstance(each, _rows.Unknown) for each in found):
                 found = self.tried_function(call)
-        if name in row_operations.SEQUENCES and isinstance(found[0], _rows.Mixed):
+        if call.name in row_operations.SEQUENCES and isinstance(found[0], _rows.Mixed):
             self.misplaced = True
-        for value, placement in zip(call.results, found):
-            self.tag(call, value, self.tag_for(call, value, placement))
+        return [self.tag_for(call, *pair) for pair in zip(call.results, found)]
 
     def tag_for(self, call, value, placement):
         """The tag for what a rule says."""
@@ -245,11 +232,7 @@ class Watch(torch.overrides.TorchFunctionMode):
             reduction = row_operations.reduction_of(call)
             return self.of_loss(call, value, placement, reduction) if reduction else placement
         if isinstance(placement, _rows.Partial):
-            regular = all(
-                t.even
-                for t in map(tag_of, calls.tensors_in(call.args))
-                if isinstance(t, _rows.Sharded)
-            )
+            regular = all(t.even for t in call.tags if isinstance(t, _rows.Sharded))
             is_mean = placement.how == "mean"
             weight = call.first.numel() / float(max(1, value.numel())) if is_mean else None
             return Total(placement.how, value, weight, regular)
@@ -265,29 +248,8 @@ class Watch(torch.overrides.TorchFunctionMode):
             return Total("mean", value, bound["input"].shape[0], placement.even)
         if call.name in row_operations.CLASS_LOSSES:
             return Total("mean", value, function_kinds.targets_weight(**bound))
-        first = next(t for t in calls.tensors_in(call.args) if is_sharded(t))
+        first = next(tensor for tensor in call.given if is_sharded(tensor))
         return Total("mean", value, first.numel(), placement.even)
-
-    def set_item(self, call):
-        """``tensor[index] = value``."""
-        tensor, index, value = call.args
-        if (
-            isinstance(tag_of(tensor), EXPRESSIONS)
-            or isinstance(value, torch.Tensor)
-            and isinstance(tag_of(value), EXPRESSIONS)
-        ):
-            return _rows.Mixed()
-        part = calls.indexed(Call(torch.Tensor.__getitem__, (tensor, index), {}, self.rows))
-        if isinstance(part, _rows.Mixed):
-            return part
-        whole = tag_of(tensor) if is_sharded(tensor) else calls.REPLICATED
-        if not isinstance(value, torch.Tensor) or not value.dim():
-            return whole if whole != calls.REPLICATED or part == whole else _rows.Mixed()
-        shape = list(tensor[index].shape)
-        if isinstance(part, _rows.Sharded):
-            shape[part.axis] = None
-        found = _rows.pointwise([_rows.Value(part, shape), call.value(value)])
-        return whole if found == part else _rows.Mixed()
 
     def sorted_in(self, call, kept, before):
         """A sum of all rows was sorted into what was there."""
@@ -295,11 +257,9 @@ class Watch(torch.overrides.TorchFunctionMode):
         rows = [call.value(tensor) for tensor in call.given[1:]]
         each = all(v.axis == (0 if v.rank == 1 else dim % value.dim()) for v in rows)
         if not each or "alpha" in call.kwargs or "reduce" in call.name:
-            self.tag(call, value, self.mixed(call.name))
-            return
+            return self.mixed(call.name)
         change = Total("sum", value.detach() - before)
-        step = ComputedTotal(torch.add, (kept[0][0], change), {}, False, None, value.dtype)
-        self.tag(call, value, step)
+        return ComputedTotal(torch.add, (kept[0][0], change), {}, False, None, value.dtype)
 
     def statistics(self, bound):
         """Running averages of normalization are means over the rows."""
@@ -309,16 +269,16 @@ class Watch(torch.overrides.TorchFunctionMode):
                 if value is not None and not self.probing:
                     tag(value, Total("mean", value, bound["input"].shape[0], regular=True))
 
-    def tag(self, call, value, found):
-        tag(value, found)
-        if not call.in_place or value._base is None:
-            return
-        # A view was changed, and with it what it is a view of.
-        base, before = value._base, tag_of(value._base)
-        if isinstance(found, _rows.Sharded) and isinstance(before, _rows.Sharded):
-            return
-        if found is not None or before is not None:
-            tag(base, found if isinstance(found, _rows.Mixed) else self.mixed(call.name))
+    def tag(self, call, tags):
+        for value, found in zip(call.results, tags):
+            tag(value, found)
+            if call.in_place and value._base is not None:
+                # A view was changed, and with it what it is a view of.
+                both = [found, tag_of(value._base)]
+                are_rows = all(isinstance(each, _rows.Sharded) for each in both)
+                if not are_rows and both != [None, None]:
+                    is_mixed = isinstance(found, _rows.Mixed)
+                    tag(value._base, found if is_mixed else self.mixed(call.name))
 
     # What no rule tells -------------------------------------------------------------------------
 
