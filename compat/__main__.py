@@ -5,6 +5,7 @@ import os
 import sys
 
 from . import __version__, errors
+from ._commands import parser as command_parser
 
 ENV = """\
 Report which backend this Python would use and why, the versions, the drivers and GPUs, the
@@ -102,10 +103,10 @@ def _parser():
     parser.add_argument("--version", action="version", version="compat " + __version__)
     commands = parser.add_subparsers(dest="command", metavar="command")
 
-    env = _command(commands, "env", _env, "report what is installed, set and wrong", ENV)
+    env = command_parser(commands, "env", _env, "report what is installed, set and wrong", ENV)
     env.add_argument("--json", action="store_true", help="the same as one JSON object")
 
-    run = _command(commands, "run", _run, "run a script on chosen GPUs", RUN, _usage("run"))
+    run = command_parser(commands, "run", _run, "run a script on chosen GPUs", RUN, _usage("run"))
     run.add_argument(
         "-n",
         dest="ranks",
@@ -167,7 +168,7 @@ def _parser():
     _add_script(run)
 
     usage = "compat test [options]\n       " + _usage("test")
-    test = _command(commands, "test", _test, "compare several devices with one", TEST, usage)
+    test = command_parser(commands, "test", _test, "compare several devices with one", TEST, usage)
     test.add_argument(
         "--devices",
         type=_number("devices, 2 or more", 2),
@@ -202,16 +203,6 @@ def _parser():
 
     for command in (pins, tox_ini, unwrap):
         command.add_to(commands)
-    return parser
-
-
-def _command(commands, name, run, told, description, usage=None):
-    """A new parser of one command, which ``run`` carries out."""
-    text = argparse.RawDescriptionHelpFormatter
-    parser = commands.add_parser(
-        name, help=told, description=description, usage=usage, formatter_class=text
-    )
-    parser.set_defaults(run=run, parser=parser)
     return parser
 
 
