@@ -10,8 +10,10 @@ import sys
 
 def main(arguments=None):
     """Run one command of ``compat``'s and return its exit status."""
-    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "compat", "_by_path.py")
-    spec = importlib.util.spec_from_file_location("_by_path", path)
+    path = os.path.join(
+        os.path.dirname(os.path.abspath(__file__)), "compat", "_runtime", "by_path.py"
+    )
+    spec = importlib.util.spec_from_file_location("by_path", path)
     assert spec is not None and spec.loader is not None
     by_path = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(by_path)

@@ -29,7 +29,7 @@ def pytest_load_initial_conftests(early_config):
     option = early_config.known_args_namespace.compat_simulate
     asked = early_config.getini("compat_simulate") or os.environ.get("COMPAT_SIMULATE")
     if option is not None or asked:
-        from compat._pytest_plugin import simulation
+        from compat._commands.pytest_plugin import simulation
 
         simulation.begin(early_config)
 
@@ -42,7 +42,7 @@ def pytest_configure(config):
 def pytest_runtest_protocol(item, nextitem):
     if item.get_closest_marker("compat") is None or "compat" in _workerinput(item.config):
         return None
-    from compat._pytest_plugin import own_process
+    from compat._commands.pytest_plugin import own_process
 
     return own_process.run(item, nextitem)
 
@@ -59,6 +59,6 @@ def compat_twins():
     ``twins = compat_twins(build)``, then ``twins.fit(x, y, batch_size=61)`` trains both and fails
     where they differ. See docs/ci.md.
     """
-    from compat._pytest_plugin import twins
+    from compat._commands.pytest_plugin import twins
 
     return twins.Twins

@@ -42,7 +42,7 @@ def main():
         import tensorflow as tf
 
         name = "MultiWorkerMirroredStrategy"
-        (engine,) = compat._process.process.engines.values()
+        (engine,) = compat._runtime.process.process.engines.values()
         strategy = engine.strategy
         with strategy.scope():
             peer = works.build(keras, arguments.work)

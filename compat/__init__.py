@@ -9,8 +9,10 @@ Two calls, the same on every backend::
 """
 
 from ._api import configure_gpu, device, parallelize
-from ._device_use import report, timeline
-from ._legacy import install_legacy_names, make_parallel, multi_gpu_model, unwrap
+from ._api.device_use import report, timeline
+from ._api.legacy import install_legacy_names, make_parallel, multi_gpu_model, unwrap
+from ._configuration.registry import register
+from ._configuration.settings import Configuration
 from ._ranks import (
     barrier,
     is_chief,
@@ -21,9 +23,6 @@ from ._ranks import (
     shard,
     size,
 )
-from ._registry import register
-from ._settings import Configuration
-from ._version import __version__
 from .backend import Backend
 from .errors import (
     AlreadyConfiguredError,
@@ -46,6 +45,8 @@ from .errors import (
     UnknownOptionError,
     UnsupportedError,
 )
+
+__version__ = "0.1.0"
 
 __all__ = [
     "AlreadyConfiguredError",

@@ -21,22 +21,22 @@ All types that compat hands to a backend, and those that it subclasses, are impo
 import sys
 
 from . import errors
-from ._process import process
+from ._configuration.settings import Memory, Settings
 from ._ranks import Job
 from ._ranks.place import Place
-from ._settings import Memory, Settings
+from ._runtime.process import process
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, Callable, ContextManager, Dict, List, Mapping, Optional, Sequence, Tuple
 
-    from ._devices import Devices
-    from ._engines import Engine
-    from ._launch.starter import launcher as own_launcher
-    from ._operations import Operation
+    from ._configuration.device_choice import Devices
     from ._ranks.checksum import verify as compare_ranks
+    from ._ranks.engines import Engine
+    from ._ranks.launch.starter import launcher as own_launcher
+    from ._runtime.operation_times import Operation
+    from ._runtime.work import count as count_batch
     from ._verification import Step, Verification
-    from ._work import count as count_batch
 
 __all__ = [
     "Backend",
@@ -56,14 +56,14 @@ __all__ = [
 
 # Imported when they are asked for: ``import compat`` stays as cheap as it is without them.
 _LAZY = {
-    "Devices": ("._devices", "Devices"),
-    "Engine": ("._engines", "Engine"),
-    "Operation": ("._operations", "Operation"),
+    "Devices": ("._configuration.device_choice", "Devices"),
+    "Engine": ("._ranks.engines", "Engine"),
+    "Operation": ("._runtime.operation_times", "Operation"),
     "Step": ("._verification", "Step"),
     "Verification": ("._verification", "Verification"),
     "compare_ranks": ("._ranks.checksum", "verify"),
-    "count_batch": ("._work", "count"),
-    "own_launcher": ("._launch.starter", "launcher"),
+    "count_batch": ("._runtime.work", "count"),
+    "own_launcher": ("._ranks.launch.starter", "launcher"),
 }
 
 

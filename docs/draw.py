@@ -11,7 +11,7 @@ from xml.sax.saxutils import escape
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.dirname(HERE))
 
-from compat import _replicas  # noqa: E402
+from compat._rows import split_rows  # noqa: E402
 
 FILLS = {
     "data": "#dbeafe",  # rows of the batch
@@ -90,8 +90,8 @@ def replicas():
         for middle in middles:
             picture.arrow(middle, y, middle, y + 34)
 
-    sizes = _replicas.sizes(ROWS, DEVICES)
-    bounds = [_replicas.bounds(ROWS, DEVICES, i) for i in range(DEVICES)]
+    sizes = split_rows.sizes(ROWS, DEVICES)
+    bounds = [split_rows.bounds(ROWS, DEVICES, i) for i in range(DEVICES)]
     across(20, "fit(): a batch of {} rows".format(ROWS), "data")
     arrows(68)
     each(
@@ -133,7 +133,7 @@ def ranks():
         for middle in middles:
             picture.arrow(middle, y, middle, y + 34)
 
-    sizes = _replicas.sizes(GLOBAL_BATCH, RANKS)
+    sizes = split_rows.sizes(GLOBAL_BATCH, RANKS)
     across(20, "the global batch: {} rows".format(GLOBAL_BATCH), "data")
     arrows(68)
     for number, (left, size) in enumerate(zip(lefts, sizes)):

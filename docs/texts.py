@@ -1,7 +1,8 @@
 """The texts of compat's errors and warnings, read from its source, for docs/troubleshooting.md.
 
-The page's sections name the modules whose texts follow there (``Texts of `compat._detect` ``), and
-explain some of them: a list item begins with the beginning of a text in bold.
+The page's sections name the modules whose texts follow there
+(``Texts of `compat._configuration.detection` ``), and explain some of them: a list item begins with
+the beginning of a text in bold.
 """
 
 import ast

@@ -15,13 +15,14 @@ import time
 import numpy as np
 
 import compat
-from compat import _detect, _verification  # for the last lines alone: see devices_that_worked()
+from compat import _verification  # for the last lines alone: see devices_that_worked()
+from compat._configuration import detection  # for the last lines alone: see devices_that_worked()
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--simulate", type=int, default=3, help="CPU devices to use as GPUs")
 parser.add_argument("--epochs", type=int, default=3)
 arguments = parser.parse_args()
-os.environ.update(_detect.choose()[0].recording)
+os.environ.update(detection.choose()[0].recording)
 _verification.record_operations()
 
 # The first line of compat: before Keras and its backend are imported.

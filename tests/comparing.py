@@ -5,8 +5,9 @@ import warnings
 
 import numpy as np
 
-from compat import _work, errors
-from compat._process import process
+from compat import errors
+from compat._runtime import work
+from compat._runtime.process import process
 
 # How far a number may be from one device's, relative to its size or, for a weight, to how far it
 # moved: rounding, of sums in another order, some steps long.
@@ -92,7 +93,7 @@ def verdict(run, tolerance):
 
 def _shared():
     """Whether several devices computed a batch; where nobody knows, that is believed."""
-    return any(sizes is None or sum(map(bool, sizes)) > 1 for _, sizes, _ in _work.batches())
+    return any(sizes is None or sum(map(bool, sizes)) > 1 for _, sizes, _ in work.batches())
 
 
 def _text(error):

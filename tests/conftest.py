@@ -118,7 +118,7 @@ def machine(tmp_path, monkeypatch):
 @pytest.fixture
 def process(tmp_path, monkeypatch, machine):
     """This process as if new: no GPU, nothing configured, an environment and a home of its own."""
-    from compat._process import process
+    from compat._runtime.process import process
 
     before = dict(os.environ)
     for name in list(os.environ):
@@ -255,12 +255,12 @@ def devices():
 @pytest.fixture
 def register(monkeypatch):
     """Make these backends the registered ones."""
-    from compat import _registry
+    from compat._configuration import registry
 
     def register(*backends):
         by_name = {backend.name: backend for backend in backends}
-        monkeypatch.setattr(_registry, "names", lambda: sorted(by_name))
-        monkeypatch.setattr(_registry, "load", by_name.__getitem__)
+        monkeypatch.setattr(registry, "names", lambda: sorted(by_name))
+        monkeypatch.setattr(registry, "load", by_name.__getitem__)
 
     return register
 

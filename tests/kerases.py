@@ -3,7 +3,8 @@
 import os
 
 import compat
-from compat import _distributions, _keras
+from compat import _keras
+from compat._configuration import packages
 
 #: Devices that are simulated: as many as any test has models on.
 SIMULATED = 8
@@ -19,7 +20,7 @@ def configure(backend, floatx=None, verify=0):
     """Simulate devices, with floats of 64 bits where this Keras can."""
     if floatx is None:
         # In 64 bits keras-mxnet fails, as do the oldest; Keras on torch and JAX sums in 32.
-        version = _distributions.version("keras") or ""
+        version = packages.version("keras") or ""
         few = backend.name in ("mxnet", "torch", "jax") or version.startswith(("2.0.", "2.1."))
         floatx = "float32" if few else "float64"
     return compat.configure_gpu(simulate=SIMULATED, floatx=floatx, verify=verify)

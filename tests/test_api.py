@@ -13,7 +13,8 @@ import pytest
 from conftest import ROOT, TOY_FRAMEWORK, Toy
 
 import compat
-from compat import _keras, _registry, _rows
+from compat import _keras, _rows
+from compat._configuration import registry
 from compat.backend import Backend
 
 pytestmark = pytest.mark.usefixtures("process")
@@ -332,7 +333,7 @@ def test_a_switch_that_is_on(toy, value):
 
 
 def test_very_many_devices_are_not_listed_one_by_one():
-    from compat._settings import listed
+    from compat._configuration.settings import listed
 
     assert listed(["cpu:0", "cpu:1"]) == "cpu:0, cpu:1"
     many = ["cpu:{}".format(place) for place in range(999)]
@@ -968,8 +969,8 @@ def test_a_strategy_that_no_backend_has():
 
 
 def test_type_checkers_know_the_options_of_all_backends():
-    with open(os.path.join(ROOT, "compat", "_typing.pyi")) as file:
+    with open(os.path.join(ROOT, "compat", "_configuration", "typing.pyi")) as file:
         tree = ast.parse(file.read())
     (options,) = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Options"]
     names = [n.target.id for n in options.body if isinstance(n, ast.AnnAssign)]
-    assert names == _registry.options([])
+    assert names == registry.options([])

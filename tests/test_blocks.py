@@ -23,10 +23,12 @@ import sources
 from sources import ROOT
 
 import compat
-from compat import __main__, _extras, _registry, _report, _rows, _verification
+from compat import __main__, _rows, _verification
 from compat._commands import reported_script
-from compat._launch import watching
-from compat._pytest_plugin import twins
+from compat._commands.pytest_plugin import twins
+from compat._configuration import pip_extras, registry
+from compat._ranks.launch import watching
+from compat._runtime import reporting
 from compat._verification import comparison, verification
 
 
@@ -99,7 +101,7 @@ def _check_call(function, node):
         node.keywords = [keyword for keyword in node.keywords if keyword.arg]
     names = {keyword.arg: None for keyword in node.keywords}
     inspect.signature(function).bind(*node.args, **names)
-    known = set(inspect.signature(function).parameters) | set(_registry.options(list(names)))
+    known = set(inspect.signature(function).parameters) | set(registry.options(list(names)))
     assert set(names) <= known, names
 
 
@@ -159,7 +161,7 @@ def check_mention(words):
 
 def check_extras(text):
     for names in re.findall(r"(?:(?<=[\"' ])\.|keras-gpu-compat)\[([\w,]+)\]", text):
-        assert set(names.split(",")) <= set(_extras.PYTHONS) | {"nvml", "EXTRA"}, names
+        assert set(names.split(",")) <= set(pip_extras.PYTHONS) | {"nvml", "EXTRA"}, names
 
 
 # What is printed ------------------------------------------------------------------------------
@@ -243,8 +245,8 @@ def _is_a_report_of_devices(text):
         cells = dict(zip(names, re.split(r" {2,}", row.strip())))
         rank = int(cells["rank"]) if "rank" in cells else None
         numbers = [int(cells[name].replace(",", "")) for name in ("rows", "in training", "steps")]
-        uses.append(_report.DeviceUse(cells["device"], rank, *numbers))
-    assert text == "{}\n{}\n".format(first, _report.Report(uses, {}))
+        uses.append(reporting.DeviceUse(cells["device"], rank, *numbers))
+    assert text == "{}\n{}\n".format(first, reporting.Report(uses, {}))
 
 
 def _is_of_the_example(text):

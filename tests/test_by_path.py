@@ -7,8 +7,9 @@ import sys
 import pytest
 from conftest import ROOT
 
-from compat import _by_path, errors
+from compat import errors
 from compat._commands import verify_script
+from compat._runtime import by_path
 
 pytestmark = pytest.mark.usefixtures("process")
 
@@ -76,7 +77,7 @@ def test_ranks(folder, shadows):
     if shadows == "package":
         (folder / "compat").mkdir()
         (folder / "compat.py").rename(folder / "compat" / "__init__.py")
-    command = _by_path.command("__main__") + ["run", "-n", "2", "--backend", "jax"]
+    command = by_path.command("__main__") + ["run", "-n", "2", "--backend", "jax"]
     command += ["--python", sys.executable, "script.py", "a"]
     status, out, err = finished(folder, *command, PYTHONPATH=str(folder))
     assert status == 0, err
@@ -93,14 +94,14 @@ def test_files_with_names_of_python_s_own(folder):
     script = folder / "apart" / "script.py"
     script.parent.mkdir()
     script.write_text("print('here')")
-    command = _by_path.command("__main__") + ["run", "-n", "2", "--backend", "jax"]
+    command = by_path.command("__main__") + ["run", "-n", "2", "--backend", "jax"]
     status, out, err = finished(folder, *command + ["--python", sys.executable, str(script)])
     assert (status, sorted(out.splitlines())) == (0, ["[0] here", "[1] here"]), err
     assert "import compat" not in err
 
 
 def test_env_names_it(folder):
-    status, out, _ = finished(folder, *_by_path.command("__main__") + ["env"])
+    status, out, _ = finished(folder, *by_path.command("__main__") + ["env"])
     text = errors.shadowed("scripts in {}".format(folder), folder / "compat.py")
     assert status == 1 and "".join(out.replace("\\\n", "").split()).endswith("".join(text.split()))
 
@@ -109,7 +110,7 @@ def test_what_shadows(folder, tmp_path):
     mine = str(folder / "compat.py")
     apart = tmp_path / "apart"
     apart.mkdir()
-    shadow = _by_path.shadow
+    shadow = by_path.shadow
     assert shadow(str(folder), {"PYTHONPATH": ROOT}) == mine
     assert shadow(str(apart), {}) is None
     assert shadow(str(apart), {"PYTHONPATH": str(folder)}) == mine
@@ -125,7 +126,7 @@ def test_script_behind_a_link_is_at_home_where_the_link_leads(folder, tmp_path):
     (tmp_path / "bin").mkdir(exist_ok=True)
     link = tmp_path / "bin" / "train"
     link.symlink_to(folder / "script.py")
-    command = _by_path.command("__main__") + ["run", "--backend=theano", "--python"]
+    command = by_path.command("__main__") + ["run", "--backend=theano", "--python"]
     _, out, err = finished(tmp_path, *command + [sys.executable, str(link)])
     assert out == "my own\n[]\n"
     assert err.endswith(note(link, folder / "compat.py"))

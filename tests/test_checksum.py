@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 
 import compat
-from compat import _engines
-from compat._ranks import checksum
+from compat._ranks import checksum, engines
 from compat._ranks.place import Place
 
 
-class Threads(_engines.Engine):
+class Threads(engines.Engine):
     """An engine between threads of this process, which sums in float32 as the least precise do."""
 
     def __init__(self, place, barrier, box):

@@ -7,7 +7,7 @@ import pytest
 from conftest import Toy
 
 import compat
-from compat import _detect, _distributions, _extras
+from compat._configuration import detection, packages, pip_extras
 
 pytestmark = pytest.mark.usefixtures("process")
 
@@ -51,19 +51,19 @@ def on_python(monkeypatch):
 
     def on_python(version):
         parts = tuple(map(int, version.split(".")))
-        monkeypatch.setattr(_extras, "here", lambda: parts)
+        monkeypatch.setattr(pip_extras, "here", lambda: parts)
 
     return on_python
 
 
 def choice(asked=None):
-    backend, reason = _detect.choose(asked)
+    backend, reason = detection.choose(asked)
     return backend.name, reason
 
 
 def refusal(kind, asked=None):
     with pytest.raises(kind) as caught:
-        _detect.choose(asked)
+        detection.choose(asked)
     assert type(caught.value) is kind
     return str(caught.value)
 
@@ -132,9 +132,9 @@ def test_asked_for_a_version_that_no_backend_accepts(site, asked):
 # While it is imported, its backend is not yet decided; afterwards, keras.backend.backend() is.
 KERAS = """\
 from types import SimpleNamespace
-from compat import _detect, _distributions
+from compat._configuration import detection, packages
 backend = SimpleNamespace(backend=lambda: "theano")
-chosen_meanwhile = _detect.choose()
+chosen_meanwhile = detection.choose()
 """
 
 
@@ -193,8 +193,8 @@ def test_a_default_that_is_not_installed(site, keras_json, theano, written):
     site.install("mxnet", "1.9.1")
     if not theano:
         assert choice() == ("mxnet", "the only backend installed")
-        mxnet = _detect.choose()[0]
-        assert _detect.keras_variable(mxnet, os.environ) == {"KERAS_BACKEND": "mxnet"}
+        mxnet = detection.choose()[0]
+        assert detection.keras_variable(mxnet, os.environ) == {"KERAS_BACKEND": "mxnet"}
         return
     site.install("theano", "1.0.5")
     assert refusal(compat.NotInstalledError).startswith("tensorflow is not installed, but ")
@@ -245,7 +245,7 @@ def test_keras_home_is_unknown_to_keras_before_2_2(site, monkeypatch, tmp_path, 
 def test_a_home_that_cannot_be_written_is_none_for_keras(site, monkeypatch, tmp_path):
     site.install("Keras", "2.2.4")
     monkeypatch.setenv("HOME", str(tmp_path / "missing"))
-    assert _detect.keras_json({}) == "/tmp/.keras/keras.json"
+    assert detection.keras_json({}) == "/tmp/.keras/keras.json"
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,7 @@ def test_keras_json_that_is_no_file_is_not_waited_for(tmp_path):
     path = str(tmp_path / "keras.json")
     os.mkfifo(path)
     with pytest.raises(compat.ConfigurationFileError, match="It is not a regular file"):
-        _detect.read_keras_json(path)
+        detection.read_keras_json(path)
 
 
 def test_keras_mxnet(site, monkeypatch, keras_json):
@@ -283,9 +283,9 @@ def test_keras_mxnet(site, monkeypatch, keras_json):
     assert choice() == ("mxnet", "it is the default of keras-mxnet 2.2.4.3")
     path = keras_json('{"backend": "theano"}')
     assert choice() == ("theano", "{} names it".format(path))
-    assert _detect.problems({}) == []
+    assert detection.problems({}) == []
     site.install("Keras", "2.2.4")
-    assert _detect.problems({}) == [
+    assert detection.problems({}) == [
         "keras and keras-mxnet are both installed; they overwrite each other's files. Uninstall "
         "both, then install one: pip uninstall -y keras keras-mxnet && pip install "
         "keras-mxnet=={}".format("2.2.4.3")
@@ -300,10 +300,10 @@ def test_keras_of_tensorflow_reads_neither_variable_nor_file(
     site.install("tensorflow", "2.10.1")
     site.install("keras", version)
     keras_json('{"backend": "theano"}')
-    assert _detect.problems(os.environ) == []
+    assert detection.problems(os.environ) == []
     monkeypatch.setenv("KERAS_BACKEND", "theano")
     assert choice() == ("tensorflow2", "keras {} runs on TensorFlow only".format(version))
-    assert _detect.problems(os.environ) == [
+    assert detection.problems(os.environ) == [
         "KERAS_BACKEND=theano is ignored: keras {} runs on TensorFlow only. Install another Keras, "
         "or drop the variable: unset KERAS_BACKEND".format(version)
     ]
@@ -314,7 +314,7 @@ def test_keras_3_reads_both_again(site, monkeypatch):
     site.install("keras", "3.15.0")
     assert choice() == ("tensorflow2", "it is the default of keras 3.15.0")
     monkeypatch.setenv("KERAS_BACKEND", "jax")
-    assert _detect.problems(os.environ) == []
+    assert detection.problems(os.environ) == []
     assert "KERAS_BACKEND=jax, but compat does not" in refusal(compat.InvalidArgumentError)
 
 
@@ -334,7 +334,7 @@ def test_several_installed_are_not_guessed_from(site, monkeypatch):
         "theano. Pass backend=..., set KERAS_BACKEND, or import keras first."
     )
     with pytest.raises(compat.AmbiguousBackendError) as error:
-        _detect.choose(None, typed=True)
+        detection.choose(None, typed=True)
     assert str(error.value) == (
         "Several backends are installed and nothing says which one this script uses: mxnet, "
         "theano. Pass --backend, such as --backend mxnet, or set KERAS_BACKEND."
@@ -424,7 +424,7 @@ def test_no_extra_for_it_installs_here(on_python, python, asked, framework, pyth
         framework, "backend={!r}".format(asked), pythons, asked, python
     )
     with pytest.raises(compat.NotInstalledError) as error:
-        _detect.choose(asked, typed=True)
+        detection.choose(asked, typed=True)
     assert str(error.value) == text.format(framework, "--backend " + asked, pythons, asked, python)
 
 
@@ -447,40 +447,40 @@ def test_versions_are_those_that_are_installed(monkeypatch):
     monkeypatch.undo()  # the real sys.path
     found = {d.metadata["Name"]: d.version for d in distributions()}
     assert "pytest" in found
-    assert {name: _distributions.version(name) for name in found} == found
+    assert {name: packages.version(name) for name in found} == found
 
 
 def test_a_development_install_tells_its_version_in_a_file(site):
     folder = site.folder / "Theano.egg-info"
     folder.mkdir()
-    assert _distributions.version("theano") is None
+    assert packages.version("theano") is None
     (folder / "PKG-INFO").write_text("Metadata-Version: 1.2\nName: Theano\nVersion: 1.0.5+dev\n")
-    assert _distributions.version("theano") == "1.0.5+dev"
+    assert packages.version("theano") == "1.0.5+dev"
 
 
 def test_an_egg_info_has_the_python_in_its_name(site):
     (site.folder / "Keras_Applications-1.0.8-py3.7.egg-info").mkdir()
-    assert _distributions.version("keras-applications") == "1.0.8"
-    assert _distributions.version("keras") is None
+    assert packages.version("keras-applications") == "1.0.8"
+    assert packages.version("keras") is None
 
 
 def test_folders_and_files_that_are_no_distribution(site, monkeypatch):
     for name in ("theano-1.0.4", "theano-1.0.4.txt", "theano"):
         (site.folder / name).mkdir()
     monkeypatch.setattr(sys, "path", [str(site.folder / "missing")] + sys.path)
-    assert _distributions.version("theano") is None
+    assert packages.version("theano") is None
     later = site.folder / "later"
     (later / "theano-1.0.5.dist-info").mkdir(parents=True)
     monkeypatch.setattr(sys, "path", sys.path + [str(later)])
-    assert _distributions.version("theano") == "1.0.5"
+    assert packages.version("theano") == "1.0.5"
 
 
 def test_what_is_imported_tells_its_version_itself(site):
     site.install("theano", "1.0.4", "theano", "__version__ = '1.0.5'")
-    assert _detect.installed_version(Theano()) == "1.0.4"
+    assert detection.installed_version(Theano()) == "1.0.4"
     import theano  # noqa: F401
 
-    assert _detect.installed_version(Theano()) == "1.0.5"
+    assert detection.installed_version(Theano()) == "1.0.5"
 
 
 @pytest.mark.parametrize(
@@ -488,7 +488,7 @@ def test_what_is_imported_tells_its_version_itself(site):
     [("2.2.4", (2, 2)), ("2.4rc0", (2, 4)), ("3", (3,)), ("2.10.0.dev1+cpu", (2, 10))],
 )
 def test_release(version, release):
-    assert _distributions.release(version) == release
+    assert packages.release(version) == release
 
 
 # Not installed, and installed but broken ------------------------------------------------------

@@ -10,11 +10,11 @@ import pytest
 from conftest import ROOT
 
 import compat
-from compat import _devices, _discovery
-from compat._devices import Devices, choose
-from compat._process import process
-from compat._selection import parse_gpus
-from compat._visible import visible_entries
+from compat._configuration import device_choice, discovery
+from compat._configuration.device_choice import Devices, choose
+from compat._configuration.gpu_selection import parse_gpus
+from compat._configuration.visible import visible_entries
+from compat._runtime.process import process
 
 pytestmark = pytest.mark.usefixtures("process")
 
@@ -214,7 +214,7 @@ def test_visible_entries(value, entries, problems):
 
 
 def test_entries_of_gpus_that_are_not_there_end_the_list(machine):
-    gpus = [_devices.GPU(0, "GPU-aa1"), _devices.GPU(1, "GPU-bb2")]
+    gpus = [device_choice.GPU(0, "GPU-aa1"), device_choice.GPU(1, "GPU-bb2")]
 
     def read(value):
         return visible_entries({"CUDA_VISIBLE_DEVICES": value}, gpus)
@@ -238,8 +238,11 @@ def test_another_order_than_nvidia_smis_is_a_problem_where_there_are_two_gpus():
     )
     environ = {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}
     assert visible_entries(environ) == (None, [problem])
-    assert visible_entries(environ, [_devices.GPU(0), _devices.GPU(1)]) == (None, [problem])
-    assert visible_entries(environ, [_devices.GPU(0)]) == (None, [])
+    assert visible_entries(environ, [device_choice.GPU(0), device_choice.GPU(1)]) == (
+        None,
+        [problem],
+    )
+    assert visible_entries(environ, [device_choice.GPU(0)]) == (None, [])
     assert visible_entries({"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}) == (None, [])
 
 
@@ -250,7 +253,7 @@ def test_discovery_reads_what_nvidia_smi_prints(machine):
     first = machine.add(used=1234, total=81559, utilization=56)
     second = machine.add(name="NVIDIA A100-SXM4-40GB", used="[N/A]", utilization="[N/A]")
     machine.plug()
-    one, two = _devices.discover()
+    one, two = device_choice.discover()
     mebi = 1024 * 1024
     assert (one.index, one.uuid, one.name) == (0, first, "NVIDIA H100 80GB HBM3")
     assert (one.memory_total, one.memory_used) == (81559 * mebi, 1234 * mebi)
@@ -262,26 +265,26 @@ def test_discovery_reads_what_nvidia_smi_prints(machine):
 @pytest.fixture
 def driver(tmp_path, monkeypatch):
     """Where the driver lists its GPUs, one folder for each; none yet."""
-    monkeypatch.setattr(_discovery, "_DRIVER", str(tmp_path / "gpus"))
-    monkeypatch.setattr(_discovery, "_WSL", str(tmp_path / "dxg"))
+    monkeypatch.setattr(discovery, "_DRIVER", str(tmp_path / "gpus"))
+    monkeypatch.setattr(discovery, "_WSL", str(tmp_path / "dxg"))
     return tmp_path
 
 
 def test_discovery_without_nvidia_smi_asks_the_driver(driver, monkeypatch):
     monkeypatch.setenv("PATH", str(driver))  # nothing there
-    assert _devices.discover() == []
+    assert device_choice.discover() == []
     (driver / "dxg").mkdir()
-    assert _devices.discover() is None
+    assert device_choice.discover() is None
     for address in ("0000:04:00.0", "0000:81:00.0"):
         (driver / "gpus" / address).mkdir(parents=True)
-    assert [gpu.index for gpu in _devices.discover()] == [0, 1]
+    assert [gpu.index for gpu in device_choice.discover()] == [0, 1]
     assert summary(chosen(None)) == (("0", "1"), (0, 1), None)
     assert summary(chosen("GPU-aa", CUDA_VISIBLE_DEVICES="GPU-aa"))[0] == ("GPU-aa",)
 
 
 def test_an_nvidia_smi_that_fails_counts_for_nothing(machine, driver):
     machine.plug(2, status=9)  # "couldn't communicate with the NVIDIA driver"
-    assert _devices.discover() == []
+    assert device_choice.discover() == []
 
 
 # Choosing -------------------------------------------------------------------------------------
@@ -543,7 +546,7 @@ def test_idle_gpus_are_without_processes_memory_and_work(machine):
 
 def test_without_nvidia_smi_nothing_tells_which_gpus_are_idle(machine, monkeypatch):
     monkeypatch.setenv("PATH", str(machine.folder.parent))
-    gpus = [_devices.GPU(0), _devices.GPU(1)]
+    gpus = [device_choice.GPU(0), device_choice.GPU(1)]
     devices = choose(parse_gpus("free"), None, {}, discover=lambda: gpus)
     assert summary(devices) == (
         ("0",),
@@ -605,8 +608,8 @@ def test_a_mig_instance_that_was_given_is_taken(machine):
 
 PICK = """\
 import sys
-from compat import _devices, _discovery, _idle, _selection
-print(_devices.choose(_selection.parse_gpus("free:1"), None, {}).gpus, flush=True)
+from compat._configuration import device_choice, discovery, idle, gpu_selection
+print(device_choice.choose(gpu_selection.parse_gpus("free:1"), None, {}).gpus, flush=True)
 sys.stdin.read()
 """
 
@@ -693,8 +696,9 @@ def test_nothing_in_tmp_keeps_people_from_all_gpus_for_ever(lock_paths):
     for path in lock_paths:
         os.mkfifo(path)
     program = (
-        "import os, sys; from compat import _devices, _selection; "
-        'd = _devices.choose(_selection.parse_gpus("free:1"), None, {}); print(d.gpus, d.problems)'
+        "import os, sys; from compat._configuration import device_choice, gpu_selection; "
+        'd = device_choice.choose(gpu_selection.parse_gpus("free:1"), None, {}); '
+        "print(d.gpus, d.problems)"
     )
     for _ in range(2):  # each is told that it may share the GPU
         said = subprocess.check_output(

@@ -7,10 +7,10 @@ import types
 
 import pytest
 
-from compat import _devices, _discovery
-from compat._devices import Devices, choose
+from compat._configuration import device_choice, discovery
+from compat._configuration.device_choice import Devices, choose
+from compat._configuration.gpu_selection import Selection, parse_gpus
 from compat._ranks.place import Place
-from compat._selection import Selection, parse_gpus
 
 pytestmark = pytest.mark.usefixtures("process")
 
@@ -18,8 +18,8 @@ pytestmark = pytest.mark.usefixtures("process")
 @pytest.fixture
 def driver(tmp_path, monkeypatch):
     """No driver's folder, and no WSL: all that there is are the commands of a test."""
-    monkeypatch.setattr(_discovery, "_DRIVER", str(tmp_path / "gpus"))
-    monkeypatch.setattr(_discovery, "_WSL", str(tmp_path / "dxg"))
+    monkeypatch.setattr(discovery, "_DRIVER", str(tmp_path / "gpus"))
+    monkeypatch.setattr(discovery, "_WSL", str(tmp_path / "dxg"))
 
 
 @pytest.fixture
@@ -135,14 +135,14 @@ def fields(gpus):
 def test_nvml_and_nvidia_smi_give_the_same_gpus(machine, monkeypatch):
     recorded = Recorded()
     recorded.smi(machine)
-    by_command, busy = _devices.discover(), _discovery.busy()
+    by_command, busy = device_choice.discover(), discovery.busy()
     assert len(by_command) == 2 and busy == ["GPU-bb22"]
     fake = recorded.nvml()
     monkeypatch.setitem(sys.modules, "pynvml", fake)
     monkeypatch.setenv("PATH", "")  # nvidia-smi is not asked
-    assert fields(_devices.discover()) == fields(by_command)
-    assert [uuid for uuid in _discovery.busy() if uuid] == busy
-    found = _discovery.drivers()
+    assert fields(device_choice.discover()) == fields(by_command)
+    assert [uuid for uuid in discovery.busy() if uuid] == busy
+    found = discovery.drivers()
     assert (found["nvidia"], found["cuda"]) == ("535.104.05", "12.2")
     assert fake.shut_down == 3
     assert chosen("free").gpus == ()  # one is busy, the other one has a process
@@ -159,7 +159,7 @@ def test_where_nvml_fails_nvidia_smi_is_asked(machine, monkeypatch):
     monkeypatch.setattr(fake, "nvmlInit", fails)
     for module in (fake, types.ModuleType("pynvml")):  # another package of that name
         monkeypatch.setitem(sys.modules, "pynvml", module)
-        assert [gpu.uuid for gpu in _devices.discover()] == machine.uuids
+        assert [gpu.uuid for gpu in device_choice.discover()] == machine.uuids
 
 
 # AMD ------------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ ROCM_SMI = '{"card0": {"GPU ID": "0x740f"}, "card1": {"GPU ID": "0x740f"}, "syst
 def test_amd_gpus_are_asked_of_their_commands(command, name, text, number):
     command(name, text)
     devices = chosen()
-    assert [gpu.variable for gpu in _devices.discover()] == ["HIP_VISIBLE_DEVICES"] * number
+    assert [gpu.variable for gpu in device_choice.discover()] == ["HIP_VISIBLE_DEVICES"] * number
     ids = ",".join(map(str, range(number)))
     assert devices.environ({}) == {"HIP_VISIBLE_DEVICES": ids}
     assert devices.undecided is None and not devices.problems
@@ -313,7 +313,7 @@ def test_what_the_framework_lists_is_chosen_among(gpus, listed, positions, short
 
 def test_a_rank_takes_one_of_those_that_the_framework_lists():
     def rank(gpus, index, size, listed):
-        devices = _devices.choose_for_rank(
+        devices = device_choice.choose_for_rank(
             parse_gpus(gpus), {}, Place(index, size, index, size, "")
         )
         devices.settle(listed)

@@ -10,10 +10,11 @@ import pytest
 from test_main import NO_BACKEND, command
 
 import compat
-from compat import __main__, _devices, _discovery, _distributions
+from compat import __main__
 from compat._commands import environment, environment_text
-from compat._engines import installed
+from compat._configuration import device_choice, discovery, packages
 from compat._ranks import clusters
+from compat._ranks.engines import installed
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -40,7 +41,7 @@ def alone(process, monkeypatch, tmp_path):
     """No settings of compat's, a machine with known numbers, and no files of drivers."""
     monkeypatch.setattr(environment, "_system", lambda: dict(SYSTEM))
     for name in ("_DRIVER", "_DRIVER_VERSION", "_AMDGPU_VERSION", "_ROCM_VERSION", "_WSL"):
-        monkeypatch.setattr(_discovery, name, str(tmp_path / name))
+        monkeypatch.setattr(discovery, name, str(tmp_path / name))
     for name in list(os.environ):
         if name.startswith("COMPAT_") or name == "LD_LIBRARY_PATH":
             monkeypatch.delenv(name)
@@ -280,10 +281,10 @@ def test_long_lists_are_broken_at_commas(toy, capsys, monkeypatch):
 
 
 def test_gpus_without_nvidia_smi(toy, capsys, monkeypatch):
-    monkeypatch.setattr(_devices, "discover", lambda: [_devices.GPU(0)])
+    monkeypatch.setattr(device_choice, "discover", lambda: [device_choice.GPU(0)])
     known = "GPUs 0: nvidia-smi is missing or fails, so nothing more is known "
     assert known + "visible GPU 0" in plain(main(capsys)[1])
-    monkeypatch.setattr(_devices, "discover", lambda: None)
+    monkeypatch.setattr(device_choice, "discover", lambda: None)
     assert "GPUs        unknown: nvidia-smi is missing or fails\n" in main(capsys)[1]
 
 
@@ -311,7 +312,7 @@ TABLES = {  # by the driver that printed them
 @pytest.mark.parametrize("driver, cuda", [("470.256.02", "11.4"), ("595.45.04", "13.2")])
 def test_drivers_by_nvidia_smi(machine, driver, cuda):
     (machine.folder / "nvidia-smi").write_text("#!/bin/sh\necho '{}'\n".format(TABLES[driver]))
-    assert _discovery.drivers() == {"nvidia": driver, "cuda": cuda, "amdgpu": None, "rocm": None}
+    assert discovery.drivers() == {"nvidia": driver, "cuda": cuda, "amdgpu": None, "rocm": None}
 
 
 @pytest.mark.parametrize(
@@ -326,7 +327,7 @@ def test_drivers_by_files(machine, line, tmp_path):
     (tmp_path / "_DRIVER_VERSION").write_text(line + "\nGCC version:  gcc version 12.2.0\n")
     (tmp_path / "_AMDGPU_VERSION").write_text("6.10.5\n")
     (tmp_path / "_ROCM_VERSION").write_text("6.3.1-48\n")
-    assert _discovery.drivers() == {
+    assert discovery.drivers() == {
         "nvidia": "535.104.05",
         "cuda": None,
         "amdgpu": "6.10.5",
@@ -452,7 +453,7 @@ def test_names_of_packages_match_whole(site):
     site.install("nvidia-cudnn-cu12", "9.1.0.70")
     site.install("not-numpy", "1.0")
     site.install("numpy", "1.26.4")
-    assert _distributions.matching("numpy|nvidia-.+") == {
+    assert packages.matching("numpy|nvidia-.+") == {
         "numpy": "1.26.4",
         "nvidia-cudnn-cu12": "9.1.0.70",
     }
@@ -482,7 +483,7 @@ def test_no_framework_is_imported_and_no_gpu_is_initialised(run, package, site):
         sys.path.insert(0, sys.argv[1])
         from compat import __main__
         __main__.main(["env", "--json"])
-        assert "compat._engines.installed" in sys.modules
+        assert "compat._ranks.engines.installed" in sys.modules
         assert not set(sys.argv[2:] + ["numpy"]) & set(sys.modules)
         with open("/proc/self/maps") as file:
             assert "libcuda" not in file.read()

@@ -14,8 +14,8 @@ import pytest
 from conftest import ROOT
 from sources import MODULES
 
-from compat import _files
 from compat._ranks import ranked_method, saving
+from compat._runtime import safe_files
 
 NEW = "new\n"
 
@@ -93,9 +93,9 @@ def files(folder):
 def test_what_is_there_stays_what_it_is(place, tmp_path):
     path, content = place(str(tmp_path / "file"))
     before, names = kept(path), files(str(tmp_path))
-    _files.check_writable(path)
+    safe_files.check_writable(path)
     assert files(str(tmp_path)) == names
-    _files.write(path, NEW)
+    safe_files.write(path, NEW)
     assert content() == NEW
     assert kept(path)[: len(before)] == before
     made = [str(tmp_path / "file.target")] if place is dangling else []
@@ -105,14 +105,14 @@ def test_what_is_there_stays_what_it_is(place, tmp_path):
 def test_a_new_file_has_the_mode_of_new_files(tmp_path):
     with open(str(tmp_path / "plain"), "w"):
         pass
-    _files.write(str(tmp_path / "file"), NEW)
+    safe_files.write(str(tmp_path / "file"), NEW)
     assert kept(str(tmp_path / "file")) == kept(str(tmp_path / "plain"))
 
 
 def test_a_fifo_is_written_to_when_somebody_reads_it(tmp_path):
     path = str(tmp_path / "fifo")
     os.mkfifo(path)
-    writer = threading.Thread(target=_files.write, args=(path, NEW), daemon=True)
+    writer = threading.Thread(target=safe_files.write, args=(path, NEW), daemon=True)
     writer.start()
     writer.join(0.1)
     assert writer.is_alive()
@@ -123,14 +123,15 @@ def test_a_fifo_is_written_to_when_somebody_reads_it(tmp_path):
 def test_another_name_of_a_file_keeps_what_it_had(tmp_path):
     path, _ = private(str(tmp_path / "file"))
     os.link(path, str(tmp_path / "other"))
-    _files.write(path, NEW)
+    safe_files.write(path, NEW)
     assert text(str(tmp_path / "other")) == "old"
 
 
 def test_standard_output_in_a_file_is_not_cut(tmp_path):
     program = (
-        "from compat import _files\nprint('before')\n_files.check_writable('/dev/stdout')\n"
-        "_files.write('/dev/stdout', 'new\\n')\nprint('after')"
+        "from compat._runtime import safe_files\nprint('before')\n"
+        "safe_files.check_writable('/dev/stdout')\n"
+        "safe_files.write('/dev/stdout', 'new\\n')\nprint('after')"
     )
     with open(str(tmp_path / "out"), "w") as out:
         subprocess.check_call(
@@ -144,10 +145,10 @@ def test_what_may_not_be_written_to_is_an_error_and_stays(tmp_path, monkeypatch)
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write to everything
 
     def replace(path):  # as theanorc does
-        with _files.replacement(path):
+        with safe_files.replacement(path):
             pass
 
-    for call in (_files.check_writable, lambda path: _files.write(path, NEW), replace):
+    for call in (safe_files.check_writable, lambda path: safe_files.write(path, NEW), replace):
         with pytest.raises(PermissionError) as error:
             call(path)
         assert (error.value.errno, error.value.filename) == (errno.EACCES, path)
@@ -243,19 +244,19 @@ def test_a_folder_in_a_file_s_place_is_an_error_and_stays(tmp_path):
 
 # How the rest is written -----------------------------------------------------------------------
 
-# What does not write with compat._files.written(), and how it writes.
+# What does not write with compat._runtime.safe_files.written(), and how it writes.
 OTHERS = {
-    "compat._files": "has it",
+    "compat._runtime.safe_files": "has it",
     "compat._ranks.saving": "a temporary folder beside the model",
-    "compat._launch.output": "logs, which are appended to",
-    "compat._idle": "locks of GPUs",
+    "compat._ranks.launch.output": "logs, which are appended to",
+    "compat._configuration.idle": "locks of GPUs",
     "compat._backends.theano.theanorc": "the lock of .theanorc",
 }
 TEMPORARY = {
     "compat._backends.jax.timeline", "compat._backends.mxnet.op_placement",
     "compat._backends.tensorflow2.timeline", "compat._commands.verify_script",
-    "compat._launch.rank_process", "compat._pytest_plugin.child",
-    "compat._pytest_plugin.own_process", "compat.machines",
+    "compat._ranks.launch.rank_process", "compat._commands.pytest_plugin.child",
+    "compat._commands.pytest_plugin.own_process", "compat.testing.machines",
 }  # fmt: skip  # into temporary folders of their own
 
 

@@ -17,12 +17,13 @@ import warnings
 import pytest
 
 import compat
-from compat import _devices, _discovery, _ranks, _settings, errors
+from compat import _ranks, errors
+from compat._configuration import device_choice, discovery, settings
+from compat._configuration.gpu_selection import Selection, parse_gpus
+from compat._configuration.settings import Memory, parse_memory
+from compat._configuration.visible import visible_entries
 from compat._ranks import clusters, launchers, rendezvous
 from compat._ranks.place import Place
-from compat._selection import Selection, parse_gpus
-from compat._settings import Memory, parse_memory
-from compat._visible import visible_entries
 
 CASES = int(os.environ.get("COMPAT_TEST_CASES", "300"))
 
@@ -215,7 +216,7 @@ def a_machine(draw):
     if draw.random() < 0.2:
         return None
     size = draw.randint(1, 8)
-    return [_discovery.GPU(n, "GPU-{}{:07d}".format("abcdef01"[n], n), "x") for n in range(size)]
+    return [discovery.GPU(n, "GPU-{}{:07d}".format("abcdef01"[n], n), "x") for n in range(size)]
 
 
 def a_value(draw, machine):
@@ -265,7 +266,7 @@ def test_a_selection_selects_itself_again():
             selection = Selection("all")
 
         def choose(selection, environ):
-            return _devices.choose(selection, None, environ, lambda: machine)  # noqa: B023
+            return device_choice.choose(selection, None, environ, lambda: machine)  # noqa: B023
 
         try:
             devices = choose(selection, environ)
@@ -354,14 +355,14 @@ def outcomes(environ):
     def chosen():
         place = launchers.launched(environ)
         if place is None:
-            return _devices.choose(Selection("all"), None, environ, lambda: [])
-        devices = _devices.choose_for_rank(Selection("all"), environ, place, lambda: [])
+            return device_choice.choose(Selection("all"), None, environ, lambda: [])
+        devices = device_choice.choose_for_rank(Selection("all"), environ, place, lambda: [])
         return devices.problems + [rendezvous.find(place, environ)]
 
     for call in (
-        launchers.launched, clusters.evaluator, _ranks.timeout, _settings.simulated_from_outside,
-        lambda environ: _settings.parse_verify(None, environ, 0), lambda environ: chosen(),
-        lambda environ: visible_entries(environ, [_discovery.GPU(0, "GPU-a1", "x")]),
+        launchers.launched, clusters.evaluator, _ranks.timeout, settings.simulated_from_outside,
+        lambda environ: settings.parse_verify(None, environ, 0), lambda environ: chosen(),
+        lambda environ: visible_entries(environ, [discovery.GPU(0, "GPU-a1", "x")]),
     ):  # fmt: skip
         try:
             yield call(environ)

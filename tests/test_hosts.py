@@ -9,9 +9,11 @@ import textwrap
 import pytest
 from conftest import ROOT
 
-from compat import _by_path, _ranks, errors, machines
+from compat import _ranks, errors
 from compat._commands import run_script
-from compat._launch import rank_process, starter, watching
+from compat._ranks.launch import rank_process, starter, watching
+from compat._runtime import by_path
+from compat.testing import machines
 
 
 @pytest.mark.parametrize(
@@ -90,7 +92,7 @@ def test_ranks_meet_at_a_machine_not_at_its_user():
 
 
 def test_launchers_that_take_no_users():
-    from compat._engines import horovod, mpi
+    from compat._ranks.engines import horovod, mpi
 
     job = _ranks.Job(2, "another python", {}, "a,ann@b")
     text = (
@@ -161,11 +163,13 @@ def job(tmp_path):
         script.write_text(begin + textwrap.dedent(program))
         size = sum(slots for _, slots in _ranks.parse_hosts(where))
         command = (
-            _by_path.command("_launch.starter") + [where] + _by_path.command("_launch.rank_process")
+            by_path.command("_ranks.launch.starter")
+            + [where]
+            + by_path.command("_ranks.launch.rank_process")
         )
         command += [sys.executable, str(script), "it's"]
         launch = (
-            "import os, sys\ndel sys.path[0]\nfrom compat._launch import output, watching\n"
+            "import os, sys\ndel sys.path[0]\nfrom compat._ranks.launch import output, watching\n"
             "sys.exit(watching.launch({!r}, dict(os.environ), {}, True, {}))".format(
                 command, size, options
             )
@@ -311,7 +315,7 @@ def test_no_rank_survives_the_one_who_started_all(job):
 
 @pytest.mark.parametrize("arguments", [[], ["two", "true"], ["1", "true"], ["2"]])
 def test_wrong_arguments_are_told_the_right_ones(arguments):
-    with pytest.raises(SystemExit, match="python -m compat.machines 4 COMMAND"):
+    with pytest.raises(SystemExit, match="python -m compat.testing.machines 4 COMMAND"):
         machines.main(*arguments)
 
 
@@ -320,7 +324,9 @@ def test_missing_programs_are_told(monkeypatch, tmp_path):
         (tmp_path / name).write_text("")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    message = "^compat.machines needs ip, which PATH has not. Try: apt-get install .*iproute2$"
+    message = (
+        "^compat.testing.machines needs ip, which PATH has not. Try: apt-get install .*iproute2$"
+    )
     with pytest.raises(SystemExit, match=message):
         machines.main("2", "true")
 
@@ -340,4 +346,4 @@ def test_survivors_are_told():
         universal_newlines=True,
     )
     assert completed.returncode == 1
-    assert completed.stderr == "compat.machines: left running: sleep 60\n"
+    assert completed.stderr == "compat.testing.machines: left running: sleep 60\n"

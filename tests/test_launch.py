@@ -13,10 +13,11 @@ import traceback
 import pytest
 from conftest import ROOT
 
-from compat import _by_path, errors
-from compat._launch import output, rank_process, watching
-from compat._launch.watching import Ended
+from compat import errors
+from compat._ranks.launch import output, rank_process, watching
+from compat._ranks.launch.watching import Ended
 from compat._ranks.place import Place
+from compat._runtime import by_path
 
 
 @pytest.fixture
@@ -27,10 +28,10 @@ def job(tmp_path):
         script = tmp_path / "script.py"
         begin = "import os, sys, time, signal, compat\nrank = compat.rank()\n"
         script.write_text(begin + textwrap.dedent(program))
-        ranks = _by_path.command("_launch.starter") + [str(size)]
-        rank = _by_path.command("_launch.rank_process") + [sys.executable, str(script)]
+        ranks = by_path.command("_ranks.launch.starter") + [str(size)]
+        rank = by_path.command("_ranks.launch.rank_process") + [sys.executable, str(script)]
         program = (
-            "import os, sys\nfrom compat._launch import output, watching\n"
+            "import os, sys\nfrom compat._ranks.launch import output, watching\n"
             "sys.exit(watching.launch({!r}, dict(os.environ), {}, {}, {}))".format(
                 ranks + rank, size, elsewhere, options
             )
@@ -369,7 +370,7 @@ def test_a_rank_ends_when_nobody_listens_any_more(tmp_path):
     mark = tmp_path / "pid"
     program = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)"
     process = subprocess.Popen(
-        _by_path.command("_launch.rank_process") + [sys.executable, "-c", program, str(mark)],
+        by_path.command("_ranks.launch.rank_process") + [sys.executable, "-c", program, str(mark)],
         env=dict(os.environ, PYTHONPATH=ROOT, RANK="0", WORLD_SIZE="2", LOCAL_RANK="0",
                  LOCAL_WORLD_SIZE="2"),
         stdout=subprocess.PIPE,
@@ -798,7 +799,7 @@ def test_a_process_that_outlives_its_launcher_is_killed(monkeypatch):
 
 ORPHAN = """\
 import os, time
-from compat._launch import rank_process
+from compat._ranks.launch import rank_process
 before_exec = rank_process.dies_with_this_process()
 parent = os.getpid()
 if os.fork() == 0:

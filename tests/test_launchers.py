@@ -8,7 +8,7 @@ import zlib
 import pytest
 
 import compat
-from compat import _devices, _selection
+from compat._configuration import device_choice, gpu_selection
 from compat._ranks import launchers, rendezvous
 from compat._ranks.place import Place
 
@@ -561,9 +561,11 @@ def test_a_port_that_is_taken_is_an_error():
 
 def choose(environ, gpus):
     """What a rank gets on a machine with so many GPUs that it sees."""
-    machine = [_devices.GPU(index) for index in range(gpus)]
+    machine = [device_choice.GPU(index) for index in range(gpus)]
     place = launchers.launched(environ)
-    return _devices.choose_for_rank(_selection.parse_gpus(None), environ, place, lambda: machine)
+    return device_choice.choose_for_rank(
+        gpu_selection.parse_gpus(None), environ, place, lambda: machine
+    )
 
 
 @pytest.mark.parametrize("task", ["0", "1"])
@@ -576,8 +578,8 @@ def test_a_gpu_that_the_scheduler_bound_is_no_shortage(task):
     bound = dict(step, CUDA_VISIBLE_DEVICES="0", SLURM_GPUS_ON_NODE="2")
     assert choose(bound, 1).shortage is None
     assert choose(dict(step, SLURM_GPUS_ON_NODE="1"), 1).shortage  # two tasks share it
-    unlisted = _devices.choose_for_rank(
-        _selection.parse_gpus(None), bound, launchers.launched(bound), list
+    unlisted = device_choice.choose_for_rank(
+        gpu_selection.parse_gpus(None), bound, launchers.launched(bound), list
     )
     unlisted.settle(1)  # by a framework, such as on AMD's GPUs without their commands
     assert (unlisted.gpus, unlisted.shortage) == (("0",), None)

@@ -12,33 +12,34 @@ from sources import MODULES, texts
 ROOMS = [
     ["compat.__main__"],
     ["compat._commands", "compat.testing"],
-    ["compat._pytest_plugin"],
+    ["compat._commands.pytest_plugin"],
     ["compat"],
-    ["compat._device_use", "compat._legacy"],
+    ["compat._api.device_use", "compat._api.legacy"],
     ["compat._api"],
-    ["compat._automatic", "compat._configuring"],
-    ["compat._wrappers"],
+    ["compat._api.configuring", "compat._keras.automatic_parallel"],
+    ["compat._keras.wrappers"],
     ["compat._backends"],
-    ["compat._verification", "compat._keras_steps", "compat._ranks (Keras models)"],
+    ["compat._verification", "compat._keras.steps", "compat._ranks (Keras models)"],
     ["compat._keras"],
-    ["compat._detect"],
-    ["compat._registry"],
+    ["compat._configuration.detection"],
+    ["compat._configuration.registry"],
     ["compat.backend"],
-    ["compat._engines"],
-    ["compat._launch"],
+    ["compat._ranks.engines"],
+    ["compat._ranks.launch"],
     ["compat._ranks"],
-    ["compat._devices"],
-    ["compat._selection"],
-    ["compat._idle"],
-    ["compat._report", "compat._settings", "compat._timeline", "compat._visible"],
-    ["compat._rows", "compat._work"],
+    ["compat._configuration.device_choice"],
+    ["compat._configuration.gpu_selection"],
+    ["compat._configuration.idle"],
     [
-        "compat._by_path", "compat._discovery", "compat._distributions",
-        "compat._files", "compat._on_import", "compat._operations", "compat._patching",
-        "compat._process", "compat._replicas", "compat._spelling", "compat._verified",
-        "compat._version", "compat.errors", "compat.machines",
+        "compat._configuration.settings", "compat._configuration.visible",
+        "compat._runtime.reporting", "compat._runtime.timelines",
     ],
-    ["compat._extras", "compat._numbers"],
+    ["compat._rows", "compat._runtime.work"],
+    [
+        "compat._configuration", "compat._rows.split_rows", "compat._runtime", "compat.errors",
+        "compat.testing.machines",
+    ],
+    ["compat._configuration.numeric", "compat._configuration.pip_extras"],
 ]  # fmt: skip
 
 # A room has an upper floor where some of its modules need more than the others.
@@ -135,16 +136,16 @@ def test_a_backend_imports_no_other_one():
 FRAMEWORKS = re.compile(r"tensorflow|theano|mxnet|cntk|torch|\bjax", re.IGNORECASE)
 # Modules outside of the backends and engines that name frameworks, and why.
 NAMING = {
-    "compat._automatic": "where each Keras defines compile()",
+    "compat._keras.automatic_parallel": "where each Keras defines compile()",
     "compat.__main__": "the help lists the backends",
     "compat._commands.tox_ini": "an example in the help of `--backends`",
     "compat._commands.tox_texts": "what a row of a generated tox.ini sets, and its comments",
     "compat._commands.environment": "packages that come with CUDA",
-    "compat._detect": "which Keras runs on which framework",
-    "compat._extras": "the extras of setup.cfg",
+    "compat._configuration.detection": "which Keras runs on which framework",
+    "compat._configuration.pip_extras": "the extras of setup.cfg",
     "compat._keras": "tells the kinds of Keras apart",
-    "compat._keras_steps": "tells the kinds of Keras apart",
-    "compat._legacy": "old names",
+    "compat._keras.steps": "tells the kinds of Keras apart",
+    "compat._api.legacy": "old names",
     "compat._ranks": "a process group of torch.distributed that the script made",
     "compat._ranks.arrays": "what shard() takes",
     "compat._ranks.checksum": "likely causes of a drift",
@@ -162,7 +163,7 @@ NAMING = {
 def _naming():
     """The modules that have a framework's name in a text, docstrings excepted."""
     for module, (_, source) in MODULES.items():
-        if module.startswith(("compat._backends", "compat._engines", "compat.testing")):
+        if module.startswith(("compat._backends", "compat._ranks.engines", "compat.testing")):
             continue
         if any(map(FRAMEWORKS.search, texts(source))):
             yield module
@@ -174,7 +175,7 @@ def test_frameworks_are_named_in_backends_engines_and_where_a_reason_is_given():
 
 def test_no_module_outside_of_backends_and_engines_imports_a_framework():
     for module, (_, source) in MODULES.items():
-        if module.startswith(("compat._backends", "compat._engines", "compat.testing")):
+        if module.startswith(("compat._backends", "compat._ranks.engines", "compat.testing")):
             continue
         if module == "compat._keras":  # the one that tells the kinds of Keras apart
             continue

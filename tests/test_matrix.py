@@ -7,7 +7,7 @@ import re
 
 import support_table
 
-from compat import _extras, _registry, _verified
+from compat._configuration import pip_extras, registry, verified
 
 ROOT = support_table.ROOT
 
@@ -36,7 +36,7 @@ def test_every_backend_has_a_test_file_and_no_other_file_is_there():
     files = os.listdir(os.path.join(ROOT, "tests", "backends"))
     tested = {re.match(r"test_([^_.]+)", name).group(1) for name in files if "test_" in name}
     tested -= {"benchmarks", "examples"}  # of every backend
-    assert tested == set(_registry.names())
+    assert tested == set(registry.names())
     assert {"test_{}.py".format(name) for name in tested} <= set(files)
 
 
@@ -48,17 +48,17 @@ def test_every_extra_has_an_environment_and_no_environment_is_without():
 def test_advice_on_extras_knows_their_pythons():
     """As the table in docs/install.md says, and on which the matrix installs them."""
     backend_extras = extras() - {"nvml"}
-    assert set(_extras.PYTHONS) == backend_extras
+    assert set(pip_extras.PYTHONS) == backend_extras
     page = read("docs", "install.md")
     table = re.findall(r"^\| (`.*\[.*?) \| .* \| (3[\d., to]*) \|$", page, re.M)
     said = {name: pythons for names, pythons in table for name in re.findall(r"\[(\w+)", names)}
     said.update(mxnet16="3.6", mxnet15="3.6")
-    assert {name: _extras.pythons(name) for name in backend_extras} == {
+    assert {name: pip_extras.pythons(name) for name in backend_extras} == {
         name: "Python " + pythons.replace(", ", " or ") for name, pythons in said.items()
     }
     for name, python in support_table.environments():
         if not name.endswith("-core"):
-            oldest, newest = _extras.PYTHONS[name.split("-")[1]]
+            oldest, newest = pip_extras.PYTHONS[name.split("-")[1]]
             assert oldest <= tuple(map(int, python.split("."))) <= newest, name
 
 
@@ -67,14 +67,14 @@ def test_pins_are_for_the_pythons_that_environments_test():
     for name, python in support_table.environments():
         for extra in set(name.split("-")[1:]) & extras():
             tested.setdefault(extra, set()).add(tuple(map(int, python.split("."))))
-    assert {extra: set(pythons) for extra, pythons in _verified.PYTHONS.items()} == tested
-    assert all(list(pythons) == sorted(pythons) for pythons in _verified.PYTHONS.values())
-    first = {name: next(iter(brought)) for name, brought in _verified.ROWS.items()}
-    assert first == {backend.name: backend.extra for backend in _registry.backends()}
+    assert {extra: set(pythons) for extra, pythons in verified.PYTHONS.items()} == tested
+    assert all(list(pythons) == sorted(pythons) for pythons in verified.PYTHONS.values())
+    first = {name: next(iter(brought)) for name, brought in verified.ROWS.items()}
+    assert first == {backend.name: backend.extra for backend in registry.backends()}
 
 
 def test_every_backend_has_a_page_which_the_readme_links():
-    pages = {"docs/backends/{}.md".format(name) for name in _registry.names()}
+    pages = {"docs/backends/{}.md".format(name) for name in registry.names()}
     assert pages == set(re.findall(r"\((docs/backends/[^)]*)\)", read("README.md")))
     assert pages == {"docs/backends/" + name for name in os.listdir(_path("docs", "backends"))}
 
@@ -84,7 +84,7 @@ def test_readme_stays_short():
 
 
 def test_every_backend_has_an_extra():
-    assert {backend.extra for backend in _registry.backends()} <= extras()
+    assert {backend.extra for backend in registry.backends()} <= extras()
 
 
 def test_core_is_tested_on_the_oldest_and_the_newest_python():
@@ -101,7 +101,7 @@ def test_ci_runs_the_command_of_the_readme():
 
 def test_generated_matrix_runs_three_backends():
     (names,) = re.findall(r"generated_matrix\.py .* ([\w,]+)$", read("tox.ini"), re.M)
-    assert len({_verified.backend(extra) for extra in names.split(",")}) == 3
+    assert len({verified.backend(extra) for extra in names.split(",")}) == 3
 
 
 def test_support_table_has_every_environment():
@@ -120,7 +120,7 @@ def test_each_backend_runs_the_whole_contract_on_each_keras():
         if contract != "none":  # the core, and what is tested without the contract
             major = "3" if re.match(r"keras 3\.", keras) else "2"
             contracts.setdefault((backend, major), set()).add(contract)
-    assert {backend for backend, _ in contracts} == set(_registry.names())
+    assert {backend for backend, _ in contracts} == set(registry.names())
     assert ("tensorflow2", "3") in contracts
     for each, run in contracts.items():
         assert "whole" in run and run <= {"whole", "span"}, each

@@ -19,16 +19,17 @@ FRAMEWORKS = {"keras", "tensorflow", "tf_keras", "theano", "mxnet", "cntk", "jax
 OWN = {
     "",
     "._api",
-    "._device_use",
-    "._legacy",
-    "._numbers",
-    "._process",
+    "._api.device_use",
+    "._api.legacy",
+    "._configuration",
+    "._runtime",
+    "._configuration.numeric",
+    "._runtime.process",
     "._ranks",
     "._ranks.addresses",
     "._ranks.place",
-    "._registry",
-    "._settings",
-    "._version",
+    "._configuration.registry",
+    "._configuration.settings",
     ".backend",
     ".errors",
 }
@@ -63,12 +64,12 @@ def test_a_wrong_argument_imports_no_framework(run, arguments):
 def test_choosing_a_backend_imports_no_framework(run):
     program = """\
 import compat
-from compat import _detect
+from compat._configuration import detection
 try:
-    _detect.choose()
+    detection.choose()
 except compat.CompatError:
     pass
-_detect.problems({})
+detection.problems({})
 """
     assert not FRAMEWORKS.intersection(loaded(run, program))
 

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from compat import _on_import
+from compat._runtime import on_import
 
 
 @pytest.fixture
@@ -17,13 +17,13 @@ def called(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     names = []
     yield names
-    _on_import.forget()
+    on_import.forget()
     for name in [name for name in sys.modules if name.startswith("toy_")]:
         del sys.modules[name]
 
 
 def test_is_called_once_when_it_has_been_imported(called):
-    _on_import.call(
+    on_import.call(
         lambda module: called.append((module.__name__, module.value)), "toy_package.late"
     )
     assert not called
@@ -32,19 +32,19 @@ def test_is_called_once_when_it_has_been_imported(called):
     assert called == [("toy_package.late", 5)]
     module = toy_package.late
     assert module.__spec__.loader is module.__loader__
-    assert type(module.__loader__).__module__ != "compat._on_import"
+    assert type(module.__loader__).__module__ != "compat._runtime.on_import"
 
 
 def test_is_called_now_where_it_was_imported_before(called):
     import toy_package.late
 
-    _on_import.call(lambda module: called.append(module), "toy_package.late")
+    on_import.call(lambda module: called.append(module), "toy_package.late")
     assert called == [toy_package.late]
 
 
 def test_a_module_that_is_missing_or_fails_does_so_as_ever(called):
     for name in ("toy_missing", "toy_broken"):
-        _on_import.call(called.append, name)
+        on_import.call(called.append, name)
     with pytest.raises(ImportError, match="No module named 'toy_missing'"):
         import toy_missing  # noqa: F401
     with pytest.raises(RuntimeError, match="^broken$"):

@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from compat import _patching
+from compat._runtime import patching
 
 
 class Base:
@@ -19,37 +19,37 @@ class Owner(Base):
 
 @pytest.mark.parametrize("owner", [Owner, Owner(), types.ModuleType("owner")])
 def test_a_patch_is_listed_and_taken_back(owner):
-    before, listed = dict(vars(owner)), _patching.patches()
-    patch = _patching.Patch(owner, "call", lambda *self: "ours")
+    before, listed = dict(vars(owner)), patching.patches()
+    patch = patching.Patch(owner, "call", lambda *self: "ours")
     assert owner.call() == "ours"
-    assert _patching.patches() == listed + [patch]
-    assert _patching.find(owner, "call") is patch
+    assert patching.patches() == listed + [patch]
+    assert patching.find(owner, "call") is patch
     patch.take_back()
-    assert dict(vars(owner)) == before and _patching.patches() == listed
+    assert dict(vars(owner)) == before and patching.patches() == listed
 
 
 def test_an_item_of_a_dictionary_is_patched_alike():
     rules = {"sort": "theirs"}
     with contextlib.ExitStack() as patches:
         for name in ("sort", "top_k"):
-            patches.callback(_patching.Patch(rules, name, "ours").take_back)
+            patches.callback(patching.Patch(rules, name, "ours").take_back)
         assert rules == {"sort": "ours", "top_k": "ours"}
     assert rules == {"sort": "theirs"}
 
 
 def test_nothing_is_patched_twice():
     owner = Owner()
-    with _patching.replaced(owner, call=lambda: "first"):
+    with patching.replaced(owner, call=lambda: "first"):
         with pytest.raises(RuntimeError, match="compat has replaced call of .* already"):
-            _patching.Patch(owner, "call", lambda: "second")
+            patching.Patch(owner, "call", lambda: "second")
         assert owner.call() == "first"
     assert owner.call() == "base"
 
 
 def test_one_that_fails_takes_back_those_before_it():
     owner = Owner()
-    kept = _patching.Patch(owner, "other", 1)
-    with pytest.raises(RuntimeError), _patching.replaced(owner, call=lambda: "ours", other=2):
+    kept = patching.Patch(owner, "other", 1)
+    with pytest.raises(RuntimeError), patching.replaced(owner, call=lambda: "ours", other=2):
         pytest.fail("it was patched twice")
     assert owner.call() == "base" and owner.other == 1
     kept.take_back()

@@ -11,10 +11,10 @@ from packaging.specifiers import SpecifierSet
 from test_main import command
 
 import compat
-from compat import _verified
 from compat._commands import pins, specifiers
+from compat._configuration import verified
 
-PAIRS = [(extra, python) for extra in _verified.PYTHONS for python in _verified.PYTHONS[extra]]
+PAIRS = [(extra, python) for extra in verified.PYTHONS for python in verified.PYTHONS[extra]]
 
 
 def declared(extra, python):
@@ -22,7 +22,7 @@ def declared(extra, python):
     setup = configparser.ConfigParser()
     setup.read(os.path.join(ROOT, "setup.cfg"), encoding="utf-8")
     lines = filter(None, setup["options.extras_require"][extra].splitlines())
-    environment = {"python_version": _verified.spelled(python)}
+    environment = {"python_version": verified.spelled(python)}
     requirements = [Requirement(line) for line in lines]
     return {
         (each.name, each.specifier)
@@ -80,8 +80,8 @@ def test_constraints_leave_out_what_has_no_version():
     "name, extra", [("tf-keras", "tf_keras"), ("tensorflow2", "tensorflow"), ("Theano", "theano")]
 )
 def test_other_spellings_and_names_of_backends(name, extra):
-    python = _verified.PYTHONS[extra][-1]
-    head = HEAD.format(extra, _verified.spelled(python))
+    python = verified.PYTHONS[extra][-1]
+    head = HEAD.format(extra, verified.spelled(python))
     assert pins.formatted(name, python, "requirements").startswith(head)
 
 
@@ -151,7 +151,7 @@ def installed(tmp_path, monkeypatch, run):
     shutil.copytree(
         os.path.join(ROOT, "compat"),
         str(tmp_path / "compat"),
-        ignore=shutil.ignore_patterns("__pycache__", "testing", "_engines"),
+        ignore=shutil.ignore_patterns("__pycache__", "testing", "engines"),
     )
 
     def pins_of(metadata):

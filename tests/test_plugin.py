@@ -13,8 +13,8 @@ import sys
 import pytest
 
 import compat
-from compat import _registry
-from compat._process import process
+from compat._configuration import registry
+from compat._runtime.process import process
 from compat.testing import NativeContract, NativeModels
 from compat.testing.ranks import NativeRanksContract
 
@@ -40,9 +40,9 @@ def configured_here_only():
 
 
 def test_is_installed_and_found_by_its_entry_point():
-    assert "numpy" in _registry.plugin_names()
-    assert _registry.plugin("numpy") is BACKEND
-    assert BACKEND not in _registry.backends()
+    assert "numpy" in registry.plugin_names()
+    assert registry.plugin("numpy") is BACKEND
+    assert BACKEND not in registry.backends()
 
 
 class Networks(NativeModels):

@@ -322,7 +322,7 @@ CONFIGURED = """
     class TestTwo:
         def test_configured_before(self):
             import compat
-            from compat._process import process
+            from compat._runtime.process import process
             assert process.configuration is not None
             assert len(compat.configure_gpu(backend="numpy", numpy_errors="raise").devices) == 2
 
@@ -352,7 +352,7 @@ CONFIGURED = """
         pass
 
     def test_here():
-        from compat._process import process
+        from compat._runtime.process import process
         assert process.configuration is None
     """
 

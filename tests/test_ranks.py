@@ -6,8 +6,8 @@ import pytest
 from conftest import Toy
 
 import compat
-from compat import _engines, _ranks
-from compat._ranks import launchers
+from compat import _ranks
+from compat._ranks import engines, launchers
 
 pytestmark = pytest.mark.usefixtures("process")
 
@@ -242,7 +242,7 @@ def test_a_backend_without_ranks_never_trains_alone(ranked_toy, rank, monkeypatc
 # The protocol of a step --------------------------------------------------------------------------
 
 
-class Together(_engines.Engine):
+class Together(engines.Engine):
     """All ranks' engines in one process: what the others say is known beforehand."""
 
     others = (0.0,)

@@ -6,7 +6,7 @@ import pytest
 from conftest import TOY_FRAMEWORK, Toy
 
 import compat
-from compat import _detect, _registry
+from compat._configuration import detection, registry
 
 pytestmark = [
     pytest.mark.usefixtures("process"),
@@ -68,21 +68,21 @@ def plugin(site):
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch):
-    monkeypatch.setattr(_registry, "_registered", {})
+    monkeypatch.setattr(registry, "_registered", {})
 
 
 def test_register(site):
     backend = Toy()
     assert compat.register(backend) is backend
     site.install("toy-framework", "1.2", "toyframework", TOY_FRAMEWORK)
-    assert _detect.installed() == [backend]
+    assert detection.installed() == [backend]
     assert compat.configure_gpu(simulate=2).backend == "toy"
 
 
 def test_registering_the_name_again_replaces(site):
     compat.register(Toy())
     last = compat.register(Toy())
-    assert [b for b in _registry.backends() if b.name == "toy"] == [last]
+    assert [b for b in registry.backends() if b.name == "toy"] == [last]
 
 
 class Nameless(Toy):
@@ -115,15 +115,15 @@ def test_what_cannot_be_registered(backend, name, problem):
         "register() cannot take {!r}: {}. Pass an instance of a subclass of compat.Backend that "
         "has a name of its own.".format(name, problem)
     )
-    assert _registry._registered == {}
+    assert registry._registered == {}
 
 
 def test_entry_points_are_looked_at_on_a_miss_only(site, plugin):
     plugin()
     site.install("theano", "1.0.5")
-    assert _detect.choose("theano")[0].name == "theano"
-    assert _detect.choose()[0].name == "theano"
-    assert "log_device_placement" in _registry.options(["log_device_placement"])
+    assert detection.choose("theano")[0].name == "theano"
+    assert detection.choose()[0].name == "theano"
+    assert "log_device_placement" in registry.options(["log_device_placement"])
     assert "tpu_keras" not in sys.modules
     configuration = compat.configure_gpu(backend="tpu")
     assert (configuration.backend, configuration.devices) == ("tpu", ["tpu:0", "tpu:1"])
@@ -131,10 +131,10 @@ def test_entry_points_are_looked_at_on_a_miss_only(site, plugin):
 
 def test_a_plug_in_is_chosen_by_its_framework_and_where_it_is_the_only_backend(plugin):
     plugin()
-    chosen, reason = _detect.choose()
+    chosen, reason = detection.choose()
     assert (chosen.name, reason) == ("tpu", "the only backend installed")
-    assert _detect.choose("xla_tpu")[0] is chosen
-    assert _detect.choose(None, {"KERAS_BACKEND": "xla_tpu"})[0] is chosen
+    assert detection.choose("xla_tpu")[0] is chosen
+    assert detection.choose(None, {"KERAS_BACKEND": "xla_tpu"})[0] is chosen
 
 
 def test_options_of_a_plug_in_are_known(plugin):
@@ -178,10 +178,10 @@ def test_a_broken_plug_in_troubles_only_who_asks_for_it(site, name, attribute, p
     listed = ENTRY_POINTS.format(attribute).replace("tpu =", name + " =")
     site.install("tpu-keras", "1", "tpu_keras", PACKAGE, listed)
     site.install("theano", "1.0.5")
-    assert _detect.choose()[0].name == "theano"
-    assert _registry.plugins() == []
+    assert detection.choose()[0].name == "theano"
+    assert registry.plugins() == []
     with pytest.raises(ImportError) as caught:
-        _detect.choose(name)
+        detection.choose(name)
     assert type(caught.value) is compat.BrokenInstallError
     assert str(caught.value) == (
         "An installed package names tpu_keras:{} as the backend {!r} in its entry points, but "
@@ -196,12 +196,12 @@ def test_entry_points_that_cannot_be_read_are_none(site, plugin):
     for name, content in ("a", b"\xff"), ("b", b"[keras_gpu_compat.backends\ntpu"):
         (site.folder / (name + "-1.dist-info")).mkdir()
         (site.folder / (name + "-1.dist-info") / "entry_points.txt").write_bytes(content)
-    assert _registry.plugin_names() == ["tpu"]
+    assert registry.plugin_names() == ["tpu"]
 
 
 def test_an_unknown_name_is_still_unknown(plugin):
     plugin()
     with pytest.raises(compat.InvalidArgumentError) as caught:
-        _detect.choose("npu")
+        detection.choose("npu")
     assert "compat does not know that backend" in str(caught.value)
     assert ", torch, tpu." in str(caught.value)

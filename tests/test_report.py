@@ -14,8 +14,9 @@ import test_files
 from conftest import ROOT
 
 import compat
-from compat import _files, _report, _work, machines
 from compat._commands import run_script
+from compat._runtime import reporting, safe_files, work
+from compat.testing import machines
 
 pytestmark = pytest.mark.usefixtures("process")
 
@@ -26,13 +27,13 @@ MODELS = {"net": "cpu:0, cpu:1, cpu:2"}
 
 
 def reported(names=THREE, rank=None, models=MODELS, peaks=(), loads=()):
-    return _report.of_this_process(names, rank, models, dict(peaks), loads)
+    return reporting.of_this_process(names, rank, models, dict(peaks), loads)
 
 
 def test_what_was_counted_is_a_table_and_a_sentence():
     for _ in range(3):
-        _work.count(THREE, [406, 407, 407], True)
-    _work.count(THREE, [4, 4, 5], False)
+        work.count(THREE, [406, 407, 407], True)
+    work.count(THREE, [4, 4, 5], False)
     report = reported()
     assert str(report) == (
         "device   rows  in training  steps\n"
@@ -60,7 +61,7 @@ def test_what_was_counted_is_a_table_and_a_sentence():
 
 def test_a_table_has_memory_and_load_where_they_are_told_and_80_columns():
     devices = ["/device:GPU:{}".format(index) for index in range(3)]
-    _work.count(devices, [10**9] * 3, True)
+    work.count(devices, [10**9] * 3, True)
     report = reported(devices, None, {}, {devices[0]: 3 * 2**30}, [0.97, None, 1.0])
     assert str(report) == (
         "device                  rows    in training  steps  memory peak  load\n"
@@ -113,12 +114,12 @@ def test_a_table_has_memory_and_load_where_they_are_told_and_80_columns():
 )
 def test_the_verdict_tells_what_ran(batches, verdict):
     for devices, sizes in batches:
-        _work.count(devices, sizes, True)
+        work.count(devices, sizes, True)
     assert reported().verdict == verdict.replace("1 rows", "1 row")
 
 
 def test_what_was_not_trained_is_told():
-    _work.count(THREE, [2, 2, 2], False)
+    work.count(THREE, [2, 2, 2], False)
     assert reported().verdict == (
         "All 3 devices worked: 2 rows each. None of it was training: no model was trained."
     )
@@ -155,24 +156,24 @@ def test_where_nothing_was_counted(names, rank, models, verdict):
 
 
 def test_what_compat_computes_for_itself_does_not_count():
-    with _work.uncounted():
-        _work.count(THREE, [2, 2, 2], True)
-        assert not _work.is_counted()
-    assert not _work.batches()
+    with work.uncounted():
+        work.count(THREE, [2, 2, 2], True)
+        assert not work.is_counted()
+    assert not work.batches()
 
 
 def test_ranks_are_one_report():
     ranks = []
     for rank, rows in enumerate([31, 30]):
-        ranks.append(_report.Report([_report.DeviceUse("cuda:0", rank, rows, rows, 4)], {}))
+        ranks.append(reporting.Report([reporting.DeviceUse("cuda:0", rank, rows, rows, 4)], {}))
     reports = [rank.as_dict() for rank in reversed(ranks)]
-    assert str(_report.joined(reports)) == (
+    assert str(reporting.joined(reports)) == (
         "rank  device  rows  in training  steps\n"
         "   0  cuda:0    31           31      4\n"
         "   1  cuda:0    30           30      4\n"
         "All 2 ranks worked: 30 to 31 rows each."
     )
-    absent = _report.joined(reports, [2, 3])
+    absent = reporting.joined(reports, [2, 3])
     assert not absent.all_worked
     assert absent.verdict == (
         "2 of 4 ranks worked: 30 to 31 rows each. No report came from ranks 2 and 3: ended by a "
@@ -181,7 +182,7 @@ def test_ranks_are_one_report():
 
 
 def test_where_no_rank_has_reported_nothing_is_said_of_models():
-    assert _report.joined([], [0, 1]).verdict == (
+    assert reporting.joined([], [0, 1]).verdict == (
         "No report came from ranks 0 and 1: ended by a signal, or by its machine."
     )
 
@@ -407,10 +408,10 @@ def test_a_file_is_replaced_as_a_whole(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(os, "replace", fail)
         with pytest.raises(OSError, match="no"):
-            _files.write(str(path), "new")
+            safe_files.write(str(path), "new")
     assert path.read_text() == "old"
     assert os.listdir(str(folder)) == ["report.json"]
-    _files.write(str(path), "new")
+    safe_files.write(str(path), "new")
     assert path.read_text() == "new"
     assert path.stat().st_mode & 0o777 == 0o666 & ~_umask()
 

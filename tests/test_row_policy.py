@@ -3,7 +3,8 @@
 import pytest
 
 import compat
-from compat import _report, _rows
+from compat import _rows
+from compat._runtime import reporting
 
 pytestmark = pytest.mark.usefixtures("process")
 
@@ -55,12 +56,12 @@ def test_strict_makes_it_an_error(toy, why):
 
 
 def test_the_report_says_how_much_was_divided():
-    assert _report.of_this_process(["cpu:0"], None, {}, {}, ()).as_dict()["whole"] == {}
+    assert reporting.of_this_process(["cpu:0"], None, {}, {}, ()).as_dict()["whole"] == {}
     with pytest.warns(compat.CompatWarning):
         _rows.runs_whole("net", MEAN, "cpu:0")
         _rows.runs_whole("other", ACROSS["unknown"], "cpu:0", "The model")
         _rows.runs_whole("third", ACROSS["tried"], "cpu:0", "The model")
-    report = _report.of_this_process(["cpu:0"], None, {}, {}, ())
+    report = reporting.of_this_process(["cpu:0"], None, {}, {}, ())
     assert str(report).endswith(
         "Model 'net' was divided up to the operation lambda/Mean (Mean) in layer 'lambda'\n"
         "(train.py, line 12), whole from there on.\n"
@@ -73,4 +74,4 @@ def test_the_report_says_how_much_was_divided():
         "other": "not divided, because of the operation qr",
         "third": "not divided",
     }
-    assert report.whole == _report.joined([report.as_dict()]).whole == whole
+    assert report.whole == reporting.joined([report.as_dict()]).whole == whole

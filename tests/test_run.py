@@ -198,8 +198,9 @@ def test_what_cannot_be_started(script):
 
 HOLDS = """\
 import os, sys
-from compat import _devices, _selection
-print(sorted(_devices.choose(_selection.parse_gpus("free"), None, os.environ).gpus), flush=True)
+from compat._configuration import device_choice, gpu_selection
+chosen = device_choice.choose(gpu_selection.parse_gpus("free"), None, os.environ)
+print(sorted(chosen.gpus), flush=True)
 sys.stdin.read()
 """
 

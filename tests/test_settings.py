@@ -3,8 +3,8 @@
 import pytest
 
 import compat
-from compat._devices import Devices
-from compat._settings import (
+from compat._configuration.device_choice import Devices
+from compat._configuration.settings import (
     Configuration,
     Memory,
     Settings,

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import compat
-from compat import _engines
-from compat._process import process as own_process
 from compat._ranks import agreement, own_place
+from compat._ranks import engines as _engines
 from compat._ranks.launchers import LAUNCHERS
+from compat._runtime.process import process as own_process
 
 pytestmark = pytest.mark.usefixtures("process")
 

@@ -11,7 +11,7 @@ import sys
 import pytest
 from conftest import ROOT
 
-from compat._operations import Operation, busy, trace
+from compat._runtime.operation_times import Operation, busy, trace
 
 PATH = os.pathsep.join([ROOT, os.path.join(ROOT, "tests", "plugin")])
 ENVIRON = dict(os.environ)  # without what fixtures set

@@ -12,8 +12,9 @@ from test_files import fifo, kept, link
 from test_main import command
 
 import compat
-from compat import _verified, errors
+from compat import errors
 from compat._commands import pins, python_requires, tox_ini
+from compat._configuration import verified
 
 TOX_INI = """\
 # Written by `compat tox` of keras-gpu-compat {version}: your tests on each backend of Keras, in the
@@ -194,7 +195,7 @@ def test_all_rows_of_a_project_without_limits(project):
     assert out.splitlines()[1] == "python any: no limit in pyproject.toml, setup.cfg, setup.py"
     expected = {
         "py{}{}-{}".format(*python + (extra,))
-        for extra, pythons in _verified.PYTHONS.items()
+        for extra, pythons in verified.PYTHONS.items()
         for python in pythons
     }
     assert set(rows(project)) == expected - {"py36-cntk"}

@@ -11,7 +11,7 @@ import pytest
 
 import compat
 from compat import _keras, _verification
-from compat._settings import Every, parse_verify, simulated_from_outside
+from compat._configuration.settings import Every, parse_verify, simulated_from_outside
 from compat._verification.verification import given_moved
 
 

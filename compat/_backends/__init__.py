@@ -1,1 +1,1 @@
-"""One package per backend; the folder itself is the registry (see ``compat._registry``)."""
+"""One package per backend; the folder is the registry (``compat._configuration.registry``)."""

@@ -12,21 +12,11 @@ import shlex
 import sys
 from typing import Any, Dict, List
 
-from .. import (
-    __version__,
-    _by_path,
-    _detect,
-    _devices,
-    _discovery,
-    _distributions,
-    _keras,
-    _ranks,
-    _registry,
-    _selection,
-    errors,
-)
-from .._engines import installed as engines
+from .. import __version__, _keras, _ranks, errors
+from .._configuration import detection, device_choice, discovery, gpu_selection, packages, registry
 from .._ranks import launchers
+from .._ranks.engines import installed as engines
+from .._runtime import by_path
 from . import environment_text
 
 _GENERAL = "CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES", "KERAS_BACKEND", "KERAS_HOME"
@@ -61,7 +51,7 @@ def collect() -> Dict[str, Any]:
         "engines": [engine._asdict() for engine in engines.engines()],
         "problems": problems,
     }
-    other = _by_path.shadow(os.getcwd(), os.environ)
+    other = by_path.shadow(os.getcwd(), os.environ)
     if other:
         _add(problems, [errors.shadowed("scripts in " + os.getcwd(), other)])
     return found
@@ -86,7 +76,7 @@ def _system():
         "distribution": _distribution(),
         "libc": _told(lambda: os.confstr("CS_GNU_LIBC_VERSION")),
         "cores": os.cpu_count(),
-        "usable_cores": _discovery.usable_cores(),
+        "usable_cores": discovery.usable_cores(),
         "memory": _memory(),
         "memory_limit": _memory_limit(),
     }
@@ -132,9 +122,9 @@ def _memory_limit():
 
 def _backend(problems):
     """The backend, the versions and the variables."""
-    installed = _detect.installed()
+    installed = detection.installed()
     try:
-        chosen, reason = _detect.choose()
+        chosen, reason = detection.choose()
     except errors.CompatError as error:
         _add(problems, [error], _for_another_backend(installed))
         backend, variables, shown = None, (), installed
@@ -143,8 +133,8 @@ def _backend(problems):
         variables = chosen.variables
         shown = [chosen] + [b for b in installed if b.framework != chosen.framework]
         _add(problems, chosen.problems(os.environ))
-    _add(problems, _detect.problems(os.environ))
-    known = _registry.backends() + shown  # a plug-in may be the one chosen
+    _add(problems, detection.problems(os.environ))
+    known = registry.backends() + shown  # a plug-in may be the one chosen
     distributions = {name for each in known for name in each.distributions}
     pattern = "|".join([_PACKAGES] + sorted(re.escape(name.lower()) for name in distributions))
     names = sorted(set(_GENERAL).union(variables))
@@ -152,7 +142,7 @@ def _backend(problems):
     return {
         "backend": backend,
         "versions": {n: v for each in shown for n, v in _keras.versions(each).items()},
-        "packages": _distributions.matching(pattern),
+        "packages": packages.matching(pattern),
         "variables": {n: os.environ.get(n) for n in names + sorted(set(others) - set(names))},
     }
 
@@ -165,9 +155,9 @@ def _for_another_backend(installed):
 
 
 def _keras_json(problems):
-    path = _detect.keras_json(os.environ)
+    path = detection.keras_json(os.environ)
     try:
-        content, readable = _detect.read_keras_json(path), True
+        content, readable = detection.read_keras_json(path), True
     except errors.CompatError as error:
         content, readable = {}, False
         _add(problems, [error])
@@ -176,9 +166,9 @@ def _keras_json(problems):
 
 def _gpus(problems):
     """The drivers, the GPUs of the machine, and which of them are visible."""
-    machine = _devices.discover()
-    every = _selection.parse_gpus(None)
-    visible = _devices.choose(every, None, os.environ, discover=lambda: machine)
+    machine = device_choice.discover()
+    every = gpu_selection.parse_gpus(None)
+    visible = device_choice.choose(every, None, os.environ, discover=lambda: machine)
     _add(problems, visible.problems)
     failures = getattr(machine, "failures", [])
     gpus = why = None
@@ -195,7 +185,7 @@ def _gpus(problems):
     _add(problems, map(problem.format, failures), "sudo modprobe " + module)
     entries = list(visible.gpus)
     return {
-        "drivers": _discovery.drivers(),
+        "drivers": discovery.drivers(),
         "gpus": gpus,
         "why_no_gpus": why,
         "visible": {"text": str(visible), "entries": entries, "variable": visible.variable},

@@ -4,8 +4,8 @@ import re
 import textwrap
 from typing import Any, Dict
 
-from .. import _discovery, _settings
-from .._engines.installed import Installed
+from .._configuration import discovery, settings
+from .._ranks.engines.installed import Installed
 
 #: Columns of the text.
 WIDTH = 80
@@ -32,7 +32,7 @@ def text(found: Dict[str, Any]) -> str:
     indent = max(len(heading) for heading, _ in sections) + 2
     sections = [(heading, _wrapped(lines, indent)) for heading, lines in sections]
     problems = [line for each in found["problems"] for line in _problem_lines(each, indent)]
-    return _settings.report(sections + [("problems", problems or ["none"])])
+    return settings.report(sections + [("problems", problems or ["none"])])
 
 
 def _wrapped(lines, indent):
@@ -136,7 +136,7 @@ def _gpu_lines(found):
 
 
 def _gpu_line(gpu):
-    if gpu["variable"] == _discovery.HIP:
+    if gpu["variable"] == discovery.HIP:
         return "{index}: of AMD, chosen by {variable}".format(**gpu)
     if not gpu["uuid"]:
         return "{index}: nvidia-smi is missing or fails, so nothing more is known".format(**gpu)

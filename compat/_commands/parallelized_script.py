@@ -12,7 +12,7 @@ import zipfile
 from typing import List
 
 import compat
-from compat._process import process
+from compat._runtime.process import process
 
 COMMAND = "compat run --parallelize"
 

@@ -9,7 +9,8 @@ import re
 import sys
 from typing import Iterator, List, Tuple
 
-from .. import __version__, _distributions, _spelling, _verified, errors
+from .. import __version__, errors
+from .._configuration import packages, spelling, verified
 from . import parser as command_parser
 from . import specifiers
 
@@ -27,7 +28,7 @@ def add_to(commands: "argparse._SubParsersAction") -> None:
     """Add the command to those of ``compat``."""
     told = "print the versions of a backend that are tested together"
     parser = command_parser(commands, "pins", _run, told, DESCRIPTION)
-    parser.add_argument("backend", help="an extra's name: " + ", ".join(_verified.PYTHONS))
+    parser.add_argument("backend", help="an extra's name: " + ", ".join(verified.PYTHONS))
     parser.add_argument(
         "--python", type=_python, metavar="3.7", help="for that Python (default: this one)"
     )
@@ -63,7 +64,7 @@ def formatted(extra: str, python: Tuple[int, int], form: str) -> str:
     if form == "extras":
         lines = ["[options.extras_require]", extra + " ="] + ["    " + line for line in lines]
     head = "# {} on Python {}: as keras-gpu-compat {} is tested"
-    return "\n".join([head.format(extra, _verified.spelled(python), __version__)] + lines)
+    return "\n".join([head.format(extra, verified.spelled(python), __version__)] + lines)
 
 
 def _constraint(line):
@@ -78,14 +79,14 @@ def known(extra: str) -> str:
     Raises:
         InvalidArgumentError: there is none of that name.
     """
-    for name in _verified.PYTHONS:
-        if _spelling.plain(name) == _spelling.plain(extra):
+    for name in verified.PYTHONS:
+        if spelling.plain(name) == spelling.plain(extra):
             return name
-    if extra in _verified.ROWS:
-        return next(iter(_verified.ROWS[extra]))
-    meant = _spelling.closest(extra, _verified.PYTHONS)
+    if extra in verified.ROWS:
+        return next(iter(verified.ROWS[extra]))
+    meant = spelling.closest(extra, verified.PYTHONS)
     meant = " (did you mean {}?)".format(meant) if meant else ""
-    names = ", ".join(_verified.PYTHONS)
+    names = ", ".join(verified.PYTHONS)
     raise errors.InvalidArgumentError(
         "there are no pins for {!r}{}. Use one of {}.".format(extra, meant, names)
     )
@@ -103,12 +104,12 @@ def pins(extra: str, python: Tuple[int, int]) -> List[str]:
         UnsupportedError: the metadata has a requirement that is not understood.
     """
     extra = known(extra)
-    if python not in _verified.PYTHONS[extra]:
-        asked, newest = map(_verified.spelled, (python, _verified.PYTHONS[extra][-1]))
+    if python not in verified.PYTHONS[extra]:
+        asked, newest = map(verified.spelled, (python, verified.PYTHONS[extra][-1]))
         raise errors.InvalidArgumentError(
             "{0} is not tested on Python {1}, so there are no pins for it. It is tested on {2}; "
             "choose one of these with --python, "
-            "such as --python {3}.".format(extra, asked, _verified.phrase(extra), newest)
+            "such as --python {3}.".format(extra, asked, verified.phrase(extra), newest)
         )
     folder = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     declared = _declared(folder)
@@ -160,7 +161,7 @@ def _applies(marker, extra, python, requirement):
             )
         name, comparison, _, value = match.groups()
         if name == "extra":  # which setuptools may have normalised
-            of_extra = _distributions.normalised(value) == extra
+            of_extra = packages.normalised(value) == extra
         else:
             on_python = on_python and specifiers.allow(comparison + value, python)
     return of_extra and on_python

@@ -5,7 +5,8 @@ import os
 import re
 from typing import Optional, Tuple
 
-from .. import _verified, errors
+from .. import errors
+from .._configuration import verified
 from . import specifiers
 
 # A specifier is held against the last release of a Python, as that is what is installed.
@@ -79,7 +80,7 @@ def _of_setup_py(text, path):
     return value and (value.group(2) or "")
 
 
-def allows(specifier: str, python: "_verified.Python", name: Optional[str]) -> bool:
+def allows(specifier: str, python: "verified.Python", name: Optional[str]) -> bool:
     """Whether a project runs on a Python.
 
     Arguments:

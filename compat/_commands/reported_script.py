@@ -10,9 +10,11 @@ import os
 import sys
 from typing import List
 
-from .. import _device_use, _files, _ranks, _timeline
-from .._launch.rank_process import REPORT_VARIABLE
-from .._process import process
+from .. import _ranks
+from .._api import device_use
+from .._ranks.launch.rank_process import REPORT_VARIABLE
+from .._runtime import safe_files, timelines
+from .._runtime.process import process
 from . import parallelized_script
 
 
@@ -30,11 +32,11 @@ def main(arguments: List[str]) -> None:
 
     def report():
         if os.getpid() == owner:  # none that has been forked
-            found = _device_use.report()
+            found = device_use.report()
             if left is None:
                 tell(found, path)
             else:
-                _files.write(left, json.dumps(found.as_dict()))
+                safe_files.write(left, json.dumps(found.as_dict()))
 
     atexit.register(report)
     with _recorded(timeline) if timeline else contextlib.ExitStack():
@@ -52,8 +54,8 @@ def _recorded(path):
 
     def begin(model, where):
         if not began:
-            began.append(_timeline.of_rank(path, _ranks.own_place()))
-            recording.enter_context(_device_use.timeline(path))
+            began.append(timelines.of_rank(path, _ranks.own_place()))
+            recording.enter_context(device_use.timeline(path))
 
     process.on_parallelized.append(begin)
     try:
@@ -74,4 +76,4 @@ def tell(report, path):
     sys.stdout.flush()
     print("compat run: what each device did\n{}".format(report), file=sys.stderr, flush=True)
     if path:
-        _files.write(path, report.to_json() + "\n")
+        safe_files.write(path, report.to_json() + "\n")

@@ -8,10 +8,12 @@ import textwrap
 from argparse import Namespace
 from typing import Any, Dict, List, Optional, Tuple
 
-from .. import _by_path, _detect, _devices, _files, _idle, _ranks, _report, _selection, errors
-from .._launch import output, rank_process, watching
+from .. import _ranks, errors
+from .._configuration import detection, device_choice, gpu_selection, idle
+from .._configuration.settings import Settings
+from .._ranks.launch import output, rank_process, watching
 from .._ranks.place import Place
-from .._settings import Settings
+from .._runtime import by_path, reporting, safe_files
 from ..backend import Backend
 from . import reported_script
 
@@ -42,18 +44,18 @@ def prepare(gpus, backend, python, environ, ranks=None, hosts=None):
         NotInstalledError, AmbiguousBackendError: as ``configure_gpu()``.
     """
     try:
-        selection = _selection.parse_gpus(gpus)
+        selection = gpu_selection.parse_gpus(gpus)
     except errors.InvalidArgumentError as error:
         text = "--gpus {} is not understood: {}. Use one of:\n{}"
         text = text.format(gpus, error.problem, errors.GPUS_OPTIONS)
         raise errors.InvalidArgumentError(text) from None
     if python is None:
         interpreter = sys.executable
-        chosen, reason = _detect.choose(backend, environ, typed=True)
-        variables = dict(_detect.keras_variable(chosen, environ))
+        chosen, reason = detection.choose(backend, environ, typed=True)
+        variables = dict(detection.keras_variable(chosen, environ))
     else:
         interpreter = _found(python)
-        chosen, reason = _detect.foreseen(backend, environ, interpreter)
+        chosen, reason = detection.foreseen(backend, environ, interpreter)
         variables = {"KERAS_BACKEND": chosen.framework}
     if hosts is None:
         where, ours, notes = _of_this_machine(chosen, selection, gpus, environ, ranks)
@@ -84,9 +86,9 @@ def _of_this_machine(chosen, selection, gpus, environ, ranks):
     """The devices that are chosen here, as a text; the variables that choose them; and notes."""
     if ranks == 1:
         one = Place(0, 1, 0, 1, "compat run")
-        devices = _devices.choose_for_rank(selection, environ, one)
+        devices = device_choice.choose_for_rank(selection, environ, one)
     else:
-        devices = _devices.choose(selection, None, environ)
+        devices = device_choice.choose(selection, None, environ)
     settings = Settings(devices)
     notes = list(devices.problems) + chosen.overruled(settings, environ)
     if devices.shortage:
@@ -123,7 +125,7 @@ def _writable(option, path):
     if path is None:
         return None
     try:
-        _files.check_writable(path)
+        safe_files.check_writable(path)
     except OSError as error:
         raise errors.not_writable("{} {}".format(option, path), error) from error
     return os.path.abspath(path)
@@ -204,25 +206,25 @@ def run(script: List[str], options: Namespace) -> int:
         # mpirun is told the names of all variables.
         shown = textwrap.shorten(" ".join(launcher), 400, placeholder=" ...")
         lines.append("{} ranks: {}".format(ranks, shown))
-    other = _by_path.shadow(os.path.dirname(os.path.realpath(script[0])), environ)
+    other = by_path.shadow(os.path.dirname(os.path.realpath(script[0])), environ)
     if other:
         lines.append(errors.shadowed(name_of(script), other))
     for line in lines + _misplaced(script):
         output.say("compat run: " + line)
-    environ.update(_idle.hand_over_claims())
+    environ.update(idle.hand_over_claims())
     program = script
     if options.parallelize or report or (options.simulate is not None and options.python is None):
         if options.python is not None:
             option = "--parallelize" if options.parallelize else "--report"
             _check_version(interpreter, environ, option)
         module = "reported_script" if report else "parallelized_script"
-        _, *program = _by_path.command("_commands." + module)
+        _, *program = by_path.command("_commands." + module)
         program += [report_json or "", timeline or ""] if report else []
         program += [chosen.name if options.parallelize else ""] + script
     program = [interpreter] + program
     if not ranks:
         os.execve(interpreter, program, environ)
-    command = launcher + _by_path.command("_launch.rank_process") + program
+    command = launcher + by_path.command("_ranks.launch.rank_process") + program
     reports: Dict[int, Any] = {}
     logs = None if options.log_dir is None else output.Logs(options.log_dir, ranks, script)
     status = watching.launch(
@@ -231,7 +233,7 @@ def run(script: List[str], options: Namespace) -> int:
     )  # fmt: skip
     if report:
         absent = sorted(set(range(ranks)) - set(reports))
-        reported_script.tell(_report.joined(list(reports.values()), absent), report_json)
+        reported_script.tell(reporting.joined(list(reports.values()), absent), report_json)
     return status
 
 
@@ -247,7 +249,7 @@ def _files_of(options, ranks):
     """The files for a report as JSON and for a timeline, which can be written; None: no file."""
     report_json = _writable("--report-json", options.report_json)
     timeline = _writable("--timeline", options.timeline)
-    if timeline is not None and ranks not in (None, 1) and not _files.is_replaced(timeline):
+    if timeline is not None and ranks not in (None, 1) and not safe_files.is_replaced(timeline):
         raise errors.InvalidArgumentError(
             "--timeline {}: each rank writes a file of its own, with its number in the name, "
             "and this is no regular file. Name one.".format(timeline)

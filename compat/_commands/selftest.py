@@ -3,7 +3,8 @@
 import os
 import warnings
 
-from .. import _api, _detect, _devices, _keras, _selection, _verification, errors
+from .. import _api, _keras, _verification, errors
+from .._configuration import detection, device_choice, gpu_selection
 
 #: Rows of the batches: even, uneven, few, fewer than devices, one.
 BATCHES = (64, 61, 13, 2, 1)
@@ -26,7 +27,7 @@ def run(devices=None, backend=None, simulate=False, outcome=None):
     outcome = {} if outcome is None else outcome
     # Tensor cores round float32 to ten bits of mantissa, differently for each batch size.
     os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
-    os.environ.update(_detect.choose(backend, typed=True)[0].recording)
+    os.environ.update(detection.choose(backend, typed=True)[0].recording)
     configuration = _configure(devices, backend, simulate)
     _say(configuration)
     count = len(configuration.devices)
@@ -36,7 +37,7 @@ def run(devices=None, backend=None, simulate=False, outcome=None):
         shown = ", ".join(configuration.devices)
         raise errors.DevicesNotFoundError(text.format(devices or 2, shown))
     _verification.record_operations()
-    keras = _keras.import_keras(_detect.choose(configuration.backend)[0])
+    keras = _keras.import_keras(detection.choose(configuration.backend)[0])
     single, several = _models(keras, count)
     text = "\nOne dense model on {}, the same on {} devices, SGD with momentum:\n"
     _say(text.format(configuration.devices[0], count))
@@ -67,8 +68,8 @@ def _say(text):
 
 def _configure(devices, backend, simulate):
     if not simulate:
-        everything = _selection.parse_gpus(None)
-        simulate = len(_devices.choose(everything, None, os.environ)) < (devices or 2)
+        everything = gpu_selection.parse_gpus(None)
+        simulate = len(device_choice.choose(everything, None, os.environ)) < (devices or 2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", errors.CompatWarning)  # the report shows them
         if simulate:

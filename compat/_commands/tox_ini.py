@@ -7,7 +7,9 @@ import re
 import sys
 from typing import Dict, List
 
-from .. import _files, _verified, errors
+from .. import errors
+from .._configuration import verified
+from .._runtime import safe_files
 from . import parser as command_parser
 from . import pins, python_requires, tox_texts
 
@@ -86,8 +88,8 @@ def _run(arguments):
     if source is None:
         print("python any: no limit in {}".format(", ".join(python_requires.FILES)))
     print("rows   {}".format(", ".join(map(tox_texts.name, chosen))))
-    there = LEFT_OUT + tuple(_verified.backend(extra) for extra, _ in chosen)
-    missing = ", ".join(each for each in _verified.ROWS if each not in there)
+    there = LEFT_OUT + tuple(verified.backend(extra) for extra, _ in chosen)
+    missing = ", ".join(each for each in verified.ROWS if each not in there)
     if arguments.backends is None and missing:
         print("none   {}: python_requires = {} in {}".format(missing, specifier, source))
     print("next   pip install tox tox-uv && {}".format(tox_texts.run_command(aside)))
@@ -133,16 +135,16 @@ def rows(extras, every, specifier="", source=None) -> List[tox_texts.Row]:
     """
     found: List[tox_texts.Row] = []
     if extras is None:
-        for backend, brought in _verified.ROWS.items():
+        for backend, brought in verified.ROWS.items():
             if backend not in LEFT_OUT:
                 options = [_allowed(extra, every, specifier, source) for extra in brought]
                 options = [option for option in options if option]
                 found += sum(options if every else options[:1], [])
         if not found:
-            tested = sorted(set(sum(_verified.PYTHONS.values(), ())))
+            tested = sorted(set(sum(verified.PYTHONS.values(), ())))
             raise errors.InvalidArgumentError(
                 "python_requires = {} in {} allows no Python that a backend is tested on: none of "
-                "{}.".format(specifier, source, ", ".join(map(_verified.spelled, tested)))
+                "{}.".format(specifier, source, ", ".join(map(verified.spelled, tested)))
             )
         return found
     for extra in dict.fromkeys(map(pins.known, extras)):
@@ -151,13 +153,13 @@ def rows(extras, every, specifier="", source=None) -> List[tox_texts.Row]:
                 "--backends {0}: no row can be generated for it, since it needs libraries of "
                 "OpenMPI, which no Python package has. `compat pins {0} --python {1}` prints its "
                 "requirements, and `compat env` the command that installs "
-                "the libraries.".format(extra, _verified.spelled(_verified.PYTHONS[extra][-1]))
+                "the libraries.".format(extra, verified.spelled(verified.PYTHONS[extra][-1]))
             )
         pairs = _allowed(extra, every, specifier, source)
         if not pairs:
             raise errors.InvalidArgumentError(
                 "--backends {}: it is tested on {}, which python_requires = {} in {} does not "
-                "allow.".format(extra, _verified.phrase(extra), specifier, source)
+                "allow.".format(extra, verified.phrase(extra), specifier, source)
             )
         found += pairs
     return found
@@ -165,7 +167,7 @@ def rows(extras, every, specifier="", source=None) -> List[tox_texts.Row]:
 
 def _allowed(extra, every, specifier, source):
     """The rows of an extra, the newest Python's only unless every one is asked for."""
-    pythons = _verified.PYTHONS[extra]
+    pythons = verified.PYTHONS[extra]
     allowed = [each for each in pythons if python_requires.allows(specifier, each, source)]
     return [(extra, python) for python in (allowed if every else allowed[-1:])]
 
@@ -224,7 +226,7 @@ def write(folder: str, files: Dict[str, str], force: bool = False) -> None:
             for path, text in files.items():
                 target = os.path.join(folder, path)
                 os.makedirs(os.path.dirname(target), exist_ok=True)
-                file = all_or_none.enter_context(_files.written(target))
+                file = all_or_none.enter_context(safe_files.written(target))
                 file.write(text.encode("utf-8"))
                 file.flush()  # an error, where the disk is full
     except OSError as error:

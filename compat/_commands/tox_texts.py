@@ -4,7 +4,8 @@ import json
 import re
 from typing import Dict, Iterable, List, Tuple
 
-from .. import __version__, _verified
+from .. import __version__
+from .._configuration import verified
 from . import pins
 
 Row = Tuple[str, Tuple[int, int]]
@@ -157,14 +158,14 @@ def workflow(chosen: List[Row], compat: str, path: str, aside: str) -> str:
             quoted = {key: json.dumps(value) for key, value in variables.items()}
             text += CONTAINER.format(
                 name=name(row),
-                python=_verified.spelled(python),
+                python=verified.spelled(python),
                 variables=_indented(_assignments(quoted, ": "), 6),
                 requirements=_indented(needed, 10),
                 path="/" + path if path else "",
             )
         else:
             pythons = dict.fromkeys([python, RUNS_TOX])
-            spelled = _indented(map(_verified.spelled, pythons), 12)
+            spelled = _indented(map(verified.spelled, pythons), 12)
             text += JOB.format(name=name(row), pythons=spelled, tox=run_command(aside))
     return text
 
@@ -180,10 +181,10 @@ def run_command(aside):
 
 def _variables(row):
     """What the tests of a row find in their environment, besides what all find."""
-    from .. import _registry  # for start-up time
+    from .._configuration import registry  # for start-up time
 
     extra, _ = row
-    framework = _registry.load(_verified.backend(extra)).framework
+    framework = registry.load(verified.backend(extra)).framework
     variables = {"KERAS_BACKEND": framework}
     if framework == "tensorflow":
         variables["TF_CPP_MIN_LOG_LEVEL"] = "2"

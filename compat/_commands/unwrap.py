@@ -11,7 +11,8 @@ import os
 import zipfile
 from typing import Dict, List, Optional, Tuple
 
-from .. import _files, errors
+from .. import errors
+from .._runtime import safe_files
 from . import hdf5_names, wrapped_model
 from . import parser as command_parser
 
@@ -70,7 +71,7 @@ def run(path: str, output: Optional[str], force: bool, model: Optional[str]) -> 
         with h5py.File(path, "r") as old:
             plan = _planned(path, old, config)
             _check_writable(output)
-            with _files.written(output, os.stat(path)) as file:
+            with safe_files.written(output, os.stat(path)) as file:
                 with h5py.File(file.name, "w") as new:
                     _write(old, new, plan)
     except (OSError, LookupError, RuntimeError, ValueError) as error:  # of h5py, on broken files
@@ -108,7 +109,7 @@ def _check(path):
             "a name that ends in .h5.".format(path, ", such as a SavedModel" if saved_model else "")
         )
     try:
-        with open(path, "rb", opener=_files.plain) as file:
+        with open(path, "rb", opener=safe_files.plain) as file:
             start = file.read(8)
     except OSError as error:
         text = "{} cannot be read: {}.".format(path, error.strerror or error)
@@ -129,7 +130,7 @@ def _check(path):
 def _architecture(path):
     """The configuration of a model, from the file that ``--model`` names."""
     try:
-        with open(path, "rb", opener=_files.plain) as file:
+        with open(path, "rb", opener=safe_files.plain) as file:
             config = json.loads(file.read().decode("utf-8"))
     except (OSError, ValueError) as error:
         raise errors.ModelFileError("--model {} cannot be read: {}.".format(path, error)) from error
@@ -306,7 +307,7 @@ def _lines_up(state, weights):
 
 def _check_writable(path):
     try:
-        _files.check_writable(path)
+        safe_files.check_writable(path)
     except OSError as error:
         text = "{} cannot be written: {}.".format(path, error.strerror)
         raise errors.ModelFileError(text) from error

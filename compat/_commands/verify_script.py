@@ -7,7 +7,9 @@ import sys
 import tempfile
 from typing import Optional
 
-from .. import _by_path, _detect, _verification, errors
+from .. import _verification, errors
+from .._configuration import detection
+from .._runtime import by_path
 from ..backend import Backend
 from . import run_script
 
@@ -48,16 +50,16 @@ def run(script, devices=None, backend=None, ranks=None, outcome=None, hosts=None
         ranks, hosts = run_script.ranks_on(hosts, ranks)
     devices = devices or 3
     outcome = {} if outcome is None else outcome
-    chosen, _ = _detect.choose(backend, os.environ, typed=True)
+    chosen, _ = detection.choose(backend, os.environ, typed=True)
     has_ranks = type(chosen).distribute is not Backend.distribute
     if hosts is not None and not has_ranks:
         raise errors.no_ranks(chosen.name)
     environ = dict(os.environ, COMPAT_VERIFY=str(STEPS))
     environ.update(chosen.recording)
-    environ.update(_detect.keras_variable(chosen, os.environ))
+    environ.update(detection.keras_variable(chosen, os.environ))
     name = run_script.name_of(script)
     # Whatever PYTHONPATH says, the script finds this package: see _run().
-    other = _by_path.shadow(os.path.dirname(os.path.realpath(script[0])), {})
+    other = by_path.shadow(os.path.dirname(os.path.realpath(script[0])), {})
     if other:
         _say(errors.shadowed(name, other))
     outcome.update(backend=chosen.name, script=name, ranks=None)
@@ -104,7 +106,7 @@ def _as_ranks(script, environ, chosen, ranks, outcome, hosts):
     """The verdict on ranks as a line, and which of ``VERDICTS`` it is."""
     where = "" if hosts is None else " on " + hosts
     _say("{} as {} ranks{}".format(run_script.name_of(script), ranks, where))
-    command = _by_path.command("__main__") + ["run", "-n", str(ranks), "--gpus", "cpu"]
+    command = by_path.command("__main__") + ["run", "-n", str(ranks), "--gpus", "cpu"]
     command += ["--backend", chosen.framework] + (["--hosts", hosts] if hosts else [])
     with _folder() as folder:
         path = os.path.join(folder, "ranks.json")
@@ -132,7 +134,7 @@ def _read(path):
 def _run(command, environ):
     """The exit status of a command."""
     # The script finds this compat as its own.
-    path = [os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))]
+    path = [os.path.dirname(by_path.PACKAGE)]
     path += [environ["PYTHONPATH"]] if environ.get("PYTHONPATH") else []  # "" is this folder
     return subprocess.call(command, env=dict(environ, PYTHONPATH=os.pathsep.join(path)))
 

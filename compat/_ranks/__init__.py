@@ -3,14 +3,14 @@
 A launcher (torchrun, mpirun, horovodrun, ...) starts the same script several times and tells each
 process its rank in the environment. ``configure_gpu()`` then takes the device of the local rank,
 and ``parallelize()`` trains the model together with the other ranks, through one
-of ``_engines``. Importing this module imports nothing else.
+of ``engines``. Importing this module imports nothing else.
 """
 
 import os
 import sys
 
 from .. import errors
-from .._numbers import whole_number
+from .._configuration.numeric import whole_number
 from .addresses import is_loopback
 from .place import Place, is_to_be_alone
 

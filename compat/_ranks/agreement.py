@@ -13,7 +13,7 @@ import types
 import weakref
 
 from .. import errors
-from .._process import process
+from .._runtime.process import process
 
 _LARGEST = 2**24  # of the numbers that engines gather
 

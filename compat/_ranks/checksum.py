@@ -8,13 +8,13 @@ metrics, the states of stateful RNNs, which belong to its rows) is no variable t
 import hashlib
 
 from .. import errors
-from .._process import process
+from .._runtime.process import process
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, Callable, Sequence, Union
 
-    from .._engines import Engine
+    from .engines import Engine
 
 # A prime, so that the words which are added up come from places without a pattern.
 _COLUMNS = 1021

@@ -9,7 +9,8 @@ import collections
 import inspect
 import itertools
 
-from .. import _keras, _work, errors
+from .. import _keras, errors
+from .._runtime import work
 from . import agreement, metrics, ranked_method, saving, splitting
 from .ranked_method import RankedMethod
 from .weights import WeightComparison, same_start
@@ -33,7 +34,7 @@ def install(model, engine, kinds=()):
 
 def count(model: "Any", rows: int, training: bool) -> None:
     """Note a batch of so many rows. Called wherever a backend sees one."""
-    _work.count([""], [rows], training)
+    work.count([""], [rows], training)
     fit = RankedFit.of(model)
     if fit is not None:
         fit.seen[training].update(rows=rows, batches=1)

@@ -8,7 +8,7 @@ tests/test_launchers.py has the environment that each launcher documents.
 """
 
 from .. import errors
-from .._numbers import whole_number
+from .._configuration.numeric import whole_number
 from . import clusters
 from .place import (
     from_addresses,

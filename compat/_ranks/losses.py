@@ -13,7 +13,8 @@ import sys
 
 import numpy as np
 
-from .. import _patching, errors
+from .. import errors
+from .._runtime import patching
 
 # How far the mean over two parts of a batch may be from the whole, relative to the loss.
 _ROUNDING = {"float16": 2e-2, "bfloat16": 5e-2}
@@ -55,7 +56,7 @@ class Reductions:
             for name, patch in patches.items()
             if hasattr(module, name)
         }
-        with _patching.replaced(module, **ours):
+        with patching.replaced(module, **ours):
             yield
 
     # Each is called as Keras' own function in the module, ``plain``.

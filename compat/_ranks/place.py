@@ -1,7 +1,7 @@
 """A process's place among the ranks, and what makes one of the values of variables."""
 
 from .. import errors
-from .._numbers import whole_number
+from .._configuration.numeric import whole_number
 from .addresses import host_of, is_loopback
 
 

@@ -1,9 +1,9 @@
 """What all methods of a Keras model that is one of several ranks have in common."""
 
-from .. import _patching
+from .._runtime import patching
 
 
-class RankedMethod(_patching.InstanceMethod):
+class RankedMethod(patching.InstanceMethod):
     """A method of a model that is one of several ranks."""
 
     def __init__(self, engine):

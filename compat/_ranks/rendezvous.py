@@ -7,7 +7,7 @@ import socket
 import zlib
 
 from .. import errors
-from .._numbers import whole_number
+from .._configuration.numeric import whole_number
 from . import clusters, launchers
 from .addresses import host_of, is_loopback, with_port
 

@@ -7,7 +7,7 @@ import shutil
 import tempfile
 import types
 
-from .. import _files, _patching
+from .._runtime import patching, safe_files
 from . import ranked_method
 
 
@@ -70,7 +70,7 @@ def written_by_rank_0(keras, place, callbacks):
             self.given.on_train_begin(logs)
 
         def on_train_end(self, logs=None):
-            with _patching.replaced(self.given, delete_checkpoint=False):
+            with patching.replaced(self.given, delete_checkpoint=False):
                 self.given.on_train_end(logs)
 
     return [
@@ -109,13 +109,13 @@ def _is_replaceable(path, target):
     if os.path.isdir(target):
         stays = os.path.ismount(target) or os.path.samefile(target, os.curdir)
         return os.access(target, os.W_OK) and not stays
-    return _files.is_replaced(path) and (not os.path.exists(path) or os.access(path, os.W_OK))
+    return safe_files.is_replaced(path) and (not os.path.exists(path) or os.access(path, os.W_OK))
 
 
 def _replace(new, old):
     """Put a file or folder in the place of another."""
     with contextlib.suppress(FileNotFoundError):
-        _files.give(new, os.stat(old))
+        safe_files.give(new, os.stat(old))
     if not (os.path.isdir(new) and os.path.isdir(old)):
         os.replace(new, old)
         return

@@ -1,7 +1,7 @@
 """What becomes of what cannot be split: it runs whole, and says so."""
 
 from .. import errors
-from .._process import process
+from .._runtime.process import process
 
 #: What runs whole where a graph can be cut: the subject of a sentence.
 FROM_THERE_ON = "It, and all that follows from it,"

@@ -7,7 +7,9 @@ their place. How a step is done on one device, each backend says by a subclass o
 
 import contextlib
 
-from .. import _keras, _patching, _replicas, errors
+from .. import _keras, errors
+from .._rows import split_rows
+from .._runtime import patching
 from . import reachable, steps
 from .verification import random_numbers_kept, suspended
 
@@ -22,7 +24,7 @@ FUNCTIONS = {
 STEPS = {"train": "train_step", "evaluate": "test_step", "predict": "predict_step"}
 
 
-class Verified(_patching.InstanceMethod):
+class Verified(patching.InstanceMethod):
     """The method that makes one of a model's functions, which verifies its first steps.
 
     Subclasses for a backend say how a step is done and what it changes; ``prefix`` is what the
@@ -289,7 +291,7 @@ class KerasStep(steps.Step):
         inputs = self.batches[0]
         if isinstance(inputs, (tuple, list)):  # Keras takes a list, as of torch's loaders, too
             inputs = inputs[0]
-        with _replicas.undivided() if undivided else contextlib.ExitStack():
+        with split_rows.undivided() if undivided else contextlib.ExitStack():
             try:
                 results, losses = self.infer(inputs)
             except NotImplementedError:  # a model whose train_step calls its parts

@@ -2,7 +2,7 @@
 
 import os
 
-from .. import _files
+from .._runtime import safe_files
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def report_at_exit(environ: "Mapping[str, str]") -> None:
 def _write(path):
     import json
 
-    _files.write(path, json.dumps([record.as_dict() for record in _records]))
+    safe_files.write(path, json.dumps([record.as_dict() for record in _records]))
 
 
 def shown(record: "Mapping[str, Any]") -> "List[str]":

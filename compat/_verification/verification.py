@@ -3,7 +3,8 @@
 import contextlib
 import random
 
-from .. import _patching, _work, errors
+from .. import errors
+from .._runtime import patching, work
 from . import report
 from .comparison import EPS, Comparison, cause_of, is_random
 
@@ -11,7 +12,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, Sequence, Union
 
-    from .._settings import Every
+    from .._configuration.settings import Every
     from .steps import Step
 
 # How weights are off where it is looked again how far a step amplifies rounding.
@@ -235,7 +236,7 @@ def _compared(step, start, expected, others, found, again, is_noise):
 @contextlib.contextmanager
 def _aside(step):
     """Within, what a step does is for verification alone."""
-    with _work.uncounted(), step.attributes_kept():
+    with work.uncounted(), step.attributes_kept():
         yield
 
 
@@ -310,7 +311,7 @@ def given_moved(step, seed):
             return value
 
     names = step.given if seed and seed % 2 else ()
-    return _patching.replaced(step, **{name: moved(getattr(step, name)) for name in names})
+    return patching.replaced(step, **{name: moved(getattr(step, name)) for name in names})
 
 
 def _random_numbers():

@@ -11,8 +11,10 @@ import pytest
 
 import compat
 
-from .. import _api, _automatic, _on_import, _patching
-from .._process import process
+from .. import _api
+from .._keras import automatic_parallel
+from .._runtime import on_import, patching
+from .._runtime.process import process
 from .contract import BackendContract
 from .models import CASES, DEVICES, initialise, optimizer
 from .ranks.programs import UNCHANGED
@@ -22,14 +24,14 @@ from .spans import span
 @contextlib.contextmanager
 def compiled_on_all_devices(backend):
     """Within, it is as after ``configure_gpu(parallelize=True)``."""
-    before = _patching.patches()
-    _automatic.install(backend, _api._parallelize_compiled)
+    before = patching.patches()
+    automatic_parallel.install(backend, _api._parallelize_compiled)
     try:
         yield
     finally:
-        for patch in reversed([each for each in _patching.patches() if each not in before]):
+        for patch in reversed([each for each in patching.patches() if each not in before]):
             patch.take_back()
-        _on_import.forget()
+        on_import.forget()
         process.parallelizes_compiled = False
 
 

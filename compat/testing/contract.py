@@ -8,8 +8,9 @@ import pytest
 
 import compat
 
-from .. import _registry, _verification
-from .._process import process
+from .. import _verification
+from .._configuration import registry
+from .._runtime.process import process
 from ..backend import Devices, Settings, Verification
 from .models import BATCHES, CASES, DEVICES, UNEVEN, initialise, keras_under_test, optimizer
 from .spans import contract_of, span
@@ -31,7 +32,7 @@ class OfBackend:
         """
         if not isinstance(self.backend, str):
             return self.backend
-        found = _registry.find(self.backend)
+        found = registry.find(self.backend)
         if found is None:
             raise LookupError("no backend {!r} is installed or registered".format(self.backend))
         return found
@@ -77,7 +78,7 @@ class Contract(OfBackend):
     def configure(self, simulate):
         """Configure so many simulated devices; compat's own backends are found without a name."""
         name = self.instance().name
-        named = None if name in _registry.names() else name
+        named = None if name in registry.names() else name
         return compat.configure_gpu(backend=named, simulate=simulate)
 
     @pytest.fixture(scope="class")
@@ -105,9 +106,9 @@ class Contract(OfBackend):
     @span
     def test_is_found_by_its_name(self):
         backend = self.instance()
-        assert _registry.find(backend.name) == backend
+        assert registry.find(backend.name) == backend
         assert backend.framework and backend.distributions
-        assert backend.extra or backend.name not in _registry.names()
+        assert backend.extra or backend.name not in registry.names()
 
     @span
     def test_environ_is_pure(self):

@@ -7,7 +7,7 @@ import pytest
 import compat
 
 from .._commands import selftest
-from .._pytest_plugin.twins import Twins
+from .._commands.pytest_plugin.twins import Twins
 from .automatic import AutomaticContract
 from .models import CASES, DEVICES, SHARDS, fit_in_order, keras_under_test, optimizer
 from .reporting import ReportContract
@@ -49,10 +49,10 @@ class ParallelContract(
         status, out = self.command(
             self.prelude
             + "import sys\n"
-            "from compat import _registry, __main__\n"
+            "from compat._configuration import registry; from compat import __main__\n"
             "from compat._commands import selftest\n"
             "command = ['test', '--devices', '{}', '--simulate']\n"
-            "kind, batches = type(_registry.find({!r})), selftest.BATCHES\n"
+            "kind, batches = type(registry.find({!r})), selftest.BATCHES\n"
             "parallelize, selftest.BATCHES = kind.parallelize, (13,)\n"
             "kind.parallelize = lambda self, model, devices: model\n"
             "assert __main__.main(command) == 1\n"

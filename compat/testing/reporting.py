@@ -7,7 +7,7 @@ import pytest
 
 import compat
 
-from .. import _replicas
+from .._rows import split_rows
 from .contract import BackendContract
 from .models import DEVICES, fit_in_order
 from .spans import span
@@ -22,7 +22,7 @@ class ReportContract(BackendContract):
 
     def sizes_of(self, rows):
         """How many rows of a batch each device computes."""
-        return _replicas.sizes(rows, DEVICES)
+        return split_rows.sizes(rows, DEVICES)
 
     @span
     @pytest.mark.row("compat.report()")

@@ -7,7 +7,7 @@ import pytest
 
 import compat
 
-from .._settings import Every
+from .._configuration.settings import Every
 from .._verification import largest_difference
 from .contract import BackendContract
 from .models import CASES, fit_in_order, initialise, optimizer, optimizers_of

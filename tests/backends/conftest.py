@@ -12,13 +12,13 @@ import sys
 
 import pytest
 
-from compat import _detect, _distributions, _registry
+from compat._configuration import detection, packages, registry
 from compat.testing import contract_of
 
 
 def _installed():
-    for backend in _registry.backends():
-        version = _detect.installed_version(backend)
+    for backend in registry.backends():
+        version = detection.installed_version(backend)
         if version is not None and backend.accepts(version):
             yield backend
 
@@ -61,16 +61,16 @@ collect_ignore = [
 
 
 IS_TENSORFLOW_20 = any(
-    b.framework == "tensorflow" and _detect.installed_version(b)[:4] == "2.0." for b in INSTALLED
+    b.framework == "tensorflow" and detection.installed_version(b)[:4] == "2.0." for b in INSTALLED
 )
 if IS_TENSORFLOW_20:
     # Models without Keras are not verified there: test_tensorflow2_parts.py sees the warning.
     collect_ignore.append("test_tensorflow2_native_verification.py")
 
-if not any(_detect.installed_version(b).startswith("2.15.") for b in INSTALLED):
+if not any(detection.installed_version(b).startswith("2.15.") for b in INSTALLED):
     collect_ignore.append("test_tensorflow2_pages.py")  # the documentation shows that version
 
-if _distributions.version("transformers") is None and "TOX_ENV_NAME" not in os.environ:
+if packages.version("transformers") is None and "TOX_ENV_NAME" not in os.environ:
     collect_ignore.append("test_torch_transformers.py")  # tox.ini has it, and no extra
 
 
@@ -93,13 +93,13 @@ def modules_are_no_garbage():
 @pytest.fixture(scope="session", autouse=True)
 def record_versions(record_testsuite_property, pytestconfig):
     """What tests/support_table.py reads from the results."""
-    frameworks = [(b.name, b.framework, _detect.installed_version(b)) for b in INSTALLED]
+    frameworks = [(b.name, b.framework, detection.installed_version(b)) for b in INSTALLED]
     keras = os.environ.get("COMPAT_TEST_KERAS", "keras")
-    version = _distributions.version("keras-mxnet")
+    version = packages.version("keras-mxnet")
     if version is not None:
         keras = "keras-mxnet"
     elif keras == "keras" or frameworks[0][0] != "tensorflow1":
-        version = _distributions.version("tf_keras" if keras == "tf_keras" else "keras")
+        version = packages.version("tf_keras" if keras == "tf_keras" else "keras")
     record_testsuite_property("python", platform.python_version())
     record_testsuite_property("backend", ", ".join(name for name, _, _ in frameworks))
     record_testsuite_property("framework", ", ".join("%s %s" % f[1:] for f in frameworks))

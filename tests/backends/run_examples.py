@@ -34,7 +34,7 @@ def main(results, framework, keras, verified, *scripts):
 
 def verify_steps(wanted):
     """Whether compat verifies models from now on; the first script's it verifies in any case."""
-    module = sys.modules.get("compat._process")
+    module = sys.modules.get("compat._runtime.process")
     configuration = module and module.process.configuration
     if configuration and VERIFIES:
         configuration.settings.verify = int(wanted)

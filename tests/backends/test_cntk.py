@@ -6,8 +6,8 @@ import sys
 import pytest
 
 import compat
-from compat import _distributions, _registry
 from compat._backends import cntk as backend
+from compat._configuration import packages, registry
 from compat.testing import CASES, BackendContract, largest_difference, optimizer
 
 
@@ -57,7 +57,7 @@ class TestCNTK(BackendContract):
         with pytest.raises(compat.UnsupportedError, match="^cntk cannot place parts of a model"):
             compat.device(1)
 
-    if _distributions.release(_distributions.version("keras")) >= (2, 2):
+    if packages.release(packages.version("keras")) >= (2, 2):
 
         @pytest.mark.row("subclassed models")
         def test_subclassed_model(self, keras):
@@ -207,7 +207,7 @@ def test_missing_openmpi_is_diagnosed_without_importing_cntk(run, monkeypatch):
 
 
 def test_openmpi_that_is_there_is_no_problem():
-    assert _registry.load("cntk").problems(os.environ) == []
+    assert registry.load("cntk").problems(os.environ) == []
     assert "cntk" in sys.modules or backend._missing_libraries(os.environ) == []
 
 
@@ -242,9 +242,9 @@ def test_another_device_than_the_fixed_one_comes_too_late(imitate, imported):
 
 
 def test_gpus_that_only_cntk_lists(imitate):
-    from compat._devices import choose
-    from compat._selection import parse_gpus
-    from compat._settings import Settings
+    from compat._configuration.device_choice import choose
+    from compat._configuration.gpu_selection import parse_gpus
+    from compat._configuration.settings import Settings
 
     cntk = backend.backend.import_framework()
     cpu = cntk.device.cpu()

@@ -18,9 +18,9 @@ import jax
 import compat
 from compat._backends.jax import JAX, _fraction, backend, op_placement
 from compat._backends.jax.sharding import device_name
-from compat._devices import Devices, choose
-from compat._selection import parse_gpus
-from compat._settings import Memory, Settings
+from compat._configuration.device_choice import Devices, choose
+from compat._configuration.gpu_selection import parse_gpus
+from compat._configuration.settings import Memory, Settings
 from compat.testing import (
     CASES,
     DEVICES,

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 import compat
-from compat import _registry, _replicas
 from compat._backends.mxnet.op_placement import products as placement
-from compat._devices import choose
+from compat._configuration import registry
+from compat._configuration.device_choice import choose
+from compat._configuration.gpu_selection import parse_gpus
 from compat._ranks import Job
-from compat._selection import parse_gpus
+from compat._rows import split_rows
 from compat.testing import (
     CASES,
     SPAN_TRIALS,
@@ -258,9 +259,9 @@ class TestMXNet(ParallelContract):
         inputs, targets = CASES["dense"].data(rows)
         model.train_on_batch(inputs * 3 + 1, targets)
         shards = [
-            inputs[slice(*_replicas.bounds(rows, 3, i))] * 3 + 1
+            inputs[slice(*split_rows.bounds(rows, 3, i))] * 3 + 1
             for i in range(3)
-            if _replicas.sizes(rows, 3)[i]
+            if split_rows.sizes(rows, 3)[i]
         ]
         mean = sum(shard.mean(axis=0) * len(shard) for shard in shards) / rows
         variance = sum(shard.var(axis=0) * len(shard) for shard in shards) / rows
@@ -573,7 +574,7 @@ class TestMXNet(ParallelContract):
         job = Job(2, sys.executable, {})
         for call in (
             lambda: compat.parallelize(model),
-            lambda: _registry.load("mxnet").launcher(job),
+            lambda: registry.load("mxnet").launcher(job),
         ):
             with pytest.raises(compat.NotInstalledError) as error:
                 call()
@@ -666,7 +667,7 @@ def test_configured_after_mxnet_was_imported(tmp_path):
         assert "memory: MXNet takes it as it is needed, always" in configured.applied
 
         # Models built later run on the first device, also loaded and cloned; others are moved.
-        backend = compat._registry.load("mxnet")
+        backend = compat._configuration.registry.load("mxnet")
         backend.kept["names"] = ["cpu(1)", "cpu(2)"]
         after = built()
         after.compile("sgd", "mse")
@@ -757,10 +758,10 @@ def test_a_build_for_gpus_that_was_imported_before(tmp_path, gpus, applied):
 
 @span
 def test_environ_says_only_what_changes():
-    from compat._devices import Devices
-    from compat._settings import Settings, parse_memory
+    from compat._configuration.device_choice import Devices
+    from compat._configuration.settings import Settings, parse_memory
 
-    backend = _registry.load("mxnet")
+    backend = registry.load("mxnet")
     settings = Settings(
         Devices(["3", "1"], [3, 1]), parse_memory(0.9), options={"gpu_worker_threads": 4}
     )
@@ -782,7 +783,7 @@ def test_environ_says_only_what_changes():
 
 @span
 def test_problems_of_an_environment(tmp_path, monkeypatch):
-    problems = _registry.load("mxnet").problems
+    problems = registry.load("mxnet").problems
     assert problems({}) == []
     assert problems({"DMLC_ROLE": "worker"}) == []
     assert problems({"DMLC_ROLE": "server"}) == [
@@ -809,5 +810,5 @@ def test_gpus_that_only_mxnet_lists(gpus, contexts, imitate):
 
     imitate(mx.context, "num_gpus", lambda: 2)
     devices = choose(parse_gpus(gpus), None, {}, discover=list)
-    assert _registry.load("mxnet")._contexts(mx, devices) == contexts
+    assert registry.load("mxnet")._contexts(mx, devices) == contexts
     assert devices.positions == tuple(int(name[4]) for name in contexts)

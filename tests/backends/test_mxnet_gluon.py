@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 import compat
-from compat import _registry, _replicas
 from compat._backends.mxnet.op_placement import products as placement
+from compat._configuration import registry
+from compat._rows import split_rows
 from compat.testing import in_span, span
 
 BATCHES = (64, 61, 2, 1, 64, 13)
@@ -188,7 +189,7 @@ def test_shards_are_those_of_every_backend(mx, rows):
         assert str(twice.context) == "cpu(0)"
         expected = [
             (device, max(size, 1), device, (7, 9))
-            for device, size in zip(DEVICES, _replicas.sizes(rows, 3))
+            for device, size in zip(DEVICES, split_rows.sizes(rows, 3))
             if size or recording
         ]
         assert seen == expected
@@ -333,7 +334,7 @@ def test_batchnorm_by_numbers(mx, rows, tmp_path):
     with mx.autograd.record():
         out = net(mx.nd.array(inputs))
     out.backward()
-    shards = [inputs[slice(*_replicas.bounds(rows, 3, i))] for i in range(3)]
+    shards = [inputs[slice(*split_rows.bounds(rows, 3, i))] for i in range(3)]
     shards = [shard for shard in shards if len(shard)]
     normed = [(s - s.mean(axis=0)) / np.sqrt(s.var(axis=0) + 1e-5) for s in shards]
     np.testing.assert_allclose(out.asnumpy(), np.concatenate(normed), rtol=1e-3, atol=1e-4)
@@ -441,6 +442,6 @@ def test_a_function_that_builds_a_block(mx):
 
 
 def test_is_native(mx):
-    backend = _registry.load("mxnet")
+    backend = registry.load("mxnet")
     assert backend.is_native(dense(mx)) and backend.is_native(mx.gluon.loss.L2Loss())
     assert not backend.is_native(mx.nd.ones(1)) and not backend.is_native(None)

@@ -143,7 +143,7 @@ def test_a_loss_that_a_block_returns(mx, name, hybridize):
 
 
 def test_strict_makes_it_an_error(mx, monkeypatch):
-    monkeypatch.setattr(compat._process.process.configuration.settings, "strict", True)
+    monkeypatch.setattr(compat._runtime.process.process.configuration.settings, "strict", True)
     net = compat.parallelize(block_of(mx, ACROSS["mean"]))
     for _ in range(2):  # not the first time only
         with pytest.raises(compat.UnsupportedError, match="computes across the rows of a batch"):

@@ -7,8 +7,10 @@ import warnings
 import pytest
 
 import compat
-from compat import _registry, _replicas, _verification
+from compat import _verification
 from compat._backends.mxnet import gluon_replicas, op_placement
+from compat._configuration import registry
+from compat._rows import split_rows
 from compat.testing import in_span, span
 
 from .test_mxnet_gluon import (
@@ -38,7 +40,7 @@ def mx():
 def verified(net, steps=1):
     """Have the block's first calls verified, and return the record of what was."""
     verification = _verification.Verification(net.name, DEVICES, steps)
-    _registry.load("mxnet").verify(net, verification)
+    registry.load("mxnet").verify(net, verification)
     return verification.record
 
 
@@ -48,7 +50,7 @@ def test_first_calls_are_verified_and_change_nothing(mx, monkeypatch, build, hyb
     """Weights and counted batches, two of three verified, are those of a block not verified."""
     nets, counted = [], []
     for is_verified in (False, True):
-        monkeypatch.setattr(compat._process.process, "batches", {})
+        monkeypatch.setattr(compat._runtime.process.process, "batches", {})
         net = compat.parallelize(initialise(mx, build(mx)))
         if hybridize is not None:
             net.hybridize(**hybridize)
@@ -58,7 +60,7 @@ def test_first_calls_are_verified_and_change_nothing(mx, monkeypatch, build, hyb
         train(mx, net, steps, (61, 2, 13, 61))
         net(mx.nd.array(data(13)[0]))
         nets.append(weights(net))
-        counted.append(compat._process.process.batches)
+        counted.append(compat._runtime.process.process.batches)
     assert counted[0] == counted[1] and sum(counted[0].values()) == 5
     assert record.steps == {"train": 2, "evaluate": 0, "predict": 1}
     parameters = [p for p in net.collect_params().values() if p.grad_req != "null"]
@@ -148,7 +150,7 @@ def test_operation_across_rows_is_found(mx, recording):
             net(inputs)
     assert record.failure == str(caught.value)
     assert difference(start, weights(net)) == 0
-    _registry.load("mxnet").verify(net, None)
+    registry.load("mxnet").verify(net, None)
     train(mx, net, trainer(mx, net), (14,))  # it can be trained on
     assert difference(start, weights(net)) > 1e-3
 
@@ -157,9 +159,9 @@ def test_wrong_gradient_is_found(mx, monkeypatch):
     """Of a replica that got other rows than it has to keep; and of one whose gradient is lost."""
     net = compat.parallelize(initialise(mx, dense(mx)))
     verified(net)
-    bounds = _replicas.run_bounds
+    bounds = split_rows.run_bounds
     with monkeypatch.context() as patch:
-        patch.setattr(_replicas, "run_bounds", lambda rows, n, i: bounds(rows, n, min(i, 1)))
+        patch.setattr(split_rows, "run_bounds", lambda rows, n, i: bounds(rows, n, min(i, 1)))
         with pytest.raises(compat.ResultsDifferError, match="output 1"):
             train(mx, net, trainer(mx, net), (12,))
     verified(net)
@@ -212,7 +214,7 @@ def _options(layer):
 @span
 def test_parallelize_verifies_as_configured(mx, monkeypatch):
     """And no more on one device; the trial has made all parameters by then."""
-    monkeypatch.setattr(compat._process.process.configuration.settings, "verify", 1)
+    monkeypatch.setattr(compat._runtime.process.process.configuration.settings, "verify", 1)
     net = compat.parallelize(centred(mx))
     net.initialize()
     inputs = mx.nd.array(data(14)[0])
@@ -221,7 +223,7 @@ def test_parallelize_verifies_as_configured(mx, monkeypatch):
     net = compat.parallelize(initialise(mx, centred(mx)))
     compat.parallelize(net, gpus=1)
     net(inputs)
-    monkeypatch.setattr(compat._process.process.configuration.settings, "verify", 0)
+    monkeypatch.setattr(compat._runtime.process.process.configuration.settings, "verify", 0)
     compat.parallelize(net)
     net(inputs)
 

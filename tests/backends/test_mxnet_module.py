@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 import compat
-from compat import _registry, _replicas
 from compat._backends.mxnet.op_placement import products as placement
+from compat._configuration import registry
+from compat._rows import split_rows
 from compat.testing import in_span, span
 
 from .test_mxnet_gluon import DEVICES, data
@@ -181,7 +182,7 @@ def test_gradients_given_from_outside(mx):
 def test_each_context_computes_its_shard_forward_and_backward(mx):
     module = optimised(bound(mx, 61))
     step(mx, module, 61)
-    assert [e.outputs[0].shape[0] for e in module._exec_group.execs] == _replicas.sizes(61, 3)
+    assert [e.outputs[0].shape[0] for e in module._exec_group.execs] == split_rows.sizes(61, 3)
     placed = placement(lambda: step(mx, module, 61))
     assert placed == {device: (2, 2) for device in DEVICES}
     assert placement(lambda: step(mx, module, 2)) == {d: (2, 2) for d in DEVICES[1:]}
@@ -199,7 +200,7 @@ def test_batchnorm_by_numbers(mx, rows):
     module.init_params()
     inputs = data(rows)[0] * 3 + 1
     module.forward_backward(mx.io.DataBatch([mx.nd.array(inputs)], [mx.nd.array(inputs)]))
-    shards = [inputs[slice(*_replicas.bounds(rows, 3, i))] for i in range(3)]
+    shards = [inputs[slice(*split_rows.bounds(rows, 3, i))] for i in range(3)]
     shards = [shard for shard in shards if len(shard)]
     for name, first, statistic in (("mean", 0, np.mean), ("var", 1, np.var)):
         new = sum(statistic(shard, axis=0) * len(shard) for shard in shards) / rows
@@ -399,7 +400,7 @@ def test_bound_for_inference_it_takes_new_weights(mx):
 
 def test_other_modules_are_refused(mx):
     module = mx.mod.BucketingModule(lambda key: (symbol(mx), ["data"], ["softmax_label"]), 1)
-    assert _registry.load("mxnet").is_native(module)
+    assert registry.load("mxnet").is_native(module)
     with pytest.raises(compat.UnsupportedError) as error:
         compat.parallelize(module)
     assert str(error.value) == (

@@ -354,7 +354,7 @@ def test_shapes_for_one_number_of_rows_run_whole(keras):
 
 
 def test_strict_makes_it_an_error(keras, monkeypatch):
-    monkeypatch.setattr(compat._process.process.configuration.settings, "strict", True)
+    monkeypatch.setattr(compat._runtime.process.process.configuration.settings, "strict", True)
     model = graph_cases.model_of(keras, graph_cases.across_rows(keras.backend)["mean"])
     compat.parallelize(model).compile("sgd", "mse")
     with pytest.raises(compat.UnsupportedError, match="computes across the rows of a batch"):

@@ -642,8 +642,8 @@ class TestTensorFlow1(ParallelContract):
             keras.backend.set_session(old)
             weight = keras.backend.variable(3.0)
             assert keras.backend.get_value(weight) == 3.0
-            from compat import _process
-            _process.process.configuration = None  # as if never configured
+            from compat._runtime import process
+            process.process.configuration = None  # as if never configured
             try:
                 compat.configure_gpu(simulate=2)
             except compat.TooLateError as error:
@@ -949,8 +949,8 @@ def test_listing_devices_makes_no_session():
 
 
 def session_config(late=None, **settings):
-    from compat import _settings
-    from compat._devices import Devices
+    from compat._configuration import settings as _settings
+    from compat._configuration.device_choice import Devices
 
     memory = _settings.parse_memory(settings.pop("memory", None))
     devices = Devices(["2", "3"], [0, 1])
@@ -973,13 +973,16 @@ def test_gpu_options(monkeypatch):
 
 @span
 def test_memory_size_is_a_fraction_of_the_largest_gpu(monkeypatch):
-    from compat import _devices
+    from compat._configuration import device_choice
 
-    gpus = [_devices.GPU(2, memory_total=8 * 2**30), _devices.GPU(3, memory_total=16 * 2**30)]
-    monkeypatch.setattr(_devices, "discover", lambda: gpus)
+    gpus = [
+        device_choice.GPU(2, memory_total=8 * 2**30),
+        device_choice.GPU(3, memory_total=16 * 2**30),
+    ]
+    monkeypatch.setattr(device_choice, "discover", lambda: gpus)
     config = session_config(memory="4GiB")
     assert config.gpu_options.per_process_gpu_memory_fraction == 0.25
-    monkeypatch.setattr(_devices, "discover", lambda: [])
+    monkeypatch.setattr(device_choice, "discover", lambda: [])
     with pytest.raises(compat.UnsupportedError) as raised:
         session_config(memory="4GiB")
     assert str(raised.value) == (
@@ -994,11 +997,12 @@ def test_memory_size_is_a_fraction_of_the_largest_gpu(monkeypatch):
 
 @span
 def test_gpus_that_only_tensorflow_lists(monkeypatch):
-    from compat import _devices, _selection, _settings
+    from compat._configuration import device_choice, gpu_selection
+    from compat._configuration import settings as _settings
 
     def configured(gpus, listed, memory=None):
         backend = tensorflow1.TensorFlow1()
-        devices = _devices.choose(_selection.parse_gpus(gpus), None, {}, discover=list)
+        devices = device_choice.choose(gpu_selection.parse_gpus(gpus), None, {}, discover=list)
         settings = _settings.Settings(devices, _settings.parse_memory(memory))
         configs = []
         names = ["/device:GPU:{}".format(index) for index in range(listed)] or ["/device:CPU:0"]

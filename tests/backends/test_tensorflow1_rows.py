@@ -11,7 +11,7 @@ import tensorflow as tf
 import compat
 from compat import _keras
 from compat._backends.tensorflow1.graph import ancestors, v1_names
-from compat._process import process
+from compat._runtime.process import process
 from compat.testing import (
     CASES,
     DEVICES,

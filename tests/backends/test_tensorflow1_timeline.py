@@ -5,10 +5,11 @@ import pytest
 import tensorflow as tf
 
 import compat
-from compat import _api, _patching
+from compat import _api
 from compat._backends.tensorflow1.graph import v1_names
 from compat._backends.tensorflow1.timeline import executed
-from compat._operations import Operation
+from compat._runtime import patching
+from compat._runtime.operation_times import Operation
 from compat.testing import DEVICES, keras_under_test, span
 
 v1 = v1_names(tf)
@@ -33,7 +34,7 @@ def test_runs_of_functions_and_of_sessions_are_recorded(K):
 
     before = function("before")
     before([ONES])
-    backend, patches = _api.configured_backend(), _patching.patches()
+    backend, patches = _api.configured_backend(), patching.patches()
     options, metadata = v1.RunOptions(timeout_in_ms=60000), v1.RunMetadata()
     with backend.profiled() as operations:
         for _ in range(2):
@@ -50,7 +51,7 @@ def test_runs_of_functions_and_of_sessions_are_recorded(K):
         ("/device:CPU:0", "MatMul: run"),
     ]
     assert metadata.step_stats.dev_stats and options.trace_level == options.NO_TRACE
-    assert _patching.patches() == patches
+    assert patching.patches() == patches
     before([ONES])
     assert len([each for each in operations if "MatMul: " in each.name]) == 4
     assert getattr(before, "_callable_fn", None) is None or before.run_options is None

@@ -7,12 +7,12 @@ import pytest
 import tensorflow as tf
 
 import compat
-from compat import _registry
+from compat._configuration import registry
 from compat.testing import CASES, DEVICES, initialise, keras_under_test, largest_difference
 
 from .verification_cases import verified
 
-backend = _registry.find("tensorflow1")
+backend = registry.find("tensorflow1")
 OLD = keras_under_test() is not getattr(tf, "keras", None)
 
 

@@ -17,16 +17,18 @@ import pytest
 import tensorflow as tf
 
 import compat
-from compat import _api, _by_path, _distributions
+from compat import _api
 from compat._backends.tensorflow1 import sessions
 from compat._backends.tensorflow2 import TensorFlow2, backend
 from compat._backends.tensorflow2.compiled_steps import forget_compiled_steps
 from compat._backends.tensorflow2.device_configuration import chosen_gpus, config_function
 from compat._backends.tensorflow2.op_placement import executed, products, short
-from compat._devices import Devices, choose
+from compat._configuration import packages
+from compat._configuration.device_choice import Devices, choose
+from compat._configuration.gpu_selection import parse_gpus
+from compat._configuration.settings import Memory, Settings
 from compat._ranks import Job
-from compat._selection import parse_gpus
-from compat._settings import Memory, Settings
+from compat._runtime import by_path
 from compat.testing import (
     CASES,
     DEVICES,
@@ -624,7 +626,7 @@ def test_environ():
 
 @span
 def test_legacy_keras_that_is_not_installed_is_a_problem(monkeypatch):
-    monkeypatch.setattr(_distributions, "version", lambda name: None)
+    monkeypatch.setattr(packages, "version", lambda name: None)
     assert backend.problems({}) == []
     assert backend.problems({"TF_USE_LEGACY_KERAS": "1"}) == [
         "TF_USE_LEGACY_KERAS is set, but tf_keras is not installed: tf.keras fails. Install "
@@ -823,5 +825,5 @@ def test_ranks_without_horovod_say_what_is_missing(keras, monkeypatch):
             "TensorFlow 2.4, or Keras 3.".format(keras.__name__, keras.__version__)
         )
     # TensorFlow's own workers do without.
-    command = _by_path.command("_launch.starter") + ["2", "--cluster"]
+    command = by_path.command("_ranks.launch.starter") + ["2", "--cluster"]
     assert backend.launcher(Job(2, sys.executable, {})) == command

@@ -108,7 +108,7 @@ def test_metrics_and_losses_are_those_of_all_rows_and_what_cannot_be_is_told(tmp
 
 OVERLAP = """
 import tensorflow as tf
-from compat import _process
+from compat._runtime import process
 
 parts = [dense(5, input_shape=(6,)), dense(4), dense(1)]
 model = compat.parallelize(keras.Sequential(parts))
@@ -117,7 +117,7 @@ batch = inputs[:rows], targets[:rows]
 said["between"] = []
 for step in range(8):
     model.train_on_batch(*batch)
-    (engine,) = _process.process.engines.values()
+    (engine,) = process.process.engines.values()
     if step == 4:  # the next comparison of weights is after step 16
         engine.sum = lambda values: said["between"].append(values)
 del engine.sum

@@ -7,7 +7,9 @@ import pytest
 import tensorflow as tf
 
 import compat
-from compat import _registry, _replicas, _verification
+from compat import _verification
+from compat._configuration import registry
+from compat._rows import split_rows
 from compat.testing import DEVICES, in_span, span
 
 from .test_tensorflow2 import ROWS, TARGETS
@@ -32,7 +34,7 @@ def verified(model, steps=1):
     """Have the model's first calls verified, and return the record of what was."""
     devices = ["/cpu:{}".format(index) for index in range(DEVICES)]
     verification = _verification.Verification("net", devices, steps)
-    _registry.load("tensorflow2").verify(model, verification)
+    registry.load("tensorflow2").verify(model, verification)
     return verification.record
 
 
@@ -79,7 +81,7 @@ def test_operation_across_rows_is_found(recording):
     assert record.failure == str(caught.value)
     for before, variable in zip(start, parts_of(model)[1]):
         np.testing.assert_array_equal(before, variable.numpy())
-    _registry.load("tensorflow2").verify(model, None)
+    registry.load("tensorflow2").verify(model, None)
     step_of(model)(rows, targets)  # it can be trained on
     assert np.abs(start[0] - model.first.numpy()).max() > 1e-4
 
@@ -97,10 +99,10 @@ def test_wrong_rows_and_wrong_gradients_are_found(monkeypatch):
     rows, targets = tf.constant(ROWS[:12]), tf.constant(TARGETS[:12])
     model = compat.parallelize(Plain())
     verified(model)
-    bounds = _replicas.run_bounds
+    bounds = split_rows.run_bounds
     with monkeypatch.context() as patch:
         patch.setattr(
-            _replicas, "run_bounds", lambda rows, n, i, *more: bounds(rows, n, min(i, 1), *more)
+            split_rows, "run_bounds", lambda rows, n, i, *more: bounds(rows, n, min(i, 1), *more)
         )
         with pytest.raises(compat.ResultsDifferError, match="output 1"):
             step_of(model)(rows, targets)
@@ -155,7 +157,7 @@ def test_randomness_is_no_alarm():
 @span
 def test_parallelize_verifies_as_configured(monkeypatch):
     """No more on one device; calls within a tf.function are told of once."""
-    monkeypatch.setattr(compat._process.process.configuration.settings, "verify", 1)
+    monkeypatch.setattr(compat._runtime.process.process.configuration.settings, "verify", 1)
     rows, targets = tf.constant(ROWS[:14]), tf.constant(TARGETS[:14])
     model = compat.parallelize(Centred())
     with pytest.raises(compat.ResultsDifferError):

@@ -13,8 +13,8 @@ import pytest
 import tensorflow as tf
 
 import compat
-from compat import _replicas
 from compat._backends.tensorflow2.op_placement import BACKWARD, PRODUCTS, executed, short
+from compat._rows import split_rows
 from compat.testing import DEVICES, in_span, initialise, keras_under_test, largest_difference, span
 
 from .test_tensorflow2 import (
@@ -159,8 +159,8 @@ def test_report_says_what_each_device_did(keras, build, eagerly):
     model(rows[:2])
     found = [(each.rows, each.training_rows) for each in compat.report().devices]
     done = [(a - c, b - d) for (a, b), (c, d) in zip(found, before)]
-    sizes = _replicas.sizes(len(ROWS), 3)
-    assert done == [(3 * a + b, 3 * a) for a, b in zip(sizes, _replicas.sizes(2, 3))]
+    sizes = split_rows.sizes(len(ROWS), 3)
+    assert done == [(3 * a + b, 3 * a) for a, b in zip(sizes, split_rows.sizes(2, 3))]
 
 
 @pytest.mark.skipif(
@@ -438,7 +438,7 @@ def test_mirrored_function_that_builds_no_model(keras):
 @span
 def test_models_without_keras_are_verified_or_it_is_said(keras, monkeypatch):
     """Which TensorFlow 2.0 cannot do."""
-    monkeypatch.setattr(compat._process.process.configuration.settings, "verify", 1)
+    monkeypatch.setattr(compat._runtime.process.process.configuration.settings, "verify", 1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         compat.parallelize(Plain())

@@ -169,7 +169,9 @@ if TRAIN_STEP:  # TensorFlow 2.0 has no steps of one's own
 
     @pytest.mark.parametrize("verify", [0, 1])
     def test_a_step_that_reaches_no_replica_says_so(keras, verify, monkeypatch):
-        monkeypatch.setattr(compat._process.process.configuration.settings, "verify", verify)
+        monkeypatch.setattr(
+            compat._runtime.process.process.configuration.settings, "verify", verify
+        )
         part = dense(8, 6, 4)
         model = compat.parallelize(Hidden(lambda: [part]))
         model.compile(keras.optimizers.SGD(RATE))

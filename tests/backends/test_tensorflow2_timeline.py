@@ -12,7 +12,7 @@ import compat
 from compat import _api
 from compat._backends.tensorflow2 import timeline
 from compat._backends.tensorflow2.op_placement import short
-from compat._operations import Operation
+from compat._runtime.operation_times import Operation
 from compat.testing import DEVICES, initialise, keras_under_test, span
 
 keras_ = keras_under_test()

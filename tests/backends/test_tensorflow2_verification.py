@@ -7,14 +7,14 @@ import pytest
 import tensorflow as tf
 
 import compat
-from compat import _registry
+from compat._configuration import registry
 from compat.testing import DEVICES, initialise, keras_under_test, largest_difference
 
 from .test_tensorflow2 import KERAS3
 from .verification_cases import verified, weights_until_found
 
 keras_ = keras_under_test()
-backend = _registry.find("tensorflow2")
+backend = registry.find("tensorflow2")
 ROWS = np.random.RandomState(0).normal(size=(20, 4)).astype("float32")
 
 

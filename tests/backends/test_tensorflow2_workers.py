@@ -69,7 +69,7 @@ def test_metrics_and_losses_are_those_of_all_rows_and_what_cannot_be_is_told(tmp
 
 
 SMALL_BUCKETS = """
-from compat._engines import tensorflow_collectives
+from compat._ranks.engines import tensorflow_collectives
 
 tensorflow_collectives._BUCKET_SIZES[:] = [4, 4]
 """

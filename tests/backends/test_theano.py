@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 import compat
-from compat import _detect, _distributions, _registry
 from compat._backends.theano import flag_problems, theano_flags
 from compat._backends.theano.verified_steps import of_gradients, products
-from compat._devices import Devices, choose
-from compat._selection import parse_gpus
-from compat._settings import Memory, Settings
+from compat._configuration import detection, packages, registry
+from compat._configuration.device_choice import Devices, choose
+from compat._configuration.gpu_selection import parse_gpus
+from compat._configuration.settings import Memory, Settings
 from compat.testing import CASES, DEVICES, ParallelContract, in_span, span
 
 # Keras takes TensorFlow, and Theano compiles with all its optimizations, where nothing is said.
@@ -39,7 +39,7 @@ MISSING = (
 
 @pytest.fixture
 def theano():
-    return _registry.load("theano")
+    return registry.load("theano")
 
 
 @pytest.fixture
@@ -383,7 +383,7 @@ def test_flags_before_the_import(theano_process, tmp_path):
     assert shown["variables"] == {"CUDA_VISIBLE_DEVICES": "-1", "THEANO_FLAGS": flags}
     assert shown["reason"] == "KERAS_BACKEND=theano"
     assert shown["devices"] == ["cpu"]
-    keras = _distributions.version("keras")
+    keras = packages.version("keras")
     assert shown["report"] == [
         "backend    theano (KERAS_BACKEND=theano)",
         "versions   theano 1.0.5, keras " + keras,
@@ -505,7 +505,7 @@ def test_opencls_gpus_in_the_flags_are_kept_unless_declined(flags):
     def environ(gpus, memory=None):
         devices = choose(parse_gpus(gpus), None, {}, discover=list)
         settings = Settings(devices, memory)
-        before, backend = {"THEANO_FLAGS": flags}, _registry.load("theano")
+        before, backend = {"THEANO_FLAGS": flags}, registry.load("theano")
         assert backend.overruled(settings, before) == []
         return backend.environ(settings, before)
 
@@ -771,7 +771,7 @@ def test_persist_numbers_gpus_as_without_compat(theano, tmp_path):
     ],
 )
 def test_names_by_version(theano, tmp_path, monkeypatch, version, one, several):
-    monkeypatch.setattr(_detect, "installed_version", lambda backend: version)
+    monkeypatch.setattr(detection, "installed_version", lambda backend: version)
     environ = {"HOME": str(tmp_path)}
     settings = Settings(Devices(["5"], [5]), memory=Memory(fraction=0.5))
     assert theano._flags(settings, environ, [0]) == one
@@ -884,7 +884,7 @@ def test_flags_that_theano_ignores_or_refuses(problems, theano):
 @span
 def test_the_flags_read_from_the_file_are_theanos(theano):
     parameters = theano.import_framework().configparser._config_var_list
-    defined = flag_problems.defined(_detect.installed_version(theano))
+    defined = flag_problems.defined(detection.installed_version(theano))
     assert set(defined) == {parameter.fullname for parameter in parameters}
     for parameter in parameters:
         for value in defined[parameter.fullname] or []:

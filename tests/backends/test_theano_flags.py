@@ -14,10 +14,10 @@ import sys
 import pytest
 
 import compat
-from compat import _registry
 from compat._backends.theano import theano_flags, theanorc
-from compat._devices import Devices
-from compat._settings import Memory, Settings
+from compat._configuration import registry
+from compat._configuration.device_choice import Devices
+from compat._configuration.settings import Memory, Settings
 from compat.testing import span
 
 pytestmark = span
@@ -220,7 +220,7 @@ def generate_claims(seed, folder):
     One claim, None, where compat refuses the environment.
     """
     rng = random.Random(seed)
-    theano = _registry.load("theano")
+    theano = registry.load("theano")
     environ = generate_environ(rng, folder)
     before = readings(environ)
     if before is None:

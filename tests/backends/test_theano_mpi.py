@@ -7,10 +7,11 @@ import sys
 import numpy as np
 import pytest
 
-from compat import _devices, _ranks, _selection
+from compat import _ranks
 from compat._backends.theano import backend
+from compat._configuration import device_choice, gpu_selection
+from compat._configuration.settings import Settings
 from compat._ranks import launchers
-from compat._settings import Settings
 from compat.testing.ranks import RanksContract
 
 from . import ranks
@@ -53,7 +54,7 @@ def test_flags_of_a_rank(machine, local_rank):
         "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
     }
     place = launchers.launched(environ)
-    devices = _devices.choose_for_rank(_selection.parse_gpus(None), environ, place)
+    devices = device_choice.choose_for_rank(gpu_selection.parse_gpus(None), environ, place)
     variables = backend.environ(Settings(devices), environ)
     assert variables["CUDA_VISIBLE_DEVICES"] == str(local_rank)
     assert variables["THEANO_FLAGS"] == "device=cuda0,compile.wait=1,compile.timeout=120"
@@ -67,7 +68,7 @@ def test_flags_of_a_rank(machine, local_rank):
 PROGRAM = """\
 import os, sys, time
 from compat import _ranks
-from compat._engines import mpi
+from compat._ranks.engines import mpi
 ranks = _ranks.own_place()
 {}
 """

@@ -322,7 +322,7 @@ def test_a_trial_leaves_no_trace(keras):
 
 
 def test_strict_makes_it_an_error(keras, monkeypatch):
-    from compat._process import process
+    from compat._runtime.process import process
 
     monkeypatch.setattr(process.configuration.settings, "strict", True)
     function = softmax_of(own_softmax(), across=True)

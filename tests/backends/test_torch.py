@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 
 import compat
-from compat import _registry, _verification
+from compat import _verification
 from compat._backends.torch import Torch
 from compat._backends.torch.op_placement import products as placement
 from compat._backends.torch.timeline import replica as replica_of
-from compat._devices import choose
-from compat._selection import parse_gpus
-from compat._settings import Memory, Settings
+from compat._configuration import registry
+from compat._configuration.device_choice import choose
+from compat._configuration.gpu_selection import parse_gpus
+from compat._configuration.settings import Memory, Settings
 from compat.testing import CASES, DEVICES, ParallelContract, largest_difference
 
 
@@ -320,7 +321,7 @@ class TestModule:
     def test_verification_tells_why_batch_normalization_is_not_compared(self, devices):
         module = compat.parallelize(network())
         verification = _verification.Verification("net", devices, 1)
-        _registry.load("torch").verify(module, verification)
+        registry.load("torch").verify(module, verification)
         train(module, steps=1)
         assert verification.record.incomparable == {
             "the train step": "module '2' normalises each replica's rows by their own statistics"

@@ -9,7 +9,7 @@ import warnings
 import pytest
 
 import compat
-from compat._process import process
+from compat._runtime.process import process
 from compat.testing import DEVICES
 
 from .test_torch import devices  # noqa: F401  (a fixture)

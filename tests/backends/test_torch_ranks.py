@@ -688,7 +688,7 @@ def test_losses_are_divided_by_the_targets_of_all_ranks(tmp_path):
 
 # When gradients are sent.
 BUCKETS = """
-from compat._process import process
+from compat._runtime.process import process
 
 events = []
 all_reduce = torch.distributed.all_reduce

@@ -11,14 +11,15 @@ import pytest
 import torch
 
 import compat
-from compat import _registry, _verification
+from compat import _verification
+from compat._configuration import registry
 from compat.testing import largest_difference
 
 from .test_torch import devices  # noqa: F401  (a fixture)
 from .verification_cases import verified, weights_until_found
 
 pytestmark = pytest.mark.usefixtures("devices")
-backend = _registry.find("torch")
+backend = registry.find("torch")
 
 
 def test_rows_that_mix_in_a_later_batch_are_right_or_found():

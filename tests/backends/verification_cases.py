@@ -4,7 +4,7 @@ import numpy as np
 
 import compat
 from compat import _verification
-from compat._settings import Every
+from compat._configuration.settings import Every
 from compat.testing import initialise
 
 

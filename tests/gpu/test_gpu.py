@@ -12,19 +12,19 @@ import sys
 import pytest
 from conftest import ROOT
 
-from compat import _devices
+from compat._configuration import device_choice
 
 pytestmark = pytest.mark.gpu
 
 TRAIN = """\
 import json, subprocess, sys
 import compat
-from compat import _detect, _keras
+from compat._configuration import detection; from compat import _keras
 from compat._commands import selftest
 
 arguments = json.loads(sys.argv[1])
 configuration = compat.configure_gpu(strict=True, **arguments)
-keras = _keras.import_keras(_detect.choose(configuration.backend)[0])
+keras = _keras.import_keras(detection.choose(configuration.backend)[0])
 model = compat.parallelize(selftest._dense(keras))
 model.compile(optimizer="sgd", loss="mse")
 import numpy as np
@@ -38,7 +38,7 @@ print(json.dumps([configuration.devices, configuration.warnings, float(np.ravel(
 
 @pytest.fixture(scope="module")
 def gpus():
-    found = _devices.discover()
+    found = device_choice.discover()
     assert found, "nvidia-smi lists no GPU here"
     return found
 

@@ -8,7 +8,7 @@ DEVICES = os.environ.get("PEERS_DEVICES")
 
 if DEVICES:
     import compat
-    from compat import _work
+    from compat._runtime import work
 
     # At once: a conftest of theirs may make JAX's devices, which then stay as they are.
     compat.configure_gpu(simulate=int(DEVICES), parallelize=True)
@@ -25,6 +25,6 @@ if DEVICES:
 def _divided():
     return sum(
         number
-        for (_, sizes, _), number in _work.batches().items()
+        for (_, sizes, _), number in work.batches().items()
         if sizes is not None and sum(map(bool, sizes)) > 1
     )

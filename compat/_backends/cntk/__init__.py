@@ -15,9 +15,9 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, List, Mapping, Optional, Sequence, Tuple
 
+    from ..._configuration.settings import Settings
     from ..._ranks import Job
     from ..._ranks.place import Place
-    from ..._settings import Settings
 
 # OpenMPI 1.10's names of the libraries that CNTK's own are linked with, and today's files.
 _LIBRARIES = {"libmpi.so.12": "libmpi.so.40", "libmpi_cxx.so.1": "libmpi_cxx.so.40"}
@@ -100,14 +100,14 @@ class CNTK(Backend):
         return model
 
     def launcher(self, job: "Job") -> "List[str]":
-        from ..._engines import mpi  # here for start-up time
+        from ..._ranks.engines import mpi  # here for start-up time
 
         return mpi.launcher(job)
 
     def distribute(self, model: "Any", place: "Place") -> "Any":
         """See ``ranks`` and ``keras2.install``; NotInstalledError where mpi4py is missing."""
-        from ..._engines import mpi  # these import numpy
         from ..._ranks import keras2
+        from ..._ranks.engines import mpi  # these import numpy
         from . import ranks
 
         kinds = ranks.MakeCNTKTrainFunction, keras2.MakeTestFunction

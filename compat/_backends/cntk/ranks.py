@@ -10,8 +10,8 @@ import contextlib
 
 import numpy as np
 
-from ..._patching import replaced
 from ..._ranks import arrays, keras2
+from ..._runtime.patching import replaced
 
 
 class MakeCNTKTrainFunction(keras2.MakeFunction):

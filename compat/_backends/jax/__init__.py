@@ -7,18 +7,18 @@ import os
 import sys
 
 from ... import _ranks, errors
-from ..._discovery import usable_cores
-from ..._numbers import whole_number
+from ..._configuration.discovery import usable_cores
+from ..._configuration.numeric import whole_number
 from ...backend import Backend
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, ContextManager, Dict, List, Mapping, Optional, Sequence, Tuple
 
-    from ..._operations import Operation
+    from ..._configuration.settings import Settings
     from ..._ranks import Job
     from ..._ranks.place import Place
-    from ..._settings import Settings
+    from ..._runtime.operation_times import Operation
     from ..._verification import Verification
 
 _FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
@@ -105,7 +105,7 @@ class JAX(Backend):
             applied.append("jax.config.update({!r}, {!r})".format(name, value))
         place = _ranks.own_place()
         if place is not None:
-            from ..._engines.jax_distributed import JaxDistributed  # only ranks need it
+            from ..._ranks.engines.jax_distributed import JaxDistributed  # only ranks need it
 
             JaxDistributed.join(place)
             applied.append("jax.distributed.initialize()")
@@ -183,7 +183,7 @@ class JAX(Backend):
 
     def launcher(self, job: "Job") -> "List[str]":
         """JAX has none of its own."""
-        from ..._launch import starter  # not at start-up
+        from ..._ranks.launch import starter  # not at start-up
 
         return starter.launcher(job)
 

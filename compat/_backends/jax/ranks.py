@@ -12,9 +12,10 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from ... import _keras, _patching, errors
-from ..._engines.jax_distributed import JaxDistributed
+from ... import _keras, errors
 from ..._ranks import checksum, keras3, keras_model, losses
+from ..._ranks.engines.jax_distributed import JaxDistributed
+from ..._runtime import patching
 
 
 def distribute(model, place):
@@ -286,7 +287,7 @@ def _captured(model, share):
         ours["scale_loss"] = scale_share
     _step.running = True
     try:
-        with _patching.replaced(optimizer, **ours):
+        with patching.replaced(optimizer, **ours):
             yield captured
     finally:
         _step.running = False

@@ -11,7 +11,10 @@ import jax
 import numpy as np
 from jax.interpreters import ad
 
-from ... import _keras, _keras_steps, _patching, _replicas, _work, errors
+from ... import _keras, errors
+from ..._keras import steps
+from ..._rows import split_rows
+from ..._runtime import patching, work
 
 
 def check_distribution(model):
@@ -34,9 +37,9 @@ def install(model, devices):
     sharded = ShardedCall(devices)
     sharded.install(model)
     CountedSteps(sharded).install(model)
-    if not _keras_steps.has_own_steps(model):
+    if not steps.has_own_steps(model):
         return
-    for part in _keras_steps.called_models(model):
+    for part in steps.called_models(model):
         if ShardedCall.of(part) is None:
             ShardedCall(devices, belongs_to=sharded).install(part)
     for step in _STEPS:
@@ -50,8 +53,8 @@ def _make_sorts_divisible():
     partitioner fails a check at that, and ends the process, where a dimension does not divide
     among the devices.
     """
-    if _patching.find(ad.primitive_jvps, jax.lax.sort_p) is None:
-        _patching.Patch(ad.primitive_jvps, jax.lax.sort_p, _differentiate_sort)
+    if patching.find(ad.primitive_jvps, jax.lax.sort_p) is None:
+        patching.Patch(ad.primitive_jvps, jax.lax.sort_p, _differentiate_sort)
         jax.clear_caches()  # also of what it has differentiated so far
 
 
@@ -85,7 +88,7 @@ def _variables(model):
     return {id(variable): variable for group in groups for variable in group}.values()
 
 
-class ShardedCall(_patching.InstanceMethod):
+class ShardedCall(patching.InstanceMethod):
     """The ``call`` of a model on several devices.
 
     Where it is traced (``jax.jit``, as in all of Keras' loops), inputs and outputs get a sharding
@@ -139,7 +142,7 @@ class ShardedCall(_patching.InstanceMethod):
         tree = _keras.keras_of(model).tree
         batch = next(filter(_has_rows, tree.flatten((args, kwargs))), None)
         # Not where a model is exported: a batch of unknown size names no machine's devices.
-        if batch is None or _replicas.runs_undivided() or not isinstance(batch.shape[0], int):
+        if batch is None or split_rows.runs_undivided() or not isinstance(batch.shape[0], int):
             return call(*args, **kwargs)
         rows = batch.shape[0]
         if not isinstance(batch, jax.core.Tracer):
@@ -147,7 +150,7 @@ class ShardedCall(_patching.InstanceMethod):
             if not (self.belongs_to or self).in_step:
                 self.count(rows, self.divides(rows), False)
         args, kwargs = self.shard((args, kwargs), rows, tree)
-        with _replicas.undivided():
+        with split_rows.undivided():
             outputs = call(*args, **kwargs)
         return self.replicate_uneven(self.shard(outputs, rows, tree), rows, tree)
 
@@ -168,10 +171,10 @@ class ShardedCall(_patching.InstanceMethod):
 
     def count(self, rows, is_split, training):
         """Count a batch that has been computed: XLA's shards are of one size, the last shorter."""
-        sizes, each = _work.undivided(self.names, rows), -(-rows // len(self.names))
+        sizes, each = work.undivided(self.names, rows), -(-rows // len(self.names))
         if is_split:
             sizes = [min(each, max(0, rows - i * each)) for i in range(len(self.names))]
-        _work.count(self.names, sizes, training)
+        work.count(self.names, sizes, training)
 
     def divides(self, rows):
         return rows % len(self.devices) == 0
@@ -188,7 +191,7 @@ class ShardedCall(_patching.InstanceMethod):
         return values if self.divides(rows) else tree.map_structure(replicate, values)
 
 
-class _StepsMethod(_patching.InstanceMethod):
+class _StepsMethod(patching.InstanceMethod):
     """A method of a model that has a ``ShardedCall``."""
 
     def __init__(self, sharded):
@@ -213,7 +216,7 @@ class CountedSteps(_StepsMethod):
                 sharded.in_step = False
             leaves = _keras.keras_of(model).tree.flatten(data)
             batch = next((leaf for leaf in leaves if getattr(leaf, "shape", None)), None)
-            if batch is not None and not _replicas.runs_undivided():
+            if batch is not None and not split_rows.runs_undivided():
                 rows = batch.shape[0]
                 sharded.count(rows, rows in sharded.split, training)
             return results
@@ -221,7 +224,7 @@ class CountedSteps(_StepsMethod):
         return self.plain(model)(step, *args, **kwargs)
 
 
-class StateOnDevices(_patching.InstanceMethod):
+class StateOnDevices(patching.InstanceMethod):
     """The method with which each of Keras' loops begins: it hands out the variables' values."""
 
     method = "_get_jax_state"
@@ -237,7 +240,7 @@ class ShardedStep(_StepsMethod):
     def __call__(self, model, state, data):
         tree = _keras.keras_of(model).tree
         batch = next(filter(_has_rows, tree.flatten(data)), None)
-        if batch is None or _replicas.runs_undivided():
+        if batch is None or split_rows.runs_undivided():
             return self.plain(model)(state, data)
         rows = batch.shape[0]
         data = self.sharded.shard(data, rows, tree)

@@ -7,7 +7,7 @@ import re
 import tempfile
 
 from ... import errors
-from ..._operations import Operation, converted
+from ..._runtime.operation_times import Operation, converted
 
 
 def profiled(devices):

@@ -9,7 +9,8 @@ import itertools
 import jax
 import numpy as np
 
-from ... import _patching, _replicas
+from ..._rows import split_rows
+from ..._runtime import patching
 from ..._verification import keras_steps
 from . import op_placement
 
@@ -27,7 +28,7 @@ class VerifiedJAXStep(keras_steps.Verified):
         # jax.jit() keeps one program for each function, and Keras gives it the model's method: by
         # another object, or what was traced undivided would run in the place of the other.
         step.__name__ = name
-        with _patching.replaced(model, **{name: step}):
+        with patching.replaced(model, **{name: step}):
             return super().made_anew(model, others)
 
     def step(self, function, args):
@@ -94,7 +95,7 @@ class _JAXStep(keras_steps.KerasStep):
         return results, after
 
     def on_one_device(self):
-        with _replicas.undivided():
+        with split_rows.undivided():
             results, _ = self._run(self.function.undivided)
         return self.named(results)
 

@@ -9,7 +9,8 @@ import contextlib
 import os
 import sys
 
-from ... import _distributions, _keras, errors
+from ... import _keras, errors
+from ..._configuration import packages
 from ...backend import Backend
 from .context_names import context_named, visible_gpus
 
@@ -17,10 +18,10 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, ContextManager, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
-    from ..._operations import Operation
+    from ..._configuration.settings import Settings
     from ..._ranks import Job
     from ..._ranks.place import Place
-    from ..._settings import Settings
+    from ..._runtime.operation_times import Operation
     from ..._verification import Verification
 
 # Options of configure_gpu(), and the variables that MXNet reads for them when it is imported
@@ -135,8 +136,8 @@ class MXNet(Backend):
                 "DMLC_ROLE={}: `import mxnet` starts a {} and never returns. In a process that "
                 "trains: unset DMLC_ROLE".format(environ["DMLC_ROLE"], environ["DMLC_ROLE"])
             )
-        h5py = _distributions.version("h5py")
-        if h5py and _distributions.release(h5py) >= (3,):
+        h5py = packages.version("h5py")
+        if h5py and packages.release(h5py) >= (3,):
             found.append(
                 "h5py {} is installed, but load_model() of keras-mxnet needs an older one: "
                 'pip install "h5py<3"'.format(h5py)
@@ -191,7 +192,7 @@ class MXNet(Backend):
             verified_steps.VerifiedMXNetStep.install_on(model, verification if is_divided else None)
 
     def launcher(self, job: "Job") -> "List[str]":
-        from ..._engines import horovod  # here for start-up time
+        from ..._ranks.engines import horovod  # here for start-up time
 
         return horovod.launcher(job, self.framework)
 

@@ -4,8 +4,10 @@ import contextlib
 
 import mxnet as mx
 
-from ... import _replicas, _rows, _work
-from ..._patching import replaced
+from ... import _rows
+from ..._rows import split_rows
+from ..._runtime import work
+from ..._runtime.patching import replaced
 from . import nested_arrays, symbol_graph
 from .gluon_states import OwnStates, blocks, check_equal, own_attributes, states_of
 from .gluon_trainers import _move, _parameters
@@ -85,7 +87,7 @@ class BlockReplicas:
 
     def forward(self, *args):
         arrays = list(_arrays(args))
-        if not arrays or not arrays[0].shape or _replicas.runs_undivided():
+        if not arrays or not arrays[0].shape or split_rows.runs_undivided():
             # Symbols, too: the block is being exported.
             return type(self.block).forward(self.block, *args)
         if self.verified is None or self._kinds[self._kind(args)][0] is None:
@@ -100,7 +102,7 @@ class BlockReplicas:
 
     def _written(self, context, args):
         """The block as it is written, where parts that are parallelized do not split again."""
-        with _replicas.undivided(), context:
+        with split_rows.undivided(), context:
             return type(self.block).forward(self.block, *args)
 
     def run(self, args):
@@ -126,13 +128,13 @@ class BlockReplicas:
         rows, count = next(_arrays(args)).shape[0], len(self.contexts)
         self._prepare()
         # One without rows of its own is run for its gradients: Trainer.step() insists on some.
-        all_sizes, recording = _replicas.sizes(rows, count), mx.autograd.is_recording()
+        all_sizes, recording = split_rows.sizes(rows, count), mx.autograd.is_recording()
         replicas = [i for i, size in enumerate(all_sizes) if size or recording]
         sizes = [all_sizes[i] for i in replicas]
         states, results = self._own_states(), []
         try:
             for i in replicas:
-                context, part = self.contexts[i], slice(*_replicas.run_bounds(rows, count, i))
+                context, part = self.contexts[i], slice(*split_rows.run_bounds(rows, count, i))
                 shard = self._shard(args, context, lambda array: array[part])  # noqa: B023
                 with states.replica(context):
                     results.append(self._written(context, shard))
@@ -147,12 +149,12 @@ class BlockReplicas:
             return None, across
         if mx.autograd.is_training():
             self.note_training(args)
-        _work.count(self.names, all_sizes, mx.autograd.is_training())
+        work.count(self.names, all_sizes, mx.autograd.is_training())
         return nested_arrays.merged(placements, results, sizes, self.contexts[0]), None
 
     def _run_whole(self, args):
         """All rows on the first context, where one device's gradients are; the others get none."""
-        sizes = _work.undivided(self.names, next(_arrays(args)).shape[0])
+        sizes = work.undivided(self.names, next(_arrays(args)).shape[0])
         self._prepare()
         states = self._own_states()
         with states.replica(self.contexts[0]):
@@ -163,13 +165,13 @@ class BlockReplicas:
                 _leave_without_gradients(_parameters(self.block))
         if mx.autograd.is_training():
             self._sizes, self._is_whole = sizes, True
-        _work.count(self.names, sizes, mx.autograd.is_training())
+        work.count(self.names, sizes, mx.autograd.is_training())
         return result
 
     def note_training(self, args):
         """Have statistics united before their next use, by the rows of this batch."""
         rows = next(_arrays(args)).shape[0]
-        self._sizes, self._is_whole = _replicas.sizes(rows, len(self.contexts)), False
+        self._sizes, self._is_whole = split_rows.sizes(rows, len(self.contexts)), False
 
     def _shard(self, args, context, rows):
         """A replica's part of the arguments, on its context; ``rows`` takes it out of an array."""

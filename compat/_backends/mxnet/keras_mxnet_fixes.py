@@ -6,7 +6,7 @@ from numbers import Number
 import keras
 from keras.backend import mxnet_backend
 
-from ..._patching import Patch, find
+from ..._runtime.patching import Patch, find
 from . import optimizer_state, running_statistics
 from .context_names import context_named
 from .group_placement import place_groups

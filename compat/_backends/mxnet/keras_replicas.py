@@ -7,7 +7,7 @@ import mxnet as mx
 from keras.backend import mxnet_backend as K
 
 from ... import _keras, _rows
-from ..._patching import replaced
+from ..._runtime.patching import replaced
 from . import running_statistics, symbol_graph
 from .group_placement import device_with_replicas, groups_of, place_groups
 from .optimizer_state import take_to, updater_of

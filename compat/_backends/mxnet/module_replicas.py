@@ -9,8 +9,10 @@ batch, such as a loss that is divided by their number, runs on the first context
 import mxnet as mx
 import numpy as np
 
-from ... import _replicas, _rows, _work, errors
-from ..._patching import InstanceMethod, replaced
+from ... import _rows, errors
+from ..._rows import split_rows
+from ..._runtime import work
+from ..._runtime.patching import InstanceMethod, replaced
 from . import running_statistics, symbol_graph
 
 
@@ -78,7 +80,7 @@ class _BindDivided(InstanceMethod):
         count, rows = len(module._context), data[0].shape[max(_axis(data[0].layout), 0)]
         enough = max(rows, count)
         # MXNet splits by these, and refuses an empty share; fewer rows come by reshape().
-        module._work_load_list = _replicas.sizes(enough, count)
+        module._work_load_list = split_rows.sizes(enough, count)
         wide = [_with_rows(desc, enough) for desc in data]
         wide_labels = [_with_rows(desc, enough) for desc in labels] or None
         bind(wide, wide_labels, True, *args, **kwargs)
@@ -108,7 +110,7 @@ class _Group:
 
     @property
     def sizes(self):
-        return _replicas.sizes(self.batch_size, len(self.contexts))
+        return split_rows.sizes(self.batch_size, len(self.contexts))
 
     def decide_slices(self, data_shapes):
         axes = [_axis(desc.layout) for desc in data_shapes]
@@ -116,7 +118,7 @@ class _Group:
             if axis >= 0:
                 self.batch_size = desc.shape[axis]
         rows, count = self.batch_size, len(self.contexts)
-        self.slices = [slice(*_replicas.run_bounds(rows, count, i)) for i in range(count)]
+        self.slices = [slice(*split_rows.run_bounds(rows, count, i)) for i in range(count)]
         return axes
 
     def _where_rows_are(self, method, *args, **kwargs):
@@ -131,7 +133,7 @@ class _Group:
         self._where_rows_are(super().forward, data_batch, is_train)
         training = self.for_training if is_train is None else is_train
         idle = len(self.names) - len(self.contexts)
-        _work.count(self.names, self.sizes + [0] * idle, training)
+        work.count(self.names, self.sizes + [0] * idle, training)
 
     def backward(self, out_grads=None):
         self._where_rows_are(super().backward, out_grads)

@@ -6,7 +6,7 @@ import json
 import os
 import tempfile
 
-from ..._operations import Operation, converted
+from ..._runtime.operation_times import Operation, converted
 
 # What a layer computes with: matrix products, convolutions, look-ups. The loss has none of them.
 OPERATIONS = ("dot", "Convolution", "FullyConnected", "Embedding")

@@ -2,8 +2,8 @@
 
 import mxnet as mx
 
-from ..._patching import Patch
 from ..._ranks.arrays import parts_of
+from ..._runtime.patching import Patch
 
 
 def keep(optimizer_class):

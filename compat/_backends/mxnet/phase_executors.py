@@ -3,8 +3,10 @@
 import mxnet as mx
 from keras.backend import mxnet_backend as K
 
-from ... import _replicas, _rows, _work
-from ..._patching import replaced
+from ... import _rows
+from ..._rows import split_rows
+from ..._runtime import work
+from ..._runtime.patching import replaced
 from . import symbol_graph
 
 _UNUSED = "compat_unused"  # a variable that has a gradient, and that nothing depends on
@@ -135,8 +137,8 @@ class Phase:
         self.bodies, self.filled, self.head = [], [], None  # give their memory back first
         replicas, rows = self.replicas, inputs[0].shape[0]
         count = len(replicas.contexts)
-        self.sizes = _replicas.sizes(rows, count)
-        self.computed = [slice(*_replicas.run_bounds(rows, count, i)) for i in range(count)]
+        self.sizes = split_rows.sizes(rows, count)
+        self.computed = [slice(*split_rows.run_bounds(rows, count, i)) for i in range(count)]
         self.bodies = [
             self._executor(
                 self.body, i, {n: (size or 1,) + shapes[n][1:] for n in self.sharded}, self.trained
@@ -212,8 +214,8 @@ class Phase:
         if len(self.sizes) > 1:  # else it is verified
             names = [str(context) for context in self.replicas.contexts]
             # Without cuts the head computes all.
-            sizes = self.sizes if self.cuts else _work.undivided(names, sum(self.sizes))
-            _work.count(names, sizes, self.is_train)
+            sizes = self.sizes if self.cuts else work.undivided(names, sum(self.sizes))
+            work.count(names, sizes, self.is_train)
         return values[: self.results]
 
     def _gather(self, position):

@@ -9,9 +9,9 @@ user's own.
 import mxnet as mx
 import numpy as np
 
-from ..._engines import horovod
-from ..._patching import replaced
 from ..._ranks import keras2
+from ..._ranks.engines import horovod
+from ..._runtime.patching import replaced
 from . import running_statistics
 
 

@@ -13,7 +13,8 @@ import contextlib
 import mxnet as mx
 import numpy as np
 
-from ... import _verification, _work
+from ... import _verification
+from ..._runtime import work
 from ..._verification import keras_steps, reachable
 from . import gluon_replicas, op_placement
 from .gluon_states import blocks, states_of
@@ -109,7 +110,7 @@ class _BlockCall(_verification.Step):
 
     def on_all_devices(self):
         if self.is_recording:
-            with _work.uncounted():  # it is done once more
+            with work.uncounted():  # it is done once more
                 return None, self._differentiated(self.replicas.run)
         result = self.replicas.run(self.args)
         return result, self._outputs(result)

@@ -22,7 +22,8 @@ import ctypes
 import os
 import sys
 
-from ... import _devices, _keras, _selection, errors
+from ... import _keras, errors
+from ..._configuration import device_choice, gpu_selection
 from ...backend import Backend
 from . import sessions, step_counter
 from .functions import ReplicatedGraphFunctions
@@ -34,10 +35,10 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, ContextManager, List, Optional, Sequence, Tuple
 
-    from ..._operations import Operation
+    from ..._configuration.settings import Settings
     from ..._ranks import Job
     from ..._ranks.place import Place
-    from ..._settings import Settings
+    from ..._runtime.operation_times import Operation
     from ..._verification import Verification
 
 _SESSION_OPTIONS = (
@@ -143,7 +144,7 @@ class TensorFlow1(Backend):
                 return self._to_train_on(sessions.session_of(keras).list_devices())
         # Making a session would initialise every GPU, with memory settings that are not the
         # user's (keras#8353): ask the driver instead.
-        chosen = _devices.choose(_selection.parse_gpus(None), None, os.environ)
+        chosen = device_choice.choose(gpu_selection.parse_gpus(None), None, os.environ)
         gpus = len(chosen) if tf.test.is_built_with_cuda() else 0
         return ["/device:GPU:{}".format(i) for i in range(gpus)] or ["/device:CPU:0"]
 
@@ -215,7 +216,7 @@ class TensorFlow1(Backend):
     # Ranks ------------------------------------------------------------------------------------
 
     def launcher(self, job: "Job") -> "List[str]":
-        from ..._engines import horovod  # here for start-up time
+        from ..._ranks.engines import horovod  # here for start-up time
 
         return horovod.launcher(job, self.framework)
 

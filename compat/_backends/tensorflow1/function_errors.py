@@ -2,8 +2,10 @@
 
 import re
 
-from ... import _replicas, _work, errors
-from ..._process import process
+from ... import errors
+from ..._rows import split_rows
+from ..._runtime import work
+from ..._runtime.process import process
 from . import op_placement
 
 # What TensorFlow calls what runs a part of the batch, and what puts the parts together.
@@ -67,10 +69,10 @@ def _count(function, inputs, rows):
     if process.configuration is not None:
         devices = op_placement.as_configured(devices, process.configuration.devices)
     if rows:
-        sizes = _replicas.sizes(next(iter(rows.values())), len(devices))
+        sizes = split_rows.sizes(next(iter(rows.values())), len(devices))
     elif not replicas.part.divided and inputs and _rows_of(inputs[0]) is not None:
-        sizes = _work.undivided(devices, _rows_of(inputs[0]))
-    _work.count(devices, sizes, training)  # None: the model has tensors that are not fed
+        sizes = work.undivided(devices, _rows_of(inputs[0]))
+    work.count(devices, sizes, training)  # None: the model has tensors that are not fed
 
 
 def _rows_of(value):

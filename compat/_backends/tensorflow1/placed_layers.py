@@ -2,7 +2,7 @@
 
 import contextlib
 
-from ... import _patching
+from ..._runtime import patching
 from .graph import ancestors, follows_its_input, loop_of, operations_of, reached
 
 
@@ -58,7 +58,7 @@ def _variables_read_before_loops():
     from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
     variable = next(c for c in ResourceVariable.__mro__ if "value" in vars(c))
-    if _patching.find(variable, "value") is not None:  # within another such context
+    if patching.find(variable, "value") is not None:  # within another such context
         yield
         return
     value = variable.value
@@ -67,7 +67,7 @@ def _variables_read_before_loops():
         with ops.control_dependencies(None):  # out of all loops
             return value(self)
 
-    with _patching.replaced(variable, value=value_before_loops):
+    with patching.replaced(variable, value=value_before_loops):
         yield
 
 

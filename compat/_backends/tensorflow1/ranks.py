@@ -9,8 +9,8 @@ does with that mean, and stays the user's.
 import functools
 
 from ... import errors
-from ..._engines import tensorflow_horovod
 from ..._ranks import keras2, keras_model
+from ..._ranks.engines import tensorflow_horovod
 from .graph import variables_written
 from .step_counter import counting_in_order
 from .variables import warn_of_reference_variables

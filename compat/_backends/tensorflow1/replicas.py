@@ -12,7 +12,8 @@ average becomes the mean of what the replicas would write.
 
 import contextlib
 
-from ... import _keras, _replicas, errors
+from ... import _keras, errors
+from ..._rows import split_rows
 from . import graph
 from .batch_part import BatchPart
 from .placed_layers import ColocateGradients
@@ -57,7 +58,7 @@ class GraphReplicas:
         with self._apart():
             self._check_rows_of_tensors()
             rows = self._count((self.part.divided or self.inputs)[0])
-            self.sizes = _replicas.sizes(rows, len(devices))
+            self.sizes = split_rows.sizes(rows, len(devices))
             try:
                 self.copies = [self._replica(index) for index in range(len(devices))]
             except ValueError as error:  # the graph names the batch's size, which no part has
@@ -81,7 +82,7 @@ class GraphReplicas:
         for tensor in self.read_in_shards():
             with self._where_it_lies(tensor), tf.control_dependencies(self._checks):
                 count = tf.identity(self._count(tensor)) if self._checks else self._count(tensor)
-                first, end = _replicas.run_bounds(count, len(self.devices), index, tf.maximum)
+                first, end = split_rows.run_bounds(count, len(self.devices), index, tf.maximum)
                 shards[tensor] = shard = self._shard(tensor, first, end)
                 replaced.update(zip(graph.dense_parts(tensor), graph.dense_parts(shard)))
         replica = graph.copy_operations(

@@ -5,7 +5,8 @@ import os
 import sys
 import threading
 
-from ... import _keras, _patching, errors
+from ... import _keras, errors
+from ..._runtime import patching
 from .graph import v1_names
 
 _defaults = None  # a function that returns the ConfigProto
@@ -21,7 +22,7 @@ def set_session_defaults(defaults):
     from tensorflow.python.client.session import BaseSession
 
     _defaults = defaults
-    patch = _patching.find(BaseSession, "__init__")
+    patch = patching.find(BaseSession, "__init__")
     if defaults is None and patch is not None:
         patch.take_back()
     elif defaults is not None and patch is None:
@@ -30,7 +31,7 @@ def set_session_defaults(defaults):
         def __init__(self, target="", graph=None, config=None):
             plain(self, target, graph, merged(_defaults(), config))
 
-        _patching.Patch(BaseSession, "__init__", __init__)
+        patching.Patch(BaseSession, "__init__", __init__)
 
 
 def merged(config, own):

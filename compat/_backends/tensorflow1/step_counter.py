@@ -2,11 +2,12 @@
 
 import contextlib
 
-from ... import _keras, _patching
+from ... import _keras
+from ..._runtime import patching
 from .graph import ancestors
 
 
-class OrderedCounting(_patching.InstanceMethod):
+class OrderedCounting(patching.InstanceMethod):
     """How a model on one device makes its training function, so that its first step is step 1."""
 
     method = "_make_train_function"
@@ -62,7 +63,7 @@ def counting_in_order(optimizer, loss_of=lambda loss, params: loss, within=conte
             return updates_in_order(optimizer, get_updates, loss_of(loss, params), params)
 
     # Not around all of it: a session that has run knows no new order (keras 2.3).
-    with _patching.replaced(optimizer, get_updates=get_updates_in_order):
+    with patching.replaced(optimizer, get_updates=get_updates_in_order):
         yield
 
 

@@ -4,8 +4,8 @@ import collections
 import contextlib
 import sys
 
-from ... import _patching
-from ..._operations import Operation, converted
+from ..._runtime import patching
+from ..._runtime.operation_times import Operation, converted
 from .op_placement import as_configured
 from .sessions import imported_keras_packages
 
@@ -51,7 +51,7 @@ def _recorded(tf):
         return recorded(*run, run_metadata=run_metadata)
 
     with contextlib.ExitStack() as patches:
-        patches.enter_context(_patching.replaced(BaseSession, run=run))
+        patches.enter_context(patching.replaced(BaseSession, run=run))
         if hasattr(BaseSession, "_Callable"):  # of Keras' functions, from TensorFlow 1.8 on
             plain_make = BaseSession._make_callable_from_options
             plain_call = BaseSession._Callable.__call__
@@ -63,9 +63,9 @@ def _recorded(tf):
             def call(function, *args, **kwargs):
                 return recorded(plain_call, function, *args, **kwargs)
 
-            made = _patching.replaced(BaseSession, _make_callable_from_options=make)
+            made = patching.replaced(BaseSession, _make_callable_from_options=make)
             patches.enter_context(made)
-            patches.enter_context(_patching.replaced(BaseSession._Callable, __call__=call))
+            patches.enter_context(patching.replaced(BaseSession._Callable, __call__=call))
             for keras_function in _keras_functions():
                 patches.enter_context(_made_anew(keras_function))
         yield statistics
@@ -91,7 +91,7 @@ def _made_anew(keras_function):
         return plain(function, *args, **kwargs)
 
     try:
-        with _patching.replaced(keras_function, __call__=__call__):
+        with patching.replaced(keras_function, __call__=__call__):
             yield
     finally:
         for function in met:

@@ -1,6 +1,7 @@
 """Resource variables, which TensorFlow 1 makes reference variables where it is left alone."""
 
-from ... import _patching, errors
+from ... import errors
+from ..._runtime import patching
 
 
 def warn_of_reference_variables(model):
@@ -38,9 +39,9 @@ def _let_resource_variables_add_in_place():
     for operator in ("add", "sub", "mul", "div", "truediv", "realdiv", "pow"):
         name = "__i{}__".format(operator)
         for parent in ResourceVariable.__mro__:
-            if name in vars(parent) and _patching.find(parent, name) is None:
+            if name in vars(parent) and patching.find(parent, name) is None:
                 # Python then takes __add__, and binds what that returns.
-                _patching.Patch(parent, name, lambda self, other: NotImplemented)
+                patching.Patch(parent, name, lambda self, other: NotImplemented)
 
 
 def _make_resource_variables(variable):
@@ -54,5 +55,5 @@ def _make_resource_variables(variable):
             cls = ResourceVariable
         return object.__new__(cls)
 
-    if _patching.find(variable, "__new__") is None:
-        _patching.Patch(variable, "__new__", staticmethod(__new__))
+    if patching.find(variable, "__new__") is None:
+        patching.Patch(variable, "__new__", staticmethod(__new__))

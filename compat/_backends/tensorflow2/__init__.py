@@ -8,7 +8,9 @@ together, so that loss, metrics and update see the whole batch. See ``replicated
 
 import functools
 
-from ... import _distributions, _keras, _keras_steps, errors
+from ... import _keras, errors
+from ..._configuration import packages
+from ..._keras import steps
 from ..._ranks import clusters
 from ...backend import Backend
 from .. import tensorflow1
@@ -23,10 +25,10 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, Callable, ContextManager, Dict, List, Mapping, Optional, Sequence, Tuple
 
-    from ..._operations import Operation
+    from ..._configuration.settings import Settings
     from ..._ranks import Job
     from ..._ranks.place import Place
-    from ..._settings import Settings
+    from ..._runtime.operation_times import Operation
     from ..._verification import Verification
 
 
@@ -69,7 +71,7 @@ class TensorFlow2(Backend):
 
     def problems(self, environ: "Mapping[str, str]") -> "List[str]":
         asked = environ.get("TF_USE_LEGACY_KERAS") in ("1", "true", "True")
-        if not asked or _distributions.version("tf_keras"):
+        if not asked or packages.version("tf_keras"):
             return []
         return [
             "TF_USE_LEGACY_KERAS is set, but tf_keras is not installed: tf.keras fails. "
@@ -144,8 +146,8 @@ class TensorFlow2(Backend):
     def launcher(self, job: "Job") -> "List[str]":
         """horovodrun where Horovod is installed; else what starts TF_CONFIG's workers."""
         # Both here for start-up time.
-        from ..._engines import horovod  # for start-up time
-        from ..._launch import starter
+        from ..._ranks.engines import horovod  # for start-up time
+        from ..._ranks.launch import starter
 
         if horovod.is_missing(job.python):
             return starter.launcher(job, "--cluster")
@@ -221,9 +223,9 @@ class TensorFlow2(Backend):
                 replicated = False
             else:
                 refuse_unreached(tf, model)
-        changed = _keras_steps.remove(ReplicatedCall, model)
+        changed = steps.remove(ReplicatedCall, model)
         if replicated:
-            _keras_steps.install(ReplicatedCall, model, devices, self.devices()[0])
+            steps.install(ReplicatedCall, model, devices, self.devices()[0])
         if changed or replicated:
             forget_compiled_steps(model)
         return model

@@ -9,14 +9,15 @@ import itertools
 
 import tensorflow as tf
 
-from ... import _replicas, _work
-from ..._process import process
+from ..._rows import split_rows
+from ..._runtime import work
+from ..._runtime.process import process
 
 _numbers = itertools.count()
 
 
 def _sizes(devices, rows):
-    return _replicas.sizes(rows, len(devices))
+    return split_rows.sizes(rows, len(devices))
 
 
 def count(devices, rows, training, sizes=_sizes):
@@ -28,8 +29,8 @@ def count(devices, rows, training, sizes=_sizes):
         sizes: tells of a number of rows how many each device gets.
     """
     if tf.executing_eagerly():
-        _work.count(devices, sizes(devices, int(rows)), training)
-    elif _work.is_counted() and not _is_compiled_by_xla():
+        work.count(devices, sizes(devices, int(rows)), training)
+    elif work.is_counted() and not _is_compiled_by_xla():
         key = tuple(devices), training, sizes
         if key not in process.graph_counters:
             process.graph_counters[key] = Table(*key)
@@ -71,7 +72,7 @@ class Table:
         )
 
     def __call__(self):
-        """Pairs of what ``_work.count()`` would be told, and how often."""
+        """Pairs of what ``work.count()`` would be told, and how often."""
         with tf.init_scope(), tf.device("/cpu:0"):
             keys, values = tf.raw_ops.LookupTableExportV2(
                 table_handle=self._resource(), Tkeys=tf.int64, Tvalues=tf.int64

@@ -4,8 +4,9 @@ import functools
 import os
 import sys
 
-from ... import _visible, errors
-from ..._discovery import HIP
+from ... import errors
+from ..._configuration import visible
+from ..._configuration.discovery import HIP
 
 # configure_gpu(option=...) -> the function of tf.config that sets it.
 OPTIONS = {
@@ -69,7 +70,7 @@ def chosen_gpus(tf, devices):
     physical = config_function(tf, "list_physical_devices")("GPU")
     if devices.undecided is not None:
         return [physical[position] for position in devices.positions]
-    entries = _visible.visible_entries(os.environ)[0]
+    entries = visible.visible_entries(os.environ)[0]
     if devices.variable == HIP:
         entries = (os.environ.get(HIP) or ",".join(devices.gpus)).split(",")
     if entries is not None and len(entries) < len(physical):

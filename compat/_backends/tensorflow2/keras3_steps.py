@@ -6,8 +6,9 @@ import sys
 
 import tensorflow as tf
 
-from ... import _keras, _patching
+from ... import _keras
 from ..._ranks import keras3, keras_model
+from ..._runtime import patching
 from . import ranked_steps
 
 
@@ -72,7 +73,7 @@ class RankedKeras3Step(ranked_steps.RankedStep):
         methods = {"apply": apply_of_all_ranks}
         if hasattr(optimizer, "inner_optimizer"):
             methods["scale_loss"] = scale_share
-        with _patching.replaced(optimizer, **methods):
+        with patching.replaced(optimizer, **methods):
             yield
 
 
@@ -104,10 +105,10 @@ def _computing(reductions, model, rows, weigh):
         call = compute.call
 
         def call_and_weigh(*args, **kwargs):
-            with _patching.replaced(module, unscale_loss_for_distribution=weigh):
+            with patching.replaced(module, unscale_loss_for_distribution=weigh):
                 return call(*args, **kwargs)
 
-        with _patching.replaced(compute, call=call_and_weigh):
+        with patching.replaced(compute, call=call_and_weigh):
             yield
 
 

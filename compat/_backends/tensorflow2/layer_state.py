@@ -11,8 +11,9 @@ import sys
 
 import tensorflow as tf
 
-from ... import _keras, _patching
+from ... import _keras
 from ..._rows import Mixed
+from ..._runtime import patching
 from .functions import may_be_set
 
 
@@ -81,8 +82,8 @@ def normalizing_apart(layers):
         for layer in normalizations(layers):
             if hasattr(layer, "_trainable_var"):  # a tensor of the first graph, in TensorFlow 2.0
                 stack.callback(setattr, layer, "_trainable_var", layer._trainable_var)
-            if _patching.find(layer, "call") is None:  # TensorFlow 2.0 lists shared layers twice
-                stack.enter_context(_patching.replaced(layer, call=noting(layer.call)))
+            if patching.find(layer, "call") is None:  # TensorFlow 2.0 lists shared layers twice
+                stack.enter_context(patching.replaced(layer, call=noting(layer.call)))
         yield noted
 
 
@@ -203,7 +204,7 @@ class Keras2State(VariableState):
             for layer in {id(layer): layer for layer in self.layers}.values():
                 seed = vars(layer).get("seed")
                 if isinstance(seed, int):
-                    stack.enter_context(_patching.replaced(layer, seed=seed + further))
+                    stack.enter_context(patching.replaced(layer, seed=seed + further))
             yield
 
     def add_loss(self, place, loss):

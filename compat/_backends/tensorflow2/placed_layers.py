@@ -14,7 +14,7 @@ import threading
 
 import tensorflow as tf
 
-from ... import _patching
+from ..._runtime import patching
 from .refusals import refuse_loops
 from .replicated_call import ReplicatedCall
 
@@ -36,9 +36,9 @@ def placed_on(device):
     with contextlib.ExitStack() as stack:
         for module in map(sys.modules.get, _NODES):
             node = getattr(module, "Node", None)
-            if node is not None and _patching.find(node, "__init__") is None:  # nor around this
+            if node is not None and patching.find(node, "__init__") is None:  # nor around this
                 make = _placing(node.__init__)
-                stack.enter_context(_patching.replaced(node, __init__=make))
+                stack.enter_context(patching.replaced(node, __init__=make))
         _devices.append(device)
         stack.callback(_devices.pop)
         stack.enter_context(tf.device(device))

@@ -11,8 +11,9 @@ import threading
 
 import tensorflow as tf
 
-from ... import _keras, _patching
+from ... import _keras
 from ..._ranks import keras_model, losses
+from ..._runtime import patching
 from ..._verification import keras_steps
 from . import own_losses
 from .layer_state import is_set, read
@@ -220,7 +221,7 @@ class RankedStep(keras_model.RankedMethod):
         methods = {"apply_gradients": apply_gradients_of_all_ranks}
         if hasattr(optimizer, "get_scaled_loss"):
             methods.update(self.scaling(optimizer, share))
-        with _patching.replaced(optimizer, **methods):
+        with patching.replaced(optimizer, **methods):
             yield
 
     def means(self, gradients, share):

@@ -1,8 +1,8 @@
 """tf.keras 2 and Keras 3 in ranks: Horovod, or TensorFlow's workers, carry the gradients."""
 
 from ... import _keras, errors
-from ..._engines import tensorflow_collectives, tensorflow_horovod
 from ..._ranks import clusters, keras_model
+from ..._ranks.engines import tensorflow_collectives, tensorflow_horovod
 from . import keras3_steps, ranked_steps
 from .compiled_steps import forget_compiled_steps
 from .refusals import unsupported

@@ -5,8 +5,7 @@ import sys
 
 import tensorflow as tf
 
-from ... import _replicas
-from ..._rows import Sharded
+from ..._rows import Sharded, split_rows
 from . import sharding
 from .sharding import has_rows
 
@@ -67,7 +66,7 @@ def as_function(call, scope, structure):
         for value, mask in zip(tf.nest.flatten((args, kwargs)), given_masks):
             if mask is not None:
                 value._keras_mask = mask
-        with _replicas.undivided(), scope() as losses:
+        with split_rows.undivided(), scope() as losses:
             outputs = call(*args, **kwargs)
         return CallResults(outputs, losses)
 

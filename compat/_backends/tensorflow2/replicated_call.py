@@ -5,8 +5,10 @@ import inspect
 
 import tensorflow as tf
 
-from ... import _keras, _keras_steps, _patching, _replicas, _rows, _work
-from ..._rows import Sharded
+from ... import _keras, _rows
+from ..._keras import steps
+from ..._rows import Sharded, split_rows
+from ..._runtime import patching, work
 from . import counted_batches, layer_state
 from .call_trace import Trace
 from .merging import Merging
@@ -23,10 +25,10 @@ _TRACES = (
 )  # fmt: skip
 
 
-class ReplicatedCall(_patching.InstanceMethod):
+class ReplicatedCall(patching.InstanceMethod):
     """The ``call`` of a model on several devices.
 
-    Replica i computes the rows ``_replicas.run_bounds`` gives it, under its device. The
+    Replica i computes the rows ``split_rows.run_bounds`` gives it, under its device. The
     operations of a gradient carry no device, and would all run on the first one; so each replica
     is a function with a gradient of its own (``tf.custom_gradient``), computed under the
     replica's device, too. TensorFlow sums the gradients of the replicas.
@@ -65,9 +67,9 @@ class ReplicatedCall(_patching.InstanceMethod):
             model.__dict__["supports_jit"] = True
 
     def __call__(self, model, *args, **kwargs):
-        _keras_steps.note_call()
+        steps.note_call()
         call = functools.partial(self._unreplicated, model)
-        if _replicas.runs_undivided() or self._only_traced(model):
+        if split_rows.runs_undivided() or self._only_traced(model):
             return call(*args, **kwargs)
         args, kwargs = self._given(model, (args, kwargs))
         arguments = ShardedArguments(args, kwargs, len(self.devices))
@@ -109,9 +111,9 @@ class ReplicatedCall(_patching.InstanceMethod):
         replicas, count, rows = [], len(self.devices), arguments.rows
         maximum = max if isinstance(rows, int) else tf.maximum
         for index, device in enumerate(self.devices):
-            first, last = _replicas.bounds(rows, count, index)
+            first, last = split_rows.bounds(rows, count, index)
             replica = Replica(call, state, last - first, trace)
-            shard = arguments.shard(_replicas.run_bounds(rows, count, index, maximum))
+            shard = arguments.shard(split_rows.run_bounds(rows, count, index, maximum))
             replica.run(device, shard, arguments.has_others)
             replicas.append(replica)
         return replicas
@@ -119,9 +121,9 @@ class ReplicatedCall(_patching.InstanceMethod):
     def _whole(self, model, call, arguments, across):
         """The call with the whole batch, on the first device."""
         args, kwargs = arguments.structure
-        with tf.device(self.devices[0]), _replicas.undivided():
+        with tf.device(self.devices[0]), split_rows.undivided():
             results = call(*args, **kwargs)
-        counted_batches.count(self.devices, arguments.rows, recording(), _work.undivided)
+        counted_batches.count(self.devices, arguments.rows, recording(), work.undivided)
         if not self.runs_whole:  # what it says is true of the model, whatever it is called for
             name = getattr(model, "name", None) or type(model).__name__
             _rows.runs_whole(name, across, self.devices[0], "The model")
@@ -176,7 +178,7 @@ class ReplicatedCall(_patching.InstanceMethod):
         return plain(*args, **kwargs)
 
     def _is_converted(self, model):
-        return hasattr(model, "_eager_losses") and _keras_steps.is_users(type(model))
+        return hasattr(model, "_eager_losses") and steps.is_users(type(model))
 
 
 def _merged(merging, state):

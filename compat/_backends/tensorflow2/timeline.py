@@ -10,7 +10,7 @@ import tempfile
 import time
 
 from ... import errors
-from ..._operations import Operation, converted
+from ..._runtime.operation_times import Operation, converted
 from ..tensorflow1 import timeline as tensorflow1_timeline
 from .device_configuration import config_function
 from .op_placement import recorded, short

@@ -16,7 +16,9 @@ import inspect
 import numpy as np
 import tensorflow as tf
 
-from ... import _replicas, _verification, _work, errors
+from ... import _verification, errors
+from ..._rows import split_rows
+from ..._runtime import work
 from ..._verification import keras_steps, reachable
 from . import layer_state, op_placement
 from .kinds import held, is_variable
@@ -53,7 +55,7 @@ class VerifiedCall:
     def __call__(self, model, *args, **kwargs):
         verification = self.verification
         kind = "train" if recording() else "predict"
-        if verification.wants(kind) and not _replicas.runs_undivided():
+        if verification.wants(kind) and not split_rows.runs_undivided():
             if tf.executing_eagerly():
                 if verification.is_due(kind):
                     return verification.verify(kind, _NativeCall(self.call, model, args, kwargs))
@@ -125,7 +127,7 @@ class _NativeCall(_verification.Step):
         return function.get_concrete_function(*self.args, **self.kwargs)
 
     def _plain(self, *args, **kwargs):
-        with _replicas.undivided():
+        with split_rows.undivided():
             return self.undivided(*args, **kwargs)
 
     def read(self):
@@ -149,7 +151,7 @@ class _NativeCall(_verification.Step):
         if self.is_recording:
             # In a call of its own, so that the caller's tape records the model alone.
             start = self.read()
-            with _work.uncounted():  # it is done once more
+            with work.uncounted():  # it is done once more
                 gradients = _in_a_thread(self._differentiated, self.replicated)
             self.write(start)
         result = self.replicated(*self.args, **self.kwargs)

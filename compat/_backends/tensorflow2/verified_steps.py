@@ -5,7 +5,9 @@ import itertools
 
 import tensorflow as tf
 
-from ... import _keras_steps, _patching, _replicas
+from ..._keras import steps
+from ..._rows import split_rows
+from ..._runtime import patching
 from ..._verification import keras_steps
 from . import op_placement
 
@@ -22,7 +24,7 @@ class VerifiedTensorFlow2Step(keras_steps.Verified):
             return True
         optimizers = keras_steps.optimizers(model)
         optimizer = getattr(model, "optimizer", None)
-        if optimizer is not None and not _keras_steps.is_users(type(model).train_step):
+        if optimizer is not None and not steps.is_users(type(model).train_step):
             self.has_built = _build(optimizer, model.trainable_variables) or self.has_built
             optimizers = [optimizer]
         return all(_is_built(optimizer) for optimizer in optimizers)
@@ -108,7 +110,7 @@ class _TensorFlow2Step(keras_steps.KerasStep):
     # Doing it -----------------------------------------------------------------------------------
 
     def on_one_device(self):
-        with _replicas.undivided():
+        with split_rows.undivided():
             return self.named(self.function.undivided(self._again()))
 
     def on_all_devices(self):
@@ -139,7 +141,7 @@ class _TensorFlow2Step(keras_steps.KerasStep):
                 self.noted = self.attributes()
             return plain(*args)
 
-        with _patching.replaced(self.model, **{name: step}):
+        with patching.replaced(self.model, **{name: step}):
             return self.function.made(self._again()), bool(traces)
 
     def operations(self):

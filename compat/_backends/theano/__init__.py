@@ -11,7 +11,8 @@ import shutil
 import sys
 import types
 
-from ... import _detect, _keras, _ranks, errors
+from ... import _keras, _ranks, errors
+from ..._configuration import detection
 from ...backend import Backend
 from . import asked_flags, flag_problems, gpu_startup, theano_flags, theanorc
 
@@ -19,9 +20,9 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
+    from ..._configuration.settings import Settings
     from ..._ranks import Job
     from ..._ranks.place import Place
-    from ..._settings import Settings
     from ..._verification import Verification
 
 
@@ -103,7 +104,7 @@ class Theano(Backend):
 
     def import_framework(self) -> "Any":
         if _ranks.own_place():
-            from ..._engines import mpi  # here for start-up time
+            from ..._ranks.engines import mpi  # here for start-up time
 
             mpi.leave_to_engine()  # Theano imports mpi4py.MPI where it can
         return super().import_framework()
@@ -126,7 +127,7 @@ class Theano(Backend):
         lines += started
         said = theano_flags.Flags(os.environ)
         known = [parameter.fullname for parameter in theano.configparser._config_var_list]
-        warnings += flag_problems.misspelled(said, known, _detect.installed_version(self))
+        warnings += flag_problems.misspelled(said, known, detection.installed_version(self))
         lines += ["{} is read, too".format(p) for p in said.files]
         if settings.persist:
             lines.append(self._written(settings))
@@ -144,7 +145,7 @@ class Theano(Backend):
         return "{} written{}".format(path, ", as it was: {}".format(backup) if backup else "")
 
     def _flags(self, settings, environ, ids):
-        gpuarray = flag_problems.has_gpuarray(_detect.installed_version(self))
+        gpuarray = flag_problems.has_gpuarray(detection.installed_version(self))
         return asked_flags.flags_for(settings, environ, ids, gpuarray)
 
     def _apply(self, theano, flags, settings):
@@ -233,14 +234,14 @@ class Theano(Backend):
         verified_steps.VerifiedTheanoStep.install_on(model, verification)
 
     def launcher(self, job: "Job") -> "List[str]":
-        from ..._engines import mpi  # here for start-up time
+        from ..._ranks.engines import mpi  # here for start-up time
 
         return mpi.launcher(job)
 
     def distribute(self, model: "Any", place: "Place") -> "Any":
         """See ``ranks`` and ``keras2.install``; NotInstalledError where mpi4py is missing."""
-        from ..._engines import mpi  # these import numpy
         from ..._ranks import keras2
+        from ..._ranks.engines import mpi  # these import numpy
         from . import ranks
 
         kinds = ranks.MakeTheanoTrainFunction, keras2.MakeTestFunction
@@ -266,7 +267,7 @@ class Theano(Backend):
                 "g++ is not on PATH: Theano runs everything in Python, slowly. On Debian and "
                 "Ubuntu: apt-get install g++"
             )
-        return found + flag_problems.found(environ, _detect.installed_version(self))
+        return found + flag_problems.found(environ, detection.installed_version(self))
 
 
 backend = Theano()

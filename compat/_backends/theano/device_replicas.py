@@ -25,7 +25,7 @@ import contextlib
 import functools
 
 from ... import _keras, _rows
-from ..._patching import replaced
+from ..._runtime.patching import replaced
 from .context_device import Device
 from .graph_variables import ancestors_of, host_type_of
 from .replicated_function import ReplicatedFunction, input_not_fed

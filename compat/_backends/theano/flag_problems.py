@@ -3,7 +3,8 @@
 import importlib.util
 import os
 
-from ... import _detect, _devices, _distributions, _selection, errors
+from ... import errors
+from ..._configuration import detection, device_choice, gpu_selection, packages
 from . import theano_flags
 
 _DEVICES = "cuda", "opencl"
@@ -56,13 +57,13 @@ def misspelled(said, known, version):
 
 def has_gpuarray(version):
     """Whether Theano of this version has the GPU back-end that came with 0.9."""
-    return _distributions.release(version or "1.0") >= (0, 9)
+    return packages.release(version or "1.0") >= (0, 9)
 
 
 def defined(version):
     """The flags of the installed Theano, and what each takes; none where that is not known."""
     spec = importlib.util.find_spec("theano")
-    if spec is None or not spec.origin or not version or _distributions.release(version) < (1, 0):
+    if spec is None or not spec.origin or not version or packages.release(version) < (1, 0):
         return {}  # of others some flags are defined elsewhere
     path = os.path.join(os.path.dirname(spec.origin), "configdefaults.py")
     return theano_flags.defined(path)
@@ -76,9 +77,9 @@ def _no_flag(name, value, known, version):
 
 
 def _closest(name, known):
-    from ... import _spelling  # here for start-up time
+    from ..._configuration import spelling  # here for start-up time
 
-    return _spelling.closest(name, known)
+    return spelling.closest(name, known)
 
 
 def _not_up(device, environ, version):
@@ -91,7 +92,7 @@ def _not_up(device, environ, version):
             "and goes on with the CPU. Install libgpuarray and pygpu 0.7, in a conda environment: "
             "conda install pygpu=0.7".format(device)
         )
-    everything = _devices.choose(_selection.parse_gpus(None), None, environ)
+    everything = device_choice.choose(gpu_selection.parse_gpus(None), None, environ)
     if device.startswith("cuda") and not everything.gpus and not everything.shortage:
         return (
             "device={}: no GPU is visible, and Theano goes on with the CPU. To say so: {}".format(
@@ -148,8 +149,8 @@ def _ignored(name, value):
 
 def _overruled(floatx, environ):
     """That Keras will not leave ``floatX`` as it is, as a sentence, or None."""
-    path = _detect.keras_json(environ)
-    keras = _detect.read_keras_json(path).get("floatx", "float32")
+    path = detection.keras_json(environ)
+    keras = detection.read_keras_json(path).get("floatx", "float32")
     if floatx not in _FLOATX or floatx[-2:] == keras[-2:]:  # Theano knows "32", too
         return None
     return (

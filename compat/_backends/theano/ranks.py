@@ -9,8 +9,8 @@ with gradients (it clips them, for example) it does with the means, and it is th
 import contextlib
 
 from ... import _keras
-from ..._patching import replaced
 from ..._ranks import arrays, keras2
+from ..._runtime.patching import replaced
 
 
 class MakeTheanoTrainFunction(keras2.MakeFunction):

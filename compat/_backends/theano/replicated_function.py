@@ -5,7 +5,9 @@ import collections
 import numpy as np
 import theano
 
-from ... import _keras, _replicas, _rows, _work, errors
+from ... import _keras, _rows, errors
+from ..._rows import split_rows
+from ..._runtime import work
 from . import graph_cuts
 from .device_body import Body, copied
 from .graph_variables import depending_on, gradients_of, leaves_of
@@ -47,7 +49,7 @@ class ReplicatedFunction:
         given = dict(zip(self.inputs, inputs))
         self._prepare(given, rows)
         given = self._with_states(given)
-        bounds = [_replicas.run_bounds(rows, len(devices), i) for i in range(len(self.forward))]
+        bounds = [split_rows.run_bounds(rows, len(devices), i) for i in range(len(self.forward))]
         shards = [self._given_to_body(given, slice(*each)) for each in bounds]
         for device, _ in zip(devices, self.forward):
             device.take_weights()
@@ -61,7 +63,7 @@ class ReplicatedFunction:
             self._compute_on_one(given)
             self._run_whole()
             return self(inputs)
-        count, sizes = len(self.cuts), _replicas.sizes(rows, len(devices))
+        count, sizes = len(self.cuts), split_rows.sizes(rows, len(devices))
         shards = [shard + values[count:] for shard, values in zip(shards, computed)]
         # For each cut what the devices have computed.
         computed = list(zip(*[map(np.asarray, values[:count]) for values in computed]))
@@ -76,8 +78,8 @@ class ReplicatedFunction:
         for variable, new in self.assigned:
             variable.set_value(np.asarray(values[new], dtype=variable.dtype))
         names = [device.name for device in devices]
-        split = sizes if self.cuts else _work.undivided(names, rows)  # the head computes all
-        _work.count(names, split, self.loss is not None)
+        split = sizes if self.cuts else work.undivided(names, rows)  # the head computes all
+        work.count(names, split, self.loss is not None)
         results = [np.asarray(values[output]) for output in self.outputs]
         for place, value in zip(self.metrics, self.measure() if self.metrics else ()):
             results.insert(place, value)

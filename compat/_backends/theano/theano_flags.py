@@ -13,7 +13,7 @@ import shlex
 import sys
 
 from ... import errors
-from ..._files import plain
+from ..._runtime.safe_files import plain
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

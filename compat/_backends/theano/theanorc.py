@@ -10,7 +10,7 @@ import os
 import time
 
 from ... import errors
-from ..._files import NOFOLLOW, plain, replacement
+from ..._runtime.safe_files import NOFOLLOW, plain, replacement
 from . import theano_flags
 from .theano_flags import read_into, readable, section_and_option
 

@@ -13,10 +13,10 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, ContextManager, Dict, List, Mapping, Optional, Sequence, Tuple
 
-    from ..._operations import Operation
+    from ..._configuration.settings import Settings
     from ..._ranks import Job
     from ..._ranks.place import Place
-    from ..._settings import Settings
+    from ..._runtime.operation_times import Operation
     from ..._verification import Verification
 
 _DEVICE = "KERAS_TORCH_DEVICE"
@@ -159,7 +159,7 @@ class Torch(Backend):
 
     def launcher(self, job: "Job") -> "List[str]":
         """compat's own: torchrun's store listens at all addresses of the machine."""
-        from ..._launch import starter  # not at start-up
+        from ..._ranks.launch import starter  # not at start-up
 
         # As torchrun does: else each rank would have a thread for each core.
         threads = [] if "OMP_NUM_THREADS" in job.environ else ["env", "OMP_NUM_THREADS=1"]

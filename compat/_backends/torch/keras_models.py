@@ -4,7 +4,9 @@ import contextlib
 import functools
 import sys
 
-from ... import _keras, _keras_steps, _patching, _rows, errors
+from ... import _keras, _rows, errors
+from ..._keras import steps
+from ..._runtime import patching
 from .calls import tag, tag_of
 from .reductions import NotMergeable, State, Total
 from .replicas import ReplicatedMethod
@@ -22,11 +24,11 @@ class ReplicatedKerasCall(ReplicatedMethod):
         self.belongs_to_step = belongs_to_step
 
     def run(self, model, *args, **kwargs):
-        _keras_steps.note_call()
+        steps.note_call()
         return super().run(model, *args, **kwargs)
 
     def whole(self, *args):
-        _keras_steps.note_call()
+        steps.note_call()
         return super().whole(*args)
 
     def first_call(self, model, arguments, layouts):
@@ -123,7 +125,7 @@ class KerasReplicas:
         with contextlib.ExitStack() as patched:
             for layer in layers:
                 watched = functools.partial(call, layer.call)
-                patched.enter_context(_patching.replaced(layer, call=watched))
+                patched.enter_context(patching.replaced(layer, call=watched))
             yield
 
     def finish(self, merged):
@@ -156,9 +158,9 @@ def refuse_torch_compile(model):
 
 def install(model, devices):
     """Have a Keras model run on several devices, and the models that steps of its own call."""
-    _keras_steps.install(ReplicatedKerasCall, model, devices, "one device")
+    steps.install(ReplicatedKerasCall, model, devices, "one device")
 
 
 def remove(model):
     """Make a model plain, and the models within that became replicated with it."""
-    _keras_steps.remove(ReplicatedKerasCall, model)
+    steps.remove(ReplicatedKerasCall, model)

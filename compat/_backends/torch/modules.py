@@ -6,14 +6,14 @@ import types
 
 import torch
 
-from ... import _patching
+from ..._runtime import patching
 from . import batches
 from .calls import tag
 from .reductions import State
 from .replicas import ReplicatedMethod, untagged, warn_not_divided
 
 
-class ForwardMethod(_patching.InstanceMethod):
+class ForwardMethod(patching.InstanceMethod):
     """A ``forward`` that hides that of a module's class, also from torch.compile()."""
 
     method = "forward"

@@ -13,9 +13,10 @@ import weakref
 import torch
 from torch.nn.parameter import is_lazy
 
-from ... import _keras, _patching, _work, errors
-from ..._engines.torch_distributed import TorchDistributed
+from ... import _keras, errors
 from ..._ranks import keras3, keras_model, losses
+from ..._ranks.engines.torch_distributed import TorchDistributed
+from ..._runtime import patching, work
 from . import batches, gradient_exchange, keras_models, modules, targets
 from .tensors import first_batch
 
@@ -199,7 +200,7 @@ class RankedTrainStep(keras_model.RankedMethod):
         def scale_share(loss):
             return scale_loss(loss) / size
 
-        with _patching.replaced(optimizer, scale_loss=scale_share, apply=apply_scaled):
+        with patching.replaced(optimizer, scale_loss=scale_share, apply=apply_scaled):
             yield
 
 
@@ -218,10 +219,10 @@ class RankedForward(modules.ForwardMethod, Ranked):
         if not torch.is_grad_enabled():
             dim = batches.declared(model) or 0
             has_rows = len(getattr(batch, "shape", ())) > dim
-            _work.count([""], [int(batch.shape[dim])] if has_rows else None, False)
+            work.count([""], [int(batch.shape[dim])] if has_rows else None, False)
 
     def ran(self, rows):
-        _work.count([""], None if rows is None else [rows], True)
+        work.count([""], None if rows is None else [rows], True)
 
     def run(self, model, batch, args, kwargs):
         """The rows are where torch's recurrent layers and transformers in the model find them."""

@@ -12,7 +12,9 @@ import itertools
 
 import torch
 
-from ... import _patching, _replicas, _rows, _work, errors
+from ... import _rows, errors
+from ..._rows import split_rows
+from ..._runtime import patching, work
 from . import batches, merging, trials
 from .calls import RowCount, tag, tag_of
 from .outcomes import Known, Outcome, RandomNumbers, evaluating
@@ -26,10 +28,10 @@ MOST_TRIED = 6
 outside_of_graphs = torch.compiler.disable
 
 
-class ReplicatedMethod(_patching.InstanceMethod):
+class ReplicatedMethod(patching.InstanceMethod):
     """A method of a model that runs on several devices.
 
-    Replica i computes the rows ``_replicas.run_bounds`` gives it, on its device, one after the
+    Replica i computes the rows ``split_rows.run_bounds`` gives it, on its device, one after the
     other: work on GPUs is queued, so that they compute at the same time, and autograd runs the
     backward pass of each device in a thread of its own.
 
@@ -53,7 +55,7 @@ class ReplicatedMethod(_patching.InstanceMethod):
 
     @outside_of_graphs
     def __call__(self, model, *args, **kwargs):
-        if _replicas.runs_undivided():
+        if split_rows.runs_undivided():
             return self.plain(model)(*args, **kwargs)
         if self.names is None:
             self.names = batches.names_of(self.plain(model))
@@ -95,9 +97,9 @@ class ReplicatedMethod(_patching.InstanceMethod):
         """
         home = self.home(model, arguments)
         leaves = [_on(home, None, None, leaf) for leaf in arguments.leaves]
-        with _replicas.undivided():
+        with split_rows.undivided():
             result = self.plainly(model, arguments, leaves)
-        _work.count(self.devices, _work.undivided(self.devices, rows), torch.is_grad_enabled())
+        work.count(self.devices, work.undivided(self.devices, rows), torch.is_grad_enabled())
         if error is not None and not self.warned:
             self.warned = True
             across = getattr(error, "across", None) or _rows.Across(None, why="fails")
@@ -170,7 +172,7 @@ class ReplicatedMethod(_patching.InstanceMethod):
         for index, name in enumerate(self.devices[:count]):
             # On the CPU "cpu:1" is a name only.
             device = torch.device("cpu" if name.startswith("cpu") else name)
-            rows = range(*_replicas.run_bounds(layout.rows, count, index))
+            rows = range(*split_rows.run_bounds(layout.rows, count, index))
             with torch.profiler.record_function("replica on {}".format(name)):
                 outcome = self.replica(
                     model, state, arguments, layout, device, rows, copy=index > 0, watched=watched
@@ -192,7 +194,7 @@ class ReplicatedMethod(_patching.InstanceMethod):
             leaves.append(leaf)
         watch = Watch(model, len(rows), layout.rows, self.tried, probing) if watched else None
         with arguments.given(leaves) as (args, kwargs, given):
-            with _replicas.undivided(), _eager() if watched else contextlib.ExitStack():
+            with split_rows.undivided(), _eager() if watched else contextlib.ExitStack():
                 try:
                     result, losses, values, buffers = state.run(
                         self.plain(model), device, copy, args, kwargs, watch
@@ -211,7 +213,7 @@ class ReplicatedMethod(_patching.InstanceMethod):
 
     def merge(self, model, state, arguments, layout, known, outcomes, watched):
         """Set state and losses, and return the result."""
-        all_sizes = _replicas.sizes(layout.rows, len(outcomes))
+        all_sizes = split_rows.sizes(layout.rows, len(outcomes))
         counted = [outcome for outcome, size in zip(outcomes, all_sizes) if size]
         first, sizes = counted[0], list(filter(None, all_sizes))
         if any(list(outcome.values) != list(first.values) for outcome in counted):
@@ -236,7 +238,7 @@ class ReplicatedMethod(_patching.InstanceMethod):
             merged[key] = merged[key].item()
         state.finish(merged)
         all_sizes += [0] * (len(self.devices) - len(all_sizes))
-        _work.count(self.devices, all_sizes, torch.is_grad_enabled())
+        work.count(self.devices, all_sizes, torch.is_grad_enabled())
         results = [untagged(merged[("result", i)]) for i in range(first.results)]
         return first.unflatten(results)[0]
 
@@ -282,7 +284,7 @@ class ReplicatedMethod(_patching.InstanceMethod):
                         lines.append(str(first.across))
         if doubtful:
             count = len(outcomes)
-            parts = [range(*_replicas.bounds(layout.rows, count, i)) for i in range(count)]
+            parts = [range(*split_rows.bounds(layout.rows, count, i)) for i in range(count)]
             try:
                 trial = self.trial(model, arguments, layout, parts)
                 trials.prove(trial, known.rules, state.before, home)

@@ -7,7 +7,7 @@ means, weighted by these numbers. Autograd's graph has them (``_saved_total_weig
 
 import torch
 
-from ... import _patching
+from ..._runtime import patching
 
 _LOSSES = ("NllLossBackward0", "NllLoss2DBackward0")
 _MEAN = 1  # of torch's reductions
@@ -49,7 +49,7 @@ class Divided:
 
 def follow():
     """Have all backward passes tell from now on what they begin with."""
-    if _patching.find(torch.autograd, "backward") is not None:
+    if patching.find(torch.autograd, "backward") is not None:
         return
     plain = torch.autograd.backward
 
@@ -60,7 +60,7 @@ def follow():
         finally:
             _under_way.pop()
 
-    _patching.Patch(torch.autograd, "backward", backward)
+    patching.Patch(torch.autograd, "backward", backward)
 
 
 def current():

@@ -3,7 +3,7 @@
 import contextlib
 
 from ... import errors
-from ..._operations import Operation
+from ..._runtime.operation_times import Operation
 
 _REPLICA = "replica on "
 GRADIENT = "autograd::engine::evaluate_function: "

@@ -8,7 +8,8 @@ import contextlib
 
 import torch
 
-from ... import _keras, _replicas, _verification
+from ... import _keras, _verification
+from ..._rows import split_rows
 from ..._verification import keras_steps, reachable
 from . import batches, modules, op_placement, replicas
 from .calls import tensors_in
@@ -75,7 +76,7 @@ class _TorchStep(keras_steps.KerasStep):
         return convert(value.detach() if hasattr(value, "detach") else value)
 
     def on_one_device(self):
-        with _replicas.undivided():
+        with split_rows.undivided():
             return self.named(self.function.undivided(self.batches))
 
     def on_all_devices(self):
@@ -198,7 +199,7 @@ class _ModuleCall(_verification.Step):
         kept = contextlib.ExitStack()
         for buffer in self.module.buffers():
             kept.enter_context(torch.autograd._unsafe_preserve_version_counter(buffer))
-        with kept, _replicas.undivided(), self._without_a_trace() as (args, kwargs):
+        with kept, split_rows.undivided(), self._without_a_trace() as (args, kwargs):
             result = self.forward(*args, **kwargs)
             return self._named(result)
 
@@ -255,7 +256,7 @@ class _ModuleCall(_verification.Step):
         modes = [(part, part.training) for part in self.module.modules()]
         self.module.eval()
         try:
-            with _replicas.undivided() if undivided else contextlib.ExitStack():
+            with split_rows.undivided() if undivided else contextlib.ExitStack():
                 with torch.no_grad(), self._without_a_trace() as (args, kwargs):
                     return _outputs(self.forward(*args, **kwargs))
         finally:

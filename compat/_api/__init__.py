@@ -1,0 +1,390 @@
+"""The public calls: normalise the arguments, choose the backend, delegate to it."""
+
+import os
+
+from .. import errors
+from .._configuration import settings
+from .._runtime.process import process
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, Callable, ContextManager, Optional, Union, overload
+
+    from typing_extensions import Unpack
+
+    from .._configuration.settings import Configuration
+    from .._configuration.typing import Built, Gpus, Model, Options
+else:
+
+    def overload(function):
+        return function
+
+
+def configure_gpu(
+    gpus: "Gpus" = None,
+    *,
+    backend: "Optional[str]" = None,
+    memory: "Union[None, float, str]" = None,
+    floatx: "Optional[str]" = None,
+    simulate: "Optional[int]" = None,
+    verify: "Union[int, str, None]" = None,
+    persist: bool = False,
+    strict: bool = False,
+    parallelize: bool = False,
+    **options: "Unpack[Options]",
+) -> "Configuration":
+    """Choose this process's GPUs, their memory and the float type, on whichever backend it uses.
+
+    Call it once, at script top: before Keras or the backend is imported everything can still
+    be set. A second call with the same settings does nothing. In a process that a launcher
+    (torchrun, mpirun, ...) started as one of several ranks it takes one device, the local rank's
+    of those that ``gpus`` names, whatever their number.
+
+    Arguments:
+        gpus: None, -1, ``"all"`` or ``"auto"`` for all visible GPUs, a count, ids as a list or a
+            text (``[0, 2]``, ``"0,2"``), GPU or MIG names, ``"free"`` or ``"free:2"`` for idle
+            ones, ``0``, ``[]``, ``"cpu"`` or ``"none"`` for none. Ids count inside
+            ``CUDA_VISIBLE_DEVICES`` where that is set.
+        backend: "theano", "tensorflow", "mxnet", ...; None: the one that Keras will use.
+        memory: "grow" or "growth" (take memory as needed), a fraction of each GPU (0.5), or a
+            size per GPU ("4GiB"). Each backend maps it to its own setting or says that it cannot.
+        floatx: "float16", "float32", "float64" or, of Keras 3, "bfloat16", for Keras and the
+            backend.
+        simulate: this many CPU devices stand in for GPUs, to test a script for several GPUs
+            where there is none.
+        verify: how many training steps of each parallelized model, and its first evaluation and
+            prediction, are also done on one device from the same state and compared; "every 100":
+            one training step in 100, for as long as training goes on. None: what the variable
+            ``COMPAT_VERIFY`` says, else 1 under ``simulate``, and 0 on GPUs.
+        persist: also write the settings to the backend's configuration file, where it has one
+            (Theano's ``.theanorc``).
+        strict: raise an error, instead of warning, for fewer devices than asked for, for a model
+            that would run whole, and with ``parallelize=True`` for one that cannot be parallelized.
+        parallelize: every Keras model that is compiled from now on is given to ``parallelize()``
+            first. A model that the script gives to ``parallelize()`` itself, or that it builds
+            under a strategy of TensorFlow's or ``keras.distribution``, is left as it is; so is one
+            that cannot be parallelized, with a warning.
+        **options: settings of single backends, such as ``log_device_placement`` for TensorFlow 1;
+            a backend that does not know an option of another one says so in the report.
+
+    Returns:
+        A ``Configuration``; print it for a report.
+
+    Raises:
+        InvalidArgumentError: an argument's form or value is not understood (a ``ValueError``).
+        NotInstalledError: the backend is not installed (an ``ImportError``).
+        TooLateError: the framework has already fixed what was to be set (a ``RuntimeError``).
+        AlreadyConfiguredError: an earlier call had other settings (a ``RuntimeError``).
+        DevicesNotFoundError: under ``strict=True`` (a ``RuntimeError``).
+    """
+    from .._configuration import detection, gpu_selection  # for start-up time
+    from . import configuring  # for start-up time
+
+    selection = gpu_selection.parse_gpus(gpus)
+    simulate = settings.parse_simulate(simulate)
+    from_outside = settings.simulated_from_outside(os.environ)
+    asked = configuring.how_asked(selection, simulate, from_outside)
+    applied = []
+    if from_outside:
+        text = "COMPAT_SIMULATE={}: simulated devices stand in for gpus={!r}"
+        applied.append(text.format(from_outside, gpus))
+        selection, simulate = gpu_selection.parse_gpus(None), from_outside
+    verify = settings.parse_verify(verify, os.environ, simulate)
+    persist = settings.parse_switch("persist", persist)
+    strict = settings.parse_switch("strict", strict)
+    parallelize = settings.parse_switch("parallelize", parallelize)
+    memory, floatx = settings.parse_memory(memory), settings.parse_floatx(floatx)
+    parsed = memory, floatx, persist, strict, options, verify, parallelize
+    configuring.check_options(options, configure_gpu)
+    chosen, reason = detection.choose(backend)
+    call = (chosen.name, selection, simulate, parsed)
+    with process.configuring:  # of two threads, one is first, and the other one sees what it did
+        is_first = process.configuration is None
+        active = configuring.configure_once(call, chosen, reason, asked, applied)
+        if parallelize and is_first:
+            from .._keras import automatic_parallel  # for start-up time
+
+            if active.place is not None:
+                chosen.join(active.place)  # now: models are built outside of any function
+            automatic_parallel.install(chosen, _parallelize_compiled)
+        return active
+
+
+@overload
+def parallelize(
+    model: "Model", gpus: "Gpus" = None, *, strategy: "Optional[str]" = None
+) -> "Model": ...
+@overload
+def parallelize(  # noqa: F811
+    model: "Callable[[], Built]", gpus: "Gpus" = None, *, strategy: "Optional[str]" = None
+) -> "Built": ...
+def parallelize(  # noqa: F811
+    model: "Any", gpus: "Gpus" = None, *, strategy: "Optional[str]" = None
+) -> "Any":
+    """Run a model on several devices: the same object, trained to the same numbers.
+
+    Each batch is split evenly over the devices, in forward and backward pass; losses, metrics
+    and the update see the whole batch. Everything else about the model stays as it is. With one
+    device nothing changes, and a model that ran on several goes back to plain.
+
+    In a process that a launcher started as one of several ranks, each with one device and its
+    own part of the data (see ``shard()``), the model trains together with theirs: it takes rank
+    0's weights and optimizer state, gradients and metrics become the means over the rows of all
+    ranks, and saving is done on rank 0 alone. ``gpus`` then does not matter. In a worker of
+    TensorFlow's ``TF_CONFIG`` the first model is given as a function that builds it, called once
+    all workers have come: TensorFlow cannot join them any later.
+
+    Arguments:
+        model: a Keras model, compiled or not, fitted or not; a model of the backend's own kind
+            (a torch ``nn.Module``, a Gluon ``Block``, an MXNet ``Module``, a ``tf.Module`` or
+            ``tf.function``); or a function that builds one of these.
+        gpus: which of the configured devices, in the forms of ``configure_gpu(gpus=)``: a
+            count, ids counted among them from 0, or names of GPUs; None for all.
+        strategy: None for replicas that compat makes in this process; "mirrored" for TensorFlow
+            2's own ``MirroredStrategy``, where ``model`` is a function that builds a model (in a
+            worker of ``TF_CONFIG`` this is the same as None).
+
+    Returns:
+        The model that was given (or built).
+
+    Raises:
+        NotAModelError: ``model`` is none of these (a ``TypeError``).
+        InvalidArgumentError: ``gpus`` or ``strategy`` is not understood (a ``ValueError``).
+        UnsupportedError: the backend cannot run several devices in one process, or has no such
+            strategy (a ``NotImplementedError``).
+        DevicesNotFoundError: after ``configure_gpu(strict=True)`` (a ``RuntimeError``).
+        RankError: the ranks cannot train together (a ``RuntimeError``).
+    """
+    return note_by_hand(_parallelize(model, gpus, strategy))
+
+
+def _parallelize_compiled(model, gpus=None):
+    """What ``configure_gpu(parallelize=True)`` does with a model that is about to be compiled."""
+    from .. import _ranks  # for start-up time
+
+    _parallelize(model, gpus)
+    if _ranks.own_place() is not None:
+        from .._ranks import keras_model  # imports numpy
+
+        keras_model.split_fits(model)
+
+
+def note_by_hand(model: "Any") -> "Any":
+    """Note, where it matters, that the script has chosen this model's devices; return the model."""
+    if process.parallelizes_compiled:
+        from .. import _keras  # for start-up time
+        from .._keras import automatic_parallel  # for start-up time
+
+        if _keras.keras_of(model) is not None:
+            vars(model)[automatic_parallel.BY_HAND] = True  # by setattr Keras would track it
+    return model
+
+
+def _parallelize(model, gpus=None, strategy=None):
+    from .. import _keras, _ranks  # for start-up time
+    from .._configuration import gpu_selection  # for start-up time
+
+    selection = gpu_selection.parse_gpus(gpus)
+    place = _ranks.own_place()
+    if strategy is not None:
+        _check_strategy(strategy)
+        if place is not None and not configured_backend().ranks_train_under(strategy, place):
+            raise errors.unsupported(
+                "compat",
+                "use strategy={!r} in {}".format(strategy, place),
+                "Leave strategy out, or start the script without a launcher.",
+            )
+        if not _is_function(model):
+            raise errors.NotAModelError(
+                "strategy={!r} takes a function that builds the model, since its variables "
+                "must be made under the strategy; it was given {!r}. Put the lines that "
+                "build the model into a function, and pass that.".format(
+                    strategy, errors.class_of(model)
+                )
+            )
+        if place is None:
+            backend = configured_backend()
+            return backend.build(strategy, model, _chosen(backend, selection))
+    backend = backend_of(model)
+    if backend is None and _is_function(model):
+        if place is not None:
+            configured_backend().join(place)
+        function, model = model, model()
+        backend = backend_of(model)
+        if backend is None:
+            raise errors.builds_no_model(function.__qualname__, model)
+    if backend is None:
+        raise errors.NotAModelError(
+            "parallelize() takes a Keras model, a model of the backend's own kind, or a "
+            "function that builds one; it was given {}.".format(
+                "the class {!r} itself".format(model.__name__)
+                if isinstance(model, type)
+                else repr(errors.class_of(model))
+            )
+        )
+    if process.configuration is not None and process.configuration.backend != backend.name:
+        raise errors.InvalidArgumentError(
+            "The model runs on {}, but configure_gpu() set up {}. Build the model with the "
+            "Keras that was configured, or pass backend={!r} to configure_gpu().".format(
+                backend.name, process.configuration.backend, backend.name
+            )
+        )
+    process.whole.pop(_name_of(model), None)
+    if place is not None:
+        return _reported(backend.distribute(model, place), str(place))
+    devices = _chosen(backend, selection)
+    if process.configuration is None:
+        process.parallelized_before.append((_name_of(model), list(devices)))
+    backend.verify(model, None)
+    evaluator = _ranks.evaluator()
+    if evaluator is not None and _keras.keras_of(model) is not None:
+        from .._ranks import saving  # for start-up time
+
+        saving.never_save(model, evaluator)
+    model = _verified(backend, backend.parallelize(model, devices), devices)
+    return _reported(model, ", ".join(devices))
+
+
+def _reported(model, where):
+    """The model, which the report names from now on."""
+    if process.configuration is not None:
+        process.configuration.parallelized[_name_of(model)] = where
+        for tell in process.on_parallelized:
+            tell(_name_of(model), where)
+    return model
+
+
+def _check_strategy(strategy):
+    from .._configuration import registry  # for start-up time
+
+    known = {name: what for b in registry.backends() for name, what in b.strategies.items()}
+    if strategy not in known:
+        raise errors.InvalidArgumentError(
+            "strategy={!r} is not understood. Use None (the model's replicas run in this process, "
+            "split by compat) or {}.".format(
+                strategy, " or ".join('"{}" ({})'.format(*pair) for pair in sorted(known.items()))
+            )
+        )
+
+
+def _verified(backend, model, devices):
+    """The model, whose first steps on several devices will be compared with one device."""
+    if process.configuration is not None:
+        steps = process.configuration.settings.verify
+    else:
+        steps = settings.parse_verify(None, os.environ, None)
+    if steps and len(devices) > 1:
+        from .. import _verification  # for start-up time
+
+        _verification.report_at_exit(os.environ)
+        backend.verify(model, _verification.Verification(_name_of(model), devices, steps))
+    return model
+
+
+def _name_of(model):
+    return getattr(model, "name", None) or type(model).__name__
+
+
+def device(which: "Union[int, str]") -> "ContextManager[Any]":
+    """Place the parts of a model that are built inside ``with compat.device(which):``.
+
+    For device parallelism: branches of one model on different devices::
+
+        with compat.device(0):
+            encoded_a = shared_lstm(tweet_a)
+        with compat.device(1):
+            encoded_b = shared_lstm(tweet_b)
+        with compat.device("cpu"):
+            merged = keras.layers.concatenate([encoded_a, encoded_b])
+
+    Arguments:
+        which: a number counted among the configured devices from 0, one of their names
+            (``Configuration.devices``), or "cpu". Where there are fewer devices, a warning says
+            so and they are used in turn, so that the script runs on one device, too.
+
+    Returns:
+        A context manager.
+
+    Raises:
+        InvalidArgumentError: ``which`` is not understood (a ``ValueError``).
+        UnsupportedError: the backend cannot place parts of a model (a ``NotImplementedError``).
+        DevicesNotFoundError: after ``configure_gpu(strict=True)`` (a ``RuntimeError``).
+    """
+    backend = configured_backend()
+    devices = backend.devices()
+    if isinstance(which, int) and not isinstance(which, bool) and which >= 0:
+        name = devices[which % len(devices)]
+        if which >= len(devices):
+            shortage = "device({})".format(which), _these(devices)
+            errors.warn(errors.fewer(shortage, name, _is_strict()))
+        which = name
+    elif which != "cpu" and which not in devices:
+        raise errors.InvalidArgumentError(
+            "device({!r}) is not understood. Use a number, counted among the configured "
+            'devices from 0, one of their names ({}), or "cpu".'.format(which, ", ".join(devices))
+        )
+    if len(devices) == 1 and (which != "cpu" or "cpu" in devices[0].lower()):
+        from contextlib import ExitStack
+
+        return ExitStack()  # all of the model is there: nothing to place
+    return backend.device(which)
+
+
+def configured_backend():
+    """The backend that ``configure_gpu()`` set up; before that, the one it would."""
+    from .._configuration import detection  # for start-up time
+
+    active = process.configuration
+    return detection.choose(None if active is None else active.backend)[0]
+
+
+def _is_strict():
+    return process.configuration is not None and process.configuration.settings.strict
+
+
+def _is_function(model):
+    return hasattr(model, "__code__")  # also a bound method
+
+
+def backend_of(model):
+    """The backend that runs this model, or None where it is no model."""
+    from .. import _keras  # for start-up time
+    from .._configuration import detection  # for start-up time
+
+    keras = _keras.keras_of(model)
+    if keras is not None:
+        return detection.choose(_keras.backend_name(keras))[0]
+    return detection.native_to(model)
+
+
+def _chosen(backend, selection):
+    """The devices that ``selection`` asks for, of those that the backend has."""
+    devices = backend.devices()
+    wanted = _wanted(devices, selection)
+    chosen = [devices[position] for position in wanted if position < len(devices)]
+    if len(chosen) < len(wanted):
+        chosen = chosen or devices[:1]
+        shortage = str(selection), _these(devices)
+        errors.warn(errors.fewer(shortage, ", ".join(chosen), _is_strict()))
+    return chosen
+
+
+def _these(devices):
+    return "these are configured: {}".format(", ".join(devices))
+
+
+def _index(name, missing):
+    active = process.configuration
+    index = None if active is None else active.settings.devices.index(name)
+    return missing if index is None else index
+
+
+def _wanted(devices, selection):
+    """Positions among the configured devices; one past the end where a device is not there."""
+    if selection.kind == "none":
+        return [0]
+    if selection.kind in ("count", "free") and selection.count:
+        return range(selection.count)
+    if selection.kind == "ids":
+        return [i if isinstance(i, int) else _index(i, len(devices)) for i in selection.ids]
+    return range(len(devices))

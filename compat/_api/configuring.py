@@ -1,0 +1,169 @@
+"""What ``configure_gpu()`` does once its arguments are normalised and the backend is chosen."""
+
+import os
+
+from .. import _keras, _ranks, errors
+from .._configuration import detection, device_choice, registry
+from .._configuration.settings import Configuration, Settings
+from .._ranks import launchers
+from .._runtime.process import process
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Optional
+
+    from .._ranks.place import Place
+    from ..backend import Backend
+
+
+def how_asked(selection, simulate, from_outside):
+    """How the devices were asked for."""
+    parts = [] if simulate and selection.kind == "all" else [str(selection)]
+    parts += ["simulate={}".format(simulate)] * bool(simulate)
+    parts += ["COMPAT_SIMULATE={}".format(from_outside)] * bool(from_outside)
+    return ", ".join(parts)
+
+
+def configure_once(call, chosen, reason, asked, applied):
+    """Configure, unless an earlier call did; ``applied``: more lines for the report."""
+    _, selection, simulate, parsed = call
+    active = process.configuration
+    if active is not None and call == process.first_call[0]:
+        return active
+    if active is not None and process.configured_by is not None:
+        errors.warn(
+            "configure_gpu() of the script changes nothing: {} has configured this process "
+            "({}). Start the script without it for the script's own settings ({}).".format(
+                process.configured_by, active.settings.asked(), asked
+            )
+        )
+        return active
+    # Ids count inside what was visible before the first call narrowed it.
+    environ = dict(os.environ) if active is None else process.first_call[1]
+    place = launchers.launched(environ) or _ranks.own_place()
+    if place is None:
+        devices = device_choice.choose(selection, simulate, environ)
+    elif simulate:
+        devices = device_choice.Devices(simulated=1)
+    else:
+        devices = device_choice.choose_for_rank(selection, environ, place)
+    settings = Settings(devices, *parsed + (asked,))
+    if active is not None:
+        devices.settle(active.settings.devices.listed or 0)
+        if (chosen.name, settings) == (active.backend, active.settings):
+            return active
+        raise errors.AlreadyConfiguredError(
+            "configure_gpu() was called before in this process, with other settings.\n"
+            "first:  {}\n"
+            "second: {}\n"
+            "Devices are fixed once per process: make both calls the same, or drop one.".format(
+                "{}, {}".format(active.backend, active.settings),
+                "{}, {}".format(chosen.name, settings),
+            )
+        )
+    active = process.configuration = _configure(chosen, reason, settings, place)
+    active.applied += applied if place is None else []
+    active.warnings += _parallelized_too_early(active.devices)
+    process.first_call = call, environ
+    for warning in active.warnings:
+        errors.warn(warning)
+    return active
+
+
+def _parallelized_too_early(devices):
+    """Warnings of models that configure_gpu() came too late for."""
+    early = [(name, its) for name, its in process.parallelized_before if its != devices]
+    process.parallelized_before.clear()
+    return [
+        "parallelize() put the model {!r} on {} before configure_gpu() was called, and "
+        "there it stays; configured now: {}. Call configure_gpu() at the top of the script, "
+        "or parallelize() the model again after it.".format(
+            name, ", ".join(its), ", ".join(devices)
+        )
+        for name, its in early
+    ]
+
+
+def check_options(options, function):
+    """Refuse options that no backend knows; a known one of another backend is no error."""
+    known = registry.options(list(options)) if options else []
+    unknown = sorted(set(options).difference(known))
+    if unknown:
+        from .._configuration import spelling  # for start-up time: it loads difflib
+
+        option, code = unknown[0], function.__code__
+        arguments = list(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
+        meant = spelling.meant(option, options[option], arguments + known)
+        raise errors.UnknownOptionError(
+            "configure_gpu() has no argument {!r}, and no backend has an option of "
+            "that name.{} Its arguments: {}. Options of single backends: {}.".format(
+                option,
+                " Did you mean {}?".format(meant) if meant else "",
+                ", ".join(arguments),
+                ", ".join(known) or "none",
+            )
+        )
+
+
+def _configure(
+    chosen: "Backend", reason: str, settings: "Settings", place: "Optional[Place]"
+) -> "Configuration":
+    """Apply the settings, or leave the environment as it was and raise."""
+    _keras.check_floatx(settings.floatx, chosen)
+    notes = (
+        detection.keras_elsewhere(chosen)
+        + settings.devices.problems
+        + [
+            "The option {!r} is for other backends: {} ignores it.".format(option, chosen.name)
+            for option in sorted(settings.options)
+            if option not in chosen.options
+        ]
+    )
+    if settings.persist and not chosen.configuration_file:
+        notes.append(
+            "persist=True writes nothing: {} reads no configuration file.".format(chosen.name)
+        )
+    undecided = settings.devices.undecided is not None
+    if not undecided:
+        notes += _shortage(settings.devices.shortage, settings.devices, settings)
+    notes += chosen.overruled(settings, os.environ)
+    variables = detection.keras_variable(chosen, os.environ)
+    if not chosen.initialised():
+        variables.update(chosen.environ(settings, os.environ))
+    before = {name: os.environ.get(name) for name in set(variables).union(chosen.variables)}
+    _set_environ(variables)
+    try:
+        applied, warnings = chosen.configure(settings)
+        notes += warnings
+        devices = chosen.devices()
+        if undecided:  # a backend that does not choose among its GPUs takes all that it lists
+            gpus = [device for device in devices if "cpu" not in device.lower()]
+            settings.devices.settle(len(gpus), restricted=True)
+            notes += _shortage(settings.devices.shortage, settings.devices, settings)
+        only_cpu = settings.devices.gpus and all("cpu" in device.lower() for device in devices)
+        if len(devices) < len(settings.devices) or only_cpu:
+            listed = ", ".join(devices)
+            seen = "{} sees {}".format(chosen.framework, listed)
+            notes += _shortage((str(settings.devices), seen), listed, settings)
+        if settings.floatx:
+            applied += _keras.set_floatx(settings.floatx, chosen)
+    except BaseException:
+        _set_environ(before)
+        raise
+    versions = _keras.versions(chosen)
+    return Configuration(
+        chosen.name, reason, versions, devices, settings, variables, applied, notes, place
+    )
+
+
+def _set_environ(variables):
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def _shortage(shortage, going_on_with, settings):
+    """The warning of a shortage, in a list, where there is one."""
+    return [errors.fewer(shortage, going_on_with, settings.strict)] if shortage else []

@@ -1,0 +1,67 @@
+"""The public calls about what each device did: how much, and when."""
+
+from .. import _api
+from .._runtime.process import process
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import ContextManager
+
+    from .._runtime.reporting import Report
+
+
+def report() -> "Report":
+    """What each configured device has done so far: "was every device used?"
+
+    Rows and steps are counted where each batch of a parallelized model is split, so they are those
+    that were computed. In a rank they are this rank's own, of training and evaluation;
+    ``compat run --report`` shows all ranks together.
+
+    Returns:
+        A ``Report``: print it for a table and a verdict; ``as_dict()`` and ``to_json()`` have the
+        same.
+    """
+    from .. import _ranks  # for start-up time
+    from .._runtime import reporting  # for start-up time
+
+    configuration, place = process.configuration, _ranks.own_place()
+    names, peaks, loads = [], {}, []
+    models = {name: ", ".join(devices) for name, devices in process.parallelized_before}
+    if configuration is not None:
+        names, peaks = configuration.devices, _api.configured_backend().memory_peaks()
+        loads = configuration.settings.devices.loads()
+        models.update(configuration.parallelized)
+    rank = None if place is None else place.rank
+    return reporting.of_this_process(names, rank, models, peaks, loads)
+
+
+def timeline(path: str) -> "ContextManager[None]":
+    """Record what each device executes within a block, and write it as a timeline.
+
+    ::
+
+        with compat.timeline("timeline.json"):
+            model.fit(x, y)
+
+    Open the file in a browser, at ui.perfetto.dev or chrome://tracing: each configured device has
+    a line of its own. The framework's own profiler records, which slows the block down and keeps
+    each operation in memory: record some steps, not a whole training. ``report()`` then has the
+    share of that time that each device was busy.
+
+    Arguments:
+        path: the file, which is written when the block ends, also by an exception. In a rank its
+            number comes before the ending: ``timeline.rank1.json``.
+
+    Returns:
+        A context manager.
+
+    Raises:
+        InvalidArgumentError: the file cannot be written, or a timeline is being recorded already
+            (a ``ValueError``).
+        UnsupportedError: the framework does not record when its devices execute what: Theano and
+            CNTK (a ``NotImplementedError``).
+    """
+    from .. import _ranks  # for start-up time
+    from .._runtime import timelines  # for start-up time
+
+    return timelines.recorded(path, _api.configured_backend(), _ranks.own_place())

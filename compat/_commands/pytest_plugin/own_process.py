@@ -1,0 +1,254 @@
+"""``@pytest.mark.compat(...)``: a test in a process of its own, reported as if it ran here.
+
+What a framework has configured stays so until its process ends. ``child`` is what runs there.
+"""
+
+import builtins
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import warnings
+from typing import Any, Dict, List, Optional, Tuple
+
+import pytest
+
+from ... import errors
+from ..._ranks.launch import starter
+from ..._ranks.launch.rank_process import dies_with_this_process
+from ..._runtime import by_path
+
+# Seconds that a process has to end by itself after it was told to, before it is killed.
+GRACE = 5.0
+
+# Options of this run that the other process begins without: which tests to run and where, since it
+# is told so by itself; what pytest-xdist and pytest-cov start; files that it would overwrite;
+# debuggers, which have no terminal there.
+NOT_PASSED_ON = """
+    basetemp capture collectonly compat_simulate cov_source dist failedfirst file_or_dir inifilename
+    lf log_file looponfail maxprocesses newfirst numprocesses plugins px rootdir stepwise
+    stepwise_skip trace tx usepdb
+""".split()
+
+FAILS = "The process of this test {}.\n\n{}"
+
+
+def run(item: Any, nextitem: Any) -> bool:
+    """Do what pytest's ``pytest_runtest_protocol`` does."""
+    hook = item.ihook
+    hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    reports = _reports(item)
+    # Fixtures that tests before this one made, and no test after it uses, end now.
+    call = pytest.CallInfo.from_call(
+        lambda: item.session._setupstate.teardown_exact(nextitem), when="teardown"
+    )
+    if call.excinfo is not None:
+        reports.append(pytest.TestReport.from_item_and_call(item, call))
+    for report in reports:
+        hook.pytest_runtest_logreport(report=report)
+    hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
+
+
+def _reports(item):
+    """The reports of the test's phases."""
+    folder = tempfile.mkdtemp(prefix="compat-test-")
+    try:
+        timeout, configure = _asked(item)
+        ended = _run_child(item, _job(item, folder, configure), folder, timeout)
+        reports = _received(item, os.path.join(folder, "reports"))
+        if ended is not None or [r.when for r in reports][-1:] != ["teardown"]:
+            ended = ended or "ended before it had run the test"
+            reports = _with_failure(item, reports, FAILS.format(ended, _output(folder)))
+        return reports
+    except errors.InvalidArgumentError as error:
+        return _with_failure(item, [], str(error))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _asked(item: Any) -> Tuple[Optional[float], Dict[str, Any]]:
+    """What the mark says: the timeout, and the arguments of ``configure_gpu()``."""
+    mark = item.get_closest_marker("compat")
+    arguments = dict(mark.kwargs)
+    timeout = arguments.pop("timeout", None)
+    if mark.args:
+        raise errors.InvalidArgumentError(
+            "@pytest.mark.compat takes keyword arguments, those of configure_gpu() and timeout=, "
+            "but it was given {!r}. "
+            "Name it, as in @pytest.mark.compat(simulate=3).".format(mark.args[0])
+        )
+    number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
+    if timeout is not None and not (number and timeout > 0):
+        raise errors.InvalidArgumentError(
+            "@pytest.mark.compat(timeout={!r}) is not understood. Use a number of seconds above 0, "
+            "or leave it out to wait for as long as the test takes.".format(timeout)
+        )
+    for name, value in arguments.items():
+        if not _is_plain(value):
+            raise errors.InvalidArgumentError(
+                "@pytest.mark.compat({}={!r}) cannot be told another process. Use texts, numbers, "
+                "True, False, None, and lists of these.".format(name, value)
+            )
+    return timeout, arguments
+
+
+def _is_plain(value):
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _job(item, folder, configure):
+    """What ``child`` reads: the test, the run that it is of, and where to write."""
+    config = item.config
+    arguments = ["--rootdir", str(config.rootpath), "--capture=no"]
+    for plugin in config.option.plugins or []:
+        arguments += ["-p", plugin]
+    if config.inipath:
+        arguments += ["-c", str(config.inipath)]
+    temporary = getattr(config, "_tmp_path_factory", None)  # without which there is no tmp_path
+    if temporary is not None:
+        arguments += ["--basetemp", str(temporary.mktemp("own_process"))]
+    # Files and options are those of this run already.
+    arguments += ["-o", "addopts=", "-o", "log_file=", str(item.path)]
+    options = {
+        name: value
+        for name, value in vars(config.option).items()
+        if name not in NOT_PASSED_ON and _is_plain(value)
+    }
+    worker = getattr(config, "workerinput", {"workerid": "master", "workercount": 1})
+    worker = {name: value for name, value in worker.items() if _is_plain(value)}
+    return {
+        "arguments": arguments,
+        "configure": configure,
+        "options": options,
+        "path": sys.path,
+        "reports": os.path.join(folder, "reports"),
+        "streams": [] if config.getoption("capture", "fd") == "no" else _streams(folder),
+        "test": item.nodeid.partition("::")[2],
+        "workerinput": dict(worker, compat=True),
+    }
+
+
+def _streams(folder):
+    return [(name, os.path.join(folder, name)) for name in ("stdout", "stderr")]
+
+
+def _run_child(item, job, folder, timeout):
+    """Run the process; how it ended, as a phrase, where that was not well; else None."""
+    path = os.path.join(folder, "job")
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(job, file)
+    environ = dict(os.environ)
+    environ.pop("PYTEST_ADDOPTS", None)
+    environ.setdefault("PYTHONIOENCODING", "utf-8")
+    command = by_path.command("_commands.pytest_plugin.child") + [path]
+    command.insert(1, "-u")  # what is printed is there, however the process ends
+    options: Dict[str, Any] = {"stdin": subprocess.DEVNULL} if job["streams"] else {}
+    if os.name == "posix":
+        # In a group of its own, so that what it has started ends with it.
+        options.update(start_new_session=True, preexec_fn=dies_with_this_process())
+    with contextlib.ExitStack() as stack:
+        options.update((n, stack.enter_context(open(p, "ab"))) for n, p in job["streams"])
+        process = subprocess.Popen(
+            command, cwd=str(item.config.invocation_params.dir), env=environ, **options
+        )
+    try:
+        status = process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        _end(process, signal.SIGABRT)  # pytest's faulthandler tells where it is
+        return "was killed after {:g} seconds, its timeout".format(timeout)
+    except BaseException as error:
+        _end(process, signal.SIGINT)
+        if isinstance(error, (KeyboardInterrupt, pytest.exit.Exception)):
+            raise
+        return "was killed: {}".format(error)  # by another plugin's timeout
+    finally:
+        if os.name == "posix":
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    if status < 0:
+        return "was killed by signal {} ({})".format(-status, signal.Signals(-status).name)
+    return None if status in (0, 1) else "ended with exit status {}".format(status)
+
+
+def _end(process, first):
+    """Tell a process to end, and kill it if it does not."""
+    process.send_signal(first)
+    starter.wait([process], GRACE)
+
+
+def _received(item: Any, path: str) -> List[Any]:
+    """The reports that came; warnings are passed on."""
+    reports = []
+    for kind, data in _lines(path):
+        if kind == "warning":
+            _pass_on(item, **data)
+            continue
+        report = item.config.hook.pytest_report_from_serializable(config=item.config, data=data)
+        report.nodeid, report.location = item.nodeid, item.location
+        if isinstance(report.longrepr, list):  # of a skipped test; JSON has no tuples
+            report.longrepr = tuple(report.longrepr)
+        for name in ("sections", "user_properties"):
+            setattr(report, name, [tuple(pair) for pair in getattr(report, name)])
+        reports.append(report)
+    return reports
+
+
+def _lines(path):
+    """What the process has sent, but for a line that it died in."""
+    if os.path.exists(path):
+        with open(path, encoding="utf-8") as file:
+            for line in file:
+                if line.endswith("\n"):
+                    yield json.loads(line)
+
+
+def _pass_on(item, warning, when, location):
+    """Have a warning shown at the end, as pytest does with those of this process."""
+    module, name, text, *place = warning
+    kind = getattr(builtins, name, None) if module == "builtins" else None
+    if kind is None:  # whose module need not be imported here
+        kind = type(name, (Warning,), {"__module__": module})
+    message = warnings.WarningMessage(kind(text), kind, *place)
+    location = location and tuple(location)
+    told = dict(warning_message=message, when=when, nodeid=item.nodeid, location=location)
+    item.config.hook.pytest_warning_recorded.call_historic(kwargs=told)
+
+
+def _output(folder: str) -> str:
+    """All that the process printed, for a person."""
+    texts = []
+    for name, path in _streams(folder):
+        if os.path.exists(path):
+            with open(path, "rb") as file:
+                text = file.read().decode("utf-8", "replace").rstrip()
+            if text:
+                texts.append("Its {}:\n{}\n".format(name, text))
+    return "\n".join(texts) or "It printed nothing.\n"
+
+
+def _with_failure(item: Any, reports: List[Any], text: str) -> List[Any]:
+    """The reports, and a failure of the phase in which the process ended, for all phases."""
+    found = {report.when: report for report in reports}
+    began = "setup" not in found or found["setup"].passed
+    failed = "call" if began and "call" not in found else "teardown"
+    for when in ("setup", "call", "teardown"):
+        if when == failed:
+            found[when] = _report(item, when, "failed", text)
+        elif when not in found and when != "call":
+            found[when] = _report(item, when, "passed", None)
+    return [found[when] for when in ("setup", "call", "teardown") if when in found]
+
+
+def _report(item, when, outcome, text):
+    return pytest.TestReport(
+        item.nodeid, item.location, {name: 1 for name in item.keywords}, outcome, text, when
+    )

@@ -1,0 +1,74 @@
+"""``--compat-simulate`` and the ini option ``compat_simulate``: COMPAT_SIMULATE for a test run."""
+
+import os
+import sys
+from typing import Any, List
+
+import pytest
+
+from ... import errors
+from ..._configuration.settings import simulated_from_outside
+from ..._runtime.process import process
+
+VARIABLE = "COMPAT_SIMULATE"
+
+
+class Simulation:
+    """The variable, set from now to the end of pytest.
+
+    The command line counts before the environment, and that before the file: a file says what is
+    usual in a project, the environment is of this run, or of this row of a tox.ini.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self.before = os.environ.get(VARIABLE)
+        option = config.known_args_namespace.compat_simulate
+        in_file = config.getini("compat_simulate")
+        file = config.inipath.name if config.inipath else "-o"
+        overruled = []
+        if option is not None:
+            self.value, self.source = option, "--compat-simulate"
+            if self.before and self.before != option:
+                overruled.append("{} of the environment".format(self.before))
+        elif self.before:
+            self.value, self.source = self.before, "the environment"
+        else:
+            self.value, self.source = in_file, "compat_simulate in {}".format(file)
+        if in_file not in ("", self.value):
+            overruled.append("compat_simulate = {} in {}".format(in_file, file))
+        if overruled:
+            self.source += ", not {}".format(" or ".join(overruled))
+        try:
+            simulated_from_outside({VARIABLE: self.value})
+        except errors.InvalidArgumentError as error:
+            raise pytest.UsageError("{}: {}".format(self.source, error)) from None
+        os.environ[VARIABLE] = self.value
+
+    def pytest_report_header(self) -> List[str]:
+        return ["compat: {}={} ({})".format(VARIABLE, self.value, self.source)]
+
+    def pytest_terminal_summary(self, terminalreporter: Any, config: Any) -> None:
+        """Tell where tests passed that ran on no simulated device."""
+        elsewhere = config.pluginmanager.hasplugin("dsession")  # in workers of pytest-xdist
+        elsewhere = elsewhere or __package__ + ".own_process" in sys.modules
+        if self.value and terminalreporter.stats.get("passed") and not elsewhere:
+            if process.configuration is None:
+                terminalreporter.write_line(
+                    "compat: {}={} had no effect on this process: nothing called "
+                    "compat.configure_gpu().".format(VARIABLE, self.value)
+                )
+
+    def pytest_unconfigure(self) -> None:
+        if self.before is None:
+            os.environ.pop(VARIABLE, None)
+        else:
+            os.environ[VARIABLE] = self.before
+
+
+def begin(config: Any) -> None:
+    """Set the variable as this run of pytest asks for.
+
+    Raises:
+        pytest.UsageError: it would be no number of devices.
+    """
+    config.pluginmanager.register(Simulation(config), "compat_simulation")

@@ -1,0 +1,1 @@
+"""Which backend, which GPUs and which options: the arguments of the calls, and what is chosen."""

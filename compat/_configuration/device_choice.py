@@ -1,0 +1,347 @@
+"""Which of this machine's GPUs, or simulated devices, are chosen: no framework is asked."""
+
+from .. import errors
+from .discovery import CUDA, GPU, HIP, discover
+from .gpu_selection import Selection, any_mig, are, choose_among, invalid_gpus
+from .numeric import whole_number
+from .visible import hip_entries, visible_entries
+
+
+class Devices:
+    """The devices chosen for this process: GPUs, simulated ones, or neither: the CPU.
+
+    Arguments:
+        gpus: entries for ``variable``: ids or names, as strings.
+        positions: where those stand among the GPUs visible before, from 0.
+        uuids: their UUIDs, "" where unknown.
+        simulated: how many CPU devices stand in for GPUs.
+        declined: whether no GPU was asked for.
+        shortage: what was asked for and what was found, where that is less; else None.
+        problems: what is wrong with CUDA_VISIBLE_DEVICES, or with the claims of idle GPUs, a
+            sentence each.
+        variable: the environment variable that shows a process these GPUs.
+        reason: why there is none of them, a phrase.
+
+    Where neither driver nor command lists a GPU, the framework may still list some: Apple's, and
+    AMD's where amd-smi and rocm-smi are missing. ``undecided`` then holds the selection, and
+    ``settle()`` chooses once the framework has said how many there are.
+    """
+
+    def __init__(
+        self,
+        gpus=(),
+        positions=(),
+        uuids=(),
+        simulated=0,
+        declined=False,
+        shortage=None,
+        problems=(),
+        variable=CUDA,
+        reason="",
+    ):
+        self.gpus = tuple(gpus)
+        self.positions = tuple(positions)
+        self.uuids = tuple(uuids) or ("",) * len(self.gpus)
+        self.simulated = simulated
+        self.declined = declined
+        self.shortage = shortage
+        self.problems = list(map(errors.shortened, problems))
+        self.variable = variable
+        self.reason = reason
+        self.undecided = None  # see above
+        self.listed = None  # how many the framework lists, once it was asked
+        # Of an undecided rank: its place, to take one GPU of the selection, and whether a
+        # scheduler has given it one.
+        self.place = None
+        self.bound = False
+
+    def __len__(self):
+        return self.simulated or len(self.gpus)
+
+    def __eq__(self, other):
+        return (self.gpus, self.simulated) == (other.gpus, other.simulated)
+
+    def __str__(self):
+        if self.simulated:
+            return "{} simulated on the CPU".format(self.simulated)
+        if self.gpus:
+            return "GPU " + ",".join(self.gpus)
+        if self.undecided is not None and self.listed is None:
+            return "the GPUs that the framework lists"
+        return "CPU"
+
+    def outcome(self):
+        """What became of what was asked, for a report."""
+        if self.declined:
+            return "CPU, as asked"
+        if self.gpus and self.listed:
+            return "{} of the {} that the framework lists".format(self, self.listed)
+        if self.simulated or self.gpus or not self.reason:
+            return str(self)
+        return "CPU: " + self.reason
+
+    def settle(self, listed, restricted=False):
+        """Choose among the GPUs that the framework lists, if nothing else told which there are.
+
+        Arguments:
+            listed: how many it lists.
+            restricted: whether it was told which to list, by ``wanted()``.
+        """
+        if self.undecided is None or self.listed is not None:
+            return
+        self.listed = listed
+        if restricted:
+            wanted = len(self.wanted() or range(listed))
+            positions = list(range(min(listed, wanted)))
+            short = are(listed, "visible") if listed < wanted else None
+        else:
+            visible = [(str(position), None) for position in range(listed)]
+            positions, short = choose_among(self.undecided, visible, self.problems)
+            if self.place is not None and positions:
+                is_bound = self.bound and len(positions) == 1
+                if not short and not is_bound and len(positions) < self.place.local_size:
+                    short = "{} for {} ranks".format(
+                        are(len(positions), "there"), self.place.local_size
+                    )
+                positions = [positions[self.place.local_rank % len(positions)]]
+        self.gpus = tuple(map(str, positions))
+        self.positions = tuple(positions)
+        self.uuids = ("",) * len(self.gpus)
+        if listed:
+            self.shortage = short and (str(self.undecided), short)
+        else:
+            self.reason += "; the framework lists none"
+
+    def wanted(self):
+        """The ids to ask a framework for that has to be told before it lists its GPUs.
+
+        None: all of them.
+        """
+        selection = self.undecided
+        if selection is None:
+            return None
+        ids = list(selection.ids or range(selection.count or 0))
+        if self.place is not None:
+            ids = [ids[self.place.local_rank % len(ids)] if ids else self.place.local_rank]
+        return ids or None
+
+    def trusting(self, environ):
+        """The variables that show the GPUs asked for to a framework that was not asked yet."""
+        ids = self.wanted()
+        if ids is None:
+            return {}
+        value = ",".join(map(str, ids))
+        return {variable: value for variable in (CUDA, HIP) if variable == CUDA or HIP in environ}
+
+    def only(self, index, shortage):
+        """One of these devices, for a rank that may have a shortage to tell of."""
+        return Devices(
+            self.gpus[index : index + 1],
+            self.positions[index : index + 1],
+            self.uuids[index : index + 1],
+            shortage=shortage,
+            problems=self.problems,
+            variable=self.variable,
+        )
+
+    def index(self, name):
+        """Which of these GPUs a name means, counted from 0, or None."""
+        for index, (entry, uuid) in enumerate(zip(self.gpus, self.uuids)):
+            if name == entry or uuid.startswith(name):
+                return index
+        return None
+
+    def are_shown_by(self, environ):
+        """Whether a process with that environment sees these GPUs, in this order, and no other."""
+        if self.undecided is not None:  # they are chosen in the framework
+            return False
+        return environ.get(self.variable) == ",".join(self.gpus)
+
+    def ordinals(self, environ):
+        """The numbers of these GPUs in a process with that environment."""
+        return range(len(self.gpus)) if self.are_shown_by(environ) else self.positions
+
+    def memory_totals(self):
+        """The memory of each of these GPUs, in bytes; 0 where the driver does not tell."""
+        return [gpu and gpu.memory_total or 0 for gpu in self._listed_by_driver()]
+
+    def loads(self):
+        """How busy the driver says that each of these GPUs is now, a share; None if unknown."""
+        known = [gpu and gpu.utilization for gpu in self._listed_by_driver()]
+        return [None if percent is None else percent / 100.0 for percent in known]
+
+    def _listed_by_driver(self):
+        """Each of these GPUs as the driver lists it now, or None."""
+        machine = discover() or [] if self.gpus else []
+        return [_gpu_of(entry, machine) for entry in self.gpus]
+
+    def environ(self, environ):
+        """The variables that show a process these GPUs and no other; none where undecided."""
+        if self.undecided is not None:
+            return {}
+        if not self.gpus:
+            return self._hiding(environ)
+        shown = self.are_shown_by(environ)
+        variables = {} if shown else {self.variable: ",".join(self.gpus)}
+        if self.variable == CUDA and "CUDA_DEVICE_ORDER" not in environ:
+            # CUDA's own order is fastest first; ids then disagree with nvidia-smi's
+            # (tensorflow#32881).
+            variables["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+        return variables
+
+    def _hiding(self, environ):
+        hidden = environ.get(CUDA) in ("", "-1")
+        variables = {} if hidden else {CUDA: "-1"}
+        # HIP reads its own variable first; torch prefers the one of the runtime below.
+        amd = self.variable == HIP or {HIP, "ROCR_VISIBLE_DEVICES"} & set(environ)
+        if amd and environ.get(HIP) != "-1":
+            variables[HIP] = "-1"
+        return variables
+
+
+# Choosing -------------------------------------------------------------------------------------
+
+
+def choose(selection, simulate, environ, discover=discover):
+    """Choose this process's devices.
+
+    Arguments:
+        selection: from ``parse_gpus``.
+        simulate: the number of CPU devices that stand in for GPUs, or None.
+        environ: where ``CUDA_VISIBLE_DEVICES`` is read.
+        discover: tells the machine's GPUs (None: unknown).
+
+    Returns:
+        ``Devices``; its ``shortage`` says where fewer were found than asked for.
+
+    Raises:
+        InvalidArgumentError: ids or names that cannot be meant, seen from the GPUs there are.
+    """
+    if simulate:
+        return _choose_simulated(selection, simulate)
+    if selection.kind == "none":
+        return Devices(declined=True)
+    machine = discover()
+    if machine and machine[0].variable == HIP:
+        entries, said, problems = hip_entries(environ, machine)
+        visible = [(entry, GPU(None, variable=HIP)) for entry in entries]
+        return _chosen(selection, visible, problems, environ, said, HIP)
+    entries, problems = visible_entries(environ, machine)
+    said = None if entries is None else CUDA
+    if machine == [] or (machine is None and entries is None and selection.kind == "all"):
+        devices = _chosen(selection, [], problems, environ, said)
+        devices.undecided = selection
+        devices.reason = "no GPU was found" + _why(machine, environ)
+        if getattr(machine, "failures", None) and not devices.shortage:
+            devices.shortage = str(selection), "no GPU is visible: " + "; ".join(machine.failures)
+        return devices
+    if entries is None and (machine is None or (machine and any_mig(selection.ids))):
+        # Nothing tells what is there: trust the request, the framework will answer.
+        return _trusting(selection)
+    if entries is None:
+        entries = [str(gpu.index) for gpu in machine]
+    visible = [(entry, _gpu_of(entry, machine or [])) for entry in entries]
+    devices = _chosen(selection, visible, problems, environ, said)
+    if not visible:
+        number = "GPU" if len(machine or ()) == 1 else "GPUs"
+        devices.reason = "{}={} hides the {} of this machine".format(CUDA, environ[CUDA], number)
+    return devices
+
+
+def _why(machine, environ):
+    why = [machine.why()] if getattr(machine, "why", None) and machine.why() else []
+    why += ["{}={}".format(CUDA, environ[CUDA])] if CUDA in environ else []
+    return errors.shortened(" ({})".format("; ".join(why))) if why else ""
+
+
+def _chosen(selection, visible, problems, environ, said, variable=CUDA):
+    """Of the visible GPUs, pairs of entry and GPU, those that were asked for.
+
+    ``said``: the variable that says which are visible, or None.
+    """
+    positions, shortage = choose_among(selection, visible, problems)
+    if shortage:
+        found = " ({}={})".format(said, environ[said]) if said else ""
+        shortage = str(selection), errors.shortened(shortage + found)
+    uuids = [gpu.uuid if gpu else "" for _, gpu in visible]
+    return Devices(
+        [visible[p][0] for p in positions],
+        positions,
+        [uuids[p] for p in positions],
+        shortage=shortage,
+        problems=problems,
+        variable=variable,
+        reason=shortage[1] if shortage else "",
+    )
+
+
+def choose_for_rank(selection, environ, place, discover=discover):
+    """Choose the one device of a rank: the local rank's, among those that ``selection`` names.
+
+    How many GPUs there are to be is the launcher's to say, so that a count names all. Idle GPUs
+    are claimed by each rank for itself, unless the launcher has claimed some for all.
+    """
+    if selection.kind == "free" and "COMPAT_CLAIMS" not in environ:
+        return choose(Selection("free", 1), None, environ, discover)
+    if selection.kind == "count":
+        selection = Selection("count", place.local_size)
+    pool = choose(selection, None, environ, discover)
+    is_bound = _is_bound(environ, place)
+    if pool.undecided is not None:
+        pool.place, pool.bound = place, is_bound
+    if not pool.gpus:
+        return pool
+    shortage = pool.shortage
+    if len(pool) == 1 and is_bound:
+        return pool.only(0, None)
+    if not shortage and len(pool) < place.local_size:
+        asked = "a GPU for each of {} ranks".format(place.local_size)
+        shortage = asked, "{}: {}".format(are(len(pool), "there"), pool)
+    return pool.only(place.local_rank % len(pool), shortage)
+
+
+def _is_bound(environ, place):
+    """Whether, if this rank sees one GPU, that was given to it alone: others see another one.
+
+    So do SLURM (``--gpus-per-task``, ``--gpu-bind``), jsrun, and scripts that show each rank the
+    GPU of its local rank.
+    """
+    if place.launcher == "srun":
+        on_node = environ.get("SLURM_STEP_GPUS", "") or environ.get("SLURM_JOB_GPUS", "")
+        number = environ.get("SLURM_GPUS_ON_NODE", "").strip()
+        counts = [on_node.count(",") + 1] if on_node else []
+        counts += [whole_number(number) or 0]
+        return any(count >= place.local_size for count in counts)
+    if place.launcher == "jsrun":
+        return True
+    shown = [environ.get(name) for name in (CUDA, HIP, "ROCR_VISIBLE_DEVICES")]
+    return str(place.local_rank) in shown
+
+
+def _choose_simulated(selection, simulate):
+    if selection.kind == "none":
+        return Devices(simulated=1)
+    ids = selection.ids or range(selection.count or simulate)
+    if any(not isinstance(i, int) or i >= simulate for i in ids):
+        raise errors.InvalidArgumentError(
+            "{} asks for a device that simulate={} does not have. Simulated devices are numbered "
+            "from 0; ask for at most {}, or leave gpus out.".format(selection, simulate, simulate)
+        )
+    return Devices(simulated=len(ids))
+
+
+def _trusting(selection):
+    ids = selection.ids or range(selection.count or 1)
+    if len(set(map(type, ids))) > 1:
+        mixed = "CUDA cannot mix ids and names, and nothing tells which GPUs there are"
+        raise invalid_gpus(list(ids), mixed)
+    unknown = selection.kind in ("all", "free")
+    shortage = (str(selection), "nothing tells which GPUs there are") if unknown else None
+    return Devices(map(str, ids), range(len(ids)), shortage=shortage)
+
+
+def _gpu_of(entry, machine):
+    for gpu in machine:
+        if gpu.uuid and gpu.matches(entry) or entry == str(gpu.index):
+            return gpu
+    return None

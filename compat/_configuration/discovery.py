@@ -1,0 +1,298 @@
+"""Which GPUs this machine has, and how many cores: asked without any framework."""
+
+import os
+
+from .numeric import whole_number
+
+CUDA = "CUDA_VISIBLE_DEVICES"
+HIP = "HIP_VISIBLE_DEVICES"  # of AMD's GPUs
+
+
+class GPU:
+    """One GPU as the driver lists it; numbers are None where the driver does not tell them."""
+
+    __slots__ = ("index", "uuid", "name", "memory_total", "memory_used", "utilization", "variable")
+
+    def __init__(
+        self,
+        index,
+        uuid="",
+        name="",
+        memory_total=None,
+        memory_used=None,
+        utilization=None,
+        variable=CUDA,
+    ):
+        self.index = index
+        self.uuid = uuid
+        self.name = name
+        self.memory_total = memory_total  # bytes
+        self.memory_used = memory_used  # bytes
+        self.utilization = utilization  # percent
+        self.variable = variable  # what shows a process this GPU
+
+    def unknown(self):
+        """What the driver does not tell of how busy this GPU is."""
+        memory = self.memory_total is None or self.memory_used is None
+        return ["memory"] * memory + ["utilization"] * (self.utilization is None)
+
+    def matches(self, entry):
+        """Whether ``entry``, an id or the beginning of a UUID, names this GPU.
+
+        Without nvidia-smi the UUID is not known: any name may be this GPU's.
+        """
+        number = whole_number(entry)
+        if number is not None:
+            return number == self.index
+        return not self.uuid or self.uuid.startswith(entry)
+
+
+_DRIVER = "/proc/driver/nvidia/gpus"
+_DRIVER_VERSION = "/proc/driver/nvidia/version"
+_AMDGPU_VERSION = "/sys/module/amdgpu/version"  # there where the driver is not the kernel's own
+_ROCM_VERSION = "/opt/rocm/.info/version"
+_WSL = "/dev/dxg"
+
+
+class Listing(list):
+    """GPUs in PCI order; and what was asked for them, where that explains why there are none."""
+
+    def __init__(self):
+        super().__init__()
+        self.missing = []  # type: list  # commands
+        self.answers = []  # type: list  # what others said, a phrase each
+        self.failures = []  # type: list  # a driver is installed, and does not work
+
+    def why(self):
+        """Why there are none, in half a sentence."""
+        names = self.missing
+        missing = " and ".join([", ".join(names[:-1])] * (len(names) > 1) + names[-1:])
+        said = [missing + (" are" if len(names) > 1 else " is") + " not installed"] if names else []
+        return "; ".join(said + self.failures + self.answers)
+
+
+def discover():
+    """The machine's GPUs, in PCI order, or None where nothing tells how many there are.
+
+    Asks NVML, where nvidia-ml-py is installed, else nvidia-smi, else the driver's folder; then,
+    where there is none of NVIDIA's, AMD's commands. Initialises no GPU and no framework.
+    """
+    listing = Listing()
+    gpus, asked = _nvml(_nvml_gpu), "NVML"
+    if gpus is None:
+        gpus, asked = _from_nvidia_smi(listing), "nvidia-smi"
+    if gpus == []:
+        listing.answers.append(asked + " lists none")
+    if gpus is None:
+        gpus = _discover_without_nvidia_smi(listing)
+    if gpus is None:
+        return None
+    listing += gpus or _from_amd(listing)
+    return listing
+
+
+def _nvml(ask):
+    """For each GPU, what ``ask`` reads from NVML, or None where NVML is missing or fails."""
+
+    def ask_all(pynvml):
+        handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+        return [ask(pynvml, index, handle) for index, handle in enumerate(handles)]
+
+    return _within_nvml(ask_all)
+
+
+def _within_nvml(ask):
+    try:
+        import pynvml
+    except Exception:  # not installed, or another package of that name
+        return None
+    try:
+        pynvml.nvmlInit()
+        try:
+            return ask(pynvml)
+        finally:
+            pynvml.nvmlShutdown()
+    except Exception:  # no driver, a very old pynvml, ...: nvidia-smi says more of it
+        return None
+
+
+def _nvml_gpu(pynvml, index, handle):
+    """A GPU as nvidia-smi would list it."""
+    mebi = 2**20
+
+    def told(function, *arguments):
+        try:
+            return function(handle, *arguments)
+        except pynvml.NVMLError:  # as under MIG
+            return None
+
+    # The second version does not count what the driver keeps for itself; nor does nvidia-smi.
+    memory = told(pynvml.nvmlDeviceGetMemoryInfo, pynvml.nvmlMemory_v2)
+    memory = memory or told(pynvml.nvmlDeviceGetMemoryInfo)
+    rates = told(pynvml.nvmlDeviceGetUtilizationRates)
+    return GPU(
+        index,
+        _text(pynvml.nvmlDeviceGetUUID(handle)),
+        _text(pynvml.nvmlDeviceGetName(handle)),
+        memory and memory.total // mebi * mebi,
+        memory and memory.used // mebi * mebi,
+        rates and rates.gpu,
+    )
+
+
+def _nvml_is_busy(pynvml, index, handle):
+    """The UUID of a GPU on which a process computes, or None."""
+    processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    return _text(pynvml.nvmlDeviceGetUUID(handle)) if processes else None
+
+
+def _text(value):  # bytes up to nvidia-ml-py 11
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+
+
+def busy():
+    """The UUIDs of GPUs on which a process computes, or None where nothing tells."""
+    uuids = _nvml(_nvml_is_busy)
+    return _nvidia_smi("--query-compute-apps=gpu_uuid") if uuids is None else uuids
+
+
+def _from_nvidia_smi(listing):
+    query = "--query-gpu=index,uuid,name,memory.total,memory.used,utilization.gpu"
+    lines = _nvidia_smi(query, listing)
+    return lines and [_parse_gpu(line) for line in lines if line.count(",") == 5]
+
+
+def _nvidia_smi(query, listing=None):
+    """The lines that nvidia-smi answers, or None where it is missing or fails.
+
+    Arguments:
+        query: an option; None: the table that it prints without any.
+    """
+    listing = Listing() if listing is None else listing
+    arguments = [query, "--format=csv,noheader,nounits"] if query else []
+    for name in ("nvidia-smi", "/usr/lib/wsl/lib/nvidia-smi"):
+        answer = _answer([name] + arguments, listing)
+        if answer is not None:
+            return answer.splitlines()
+    return None
+
+
+def _answer(command, listing):
+    """What a command prints, or None where it is missing or fails; why not, to ``listing``."""
+    import subprocess
+
+    try:
+        ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=20)
+    except OSError:
+        if "/" not in command[0]:
+            listing.missing.append(command[0])
+        return None
+    except subprocess.TimeoutExpired:
+        listing.failures.append("{} does not answer".format(command[0]))
+        return None
+    answer = ended.stdout.decode("utf-8", "replace")
+    if not ended.returncode:
+        return answer
+    said = (answer + ended.stderr.decode("utf-8", "replace")).strip().split("\n")[0].rstrip(". ")
+    if said == "No devices were found":
+        return ""
+    status = "exit status {}{}".format(ended.returncode, said and ": " + said)
+    listing.failures.append("{} fails ({})".format(command[0], status))
+    return None
+
+
+def _parse_gpu(line):
+    def number(text, unit=1):  # "[N/A]" under MIG, and where the driver has no counter
+        return int(text) * unit if text.isdecimal() else None
+
+    index, uuid, name, total, used, utilization = [field.strip() for field in line.split(",")]
+    mebi = 2**20
+    return GPU(int(index), uuid, name, number(total, mebi), number(used, mebi), number(utilization))
+
+
+def _discover_without_nvidia_smi(listing):
+    try:
+        return [GPU(index) for index, _ in enumerate(os.listdir(_DRIVER))]
+    except OSError:
+        listing.answers.append("no NVIDIA driver is loaded")
+        # WSL has GPUs and no /proc entry for them; elsewhere there is no driver, so no GPU.
+        return None if os.path.exists(_WSL) else []
+
+
+def drivers():
+    """The versions of the drivers that are loaded, and of what they say that they run.
+
+    Returns:
+        A dictionary: "nvidia", the driver; "cuda", the newest CUDA that it runs; "amdgpu", AMD's
+        driver; "rocm", the installed ROCm. None each where nothing tells.
+    """
+    versions = _within_nvml(_nvml_versions)
+    if versions is None:
+        table = "\n".join(_nvidia_smi(None) or [])
+        # Newer ones call it the KMD's (kernel mode driver's), and CUDA's the UMD's.
+        versions = [
+            _match(r"(?:Driver|KMD) Version\s*: *([0-9.]+)", table)
+            or _match(r"Kernel Module.*?\s([0-9]+\.[0-9.]+)\s", _content(_DRIVER_VERSION)),
+            _match(r"CUDA (?:UMD )?Version\s*: *([0-9.]+)", table),
+        ]
+    versions += [_content(path).strip() or None for path in (_AMDGPU_VERSION, _ROCM_VERSION)]
+    return dict(zip(("nvidia", "cuda", "amdgpu", "rocm"), versions))
+
+
+def _nvml_versions(pynvml):
+    number = pynvml.nvmlSystemGetCudaDriverVersion()  # 12040
+    cuda = "{}.{}".format(number // 1000, number % 1000 // 10)
+    return [_text(pynvml.nvmlSystemGetDriverVersion()), cuda]
+
+
+def _match(pattern, text):
+    import re
+
+    found = re.search(pattern, text)
+    return found.group(1) if found else None
+
+
+def _content(path):
+    """A small file of the system's; empty where it is not there."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+def _from_amd(listing):
+    """AMD's GPUs, as its newer command lists them, or its older one."""
+    for command in (["amd-smi", "list", "--json"], ["rocm-smi", "--showid", "--json"]):
+        answer = _answer(command, listing)
+        if answer is None:
+            continue
+        found = _json(answer)
+        if found is None:
+            listing.failures.append("{} answers no JSON".format(command[0]))
+            continue
+        if isinstance(found, dict):  # of rocm-smi {"card0": {...}}, of later versions of amd-smi
+            found = found.get("gpu_data", [key for key in found if key.startswith("card")])
+        if found:
+            return [GPU(index, variable=HIP) for index, _ in enumerate(found)]
+    return []
+
+
+def _json(text):
+    """What a command prints as JSON, also with warnings before and after it, or None."""
+    import json
+
+    lines = text.splitlines()
+    for number, line in enumerate(lines):
+        if line.startswith(("[", "{")):
+            try:
+                return json.JSONDecoder().raw_decode("\n".join(lines[number:]))[0]
+            except ValueError:
+                continue
+    return None
+
+
+def usable_cores():
+    """How many of the machine's cores this process may use."""
+    usable = getattr(os, "sched_getaffinity", None)  # on Linux alone
+    return len(usable(0)) if usable else os.cpu_count() or 1

@@ -1,0 +1,200 @@
+"""The grammar of ``gpus=``: what it asks for, and which of the visible GPUs that means."""
+
+import types
+
+from .. import errors
+from .idle import claim_idle
+from .numeric import whole_number
+
+GPUS_FORMS = """\
+    None            every visible GPU
+    2               two GPUs
+    -1              every visible GPU
+    [0, 2], "0,2"   these ids, counted inside CUDA_VISIBLE_DEVICES where it is set
+    [2], "2"        the one GPU with this id
+    ["GPU-8932f937"], "MIG-c7384736"
+                    GPUs, or MIG instances, by name
+    "free"          the idle GPUs
+    "free:2"        two idle GPUs
+    0, [], "cpu"    no GPU"""
+
+
+class Selection(types.SimpleNamespace):
+    """What ``gpus=`` asks for: a kind, and a count or ids.
+
+    ``kind`` is "all", "count", "ids", "free" or "none"; ``count`` counts for "count" and
+    "free" (None: all idle ones); ``ids`` holds integers and GPU or MIG names, as strings.
+    """
+
+    def __init__(self, kind, count=None, ids=()):
+        super().__init__(kind=kind, count=count, ids=tuple(ids))
+
+    def __str__(self):
+        if self.kind == "free":
+            return 'gpus="free{}"'.format(":{}".format(self.count) if self.count else "")
+        value = {"all": None, "count": self.count, "ids": list(self.ids), "none": 0}
+        return "gpus={!r}".format(value[self.kind])
+
+
+def parse_gpus(gpus):
+    """Normalise ``gpus=`` to a ``Selection``.
+
+    Raises:
+        InvalidArgumentError: a ``ValueError`` that lists the forms.
+    """
+    if gpus is None:
+        return Selection("all")
+    if isinstance(gpus, bool):
+        raise invalid_gpus(gpus, "True and False name no GPU")
+    if isinstance(gpus, str):
+        return _parse_text(gpus)
+    if isinstance(gpus, (list, tuple, range)):
+        return _parse_ids(gpus, gpus)
+    count = _integer(gpus)
+    if count is None:
+        raise invalid_gpus(gpus, "it is a {}".format(type(gpus).__name__))
+    if count < -1:
+        raise invalid_gpus(gpus, "a count below -1 means nothing")
+    if count == -1:
+        return Selection("all")
+    return Selection("count", count) if count else Selection("none")
+
+
+def _integer(value):
+    """The value of an integer of any type (numpy's, too), or None."""
+    import operator
+
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
+
+
+def _parse_text(gpus):
+    text = gpus.strip()
+    if text.lower() in ("cpu", "none"):
+        return Selection("none")
+    if text.lower() in ("all", "auto", "-1"):
+        return Selection("all")
+    kind, colon, count = text.partition(":")
+    if kind.lower() == "free":
+        if not colon:
+            return Selection("free")
+        wanted = whole_number(count.strip())
+        if wanted:
+            return Selection("free", wanted)
+        raise invalid_gpus(gpus, '"free:" takes a number of GPUs, 1 or more')
+    if not text:
+        raise invalid_gpus(gpus, 'an empty text names no GPU; "cpu" means none')
+    # A text lists ids, as CUDA_VISIBLE_DEVICES does: "2" is the GPU with id 2.
+    return _parse_ids(gpus, text.split(","))
+
+
+def _parse_ids(gpus, items):
+    ids = []
+    for item in items:
+        wanted = _parse_id(item)
+        if wanted is None:
+            raise invalid_gpus(gpus, "{!r} is neither an id nor a name".format(item))
+        if wanted in ids:
+            raise invalid_gpus(gpus, "{!r} is named twice".format(wanted))
+        ids.append(wanted)
+    if any_mig(ids) and not all(any_mig([wanted]) for wanted in ids):
+        raise invalid_gpus(gpus, "CUDA cannot mix MIG instances with whole GPUs")
+    return Selection("ids", ids=ids) if ids else Selection("none")
+
+
+def any_mig(ids):
+    """Whether one of these names a MIG instance."""
+    return any(isinstance(wanted, str) and wanted.startswith("MIG-") for wanted in ids)
+
+
+def _parse_id(item):
+    """An id as an integer, a name as a text; None for anything else."""
+    if not isinstance(item, str):
+        number = _integer(item)
+        return number if number is not None and number >= 0 else None
+    item = item.strip()
+    number = whole_number(item)
+    if number is not None:
+        return number
+    # A separator inside would make two entries of CUDA_VISIBLE_DEVICES of it.
+    is_name = item.startswith(("GPU-", "MIG-")) and item.split() == [item] and "," not in item
+    return item if is_name else None
+
+
+# Choosing -------------------------------------------------------------------------------------
+
+
+def choose_among(selection, visible, problems):
+    """Positions in ``visible``, pairs of entry and GPU; and what is short, or None.
+
+    Appends to ``problems``.
+    """
+    if selection.kind == "all":
+        return range(len(visible)), None
+    if selection.kind == "count":
+        short = are(len(visible), "visible") if selection.count > len(visible) else None
+        return range(min(selection.count, len(visible))), short
+    if selection.kind == "ids":
+        positions, missing = _positions(selection.ids, visible)
+        there = are(len(visible), "visible")
+        short = "there is no {}: {}".format(" or ".join(missing), there) if missing else None
+        return positions, short
+    positions, unsure = claim_idle(visible, selection.count, problems)
+    found = []
+    if len(positions) < (selection.count or 1):
+        idle = are(len(positions) - len(unsure), "idle")
+        found.append("{} of {} visible".format(idle, len(visible)))
+    if unsure:
+        found.append(_unsure(unsure))
+    return positions, ", and ".join(found) or None
+
+
+def _unsure(unsure):
+    """Which GPUs were taken that may be busy: pairs of entry and what is unknown."""
+    names = ["GPU " + entry if entry.isdecimal() else entry for entry, _ in unsure]
+    unknown = sorted(set(name for _, names in unsure for name in names))
+    # The driver tells of a GPU as a whole, and not how busy it is.
+    mig = "processes" not in unknown and not any(entry.startswith("MIG-") for entry, _ in unsure)
+    return "nothing tells whether {} {} idle (unknown: {}{})".format(
+        " and ".join(names),
+        "is" if len(names) == 1 else "are",
+        ", ".join(unknown),
+        "" if not mig else '; under MIG, name an instance: gpus="MIG-..."',
+    )
+
+
+def are(number, what):
+    if number < 2:
+        return "{} GPU is {}".format(number or "no", what)
+    return "{} GPUs are {}".format(number, what)
+
+
+def _positions(ids, visible):
+    positions, missing = [], []
+    for wanted in ids:
+        if isinstance(wanted, int):
+            found = [wanted] if wanted < len(visible) else []
+        else:
+            found = [
+                position
+                for position, (entry, gpu) in enumerate(visible)
+                if entry == wanted or (gpu and gpu.uuid.startswith(wanted))
+            ]
+        if len(found) > 1:
+            raise invalid_gpus(list(ids), "{!r} begins several names".format(wanted))
+        if not found:
+            missing.append("GPU {}".format(wanted) if isinstance(wanted, int) else wanted)
+        elif found[0] in positions:
+            raise invalid_gpus(list(ids), "{!r} is named twice".format(wanted))
+        positions += found
+    return positions, missing
+
+
+def invalid_gpus(gpus, problem):
+    error = errors.InvalidArgumentError(
+        "gpus={!r} is not understood: {}. Use one of:\n{}".format(gpus, problem, GPUS_FORMS)
+    )
+    error.problem = problem
+    return error

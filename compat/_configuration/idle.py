@@ -1,0 +1,130 @@
+"""Idle GPUs, ``gpus="free"``: which ones are, and how a job claims them for itself."""
+
+import os
+
+from .._runtime.process import process
+from .._runtime.safe_files import NOFOLLOW, plain
+from .discovery import GPU, busy
+
+
+def claim_idle(visible, count, problems):
+    """Positions of idle GPUs, those with most free memory, each claimed for this process.
+
+    Where one cannot be claimed, which two jobs may then choose, ``problems`` gets a sentence.
+
+    Idle: no process computes on it that the driver shows, less than a tenth of the memory is
+    used (a desktop uses some) and less than a tenth of the time, and no other process that
+    chose in this way has claimed it. Where the driver does not tell one of these, as under MIG,
+    a GPU is not known to be idle: such ones are taken where there are too few others, and only
+    one where no number was asked for.
+
+    Returns:
+        The positions; and for those not known to be idle, their entries and what is unknown.
+    """
+    computing = busy()
+    candidates = []
+    for position, (entry, gpu) in enumerate(visible):
+        if gpu is None or not gpu.uuid:  # a MIG instance, or a GPU that only the framework lists
+            gpu = GPU(None, entry.replace("/", "-"))
+        is_ours = _claimed(gpu)
+        missing = [] if is_ours else gpu.unknown()
+        if not is_ours and (computing is None or gpu.index is None):
+            missing.append("processes")
+        if is_ours or not _is_busy(gpu, computing or []):
+            free = (gpu.memory_total or 0) - (gpu.memory_used or 0)
+            order = bool(missing), not is_ours, -free, position
+            candidates.append((order, gpu, (position, entry, missing)))
+    taken = []  # type: list
+    unclaimed = []
+    for _, gpu, choice in sorted(candidates, key=lambda candidate: candidate[0]):
+        _, entry, missing = choice
+        wanted = count or (1 if missing else len(visible))
+        if len(taken) >= wanted:
+            break
+        try:
+            if _claim(gpu):
+                taken.append(choice)
+        except OSError as error:
+            text = (
+                "GPU {} is idle but cannot be claimed: {} cannot be locked ({}). "
+                "Another job that asks for idle GPUs may take it, too. Choose GPUs by "
+                "their ids, or have that file removed.".format(
+                    entry, _lock_path(gpu), getattr(error, "strerror", None) or error
+                )
+            )
+            unclaimed.append((wanted, choice, text))
+    # Those that cannot be locked come last, so that such a file cannot block a GPU for ever.
+    for wanted, choice, text in unclaimed:
+        if len(taken) < wanted:
+            taken.append(choice)
+            problems.append(text)
+    taken.sort()
+    return [choice[0] for choice in taken], [choice[1:] for choice in taken if choice[2]]
+
+
+def _is_busy(gpu, computing):
+    """Whether something that the driver tells says so."""
+    used, total, utilization = gpu.memory_used, gpu.memory_total, gpu.utilization
+    return (
+        gpu.uuid in computing
+        or (used is not None and total is not None and used * 10 > total)
+        or (utilization is not None and utilization >= 10)
+    )
+
+
+def _claimed(gpu):
+    return gpu.uuid in process.claims or gpu.uuid in os.environ.get("COMPAT_CLAIMS", "").split(",")
+
+
+def hand_over_claims():
+    """Keep the claims for the program that this process becomes, and return what tells it so."""
+    for lock in process.claims.values():
+        os.set_inheritable(lock, True)
+    return {"COMPAT_CLAIMS": ",".join(sorted(process.claims))} if process.claims else {}
+
+
+def _lock_path(gpu):
+    """Where its lock file lies: not in ``TMPDIR``, which schedulers set for each job."""
+    return "/tmp/keras-gpu-compat-{}.lock".format(gpu.uuid)
+
+
+def _claim(gpu):
+    """Take this GPU's lock, so that two jobs started together do not pick the same one.
+
+    Returns:
+        Whether no other job has it.
+
+    Raises:
+        OSError: nothing can be locked there: what anybody may have put into /tmp is no lock.
+    """
+    if _claimed(gpu):
+        return True
+    try:
+        import fcntl
+    except ImportError as error:  # Windows
+        raise OSError("this system has no such locks") from error
+    lock = _open(_lock_path(gpu))
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        return False
+    except OSError:
+        os.close(lock)
+        raise
+    process.claims[gpu.uuid] = lock
+    return True
+
+
+def _open(path):
+    try:
+        # Without O_CREAT: Linux refuses to "create" another user's file in /tmp.
+        return plain(path, os.O_RDONLY | NOFOLLOW)
+    except FileNotFoundError:
+        pass
+    try:
+        lock = plain(path, os.O_RDONLY | os.O_CREAT | os.O_EXCL | NOFOLLOW)
+    except FileExistsError:  # another job has made it meanwhile
+        return plain(path, os.O_RDONLY | NOFOLLOW)
+    os.fchmod(lock, 0o644)  # whatever the umask: other users are to lock it, too
+    return lock

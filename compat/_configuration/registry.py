@@ -1,0 +1,187 @@
+"""Which backends there are: the folders in ``_backends``, and those of third parties.
+
+The directory is the registry of what compat brings along: no second list anywhere. A third
+party hands an instance to ``register()``, or names one in its package's entry points, in the
+group ``keras_gpu_compat.backends``: a plug-in. Entry points are looked at only where no other
+backend has the name, the option or the model that is asked about: they cost nothing otherwise,
+and a broken one matters only to whoever asks for it.
+"""
+
+import os
+import sys
+
+from .. import errors
+from ..backend import Backend
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Iterator, List, Optional, Sequence, Tuple
+
+ENTRY_POINTS = "keras_gpu_compat.backends"
+
+_registered = {}  # type: dict
+
+
+def names():
+    """The names of the backends that compat brings along, sorted: those of their folders."""
+    import pkgutil
+
+    folder = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "_backends")
+    return sorted(
+        module[1] for module in pkgutil.iter_modules([folder]) if not module[1].startswith("_")
+    )
+
+
+def load(name):
+    """The backend of that folder. Imports the folder's module, never its framework."""
+    import importlib
+
+    return importlib.import_module("compat._backends." + name).backend
+
+
+def backends():
+    """All backends but plug-ins, in order of their names, then those that were registered."""
+    return [load(name) for name in names()] + list(_registered.values())
+
+
+def find(name: str) -> "Optional[Backend]":
+    """The backend of that name, whichever way it is known, or None.
+
+    Raises:
+        BrokenInstallError: as ``plugin()``.
+    """
+    return next((each for each in backends() if each.name == name), None) or plugin(name)
+
+
+def options(wanted: "Sequence[str]") -> "List[str]":
+    """The keyword options of ``configure_gpu()`` that backends know, sorted.
+
+    Arguments:
+        wanted: those that were given. Plug-ins are looked at where other backends lack one.
+    """
+    known = {option for backend in backends() for option in backend.options}
+    if not known.issuperset(wanted):
+        known.update(option for backend in plugins() for option in backend.options)
+    return sorted(known)
+
+
+def register(backend: "Backend") -> "Backend":
+    """Make a backend of your own known to this process.
+
+    A package does without this call: it names the instance in its entry points, in the group
+    ``keras_gpu_compat.backends``, under the backend's name.
+
+    Arguments:
+        backend: an instance of a subclass of ``compat.Backend``, with its ``name``,
+            ``framework`` and ``distributions`` set.
+
+    Returns:
+        ``backend``. The same name again replaces an earlier registration.
+
+    Raises:
+        InvalidArgumentError: it is no instance of ``Backend``, lacks one of these, or has the
+            name of a backend that compat brings along (a ``ValueError``).
+    """
+    problem = _problem(backend)
+    if problem:
+        raise errors.InvalidArgumentError(
+            "register() cannot take {!r}: {}. Pass an instance of a subclass of "
+            "compat.Backend that has a name of its own.".format(
+                getattr(backend, "name", None) or errors.class_of(backend), problem
+            )
+        )
+    _registered[backend.name] = backend
+    return backend
+
+
+def _problem(backend):
+    """Why this object cannot be registered, or None."""
+    if not isinstance(backend, Backend):
+        return "it is no instance of a subclass of compat.Backend"
+    required = "name", "framework", "distributions"
+    empty = [attribute for attribute in required if not getattr(backend, attribute)]
+    if empty:
+        return "it has no {}".format(", ".join(empty))
+    if backend.name in names():
+        return "compat has a backend of that name"
+    return None
+
+
+def plugin(name: str) -> "Optional[Backend]":
+    """The backend that an installed package names so in its entry points, or None.
+
+    Raises:
+        BrokenInstallError: importing it fails, or it is no backend (an ``ImportError``).
+    """
+    return next((_load_plugin(*each) for each in _entry_points() if each[0] == name), None)
+
+
+def plugins() -> "List[Backend]":
+    """The backends of all entry points, without those that are broken or registered.
+
+    Of several of one name the first counts, as for ``plugin()``.
+    """
+    found = {}  # type: dict
+    for name, reference in _entry_points():
+        if name not in found and name not in _registered:
+            try:
+                found[name] = _load_plugin(name, reference)
+            except errors.BrokenInstallError:
+                found[name] = None
+    return [backend for backend in found.values() if backend is not None]
+
+
+def plugin_names() -> "List[str]":
+    """The names in all entry points. Imports nothing."""
+    return [name for name, _ in _entry_points()]
+
+
+def _load_plugin(name, reference):
+    import importlib
+
+    module, _, attribute = reference.partition(":")
+    try:
+        backend = getattr(importlib.import_module(module.strip()), attribute.strip())
+    except Exception as error:  # whatever a package can do wrong
+        raise _broken_plugin(name, reference, error) from error
+    problem = _problem(backend)
+    if problem is None and backend.name != name:
+        problem = "its name is {!r}".format(backend.name)
+    if problem:
+        raise _broken_plugin(name, reference, problem)
+    return backend
+
+
+def _entry_points() -> "Iterator[Tuple[str, str]]":
+    """Name and ``module:attribute`` of each entry point, as installed packages list them.
+
+    Python 3.6 and 3.7 have no importlib.metadata, and not always setuptools' pkg_resources.
+    """
+    import configparser
+    import glob
+
+    for folder in sys.path:
+        pattern = os.path.join(glob.escape(folder), "*.*-info", "entry_points.txt")
+        for path in sorted(glob.glob(pattern)):
+            try:
+                with open(path, encoding="utf-8") as file:
+                    text = file.read()
+            except (OSError, UnicodeDecodeError):
+                continue
+            if ENTRY_POINTS not in text:
+                continue
+            listed = configparser.RawConfigParser(delimiters="=", strict=False)
+            listed.optionxform = str  # type: ignore  # names keep their case
+            try:
+                listed.read_string(text)
+            except configparser.Error:
+                continue
+            if listed.has_section(ENTRY_POINTS):
+                yield from listed.items(ENTRY_POINTS)
+
+
+def _broken_plugin(name, reference, problem):
+    return errors.BrokenInstallError(
+        "An installed package names {} as the backend {!r} in its entry points, but that gives "
+        "no backend: {}. Repair or uninstall that package.".format(reference, name, problem)
+    )

@@ -1,0 +1,309 @@
+"""What ``configure_gpu()`` was asked, normalised once, and the report of what it did."""
+
+from .. import errors
+from .numeric import whole_number
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import List
+
+FLOATX = ("float16", "bfloat16", "float32", "float64")
+_SWITCHES = {"yes": True, "true": True, "on": True, "1": True}
+_SWITCHES.update({"no": False, "false": False, "off": False, "0": False, "none": False})
+#: So many devices are listed in a report, at most.
+_LISTED = 16
+_UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+
+
+class _Value:
+    """What is equal to another one by its attributes."""
+
+    def __eq__(self, other):
+        return type(self) is type(other) and vars(self) == vars(other)
+
+
+class Memory(_Value):
+    """How much of each GPU's memory to take; exactly one of the three is set.
+
+    Arguments:
+        grow: take memory as it is needed.
+        fraction: a part of each GPU's memory, above 0 and at most 1.
+        size: per GPU, in bytes.
+    """
+
+    def __init__(self, grow=False, fraction=None, size=None):
+        self.grow = grow
+        self.fraction = fraction
+        self.size = size
+
+    def __str__(self):
+        if self.grow:
+            return "grow"
+        if self.size:
+            return "{:.10g} MiB per GPU".format(self.size / 2.0**20)
+        return "{:g} of each GPU".format(self.fraction)
+
+
+def parse_memory(memory):
+    """Normalise ``memory=`` to a ``Memory``, or None.
+
+    Raises:
+        InvalidArgumentError: a ``ValueError`` that lists the forms.
+    """
+    if memory is None:
+        return None
+    if isinstance(memory, bool):
+        raise _invalid_memory(memory, "True and False name no amount")
+    if isinstance(memory, (int, float)):
+        if not 0 < memory <= 1:
+            raise _invalid_memory(memory, "a number is a fraction, above 0 and at most 1")
+        return Memory(fraction=float(memory))
+    if not isinstance(memory, str):
+        raise _invalid_memory(memory, "it is a {}".format(type(memory).__name__))
+    text = memory.strip().lower()
+    if text in ("grow", "growth"):
+        return Memory(grow=True)
+    digits = text.rstrip("bgikm ")
+    unit = text[len(digits) :].strip()
+    try:
+        size = int(float(digits) * _UNITS[unit])
+    except (KeyError, ValueError, OverflowError):
+        raise _invalid_memory(memory, "it is no size with a unit") from None
+    if size <= 0:
+        raise _invalid_memory(memory, "a size is above 0")
+    return Memory(size=size)
+
+
+def parse_floatx(floatx):
+    """Check ``floatx=``: one of ``FLOATX``, or None."""
+    if floatx is not None and floatx not in FLOATX:
+        raise errors.InvalidArgumentError(
+            'floatx={!r} is not understood. Use "float16", "bfloat16" (Keras 3), "float32", '
+            '"float64", or None (what Keras is set to).'.format(floatx)
+        )
+    return floatx
+
+
+def parse_switch(name, value):
+    """Check an argument that is True or False; a command line's or a configuration file's text.
+
+    Raises:
+        InvalidArgumentError: a ``ValueError``: "no" is no, whatever Python makes of a text.
+    """
+    switch = _SWITCHES.get(str(value).strip().lower())
+    if switch is None:
+        raise errors.InvalidArgumentError(
+            '{}={!r} is not understood. Use True or False, or one of the texts "yes", "no", '
+            '"true", "false", "on", "off", "1", "0".'.format(name, value)
+        )
+    return switch
+
+
+def parse_simulate(simulate):
+    """Check ``simulate=``: a number of devices, 1 or more, or None."""
+    if simulate is None:
+        return None
+    if isinstance(simulate, bool) or not hasattr(simulate, "__index__") or simulate < 1:
+        raise errors.InvalidArgumentError(
+            "simulate={!r} is not understood. Use the number of CPU devices that shall "
+            "stand in for GPUs, 1 or more, or None (no simulation).".format(simulate)
+        )
+    return simulate.__index__()
+
+
+def simulated_from_outside(environ):
+    """The number of simulated devices that ``COMPAT_SIMULATE`` asks for, or None."""
+    text = environ.get("COMPAT_SIMULATE", "").strip()
+    if not text:
+        return None
+    number = whole_number(text)
+    if not number:
+        raise errors.InvalidArgumentError(
+            "COMPAT_SIMULATE={!r} is not a number of devices, 1 or more. Set it to one, for "
+            "example COMPAT_SIMULATE=3, or remove it.".format(text)
+        )
+    return number
+
+
+class Every(_Value):
+    """Verify one training step in so many, from the first one on, for as long as training goes on.
+
+    Arguments:
+        interval: 1 or more.
+    """
+
+    def __init__(self, interval):
+        self.interval = interval
+
+    def __str__(self):
+        return "every {}".format(self.interval)
+
+    def __repr__(self):
+        return repr(str(self))
+
+
+def parse_verify(verify, environ, simulated):
+    """How many steps to verify: as asked, else ``COMPAT_VERIFY``, else 1 where GPUs are simulated.
+
+    Returns:
+        A number, or ``Every``.
+
+    Raises:
+        InvalidArgumentError: that is neither a number of steps, from 0, nor "every" with one.
+    """
+    if verify is None:
+        verify = environ.get("COMPAT_VERIFY", "").strip() or int(bool(simulated))
+        if isinstance(verify, str) and whole_number(verify) is not None:
+            verify = whole_number(verify)
+    if isinstance(verify, str):
+        word, _, number = verify.strip().lower().partition(" ")
+        interval = whole_number(number.strip())
+        if word == "every" and interval:
+            return Every(interval)
+    if isinstance(verify, bool) or not hasattr(verify, "__index__") or verify < 0:
+        raise errors.InvalidArgumentError(
+            "verify={!r} (or the variable COMPAT_VERIFY) is not a number of steps to verify. "
+            'Give 0 for none, or 1 or more, for example verify=1, or verify="every 100" for one '
+            "training step in 100.".format(verify)
+        )
+    return verify.__index__()
+
+
+class Settings:
+    """What a backend is to apply: the devices chosen, and the rest as it was asked.
+
+    Arguments:
+        devices: the ``Devices`` chosen for this process.
+        memory: a ``Memory``; None: nothing was asked.
+        floatx: "float16", "float32" or "float64"; None: nothing was asked.
+        persist: whether to write the settings to the backend's configuration file, too.
+        strict: whether fewer devices than asked for are an error.
+        options: keyword options of ``configure_gpu()``, by name, also those of other backends.
+        verify: how many training steps of each model are compared with one device; or ``Every``.
+        parallelize: whether every Keras model is parallelized when it is compiled.
+        gpus: how the devices were asked for, for reports: "gpus=2".
+    """
+
+    def __init__(
+        self,
+        devices,
+        memory=None,
+        floatx=None,
+        persist=False,
+        strict=False,
+        options=None,
+        verify=0,
+        parallelize=False,
+        gpus="",
+    ):
+        self.devices = devices
+        self.memory = memory
+        self.floatx = floatx
+        self.persist = persist
+        self.strict = strict
+        self.options = dict(options or {})
+        self.verify = verify
+        self.parallelize = parallelize
+        self.gpus = gpus
+
+    def __eq__(self, other):
+        return dict(vars(self), gpus="") == dict(vars(other), gpus="")
+
+    def __str__(self):
+        return self._with("devices: {}".format(self.devices))
+
+    def asked(self):
+        """What was asked, whatever became of it."""
+        return self._with(self.gpus) if self.gpus else str(self)
+
+    def _with(self, devices):
+        parts = [devices]
+        for name in ("memory", "floatx"):
+            if getattr(self, name) is not None:
+                parts.append("{}: {}".format(name, getattr(self, name)))
+        parts += [name for name in ("persist", "strict", "parallelize") if getattr(self, name)]
+        parts += ["verify: {}".format(self.verify)] if self.verify else []
+        parts += ["{}={!r}".format(*option) for option in sorted(self.options.items())]
+        return ", ".join(parts)
+
+
+class Configuration:
+    """What ``configure_gpu()`` chose and set; printing it gives a report.
+
+    Attributes:
+        backend: the backend's name, e.g. "tensorflow2".
+        reason: why that backend was chosen.
+        versions: framework and Keras versions, by name.
+        devices: the devices to train on, as the framework names them.
+        settings: what was asked, normalised.
+        environ: the environment variables that were set, and their values (None: removed).
+        applied: what was set in the framework or in files, a line each.
+        warnings: what is not as it was asked, a sentence each.
+        place: this process's place among those that train together; None where it is alone.
+        parallelized: what ``parallelize()`` was called for, by hand or for a compiled model: where
+            each model runs, by its name.
+    """
+
+    def __init__(
+        self, backend, reason, versions, devices, settings, environ, applied, warnings, place=None
+    ):
+        self.backend = backend
+        self.reason = reason
+        self.versions = versions
+        self.devices: "List[str]" = list(devices)
+        self.settings = settings
+        self.environ = dict(environ)
+        self.applied: "List[str]" = list(applied)
+        self.warnings: "List[str]" = list(warnings)
+        self.place = place
+        self.parallelized = {}  # type: dict
+
+    def __repr__(self):
+        return "<Configuration {} on {}>".format(self.backend, listed(self.devices))
+
+    def __str__(self):
+        variables = [
+            "{} removed".format(name) if value is None else "{}={}".format(name, value)
+            for name, value in sorted(self.environ.items())
+        ]
+        models = ["{} on {}".format(*pair) for pair in self.parallelized.items()]
+        if self.settings.parallelize and not models:
+            models = ["no model has been compiled yet"]
+        return report([
+            ("backend", ["{} ({})".format(self.backend, self.reason)]),
+            ("versions", [", ".join("%s %s" % pair for pair in self.versions.items())]),
+            ("asked", [self.settings.asked()]),
+            ("chosen", [self.settings.devices.outcome()]),
+            ("devices", [listed(self.devices)]),
+            ("ranks", [str(self.place)] if self.place else []),
+            ("models", models),
+            ("variables", variables or ["none set"]),
+            ("applied", self.applied or ["nothing"]),
+            ("warnings", self.warnings or ["none"]),
+        ])  # fmt: skip
+
+
+def listed(devices):
+    """Names of devices in a line; of very many, the first ones, the last one, and their number."""
+    if len(devices) <= _LISTED:
+        return ", ".join(devices)
+    first = ", ".join(devices[:3])
+    return "{}, ..., {} ({} devices)".format(first, devices[-1], len(devices))
+
+
+def report(sections):
+    """Lay out (heading, lines) pairs in two columns; a heading without lines is left out."""
+    width = max(len(heading) for heading, _ in sections) + 2
+    return "\n".join(
+        "{:<{}}{}".format(heading if index == 0 else "", width, line)
+        for heading, lines in sections
+        for index, line in enumerate(lines)
+    )
+
+
+def _invalid_memory(memory, problem):
+    return errors.InvalidArgumentError(
+        'memory={!r} is not understood: {}. Use "grow" (take memory as it is needed), a '
+        'fraction of each GPU such as 0.5, a size per GPU such as "4GiB" or "512MiB", or None '
+        "(the backend's default).".format(memory, problem)
+    )

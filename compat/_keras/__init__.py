@@ -1,0 +1,330 @@
+"""The module that tells the kinds of Keras apart: keras 2, keras-mxnet, tf.keras and Keras 3."""
+
+import contextlib
+import functools
+import os
+import sys
+
+from .. import errors
+from .._configuration import detection, packages
+from .._runtime import patching
+
+
+def keras_of(model):
+    """The Keras (its top module) whose class ``model`` is an instance of, or None.
+
+    Only modules that are imported already are looked at: a model's Keras is.
+    """
+    for parent in type(model).__mro__:
+        if parent.__name__ not in ("Model", "Network", "Container"):
+            continue
+        for prefix, keras in (
+            ("tensorflow.python.keras.", "tensorflow.keras"),
+            ("tensorflow_core.python.keras.", "tensorflow.keras"),  # TensorFlow 1.15 and 2.0
+            ("tf_keras.", "tf_keras"),
+            ("keras.", "keras"),
+        ):
+            if parent.__module__.startswith(prefix):
+                return _module(keras)
+    return None
+
+
+def _module(name):
+    if name.startswith("tensorflow."):  # lazily loaded attributes, not always in sys.modules
+        return functools.reduce(getattr, name.split(".")[1:], sys.modules["tensorflow"])
+    return sys.modules[name]
+
+
+def backend_name(keras):
+    """What this Keras calls the backend it runs on."""
+    return keras.backend.backend() if hasattr(keras.backend, "backend") else "tensorflow"
+
+
+def output_names(model):
+    """The names that a functional or Sequential model's losses go by."""
+    names = getattr(model, "output_names", None)
+    return list(names or [model.layers[-1].name])  # Keras 3's Sequential has none
+
+
+def identity(keras, name):
+    """A layer that gives its input, unchanged, another name."""
+    if backend_name(keras) == "mxnet":
+        # There any layer that returns its input itself fails: K.identity() evaluates it.
+        return keras.layers.LeakyReLU(1.0, name=name)
+    return keras.layers.Activation("linear", name=name)
+
+
+# What Keras 2 makes of a graph, each by a method of the model (``_make_train_function``).
+FUNCTIONS = ("train_function", "test_function", "predict_function")
+
+
+def wraps_a_model(model):
+    """Whether ``model`` is a Sequential of a Keras before 2.2: the model inside does the work."""
+    return "model" in vars(model) and any(c.__name__ == "Sequential" for c in type(model).__mro__)
+
+
+def inner_model(model):
+    """The model that makes the functions of ``model``: itself, or the one inside a ``Sequential``.
+
+    None before that one is built.
+    """
+    return vars(model)["model"] if wraps_a_model(model) else model
+
+
+class InnerModel(patching.InstanceMethod):
+    """What a Sequential before Keras 2.2 does to make its inner model anew, as ``compile`` does.
+
+    Arguments:
+        prepare: called with each inner model that it makes.
+    """
+
+    method = "build"
+
+    def __init__(self, prepare):
+        super().__init__([])
+        self.prepare = prepare
+
+    def __call__(self, model, *args, **kwargs):
+        self.plain(model)(*args, **kwargs)
+        self.prepare(inner_model(model))
+
+    @classmethod
+    def have_prepared(cls, model, prepare):
+        """Call ``prepare`` with the model that makes the functions of ``model``, and later ones."""
+        if wraps_a_model(model):
+            cls(prepare).install(model)
+        if inner_model(model) is not None:
+            prepare(inner_model(model))
+
+
+@contextlib.contextmanager
+def rebuilding_functions(model):
+    """Within, change how a model of Keras 2 makes its functions; afterwards it makes them anew.
+
+    Keras makes new variables for the optimizer's state with every train function. Their values are
+    copied from the old ones. ``model`` is None where it is not built yet.
+    """
+    known = vars(model) if model is not None else {}
+    made = [function for function in FUNCTIONS if known.get(function) is not None]
+    state = model.optimizer.get_weights() if "train_function" in made else None
+    yield
+    for function in made:
+        setattr(model, function, None)
+    if state is not None:
+        model._make_train_function()
+        model.optimizer.set_weights(state)
+
+
+def states(model, attribute):
+    """The variables in which Keras 2's stateful RNNs keep a row for each row of the batch.
+
+    Arguments:
+        attribute: what a variable of the backend has, and None, a state not made yet, has not.
+    """
+    found = []
+    for layer in model.layers:
+        if hasattr(layer, "layers"):
+            found += states(layer, attribute)
+        elif getattr(layer, "stateful", False):
+            found += [s for s in getattr(layer, "states", None) or () if hasattr(s, attribute)]
+    return found
+
+
+def all_layers(model):
+    """A model of tf.keras or Keras 3, and the layers within it, at any depth."""
+    if hasattr(model, "_flatten_layers"):
+        return list(model._flatten_layers())
+    from tensorflow.python.training.tracking import layer_utils  # TensorFlow 2.0
+
+    parts = layer_utils.filter_empty_layer_containers(getattr(model, "_layers", None) or ())
+    return [model] + [layer for part in parts for layer in all_layers(part)]
+
+
+def all_layers_of_keras2(model):
+    """The layers of a model of Keras 2, and those within them, at any depth."""
+    found = list(model.layers)
+    for layer in found:  # which grows meanwhile
+        found += getattr(layer, "layers", None) or ()
+        parts = ("layer", "forward_layer", "backward_layer")  # of wrappers
+        found += [getattr(layer, part) for part in parts if getattr(layer, part, None) is not None]
+    return found
+
+
+def undivided(model):
+    """Why the batches of a model of tf.keras or Keras 3 cannot be split, as a phrase, or None."""
+    recurrent = keras_of(model).layers.RNN
+    for layer in all_layers(model):
+        if isinstance(layer, recurrent) and getattr(layer, "stateful", False):
+            return "its layer {!r} is stateful".format(layer.name)
+    for tensor in getattr(model, "inputs", None) or ():
+        if tensor.shape.ndims if hasattr(tensor.shape, "ndims") else len(tensor.shape):
+            if tensor.shape[0] is not None:
+                return "its batch size is fixed to {}".format(tensor.shape[0])
+    return None
+
+
+def warn_not_divided(model, reason, device):
+    errors.warn(
+        "parallelize() leaves model {!r} on {}: {}, so its batches cannot be split. The "
+        "numbers are those of one device, and so is the speed.".format(model.name, device, reason)
+    )
+
+
+def warn_of_placed_parts(model, parts, devices):
+    """Warn that replicas on ``devices`` run the ``parts``, too, that ``device()`` placed."""
+    if not parts:
+        return
+    errors.warn(
+        "Parts of {} were placed on {} by device(), but parallelize() runs all of it on each of "
+        "{}. Leave out one of the two; parallelize(model, gpus=1) puts the parts back.".format(
+            model.name, ", ".join(parts), ", ".join(devices)
+        )
+    )
+
+
+def warn_of_distribution(model):
+    """Say that Keras 3's own distribution does nothing; on JAX alone it does something."""
+    keras = keras_of(model)
+    distribution = getattr(getattr(keras, "distribution", None), "distribution", None)
+    if distribution is not None and distribution() is not None:
+        errors.warn(
+            "A keras.distribution is set: on {} Keras accepts it and does nothing with it. "
+            "Remove keras.distribution.set_distribution(); parallelize() splits the batches "
+            "by itself.".format(keras.backend.backend())
+        )
+
+
+def compiled_with(model):
+    """The arguments of Keras 3's ``compile``."""
+    return getattr(getattr(model, "_compile_config", None), "config", None) or {}
+
+
+def wrapped_optimizers(optimizer):
+    """An optimizer, and those that it wraps, each once: one may know what wraps it."""
+    found = [] if optimizer is None else [optimizer]
+    for each in found:
+        for value in vars(each).values():
+            is_one = hasattr(value, "get_updates") or hasattr(value, "apply_gradients")
+            if is_one and all(value is not other for other in found):
+                found.append(value)
+    return found
+
+
+def in_stateless_scope(keras):
+    """Whether somebody calls a Keras 3 model as a pure function: then they hold its state."""
+    if not hasattr(keras, "StatelessScope"):
+        return False
+    with keras.StatelessScope(initialize_variables=False) as scope:
+        return scope.original_scope is not None
+
+
+def reader_and_writer(model):
+    """Functions that read a list of variables as arrays, and write pairs of variable and array."""
+    keras = keras_of(model)
+    if hasattr(keras.backend, "batch_set_value"):
+        return keras.backend.batch_get_value, keras.backend.batch_set_value
+
+    def read(variables):
+        return [keras.ops.convert_to_numpy(variable) for variable in variables]
+
+    def write(pairs):
+        for variable, value in pairs:
+            variable.assign(value)
+
+    return read, write
+
+
+def check_floatx(floatx, backend):
+    """Refuse a float type that a Keras on this backend does not know."""
+    for name in keras_packages(backend) if floatx == "bfloat16" else ():
+        version = packages.version("tf_keras" if name == "tf_keras" else "keras") or "2"
+        if int(version.partition(".")[0]) < 3:
+            raise errors.InvalidArgumentError(
+                "floatx='bfloat16' was asked for, which Keras 3 knows, and {} here is Keras 2. Use "
+                '"float16" or "float32", or install Keras 3.'.format(name)
+            )
+
+
+def set_floatx(floatx, backend):
+    """Set the float type of every Keras on this backend, importing those that are installed.
+
+    Keras reads its float type from its own file when it is imported, whatever the backend was
+    told, so the two would disagree (keras#3772).
+
+    Returns:
+        Lines for the report.
+    """
+    lines = []
+    for name in keras_packages(backend):
+        keras = _import(name)
+        keras.backend.set_floatx(floatx)
+        lines.append("{}.backend.set_floatx({!r})".format(name, floatx))
+    return lines
+
+
+def versions(backend):
+    """Versions of the backend's framework and of the standalone Keras packages, as installed."""
+    found = {backend.framework: detection.installed_version(backend)}
+    for name in ("keras", "keras-mxnet", "tf_keras"):
+        found[name] = packages.version(name)
+    return {name: version for name, version in found.items() if version}
+
+
+def keras_packages(backend):
+    """The installed Keras packages that run on this backend, first the one a program would use."""
+    running, _ = detection.keras_backend(os.environ)
+    names = ["keras"] if running in (backend.name, backend.framework) else []
+    if backend.framework == "tensorflow":
+        names.append("tensorflow.keras")
+        if packages.version("tf_keras"):
+            # `import keras` and tf.keras stay Keras 3 unless this makes tf.keras tf_keras.
+            asked = os.environ.get("TF_USE_LEGACY_KERAS") in ("1", "true", "True")
+            names.insert(0 if asked else len(names), "tf_keras")
+        if _v1_keras() is not None:
+            names.insert(0, "tensorflow.compat.v1.keras")
+    return names
+
+
+def _v1_keras():
+    """``tf.compat.v1.keras`` where TensorFlow 2 runs in sessions, else None.
+
+    There tf.keras has no functions for sessions, and optimizers (2.11 to 2.15) that fail.
+    Keras 3, which has another name for itself there, knows no sessions.
+    """
+    tf = sys.modules.get("tensorflow")
+    if tf is None or hasattr(tf, "Session"):  # TensorFlow 1
+        return None
+    if not hasattr(tf, "executing_eagerly") or tf.executing_eagerly():
+        return None
+    keras = tf.compat.v1.keras
+    return keras if hasattr(keras.backend, "set_session") else None
+
+
+def _import(name):
+    import importlib
+
+    try:
+        return importlib.import_module(name)
+    except Exception as error:  # whatever an installation can do wrong
+        if name.startswith("tensorflow."):
+            return _module(name)
+        raise errors.broken_install(name, error) from error
+
+
+def import_keras(backend):
+    """Import the Keras that runs on this backend: the standalone one where it does.
+
+    Raises:
+        NotInstalledError: none does.
+        BrokenInstallError: it is installed, but importing it fails.
+    """
+    names = keras_packages(backend)
+    if names:
+        return _import(names[0])
+    text = (
+        "No Keras that runs on {} is installed, or KERAS_BACKEND and keras.json choose another "
+        "backend for it."
+    )
+    if backend.extra:  # else it is a third party's
+        text += ' Install one: pip install "keras-gpu-compat[{}]".'
+    raise errors.NotInstalledError(text.format(backend.name, detection.extra_of([backend])))

@@ -1,0 +1,171 @@
+"""``configure_gpu(parallelize=True)``: every Keras model is parallelized when it is compiled."""
+
+import contextlib
+import functools
+import os
+import threading
+
+from .. import _keras, errors
+from .._runtime import on_import, patching
+from .._runtime.process import process
+from . import wrappers
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, Callable
+
+    from ..backend import Backend
+
+# The modules whose classes define ``compile``, in all Kerases since 2.0.
+_MODULES = [
+    package + module
+    for package in (
+        "keras.",  # keras 2, keras-mxnet, tf.keras from 2.6 to 2.12
+        "keras.src.",  # tf.keras from 2.13
+        "tf_keras.src.",
+        "tensorflow.python.keras.",
+        "tensorflow.python.keras._impl.keras.",  # TensorFlow 1.4
+        "tensorflow_core.python.keras.",  # TensorFlow 1.15 and 2.0
+    )
+    for module in ("engine.training", "engine.training_v1", "models")
+] + ["keras.src.trainers.trainer"]  # Keras 3
+_CLASSES = ("Model", "Sequential", "Trainer")
+
+#: What ``parallelize()`` notes in a model that a script gave it.
+BY_HAND = "_compat_by_hand"
+
+_compiling = threading.local()  # .depth: an old Sequential compiles another model inside
+
+
+def install(backend: "Backend", parallelize: "Callable[..., Any]") -> None:
+    """Call ``parallelize`` with every Keras model that is compiled from now on, before it is.
+
+    Arguments:
+        backend: the one that was configured.
+    """
+    process.parallelizes_compiled = True
+    environ = {name: os.environ.get(name) for name in backend.variables}
+
+    def prepare(model, arguments):
+        _warn_of_changes(environ)
+        if BY_HAND in vars(model):
+            return False
+        because = _choice_of_script(model, arguments, backend) or _obstacle(model, parallelize)
+        if because is not None:
+            errors.warn(
+                "parallelize=True leaves the model {!r} as it is, because {}".format(
+                    model.name, because
+                )
+            )
+        return because is None
+
+    def patch(module):
+        for name in _CLASSES:
+            owner = getattr(module, name, None)
+            if owner is None or "compile" not in vars(owner):
+                continue
+            # A module may have another one's class; keras-mxnet's has its backend's Model.
+            if patching.find(owner, "compile") is None:
+                value = _compiling_after(prepare, vars(owner)["compile"])
+                patching.Patch(owner, "compile", value)
+                if hasattr(owner, "__setstate__"):
+                    value = _unpickling(prepare, owner.__setstate__)
+                    patching.Patch(owner, "__setstate__", value)
+
+    for name in _MODULES:
+        on_import.call(patch, name)
+
+
+@contextlib.contextmanager
+def _inside():
+    """Within, what is compiled is a part of another model, or becomes one."""
+    depth = getattr(_compiling, "depth", 0)
+    _compiling.depth = depth + 1
+    try:
+        yield
+    finally:
+        _compiling.depth = depth
+
+
+def _compiling_after(prepare, compile):
+    @functools.wraps(compile)  # with its attributes: Keras marks the method as its own
+    def compile_parallelized(model, *args, **kwargs):
+        prepared = not getattr(_compiling, "depth", 0) and prepare(model, kwargs)
+        with _inside():
+            result = compile(model, *args, **kwargs)
+        if prepared and kwargs.get("jit_compile") is True:
+            prepare(model, kwargs)  # again: some backends refuse a model that is compiled so
+        return result
+
+    return compile_parallelized
+
+
+def _unpickling(prepare, set_state):
+    """Keras 2 unpickles and compiles another model, whose attributes it copies to this one."""
+
+    @functools.wraps(set_state)
+    def set_state_parallelized(model, state):
+        with _inside():
+            set_state(model, state)
+        if getattr(model, "optimizer", None) is not None:
+            prepare(model, {})
+
+    return set_state_parallelized
+
+
+def _obstacle(model, parallelize):
+    """Why a model cannot be parallelized, as a sentence's end; None: it was.
+
+    Whatever is raised, the script would run without it: the model goes back to plain. Under
+    ``strict=True`` that is an error, and on ranks, each of which would train a model of its own.
+    """
+    try:
+        parallelize(model)
+        return None
+    except Exception as error:
+        configuration = process.configuration
+        if configuration is not None and (configuration.settings.strict or configuration.place):
+            raise
+        # In Keras 3 a layer may be a Trainer as well.
+        if isinstance(error, errors.NotAModelError):
+            return "its class is no keras.Model."
+        with contextlib.suppress(Exception):
+            parallelize(model, gpus=1)
+        if isinstance(error, errors.CompatError):
+            return "it cannot run on several devices: {}".format(error)
+        return "preparing it failed: {}: {}".format(type(error).__name__, error)
+
+
+def _choice_of_script(model, arguments, backend):
+    """What the script has chosen for a model that it compiles so, as a sentence's end."""
+    if arguments.get("context") is not None:  # keras-mxnet
+        return "it is compiled with context={!r}.".format(arguments["context"])
+    strategy = arguments.get("distribute")  # tf.keras before 1.14
+    for name in ("_distribution_strategy", "distribute_strategy"):
+        strategy = strategy or getattr(model, name, None)
+    if getattr(strategy, "num_replicas_in_sync", 1) > 1:  # there is always a default one
+        return "it was built under a {}.".format(type(strategy).__name__)
+    distribution = getattr(_keras.keras_of(model), "distribution", None)
+    if distribution is not None and distribution.distribution() is not None:
+        return "keras.distribution.set_distribution() was called."
+    if wrappers.splits_batches(model):
+        return "it is a wrapper such as multi_gpu_model() makes, which splits batches itself."
+    if any(hasattr(tensor, "assign") for tensor in getattr(model, "inputs", None) or ()):
+        return "one of its inputs is a variable, which has no rows to divide."
+    placed = backend.placed_parts(model)
+    if placed:
+        return "parts of it were placed on {} by device().".format(", ".join(placed))
+    return None
+
+
+def _warn_of_changes(environ):
+    for name, before in sorted(environ.items()):
+        now = os.environ.get(name)
+        if now != before:
+            environ[name] = now
+            errors.warn(
+                "{}={} was set after configure_gpu() had chosen the devices (then it was {}), "
+                "which stay as they are. Set it before, or leave it out.".format(
+                    name, now, "not set" if before is None else before
+                )
+            )

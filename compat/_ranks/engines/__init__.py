@@ -1,0 +1,289 @@
+"""What the ranks of a framework talk through: its part that carries numbers between processes.
+
+Here is what all engines have in common; each is a subclass beside its backend.
+"""
+
+import contextlib
+import os
+import pickle
+import sys
+import threading
+import time
+import traceback
+
+from ... import _ranks, errors
+from ..._runtime.process import process
+from .. import rendezvous
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, Callable, Iterator, List, Optional, Sequence, Tuple
+
+    from ..place import Place
+
+
+class Engine:
+    """What the ranks of one framework talk through. Subclasses join the others when created.
+
+    Every rank calls the same methods in the same order. A subclass has ``sum``, ``problem``, and
+    ``broadcast`` or ``broadcast_bytes``, at least; ``Backend.distribute`` gets this process's
+    engine from ``join(place)``.
+
+    Arguments:
+        place: this process's place among the ranks.
+
+    Attributes:
+        place: the same.
+        others: the other ranks.
+        timeout: how long this rank waits for the others, in seconds.
+        steps: how many steps the ranks have done together since the last epoch began.
+        totals: of the last step, the sums over all ranks of the numbers that ``share`` was given.
+    """
+
+    #: What errors call it; None for the name of its class.
+    name: "Optional[str]" = None
+
+    def __init__(self, place: "Place") -> None:
+        self.place = place
+        self.others = [rank for rank in range(place.size) if rank != place.rank]
+        self.timeout = _ranks.timeout(os.environ)
+        self.steps = 0
+        self.more = []  # type: List[float]  # exchanged with each step's rows
+        self.totals = None  # type: Any
+
+    @classmethod
+    def join(cls, place: "Place") -> "Any":
+        """This process's place in the engine, where it joins the others the first time."""
+        if cls not in process.engines:
+            process.engines[cls] = cls(place)
+        return process.engines[cls]
+
+    def rendezvous(self) -> "Tuple[str, int]":
+        """The host and the port of rank 0, for ranks whose launcher keeps no store.
+
+        Raises:
+            RankError: nothing tells where.
+        """
+        return rendezvous.require(self.place, self.name or type(self).__name__)
+
+    def listen(self) -> "Any":
+        """Rank 0's socket, which listens there, and for no more machines than it must.
+
+        Raises:
+            RankError: as ``rendezvous``, or the port is taken.
+        """
+        return rendezvous.listen(self.place, *self.rendezvous())
+
+    def check_size(self, size: int) -> None:
+        """Refuse to train alone where the launcher started several processes."""
+        if size != self.place.size:
+            engine = self.name or type(self).__name__
+            raise errors.RankError(
+                "{} started this process as one of {}, but {} sees {}: each would train alone. "
+                "Start it with the launcher of {}, or with compat run -n {}.".format(
+                    self.place.launcher, self.place.size, engine, size, engine, self.place.size
+                )
+            )
+
+    def sum(self, values: "Sequence[float]") -> "Any":
+        """The sum over all ranks of lists of float64 of one length, as an array."""
+        raise NotImplementedError
+
+    def gather(self, numbers: "Sequence[int]") -> "List[List[int]]":
+        """Each rank's list of whole numbers up to 2**24, of one length, in the order of ranks."""
+        row = [flag * number for flag in self.flags(True) for number in numbers]
+        sums, count = [int(total) for total in self.sum(row)], len(numbers)
+        return [sums[i * count : (i + 1) * count] for i in range(self.place.size)]
+
+    def broadcast(self, value: "Any") -> "Any":
+        """What rank 0 passes: numbers, texts, arrays and lists of them."""
+        import numpy
+
+        content = pickle.dumps(value, 4) if self.place.rank == 0 else b""
+        size = int(self.sum([len(content)])[0])
+        content = numpy.frombuffer(content or bytes(size), "uint8")
+        with self.waiting("for rank 0's weights"):
+            self.arrive()
+            return pickle.loads(self.broadcast_bytes(content).tobytes())
+
+    def broadcast_bytes(self, content: "Any") -> "Any":
+        """Rank 0's array of uint8; what other ranks pass is as long, and all zeros."""
+        raise NotImplementedError
+
+    def state_besides(self, model: "Any") -> "List[Any]":
+        """Variables that training a model of Keras' sets, and that are not among its weights."""
+        return []
+
+    def problem(self, error: Exception) -> "Optional[str]":
+        """The phrase in which this exception tells of a failure between ranks, or None.
+
+        Arguments:
+            error: what an operation within ``waiting`` has raised.
+        """
+        raise NotImplementedError
+
+    def absent(self) -> "List[int]":
+        """The ranks that do not wait here as well, after such a failure, as far as is known."""
+        return []
+
+    def missing(self, has_come: "Callable[[int], Any]", seconds: float = 2.0) -> "List[int]":
+        """The other ranks that do not come in that time."""
+        others, until = self.others, time.monotonic() + seconds
+        while others and time.monotonic() < until:
+            time.sleep(0.1)
+            others = [rank for rank in others if not has_come(rank)]
+        return others
+
+    @contextlib.contextmanager
+    def waiting(self, what: str) -> "Iterator[None]":
+        """Turn the engine's own error within into the loss of a rank that it stands for.
+
+        Arguments:
+            what: what for, in a phrase.
+        """
+        try:
+            yield
+        except Exception as error:
+            problem = self.problem(error)
+            if problem is None:
+                raise
+            raise errors.rank_lost(self.place, what, self.absent(), problem) from error
+
+    @contextlib.contextmanager
+    def watched(
+        self,
+        what: str,
+        seconds: "Optional[float]" = None,
+        absent: "Callable[[], Sequence[int]]" = tuple,
+    ) -> "Iterator[None]":
+        """Within, the main thread waits for others in a way that cannot be interrupted.
+
+        After so many seconds this process ends, with the traceback of an error.
+
+        Arguments:
+            what: what for, in a phrase.
+            seconds: None: ``timeout``.
+            absent: returns the ranks that are known to be missing; called after these seconds.
+        """
+        limit = self.timeout if seconds is None else seconds
+        ended = threading.Event()
+
+        def watch():
+            if not ended.wait(limit):
+                problem = "{:g} seconds are over".format(limit)
+                print_for_main_thread(errors.rank_lost(self.place, what, absent(), problem))
+                os._exit(1)
+
+        threading.Thread(target=watch, daemon=True).start()
+        try:
+            yield
+        finally:
+            ended.set()
+
+    def arrive(self) -> None:
+        """Called where this rank begins to wait for the others in a graph."""
+
+    def resume(self) -> None:
+        """Called where that wait has ended, and the step goes on."""
+
+    def share(self, rows: int, numbers: "Sequence[float]" = ()) -> float:
+        """This rank's share of the step that all ranks begin, where it has so many rows.
+
+        Gradients times the shares sum up to the gradient of all rows.
+
+        Arguments:
+            numbers: more to sum up on the way, as many on all ranks: to ``totals``.
+
+        Raises:
+            RankLostError: other ranks have no more batches.
+        """
+        self.more = list(numbers)
+        total, flags = self._exchange(rows, False)
+        self.stepped(ranks_of(flags))
+        return rows / total
+
+    def stepped(self, ended: "Sequence[int]") -> None:
+        """Count a step. ``ended`` are the ranks that had no more batches.
+
+        Raises:
+            RankLostError: there are such ranks.
+        """
+        if ended:
+            raise errors.RankLostError(
+                "Rank {} of {} has more batches, but {} ran out of them after {}. Give "
+                "every rank the same number: compat.shard() does.".format(
+                    self.place.rank,
+                    self.place.size,
+                    errors.numbered_ranks(ended),
+                    _batches(self.steps),
+                )
+            )
+        self.steps += 1
+
+    def close(self) -> None:
+        """Say that this rank has no more batches in this epoch. All say so at once.
+
+        Raises:
+            RankError: other ranks have more.
+        """
+        ended, place = self._close(), self.place
+        going_on = [rank for rank in range(place.size) if rank not in ended]
+        if going_on:
+            raise errors.RankError(
+                "Rank {} of {} ran out of batches after {}, but {} had more. Give every rank the "
+                "same number: compat.shard() does.".format(
+                    place.rank, place.size, _batches(self.steps), errors.numbered_ranks(going_on)
+                )
+            )
+        self.steps = 0
+
+    def _close(self):
+        """The ranks that have no more batches, this one among them."""
+        return ranks_of(self._exchange(0, True)[1])
+
+    def _exchange(self, rows, flag):
+        """The rows of all ranks, and each rank's flag."""
+        sums = self.sum([float(rows)] + self.flags(flag) + self.more)
+        self.more = [0.0] * len(self.more)  # of one that has no more batches
+        return self.rows_and_flags(sums)
+
+    def rows_and_flags(self, sums: "Any") -> "Tuple[float, Any]":
+        """The rows of all ranks, and each rank's flag, of what was summed up in a step."""
+        size = self.place.size
+        self.totals = sums[1 + size :]
+        return float(sums[0]), sums[1 : 1 + size]
+
+    def flags(self, flag: float) -> "List[float]":
+        """This rank's flag in its place, which sums up to all ranks' flags."""
+        return [float(flag) * (rank == self.place.rank) for rank in range(self.place.size)]
+
+
+def answer(question: "Callable[[], Any]", seconds: float, otherwise: "Any") -> "Any":
+    """What ``question()`` returns, or ``otherwise`` if that takes longer.
+
+    For questions to another process without a limit of their own: one that is stopped (by SIGSTOP,
+    or by a batch system) keeps its connections, and never answers.
+    """
+    found = []  # type: List[Any]
+    asking = threading.Thread(target=lambda: found.append(question()), daemon=True)
+    asking.start()
+    asking.join(seconds)
+    return found[0] if found else otherwise
+
+
+def ranks_of(flags: "Sequence[float]") -> "List[int]":
+    """The ranks whose flag is set."""
+    return [rank for rank, flag in enumerate(flags) if flag]
+
+
+def print_for_main_thread(error):
+    """Print what the main thread, which waits in a framework's hands, would raise and die of."""
+    frame = sys._current_frames()[threading.main_thread().ident]  # type: ignore  # it runs
+    lines = ["Traceback (most recent call last):\n"] + traceback.format_stack(frame)
+    lines += traceback.format_exception_only(type(error), error)
+    print(end="", flush=True)  # works, too, where a stream is closed
+    print("".join(lines), end="", file=sys.stderr, flush=True)
+
+
+def _batches(steps):
+    return "1 batch" if steps == 1 else "{} batches".format(steps)

@@ -1,0 +1,104 @@
+"""Which engines are installed, and for which frameworks: told by files, nothing is imported."""
+
+import collections
+import glob
+import importlib.util
+import os
+import re
+import shutil
+
+from ..._configuration import packages
+
+# What Horovod can be built for, each with a library of its own.
+_HOROVOD = "tensorflow", "mxnet", "torch"
+# Whose libraries these are.
+_MPI = {
+    "libmpi.so.12": "MPICH, Intel MPI or an old Open MPI",
+    "libmpi.so.20": "Open MPI",
+    "libmpi.so.40": "Open MPI",
+}
+
+
+class Installed(collections.namedtuple("Installed", "name version frameworks through launcher")):
+    """An engine that is installed.
+
+    Arguments:
+        name: "Horovod".
+        version: its own, or that of the framework that it is a part of.
+        frameworks: those whose ranks it can connect, as built.
+        through: what it can communicate through: "gloo", "nccl", "libmpi.so.40"; empty: not known.
+        launcher: the path of the program that starts its ranks, where that is separate.
+    """
+
+    def __str__(self):
+        names = ["{} ({})".format(n, _MPI[n]) if n in _MPI else n for n in self.through]
+        through = ["through " + " or ".join(names)] if names else []
+        frameworks = ["for " + (" or ".join(self.frameworks) or "no framework")]
+        launcher = [self.launcher] if self.launcher else []
+        return ", ".join([self.name + " " + self.version] + frameworks + through + launcher)
+
+
+def engines():
+    """All of them, in order of their names."""
+    found = []
+    for name, distributions, look in _ENGINES:
+        version = packages.version(*distributions)
+        spec = importlib.util.find_spec(distributions[0]) if version else None
+        folders = list((spec and spec.submodule_search_locations) or [])
+        parts = look(version, folders[0]) if folders else None
+        if parts is not None:
+            found.append(Installed(name, version, *parts))
+    return found
+
+
+# Each returns the frameworks, what it can communicate through and the launcher; or None.
+
+
+def _horovod(version, folder):
+    return [name for name in _HOROVOD if glob.glob(_inside(folder, name, "mpi_lib*.so"))], [], None
+
+
+def _jax(version, folder):
+    if not os.path.exists(os.path.join(folder, "_src", "distributed.py")):
+        return None
+    cuda = packages.matching(r"jax-cuda\d+-plugin")
+    return ["jax"], ["gloo"] + ["nccl"] * bool(cuda), None
+
+
+def _mpi4py(version, folder):
+    libraries = set()
+    for path in glob.glob(_inside(folder, "MPI*.so")):
+        with open(path, "rb") as file:
+            libraries.update(re.findall(rb"libmpi\w*\.so[.\d]*", file.read()))
+    names = sorted(name.decode() for name in libraries)
+    return ["theano", "cntk"], names, shutil.which("mpirun")
+
+
+def _tensorflow(version, folder):
+    """The cluster of TF_CONFIG, in the versions that have its options."""
+    return None if packages.release(version) < (2, 4) else (["tensorflow"], [], None)
+
+
+def _torch(version, folder):
+    """What torch was compiled with stands in its files for CMake."""
+    through = []
+    for path in glob.glob(_inside(folder, "share", "cmake", "Caffe2", "Caffe2Targets.cmake")):
+        with open(path, encoding="utf-8", errors="replace") as file:
+            text = file.read()
+        through = [name for name in ("gloo", "nccl") if "USE_C10D_" + name.upper() in text]
+    return ["torch"], through, None
+
+
+def _inside(folder, *parts):
+    """A pattern for ``glob``."""
+    return os.path.join(glob.escape(folder), *parts)
+
+
+# Their names, their distributions, of which the first has the module's name, and what looks there.
+_ENGINES = (
+    ("Horovod", ["horovod"], _horovod),
+    ("jax.distributed", ["jax"], _jax),
+    ("mpi4py", ["mpi4py"], _mpi4py),
+    ("TF_CONFIG's cluster", ["tensorflow", "tensorflow-cpu", "tensorflow-gpu"], _tensorflow),
+    ("torch.distributed", ["torch"], _torch),
+)  # type: tuple

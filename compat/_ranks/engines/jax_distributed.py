@@ -1,0 +1,211 @@
+"""jax.distributed: what the ranks of JAX talk through."""
+
+import atexit
+import contextlib
+import os
+import socket
+import threading
+import time
+
+import numpy as np
+
+from ... import errors
+from .. import engines, rendezvous
+from ..addresses import with_port
+
+# How often a rank that waits looks whether another one has gone, in seconds.
+_LOOK = 0.2
+# How long it waits for an answer of rank 0, which may be stopped, in seconds.
+_ANSWER = 2.0
+# How long one that gives up waits for the others to do so, in seconds.
+_GIVE_UP = 3.0
+# How much longer than the other ranks rank 0 waits to start, in seconds.
+_LATER = 1.0
+# How much longer than compat JAX itself waits to start, in seconds.
+_SPARE = 10.0
+
+
+class JaxDistributed(engines.Engine):
+    """jax.distributed: its coordination service, and sums over an array of one row per process.
+
+    It has to be joined before JAX makes its devices.
+    """
+
+    def __init__(self, place):
+        import jax
+
+        super().__init__(place)
+        self.jax = jax
+        self.gave_up = False
+        self.waits = None  # for what, and until when
+        host, port = rendezvous.require(place, "jax.distributed")
+        addresses = {"coordinator_address": with_port(host, port)}
+        if place.rank == 0:
+            # JAX would listen at all addresses, and share the port with another job's service.
+            listening = rendezvous.listen(place, host, port)
+            bound = listening.getsockname()[0]
+            listening.close()
+            addresses["coordinator_bind_address"] = with_port(bound, port)
+        for name, value in (
+            # Else JAX ends a rank by a signal when another one fails, and lets none end alone.
+            ("jax_enable_recoverability", True),
+            # It would ignore the signal by which launchers end ranks.
+            ("jax_enable_preemption_service", False),
+            ("jax_cpu_collectives_implementation", "gloo"),
+        ):
+            if hasattr(jax.config, name):
+                jax.config.update(name, value)
+        # JAX aborts a process when its own timeout is over, so compat's comes first. Rank 0 gives
+        # up last: it runs the service, and JAX aborts ranks that lose the service.
+        limit = self.timeout + (0.0 if place.rank else _LATER)
+        try:
+            with self.watched("to start", limit, lambda: _silent(place, host, port)):
+                jax.distributed.initialize(
+                    num_processes=place.size,
+                    process_id=place.rank,
+                    local_device_ids=[0],  # the one that configure_gpu() has left visible
+                    initialization_timeout=int(limit + _SPARE),
+                    **addresses,
+                )
+        except RuntimeError as error:
+            raise errors.rank_lost(place, "to start", [], str(error).split("\n")[0]) from error
+        self.check_size(jax.process_count())
+        self.store = jax._src.distributed.global_state.client
+        firsts = [
+            next(device for device in jax.devices() if device.process_index == rank)
+            for rank in range(place.size)
+        ]
+        mesh = jax.sharding.Mesh(np.array(firsts), ("ranks",))
+        self.rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("ranks"))
+        whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        self.total = jax.jit(lambda rows: rows.sum(0, dtype=rows.dtype), out_shardings=whole)
+        self.all_rows = jax.jit(lambda rows: rows, out_shardings=whole)
+        atexit.register(self.end)
+        threading.Thread(target=self.watch, daemon=True).start()
+
+    def sum(self, values):
+        # By their bytes: unless told to, JAX makes float32 of float64.
+        row = np.asarray(values, "float64").view("uint32")
+        rows = np.asarray(self.collect(self.all_rows, row, "for the others"))
+        return rows.view("float64").sum(0)
+
+    def sum_array(self, array, what="for the others' gradients"):
+        """The sum of an array over all ranks, on this process's device."""
+        return self.collect(self.total, array, what)
+
+    def collect(self, function, array, what):
+        """What a function makes of all ranks' arrays, on this process's device."""
+        jax = self.jax
+        with self.waiting(what):
+            row = jax.device_put(array[None], jax.local_devices()[0])
+            shape = (self.place.size,) + row.shape[1:]
+            rows = jax.make_array_from_single_device_arrays(shape, self.rows, [row])
+            return function(rows).addressable_data(0).block_until_ready()
+
+    def broadcast_bytes(self, content):
+        return np.asarray(self.sum_array(content, "for rank 0's weights"))
+
+    # Nothing waits for ever -------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def waiting(self, what):
+        """Bound a wait: JAX's own collectives have no limit."""
+        self.waits = what, time.monotonic() + self.timeout
+        try:
+            with super().waiting(what):
+                yield
+        finally:
+            self.waits = None
+
+    def problem(self, error):
+        if not isinstance(error, (self.jax.errors.JaxRuntimeError, ValueError)):  # gloo's, NCCL's
+            return None
+        line = str(error).split("\n")[0]
+        return line.partition("] ")[2] or line  # "Gloo ... failed: [...pair.cc:547] Conn..."
+
+    def absent(self):
+        self.waits = None
+        return self.give_up()
+
+    def watch(self):
+        """End this process where it waits for a rank that has ended, or too long."""
+        while True:
+            time.sleep(_LOOK)
+            waits = self.waits
+            if waits is None:
+                continue
+            what, until = waits
+            ended = self.marked("ended") or []
+            if (ended or time.monotonic() > until) and self.waits is waits:
+                problem = "it has ended" if ended else "no answer for {:g} s".format(self.timeout)
+                lost = self.give_up()
+                error = errors.rank_lost(self.place, what, ended or lost, problem)
+                engines.print_for_main_thread(error)  # which is in JAX's hands
+                self.end()
+                os._exit(1)
+
+    def mark(self, what):
+        def tell():
+            with contextlib.suppress(self.jax.errors.JaxRuntimeError):
+                self.store.key_value_set("compat/{}/{}".format(what, self.place.rank), "-")
+
+        engines.answer(tell, _ANSWER, None)
+
+    def marked(self, what):
+        """The other ranks that have left this mark; rank 0, which keeps them, where it is gone.
+
+        None: it does not answer.
+        """
+
+        def ask():
+            try:
+                found = self.store.key_value_dir_get("compat/{}".format(what))
+            except self.jax.errors.JaxRuntimeError:
+                return [0]
+            marked = {int(key.rsplit("/", 1)[1]) for key, _ in found}
+            return [rank for rank in self.others if rank in marked]
+
+        return engines.answer(ask, _ANSWER, None)
+
+    def give_up(self):
+        """Tell the others, and return those that do not give up as well."""
+        self.mark("gave up")
+        until = time.monotonic() + _GIVE_UP
+        absent = self.others
+        while absent and time.monotonic() < until:
+            time.sleep(_LOOK)
+            marked = self.marked("gave up")
+            absent = [0] if marked is None else [r for r in self.others if r not in marked]
+        self.gave_up = True
+        return absent
+
+    def end(self):
+        """At the end of the program. Rank 0 is the last to go.
+
+        It keeps the marks, and without it JAX ends the others before they have told anything.
+        """
+        self.mark("ended")
+        if self.gave_up:
+            time.sleep(0.0 if self.place.rank else _GIVE_UP)
+            return
+        everyone = list(range(self.place.size))
+        until = time.monotonic() + self.timeout
+        while self.place.rank == 0 and time.monotonic() < until:
+            ended, gave_up = self.marked("ended") or [], self.marked("gave up") or []
+            if len(ended) == self.place.size - 1 and not gave_up:
+                # The others leave JAX's service: it answers when all have, and not before.
+                engines.answer(lambda: self.store.get_live_nodes(everyone), self.timeout, None)
+            if len(set(ended) | set(gave_up)) == self.place.size - 1:
+                return
+            time.sleep(_LOOK)
+
+
+def _silent(place, host, port):
+    """Rank 0, if its service does not respond: an HTTP/2 server sends the first bytes."""
+    if place.rank == 0:
+        return []
+    try:
+        with socket.create_connection((host, port), _ANSWER) as connection:
+            return [] if connection.recv(1) else [0]
+    except OSError:
+        return [0]

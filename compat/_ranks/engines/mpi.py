@@ -1,0 +1,239 @@
+"""MPI, by mpi4py: what the ranks of Theano and of CNTK talk through.
+
+MPI knows no timeouts, and in its own ``MPI_Finalize`` a rank waits for all others, also for those
+that wait for it elsewhere. So everything here is non-blocking and polled in a loop that
+
+- gives up after ``COMPAT_TIMEOUT`` seconds, having asked the others who waits as well,
+- sees at once when a rank has come to its end: it says so, and how far it got, before it waits
+  for the others to come to theirs.
+
+A rank that fails does not call ``MPI_Finalize``: the launcher then ends the others.
+"""
+
+import atexit
+import ctypes
+import os
+import shutil
+import sys
+import time
+
+from ... import errors
+from .. import engines
+from ..launch import starter
+
+# What ranks tell one another besides: that one has come to its end; a question who waits, too;
+# and the answer.
+_LEFT, _ASKS, _WAITS = range(3)
+# How long a rank that ended too early stays, for those that wait for it to tell of it, in seconds.
+_HOLD = 0.5
+# Bytes of a message. MPI goes on with one only while it is asked about it, a little at each time,
+# and ``_wait`` asks the less often the longer it has waited: 26 MB took two ranks 4 seconds whole,
+# and 0.01 in pieces.
+_PIECE = 2**18
+
+
+class MPI(engines.Engine):
+    """The processes of an MPI launcher (mpirun, mpiexec, srun)."""
+
+    def __init__(self, place):
+        super().__init__(place)
+        self.mpi = self._import()
+        self.done = 0  # calls of the others that have come to their ends
+        self.left = {}  # type: dict  # rank that has come to its end -> its ``done``
+        self.waiters = set()  # type: set  # ranks that answered that they wait
+        self.notes = None  # where ranks tell one another what is above
+        self.lost = False
+        self.process = os.getpid()
+        if not self.mpi.Is_initialized():
+            self._initialise()
+        world = self.mpi.COMM_WORLD
+        self.check_size(world.Get_size())
+        # The framework, or the script, may use the world as well.
+        self.comm = self._of_our_own(world)
+        self.notes = self._of_our_own(world)
+        atexit.register(self._leave)
+
+    def sum(self, values):
+        import numpy
+
+        return self.sum_array(numpy.array(values, "float64"), "for the others")
+
+    def sum_array(self, array, what="for the others' gradients"):
+        """The sum of an array over all ranks, in its place: on all of them the same bits."""
+        flat = array.view()
+        flat.shape = -1  # no copy, or an error
+        for piece in _pieces(flat, _PIECE // array.itemsize):
+            self._wait(self.comm.Iallreduce(self.mpi.IN_PLACE, piece), what)
+        return array
+
+    def broadcast_bytes(self, content):
+        received = content.copy()  # may be written to
+        for piece in _pieces(received, _PIECE):
+            self._wait(self.comm.Ibcast(piece), "for rank 0's weights")
+        return received
+
+    # Joining and leaving ----------------------------------------------------------------------
+
+    def _import(self):
+        if not leave_to_engine():
+            raise errors.NotInstalledError(
+                "{} needs mpi4py, which is not installed here, to train with the others. "
+                "Install it for the MPI of the launcher: pip install mpi4py, which compiles "
+                "it where there is no wheel (on Debian and Ubuntu that needs apt-get "
+                "install libopenmpi-dev openmpi-bin).".format(str(self.place).capitalize())
+            )
+        try:
+            from mpi4py import MPI as mpi
+        except ImportError as error:  # linked with an MPI that is not there
+            raise errors.broken_install("mpi4py", error) from error
+        return mpi
+
+    def _initialise(self):
+        provided = ctypes.c_int()
+        library = ctypes.CDLL(self.mpi.__file__)
+        with self.watched("to start"):  # mpi4py's own call would let no other thread run
+            library.MPI_Init_thread(None, None, self.mpi.THREAD_MULTIPLE, ctypes.byref(provided))
+
+    def _of_our_own(self, world):
+        comm, request = world.Idup()
+        self._wait(request, "to start")
+        comm.Set_errhandler(self.mpi.ERRORS_RETURN)
+        return comm
+
+    def _leave(self):
+        """At the end of this process."""
+        if os.getpid() != self.process or self.mpi.Is_finalized():  # a fork is no rank
+            return
+        failed = self.lost or hasattr(sys, "last_type")  # of an exception that ended the script
+        if not failed:
+            self._tell(_LEFT)
+            while len(self.left) < len(self.others) and not self.waiters:
+                self._listen()
+                time.sleep(0.01)
+            if not self.waiters:
+                self.mpi.Finalize()
+                return
+            time.sleep(_HOLD)
+        import mpi4py
+
+        if mpi4py.rc.finalize is not False:  # the script imported it before
+            for stream in (sys.stdout, sys.stderr):
+                print(end="", file=stream, flush=True)  # works, too, where it is closed
+            self.mpi.COMM_WORLD.Abort(1)
+
+    # Waiting ----------------------------------------------------------------------------------
+
+    def _wait(self, request, what):
+        """Wait until all ranks have done what this one asks for."""
+        start = time.monotonic()
+        while not self._test(request, what):
+            waited = time.monotonic() - start
+            self._listen()
+            ended = sorted(rank for rank, done in self.left.items() if done <= self.done)
+            if ended:
+                for rank in ended:
+                    self._tell(_WAITS, rank)
+                raise self._lost(what, ended, "its script has ended")
+            if waited > self.timeout:
+                raise self._lost(what, self.absent())
+            # At first without a pause; later the fewer looks the longer it takes.
+            time.sleep(0 if waited < 0.002 else min(waited / 50, 0.01))
+        self.done += 1
+
+    def _test(self, request, what):
+        try:
+            return request.Test()
+        except self.mpi.Exception as error:  # of a connection, for example
+            raise self._lost(what, [], error) from error
+
+    def _lost(self, what, absent, problem=None):
+        self.lost = True
+        problem = problem or "{:g} seconds are over".format(self.timeout)
+        return errors.rank_lost(self.place, what, absent, problem)
+
+    def absent(self):
+        """The ranks that do not answer that they wait as well."""
+        if self.notes is None:
+            return []
+        self._tell(_ASKS)
+        return self.missing(lambda rank: self._listen() or rank in self.waiters)
+
+    def _tell(self, what, to=None):
+        import numpy
+
+        note = numpy.array([what, self.done])
+        for rank in self.others if to is None else [to]:
+            self.notes.Isend(note, rank).Free()
+        self._told = note  # until it has left
+
+    def _listen(self):
+        """Take what others tell, and answer."""
+        import numpy
+
+        if self.notes is None:
+            return
+        status = self.mpi.Status()
+        while self.notes.Iprobe(status=status):
+            note = numpy.empty(2, int)
+            sender = status.Get_source()
+            self.notes.Recv(note, sender)
+            if note[0] == _LEFT:
+                self.left[sender] = int(note[1])
+            elif note[0] == _ASKS:
+                self._tell(_WAITS, sender)
+            else:
+                self.waiters.add(sender)
+
+
+def _pieces(values, size):
+    return [values[start : start + size] for start in range(0, len(values), size)]
+
+
+def leave_to_engine():
+    """Have the import of ``mpi4py.MPI``, wherever it is, neither begin nor end MPI by itself.
+
+    Returns:
+        Whether mpi4py is installed.
+    """
+    try:
+        import mpi4py
+    except ImportError:
+        return False
+    if "mpi4py.MPI" not in sys.modules:
+        mpi4py.rc.initialize = mpi4py.rc.finalize = False
+    return True
+
+
+def launcher(job):
+    """As ``Backend.launcher``.
+
+    Open MPI refuses more ranks than cores, ties each rank with all its threads to one core or
+    socket, and refuses root; torchrun and horovodrun do none of that. Other MPIs do not read this.
+    It starts its own programs on other machines, from the folder it is in itself if it is called
+    by its path, and hands over variables that are named.
+
+    Raises:
+        NotInstalledError: there is no mpirun.
+        InvalidArgumentError: a machine has a user in front: mpirun would not find it again.
+    """
+    if job.hosts and "@" in job.hosts:
+        raise errors.user_of_host(job.hosts, "mpirun")
+    mpirun = shutil.which("mpirun", path=job.environ.get("PATH"))
+    if mpirun is None:
+        raise errors.NotInstalledError(
+            "Ranks of Theano and CNTK are started by mpirun, which is not on PATH. Install "
+            "the MPI that mpi4py was compiled with: on Debian and Ubuntu, apt-get install "
+            "openmpi-bin."
+        )
+    options = (
+        "OMPI_MCA_rmaps_base_oversubscribe=1",
+        "OMPI_MCA_hwloc_base_binding_policy=none",
+        "OMPI_ALLOW_RUN_AS_ROOT=1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1",
+    )
+    command = ["env"] + list(options) + [mpirun, "-n", str(job.size)]
+    if job.hosts is not None:
+        command += ["--host", job.hosts]
+        for name in sorted(starter.exported(job.environ)):
+            command += ["-x", name]
+    return command

@@ -1,0 +1,252 @@
+"""TF_CONFIG's workers: the cluster of tf.distribute.MultiWorkerMirroredStrategy, and its sums.
+
+The strategy joins the workers and bounds what they send each other. A model is as Keras made it:
+in the strategy's own scope Keras would weigh all workers alike in an uneven last batch, shuffle
+otherwise on each worker the rows that it then deals out, and have rank 0 wait for the others
+wherever it reads a moving average, to save it for example. So steps are those of the backend's
+``ranks``, and the gradients are summed by the operations that the strategy uses.
+"""
+
+import atexit
+import contextlib
+import faulthandler
+import os
+import socket
+import sys
+import time
+import zlib
+
+import numpy as np
+
+from ... import errors
+from .. import clusters, engines, rendezvous
+from . import tensorflow_engine
+
+# What sums together, and how TensorFlow numbers these groups; its strategies begin at 1.
+_HOST, _GPU = "/cpu:0", "/gpu:0"
+_GROUPS = {_HOST: 1000001, _GPU: 1000002}
+# Bytes of the first bucket and of the others: those of torch's DistributedDataParallel.
+_BUCKET_SIZES = [2**20, 25 * 2**20]
+# How long a rank that fails waits for the others to be notified, in seconds.
+_EXIT_TIMEOUT = 3.0
+# In place of the flag of a rank that closes its epoch: that of a process that exits.
+_EXITS = 2.0
+
+
+def _at_once(tensor):
+    """The name of what is summed up by itself, in graphs and outside."""
+    return "at once " + tensor.dtype.name
+
+
+def _buckets(tf, tensors):
+    """The places of dense tensors that are sent together, the last tensors first."""
+    buckets, being_filled = [], {}  # type of number -> places, their bytes
+    for place in reversed(range(len(tensors))):
+        tensor = tensors[place]
+        if not isinstance(tensor, tf.IndexedSlices):
+            places, size = being_filled.pop(tensor.dtype, ([], 0))
+            places.append(place)
+            size += tensor.dtype.size * (tensor.shape.num_elements() or 0)
+            if size < _BUCKET_SIZES[min(len(buckets), 1)]:
+                being_filled[tensor.dtype] = places, size
+            else:
+                buckets.append(places)
+    return buckets + [places for places, _ in being_filled.values()]
+
+
+class TensorFlowCollectives(tensorflow_engine.TensorFlowEngine):
+    """The strategy's cluster. It has to be joined before TensorFlow starts."""
+
+    mark = "ollective"
+
+    def __init__(self, place):
+        import tensorflow as tf
+        from tensorflow.python.eager import context
+
+        super().__init__(place)
+        if getattr(context._context, "_context_handle", None) is not None:
+            raise errors.RankError(
+                "This process is {}, but TensorFlow started before it could join the "
+                "others: a model, a variable or a tensor was made. Give "
+                "compat.parallelize() a function that builds the model, as the first thing "
+                "after configure_gpu(); it joins them, and then calls it.".format(place)
+            )
+        self.tf = tf
+        self.lost = False
+        options = tf.distribute.experimental.CommunicationOptions(timeout_seconds=self.timeout)
+        # In TensorFlow 2's words, which have no "master".
+        cluster, kind, index = clusters.tf_cluster(os.environ)
+        resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+            tf.train.ClusterSpec(cluster), task_type=kind, task_id=index, rpc_layer="grpc"
+        )
+        try:
+            with self._bounded_start(clusters.tf_addresses(cluster)[0]):
+                # It must live as long as the workers do.
+                self.strategy = tf.distribute.MultiWorkerMirroredStrategy(
+                    cluster_resolver=resolver, communication_options=options
+                )
+        except tf.errors.OpError as error:
+            problem = tensorflow_engine.problem_of(error)
+            raise errors.rank_lost(place, "to start", [], problem) from error
+        # The one that configure_gpu() has left visible.
+        self.device = _GPU if tf.config.get_visible_devices("GPU") else _HOST
+        atexit.register(self.leave)
+
+    def sum(self, values):
+        with self.waiting("for the others"):
+            return self._sum(np.asarray(values, "float64"))
+
+    def _sum(self, array):
+        """The sum of an array over all ranks, on the host, at once."""
+        with self.tf.init_scope(), self.tf.device(_HOST):
+            tensor = self.tf.convert_to_tensor(array)
+            return self.reduce(tensor, _HOST, _at_once(tensor)).numpy()
+
+    def broadcast_bytes(self, content):
+        words = np.zeros(-(-content.size // 4), "int32")  # what all sum operations take
+        words.view("uint8")[: content.size] = content
+        return self._sum(words).view("uint8")[: content.size]
+
+    # In the user's graphs ---------------------------------------------------------------------
+
+    def reduce(self, tensor, device, name):
+        """The sum of the ranks' tensors, of one shape."""
+        with self.tf.device(device):
+            return self.tf.raw_ops.CollectiveReduceV2(
+                input=tensor, merge_op="Add", final_op="Id", **self._options(tensor, device, name)
+            )
+
+    def _options(self, tensor, device, name):
+        """What the ranks' operations of one name have in common.
+
+        The strategy numbers operations as they are traced; ranks may trace differently often.
+        TensorFlow takes tensors of one shape for each number.
+        """
+        with self.tf.device(_HOST):
+            number = (zlib.crc32(name.encode()) & 0x3FFFFFFF) + self.tf.size(tensor)
+        return {
+            "group_size": self.place.size,
+            "group_key": _GROUPS[device],
+            "instance_key": number,
+            "ordering_token": [],
+            "communication_hint": "auto" if device == _HOST else "nccl",
+            "timeout_seconds": self.timeout,
+        }
+
+    def sum_numbers_in_graph(self, numbers):
+        return self.reduce(numbers, _HOST, _at_once(numbers))
+
+    def mean(self, tensors, share, name):
+        """In buckets, one after the other, in the order in which gradients are computed."""
+        tf, results = self.tf, list(tensors)
+        before = []
+        for number, places in enumerate(_buckets(tf, tensors)):
+            dtype = tensors[places[0]].dtype
+            flat = tf.concat([tf.reshape(tensors[place], [-1]) for place in places], 0)
+            weighted = flat * tf.cast(share, dtype)
+            with tf.control_dependencies(before):
+                total = self.reduce(weighted, self.device, "{} {}".format(name, number))
+            before = [total]
+            parts = tf.split(total, [tf.size(tensors[place]) for place in places])
+            for place, part in zip(places, parts):
+                results[place] = tf.reshape(part, tf.shape(tensors[place]))
+                results[place].set_shape(tensors[place].shape)
+        for place, tensor in enumerate(tensors):
+            if isinstance(tensor, tf.IndexedSlices):
+                part = "{}_{}".format(name, place)
+                with tf.control_dependencies(before):
+                    results[place] = self._mean_of_rows(tensor, share, part)
+                before = [results[place]]
+        return results
+
+    def _mean_of_rows(self, slices, share, name):
+        """All ranks' rows one after the other: optimizers sum up those of one index."""
+        tf = self.tf
+        values = slices.values * tf.cast(share, slices.values.dtype)
+        mine = tf.one_hot(self.place.rank, self.place.size, dtype=tf.int32)
+        counts = self.reduce(mine * tf.shape(values)[0], _HOST, name + " counts")
+        longest = tf.reduce_max(counts)
+        kept = tf.reshape(tf.sequence_mask(counts, longest), [-1])
+
+        def of_all(tensor, part, before):
+            rows = [[0, longest - tf.shape(tensor)[0]]]
+            columns = tf.zeros([tf.rank(tensor) - 1, 2], tf.int32)
+            padded = tf.pad(tensor, tf.concat([rows, columns], 0))
+            with tf.control_dependencies(before), tf.device(self.device):
+                options = self._options(padded, self.device, "{} {}".format(name, part))
+                gathered = tf.raw_ops.CollectiveGatherV2(input=padded, **options)
+            return tf.boolean_mask(gathered, kept)
+
+        indices = of_all(slices.indices, "indices", [])
+        return tf.IndexedSlices(of_all(values, "values", [indices]), indices, slices.dense_shape)
+
+    # No wait is unbounded ---------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _bounded_start(self, address):
+        """Within, all workers have connected; one that is lost again ends this process.
+
+        TensorFlow would wait for them for an hour, or for ever, and holds Python's lock meanwhile.
+        """
+        host, _, port = address.rpartition(":")
+        connect = self._await_ranks if self.place.rank == 0 else self._find_rank_0
+        absent = connect(host.strip("[]"), int(port), time.monotonic() + self.timeout)
+        if absent:
+            problem = "no answer for {:g} s".format(self.timeout)
+            raise errors.rank_lost(self.place, "to start", absent, problem)
+        faulthandler.dump_traceback_later(self.timeout, exit=True)
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+    def _await_ranks(self, host, port, deadline):
+        """Listen where TensorFlow will; return the ranks that do not connect in time."""
+        connected = {}
+        with contextlib.ExitStack() as stack:
+            listener = stack.enter_context(rendezvous.listen(self.place, host, port))
+            while len(connected) < len(self.others) and time.monotonic() < deadline:
+                with contextlib.suppress(OSError, ValueError):
+                    listener.settimeout(max(0.1, deadline - time.monotonic()))
+                    other = stack.enter_context(listener.accept()[0])
+                    other.settimeout(_EXIT_TIMEOUT)
+                    connected[int(other.recv(16))] = other
+            absent = [rank for rank in self.others if rank not in connected]
+            for other in () if absent else connected.values():
+                with contextlib.suppress(OSError):
+                    other.sendall(b"ready")
+                    other.recv(16)  # it goes first, so that the port is free at once
+        return absent
+
+    def _find_rank_0(self, host, port, deadline):
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError):
+                with socket.create_connection((host, port), deadline - time.monotonic()) as other:
+                    other.sendall(str(self.place.rank).encode())
+                    if other.recv(16):
+                        return []
+            time.sleep(0.1)
+        return [0]
+
+    def rows_and_flags(self, sums):
+        total, flags = super().rows_and_flags(sums)
+        left = [rank for rank, each in enumerate(flags) if each == _EXITS]
+        if left:
+            self.lost = True
+            raise errors.rank_lost(self.place, "for the others", left, "it has ended")
+        return total, flags
+
+    def leave(self):
+        """At the end of the program: notify ranks that go on, and wait for them."""
+
+        def announce():
+            with contextlib.suppress(errors.RankLostError):
+                self._exchange(0, _EXITS)
+
+        if not self.lost:
+            failed = hasattr(sys, "last_type")
+            engines.answer(announce, _EXIT_TIMEOUT if failed else self.timeout, None)
+
+    def absent(self):
+        self.lost = True
+        return []

@@ -1,0 +1,154 @@
+"""torch.distributed: what the ranks of torch talk through."""
+
+import atexit
+import contextlib
+import datetime
+import os
+import re
+import sys
+
+from .. import engines, rendezvous
+
+
+class TorchDistributed(engines.Engine):
+    """The process group of torch.distributed: NCCL between GPUs, gloo between CPUs."""
+
+    def __init__(self, place):
+        import torch.distributed as distributed
+
+        super().__init__(place)
+        self.distributed = distributed
+        self.last = None  # the exchange that all ranks did last
+        self.store = None
+        self.made = False  # this class, and not the script, has made the default group
+        # A stopped rank 0 still accepts connections but never answers, which the store's own
+        # timeouts do not cover.
+        with self.watched("to start", 2 * self.timeout, self._keeper):
+            self._start()
+
+    def _start(self):
+        distributed, place = self.distributed, self.place
+        limit = datetime.timedelta(seconds=self.timeout)
+        cuda = sys.modules["torch"].cuda.is_available()
+        if not distributed.is_initialized():
+            with self.waiting("to start"):
+                self.store = store = _store(distributed, place, limit)
+                # All come to the store first, so that it knows who has not.
+                store.set("compat/came/{}".format(place.rank), "")
+                store.wait(["compat/came/{}".format(r) for r in range(place.size)], limit)
+                with _interface(place):
+                    distributed.init_process_group(
+                        "cpu:gloo,cuda:nccl" if cuda else "gloo",
+                        store=distributed.PrefixStore("compat", self.store),
+                        rank=place.rank,
+                        world_size=place.size,
+                        timeout=limit,
+                    )
+            self.made = True
+        self.check_size(distributed.get_world_size())
+        # What ranks sum up while a backward pass goes on keeps its order within a group of its own,
+        # whatever layers or the script exchange meanwhile, as SyncBatchNorm does.
+        with self.waiting("to start"), _interface(place):
+            self.group = distributed.new_group(timeout=limit)
+        if not cuda:
+            # One of gloo's threads that still lets go of a tensor while Python finalizes ends the
+            # process: "terminate called without an active exception".
+            atexit.register(self._leave)
+
+    def _leave(self):
+        """At the end of this process: the groups made here go, unless the script has done so."""
+        group, self.group = self.group, None
+        if self.distributed.is_initialized():
+            with contextlib.suppress(ValueError):  # the script has destroyed it, and made others
+                self.distributed.destroy_process_group(None if self.made else group)
+
+    def sum(self, values):
+        torch = sys.modules["torch"]
+        tensor = torch.tensor(values, dtype=torch.float64)
+        with self.waiting("for the others' gradients"):
+            self.distributed.all_reduce(tensor)
+        return tensor.numpy()
+
+    def begin_sum(self, tensor):
+        """Begin to sum up a tensor over all ranks, in its place, which ``end_sum`` waits for."""
+        with self.waiting("for the others' gradients"):
+            return self.distributed.all_reduce(tensor, group=self.group, async_op=True)
+
+    def end_sum(self, work):
+        with self.waiting("for the others' gradients"):
+            work.wait()
+
+    def concatenate(self, tensor):
+        """All ranks' tensors of any numbers of rows, one below the other."""
+        torch = sys.modules["torch"]
+        sizes = [size for (size,) in self.gather([len(tensor)])]
+        padded = tensor.new_zeros((max(sizes),) + tensor.shape[1:])
+        padded[: len(tensor)] = tensor
+        found = [torch.empty_like(padded) for _ in sizes]
+        with self.waiting("for the others' gradients"):
+            self.distributed.all_gather(found, padded)
+        return torch.cat([part[:size] for part, size in zip(found, sizes)])
+
+    def _close(self):
+        # Others that have more batches are in an exchange like the last one.
+        return super()._close() if self.last is None else self.last.close()
+
+    def broadcast(self, value):
+        box = [value]
+        with self.waiting("for rank 0's weights"):
+            self.distributed.broadcast_object_list(box, device="cpu")
+        return box[0]
+
+    def problem(self, error):
+        if not isinstance(error, RuntimeError):  # of gloo, NCCL and the store
+            return None
+        # "[.../gloo/transport/tcp/pair.cc:553] Connection closed by peer [...]. This is ...", or
+        # "wait timeout after 25000ms, keys: /compat/came/0, ..."
+        line = re.sub(r"^\[\S*\] ", "", str(error)).strip().split("\n")[0]
+        return line.split(". ")[0].partition(", keys: ")[0]
+
+    def absent(self):
+        """As far as the store still tells."""
+        store = self.store
+        if store is None:  # it could not be reached, or the script has made the group
+            return [] if self.distributed.is_initialized() else self._keeper()
+
+        def who_waits_not():
+            try:
+                store.set("compat/waits/{}".format(self.place.rank), "")
+                return self.missing(lambda rank: store.check(["compat/waits/%d" % rank]))
+            except RuntimeError:  # the store has gone, too
+                return self._keeper()
+
+        return engines.answer(who_waits_not, 4.0, self._keeper())
+
+    def _keeper(self):
+        """The rank that keeps the store, if it is another one."""
+        return [0] if self.place.rank and not rendezvous.torchrun_keeps_store(os.environ) else []
+
+
+def _store(distributed, place, limit):
+    """The store that is the rendezvous."""
+    if rendezvous.torchrun_keeps_store(os.environ):  # it outlives every rank
+        return next(distributed.rendezvous("env://", place.rank, place.size, timeout=limit))[0]
+    host, port = rendezvous.require(place, "torch.distributed")
+    # Who does not come is told by TorchDistributed; the store would only count.
+    options = {"is_master": place.rank == 0, "timeout": limit, "wait_for_workers": False}
+    if place.rank == 0:
+        # By itself the store would listen at all addresses.
+        options["master_listen_fd"] = rendezvous.listen(place, host, port).detach()
+    return distributed.TCPStore(host, port, place.size, **options)
+
+
+@contextlib.contextmanager
+def _interface(place):
+    """Within, gloo listens on the loopback interface where all ranks are on this machine."""
+    name = "GLOO_SOCKET_IFNAME"
+    chooses = name not in os.environ and place.on_one_machine and sys.platform == "linux"
+    if chooses:
+        os.environ[name] = "lo"
+    try:
+        yield
+    finally:
+        if chooses:
+            del os.environ[name]

@@ -1,0 +1,198 @@
+"""Where the output of ranks goes: the terminal, the rank in front, and a file for each rank."""
+
+import collections
+import functools
+import os
+import shlex
+import sys
+import time
+from typing import Any, Callable, Deque, Dict, List, Optional, Set, Tuple
+
+from ... import errors
+from ..._runtime import safe_files
+from . import rank_process
+
+# How many lines of dropped output are kept for the report of a failure.
+TAIL = 20
+# And of each line, so many characters.
+_WIDEST = 10000
+
+
+def say(text: str) -> None:
+    """Print a line of ``compat run``'s own."""
+    print(text, file=sys.stderr, flush=True)
+
+
+class Lines:
+    """Lines of several sources. One that is unfinished is ended before another source's begins."""
+
+    def __init__(self) -> None:
+        # Whose line is unfinished, and what writes to where it stands.
+        self.unfinished: Optional[Tuple[Any, Callable[[str], Any]]] = None
+        # Whose unfinished line was ended for another source's.
+        self.ended: Set[Any] = set()
+
+    def add(self, source, write, text, unfinished, prefix=""):
+        if self.unfinished is not None and self.unfinished[0] != source:
+            self.ended.add(self.unfinished[0])
+            self.end()
+        if source in self.ended:
+            self.ended.remove(source)
+            if not text and not unfinished:  # only the end of that line was to come
+                return
+        begin = prefix if self.unfinished is None else ""
+        # A progress bar goes back to the beginning of its line, where the prefix stands.
+        text = begin + text.replace("\r", "\r" + prefix)
+        self.unfinished = (source, write) if unfinished else None
+        write(text if unfinished else text + "\n")
+
+    def end(self):
+        if self.unfinished is not None:
+            self.unfinished[1]("\n")
+            self.unfinished = None
+
+
+class _Tail:
+    """The last lines of a stream, as a terminal would show them."""
+
+    def __init__(self) -> None:
+        self.lines: Deque[str] = collections.deque(maxlen=TAIL)
+        self.rest = ""
+
+    def add(self, text, unfinished):
+        text = self.rest + text
+        line = text.rstrip("\r")
+        # Of a progress bar only what was printed last is left.
+        self.rest = line.rpartition("\r")[2][-_WIDEST:] + text[len(line) :][:1]
+        if not unfinished:
+            self.lines.append(self.rest.rstrip("\r"))
+            self.rest = ""
+
+    def shown(self):
+        rest = self.rest.rstrip("\r")
+        return (list(self.lines) + ([rest] if rest else []))[-TAIL:]
+
+
+class Output:
+    """What the ranks of one start print.
+
+    Arguments:
+        quiet: drop what ranks other than rank 0 print to standard output, but for the last lines.
+        logs: files that get everything.
+    """
+
+    def __init__(self, quiet: bool = False, logs: "Optional[Logs]" = None) -> None:
+        self.quiet = quiet
+        self.logs = logs
+        self.lines = Lines()
+        self.tails: Dict[int, _Tail] = collections.defaultdict(_Tail)
+
+    def add(self, rank: int, kind: str, text: str, unfinished: bool) -> None:
+        """Show what a rank has printed, the rank in front of each line."""
+        if self.logs is not None:
+            self.logs.add(rank, kind, text, unfinished)
+        if self.quiet and rank and kind == rank_process.OUT:
+            self.tails[rank].add(text, unfinished)
+            return
+        stream = sys.stdout if kind == rank_process.OUT else sys.stderr
+        write = functools.partial(print, end="", file=stream, flush=True)
+        self.lines.add((rank, kind), write, text, unfinished, "[{}] ".format(rank))
+
+    def end(self) -> None:
+        """End the lines that are unfinished."""
+        self.lines.end()
+        if self.logs is not None:
+            self.logs.end()
+
+    def dropped(self, rank: int) -> List[str]:
+        """The last lines of a rank that were not shown, as the report of a failure has them."""
+        lines = self.tails[rank].shown() if rank in self.tails else []
+        about = "compat run: the last lines that rank {} printed to standard output:".format(rank)
+        return [about] + ["[{}] {}".format(rank, line) for line in lines] if lines else []
+
+
+class Logs:
+    """A file for each rank that gets all that it prints, behind what the file has already.
+
+    A file that cannot be written any more, as on a full disk, stops no training.
+
+    Arguments:
+        folder: where they lie; made where it is not there.
+        size: the number of ranks.
+        command: the script and its arguments, for the line that each start begins with.
+
+    Raises:
+        InvalidArgumentError: the files cannot be written, or another job writes them.
+    """
+
+    def __init__(self, folder: str, size: int, command: List[str]) -> None:
+        self.folder = folder
+        self.command = " ".join(map(shlex.quote, command))
+        self.lines = [Lines() for _ in range(size)]
+        self.paths = [os.path.join(folder, "rank-{}.log".format(rank)) for rank in range(size)]
+        self.files: List[int] = []
+        path = folder
+        try:
+            os.makedirs(folder, exist_ok=True)
+            for path in self.paths:
+                flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | safe_files.NOFOLLOW
+                self.files.append(safe_files.plain(path, flags))
+                _lock(self.files[-1])
+        except BlockingIOError:
+            self.close()
+            raise errors.InvalidArgumentError(
+                "--log-dir {}: another job is writing there. Name another folder, or start this "
+                "job when that one has ended.".format(folder)
+            ) from None
+        except OSError as error:
+            self.close()
+            raise errors.InvalidArgumentError(
+                "--log-dir {}: {} cannot be written: {}. Name a folder in which you may make "
+                "files.".format(folder, path, error.strerror)
+            ) from error
+
+    def begin(self, restart: int) -> None:
+        """Begin a start of the job with a line in each file."""
+        header = "==== {}, rank {} of {}, restart {}: {}\n"
+        now, size = time.strftime("%Y-%m-%dT%H:%M:%S%z"), len(self.paths)
+        for rank in range(size):
+            self._write(rank, header.format(now, rank, size, restart, self.command))
+
+    def add(self, rank: int, kind: str, text: str, unfinished: bool) -> None:
+        self.lines[rank].add(kind, lambda text: self._write(rank, text), text, unfinished)
+
+    def end(self) -> None:
+        for lines in self.lines:
+            lines.end()
+
+    def close(self) -> None:
+        while self.files:
+            os.close(self.files.pop())
+
+    def _write(self, rank, text):
+        data = text.encode("utf-8", "replace")
+        try:
+            while data and self.files:
+                data = data[os.write(self.files[rank], data) :]
+        except OSError as error:
+            self.close()
+            say(
+                "compat run: {}: {}. The job goes on, but no more of its output is written to "
+                "the files in {}.".format(self.paths[rank], error.strerror, self.folder)
+            )
+
+
+def _lock(file):
+    """Keep other jobs from a file, where its file system can.
+
+    Raises:
+        BlockingIOError: another one has it.
+    """
+    import fcntl  # not on Windows
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:
+        pass

@@ -1,0 +1,310 @@
+"""What a launcher starts in place of each rank's command, which stands behind it.
+
+Runs the command and tells ``compat run``, on standard output and so through whatever launcher,
+what it printed and how it ended. A message is a line: ``BEGIN``, the rank, its kind, its text.
+"""
+
+import codecs
+import contextlib
+import json
+import os
+import re
+import select
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any, Callable, Dict, List, Optional, Tuple
+
+from ... import _ranks
+
+# Characters that no program prints by chance: ASCII's record and unit separators.
+BEGIN, BETWEEN = "\x1e", "\x1f"
+# Kinds: the rank has started, with the numbers of this process and of the script's; a line of
+# standard output, of standard error, of the traceback; how the rank ended.
+START, OUT, ERR, TRACEBACK, END = "start", "out", "err", "traceback", "end"
+# And what it left for ``compat run --report``, in the file that this variable names.
+REPORT, REPORT_VARIABLE = "report", "COMPAT_REPORT"
+# In front of a kind. A part of a line too long for one message: what follows ends it soon. And the
+# beginning of a line that is not printed to its end yet, such as a progress bar.
+PART, UNFINISHED = "part of ", "unfinished "
+# Characters of up to four bytes each: a write of 4096 bytes to a pipe is never torn apart (POSIX's
+# PIPE_BUF, on Linux).
+_PART = 1000
+# How long a progress bar may stand unfinished before it is shown, in seconds.
+_UNSHOWN = 0.1
+# So many characters of a line are kept for the report of a failure.
+_KEPT = 10000
+# And so many wait at most for the end of their line.
+_WAITING = 1000000
+# How long a rank that was told to end may take.
+_GRACE = 5.0
+# How long a rank that only lost others delays its own end, so that theirs are reported first. One
+# that does not know which ranks it lost waits for longer: the others that were waiting report that
+# too, and compat run names a rank that did not.
+_HOLD, _HOLD_UNKNOWN = 2.0, 5.0
+# How long ranks may take to end after Ctrl-C: they may be saving what they have.
+INTERRUPT_GRACE = 60.0
+
+# So many lines of a traceback are told.
+_LONGEST = 500
+# What begins the second part of a chained traceback.
+_CHAINED = ("During handling of the above", "The above exception was the direct")
+# What TensorFlow's and glog's lines of a log begin with: other threads write them.
+_LOGGED = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d|[IWEF]\d{4} \d\d:\d\d:\d\d")
+# The error of a rank that lost others, and which ones, where it knows them.
+_LOST = re.compile(
+    r"compat\.errors\.RankLostError: (?:.*, but (ranks? \d.*) failed, ended or did not come)?"
+)
+# Python's last line about a script that it cannot run, whenever it is started.
+_CANNOT_RUN = re.compile(r"(SyntaxError|IndentationError|TabError): |(.*: )?No module named ")
+# The exit status of programs that are called in a wrong way: argparse's, and Python's own where
+# there is no such script.
+_USAGE = 2
+
+
+def decode(line: str) -> Optional[Tuple[int, str, str]]:
+    """The rank, the kind and the text of a message, or None: the launcher's own words."""
+    _, begin, message = line.partition(BEGIN)  # launchers may put something in front
+    rank, _, rest = message.partition(BETWEEN)
+    kind, between, text = rest.partition(BETWEEN)
+    return (int(rank), kind, text) if begin and between and rank.isdecimal() else None
+
+
+class Traceback:
+    """The last traceback in what a program writes to standard error, its causes included."""
+
+    def __init__(self) -> None:
+        self.lines = []  # type: List[str]
+        self.prefix = ""  # torch.distributed puts "[rank1]: " in front of each line
+        self.ended = False  # a log follows
+        self.last_line = ""  # whether it is of a traceback or not
+
+    def add(self, line: str) -> None:
+        self.last_line = line
+        prefix, begin, _ = line.partition("Traceback (most recent call last)")
+        if begin:
+            self.prefix = prefix
+            if not any(earlier.startswith(_CHAINED) for earlier in self.lines[-3:]):
+                self.lines = []
+        if begin or line.startswith(_CHAINED):
+            self.ended = False
+        elif _LOGGED.match(line):
+            self.ended = True
+        if begin or (self.lines and not self.ended):
+            line = line[len(self.prefix) :] if line.startswith(self.prefix) else line
+            self.lines = (self.lines + [line])[:_LONGEST]
+
+
+class _Stream:
+    """One of the streams that a rank prints to, sent on line by line.
+
+    What stands in a line that is not ended yet, such as a progress bar, is sent soon, too.
+    """
+
+    def __init__(self, rank: "_Rank", kind: str) -> None:
+        self.rank = rank
+        self.kind = kind
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.unsent = ""  # the end of a line that is not ended yet
+        self.since = 0.0  # when that began to wait
+        self.line = ""  # of the same line what was sent, as far as it is kept
+
+    def take(self, data: bytes) -> None:
+        """Send on the lines that end in these bytes; none: the stream has ended."""
+        first, *lines = self.decoder.decode(data, not data).split("\n")
+        if first and not self.unsent:
+            self.since = time.monotonic()
+        self.unsent += first
+        for line in lines:
+            self.send_line()
+            self.unsent, self.since = line, time.monotonic()
+
+    def show_unfinished(self) -> None:
+        waited = time.monotonic() - self.since >= _UNSHOWN
+        if self.unsent and (waited or len(self.unsent) > _WAITING):
+            self.line = (self.line + self.unsent)[:_KEPT]
+            self.rank.send_in_parts(UNFINISHED + self.kind, self.unsent)
+            self.unsent = ""
+
+    def send_line(self) -> None:
+        self.note_error()
+        self.rank.send_in_parts(self.kind, self.unsent)
+        self.line = self.unsent = ""
+
+    def note_error(self) -> None:
+        if self.kind == ERR:
+            self.rank.traceback.add((self.line + self.unsent)[:_KEPT])
+
+    def end(self) -> None:
+        if self.unsent:
+            self.send_line()
+        elif self.line:
+            self.note_error()
+
+
+class _Rank:
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.traceback = Traceback()
+        self.terminated = False
+        self.interrupted = False
+        self.reader = select.poll()
+        self.reader.register(1, 0)  # tells errors only
+
+    def send(self, kind, text):
+        message = BEGIN + BETWEEN.join([str(self.rank), kind, text]) + "\n"
+        os.write(1, message.encode("utf-8", "replace"))
+
+    def send_in_parts(self, kind, text):
+        last = max(len(text) - 1, 0) // _PART * _PART
+        for start in range(0, last, _PART):
+            self.send(PART + kind, text[start : start + _PART])
+        self.send(kind, text[last:])
+
+    def run(self, command: List[str]) -> int:
+        """Run the command to its end, and tell of it. Returns the exit status."""
+        if REPORT_VARIABLE not in os.environ:
+            return self.end(self.run_with(command, {}))
+        with tempfile.TemporaryDirectory(prefix="compat-report-") as folder:
+            path = os.path.join(folder, "report.json")
+            status = self.run_with(command, {REPORT_VARIABLE: path})
+            with contextlib.suppress(FileNotFoundError):  # it was killed
+                with open(path, encoding="utf-8") as file:
+                    self.send_in_parts(REPORT, file.read())
+        return self.end(status)
+
+    def run_with(self, command: List[str], variables: Dict[str, str]) -> int:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=dict(os.environ, PYTHONUNBUFFERED="1", **dict(_gpus(os.environ), **variables)),
+            preexec_fn=dies_with_this_process(),
+        )
+
+        def terminate(signum, frame):
+            self.terminated = True
+            process.terminate()
+            signal.signal(signal.SIGALRM, lambda *ignored: process.kill())
+            signal.alarm(int(_GRACE))
+
+        def interrupt(signum, frame):
+            self.interrupted = True
+            process.send_signal(signal.SIGINT)
+
+        signal.signal(signal.SIGTERM, terminate)
+        signal.signal(signal.SIGHUP, terminate)
+        signal.signal(signal.SIGINT, interrupt)
+        self.send(START, "{} {}".format(os.getpid(), process.pid))
+        self.forward({process.stdout: OUT, process.stderr: ERR}, process)
+        status = process.wait()
+        return status if status >= 0 else 128 - status
+
+    def forward(self, streams: Dict[Any, str], process: Any) -> None:
+        """Send on what the program prints until it has ended.
+
+        A process of its own that it leaves behind may hold the pipes open longer: not waited for.
+
+        Raises:
+            BrokenPipeError: the output is read no more, as when the connection to this machine
+                is lost. The program then dies with this process.
+        """
+        forwarded = {kind: _Stream(self, kind) for kind in streams.values()}
+        with selectors.DefaultSelector() as selector:
+            for stream, kind in streams.items():
+                selector.register(stream, selectors.EVENT_READ, forwarded[kind])
+            while selector.get_map():
+                ready = selector.select(_UNSHOWN)
+                for key, _ in ready:
+                    data = os.read(key.fd, 65536)
+                    if not data:
+                        selector.unregister(key.fileobj)
+                    key.data.take(data)
+                for stream in forwarded.values():
+                    stream.show_unfinished()
+                if not ready:
+                    if self.reader.poll(0):
+                        raise BrokenPipeError("the output of rank {} is not read".format(self.rank))
+                    if process.poll() is not None:
+                        break
+        for stream in forwarded.values():
+            stream.end()
+
+    def end(self, status: int) -> int:
+        lines = self.traceback.lines if status else []
+        lost = next(filter(None, map(_LOST.match, lines)), None)
+        last = lines[-1] if lines else self.traceback.last_line
+        record = {
+            "status": status,
+            "terminated": self.terminated,
+            "lost": lost and (lost.group(1) or True),
+            "recurs": status == _USAGE or (status > 0 and bool(_CANNOT_RUN.match(last))),
+        }
+        for line in lines:
+            self.send_in_parts(TRACEBACK, line)
+        self.send(END, json.dumps(record))
+        if lost and not self.terminated:
+            time.sleep(_HOLD if lost.group(1) else _HOLD_UNKNOWN)
+        if self.interrupted:
+            self.wait_to_be_terminated()
+        return status
+
+    def wait_to_be_terminated(self) -> None:
+        """Stay until ``compat run`` ends the launcher, which it does when all ranks have ended.
+
+        A launcher that sees one end would kill the others, which may still be saving.
+        """
+        until = time.monotonic() + INTERRUPT_GRACE
+        while not self.terminated and time.monotonic() < until and not self.reader.poll(0):
+            time.sleep(0.05)
+
+
+def _gpus(environ):
+    """The variables that show the GPUs which ``compat run --hosts --gpus`` asked for everywhere.
+
+    Other machines may have more or fewer than the one where it was called. What is short, the
+    script's ``configure_gpu()`` says.
+    """
+    if "COMPAT_GPUS" not in environ:
+        return {}
+    from ..._configuration import device_choice, gpu_selection  # for start-up time
+
+    selection = gpu_selection.parse_gpus(environ["COMPAT_GPUS"])
+    return device_choice.choose(selection, None, environ).environ(environ)
+
+
+def die_with_parent():
+    """Be killed when the process that started this one ends in any way. (Linux.)"""
+    try:
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    except (ImportError, OSError, AttributeError):
+        pass
+
+
+def dies_with_this_process() -> Callable[[], None]:
+    """A ``preexec_fn``: what is started is killed when this process ends in any way."""
+    parent = os.getpid()
+
+    def before_exec():
+        die_with_parent()
+        if os.getppid() != parent:  # it ended before it was asked for its death
+            os._exit(1)
+
+    return before_exec
+
+
+def main(command: List[str]) -> int:
+    place = _ranks.own_place()
+    assert place is not None, "compat run starts this through a launcher"
+    die_with_parent()
+    return _Rank(place.rank).run(command)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

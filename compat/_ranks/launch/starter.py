@@ -1,0 +1,201 @@
+"""``_ranks.launch.starter WHERE [--cluster] COMMAND...``, by ``by_path``: start ranks of a command.
+
+The launcher for engines that have none of their own, or none for several machines. ``WHERE`` is
+how many ranks on this machine, or machines and how many on each: ``first:4,second:4``. Other
+machines are reached by ssh, and have the same folders. One rank that fails ends all.
+
+Each machine's ranks are children of one process there, which is told on its standard input what
+to start. When that input ends, for whatever reason, it ends them; a line "interrupt" interrupts
+them.
+"""
+
+import contextlib
+import itertools
+import json
+import os
+import select
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from typing import Any, Dict, List, Mapping, Sequence
+
+from ... import _ranks
+from ..._runtime import by_path
+from .. import clusters
+from .rank_process import dies_with_this_process
+
+# How long the others may take to end, in seconds.
+_GRACE = 8.0
+# Variables that tell of a machine, or of a login there, and mean nothing on another one.
+_OWN = set("HOME HOST HOSTNAME LOGNAME MAIL OLDPWD PWD SHELL SHLVL TMPDIR USER _".split())
+_OWN_PREFIXES = "BASH_FUNC_", "DBUS_", "DISPLAY", "SSH_", "XDG_"
+
+
+def launcher(job: "_ranks.Job", *options: str) -> List[str]:
+    """As ``Backend.launcher``."""
+    return by_path.command("_ranks.launch.starter") + [job.hosts or str(job.size)] + list(options)
+
+
+def exported(environ: Mapping[str, str]) -> Dict[str, str]:
+    """The variables that ranks on other machines are to have, too."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if name not in _OWN and not name.startswith(_OWN_PREFIXES)
+    }
+
+
+# All machines ---------------------------------------------------------------------------------
+
+
+def start(where: str, cluster: bool, command: Sequence[str]) -> int:
+    """Start the ranks, wait for them, and return the first exit status that is not 0.
+
+    Arguments:
+        where: as the command takes it.
+        cluster: tell each rank the addresses of all ranks, which TensorFlow's workers need.
+        command: what to start in each rank.
+    """
+    machines = [(None, int(where))] if where.isdigit() else _ranks.parse_hosts(where)
+    task = {"command": command, "directory": os.getcwd(), "environ": exported(os.environ)}
+    agents: List[Any] = []
+    for (host, _), ranks in zip(machines, _places(machines, cluster)):
+        agents.append(subprocess.Popen(_agent(host), stdin=subprocess.PIPE))
+        _tell(agents[-1:], json.dumps(dict(task, ranks=ranks)))
+    signal.signal(signal.SIGTERM, lambda *ignored: sys.exit(128 + signal.SIGTERM))
+    # ssh passes no signal on.
+    signal.signal(signal.SIGINT, lambda *ignored: _tell(agents, "interrupt"))
+    try:
+        return _watch(agents)
+    finally:
+        for agent in agents:
+            with contextlib.suppress(BrokenPipeError):
+                agent.stdin.close()
+        wait(agents, 2 * _GRACE)
+
+
+def _tell(agents, line):
+    """Write a line to the processes of machines."""
+    for agent in agents:
+        with contextlib.suppress(BrokenPipeError):  # ssh has failed, and says why
+            agent.stdin.write(line.encode("ascii") + b"\n")
+            agent.stdin.flush()
+
+
+def _places(machines, cluster):
+    """Each machine's ranks: the variables that tell them their places."""
+    size = sum(slots for _, slots in machines)
+    hosts = [host for host, slots in machines for _ in range(slots)]
+    addresses = [
+        "{}:{}".format(_ranks.host_address(host or "127.0.0.1"), port)
+        for host, port in zip(hosts, _free_ports(size))
+    ]
+    names = "COMPAT_RANK", "COMPAT_SIZE", "COMPAT_LOCAL_RANK", "COMPAT_LOCAL_SIZE"
+    ranks = itertools.count()
+    for _, slots in machines:
+        places = []
+        for local_rank, rank in zip(range(slots), ranks):
+            if cluster:
+                places.append(clusters.environ_of_worker(addresses, rank))
+            else:
+                place = dict(zip(names, map(str, (rank, size, local_rank, slots))))
+                places.append(dict(place, COMPAT_RENDEZVOUS=addresses[0]))
+        yield places
+
+
+def _free_ports(count):
+    """Ports that are free here; on another machine they are likely to be."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def _agent(host):
+    """The command that starts a machine's own process."""
+    agent = by_path.command("_ranks.launch.starter")
+    if host is None or _is_here(host):
+        return agent
+    # ssh must not ask for a password; a machine that is gone is noticed in half a minute.
+    options = ["BatchMode=yes", "ConnectTimeout=30", "ServerAliveInterval=10"]
+    ssh = ["ssh"] + [part for option in options for part in ("-o", option)]
+    return ssh + ["--", host, " ".join(map(shlex.quote, agent))]
+
+
+def _is_here(host):
+    """Whether this machine has the host's address: only then can it be listened at."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family) as listening:
+            listening.bind(address)
+    except OSError:  # or a name that only ssh knows
+        return False
+    return True
+
+
+# One machine ----------------------------------------------------------------------------------
+
+
+def start_here() -> int:
+    """Start this machine's ranks as standard input tells, and return as ``start()``."""
+    task = json.loads(sys.stdin.readline())
+    os.chdir(task["directory"])
+    os.environ.update(task["environ"])
+    options: Any = {"stdin": subprocess.DEVNULL, "preexec_fn": dies_with_this_process()}
+    processes = [
+        subprocess.Popen(task["command"], env=dict(os.environ, **place), **options)
+        for place in task["ranks"]
+    ]
+    try:
+        return _watch(processes, sys.stdin)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.terminate()
+        wait(processes, _GRACE)
+
+
+def _watch(processes, told=None):
+    """Wait until all have ended, one has failed, or ``told`` has; an exit status.
+
+    What ``told`` says before is passed on.
+    """
+    while True:
+        ends = [process.poll() for process in processes]
+        failed = [status for status in ends if status]
+        if failed:
+            return failed[0] if failed[0] > 0 else 128 - failed[0]
+        if None not in ends:
+            return 0
+        if select.select([told] if told else [], [], [], 0.05)[0]:
+            if told.readline() != "interrupt\n":
+                return 128 + signal.SIGTERM
+            for process in processes:
+                process.send_signal(signal.SIGINT)
+
+
+def wait(processes: Sequence[Any], seconds: float) -> None:
+    """Wait for processes that were told to end, and kill those that do not."""
+    until = time.monotonic() + seconds
+    for process in processes:
+        try:
+            process.wait(max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def main(arguments: List[str]) -> int:
+    if not arguments:
+        return start_here()
+    where, command = arguments[0], arguments[1:]
+    cluster = command[0] == "--cluster"
+    return start(where, cluster, command[cluster:])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,347 @@
+"""``compat run -n N``: a script as N ranks, through the launcher of the backend's engine.
+
+The launcher starts ``rank_process`` in each rank, which sends what the script prints and how it
+ended through the launcher's own output. So the same code watches ranks under torchrun, mpirun
+and horovodrun, on one machine and on several.
+"""
+
+import contextlib
+import itertools
+import json
+import os
+import select
+import signal
+import subprocess
+import time
+from typing import Any, Dict, Iterator, List, Optional, Tuple
+
+from ... import errors
+from . import output, rank_process
+
+# How long a launcher may take to end the other ranks, after one has failed, in seconds.
+GRACE = 15.0
+
+
+class Ended:
+    """How a rank ended: its exit status (128 + n for signal n), and the traceback it printed.
+
+    ``lost``: only since another rank was not there, or which ones were not: "ranks 4 and 5";
+    ``terminated``: since the launcher said so; ``aborted``: by the framework's own code, without a
+    traceback. ``recurs``: since the script cannot run, which another start would not change.
+    """
+
+    def __init__(self, rank, status, traceback, lost=False, terminated=False, recurs=False):
+        self.rank = rank
+        self.status = status
+        self.traceback = traceback
+        self.lost = lost
+        self.terminated = terminated
+        self.recurs = recurs
+        self.aborted = status == 128 + signal.SIGABRT and not traceback
+
+
+def root_cause(ended: List[Ended]) -> Optional[Ended]:
+    """The rank for which a job failed, from how the ranks ended, in order; None: none failed.
+
+    Where ranks only lost another one, that is the first which ended as if all were done; else the
+    one that had to be ended, since it never came. A rank that its engine aborted after another one
+    had ended lost that one: Horovod 0.28's thread may do so.
+    """
+    failed = [end for end in ended if end.status and not end.terminated]
+    early = [end for end in ended if not end.status]
+    at_fault = [end for end in failed if not end.lost and not (end.aborted and early)]
+    if at_fault or not failed:
+        return next(iter(at_fault), None)
+    absent = [end for end in ended if end.terminated and not end.lost]
+    return (early + absent + failed)[0]
+
+
+class WatchedRanks:
+    """The ranks of one start of a script: what they print, and how they end."""
+
+    def __init__(self, size: int, shown=None, reports=None) -> None:
+        self.size = size
+        self.output = shown or output.Output()
+        self.reports: Dict[int, Any] = {} if reports is None else reports
+        self.ended: List[Ended] = []
+        self.processes: Dict[int, int] = {}  # of each rank the one to be signalled
+        self.scripts: Dict[int, int] = {}  # and the script's own
+        self.tracebacks: Dict[int, List[str]] = {}
+        self.launcher_said: List[str] = []
+        # Of lines too long for one message, what has come: other ranks' messages come between.
+        self.parts: Dict[Tuple[int, str], List[str]] = {}
+
+    def hear(self, line: str) -> None:
+        """Take a line of the launcher's output."""
+        message = rank_process.decode(line)
+        if message is None:
+            self.launcher_said = self.launcher_said[-200:] + [line]
+            return
+        rank, kind, text = message
+        _, is_part, whole = kind.partition(rank_process.PART)
+        if is_part:
+            self.parts.setdefault((rank, whole), []).append(text)
+            return
+        text = "".join(self.parts.pop((rank, kind), []) + [text])
+        unfinished = kind.startswith(rank_process.UNFINISHED)
+        kind = kind[len(rank_process.UNFINISHED) :] if unfinished else kind
+        if kind == rank_process.START:
+            self.processes[rank], self.scripts[rank] = map(int, text.split())
+        elif kind in (rank_process.OUT, rank_process.ERR):
+            self.output.add(rank, kind, text, unfinished)
+        elif kind == rank_process.TRACEBACK:
+            self.tracebacks.setdefault(rank, []).append(text)
+        elif kind == rank_process.REPORT:
+            self.reports[rank] = json.loads(text)
+        elif kind == rank_process.END:
+            end = Ended(rank, traceback=self.tracebacks.get(rank), **json.loads(text))
+            # An engine may end a rank by a signal when another has given up.
+            if end.status > 128 and any(earlier.lost for earlier in self.ended):
+                end.terminated = True
+            self.ended.append(end)
+
+    def failure(self, status: int) -> Optional[str]:
+        """How the job has failed, in a phrase, or None: it has not.
+
+        Arguments:
+            status: the launcher's own.
+        """
+        blame = root_cause(self.ended)
+        if blame is not None:
+            return _rank_ended(blame, self.size)
+        return "the launcher ended with exit status {}".format(status) if status else None
+
+    def recurs(self, have_started: bool) -> bool:
+        """Whether another start would fail in the same way.
+
+        The script cannot run, or the launcher cannot start it.
+
+        Arguments:
+            have_started: all ranks, in this start or an earlier one.
+        """
+        blame = root_cause(self.ended)
+        return blame.recurs if blame is not None else not have_started
+
+    def conclude(self, status: int, then: str = "") -> int:
+        """Say which rank failed, its traceback last, and return the job's exit status.
+
+        Arguments:
+            status: the launcher's own.
+            then: what is to be said behind that.
+        """
+        self.output.end()
+        failure, blame = self.failure(status), root_cause(self.ended)
+        if failure is None:
+            return 0
+        if blame is None:
+            # Those of which nothing is known: their whole machine may have gone.
+            silent = sorted(set(range(self.size)) - {end.rank for end in self.ended})
+            heard = "no rank failed"
+            if silent:
+                heard = "nothing was heard of the end of " + errors.numbered_ranks(silent)
+            report = self.launcher_said + ["compat run: {}; {}.{}".format(failure, heard, then)]
+            report += sum(map(self.output.dropped, silent), [])
+            output.say("\n".join(report))
+            return status if 0 < status < 256 else 1
+        report = ["compat run: {}; the others were ended.{}".format(failure, then)]
+        shown = blame
+        if not blame.status or blame.terminated:  # those that waited for it know what for
+            shown = next(end for end in self.ended if end.lost or end.aborted)
+        if shown is not blame and shown.aborted:
+            said = _rank_ended(shown, self.size)
+            report.append("compat run: then {}; the others were ended.".format(said))
+        report += sum(map(self.output.dropped, sorted({blame.rank, shown.rank})), [])
+        output.say("\n".join(report + (shown.traceback or [])).rstrip("\n"))
+        return shown.status
+
+
+def launch(
+    command, environ, size, elsewhere=False, quiet=False, logs=None, max_restarts=0, reports=None
+) -> int:
+    """Run a launcher to its end, and return the exit status: the failing rank's.
+
+    A signal that tells this process to end is passed on to the ranks; the exit status is then
+    128 + the signal's number.
+
+    Arguments:
+        command: the launcher, and what it is to start in each rank.
+        environ: its environment.
+        size: the number of ranks.
+        elsewhere: some of them may run on other machines.
+        quiet, logs: as ``output.Output`` takes them.
+        max_restarts: how many more times a job that fails is started, at most.
+        reports: gets what each rank of the last start has left for ``compat run --report``.
+    """
+    reports = {} if reports is None else reports
+    told: List[int] = []
+    # One that is ignored stays so: SIGHUP under nohup, SIGINT in the background of a shell script.
+    before = {
+        number: signal.signal(number, lambda number, frame: told.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) != signal.SIG_IGN
+    }
+    have_started = False  # all ranks, once: the launcher can
+    try:
+        for restart in itertools.count():
+            if logs is not None:
+                logs.begin(restart)
+            reports.clear()
+            ranks = WatchedRanks(size, output.Output(quiet, logs), reports)
+            environ = dict(environ, COMPAT_RESTART=str(restart))
+            status = _run(command, environ, ranks, told, elsewhere)
+            if told:
+                ranks.output.end()
+                break
+            have_started = have_started or len(ranks.processes) == size
+            failure, then = ranks.failure(status), ""
+            if ranks.recurs(have_started):
+                then = " It is not restarted, since the next start would fail in the same way."
+            elif restart == max_restarts:
+                then = " No restart is left (--max-restarts {}).".format(max_restarts)
+            status = ranks.conclude(status, then if max_restarts else "")
+            if failure is None or then:
+                return status
+            said = "compat run: restart {} of {}, because {}."
+            output.say(said.format(restart + 1, max_restarts, failure))
+            if not elsewhere:
+                _end_processes(list(ranks.processes.values()) + list(ranks.scripts.values()))
+            if told:
+                break
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return 128 + told[0]
+
+
+def _run(command, environ, ranks, told, elsewhere):
+    """Run the launcher once, and return its exit status."""
+    launcher = subprocess.Popen(
+        command,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        preexec_fn=rank_process.dies_with_this_process(),
+    )
+    with launcher:
+        try:
+            for line in _lines(launcher, ranks, told, elsewhere):
+                ranks.hear(line)
+        finally:
+            _end(launcher)
+    return launcher.wait()
+
+
+def _lines(launcher, ranks, told, elsewhere) -> Iterator[str]:
+    """The launcher's output until it has ended; not for long after a rank has failed.
+
+    Nor after a signal, or when all ranks have ended after one.
+    """
+    rest, deadline, passed_on = b"", None, 0  # type: Any, Optional[float], int
+    descriptor = launcher.stdout.fileno()
+    while deadline is None or time.monotonic() < deadline:
+        if len(told) > passed_on:
+            passed_on = len(told)
+            deadline = time.monotonic() + _pass_on(told[:passed_on], launcher, ranks, elsewhere)
+        if told and len(ranks.ended) == ranks.size:
+            break
+        if select.select([descriptor], [], [], 0.2)[0]:
+            data = os.read(descriptor, 65536)
+            lines = (rest + data).split(b"\n")
+            rest = lines.pop()
+            for line in lines:
+                yield line.decode("utf-8", "replace")
+            if not data:
+                break
+        elif launcher.poll() is not None:
+            break
+        if deadline is None and any(end.status for end in ranks.ended):
+            deadline = time.monotonic() + GRACE
+    if rest:
+        yield rest.decode("utf-8", "replace")
+
+
+def _pass_on(told, launcher, ranks, elsewhere):
+    """Pass the last signal on to the ranks, and return how long they may take, in seconds.
+
+    Launchers make SIGTERM of SIGINT, or give the others little time once one rank has ended: so
+    the ranks are interrupted directly. That cannot be done on other machines, where
+    ``compat._ranks.launch.starter`` does it; what other launchers do there is theirs.
+    """
+    ranks.output.end()
+    running = set(ranks.processes) - {end.rank for end in ranks.ended}
+    if told == [signal.SIGINT] and (elsewhere or len(ranks.processes) == ranks.size):
+        output.say(
+            "compat run: interrupted. The ranks are, too, and have up to {:.0f} seconds to "
+            "end; Ctrl-C again ends them at once.".format(rank_process.INTERRUPT_GRACE)
+        )
+        if elsewhere:
+            launcher.send_signal(signal.SIGINT)
+        for rank in [] if elsewhere else running:
+            _kill(ranks.processes[rank], signal.SIGINT)
+        return rank_process.INTERRUPT_GRACE
+    if len(told) < 3:
+        name = signal.Signals(told[-1]).name
+        output.say("compat run: told to end by {}; the ranks are ended.".format(name))
+        launcher.terminate()
+        return GRACE
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(launcher.pid, signal.SIGKILL)
+    return 1.0
+
+
+def _end(launcher):
+    """End the launcher, and with it the ranks, if it has not ended."""
+    # To the launcher alone, which ends the ranks. In its process group they would be told twice.
+    for end in (launcher.terminate, lambda: os.killpg(launcher.pid, signal.SIGKILL)):
+        if launcher.poll() is None:
+            try:
+                end()
+                launcher.wait(GRACE)
+            except (ProcessLookupError, subprocess.TimeoutExpired):
+                pass
+
+
+def _end_processes(pids):
+    """Wait for processes that were told to end; those of one start must not meet the next one's.
+
+    They may still hold a GPU's memory. A launcher does not always wait for what it has started.
+    """
+    until = time.monotonic() + GRACE
+    while any(map(_runs, pids)) and time.monotonic() < until:
+        time.sleep(0.05)
+    for pid in filter(_runs, pids):
+        _kill(pid, signal.SIGKILL)
+
+
+def _kill(pid, number):
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _runs(pid):
+    """Whether a process of this machine has not ended."""
+    try:
+        os.kill(pid, 0)
+        with open("/proc/{}/stat".format(pid)) as file:
+            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+    except ProcessLookupError:
+        return False
+    except OSError:  # no /proc, or the process has just ended
+        return not os.path.exists("/proc/self")
+
+
+def _rank_ended(ended, size):
+    """How the rank ended for which a job failed."""
+    if not ended.status:
+        how = "ended (exit status 0) while others were still training"
+    elif ended.terminated:
+        how = "did not come to the others, which waited for it"
+    elif isinstance(ended.lost, str):
+        how = "waited for {}, which failed, ended or did not come".format(ended.lost)
+    elif ended.status > 128:
+        how = "was killed by signal {}".format(ended.status - 128)
+    else:
+        how = "failed with exit status {}".format(ended.status)
+    return "rank {} of {} {}".format(ended.rank, size, how)

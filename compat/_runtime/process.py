@@ -1,0 +1,67 @@
+"""What compat keeps of this process, all in one object: ``process``."""
+
+import os
+from _thread import RLock  # threading costs an import
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, Callable, Dict, List, Optional, Tuple
+
+    from .._configuration.settings import Configuration
+
+
+class Process:
+    """What ``configure_gpu()`` did, and what lasts until the process ends.
+
+    Attributes:
+        configuration: what ``configure_gpu()`` returned; None before it is called.
+        first_call: its arguments, normalised, and the environment before it; None likewise.
+        parallelized_before: models parallelized before it, by name, and their devices.
+        claims: open lock files of the idle GPUs that this process took, by UUID. The system drops
+            the locks when the process ends.
+        engines: what its ranks talk through, by class: a process joins each once.
+        configured_by: the command that configured this process before its script began; a call in
+            the script then changes nothing. None: the script's own call does.
+        parallelizes_compiled: whether Keras models are parallelized when they are compiled.
+        on_parallelized: each is called with the name of each model that is parallelized, and where
+            it runs.
+        whole: by the names of models that are not divided, or not all of them, how far they are.
+        batches: how many batches were computed, by what ``work.count()`` was told of them.
+        comparisons: how often ranks have compared the weights that they hold.
+        graph_counters: functions that tell the same of batches that graphs have counted.
+        recording_timeline: the file of the timeline that is being recorded; None: none is.
+        busy: the share of the last timeline's time that each device was executing operations.
+        of_backends: what each backend keeps of its configuration.
+        configuring: held while one thread configures.
+    """
+
+    def __init__(self) -> None:
+        self.configuring = RLock()
+        self.configuration: "Optional[Configuration]" = None
+        self.first_call: "Any" = None
+        self.configured_by: "Optional[str]" = None
+        self.parallelizes_compiled = False
+        self.on_parallelized: "List[Callable[[str, str], None]]" = []
+        self.parallelized_before: "List[Tuple[str, List[str]]]" = []
+        self.whole: "Dict[str, str]" = {}
+        self.batches: "Dict[Any, int]" = {}
+        self.comparisons = 0
+        self.graph_counters: "Dict[Any, Callable[[], Any]]" = {}
+        self.recording_timeline: "Optional[str]" = None
+        self.busy: "Dict[str, float]" = {}
+        self.claims: "Dict[str, int]" = {}
+        self.engines: "Dict[type, Any]" = {}
+        self.of_backends: "Dict[Any, Dict[str, Any]]" = {}
+
+    def start_afresh(self) -> None:
+        """Forget everything, as a test does before and after it configures.
+
+        Claims of idle GPUs are given up. What a framework has fixed stays fixed, environment
+        variables stay as they are, and so do the patches of ``compat._runtime.patching``.
+        """
+        for lock in self.claims.values():
+            os.close(lock)
+        self.__init__()  # type: ignore[misc]
+
+
+process = Process()

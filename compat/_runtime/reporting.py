@@ -1,0 +1,261 @@
+"""Whether every device was used: what was counted, as an object that prints as a table."""
+
+import textwrap
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence
+
+from .. import errors
+from . import work
+from .process import process
+
+WIDTH = 80
+
+
+class DeviceUse(NamedTuple):
+    """What one device has done, or one rank.
+
+    Attributes:
+        device: its name, as the framework has it.
+        rank: the rank whose device it is; None where the process is alone.
+        rows: how many rows it has computed of the batches of parallelized models.
+        training_rows: how many of these were training.
+        steps: batches of which it has computed rows.
+        busy: the share of the last ``timeline()`` in which it was executing operations; or None.
+        memory_peak: the most memory of its GPU that the framework has taken, in bytes; or None.
+        load: how busy the driver says that the GPU is, a share, at the time of the report; or None.
+        idle: why it has computed no rows, a phrase; None where it has.
+    """
+
+    device: str
+    rank: "Optional[int]" = None
+    rows: int = 0
+    training_rows: int = 0
+    steps: int = 0
+    busy: "Optional[float]" = None
+    memory_peak: "Optional[int]" = None
+    load: "Optional[float]" = None
+    idle: "Optional[str]" = None
+
+    def __str__(self):
+        return self.device if self.rank is None else "rank {}".format(self.rank)
+
+
+class Report(NamedTuple):
+    """What each device has done: printable, and as a dictionary.
+
+    Attributes:
+        devices: a ``DeviceUse`` for each configured device; or for each rank.
+        models: where each parallelized model runs, by its name.
+        whole: how far models are divided that are not, or not all of them, by their names.
+        not_told: batches whose rows are not known.
+        absent: ranks that ended without a report.
+        comparisons: how often the ranks have compared their weights.
+    """
+
+    devices: "List[DeviceUse]"
+    models: "Mapping[str, str]"
+    whole: "Mapping[str, str]" = {}
+    not_told: int = 0
+    absent: "Sequence[int]" = ()
+    comparisons: int = 0
+
+    @property
+    def all_worked(self) -> bool:
+        """Whether every device has computed rows."""
+        return bool(self.devices) and not self.absent and all(each.rows for each in self.devices)
+
+    @property
+    def verdict(self) -> str:
+        """Whether every device was used, in a sentence or two; derived from what ran."""
+        if not self.absent:
+            return self._said()
+        absent = "No report came from {}: ended by a signal, or by its machine.".format(
+            errors.numbered_ranks(self.absent)
+        )
+        return self._said() + " " + absent if self.devices else absent
+
+    def _said(self):
+        uses, several = self.devices, len(self.devices) > 1
+        if not any(each.rows for each in uses):
+            return self._nothing_counted()
+        word = "devices" if uses[0].rank is None else "ranks"
+        rows = sorted(each.rows for each in uses if each.rows)
+        if all(each.rows for each in uses):
+            who = "All {} {}".format(len(uses), word) if several else str(uses[0])
+            if self.absent:
+                who = "{} of {} {}".format(len(uses), len(uses) + len(self.absent), word)
+            many = _rows(rows[0])
+            if rows[0] != rows[-1]:
+                many = "{:,} to {:,} rows".format(rows[0], rows[-1])
+            said = "{} worked: {}{}.".format(who, many, " each" if several else "")
+        else:
+            said = "Only {} of {} {} worked.".format(len(rows), len(uses) + len(self.absent), word)
+            for reason in dict.fromkeys(each.idle for each in uses if each.idle):
+                names = " and ".join(str(each) for each in uses if each.idle == reason)
+                said += " {} got no rows: {}.".format(names, reason)
+        if not any(each.training_rows for each in uses):
+            said += " None of it was training: no model was trained."
+        if self.not_told:
+            said += " {}".format(_not_told(self.not_told))
+        return said
+
+    def _nothing_counted(self):
+        if self.not_told:
+            return _not_told(self.not_told)
+        if not self.models:
+            return (
+                "No batch was counted: no model was given to compat.parallelize(), so none was "
+                "split over devices."
+            )
+        model, where = next(iter(self.models.items()))
+        if any(each.rank is not None for each in self.devices):
+            text = "No batch was counted: model {!r} runs as {}, and was not trained."
+        elif "," not in where:
+            text = (
+                "No batch was counted: model {!r} runs on one device, {}, so none was split over "
+                "devices."
+            )
+        else:
+            text = (
+                "No batch was split: model {!r} was given {}, and was never trained or called, or "
+                "ran in one piece."
+            )
+        return text.format(model, where)
+
+    def as_dict(self) -> "Dict[str, Any]":
+        """The same for JSON, with the keys of docs/report.md."""
+        found = dict(self._asdict(), absent=list(self.absent))
+        found["devices"] = [dict(each._asdict()) for each in self.devices]
+        return dict(found, all_worked=self.all_worked, verdict=self.verdict)
+
+    def to_json(self) -> str:
+        import json  # for start-up time
+
+        return json.dumps(self.as_dict(), indent=2)
+
+    def __repr__(self):
+        return "<Report {}>".format(self.verdict)
+
+    def __str__(self):
+        said = ["Model {!r} was {}.".format(*pair) for pair in sorted(self.whole.items())]
+        lines = [line for text in [self.verdict] + said for line in textwrap.wrap(text, WIDTH)]
+        return "\n".join(_table(self.devices) + lines)
+
+
+def joined(reports: "Sequence[Mapping[str, Any]]", absent: "Sequence[int]" = ()) -> "Report":
+    """The report of several ranks, from that of each (``as_dict()``).
+
+    Arguments:
+        absent: ranks that have left none.
+    """
+    uses = [DeviceUse(**each) for report in reports for each in report["devices"]]
+    models: "Dict[str, str]" = {}
+    whole: "Dict[str, str]" = {}
+    for report in reports:
+        models.update(report["models"])
+        whole.update(report["whole"])
+    not_told = sum(report["not_told"] for report in reports)
+    comparisons = min([report["comparisons"] for report in reports] or [0])
+    uses.sort(key=lambda each: each.rank or 0)
+    return Report(uses, models, whole, not_told, absent, comparisons)
+
+
+def _rows(number):
+    return "1 row" if number == 1 else "{:,} rows".format(number)
+
+
+def _not_told(batches):
+    return (
+        "The rows of {:,} {} are not known: the model reads tensors of its own, which nothing "
+        "feeds.".format(batches, "batch" if batches == 1 else "batches")
+    )
+
+
+def _table(uses):
+    """Aligned columns; what is not told of any device is left out."""
+    columns = [
+        ("device", [each.device for each in uses]),
+        ("rows", ["{:,}".format(each.rows) for each in uses]),
+        ("in training", ["{:,}".format(each.training_rows) for each in uses]),
+        ("steps", ["{:,}".format(each.steps) for each in uses]),
+        ("busy", [_share(each.busy) for each in uses]),
+        ("memory peak", [_mebibytes(each.memory_peak) for each in uses]),
+        ("load", [_share(each.load) for each in uses]),
+    ]
+    if any(each.rank is not None for each in uses):
+        columns.insert(0, ("rank", [str(each.rank) for each in uses]))
+    cells = []
+    for name, values in columns:
+        if any(value != "-" for value in values):
+            width = max(map(len, [name] + values))
+            justified = str.ljust if name == "device" else str.rjust
+            cells.append([justified(value, width) for value in [name] + values])
+    return ["  ".join(line).rstrip() for line in zip(*cells)]
+
+
+def _share(value):
+    return "-" if value is None else "{:.0%}".format(value)
+
+
+def _mebibytes(value):
+    return "-" if value is None else "{:,.0f} MiB".format(value / 2.0**20)
+
+
+# What was counted -----------------------------------------------------------------------------
+
+
+def of_this_process(
+    names: "Sequence[str]",
+    rank: "Optional[int]",
+    models: "Mapping[str, str]",
+    memory_peaks: "Mapping[str, int]",
+    loads: "Sequence[Optional[float]]",
+) -> "Report":
+    """The report of what this process has done so far.
+
+    Arguments:
+        names: of the configured devices; of a rank its one.
+        rank: this process's; None where it is alone.
+        models: where each parallelized model runs, by its name.
+        memory_peaks: of GPUs, by their names, in bytes.
+        loads: of the configured devices.
+    """
+    if rank is not None:
+        names = list(names[:1]) or ["-"]
+    seen: "Dict[str, List[Any]]" = {name: [] for name in names}
+    not_told = 0
+    for (devices, sizes, training), number in sorted(work.batches().items(), key=str):
+        if sizes is None:
+            not_told += number
+            continue
+        # A device may not be configured, or no more.
+        for name, size in zip(list(seen)[:1] if devices == ("",) else devices, sizes):
+            seen.setdefault(name, []).append((size * number, number, training, sizes))
+    uses = []
+    for place, (name, batches) in enumerate(seen.items()):
+        rows = sum(rows for rows, _, _, _ in batches)
+        use = DeviceUse(
+            name,
+            rank,
+            rows,
+            training_rows=sum(rows for rows, _, training, _ in batches if training),
+            steps=sum(number for rows, number, _, _ in batches if rows),
+            busy=process.busy.get(name),
+            memory_peak=memory_peaks.get(name),
+            load=loads[place] if place < len(loads) else None,
+            idle=None if rows else _why_idle([sizes for _, _, _, sizes in batches]),
+        )
+        uses.append(use)
+    return Report(uses, models, dict(process.whole), not_told, (), process.comparisons)
+
+
+def _why_idle(batches):
+    """Why a device got no rows of these batches, by the sizes of all devices' parts."""
+    if not batches:
+        return "no batch was split over it"
+    largest = max(map(sum, batches))
+    fewest = min(map(len, batches))
+    if largest < fewest:
+        return "no batch had more than {}, too few for {} devices".format(_rows(largest), fewest)
+    if all(sum(map(bool, sizes)) == 1 for sizes in batches):
+        return "one device computed whole batches, which could not be split"
+    return "batches of up to {:,} rows left none for it".format(largest)

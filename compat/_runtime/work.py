@@ -1,0 +1,59 @@
+"""What each device has done: batches, counted where they are split.
+
+Each backend calls ``count()`` at the one place where the replicas of a batch have run, so that
+what is counted is what was computed, not what was configured. It costs an addition to a dictionary.
+"""
+
+import contextlib
+
+from .process import process
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Dict, Iterator, Optional, Sequence, Tuple
+
+    Batches = Dict[Tuple[Tuple[str, ...], Optional[Tuple[int, ...]], bool], int]
+
+_uncounted = []  # type: list
+
+
+def count(devices: "Sequence[str]", sizes: "Optional[Sequence[int]]", training: bool) -> None:
+    """Count a batch.
+
+    Arguments:
+        devices: those it was split over; of a rank, which is alone with its own, "".
+        sizes: how many of its rows each has computed; None where that is not known.
+        training: whether gradients were wanted.
+    """
+    if not _uncounted:
+        key = tuple(devices), None if sizes is None else tuple(sizes), bool(training)
+        process.batches[key] = process.batches.get(key, 0) + 1
+
+
+def undivided(devices: "Sequence[str]", rows: int) -> "Sequence[int]":
+    """The sizes of a batch that the first device has computed alone."""
+    return [rows] + [0] * (len(devices) - 1)
+
+
+@contextlib.contextmanager
+def uncounted() -> "Iterator[None]":
+    """Within, batches are computed for compat's own purposes, and do not count."""
+    _uncounted.append(True)
+    try:
+        yield
+    finally:
+        _uncounted.pop()
+
+
+def is_counted() -> bool:
+    """Whether what is computed now counts; for a graph: what is computed by it later."""
+    return not _uncounted
+
+
+def batches() -> "Batches":
+    """How many batches there were of each kind: those that Python saw, and those of graphs."""
+    found = dict(process.batches)
+    for read in process.graph_counters.values():
+        for key, number in read():
+            found[key] = found.get(key, 0) + number
+    return found

@@ -1,0 +1,163 @@
+"""Machines on this one, to try ranks on several without having them.
+
+    python -m compat.testing.machines 4 COMMAND...
+
+Runs a command on the machine ``node1``, from where ``ssh node2`` and so on reach the others. They
+are network namespaces (Linux): they share the disk, and of the network nothing but the switch
+between them. Nobody need be root, nothing outside is changed, and what is left running is told,
+and ends with the command.
+
+There is no SSH server: ``ssh`` is a script that enters another namespace, with the environment and
+the folder of a fresh login.
+"""
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+
+OUTSIDE = "--user --map-root-user --net --uts --mount --pid --fork --kill-child --mount-proc"
+SSH = """\
+#!/bin/sh
+while getopts 46o:p:qTtx option; do :; done
+shift $((OPTIND - 1))
+case "${{1#*@}}" in
+    {cases}
+    *) echo "ssh: connect to host $1 port 22: No route to host" >&2; exit 255;;
+esac
+shift
+OPTIND=1  # more of them may follow the machine
+while getopts o:p: option; do :; done
+shift $((OPTIND - 1))
+cd "$HOME"
+exec nsenter --target $process --net --uts env -i HOME="$HOME" PATH=/usr/bin:/bin sh -c "$*"
+"""
+
+
+def command(machines, *arguments):
+    """The command that runs another one on the first of so many machines."""
+    return [sys.executable, os.path.abspath(__file__), str(machines)] + list(arguments)
+
+
+def machine(number):
+    """Its name and its address."""
+    return "node{}".format(number), "10.77.0.{}".format(number)
+
+
+def switch_on(number, process=None):
+    """Connect a machine, that of a process, to the switch. The first one is the switch.
+
+    Horovod asks that machines call the interface between them alike.
+    """
+    enter = ["nsenter", "--target", str(process), "--net"] if process else []
+    if process:
+        port = "port{}".format(number)
+        ip("link add {} type veth peer name eth0 netns {}".format(port, process))
+        ip("link set {} master eth0 up".format(port))
+    else:
+        ip("link add eth0 type bridge")
+    ip("address add {}/24 dev eth0".format(machine(number)[1]), enter)
+    ip("link set eth0 up", enter)
+    ip("link set lo up", enter)
+
+
+def ip(arguments, prefix=()):
+    subprocess.check_call(list(prefix) + ["ip"] + arguments.split())
+
+
+def other_machine(number):
+    """A process in namespaces of its own."""
+    wait = "import socket, sys; socket.sethostname({!r}); print(flush=True); sys.stdin.read()"
+    process = subprocess.Popen(
+        ["unshare", "--net", "--uts", sys.executable, "-c", wait.format(machine(number)[0])],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdout and process.stdout.readline()
+    switch_on(number, process.pid)
+    return process.pid
+
+
+def run(machines, arguments, folder):
+    """Make the machines, and run a command on the first. Returns its exit status."""
+    number_processes_from(os.environ["COMPAT_TESTING_HOSTS"])
+    names = os.path.join(folder, "hosts")
+    with open(names, "w") as file:
+        file.write("127.0.0.1 localhost\n")
+        for number in range(1, machines + 1):
+            file.write("{1} {0}\n".format(*machine(number)))
+    subprocess.check_call(["mount", "--bind", names, "/etc/hosts"])
+    socket.sethostname(machine(1)[0])
+    switch_on(1)
+    others = {number: other_machine(number) for number in range(2, machines + 1)}
+    cases = ["{}) process={};;".format(machine(n)[0], others[n]) for n in others]
+    ssh = os.path.join(folder, "ssh")
+    with open(ssh, "w") as file:
+        file.write(SSH.format(cases="\n    ".join(cases)))
+    os.chmod(ssh, 0o755)
+    environ = dict(os.environ, PATH=folder + os.pathsep + os.environ["PATH"])
+    del environ["COMPAT_TESTING_HOSTS"]
+    status = subprocess.call(arguments, env=environ)
+    left = survivors({os.getpid(), os.getppid()}.union(others.values()))
+    for line in left:
+        print("compat.testing.machines: left running: " + line, file=sys.stderr)
+    return status or bool(left)
+
+
+def number_processes_from(process):
+    """Number the processes of this PID namespace from that of a process outside it.
+
+    Open MPI names the files that ranks share after the host and a PID. Two commands that run at
+    the same time, each on machines of its own, share the disk and must not share PIDs.
+    """
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/ns_last_pid", "w") as file:
+        file.write(process)
+
+
+def survivors(known):
+    """The command lines of all other processes, two seconds from now at the latest."""
+    until = time.monotonic() + 2
+    while True:
+        lines = [
+            " ".join(arguments).strip()  # empty while it is started
+            for number, arguments in processes()
+            if number not in known
+        ]
+        if not lines or time.monotonic() > until:
+            return lines
+        time.sleep(0.1)
+
+
+def processes():
+    """The numbers and the arguments of all processes that have not ended."""
+    for process in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # it has ended since
+            with open("/proc/{}/stat".format(process), errors="replace") as file:
+                state = file.read().rpartition(") ")[2][0]
+            with open("/proc/{}/cmdline".format(process), errors="replace") as file:
+                arguments = file.read().split("\0")
+            if state not in "XZ":
+                yield int(process), arguments
+
+
+def main(machines="", *arguments):
+    if not (machines.isdigit() and 2 <= int(machines) < 250 and arguments):
+        sys.exit(__doc__)
+    missing = [name for name in ("unshare", "nsenter", "mount", "ip") if not shutil.which(name)]
+    if missing:
+        needs = "compat.testing.machines needs {}, which PATH has not. Try: apt-get install {}"
+        sys.exit(needs.format(" and ".join(missing), "util-linux mount iproute2"))
+    if "COMPAT_TESTING_HOSTS" not in os.environ:
+        environ = dict(os.environ, COMPAT_TESTING_HOSTS=str(os.getpid()))
+        inside = ["unshare"] + OUTSIDE.split() + command(machines, *arguments)
+        return subprocess.call(inside, env=environ)
+    with tempfile.TemporaryDirectory() as folder:
+        return run(int(machines), arguments, folder)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
