@@ -4,7 +4,7 @@
 
 Each round is a job of ``compat run`` with Keras on torch. The fault comes from outside, at a random
 moment while the rank starts or trains: it is killed, stopped, slow, has a full disk, or loses the
-network between its machine and the other one (``compat.testing.machines``). Whatever it is, the job
+network between its machine and the other one (``compat.machines``). Whatever it is, the job
 ends within a bound, says which rank had it, leaves no process behind, and leaves checkpoints that
 are whole.
 """
@@ -22,8 +22,7 @@ import tempfile
 import time
 import zipfile
 
-from compat import errors
-from compat.testing import machines
+from compat import errors, machines
 
 #: In the environment of each process of a job, with a value of its own.
 VARIABLE = "COMPAT_SOAK_ROUND"

@@ -9,11 +9,10 @@ import textwrap
 import pytest
 from conftest import ROOT
 
-from compat import _ranks, errors
+from compat import _ranks, errors, machines
 from compat._commands import run_script
 from compat._ranks.launch import rank_process, starter, watching
 from compat._runtime import by_path
-from compat.testing import machines
 
 
 @pytest.mark.parametrize(
@@ -315,7 +314,7 @@ def test_no_rank_survives_the_one_who_started_all(job):
 
 @pytest.mark.parametrize("arguments", [[], ["two", "true"], ["1", "true"], ["2"]])
 def test_wrong_arguments_are_told_the_right_ones(arguments):
-    with pytest.raises(SystemExit, match="python -m compat.testing.machines 4 COMMAND"):
+    with pytest.raises(SystemExit, match="python -m compat.machines 4 COMMAND"):
         machines.main(*arguments)
 
 
@@ -324,9 +323,7 @@ def test_missing_programs_are_told(monkeypatch, tmp_path):
         (tmp_path / name).write_text("")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    message = (
-        "^compat.testing.machines needs ip, which PATH has not. Try: apt-get install .*iproute2$"
-    )
+    message = "^compat.machines needs ip, which PATH has not. Try: apt-get install .*iproute2$"
     with pytest.raises(SystemExit, match=message):
         machines.main("2", "true")
 
@@ -346,4 +343,4 @@ def test_survivors_are_told():
         universal_newlines=True,
     )
     assert completed.returncode == 1
-    assert completed.stderr == "compat.testing.machines: left running: sleep 60\n"
+    assert completed.stderr == "compat.machines: left running: sleep 60\n"

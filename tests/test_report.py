@@ -14,9 +14,9 @@ import test_files
 from conftest import ROOT
 
 import compat
+from compat import machines
 from compat._commands import run_script
 from compat._runtime import reporting, safe_files, work
-from compat.testing import machines
 
 pytestmark = pytest.mark.usefixtures("process")
 

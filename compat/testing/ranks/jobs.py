@@ -17,8 +17,8 @@ import time
 import numpy as np
 import pytest
 
+from ... import machines
 from ..._verification import largest_difference
-from .. import machines
 from ..contract import OfBackend
 from ..spans import in_span
 from .faults import FAILING_JOBS, FAULTY

@@ -1,6 +1,6 @@
 """Machines on this one, to try ranks on several without having them.
 
-    python -m compat.testing.machines 4 COMMAND...
+    python -m compat.machines 4 COMMAND...
 
 Runs a command on the machine ``node1``, from where ``ssh node2`` and so on reach the others. They
 are network namespaces (Linux): they share the disk, and of the network nothing but the switch
@@ -104,7 +104,7 @@ def run(machines, arguments, folder):
     status = subprocess.call(arguments, env=environ)
     left = survivors({os.getpid(), os.getppid()}.union(others.values()))
     for line in left:
-        print("compat.testing.machines: left running: " + line, file=sys.stderr)
+        print("compat.machines: left running: " + line, file=sys.stderr)
     return status or bool(left)
 
 
@@ -149,7 +149,7 @@ def main(machines="", *arguments):
         sys.exit(__doc__)
     missing = [name for name in ("unshare", "nsenter", "mount", "ip") if not shutil.which(name)]
     if missing:
-        needs = "compat.testing.machines needs {}, which PATH has not. Try: apt-get install {}"
+        needs = "compat.machines needs {}, which PATH has not. Try: apt-get install {}"
         sys.exit(needs.format(" and ".join(missing), "util-linux mount iproute2"))
     if "COMPAT_TESTING_HOSTS" not in os.environ:
         environ = dict(os.environ, COMPAT_TESTING_HOSTS=str(os.getpid()))
