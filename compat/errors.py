@@ -9,7 +9,7 @@ import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any
+    pass
 
 _LONGEST = 1900  # characters of a message
 
@@ -220,7 +220,13 @@ def no_ranks(backend):
 
 
 def rank_lost(place, waited, absent, problem):
+    import threading  # for start-up time
+
     lost = numbered_ranks(absent) if absent else "another rank"
+    frame, _ = _users_frame(sys._current_frames().get(threading.main_thread().ident or 0))
+    if frame is not None:
+        name = os.path.basename(frame.f_code.co_filename)
+        waited += " ({}, line {})".format(name, frame.f_lineno)
     return RankLostError(
         "Rank {} of {} waited {}, but {} failed, ended or did not come: {}. Look at what {} "
         "printed. (COMPAT_TIMEOUT, or compat run --timeout, sets how many seconds ranks "
@@ -303,19 +309,28 @@ def fewer(shortage, going_on_with, strict):
 def warn(text):
     """Issue a ``CompatWarning`` at the line of the user's that led to it.
 
-    That is the innermost frame which is in no installed package and not in Python's own library;
-    where there is none (a thread of a framework's), the innermost one outside of compat.
+    Where there is none (a thread of a framework's), at the innermost one outside of compat.
     """
     import warnings
 
+    _, level = _users_frame(sys._getframe(1))
+    warnings.warn(shortened(text), CompatWarning, stacklevel=level + 1)
+
+
+def _users_frame(frame):
+    """The innermost frame which is in no installed package and not in Python's own library.
+
+    Returns:
+        That frame or None, and how many frames out it is from the one given, counted from 1; where
+        it is None, how many the innermost one outside of compat is.
+    """
     library = os.path.dirname(os.__file__) + os.sep
-    frame: "Any" = sys._getframe(1)
-    level, outside = 2, None
+    level, outside = 1, None
     while frame is not None:
         if frame.f_globals.get("__name__", "").partition(".")[0] != __name__.partition(".")[0]:
             outside = outside or level
             path = frame.f_code.co_filename
             if not (path.startswith((library, "<frozen")) or "-packages" + os.sep in path):
-                break
+                return frame, level
         frame, level = frame.f_back, level + 1
-    warnings.warn(shortened(text), CompatWarning, stacklevel=level if frame else outside or 2)
+    return None, outside or 1

@@ -98,9 +98,10 @@ TEXTS = [
         errors.rank_lost,
         (RANKS, "for the others' gradients", [0, 2], "Connection closed by peer"),
         errors.RankLostError,
-        "Rank 1 of 3 waited for the others' gradients, but ranks 0 and 2 failed, ended or did not "
-        "come: Connection closed by peer. Look at what ranks 0 and 2 printed. (COMPAT_TIMEOUT, or "
-        "compat run --timeout, sets how many seconds ranks wait.)",
+        "Rank 1 of 3 waited for the others' gradients (test_errors.py, line LINE), but ranks 0 and "
+        "2 failed, ended or did not come: Connection closed by peer. Look at what ranks 0 and 2 "
+        "printed. (COMPAT_TIMEOUT, or compat run --timeout, sets how many seconds ranks "
+        "wait.)",
     ),
     (
         errors.user_of_host,
@@ -151,7 +152,8 @@ TEXTS = [
     "function, arguments, kind, text", TEXTS, ids=[row[0].__name__ for row in TEXTS]
 )
 def test_text(function, arguments, kind, text):
-    made = function(*arguments)
+    made, line = function(*arguments), inspect.currentframe().f_lineno
+    text = text.replace("LINE", str(line))
     if kind is None:
         assert made == text
     else:

@@ -651,6 +651,32 @@ compat.parallelize(keras.models.Sequential([keras.layers.Dense(1, input_shape=(6
 """
 
 
+# The others' scripts have ended by then.
+EVALUATES_ALONE = """
+import numpy as np
+import compat
+compat.configure_gpu(gpus="cpu")
+from compat import testing
+keras = testing.keras_under_test()
+
+x, y = compat.shard((np.ones((48, 6), "float32"), np.ones((48, 1), "float32")), 8)
+model = compat.parallelize(keras.models.Sequential([keras.layers.Dense(1, input_shape=(6,))]))
+model.compile("sgd", "mse")
+model.fit(x, y, compat.local_batch_size(8), verbose=0)
+if compat.is_chief():
+    model.evaluate(x, y, verbose=0)
+"""
+
+
+def check_evaluation_on_one_rank(folder, backend):
+    """The error names the line at which that rank waits, and not only that it does."""
+    said = what_a_failed_job_says(folder, backend, EVALUATES_ALONE, size=2)
+    waited = (
+        r"^compat.errors.RankLostError: Rank 0 of 2 waited for the .* \(script.py, line 13\), but "
+    )
+    assert re.search(waited, said, re.MULTILINE), said
+
+
 def what_a_failed_job_says(folder, backend, program, size=3, timeout=8):
     """What ``compat run`` prints as errors for a program some of whose ranks do not go on."""
     script = folder / "script.py"

@@ -132,9 +132,9 @@ print("done")
         (
             "sys.exit(3)",
             100,
-            "Rank 0 of 2 waited for the others, but rank 1 failed, ended or did not come: its "
-            "script has ended. Look at what rank 1 printed. (COMPAT_TIMEOUT, or compat run "
-            "--timeout, sets how many seconds ranks wait.)",
+            "Rank 0 of 2 waited for the others (script.py, line 9), but rank 1 failed, ended or "
+            "did not come: its script has ended. Look at what rank 1 printed. (COMPAT_TIMEOUT, or "
+            "compat run --timeout, sets how many seconds ranks wait.)",
         ),
         ("time.sleep(100)", 2, "but rank 1 failed, ended or did not come: 2 seconds are over."),
     ],
@@ -161,7 +161,12 @@ except RuntimeError as error:
 """
     completed = job(tmp_path, program)
     assert completed.returncode
-    assert "Rank 1 of 2 waited for the others, but rank 0 failed" in completed.stdout
+    told = "Rank 1 of 2 waited for the others (script.py, line 8), but rank 0 failed"
+    assert told in completed.stdout
+
+
+def test_evaluation_on_one_rank_is_named_by_its_line(tmp_path):
+    ranks.check_evaluation_on_one_rank(tmp_path, "theano")
 
 
 def test_rank_that_does_not_start_ends_the_job(tmp_path):
@@ -169,7 +174,10 @@ def test_rank_that_does_not_start_ends_the_job(tmp_path):
     completed = job(tmp_path, "if ranks.rank: time.sleep(100)\nmpi.MPI.join(ranks)", timeout=2)
     assert completed.returncode == 1
     assert "Traceback" in completed.stderr
-    assert "\ncompat.errors.RankLostError: Rank 0 of 2 waited to start, " in completed.stderr
+    assert (
+        "\ncompat.errors.RankLostError: Rank 0 of 2 waited to start (script.py, line 6), but "
+        in completed.stderr
+    )
 
 
 @pytest.mark.parametrize("faulty, said", [(None, ""), (1, "ValueError: bad")])

@@ -102,7 +102,7 @@ class Engine:
         content = pickle.dumps(value, 4) if self.place.rank == 0 else b""
         size = int(self.sum([len(content)])[0])
         content = numpy.frombuffer(content or bytes(size), "uint8")
-        with self.waiting("for rank 0's weights"):
+        with self.waiting("for the broadcast from rank 0"):
             self.arrive()
             return pickle.loads(self.broadcast_bytes(content).tobytes())
 

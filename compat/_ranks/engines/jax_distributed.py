@@ -103,7 +103,7 @@ class JaxDistributed(engines.Engine):
             return function(rows).addressable_data(0).block_until_ready()
 
     def broadcast_bytes(self, content):
-        return np.asarray(self.sum_array(content, "for rank 0's weights"))
+        return np.asarray(self.sum_array(content, "for the broadcast from rank 0"))
 
     # Nothing waits for ever -------------------------------------------------------------------
 

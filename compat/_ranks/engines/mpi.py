@@ -69,7 +69,7 @@ class MPI(engines.Engine):
     def broadcast_bytes(self, content):
         received = content.copy()  # may be written to
         for piece in _pieces(received, _PIECE):
-            self._wait(self.comm.Ibcast(piece), "for rank 0's weights")
+            self._wait(self.comm.Ibcast(piece), "for the broadcast from rank 0")
         return received
 
     # Joining and leaving ----------------------------------------------------------------------

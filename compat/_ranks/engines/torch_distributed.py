@@ -95,7 +95,7 @@ class TorchDistributed(engines.Engine):
 
     def broadcast(self, value):
         box = [value]
-        with self.waiting("for rank 0's weights"):
+        with self.waiting("for the broadcast from rank 0"):
             self.distributed.broadcast_object_list(box, device="cpu")
         return box[0]
 

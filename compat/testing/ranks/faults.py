@@ -34,7 +34,7 @@ def name_of(job):
 
 
 _FAILED = "failed with exit status 1; the others were ended."
-_WAITED = "compat.errors.RankLostError: Rank 0 of 2 waited .*"
+_WAITED = r"compat.errors.RankLostError: Rank 0 of 2 waited .* \(\w+.py, line \d+\), but .*"
 _SHORT = (
     "compat.errors.RankError: Rank 1 of 2 ran out of batches after 3 batches, but rank 0 had "
     r"more. Give every rank the same number: compat.shard\(\) does."

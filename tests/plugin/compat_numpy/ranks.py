@@ -68,7 +68,7 @@ class Sockets(Engine):
         return total
 
     def broadcast(self, value):
-        with self.waiting("for rank 0's weights"):
+        with self.waiting("for the broadcast from rank 0"):
             if self.place.rank > 0:
                 return self._receive(self.connections[0])
             for connection in self.connections:
