@@ -5,7 +5,10 @@ Keras' metrics keep of the batches that they have seen (totals, counts, histogra
 matrices) adds up.
 """
 
+import ast
+import collections
 import inspect
+import textwrap
 import types
 
 import numpy as np
@@ -144,8 +147,9 @@ def _sets_state(metric):
             function = getattr(function, "python_function", function)  # under tf.function
             if name in hidden or not isinstance(function, types.FunctionType):
                 continue
-            names = _names_in(inspect.unwrap(function).__code__)
-            if names & _SETTERS:
+            function = inspect.unwrap(function)
+            names = _names_in(function.__code__)
+            if names & _SETTERS and not ("update" not in names and _only_adds(function)):
                 return "{}() sets its variables, and does not add to them".format(name)
             if "super" not in names:
                 hidden.add(name)
@@ -156,6 +160,41 @@ def _sets_state(metric):
                     variable.name, aggregation.lower()
                 )
     return None
+
+
+def _only_adds(function):
+    """Whether all that a method does with its metric is ``self.x.assign(self.x + ...)``.
+
+    So Keras 3's documentation writes metrics. What is added may not depend on the metric: the
+    method uses nothing else of it but its ``dtype``.
+    """
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, SyntaxError, TypeError):  # of a notebook's cell that is gone, for example
+        return False
+    nodes = list(ast.walk(tree))
+    names = [node for node in nodes if isinstance(node, ast.Name) and node.id == "self"]
+    used = collections.Counter(filter(None, map(_own_name, nodes)))
+    alone = len(names) > sum(used.values())  # handed to a function, for example
+    del used["dtype"]
+    added = [
+        _own_name(node.func.value)
+        for node in nodes
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "assign"
+        and node.args
+        and isinstance(node.args[0], ast.BinOp)
+        and isinstance(node.args[0].op, ast.Add)
+        and _own_name(node.args[0].left) == _own_name(node.func.value)
+    ]
+    return not alone and used == dict.fromkeys(added, 2)
+
+
+def _own_name(node):
+    """The name x of ``self.x``, or None."""
+    own = isinstance(node, ast.Attribute) and getattr(node.value, "id", None) == "self"
+    return node.attr if own else None
 
 
 def _names_in(code):
