@@ -412,6 +412,13 @@ def test_the_rank_at_fault_is_the_root_cause(ended, cause):
     assert (end and end.rank) == cause
 
 
+@pytest.mark.parametrize("status, cause", [(1, 2), (128 + 15, None)])
+def test_a_launcher_that_fails_by_itself_had_lost_the_rank_that_ended(status, cause):
+    ended = [_ended("2 0"), _ended("0 143 terminated")]
+    end = watching.root_cause(ended, status)
+    assert (end and end.rank) == cause
+
+
 def test_where_ranks_only_lost_others_these_are_named():
     """As where the network between two machines is lost: all come to their ends by themselves."""
     assert watching._rank_ended(Ended(0, 1, [], lost="ranks 4 and 5"), 8) == (

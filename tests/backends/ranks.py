@@ -685,6 +685,37 @@ def check_evaluation_on_one_rank(folder, backend):
     assert re.search(waited, said, re.MULTILINE), said
 
 
+LEAVES = """
+import os
+import numpy as np
+import compat
+compat.configure_gpu(gpus="cpu")
+from compat import testing
+keras = testing.keras_under_test()
+
+
+class Leave(keras.callbacks.Callback):
+    def on_batch_end(self, batch, logs=None):
+        if batch == 2 and compat.rank() == 1:
+            os._exit(0)
+
+
+x, y = compat.shard((np.ones((48, 6), "float32"), np.ones((48, 1), "float32")), 8)
+model = compat.parallelize(keras.models.Sequential([keras.layers.Dense(1, input_shape=(6,))]))
+model.compile("sgd", "mse")
+model.fit(x, y, compat.local_batch_size(8), verbose=0, callbacks=[Leave()])
+"""
+
+
+def check_a_rank_that_leaves(folder, backend):
+    """It is named, though it said nothing and its exit status is 0."""
+    said = what_a_failed_job_says(folder, backend, LEAVES, size=2)
+    told = (
+        "rank 1 of 2 ended (exit status 0) while others were still training; the others were ended."
+    )
+    assert "compat run: {}\n".format(told) in said, said
+
+
 def what_a_failed_job_says(folder, backend, program, size=3, timeout=8):
     """What ``compat run`` prints as errors for a program some of whose ranks do not go on."""
     script = folder / "script.py"

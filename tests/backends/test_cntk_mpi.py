@@ -49,6 +49,11 @@ model.train_on_batch(*batch)
 """
 
 
+def test_a_rank_that_leaves_is_named(tmp_path):
+    """``mpirun`` ends the others, which can say nothing of it."""
+    ranks.check_a_rank_that_leaves(tmp_path, "cntk")
+
+
 def test_waits_of_its_own_learner_are_bounded(tmp_path):
     """It waits in MPI itself, which has no timeout, for a rank that does not do the step."""
     script = tmp_path / "script.py"

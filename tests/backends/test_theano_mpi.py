@@ -169,6 +169,11 @@ def test_evaluation_on_one_rank_is_named_by_its_line(tmp_path):
     ranks.check_evaluation_on_one_rank(tmp_path, "theano")
 
 
+def test_a_rank_that_leaves_is_named(tmp_path):
+    """``mpirun`` ends the others, which can say nothing of it."""
+    ranks.check_a_rank_that_leaves(tmp_path, "theano")
+
+
 def test_rank_that_does_not_start_ends_the_job(tmp_path):
     """``MPI_Init`` has no timeout."""
     completed = job(tmp_path, "if ranks.rank: time.sleep(100)\nmpi.MPI.join(ranks)", timeout=2)

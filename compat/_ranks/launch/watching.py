@@ -40,19 +40,25 @@ class Ended:
         self.aborted = status == 128 + signal.SIGABRT and not traceback
 
 
-def root_cause(ended: List[Ended]) -> Optional[Ended]:
+def root_cause(ended: List[Ended], status: int = 0) -> Optional[Ended]:
     """The rank for which a job failed, from how the ranks ended, in order; None: none failed.
 
     Where ranks only lost another one, that is the first which ended as if all were done; else the
     one that had to be ended, since it never came. A rank that its engine aborted after another one
     had ended lost that one: Horovod 0.28's thread may do so.
+
+    Arguments:
+        status: the launcher's own. mpirun fails where a rank leaves without a word, and ends the
+            others, which cannot tell that they lost it.
     """
     failed = [end for end in ended if end.status and not end.terminated]
     early = [end for end in ended if not end.status]
     at_fault = [end for end in failed if not end.lost and not (end.aborted and early)]
-    if at_fault or not failed:
-        return next(iter(at_fault), None)
+    if at_fault:
+        return at_fault[0]
     absent = [end for end in ended if end.terminated and not end.lost]
+    if not failed:
+        return early[0] if early and absent and 0 < status < 128 else None
     return (early + absent + failed)[0]
 
 
@@ -106,7 +112,7 @@ class WatchedRanks:
         Arguments:
             status: the launcher's own.
         """
-        blame = root_cause(self.ended)
+        blame = root_cause(self.ended, status)
         if blame is not None:
             return _rank_ended(blame, self.size)
         return "the launcher ended with exit status {}".format(status) if status else None
@@ -130,7 +136,7 @@ class WatchedRanks:
             then: what is to be said behind that.
         """
         self.output.end()
-        failure, blame = self.failure(status), root_cause(self.ended)
+        failure, blame = self.failure(status), root_cause(self.ended, status)
         if failure is None:
             return 0
         if blame is None:
@@ -146,13 +152,13 @@ class WatchedRanks:
         report = ["compat run: {}; the others were ended.{}".format(failure, then)]
         shown = blame
         if not blame.status or blame.terminated:  # those that waited for it know what for
-            shown = next(end for end in self.ended if end.lost or end.aborted)
+            shown = next((end for end in self.ended if end.lost or end.aborted), blame)
         if shown is not blame and shown.aborted:
             said = _rank_ended(shown, self.size)
             report.append("compat run: then {}; the others were ended.".format(said))
         report += sum(map(self.output.dropped, sorted({blame.rank, shown.rank})), [])
         output.say("\n".join(report + (shown.traceback or [])).rstrip("\n"))
-        return shown.status
+        return shown.status or status or 1
 
 
 def launch(
