@@ -220,13 +220,8 @@ def no_ranks(backend):
 
 
 def rank_lost(place, waited, absent, problem):
-    import threading  # for start-up time
-
     lost = numbered_ranks(absent) if absent else "another rank"
-    frame, _ = _users_frame(sys._current_frames().get(threading.main_thread().ident or 0))
-    if frame is not None:
-        name = os.path.basename(frame.f_code.co_filename)
-        waited += " ({}, line {})".format(name, frame.f_lineno)
+    waited += users_line()
     return RankLostError(
         "Rank {} of {} waited {}, but {} failed, ended or did not come: {}. Look at what {} "
         "printed. (COMPAT_TIMEOUT, or compat run --timeout, sets how many seconds ranks "
@@ -315,6 +310,16 @@ def warn(text):
 
     _, level = _users_frame(sys._getframe(1))
     warnings.warn(shortened(text), CompatWarning, stacklevel=level + 1)
+
+
+def users_line():
+    """The line of the user's at which the main thread is: " (train.py, line 12)", or ""."""
+    import threading  # for start-up time
+
+    frame, _ = _users_frame(sys._current_frames().get(threading.main_thread().ident or 0))
+    if frame is None:
+        return ""
+    return " ({}, line {})".format(os.path.basename(frame.f_code.co_filename), frame.f_lineno)
 
 
 def _users_frame(frame):

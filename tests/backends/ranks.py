@@ -685,6 +685,18 @@ def check_evaluation_on_one_rank(folder, backend):
     assert re.search(waited, said, re.MULTILINE), said
 
 
+def check_different_calls(folder, backend):
+    """Rank 0 evaluates, and the other one goes on to train."""
+    program = EVALUATES_ALONE + "model.fit(x, y, compat.local_batch_size(8), verbose=0)\n"
+    said = what_a_failed_job_says(folder, backend, program, size=2)
+    told = (
+        "compat.errors.RankError: The ranks wait for different things: rank 0 for the others "
+        "(script.py, line 13); rank 1 for the others (script.py, line 14). Each has to make the "
+        "same calls in the same order: fit() and evaluate(), for example, on all of them."
+    )
+    assert told in said.splitlines(), said
+
+
 LEAVES = """
 import os
 import numpy as np

@@ -54,6 +54,11 @@ def test_a_rank_that_leaves_is_named(tmp_path):
     ranks.check_a_rank_that_leaves(tmp_path, "cntk")
 
 
+def test_ranks_in_different_calls_are_told_which(tmp_path):
+    """MPI adds up what is of one size, and ends the process without a word where sizes differ."""
+    ranks.check_different_calls(tmp_path, "cntk")
+
+
 def test_waits_of_its_own_learner_are_bounded(tmp_path):
     """It waits in MPI itself, which has no timeout, for a rank that does not do the step."""
     script = tmp_path / "script.py"

@@ -98,7 +98,7 @@ big = numpy.arange(300000, dtype="float32") * (ranks.rank + 1)
 before = engine.done
 summed = engine.sum_array(big.reshape(3, 100000))
 assert summed.base is big and (big == numpy.arange(300000, dtype="float32") * 6).all()
-assert engine.done - before == 5  # pieces of 256 KiB
+assert engine.done - before == 6  # what all come for, and pieces of 256 KiB
 assert list(engine.sum([1, ranks.rank])) == [3, 3]
 mpi._PIECE = 24
 sent = engine.broadcast(["text", numpy.arange(5)] if ranks.rank == 0 else None)
@@ -172,6 +172,11 @@ def test_evaluation_on_one_rank_is_named_by_its_line(tmp_path):
 def test_a_rank_that_leaves_is_named(tmp_path):
     """``mpirun`` ends the others, which can say nothing of it."""
     ranks.check_a_rank_that_leaves(tmp_path, "theano")
+
+
+def test_ranks_in_different_calls_are_told_which(tmp_path):
+    """MPI adds up what is of one size, and ends the process without a word where sizes differ."""
+    ranks.check_different_calls(tmp_path, "theano")
 
 
 def test_rank_that_does_not_start_ends_the_job(tmp_path):

@@ -16,6 +16,7 @@ import os
 import shutil
 import sys
 import time
+import zlib
 
 from ... import errors
 from .. import engines
@@ -30,6 +31,8 @@ _HOLD = 0.5
 # and ``_wait`` asks the less often the longer it has waited: 26 MB took two ranks 4 seconds whole,
 # and 0.01 in pieces.
 _PIECE = 2**18
+# Bytes of a text by which a rank says what it waits for.
+_LONGEST = 200
 
 
 class MPI(engines.Engine):
@@ -62,15 +65,42 @@ class MPI(engines.Engine):
         """The sum of an array over all ranks, in its place: on all of them the same bits."""
         flat = array.view()
         flat.shape = -1  # no copy, or an error
+        self._agree(what, len(flat))
         for piece in _pieces(flat, _PIECE // array.itemsize):
             self._wait(self.comm.Iallreduce(self.mpi.IN_PLACE, piece), what)
         return array
 
     def broadcast_bytes(self, content):
-        received = content.copy()  # may be written to
+        received, what = content.copy(), "for the broadcast from rank 0"  # may be written to
+        self._agree(what, len(received))
         for piece in _pieces(received, _PIECE):
-            self._wait(self.comm.Ibcast(piece), "for the broadcast from rank 0")
+            self._wait(self.comm.Ibcast(piece), what)
         return received
+
+    def _agree(self, what, size):
+        """Refuse to exchange where ranks come for different things.
+
+        MPI adds up whatever has one size, and ends the process without a word where sizes differ.
+        """
+        import numpy
+
+        code = zlib.crc32("{} {}".format(what, size).encode())
+        codes = numpy.array([code, -code], "int64")
+        self._wait(self.comm.Iallreduce(self.mpi.IN_PLACE, codes, self.mpi.MAX), what)
+        if codes[0] == -codes[1]:
+            return
+        mine = (what + errors.users_line()).encode()[:_LONGEST].ljust(_LONGEST)
+        found = numpy.empty([self.place.size, _LONGEST], "uint8")
+        self._wait(self.comm.Iallgather(numpy.frombuffer(mine, "uint8"), found), what)
+        self.lost = True
+        waits = [
+            "rank {} {}".format(rank, row.tobytes().decode("utf-8", "replace").rstrip())
+            for rank, row in enumerate(found)
+        ]
+        raise errors.RankError(
+            "The ranks wait for different things: {}. Each has to make the same calls in the same "
+            "order: fit() and evaluate(), for example, on all of them.".format("; ".join(waits))
+        )
 
     # Joining and leaving ----------------------------------------------------------------------
 
