@@ -365,6 +365,43 @@ def test_a_launcher_that_fails_is_heard(tmp_path, capfd):
     )
 
 
+LEAVES_BEHIND = """
+import subprocess
+if rank == 1:
+    child = subprocess.Popen([sys.executable, "-c", {!r}])
+    print("left", child.pid)
+    sys.exit({})
+time.sleep({})
+"""
+
+
+@pytest.mark.parametrize("status", [3, 0])
+def test_what_a_rank_leaves_behind_is_ended_if_it_failed(finished, status):
+    """Workers of multiprocessing outlive a process that is killed, and hold memory of its GPU."""
+    program = LEAVES_BEHIND.format("import time; time.sleep(300)", status, 100 * bool(status))
+    done, out, _ = finished(program, 2)
+    assert done == status
+    pid = int(re.search(r"left (\d+)", out).group(1))
+    assert _is_running(pid) == (status == 0)
+    if status == 0:
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_what_a_rank_leaves_behind_may_write_for_ever(finished):
+    writes = "while True: print('more' * 1000)"
+    done, out, _ = finished(LEAVES_BEHIND.format(writes, 0, 0), 2)
+    assert done == 0
+    os.kill(int(re.search(r"left (\d+)", out).group(1)), signal.SIGKILL)
+
+
+def _is_running(pid):
+    try:
+        with open("/proc/{}/stat".format(pid)) as file:
+            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
 def test_a_rank_ends_when_nobody_listens_any_more(tmp_path):
     """As when the connection to its machine is lost, whatever else there goes on."""
     mark = tmp_path / "pid"

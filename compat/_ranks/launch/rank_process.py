@@ -45,6 +45,8 @@ _GRACE = 5.0
 # that does not know which ranks it lost waits for longer: the others that were waiting report that
 # too, and compat run names a rank that did not.
 _HOLD, _HOLD_UNKNOWN = 2.0, 5.0
+# How long what a script has left behind is listened to, or may take to end.
+_LEFT_BEHIND = 2.0
 # How long ranks may take to end after Ctrl-C: they may be saving what they have.
 INTERRUPT_GRACE = 60.0
 
@@ -149,6 +151,7 @@ class _Rank:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.traceback = Traceback()
+        self.script = 0  # its process
         self.terminated = False
         self.interrupted = False
         self.reader = select.poll()
@@ -183,7 +186,7 @@ class _Rank:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=dict(os.environ, PYTHONUNBUFFERED="1", **dict(_gpus(os.environ), **variables)),
-            preexec_fn=dies_with_this_process(),
+            preexec_fn=_in_a_group_of_its_own(dies_with_this_process()),
         )
 
         def terminate(signum, frame):
@@ -199,7 +202,8 @@ class _Rank:
         signal.signal(signal.SIGTERM, terminate)
         signal.signal(signal.SIGHUP, terminate)
         signal.signal(signal.SIGINT, interrupt)
-        self.send(START, "{} {}".format(os.getpid(), process.pid))
+        self.script = process.pid
+        self.send(START, "{} {}".format(os.getpid(), self.script))
         self.forward({process.stdout: OUT, process.stderr: ERR}, process)
         status = process.wait()
         return status if status >= 0 else 128 - status
@@ -207,13 +211,14 @@ class _Rank:
     def forward(self, streams: Dict[Any, str], process: Any) -> None:
         """Send on what the program prints until it has ended.
 
-        A process of its own that it leaves behind may hold the pipes open longer: not waited for.
+        A process of its own that it leaves behind may hold the pipes open longer, and write to
+        them: not waited for.
 
         Raises:
             BrokenPipeError: the output is read no more, as when the connection to this machine
                 is lost. The program then dies with this process.
         """
-        forwarded = {kind: _Stream(self, kind) for kind in streams.values()}
+        forwarded, ended = {kind: _Stream(self, kind) for kind in streams.values()}, None
         with selectors.DefaultSelector() as selector:
             for stream, kind in streams.items():
                 selector.register(stream, selectors.EVENT_READ, forwarded[kind])
@@ -226,10 +231,11 @@ class _Rank:
                     key.data.take(data)
                 for stream in forwarded.values():
                     stream.show_unfinished()
-                if not ready:
-                    if self.reader.poll(0):
-                        raise BrokenPipeError("the output of rank {} is not read".format(self.rank))
-                    if process.poll() is not None:
+                if not ready and self.reader.poll(0):
+                    raise BrokenPipeError("the output of rank {} is not read".format(self.rank))
+                if process.poll() is not None:
+                    ended = ended or time.monotonic()
+                    if not ready or time.monotonic() - ended > _LEFT_BEHIND:
                         break
         for stream in forwarded.values():
             stream.end()
@@ -247,6 +253,8 @@ class _Rank:
         for line in lines:
             self.send_in_parts(TRACEBACK, line)
         self.send(END, json.dumps(record))
+        if status or self.terminated:
+            _end_group(self.script)
         if lost and not self.terminated:
             time.sleep(_HOLD if lost.group(1) else _HOLD_UNKNOWN)
         if self.interrupted:
@@ -285,6 +293,30 @@ def die_with_parent():
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     except (ImportError, OSError, AttributeError):
         pass
+
+
+def _in_a_group_of_its_own(prepare):
+    """A ``preexec_fn``: ``prepare``, in a process group by which to find what a script starts."""
+
+    def before_exec():
+        os.setpgid(0, 0)
+        prepare()
+
+    return before_exec
+
+
+def _end_group(leader):
+    """End what a script that failed has left behind: workers of multiprocessing, for example.
+
+    They would hold memory of GPUs. What made a session of its own, as daemons do, stays.
+    """
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        until = time.monotonic() + _LEFT_BEHIND
+        with contextlib.suppress(OSError):  # there is none, or none any more
+            os.killpg(leader, number)
+            while time.monotonic() < until:
+                os.killpg(leader, 0)
+                time.sleep(0.02)
 
 
 def dies_with_this_process() -> Callable[[], None]:
