@@ -368,28 +368,32 @@ def test_a_launcher_that_fails_is_heard(tmp_path, capfd):
 LEAVES_BEHIND = """
 import subprocess
 if rank == 1:
-    child = subprocess.Popen([sys.executable, "-c", {!r}])
+    child = subprocess.Popen([sys.executable, "-c", {!r}], start_new_session={})
     print("left", child.pid)
     sys.exit({})
 time.sleep({})
 """
 
 
-@pytest.mark.parametrize("status", [3, 0])
-def test_what_a_rank_leaves_behind_is_ended_if_it_failed(finished, status):
+@pytest.mark.parametrize(
+    "status, daemon, stays", [(3, False, False), (3, True, True), (0, False, True)]
+)
+def test_what_a_rank_leaves_behind_is_ended_if_it_failed(finished, status, daemon, stays):
     """Workers of multiprocessing outlive a process that is killed, and hold memory of its GPU."""
-    program = LEAVES_BEHIND.format("import time; time.sleep(300)", status, 100 * bool(status))
+    program = LEAVES_BEHIND.format(
+        "import time; time.sleep(300)", daemon, status, 100 * bool(status)
+    )
     done, out, _ = finished(program, 2)
     assert done == status
     pid = int(re.search(r"left (\d+)", out).group(1))
-    assert _is_running(pid) == (status == 0)
-    if status == 0:
+    assert _is_running(pid) == stays
+    if stays:
         os.kill(pid, signal.SIGKILL)
 
 
 def test_what_a_rank_leaves_behind_may_write_for_ever(finished):
     writes = "while True: print('more' * 1000)"
-    done, out, _ = finished(LEAVES_BEHIND.format(writes, 0, 0), 2)
+    done, out, _ = finished(LEAVES_BEHIND.format(writes, False, 0, 0), 2)
     assert done == 0
     os.kill(int(re.search(r"left (\d+)", out).group(1)), signal.SIGKILL)
 
