@@ -398,6 +398,26 @@ def test_what_a_rank_leaves_behind_may_write_for_ever(finished):
     os.kill(int(re.search(r"left (\d+)", out).group(1)), signal.SIGKILL)
 
 
+def test_what_ranks_started_is_killed_with_them(job):
+    """By the third signal, whoever ignores the first."""
+    ignores = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(300)"
+    process = job(
+        """
+        import subprocess
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print(subprocess.Popen([sys.executable, "-c", {!r}]).pid, flush=True)
+        time.sleep(60)
+        """.format(ignores),
+        2,
+    )
+    pids = [int(process.stdout.readline().split()[1]) for _ in range(2)]
+    for _ in range(3):
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
+    process.communicate(timeout=30)
+    assert not any(map(_is_running, pids))
+
+
 def _is_running(pid):
     try:
         with open("/proc/{}/stat".format(pid)) as file:
@@ -455,7 +475,7 @@ def test_the_rank_at_fault_is_the_root_cause(ended, cause):
 
 @pytest.mark.parametrize("status, cause", [(1, 2), (128 + 15, None)])
 def test_a_launcher_that_fails_by_itself_had_lost_the_rank_that_ended(status, cause):
-    ended = [_ended("2 0"), _ended("0 143 terminated")]
+    ended = [_ended("1 0 terminated"), _ended("2 0"), _ended("0 143 terminated")]
     end = watching.root_cause(ended, status)
     assert (end and end.rank) == cause
 
@@ -550,6 +570,7 @@ def test_command_line(tmp_path):
     assert "--timeout=x is not understood" in said("-n", "2", "--timeout", "x")
     assert "-n 3: --hosts a:2 has room for 2" in said("-n", "3", "--hosts", "a:2")
     assert "--hosts a:x is not understood" in said("--hosts", "a:x")
+    assert "--hosts  is not understood" in said("--hosts", "")
     assert said("--hosts", "a") == (
         "compat run: --hosts a:1 makes one rank, which has nobody to train with. Give the machines "
         "room for 2 or more, such as --hosts first:4,second:4, or run the script on that machine, "

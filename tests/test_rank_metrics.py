@@ -50,6 +50,16 @@ class Sets:
         self.x.assign(self.x + y)
         self.x.assign(self.x + y)
 
+    def of_a_metric_of_another_name(this, y):
+        this.x.assign(max(this.x, y))
+
+    def what_is_not_its_own(self, y):
+        total.assign(total + y)  # noqa: F821
+
+    def one_more_than_it_adds_to(self, y):
+        self.x.assign(self.x + y)
+        total.assign(y)  # noqa: F821
+
     def by_another_name(self, y):
         x = self.x
         x.assign(x + y)

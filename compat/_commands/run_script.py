@@ -242,7 +242,9 @@ def _ranks_of(options):
     if options.ranks is not None and options.ranks < 1:
         text = "-n {} is not understood. Use the number of processes to start, 1 or more."
         raise errors.InvalidArgumentError(text.format(options.ranks))
-    return ranks_on(options.hosts, options.ranks) if options.hosts else (options.ranks, None)
+    if options.hosts is None:
+        return options.ranks, None
+    return ranks_on(options.hosts, options.ranks)
 
 
 def _files_of(options, ranks):

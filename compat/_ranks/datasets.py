@@ -108,13 +108,17 @@ def _parts(place, dataset):
     def rows_of(batch):
         return tf.shape(tf.nest.flatten(batch)[0], out_type=tf.int64)[0]
 
-    def is_enough(rows):
-        if rows < place.size:
-            arrays.warn_of_few(rows, place)  # in a thread of TensorFlow's: no caller is to be seen
-        return rows >= place.size
+    def left_out(rows):
+        arrays.warn_of_few(rows, place)  # in a thread of TensorFlow's: no caller is to be seen
+        return False
 
     def is_kept(*batch):
-        return tf.ensure_shape(tf.numpy_function(is_enough, [rows_of(batch)], tf.bool), [])
+        rows = rows_of(batch)
+        return tf.cond(
+            rows >= place.size,
+            lambda: True,
+            lambda: tf.ensure_shape(tf.numpy_function(left_out, [rows], tf.bool), []),
+        )
 
     def part(*batch):
         each, more = rows_of(batch) // place.size, rows_of(batch) % place.size

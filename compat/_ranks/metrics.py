@@ -176,6 +176,7 @@ def _only_adds(function):
     names = [node for node in nodes if isinstance(node, ast.Name) and node.id == "self"]
     used = collections.Counter(filter(None, map(_own_name, nodes)))
     alone = len(names) > sum(used.values())  # handed to a function, for example
+    sets = [node for node in nodes if getattr(node, "attr", None) == "assign"]
     del used["dtype"]
     added = [
         _own_name(node.func.value)
@@ -188,7 +189,7 @@ def _only_adds(function):
         and isinstance(node.args[0].op, ast.Add)
         and _own_name(node.args[0].left) == _own_name(node.func.value)
     ]
-    return not alone and used == dict.fromkeys(added, 2)
+    return not alone and used == dict.fromkeys(added, 2) and len(sets) == len(added)
 
 
 def _own_name(node):

@@ -253,7 +253,7 @@ class _Rank:
         for line in lines:
             self.send_in_parts(TRACEBACK, line)
         self.send(END, json.dumps(record))
-        if status or self.terminated:
+        if (status or self.terminated) and not self.interrupted:
             _end_group(self.script)
         if lost and not self.terminated:
             time.sleep(_HOLD if lost.group(1) else _HOLD_UNKNOWN)
@@ -310,13 +310,13 @@ def _end_group(leader):
 
     They would hold memory of GPUs. What made a session of its own, as daemons do, stays.
     """
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        until = time.monotonic() + _LEFT_BEHIND
-        with contextlib.suppress(OSError):  # there is none, or none any more
-            os.killpg(leader, number)
-            while time.monotonic() < until:
-                os.killpg(leader, 0)
-                time.sleep(0.02)
+    until = time.monotonic() + _LEFT_BEHIND
+    with contextlib.suppress(OSError):  # there is none, or none any more
+        os.killpg(leader, signal.SIGTERM)
+        while time.monotonic() < until:
+            os.killpg(leader, 0)
+            time.sleep(0.02)
+        os.killpg(leader, signal.SIGKILL)
 
 
 def dies_with_this_process() -> Callable[[], None]:

@@ -58,7 +58,8 @@ def root_cause(ended: List[Ended], status: int = 0) -> Optional[Ended]:
         return at_fault[0]
     absent = [end for end in ended if end.terminated and not end.lost]
     if not failed:
-        return early[0] if early and absent and 0 < status < 128 else None
+        left = [end for end in early if not end.terminated]
+        return left[0] if left and absent and 0 < status < 128 else None
     return (early + absent + failed)[0]
 
 
@@ -236,7 +237,13 @@ def _run(command, environ, ranks, told, elsewhere):
                 ranks.hear(line)
         finally:
             _end(launcher)
-    return launcher.wait()
+    status = launcher.wait()
+    if status and not elsewhere:
+        # Ranks that were killed could not end what their scripts had started.
+        for rank in set(ranks.scripts) - {end.rank for end in ranks.ended}:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(ranks.scripts[rank], signal.SIGKILL)
+    return status
 
 
 def _lines(launcher, ranks, told, elsewhere) -> Iterator[str]:
