@@ -163,14 +163,15 @@ def named_results(model, kind, results):
     """What a step returns, by label: a dictionary of logs, or the outputs of a prediction."""
     if kind == "predict":
         return outputs(model, results)
-    if not isinstance(results, dict):
-        values = results if isinstance(results, (list, tuple)) else [results]
-        names = ["loss"] + list(getattr(model, "metrics_names", ()))[1:]
-        names += map(str, range(len(names), len(values)))
-        results = dict(zip(names, values))
-    return {
-        "the loss" if name == "loss" else "metric " + name: value for name, value in results.items()
-    }
+    if isinstance(results, dict):
+        return {
+            "the loss" if name == "loss" else "metric " + name: value
+            for name, value in results.items()
+        }
+    values = results if isinstance(results, (list, tuple)) else [results]
+    names = list(getattr(model, "metrics_names", ()))[1:]
+    names += map(str, range(len(names) + 1, len(values)))
+    return dict(zip(["the loss"] + ["metric " + name for name in names], values))
 
 
 def outputs(model, results):

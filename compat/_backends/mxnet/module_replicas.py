@@ -142,7 +142,8 @@ class _Group:
             for array, size in zip(arrays, sizes):
                 if array is not None and not size and self.grad_req[name] == "write":
                     array[:] = 0
-        running_statistics.unite(self.aux_arrays, sizes)
+        if len(sizes) > 1:  # else it would only wait
+            running_statistics.unite(self.aux_arrays, sizes)
 
     def get_outputs(self, *args, **kwargs):
         return self._where_rows_are(super().get_outputs, *args, **kwargs)

@@ -52,7 +52,12 @@ class Phase:
             "predict": mx.sym.Group(outputs + states),
         }[name]
         graph = symbol_graph.Graph(outputs, symbol)
-        self.results = len(graph.heads) - len(updates)
+        # Not by the updates: what is trainable may have changed since compile().
+        self.results = {
+            "train": model._ntrain,
+            "test": model._ntest,
+            "predict": len(model.outputs),
+        }[name]
         self.variables = [variable.name for variable, _ in updates]
         self.fed = [tensor.name for tensor in model.inputs + [t for t in labels if t is not None]]
         self.states = sorted(state_names(model) & set(symbol.list_arguments()))

@@ -46,8 +46,10 @@ class VerifiedBlockForward:
         kind = "train" if mx.autograd.is_training() else "predict"
         if not self.verification.wants(kind):
             return self.replicas.run(args)
-        parameters = gluon_replicas._parameters(self.replicas.block)
-        waits = not self._waited and any(p._data is None for p in parameters)
+        block = self.replicas.block
+        waits = not self._waited and any(
+            parameter._data is None for parameter in gluon_replicas._parameters(block)
+        )
         self._waited = True  # parameters that a call does not use are never made
         if waits or not self.verification.is_due(kind):
             return self.replicas.run(args)

@@ -222,7 +222,7 @@ def _list_of(operations):
 
 #: What is not the user's own code: files of libraries, and those without a name of their own.
 _LIBRARIES = re.compile(
-    r"[/\\](tensorflow|keras|compat|(site|dist)-packages)[/\\]|^<|__autograph_generated_file"
+    r"[/\\](tensorflow\w*|keras|tf_keras|compat|(site|dist)-packages)[/\\]|^<|__autograph_generated_file"
 )
 
 

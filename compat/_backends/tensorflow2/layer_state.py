@@ -79,9 +79,10 @@ def normalizing_apart(layers):
         return noting_call
 
     with contextlib.ExitStack() as stack:
-        for layer in normalizations(layers):
+        for layer in layers:
             if hasattr(layer, "_trainable_var"):  # a tensor of the first graph, in TensorFlow 2.0
                 stack.callback(setattr, layer, "_trainable_var", layer._trainable_var)
+        for layer in normalizations(layers):
             if patching.find(layer, "call") is None:  # TensorFlow 2.0 lists shared layers twice
                 stack.enter_context(patching.replaced(layer, call=noting(layer.call)))
         yield noted

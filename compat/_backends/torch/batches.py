@@ -138,18 +138,26 @@ class Packed(RowDimension):
     """Sequences packed into one tensor, cut by sequences."""
 
     def rows(self, value, rows):
-        sequences = rnn.unpack_sequence(value)
-        return _packed([sequences[row] for row in rows], value)
+        padded, lengths = rnn.pad_packed_sequence(value, batch_first=True)
+        rows = torch.tensor(list(rows))
+        return _pack(padded[rows.to(padded.device)], lengths[rows], value)
 
 
-def _packed(sequences, like):
-    return rnn.pack_sequence(sequences, enforce_sorted=like.sorted_indices is None)
+# By padding, not by torch's pack_sequence(): that takes one operation for each sequence.
+def _pack(padded, lengths, like):
+    is_sorted = like.sorted_indices is None
+    return rnn.pack_padded_sequence(padded, lengths, batch_first=True, enforce_sorted=is_sorted)
 
 
 def cat_packed(values, home):
     """The sequences of all replicas as one."""
-    unpacked = [rnn.unpack_sequence(value.to(home)) for value in values]
-    return _packed([sequence for each in unpacked for sequence in each], values[0])
+    pairs = [rnn.pad_packed_sequence(value.to(home), batch_first=True) for value in values]
+    longest = max(padded.shape[1] for padded, _ in pairs)
+    rows = []
+    for padded, _ in pairs:
+        rest = padded.new_zeros(padded.shape[0], longest - padded.shape[1], *padded.shape[2:])
+        rows.append(torch.cat([padded, rest], 1))
+    return _pack(torch.cat(rows), torch.cat([lengths for _, lengths in pairs]), values[0])
 
 
 class DividedArguments:

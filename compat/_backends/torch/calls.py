@@ -224,6 +224,8 @@ def indexed(call):
         return found
     if axis is not None and found != REPLICATED:
         return _rows.Mixed()
+    if any(is_mask(part) and not part.dim() for part in given):
+        return _rows.Mixed()  # a new dimension, of one element or of none
     rank = max([each.rank for each in looked_up], default=0)
     numbers = _stand_in([1] * rank, getattr(found, "axis", None)) if rank else 0
     index = []

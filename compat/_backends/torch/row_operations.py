@@ -184,12 +184,16 @@ def einsum(call):
 
 @line("scaled_dot_product_attention")
 def attention(call):
-    """The last two dimensions are those of time and of features."""
-    axes = [value.axis for value in call.values]
-    rows = [value for value in call.values if value.axis is not None]
-    if len({value.rank for value in rows}) != 1 or rows[0].axis >= rows[0].rank - 2:
+    """The last two dimensions are those of time and of features; of a mask, of time twice."""
+    batch = "abcdefgh"[: call.values[0].rank - 2]
+    letters = [
+        (batch + last)[len(batch) + 2 - value.rank :]
+        for value, last in zip(call.values, ("LE", "SE", "SV", "LS"))
+    ]
+    if any(value.axis is not None and value.axis >= value.rank - 2 for value in call.values):
         return Mixed()
-    return _rows.by_row(call.values, axes)
+    found = _rows.contracted(call.values, letters, batch + "LV")
+    return Mixed() if isinstance(found, Partial) else found
 
 
 # Layers -----------------------------------------------------------------------------------------

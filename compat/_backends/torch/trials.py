@@ -95,8 +95,8 @@ def close(value, other):
         value, other = value.data, other.data
     if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor):
         numbers = is_number(value) and is_number(other)
-        near = numbers and math.isclose(value, other, rel_tol=1e-4)
-        return near or value is other or value == other
+        same = value is other or value == other
+        return same or (numbers and math.isclose(value, other, rel_tol=1e-4))
     if value.dtype == torch.bfloat16:  # numpy does not know that it is coarse
         finite = other[torch.isfinite(other)].abs()
         scale = finite.max().clamp(min=1e-30) if finite.numel() else 1.0
