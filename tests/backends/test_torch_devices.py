@@ -6,7 +6,6 @@ import warnings
 import pytest
 
 import compat
-from compat._backends.torch import batches
 
 pytestmark = pytest.mark.row("torch nn.Module")
 ROWS = 13
@@ -166,7 +165,7 @@ def test_a_tensor_that_is_left_on_another_device_is_found():
     with pytest.warns(compat.CompatWarning) as caught:
         trained(module, "lazy:0", (3,))
     assert [str(warning.message) for warning in caught] == [
-        "The operation mul (test_torch_devices.py, line 162) of 'Misplaced' fails on a part of a "
+        "The operation mul (test_torch_devices.py, line 161) of 'Misplaced' fails on a part of a "
         "batch, of which each device has one. The model runs on lazy:0 with the whole batch."
     ]
 
@@ -175,12 +174,12 @@ def test_results_that_are_put_together_without_a_move_are_found(monkeypatch):
     """The same of compat's own code: where it forgets to move the replicas' rows."""
     import torch
 
-    from compat._backends.torch import modules
+    from compat._backends.torch import merging, modules
 
     from .separate_devices import MixedDevicesError
 
     monkeypatch.setattr(
-        batches, "cat_rows", lambda values, dim, outer, home: torch.cat(values, dim)
+        merging, "_rows_of_all", lambda values, dim, copies, home: torch.cat(values, dim)
     )
     torch.manual_seed(0)
     module, shape = recurrent()
