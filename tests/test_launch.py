@@ -386,7 +386,7 @@ def test_what_a_rank_leaves_behind_is_ended_if_it_failed(finished, status, daemo
     done, out, _ = finished(program, 2)
     assert done == status
     pid = int(re.search(r"left (\d+)", out).group(1))
-    assert _is_running(pid) == stays
+    assert watching._runs(pid) == stays
     if stays:
         os.kill(pid, signal.SIGKILL)
 
@@ -415,15 +415,7 @@ def test_what_ranks_started_is_killed_with_them(job):
         process.send_signal(signal.SIGTERM)
         time.sleep(0.5)
     process.communicate(timeout=30)
-    assert not any(map(_is_running, pids))
-
-
-def _is_running(pid):
-    try:
-        with open("/proc/{}/stat".format(pid)) as file:
-            return file.read().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+    assert not any(map(watching._runs, pids))
 
 
 def test_a_rank_ends_when_nobody_listens_any_more(tmp_path):

@@ -149,7 +149,7 @@ def _sets_state(metric):
                 continue
             function = inspect.unwrap(function)
             names = _names_in(function.__code__)
-            if names & _SETTERS and not ("update" not in names and _only_adds(function)):
+            if names & _SETTERS and ("update" in names or not _only_adds(function)):
                 return "{}() sets its variables, and does not add to them".format(name)
             if "super" not in names:
                 hidden.add(name)

@@ -616,14 +616,22 @@ def disagreement(size):
     )
 
 
-STOPPED = """
+# How the scripts of jobs that fail begin.
+TRAINS = """
 import os, signal
 import numpy as np
 import compat
 compat.configure_gpu(gpus="cpu")
 from compat import testing
 keras = testing.keras_under_test()
+x, y = compat.shard((np.ones((48, 6), "float32"), np.ones((48, 1), "float32")), 8)
+model = compat.parallelize(keras.models.Sequential([keras.layers.Dense(1, input_shape=(6,))]))
+model.compile("sgd", "mse")
+"""
 
+STOPPED = (
+    TRAINS
+    + """
 
 class Stop(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
@@ -631,11 +639,9 @@ class Stop(keras.callbacks.Callback):
             os.kill(os.getpid(), signal.SIGSTOP)
 
 
-x, y = compat.shard((np.ones((48, 6), "float32"), np.ones((48, 1), "float32")), 8)
-model = compat.parallelize(keras.models.Sequential([keras.layers.Dense(1, input_shape=(6,))]))
-model.compile("sgd", "mse")
 model.fit(x, y, compat.local_batch_size(8), verbose=0, callbacks=[Stop()])
 """
+)
 
 # Rank 0 takes connections then, and answers none.
 STOPPED_AT_START = """
@@ -660,20 +666,14 @@ compat.parallelize(keras.models.Sequential([keras.layers.Dense(1, input_shape=(6
 
 
 # The others' scripts have ended by then.
-EVALUATES_ALONE = """
-import numpy as np
-import compat
-compat.configure_gpu(gpus="cpu")
-from compat import testing
-keras = testing.keras_under_test()
-
-x, y = compat.shard((np.ones((48, 6), "float32"), np.ones((48, 1), "float32")), 8)
-model = compat.parallelize(keras.models.Sequential([keras.layers.Dense(1, input_shape=(6,))]))
-model.compile("sgd", "mse")
+EVALUATES_ALONE = (
+    TRAINS
+    + """\
 model.fit(x, y, compat.local_batch_size(8), verbose=0)
 if compat.is_chief():
     model.evaluate(x, y, verbose=0)
 """
+)
 
 
 def check_evaluation_on_one_rank(folder, backend):
@@ -697,14 +697,9 @@ def check_different_calls(folder, backend):
     assert told in said.splitlines(), said
 
 
-LEAVES = """
-import os
-import numpy as np
-import compat
-compat.configure_gpu(gpus="cpu")
-from compat import testing
-keras = testing.keras_under_test()
-
+LEAVES = (
+    TRAINS
+    + """
 
 class Leave(keras.callbacks.Callback):
     def on_batch_end(self, batch, logs=None):
@@ -712,11 +707,9 @@ class Leave(keras.callbacks.Callback):
             os._exit(0)
 
 
-x, y = compat.shard((np.ones((48, 6), "float32"), np.ones((48, 1), "float32")), 8)
-model = compat.parallelize(keras.models.Sequential([keras.layers.Dense(1, input_shape=(6,))]))
-model.compile("sgd", "mse")
 model.fit(x, y, compat.local_batch_size(8), verbose=0, callbacks=[Leave()])
 """
+)
 
 
 def check_a_rank_that_leaves(folder, backend):
