@@ -17,8 +17,9 @@ class Across:
         line: where the user's code made it, as "file.py, line 12", or None.
         why: "mixed" (a rule says so), "tried" (three rows gave other numbers than two of them and
             the third), "unknown" (no rule knows it, and a trial could not tell), "fails" (with an
-            error that all rows do not raise), "diverged" (Python goes another way), "rows" (it is
-            not known which dimension has them).
+            error that all rows do not raise), "diverged" (Python goes another way), "gradient" (a
+            gradient of the user's own mixes rows), "rows" (it is not known which dimension has
+            them).
     """
 
     REASONS = {
@@ -29,6 +30,8 @@ class Across:
         "compat has no rule for it, and cannot try it.",
         "fails": "{} fails on a part of a batch, of which each device has one.",
         "diverged": "{} takes another path on a part of a batch, of which each device has one.",
+        "gradient": "{} has a gradient of its own that computes, or may compute, across the rows of a "
+        "batch, of which each device has a part.",
         "rows": "{} has recurrent or attention layers whose batch is neither the first nor the "
         "second dimension of its arguments, so that compat cannot tell the rows.",
     }

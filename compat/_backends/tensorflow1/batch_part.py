@@ -150,7 +150,7 @@ class BatchPart:
         return [tensor for tensor in tensors if isinstance(self.rows.known(tensor), _rows.Unknown)]
 
     def _across(self, op):
-        whys = [getattr(self.rows.tried.get(tensor), "why", None) for tensor in op.outputs]
+        whys = [getattr(self.rows.known(tensor), "why", None) for tensor in op.outputs]
         why = next((each for each in whys if each in _rows.Across.REASONS), "mixed")
         return _rows.Across(_list_of([op]), self._layer_of(op), line_of(op), why)
 

@@ -8,6 +8,7 @@ own convention, and ``row_trial`` asks before anything is made of it.
 import re
 
 from ..._rows import REPLICATED, Count, Mixed, Replicated, Sharded, Unknown, Value
+from . import own_gradients
 from .graph import dense_parts, is_outermost, loop_of
 from .row_operations import ALIGNED, constant, placements
 from .row_sizes import COORDINATES, Positions, sizes_of
@@ -77,6 +78,10 @@ class TensorRows:
             results = [
                 result if isinstance(result, (Sharded, Count)) else REPLICATED for result in results
             ]
+        elif any(isinstance(each, Sharded) for each in results) and self._mixes_back(
+            op, given, results
+        ):
+            results = [Mixed("gradient")] * len(results)
         for tensor, result in zip(op.outputs, results):
             result = self.tried.get(tensor, result)
             ends_layer = hasattr(tensor, "_keras_history")
@@ -87,6 +92,19 @@ class TensorRows:
         # Whether all rows are so, or any is: RNNs choose among implementations by that.
         if any(map(self._is_mixed, op.outputs)) and not any(map(self._is_mixed, op.inputs)):
             self.mixing.append(op)
+
+    def _mixes_back(self, op, given, results):
+        """Whether an operation has a gradient of its own, and that mixes rows."""
+        if loop_of(op) is not None or not own_gradients.has_one(op):
+            return False
+        gradient, mixing = own_gradients.OwnGradient(op), list(self.mixing)
+        for tensor, result in zip(gradient.upstream, results):
+            self._known[tensor] = own_gradients.upstream_of(result)
+        for each in gradient.operations:
+            if each.type != "Placeholder":
+                self._look_at(each)
+        self.mixing = mixing
+        return gradient.mixes(given, self.known)
 
     def _is_mixed(self, tensor):
         known = self.known(tensor)

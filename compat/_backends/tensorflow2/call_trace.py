@@ -151,8 +151,8 @@ class Trace:
 
     def _across(self, op, placement):
         why = "unknown" if isinstance(placement, Unknown) else "mixed"
-        if placement.why == "tried":
-            why = "tried"
+        if placement.why in ("tried", "gradient"):
+            why = placement.why
         scopes = [name for name in op.name.split("/")[:-1] if name in self._layers]
         layer = "layer {!r}".format(scopes[-1]) if scopes else None
         return _rows.Across("{} ({})".format(op.name, op.type), layer, line_of(op), why)

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from ... import _rows
 from ..._rows import REPLICATED, Count, Mixed, Partial, Placement, Replicated, Sharded, Unknown
-from ..tensorflow1 import row_operations
+from ..tensorflow1 import own_gradients, row_operations
 from .functions import CALLS, CONDITIONS, LOOPS, READS, bodies_of
 
 #: A tensor that a mean is weighted by, and the sum from which alone it is computed: both by name.
@@ -60,13 +60,14 @@ class Walk:
         self._divisions = {}  # name of a tensor of rows divided by a total -> what divided them
         for place, op in enumerate(graph.get_operations()):
             self._alone = any(first <= place < last for first, last in alone)
-            if op.type != "Placeholder":
-                self._follow(op)
+            self._follow(op)
 
     def placement(self, tensor):
         return self.placements.get(tensor.name, REPLICATED)
 
     def _follow(self, op):
+        if op.type == "Placeholder":
+            return
         given = [self.placement(tensor) for tensor in op.inputs]
         results = self._results(op, given)
         if not isinstance(results, list):
@@ -75,6 +76,11 @@ class Walk:
             results = [self._by_design(given, result) for result in results]
         if self.trial is not None and op.type not in CALLS | CONDITIONS:
             results = self.trial.follow(op, given, results, self._alone)
+        if not self._alone and op.type not in CALLS and own_gradients.has_one(op):
+            if any(isinstance(each, Sharded) for each in results) and self._mixes_back(
+                op, given, results
+            ):
+                results = [Mixed("gradient")] * len(results)
         for output, result in zip(op.outputs, results):
             result = self._explained(op, result)
             if isinstance(result, Partial) and result.denominator == ROWS:
@@ -83,6 +89,17 @@ class Walk:
             self._note_sum(op, given, output, result)
             if getattr(result, "per", None) is not None:
                 self._divisions[output.name] = self.reason(op)
+
+    def _mixes_back(self, op, given, results):
+        """Whether an operation's own gradient mixes rows."""
+        gradient = own_gradients.OwnGradient(op)
+        for tensor, output, result in zip(gradient.upstream, op.outputs, results):
+            self.placements[tensor.name] = own_gradients.upstream_of(result)
+            if self.trial is not None:
+                self.trial.draw(tensor, output, result)
+        for each in gradient.operations:
+            self._follow(each)
+        return gradient.mixes(given, self.placement)
 
     def reason(self, op):
         """The operation that is the reason why another one cannot be split."""

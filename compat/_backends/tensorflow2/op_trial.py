@@ -81,6 +81,12 @@ class OpTrial:
             found.append(placement)
         return found
 
+    def draw(self, tensor, output, placement):
+        """Take random values for the gradient of an output."""
+        lanes = self.values.get(output.name)
+        if lanes is not None and output.dtype.is_floating:
+            self.values[tensor.name] = self._random(lanes[0].shape, output.dtype, placement)
+
     def _places(self, op, given, claimed):
         """Of a reshaped value, where its elements go: rows of these are never the same."""
         if op.type != "Reshape" or not isinstance(claimed[0], Unknown):
@@ -156,10 +162,13 @@ class OpTrial:
         if "shape" not in names or not dtype.is_floating:
             return None
         shape = np.asarray(inputs[names.index("shape")][0])
+        return [self._random(shape, dtype, claimed[0])]
+
+    def _random(self, shape, dtype, placement):
         whole = tf.constant(np.random.RandomState(0).uniform(size=shape), dtype)
-        if isinstance(claimed[0], Sharded):
-            return [self._cut(whole, claimed[0])]
-        return [[whole] * LANES]
+        if isinstance(placement, Sharded) and placement.even:
+            return self._cut(whole, placement)
+        return [whole] * LANES
 
 
 _SHOWN = (Partial, Replicated, Sharded, Unknown)

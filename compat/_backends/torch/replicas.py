@@ -15,7 +15,7 @@ import torch
 from ... import _rows, errors
 from ..._rows import split_rows
 from ..._runtime import patching, work
-from . import batches, merging, trials
+from . import batches, merging, own_gradients, trials
 from .calls import RowCount, tag, tag_of
 from .outcomes import Known, Outcome, RandomNumbers, evaluating
 from .reductions import NotMergeable
@@ -68,7 +68,8 @@ class ReplicatedMethod(patching.InstanceMethod):
             if any(_is_unknown(leaf) for leaf in arguments.leaves):
                 warn_not_divided(model, "no tensor, as far as torch.utils._pytree finds them")
             return self.plainly(model, arguments, arguments.leaves)
-        kinds = {(model.training, arguments.key, each.cuts): each for each in layouts}
+        mode = model.training, torch.is_grad_enabled(), arguments.key
+        kinds = {mode + (each.cuts,): each for each in layouts}
         kind = next((kind for kind in kinds if self.known.get(kind) is not None), None)
         known, rows = self.known.get(kind), layouts[0].rows
         # Of one row nothing can be learned.
@@ -257,6 +258,12 @@ class ReplicatedMethod(patching.InstanceMethod):
         known.described = first.described
         if known.trial is not None or known.rules != previous:
             trials.prove(trial, known.rules, state.before, home)
+        if known.trial is not None and torch.is_grad_enabled():
+            given = [leaf for leaf in arguments.leaves if isinstance(leaf, torch.Tensor)]
+            across = own_gradients.found(first, given)
+            sources = [v for v in given + list(model.parameters()) if v.requires_grad]
+            if across is not None and sources:
+                own_gradients.prove(trial, known.rules, state.before, home, sources, across)
         known.trial = None
         chosen = self.follow_choices(model, state, arguments, layout, known, outcomes, home)
         known.watch = chosen or not all(rule.lasting for rule in known.rules.values())
@@ -298,11 +305,11 @@ class ReplicatedMethod(patching.InstanceMethod):
         """A trial of rows of this batch; what is sorted stays sorted."""
         home, last = self.home(model, arguments), layout.rows - 1
 
-        def compute(rows):
+        def compute(rows, gradients=False):
             """What these rows give, without dropout, and without a trace."""
             numbers, state = RandomNumbers(), self.state(model)
             try:
-                with torch.no_grad(), evaluating(model):
+                with torch.set_grad_enabled(gradients), evaluating(model):
                     return self.replica(
                         model, state, arguments, layout, home, rows, True, True, probing=True
                     )

@@ -43,6 +43,7 @@ class Watch(torch.overrides.TorchFunctionMode):
         self.counted = False  # whether Python has a number of rows whose use is not seen
         self.misplaced = False  # whether a layer of sequences was given rows where it has none
         self.by_count = None  # where Python may have chosen its way by the number of rows
+        self.hooks = []  # where there are some on what comes back
         self.depth = 0  # of torch's stack of modes, with this one
 
     def __enter__(self):
@@ -82,6 +83,8 @@ class Watch(torch.overrides.TorchFunctionMode):
             result = self.sizes(call, call.func(*args, **call.kwargs))
             self.counting = self.counting or name == "__len__"
             return result
+        if name == "register_hook":
+            self.hooks.append(self.across(name, "gradient"))
         if name == "__iter__":
             return iter(self.watched(Call(torch.Tensor.unbind, args, call.kwargs, self.rows)))
         kept = self.kept(call)

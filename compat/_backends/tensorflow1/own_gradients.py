@@ -1,0 +1,65 @@
+"""Gradients of the user's own, which may compute across rows whatever their operation does.
+
+They come by ``tf.custom_gradient`` and ``Graph.gradient_override_map``. What such a function makes
+of what comes back to the operation is a part of the graph as any other, and is followed as that.
+"""
+
+from ..._rows import Mixed, Partial, Replicated, Sharded
+from .graph import v1_names
+
+
+def has_one(op):
+    """Whether an operation's gradient is not TensorFlow's."""
+    try:
+        return bool(op.get_attr("_gradient_op_type")) and bool(op.inputs)
+    except ValueError:
+        return False
+
+
+class OwnGradient:
+    """What an operation's gradient computes, in the operation's graph.
+
+    Attributes:
+        upstream: a placeholder for the gradient of each of its outputs.
+        operations: those that compute the gradients of its inputs, in order.
+        downstream: these gradients, None where there is none.
+    """
+
+    def __init__(self, op):
+        from tensorflow.python.framework import ops
+
+        tf = v1_names()
+        with op.graph.as_default(), ops.control_dependencies(None):
+            self.upstream = [tf.placeholder(each.dtype, each.shape) for each in op.outputs]
+            before = len(op.graph.get_operations())
+            found = ops.get_gradient_function(op)(op, *self.upstream)
+            found = found if isinstance(found, (list, tuple)) else [found]
+            self.downstream = [g if g is None else tf.convert_to_tensor(g) for g in found]
+            self.operations = op.graph.get_operations()[before:]
+
+    def mixes(self, given, placement):
+        """Whether the devices' gradients are not those of the whole batch.
+
+        Arguments:
+            given: the placements of the operation's inputs.
+            placement: a function that tells that of a tensor.
+        """
+        found = [
+            (before, placement(gradient))
+            for before, gradient in zip(given, self.downstream)
+            if gradient is not None and gradient.dtype.is_floating
+        ]
+        return any(not _fits(before, after) for before, after in found)
+
+
+def upstream_of(placement):
+    """The placement of what comes back to an output."""
+    return Partial("sum") if isinstance(placement, Replicated) else placement
+
+
+def _fits(before, after):
+    if isinstance(before, Sharded):
+        return isinstance(after, Sharded) and after.replace(inner=None) == before.replace(inner=None)
+    if isinstance(before, Replicated):
+        return after == Partial("sum")
+    return not isinstance(after, Mixed)
