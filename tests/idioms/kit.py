@@ -167,6 +167,28 @@ class Kit:
     def add_loss(self, layer, loss, x):
         layer.add_loss(loss) if self.eager else layer.add_loss(loss, x)
 
+    def with_gradient(self, x, function):
+        """``x`` itself, whose gradient is a function of what comes back."""
+        if self.is_3:
+
+            def gradient(*given, **named):  # JAX gives it by position
+                return function(named.get("upstream", given[-1] if given else None))
+
+            return self.ops.custom_gradient(lambda y: (y * 1.0, gradient))(x)
+        if self.backend == "tensorflow":
+            import tensorflow as tf
+
+            return tf.custom_gradient(lambda y: (tf.identity(y), function))(x)
+        if self.backend == "theano":
+            import theano
+
+            class Turned(theano.compile.ViewOp):
+                def grad(self, inputs, gradients):
+                    return [function(gradients[0])]
+
+            return Turned()(x)
+        raise NotImplementedError("not by what Keras has")
+
     def tensor(self, values):
         """Keras 3 on torch hands arrays to steps of one's own."""
         return self.ops.convert_to_tensor(values) if self.is_3 else values

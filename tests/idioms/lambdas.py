@@ -82,12 +82,28 @@ def switched_rows(kit):
     return kit.around(lambda x: kit.ops.where(kit.ops.greater(x, 0.1), x, 0.5 * x))
 
 
+@model("gradient reversal")
+def reversal(kit):
+    """Of domain-adversarial training."""
+    return kit.around(lambda x: kit.with_gradient(x, lambda gradient: -0.5 * gradient))
+
+
 # Rows that depend on each other ------------------------------------------------------------------
 
 
 @model("Lambda: less the mean of the batch")
 def centred(kit):
     return kit.around(lambda x: x - kit.ops.mean(x, axis=0, keepdims=True))
+
+
+@model("gradient of a fixed length")
+def fixed_length(kit):
+    """What comes back is one vector, of all rows."""
+
+    def scaled(gradient):
+        return gradient / kit.ops.sqrt(kit.ops.sum(kit.ops.square(gradient)) + 1e-6)
+
+    return kit.around(lambda x: kit.with_gradient(x, scaled))
 
 
 @model("Lambda: softmax over the batch")

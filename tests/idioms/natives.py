@@ -63,6 +63,9 @@ class TensorFlow(Native):
     def less(self, x, y):
         return x - y
 
+    def with_gradient(self, x, function):
+        return self.tf.custom_gradient(lambda y: (self.tf.identity(y), function))(x)
+
     def held(self, net, x):
         return net.held
 
@@ -151,6 +154,18 @@ class Torch(Native):
     def less(self, x, y):
         return x - y
 
+    def with_gradient(self, x, function):
+        class Turned(self.torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx, gradient):
+                return function(gradient)
+
+        return Turned.apply(x)
+
     def held(self, net, x):
         return net.held.clone()  # which is assigned to in place
 
@@ -233,6 +248,16 @@ class Gluon(Native):
 
     def less(self, x, y):
         return self.F.broadcast_sub(x, y)
+
+    def with_gradient(self, x, function):
+        class Turned(self.mx.autograd.Function):
+            def forward(self, x):
+                return x * 1
+
+            def backward(self, gradient):
+                return function(gradient)
+
+        return Turned()(x)
 
     def held(self, net, x):
         return net.held.data(x.context)
@@ -328,6 +353,19 @@ def attention(o):
 @native("native: rows reversed")
 def reversed_rows(o):
     return _rows(o, lambda h: h + 0.5 * o.flip(h))
+
+
+@native("native: gradient reversal")
+def reversal(o):
+    return _rows(o, lambda h: o.with_gradient(h, lambda gradient: gradient * -0.5))
+
+
+@native("native: gradient less its mean over the batch")
+def centred_back(o):
+    def centred(gradient):
+        return o.less(gradient, o.mean(gradient, axis=0))
+
+    return _rows(o, lambda h: o.with_gradient(h, centred))
 
 
 @native("native: divided by the number of rows")

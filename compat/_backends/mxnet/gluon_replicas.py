@@ -192,7 +192,8 @@ class BlockReplicas:
             has_rows = bool(array.shape) and array.shape[0] == rows
             kept = kept and (has_rows or not self._split.get(place, False))
             self._split.setdefault(place, has_rows)
-        kind = kept, tuple((place, self._split[place], array.ndim) for place, array in places)
+        described = tuple((place, self._split[place], array.ndim) for place, array in places)
+        kind = kept, mx.autograd.is_recording(), described
         # Of a single row a trial tells nothing: it is tried again.
         if kind not in self._kinds or self._kinds[kind][1] < min(rows, 2):
             placements, across = self._decide(args) if kept else (None, _rows.Across(None))
@@ -238,19 +239,64 @@ class BlockReplicas:
             placements.append(found if claim is None else claim)
             if isinstance(found, _rows.Mixed) or not right or not can_be_merged(placements[-1]):
                 return None, _rows.Across(untold, why="tried")
+        if mx.autograd.is_recording() and (graph is None or graph.own_gradients()):
+            with mx.autograd.pause():
+                mixes = self._mixes_back(args, placements)
+            if mixes:
+                return None, _rows.Across(None, why="gradient")
         return placements, None
+
+    def _mixes_back(self, args, placements):
+        """Whether gradients of three rows together are not those of two and of the third."""
+        parameters = [p for p in _parameters(self.block) if p._data and p.grad_req != "null"]
+        first = [(p.list_data()[0], p.list_grad()[0]) for p in parameters]
+        before = [(gradient.copy(), value._fresh_grad) for value, gradient in first]
+        given = _mapped(lambda place, array: _marked(array), args)
+        gradients = [gradient for _, gradient in first]
+        gradients += [array.grad for array in _arrays(given) if array.grad is not None]
+
+        def results_of(parts):
+            with self._leaving_no_trace(), mx.autograd.record(train_mode=False):
+                shards = [self._rows_of(given, part) for part in parts]
+                results = [self._written(self.contexts[0], shard) for shard in shards]
+                sizes = list(map(len, parts))
+                return nested_arrays.merged(placements, results, sizes, self.contexts[0])
+
+        found, upstream = [], None  # type: Any, Any
+        try:
+            for parts in (_rows.trial.WHOLE,), _rows.trial.PARTS:
+                heads = nested_arrays.differentiable(placements, results_of(parts))
+                upstream = upstream or [head.detach() + 0.5 for head in heads]
+                for gradient in gradients:
+                    gradient[:] = 0
+                mx.autograd.backward(heads, upstream, train_mode=False)
+                found.append([gradient.asnumpy() for gradient in gradients])
+        except Exception:
+            symbol_graph.clear_errors()
+            return True
+        finally:
+            for (value, gradient), (old, is_fresh) in zip(first, before):
+                gradient[:] = old
+                value._fresh_grad = is_fresh
+        return not all(map(_rows.trial.close, *found))
+
+    def _rows_of(self, args, numbers):
+        """Some rows of the arguments, on the first context."""
+        rows = next(_arrays(args)).shape[0]
+
+        def chosen(array):
+            return nested_arrays.concatenated([array[n % rows : n % rows + 1] for n in numbers], 0)
+
+        return self._shard(args, self.contexts[0], chosen)
 
     def _tried(self, args):
         """The placements of the results, by a trial on the first context, in inference."""
-        rows, first, others = next(_arrays(args)).shape[0], self.contexts[0], []
-
-        def chosen(array, numbers):
-            return nested_arrays.concatenated([array[n % rows : n % rows + 1] for n in numbers], 0)
+        others = []
 
         def compute(numbers):
-            shard = self._shard(args, first, lambda array: chosen(array, numbers))
+            shard = self._rows_of(args, numbers)
             with self._leaving_no_trace(), mx.autograd.pause(train_mode=False):
-                result = self._written(first, shard)
+                result = self._written(self.contexts[0], shard)
                 arrays = [array.asnumpy() for array in _arrays(result)]
             others.append(nested_arrays._others(result))
             return arrays
@@ -325,6 +371,14 @@ class BlockReplicas:
             check_equal(self.block, others)
         if not mx.autograd.is_recording():
             self._sizes = None
+
+
+def _marked(array):
+    """A copy of an array that gets a gradient, if numbers like these do."""
+    array = array.copy()
+    if "float" in str(array.dtype):
+        array.attach_grad()
+    return array
 
 
 def _leave_without_gradients(parameters):

@@ -5,6 +5,7 @@ import json
 import warnings
 
 import mxnet as mx
+import numpy as np
 
 from ... import _rows, errors
 from ..._rows import REPLICATED, Count, Mixed, Partial, Sharded, Unknown, Value
@@ -37,6 +38,7 @@ class Graph:
         self.outputs = heads[: len(outputs)] or self.heads
         self.auxiliary = set(symbol.list_auxiliary_states())
         self.placements = {}  # type: dict  # by entry, as far as rows were followed
+        self._back = set()  # type: set  # nodes whose gradient mixes rows
 
     def sparse_gradients(self):
         """The weights of look-ups that give a gradient with their own rows only."""
@@ -67,7 +69,8 @@ class Graph:
         inputs = [self.inputs[number] for number in numbers]
         self._find_sizes(set(self.outputs).union(*inputs), shapes)
         self.placements, self.untold = {}, []
-        self._causes = dict.fromkeys(tried, "tried")  # by node that mixes rows: why
+        # By node that mixes rows: why.
+        self._causes = {node: "gradient" if node in self._back else "tried" for node in tried}
         self._origins = {}  # type: dict  # by node: itself, or the reduction that it goes on from
         for number in numbers:
             values = [Value(self.placements[e], self._sizes[e]) for e in self.inputs[number]]
@@ -148,7 +151,7 @@ class Graph:
         while True:
             self.follow(given, shapes, mixing)
             asked = self.untold + self.outputs + self.frontier(self.outputs)
-            wrong = self._differing(asked, compute)
+            wrong = self._differing(asked, compute) | self._mixing_back()
             if wrong and not wrong.intersection(self.untold):  # a rule is, then: which one?
                 inside = self.ancestors(asked)
                 wrong |= self._differing((e for e in self.placements if e[0] in inside), compute)
@@ -170,6 +173,56 @@ class Graph:
             # What is random tells nothing where a rule is known.
             and (entry in self.untold or not isinstance(found, Unknown))
         }
+
+    def _mixing_back(self):
+        """The entries with rows of which a node's own gradient mixes them, or cannot be tried."""
+        self._back.update(
+            number
+            for number in self.own_gradients()
+            if isinstance(self.placements.get((number, 0)), Sharded) and self._mixes_back(number)
+        )
+        return {
+            (number, 0)
+            for number in self._back
+            if not isinstance(self.placements[number, 0], Mixed)
+        }
+
+    def _mixes_back(self, number):
+        entries, node = self.inputs[number], self.nodes[number]
+        variables = [
+            {"op": "null", "name": "compat_input{}".format(place), "inputs": []}
+            for place, _ in enumerate(entries)
+        ]
+        inputs = [(place, 0, 0) for place, _ in enumerate(entries)]
+        symbol = self.symbol([(len(entries), 0)], variables + [dict(node, inputs=inputs)])
+        random, count = np.random.RandomState(0), len(_rows.trial.WHOLE)
+        axes = [getattr(self.placements[entry], "axis", None) for entry in entries]
+        given = [
+            random.uniform(0.5, 1.5, [size or count for size in self._sizes[entry] or ()])
+            for entry in entries
+        ]
+        upstream = random.uniform(0.5, 1.5, [size or count for size in self._sizes[number, 0]])
+
+        def rows_of(array, axis, rows):
+            return mx.nd.array(array if axis is None else np.take(array, rows, axis))
+
+        def compute(rows):
+            values = [rows_of(*pair, rows=rows) for pair in zip(given, axes)]
+            gradients = [mx.nd.zeros(value.shape) for value in values]
+            executor = symbol.bind(mx.cpu(), values, gradients)
+            executor.forward(is_train=True)
+            executor.backward(rows_of(upstream, self.placements[number, 0].axis, rows))
+            return [gradient.asnumpy() for gradient in gradients]
+
+        try:
+            found = _rows.trial.tried(compute)
+        except Exception:  # whatever an operation of the user's does
+            clear_errors()
+            return True
+        return any(
+            getattr(each, "axis", None) != axis or axis is None and each != Partial("sum")
+            for each, axis in zip(found, axes)
+        )
 
     def across(self, outputs, with_rows=True):
         """The first operation that mixes rows, if outputs follow from one (with rows), or None.
@@ -246,6 +299,10 @@ class Graph:
             if number in found:
                 found.update(source for source, _ in self.inputs[number])
         return found
+
+    def own_gradients(self):
+        """The nodes whose gradient is a function of the user's."""
+        return [number for number, node in enumerate(self.nodes) if node["op"] == "Custom"]
 
     def states(self):
         """The operation that writes each of the auxiliary states, by its name."""

@@ -132,6 +132,17 @@ def frontier(wanted, body):
     return [Cut(v, body[v]) for v in nearest(wanted, lambda variable: variable in body)]
 
 
+def own_gradient(cuts):
+    """The first operation before cuts whose gradient is the user's, as an ``Across``, or None."""
+    from theano.gof import graph
+
+    for node in graph.io_toposort([], [cut.variable for cut in cuts]):
+        kind = type(node.op)
+        if kind.__module__.partition(".")[0] != "theano" or kind.__name__ == "OpFromGraph":
+            return _rows.Across(node.op, None, _line(node.outputs[0]), "gradient")
+    return None
+
+
 def is_normalized(cut, learning_phase):
     """Whether a layer before a cut normalizes by the batch in inference: each device by its own.
 
