@@ -30,8 +30,8 @@ class Across:
         "compat has no rule for it, and cannot try it.",
         "fails": "{} fails on a part of a batch, of which each device has one.",
         "diverged": "{} takes another path on a part of a batch, of which each device has one.",
-        "gradient": "{} has a gradient of its own that computes, or may compute, across the rows of a "
-        "batch, of which each device has a part.",
+        "gradient": "{} has a gradient of its own that computes, or may compute, across the rows "
+        "of a batch, of which each device has a part.",
         "rows": "{} has recurrent or attention layers whose batch is neither the first nor the "
         "second dimension of its arguments, so that compat cannot tell the rows.",
     }

@@ -71,6 +71,10 @@ class Ops:
         square = self.all.sum(self.all.square(x), axis=-1, keepdims=True)
         return x / self.all.sqrt(square + 1e-6)
 
+    def unit_in_all(self, x):
+        """All rows together as one vector of length 1."""
+        return x / self.all.sqrt(self.all.sum(self.all.square(x)) + 1e-6)
+
     def similar(self, x, y):
         """The products of all rows of ``x`` with all rows of ``y``."""
         return self.matmul(x, self.all.transpose(y))

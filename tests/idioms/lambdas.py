@@ -1,7 +1,7 @@
 """Idioms: Lambda layers, and layers of one's own without state."""
 
 from catalog import model
-from kit import Setup
+from kit import WIDTH, Setup
 
 # Each row by itself ------------------------------------------------------------------------------
 
@@ -99,11 +99,21 @@ def centred(kit):
 @model("gradient of a fixed length")
 def fixed_length(kit):
     """What comes back is one vector, of all rows."""
+    return kit.around(lambda x: kit.with_gradient(x, kit.ops.unit_in_all))
 
-    def scaled(gradient):
-        return gradient / kit.ops.sqrt(kit.ops.sum(kit.ops.square(gradient)) + 1e-6)
 
-    return kit.around(lambda x: kit.with_gradient(x, scaled))
+@model("gradient of a weight, of a fixed length")
+def fixed_length_of_weight(kit):
+    """What comes back to it is a sum over the rows."""
+
+    def build(layer):
+        layer.kernel = kit.weight(layer, "kernel", WIDTH, WIDTH)
+
+    def call(layer, x):
+        kernel = kit.tensor(layer.kernel) * 1.0  # a tensor, whatever a variable is
+        return kit.ops.matmul(x, kit.with_gradient(kernel, kit.ops.unit_in_all))
+
+    return kit.with_layer(kit.layer(call, build))
 
 
 @model("Lambda: softmax over the batch")

@@ -179,7 +179,7 @@ class Graph:
         self._back.update(
             number
             for number in self.own_gradients()
-            if isinstance(self.placements.get((number, 0)), Sharded) and self._mixes_back(number)
+            if (number, 0) in self.placements and self._mixes_back(number)
         )
         return {
             (number, 0)
@@ -188,7 +188,7 @@ class Graph:
         }
 
     def _mixes_back(self, number):
-        entries, node = self.inputs[number], self.nodes[number]
+        entries, node, result = self.inputs[number], self.nodes[number], (number, 0)
         variables = [
             {"op": "null", "name": "compat_input{}".format(place), "inputs": []}
             for place, _ in enumerate(entries)
@@ -196,22 +196,25 @@ class Graph:
         inputs = [(place, 0, 0) for place, _ in enumerate(entries)]
         symbol = self.symbol([(len(entries), 0)], variables + [dict(node, inputs=inputs)])
         random, count = np.random.RandomState(0), len(_rows.trial.WHOLE)
-        axes = [getattr(self.placements[entry], "axis", None) for entry in entries]
-        given = [
-            random.uniform(0.5, 1.5, [size or count for size in self._sizes[entry] or ()])
-            for entry in entries
-        ]
-        upstream = random.uniform(0.5, 1.5, [size or count for size in self._sizes[number, 0]])
+
+        def drawn(entry):
+            return random.uniform(0.5, 1.5, [size or count for size in self._sizes[entry] or ()])
 
         def rows_of(array, axis, rows):
-            return mx.nd.array(array if axis is None else np.take(array, rows, axis))
+            return array if axis is None else np.take(array, rows, axis)
+
+        axes = [getattr(self.placements[entry], "axis", None) for entry in entries + [result]]
+        given = [drawn(entry) for entry in entries]
+        # What comes back to an output without rows is a sum over them.
+        upstream = drawn(result) if axes[-1] is not None else [drawn(result) for _ in range(count)]
 
         def compute(rows):
-            values = [rows_of(*pair, rows=rows) for pair in zip(given, axes)]
+            values = [mx.nd.array(rows_of(*pair, rows=rows)) for pair in zip(given, axes)]
             gradients = [mx.nd.zeros(value.shape) for value in values]
+            back = rows_of(upstream, axes[-1] or 0, rows)
             executor = symbol.bind(mx.cpu(), values, gradients)
             executor.forward(is_train=True)
-            executor.backward(rows_of(upstream, self.placements[number, 0].axis, rows))
+            executor.backward(mx.nd.array(back if axes[-1] is not None else sum(back)))
             return [gradient.asnumpy() for gradient in gradients]
 
         try:

@@ -8,7 +8,7 @@ import os
 import re
 
 from ... import _rows, errors
-from . import graph
+from . import graph, own_gradients
 from .graph_rows import TensorRows
 
 #: Operations worth running on all devices, also where only a loss needs them.
@@ -66,7 +66,12 @@ class BatchPart:
         targets += self._rows_of(costly, starts.union(needed))
         needed, consumers = graph.ancestors(targets, starts | self.once)
         self._look_at_undivided(inside, mixing, set(costly) - set(needed))
-        self.needed = [op for op in needed if not graph.is_shared(op)]
+        # A gradient of the user's own is computed once of all that comes back to a weight.
+        self.needed = [
+            op
+            for op in needed
+            if not (graph.is_shared(op) or op not in depending and own_gradients.has_one(op))
+        ]
         self._refuse_custom_gradients_in_loops()
         # What these need besides is copied, too.
         self.operations = graph.reached(starts, consumers) - starts

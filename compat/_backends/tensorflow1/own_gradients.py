@@ -59,7 +59,9 @@ def upstream_of(placement):
 
 def _fits(before, after):
     if isinstance(before, Sharded):
-        return isinstance(after, Sharded) and after.replace(inner=None) == before.replace(inner=None)
+        return isinstance(after, Sharded) and after.replace(inner=None) == before.replace(
+            inner=None
+        )
     if isinstance(before, Replicated):
         return after == Partial("sum")
     return not isinstance(after, Mixed)

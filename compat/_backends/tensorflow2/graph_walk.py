@@ -77,9 +77,7 @@ class Walk:
         if self.trial is not None and op.type not in CALLS | CONDITIONS:
             results = self.trial.follow(op, given, results, self._alone)
         if not self._alone and op.type not in CALLS and own_gradients.has_one(op):
-            if any(isinstance(each, Sharded) for each in results) and self._mixes_back(
-                op, given, results
-            ):
+            if self._mixes_back(op, given, results):
                 results = [Mixed("gradient")] * len(results)
         for output, result in zip(op.outputs, results):
             result = self._explained(op, result)

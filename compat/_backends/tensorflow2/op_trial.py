@@ -85,7 +85,10 @@ class OpTrial:
         """Take random values for the gradient of an output."""
         lanes = self.values.get(output.name)
         if lanes is not None and output.dtype.is_floating:
-            self.values[tensor.name] = self._random(lanes[0].shape, output.dtype, placement)
+            found = self._random(lanes[0].shape, output.dtype, placement)
+            if isinstance(placement, Replicated):  # its gradient is a sum over the rows
+                found[1:] = [found[0] * tf.cast(0.25, output.dtype) * n for n in (1, 3)]
+            self.values[tensor.name] = found
 
     def _places(self, op, given, claimed):
         """Of a reshaped value, where its elements go: rows of these are never the same."""
