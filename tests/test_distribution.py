@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tarfile
 
+import installed_wheel
 import pytest
 import support_table
 
@@ -53,6 +54,13 @@ def sdist(tmp_path_factory):
 def test_source_distribution_has_all_files_of_the_project(sdist):
     packed = {name for name in sdist if ".egg-info" not in name} - WRITTEN
     assert packed == files()
+
+
+def test_a_wheel_with_files_of_an_older_build_is_found():
+    built = {"compat/__init__.py": b"new"}
+    installed_wheel.compare(built, dict(built))
+    with pytest.raises(SystemExit, match="differ in compat/__init__.py, compat/gone.py$"):
+        installed_wheel.compare(built, {"compat/__init__.py": b"old", "compat/gone.py": b""})
 
 
 def test_citation_names_this_version():
