@@ -1,0 +1,27 @@
+"""What docs/migration.md says to write for Keras 2 and Keras 3, on the Keras that is installed."""
+
+import os
+
+import numpy as np
+import pages
+
+import compat
+from compat.testing import span
+
+
+def batches():
+    """The generator of the page's script."""
+    random = np.random.RandomState(0)
+    while True:
+        x = random.normal(size=(20, 8)).astype("float32")
+        yield x, (x[:, :1] > 0).astype("float32")
+
+
+@span
+def test_forms_that_every_keras_takes(keras, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    script = pages.fragment("docs/migration.md", "from keras.layers import BatchNormalization")
+    name = os.environ.get("COMPAT_TEST_KERAS", "keras")
+    names = {"compat": compat, "batches": batches}
+    exec(script.replace("from keras", "from " + name), names)
+    assert len(names["history"]) == 2 and (tmp_path / "model.weights.h5").stat().st_size
