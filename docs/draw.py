@@ -1,4 +1,4 @@
-"""Draw the pictures of the README and of how-it-works.md, as SVG files in pictures/: ``python docs/draw.py``.
+"""Draw the README's picture and how-it-works.md's, as SVG in pictures/: ``python docs/draw.py``.
 
 The rows that devices and ranks get are computed by compat; tests/test_site.py compares the files
 with what is drawn here.
@@ -76,13 +76,13 @@ def overview():
     """A batch on several devices, at a glance."""
     picture = Picture(720, 236, "A batch on three devices")
     picture.box(20, 86, 150, 64, "a batch\nof {} rows".format(ROWS), "data")
-    picture.box(500, 86, 200, 64, "one loss, one update:\nthe numbers of one device", "whole")
+    picture.box(490, 86, 220, 64, "one loss, one update:\nthe numbers of one device", "whole")
     for number, size in enumerate(split_rows.sizes(ROWS, DEVICES)):
         y = 20 + 70 * number
         text = "device {}: {} rows\nforward and backward".format(number, size)
         picture.box(240, y, 190, 56, text, "device")
         picture.arrow(170, 118, 240, y + 28)
-        picture.arrow(430, y + 28, 500, 118)
+        picture.arrow(430, y + 28, 490, 118)
     return picture
 
 
