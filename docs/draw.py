@@ -1,4 +1,4 @@
-"""Draw the pictures of how-it-works.md, as SVG files in pictures/: ``python docs/draw.py``.
+"""Draw the README's picture and how-it-works.md's, as SVG in pictures/: ``python docs/draw.py``.
 
 The rows that devices and ranks get are computed by compat; tests/test_site.py compares the files
 with what is drawn here.
@@ -70,6 +70,20 @@ def columns(count, width=200, gap=30, left=30):
     """The left edges of boxes beside each other, and the width of all."""
     lefts = [left + number * (width + gap) for number in range(count)]
     return lefts, count * width + (count - 1) * gap
+
+
+def overview():
+    """A batch on several devices, at a glance."""
+    picture = Picture(720, 236, "A batch on three devices")
+    picture.box(20, 86, 150, 64, "a batch\nof {} rows".format(ROWS), "data")
+    picture.box(490, 86, 220, 64, "one loss, one update:\nthe numbers of one device", "whole")
+    for number, size in enumerate(split_rows.sizes(ROWS, DEVICES)):
+        y = 20 + 70 * number
+        text = "device {}: {} rows\nforward and backward".format(number, size)
+        picture.box(240, y, 190, 56, text, "device")
+        picture.arrow(170, 118, 240, y + 28)
+        picture.arrow(430, y + 28, 490, 118)
+    return picture
 
 
 def replicas():
@@ -179,7 +193,12 @@ def backend():
     return picture
 
 
-PICTURES = {"replicas.svg": replicas, "ranks.svg": ranks, "backend.svg": backend}
+PICTURES = {
+    "overview.svg": overview,
+    "replicas.svg": replicas,
+    "ranks.svg": ranks,
+    "backend.svg": backend,
+}
 
 if __name__ == "__main__":
     for name, draw in PICTURES.items():

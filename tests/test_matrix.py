@@ -79,6 +79,11 @@ def test_every_backend_has_a_page_which_the_readme_links():
     assert pages == {"docs/backends/" + name for name in os.listdir(_path("docs", "backends"))}
 
 
+def test_documents_say_how_long_the_tests_take():
+    minutes = "{} minutes".format(support_table.PROMISED_MINUTES)
+    assert "up to " + minutes in read("README.md") and minutes in read("CONTRIBUTING.md")
+
+
 def test_readme_stays_short():
     assert len(read("README.md").splitlines()) < 200
 
