@@ -11,7 +11,7 @@ from test_main import NO_BACKEND, command
 
 import compat
 from compat import __main__
-from compat._commands import environment, environment_text
+from compat._api import environment, environment_text
 from compat._configuration import device_choice, discovery, packages
 from compat._ranks import clusters
 from compat._ranks.engines import installed

@@ -262,6 +262,14 @@ class Configuration:
         return "<Configuration {} on {}>".format(self.backend, listed(self.devices))
 
     def __str__(self):
+        return report(self._sections())
+
+    def _repr_html_(self):
+        from .._runtime import markup  # for start-up time
+
+        return markup.sections(self._sections(), ["warnings"] if self.warnings else [])
+
+    def _sections(self):
         variables = [
             "{} removed".format(name) if value is None else "{}={}".format(name, value)
             for name, value in sorted(self.environ.items())
@@ -269,7 +277,7 @@ class Configuration:
         models = ["{} on {}".format(*pair) for pair in self.parallelized.items()]
         if self.settings.parallelize and not models:
             models = ["no model has been compiled yet"]
-        return report([
+        return [
             ("backend", ["{} ({})".format(self.backend, self.reason)]),
             ("versions", [", ".join("%s %s" % pair for pair in self.versions.items())]),
             ("asked", [self.settings.asked()]),
@@ -280,7 +288,7 @@ class Configuration:
             ("variables", variables or ["none set"]),
             ("applied", self.applied or ["nothing"]),
             ("warnings", self.warnings or ["none"]),
-        ])  # fmt: skip
+        ]
 
 
 def listed(devices):
