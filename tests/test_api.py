@@ -459,6 +459,19 @@ def test_too_late(toy, machine, monkeypatch):
     assert dict(os.environ) == before
 
 
+def test_in_a_notebook_the_kernel_is_to_be_restarted(toy, register, machine, monkeypatch):
+    """tests/test_notebook.py has the same in a kernel."""
+    monkeypatch.setitem(sys.modules, "ipykernel", types.ModuleType("ipykernel"))
+    restart = " In this notebook: restart the kernel, and run the cell with configure_gpu() first."
+    machine.plug(2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    import toyframework  # noqa: F401
+
+    assert refusal(compat.TooLateError, 0).endswith(" it shows 1.\nCall first." + restart)
+    configure()
+    assert refusal(compat.AlreadyConfiguredError, 0).endswith(" or drop one." + restart)
+
+
 def test_imported_before_with_the_same_settings_is_not_too_late(toy, machine, monkeypatch):
     machine.plug(2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
@@ -966,6 +979,13 @@ def test_a_strategy_that_no_backend_has():
         'split by compat) or "mirrored" (TensorFlow 2\'s MirroredStrategy, for a function that '
         "builds the model)."
     )
+
+
+def test_type_checkers_see_each_public_name():
+    """`tox run -e lint` has them read that script."""
+    with open(os.path.join(ROOT, "tests", "typed_script.py")) as file:
+        named = set(re.findall(r"compat\.(\w+)", file.read()))
+    assert set(compat.__all__) <= named
 
 
 def test_type_checkers_know_the_options_of_all_backends():

@@ -188,8 +188,11 @@ def test_a_script_is_recorded_from_its_first_parallelized_model(script, tmp_path
         "network.outputs(inputs)\n"
     )
     timeline = str(tmp_path / "timeline.json")
-    status, out, err = run(None, *(COMMAND + ("--timeline", timeline, path)))
+    page = tmp_path / "report.html"
+    options = "--timeline", timeline, "--report-html", str(page)
+    status, out, err = run(None, *(COMMAND + options + (path,)))
     assert (status, out) == (0, "")
+    assert page.read_text(encoding="utf-8").count(">busy ") == 3
     assert ran(timeline) == dict.fromkeys(["cpu:0", "cpu:1", "cpu:2"], ["gradients", "outputs"])
     assert (
         "compat run: the timeline is in {}; open it at https://ui.perfetto.dev\n".format(timeline)

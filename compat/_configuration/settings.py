@@ -5,7 +5,9 @@ from .numeric import whole_number
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import List
+    from typing import Dict, List, Optional
+
+    from .._ranks.place import Place
 
 FLOATX = ("float16", "bfloat16", "float32", "float64")
 _SWITCHES = {"yes": True, "true": True, "on": True, "1": True}
@@ -247,16 +249,16 @@ class Configuration:
     def __init__(
         self, backend, reason, versions, devices, settings, environ, applied, warnings, place=None
     ):
-        self.backend = backend
-        self.reason = reason
-        self.versions = versions
+        self.backend: str = backend
+        self.reason: str = reason
+        self.versions: "Dict[str, str]" = versions
         self.devices: "List[str]" = list(devices)
-        self.settings = settings
-        self.environ = dict(environ)
+        self.settings: Settings = settings
+        self.environ: "Dict[str, Optional[str]]" = dict(environ)
         self.applied: "List[str]" = list(applied)
         self.warnings: "List[str]" = list(warnings)
-        self.place = place
-        self.parallelized = {}  # type: dict
+        self.place: "Optional[Place]" = place
+        self.parallelized: "Dict[str, str]" = {}
 
     def __repr__(self):
         return "<Configuration {} on {}>".format(self.backend, listed(self.devices))
