@@ -459,17 +459,23 @@ def test_too_late(toy, machine, monkeypatch):
     assert dict(os.environ) == before
 
 
-def test_in_a_notebook_the_kernel_is_to_be_restarted(toy, register, machine, monkeypatch):
-    """tests/test_notebook.py has the same in a kernel."""
+RESTART = " In this notebook: restart the kernel, and run the cell with configure_gpu() first."
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """As in a notebook's kernel; tests/test_notebook.py has a real one."""
     monkeypatch.setitem(sys.modules, "ipykernel", types.ModuleType("ipykernel"))
-    restart = " In this notebook: restart the kernel, and run the cell with configure_gpu() first."
+
+
+def test_in_a_notebook_the_kernel_is_to_be_restarted(kernel, toy, machine, monkeypatch):
     machine.plug(2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     import toyframework  # noqa: F401
 
-    assert refusal(compat.TooLateError, 0).endswith(" it shows 1.\nCall first." + restart)
+    assert refusal(compat.TooLateError, 0).endswith(" it shows 1.\nCall first." + RESTART)
     configure()
-    assert refusal(compat.AlreadyConfiguredError, 0).endswith(" or drop one." + restart)
+    assert refusal(compat.AlreadyConfiguredError, 0).endswith(" or drop one." + RESTART)
 
 
 def test_imported_before_with_the_same_settings_is_not_too_late(toy, machine, monkeypatch):
@@ -897,6 +903,16 @@ def test_a_keras_imported_on_another_backend_is_said(keras, register, toy, site)
         "keras will not use it. Call configure_gpu() before keras is imported."
     ]
     assert "KERAS_BACKEND" not in configuration.environ
+
+
+def test_in_a_notebook_where_keras_was_imported_too(kernel, keras, register, toy, site):
+    register(toy, Other())
+    site.install("other", "1.0", "other", (site.folder / "toyframework.py").read_text())
+    with pytest.warns(compat.CompatWarning) as caught:
+        compat.configure_gpu(backend="other")
+    assert [text.endswith(" keras is imported." + RESTART) for text, _, _ in shown(caught)] == [
+        True
+    ]
 
 
 # floatx ---------------------------------------------------------------------------------------

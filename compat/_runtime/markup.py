@@ -31,7 +31,7 @@ _DOCUMENT = """\
 <style>
 :root {{ color-scheme: light dark; font-family: sans-serif }}
 body {{ max-width: 60em; margin: 1em auto; padding: 0 1em }}
-td, th {{ padding: .2em .7em; border-bottom: 1px solid #8884 }}
+td, th {{ padding: .2em .4em; border-bottom: 1px solid #8884 }}
 table {{ border-collapse: collapse }}
 </style>
 <h1>{0}</h1>
