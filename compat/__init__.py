@@ -9,7 +9,7 @@ Two calls, the same on every backend::
 """
 
 from ._api import configure_gpu, device, parallelize
-from ._api.device_use import report, timeline
+from ._api.device_use import environment, report, timeline
 from ._api.legacy import install_legacy_names, make_parallel, multi_gpu_model, unwrap
 from ._configuration.registry import register
 from ._configuration.settings import Configuration
@@ -23,6 +23,7 @@ from ._ranks import (
     shard,
     size,
 )
+from ._version import __version__
 from .backend import Backend
 from .errors import (
     AlreadyConfiguredError,
@@ -45,8 +46,6 @@ from .errors import (
     UnknownOptionError,
     UnsupportedError,
 )
-
-__version__ = "0.1.0"
 
 __all__ = [
     "AlreadyConfiguredError",
@@ -74,6 +73,7 @@ __all__ = [
     "barrier",
     "configure_gpu",
     "device",
+    "environment",
     "install_legacy_names",
     "is_chief",
     "local_batch_size",

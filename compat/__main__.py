@@ -4,7 +4,7 @@ import argparse
 import os
 import sys
 
-from . import __version__, errors
+from . import __version__, environment, errors
 from ._commands import parser as command_parser
 
 ENV = """\
@@ -144,6 +144,9 @@ def _parser():
     )
     run.add_argument("--report-json", metavar="FILE", help="the same, also as JSON in a file")
     run.add_argument(
+        "--report-html", metavar="FILE", help="the same, also as a picture for a browser, in a file"
+    )
+    run.add_argument(
         "--timeline",
         metavar="FILE",
         help="the same, and what each device executed when, in a file for a browser's trace viewer",
@@ -263,9 +266,11 @@ def _ranks_to_compare(text):
 
 
 def _env(arguments):
-    from ._commands import environment  # for start-up time
+    import json  # for start-up time
 
-    return environment.run(arguments.json)
+    found = environment()
+    print(json.dumps(found, indent=2) if arguments.json else found)
+    return 1 if found["problems"] else 0
 
 
 # run ------------------------------------------------------------------------------------------

@@ -153,7 +153,15 @@ def broken_install(framework, problem):
 def too_late(framework, problem, remedy):
     return TooLateError(
         "configure_gpu() came too late for {}: {}.\n{}".format(framework, problem, remedy)
+        + in_notebook()
     )
+
+
+def in_notebook():
+    """What is to be done where code runs in a notebook's kernel, a sentence; nothing elsewhere."""
+    if "ipykernel" not in sys.modules:
+        return ""
+    return " In this notebook: restart the kernel, and run the cell with configure_gpu() first."
 
 
 def device_failed(framework, device, problem, remedy):

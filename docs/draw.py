@@ -1,9 +1,10 @@
-"""Draw the README's picture and how-it-works.md's, as SVG in pictures/: ``python docs/draw.py``.
+"""Draw the pictures of README and pages, as SVG files in pictures/: ``python docs/draw.py``.
 
-The rows that devices and ranks get are computed by compat; tests/test_site.py compares the files
-with what is drawn here.
+The rows that devices and ranks get are computed by compat, and the timeline is one that it has
+recorded; tests/test_site.py compares the files with what is drawn here.
 """
 
+import json
 import os
 import sys
 from xml.sax.saxutils import escape
@@ -12,6 +13,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.dirname(HERE))
 
 from compat._rows import split_rows  # noqa: E402
+from compat._runtime import operation_times, reporting  # noqa: E402
 
 FILLS = {
     "data": "#dbeafe",  # rows of the batch
@@ -193,11 +195,25 @@ def backend():
     return picture
 
 
+def timeline():
+    """What compat draws, of a width of its own and on white.
+
+    The file is what ``--report-json`` wrote of three steps of 1,200 rows with torch on a busy
+    machine: dense layers of 1,024 units, two of them, on three simulated devices.
+    """
+    with open(os.path.join(HERE, "recorded_report.json"), encoding="utf-8") as file:
+        uses = reporting.joined([json.load(file)]).devices
+    drawn = operation_times.picture((use.title, use) for use in uses)
+    drawn = drawn.replace('width="100%"', 'width="500"', 1)
+    return drawn.replace('style="', 'style="background:#fff;', 1) + "\n"
+
+
 PICTURES = {
     "overview.svg": overview,
     "replicas.svg": replicas,
     "ranks.svg": ranks,
     "backend.svg": backend,
+    "timeline.svg": timeline,
 }
 
 if __name__ == "__main__":

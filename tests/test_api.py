@@ -459,6 +459,25 @@ def test_too_late(toy, machine, monkeypatch):
     assert dict(os.environ) == before
 
 
+RESTART = " In this notebook: restart the kernel, and run the cell with configure_gpu() first."
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """As in a notebook's kernel; tests/test_notebook.py has a real one."""
+    monkeypatch.setitem(sys.modules, "ipykernel", types.ModuleType("ipykernel"))
+
+
+def test_in_a_notebook_the_kernel_is_to_be_restarted(kernel, toy, machine, monkeypatch):
+    machine.plug(2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    import toyframework  # noqa: F401
+
+    assert refusal(compat.TooLateError, 0).endswith(" it shows 1.\nCall first." + RESTART)
+    configure()
+    assert refusal(compat.AlreadyConfiguredError, 0).endswith(" or drop one." + RESTART)
+
+
 def test_imported_before_with_the_same_settings_is_not_too_late(toy, machine, monkeypatch):
     machine.plug(2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
@@ -886,6 +905,16 @@ def test_a_keras_imported_on_another_backend_is_said(keras, register, toy, site)
     assert "KERAS_BACKEND" not in configuration.environ
 
 
+def test_in_a_notebook_where_keras_was_imported_too(kernel, keras, register, toy, site):
+    register(toy, Other())
+    site.install("other", "1.0", "other", (site.folder / "toyframework.py").read_text())
+    with pytest.warns(compat.CompatWarning) as caught:
+        compat.configure_gpu(backend="other")
+    assert [text.endswith(" keras is imported." + RESTART) for text, _, _ in shown(caught)] == [
+        True
+    ]
+
+
 # floatx ---------------------------------------------------------------------------------------
 
 
@@ -966,6 +995,13 @@ def test_a_strategy_that_no_backend_has():
         'split by compat) or "mirrored" (TensorFlow 2\'s MirroredStrategy, for a function that '
         "builds the model)."
     )
+
+
+def test_type_checkers_see_each_public_name():
+    """`tox run -e lint` has them read that script."""
+    with open(os.path.join(ROOT, "tests", "typed_script.py")) as file:
+        named = set(re.findall(r"compat\.(\w+)", file.read()))
+    assert set(compat.__all__) <= named
 
 
 def test_type_checkers_know_the_options_of_all_backends():

@@ -11,7 +11,7 @@ from test_main import NO_BACKEND, command
 
 import compat
 from compat import __main__
-from compat._commands import environment, environment_text
+from compat._api import environment, environment_text
 from compat._configuration import device_choice, discovery, packages
 from compat._ranks import clusters
 from compat._ranks.engines import installed
@@ -490,3 +490,22 @@ def test_no_framework_is_imported_and_no_gpu_is_initialised(run, package, site):
         """
     answer = json.loads(run(program, str(site.folder), *names))
     assert {engine["name"] for engine in answer["engines"]} >= {"Horovod", "mpi4py"}
+
+
+# In a notebook --------------------------------------------------------------------------------
+
+
+def test_a_problem_is_red_and_called_so(toy, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0, 1")
+    found = compat.environment()
+    assert found == environment.collect() and len(found["problems"]) == 1
+    assert str(found).splitlines()[0] == "compat      " + compat.__version__
+    html = found._repr_html_()
+    (red,) = re.findall("<tr>((?:(?!</tr>).)*background:#fee2e2.*?)</tr>", html, re.DOTALL)
+    assert re.findall(">([^<]+)<", red) == [
+        "problems",
+        "CUDA_VISIBLE_DEVICES=&quot;0, 1&quot; contains a space, where CUDA stops reading; compat "
+        "reads it as &quot;0,1&quot;. Corrected:\n    export CUDA_VISIBLE_DEVICES=0,1",
+    ]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert "background" not in compat.environment()._repr_html_()

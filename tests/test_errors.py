@@ -167,8 +167,8 @@ def test_every_text_is_in_the_table():
         for name, function in inspect.getmembers(errors, inspect.isfunction)
         if not name.startswith("_")
     }
-    others = {errors.class_of, errors.fewer, errors.numbered_ranks, errors.shortened}
-    others |= {errors.users_line, errors.warn}
+    others = {errors.class_of, errors.fewer, errors.in_notebook, errors.numbered_ranks}
+    others |= {errors.shortened, errors.users_line, errors.warn}
     assert functions == {row[0] for row in TEXTS} | others
 
 

@@ -15,6 +15,7 @@ ROOMS = [
     ["compat._commands.pytest_plugin"],
     ["compat"],
     ["compat._api.device_use", "compat._api.legacy"],
+    ["compat._api.environment"],
     ["compat._api"],
     ["compat._api.configuring", "compat._keras.automatic_parallel"],
     ["compat._keras.wrappers"],
@@ -37,7 +38,7 @@ ROOMS = [
     ["compat._rows", "compat._runtime.work"],
     [
         "compat._configuration", "compat._rows.split_rows", "compat._runtime", "compat.errors",
-        "compat.machines",
+        "compat._version", "compat.machines",
     ],
     ["compat._configuration.numeric", "compat._configuration.pip_extras"],
 ]  # fmt: skip
@@ -140,7 +141,7 @@ NAMING = {
     "compat.__main__": "the help lists the backends",
     "compat._commands.tox_ini": "an example in the help of `--backends`",
     "compat._commands.tox_texts": "what a row of a generated tox.ini sets, and its comments",
-    "compat._commands.environment": "packages that come with CUDA",
+    "compat._api.environment": "packages that come with CUDA",
     "compat._configuration.detection": "which Keras runs on which framework",
     "compat._configuration.pip_extras": "the extras of setup.cfg",
     "compat._keras": "tells the kinds of Keras apart",

@@ -56,6 +56,8 @@ def test_what_was_counted_is_a_table_and_a_sentence():
         "memory_peak": None,
         "load": None,
         "idle": None,
+        "timeline_seconds": None,
+        "busy_parts": None,
     }
 
 
@@ -259,16 +261,23 @@ def finished(*arguments, **options):
     return process.returncode, out, err
 
 
+def report_in(found):
+    """The report of a file."""
+    return reporting.joined([found], found["absent"])
+
+
 def test_it_is_printed_at_the_end(script, tmp_path):
     """A step that is verified counts once."""
     path = tmp_path / "report.json"
-    before = "--simulate=3", "--report", "--report-json", str(path)
+    page = tmp_path / "report.html"
+    before = "--simulate=3", "--report", "--report-json", str(path), "--report-html", str(page)
     status, out, err = finished(*(before + (script,)))
     assert (status, out) == (0, "trained\n")
     assert err.endswith("\n" + TABLE)
     found = json.loads(path.read_text())
     assert [each["rows"] for each in found["devices"]] == [80, 80, 84]
     assert found["verdict"] == TABLE.splitlines()[-1]
+    assert page.read_text(encoding="utf-8") == report_in(found).to_html()
     assert os.listdir(str(tmp_path)).count("report.json") == 1
     assert not [name for name in os.listdir(str(tmp_path)) if name.endswith(".tmp")]
 
@@ -300,10 +309,14 @@ def test_ranks_on_two_machines_are_one_report(script, tmp_path):
     path = tmp_path / "report.json"
     before = machines.command(2)
     status, out, err = finished(
-        "--hosts=node1:1,node2:1", "--report-json", str(path), script, before=before
-    )
+        "--hosts=node1:1,node2:1", "--report-json", str(path), "--report-html=/dev/stdout", script,
+        before=before,
+    )  # fmt: skip
     assert status == 0, err
-    assert sorted(out.splitlines()) == ["[0] trained", "[1] trained"]
+    report = report_in(json.loads(path.read_text()))
+    trained, page = out.split("<!DOCTYPE", 1)
+    assert sorted(trained.splitlines()) == ["[0] trained", "[1] trained"]
+    assert "<!DOCTYPE" + page == report.to_html()
     assert err.endswith(
         "compat run: what each device did\n"
         "rank  device  rows  in training  steps\n"
@@ -345,15 +358,18 @@ def test_a_rank_that_is_killed_has_none(script):
     assert "No report came from rank 1: ended by a" in err
 
 
-@pytest.mark.parametrize("name", ["nowhere/report.json", ""])
-def test_a_file_that_cannot_be_written_is_told_before(script, tmp_path, name):
+@pytest.mark.parametrize(
+    "option, name",
+    [("--report-json", "nowhere/report"), ("--report-json", ""), ("--report-html", "")],
+)
+def test_a_file_that_cannot_be_written_is_told_before(script, tmp_path, option, name):
     path = os.path.join(str(tmp_path), name)
     problem = "No such file or directory" if name else "Is a directory"
-    status, out, err = finished("--report-json", path, script)
+    status, out, err = finished(option, path, script)
     assert (status, out) == (2, "")
     assert err == (
-        "compat run: --report-json {} cannot be written: {}. Name a file in a folder that is there "
-        "and that you may write to; nothing was started.\n".format(path, problem)
+        "compat run: {} {} cannot be written: {}. Name a file in a folder that is there "
+        "and that you may write to; nothing was started.\n".format(option, path, problem)
     )
 
 
@@ -368,12 +384,13 @@ def test_what_is_no_file_gets_it_and_stays(script, tmp_path):
     assert status == 0, err
     assert json.loads(content())["all_worked"] and json.loads(linked())["traceEvents"]
     assert (test_files.kept(place), test_files.kept(link)) == before
-    for option in "--report-json", "--timeline":
+    for option in "--report-json", "--timeline", "--report-html":
         receive, send = os.pipe()
         finished("{}=/dev/fd/{}".format(option, send), "--simulate=3", script, pass_fds=[send])
         os.close(send)
-        with open(receive) as file:
-            assert json.load(file)
+        with open(receive, encoding="utf-8") as file:
+            content = file.read()
+        assert content.endswith("</html>\n") if "html" in option else json.loads(content)
 
 
 def test_each_rank_s_timeline_is_a_file(script, tmp_path):

@@ -204,5 +204,6 @@ def test_pictures_are_those_that_are_drawn():
     for name, picture in draw.PICTURES.items():
         assert read("pictures", name) == str(picture()), "run: python docs/draw.py"
         ElementTree.fromstring(str(picture()))  # is XML
-        shown = read("how-it-works.md") + read(os.pardir, "README.md").replace("(docs/", "(")
+        readme = read(os.pardir, "README.md").replace("(docs/", "(")
+        shown = readme + read("how-it-works.md") + read("report.md")
         assert "(pictures/{})".format(name) in shown

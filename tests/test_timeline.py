@@ -11,7 +11,7 @@ import sys
 import pytest
 from conftest import ROOT
 
-from compat._runtime.operation_times import Operation, busy, trace
+from compat._runtime.operation_times import PARTS, Operation, activities, trace
 
 PATH = os.pathsep.join([ROOT, os.path.join(ROOT, "tests", "plugin")])
 ENVIRON = dict(os.environ)  # without what fixtures set
@@ -27,9 +27,16 @@ RAN = [
 
 
 def test_busy_is_the_share_of_the_time_of_all_devices():
-    assert busy(RAN) == {"cpu:0": 20.0 / 40.0, "cpu:1": 30.0 / 40.0}
-    assert busy([]) == {}
-    assert busy([Operation("cpu:0", "a", 3.0, 0.0)]) == {"cpu:0": 1.0}
+    found = activities(RAN, ["cpu:0", "cpu:1", "cpu:2"])
+    busy = {device: pytest.approx(each.busy) for device, each in found.items()}
+    assert busy == {"cpu:0": 20.0 / 40.0, "cpu:1": 30.0 / 40.0, "cpu:2": 0.0}
+    assert {each.timeline_seconds for each in found.values()} == {40e-6}
+    each = PARTS // 40  # microsecond
+    assert found["cpu:0"].busy_parts == (
+        [1.0] * 15 * each + [0.0] * 15 * each + [1.0] * 5 * each + [0.0] * 5 * each
+    )
+    assert activities([], ["cpu:0"]) == {}
+    assert activities([Operation("cpu:0", "a", 3.0, 0.0)], ["cpu:0"])["cpu:0"].busy == 1.0
 
 
 def test_a_trace_has_a_process_for_each_device_and_a_thread_for_what_overlaps():
@@ -181,8 +188,11 @@ def test_a_script_is_recorded_from_its_first_parallelized_model(script, tmp_path
         "network.outputs(inputs)\n"
     )
     timeline = str(tmp_path / "timeline.json")
-    status, out, err = run(None, *(COMMAND + ("--timeline", timeline, path)))
+    page = tmp_path / "report.html"
+    options = "--timeline", timeline, "--report-html", str(page)
+    status, out, err = run(None, *(COMMAND + options + (path,)))
     assert (status, out) == (0, "")
+    assert page.read_text(encoding="utf-8").count(">busy ") == 3
     assert ran(timeline) == dict.fromkeys(["cpu:0", "cpu:1", "cpu:2"], ["gradients", "outputs"])
     assert (
         "compat run: the timeline is in {}; open it at https://ui.perfetto.dev\n".format(timeline)

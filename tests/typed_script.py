@@ -1,6 +1,7 @@
 """A script with all public names, as type checkers see it: ``mypy --strict``; nothing runs it."""
 
-from typing import Any, List
+import warnings
+from typing import Any, Dict, List, Optional, Sequence, Type
 
 from typing_extensions import assert_type
 
@@ -32,6 +33,9 @@ compat.configure_gpu(inter_op_parallelism_threads="two")  # type: ignore[arg-typ
 assert_type(configuration, compat.Configuration)
 assert_type(configuration.devices, List[str])
 assert_type(configuration.warnings, List[str])
+assert_type(configuration.backend, str)
+assert_type(configuration.versions, Dict[str, str])
+assert_type(configuration.environ, Dict[str, Optional[str]])
 
 assert_type(compat.parallelize(Net()), Net)
 assert_type(compat.parallelize(KerasModel(), gpus=2), KerasModel)
@@ -44,8 +48,12 @@ assert_type(compat.scaled_learning_rate(0.1), float)
 assert_type(compat.is_chief(), bool)
 x = compat.shard([1, 2], 64)
 compat.barrier()
-with compat.timeline("timeline.json"), compat.device(0):
+with compat.timeline("timeline.json") as recorded, compat.device(0):
     print(compat.report())
+assert_type(recorded.path, str)
+assert_type(compat.report().to_html(), str)
+assert_type(compat.report().devices[0].busy_parts, Optional[Sequence[float]])
+print(compat.environment()["problems"])
 old = compat.multi_gpu_model(KerasModel(), gpus=2)
 older = compat.make_parallel(KerasModel(), 2)
 inner = compat.unwrap(old)
@@ -54,3 +62,32 @@ try:
     print(compat.__version__)
 except (compat.RankError, compat.CompatError) as error:
     assert_type(str(error), str)
+kinds: List[Type[compat.CompatError]] = [
+    compat.AlreadyConfiguredError,
+    compat.AmbiguousBackendError,
+    compat.BrokenInstallError,
+    compat.ConfigurationFileError,
+    compat.DeviceFailedError,
+    compat.DevicesNotFoundError,
+    compat.InvalidArgumentError,
+    compat.ModelFileError,
+    compat.NotAModelError,
+    compat.NotInstalledError,
+    compat.PythonNotFoundError,
+    compat.RankLostError,
+    compat.ResultsDifferError,
+    compat.TooLateError,
+    compat.UnknownOptionError,
+    compat.UnsupportedError,
+]
+warnings.simplefilter("error", compat.CompatWarning)
+
+
+class Mine(compat.Backend):
+    name = framework = "mine"
+
+    def devices(self) -> List[str]:
+        return ["mine:0"]
+
+
+compat.register(Mine())

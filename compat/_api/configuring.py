@@ -60,6 +60,7 @@ def configure_once(call, chosen, reason, asked, applied):
                 "{}, {}".format(active.backend, active.settings),
                 "{}, {}".format(chosen.name, settings),
             )
+            + errors.in_notebook()
         )
     active = process.configuration = _configure(chosen, reason, settings, place)
     active.applied += applied if place is None else []

@@ -1,4 +1,4 @@
-"""The public calls about what each device did: how much, and when."""
+"""The public calls that tell: what there is, and what each device did, how much and when."""
 
 from .. import _api
 from .._runtime.process import process
@@ -8,6 +8,20 @@ if TYPE_CHECKING:
     from typing import ContextManager
 
     from .._runtime.reporting import Report
+    from .._runtime.timelines import Timeline
+    from .environment import Environment
+
+
+def environment() -> "Environment":
+    """What ``compat env`` tells: backend, versions, GPUs, what is set, and what is wrong.
+
+    Returns:
+        A dictionary with the keys of ``compat env --json``; print it for the report, or leave it as
+        the last line of a notebook's cell for a table.
+    """
+    from .environment import collect  # for start-up time
+
+    return collect()
 
 
 def report() -> "Report":
@@ -18,8 +32,8 @@ def report() -> "Report":
     ``compat run --report`` shows all ranks together.
 
     Returns:
-        A ``Report``: print it for a table and a verdict; ``as_dict()`` and ``to_json()`` have the
-        same.
+        A ``Report``: print it for a table and a verdict; ``as_dict()``, ``to_json()`` and, with a
+        picture, ``to_html()`` have the same. In a notebook it is shown so.
     """
     from .. import _ranks  # for start-up time
     from .._runtime import reporting  # for start-up time
@@ -35,7 +49,7 @@ def report() -> "Report":
     return reporting.of_this_process(names, rank, models, peaks, loads)
 
 
-def timeline(path: str) -> "ContextManager[None]":
+def timeline(path: str) -> "ContextManager[Timeline]":
     """Record what each device executes within a block, and write it as a timeline.
 
     ::
@@ -53,7 +67,8 @@ def timeline(path: str) -> "ContextManager[None]":
             number comes before the ending: ``timeline.rank1.json``.
 
     Returns:
-        A context manager.
+        A context manager. What it gives is in a notebook, once the block has ended, a picture of
+        when each device was executing something.
 
     Raises:
         InvalidArgumentError: the file cannot be written, or a timeline is being recorded already

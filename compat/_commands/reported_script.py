@@ -22,11 +22,11 @@ def main(arguments: List[str]) -> None:
     """Run a script in this process, and report when the process ends.
 
     Arguments:
-        arguments: the file that gets the report as JSON, or nothing; the file of the timeline, or
+        arguments: the files that get the report as JSON, the report as HTML and the timeline, or
             nothing; then what ``parallelized_script.main`` takes. The name of the backend is empty
             where nothing is to be parallelized but what the script does by itself.
     """
-    (path, timeline, backend), script = arguments[:3], arguments[3:]
+    (as_json, as_html, timeline, backend), script = arguments[:4], arguments[4:]
     left = os.environ.pop(REPORT_VARIABLE, None)  # not for processes that the script starts
     owner = os.getpid()
 
@@ -34,7 +34,7 @@ def main(arguments: List[str]) -> None:
         if os.getpid() == owner:  # none that has been forked
             found = device_use.report()
             if left is None:
-                tell(found, path)
+                tell(found, as_json, as_html)
             else:
                 safe_files.write(left, json.dumps(found.as_dict()))
 
@@ -71,9 +71,11 @@ def _recorded(path):
             print("compat run: " + said.format(*began or [path]), file=sys.stderr, flush=True)
 
 
-def tell(report, path):
-    """Print a report, after all that the script has printed, and write it to a file, if any."""
+def tell(report, as_json, as_html):
+    """Print a report, after all that the script has printed, and write it to files, if any."""
     sys.stdout.flush()
     print("compat run: what each device did\n{}".format(report), file=sys.stderr, flush=True)
-    if path:
-        safe_files.write(path, report.to_json() + "\n")
+    if as_json:
+        safe_files.write(as_json, report.to_json() + "\n")
+    if as_html:
+        safe_files.write(as_html, report.to_html())

@@ -18,7 +18,9 @@ from ..backend import Backend
 from . import reported_script
 
 #: Options that few scripts have: behind the script they are the script's own.
-_BEFORE_THE_SCRIPT = ("--simulate", "--parallelize", "--report-json", "--max-restarts")
+_BEFORE_THE_SCRIPT = (
+    "--simulate", "--parallelize", "--report-json", "--report-html", "--max-restarts",
+)  # fmt: skip
 
 
 def prepare(gpus, backend, python, environ, ranks=None, hosts=None):
@@ -165,7 +167,7 @@ def run(script: List[str], options: Namespace) -> int:
             - ``simulate``: how many CPU devices stand in for GPUs, whatever the script asks for.
             - ``parallelize``: whether every Keras model that the script compiles is parallelized.
             - ``report``: whether what each device did is printed at the end.
-            - ``report_json``: the file that gets the same as JSON; None: no file.
+            - ``report_json``, ``report_html``: the files that get the same; None: no file.
             - ``timeline``: the file that gets a timeline of what each device executes, from the
               first model that is parallelized to the script's end; None: no file.
             - ``quiet``: of several ranks, show what rank 0 prints, and of the others standard error
@@ -184,8 +186,9 @@ def run(script: List[str], options: Namespace) -> int:
         as ``prepare()``.
     """
     ranks, hosts = _ranks_of(options)
-    report_json, timeline = _files_of(options, ranks)
-    report = options.report or report_json is not None or timeline is not None
+    files = _files_of(options, ranks)
+    report_json, report_html, timeline = files
+    report = options.report or any(files)
     _check_there_are_ranks(ranks, options)
     _check_script(script, options.python)
     chosen, interpreter, environ, lines = prepare(
@@ -219,7 +222,7 @@ def run(script: List[str], options: Namespace) -> int:
             _check_version(interpreter, environ, option)
         module = "reported_script" if report else "parallelized_script"
         _, *program = by_path.command("_commands." + module)
-        program += [report_json or "", timeline or ""] if report else []
+        program += [path or "" for path in files] if report else []
         program += [chosen.name if options.parallelize else ""] + script
     program = [interpreter] + program
     if not ranks:
@@ -233,7 +236,8 @@ def run(script: List[str], options: Namespace) -> int:
     )  # fmt: skip
     if report:
         absent = sorted(set(range(ranks)) - set(reports))
-        reported_script.tell(reporting.joined(list(reports.values()), absent), report_json)
+        found = reporting.joined(list(reports.values()), absent)
+        reported_script.tell(found, report_json, report_html)
     return status
 
 
@@ -248,15 +252,16 @@ def _ranks_of(options):
 
 
 def _files_of(options, ranks):
-    """The files for a report as JSON and for a timeline, which can be written; None: no file."""
+    """The files of a report and of a timeline, which can be written; None: no file."""
     report_json = _writable("--report-json", options.report_json)
+    report_html = _writable("--report-html", options.report_html)
     timeline = _writable("--timeline", options.timeline)
     if timeline is not None and ranks not in (None, 1) and not safe_files.is_replaced(timeline):
         raise errors.InvalidArgumentError(
             "--timeline {}: each rank writes a file of its own, with its number in the name, "
             "and this is no regular file. Name one.".format(timeline)
         )
-    return report_json, timeline
+    return report_json, report_html, timeline
 
 
 def _asked(options, ranks):

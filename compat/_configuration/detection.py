@@ -245,6 +245,7 @@ def keras_elsewhere(backend):
     return [
         "keras is imported and runs on {}, but {} was configured: models of this keras will "
         "not use it. Call configure_gpu() before keras is imported.".format(running, backend.name)
+        + errors.in_notebook()
     ]
 
 

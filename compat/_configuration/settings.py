@@ -5,7 +5,9 @@ from .numeric import whole_number
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import List
+    from typing import Dict, List, Optional
+
+    from .._ranks.place import Place
 
 FLOATX = ("float16", "bfloat16", "float32", "float64")
 _SWITCHES = {"yes": True, "true": True, "on": True, "1": True}
@@ -247,21 +249,29 @@ class Configuration:
     def __init__(
         self, backend, reason, versions, devices, settings, environ, applied, warnings, place=None
     ):
-        self.backend = backend
-        self.reason = reason
-        self.versions = versions
+        self.backend: str = backend
+        self.reason: str = reason
+        self.versions: "Dict[str, str]" = versions
         self.devices: "List[str]" = list(devices)
-        self.settings = settings
-        self.environ = dict(environ)
+        self.settings: Settings = settings
+        self.environ: "Dict[str, Optional[str]]" = dict(environ)
         self.applied: "List[str]" = list(applied)
         self.warnings: "List[str]" = list(warnings)
-        self.place = place
-        self.parallelized = {}  # type: dict
+        self.place: "Optional[Place]" = place
+        self.parallelized: "Dict[str, str]" = {}
 
     def __repr__(self):
         return "<Configuration {} on {}>".format(self.backend, listed(self.devices))
 
     def __str__(self):
+        return report(self._sections())
+
+    def _repr_html_(self):
+        from .._runtime import markup  # for start-up time
+
+        return markup.sections(self._sections(), ["warnings"] if self.warnings else [])
+
+    def _sections(self):
         variables = [
             "{} removed".format(name) if value is None else "{}={}".format(name, value)
             for name, value in sorted(self.environ.items())
@@ -269,7 +279,7 @@ class Configuration:
         models = ["{} on {}".format(*pair) for pair in self.parallelized.items()]
         if self.settings.parallelize and not models:
             models = ["no model has been compiled yet"]
-        return report([
+        return [
             ("backend", ["{} ({})".format(self.backend, self.reason)]),
             ("versions", [", ".join("%s %s" % pair for pair in self.versions.items())]),
             ("asked", [self.settings.asked()]),
@@ -280,7 +290,7 @@ class Configuration:
             ("variables", variables or ["none set"]),
             ("applied", self.applied or ["nothing"]),
             ("warnings", self.warnings or ["none"]),
-        ])  # fmt: skip
+        ]
 
 
 def listed(devices):

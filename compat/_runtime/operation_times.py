@@ -1,7 +1,23 @@
 """Which operations each device has executed, and when: shares of time, and Trace Event Format."""
 
 import contextlib
-from typing import Any, Callable, ContextManager, Dict, Iterator, List, NamedTuple, Sequence, Tuple
+from typing import (
+    Any,
+    Callable,
+    ContextManager,
+    Dict,
+    Iterable,
+    Iterator,
+    List,
+    NamedTuple,
+    Sequence,
+    Tuple,
+)
+
+from . import markup
+
+#: So many equal parts of a timeline are told of: a picture has no more room.
+PARTS = 200
 
 
 class Operation(NamedTuple):
@@ -18,6 +34,21 @@ class Operation(NamedTuple):
     name: str
     start: float
     duration: float
+
+
+class Activity(NamedTuple):
+    """How much of a timeline a device was executing at least one operation.
+
+    Attributes:
+        busy: a share of the whole time: from the first operation's start to the last one's end, on
+            any device.
+        timeline_seconds: the whole time.
+        busy_parts: the same share of each of ``PARTS`` equal parts of it, in their order.
+    """
+
+    busy: float
+    timeline_seconds: float
+    busy_parts: "List[float]"
 
 
 @contextlib.contextmanager
@@ -40,23 +71,50 @@ def converted(
         operations.extend(convert(records))
 
 
-def busy(operations: "Sequence[Operation]") -> "Dict[str, float]":
-    """The share of time that each device was executing at least one operation.
-
-    Of the time from the first operation's start to the last one's end, on any of them.
-    """
+def activities(
+    operations: "Sequence[Operation]", devices: "Sequence[str]"
+) -> "Dict[str, Activity]":
+    """When each device was executing something; nothing where none was."""
     if not operations:
         return {}
     began = min(each.start for each in operations)
     whole = max(each.start + each.duration for each in operations) - began
-    until: "Dict[str, float]" = {}
-    worked: "Dict[str, float]" = {}
+    until = dict.fromkeys(devices, 0.0)
+    worked = {device: [0.0] * PARTS for device in devices}
     for each in sorted(operations, key=lambda each: each.start):
-        end = each.start + each.duration
-        free = max(each.start, until.get(each.device, began))
-        worked[each.device] = worked.get(each.device, 0.0) + max(0.0, end - free)
-        until[each.device] = max(end, free)
-    return {device: time / whole if whole else 1.0 for device, time in worked.items()}
+        end = (each.start + each.duration - began) / (whole or 1.0) * PARTS
+        start = max((each.start - began) / (whole or 1.0) * PARTS, until[each.device])
+        until[each.device] = max(start, end)
+        for part in range(int(start), min(int(end) + 1, PARTS)):
+            worked[each.device][part] += max(0.0, min(end, part + 1) - max(start, part))
+    return {
+        device: Activity(
+            min(1.0, sum(parts) / PARTS) if whole else 1.0,
+            whole / 1e6,
+            [round(part, 3) for part in parts],
+        )
+        for device, parts in worked.items()
+    }
+
+
+def share(value: float) -> str:
+    return "<1%" if 0 < value < 0.005 else "{:.0%}".format(value)
+
+
+def picture(activities: "Iterable[Tuple[str, Any]]") -> str:
+    """An SVG image of when each device was executing something, all on one scale.
+
+    Arguments:
+        activities: names, and what has the attributes of an ``Activity``.
+    """
+    named = list(activities)
+    longest = max(each.timeline_seconds for _, each in named) or 1.0
+    lanes = []
+    for name, each in named:
+        length = each.timeline_seconds / longest
+        lanes.append(markup.Lane(name, "busy " + share(each.busy), length, each.busy_parts))
+    end = "{:,.1f} ms".format(longest * 1e3) if longest < 1 else "{:,.1f} s".format(longest)
+    return markup.picture("When each device was executing operations", lanes, ("0", end))
 
 
 def trace(

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from typing import Any, Callable, Dict, List, Optional, Tuple
 
     from .._configuration.settings import Configuration
+    from .operation_times import Activity
 
 
 class Process:
@@ -30,7 +31,7 @@ class Process:
         comparisons: how often ranks have compared the weights that they hold.
         graph_counters: functions that tell the same of batches that graphs have counted.
         recording_timeline: the file of the timeline that is being recorded; None: none is.
-        busy: the share of the last timeline's time that each device was executing operations.
+        activities: when each device was executing operations in the last timeline.
         of_backends: what each backend keeps of its configuration.
         configuring: held while one thread configures.
     """
@@ -48,7 +49,7 @@ class Process:
         self.comparisons = 0
         self.graph_counters: "Dict[Any, Callable[[], Any]]" = {}
         self.recording_timeline: "Optional[str]" = None
-        self.busy: "Dict[str, float]" = {}
+        self.activities: "Dict[str, Activity]" = {}
         self.claims: "Dict[str, int]" = {}
         self.engines: "Dict[type, Any]" = {}
         self.of_backends: "Dict[Any, Dict[str, Any]]" = {}

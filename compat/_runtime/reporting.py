@@ -4,7 +4,7 @@ import textwrap
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence
 
 from .. import errors
-from . import work
+from . import markup, operation_times, work
 from .process import process
 
 WIDTH = 80
@@ -23,6 +23,8 @@ class DeviceUse(NamedTuple):
         memory_peak: the most memory of its GPU that the framework has taken, in bytes; or None.
         load: how busy the driver says that the GPU is, a share, at the time of the report; or None.
         idle: why it has computed no rows, a phrase; None where it has.
+        timeline_seconds: how long the last ``timeline()`` is; or None.
+        busy_parts: ``busy`` of each of equal parts of it, in their order; or None.
     """
 
     device: str
@@ -34,9 +36,16 @@ class DeviceUse(NamedTuple):
     memory_peak: "Optional[int]" = None
     load: "Optional[float]" = None
     idle: "Optional[str]" = None
+    timeline_seconds: "Optional[float]" = None
+    busy_parts: "Optional[Sequence[float]]" = None
 
     def __str__(self):
         return self.device if self.rank is None else "rank {}".format(self.rank)
+
+    @property
+    def title(self) -> str:
+        """The rank, too, where there are several."""
+        return self.device if self.rank is None else "{}: {}".format(self, self.device)
 
 
 class Report(NamedTuple):
@@ -136,9 +145,42 @@ class Report(NamedTuple):
         return "<Report {}>".format(self.verdict)
 
     def __str__(self):
-        said = ["Model {!r} was {}.".format(*pair) for pair in sorted(self.whole.items())]
-        lines = [line for text in [self.verdict] + said for line in textwrap.wrap(text, WIDTH)]
+        said = [self.verdict] + self._undivided()
+        lines = [line for text in said for line in textwrap.wrap(text, WIDTH)]
         return "\n".join(_table(self.devices) + lines)
+
+    def to_html(self) -> str:
+        """The same for a browser: a page with a picture that has a row for each device."""
+        return markup.document("What each device did", self._repr_html_())
+
+    def _repr_html_(self):
+        uses, most = self.devices, max([each.rows for each in self.devices] + [1])
+        lanes = [
+            markup.Lane(use.title, _rows(use.rows), use.rows / most, wrong=not use.rows)
+            for use in uses
+        ]
+        for rank in self.absent:
+            lanes.append(markup.Lane("rank {}".format(rank), "no report", 0, wrong=True))
+        shown = [markup.sentence(self.verdict, not self.all_worked)]
+        shown += map(markup.sentence, self._undivided())
+        shown += [markup.picture("Rows that each device has computed", lanes)] if lanes else []
+        recorded = [(use.title, use) for use in uses if use.busy_parts]
+        if recorded:
+            text = "When each device was executing operations, in the last timeline{}:"
+            from_where = "; of each rank, from its own first one on" * (uses[0].rank is not None)
+            shown.append(markup.sentence(text.format(from_where)))
+            shown.append(operation_times.picture(recorded))
+        if uses:
+            columns = _columns(uses)
+            if any(use.idle for use in uses):
+                columns.append(("no rows because", [use.idle or "" for use in uses]))
+            rows = zip(*([name] + values for name, values in columns))
+            idle = [1 + place for place, use in enumerate(uses) if not use.rows]
+            shown.append(markup.table(rows, idle, heading=True))
+        return "\n".join(shown)
+
+    def _undivided(self):
+        return ["Model {!r} was {}.".format(*pair) for pair in sorted(self.whole.items())]
 
 
 def joined(reports: "Sequence[Mapping[str, Any]]", absent: "Sequence[int]" = ()) -> "Report":
@@ -170,8 +212,8 @@ def _not_told(batches):
     )
 
 
-def _table(uses):
-    """Aligned columns; what is not told of any device is left out."""
+def _columns(uses):
+    """The names of columns and their cells; what is not told of any device is left out."""
     columns = [
         ("device", [each.device for each in uses]),
         ("rows", ["{:,}".format(each.rows) for each in uses]),
@@ -183,17 +225,21 @@ def _table(uses):
     ]
     if any(each.rank is not None for each in uses):
         columns.insert(0, ("rank", [str(each.rank) for each in uses]))
+    return [column for column in columns if any(value != "-" for value in column[1])]
+
+
+def _table(uses):
+    """Aligned columns."""
     cells = []
-    for name, values in columns:
-        if any(value != "-" for value in values):
-            width = max(map(len, [name] + values))
-            justified = str.ljust if name == "device" else str.rjust
-            cells.append([justified(value, width) for value in [name] + values])
+    for name, values in _columns(uses):
+        width = max(map(len, [name] + values))
+        justified = str.ljust if name == "device" else str.rjust
+        cells.append([justified(value, width) for value in [name] + values])
     return ["  ".join(line).rstrip() for line in zip(*cells)]
 
 
 def _share(value):
-    return "-" if value is None else "{:.0%}".format(value)
+    return "-" if value is None else operation_times.share(value)
 
 
 def _mebibytes(value):
@@ -239,10 +285,10 @@ def of_this_process(
             rows,
             training_rows=sum(rows for rows, _, training, _ in batches if training),
             steps=sum(number for rows, number, _, _ in batches if rows),
-            busy=process.busy.get(name),
             memory_peak=memory_peaks.get(name),
             load=loads[place] if place < len(loads) else None,
             idle=None if rows else _why_idle([sizes for _, _, _, sizes in batches]),
+            **process.activities[name]._asdict() if name in process.activities else {},
         )
         uses.append(use)
     return Report(uses, models, dict(process.whole), not_told, (), process.comparisons)

@@ -10,14 +10,33 @@ from .process import process
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Iterator, Optional
+    from typing import Dict, Iterator, Optional
 
     from .._ranks.place import Place
     from ..backend import Backend
 
 
+class Timeline:
+    """What ``compat.timeline()`` records; in a notebook, once the block has ended, a picture.
+
+    Attributes:
+        path: the file.
+        activities: when each device was executing something, by its name; empty until then.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.activities: "Dict[str, operation_times.Activity]" = {}
+
+    def __repr__(self):
+        return "<Timeline {}>".format(self.path)
+
+    def _repr_html_(self):
+        return operation_times.picture(self.activities.items()) if self.activities else None
+
+
 @contextlib.contextmanager
-def recorded(path: str, backend: "Backend", place: "Optional[Place]") -> "Iterator[None]":
+def recorded(path: str, backend: "Backend", place: "Optional[Place]") -> "Iterator[Timeline]":
     """What ``compat.timeline()`` returns."""
     path = os.path.abspath(of_rank(path, place))
     if process.recording_timeline is not None:
@@ -29,12 +48,13 @@ def recorded(path: str, backend: "Backend", place: "Optional[Place]") -> "Iterat
         safe_files.check_writable(path)
     except OSError as error:
         raise errors.not_writable("timeline({!r})".format(path), error) from error
+    timeline = Timeline(path)
     with contextlib.ExitStack() as when_recorded:
         with backend.profiled() as operations:
-            when_recorded.callback(_write, path, backend.devices(), operations, place)
+            when_recorded.callback(_write, timeline, backend.devices(), operations, place)
             process.recording_timeline = path
             try:
-                yield
+                yield timeline
             finally:
                 process.recording_timeline = None
 
@@ -47,17 +67,16 @@ def of_rank(path, place):
     return "{}.rank{}{}".format(stem, place.rank, ending)
 
 
-def _write(path, devices, operations, place):
+def _write(timeline, devices, operations, place):
     if place is not None:
         devices = devices[:1]
     operations = [each for each in operations if each.device in devices]
     if not operations:
         errors.warn(
             "timeline({!r}): no configured device executed anything while it was recorded, so "
-            "the timeline is empty. Train or call the model within the block.".format(path)
+            "the timeline is empty. Train or call the model within the block.".format(timeline.path)
         )
-    busy = operation_times.busy(operations)
-    process.busy = {device: busy.get(device, 0.0) for device in devices} if operations else {}
+    timeline.activities = process.activities = operation_times.activities(operations, devices)
     title = "{}" if place is None else "rank {}: {{}}".format(place.rank)
     names = [(device, title.format(device)) for device in devices]
-    safe_files.write(path, json.dumps(operation_times.trace(operations, names)) + "\n")
+    safe_files.write(timeline.path, json.dumps(operation_times.trace(operations, names)) + "\n")

@@ -1,10 +1,9 @@
 """``compat env``: a report that tells enough of this environment for a report of a bug.
 
-What is found becomes one object, with the keys that ``--json`` prints; the text is made from it.
+What is found becomes one object, with the keys that ``--json`` prints; texts are made from it.
 Nothing is configured, no framework is imported, and no GPU is initialised.
 """
 
-import json
 import os
 import platform
 import re
@@ -12,11 +11,12 @@ import shlex
 import sys
 from typing import Any, Dict, List
 
-from .. import __version__, _keras, _ranks, errors
+from .. import _keras, _ranks, errors
 from .._configuration import detection, device_choice, discovery, gpu_selection, packages, registry
 from .._ranks import launchers
 from .._ranks.engines import installed as engines
-from .._runtime import by_path
+from .._runtime import by_path, markup
+from .._version import __version__
 from . import environment_text
 
 _GENERAL = "CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES", "KERAS_BACKEND", "KERAS_HOME"
@@ -30,15 +30,18 @@ _PLACE = "launcher", "rank", "size", "local_rank", "local_size"
 _CGROUP_LIMITS = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"
 
 
-def run(as_json: bool) -> int:
-    """Print the report; the exit status: 1 where something is wrong."""
-    found = collect()
-    print(json.dumps(found, indent=2) if as_json else environment_text.text(found))
-    return 1 if found["problems"] else 0
+class Environment(Dict[str, Any]):
+    """What there is, as an object of JSON, that prints as a report; in a notebook it is a table."""
+
+    def __str__(self):
+        return environment_text.text(self)
+
+    def _repr_html_(self):
+        found = environment_text.sections(self)
+        return markup.sections(found, ["problems"] if self["problems"] else [])
 
 
-def collect() -> Dict[str, Any]:
-    """What there is, as an object of JSON."""
+def collect() -> Environment:
     problems: List[Dict[str, Any]] = []
     found = {
         "compat": __version__,
@@ -54,7 +57,7 @@ def collect() -> Dict[str, Any]:
     other = by_path.shadow(os.getcwd(), os.environ)
     if other:
         _add(problems, [errors.shadowed("scripts in " + os.getcwd(), other)])
-    return found
+    return Environment(found)
 
 
 def _add(problems, texts, command=None):

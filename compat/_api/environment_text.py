@@ -1,20 +1,26 @@
 """``compat env`` as text: what ``environment`` finds, laid out for people to read and to paste."""
 
 import re
+import sys
 import textwrap
-from typing import Any, Dict
+from typing import Any, Dict, List, Tuple
 
 from .._configuration import discovery, settings
 from .._ranks.engines.installed import Installed
 
-#: Columns of the text.
-WIDTH = 80
+#: Columns of the text, and of its headings.
+WIDTH, _HEADINGS = 80, len("keras.json") + 2
 _NO_BACKEND = {"name": "none", "reason": "see the problems"}
 
 
 def text(found: Dict[str, Any]) -> str:
     """In two columns, at most ``WIDTH`` wide but for paths and the like, which are not broken."""
-    sections = [
+    return settings.report(sections(found, WIDTH - _HEADINGS))
+
+
+def sections(found: Dict[str, Any], width: int = sys.maxsize) -> List[Tuple[str, List[str]]]:
+    """Headings, and lines of at most this width, if they can be broken."""
+    told = [
         ("compat", [found["compat"]]),
         ("python", ["{version} ({executable})".format(**found["python"])]),
         ("system", _system_lines(found["system"])),
@@ -29,15 +35,12 @@ def text(found: Dict[str, Any]) -> str:
         ("ranks", [_rank_line(found)]),
         ("engines", [str(Installed(**engine)) for engine in found["engines"]] or ["none"]),
     ]
-    indent = max(len(heading) for heading, _ in sections) + 2
-    sections = [(heading, _wrapped(lines, indent)) for heading, lines in sections]
-    problems = [line for each in found["problems"] for line in _problem_lines(each, indent)]
-    return settings.report(sections + [("problems", problems or ["none"])])
+    problems = [line for each in found["problems"] for line in _problem_lines(each, width)]
+    told = [(heading, _wrapped(lines, width)) for heading, lines in told]
+    return told + [("problems", problems or ["none"])]
 
 
-def _wrapped(lines, indent):
-    """The lines, none longer than what is left of the width, if it can be broken."""
-    width = WIDTH - indent
+def _wrapped(lines, width):
     wrapper = textwrap.TextWrapper(
         width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
     )
@@ -57,13 +60,13 @@ def _at_commas(line, width):
     return parts + [line]
 
 
-def _problem_lines(problem, indent):
+def _problem_lines(problem, width):
     """A problem, and below it the command that mends it, as it can be pasted into a shell."""
     text, command = problem["problem"], problem["command"]
     if command and text.rstrip(".").endswith(command):
         text = text.rstrip(".")[: -len(command)].rstrip()
-    lines = _wrapped(text.split("\n"), indent)
-    return lines + (_command_lines(command, WIDTH - indent) if command else [])
+    lines = _wrapped(text.split("\n"), width)
+    return lines + (_command_lines(command, width) if command else [])
 
 
 def _command_lines(command, width):
