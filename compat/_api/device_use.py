@@ -18,7 +18,7 @@ def report() -> "Report":
     ``compat run --report`` shows all ranks together.
 
     Returns:
-        A ``Report``: print it for a table and a verdict; ``as_dict()`` and ``to_json()`` have the
+        A ``Report``: print it for a table and a verdict; ``as_dict()`` and ``to_json()`` return the
         same.
     """
     from .. import _ranks  # for start-up time
@@ -49,8 +49,8 @@ def timeline(path: str) -> "ContextManager[None]":
     share of that time that each device was busy.
 
     Arguments:
-        path: the file, which is written when the block ends, also by an exception. In a rank its
-            number comes before the ending: ``timeline.rank1.json``.
+        path: the file, which is written when the block ends, even by an exception. In a rank, the
+            rank's number comes before the ending: ``timeline.rank1.json``.
 
     Returns:
         A context manager.
