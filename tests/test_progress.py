@@ -244,3 +244,11 @@ def test_ranks_that_start(script):
     assert "compat: " not in found.last
     quiet = compat("run", *options + ("--quiet", script))
     assert quiet.lines() == [] and quiet.status == 0
+
+
+def test_quiet_is_for_a_script_alone_too(tmp_path):
+    script = tmp_path / "verified.py"
+    script.write_text(WORK + "with progress.shown('x') as line:\n    print(line)\n")
+    for options, printed in (["-n", "1"], "_Line object"), (["-n", "1", "--quiet"], "None"):
+        command = ["run", "--backend=jax", "--python", sys.executable] + options + [script]
+        assert printed in compat(*command).last.splitlines()[-1]
