@@ -48,23 +48,26 @@ def test_it_stands_below_the_cursor_and_changes_nothing_else():
 def test_it_comes_after_two_seconds_of_silence_and_tells_the_whole_time():
     program = WORK.replace("progress.SILENCE, progress.INTERVAL = 0, 0.05\n", "") + (
         "assert (progress.SILENCE, progress.INTERVAL) == (2, 1)\n"
-        "progress.SILENCE, progress.INTERVAL = 0.4, 0.2\n"
+        "progress.SILENCE, progress.INTERVAL = 1.0, 0.2\n"
         "began = time.monotonic()\n"
         "with progress.shown('first') as line:\n"
         "    wait_for_line()\n"
         "    silent = [time.monotonic() - began]\n"
+        "    printed = time.monotonic()\n"
         "    print('news', file=sys.stderr)\n"
         "    assert not line.is_drawn\n"
-        "    printed = time.monotonic()\n"
         "    with progress.shown('second'):\n"
         "        wait_for_line()\n"
         "        silent.append(time.monotonic() - printed)\n"
-        "    time.sleep(1.5)\n"
-        "assert min(silent) >= 0.4, silent\n"
+        "        time.sleep(0.8)\n"
+        "        with progress.shown('short'):\n"
+        "            time.sleep(0.3)\n"
+        "    time.sleep(0.5)\n"
+        "assert min(silent) >= 1.0, silent\n"
     )
     found = seen("-c", program)
     assert (found.lines(), found.last, found.status) == (["first", "second"], "news", 0)
-    assert "compat: first ... 2 s" in found.printed
+    assert re.search("compat: first \\.\\.\\. [3-9] s", found.printed)
 
 
 def test_a_long_text_keeps_its_seconds_and_to_one_line():
@@ -236,7 +239,7 @@ def test_ranks_that_start(script):
         "import os, sys, time\ntime.sleep(1)\nprint('begins', flush=True)\ntime.sleep(0.5)\n"
     )
     found = compat("run", *options + (script,))
-    assert found.lines()[-1] == "2 of 2 ranks have started, no output yet"
+    assert found.lines()[-1].endswith(" of 2 ranks have started, no output yet")
     before, _, after = found.printed.partition("begins")
     assert "ranks have started" in before and "ranks have started" not in after
     lines = found.last.splitlines()

@@ -21,7 +21,7 @@ INTERVAL = 1.0
 #: "0" in this variable: no such line, here and in what this process starts.
 VARIABLE = "COMPAT_PROGRESS"
 
-# What is being done, and since when; the innermost is shown.
+# What is being done, and since when; of what takes long already the innermost is shown.
 _doing = []  # type: list
 
 # As all terminals have it from DEC's: erase behind the cursor; make room for a line below it, write
@@ -117,11 +117,12 @@ class _Line:
     def _draw_again(self):
         while not self.over.wait(INTERVAL):
             with self.lock, contextlib.suppress(OSError):  # the terminal is gone
-                if time.monotonic() - self.printed >= SILENCE:
-                    self._draw()
+                now = time.monotonic()
+                long = [entry for entry in _doing if now - entry[1] >= SILENCE]
+                if long and now - self.printed >= SILENCE:
+                    self._draw(*long[-1])
 
-    def _draw(self):
-        doing, since = _doing[-1]
+    def _draw(self, doing, since):
         text = doing if isinstance(doing, str) else doing()
         if not text or not self._is_in_foreground():
             return
