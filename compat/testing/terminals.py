@@ -8,13 +8,17 @@ import struct
 import sys
 import termios
 import threading
+import time
 
 from .._runtime import progress
+from .._verification import verification
 
 
 @contextlib.contextmanager
 def terminal(monkeypatch):
     """Within, standard output and error are a terminal, where lines about long work come at once.
+
+    No step is verified faster than they come.
 
     Yields:
         A list that gets, at the end, each such line, without the seconds, and last all the rest.
@@ -28,6 +32,12 @@ def terminal(monkeypatch):
             while True:
                 data.append(os.read(controller, 65536))
 
+    moved = verification._moved
+
+    def moved_later(*given):
+        time.sleep(0.05)
+        return moved(*given)
+
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
     stream = open(descriptor, "w")
@@ -36,6 +46,7 @@ def terminal(monkeypatch):
         patch.delenv("CI", raising=False)
         patch.setattr(progress, "SILENCE", 0.0)
         patch.setattr(progress, "INTERVAL", 0.005)
+        patch.setattr(verification, "_moved", moved_later)
         patch.setattr(sys, "stdout", stream)
         patch.setattr(sys, "stderr", stream)
         with stream:
