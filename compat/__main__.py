@@ -5,7 +5,9 @@ import os
 import sys
 
 from . import __version__, environment, errors
+from ._commands import QUIET
 from ._commands import parser as command_parser
+from ._runtime import progress
 
 ENV = """\
 Report which backend this Python would use and why, the versions, the drivers and GPUs, the
@@ -67,6 +69,8 @@ def main(arguments=None):
         parser.error("a command is needed: env, run, test, pins, tox or unwrap")
     if unknown:  # the command's usage, not that of all
         parsed.parser.error("unrecognized arguments: " + " ".join(unknown))
+    if getattr(parsed, "quiet", False):
+        os.environ[progress.VARIABLE] = "0"
     try:
         status = parsed.run(parsed)
         sys.stdout.flush()
@@ -200,6 +204,7 @@ def _parser():
         action="store_true",
         help="print the outcome as one JSON object, and all else to stderr",
     )
+    test.add_argument("--quiet", **QUIET)
     _add_script(test)
 
     from ._commands import pins, tox_ini, unwrap  # for start-up time

@@ -1,4 +1,4 @@
-"""The contract between compat and a backend: what third parties subclass, and what it speaks of.
+"""The contract between compat and a backend: what third parties subclass, and the types it uses.
 
 A backend answers in two phases, since that is this field's central difficulty: what can be
 set before the framework is imported (``environ``, pure), and what afterwards (``configure``).
@@ -6,10 +6,11 @@ Methods not overridden raise ``UnsupportedError``; overriding one *is* the capab
 
 All types that compat hands to a backend, and those that it subclasses, are importable from here:
 
-- ``Settings``, ``Memory`` and ``Devices``: what was asked of ``configure_gpu()``, and what chosen.
+- ``Settings``, ``Memory`` and ``Devices``: what was asked of ``configure_gpu()``, and what was
+  chosen.
 - ``Place`` and ``Job``: a process's place among the ranks; which ranks a launcher is to start.
-- ``Engine``: what ranks talk through. ``own_launcher`` makes the command of compat's own launcher,
-  for frameworks that bring none.
+- ``Engine``: what ranks communicate through. ``own_launcher`` makes the command of compat's own
+  launcher, for frameworks that bring none.
 - ``Verification`` and ``Step``: a step on several devices compared with the same step on one.
 - ``Operation``: what a device has executed, and when, for timelines.
 - ``count_batch``: what a backend calls for each batch that its replicas, or a rank, has computed.
@@ -201,9 +202,9 @@ class Backend:
         return []
 
     def verify(self, model: "Any", verification: "Optional[Verification]") -> None:
-        """Have first steps of a model that runs on several devices compared with one device.
+        """Have the first steps of a model that runs on several devices compared with one device.
 
-        A backend that cannot do so leaves this as it is, which warns.
+        A backend that cannot do so does not override this method, which warns.
 
         Arguments:
             model: one that ``parallelize`` has returned.
@@ -304,7 +305,7 @@ class Backend:
     def problems(self, environ: "Mapping[str, str]") -> "List[str]":
         """What is wrong with this environment for this backend, a text each. Pure.
 
-        Where a command mends it, the text ends with a colon and that command, from which ``compat
+        Where a command fixes it, the text ends with a colon and that command, from which ``compat
         env`` takes it: ``X is set: unset X``.
         """
         return []

@@ -4,8 +4,8 @@
 
 Runs a command on the machine ``node1``, from where ``ssh node2`` and so on reach the others. They
 are network namespaces (Linux): they share the disk, and of the network nothing but the switch
-between them. Nobody need be root, nothing outside is changed, and what is left running is told,
-and ends with the command.
+between them. No root privileges are needed, and nothing outside is changed. Processes
+that are left running are reported, and end with the command.
 
 There is no SSH server: ``ssh`` is a script that enters another namespace, with the environment and
 the folder of a fresh login.

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import numpy.random  # noqa: F401  (here, since the fixture site hides site-packages)
 import pytest
@@ -15,6 +16,7 @@ from conftest import ROOT, Toy
 
 import compat
 from compat import __main__, _verification
+from compat.testing.terminals import terminal
 
 pytestmark = pytest.mark.usefixtures("process")
 
@@ -190,6 +192,18 @@ def test_test_says_what_each_device_did(verified_toy, capsys, monkeypatch, works
     else:
         expected += "  cpu:1: 0 + 0\nNOT on all devices: 1 of 2 worked.\n"
     assert capsys.readouterr().out.partition("warnings   none\n")[2] == expected
+
+
+def test_test_shows_that_it_goes_on(verified_toy, monkeypatch):
+    from compat._commands import selftest
+
+    trained = selftest._train
+    monkeypatch.setattr(selftest, "_train", lambda *given: time.sleep(0.05) or trained(*given))
+    with terminal(monkeypatch) as printed:
+        assert selftest.run(2, simulate=True)
+    line, report = printed
+    assert line == "comparing one device with several"
+    assert report.endswith("\n  cpu:0: 1 + 2\n  cpu:1: 1 + 2\n") and "\x1b" not in report
 
 
 def test_test_as_json(verified_toy, capfd, monkeypatch):

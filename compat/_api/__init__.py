@@ -35,10 +35,10 @@ def configure_gpu(
 ) -> "Configuration":
     """Choose this process's GPUs, their memory and the float type, on whichever backend it uses.
 
-    Call it once, at script top: before Keras or the backend is imported everything can still
-    be set. A second call with the same settings does nothing. In a process that a launcher
-    (torchrun, mpirun, ...) started as one of several ranks it takes one device, the local rank's
-    of those that ``gpus`` names, whatever their number.
+    Call it once, at the top of the script: before Keras or the backend is imported everything can
+    still be set. A second call with the same settings does nothing. In a process that a launcher
+    (torchrun, mpirun, ...) started as one of several ranks, it takes a single device, however many
+    ``gpus`` names: the one that belongs to its local rank.
 
     Arguments:
         gpus: None, -1, ``"all"`` or ``"auto"`` for all visible GPUs, a count, ids as a list or a
@@ -48,7 +48,7 @@ def configure_gpu(
         backend: "theano", "tensorflow", "mxnet", ...; None: the one that Keras will use.
         memory: "grow" or "growth" (take memory as needed), a fraction of each GPU (0.5), or a
             size per GPU ("4GiB"). Each backend maps it to its own setting or says that it cannot.
-        floatx: "float16", "float32", "float64" or, of Keras 3, "bfloat16", for Keras and the
+        floatx: "float16", "float32", "float64" or, with Keras 3, "bfloat16", for Keras and the
             backend.
         simulate: this many CPU devices stand in for GPUs, to test a script for several GPUs
             where there is none.
@@ -130,9 +130,9 @@ def parallelize(  # noqa: F811
     In a process that a launcher started as one of several ranks, each with one device and its
     own part of the data (see ``shard()``), the model trains together with theirs: it takes rank
     0's weights and optimizer state, gradients and metrics become the means over the rows of all
-    ranks, and saving is done on rank 0 alone. ``gpus`` then does not matter. In a worker of
-    TensorFlow's ``TF_CONFIG`` the first model is given as a function that builds it, called once
-    all workers have come: TensorFlow cannot join them any later.
+    ranks, and saving is done on rank 0 alone. ``gpus`` is then ignored. In a worker of TensorFlow's
+    ``TF_CONFIG`` the first model must be given as a function that builds it, which is called once
+    all workers have joined: TensorFlow cannot join them any later.
 
     Arguments:
         model: a Keras model, compiled or not, fitted or not; a model of the backend's own kind

@@ -33,7 +33,7 @@ def report() -> "Report":
 
     Returns:
         A ``Report``: print it for a table and a verdict; ``as_dict()``, ``to_json()`` and, with a
-        picture, ``to_html()`` have the same. In a notebook it is shown so.
+        picture, ``to_html()`` return the same. In a notebook it is shown so.
     """
     from .. import _ranks  # for start-up time
     from .._runtime import reporting  # for start-up time
@@ -63,8 +63,8 @@ def timeline(path: str) -> "ContextManager[Timeline]":
     share of that time that each device was busy.
 
     Arguments:
-        path: the file, which is written when the block ends, also by an exception. In a rank its
-            number comes before the ending: ``timeline.rank1.json``.
+        path: the file, which is written when the block ends, even by an exception. In a rank, the
+            rank's number comes before the ending: ``timeline.rank1.json``.
 
     Returns:
         A context manager. What it gives is in a notebook, once the block has ended, a picture of

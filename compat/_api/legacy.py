@@ -26,8 +26,8 @@ def multi_gpu_model(
 
     It has the signature, the meaning of ``gpus`` and the errors of ``keras.utils.multi_gpu_model``
     (Keras 2.3). It differs where that was wrong: a batch is split evenly, whatever its size, and
-    the result can be saved whole. New code does better with ``parallelize()``, which returns the
-    model that it was given.
+    the result can be saved whole. New code should call ``parallelize()``, which returns the model
+    that it was given.
 
     Arguments:
         model: a Keras model with symbolic inputs (functional, or Sequential with an input shape).
@@ -107,16 +107,16 @@ def make_parallel(model: "Any", gpu_count: int) -> "Any":
 def unwrap(model: "Any") -> "Any":
     """The model inside of a wrapper that ``multi_gpu_model`` or ``make_parallel`` made.
 
-    Keras', TensorFlow's and compat's own, and copies of kuza55's recipe. For old files,
-    ``compat unwrap old.h5`` does the same without loading them.
+    This works for the wrappers of Keras, TensorFlow and compat, and for copies of kuza55's recipe.
+    For old files, ``compat unwrap old.h5`` does the same without loading them.
 
     Arguments:
         model: a Keras model.
 
     Returns:
-        The model inside, the object: it has the weights that were trained, and is compiled only
-        if it was by itself. A model that is no wrapper is returned as it is, so that
-        ``compat.unwrap(model).save(...)`` stands in scripts that wrap on some machines only.
+        The model inside, the very object: it has the trained weights, and is compiled only if it
+        was compiled by itself. A model that is no wrapper is returned as it is, so that
+        ``compat.unwrap(model).save(...)`` works in scripts that wrap on some machines only.
 
     Raises:
         NotAModelError: ``model`` is not a Keras model (a ``TypeError``).
@@ -188,10 +188,9 @@ def install_legacy_names() -> "List[str]":
 
     Only names that concern devices and sessions: ``keras.utils.multi_gpu_model``, with the modules
     it was imported from (``keras.utils.multi_gpu_utils``, ``keras.utils.training_utils``);
-    ``keras.backend.set_session`` and ``get_session``, also as
-    ``keras.backend.tensorflow_backend`` has them. In ``keras`` and in ``tf.keras``, whichever run
-    on the configured backend. What is there stays. Call it after ``configure_gpu()``: it imports
-    Keras.
+    ``keras.backend.set_session`` and ``get_session``, also in ``keras.backend.tensorflow_backend``.
+    They are put back in ``keras`` and in ``tf.keras``, if these run on the configured backend;
+    names that exist are left alone. Call it after ``configure_gpu()``: it imports Keras.
 
     Returns:
         The names put back, such as "keras.utils.multi_gpu_model".

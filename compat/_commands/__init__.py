@@ -1,6 +1,10 @@
 """The commands of ``compat``: see ``compat.__main__``."""
 
 import argparse
+from typing import Any, Dict
+
+#: The option ``--quiet`` of a command that shows progress.
+QUIET: Dict[str, Any] = {"action": "store_true", "help": "show no line about work that takes long"}
 
 
 def parser(commands, name, run, told, description, usage=None):

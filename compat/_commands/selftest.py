@@ -5,12 +5,14 @@ import warnings
 
 from .. import _api, _keras, _verification, errors
 from .._configuration import detection, device_choice, gpu_selection
+from .._runtime import progress
 
 #: Rows of the batches: even, uneven, few, fewer than devices, one.
 BATCHES = (64, 61, 13, 2, 1)
 TOLERANCE = 1e-5  # the largest difference of a weight that still counts as rounding
 
 
+@progress.shown("comparing one device with several")
 def run(devices=None, backend=None, simulate=False, outcome=None):
     """Configure, train twice side by side, and print the comparison as it goes.
 

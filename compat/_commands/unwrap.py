@@ -12,8 +12,8 @@ import zipfile
 from typing import Dict, List, Optional, Tuple
 
 from .. import errors
-from .._runtime import safe_files
-from . import hdf5_names, wrapped_model
+from .._runtime import progress, safe_files
+from . import QUIET, hdf5_names, wrapped_model
 from . import parser as command_parser
 
 DESCRIPTION = """\
@@ -33,6 +33,7 @@ def add_to(commands: "argparse._SubParsersAction") -> None:
     parser.add_argument("--force", action="store_true", help="replace a file that is there")
     told = "of weights: to_json() of the plain model, where the weights' names do not tell"
     parser.add_argument("--model", metavar="JSON", help=told)
+    parser.add_argument("--quiet", **QUIET)
 
 
 def _run(arguments):
@@ -68,7 +69,7 @@ def run(path: str, output: Optional[str], force: bool, model: Optional[str]) -> 
         text = "{} is there already. Name another file with -o, or replace it with --force."
         raise errors.ModelFileError(text.format(output))
     try:
-        with h5py.File(path, "r") as old:
+        with progress.shown("unwrapping " + path), h5py.File(path, "r") as old:
             plan = _planned(path, old, config)
             _check_writable(output)
             with safe_files.written(output, os.stat(path)) as file:

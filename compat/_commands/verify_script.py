@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from typing import Optional
@@ -11,7 +10,7 @@ from .. import _verification, errors
 from .._configuration import detection
 from .._runtime import by_path
 from ..backend import Backend
-from . import run_script
+from . import run_script, watched_command
 
 RANKS = 2
 #: How many training steps of each model are verified.
@@ -79,7 +78,8 @@ def _on_replicas(script, environ, chosen, devices, outcome):
     _say("{} on {} simulated devices ({})".format(name, devices, chosen.name))
     with _folder() as folder:
         reported = dict(environ, COMPAT_SIMULATE=str(devices), COMPAT_VERIFY_REPORT=folder)
-        status = _run([sys.executable] + script, reported)
+        doing = "running {} on {} simulated devices".format(name, devices)
+        status = _run([sys.executable] + script, reported, doing)
         reports = [_read(os.path.join(folder, each)) for each in sorted(os.listdir(folder))]
     records = [record for report in reports for record in report]
     title = "compat test: {} on {} simulated devices of {}"
@@ -105,12 +105,13 @@ def _on_replicas(script, environ, chosen, devices, outcome):
 def _as_ranks(script, environ, chosen, ranks, outcome, hosts):
     """The verdict on ranks as a line, and which of ``VERDICTS`` it is."""
     where = "" if hosts is None else " on " + hosts
-    _say("{} as {} ranks{}".format(run_script.name_of(script), ranks, where))
+    told = "{} as {} ranks{}".format(run_script.name_of(script), ranks, where)
+    _say(told)
     command = by_path.command("__main__") + ["run", "-n", str(ranks), "--gpus", "cpu"]
     command += ["--backend", chosen.framework] + (["--hosts", hosts] if hosts else [])
     with _folder() as folder:
         path = os.path.join(folder, "ranks.json")
-        status = _run(command + ["--report-json", path] + script, environ)
+        status = _run(command + ["--report-json", path] + script, environ, "running " + told)
         compared = 0 if status else _read(path)["comparisons"]
     same = False if status else True if compared else None
     outcome["ranks"] = {"size": ranks, "hosts": hosts, "status": status, "same": same}
@@ -131,12 +132,13 @@ def _read(path):
         return json.load(file)
 
 
-def _run(command, environ):
-    """The exit status of a command."""
+def _run(command, environ, doing):
+    """The exit status of a command; ``doing`` is shown while it prints nothing."""
     # The script finds this compat as its own.
     path = [os.path.dirname(by_path.PACKAGE)]
     path += [environ["PYTHONPATH"]] if environ.get("PYTHONPATH") else []  # "" is this folder
-    return subprocess.call(command, env=dict(environ, PYTHONPATH=os.pathsep.join(path)))
+    environ = dict(environ, PYTHONPATH=os.pathsep.join(path))
+    return watched_command.call(command, environ, doing)
 
 
 def _say(text):

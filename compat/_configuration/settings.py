@@ -242,8 +242,8 @@ class Configuration:
         applied: what was set in the framework or in files, a line each.
         warnings: what is not as it was asked, a sentence each.
         place: this process's place among those that train together; None where it is alone.
-        parallelized: what ``parallelize()`` was called for, by hand or for a compiled model: where
-            each model runs, by its name.
+        parallelized: where each parallelized model runs, by its name, whether the script called
+            ``parallelize()`` or ``parallelize=True`` did.
     """
 
     def __init__(

@@ -212,7 +212,7 @@ def is_chief() -> bool:
 def local_batch_size(batch_size: int) -> int:
     """This rank's part of a batch of all ranks: the ``batch_size`` to fit with.
 
-    For the numbers of one process with that batch size, and its learning rate as it is::
+    This gives the numbers of one process with that batch size, and keeps its learning rate::
 
         x, y = compat.shard((x, y), batch_size=256)
         model.fit(x, y, batch_size=compat.local_batch_size(256), shuffle=False)
@@ -232,7 +232,7 @@ def scaled_learning_rate(learning_rate: float) -> float:
     """The learning rate times the number of ranks: for ranks that each keep the old batch size.
 
     N ranks with batches of 64 rows make batches of N * 64; the "linear scaling rule" (Goyal et
-    al., "Accurate, Large Minibatch SGD", 2017) takes N times the learning rate then, after some
+    al., "Accurate, Large Minibatch SGD", 2017) then uses N times the learning rate, after some
     epochs of warm-up. Nothing in compat changes a learning rate by itself.
 
     Arguments:
@@ -245,8 +245,7 @@ def shard(data: "Any", batch_size: "Optional[int]" = None) -> "Any":
     """This rank's part of the data; the very same data where the process is alone.
 
     Every rank gets the same number of batches, since ranks with more than others would wait for
-    them. What cannot be dealt out evenly at the end, fewer rows than there are ranks, is left out
-    on all ranks, with a warning.
+    them. A remainder of fewer rows than there are ranks is left out on all ranks, with a warning.
 
     What comes in batches (a ``Sequence`` or ``PyDataset``, a generator, a ``DataLoader``, an
     iterator of MXNet's, a dataset of batches) becomes the same kind of object, whose k-th batch is
@@ -287,11 +286,11 @@ def barrier() -> None:
     """Wait until all ranks are here. Does nothing where the process is alone.
 
     All ranks call it, in the main thread, after ``parallelize()``: that is where ranks join. The
-    wait is one of the engine's own, and as bounded as all others: ``COMPAT_TIMEOUT`` limits it.
+    wait is one of the engine's own; like all others, it is limited by ``COMPAT_TIMEOUT``.
 
     Raises:
         RankError: the ranks have not joined yet.
-        RankLostError: a rank did not come, or has ended (a ``RankError``).
+        RankLostError: a rank did not arrive, or has ended (a ``RankError``).
     """
     if own_place() is None:
         return

@@ -54,7 +54,7 @@ class Report(NamedTuple):
     Attributes:
         devices: a ``DeviceUse`` for each configured device; or for each rank.
         models: where each parallelized model runs, by its name.
-        whole: how far models are divided that are not, or not all of them, by their names.
+        whole: how far each model is divided that is not divided in full, by its name.
         not_told: batches whose rows are not known.
         absent: ranks that ended without a report.
         comparisons: how often the ranks have compared their weights.

@@ -154,7 +154,7 @@ class VerifiedFunction:
         if not verification.is_due(method.kind):
             return self.made(*args)
         if self.undivided is None:
-            with random_numbers_kept():
+            with random_numbers_kept(), verification.shown(method.kind):
                 self.undivided = method.make_undivided(self.model)
         return verification.verify(method.kind, method.step(self, args))
 

@@ -4,13 +4,13 @@ import contextlib
 import random
 
 from .. import errors
-from .._runtime import patching, work
+from .._runtime import patching, progress, work
 from . import report
 from .comparison import EPS, Comparison, cause_of, is_random
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, Sequence, Union
+    from typing import Any, ContextManager, Sequence, Union
 
     from .._configuration.settings import Every
     from .steps import Step
@@ -80,6 +80,11 @@ class Verification:
         """Whether no later step of this kind is verified, as far as is known now."""
         return not self.left[kind] and not self._interval
 
+    def shown(self, kind: str) -> "ContextManager[Any]":
+        """Within, a line on the terminal says that a step is verified, if that takes long."""
+        doing = "verifying a {} step of model {!r}"
+        return progress.shown(doing.format(report.STEPS[kind], self.record.model))
+
     def verify(self, kind: str, step: "Step") -> "Any":
         """Do a step, on one device and on all, and return what its caller is to get.
 
@@ -93,7 +98,7 @@ class Verification:
         start, numbers = step.read(), _random_numbers()
         step.noted = step.attributes()
         try:
-            with suspended():
+            with suspended(), self.shown(kind):
                 # First, so that what the first step makes and traces is what it would be.
                 step.write(start)  # what is kept twice, for one device and for all, is the same
                 given, results = step.on_all_devices()

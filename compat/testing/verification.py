@@ -12,6 +12,7 @@ from .._verification import largest_difference
 from .contract import BackendContract
 from .models import CASES, fit_in_order, initialise, optimizer, optimizers_of
 from .spans import contract_of, in_span, span
+from .terminals import terminal
 
 
 class VerificationContract(BackendContract):
@@ -42,6 +43,20 @@ class VerificationContract(BackendContract):
         assert not record.incomparable
         assert 0 < record.largest[0] < 1e-3  # the same work in another order
         self.close(models[0].get_weights(), models[1].get_weights())
+
+    def test_a_step_that_takes_long_is_shown_on_a_terminal(self, keras, monkeypatch):
+        """And leaves Keras' own progress bar as it is."""
+        model, inputs, targets = self.parallel_and_data(keras, "dense", 45)
+        self.verified(model)
+        with terminal(monkeypatch) as printed:
+            model.fit(inputs, targets, batch_size=16, epochs=1, validation_data=(inputs, targets))
+        lines = [
+            "verifying a {} step of model {!r}".format(kind, model.name)
+            for kind in ("training", "test")
+        ]
+        assert [line for line in printed[:-1] if line.startswith("verifying")] == lines
+        bar = printed[-1]
+        assert " - loss: " in bar and " - val_loss: " in bar and "compat: " not in bar
 
     @span
     def test_leaves_no_trace_whatever_the_optimizer(self, keras, pytestconfig):

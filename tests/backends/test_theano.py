@@ -17,6 +17,7 @@ from compat._configuration.device_choice import Devices, choose
 from compat._configuration.gpu_selection import parse_gpus
 from compat._configuration.settings import Memory, Settings
 from compat.testing import CASES, DEVICES, ParallelContract, in_span, span
+from compat.testing.terminals import terminal
 
 # Keras takes TensorFlow, and Theano compiles with all its optimizations, where nothing is said.
 os.environ.setdefault("KERAS_BACKEND", "theano")
@@ -155,6 +156,13 @@ class TestTheano(ParallelContract):
             for other in range(0, first, 2):
                 assert not weights[first] & weights[other]
         assert weights[0] == set(model.weights)
+
+    def test_functions_that_take_long_to_compile_are_shown_on_a_terminal(self, keras, monkeypatch):
+        model, inputs, targets = self.parallel_and_data(keras, "dense", 13)
+        with terminal(monkeypatch) as printed:
+            model.train_on_batch(inputs, targets)
+            model.train_on_batch(inputs, targets)
+        assert printed == ["compiling model {!r} for Theano".format(model.name), ""]
 
     def test_devices_compute_no_more_products_than_one_does(self, keras):
         """Going back takes the activations from going forward."""

@@ -7,7 +7,7 @@ import theano
 
 from ... import _keras, _rows, errors
 from ..._rows import split_rows
-from ..._runtime import work
+from ..._runtime import progress, work
 from . import graph_cuts
 from .device_body import Body, copied
 from .graph_variables import depending_on, gradients_of, leaves_of
@@ -131,11 +131,12 @@ class ReplicatedFunction:
             self._run_whole()
         shapes = tuple(shape[1:] for shape in fed)
         while not self.is_made or self.cuts and self.tried.get(shapes, 0) < min(rows, _ENOUGH):
-            finish = None if self.is_made else self._make(given)
-            is_right = not self.cuts or self._is_right(given, rows)
-            if is_right and finish is not None:
-                finish()
-                is_right = self._is_right_back(given, rows)
+            with progress.shown("compiling model {!r} for Theano".format(self.owner.model.name)):
+                finish = None if self.is_made else self._make(given)
+                is_right = not self.cuts or self._is_right(given, rows)
+                if is_right and finish is not None:
+                    finish()
+                    is_right = self._is_right_back(given, rows)
             self.is_made = is_right
             self.tried[shapes] = rows
 

@@ -16,6 +16,7 @@ import time
 from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 from ... import errors
+from ..._runtime import progress
 from . import output, rank_process
 
 # How long a launcher may take to end the other ranks, after one has failed, in seconds.
@@ -75,8 +76,14 @@ class WatchedRanks:
         self.scripts: Dict[int, int] = {}  # and the script's own
         self.tracebacks: Dict[int, List[str]] = {}
         self.launcher_said: List[str] = []
+        self.is_starting = True  # nothing was printed yet
         # Of lines too long for one message, what has come: other ranks' messages come between.
         self.parts: Dict[Tuple[int, str], List[str]] = {}
+
+    def starting(self) -> str:
+        """How far the start has come, in words; "" once something was printed."""
+        told = "{} of {} ranks have started, no output yet"
+        return told.format(len(self.processes), self.size) if self.is_starting else ""
 
     def hear(self, line: str) -> None:
         """Take a line of the launcher's output."""
@@ -95,6 +102,7 @@ class WatchedRanks:
         if kind == rank_process.START:
             self.processes[rank], self.scripts[rank] = map(int, text.split())
         elif kind in (rank_process.OUT, rank_process.ERR):
+            self.is_starting = False
             self.output.add(rank, kind, text, unfinished)
         elif kind == rank_process.TRACEBACK:
             self.tracebacks.setdefault(rank, []).append(text)
@@ -231,7 +239,7 @@ def _run(command, environ, ranks, told, elsewhere):
         start_new_session=True,
         preexec_fn=rank_process.dies_with_this_process(),
     )
-    with launcher:
+    with progress.shown(ranks.starting), launcher:
         try:
             for line in _lines(launcher, ranks, told, elsewhere):
                 ranks.hear(line)
@@ -283,6 +291,7 @@ def _pass_on(told, launcher, ranks, elsewhere):
     ``compat._ranks.launch.starter`` does it; what other launchers do there is theirs.
     """
     ranks.output.end()
+    ranks.is_starting = False
     running = set(ranks.processes) - {end.rank for end in ranks.ended}
     if told == [signal.SIGINT] and (elsewhere or len(ranks.processes) == ranks.size):
         output.say(

@@ -1,0 +1,143 @@
+"""A line on the terminal that says what takes long, and for how long, while nothing is printed.
+
+It stands below the cursor, which goes back to where it was: a progress bar stays as it is.
+"""
+
+import contextlib
+import os
+import sys
+import time
+
+from . import patching
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, Callable, Iterator, Optional, Union
+
+#: How long nothing must have been printed before the line appears, in seconds.
+SILENCE = 2.0
+#: How often it is drawn again.
+INTERVAL = 1.0
+#: "0" in this variable: no such line, here and in what this process starts.
+VARIABLE = "COMPAT_PROGRESS"
+
+# What is being done, and since when; of what takes long already the innermost is shown.
+_doing = []  # type: list
+
+# As all terminals have it from DEC's: erase behind the cursor; make room for a line below it, write
+# there, and go back.
+_ERASE = "\x1b[J"
+_BELOW = _ERASE + "\x1bD\x1bM" + "\x1b7" + "\x1bD\r{}" + "\x1b8"
+
+
+@contextlib.contextmanager
+def shown(doing: "Union[str, Callable[[], str]]") -> "Iterator[Optional[_Line]]":
+    """Within, a line says ``doing`` after two seconds of silence, until something is printed.
+
+    Arguments:
+        doing: what is being done; or a function that tells it each time, "" for no line.
+
+    Yields:
+        The line; None where there is none, or one already.
+    """
+    entry = doing, time.monotonic()
+    _doing.append(entry)
+    try:
+        if len(_doing) > 1 or not is_wanted():
+            yield None
+        else:
+            with _Line().drawn() as line:
+                yield line
+    finally:
+        _doing.remove(entry)
+
+
+def is_wanted() -> bool:
+    """Whether standard error is a terminal that can show such a line, and nobody forbids it."""
+    if os.name != "posix" or os.environ.get("CI") or os.environ.get(VARIABLE) == "0":
+        return False
+    return os.environ.get("TERM", "dumb") != "dumb" and _is_terminal(sys.stderr)
+
+
+def _is_terminal(stream: "Any") -> bool:
+    try:
+        return hasattr(stream, "__dict__") and os.isatty(stream.fileno())
+    except (AttributeError, OSError, ValueError):  # closed, or something else in its place
+        return False
+
+
+class _Line:
+    """The line, and the thread that draws it."""
+
+    def __init__(self) -> None:
+        import threading  # costs an import
+
+        self.descriptor = os.dup(sys.stderr.fileno())  # the terminal, whatever becomes of 2
+        self.process = os.getpid()
+        self.lock = threading.RLock()  # a handler of a signal may print, too
+        self.over = threading.Event()
+        self.thread = threading.Thread(target=self._draw_again, daemon=True)
+        self.is_drawn = False
+        self.printed = time.monotonic()
+
+    @contextlib.contextmanager
+    def drawn(self) -> "Iterator[_Line]":
+        self.thread.start()
+        try:
+            with contextlib.ExitStack() as stack:
+                for stream in {id(each): each for each in (sys.stdout, sys.stderr)}.values():
+                    if _is_terminal(stream):
+                        write = self._announced(stream.write)
+                        stack.enter_context(patching.replaced(stream, write=write))
+                yield self
+        finally:
+            if os.getpid() == self.process:
+                self.over.set()
+                self.thread.join()
+                self.erase()
+                os.close(self.descriptor)
+
+    def erase(self) -> None:
+        """Erase the line, since something is to be printed. (A fork has no line.)"""
+        if os.getpid() == self.process:
+            with self.lock:
+                self.printed = time.monotonic()
+                if self.is_drawn:
+                    self.is_drawn = False
+                    with contextlib.suppress(OSError):
+                        self._write(_ERASE)
+
+    def _announced(self, write):
+        def announced_write(text):
+            self.erase()
+            return write(text)
+
+        return announced_write
+
+    def _draw_again(self):
+        while not self.over.wait(INTERVAL):
+            with self.lock, contextlib.suppress(OSError):  # the terminal is gone
+                now = time.monotonic()
+                long = [entry for entry in _doing if now - entry[1] >= SILENCE]
+                if long and now - self.printed >= SILENCE:
+                    self._draw(*long[-1])
+
+    def _draw(self, doing, since):
+        text = doing if isinstance(doing, str) else doing()
+        if not text or not self._is_in_foreground():
+            return
+        text = "compat: " + "".join(filter(str.isprintable, text))
+        seconds = " ... {:.0f} s".format(time.monotonic() - since)
+        width = (os.get_terminal_size(self.descriptor).columns or 80) - 1
+        self.is_drawn = True
+        self._write(_BELOW.format(text[: width - len(seconds)] + seconds))
+
+    def _is_in_foreground(self):
+        try:
+            return os.tcgetpgrp(self.descriptor) == os.getpgrp()
+        except OSError:  # not the terminal that controls this process: one that a program reads
+            return True
+
+    def _write(self, text):
+        # Not by the stream, whose lock a fork would take along.
+        os.write(self.descriptor, text.encode(errors="replace"))
