@@ -51,11 +51,14 @@ FIRST_FITS = {
 }
 #: The most of the peer's CPU seconds that compat should take, without and with verification.
 FIRST_GOALS = {"compat": 1.0, "verified": 1.2}
+
+_TRACES = "one trace more tells about rows; unverified, all is done twice: the step makes variables"
+
 #: Why the goals are not met.
 FIRST_REASONS = {
     "first-tensorflow1": "a trial on three rows; verified: the gradients of one device, too",
-    "first-tensorflow2": "a trace more, which tells about rows; verified: that of one device, too",
-    "first-keras3": "a trace more, which tells about rows; verified: that of one device, too",
+    "first-tensorflow2": _TRACES,
+    "first-keras3": _TRACES,
     "first-jax": "verified: the step is compiled for one device, too",
     "first-mxnet": "a trial on three rows, where hardly anything is compiled",
     "first-torch": "a call that is watched, and a trial on three rows; nothing is compiled",
