@@ -126,6 +126,29 @@ def trials(results):
             ]
 
 
+def first_fits(results):
+    yield ["backend", "model", "plain", "peer", "compat", "/ peer", "verified", "/ peer", ""]
+    for name, work, found in of_first_fits(results):
+        shown = ["{:.2f}".format(found["plain"]), "{:.2f}".format(found["peer"])]
+        for kind in run.FIRST_GOALS:
+            shown += ["{:.2f}".format(found[kind]), "{:.2f}".format(found[kind] / found["peer"])]
+        backend = name.partition("-")[2]
+        yield [backend, work] + shown + [run.FIRST_REASONS.get(name, "") * missed(found)]
+
+
+def of_first_fits(results):
+    """Name of the figure, work, and CPU seconds by candidate; plain Keras is torch's peer."""
+    for name in run.FIRST_FITS:
+        for work, found in results["figures"][name].items():
+            yield name, work, dict({"peer": found["plain"]}, **found)
+
+
+def missed(found):
+    """Whether a first fit() takes more of the peer's CPU seconds than it should."""
+    ratios = {kind: round(found[kind] / found["peer"], 2) for kind in run.FIRST_GOALS}
+    return any(ratios[kind] > goal for kind, goal in run.FIRST_GOALS.items())
+
+
 def sections(results):
     """The text of each marked part of the page."""
     return {
@@ -136,6 +159,7 @@ def sections(results):
         "bytes": markdown(bytes_across_devices(results)),
         "starting": markdown(starting(results)),
         "trials": markdown(trials(results)),
+        "first": markdown(first_fits(results)),
         "clusters": markdown(cluster_model.table()),
     }
 
@@ -170,6 +194,21 @@ def plots(results):
     axes.set_yticklabels(["{}\nagainst {}".format(r.title, r.peer) for r in rows], fontsize=5)
     axes.set_xlabel("time of a step, compat / peer; below 1 compat is faster; red: the goal")
     yield "peers", figure
+
+    rows = list(of_first_fits(results))[::-1]
+    figure, axes = pyplot.subplots(figsize=(6, 0.35 * len(rows) + 1))
+    for place, (kind, goal) in enumerate(run.FIRST_GOALS.items()):
+        label = "verified" if kind == "verified" else "not verified"
+        places = [number + 0.2 - 0.4 * place for number in range(len(rows))]
+        ratios = [found[kind] / found["peer"] for _, _, found in rows]
+        color = ("#93c5fd", "#1e3a8a")[place]
+        axes.barh(places, ratios, 0.38, color=color, label=label)
+        axes.scatter([goal] * len(rows), places, marker="|", s=60, color="#b91c1c", zorder=3)
+    axes.set_yticks(range(len(rows)))
+    axes.set_yticklabels([name.partition("-")[2] + ", " + work for name, work, _ in rows])
+    axes.set_xlabel("CPU seconds of a first fit(), compat / peer; red: the goal")
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncol=2)
+    yield "first", figure
 
     figure, axes = pyplot.subplots(figsize=(5, 3))
     found = sorted((int(n), counted) for n, counted in results["figures"]["bytes"].items())

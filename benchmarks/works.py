@@ -16,6 +16,7 @@ WORKS = {
     "deep": ((128,), rows(512)),
     "conv": ((32, 32, 3), rows(64)),
     "lstm": ((20, 32), rows(128)),
+    "small": ((32,), rows(16)),
 }
 
 
@@ -30,6 +31,8 @@ def build(keras, work):
         parts = [dense(2000, **shape), dense(2000), dense(1000), dense(500)]
     elif work == "deep":
         parts = [dense(128, **shape)] + [dense(128) for _ in range(99)]
+    elif work == "small":
+        parts = [dense(64, **shape), dense(64), dense(64)]
     elif work == "conv":
         parts = [
             layers.Conv2D(32, (3, 3), activation="relu", **shape),

@@ -62,14 +62,15 @@ class Comparison:
             return
         dtype = np.asarray(expected).dtype
         is_exact = dtype.kind not in "fc" and str(getattr(expected, "dtype", "")) not in EPS
-        base = _as_float(before) if before is not None else 0.0
-        expected, found = _as_float(expected) - base, _as_float(found) - base
+        expected, found = _change(expected, before), _change(found, before)
         if not np.size(expected):
             return
-        same = np.isfinite(expected) & np.isfinite(found)
-        odd = ~same & ~((expected == found) | (np.isnan(expected) & np.isnan(found)))
-        largest = _largest(expected[same]) if np.ndim(expected) else _largest(expected)
-        spread = max([_largest(_as_float(other) - base - expected) for other in others] or [0.0])
+        apart = found - expected
+        finite, odd = np.isfinite(apart), False
+        if not np.all(finite):
+            odd = ~finite & ~((expected == found) | (np.isnan(expected) & np.isnan(found)))
+        largest = _largest(expected if np.all(finite) else np.where(finite, expected, 0.0))
+        spread = max([_largest(_change(other, before) - expected) for other in others] or [0.0])
         limit = (None if spread else 0.0) if is_exact else self._limit(largest, spread, before)
         if limit is None:
             self.incomparable[label] = _NOT_REPEATED
@@ -78,9 +79,7 @@ class Comparison:
         if label.startswith(_TELLING) and (before is None or largest):
             self.telling += 1
             self.telling_weights += label.startswith("weight")
-        difference = _largest(np.where(same, found - expected, 0.0))
-        if np.any(odd):
-            difference = float("inf")
+        difference = float("inf") if np.any(odd) else _largest(apart)
         if difference > limit:
             self.differing.append((label, difference, limit, _ratio(expected, found)))
         elif largest:
@@ -96,7 +95,7 @@ class Comparison:
         """
         stored = 0.0
         if before is not None:
-            stored = 4 * EPS.get(str(before.dtype), EPS["bfloat16"]) * _largest(_as_float(before))
+            stored = 4 * EPS.get(str(before.dtype), EPS["bfloat16"]) * _largest(before)
         # How far results may be apart by rounding alone, relative to their size.
         eps = EPS.get(self.step.dtype, EPS["float32"])
         unit = eps * _UNITS_OF.get(self.step.dtype, _UNITS)
@@ -144,10 +143,29 @@ def _as_float(value):
     return value.astype("complex128" if value.dtype.kind == "c" else "float64")
 
 
-def _largest(values):
+def _change(value, before):
+    """By how much a value has changed, in 64 bits; the value, where there is none before it."""
     import numpy as np
 
-    values = np.abs(np.asarray(values))
+    if before is None:
+        return _as_float(value)
+    dtype = "complex128" if np.asarray(value).dtype.kind == "c" else "float64"
+    # Without copies of both in 64 bits, which take longer than the difference.
+    return np.subtract(value, before, dtype=dtype, casting="unsafe")
+
+
+def _largest(values):
+    """The largest of the absolute values that are finite."""
+    import numpy as np
+
+    values = np.asarray(values)
+    if values.dtype.kind not in "fc":
+        values = _as_float(values)
+    if values.size and values.dtype.kind == "f":
+        largest = float(max(values.max(), -values.min()))
+        if np.isfinite(largest):
+            return largest
+    values = np.abs(values)
     values = values[np.isfinite(values)]
     return float(values.max()) if values.size else 0.0
 

@@ -22,7 +22,10 @@ TIMEOUT = 300
 def test_a_step_is_measured(command):
     done = subprocess.run(
         shlex.split(
-            command + " --rounds 1 --steps 1" + " --work dense" * ("first_step" in command)
+            command
+            + " --rounds 1 --steps 1"
+            + " --work dense" * ("first_step" in command)
+            + " --work small" * ("first_fit" in command)
         ),
         cwd=ROOT,
         env=dict(os.environ, THEANO_FLAGS="gcc.cxxflags=-O0", BENCHMARKS_ROWS="8"),

@@ -31,6 +31,8 @@ from compat.testing import (
     keras_under_test,
 )
 
+from .verification_cases import verified
+
 
 def executed(model, inputs, targets):
     """Train one step; by device, what JAX's profiler saw it execute."""
@@ -378,6 +380,18 @@ def test_several_batches_in_one_execution(keras):
     losses = [train(keras, model, steps_per_execution=2) for model in models]
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
     assert_same(models)
+
+
+def test_a_verified_step_is_compiled_for_all_devices_and_for_one(keras, caplog):
+    """What was compiled for all devices does the steps that follow, too."""
+    model = compat.parallelize(small(keras))
+    model.compile("sgd", "mse")
+    record = verified(backend, model, 1)
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        model.fit(ROWS[:32], TARGETS[:32], batch_size=16, epochs=2, verbose=0)
+    assert record.steps["train"] == 1
+    compiled = [each for each in caplog.messages if each.startswith("Compiling jit(train_step)")]
+    assert len(compiled) == 2
 
 
 def test_mixed_precision_scales_the_loss(keras):

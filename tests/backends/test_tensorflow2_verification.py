@@ -61,6 +61,21 @@ def test_variables_of_a_loss_are_put_back():
     assert largest_difference(*found) == 0
 
 
+def test_batches_are_repeated_by_one_dataset(monkeypatch):
+    """Each further one would trace a function that has them at hand."""
+    made, plain = [], tf.data.Dataset.map
+
+    def counting(dataset, *args, **kwargs):
+        made[-1] += 1
+        return plain(dataset, *args, **kwargs)
+
+    monkeypatch.setattr(tf.data.Dataset, "map", counting)
+    for steps in (0, 1):
+        made.append(0)
+        trained(dense(), steps, loss="mse")
+    assert made[1] == made[0] + 1
+
+
 def test_an_optimizer_that_counts_its_traces():
     """In a graph: the product in tf.keras' Nadam depends on how often that was traced."""
     found = [trained(dense(), steps, optimizer="nadam", loss="mse") for steps in (0, 2)]

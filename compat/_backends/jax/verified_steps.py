@@ -51,6 +51,12 @@ class _JAXStep(keras_steps.KerasStep):
                 label = keras_steps.unlike("{} {}".format(word, variable.path), self.variables)
                 self.variables[label] = variable
                 self.labels[-1].append(label)
+        # Of values that lie elsewhere JAX would compile a program of their own.
+        self.shardings = {
+            label: value.sharding
+            for labels, values in zip(self.labels, state)
+            for label, value in zip(labels, values)
+        }
         self._keep(state)
         first = next(iterator)
         self.batches = [first] + list(itertools.islice(iterator, model.steps_per_execution - 1))
@@ -83,29 +89,34 @@ class _JAXStep(keras_steps.KerasStep):
     def by_design(self, inference, changed):
         return None  # one program, with the statistics of the whole batch
 
-    def _state(self):
-        """The values as a program takes them, to which it gives their memory."""
+    def _state(self, shardings):
+        """The values as a program takes them, to which it gives their memory.
+
+        Arguments:
+            shardings: on which devices each is, by label; the others are on JAX's default device.
+        """
         return tuple(
-            [jax.numpy.array(self.values[label]) for label in each] for each in self.labels
+            [jax.device_put(np.array(self.values[label]), shardings.get(label)) for label in each]
+            for each in self.labels
         )
 
-    def _run(self, function):
-        results, after = function(self._state(), iter(self.batches))
+    def _run(self, function, shardings):
+        results, after = function(self._state(shardings), iter(self.batches))
         self._keep(after)
         return results, after
 
     def on_one_device(self):
         with split_rows.undivided():
-            results, _ = self._run(self.function.undivided)
+            results, _ = self._run(self.function.undivided, {})
         return self.named(results)
 
     def on_all_devices(self):
-        results, state = self._run(self.function.made)
+        results, state = self._run(self.function.made, self.shardings)
         return (results, state), self.named(results)
 
     def operations(self):
         function = self.method.made_anew(self.model)
-        found = op_placement.executed(jax, lambda: self._run(function))
+        found = op_placement.executed(jax, lambda: self._run(function, self.shardings))
         return op_placement.products(found)
 
     def infer(self, inputs):
@@ -115,5 +126,5 @@ class _JAXStep(keras_steps.KerasStep):
             )
             return outputs, losses
 
-        weights, state, *_ = self._state()
+        weights, state, *_ = self._state({})
         return jax.jit(infer)(weights, state, inputs)

@@ -59,6 +59,8 @@ def _is_built(optimizer):
 
 
 class _TensorFlow2Step(keras_steps.KerasStep):
+    _dataset = None, None  # batches, and what repeats them
+
     def __init__(self, method, function, iterator):
         super().__init__(method, function)
         self.iterator = iterator
@@ -80,25 +82,29 @@ class _TensorFlow2Step(keras_steps.KerasStep):
         spec = getattr(self.iterator, "element_spec", None)
         if spec is None:
             return self.batches if isinstance(self.iterator, list) else iter(self.batches)
-        nest = tf.nest
+        batches, dataset = self._dataset
+        if batches is not self.batches:
+            datasets = [self._dataset_of(batch, spec) for batch in self.batches]
+            dataset = functools.reduce(lambda first, second: first.concatenate(second), datasets)
+            self._dataset = self.batches, dataset
+        return iter(dataset)
 
+    def _dataset_of(self, batch, spec):
         def leaves(nested):
-            return nest.flatten(nested, expand_composites=True)
+            return tf.nest.flatten(nested, expand_composites=True)
 
         def is_tensor(leaf):  # an optional input may be None
             return hasattr(leaf, "dtype")
 
+        @tf.autograph.experimental.do_not_convert  # there is nothing to convert, which takes long
         def packed(*values):
             relaxed = tf.compat.v1.placeholder_with_default
             given = iter(values)
             parts = [relaxed(next(given), s.shape) if is_tensor(s) else None for s in leaves(spec)]
-            return nest.pack_sequence_as(spec, parts, expand_composites=True)
+            return tf.nest.pack_sequence_as(spec, parts, expand_composites=True)
 
-        datasets = [
-            tf.data.Dataset.from_tensors(tuple(filter(is_tensor, leaves(batch)))).map(packed)
-            for batch in self.batches
-        ]
-        return iter(functools.reduce(lambda first, second: first.concatenate(second), datasets))
+        tensors = tuple(filter(is_tensor, leaves(batch)))
+        return tf.data.Dataset.from_tensors(tensors).map(packed)
 
     def kinds_of_variables(self):
         return super().kinds_of_variables() + (tf.Variable,)

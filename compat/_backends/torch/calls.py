@@ -35,8 +35,16 @@ def name_of(function):
     return getattr(function.__self__, "__name__", name) if name == "__get__" else name
 
 
-def tensors_in(values):
-    for leaf in tree.tree_leaves(values):
+#: What is no container.
+_LEAVES = (torch.Tensor, int, float, str, slice, type(None))
+
+
+def tensors_in(value):
+    if type(value) in (list, tuple):  # most are: to ask ``tree`` takes longer than most functions
+        for part in value:
+            yield from tensors_in(part)
+        return
+    for leaf in (value,) if isinstance(value, _LEAVES) else tree.tree_leaves(value):
         for part in (leaf.start, leaf.stop) if isinstance(leaf, slice) else (leaf,):
             if isinstance(part, torch.Tensor):
                 yield part
@@ -133,7 +141,7 @@ class Call:
     def __init__(self, func, args, kwargs, rows, counting=False):
         self.name, self.func, self.args, self.kwargs = name_of(func), func, args, kwargs
         self.rows, self.counting = rows, counting
-        self.given = list(tensors_in((args, kwargs)))
+        self.given = list(tensors_in((*args, *kwargs.values())))
         self.tags = [tag_of(tensor) for tensor in self.given]
         self.in_place = is_in_place(self.name)
 

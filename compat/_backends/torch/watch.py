@@ -87,8 +87,9 @@ class Watch(torch.overrides.TorchFunctionMode):
             self.hooks.append(self.across(name, "gradient"))
         if name == "__iter__":
             return iter(self.watched(Call(torch.Tensor.unbind, args, call.kwargs, self.rows)))
-        kept = self.kept(call)
         sorts = call.in_place and name.startswith(function_kinds.SORTING)
+        computes = all(each is None or isinstance(each, EXPRESSIONS) for each in call.tags)
+        kept = self.kept(call) if computes or sorts else None
         before = args[0].detach().clone() if sorts else None
         result = self.called(call)
         call.results = [args[0]] if name == "__setitem__" else list(calls.tensors_in([result]))
