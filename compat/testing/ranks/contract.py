@@ -13,7 +13,7 @@ from ..._ranks.launchers import LAUNCHERS
 from ..spans import in_span, span
 from .faults import FAILING_JOBS, name_of
 from .jobs import SIZES, Jobs
-from .programs import POLICIES, ROWS, SCRIPT, UNCHANGED
+from .programs import POLICIES, ROWS, SCRIPT, STAGES, UNCHANGED, read
 
 
 class RanksContract(Jobs):
@@ -46,11 +46,16 @@ class RanksContract(Jobs):
             ("train", [self.trials_of(size), self.lstm_options]),
             ("train_on", [self.extension]),
             ("batches", [self.processes]),
+            ("go_on", self.stage(*STAGES[size])),
         ]
         if size < 3:
             calls.append(("normalise", []))
             calls += [("mixed", [self.policies])] if self.policies else []
         return calls
+
+    def stage(self, first, last):
+        """What ``programs.go_on`` is called with: the last of ``trials`` has the most state."""
+        return [self.trials[-1][1], self.extension, first, last]
 
     def call_of_fault(self, fault):
         return "fail", [fault, self.extension]
@@ -225,16 +230,23 @@ class RanksContract(Jobs):
     def test_fault_ends_the_job_and_names_the_rank(self, failed, job):
         self.check_failed(failed, job)
 
-    def test_checkpoints_of_failed_jobs_are_whole(self, failed):
-        """Rank 0 was writing one after each batch; a process of its own can load them."""
-        paths = []
-        for job in FAILING_JOBS:
-            folder, ended = failed[job]
-            ended.result()
-            paths.append(os.path.join(folder, job.fault + self.extension))
-        program = (
-            "import sys, compat; from compat.testing import keras_under_test\n"
-            "compat.configure_gpu(gpus='cpu')\n"
-            "for path in sys.argv[1:]: keras_under_test().models.load_model(path)\n"
-        )
-        self.python("-c", program, *paths, check=True)
+    def test_goes_on_from_the_files_of_more_and_of_fewer_ranks(self, results, failed, folder):
+        """Two ranks, then three, then one process: as one that trains without a break.
+
+        It also loads what failed jobs have left, of which rank 0 was saving after each batch.
+        """
+        (one, one_facts), *_ = results(1, "go_on")
+        left = [
+            os.path.join(failed[job][0], job.fault + self.extension)
+            for job in FAILING_JOBS
+            if failed[job][1].result()
+        ]
+        stages = [results(2, "go_on"), results(3, "go_on")]
+        job = self.start(1, folder, ("go_on", self.stage(2, 3) + [left]))
+        assert job.status == 0, job.out + job.err
+        stages.append([read("go_on", folder, 1, 0)])
+        for ranks, expected in zip(stages, one_facts["losses"]):
+            for arrays, facts in ranks:
+                assert arrays
+                self.close(arrays, one, sorted(arrays))
+                assert facts["losses"] == pytest.approx([expected], abs=1e-4)
