@@ -43,7 +43,8 @@ import time
 import compat
 
 folder, extension, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
-signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))
+signal.signal(signal.SIGUSR1, lambda *_: os._exit(0))
+signal.signal(signal.SIGINT, signal.default_int_handler)  # "&" in a shell has it ignored
 
 
 def mark(name):
@@ -68,11 +69,14 @@ class Progress(keras.callbacks.Callback):
         time.sleep(0.05)
 
 
-layers = [keras.layers.Dense(5, activation="tanh", input_shape=(6,)), keras.layers.Dense(1)]
-model = keras.models.Sequential(layers)
+def build():
+    layers = [keras.layers.Dense(5, activation="tanh", input_shape=(6,)), keras.layers.Dense(1)]
+    return keras.models.Sequential(layers)
+
+
+model = compat.parallelize(build)
 x = np.random.RandomState(0).rand(16 * steps, 6).astype("float32")
 x, y = compat.shard((x, x.sum(axis=1, keepdims=True)), 16)
-compat.parallelize(model)
 model.compile(keras.optimizers.SGD(0.1), "mse")
 checkpoint = keras.callbacks.ModelCheckpoint(os.path.join(folder, "{epoch:03d}" + extension))
 model.fit(
@@ -198,8 +202,10 @@ def soak(number, ranks, draw, fault=None, timeout=TIMEOUT, backend="torch", say=
         rank = 0  # which saves
     elif fault == "network":
         rank = ranks - 1 - rank // 2  # one of the second machine's
-    # A disk is full for checkpoints; a rank that starts writes none.
-    when = "started" if fault != "disk" and draw.random() < 0.25 else "trains"
+    # A disk is full for checkpoints; a rank that starts writes none. Imports of frameworks have an
+    # "except:" that swallows an interrupt.
+    starts = fault not in ("disk", "interrupt") and draw.random() < 0.25
+    when = "started" if starts else "trains"
     delay = draw.uniform(0, 3)
     folder = tempfile.mkdtemp(prefix="soak-")
     try:
@@ -281,7 +287,9 @@ def _round(number, ranks, fault, rank, when, delay, timeout, backend, folder):
 
 
 def _whole(folder, extension):
-    return sorted(name for name in os.listdir(folder) if name.endswith(extension) and name[0] != ".")
+    return sorted(
+        name for name in os.listdir(folder) if name.endswith(extension) and name[0] != "."
+    )
 
 
 def _broken(folder, before, extension, environ):

@@ -78,7 +78,7 @@ def test_waits_of_its_own_learner_are_bounded(tmp_path):
     )
     assert completed.returncode == 1
     told = (
-        r"RankLostError: Rank [02] of 3 waited for the others' gradients \(script.py, line 13\), but "
-        r"rank 1 failed, ended or did not come: 3 seconds are over\."
+        r"RankLostError: Rank [02] of 3 waited for the others' gradients \(script.py, line 13\), "
+        r"but rank 1 failed, ended or did not come: 3 seconds are over\."
     )
     assert re.search(told, completed.stderr), completed.stderr
