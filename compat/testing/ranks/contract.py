@@ -13,7 +13,7 @@ from ..._ranks.launchers import LAUNCHERS
 from ..spans import in_span, span
 from .faults import FAILING_JOBS, name_of
 from .jobs import SIZES, Jobs
-from .programs import POLICIES, ROWS, SCRIPT, STAGES, UNCHANGED, read
+from .programs import POLICIES, ROWS, SCRIPT, STAGES, UNCHANGED
 
 
 class RanksContract(Jobs):
@@ -33,6 +33,8 @@ class RanksContract(Jobs):
     #: Whether Keras is to compute items of a Sequence in processes of its own, too.
     processes = False
     functions = ("train", "train_on", "batches")
+    #: Functions that train epochs, and go on from the file of the epoch before.
+    going_on = ("go_on",)
 
     def script(self):
         return SCRIPT
@@ -46,15 +48,15 @@ class RanksContract(Jobs):
             ("train", [self.trials_of(size), self.lstm_options]),
             ("train_on", [self.extension]),
             ("batches", [self.processes]),
-            ("go_on", self.stage(*STAGES[size])),
         ]
+        calls += [(name, self.stage(*STAGES[size])) for name in self.going_on]
         if size < 3:
             calls.append(("normalise", []))
             calls += [("mixed", [self.policies])] if self.policies else []
         return calls
 
     def stage(self, first, last):
-        """What ``programs.go_on`` is called with: the last of ``trials`` has the most state."""
+        """What ``programs.go_on`` is called with. The last of ``trials`` has the most state."""
         return [self.trials[-1][1], self.extension, first, last]
 
     def call_of_fault(self, fault):
@@ -235,18 +237,21 @@ class RanksContract(Jobs):
 
         It also loads what failed jobs have left, of which rank 0 was saving after each batch.
         """
-        (one, one_facts), *_ = results(1, "go_on")
         left = [
             os.path.join(failed[job][0], job.fault + self.extension)
             for job in FAILING_JOBS
             if failed[job][1].result()
         ]
-        stages = [results(2, "go_on"), results(3, "go_on")]
-        job = self.start(1, folder, ("go_on", self.stage(2, 3) + [left]))
+        expected = {name: results(1, name)[0] for name in self.going_on}
+        stages = [[results(size, name) for name in self.going_on] for size in SIZES]
+        stage = self.stage(2, 3)
+        job = self.start(1, folder, *((name, stage + [left]) for name in self.going_on))
         assert job.status == 0, job.out + job.err
-        stages.append([read("go_on", folder, 1, 0)])
-        for ranks, expected in zip(stages, one_facts["losses"]):
-            for arrays, facts in ranks:
-                assert arrays
-                self.close(arrays, one, sorted(arrays))
-                assert facts["losses"] == pytest.approx([expected], abs=1e-4)
+        stages.append([results(1, name) for name in self.going_on])  # as it has left it
+        for epoch, found in enumerate(stages):
+            for name, ranks in zip(self.going_on, found):
+                one, one_facts = expected[name]
+                for arrays, facts in ranks:
+                    assert arrays
+                    self.close(arrays, one, sorted(arrays))
+                    assert facts["losses"] == pytest.approx([one_facts["losses"][epoch]], abs=1e-4)
