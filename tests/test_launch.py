@@ -480,6 +480,11 @@ def test_where_ranks_only_lost_others_these_are_named():
     assert watching._rank_ended(Ended(0, 1, [], lost=True), 8) == (
         "rank 0 of 8 failed with exit status 1"
     )
+    ranks = watching.WatchedRanks(4)
+    ranks.ended = [Ended(0, 1, [], lost=True), Ended(2, 143, [], lost=True, terminated=True)]
+    assert ranks.failure(1) == (
+        "rank 0 of 4 waited for ranks 1 and 3, which failed, ended or did not come"
+    )
 
 
 @pytest.mark.parametrize("absent", [[3], [1, 3], []])

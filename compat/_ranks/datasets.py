@@ -1,12 +1,36 @@
 """``shard()`` of a ``tf.data.Dataset``: this rank's part of each batch of one process."""
 
 import sys
+import weakref
+import zlib
 
 from .. import errors
-from . import arrays
+from . import agreement, arrays
 
 # Of what Dataset.cardinality() returns: it is infinite, and it is unknown.
 _INFINITE, _UNKNOWN = -1, -2
+
+
+_shuffled = weakref.WeakKeyDictionary()  # type: weakref.WeakKeyDictionary  # part -> its seeds
+
+
+class Seeds(agreement.Part):
+    """By what a dataset was shuffled before ``shard()``. TensorFlow's global seed is among it."""
+
+    name = "Dataset"
+    changes = False
+
+    def __init__(self, seeds):
+        self.seeds = seeds
+
+    def peek(self):
+        return zlib.crc32(repr(self.seeds).encode())
+
+
+def compared(data):
+    """What ranks compare of data: the seeds of a dataset that is made of what was shuffled."""
+    chain = _chain(data) if takes(data) else ()
+    return next((_shuffled[each] for each in chain if each in _shuffled), data)
 
 
 def takes(data):
@@ -14,6 +38,15 @@ def takes(data):
 
 
 def shard(place, dataset, batch_size):
+    """This rank's part of a dataset. Ranks compare how it is shuffled when ``fit()`` begins."""
+    part = _part(place, dataset, batch_size)
+    seeds = [_seeds(each) for each in _chain(dataset) if _is_shuffle(each)]
+    if seeds:
+        _shuffled[next(_chain(part))] = Seeds(seeds)
+    return part
+
+
+def _part(place, dataset, batch_size):
     """This rank's part of a dataset.
 
     Arguments:
@@ -21,7 +54,7 @@ def shard(place, dataset, batch_size):
         batch_size: rows of a batch of all ranks, or None: that of a dataset of batches; elements
             that are rows, or that may be, are dealt out then.
     """
-    if any(map(_is_shuffled_at_random, _chain(dataset))):
+    if any(_is_shuffle(each) and not any(_seeds(each)) for each in _chain(dataset)):
         errors.warn(
             "shard() was given a dataset that is shuffled without a seed: each rank shuffles it "
             "in another order, so that they train on some rows several times and on others "
@@ -190,8 +223,11 @@ def batch_size_of(dataset):
     return None
 
 
-def _is_shuffled_at_random(dataset):
+def _is_shuffle(dataset):
+    return "shuffle" in type(dataset).__name__.lower() and hasattr(dataset, "_seed")
+
+
+def _seeds(dataset):
+    """The two numbers that TensorFlow makes of its global seed and of the shuffle's own."""
     tf = sys.modules["tensorflow"]
-    if "shuffle" not in type(dataset).__name__.lower() or not hasattr(dataset, "_seed"):
-        return False
-    return not any([tf.get_static_value(dataset._seed), tf.get_static_value(dataset._seed2)])
+    return [tf.get_static_value(seed) for seed in (dataset._seed, dataset._seed2)]

@@ -11,7 +11,7 @@ import itertools
 
 from .. import _keras, errors
 from .._runtime import work
-from . import agreement, metrics, ranked_method, saving, splitting
+from . import agreement, datasets, metrics, ranked_method, saving, splitting
 from .ranked_method import RankedMethod
 from .weights import WeightComparison, same_start
 
@@ -129,8 +129,8 @@ class RankedFit(RankedMethod):
         given["callbacks"] = [self.epochs(model)] + callbacks + [self.stops(model)]
         if model.built:
             same_start(model, self.engine)
-        source = given.get("generator", given.get("x"))
-        self.agreement = agreement.Agreement(self.engine, [source, given.get("validation_data")])
+        sources = given.get("generator", given.get("x")), given.get("validation_data")
+        self.agreement = agreement.Agreement(self.engine, map(datasets.compared, sources))
         self.agreement.begin()
         if given.get("validation_split"):
             errors.warn(

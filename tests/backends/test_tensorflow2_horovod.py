@@ -79,6 +79,15 @@ compat.parallelize(batches).compile("sgd", "mse")
 for start in range(0, len(inputs), rows):
     batches.train_on_batch(inputs[start : start + rows], targets[start : start + rows])
 weights["batches"] = batches.get_weights()
+
+# As ranks are to draw other dropout masks: it changes what shuffle() makes of its own seed.
+tf.random.set_seed(compat.rank())
+mixed = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(21, seed=1).batch(BATCH)
+try:
+    batches.fit(compat.shard(mixed).prefetch(1), verbose=0)
+    assert compat.size() == 1
+except compat.RankError as error:
+    assert str(error).startswith("Dataset gives other batches on rank 1 of 2 than on rank 0. ")
 """
 
 

@@ -190,6 +190,19 @@ def test_rank_that_does_not_start_ends_the_job(tmp_path):
     )
 
 
+def test_a_rank_that_is_stopped_before_it_joins_is_named(tmp_path):
+    """In ``MPI_Init`` the other one cannot know which rank is missing."""
+    begin = "import os, signal, compat\nif compat.rank(): os.kill(os.getpid(), signal.SIGSTOP)\n"
+    said = ranks.what_a_failed_job_says(tmp_path, "theano", begin + ranks.TRAINS, size=2)
+    (verdict,) = [line for line in said.splitlines() if line.endswith("others were ended.")]
+    assert verdict in (
+        "compat run: rank 0 of 2 waited for rank 1, which failed, ended or did not come; the "
+        "others were ended.",
+        "compat run: rank 1 of 2 did not come to the others, which waited for it; the others were "
+        "ended.",
+    )
+
+
 @pytest.mark.parametrize("faulty, said", [(None, ""), (1, "ValueError: bad")])
 def test_script_that_began_mpi_itself(tmp_path, faulty, said):
     """mpi4py ends MPI then, and waits for all ranks; one that fails does not wait."""

@@ -15,6 +15,57 @@ class TestTorchRanks(RanksContract):
     extension = ".keras"
     policies = ("mixed_float16", "mixed_bfloat16")
     processes = True
+    going_on = "go_on", "go_on_plain"
+
+    def script(self):
+        return PLAIN + super().script()
+
+
+# A module in a loop of its own, and the files that torch's users write.
+PLAIN = """
+import os
+import compat
+from compat.testing import CASES
+from compat.testing.ranks import programs
+
+
+def go_on_plain(keras, folder, optimizer_name, extension, first, last, others=()):
+    import torch
+
+    def file_of(epoch, size):
+        return os.path.join(folder, "plain-{}-of-{}.pt".format(epoch, size))
+
+    torch.manual_seed(compat.rank())
+    layers = torch.nn.Linear(8, 5), torch.nn.Tanh(), torch.nn.Linear(5, 4)
+    model = compat.parallelize(torch.nn.Sequential(*layers))
+    adam = torch.optim.Adam(model.parameters(), 0.01)
+    if first:
+        saved = torch.load(file_of(first, first + 1))
+        model.load_state_dict(saved["model"])
+        adam.load_state_dict(saved["optimizer"])
+    data = CASES["dense"].data(programs.ROWS)
+    x, y = map(torch.tensor, compat.shard(data, programs.BATCH))
+    rows = compat.local_batch_size(programs.BATCH)
+    arrays, losses = {}, []
+    for epoch in range(first, last):
+        for start in range(0, len(x), rows):
+            adam.zero_grad()
+            batch = slice(start, start + rows)
+            torch.nn.functional.mse_loss(model(x[batch]), y[batch]).backward()
+            adam.step()
+        for name, value in model.state_dict().items():
+            arrays["epoch-%d-%s" % (epoch, name)] = value.numpy().copy()
+        with torch.no_grad():
+            whole = map(torch.tensor, data)
+            losses.append(float(torch.nn.functional.mse_loss(model(next(whole)), next(whole))))
+    if compat.is_chief():
+        saved = {"model": model.state_dict(), "optimizer": adam.state_dict()}
+        torch.save(saved, file_of(last, compat.size()))
+    return arrays, {"losses": losses}
+
+
+programs.go_on_plain = go_on_plain
+"""
 
 
 @pytest.mark.parametrize(

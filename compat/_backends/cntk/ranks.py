@@ -22,7 +22,8 @@ class MakeCNTKTrainFunction(keras2.MakeFunction):
     def run(self, function, inputs):
         share, inputs = self.share(function, inputs)
         self.factor.value = np.asarray(share, "float32")
-        with self.engine.watched("for the others' gradients"):
+        # Ranks that wait here, too, answer each other when their time is over.
+        with self.engine.watched("for the others' gradients", absent=self.engine.absent):
             result = function.made(inputs)
         state = _state(function.model)
         if state:  # becomes its mean over all ranks

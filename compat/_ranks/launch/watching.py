@@ -123,8 +123,14 @@ class WatchedRanks:
         """
         blame = root_cause(self.ended, status)
         if blame is not None:
+            if blame.lost is True and self.silent():  # it could not know which
+                blame.lost = errors.numbered_ranks(self.silent())
             return _rank_ended(blame, self.size)
         return "the launcher ended with exit status {}".format(status) if status else None
+
+    def silent(self) -> List[int]:
+        """The ranks that have told nothing of their ends: their whole machine may have gone."""
+        return sorted(set(range(self.size)) - {end.rank for end in self.ended})
 
     def recurs(self, have_started: bool) -> bool:
         """Whether another start would fail in the same way.
@@ -149,9 +155,7 @@ class WatchedRanks:
         if failure is None:
             return 0
         if blame is None:
-            # Those of which nothing is known: their whole machine may have gone.
-            silent = sorted(set(range(self.size)) - {end.rank for end in self.ended})
-            heard = "no rank failed"
+            silent, heard = self.silent(), "no rank failed"
             if silent:
                 heard = "nothing was heard of the end of " + errors.numbered_ranks(silent)
             report = self.launcher_said + ["compat run: {}; {}.{}".format(failure, heard, then)]

@@ -13,7 +13,7 @@ from ..._ranks.launchers import LAUNCHERS
 from ..spans import in_span, span
 from .faults import FAILING_JOBS, name_of
 from .jobs import SIZES, Jobs
-from .programs import POLICIES, ROWS, SCRIPT, UNCHANGED
+from .programs import POLICIES, ROWS, SCRIPT, STAGES, UNCHANGED
 
 
 class RanksContract(Jobs):
@@ -33,6 +33,8 @@ class RanksContract(Jobs):
     #: Whether Keras is to compute items of a Sequence in processes of its own, too.
     processes = False
     functions = ("train", "train_on", "batches")
+    #: Functions that train epochs, and go on from the file of the epoch before.
+    going_on = ("go_on",)
 
     def script(self):
         return SCRIPT
@@ -47,10 +49,15 @@ class RanksContract(Jobs):
             ("train_on", [self.extension]),
             ("batches", [self.processes]),
         ]
+        calls += [(name, self.stage(*STAGES[size])) for name in self.going_on]
         if size < 3:
             calls.append(("normalise", []))
             calls += [("mixed", [self.policies])] if self.policies else []
         return calls
+
+    def stage(self, first, last):
+        """What ``programs.go_on`` is called with. The last of ``trials`` has the most state."""
+        return [self.trials[-1][1], self.extension, first, last]
 
     def call_of_fault(self, fault):
         return "fail", [fault, self.extension]
@@ -225,16 +232,26 @@ class RanksContract(Jobs):
     def test_fault_ends_the_job_and_names_the_rank(self, failed, job):
         self.check_failed(failed, job)
 
-    def test_checkpoints_of_failed_jobs_are_whole(self, failed):
-        """Rank 0 was writing one after each batch; a process of its own can load them."""
-        paths = []
-        for job in FAILING_JOBS:
-            folder, ended = failed[job]
-            ended.result()
-            paths.append(os.path.join(folder, job.fault + self.extension))
-        program = (
-            "import sys, compat; from compat.testing import keras_under_test\n"
-            "compat.configure_gpu(gpus='cpu')\n"
-            "for path in sys.argv[1:]: keras_under_test().models.load_model(path)\n"
-        )
-        self.python("-c", program, *paths, check=True)
+    def test_goes_on_from_the_files_of_more_and_of_fewer_ranks(self, results, failed, folder):
+        """Two ranks, then three, then one process: as one that trains without a break.
+
+        It also loads what failed jobs have left, of which rank 0 was saving after each batch.
+        """
+        left = [
+            os.path.join(failed[job][0], job.fault + self.extension)
+            for job in FAILING_JOBS
+            if failed[job][1].result()
+        ]
+        expected = {name: results(1, name)[0] for name in self.going_on}
+        stages = [[results(size, name) for name in self.going_on] for size in SIZES]
+        stage = self.stage(2, 3)
+        job = self.start(1, folder, *((name, stage + [left]) for name in self.going_on))
+        assert job.status == 0, job.out + job.err
+        stages.append([results(1, name) for name in self.going_on])  # as it has left it
+        for epoch, found in enumerate(stages):
+            for name, ranks in zip(self.going_on, found):
+                one, one_facts = expected[name]
+                for arrays, facts in ranks:
+                    assert arrays
+                    self.close(arrays, one, sorted(arrays))
+                    assert facts["losses"] == pytest.approx([one_facts["losses"][epoch]], abs=1e-4)

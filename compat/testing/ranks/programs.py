@@ -21,6 +21,9 @@ BATCH, ROWS = 61, 135
 # What a job's script is.
 SCRIPT = "import sys\nfrom compat.testing.ranks import programs\nprograms.main(*sys.argv[1:])\n"
 
+# Of ``go_on``, by number of ranks: the epochs that are trained, from the first to before the last.
+STAGES = {1: (0, 3), 2: (0, 1), 3: (1, 2)}
+
 # A script that knows nothing of compat, with a last batch that is uneven on three ranks.
 UNCHANGED = """\
 import importlib, os, sys
@@ -216,6 +219,35 @@ def _saved_over(model, folder, extension):
     model.save(link)
     mode = os.stat(target).st_mode & 0o777
     return [os.path.islink(link), mode, os.path.getsize(target) > 0, len(os.listdir(folder))]
+
+
+def go_on(keras, folder, optimizer_name, extension, first, last, others=()):
+    """Train epochs, from the file of whoever has trained the epoch before: two ranks, then three.
+
+    Arguments:
+        first, last: the first epoch, and the one before which training stops.
+        others: files to load besides.
+    """
+    for path in others:
+        keras.models.load_model(path)
+
+    def file_of(epoch, size):
+        return os.path.join(folder, "epoch-{}-of-{}{}".format(epoch, size, extension))
+
+    def build():
+        if first:
+            return keras.models.load_model(file_of(first, first + 1))
+        model = _start(keras, "dense", {})
+        model.compile(optimizer(keras, optimizer_name), CASES["dense"].loss)
+        return model
+
+    model = compat.parallelize(build)
+    arrays, losses = {}, []
+    for epoch in range(first, last):
+        losses += _fit(model, "dense", 1)
+        arrays.update(_weights(model, "epoch-{}".format(epoch)))
+    model.save(file_of(last, compat.size()))
+    return arrays, {"losses": losses}
 
 
 def normalise(keras, folder):
