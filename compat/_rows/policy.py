@@ -18,7 +18,7 @@ class Across:
         why: "mixed" (a rule says so), "tried" (three rows gave other numbers than two of them and
             the third), "unknown" (no rule knows it, and a trial could not tell), "fails" (with an
             error that all rows do not raise), "diverged" (Python goes another way), "rows" (it is
-            not known which dimension has them).
+            not known which dimension has them), "opaque" (it returns what is no tensor).
     """
 
     REASONS = {
@@ -29,6 +29,8 @@ class Across:
         "compat has no rule for it, and cannot try it.",
         "fails": "{} fails on a part of a batch, of which each device has one.",
         "diverged": "{} takes another path on a part of a batch, of which each device has one.",
+        "opaque": "{} returns an object that is no tensor, such as a distribution, which cannot be "
+        "put together from those of the devices.",
         "rows": "{} has recurrent or attention layers whose batch is neither the first nor the "
         "second dimension of its arguments, so that compat cannot tell the rows.",
     }

@@ -1,10 +1,15 @@
 """That every Keras model which is compiled runs on all devices: ``parallelize=True``."""
 
 import contextlib
+import copy
+import functools
+import gc
 import os
 import pickle
 import re
 import subprocess
+import sys
+import weakref
 
 import numpy as np
 import pytest
@@ -102,6 +107,101 @@ class AutomaticContract(BackendContract):
             self.close([expected], [unpickled.predict(inputs)])
             assert self.devices_of(unpickled, inputs, targets) == devices
 
+    def test_copies_train_as_those_of_a_plain_model(self, keras, configuration):
+        """And the model does, meanwhile. Not all Kerases can copy by all of these means."""
+        inputs, targets = CASES["dense"].data(13)
+        means = copy.copy, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))
+
+        def found():
+            results, models = [], [self.compiled(keras, "dense", "adam")]
+            models[0].train_on_batch(inputs, targets)
+            for made_by in means:
+                try:
+                    models.append(made_by(models[0]))
+                except Exception as error:
+                    results.append(type(error))
+            for model in models:
+                model.train_on_batch(inputs, targets)
+                results.append(model.get_weights() + [model.predict(inputs, verbose=0)])
+            return results
+
+        expected = found()
+        with compiled_on_all_devices(self.instance()):
+            for one, several in zip(expected, found()):
+                assert one is several if isinstance(one, type) else len(one) == len(several)
+                if not isinstance(one, type):
+                    self.close(one, several)
+
+    def test_models_are_freed_and_sessions_cleared(self, keras, automatic, configuration):
+        """What a process trains one after the other must not fill its memory."""
+        inputs, targets = CASES["dense"].data(13)
+        for _ in range(2):
+            model = self.compiled(keras, "dense")
+            assert self.devices_of(model, inputs, targets) == sorted(configuration.devices)
+            model.fit(inputs, targets, verbose=0)
+            reference = weakref.ref(model)
+            del model
+            getattr(keras.backend, "clear_session", int)()  # Theano has none
+            gc.collect()
+            assert reference() is None
+
+    @pytest.mark.parametrize("comes", ["before compat", "after it"])
+    def test_another_library_wraps_the_same_methods(self, keras, configuration, comes):
+        """As one that logs experiments does, for as long as a script has it do so."""
+        inputs, targets = CASES["dense"].data(61)
+        called, names = [], {"compile", "fit", "predict", "train_on_batch", "make_train_function"}
+        kind = keras.models.Model
+        names &= set(dir(kind))
+
+        def logged(name, method):
+            @functools.wraps(method)
+            def wrapper(*args, **kwargs):
+                called.append(name)
+                return method(*args, **kwargs)
+
+            return wrapper
+
+        with contextlib.ExitStack() as both:
+            if comes == "after it":
+                both.enter_context(compiled_on_all_devices(self.instance()))
+            wrappers = {name: logged(name, getattr(kind, name)) for name in names}
+            with patching.replaced(kind, **wrappers):
+                if comes == "before compat":
+                    both.enter_context(compiled_on_all_devices(self.instance()))
+                inner = initialise(keras.models.Model(*functional(keras)))
+                inner.compile(optimizer(keras, "sgd"), CASES["dense"].loss)
+                inner.fit(inputs, targets, batch_size=61, verbose=0)
+                inner.predict(inputs, verbose=0)
+                assert names - {"train_on_batch"} <= set(called)
+                assert self.devices_of(inner, inputs, targets) == sorted(configuration.devices)
+                if comes == "before compat":
+                    both.pop_all().close()
+            del called[:]
+            inner.train_on_batch(inputs, targets)
+            assert not called
+
+    def test_a_tracer_sees_what_runs_and_changes_nothing(self, keras, configuration):
+        """As that of a debugger, or of what measures coverage."""
+        inputs, targets = CASES["dense"].data(13)
+        expected = self.compiled(keras, "dense").train_on_batch(inputs, targets)
+        folder, lines, before = os.path.dirname(compat.__file__), set(), sys.gettrace()
+
+        def trace(frame, event, argument):
+            if not frame.f_code.co_filename.startswith(folder):
+                return None
+            lines.add((frame.f_code.co_filename, frame.f_lineno))
+            return trace
+
+        with compiled_on_all_devices(self.instance()):
+            sys.settrace(trace)
+            try:
+                model = self.compiled(keras, "dense")
+                found = model.train_on_batch(inputs, targets)
+            finally:
+                sys.settrace(before)
+        self.close([expected], [found])
+        assert any("_backends" in name for name, _ in lines)
+
     def check_left_alone(self, model, because, **arguments):
         """Compile a model whose devices the script has chosen, and find that it was told."""
         with pytest.warns(compat.CompatWarning) as warned:
@@ -150,6 +250,12 @@ class AutomaticContract(BackendContract):
             "was {}), which stay as they are. Set it before, or leave it out.".format(before)
         )
         assert text in [str(warning.message) for warning in warned]
+
+
+def functional(keras):
+    """Input and output of a model as small as the zoo's Sequential one."""
+    rows = keras.layers.Input(shape=(8,))
+    return rows, keras.layers.Dense(4, activation="softmax")(rows)
 
 
 def adversaries(keras, by_hand=False):
