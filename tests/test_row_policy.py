@@ -23,8 +23,8 @@ FOUND = {
     "fails": "The operation qr of 'net' fails on a part of a batch, of which each device has one.",
     "diverged": "Model 'net' takes another path on a part of a batch, of which each device has "
     "one.",
-    "opaque": "Model 'net' returns an object that is no tensor, such as a distribution, which cannot "
-    "be put together from those of the devices.",
+    "opaque": "Model 'net' returns an object that is no tensor, such as a distribution, which "
+    "cannot be put together from those of the devices.",
     "rows": "Model 'net' has recurrent or attention layers whose batch is neither the first nor "
     "the second dimension of its arguments, so that compat cannot tell the rows.",
     "unknown": "The operation qr of 'net' may compute across the rows of a batch, of which each "

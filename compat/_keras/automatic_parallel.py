@@ -28,10 +28,7 @@ _MODULES = [
         "tensorflow_core.python.keras.",  # TensorFlow 1.15 and 2.0
     )
     for module in ("engine.training", "engine.training_v1", "models")
-] + [
-    "keras.src.trainers.trainer",  # Keras 3
-    "keras.src.models.model",  # where it has one that another library put there
-]
+] + ["keras.src.trainers.trainer"]  # Keras 3
 _CLASSES = ("Model", "Sequential", "Trainer")
 
 #: What ``parallelize()`` notes in a model that a script gave it.
