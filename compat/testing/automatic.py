@@ -40,8 +40,15 @@ def compiled_on_all_devices(backend):
         process.parallelizes_compiled = False
 
 
+def _unpickled(model):
+    return pickle.loads(pickle.dumps(model))
+
+
 class AutomaticContract(BackendContract):
     """Models of scripts that do not call ``parallelize()``."""
+
+    #: What makes copies that train by themselves, where the Keras can make them so.
+    copies = (copy.copy, copy.deepcopy, _unpickled)  # type: tuple
 
     @pytest.fixture
     def automatic(self, configuration):
@@ -110,12 +117,11 @@ class AutomaticContract(BackendContract):
     def test_copies_train_as_those_of_a_plain_model(self, keras, configuration):
         """And the model does, meanwhile. Not all Kerases can copy by all of these means."""
         inputs, targets = CASES["dense"].data(13)
-        means = copy.copy, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))
 
         def found():
             results, models = [], [self.compiled(keras, "dense")]
             models[0].train_on_batch(inputs, targets)
-            for made_by in means:
+            for made_by in self.copies:
                 try:
                     models.append(made_by(models[0]))
                 except Exception as error:
