@@ -182,6 +182,29 @@ def test_simulated_devices_that_no_script_asks_for(tmp_path, line, told):
     assert completed.stderr.endswith(said) == told
 
 
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_processes_that_the_script_starts_find_its_functions(tmp_path, method):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import multiprocessing\n"
+        "def twice(number):\n"
+        "    return 2 * number\n"
+        "if __name__ == '__main__':\n"
+        "    with multiprocessing.get_context({!r}).Pool(2) as pool:\n"
+        "        print(pool.map(twice, range(3)))\n".format(method)
+    )
+    command = [sys.executable, "-m", "compat", "run", "--simulate", "3", "--backend=numpy"]
+    completed = subprocess.run(
+        command + [str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        universal_newlines=True,
+    )
+    assert (completed.returncode, completed.stdout) == (0, "[0, 2, 4]\n"), completed.stderr
+    # Said once, by the script's own process.
+    assert completed.stderr.count("--simulate had no effect") == 1
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_folder_or_an_archive_runs_on_simulated_devices_too(tmp_path, packed):
     """With a ``__main__.py``, as Python runs them."""

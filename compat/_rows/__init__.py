@@ -40,7 +40,7 @@ from .placements import (
     Unknown,
 )
 from .policy import FROM_THERE_ON, Across, runs_whole
-from .values import Value, have_own_rows, settled, without_rows
+from .values import Value, have_own_rows, settled, shared, without_rows
 from .views import (
     broadcast,
     concatenated,

@@ -18,8 +18,8 @@ class Across:
         why: "mixed" (a rule says so), "tried" (three rows gave other numbers than two of them and
             the third), "unknown" (no rule knows it, and a trial could not tell), "fails" (with an
             error that all rows do not raise), "diverged" (Python goes another way), "gradient" (a
-            gradient of the user's own mixes rows), "rows" (it is not known which dimension has
-            them).
+            gradient of the user's own mixes rows), "opaque" (it returns what is no tensor), "rows"
+            (it is not known which dimension has them).
     """
 
     REASONS = {
@@ -32,6 +32,8 @@ class Across:
         "diverged": "{} takes another path on a part of a batch, of which each device has one.",
         "gradient": "{} has a gradient of its own that computes, or may compute, across the rows "
         "of a batch, of which each device has a part.",
+        "opaque": "{} returns an object that is no tensor, such as a distribution, which cannot be "
+        "put together from those of the devices.",
         "rows": "{} has recurrent or attention layers whose batch is neither the first nor the "
         "second dimension of its arguments, so that compat cannot tell the rows.",
     }

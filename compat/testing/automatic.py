@@ -1,10 +1,15 @@
 """That every Keras model which is compiled runs on all devices: ``parallelize=True``."""
 
 import contextlib
+import copy
+import functools
+import gc
 import os
 import pickle
 import re
 import subprocess
+import sys
+import weakref
 
 import numpy as np
 import pytest
@@ -35,8 +40,15 @@ def compiled_on_all_devices(backend):
         process.parallelizes_compiled = False
 
 
+def _unpickled(model):
+    return pickle.loads(pickle.dumps(model))
+
+
 class AutomaticContract(BackendContract):
     """Models of scripts that do not call ``parallelize()``."""
+
+    #: What makes copies that train by themselves, where the Keras can make them so.
+    copies = (copy.copy, copy.deepcopy, _unpickled)  # type: tuple
 
     @pytest.fixture
     def automatic(self, configuration):
@@ -101,6 +113,100 @@ class AutomaticContract(BackendContract):
             expected, unpickled = model.predict(inputs), pickle.loads(pickle.dumps(model))
             self.close([expected], [unpickled.predict(inputs)])
             assert self.devices_of(unpickled, inputs, targets) == devices
+
+    def test_copies_train_as_those_of_a_plain_model(self, keras, configuration):
+        """And the model does, meanwhile. Not all Kerases can copy by all of these means."""
+        inputs, targets = CASES["dense"].data(13)
+
+        def found():
+            results, models = [], [self.compiled(keras, "dense")]
+            models[0].train_on_batch(inputs, targets)
+            for made_by in self.copies:
+                try:
+                    models.append(made_by(models[0]))
+                except Exception as error:
+                    results.append(type(error))
+            for model in models:
+                model.train_on_batch(inputs, targets)
+                results.append(model.get_weights() + [model.predict(inputs, verbose=0)])
+            return results
+
+        expected = found()
+        with compiled_on_all_devices(self.instance()):
+            for one, several in zip(expected, found()):
+                assert one is several if isinstance(one, type) else len(one) == len(several)
+                if not isinstance(one, type):
+                    self.close(one, several)
+
+    def test_models_are_freed_and_sessions_cleared(self, keras, automatic, configuration):
+        """What a process trains one after the other must not fill its memory."""
+        inputs, targets = CASES["dense"].data(13)
+        for _ in range(2):
+            model = self.compiled(keras, "dense")
+            assert self.devices_of(model, inputs, targets) == sorted(configuration.devices)
+            model.fit(inputs, targets, verbose=0)
+            reference = weakref.ref(model)
+            del model
+            getattr(keras.backend, "clear_session", int)()  # Theano has none
+            gc.collect()
+            assert reference() is None
+
+    @pytest.mark.parametrize("first", ["compat", "the other one"])
+    def test_another_library_wraps_the_same_methods(self, keras, configuration, monkeypatch, first):
+        """As one that logs experiments does, for as long as a script has it do so."""
+        inputs, targets = CASES["dense"].data(61)
+        kind, called = keras.models.Model, set()
+
+        def logged(name, method):
+            @functools.wraps(method)
+            def wrapper(*args, **kwargs):
+                called.add(name)
+                return method(*args, **kwargs)
+
+            return wrapper
+
+        with contextlib.ExitStack() as automatic:
+            if first == "compat":
+                automatic.enter_context(compiled_on_all_devices(self.instance()))
+            with monkeypatch.context() as other:
+                for name in ("compile", "fit", "predict"):
+                    other.setattr(kind, name, logged(name, getattr(kind, name)))
+                if first != "compat":
+                    automatic.enter_context(compiled_on_all_devices(self.instance()))
+                rows = keras.layers.Input(shape=(8,))
+                classes = keras.layers.Dense(4, activation="softmax")(rows)
+                model = self.ready(keras, kind(rows, classes), parallel=False)
+                model.fit(inputs, targets, batch_size=61, verbose=0)
+                model.predict(inputs, verbose=0)
+                assert called == {"compile", "fit", "predict"}
+                if first != "compat":
+                    automatic.close()
+        called.clear()
+        model.fit(inputs, targets, batch_size=61, verbose=0)
+        assert not called
+        assert self.devices_of(model, inputs, targets) == sorted(configuration.devices)
+
+    def test_a_tracer_sees_what_runs_and_changes_nothing(self, keras, configuration):
+        """As that of a debugger, or of what measures coverage."""
+        inputs, targets = CASES["dense"].data(13)
+        expected = self.compiled(keras, "dense").train_on_batch(inputs, targets)
+        folder, lines, before = os.path.dirname(compat.__file__), set(), sys.gettrace()
+
+        def trace(frame, event, argument):
+            if not frame.f_code.co_filename.startswith(folder):
+                return None
+            lines.add((frame.f_code.co_filename, frame.f_lineno))
+            return trace
+
+        with compiled_on_all_devices(self.instance()):
+            sys.settrace(trace)
+            try:
+                model = self.compiled(keras, "dense")
+                found = model.train_on_batch(inputs, targets)
+            finally:
+                sys.settrace(before)
+        self.close([expected], [found])
+        assert any("_backends" in name for name, _ in lines)
 
     def check_left_alone(self, model, because, **arguments):
         """Compile a model whose devices the script has chosen, and find that it was told."""

@@ -790,6 +790,14 @@ def _layers():
             x=x, scale=kernel[0, 0, 0], offset=kernel[0, 0, 1], mean=kernel[0, 0, 2],
             variance=kernel[0, 1, 0], is_training=False,
         )[0]  # fmt: skip
+    if not hasattr(tf, "Session"):  # whose CPU does not take channels first
+        yield (
+            "FusedBatchNormV3 by channel",
+            [array(1, 3, 3, 3), array(3)],
+            lambda x, s: raw.FusedBatchNormV3(
+                x=x, scale=tf.sin(s), offset=tf.sin(s), mean=[], variance=[], data_format="NCHW"
+            )[0],
+        )
     yield (
         "cross-entropy",
         [array(3, 3), array(3, 3)],

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import types
+import warnings
 
 import numpy as np
 import pytest
@@ -241,6 +242,55 @@ def test_inference_sets_no_state(keras):
     operations = function.graph.as_graph_def().node
     assert {op.device for op in operations} >= {"/device:CPU:%d" % i for i in range(DEVICES)}
     assert not [op.name for op in operations if "Assign" in op.op]
+
+
+def test_layer_normalization_is_divided(keras):
+    """tf.keras computes it by fused batch normalization, where each row is a channel."""
+    layers = keras.layers
+
+    def build():
+        hidden = layers.Dense(5, input_shape=ROWS.shape[1:])
+        return keras.models.Sequential([hidden, layers.LayerNormalization(), layers.Dense(4)])
+
+    models = pair(build)
+    for model in models:
+        model.compile("sgd", "mse")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", compat.CompatWarning)
+        for model in models:
+            model.fit(ROWS, TARGETS, batch_size=7, shuffle=False, verbose=0)
+    for expected, found in zip(*[model.get_weights() for model in models]):
+        np.testing.assert_allclose(expected, found, rtol=1e-5, atol=1e-6)
+
+
+class Normal:
+    """A distribution, which is no tensor and holds some."""
+
+    def __init__(self, mean):
+        self.mean = mean
+
+
+def test_model_that_returns_a_distribution_runs_whole_and_says_so(keras):
+    class Model(keras.Model):
+        def __init__(self):
+            super().__init__(name="net")
+            self.last = keras.layers.Dense(4)
+
+        def call(self, inputs):
+            return Normal(self.last(inputs))
+
+    model = Model()
+    expected = model(ROWS).mean
+    compat.parallelize(model)
+    with pytest.warns(compat.CompatWarning) as warned:
+        found = model(ROWS).mean
+    np.testing.assert_allclose(expected, found, rtol=1e-5, atol=1e-6)
+    assert [str(each.message) for each in warned if each.category is compat.CompatWarning] == [
+        "Model 'net' returns an object that is no tensor, such as a distribution, which cannot be "
+        "put together from those of the devices. The model runs on {} with the whole batch.".format(
+            backend.devices()[0]
+        )
+    ]
 
 
 @pytest.mark.row("subclassed models")

@@ -259,8 +259,16 @@ def of_kernel(op, values, constant):
 
 
 def normalized(op, values, constant):
-    axes = [0] + [None] * (len(values) - 1)
-    return _rows.normalized(values, axes, op.get_attr("is_training"), len(op.outputs) - 1)
+    training, others = op.get_attr("is_training"), len(op.outputs) - 1
+    channels = op.get_attr("data_format").index(b"C")
+    if values[0].axis != channels:
+        return _rows.normalized(values, [0] + [None] * (len(values) - 1), training, others)
+    # Each row is a channel, as in tf.keras' LayerNormalization; only inference gets statistics.
+    given = values[: 3 if training else 5]
+    if not _rows.have_own_rows(given) or any(value.axis != 0 for value in given[1:]):
+        return Mixed()
+    rows = _rows.shared([value.placement.replace(axis=0) for value in given])
+    return [rows.replace(axis=channels)] + [rows] * others if rows else Mixed()
 
 
 def one_hot(op, values, constant):

@@ -8,7 +8,9 @@ operations are followed from the batch to the results.
 """
 
 import itertools
+import numbers
 
+import numpy as np
 import tensorflow as tf
 
 from ... import _rows
@@ -134,6 +136,8 @@ class Trace:
         Arguments:
             state: the model's, which is to be set.
         """
+        if any(map(_is_opaque, self._results["outputs"])):
+            return _rows.Across(None, why="opaque")
         for name in ("losses", "outputs"):
             for value, placement in zip(self._results[name], self.placements[name]):
                 if not merging.is_merged(placement, getattr(value, "dtype", None)):
@@ -172,6 +176,13 @@ class Trace:
             return total
         fetched = graph.get_tensor_by_name(weight.tensor)
         return self.function.prune([graph.get_tensor_by_name(weight.sum)], fetched)(total)
+
+
+def _is_opaque(output):
+    """Whether it is neither of tensors nor the same for any batch: it may hold a device's rows."""
+    if tf.is_tensor(output) or output is None:
+        return False
+    return not isinstance(output, (bool, numbers.Number, str, bytes, np.ndarray, type))
 
 
 def _copy(handle):
