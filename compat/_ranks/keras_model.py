@@ -68,6 +68,11 @@ def mean(engine, values, rows):
     A rank that lacks one of them (validation data on rank 0 alone) counts for nothing there.
     """
     names = engine.broadcast([n for n, value in values.items() if not getattr(value, "shape", ())])
+    return _mean(engine, names, values, rows)
+
+
+def _mean(engine, names, values, rows):
+    """The same, where all ranks have as many names, in the same order."""
     parts = []
     for name in names:
         weight = float(rows(name)) if name in values else 0.0
@@ -110,6 +115,7 @@ class RankedFit(RankedMethod):
         self.trained = None  # the metrics' state when the epoch's training was over
         self.results = metrics.MetricResults()
         self.warned = set()  # type: set  # of metrics
+        self.not_added = None, {}  # type: Any  # of which metrics, and those that do not add up
 
     def __call__(self, model, *args, **kwargs):
         return self.run(model, self.plain(model), args, kwargs)
@@ -224,12 +230,18 @@ class RankedFit(RankedMethod):
         names = self.engine.broadcast([name for name in values if name in logs])
         logs.update((name, values[name]) for name in names)
 
-    def over_ranks(self, model, states):
-        """The metrics' results over all ranks, of those metrics that add up."""
-        not_added = {}
-        for seen in self.seen.values():
-            not_added.update(metrics.not_added(model, seen["rows"], seen["batches"]))
-        not_added = dict(self.engine.broadcast(sorted(not_added.items())))
+    def over_ranks(self, model, states, known=None):
+        """The metrics' results over all ranks, of those metrics that add up.
+
+        Arguments:
+            known: those that do not add up, by name, if that is known already.
+        """
+        not_added = {} if known is None else known
+        if known is None:
+            for seen in self.seen.values():
+                not_added.update(metrics.not_added(model, seen["rows"], seen["batches"]))
+            not_added = dict(self.engine.broadcast(sorted(not_added.items())))
+        self.not_added = metrics.of(model), not_added
         for name in sorted(set(not_added) - self.warned):
             self.warned.add(name)
             errors.warn(
@@ -272,6 +284,7 @@ class RankedEvaluate(RankedMethod):
     """``evaluate`` with metrics over all ranks' rows. Within an epoch the epoch's end does that."""
 
     method = "evaluate"
+    training = False
 
     def __call__(self, model, *args, **kwargs):
         evaluate = self.plain(model)
@@ -283,7 +296,7 @@ class RankedEvaluate(RankedMethod):
         as_list = hasattr(model, "_flatten_metrics_in_order") and not kwargs.get("return_dict")
         if as_list:  # in Keras 3, whose names for these are not the model's metrics_names
             kwargs["return_dict"] = True
-        if fit.divides is not None:
+        if fit.divides is not None and not self.training:
             _, given = _by_name(evaluate, args, kwargs)
             weighted = given.get("sample_weight") is not None
             fit.in_step = self.engine.sum([float(fit.divides(model, weighted))])[0] > 0
@@ -292,9 +305,9 @@ class RankedEvaluate(RankedMethod):
             result = evaluate(*args, **kwargs)
         finally:
             fit.evaluating = False
-        if fit.in_step:
+        if fit.in_step and not self.training:
             self.engine.close()
-        (found,) = fit.over_ranks(model, [metrics.state(model)])
+        (found,) = fit.over_ranks(model, [metrics.state(model)], self.not_added(model))
         if isinstance(result, dict):
             values = self.completed(fit, result, found)
             return model._flatten_metrics_in_order(values) if as_list else values
@@ -305,11 +318,41 @@ class RankedEvaluate(RankedMethod):
         values = list(self.completed(fit, dict(zip(names, results)), found).values())
         return values if isinstance(result, (list, tuple)) else values[0]
 
+    def not_added(self, model):
+        """The metrics that do not add up, if that is known already."""
+
     def completed(self, fit, result, found):
         """The results over all ranks, in the same order."""
         others = {name: value for name, value in result.items() if name not in found}
-        means = mean(self.engine, others, lambda name: fit.seen[False]["rows"])
-        return {name: found[name] if name in found else means[name] for name in result}
+        others = _mean(self.engine, list(others), others, lambda _: fit.seen[self.training]["rows"])
+        return {name: found[name] if name in found else others[name] for name in result}
+
+
+class RankedTestOnBatch(RankedEvaluate):
+    """``test_on_batch`` with the loss and metrics of all ranks' rows."""
+
+    method = "test_on_batch"
+
+    def __call__(self, model, *args, **kwargs):
+        plain = self.plain(model)
+        args, kwargs = _by_name(plain, args, kwargs)
+        reset = "reset_metrics" in inspect.signature(plain).parameters
+        reset = reset and not RankedFit.of(model).evaluating and kwargs.get("reset_metrics", True)
+        if reset:  # not before all ranks' are summed up
+            kwargs["reset_metrics"] = False
+        result = super().__call__(model, *args, **kwargs)
+        if reset:
+            model.reset_metrics()
+        return result
+
+    def not_added(self, model):
+        known, not_added = RankedFit.of(model).not_added
+        return not_added if known == metrics.of(model) else None
+
+
+class RankedTrainOnBatch(RankedTestOnBatch):
+    method = "train_on_batch"
+    training = True
 
 
 class RankedEvaluateGenerator(RankedEvaluate):
@@ -318,4 +361,5 @@ class RankedEvaluateGenerator(RankedEvaluate):
     method = "evaluate_generator"
 
 
-_KINDS = RankedFit, RankedFitGenerator, RankedEvaluate, RankedEvaluateGenerator, RankedResetMetrics
+_KINDS = (RankedFit, RankedFitGenerator, RankedEvaluate, RankedEvaluateGenerator,
+          RankedTestOnBatch, RankedTrainOnBatch, RankedResetMetrics)  # fmt: skip

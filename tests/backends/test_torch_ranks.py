@@ -654,12 +654,6 @@ for name in cases:
 del weights["normalised"][5:]  # a moving variance is the mean of the ranks' variances
 model = made(WithLoss)
 train("own loss", model, lambda rows, targets: model(rows, targets)["loss"], batches=labelled)
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    penalised = of(lambda y, t: F.cross_entropy(y, t) + 0.1 * y.square().mean())
-    train("several terms", *penalised, batches=lambda: labelled()[:1])
-    del weights["several terms"]
-said["warned"] = [str(w.message) for w in caught if w.category is compat.CompatWarning]
 
 
 def on_rank_0_alone(y, t):
@@ -678,16 +672,128 @@ weights.pop("differ", None)
 def test_losses_are_divided_by_the_targets_of_all_ranks(tmp_path):
     said = ranks.check_same(BEGIN + TARGETS, tmp_path, backend="torch")
     for each in said:
-        assert each["warned"] == [
-            "The loss of Classes has several terms, and one of them is divided by the targets that "
-            "count on each rank, by ignore_index or by the weights of classes. Gradients are "
-            "weighted by rows, and differ from one process's. Compute that term with "
-            "reduction='sum', and divide it by the same number on all ranks."
-        ]
         assert each["error"] == (
             "Some ranks divide the loss of Classes by their targets that count, and others do not, "
             "so that their gradients cannot be weighted. Have all ranks compute the same loss."
         )
+
+
+# Losses of which autograd's graph tells by what they are divided. The last batch is uneven.
+REDUCED = """
+F = nn.functional
+row_weights = torch.tensor(random.uniform(0.1, 1.0, (21, 1)).astype("float32"))
+row_weights[4:8] *= 5  # rank 1's rows of the first batch
+labels = torch.tensor(np.arange(21) * 7 % 4)
+chosen = torch.tensor(np.arange(21) > 1)  # not two rows of rank 0's, of the first batch
+extra = row_weights, labels, chosen
+
+
+def told(name, loss, units=1, count=1):
+    model = made(lambda: nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, units)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(name, model, lambda x, given: loss(model, x, *given), batches=lambda: parts(count))
+    said[name] = [str(w.message) for w in caught if w.category is compat.CompatWarning]
+
+
+def parts(count):
+    others = zip(*[[each for _, each in batches(y=values.numpy())] for values in extra])
+    return [(rows, (y,) + more) for (rows, y), more in zip(batches(), others)][:count]
+
+
+def of_all(values):
+    "The sum of a number over all ranks, and this rank's share of the rows."
+    totals = torch.stack([values.sum(), torch.tensor(float(len(values)))])
+    if compat.size() > 1:
+        torch.distributed.all_reduce(totals)
+    return totals[0], len(values) / totals[1]
+
+
+def divided(model, x, y, weight, label, mask):
+    total, share = of_all(weight)
+    return ((model(x) - y) ** 2 * weight).sum() / (total * share)
+
+
+def penalised(model, x, y, weight, label, mask):
+    penalty = sum(parameter.square().sum() for parameter in model.parameters())
+    return ((model(x) - y) ** 2).mean(0).sum() + 0.1 * penalty
+
+
+# What is one process's loss: nothing is told, and the numbers are the same.
+told("divided", divided, count=3)
+told("penalised", penalised, count=3)
+told("by length", lambda f, x, y, w, t, m: ((f(x) - y) ** 2).sum() / len(x), count=3)
+told("weighted", lambda f, x, y, w, t, m: ((f(x) - y) ** 2 * w).mean(), count=3)
+told("stacked", lambda f, x, y, w, t, m: torch.stack([F.mse_loss(f(x), y)] * 2).sum(), count=3)
+same = dict(weights)
+
+
+def mixed(f, x, y, w, t, m):
+    "In a proportion that each rank draws."
+    part = 0.3 + 0.2 * compat.rank()
+    return part * F.cross_entropy(f(x), t) + (1 - part) * F.cross_entropy(f(x), t.flip(0))
+
+
+told("mixed", mixed, 4)
+# What is not.
+told("row weights", lambda f, x, y, w, t, m: ((f(x) - y) ** 2 * w).sum() / w.sum())
+told("mask", lambda f, x, y, w, t, m: F.mse_loss(f(x)[m], y[m]))
+told("two parts", lambda f, x, y, w, t, m: F.mse_loss(f(x[m]), y[m]) + f(x).square().mean())
+told("root", lambda f, x, y, w, t, m: F.mse_loss(f(x), y).sqrt())
+told("terms", lambda f, x, y, w, t, m: F.cross_entropy(f(x), t, torch.arange(4.0)) + f(x).mean(), 4)
+told("sum", lambda f, x, y, w, t, m: F.mse_loss(f(x), y, reduction="sum"))
+told("within", lambda f, x, y, w, t, m: ((f(x) - y) ** 2 * (w / w.sum())).sum())
+weights = same
+
+model = made(Module)
+taken = {name: parameter.detach() for name, parameter in model.named_parameters()}
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    torch.func.grad(lambda rows: model(rows).sum())(torch.ones(2, 6))  # of no parameter
+    said["of inputs"] = [str(w.message) for w in caught]
+
+    def loss_of(parameters):
+        return torch.func.functional_call(model, parameters, torch.ones(2, 6)).sum()
+
+    for _ in range(2):
+        torch.func.grad(loss_of)(taken)
+said["torch.func"] = [str(w.message) for w in caught if w.category is compat.CompatWarning]
+"""
+
+
+def test_losses_that_are_not_one_processs_are_told(tmp_path):
+    """By rank 0, once; whether a sum or mean counts alike on all ranks is what the graph tells."""
+    chief, other = ranks.check_same(BEGIN + REDUCED, tmp_path, backend="torch")
+    assert not any(other.values())
+    by_ratio = {"row weights": {}, "mask": {}, "two parts": {}, "root": {}, "terms": {}}
+    for name in by_ratio:
+        (text,) = chief.pop(name)
+        found = re.search("as ([0-9.]+) to ([0-9.]+), ", text)
+        by_ratio[name] = float(found.group(1)) / float(found.group(2))
+        assert text.replace(found.group(), "as A to B, ") == (
+            "The loss of Sequential counts a row of rank 0 and a row of rank 1 as A to B, and one "
+            "process would count all rows alike. Each rank divides by a number of its own, such "
+            "as the sum of its row weights or of its mask, or it takes a root or another function "
+            "of its mean. So the ranks train to other numbers than one process. Divide by the "
+            "number of all ranks, from torch.distributed.all_reduce(), times this rank's share of "
+            "the rows."
+        )
+    assert by_ratio["row weights"] > 2 and by_ratio["mask"] == pytest.approx(2, rel=0.01)
+    (text,) = chief.pop("sum")
+    assert [text] == chief.pop("within")
+    assert text == (
+        "The loss of Sequential is a sum over the rows of a batch. Ranks train with the mean of "
+        "their gradients, which of a sum is 1/2 of one process's. Divide the sum by the number of "
+        "rows. If what it sums up is divided already, such as by the sum of row weights, then "
+        "divide by that of all ranks, from torch.distributed.all_reduce(), times this rank's share "
+        "of the rows."
+    )
+    assert chief.pop("torch.func") == [
+        "Gradients of the parameters of Module that torch.func computes are those of each rank's "
+        "own rows. Before you update parameters with them, average them over the ranks with "
+        "torch.distributed.all_reduce(), or use loss.backward(), whose gradients are averaged."
+    ]
+    assert not any(chief.values())
 
 
 # When gradients are sent.

@@ -11,13 +11,14 @@ import functools
 import weakref
 
 import torch
+from torch._C import _functorch
 from torch.nn.parameter import is_lazy
 
 from ... import _keras, errors
 from ..._ranks import keras3, keras_model, losses
 from ..._ranks.engines.torch_distributed import TorchDistributed
 from ..._runtime import patching, work
-from . import batches, gradient_exchange, keras_models, modules, targets
+from . import batches, gradient_exchange, keras_models, loss_terms, modules
 from .tensors import first_batch
 
 
@@ -27,8 +28,7 @@ def distribute(model, place):
     if keras is not None:
         keras_models.refuse_torch_compile(model)
     engine = TorchDistributed.join(place)
-    if keras is None:
-        targets.follow()
+    loss_terms.follow()
     kind = RankedForward if keras is None else RankedKerasCall
     if kind.of(model) is None:
         kind(engine).install(model)
@@ -48,6 +48,7 @@ class Ranked(keras_model.RankedMethod):
         super().__init__(engine)
         self.exchanges = weakref.WeakKeyDictionary()  # model -> its exchange
         self.weights = weakref.WeakKeyDictionary()  # model -> how many were made the same
+        self.is_differentiated = False  # by torch.func, as a warning told
 
     def exchange(self, model):
         if model not in self.exchanges:
@@ -61,6 +62,8 @@ class Ranked(keras_model.RankedMethod):
         self.count(model, batch)
         if not torch.is_grad_enabled():
             return self.plain(model)(*args, **kwargs)
+        if any(map(_functorch.is_gradtrackingtensor, model.parameters())):
+            return self.differentiated(model, args, kwargs)
         parameters = self.start(model)
         exchange = self.exchange(model)
         exchange.look(parameters)
@@ -69,6 +72,18 @@ class Ranked(keras_model.RankedMethod):
         if rows is not None:
             exchange.rows.forward(rows, result)
         return result
+
+    def differentiated(self, model, args, kwargs):
+        """Call it where ``torch.func.grad()`` or its like differentiates by the parameters."""
+        if not self.is_differentiated and self.engine.place.rank == 0:
+            errors.warn(
+                "Gradients of the parameters of {} that torch.func computes are those of each "
+                "rank's own rows. Before you update parameters with them, average them over the "
+                "ranks with torch.distributed.all_reduce(), or use loss.backward(), whose "
+                "gradients are averaged.".format(type(model).__name__)
+            )
+        self.is_differentiated = True
+        return self.plain(model)(*args, **kwargs)
 
     def ran(self, rows):
         """Called with the rows of a call whose gradients are wanted; None: they are not known."""
