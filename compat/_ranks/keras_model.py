@@ -113,6 +113,7 @@ class RankedFit(RankedMethod):
         # Of Keras 2: whether a model's losses are divided by what other ranks know.
         self.divides = None  # type: Any
         self.trained = None  # the metrics' state when the epoch's training was over
+        self.evaluated = None  # the same of a batch, where Keras has reset it since
         self.results = metrics.MetricResults()
         self.warned = set()  # type: set  # of metrics
         self.not_added = None, {}  # type: Any  # of which metrics, and those that do not add up
@@ -260,7 +261,10 @@ class RankedFit(RankedMethod):
 
 
 class RankedResetMetrics(RankedMethod):
-    """``reset_metrics``, with which Keras begins to validate: what was trained is kept."""
+    """``reset_metrics``, with which Keras begins to validate: what was trained is kept.
+
+    So is what was seen of a batch, with which the ``train_on_batch`` of Keras 2.3 ends.
+    """
 
     method = "reset_metrics"
 
@@ -268,6 +272,8 @@ class RankedResetMetrics(RankedMethod):
         fit = RankedFit.of(model)
         if fit.in_epoch and fit.trained is None:
             fit.trained = metrics.state(model)
+        elif fit.evaluating and any(seen["batches"] for seen in fit.seen.values()):
+            fit.evaluated = metrics.state(model)
         return self.plain(model)(*args, **kwargs)
 
 
@@ -300,14 +306,15 @@ class RankedEvaluate(RankedMethod):
             _, given = _by_name(evaluate, args, kwargs)
             weighted = given.get("sample_weight") is not None
             fit.in_step = self.engine.sum([float(fit.divides(model, weighted))])[0] > 0
-        fit.evaluating = True
+        fit.evaluating, fit.evaluated = True, None
         try:
             result = evaluate(*args, **kwargs)
         finally:
             fit.evaluating = False
         if fit.in_step and not self.training:
             self.engine.close()
-        (found,) = fit.over_ranks(model, [metrics.state(model)], self.not_added(model))
+        state = metrics.state(model) if fit.evaluated is None else fit.evaluated
+        (found,) = fit.over_ranks(model, [state], self.not_added(model))
         if isinstance(result, dict):
             values = self.completed(fit, result, found)
             return model._flatten_metrics_in_order(values) if as_list else values
@@ -332,18 +339,6 @@ class RankedTestOnBatch(RankedEvaluate):
     """``test_on_batch`` with the loss and metrics of all ranks' rows."""
 
     method = "test_on_batch"
-
-    def __call__(self, model, *args, **kwargs):
-        plain = self.plain(model)
-        args, kwargs = _by_name(plain, args, kwargs)
-        reset = "reset_metrics" in inspect.signature(plain).parameters
-        reset = reset and not RankedFit.of(model).evaluating and kwargs.get("reset_metrics", True)
-        if reset:  # not before all ranks' are summed up
-            kwargs["reset_metrics"] = False
-        result = super().__call__(model, *args, **kwargs)
-        if reset:
-            model.reset_metrics()
-        return result
 
     def not_added(self, model):
         known, not_added = RankedFit.of(model).not_added

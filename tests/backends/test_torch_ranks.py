@@ -2,6 +2,7 @@
 
 import re
 
+import numpy as np
 import pytest
 
 from compat.testing.ranks import RanksContract
@@ -683,7 +684,7 @@ REDUCED = """
 F = nn.functional
 row_weights = torch.tensor(random.uniform(0.1, 1.0, (21, 1)).astype("float32"))
 row_weights[4:8] *= 5  # rank 1's rows of the first batch
-labels = torch.tensor(np.arange(21) * 7 % 4)
+labels = torch.tensor(np.arange(21) // 3 % 4)
 chosen = torch.tensor(np.arange(21) > 1)  # not two rows of rank 0's, of the first batch
 extra = row_weights, labels, chosen
 
@@ -794,6 +795,84 @@ def test_losses_that_are_not_one_processs_are_told(tmp_path):
         "torch.distributed.all_reduce(), or use loss.backward(), whose gradients are averaged."
     ]
     assert not any(chief.values())
+
+
+# Steps of Keras, verified: each as one process does it, of the rows of all ranks.
+VERIFIED = """
+import torch
+from compat import _verification
+from compat._runtime.process import process
+
+
+def stack():
+    hidden = dense(5, activation="tanh")
+    return keras.Sequential([keras.layers.Input((6,)), hidden, dense(1)], name="stack")
+
+
+class Own(keras.Model):
+    def __init__(self, reduce):
+        super().__init__(name="own")
+        self.stack = stack()
+        self.reduce = reduce
+
+    def call(self, rows):
+        return self.stack(rows)
+
+    def train_step(self, data):
+        rows, targets = data
+        self.zero_grad()
+        loss = self.reduce((self(rows) - targets) ** 2, rows[:, :1].abs())
+        loss.backward()
+        variables = self.trainable_weights
+        self.optimizer.apply([each.value.grad for each in variables], variables)
+        return {"loss": loss.detach()}
+
+
+def trained(name, build, verify=2):
+    process.configuration.settings.verify = verify
+    model = compat.parallelize(build())
+    model.compile("adam", "mse")
+    try:
+        model.fit(inputs, targets, batch_size=rows, epochs=2, shuffle=False, verbose=0)
+    except compat.errors.ResultsDifferError as error:
+        said[name] = str(error)
+    return model.get_weights()
+
+
+weights["plain"] = trained("plain", stack, 0)
+weights["verified"] = trained("verified", stack)
+trained("mean", lambda: Own(lambda losses, weight: (losses * weight).mean()))
+said["records"] = [[each.model, each.steps["train"]] for each in _verification.records()]
+said["largest"] = max(each.largest[0] for each in _verification.records())
+dropout = keras.layers.Dropout(0.5)
+trained("random", lambda: keras.Sequential([keras.layers.Input((6,)), dropout, dense(1)]))
+said["random"] = _verification.records()[-1].incomparable
+# What no graph of autograd's tells.
+trained("within", lambda: Own(lambda losses, weight: (losses * weight / weight.mean()).mean()))
+trained("across", lambda: Own(lambda losses, weight: losses.std()))
+"""
+
+
+def test_steps_of_keras_are_verified_against_one_process(tmp_path):
+    (chief, other), said = ranks.run(VERIFIED, tmp_path, 2, "torch")
+    for key in chief:
+        np.testing.assert_array_equal(chief[key], other[key])
+        np.testing.assert_array_equal(chief[key.replace("plain", "verified")], chief[key])
+    text = (
+        "The first thing that differs when model 'own' does a training step as 2 ranks and as one "
+        "process is A, where rounding explains at most B. A loss or an operation that is no mean "
+        "over the rows of the batch: a sum, a mean over masked rows only, or one that compares "
+        "rows with one another. The model is as it was before the step. Change the model, or run "
+        "it by one process: COMPAT_ALONE=1; verify=0 goes on without looking."
+    )
+    for each in said:
+        assert each.pop("records") == [["stack", 2], ["own", 2]]
+        assert 0 < each.pop("largest") < 1e-4
+        assert each.pop("random") == {"the train step": "it is random"}
+        assert sorted(each) == ["across", "within"]
+        for found in each.values():
+            found = re.sub(" is (slot|weight) .*?, where", " is A, where", found)
+            assert re.sub("most [^ ]*[.] A", "most B. A", found) == text
 
 
 # When gradients are sent.

@@ -126,7 +126,7 @@ class Exchange:
 
         def arrived(parameter):
             exchange = reference()
-            if exchange is not None:
+            if exchange is not None and not exchange.source.is_alone:
                 with _arriving:
                     exchange.arrived(parameter)
 

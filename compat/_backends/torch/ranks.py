@@ -49,15 +49,22 @@ class Ranked(keras_model.RankedMethod):
         self.exchanges = weakref.WeakKeyDictionary()  # model -> its exchange
         self.weights = weakref.WeakKeyDictionary()  # model -> how many were made the same
         self.is_differentiated = False  # by torch.func, as a warning told
+        self.is_alone = False
 
     def exchange(self, model):
         if model not in self.exchanges:
             self.exchanges[model] = gradient_exchange.Exchange(self.engine, self, model)
         return self.exchanges[model]
 
+    @contextlib.contextmanager
+    def alone(self):
+        """Within, a model trains by itself."""
+        with patching.replaced(self, is_alone=True):
+            yield
+
     def __call__(self, model, *args, **kwargs):
         batch = first_batch((args, kwargs))
-        if self.is_only_traced(model, batch):
+        if self.is_alone or self.is_only_traced(model, batch):
             return self.plain(model)(*args, **kwargs)
         self.count(model, batch)
         if not torch.is_grad_enabled():
@@ -159,7 +166,7 @@ class RankedTrainStep(keras_model.RankedMethod):
         keras = _keras.keras_of(model)
         leaves = keras.tree.flatten(data)  # tensors, and arrays in train_on_batch()
         batch = next((leaf for leaf in leaves if getattr(leaf, "shape", None)), None)
-        if batch is None or exchange.rows.step is not None:
+        if batch is None or exchange.rows.step is not None or exchange.source.is_alone:
             return step(data, *args, **kwargs)
         rows = exchange.rows.step = int(batch.shape[0])
         keras_model.count(model, rows, self.training)
