@@ -135,10 +135,11 @@ class Torch(Backend):
         return model
 
     def verify(self, model: "Any", verification: "Optional[Verification]") -> None:
-        from . import verified_ranks  # imports torch
-        from . import verified_steps as kinds
+        from . import verified_steps as kinds  # imports torch
 
         if verification is not None and verification.ranks:
+            from . import verified_ranks  # imports torch.distributed
+
             if _keras.keras_of(model) is not None:
                 verified_ranks.VerifiedRankedStep.install_on(model, verification)
             return

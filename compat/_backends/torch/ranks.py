@@ -69,7 +69,8 @@ class Ranked(keras_model.RankedMethod):
         self.count(model, batch)
         if not torch.is_grad_enabled():
             return self.plain(model)(*args, **kwargs)
-        if any(map(_functorch.is_gradtrackingtensor, model.parameters())):
+        in_function = _functorch.maybe_current_level() is not None  # in one of torch.func
+        if in_function and any(map(_functorch.is_gradtrackingtensor, model.parameters())):
             return self.differentiated(model, args, kwargs)
         parameters = self.start(model)
         exchange = self.exchange(model)
