@@ -169,6 +169,8 @@ class RankedTrainStep(keras_model.RankedMethod):
         batch = next((leaf for leaf in leaves if getattr(leaf, "shape", None)), None)
         if batch is None or exchange.rows.step is not None or exchange.source.is_alone:
             return step(data, *args, **kwargs)
+        if type(model).train_step.__module__.startswith("keras."):
+            exchange.is_suspect = True  # check_loss_eagerly() tells of it
         rows = exchange.rows.step = int(batch.shape[0])
         keras_model.count(model, rows, self.training)
         with contextlib.ExitStack() as stack:
