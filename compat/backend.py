@@ -101,6 +101,8 @@ class Backend:
     extra = ""  # type: str
     #: Keyword options of ``configure_gpu()`` that this backend knows.
     options = ()  # type: Sequence[str]
+    #: Whether ``verify()`` compares ranks with one process, too: ``verification.ranks``.
+    verifies_ranks = False
     #: What ``build()`` knows: names of strategies of the framework's own, and what each one is.
     strategies = {}  # type: Mapping[str, str]
     #: The file that ``persist=True`` writes; empty where the framework reads none.

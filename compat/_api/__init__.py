@@ -231,7 +231,11 @@ def _parallelize(model, gpus=None, strategy=None):
         )
     process.whole.pop(_name_of(model), None)
     if place is not None:
-        return _reported(backend.distribute(model, place), str(place))
+        model = backend.distribute(model, place)
+        if backend.verifies_ranks:
+            names = ["rank {}".format(rank) for rank in range(place.size)]
+            model = _verified(backend, model, names, ranks=True)
+        return _reported(model, str(place))
     devices = _chosen(backend, selection)
     if process.configuration is None:
         process.parallelized_before.append((_name_of(model), list(devices)))
@@ -267,7 +271,7 @@ def _check_strategy(strategy):
         )
 
 
-def _verified(backend, model, devices):
+def _verified(backend, model, devices, ranks=False):
     """The model, whose first steps on several devices will be compared with one device."""
     if process.configuration is not None:
         steps = process.configuration.settings.verify
@@ -277,7 +281,7 @@ def _verified(backend, model, devices):
         from .. import _verification  # for start-up time
 
         _verification.report_at_exit(os.environ)
-        backend.verify(model, _verification.Verification(_name_of(model), devices, steps))
+        backend.verify(model, _verification.Verification(_name_of(model), devices, steps, ranks))
     return model
 
 

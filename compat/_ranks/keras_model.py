@@ -68,6 +68,11 @@ def mean(engine, values, rows):
     A rank that lacks one of them (validation data on rank 0 alone) counts for nothing there.
     """
     names = engine.broadcast([n for n, value in values.items() if not getattr(value, "shape", ())])
+    return _mean(engine, names, values, rows)
+
+
+def _mean(engine, names, values, rows):
+    """The same, where all ranks have as many names, in the same order."""
     parts = []
     for name in names:
         weight = float(rows(name)) if name in values else 0.0
@@ -108,8 +113,10 @@ class RankedFit(RankedMethod):
         # Of Keras 2: whether a model's losses are divided by what other ranks know.
         self.divides = None  # type: Any
         self.trained = None  # the metrics' state when the epoch's training was over
+        self.evaluated = None  # the same of a batch, where Keras has reset it since
         self.results = metrics.MetricResults()
         self.warned = set()  # type: set  # of metrics
+        self.not_added = None, {}  # type: Any  # of which metrics, and those that do not add up
 
     def __call__(self, model, *args, **kwargs):
         return self.run(model, self.plain(model), args, kwargs)
@@ -224,12 +231,18 @@ class RankedFit(RankedMethod):
         names = self.engine.broadcast([name for name in values if name in logs])
         logs.update((name, values[name]) for name in names)
 
-    def over_ranks(self, model, states):
-        """The metrics' results over all ranks, of those metrics that add up."""
-        not_added = {}
-        for seen in self.seen.values():
-            not_added.update(metrics.not_added(model, seen["rows"], seen["batches"]))
-        not_added = dict(self.engine.broadcast(sorted(not_added.items())))
+    def over_ranks(self, model, states, known=None):
+        """The metrics' results over all ranks, of those metrics that add up.
+
+        Arguments:
+            known: those that do not add up, by name, if that is known already.
+        """
+        not_added = {} if known is None else known
+        if known is None:
+            for seen in self.seen.values():
+                not_added.update(metrics.not_added(model, seen["rows"], seen["batches"]))
+            not_added = dict(self.engine.broadcast(sorted(not_added.items())))
+        self.not_added = metrics.of(model), not_added
         for name in sorted(set(not_added) - self.warned):
             self.warned.add(name)
             errors.warn(
@@ -248,7 +261,10 @@ class RankedFit(RankedMethod):
 
 
 class RankedResetMetrics(RankedMethod):
-    """``reset_metrics``, with which Keras begins to validate: what was trained is kept."""
+    """``reset_metrics``, with which Keras begins to validate: what was trained is kept.
+
+    So is what was seen of a batch, with which the ``train_on_batch`` of Keras 2.3 ends.
+    """
 
     method = "reset_metrics"
 
@@ -256,6 +272,8 @@ class RankedResetMetrics(RankedMethod):
         fit = RankedFit.of(model)
         if fit.in_epoch and fit.trained is None:
             fit.trained = metrics.state(model)
+        elif fit.evaluating and any(seen["batches"] for seen in fit.seen.values()):
+            fit.evaluated = metrics.state(model)
         return self.plain(model)(*args, **kwargs)
 
 
@@ -272,6 +290,7 @@ class RankedEvaluate(RankedMethod):
     """``evaluate`` with metrics over all ranks' rows. Within an epoch the epoch's end does that."""
 
     method = "evaluate"
+    training = False
 
     def __call__(self, model, *args, **kwargs):
         evaluate = self.plain(model)
@@ -283,18 +302,19 @@ class RankedEvaluate(RankedMethod):
         as_list = hasattr(model, "_flatten_metrics_in_order") and not kwargs.get("return_dict")
         if as_list:  # in Keras 3, whose names for these are not the model's metrics_names
             kwargs["return_dict"] = True
-        if fit.divides is not None:
+        if fit.divides is not None and not self.training:
             _, given = _by_name(evaluate, args, kwargs)
             weighted = given.get("sample_weight") is not None
             fit.in_step = self.engine.sum([float(fit.divides(model, weighted))])[0] > 0
-        fit.evaluating = True
+        fit.evaluating, fit.evaluated = True, None
         try:
             result = evaluate(*args, **kwargs)
         finally:
             fit.evaluating = False
-        if fit.in_step:
+        if fit.in_step and not self.training:
             self.engine.close()
-        (found,) = fit.over_ranks(model, [metrics.state(model)])
+        state = metrics.state(model) if fit.evaluated is None else fit.evaluated
+        (found,) = fit.over_ranks(model, [state], self.not_added(model))
         if isinstance(result, dict):
             values = self.completed(fit, result, found)
             return model._flatten_metrics_in_order(values) if as_list else values
@@ -305,11 +325,29 @@ class RankedEvaluate(RankedMethod):
         values = list(self.completed(fit, dict(zip(names, results)), found).values())
         return values if isinstance(result, (list, tuple)) else values[0]
 
+    def not_added(self, model):
+        """The metrics that do not add up, if that is known already."""
+
     def completed(self, fit, result, found):
         """The results over all ranks, in the same order."""
         others = {name: value for name, value in result.items() if name not in found}
-        means = mean(self.engine, others, lambda name: fit.seen[False]["rows"])
-        return {name: found[name] if name in found else means[name] for name in result}
+        others = _mean(self.engine, list(others), others, lambda _: fit.seen[self.training]["rows"])
+        return {name: found[name] if name in found else others[name] for name in result}
+
+
+class RankedTestOnBatch(RankedEvaluate):
+    """``test_on_batch`` with the loss and metrics of all ranks' rows."""
+
+    method = "test_on_batch"
+
+    def not_added(self, model):
+        known, not_added = RankedFit.of(model).not_added
+        return not_added if known == metrics.of(model) else None
+
+
+class RankedTrainOnBatch(RankedTestOnBatch):
+    method = "train_on_batch"
+    training = True
 
 
 class RankedEvaluateGenerator(RankedEvaluate):
@@ -318,4 +356,5 @@ class RankedEvaluateGenerator(RankedEvaluate):
     method = "evaluate_generator"
 
 
-_KINDS = RankedFit, RankedFitGenerator, RankedEvaluate, RankedEvaluateGenerator, RankedResetMetrics
+_KINDS = (RankedFit, RankedFitGenerator, RankedEvaluate, RankedEvaluateGenerator,
+          RankedTestOnBatch, RankedTrainOnBatch, RankedResetMetrics)  # fmt: skip

@@ -21,6 +21,11 @@ _ROUNDING = {"float16": 2e-2, "bfloat16": 5e-2}
 _ROUNDING_OF_FLOATS = 1e-3
 
 
+def rounding(dtype):
+    """How far apart what is computed in this type may be by rounding, relative to its size."""
+    return _ROUNDING.get(dtype, _ROUNDING_OF_FLOATS)
+
+
 class Reductions:
     """How a tf.keras 2 or Keras 3 reduces the losses of a batch's rows to a number, over all ranks.
 
@@ -180,7 +185,7 @@ def check(name, keras, rows, loss_of, dtype="float32"):
 
     once = losses(1)
     whole, one, other = once
-    limit = _ROUNDING.get(dtype, _ROUNDING_OF_FLOATS) * np.abs(once).max()
+    limit = rounding(dtype) * np.abs(once).max()
     distance = whole - (first * one + (rows - first) * other) / rows
     if not abs(distance) > limit or not np.abs(losses(1) - once).max() <= limit / 10:
         return  # it is as it must be, or random

@@ -49,13 +49,21 @@ class Verification:
         devices: their names.
         steps: how many training steps, or ``Every``; of evaluation and prediction the first one
             is, and the next one after each training step.
+        ranks: whether the devices are those of ranks.
 
     Attributes:
         asked: ``steps``, for messages.
     """
 
-    def __init__(self, model: str, devices: "Sequence[str]", steps: "Union[int, Every]") -> None:
+    def __init__(
+        self,
+        model: str,
+        devices: "Sequence[str]",
+        steps: "Union[int, Every]",
+        ranks: bool = False,
+    ) -> None:
         self.asked = steps
+        self.ranks = ranks
         self._interval = getattr(steps, "interval", 0)
         first = min(1, self._interval or steps)  # type: ignore  # no Every
         self.left = {"train": first if self._interval else steps, "evaluate": first}  # type: Any
@@ -208,13 +216,15 @@ class Verification:
                 if outputs is not None and outputs.differing:
                     label, difference, limit, ratio = outputs.differing[0]
         devices = len(self.record.devices)
+        how = "on {} devices and on one", "on one device: parallelize(model, gpus=1)"
+        if self.ranks:
+            how = "as {} ranks and as one process", "by one process: COMPAT_ALONE=1"
         error = errors.ResultsDifferError(
-            "The first thing that differs when model {!r} does a {} step on {} devices and on one "
-            "is {}: by {:.3g}, where rounding explains at most {:.1g}. {} The model is as it was "
-            "before the step. Change the model, or run it on one device: parallelize(model, "
-            "gpus=1); verify=0 goes on without looking.".format(
-                self.record.model, report.STEPS[kind], devices, label, difference, limit,
-                cause_of(label, ratio, devices),
+            "The first thing that differs when model {!r} does a {} step {} is {}: by {:.3g}, "
+            "where rounding explains at most {:.1g}. {} The model is as it was before the step. "
+            "Change the model, or run it {}; verify=0 goes on without looking.".format(
+                self.record.model, report.STEPS[kind], how[0].format(devices), label, difference,
+                limit, cause_of(label, ratio, devices), how[1],
             )
         )  # fmt: skip
         self.record.failure = str(error)

@@ -2,6 +2,7 @@
 
 import re
 
+import numpy as np
 import pytest
 
 from compat.testing.ranks import RanksContract
@@ -705,12 +706,6 @@ for name in cases:
 del weights["normalised"][5:]  # a moving variance is the mean of the ranks' variances
 model = made(WithLoss)
 train("own loss", model, lambda rows, targets: model(rows, targets)["loss"], batches=labelled)
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    penalised = of(lambda y, t: F.cross_entropy(y, t) + 0.1 * y.square().mean())
-    train("several terms", *penalised, batches=lambda: labelled()[:1])
-    del weights["several terms"]
-said["warned"] = [str(w.message) for w in caught if w.category is compat.CompatWarning]
 
 
 def on_rank_0_alone(y, t):
@@ -729,16 +724,206 @@ weights.pop("differ", None)
 def test_losses_are_divided_by_the_targets_of_all_ranks(tmp_path):
     said = ranks.check_same(BEGIN + TARGETS, tmp_path, backend="torch")
     for each in said:
-        assert each["warned"] == [
-            "The loss of Classes has several terms, and one of them is divided by the targets that "
-            "count on each rank, by ignore_index or by the weights of classes. Gradients are "
-            "weighted by rows, and differ from one process's. Compute that term with "
-            "reduction='sum', and divide it by the same number on all ranks."
-        ]
         assert each["error"] == (
             "Some ranks divide the loss of Classes by their targets that count, and others do not, "
             "so that their gradients cannot be weighted. Have all ranks compute the same loss."
         )
+
+
+# Losses of which autograd's graph tells by what they are divided. The last batch is uneven.
+REDUCED = """
+F = nn.functional
+row_weights = torch.tensor(random.uniform(0.1, 1.0, (21, 1)).astype("float32"))
+row_weights[4:8] *= 5  # rank 1's rows of the first batch
+labels = torch.tensor(np.arange(21) // 3 % 4)
+chosen = torch.tensor(np.arange(21) > 1)  # not two rows of rank 0's, of the first batch
+extra = row_weights, labels, chosen
+
+
+def told(name, loss, units=1, count=1):
+    model = made(lambda: nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, units)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(name, model, lambda x, given: loss(model, x, *given), batches=lambda: parts(count))
+    said[name] = [str(w.message) for w in caught if w.category is compat.CompatWarning]
+
+
+def parts(count):
+    others = zip(*[[each for _, each in batches(y=values.numpy())] for values in extra])
+    return [(rows, (y,) + more) for (rows, y), more in zip(batches(), others)][:count]
+
+
+def of_all(values):
+    "The sum of a number over all ranks, and this rank's share of the rows."
+    totals = torch.stack([values.sum(), torch.tensor(float(len(values)))])
+    if compat.size() > 1:
+        torch.distributed.all_reduce(totals)
+    return totals[0], len(values) / totals[1]
+
+
+def divided(model, x, y, weight, label, mask):
+    total, share = of_all(weight)
+    return ((model(x) - y) ** 2 * weight).sum() / (total * share)
+
+
+def penalised(model, x, y, weight, label, mask):
+    penalty = sum(parameter.square().sum() for parameter in model.parameters())
+    return ((model(x) - y) ** 2).mean(0).sum() + 0.1 * penalty
+
+
+# What is one process's loss: nothing is told, and the numbers are the same.
+told("divided", divided, count=3)
+told("penalised", penalised, count=3)
+told("by length", lambda f, x, y, w, t, m: ((f(x) - y) ** 2).sum() / len(x), count=3)
+told("weighted", lambda f, x, y, w, t, m: ((f(x) - y) ** 2 * w).mean(), count=3)
+told("stacked", lambda f, x, y, w, t, m: torch.stack([F.mse_loss(f(x), y)] * 2).sum(), count=3)
+same = dict(weights)
+
+
+def mixed(f, x, y, w, t, m):
+    "In a proportion that each rank draws."
+    part = 0.3 + 0.2 * compat.rank()
+    return part * F.cross_entropy(f(x), t) + (1 - part) * F.cross_entropy(f(x), t.flip(0))
+
+
+told("mixed", mixed, 4)
+# What is not.
+told("row weights", lambda f, x, y, w, t, m: ((f(x) - y) ** 2 * w).sum() / w.sum())
+told("mask", lambda f, x, y, w, t, m: F.mse_loss(f(x)[m], y[m]))
+told("two parts", lambda f, x, y, w, t, m: F.mse_loss(f(x[m]), y[m]) + f(x).square().mean())
+told("root", lambda f, x, y, w, t, m: F.mse_loss(f(x), y).sqrt())
+told("terms", lambda f, x, y, w, t, m: F.cross_entropy(f(x), t, torch.arange(4.0)) + f(x).mean(), 4)
+told("sum", lambda f, x, y, w, t, m: F.mse_loss(f(x), y, reduction="sum"))
+told("within", lambda f, x, y, w, t, m: ((f(x) - y) ** 2 * (w / w.sum())).sum())
+weights = same
+
+model = made(Module)
+taken = {name: parameter.detach() for name, parameter in model.named_parameters()}
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    torch.func.grad(lambda rows: model(rows).sum())(torch.ones(2, 6))  # of no parameter
+    said["of inputs"] = [str(w.message) for w in caught]
+
+    def loss_of(parameters):
+        return torch.func.functional_call(model, parameters, torch.ones(2, 6)).sum()
+
+    for _ in range(2):
+        torch.func.grad(loss_of)(taken)
+said["torch.func"] = [str(w.message) for w in caught if w.category is compat.CompatWarning]
+"""
+
+
+def test_losses_that_are_not_one_processs_are_told(tmp_path):
+    """By rank 0, once; whether a sum or mean counts alike on all ranks is what the graph tells."""
+    chief, other = ranks.check_same(BEGIN + REDUCED, tmp_path, backend="torch")
+    assert not any(other.values())
+    by_ratio = {"row weights": {}, "mask": {}, "two parts": {}, "root": {}, "terms": {}}
+    for name in by_ratio:
+        (text,) = chief.pop(name)
+        found = re.search("as ([0-9.]+) to ([0-9.]+), ", text)
+        by_ratio[name] = float(found.group(1)) / float(found.group(2))
+        assert text.replace(found.group(), "as A to B, ") == (
+            "The loss of Sequential counts a row of rank 0 and a row of rank 1 as A to B, and one "
+            "process would count all rows alike. Each rank divides by a number of its own, such "
+            "as the sum of its row weights or of its mask, or it takes a root or another function "
+            "of its mean. So the ranks train to other numbers than one process. Divide by the "
+            "number of all ranks, from torch.distributed.all_reduce(), times this rank's share of "
+            "the rows."
+        )
+    assert by_ratio["row weights"] > 2 and by_ratio["mask"] == pytest.approx(2, rel=0.01)
+    (text,) = chief.pop("sum")
+    assert [text] == chief.pop("within")
+    assert text == (
+        "The loss of Sequential is a sum over the rows of a batch. Ranks train with the mean of "
+        "their gradients, which of a sum is 1/2 of one process's. Divide the sum by the number of "
+        "rows. If what it sums up is divided already, such as by the sum of row weights, then "
+        "divide by that of all ranks, from torch.distributed.all_reduce(), times this rank's share "
+        "of the rows."
+    )
+    assert chief.pop("torch.func") == [
+        "Gradients of the parameters of Module that torch.func computes are those of each rank's "
+        "own rows. Before you update parameters with them, average them over the ranks with "
+        "torch.distributed.all_reduce(), or use loss.backward(), whose gradients are averaged."
+    ]
+    assert not any(chief.values())
+
+
+# Steps of Keras, verified: each as one process does it, of the rows of all ranks.
+VERIFIED = """
+import torch
+from compat import _verification
+from compat._runtime.process import process
+
+
+def stack():
+    hidden = dense(5, activation="tanh")
+    return keras.Sequential([keras.layers.Input((6,)), hidden, dense(1)], name="stack")
+
+
+class Own(keras.Model):
+    def __init__(self, reduce):
+        super().__init__(name="own")
+        self.stack = stack()
+        self.reduce = reduce
+
+    def call(self, rows):
+        return self.stack(rows)
+
+    def train_step(self, data):
+        rows, targets = data
+        self.zero_grad()
+        loss = self.reduce((self(rows) - targets) ** 2, rows[:, :1].abs())
+        loss.backward()
+        variables = self.trainable_weights
+        self.optimizer.apply([each.value.grad for each in variables], variables)
+        return {"loss": loss.detach()}
+
+
+def trained(name, build, verify=2):
+    process.configuration.settings.verify = verify
+    model = compat.parallelize(build())
+    model.compile("adam", "mse")
+    try:
+        model.fit(inputs, targets, batch_size=rows, epochs=2, shuffle=False, verbose=0)
+    except compat.errors.ResultsDifferError as error:
+        said[name] = str(error)
+    return model.get_weights()
+
+
+weights["plain"] = trained("plain", stack, 0)
+weights["verified"] = trained("verified", stack)
+trained("mean", lambda: Own(lambda losses, weight: (losses * weight).mean()))
+said["records"] = [[each.model, each.steps["train"]] for each in _verification.records()]
+said["largest"] = max(each.largest[0] for each in _verification.records())
+dropout = keras.layers.Dropout(0.5)
+trained("random", lambda: keras.Sequential([keras.layers.Input((6,)), dropout, dense(1)]))
+said["incomparable"] = _verification.records()[-1].incomparable["the train step"]
+# What no graph of autograd's tells.
+trained("within", lambda: Own(lambda losses, weight: (losses * weight / weight.mean()).mean()))
+trained("across", lambda: Own(lambda losses, weight: losses.std()))
+"""
+
+
+def test_steps_of_keras_are_verified_against_one_process(tmp_path):
+    (chief, other), said = ranks.run(VERIFIED, tmp_path, 2, "torch")
+    for key in chief:
+        np.testing.assert_array_equal(chief[key], other[key])
+        np.testing.assert_array_equal(chief[key.replace("plain", "verified")], chief[key])
+    text = (
+        "The first thing that differs when model 'own' does a training step as 2 ranks and as one "
+        "process is A, where rounding explains at most B. A loss or an operation that is no mean "
+        "over the rows of the batch: a sum, a mean over masked rows only, or one that compares "
+        "rows with one another. The model is as it was before the step. Change the model, or run "
+        "it by one process: COMPAT_ALONE=1; verify=0 goes on without looking."
+    )
+    for each in said:
+        assert each.pop("records") == [["stack", 2], ["own", 2]]
+        assert 0 < each.pop("largest") < 1e-4
+        assert each.pop("incomparable") == "it is random"
+        assert sorted(each) == ["across", "within"]
+        for found in each.values():
+            found = re.sub(" is (slot|weight) .*?, where", " is A, where", found)
+            assert re.sub("most [^ ]*[.] A", "most B. A", found) == text
 
 
 # When gradients are sent.

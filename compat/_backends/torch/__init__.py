@@ -29,6 +29,7 @@ class Torch(Backend):
     framework = "torch"
     distributions = ("torch",)
     extra = "torch"
+    verifies_ranks = True
     variables = (
         "CUDA_VISIBLE_DEVICES",
         "CUDA_DEVICE_ORDER",
@@ -136,6 +137,12 @@ class Torch(Backend):
     def verify(self, model: "Any", verification: "Optional[Verification]") -> None:
         from . import verified_steps as kinds  # imports torch
 
+        if verification is not None and verification.ranks:
+            from . import verified_ranks  # imports torch.distributed
+
+            if _keras.keras_of(model) is not None:
+                verified_ranks.VerifiedRankedStep.install_on(model, verification)
+            return
         if _keras.keras_of(model) is None:
             kinds.VerifiedModuleForward.install_on(model, verification)
             return

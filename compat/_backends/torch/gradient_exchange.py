@@ -20,7 +20,7 @@ import torch
 
 from ... import errors
 from ..._ranks import checksum
-from . import targets
+from . import loss_terms
 from .rows import ForwardRows
 from .sums import Sums, sum_dtype
 from .tensors import are_same, to_numpy
@@ -101,9 +101,9 @@ class Exchange:
         self.sparse = weak.WeakIdKeyDictionary()  # the parameters whose gradients are sparse
         self.means = weak.WeakIdKeyDictionary()  # those that a warning told of
         self.checked = False  # the loss
+        self.is_suspect = False  # the loss, as a warning told
         self.rows = ForwardRows()
         self.divisor = None  # what the loss of this pass was divided by, if not by rows
-        self.is_divided = False  # one of its terms, as a warning told
         self.count = 0  # exchanges so far
         self.versions = None  # of the parameters, at the last forward pass
         self.has_exchanged = True  # since then
@@ -126,7 +126,7 @@ class Exchange:
 
         def arrived(parameter):
             exchange = reference()
-            if exchange is not None:
+            if exchange is not None and not exchange.source.is_alone:
                 with _arriving:
                     exchange.arrived(parameter)
 
@@ -152,31 +152,13 @@ class Exchange:
         """Autograd has come to the first of the parameters."""
         model = self.model()
         if model is not None:
-            self.divide(model)
+            # Keras' losses are divided where they are computed.
+            self.divisor = None if self.rows.step is not None else loss_terms.current().targets()
             if not self.settled:  # such as those that a forward pass has made
                 self.hook(self.source.parameters(model))
             # A new one was put in a former one's place.
             self.note(self.source.averaged(model), torch.zeros_like)
             self.lay_out(self.state)
-
-    def divide(self, model):
-        """Note what the loss of this pass was divided by, and say where that is not known."""
-        if self.rows.step is not None:  # Keras' losses are divided where they are computed
-            self.divisor = None
-            return
-        loss = targets.current()
-        self.divisor = loss.weight()
-        is_seen = self.divisor is not None or self.is_divided or not checksum.is_due(self.count)
-        if not is_seen and loss.differs():
-            self.is_divided = True
-            errors.warn(
-                "The loss of {} has several terms, and one of them is divided by the targets that "
-                "count on each rank, by ignore_index or by the weights of classes. Gradients are "
-                "weighted by rows, and differ from one process's. Compute that term with "
-                "reduction='sum', and divide it by the same number on all ranks.".format(
-                    type(model).__name__
-                )
-            )
 
     def lay_out(self, state):
         """The same on all ranks: what is summed up, last layer first, since that comes first."""
@@ -227,6 +209,10 @@ class Exchange:
             self.check_rows(rows, sums.unknown)
             self.set_gradients(rows)
             check = checksum.is_due(self.count)
+            if check and not self.is_suspect:
+                name, weight = type(self.model()).__name__, self.weight(rows)
+                weight = 1 if weight is None else weight
+                self.is_suspect = loss_terms.check(self.engine, name, weight, rows)
             if check and self.engine.place.rank == 0:
                 self.warn_of_means()
             if self.state:

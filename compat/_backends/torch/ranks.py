@@ -11,13 +11,14 @@ import functools
 import weakref
 
 import torch
+from torch._C import _functorch
 from torch.nn.parameter import is_lazy
 
 from ... import _keras, errors
 from ..._ranks import keras3, keras_model, losses
 from ..._ranks.engines.torch_distributed import TorchDistributed
 from ..._runtime import patching, work
-from . import batches, gradient_exchange, keras_models, modules, targets
+from . import batches, gradient_exchange, keras_models, loss_terms, modules
 from .tensors import first_batch
 
 
@@ -27,8 +28,7 @@ def distribute(model, place):
     if keras is not None:
         keras_models.refuse_torch_compile(model)
     engine = TorchDistributed.join(place)
-    if keras is None:
-        targets.follow()
+    loss_terms.follow()
     kind = RankedForward if keras is None else RankedKerasCall
     if kind.of(model) is None:
         kind(engine).install(model)
@@ -48,19 +48,30 @@ class Ranked(keras_model.RankedMethod):
         super().__init__(engine)
         self.exchanges = weakref.WeakKeyDictionary()  # model -> its exchange
         self.weights = weakref.WeakKeyDictionary()  # model -> how many were made the same
+        self.is_differentiated = False  # by torch.func, as a warning told
+        self.is_alone = False
 
     def exchange(self, model):
         if model not in self.exchanges:
             self.exchanges[model] = gradient_exchange.Exchange(self.engine, self, model)
         return self.exchanges[model]
 
+    @contextlib.contextmanager
+    def alone(self):
+        """Within, a model trains by itself."""
+        with patching.replaced(self, is_alone=True):
+            yield
+
     def __call__(self, model, *args, **kwargs):
         batch = first_batch((args, kwargs))
-        if self.is_only_traced(model, batch):
+        if self.is_alone or self.is_only_traced(model, batch):
             return self.plain(model)(*args, **kwargs)
         self.count(model, batch)
         if not torch.is_grad_enabled():
             return self.plain(model)(*args, **kwargs)
+        in_function = _functorch.maybe_current_level() is not None  # in one of torch.func
+        if in_function and any(map(_functorch.is_gradtrackingtensor, model.parameters())):
+            return self.differentiated(model, args, kwargs)
         parameters = self.start(model)
         exchange = self.exchange(model)
         exchange.look(parameters)
@@ -69,6 +80,18 @@ class Ranked(keras_model.RankedMethod):
         if rows is not None:
             exchange.rows.forward(rows, result)
         return result
+
+    def differentiated(self, model, args, kwargs):
+        """Call it where ``torch.func.grad()`` or its like differentiates by the parameters."""
+        if not self.is_differentiated and self.engine.place.rank == 0:
+            errors.warn(
+                "Gradients of the parameters of {} that torch.func computes are those of each "
+                "rank's own rows. Before you update parameters with them, average them over the "
+                "ranks with torch.distributed.all_reduce(), or use loss.backward(), whose "
+                "gradients are averaged.".format(type(model).__name__)
+            )
+        self.is_differentiated = True
+        return self.plain(model)(*args, **kwargs)
 
     def ran(self, rows):
         """Called with the rows of a call whose gradients are wanted; None: they are not known."""
@@ -144,8 +167,10 @@ class RankedTrainStep(keras_model.RankedMethod):
         keras = _keras.keras_of(model)
         leaves = keras.tree.flatten(data)  # tensors, and arrays in train_on_batch()
         batch = next((leaf for leaf in leaves if getattr(leaf, "shape", None)), None)
-        if batch is None or exchange.rows.step is not None:
+        if batch is None or exchange.rows.step is not None or exchange.source.is_alone:
             return step(data, *args, **kwargs)
+        if type(model).train_step.__module__.startswith("keras."):
+            exchange.is_suspect = True  # check_loss_eagerly() tells of it
         rows = exchange.rows.step = int(batch.shape[0])
         keras_model.count(model, rows, self.training)
         with contextlib.ExitStack() as stack:

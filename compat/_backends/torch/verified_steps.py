@@ -45,10 +45,10 @@ class VerifiedTorchStep(keras_steps.Verified):
         return model.built and all(optimizer.built for optimizer in optimizers)
 
     def step(self, function, args):
-        return _TorchStep(self, function, args[0])
+        return TorchStep(self, function, args[0])
 
 
-class _TorchStep(keras_steps.KerasStep):
+class TorchStep(keras_steps.KerasStep):
     def __init__(self, method, function, batches):
         super().__init__(method, function)
         self.batches = batches

@@ -178,6 +178,14 @@ class RanksContract(Jobs):
             assert facts["class"] == one_facts["class"]
 
     @pytest.mark.parametrize("size", in_span(SIZES, [2]))
+    def test_losses_and_metrics_of_a_batch_are_those_of_all_ranks(self, results, size):
+        """Of ``train_on_batch()`` and ``test_on_batch()``, where the ranks' parts are uneven."""
+        (_, one), *_ = results(1, "train_on")
+        for _, facts in results(size, "train_on"):
+            for values, expected in zip(facts["on batches"], one["on batches"]):
+                assert values == pytest.approx(expected, abs=1e-4)
+
+    @pytest.mark.parametrize("size", in_span(SIZES, [2]))
     def test_one_rank_ends_training_for_all(self, results, size):
         """By ``stop_training``, within the second epoch or at its end."""
         for _, facts in results(size, "train_on"):

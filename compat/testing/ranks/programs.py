@@ -187,6 +187,11 @@ def train_on(keras, folder, extension):
         "saved over": _saved_over(model, folder, extension) if compat.is_chief() else None,
     }
     arrays = dict(_weights(model), loaded=loaded.predict(inputs, verbose=0))
+    (x, y), rows = _data("dense")[:2], slice(compat.local_batch_size(BATCH))
+    facts["on batches"] = [
+        [float(value) for value in call(x[rows], y[rows])]
+        for call in (model.train_on_batch, model.test_on_batch, model.train_on_batch)
+    ]
     facts["stopped"] = [len(_fit(model, "dense", 4, callbacks=[_stop(keras, moment)]))
                         for moment in ("batch", "epoch")]  # fmt: skip
     return arrays, facts
