@@ -12,6 +12,7 @@ from . import ranks
 @pytest.mark.row("ranks: torch.distributed")
 class TestTorchRanks(RanksContract):
     backend = "torch"
+    exchanges = (6, 1)
     extension = ".keras"
     policies = ("mixed_float16", "mixed_bfloat16")
     processes = True

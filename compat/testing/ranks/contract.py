@@ -33,6 +33,9 @@ class RanksContract(Jobs):
     #: Whether Keras is to compute items of a Sequence in processes of its own, too.
     processes = False
     functions = ("train", "train_on", "batches")
+    #: How often ranks exchange something at most, by the calls of their engine: in a fit() of four
+    #: steps that is not the first, and in train_on_batch().
+    exchanges = (10, 2)
 
     def script(self):
         return SCRIPT
@@ -50,6 +53,8 @@ class RanksContract(Jobs):
         if size < 3:
             calls.append(("normalise", []))
             calls += [("mixed", [self.policies])] if self.policies else []
+        if size == 2:
+            calls.append(("exchange", []))  # the last, since it changes the engine
         return calls
 
     def call_of_fault(self, fault):
@@ -186,6 +191,15 @@ class RanksContract(Jobs):
         left = [name for name in os.listdir(folder) if name.startswith(".")]
         assert not left
         assert os.path.exists(os.path.join(folder, "checkpoint" + self.extension))
+
+    # Nothing more than needed -----------------------------------------------------------------
+
+    @span
+    def test_ranks_exchange_once_before_and_once_after_the_steps(self, results):
+        """And the gradients of twenty small layers at once."""
+        for _, facts in results(2, "exchange"):
+            fit, batch = self.exchanges
+            assert facts["third"] <= fit and facts["batch"] <= batch, facts
 
     # No edit at all ---------------------------------------------------------------------------
 
