@@ -4,7 +4,6 @@ import contextlib
 
 from .. import engines
 
-
 #: Bytes of the first bucket and of the others: those of torch's DistributedDataParallel.
 BUCKET_SIZES = [2**20, 25 * 2**20]
 
