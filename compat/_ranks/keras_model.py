@@ -151,7 +151,7 @@ class RankedFit(RankedMethod):
         self.asks = not self.batches or any(self.agreement.parts)
         if self.divides is not None:
             self.in_step = any(divide) and all(validate)
-        if any(divide) and validate[self.engine.place.rank] and not self.in_step:
+        if any(divide) and any(validate) and not self.in_step:
             errors.warn(
                 "Validation losses of {!r} are those of the ranks that validate, each of its own "
                 "rows: masks or sample weights divide them by what the others do not tell. Give "
