@@ -116,18 +116,17 @@ class Engine:
             What ``gather`` gives, and the sums; None in their place where the ranks have different
             numbers of values.
         """
-        row = [len(values)] + list(numbers)
-        row = [flag * number for flag in self.flags(True) for number in row]
-        padded = (list(values) + [0.0] * expected)[:expected]
-        sums, length = self.sum(row + padded), 1 + len(numbers)
-        rows = [list(map(int, sums[i : i + length])) for i in range(0, len(row), length)]
-        counts = {count for count, *_ in rows}
-        if len(counts) > 1:
+        mine = [len(values)] + list(numbers)
+        front = [flag * number for flag in self.flags(True) for number in mine]
+        sums = self.sum(front + (list(values) + [0.0] * expected)[:expected])
+        starts = range(0, len(front), len(mine))
+        rows = [list(map(int, sums[start : start + len(mine)])) for start in starts]
+        if len({count for count, *_ in rows}) > 1:
             found = None
         elif len(values) > expected:
             found = self.sum(values)
         else:
-            found = sums[len(row) : len(row) + len(values)]
+            found = sums[len(front) : len(front) + len(values)]
         return [numbers for _, *numbers in rows], found
 
     def broadcast(self, value: "Any") -> "Any":
