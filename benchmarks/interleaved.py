@@ -22,30 +22,33 @@ def parser(description, work="dense"):
     made = argparse.ArgumentParser(description=description.splitlines()[0])
     made.add_argument("--work", default=work, help="a model of works.py")
     made.add_argument("--rounds", type=int, default=10)
-    made.add_argument("--steps", type=int, default=4, help="of each round")
+    made.add_argument("--steps", type=int, default=4, help="of each round, or of each fit")
+    made.add_argument("--fits", type=int, default=1, help="of each round")
     return made
 
 
-def measure(candidates, steps, rounds):
+def measure(candidates, steps, rounds, fits=1):
     """Wall-clock and CPU seconds per step.
 
     Arguments:
         candidates: name -> a function that does ``steps`` training steps.
-        rounds: how often each is measured, after one time that builds and is not counted.
+        rounds: how often each is measured, after two times that build and are not counted.
+        fits: how often each is called in a round.
 
     Returns:
         name -> {"wall": [seconds per step of each round], "cpu": the same of CPU seconds of all
         threads of this process}
     """
-    for step in candidates.values():
+    for step in 2 * list(candidates.values()):
         step()
     found = {name: {"wall": [], "cpu": []} for name in candidates}
     for _ in range(rounds):
         for name, step in candidates.items():
             began, cpu = time.perf_counter(), time.process_time()
-            step()
-            found[name]["wall"].append((time.perf_counter() - began) / steps)
-            found[name]["cpu"].append((time.process_time() - cpu) / steps)
+            for _ in range(fits):
+                step()
+            found[name]["wall"].append((time.perf_counter() - began) / (steps * fits))
+            found[name]["cpu"].append((time.process_time() - cpu) / (steps * fits))
     return found
 
 

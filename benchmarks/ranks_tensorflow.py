@@ -4,7 +4,8 @@
 
 Both train in the same ranks, in turn: the peer is ``hvd.DistributedOptimizer``, or ``fit()`` of a
 model made in the scope of MultiWorkerMirroredStrategy. The bound is plain Keras in each rank, which
-exchanges nothing. Each rank has one thread for operations.
+exchanges nothing. Each rank has one thread for operations. With ``--on-batch`` all train by
+``train_on_batch()``; the strategy's model, which has none, by a ``tf.function`` of its step.
 """
 
 import importlib
@@ -22,6 +23,7 @@ import compat
 def main():
     options = parser(__doc__)
     options.add_argument("--peer", choices=("horovod", "strategy"), required=True)
+    options.add_argument("--on-batch", action="store_true")
     arguments = options.parse_args()
 
     compat.configure_gpu()
@@ -37,7 +39,7 @@ def main():
         name = "hvd.DistributedOptimizer"
         peer = works.build(keras, arguments.work)
         peer.compile(hvd.DistributedOptimizer(optimizer(0.01)), "mse")
-        given = {"x": inputs, "y": targets, "batch_size": rows, "shuffle": False}
+        given = None
     else:
         import tensorflow as tf
 
@@ -55,17 +57,30 @@ def main():
     plain = works.build(keras, arguments.work)
     plain.compile(optimizer(0.01), "mse")
 
-    def alone():
-        plain.fit(inputs, targets, batch_size=rows, shuffle=False, verbose=0)
+    arrays = {"x": inputs, "y": targets, "batch_size": rows, "shuffle": False}
 
-    def ours():
-        model.fit(inputs, targets, batch_size=rows, shuffle=False, verbose=0)
+    def training(model, given):
+        if not arguments.on_batch:
+            return lambda: model.fit(verbose=0, **given)
 
-    def theirs():
-        peer.fit(verbose=0, **given)
+        def step(*batch):
+            return model.train_on_batch(*batch)
 
-    candidates = {"compat": ours, name: theirs, "alone": alone}
-    found = measure(candidates, arguments.steps, arguments.rounds)
+        if given is not arrays:
+
+            @tf.function
+            def step(*batch):
+                return strategy.run(model.train_step, [batch])
+
+        batch = inputs[:rows], targets[:rows]
+        return lambda: [step(*batch) for _ in range(arguments.steps)]
+
+    candidates = {
+        "compat": training(model, arrays),
+        name: training(peer, given or arrays),
+        "alone": training(plain, arrays),
+    }
+    found = measure(candidates, arguments.steps, arguments.rounds, arguments.fits)
     bound = min(found.pop("alone")["wall"])
     if compat.is_chief():
         publish(found, bound, work=arguments.work)

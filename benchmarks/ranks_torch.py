@@ -4,6 +4,8 @@
 
 Each rank has one thread for its operations, so that it keeps to one core. Both train the same
 module on the same rows, by the same loop; so does a plain one, the bound, that exchanges nothing.
+With ``--keras fit`` or ``--keras on-batch`` they are models of Keras; the peer's calls its layers
+through ``DistributedDataParallel``, as Keras' guide to torch has it.
 """
 
 import os
@@ -40,13 +42,40 @@ def build(torch, work):
     return nn.Sequential(*parts + [nn.Linear(units, 1)])
 
 
-def main():
-    arguments = interleaved.parser(__doc__).parse_args()
+def of_keras(torch, arguments):
+    """What trains models of Keras: compat's, the peer's, and a plain one."""
+    import keras
 
-    compat.configure_gpu(gpus="cpu", backend="torch")
-    import torch
+    class Distributed(keras.Model):
+        """What a subclass of Keras' would track as a layer is out of its sight, in a tuple."""
 
-    torch.set_num_threads(1)
+        def __init__(self, model):
+            super().__init__()
+            self.model = model
+            self.parallel = (torch.nn.parallel.DistributedDataParallel(model),)
+
+        def call(self, inputs):
+            return self.parallel[0](inputs)
+
+    rows = works.WORKS[arguments.work][1]
+    inputs, targets = works.data(arguments.work, rows * arguments.steps)
+
+    def training(model):
+        model.compile(keras.optimizers.SGD(0.001), "mse")
+        if arguments.keras == "fit":
+            return lambda: model.fit(inputs, targets, batch_size=rows, shuffle=False, verbose=0)
+        batch = inputs[:rows], targets[:rows]
+        return lambda: [model.train_on_batch(*batch) for _ in range(arguments.steps)]
+
+    return {
+        "compat": training(compat.parallelize(works.build(keras, arguments.work))),
+        "DistributedDataParallel": training(Distributed(works.build(keras, arguments.work))),
+        "alone": training(works.build(keras, arguments.work)),
+    }
+
+
+def of_torch(torch, arguments):
+    """The same of modules of torch."""
     batch = works.WORKS[arguments.work][1]
     inputs, targets = works.data(arguments.work, batch * compat.size())
     if arguments.work == "conv":
@@ -67,19 +96,28 @@ def main():
     ours = compat.parallelize(build(torch, arguments.work))
     theirs = torch.nn.parallel.DistributedDataParallel(build(torch, arguments.work))
     plain = build(torch, arguments.work)
-    found = interleaved.measure(
-        {
-            "compat": steps(ours, ours.parameters()),
-            "DistributedDataParallel": steps(theirs, theirs.parameters()),
-            "alone": steps(plain, plain.parameters()),
-        },
-        arguments.steps,
-        arguments.rounds,
-    )
+    return {
+        "compat": steps(ours, ours.parameters()),
+        "DistributedDataParallel": steps(theirs, theirs.parameters()),
+        "alone": steps(plain, plain.parameters()),
+    }
+
+
+def main():
+    options = interleaved.parser(__doc__)
+    options.add_argument("--keras", choices=("fit", "on-batch"))
+    arguments = options.parse_args()
+
+    compat.configure_gpu(gpus="cpu", backend="torch")
+    import torch
+
+    torch.set_num_threads(1)
+    candidates = (of_keras if arguments.keras else of_torch)(torch, arguments)
+    found = interleaved.measure(candidates, arguments.steps, arguments.rounds, arguments.fits)
     bound = min(found.pop("alone")["wall"])
     if compat.rank() == 0:
-        size = sum(parameter.numel() for parameter in ours.parameters())
-        interleaved.publish(found, bound, rows=batch, ranks=compat.size(), parameters=size)
+        batch = works.WORKS[arguments.work][1]
+        interleaved.publish(found, bound, rows=batch, ranks=compat.size())
 
 
 if __name__ == "__main__":

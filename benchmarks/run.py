@@ -83,6 +83,9 @@ REASONS = {
     "jax-dense": "the same work on the same cores, within what differs from process to process",
 }
 
+_OF_FITS = "before the first step and after the last all weights are read, to compare checksums"
+_OF_BATCHES = "the ranks exchange their rows in front of each step, which the peer does not"
+
 _RANKS = "python -m compat run -n 2 benchmarks/"
 
 
@@ -138,12 +141,57 @@ def _rows():
         yield row("torch-" + work, title, "one device", 1.05, "py311-torch", command)
 
 
+def _fits():
+    """Short fits, whose beginning and end count, and steps without any."""
+    engines = (
+        (
+            "horovod",
+            "TF 2.15, Horovod",
+            "hvd.DistributedOptimizer",
+            "py311-tensorflow-horovod",
+            "ranks_tensorflow.py --peer horovod",
+            ("", " --on-batch"),
+        ),
+        (
+            "workers",
+            "workers of TF_CONFIG, TF 2.15",
+            "MultiWorkerMirroredStrategy",
+            "py311-tensorflow-workers",
+            "ranks_tensorflow.py --peer strategy",
+            ("", " --on-batch"),
+        ),
+        (
+            "ddp",
+            "Keras 3 on torch",
+            "DistributedDataParallel",
+            "py311-torch",
+            "ranks_torch.py",
+            (" --keras fit", " --keras on-batch"),
+        ),
+    )
+    for engine, title, peer, environment, script, (fit, on_batch) in engines:
+        for work in ("dense", "deep"):
+            for steps, fits, goal in ((1, 40, 1.10), (4, 10, 1.10), (20, 2, 1.05), (60, 1, 1.02)):
+                name = "{}-{}-fit-{}".format(engine, work, steps)
+                how = "{} --work {} --steps {} --fits {}".format(fit, work, steps, fits)
+                what = "2 ranks, {}, {}, `fit()` of {} step{}".format(
+                    title, work, steps, "s" * (steps > 1)
+                )
+                yield Row(name, what, peer, goal, environment, _RANKS + script + how, _OF_FITS)
+            name = "{}-{}-on-batch".format(engine, work)
+            how = "{} --work {} --steps 10".format(on_batch, work)
+            what = "2 ranks, {}, {}, `train_on_batch()`".format(title, work)
+            yield Row(name, what, peer, 1.02, environment, _RANKS + script + how, _OF_BATCHES)
+
+
 ROWS = list(_rows())
+#: Rows of a table of their own.
+FITS = list(_fits())
 
 
 def scripts(environment):
     """A command for each script that measures something in an environment."""
-    commands = [row.command for row in ROWS if row.environment == environment]
+    commands = [row.command for row in ROWS + FITS if row.environment == environment]
     commands += [command for place, command in FIGURES.values() if place == environment]
     of_scripts = {}
     for command in commands:
@@ -211,8 +259,10 @@ def main():
             results = json.load(file)
     results["machine"] = {"cores": os.cpu_count(), "processor": platform.machine()}
     failed = []
-    options = " --rounds {} --steps {}".format(arguments.rounds, arguments.steps)
-    for row in ROWS:
+    for row in ROWS + FITS:
+        options = " --rounds {}".format(arguments.rounds)
+        if "--steps" not in row.command:
+            options += " --steps {}".format(arguments.steps)
         if arguments.only in row.name:
             print("== {}: {}, against {}".format(row.name, row.title, row.peer), flush=True)
             times = range(arguments.repeats)

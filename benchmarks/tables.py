@@ -54,12 +54,13 @@ def reason(row, measured):
     return row.reason
 
 
-def against_peers(results):
+def against_peers(results, rows):
     yield ["work", "peer", "time, compat / peer", "range", "bound", "CPU seconds", "goal", ""]
-    for row in run.ROWS:
+    for row in rows:
         measured = results["rows"].get(row.name)
         if measured is None:
-            yield [row.title, row.peer, "not measured", "", "", "", row.goal, ""]
+            goal = "{:.2f}".format(row.goal)
+            yield [row.title, row.peer, "not measured", "", "", "", goal, ""]
             continue
         wall, cpu = measured["wall"], measured["cpu"]
         bound = "{:.2f}".format(median(measured["bound"])) if "bound" in measured else ""
@@ -152,7 +153,8 @@ def missed(found):
 def sections(results):
     """The text of each marked part of the page."""
     return {
-        "peers": markdown(against_peers(results)),
+        "peers": markdown(against_peers(results, run.ROWS)),
+        "fits": markdown(against_peers(results, run.FITS)),
         "scaling": markdown(scaling(results)),
         "building": markdown(building(results)),
         "many": markdown(many_models(results)),

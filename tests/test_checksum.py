@@ -31,35 +31,43 @@ class Threads(engines.Engine):
         return self.all(value)[0]
 
 
-def verify(*held):
-    """Each rank's outcome, an error or None, and how many numbers it has exchanged.
-
-    Arguments:
-        held: a dictionary of arrays for each rank, which gets what is set.
-    """
-    barrier, box = threading.Barrier(len(held)), {}
-    outcomes = [None] * len(held)  # type: list
+def together(size, call):
+    """What ``call`` of an engine returns on each of so many ranks, or the error that it raises."""
+    barrier, box = threading.Barrier(size), {}
+    outcomes = [None] * size  # type: list
 
     def run(rank):
-        engine = Threads(Place(rank, len(held), rank, len(held), "test"), barrier, box)
-        names = list(held[rank])
-
-        def write(place, value):
-            held[rank][names[place]] = value
-
         try:
-            checksum.verify(engine, names, list(held[rank].values()), write, 1)
+            outcomes[rank] = call(Threads(Place(rank, size, rank, size, "test"), barrier, box))
         except compat.RankError as error:
             outcomes[rank] = error
-        else:
-            outcomes[rank] = engine.exchanged
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(held))]
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     return outcomes
+
+
+def verify(*held):
+    """Each rank's outcome, an error or how many numbers it has exchanged.
+
+    Arguments:
+        held: a dictionary of arrays for each rank, which gets what is set.
+    """
+
+    def call(engine):
+        mine = held[engine.place.rank]
+        names = list(mine)
+
+        def write(place, value):
+            mine[names[place]] = value
+
+        checksum.verify(engine, names, list(mine.values()), write, 1)
+        return engine.exchanged
+
+    return together(len(held), call)
 
 
 def variables(**changed):
@@ -146,3 +154,45 @@ def test_ranks_with_other_variables_are_an_error():
         "The ranks' models have different variables after 1 step: rank 1 of 2 has 4: kernel, "
         "bias, count, none. Build the same model on every rank."
     )
+
+
+def test_variables_that_change_places_do_not_go_unseen():
+    """Small ones are summed up together, large ones each by itself."""
+    random = np.random.RandomState(0)
+    for shape in ((3, 5), (600, 300)):
+        one, other = random.normal(size=(2,) + shape)
+        assert checksum.numbers([one, other]) == checksum.numbers([one.copy(), other.copy()])
+        assert checksum.numbers([one, other]) != checksum.numbers([other, one])
+        assert checksum.numbers([one]) != checksum.numbers([one.reshape(shape[::-1])])
+
+
+# Several things at once -----------------------------------------------------------------------
+
+
+def test_several_lists_are_gathered_in_one_exchange():
+    def call(engine):
+        rank = engine.place.rank
+        return engine.gather_each([[rank, 2], [], [7 - rank]]), len(engine.exchanged)
+
+    each = [[[0, 2], [1, 2]], [[], []], [[7], [6]]]
+    assert together(2, call) == [(each, 1)] * 2
+
+
+@pytest.mark.parametrize("expected, exchanges", [(0, 2), (3, 1), (5, 1)])
+def test_numbers_are_gathered_and_summed_up_in_one_exchange_if_they_are_expected(
+    expected, exchanges
+):
+    def call(engine):
+        rank = engine.place.rank
+        rows, sums = engine.gather_and_sum([rank, 9], [1.5, rank, float("nan")], expected)
+        return rows, str(list(map(float, sums))), len(engine.exchanged)
+
+    assert together(3, call) == [([[0, 9], [1, 9], [2, 9]], "[4.5, 3.0, nan]", exchanges)] * 3
+
+
+def test_different_numbers_of_values_are_not_summed_up():
+    def call(engine):
+        rank = engine.place.rank
+        return engine.gather_and_sum([rank], [1.0] * (2 + rank), 2), len(engine.exchanged)
+
+    assert together(2, call) == [(([[0], [1]], None), 1)] * 2

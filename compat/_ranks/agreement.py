@@ -105,35 +105,50 @@ class Agreement:
         self.engine = engine
         self.parts = [part_in(source) for source in sources]
 
-    def begin(self):
-        """Compare the next batches, from where the farthest rank has come.
+    def positions(self):
+        """How far this rank has come in each source, from 1 on; 0: there is no part of it."""
+        for part in filter(None, self.parts):
+            part.begin()
+        return [0 if part is None else part.position() + 1 for part in self.parts]
 
-        Keras may have taken some ahead in an earlier ``fit()``, and other ranks' Keras more.
+    def advance(self, positions):
+        """Come as far as the farthest rank, by the positions of all.
+
+        Keras may have taken some batches ahead in an earlier ``fit()``, and other ranks' Keras
+        more.
+
+        Returns:
+            The checksums of the next batches, which ranks have to ``compare``.
+        """
+        for place, of_ranks in enumerate(zip(*positions)):
+            part = self.parts[place] = self.parts[place] if all(of_ranks) else None
+            if part is not None:  # one rank may validate alone
+                part.advance(max(of_ranks) - 1)
+        return [0 if part is None else part.peek() % _LARGEST for part in self.parts]
+
+    def compare(self, checksums):
+        """Compare the next batches, by the checksums of all ranks.
 
         Raises:
             RankError: they differ.
         """
-        counts = [0] * len(self.parts)  # of how far a rank has come, from 1 on; 0: it has no part
-        for place, part in enumerate(self.parts):
+        for part, of_ranks in zip(self.parts, zip(*checksums)):
             if part is not None:
-                part.begin()
-                counts[place] = part.position() + 1
-        for place, of_ranks in enumerate(zip(*self.engine.gather(counts))):
-            part = self.parts[place] = self.parts[place] if all(of_ranks) else None
-            if part is not None:  # one rank may validate alone
-                part.advance(max(of_ranks) - 1)
-                compare(self.engine, part.name, part.peek())
+                _compare(self.engine, part.name, of_ranks)
 
-    def epoch_ended(self):
-        """Compare what all ranks have trained on.
+    def position(self):
+        """How far this rank has come in the training data."""
+        return self.parts[0].position() if self.parts[0] else 0
+
+    def epoch_ended(self, positions):
+        """Compare what all ranks have trained on, by how far each has come.
 
         Raises:
             RankError: it differs.
         """
         part = self.parts[0]
         if part is not None and part.changes:
-            position = min(self.engine.gather([part.position()]))[0]
-            compare(self.engine, part.name, part.checksum_at(position))
+            compare(self.engine, part.name, part.checksum_at(min(positions)))
 
 
 def compare(engine, name, checksum):
@@ -142,7 +157,10 @@ def compare(engine, name, checksum):
     Raises:
         RankError: they differ.
     """
-    gathered = [of_rank[0] for of_rank in engine.gather([checksum % _LARGEST])]
+    _compare(engine, name, [of_rank[0] for of_rank in engine.gather([checksum % _LARGEST])])
+
+
+def _compare(engine, name, gathered):
     others = [rank for rank, each in enumerate(gathered) if each != gathered[0]]
     if others and all(gathered):
         raise errors.RankError(

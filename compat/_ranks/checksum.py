@@ -12,13 +12,17 @@ from .._runtime.process import process
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, Callable, Sequence, Union
+    from typing import Any, Callable, List, Sequence, Union
 
     from .engines import Engine
 
+#: Whole numbers up to this are gathered exactly.
+LARGEST = 2**24
 # A prime, so that the words which are added up come from places without a pattern.
 _COLUMNS = 1021
 _WORD = 8  # bytes
+# Arrays of fewer bytes are put together: to begin with each takes longer than to add it up.
+_SMALL = 2**20
 # A number of 16 bits is exact in float32, in which some engines sum.
 _PIECES, _BITS = 4, 16
 # Ranks whose processors differ may round differently. More than this, relative to the largest
@@ -57,14 +61,30 @@ def checksum(array: "Any") -> int:
     )
 
 
+def numbers(arrays: "Sequence[Any]") -> "List[int]":
+    """The checksum of all arrays, as numbers that every engine gathers exactly."""
+    import numpy as np
+
+    arrays = [np.asarray(array) for array in arrays]
+    small = [np.zeros(0, "uint8")]
+    parts = []
+    for array in arrays:
+        if array.nbytes < _SMALL:
+            small.append(np.ascontiguousarray(array).reshape(-1).view("uint8"))
+        else:
+            parts.append(checksum(array))
+    parts.append(checksum(np.concatenate(small)))
+    return of_text(repr([(str(array.dtype), array.shape) for array in arrays] + parts))
+
+
+def of_text(text: str) -> "List[int]":
+    """The same of a text."""
+    return _pieces(_digest(text.encode()))
+
+
 def _digest(content):
     result = hashlib.blake2b(content, digest_size=_PIECES * _BITS // 8)
     return int.from_bytes(result.digest(), "big")
-
-
-def are_same(engine: "Engine", sums: "Sequence[int]") -> bool:
-    """Whether all ranks have the same checksums. All ranks call it at once."""
-    return _same(engine.gather(_pieces(_digest(repr(sums).encode()))))
 
 
 def verify(
@@ -92,12 +112,23 @@ def verify(
         RankError: they differ. It names the first variable that does, and on which ranks.
     """
     process.comparisons += 1
+    if not same(engine.gather(numbers(arrays))):
+        resolve(engine, names, arrays, write, when, causes)
+
+
+def resolve(
+    engine: "Engine",
+    names: "Sequence[str]",
+    arrays: "Sequence[Any]",
+    write: "Callable[[int, Any], None]",
+    when: "Union[int, str]",
+    causes: str = _CAUSES,
+) -> None:
+    """As ``verify``, where the ranks know already that their checksums differ."""
     sums = [checksum(array) for array in arrays]
-    if are_same(engine, sums):
-        return
     if isinstance(when, int):
         when = "after 1 step" if when == 1 else "after {} steps".format(when)
-    if not _same(engine.gather([len(names)])):
+    if not same(engine.gather([len(names)])):
         raise errors.RankError(
             "The ranks' models have different variables {}: rank {} of {} has {}: {}. Build the "
             "same model on every rank.".format(
@@ -141,7 +172,8 @@ def _pieces(value):
     return [value >> shift & (1 << _BITS) - 1 for shift in range(0, _PIECES * _BITS, _BITS)]
 
 
-def _same(rows):
+def same(rows: "Sequence[Any]") -> bool:
+    """Whether all ranks have told the same."""
     return all(row == rows[0] for row in rows)
 
 

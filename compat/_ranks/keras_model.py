@@ -11,9 +11,10 @@ import itertools
 
 from .. import _keras, errors
 from .._runtime import work
-from . import agreement, datasets, metrics, ranked_method, saving, splitting
+from . import agreement, checksum, datasets, metrics, ranked_method, results, saving, splitting
 from .ranked_method import RankedMethod
-from .weights import WeightComparison, same_start
+from .weights import Start, WeightComparison
+from .weights import same_start as same_start
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ def install(model, engine, kinds=()):
     """
     ranked_method.install(model, engine, tuple(kinds) + _KINDS + saving.KINDS)
 
+
+_LAST = "after the last epoch"
 
 # Fit and evaluate -----------------------------------------------------------------------------
 
@@ -62,28 +65,6 @@ def is_in_step(model):
     return fit is not None and fit.in_step
 
 
-def mean(engine, values, rows):
-    """Each rank's means, by name, to the means over all ranks' rows; rank 0's names count.
-
-    A rank that lacks one of them (validation data on rank 0 alone) counts for nothing there.
-    """
-    names = engine.broadcast([n for n, value in values.items() if not getattr(value, "shape", ())])
-    return _mean(engine, names, values, rows)
-
-
-def _mean(engine, names, values, rows):
-    """The same, where all ranks have as many names, in the same order."""
-    parts = []
-    for name in names:
-        weight = float(rows(name)) if name in values else 0.0
-        parts += [weight, weight * float(values.get(name, 0.0))]
-    sums = engine.sum(parts) if parts else []
-    return {
-        name: float(total / weight) if weight else values.get(name)
-        for name, weight, total in zip(names, sums[::2], sums[1::2])
-    }
-
-
 def _by_name(function, args, kwargs):
     """The arguments of a call by name; by position as they are, where some have no name.
 
@@ -108,15 +89,20 @@ class RankedFit(RankedMethod):
         self.running = False
         self.in_epoch = False
         self.agreement = None  # type: Any  # on the batches that shard() took
+        self.checksums = []  # type: list  # of the first batches
+        self.asks = False  # whether ranks still have to compare these, or to agree on ``batches``
+        self.batches = 0  # of an epoch, on all ranks; 0: they do not know that they are as many
+        self.alone = False  # whether no rank has callbacks of the user's
+        self.validate_alike = True  # all ranks validate, or none does
+        self.wished = False  # whether training is to stop when the epoch ends
+        self.trainee = None  # type: Any  # the model that callbacks see: before Keras 2.2 another
         self.evaluating = self.in_step = False
         self.comparison = WeightComparison(engine)
         # Of Keras 2: whether a model's losses are divided by what other ranks know.
         self.divides = None  # type: Any
         self.trained = None  # the metrics' state when the epoch's training was over
         self.evaluated = None  # the same of a batch, where Keras has reset it since
-        self.results = metrics.MetricResults()
-        self.warned = set()  # type: set  # of metrics
-        self.not_added = None, {}  # type: Any  # of which metrics, and those that do not add up
+        self.results = results.Results(engine)
 
     def __call__(self, model, *args, **kwargs):
         return self.run(model, self.plain(model), args, kwargs)
@@ -134,62 +120,84 @@ class RankedFit(RankedMethod):
         callbacks = saving.written_by_rank_0(keras, place, list(callbacks))
         # In front, so that the user's callbacks see what all ranks see.
         given["callbacks"] = [self.epochs(model)] + callbacks + [self.stops(model)]
-        if model.built:
-            same_start(model, self.engine)
-        sources = given.get("generator", given.get("x")), given.get("validation_data")
-        self.agreement = agreement.Agreement(self.engine, map(datasets.compared, sources))
-        self.agreement.begin()
+        self.begin(model, given, callbacks)
         if given.get("validation_split"):
             errors.warn(
                 "validation_split={} takes the last rows of each rank's part of the data, and not "
                 "those that one process would take. Split the data first, then shard() both parts, "
                 "and give validation_data.".format(given["validation_split"])
             )
-        if self.divides is not None:
-            self.agree(model, given)
         self.running = True
         try:
             return fit(*args, **given)
         finally:
             self.running = self.in_epoch = False
 
-    def agree(self, model, given):
-        """Agree with all ranks whether they validate in step, as Keras 2's arguments have it."""
-        data = given.get("validation_data")
-        validates = data is not None or bool(given.get("validation_split"))
-        weighted = isinstance(data, (list, tuple)) and len(data) > 2 and data[2] is not None
-        if data is None and validates:
-            weighted = given.get("sample_weight") is not None
-        divides = self.divides(model, weighted)
-        validate, divide = self.engine.sum([float(validates), float(divides)])
-        self.in_step = divide > 0 and validate == self.engine.place.size
-        if divide and validate and not self.in_step:
+    def begin(self, model, given, callbacks):
+        """Begin with rank 0's weights, and agree with all ranks on what they were given."""
+        source = given.get("generator", given.get("x"))
+        weights = Start(model, self.engine) if model.built else None
+        sources = map(datasets.compared, [source, given.get("validation_data")])
+        self.agreement = agreement.Agreement(self.engine, sources)
+        options = [*self.validates(model, given), bool(callbacks), splitting.batches(given, source)]
+        start, positions, options = self.engine.gather_each(
+            [weights.numbers if weights else [], self.agreement.positions(), options]
+        )
+        if weights:
+            weights.agree(start)
+        self.checksums = self.agreement.advance(positions)
+        validate, divide, of_users, batches = zip(*options)
+        self.alone = not any(of_users)
+        self.validate_alike = len(set(validate)) == 1
+        self.batches = batches[0] if checksum.same(batches) else 0
+        self.asks = not self.batches or any(self.agreement.parts)
+        if self.divides is not None:
+            self.in_step = any(divide) and all(validate)
+        if any(divide) and any(validate) and not self.in_step:
             errors.warn(
                 "Validation losses of {!r} are those of the ranks that validate, each of its own "
                 "rows: masks or sample weights divide them by what the others do not tell. Give "
                 "every rank its part of the validation data: compat.shard().".format(model.name)
             )
 
+    def validates(self, model, given):
+        """Whether this rank validates, and, of Keras 2, divides losses by what others know."""
+        data = given.get("validation_data")
+        validates = data is not None or bool(given.get("validation_split"))
+        weighted = isinstance(data, (list, tuple)) and len(data) > 2 and data[2] is not None
+        if data is None and validates:
+            weighted = given.get("sample_weight") is not None
+        return validates, self.divides is not None and self.divides(model, weighted)
+
+    def begun(self, params):
+        """Compare the first batches, and agree on the number of batches, as far as that is due."""
+        if self.asks:
+            steps, checksums = params.get("steps") or 0, self.checksums
+            steps, checksums = self.engine.gather_each([[steps % checksum.LARGEST], checksums])
+            self.agreement.compare(checksums)
+            self.batches = self.batches or (steps[0][0] if checksum.same(steps) else 0)
+
     def epochs(self, model):
         """The callback that ends every epoch on all ranks at once."""
         ranked = self
 
         class Epochs(_keras.keras_of(model).callbacks.Callback):  # type: ignore  # any Keras
+            def on_train_begin(self, logs=None):
+                ranked.begun(self.params)
+
             def on_epoch_begin(self, epoch, logs=None):
                 for seen in ranked.seen.values():
                     seen.clear()
-                ranked.trained, ranked.in_epoch = None, True
+                ranked.engine.steps = 0
+                ranked.trained, ranked.in_epoch, ranked.wished = None, True, False
 
             def on_epoch_end(self, epoch, logs=None):
                 ranked.in_epoch = False
-                steps = ranked.engine.steps
-                ranked.engine.close()
-                ranked.agreement.epoch_ended()
-                ranked.comparison.epoch_ended(model, epoch + 1, steps)
-                ranked.complete(model, logs)
+                ranked.epoch_ended(model, epoch + 1, self.params, logs)
 
             def on_train_end(self, logs=None):
-                ranked.comparison.training_ended(model)
+                if ranked.comparison.is_due(True):
+                    ranked.comparison.compare(model, _LAST)
 
         return Epochs()
 
@@ -203,61 +211,70 @@ class RankedFit(RankedMethod):
         class Stops(_keras.keras_of(model).callbacks.Callback):  # type: ignore  # any Keras
             # It takes no logs, which Keras therefore need not wait for.
             _supports_tf_logs = async_safe = True
-            wished = False
 
             def set_model(self, model):
                 # Not as ``self.model``, with which Keras on JAX brings all state to the model.
-                self.trained = model
+                ranked.trainee = model
 
             def on_batch_end(self, batch, logs=None):
-                self.wished = self.wished or self.trained.stop_training
-                self.trained.stop_training = False
+                ranked.wished = ranked.wished or ranked.trainee.stop_training
+                ranked.trainee.stop_training = False
 
             def on_epoch_end(self, epoch, logs=None):
-                wished = self.wished or self.trained.stop_training
-                self.trained.stop_training = bool(ranked.engine.sum([float(wished)])[0])
+                if not ranked.alone:
+                    ranked.stop(model, epoch + 1, self.params)
 
         return Stops()
 
-    def complete(self, model, logs):
-        """Make an epoch's logs those of all ranks, with rank 0's names."""
+    def epoch_ended(self, model, epoch, params, logs):
+        """End an epoch on all ranks at once: its logs, in one exchange with all that is due."""
+        engine = self.engine
+        steps, seen = engine.steps, self.seen[True]["batches"]
+        if 0 < self.batches <= min(steps, seen) and self.validate_alike and not self.in_step:
+            engine.steps = 0  # none has more, or it would still wait for another step
+        else:
+            engine.close()
+        self.comparison.epoch_ended(steps)
+        last = epoch == params.get("epochs")
+        due = self.comparison.is_due(last) and (self.alone or not last)  # else in ``stop()``
+        wished = self.alone and (self.wished or self.trainee.stop_training)
+        more = [self.agreement.position(), bool(wished)]
+        more += self.comparison.numbers(model) if due else []
+        positions, wishes, *rows = zip(*self.complete(model, logs, more))
+        self.agreement.epoch_ended(positions)
+        if due:
+            when = _LAST if last else "after epoch {}".format(epoch)
+            self.comparison.resolve(model, when, list(zip(*rows)))
+        if self.alone:
+            self.trainee.stop_training = any(wishes)
+
+    def stop(self, model, epoch, params):
+        """Stop all ranks if one wishes to. After the last epoch, compare what callbacks left."""
+        due = epoch == params.get("epochs") and self.comparison.is_due(True)
+        wished = bool(self.wished or self.trainee.stop_training)
+        numbers = self.comparison.numbers(model) if due else []
+        wishes, rows = self.engine.gather_each([[wished], numbers])
+        if due:
+            self.comparison.resolve(model, _LAST, rows)
+        self.trainee.stop_training = any(wish for (wish,) in wishes)
+
+    def complete(self, model, logs, more):
+        """Make an epoch's logs those of all ranks, with rank 0's names.
+
+        Arguments:
+            more: whole numbers to gather on the way, which are returned.
+        """
         now = metrics.state(model)
         validated = self.seen[False]["batches"] > 0
         trained = self.trained if validated and self.trained is not None else now
-        train, validation = self.over_ranks(model, [trained, now if validated else None])
+        states = [trained, now if validated else None]
+        rows, (train, validation), means, names = self.results.over_ranks(
+            model, self.seen, states, logs, lambda name: name[:4] != "val_", more
+        )
         values = dict(train, **{"val_" + name: value for name, value in validation.items()})
-        others = {name: value for name, value in logs.items() if name not in values}
-        logs.update(mean(self.engine, others, lambda name: self.seen[name[:4] != "val_"]["rows"]))
-        names = self.engine.broadcast([name for name in values if name in logs])
-        logs.update((name, values[name]) for name in names)
-
-    def over_ranks(self, model, states, known=None):
-        """The metrics' results over all ranks, of those metrics that add up.
-
-        Arguments:
-            known: those that do not add up, by name, if that is known already.
-        """
-        not_added = {} if known is None else known
-        if known is None:
-            for seen in self.seen.values():
-                not_added.update(metrics.not_added(model, seen["rows"], seen["batches"]))
-            not_added = dict(self.engine.broadcast(sorted(not_added.items())))
-        self.not_added = metrics.of(model), not_added
-        for name in sorted(set(not_added) - self.warned):
-            self.warned.add(name)
-            errors.warn(
-                "Metric {!r} is the mean of the ranks' values, weighted by their rows, and not "
-                "what one process computes: {}. For that have update_state() add to its variables "
-                "with assign_add(), or a function return one value for each row.".format(
-                    name, not_added[name]
-                )
-            )
-        found = metrics.over_ranks(self.engine, model, states, self.results)
-
-        def adds_up(name):
-            return not any(name == n or name.endswith("_" + n) for n in not_added)
-
-        return [{name: v for name, v in result.items() if adds_up(name)} for result in found]
+        logs.update((name, value) for name, value in means.items() if name not in values)
+        logs.update((name, values[name]) for name in names if name in values and name in logs)
+        return rows
 
 
 class RankedResetMetrics(RankedMethod):
@@ -313,26 +330,23 @@ class RankedEvaluate(RankedMethod):
             fit.evaluating = False
         if fit.in_step and not self.training:
             self.engine.close()
-        state = metrics.state(model) if fit.evaluated is None else fit.evaluated
-        (found,) = fit.over_ranks(model, [state], self.not_added(model))
         if isinstance(result, dict):
-            values = self.completed(fit, result, found)
+            values = self.completed(fit, model, result)
             return model._flatten_metrics_in_order(values) if as_list else values
         results = result if isinstance(result, (list, tuple)) else [result]
         names = list(model.metrics_names)
         if len(names) != len(results) or len(set(names)) < len(names):
             names = list(range(len(results)))  # what is no name takes no metric's value
-        values = list(self.completed(fit, dict(zip(names, results)), found).values())
+        values = list(self.completed(fit, model, dict(zip(names, results))).values())
         return values if isinstance(result, (list, tuple)) else values[0]
 
-    def not_added(self, model):
-        """The metrics that do not add up, if that is known already."""
-
-    def completed(self, fit, result, found):
+    def completed(self, fit, model, result):
         """The results over all ranks, in the same order."""
-        others = {name: value for name, value in result.items() if name not in found}
-        others = _mean(self.engine, list(others), others, lambda _: fit.seen[self.training]["rows"])
-        return {name: found[name] if name in found else others[name] for name in result}
+        state = metrics.state(model) if fit.evaluated is None else fit.evaluated
+        _, (found,), means, _ = fit.results.over_ranks(
+            model, fit.seen, [state], result, lambda name: self.training
+        )
+        return {name: found[name] if name in found else means[name] for name in result}
 
 
 class RankedTestOnBatch(RankedEvaluate):
@@ -340,12 +354,8 @@ class RankedTestOnBatch(RankedEvaluate):
 
     method = "test_on_batch"
 
-    def not_added(self, model):
-        known, not_added = RankedFit.of(model).not_added
-        return not_added if known == metrics.of(model) else None
 
-
-class RankedTrainOnBatch(RankedTestOnBatch):
+class RankedTrainOnBatch(RankedEvaluate):
     method = "train_on_batch"
     training = True
 

@@ -13,7 +13,7 @@ import types
 
 import numpy as np
 
-from .. import _keras, errors
+from .. import _keras
 from . import arrays
 
 # Methods of a metric that see no rows, so that they may set its state as they like.
@@ -44,36 +44,30 @@ def _variables_of(metric):
     return getattr(metric, "variables", None) or getattr(metric, "weights", ())
 
 
-def over_ranks(engine, model, states, results):
-    """The results of the model's metrics over all ranks' rows. All ranks call it at once.
+def numbers(states):
+    """What ``state()`` gave, of several moments, as one list of numbers that ranks sum up."""
+    seen = [value for values in states for value in values]
+    return arrays.flat(seen, "float64").tolist() if seen else []
+
+
+def of_sums(model, sums, count, results):
+    """The results of the model's metrics, of so many moments, over all ranks' rows.
 
     Arguments:
-        states: what ``state()`` gave, or None where this rank has seen no rows, for each result.
+        sums: of all ranks' ``numbers()``.
         results: as ``MetricResults``'.
 
     Returns:
-        A dictionary for each of the states.
+        A dictionary for each of the moments.
     """
+    if not len(sums):
+        return [{} for _ in range(count)]
     read, write = _keras.reader_and_writer(model)
     of_metrics = variables(model)
     mine = read(of_metrics)
-    none = [0 * value for value in mine]
-    seen = [value for values in states for value in values or none]
-    numbers = arrays.flat(seen, "float64").tolist() if seen else []
-    counts = [count for (count,) in engine.gather([len(numbers)])]
-    if len(set(counts)) > 1:
-        raise errors.RankError(
-            "The ranks' metrics have different numbers of values: {}, by rank. Compile the model "
-            "with the same metrics on every rank, and call evaluate() on all of them.".format(
-                ", ".join(map(str, counts))
-            )
-        )
-    if not numbers:
-        return [{} for _ in states]
-    sums = np.split(engine.sum(numbers), len(states))
     found = []
     try:
-        for added in sums:
+        for added in np.split(np.asarray(sums), count):
             write(list(zip(of_metrics, arrays.like(mine, added))))
             found.append(results(model))
     finally:

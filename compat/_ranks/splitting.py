@@ -1,7 +1,7 @@
 """``fit()`` of a script that knows nothing of ranks: each rank gets its part of every batch."""
 
 from .. import errors
-from . import agreement, arrays, datasets, loaders, sharding
+from . import agreement, arrays, checksum, datasets, loaders, sharding
 
 _DATA = ("x", "y", "sample_weight")
 _BATCH_SIZE = 32  # Keras' own, where none is given
@@ -51,6 +51,14 @@ def split(engine, name, given):
         )
 
 
+def batches(given, source):
+    """How many batches an epoch has, from what ``fit()`` was given; 0: that is not known."""
+    count = given.get("steps_per_epoch")
+    if count is None:
+        count = -(-_number_of_rows(source) // (given.get("batch_size") or _BATCH_SIZE))
+    return int(count) % checksum.LARGEST
+
+
 def _part_of_batches(place, source):
     """This rank's part of each batch of a generator, for example; None: that cannot be had."""
     kind = sharding.of_batches(source)
@@ -77,12 +85,11 @@ def _number_of_rows(data):
 
 def _are_same(engine, data, rows, part):
     """Whether all ranks were given the same data, as far as a sample of the rows tells."""
-    checksum = arrays.checksum(data, _SAMPLED) if rows else 0
+    value = arrays.checksum(data, _SAMPLED) if rows else 0
     if part is not None:
         compared = agreement.part_in(part)
-        rows, checksum = 1, compared.peek() if compared else len(part)
-    numbers = engine.gather([rows % 2**24, checksum % 2**24])
-    return all(of_rank == numbers[0] for of_rank in numbers)
+        rows, value = 1, compared.peek() if compared else len(part)
+    return checksum.same(engine.gather([rows % checksum.LARGEST, value % checksum.LARGEST]))
 
 
 def _split_arrays(place, given, data, rows):

@@ -1,31 +1,49 @@
 """The weights of a Keras model on several ranks: the same at the start, and compared later on."""
 
 from .. import _keras, errors
+from .._runtime.process import process
 from . import checksum, metrics
 
 
-def same_start(model, engine):
-    """Set the weights, and the optimizer's state, to rank 0's.
+class Start:
+    """The weights and the optimizer's state with which a model begins: rank 0's, on all ranks.
 
-    Raises:
-        RankError: rank 0's model has other weights.
+    Attributes:
+        numbers: their checksum, which the ranks gather.
     """
-    variables = _variables(model) + engine.state_besides(model)
-    read, write = _keras.reader_and_writer(model)
-    mine = read(variables)
-    # MXNet's optimizers make their state as they train, so that rank 0's may have more of it.
-    optimizer = model.optimizer if _is_of_mxnet(model) else None
-    state = optimizer.get_weights() if optimizer else []
-    # As after any fit() but the first, unless a script has set them on some ranks.
-    if checksum.are_same(engine, list(map(checksum.checksum, mine + list(state)))):
-        return
-    sent, state = engine.broadcast([mine, state])
-    if [value.shape for value in sent] != [value.shape for value in mine]:
-        raise errors.ranks_differ(engine.place, model.name)
-    if engine.place.rank:
-        write(list(zip(variables, sent)))
-        if optimizer:
-            optimizer.set_weights(state)
+
+    def __init__(self, model, engine):
+        self.model, self.engine = model, engine
+        self.variables = _variables(model) + engine.state_besides(model)
+        self.read, self.write = _keras.reader_and_writer(model)
+        self.mine = self.read(self.variables)
+        # MXNet's optimizers make their state as they train, so that rank 0's may have more of it.
+        self.optimizer = model.optimizer if _is_of_mxnet(model) else None
+        self.state = self.optimizer.get_weights() if self.optimizer else []
+        self.numbers = checksum.numbers(self.mine + list(self.state))
+
+    def agree(self, rows):
+        """Set them to rank 0's, unless all ranks have gathered the same.
+
+        Raises:
+            RankError: rank 0's model has other weights.
+        """
+        # As after any fit() but the first, unless a script has set them on some ranks.
+        if checksum.same(rows):
+            return
+        sent, state = self.engine.broadcast([self.mine, self.state])
+        if [value.shape for value in sent] != [value.shape for value in self.mine]:
+            raise errors.ranks_differ(self.engine.place, self.model.name)
+        if self.engine.place.rank:
+            self.write(list(zip(self.variables, sent)))
+            if self.optimizer:
+                self.optimizer.set_weights(state)
+
+
+def same_start(model, engine):
+    """Set the weights, and the optimizer's state, to rank 0's: see ``Start``."""
+    start = Start(model, engine)
+    start.agree(engine.gather(start.numbers))
 
 
 def _is_of_mxnet(model):
@@ -71,7 +89,6 @@ class WeightComparison:
         self.steps = 0
         self.compared = 0  # after so many steps
         self.begun = 0  # how many there were when the last epoch ended
-        self.names = []  # type: list  # rank 0's: Keras numbers layers by what else a rank has made
 
     def stepped(self, model):
         """Count a step of training."""
@@ -79,35 +96,46 @@ class WeightComparison:
         if checksum.is_due(self.steps):
             self.compare(model, self.steps)
 
-    def epoch_ended(self, model, epoch, steps):
+    def epoch_ended(self, steps):
         if self.steps == self.begun:  # engines that compare weights in steps count none here
             self.steps += steps
         self.begun = self.steps
-        if self.steps - self.compared >= _OFTEN:
-            self.compare(model, "after epoch {}".format(epoch))
 
-    def training_ended(self, model):
-        if self.steps > self.compared:
-            self.compare(model, "after the last epoch")
+    def is_due(self, ends):
+        """Whether to compare at the end of this epoch, with which all training may end."""
+        return self.steps - self.compared >= (1 if ends else _OFTEN)
 
     def compare(self, model, when):
         """See ``checksum.verify``."""
+        self.resolve(model, when, self.engine.gather(self.numbers(model)))
+
+    def numbers(self, model):
+        """The checksum that ranks gather to compare."""
+        process.comparisons += 1
         self.compared = self.steps
+        read, _ = _keras.reader_and_writer(model)
+        return checksum.numbers(read(self.variables(model)))
+
+    def resolve(self, model, when, rows):
+        """Act upon the checksums of all ranks: see ``checksum.verify``."""
+        if checksum.same(rows):
+            return
         read, write = _keras.reader_and_writer(model)
-        own = set(map(id, _own(model)))
-        variables = _variables(model) + self.engine.state_besides(model)
-        variables = [v for v in variables if id(v) not in own]
-        if len(self.names) != len(variables):
-            names = [getattr(variable, "path", None) or variable.name for variable in variables]
-            sent = self.engine.broadcast(names)
-            self.names = sent if len(sent) == len(names) else names
-        checksum.verify(
+        variables = self.variables(model)
+        names = [getattr(variable, "path", None) or variable.name for variable in variables]
+        sent = self.engine.broadcast(names)  # Keras numbers layers by what else a rank has made
+        checksum.resolve(
             self.engine,
-            self.names,
+            sent if len(sent) == len(names) else names,
             read(variables),
             lambda place, value: write([(variables[place], value)]),
             when,
         )
+
+    def variables(self, model):
+        own = set(map(id, _own(model)))
+        variables = _variables(model) + self.engine.state_besides(model)
+        return [v for v in variables if id(v) not in own]
 
 
 def _own(model):

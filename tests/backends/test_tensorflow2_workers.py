@@ -18,7 +18,13 @@ from compat._ranks.saving import written_by_rank_0
 from compat.testing import keras_under_test, span
 
 from . import ranks
-from .test_tensorflow2_horovod import WAYS, OnTensorFlow2, check_overlap, check_parts
+from .test_tensorflow2_horovod import (
+    SMALL_BUCKETS,
+    WAYS,
+    OnTensorFlow2,
+    check_overlap,
+    check_parts,
+)
 
 
 @pytest.mark.row("ranks: MultiWorkerMirroredStrategy")
@@ -67,13 +73,6 @@ def test_own_train_steps_eager_steps_and_batches_train_to_the_same_numbers(tmp_p
 @span
 def test_metrics_and_losses_are_those_of_all_rows_and_what_cannot_be_is_told(tmp_path):
     check_parts(lambda program, size: ranks.run(program, tmp_path, size), JOIN)
-
-
-SMALL_BUCKETS = """
-from compat._ranks.engines import tensorflow_collectives
-
-tensorflow_collectives._BUCKET_SIZES[:] = [4, 4]
-"""
 
 
 def test_gradients_leave_in_buckets_while_others_are_computed(tmp_path):

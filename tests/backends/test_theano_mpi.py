@@ -27,6 +27,7 @@ os.environ.setdefault(
 @pytest.mark.row("ranks: MPI")
 class TestTheanoRanks(RanksContract):
     backend = "theano"
+    exchanges = (20, 6)  # each is two of MPI's: what ranks come for, and what they exchange
 
 
 def test_losses_are_those_of_all_rows_and_what_cannot_be_is_told(tmp_path):

@@ -13,6 +13,7 @@ from . import ranks
 @pytest.mark.row("ranks: torch.distributed")
 class TestTorchRanks(RanksContract):
     backend = "torch"
+    exchanges = (6, 2)
     extension = ".keras"
     policies = ("mixed_float16", "mixed_bfloat16")
     processes = True
@@ -496,8 +497,8 @@ class Branches(Module):
 
     def __init__(self):
         super().__init__()
-        self.branch = nn.Linear(6, 1)
-        self.never = nn.Linear(6, 1)
+        self.branch = nn.Linear(6, 2)
+        self.never = nn.Linear(6, 2)
 
     def forward(self, x):
         output, chosen = super().forward(x), x[:, 0] > 0
@@ -1492,11 +1493,27 @@ model = compiled(metrics=[Averaged()])
 said["averaged"] = outcome(lambda: model.fit(inputs, targets, rows, verbose=0))
 model = compiled(metrics=["mae"] * compat.rank())
 said["metrics"] = outcome(lambda: model.evaluate(inputs, targets, rows, verbose=0))
+
+
+def ends_early():
+    for _ in range(3 - compat.rank()):
+        yield inputs[:rows], targets[:rows]
+
+
+# All ranks were told that an epoch has three batches.
+model = compiled()
+said["ends early"] = outcome(lambda: model.fit(ends_early(), steps_per_epoch=3, verbose=0))
 """
 
 
 def test_what_keras_computes_otherwise_than_in_one_process_is_told(tmp_path):
     _, said = ranks.run(KERAS_REFUSED, tmp_path, 2, "torch")
+    advice = " Give every rank the same number: compat.shard() does."
+    assert [each.pop("ends early") for each in said] == [
+        "RankLostError: Rank 0 of 2 has more batches, but rank 1 ran out of them after 2 batches."
+        + advice,
+        "RankError: Rank 1 of 2 ran out of batches after 2 batches, but rank 0 had more." + advice,
+    ]
     assert said[0] == said[1]
     assert said[0] == {
         "split": [

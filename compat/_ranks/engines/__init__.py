@@ -95,6 +95,40 @@ class Engine:
         sums, count = [int(total) for total in self.sum(row)], len(numbers)
         return [sums[i * count : (i + 1) * count] for i in range(self.place.size)]
 
+    def gather_each(self, lists: "Sequence[Sequence[int]]") -> "List[List[List[int]]]":
+        """As ``gather``, of several lists at once: what that gives for each of them."""
+        rows, start, found = self.gather([number for each in lists for number in each]), 0, []
+        for each in lists:
+            found.append([row[start : start + len(each)] for row in rows])
+            start += len(each)
+        return found
+
+    def gather_and_sum(
+        self, numbers: "Sequence[int]", values: "Sequence[float]", expected: int
+    ) -> "Tuple[List[List[int]], Any]":
+        """As ``gather`` and as ``sum``, in one exchange if there are no more values than expected.
+
+        Arguments:
+            values: there may be more of them on some ranks than on others.
+            expected: a number that is the same on all ranks.
+
+        Returns:
+            What ``gather`` gives, and the sums; None in their place where the ranks have different
+            numbers of values.
+        """
+        mine = [len(values)] + list(numbers)
+        front = [flag * number for flag in self.flags(True) for number in mine]
+        sums = self.sum(front + (list(values) + [0.0] * expected)[:expected])
+        starts = range(0, len(front), len(mine))
+        rows = [list(map(int, sums[start : start + len(mine)])) for start in starts]
+        if len({count for count, *_ in rows}) > 1:
+            found = None
+        elif len(values) > expected:
+            found = self.sum(values)
+        else:
+            found = sums[len(front) : len(front) + len(values)]
+        return [numbers for _, *numbers in rows], found
+
     def broadcast(self, value: "Any") -> "Any":
         """What rank 0 passes: numbers, texts, arrays and lists of them."""
         import numpy

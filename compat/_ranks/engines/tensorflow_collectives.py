@@ -25,8 +25,6 @@ from . import tensorflow_engine
 # What sums together, and how TensorFlow numbers these groups; its strategies begin at 1.
 _HOST, _GPU = "/cpu:0", "/gpu:0"
 _GROUPS = {_HOST: 1000001, _GPU: 1000002}
-# Bytes of the first bucket and of the others: those of torch's DistributedDataParallel.
-_BUCKET_SIZES = [2**20, 25 * 2**20]
 # How long a rank that fails waits for the others to be notified, in seconds.
 _EXIT_TIMEOUT = 3.0
 # In place of the flag of a rank that closes its epoch: that of a process that exits.
@@ -36,22 +34,6 @@ _EXITS = 2.0
 def _at_once(tensor):
     """The name of what is summed up by itself, in graphs and outside."""
     return "at once " + tensor.dtype.name
-
-
-def _buckets(tf, tensors):
-    """The places of dense tensors that are sent together, the last tensors first."""
-    buckets, being_filled = [], {}  # type of number -> places, their bytes
-    for place in reversed(range(len(tensors))):
-        tensor = tensors[place]
-        if not isinstance(tensor, tf.IndexedSlices):
-            places, size = being_filled.pop(tensor.dtype, ([], 0))
-            places.append(place)
-            size += tensor.dtype.size * (tensor.shape.num_elements() or 0)
-            if size < _BUCKET_SIZES[min(len(buckets), 1)]:
-                being_filled[tensor.dtype] = places, size
-            else:
-                buckets.append(places)
-    return buckets + [places for places, _ in being_filled.values()]
 
 
 class TensorFlowCollectives(tensorflow_engine.TensorFlowEngine):
@@ -136,35 +118,15 @@ class TensorFlowCollectives(tensorflow_engine.TensorFlowEngine):
     def sum_numbers_in_graph(self, numbers):
         return self.reduce(numbers, _HOST, _at_once(numbers))
 
-    def mean(self, tensors, share, name):
-        """In buckets, one after the other, in the order in which gradients are computed."""
-        tf, results = self.tf, list(tensors)
-        before = []
-        for number, places in enumerate(_buckets(tf, tensors)):
-            dtype = tensors[places[0]].dtype
-            flat = tf.concat([tf.reshape(tensors[place], [-1]) for place in places], 0)
-            weighted = flat * tf.cast(share, dtype)
-            with tf.control_dependencies(before):
-                total = self.reduce(weighted, self.device, "{} {}".format(name, number))
-            before = [total]
-            parts = tf.split(total, [tf.size(tensors[place]) for place in places])
-            for place, part in zip(places, parts):
-                results[place] = tf.reshape(part, tf.shape(tensors[place]))
-                results[place].set_shape(tensors[place].shape)
-        for place, tensor in enumerate(tensors):
-            if isinstance(tensor, tf.IndexedSlices):
-                part = "{}_{}".format(name, place)
-                with tf.control_dependencies(before):
-                    results[place] = self._mean_of_rows(tensor, share, part)
-                before = [results[place]]
-        return results
+    def sum_in_graph(self, tensor, name, before):
+        with self.tf.control_dependencies(before):  # one after the other, on all ranks
+            return self.reduce(tensor, self.device, name)
 
-    def _mean_of_rows(self, slices, share, name):
-        """All ranks' rows one after the other: optimizers sum up those of one index."""
-        tf = self.tf
-        values = slices.values * tf.cast(share, slices.values.dtype)
-        mine = tf.one_hot(self.place.rank, self.place.size, dtype=tf.int32)
-        counts = self.reduce(mine * tf.shape(values)[0], _HOST, name + " counts")
+    def concatenate(self, slices, name, before):
+        tf, values = self.tf, slices.values
+        with tf.control_dependencies(before):
+            mine = tf.one_hot(self.place.rank, self.place.size, dtype=tf.int32)
+            counts = self.reduce(mine * tf.shape(values)[0], _HOST, name + " counts")
         longest = tf.reduce_max(counts)
         kept = tf.reshape(tf.sequence_mask(counts, longest), [-1])
 

@@ -4,6 +4,25 @@ import contextlib
 
 from .. import engines
 
+#: Bytes of the first bucket and of the others: those of torch's DistributedDataParallel.
+BUCKET_SIZES = [2**20, 25 * 2**20]
+
+
+def _buckets(tf, tensors):
+    """The places of dense tensors that are sent together, the last tensors first."""
+    buckets, being_filled = [], {}  # type of number -> places, their bytes
+    for place in reversed(range(len(tensors))):
+        tensor = tensors[place]
+        if not isinstance(tensor, tf.IndexedSlices):
+            places, size = being_filled.pop(tensor.dtype, ([], 0))
+            places.append(place)
+            size += tensor.dtype.size * (tensor.shape.num_elements() or 0)
+            if size < BUCKET_SIZES[min(len(buckets), 1)]:
+                being_filled[tensor.dtype] = places, size
+            else:
+                buckets.append(places)
+    return buckets + [places for places, _ in being_filled.values()]
+
 
 class TensorFlowEngine(engines.Engine):
     """An engine whose waits may be in a graph of the user's, while TensorFlow runs it.
@@ -22,7 +41,7 @@ class TensorFlowEngine(engines.Engine):
     def mean(self, tensors, share, name):
         """The mean over all ranks, weighted by their shares of the rows.
 
-        Each tensor leaves as soon as it is computed, or the few that it leaves together with.
+        In buckets, each of which leaves as soon as it is computed.
 
         Arguments:
             tensors: dense ones and ``IndexedSlices``, the same on all ranks, in the order of the
@@ -30,6 +49,37 @@ class TensorFlowEngine(engines.Engine):
             share: this rank's, a float64 tensor.
             name: of the operation; the ranks' operations of one name belong together.
         """
+        tf, results, before = self.tf, list(tensors), []
+        for number, places in enumerate(_buckets(tf, tensors)):
+            flat = tf.concat([tf.reshape(tensors[place], [-1]) for place in places], 0)
+            weighted = flat * tf.cast(share, flat.dtype)
+            total = self.sum_in_graph(weighted, "{}_bucket_{}".format(name, number), before)
+            before = [total]
+            parts = tf.split(total, [tf.size(tensors[place]) for place in places])
+            for place, part in zip(places, parts):
+                results[place] = tf.reshape(part, tf.shape(tensors[place]))
+                results[place].set_shape(tensors[place].shape)
+        for place, tensor in enumerate(tensors):
+            if isinstance(tensor, tf.IndexedSlices):
+                weighted = tf.IndexedSlices(
+                    tensor.values * tf.cast(share, tensor.values.dtype),
+                    tensor.indices,
+                    tensor.dense_shape,
+                )
+                results[place] = self.concatenate(weighted, "{}_{}".format(name, place), before)
+                before = [results[place]]
+        return results
+
+    def sum_in_graph(self, tensor, name, before):
+        """The sum over all ranks of a tensor of one axis.
+
+        Arguments:
+            before: what was exchanged before, which engines that need an order wait for.
+        """
+        raise NotImplementedError
+
+    def concatenate(self, slices, name, before):
+        """All ranks' ``IndexedSlices`` one after the other: optimizers sum up rows of one index."""
         raise NotImplementedError
 
     def sum_numbers_in_graph(self, numbers):

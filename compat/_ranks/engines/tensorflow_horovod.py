@@ -57,49 +57,28 @@ class TensorFlowHorovod(tensorflow_engine.TensorFlowEngine, horovod.HorovodEngin
             tensor, op=self.horovod.Sum, name=name, ignore_name_scope=True
         )
 
-    def mean(self, tensors, share, name):
-        """One all-reduce for each tensor: Horovod puts together those that are ready at once.
+    def sum_in_graph(self, tensor, name, before):
+        return self._sum(tensor, "horovod_" + name)
 
-        Outside of graphs, where each operation waits for its result, one for those of each type.
-        """
-        tf, results = self.tf, list(tensors)
-        dense = {}  # outside of graphs: places of tensors by their types
+    def mean(self, tensors, share, name):
+        tf = self.tf
         if tf.executing_eagerly():
             self.arrive()
-        else:
-            with tf.control_dependencies(results):  # only now it waits for the others
-                arrived = self.called(lambda: self.arrive() or 0.0, [], tf.float64)
-        for place, tensor in enumerate(tensors):
-            name_of_one = "{}_{}".format(name, place)
-            if isinstance(tensor, tf.IndexedSlices):
-                results[place] = self._mean_of_rows(tensor, share, name_of_one)
-                continue
-            results[place] = tensor * tf.cast(share, tensor.dtype)
-            if tf.executing_eagerly():
-                dense.setdefault(tensor.dtype, []).append(place)
-            else:
-                results[place] = self._sum(results[place], "horovod_" + name_of_one)
-        for dtype, places in dense.items():
-            weighted = [results[place] for place in places]
-            means = self.horovod.grouped_allreduce(
-                weighted, op=self.horovod.Sum, name="{}_{}".format(name, dtype.name)
-            )
-            for place, mean in zip(places, means):
-                results[place] = mean
-        if results and not tf.executing_eagerly():
+            return super().mean(tensors, share, name)
+        with tf.control_dependencies(list(tensors)):  # only now it waits for the others
+            arrived = self.called(lambda: self.arrive() or 0.0, [], tf.float64)
+        results = super().mean(tensors, share, name)
+        if results:
             with tf.control_dependencies([arrived]):  # what computes a result calls that, too
                 last = tf.nest.map_structure(tf.identity, results[-1], expand_composites=True)
             results[-1] = last
         return results
 
-    def _mean_of_rows(self, slices, share, name):
-        """All ranks' rows one after the other: optimizers sum up those of one index."""
-
+    def concatenate(self, slices, name, before):
         def gather(tensor, part):
             name_of_part = "horovod_{}_{}".format(name, part)
             return self.horovod.allgather(tensor, name=name_of_part, ignore_name_scope=True)
 
-        values = slices.values * self.tf.cast(share, slices.values.dtype)
         return self.tf.IndexedSlices(
-            gather(values, "values"), gather(slices.indices, "indices"), slices.dense_shape
+            gather(slices.values, "values"), gather(slices.indices, "indices"), slices.dense_shape
         )

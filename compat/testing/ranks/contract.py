@@ -35,6 +35,9 @@ class RanksContract(Jobs):
     functions = ("train", "train_on", "batches")
     #: Functions that train epochs, and go on from the file of the epoch before.
     going_on = ("go_on",)
+    #: How often ranks exchange something at most, by the calls of their engine: in a fit() of four
+    #: steps that is not the first, and in train_on_batch().
+    exchanges = (10, 3)
 
     def script(self):
         return SCRIPT
@@ -53,6 +56,8 @@ class RanksContract(Jobs):
         if size < 3:
             calls.append(("normalise", []))
             calls += [("mixed", [self.policies])] if self.policies else []
+        if size == 2:
+            calls.append(("exchange", []))  # the last, since it changes the engine
         return calls
 
     def stage(self, first, last):
@@ -201,6 +206,15 @@ class RanksContract(Jobs):
         left = [name for name in os.listdir(folder) if name.startswith(".")]
         assert not left
         assert os.path.exists(os.path.join(folder, "checkpoint" + self.extension))
+
+    # Nothing more than needed -----------------------------------------------------------------
+
+    @span
+    def test_ranks_exchange_once_before_and_once_after_the_steps(self, results):
+        """And the gradients of twenty small layers at once."""
+        for _, facts in results(2, "exchange"):
+            fit, batch = self.exchanges
+            assert facts["third"] <= fit and facts["batch"] <= batch, facts
 
     # No edit at all ---------------------------------------------------------------------------
 

@@ -13,7 +13,9 @@ import numpy as np
 
 import compat
 
+from ..._runtime.process import process
 from ..models import CASES, fit_in_order, initialise, keras_under_test, optimizer
+from . import exchanges
 from .faults import FAULTS, FAULTY
 
 # Rows of a batch of all ranks, and of the data: two whole batches and one of 13 rows.
@@ -347,6 +349,29 @@ def batches(keras, folder, processes):
     compat.barrier()
     facts["waited"] = os.path.exists(path)
     return arrays, facts
+
+
+def exchange(keras, folder):
+    """Train a model of many small layers, and count how often the ranks exchange something."""
+    counted = exchanges.counted(next(iter(process.engines.values())))
+
+    def build():
+        layers = [keras.layers.Dense(4, input_shape=(8,))]
+        layers += [keras.layers.Dense(4) for _ in range(19)]
+        return initialise(keras.models.Sequential(layers))
+
+    model = compat.parallelize(build)
+    model.compile(optimizer(keras, "sgd"), "mse", metrics=["mae"])
+    inputs, targets = compat.shard(CASES["dense"].data(4 * BATCH), BATCH)
+    rows = compat.local_batch_size(BATCH)
+    facts = {}
+    for name in "first", "second", "third":
+        counted.clear()
+        fit_in_order(model, inputs, targets, rows, 1)
+        facts[name] = sum(counted.values())
+    counted.clear()
+    model.train_on_batch(inputs[:rows], targets[:rows])
+    return {}, dict(facts, batch=sum(counted.values()))
 
 
 # How far weights may be from one process's, whose matrix products sum up in that type, too.
