@@ -23,6 +23,8 @@ FOUND = {
     "fails": "The operation qr of 'net' fails on a part of a batch, of which each device has one.",
     "diverged": "Model 'net' takes another path on a part of a batch, of which each device has "
     "one.",
+    "gradient": "The operation Norm of 'net' has a gradient of its own that computes, or may "
+    "compute, across the rows of a batch, of which each device has a part.",
     "opaque": "Model 'net' returns an object that is no tensor, such as a distribution, which "
     "cannot be put together from those of the devices.",
     "rows": "Model 'net' has recurrent or attention layers whose batch is neither the first nor "
@@ -35,6 +37,7 @@ ACROSS = {
     "tried": _rows.Across(None, why="tried"),
     "fails": _rows.Across("qr", why="fails"),
     "diverged": _rows.Across(None, why="diverged"),
+    "gradient": _rows.Across("Norm", why="gradient"),
     "opaque": _rows.Across(None, why="opaque"),
     "rows": _rows.Across(None, why="rows"),
     "unknown": _rows.Across("qr", why="unknown"),

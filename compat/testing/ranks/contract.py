@@ -13,7 +13,8 @@ from ..._ranks.launchers import LAUNCHERS
 from ..spans import in_span, span
 from .faults import FAILING_JOBS, name_of
 from .jobs import SIZES, Jobs
-from .programs import POLICIES, ROWS, SCRIPT, STAGES, UNCHANGED
+from .programs import POLICIES, ROWS, SCRIPT, STAGES
+from .unchanged import UNCHANGED
 
 
 class RanksContract(Jobs):
