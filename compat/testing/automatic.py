@@ -22,7 +22,7 @@ from .._runtime import on_import, patching
 from .._runtime.process import process
 from .contract import BackendContract
 from .models import CASES, DEVICES, initialise, optimizer
-from .ranks.programs import UNCHANGED
+from .ranks.unchanged import UNCHANGED
 from .spans import span
 
 
