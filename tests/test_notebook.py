@@ -4,9 +4,11 @@ The backend is tests/plugin, whose devices are threads. Where nbclient and ipyke
 installed, conftest.py leaves this file out.
 """
 
+import gc
 import os
 import re
 import sys
+import warnings
 
 import nbformat
 import pytest
@@ -51,8 +53,14 @@ def notebook(monkeypatch, tmp_path):
     manager = KernelManager()
     manager.kernel_spec.argv[0] = sys.executable
     client = NotebookClient(nbformat.v4.new_notebook(), km=manager, timeout=120, allow_errors=True)
+    held = Notebook(client)
     with client.setup_kernel():
-        yield Notebook(client)
+        yield held
+    # Sockets that are left to the collector warn of that, in whatever test comes then.
+    held.client = client = manager = None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
 
 
 def test_cells_that_are_run_again(notebook, tmp_path):

@@ -396,13 +396,20 @@ def parts(as_rank, *made):
     return found
 
 
+def begun(engine, *sources):
+    """The agreement of a ``fit()`` on what it was given."""
+    agreed = agreement.Agreement(engine, sources)
+    agreed.compare(engine.gather(agreed.advance(engine.gather(agreed.positions()))))
+    return agreed
+
+
 def test_fit_begins_with_the_same_batches(as_rank, together):
     same = parts(as_rank, Items(20), Items(20))
     other = parts(as_rank, generate(20), generate(20, 10))
 
     def begin(*sources):
         def function(engine):
-            agreement.Agreement(engine, [source[engine.place.rank] for source in sources]).begin()
+            begun(engine, *[source[engine.place.rank] for source in sources])
 
         return together(function)
 
@@ -422,7 +429,7 @@ def test_a_rank_whose_generator_is_behind_catches_up(as_rank, together):
         next(both[1])
 
     def function(engine):
-        agreement.Agreement(engine, [both[engine.place.rank]]).begin()
+        begun(engine, both[engine.place.rank])
 
     assert together(function) == [None, None]
     assert [next(part)[0].tolist() for part in both] == [[20, 21, 22], [23, 24]]
@@ -475,13 +482,12 @@ def test_epochs_end_with_the_same_batches(as_rank, together, make):
 
     def function(engine):
         part = both[engine.place.rank]
-        agreed = agreement.Agreement(engine, [part])
-        agreed.begin()
+        agreed = begun(engine, part)
         for epoch in range(2):
             for index in range(4 + engine.place.rank):  # which takes one ahead
                 item = next(part) if make is generate else part[index % 4]
                 assert len(item[0]) in (2, 3)
-            agreed.epoch_ended()
+            agreed.epoch_ended([of_rank[0] for of_rank in engine.gather([agreed.position()])])
             if epoch:
                 return "not told"
             if make is not generate:
