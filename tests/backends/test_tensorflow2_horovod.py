@@ -124,12 +124,20 @@ model = compat.parallelize(keras.Sequential(parts))
 model.compile("sgd", "mse")
 batch = inputs[:rows], targets[:rows]
 said["between"] = []
-for step in range(8):
-    model.train_on_batch(*batch)
-    (engine,) = process.process.engines.values()
-    if step == 4:  # the next comparison of weights is after step 16
-        engine.sum = lambda values: said["between"].append(values)
-del engine.sum
+
+
+class Listening(keras.callbacks.Callback):
+    def on_train_batch_begin(self, step, logs=None):
+        (engine,) = process.process.engines.values()
+        exchange = type(engine).sum
+        if step == 5:  # the next comparison of weights is after step 16
+            engine.sum = lambda values: said["between"].append(values) or exchange(engine, values)
+        if step == 8:
+            del engine.sum
+
+
+several = [np.concatenate([data] * 9) for data in batch]
+model.fit(*several, batch_size=rows, shuffle=False, verbose=0, callbacks=[Listening()])
 graph = tf.function(lambda *data: model.train_step(data)).get_concrete_function(*batch).graph
 
 

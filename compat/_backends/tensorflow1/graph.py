@@ -312,7 +312,8 @@ def _gradient_of_copy(op, copies):
         results = gradient(op, *upstream)
         tensors = [result for result in results if result is not None]
         starts = set(copies.operations) | {tensor.op for tensor in copies.replaced}
-        _, consumers = ancestors(tensors, starts | {tensor.op for tensor in upstream})
+        given = {tensor.op for tensor in upstream if tensor is not None}  # whole numbers get none
+        _, consumers = ancestors(tensors, starts | given)
         moving = reached([start for start in starts if start in consumers], consumers) - starts
         if not moving:
             return results

@@ -10,10 +10,21 @@ from .graph import v1_names
 
 def has_one(op):
     """Whether an operation's gradient is not TensorFlow's."""
+    from tensorflow.python.framework import ops
+
     try:
-        return bool(op.get_attr("_gradient_op_type")) and bool(op.inputs)
-    except ValueError:
+        if not op.get_attr("_gradient_op_type") or not op.inputs:
+            return False
+        function = ops.get_gradient_function(op)
+    except (ValueError, LookupError):  # it has none, or none is known by this name
         return False
+    # What tf.custom_gradient registers calls the function that it was given. TensorFlow's own are
+    # gradients of what they belong to, such as those of tf.recompute_grad and tf.nn.swish.
+    for name in ("tape_grad_fn", "grad_fn"):
+        names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+        if name in names:
+            function = function.__closure__[names.index(name)].cell_contents
+    return not (getattr(function, "__module__", None) or "").startswith("tensorflow")
 
 
 class OwnGradient:

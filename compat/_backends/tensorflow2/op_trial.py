@@ -247,7 +247,9 @@ class Executor:
         values = dict(zip([tensor.name for tensor in graph.inputs], inputs))
         for op in graph.get_operations():
             sets = any(map(is_resource, op.inputs))  # a variable
-            if op.type == "Placeholder" or not op.outputs and not sets:
+            # What follows from a placeholder without a value is an own gradient that was followed.
+            known = all(tensor.name in values for tensor in op.inputs)
+            if op.type == "Placeholder" or not known or not op.outputs and not sets:
                 continue
             results = self.execute(op, [values[tensor.name] for tensor in op.inputs])
             values.update(zip([tensor.name for tensor in op.outputs], results))
