@@ -8,7 +8,7 @@ from ... import _rows
 from ..._rows import split_rows
 from ..._runtime import work
 from ..._runtime.patching import replaced
-from . import nested_arrays, symbol_graph
+from . import nested_arrays, own_gradients, symbol_graph
 from .gluon_states import OwnStates, blocks, check_equal, own_attributes, states_of
 from .gluon_trainers import _move, _parameters
 from .nested_arrays import _arrays, _leaves, _mapped, _on, can_be_merged
@@ -240,45 +240,18 @@ class BlockReplicas:
             if isinstance(found, _rows.Mixed) or not right or not can_be_merged(placements[-1]):
                 return None, _rows.Across(untold, why="tried")
         if mx.autograd.is_recording() and (graph is None or graph.own_gradients()):
-            with mx.autograd.pause():
-                mixes = self._mixes_back(args, placements)
-            if mixes:
+            if own_gradients.mix(_parameters(self.block), args, placements, self._parts_of):
                 return None, _rows.Across(None, why="gradient")
         return placements, None
 
-    def _mixes_back(self, args, placements):
-        """Whether gradients of three rows together are not those of two and of the third."""
-        parameters = [p for p in _parameters(self.block) if p._data and p.grad_req != "null"]
-        first = [(p.list_data()[0], p.list_grad()[0]) for p in parameters]
-        before = [(gradient.copy(), value._fresh_grad) for value, gradient in first]
-        given = _mapped(lambda place, array: _marked(array), args)
-        gradients = [gradient for _, gradient in first]
-        gradients += [array.grad for array in _arrays(given) if array.grad is not None]
-
-        def results_of(parts):
-            with self._leaving_no_trace(), mx.autograd.record(train_mode=False):
-                shards = [self._rows_of(given, part) for part in parts]
-                results = [self._written(self.contexts[0], shard) for shard in shards]
-                sizes = list(map(len, parts))
-                return nested_arrays.merged(placements, results, sizes, self.contexts[0])
-
-        found, upstream = [], None  # type: Any, Any
-        try:
-            for parts in (_rows.trial.WHOLE,), _rows.trial.PARTS:
-                heads = nested_arrays.differentiable(placements, results_of(parts))
-                upstream = upstream or [head.detach() + 0.5 for head in heads]
-                for gradient in gradients:
-                    gradient[:] = 0
-                mx.autograd.backward(heads, upstream, train_mode=False)
-                found.append([gradient.asnumpy() for gradient in gradients])
-        except Exception:
-            symbol_graph.clear_errors()
-            return True
-        finally:
-            for (value, gradient), (old, is_fresh) in zip(first, before):
-                gradient[:] = old
-                value._fresh_grad = is_fresh
-        return not all(map(_rows.trial.close, *found))
+    def _parts_of(self, args, parts, placements):
+        """The result of some parts of the rows on the first context, in inference, recorded."""
+        with self._leaving_no_trace(), mx.autograd.record(train_mode=False):
+            shards = [self._rows_of(args, part) for part in parts]
+            results = [self._written(self.contexts[0], shard) for shard in shards]
+            return nested_arrays.merged(
+                placements, results, list(map(len, parts)), self.contexts[0]
+            )
 
     def _rows_of(self, args, numbers):
         """Some rows of the arguments, on the first context."""
@@ -371,14 +344,6 @@ class BlockReplicas:
             check_equal(self.block, others)
         if not mx.autograd.is_recording():
             self._sizes = None
-
-
-def _marked(array):
-    """A copy of an array that gets a gradient, if numbers like these do."""
-    array = array.copy()
-    if "float" in str(array.dtype):
-        array.attach_grad()
-    return array
 
 
 def _leave_without_gradients(parameters):

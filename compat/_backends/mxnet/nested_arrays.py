@@ -86,15 +86,6 @@ def merged(placements, results, sizes, context):
     return _mapped(lambda place, array: values.pop(), results[0])
 
 
-def differentiable(placements, result):
-    """The arrays of a result that may have a gradient."""
-    return [
-        array
-        for placement, array in zip(placements, _arrays(result))
-        if not isinstance(placement, Replicated) and "float" in str(array.dtype)
-    ]
-
-
 def _merged(placement, parts, sizes, context):
     if isinstance(placement, Replicated) or len(parts) == 1:
         return parts[0]
