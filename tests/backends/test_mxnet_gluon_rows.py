@@ -235,6 +235,60 @@ def whole(mx, block, *calls):
     return [str(w.message) for w in caught if issubclass(w.category, compat.CompatWarning)]
 
 
+GRADIENT = (
+    "Model {!r} has a gradient of its own that computes, or may compute, across the rows of a "
+    "batch, of which each device has a part."
+)
+#: What becomes of what comes back, and whether it mixes rows.
+BACK = {
+    "reversed": (lambda nd, gradient: -gradient, False),
+    "of length 1": (lambda nd, gradient: gradient / nd.norm(gradient), True),
+}
+
+
+def with_gradient(mx, function):
+    """A function of rows: themselves, and the gradient that a function makes."""
+
+    class Own(mx.autograd.Function):
+        def forward(self, x):
+            return x * 1
+
+        def backward(self, gradient):
+            return function(mx.nd, gradient)
+
+    return lambda F, x: Own()(x)
+
+
+@pytest.mark.parametrize("name", in_span(sorted(BACK), ["of length 1"]))
+def test_gradients_of_ones_own(mx, name):
+    function, mixes = BACK[name]
+    texts, net = one_contexts_numbers(mx, with_gradient(mx, function), hybrid=False)
+    assert texts == ([GRADIENT.format(net.name) + WHOLE] if mixes else [])
+
+
+def test_results_without_a_gradient_are_left_out_of_account(mx):
+    """Such as what is detached, in a block that is not traced."""
+
+    class Both(mx.gluon.Block):
+        def __init__(self):
+            super(Both, self).__init__()
+            with self.name_scope():
+                self.dense = mx.gluon.nn.Dense(4)
+
+        def forward(self, x):
+            found = self.dense(x)
+            return found, found.detach()
+
+    net = Both()
+    initialise(mx, net)
+    compat.parallelize(net)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", compat.CompatWarning)
+        with mx.autograd.record():
+            loss = net(array(mx, 13))[0].sum()
+        loss.backward()
+
+
 @pytest.mark.parametrize("hybrid", [False, True])
 def test_an_array_that_was_split_and_now_has_other_rows(mx, hybrid):
     """A memory, which had as many rows as the first batch by chance."""

@@ -357,6 +357,47 @@ def test_operations_without_a_rule_are_tried(mx):
         assert len(module._exec_group.execs) == (1 if mixes else 3)
 
 
+def custom(mx, name, backward):
+    """A symbol's operation of one's own: its input, with the gradient that a function makes."""
+
+    class Own(mx.operator.CustomOp):
+        def forward(self, is_train, req, in_data, out_data, aux):
+            self.assign(out_data[0], req[0], in_data[0])
+
+        def backward(self, req, out_grad, in_data, out_data, in_grad, aux):
+            self.assign(in_grad[0], req[0], backward(out_grad[0]))
+
+    @mx.operator.register(name)
+    class Properties(mx.operator.CustomOpProp):
+        def create_operator(self, context, shapes, types):
+            return Own()
+
+    return lambda *args: mx.sym.Custom(*args, op_type=name)
+
+
+@pytest.mark.parametrize("mixes", [True, False])
+def test_gradients_of_ones_own(mx, mixes):
+    function = (lambda g: g / mx.nd.norm(g)) if mixes else (lambda g: -0.5 * g)
+    own, results, texts = custom(mx, "compat_own_{}".format(mixes), function), [], []
+    for parallel in (False, True):
+        x = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=4, name="a")
+        module = mx.mod.Module(mx.sym.SoftmaxOutput(own(x), name="softmax"))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", compat.CompatWarning)
+            if parallel:
+                compat.parallelize(module)
+            module.bind([("data", (13, 8))], [("softmax_label", (13,))])
+            start = np.random.RandomState(0).normal(size=(4, 8)) * 0.3
+            module.init_params(arg_params={"a_weight": mx.nd.array(start)}, allow_missing=True)
+            optimised(module)
+            outputs = [step(mx, module, 13) for _ in range(3)]
+        texts += [str(w.message) for w in caught if w.category is compat.CompatWarning]
+        results.append(outputs + weights(module))
+    assert difference(*results) < 1e-5
+    assert len(texts) == mixes
+    assert all("has a gradient of its own that computes" in text for text in texts)
+
+
 def test_rows_in_another_dimension(mx):
     """``layout`` says where: time first, and no operation across rows for that."""
     shapes, results = [mx.io.DataDesc("data", (5, 13, 4), layout="TNC")], []

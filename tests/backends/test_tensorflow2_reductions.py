@@ -148,6 +148,9 @@ WHY = {
     "fails": r"Model '\w+' fails on a part of a batch, of which each device has one\.",
     "different": r"Model '\w+' computes across the rows of a batch, of which each device has a "
     r"part\.",
+    "gradient": PLACE
+    + r" of '\w+' has a gradient of its own that computes, or may compute, across "
+    r"the rows of a batch, of which each device has a part\.",
     "unknown": r"Model '\w+' may compute across the rows of a batch, of which each device has a "
     r"part: compat has no rule for it, and cannot try it\.",
 }
@@ -582,6 +585,59 @@ def test_rows_computed_from_other_rows_run_whole(keras, layer):
     with warnings.catch_warnings():
         warnings.simplefilter("error", compat.CompatWarning)
         trained(build, parallel=[True])
+
+
+@tf.custom_gradient
+def clipped(x):
+    """All that comes back is one vector, whose length has a limit."""
+    return tf.identity(x), lambda upstream: tf.clip_by_norm(upstream, 0.01)
+
+
+@tf.custom_gradient
+def clipped_each(x):
+    return tf.identity(x), lambda upstream: tf.clip_by_value(upstream, -0.01, 0.01)
+
+
+def in_a_loop(function):
+    """Twice, in a loop that no trace unrolls."""
+
+    def looped(x):
+        def body(i, x):
+            return i + 1, function(x)
+
+        return tf.while_loop(lambda i, x: i < 2, body, [tf.constant(0), x])[1]
+
+    return looped
+
+
+OWN_GRADIENTS = {
+    "all": (clipped, True),
+    "each row": (clipped_each, False),
+    "in a function": (tf.function(clipped), True),
+    "in a loop": (in_a_loop(clipped), True),
+    "each row, in a loop": (in_a_loop(clipped_each), False),
+    "TensorFlow's own": (tf.recompute_grad(lambda x: tf.sin(3 * x)), False),
+}
+
+
+@pytest.mark.parametrize("name", in_span(sorted(OWN_GRADIENTS), ["all", "TensorFlow's own"]))
+def test_own_gradients_that_mix_rows_run_whole(keras, name):
+    function, mixes = OWN_GRADIENTS[name]
+    layers = keras.layers
+
+    class Own(Layer):
+        def call(self, x):
+            return function(x)
+
+    def build():
+        inputs = layers.Input((8,))
+        hidden = layers.Dense(6, activation="tanh")(inputs)
+        return keras.models.Model(inputs, layers.Dense(4)(Own(name="own")(hidden)), name="net")
+
+    with warnings.catch_warnings() if not mixes else runs_whole("gradient"):
+        if not mixes:
+            warnings.simplefilter("error", compat.CompatWarning)
+        same(trained(build))
 
 
 @pytest.mark.parametrize("name", ["variance", "two kinds"])
