@@ -18,11 +18,12 @@ pytestmark = [pytest.mark.row("torch nn.Module"), pytest.mark.usefixtures("devic
 ROWS = 13
 
 
-def agree(module, *args, steps=2, atol=1e-12, whole=(), **kwargs):
+def agree(module, *args, steps=2, atol=1e-12, whole=(), predicts_whole=None, **kwargs):
     """Run ``module`` plain and on three devices: results, gradients and buffers are the same.
 
     Arguments:
         whole: the texts of warnings, where it runs with the whole batch on one device.
+        predicts_whole: whether it does so without gradients, too; None: if it does with them.
     """
     import torch
 
@@ -47,7 +48,8 @@ def agree(module, *args, steps=2, atol=1e-12, whole=(), **kwargs):
         for (name, one), other in zip(plain.named_buffers(), parallel.buffers()):
             torch.testing.assert_close(one, other, rtol=0, atol=atol, msg=name)
     assert told == list(whole)
-    assert replicas(lambda: parallel(*args, **kwargs)) == (0 if whole else DEVICES)
+    predicts_whole = bool(whole) if predicts_whole is None else predicts_whole
+    assert replicas(lambda: parallel(*args, **kwargs)) == (0 if predicts_whole else DEVICES)
     return parallel, found
 
 
