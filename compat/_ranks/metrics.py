@@ -85,7 +85,12 @@ class MetricResults:
         metrics = of(model)
         if hasattr(model, "_get_training_eval_metrics"):
             if self.made is None or self.made[0] != metrics:
+                # What functions that Keras makes later put out; result() replaces it by a tensor
+                # that waits for no update.
+                kept = [getattr(metric, "_call_result", None) for metric in metrics]
                 tensors = [metric.result() for metric in metrics]
+                for metric, result in zip(metrics, kept):
+                    metric._call_result = result
                 self.made = metrics, _keras.keras_of(model).backend.function([], tensors)
             return {m.name: _number(v) for m, v in zip(metrics, self.made[1]([]))}
         found = {}
