@@ -391,7 +391,9 @@ def test_a_verified_step_is_compiled_for_all_devices_and_for_one(keras, caplog):
         model.fit(ROWS[:32], TARGETS[:32], batch_size=16, epochs=2, verbose=0)
     assert record.steps["train"] == 1
     compiled = [each for each in caplog.messages if each.startswith("Compiling jit(train_step)")]
-    assert len(compiled) == 2
+    # JAX may have forgotten one of them in a long process, and compile it again.
+    assert ["NamedSharding" in each for each in compiled][:2] == [True, False]
+    assert len(set(compiled)) == 2
 
 
 def test_mixed_precision_scales_the_loss(keras):
