@@ -112,8 +112,7 @@ def test_gradients_that_mix_rows_run_whole(make, back):
         "the rows of a batch, of which each device has a part. The model runs on cpu:0 with the "
         "whole batch.".format(NAMED[make])
     )
-    whole = [text] if mixes else []
-    agree(module(make, function), rows(13, 6), whole=whole, predicts_whole=False)
+    agree(module(make, function), rows(13, 6), whole=[text] if mixes else [])
 
 
 def test_checkpoints_of_torch_are_no_gradients_of_ones_own():

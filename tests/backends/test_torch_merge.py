@@ -18,12 +18,11 @@ pytestmark = [pytest.mark.row("torch nn.Module"), pytest.mark.usefixtures("devic
 ROWS = 13
 
 
-def agree(module, *args, steps=2, atol=1e-12, whole=(), predicts_whole=None, **kwargs):
+def agree(module, *args, steps=2, atol=1e-12, whole=(), **kwargs):
     """Run ``module`` plain and on three devices: results, gradients and buffers are the same.
 
     Arguments:
         whole: the texts of warnings, where it runs with the whole batch on one device.
-        predicts_whole: whether it does so without gradients, too; None: if it does with them.
     """
     import torch
 
@@ -48,8 +47,7 @@ def agree(module, *args, steps=2, atol=1e-12, whole=(), predicts_whole=None, **k
         for (name, one), other in zip(plain.named_buffers(), parallel.buffers()):
             torch.testing.assert_close(one, other, rtol=0, atol=atol, msg=name)
     assert told == list(whole)
-    predicts_whole = bool(whole) if predicts_whole is None else predicts_whole
-    assert replicas(lambda: parallel(*args, **kwargs)) == (0 if predicts_whole else DEVICES)
+    assert replicas(lambda: parallel(*args, **kwargs)) == (0 if whole else DEVICES)
     return parallel, found
 
 

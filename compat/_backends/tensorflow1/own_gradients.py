@@ -18,13 +18,14 @@ def has_one(op):
         function = ops.get_gradient_function(op)
     except (ValueError, LookupError):  # it has none, or none is known by this name
         return False
-    # What tf.custom_gradient registers calls the function that it was given. TensorFlow's own are
-    # gradients of what they belong to, such as those of tf.recompute_grad and tf.nn.swish.
+    # What tf.custom_gradient registers calls the function that it was given. Those of TensorFlow
+    # and Keras themselves are gradients of what they belong to, as in tf.recompute_grad.
     for name in ("tape_grad_fn", "grad_fn"):
         names = getattr(getattr(function, "__code__", None), "co_freevars", ())
         if name in names:
             function = function.__closure__[names.index(name)].cell_contents
-    return not (getattr(function, "__module__", None) or "").startswith("tensorflow")
+    package = (getattr(function, "__module__", None) or "").partition(".")[0]
+    return package not in ("tensorflow", "tensorflow_core", "keras", "tf_keras")
 
 
 class OwnGradient:

@@ -60,6 +60,7 @@ class Known:
         self.described = None
         self.watch = True
         self.trial = None  # on the first call
+        self.gradients = False  # whether that call had some
         self.comparisons = set()  # of numbers of rows with others, by which Python chose its way
         self.counted = False  # whether Python may choose its way by the number of rows unseen
         self.totals = set()  # numbers of rows for which its choices are harmless

@@ -68,9 +68,11 @@ class ReplicatedMethod(patching.InstanceMethod):
             if any(_is_unknown(leaf) for leaf in arguments.leaves):
                 warn_not_divided(model, "no tensor, as far as torch.utils._pytree finds them")
             return self.plainly(model, arguments, arguments.leaves)
-        mode = model.training, torch.is_grad_enabled(), arguments.key
-        kinds = {mode + (each.cuts,): each for each in layouts}
+        kinds = {(model.training, arguments.key, each.cuts): each for each in layouts}
         kind = next((kind for kind in kinds if self.known.get(kind) is not None), None)
+        if kind is not None and torch.is_grad_enabled() and not self.known[kind].gradients:
+            del self.known[kind]  # which has shown nothing of gradients
+            kind = None
         known, rows = self.known.get(kind), layouts[0].rows
         # Of one row nothing can be learned.
         untried = {k: v for k, v in kinds.items() if k not in self.known and v.rows > 1}
@@ -259,6 +261,7 @@ class ReplicatedMethod(patching.InstanceMethod):
         if known.trial is not None or known.rules != previous:
             trials.prove(trial, known.rules, state.before, home)
         if known.trial is not None and torch.is_grad_enabled():
+            known.gradients = True
             given = [leaf for leaf in arguments.leaves if isinstance(leaf, torch.Tensor)]
             across = own_gradients.found(first, given)
             sources = [v for v in given + list(model.parameters()) if v.requires_grad]
