@@ -497,8 +497,8 @@ class Branches(Module):
 
     def __init__(self):
         super().__init__()
-        self.branch = nn.Linear(6, 2)
-        self.never = nn.Linear(6, 2)
+        self.branch = nn.Linear(6, 1)
+        self.never = nn.Linear(6, 1)
 
     def forward(self, x):
         output, chosen = super().forward(x), x[:, 0] > 0
