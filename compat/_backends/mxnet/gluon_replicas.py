@@ -61,6 +61,8 @@ class BlockReplicas:
         self._split = {}  # by the place of an array among the arguments: whether it was split
         self._operations = {}  # that write states, by name: of what was traced
         self._kinds = {}  # by kind of arguments: the results' placements (None: whole), if tried
+        self._gradients = set()  # kinds of arguments whose gradients were tried
+        self._sees_gradients = True  # whether none can be the user's own: of what was traced last
         self._warned = False
         self.verified = None  # a VerifiedBlockForward, which runs the first calls
         for name in self.METHODS:
@@ -192,8 +194,7 @@ class BlockReplicas:
             has_rows = bool(array.shape) and array.shape[0] == rows
             kept = kept and (has_rows or not self._split.get(place, False))
             self._split.setdefault(place, has_rows)
-        described = tuple((place, self._split[place], array.ndim) for place, array in places)
-        kind = kept, mx.autograd.is_recording(), described
+        kind = kept, tuple((place, self._split[place], array.ndim) for place, array in places)
         # Of a single row a trial tells nothing: it is tried again.
         if kind not in self._kinds or self._kinds[kind][1] < min(rows, 2):
             placements, across = self._decide(args) if kept else (None, _rows.Across(None))
@@ -201,6 +202,12 @@ class BlockReplicas:
                 self._leave_whole(kind, across)
             else:
                 self._kinds[kind] = placements, rows
+        placements = self._kinds[kind][0]
+        is_tried = kind in self._gradients or rows == 1 or not mx.autograd.is_recording()
+        if placements is not None and not is_tried:
+            self._gradients.add(kind)
+            if self._mixes_back(args, placements):
+                self._leave_whole(kind, _rows.Across(None, why="gradient"))
         return kind
 
     def _leave_whole(self, kind, across):
@@ -239,10 +246,17 @@ class BlockReplicas:
             placements.append(found if claim is None else claim)
             if isinstance(found, _rows.Mixed) or not right or not can_be_merged(placements[-1]):
                 return None, _rows.Across(untold, why="tried")
-        if mx.autograd.is_recording() and (graph is None or graph.own_gradients()):
-            if own_gradients.mix(_parameters(self.block), args, placements, self._parts_of):
-                return None, _rows.Across(None, why="gradient")
+        self._sees_gradients = graph is not None and not graph.own_gradients()
         return placements, None
+
+    def _mixes_back(self, args, placements):
+        """Whether the block has gradients of the user's own, and these mix rows.
+
+        A block that sets states is not tried, which its parts would set one after the other.
+        """
+        if self._sees_gradients or states_of(self.block, self._operations)[1]:
+            return False
+        return own_gradients.mix(_parameters(self.block), args, placements, self._parts_of)
 
     def _parts_of(self, args, parts, placements):
         """The result of some parts of the rows on the first context, in inference, recorded."""

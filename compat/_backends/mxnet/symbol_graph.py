@@ -151,7 +151,7 @@ class Graph:
         while True:
             self.follow(given, shapes, mixing)
             asked = self.untold + self.outputs + self.frontier(self.outputs)
-            wrong = self._differing(asked, compute) | self._mixing_back()
+            wrong = self._differing(asked, compute) or self._mixing_back()
             if wrong and not wrong.intersection(self.untold):  # a rule is, then: which one?
                 inside = self.ancestors(asked)
                 wrong |= self._differing((e for e in self.placements if e[0] in inside), compute)
