@@ -36,6 +36,8 @@ class RanksContract(Jobs):
     functions = ("train", "train_on", "batches")
     #: Functions that train epochs, and go on from the file of the epoch before.
     going_on = ("go_on",)
+    #: How many of the numbers of a batch are compared, of its loss and its metric.
+    compared_of_batches = 2
     #: How often ranks exchange something at most, by the calls of their engine: in a fit() of four
     #: steps that is not the first, and in train_on_batch().
     exchanges = (10, 3)
@@ -189,7 +191,8 @@ class RanksContract(Jobs):
         (_, one), *_ = results(1, "train_on")
         for _, facts in results(size, "train_on"):
             for values, expected in zip(facts["on batches"], one["on batches"]):
-                assert values == pytest.approx(expected, abs=1e-4)
+                told = slice(self.compared_of_batches)
+                assert values[told] == pytest.approx(expected[told], abs=1e-4)
 
     @pytest.mark.parametrize("size", in_span(SIZES, [2]))
     def test_one_rank_ends_training_for_all(self, results, size):
