@@ -103,7 +103,7 @@ def test_ctrl_c_and_a_signals_handler_that_prints():
         "    wait_for_line()\n"
         "    time.sleep(20)\n"
     ).format(TOLD)
-    found = seen("-c", program, when="alarm", send=b"\x03")
+    found = seen("-c", program, when="alarm\r\n", send=b"\x03")
     assert "\nalarm\n" in "\n" + found.last
     assert found.last.endswith("\nKeyboardInterrupt") and "compat: " not in found.last
 
