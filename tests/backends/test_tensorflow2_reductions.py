@@ -620,7 +620,7 @@ OWN_GRADIENTS = {
 }
 
 
-@pytest.mark.parametrize("name", in_span(sorted(OWN_GRADIENTS), ["all", "TensorFlow's own"]))
+@pytest.mark.parametrize("name", in_span(sorted(OWN_GRADIENTS), ["all"]))
 def test_own_gradients_that_mix_rows_run_whole(keras, name):
     function, mixes = OWN_GRADIENTS[name]
     layers = keras.layers
