@@ -7,6 +7,7 @@ matrices) adds up.
 
 import ast
 import collections
+import contextlib
 import inspect
 import textwrap
 import types
@@ -14,6 +15,7 @@ import types
 import numpy as np
 
 from .. import _keras
+from .._runtime import patching
 from . import arrays
 
 # Methods of a metric that see no rows, so that they may set its state as they like.
@@ -87,10 +89,10 @@ class MetricResults:
             if self.made is None or self.made[0] != metrics:
                 # What functions that Keras makes later put out; result() replaces it by a tensor
                 # that waits for no update.
-                kept = [getattr(metric, "_call_result", None) for metric in metrics]
-                tensors = [metric.result() for metric in metrics]
-                for metric, result in zip(metrics, kept):
-                    metric._call_result = result
+                with contextlib.ExitStack() as kept:
+                    for metric in metrics:
+                        kept.enter_context(patching.replaced(metric, _call_result=None))
+                    tensors = [metric.result() for metric in metrics]
                 self.made = metrics, _keras.keras_of(model).backend.function([], tensors)
             return {m.name: _number(v) for m, v in zip(metrics, self.made[1]([]))}
         found = {}

@@ -16,7 +16,7 @@ from typing import (
 
 from . import markup
 
-#: So many equal parts of a timeline are told of: a picture has no more room.
+#: How many equal parts a timeline is summed up in: a picture has no room for more.
 PARTS = 200
 
 

@@ -115,7 +115,7 @@ class AutomaticContract(BackendContract):
             assert self.devices_of(unpickled, inputs, targets) == devices
 
     def test_copies_train_as_those_of_a_plain_model(self, keras, configuration):
-        """And the model does, meanwhile. Not all Kerases can copy by all of these means."""
+        """So does the model itself. Not every Keras supports every kind of copy."""
         inputs, targets = CASES["dense"].data(13)
 
         def found():

@@ -500,6 +500,33 @@ def fixed_shapes(keras, x):
     return layers.Dropout(0.5)(x)
 
 
+@pytest.mark.parametrize("mixes", [True, False])
+def test_gradients_that_replace_tensorflows(keras, mixes):
+    """By ``gradient_override_map``, as before there was ``tf.custom_gradient``."""
+    name = "CompatTestsReplaced{}".format(mixes)
+    v1.RegisterGradient(name)(lambda op, g: g / (tf.norm(g) + 1e-3) if mixes else -0.5 * g)
+
+    def identity(x):
+        with v1.get_default_graph().gradient_override_map({"Identity": name}):
+            return tf.identity(x)
+
+    def build():
+        layer = keras.layers.Lambda(identity, output_shape=(3,), name="replaced")
+        return model_with(keras, layer)
+
+    models, differences = one_and_three(build), []
+    texts = warned(lambda: differences.append(train_both(models)))
+    assert differences[0] <= 1e-5
+    why = (
+        "has a gradient of its own that computes, or may compute, across the rows of a batch, of "
+        "which each device has a part."
+    )
+    if mixes:
+        assert_runs_whole(texts, models[1], r"replaced\S*", "replaced", why)
+    else:
+        assert texts == []
+
+
 @pytest.mark.parametrize("hidden", in_span([fixed_recurrent, fixed_shapes], [fixed_shapes]))
 def test_fixed_number_of_rows(keras, hidden):
     layers = keras.layers

@@ -61,7 +61,7 @@ class BlockReplicas:
         self._split = {}  # by the place of an array among the arguments: whether it was split
         self._operations = {}  # that write states, by name: of what was traced
         self._kinds = {}  # by kind of arguments: the results' placements (None: whole), if tried
-        self._gradients = set()  # kinds of arguments whose gradients were tried
+        self._gradients = set()  # kinds of arguments whose gradients are seen, or were tried
         self._sees_gradients = True  # whether none can be the user's own: of what was traced last
         self._warned = False
         self.verified = None  # a VerifiedBlockForward, which runs the first calls
@@ -202,6 +202,8 @@ class BlockReplicas:
                 self._leave_whole(kind, across)
             else:
                 self._kinds[kind] = placements, rows
+                if self._sees_gradients:
+                    self._gradients.add(kind)
         placements = self._kinds[kind][0]
         is_tried = kind in self._gradients or rows == 1 or not mx.autograd.is_recording()
         if placements is not None and not is_tried:
@@ -250,11 +252,11 @@ class BlockReplicas:
         return placements, None
 
     def _mixes_back(self, args, placements):
-        """Whether the block has gradients of the user's own, and these mix rows.
+        """Whether gradients of the user's own, which cannot be seen, mix rows.
 
         A block that sets states is not tried, which its parts would set one after the other.
         """
-        if self._sees_gradients or states_of(self.block, self._operations)[1]:
+        if states_of(self.block, self._operations)[1]:
             return False
         return own_gradients.mix(_parameters(self.block), args, placements, self._parts_of)
 

@@ -64,10 +64,10 @@ def prove(trial, rules, before, home, sources, across):
                     with torch.enable_grad():
                         merged = rule.merged(values, trial.sizes, home, before.get(key))
                     pairs.append((value, merged))
+            upstream = [value.detach() + 0.5 for value, _ in pairs]
             gradients = [
                 torch.autograd.grad(values, sources, upstream, allow_unused=True)
                 for values in zip(*pairs)
-                for upstream in [[value.detach() + 0.5 for value, _ in pairs]]
             ]
     except (KeyError, RuntimeError, TypeError) as error:
         raise NotMergeable(across) from error

@@ -69,10 +69,7 @@ class ReplicatedMethod(patching.InstanceMethod):
                 warn_not_divided(model, "no tensor, as far as torch.utils._pytree finds them")
             return self.plainly(model, arguments, arguments.leaves)
         kinds = {(model.training, arguments.key, each.cuts): each for each in layouts}
-        kind = next((kind for kind in kinds if self.known.get(kind) is not None), None)
-        if kind is not None and torch.is_grad_enabled() and not self.known[kind].gradients:
-            del self.known[kind]  # which has shown nothing of gradients
-            kind = None
+        kind = self.known_kind(kinds)
         known, rows = self.known.get(kind), layouts[0].rows
         # Of one row nothing can be learned.
         untried = {k: v for k, v in kinds.items() if k not in self.known and v.rows > 1}
@@ -91,6 +88,14 @@ class ReplicatedMethod(patching.InstanceMethod):
             result = self.whole(model, arguments, rows, error if rows > 1 else None)
             self.known.update(dict.fromkeys(untried if known is None else [kind]))
             return result
+
+    def known_kind(self, kinds):
+        """That of these kinds of calls which is divided, as an earlier call has shown, or None."""
+        kind = next((kind for kind in kinds if self.known.get(kind) is not None), None)
+        if kind is not None and torch.is_grad_enabled() and not self.known[kind].gradients:
+            del self.known[kind]  # which has shown nothing of gradients
+            return None
+        return kind
 
     def whole(self, model, arguments, rows, error=None):
         """Run with the whole batch where one device would, which may raise as that would.
