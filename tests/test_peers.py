@@ -47,3 +47,13 @@ def test_where_nothing_breaks_nothing_is_listed(tmp_path):
     path.write_text(RESULTS.format("", ""))
     both = peers.read(str(path))
     assert peers.compared(both, both)[1] == []
+
+
+def test_what_is_skipped_or_not_run_at_all_does_not_pass(tmp_path):
+    path = tmp_path / "results.xml"
+    path.write_text(RESULTS.format("", ""))
+    plain = peers.read(str(path))
+    path.write_text(RESULTS.format("<skipped/>", "").replace('name="same"', 'name="other"'))
+    lines, fail = peers.compared(plain, peers.read(str(path)))
+    assert lines[3:] == ["", "1 x skipped", "    a::breaks", "", "1 x not run at all", "    a::same"]
+    assert fail == ["a::breaks", "a::same"]
