@@ -55,5 +55,12 @@ def test_what_is_skipped_or_not_run_at_all_does_not_pass(tmp_path):
     plain = peers.read(str(path))
     path.write_text(RESULTS.format("<skipped/>", "").replace('name="same"', 'name="other"'))
     lines, fail = peers.compared(plain, peers.read(str(path)))
-    assert lines[3:] == ["", "1 x skipped", "    a::breaks", "", "1 x not run at all", "    a::same"]
+    assert lines[3:] == [
+        "",
+        "1 x skipped",
+        "    a::breaks",
+        "",
+        "1 x not run at all",
+        "    a::same",
+    ]
     assert fail == ["a::breaks", "a::same"]

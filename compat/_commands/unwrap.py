@@ -75,9 +75,9 @@ def run(path: str, output: Optional[str], force: bool, model: Optional[str]) -> 
             with safe_files.written(output, os.stat(path)) as file:
                 with h5py.File(file.name, "w") as new:
                     _write(old, new, plan)
-    except (OSError, LookupError, RuntimeError, ValueError) as error:  # of h5py, on broken files
-        if isinstance(error, errors.CompatError):
-            raise
+    except errors.CompatError:
+        raise
+    except Exception as error:  # what a broken file has may be of any type
         raise errors.ModelFileError(
             "{} cannot be unwrapped: {}. Nothing was written.".format(path, _told(error))
         ) from error

@@ -172,8 +172,9 @@ def owners(weights: List[str], model: Dict[str, Any]) -> Optional[List[str]]:
 def _candidates(scope, known):
     """Layers that a weight in this scope may be of, by what, and how far-fetched that is."""
     found: Dict[int, Tuple[int, int, str]] = {}
+    longest = max([name.count("/") + 1 for name in known], default=0)
     for start in range(len(scope)):
-        for end in range(len(scope), start, -1):
+        for end in range(min(len(scope), start + longest), start, -1):
             text = "/".join(scope[start:end])
             for cut in range(3):
                 for index in known.get(re.sub(r"(_\d+){%d}$" % cut, "", text) if cut else text, ()):

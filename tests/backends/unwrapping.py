@@ -23,6 +23,8 @@ from compat.testing import DEVICES, in_span, initialise, keras_under_test, large
 from compat.testing.automatic import compiled_on_all_devices
 from compat.testing.terminals import terminal
 
+from . import damaged_files
+
 KERAS = keras_under_test()
 ROWS = np.random.RandomState(0).normal(size=(8, 4)).astype("float32")
 TARGETS = np.random.RandomState(1).normal(size=(8, 3)).astype("float32")
@@ -346,6 +348,15 @@ class Unwrapping:
             "unwrap() takes a Keras model; it was given 'builtins.str'. For a file there is the "
             "command compat unwrap."
         )
+
+    def test_damaged_files_are_refused_in_words(self, keras, path, tmp_path, monkeypatch):
+        """In less than a second and 2,000 characters, whatever the damage."""
+        wrapped, _ = self.trained(keras, branched(keras), make_parallel, monkeypatch, "adam")
+        wrapped.save(path)
+        weights = str(tmp_path / "weights.h5")
+        wrapped, _ = self.trained(keras, sequential(keras), make_parallel, monkeypatch)
+        wrapped.save_weights(weights)
+        assert damaged_files.all_problems(damaged_files.CASES, [path, weights]) == []
 
     def test_no_file_is_lost(self, keras, path, capsys, monkeypatch):
         wrapped, _ = self.trained(keras, sequential(keras), make_parallel, monkeypatch)
