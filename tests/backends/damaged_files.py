@@ -31,20 +31,11 @@ CASES = 300
 PATIENCE = 4
 
 VALUES = [
-    0, -1, 2.5, 10**18, "", "x", "a/b/c", "/" * 3000, b"\xff\xfe", "{}", "[]", "null", "3", "[" * 5000,
-    [], ["a", "b"], [b"\xff"], ["dense/" * 3000 + "kernel:0"], [1, 2], np.zeros((2, 3)), np.zeros((0,), "S1"), "x" * 30000,
+    0, -1, 2.5, 10**18, "", "x", "a/b/c", "/" * 3000, b"\xff\xfe", "{}", "[]", "null", "3",
+    "[" * 5000, [], ["a", "b"], [b"\xff"], ["dense/" * 3000 + "kernel:0"], [1, 2],
+    np.zeros((2, 3)), np.zeros((0,), "S1"), "x" * 30000,
 ]  # fmt: skip
-NAMES = [
-    "",
-    "/",
-    "x",
-    "dense",
-    "dense/kernel:0",
-    "../x",
-    "dense/" * 3000 + "k",
-    "a_1" * 3000,
-    "_1" * 3000,
-]
+NAMES = ["", "/", "x", "dense", "dense/kernel:0", "../x", "dense/" * 3000 + "k", "a_1" * 3000]
 JSONS = [
     None,
     True,
