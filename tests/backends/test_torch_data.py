@@ -10,6 +10,7 @@ from compat.testing import DEVICES
 
 from .test_torch import devices  # noqa: F401  (a fixture)
 from .test_torch_merge import FAILS, agree, computing, replicas, rows, same, whole
+from .test_torch_verification import verified_module
 
 pytestmark = [pytest.mark.row("torch nn.Module"), pytest.mark.usefixtures("devices")]
 ROWS = 8
@@ -119,12 +120,36 @@ def test_a_mask_of_times(name):
     agree(Encoder(), rows(ROWS, ROWS, 4), atol=1e-10, **{name: causal})
 
 
-adjacency = lambda m, y, adjacent: adjacent @ y  # noqa: E731
+@pytest.mark.parametrize("verify", [0, 2])
+@pytest.mark.parametrize("layout", ["to_dense", "to_sparse", "to_sparse_csr"])
+@pytest.mark.parametrize("within", [False, True])
+def test_an_adjacency_of_as_many_rows_runs_whole(layout, within, verify):
+    """A graph network is given it with its nodes, or has it in a buffer."""
+    import torch
 
+    class Convolution(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.linear = torch.nn.Linear(4, 5)
+            self.register_buffer("known", adjacent if within else None)
 
-def test_an_adjacency_of_as_many_rows_runs_whole():
-    told = whole("matmul", adjacency, FAILS)
-    agree(computing(adjacency), rows(ROWS, 4), rows(ROWS, ROWS), whole=told)
+        def forward(self, x, adjacent=None):
+            return (self.known if within else adjacent) @ self.linear(x)
+
+    adjacent = getattr(rows(ROWS, ROWS).relu(), layout)()
+    given = (rows(ROWS, 4),) if within else (rows(ROWS, 4), adjacent)
+    plain, parallel = Convolution().double(), compat.parallelize(Convolution().double())
+    if verify:
+        verified_module(parallel, verify)
+    with pytest.warns(compat.CompatWarning, match=re.escape(FAILS)) as told:
+        for _ in range(3):
+            for module in (plain, parallel):
+                module.zero_grad()
+                module(*given).square().sum().backward()
+    assert [w.category for w in told].count(compat.CompatWarning) == 1
+    for one, other in zip(plain.parameters(), parallel.parameters()):
+        torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=1e-12)
 
 
 def test_similarities_of_rows_run_whole():

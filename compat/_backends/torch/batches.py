@@ -316,9 +316,9 @@ def _cut_of(leaf, name, rows, dim):
 def _size(leaf, dim):
     if isinstance(leaf, PackedSequence):
         return int(leaf.batch_sizes[0])
-    if isinstance(leaf, torch.Tensor) and leaf.dim() > dim:
-        return leaf.shape[dim]
-    return None
+    # torch takes no rows out of the compressed sparse layouts.
+    has_rows = isinstance(leaf, torch.Tensor) and leaf.layout in (torch.strided, torch.sparse_coo)
+    return leaf.shape[dim] if has_rows and leaf.dim() > dim else None
 
 
 # Modules that declare where the rows are --------------------------------------------------------

@@ -41,7 +41,10 @@ def are_same(tensors, others):
 
 
 def to_numpy(tensor):
+    """As an array; of a sparse tensor the values that it has."""
     tensor = tensor.detach().cpu()
+    if tensor.layout is not torch.strided:
+        tensor = (tensor.coalesce() if tensor.is_sparse else tensor).values()
     # numpy has no bfloat16, nor floats of 8 bits; float32 has all their values.
     known = tensor.dtype in (torch.float64, torch.float32, torch.float16) or not (
         tensor.is_floating_point()
