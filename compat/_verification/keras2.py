@@ -6,9 +6,9 @@ the one to the other.
 """
 
 import contextlib
-import inspect
 
 from .. import _keras
+from .._keras import steps as _steps
 from . import keras_steps, steps
 from .verification import suspended
 
@@ -40,7 +40,9 @@ class VerifiedKeras2Step(keras_steps.Verified):
     def verified(self, model):
         # What a script has put in the function's place is its own, and does more than Keras' does.
         function = getattr(model, keras_steps.FUNCTIONS[self.kind])
-        return function if inspect.isroutine(function) else super().verified(model)
+        kind = type(function)
+        is_own = _steps.is_users(kind) and kind.__module__.split(".")[0] != "compat"
+        return function if is_own else super().verified(model)
 
     def make_undivided(self, model):
         if self.kind != "train":

@@ -1,11 +1,16 @@
 """Models that compute across the rows of a batch, for the backends that cut Keras' graph in two."""
 
+import functools
 import warnings
 
 import numpy as np
 
 import compat
+from compat import _keras
+from compat._configuration import registry
 from compat.testing import initialise, largest_difference, optimizer
+
+from . import verification_cases
 
 ROWS = (13, 11, 2, 1)
 
@@ -98,3 +103,43 @@ def one_devices_numbers(keras, build, tolerance=1e-5, **options):
     difference = largest_difference(plain, parallel)
     assert difference < tolerance, difference
     return texts
+
+
+class _Calling:
+    def __init__(self, made):
+        self.made = made
+
+    def __call__(self, values):
+        return self.made(values)
+
+
+#: What a script puts in the place of the function that Keras makes of a training step.
+OWN_FUNCTIONS = {
+    "function": lambda made: lambda values: made(values),
+    "partial": lambda made: functools.partial(made),
+    "object": _Calling,
+}
+
+
+def check_training_function_of_ones_own(keras, backend, kind, verify):
+    """As adversarial training has one, which calls Keras'."""
+    losses = []
+    for parallel in (False, True):
+        model = initialise(
+            keras.models.Sequential(
+                [keras.layers.Dense(4, input_shape=(3,)), keras.layers.Dense(2)]
+            )
+        )
+        if parallel:
+            compat.parallelize(model)
+        model.compile("sgd", "mse")
+        if parallel and verify:
+            verification_cases.verified(registry.find(backend), model, verify)
+        inner = _keras.inner_model(model)
+        inner._make_train_function()
+        inner.train_function = OWN_FUNCTIONS[kind](inner.train_function)
+        inputs, targets = np.ones((13, 3)) * np.arange(13)[:, None] / 13, np.ones((13, 2))
+        losses.append([model.train_on_batch(inputs, targets) for _ in range(3)])
+        assert np.isfinite(model.predict_on_batch(inputs)).all()
+    assert losses[0][-1] < losses[0][0]
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)

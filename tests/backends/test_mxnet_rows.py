@@ -437,3 +437,8 @@ def test_rows_along_another_axis_of_the_output_run_whole(keras):
         "computes across the rows of a batch, of which each device has a part. It, and all that "
         "follows from it, runs on cpu(0) with the whole batch."
     )
+
+
+@pytest.mark.parametrize("kind", ["function", "object"])
+def test_training_function_of_the_users_own(keras, kind):
+    graph_cases.check_training_function_of_ones_own(keras, "mxnet", kind, 1)

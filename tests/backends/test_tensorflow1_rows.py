@@ -22,6 +22,8 @@ from compat.testing import (
     span,
 )
 
+from . import graph_cases
+
 v1 = v1_names(tf)
 #: Rows of steps: even, uneven, fewer than devices.
 STEPS = (12, 13, 2)
@@ -655,23 +657,10 @@ def replicas_of(model):
     return vars(model)["_compat_functions"]._replicas
 
 
-def test_training_function_of_the_users_own(keras):
-    """Adversarial training replaces Keras' by one that calls it."""
-    _, parallel = models = one_and_three(lambda: CASES["dense"].build(keras), CASES["dense"].loss)
-    inputs, targets = CASES["dense"].data(13)
-    calls = []
-    for model in models:
-        made = train_function(model)
-
-        def call(values, made=made):
-            calls.append(len(values))
-            return made(values)
-
-        _keras.inner_model(model).train_function = call
-    losses = [[model.train_on_batch(inputs, targets) for _ in range(2)] for model in models]
-    assert len(calls) == 4
-    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
-    assert np.isfinite(parallel.predict_on_batch(inputs)).all()
+@pytest.mark.parametrize("verify", [0, 1])
+@pytest.mark.parametrize("kind", sorted(graph_cases.OWN_FUNCTIONS))
+def test_training_function_of_the_users_own(keras, kind, verify):
+    graph_cases.check_training_function_of_ones_own(keras, "tensorflow1", kind, verify)
 
 
 @span

@@ -386,3 +386,8 @@ def test_what_fails_for_a_part_of_a_batch_runs_whole(keras):
     assert_runs_whole(model, np.ones((13, 8)), whole(None, "picky", reach="The model"))
     with pytest.raises(ValueError, match="four rows"):
         model.predict_on_batch(np.ones((4, 8)))
+
+
+@pytest.mark.parametrize("kind", ["function", "object"])
+def test_training_function_of_the_users_own(keras, kind):
+    graph_cases.check_training_function_of_ones_own(keras, "theano", kind, 1)

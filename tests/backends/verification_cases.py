@@ -1,4 +1,4 @@
-"""Keras 3 models for the tests of verification on its backends."""
+"""Models for the tests of verification, of Keras 3 if nothing else is said."""
 
 import numpy as np
 
