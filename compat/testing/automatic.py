@@ -108,11 +108,16 @@ class AutomaticContract(BackendContract):
         loaded = keras.models.load_model(path)
         devices = self.devices_of(model, inputs, targets)
         assert len(devices) > 1 and self.devices_of(loaded, inputs, targets) == devices
-        # Keras 2.2 and 2.3; the classes of keras-mxnet cannot be pickled.
+
+    @span
+    def test_an_unpickled_model_runs_on_all_devices(self, keras, automatic):
+        """Of Keras 2.2 and 2.3; the classes of keras-mxnet cannot be pickled."""
+        model, (inputs, targets) = self.compiled(keras, "dense"), CASES["dense"].data(61)
         if hasattr(model, "__setstate__") and "<locals>" not in type(model).__qualname__:
             expected, unpickled = model.predict(inputs), pickle.loads(pickle.dumps(model))
             self.close([expected], [unpickled.predict(inputs)])
-            assert self.devices_of(unpickled, inputs, targets) == devices
+            devices = self.devices_of(model, inputs, targets)
+            assert len(devices) > 1 and self.devices_of(unpickled, inputs, targets) == devices
 
     def test_copies_train_as_those_of_a_plain_model(self, keras, configuration):
         """So does the model itself. Not every Keras supports every kind of copy."""

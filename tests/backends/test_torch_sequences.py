@@ -52,7 +52,9 @@ def test_a_module_that_is_given_packed_sequences():
     agree(torch.nn.Sequential(recurrent("LSTM")), packed)
 
 
-def test_packed_within_a_module():
+@pytest.mark.parametrize("enforce_sorted", [False, True])
+def test_packed_within_a_module(enforce_sorted):
+    """As the documentation of ``DataParallel`` has it; by default the longest come first."""
     import torch
 
     class Classifier(torch.nn.Module):
@@ -63,12 +65,16 @@ def test_packed_within_a_module():
             self.classes = torch.nn.Linear(6, 3)
 
         def forward(self, x, lengths):
-            pack = torch.nn.utils.rnn.pack_padded_sequence
-            packed = pack(x, lengths, batch_first=True, enforce_sorted=False)
-            _, (state, _) = self.lstm(packed)
-            return self.classes(state[-1])
+            rnn = torch.nn.utils.rnn
+            options = {} if enforce_sorted else {"enforce_sorted": False}
+            packed = rnn.pack_padded_sequence(x, lengths, batch_first=True, **options)
+            outputs, (state, _) = self.lstm(packed)
+            padded = rnn.pad_packed_sequence(outputs, batch_first=True, total_length=x.size(1))
+            return self.classes(state[-1]), padded[0]
 
-    agree(Classifier(), rows(ROWS, TIME, SIZE), torch.arange(ROWS) % TIME + 1)
+    lengths = torch.arange(ROWS) % TIME + 1
+    lengths = lengths.sort(descending=True).values if enforce_sorted else lengths
+    agree(Classifier(), rows(ROWS, TIME, SIZE), lengths)
 
 
 @pytest.mark.parametrize("batch_first", [False, True])
