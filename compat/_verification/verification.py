@@ -204,8 +204,11 @@ class Verification:
             with given_moved(step, seed):
                 return outputs(_moved(step, start, seed), True)
 
+        def is_noise():
+            return is_random(step.dtype, expected, again(None))
+
         others, found = [again()], outputs(start, False)
-        return _compared(step, {}, expected, others, found, again, is_noise=lambda: False)
+        return _compared(step, {}, expected, others, found, again, is_noise)
 
     def _difference(self, kind, step, start, comparison):
         """The error: what differs first, by how much, and why that may be."""

@@ -1,6 +1,7 @@
 """Models that compute across the rows of a batch, for the backends that cut Keras' graph in two."""
 
 import functools
+import sys
 import warnings
 
 import numpy as np
@@ -8,7 +9,7 @@ import numpy as np
 import compat
 from compat import _keras
 from compat._configuration import registry
-from compat.testing import initialise, largest_difference, optimizer
+from compat.testing import CASES, initialise, largest_difference, optimizer
 
 from . import verification_cases
 
@@ -143,3 +144,74 @@ def check_training_function_of_ones_own(keras, backend, kind, verify):
         assert np.isfinite(model.predict_on_batch(inputs)).all()
     assert losses[0][-1] < losses[0][0]
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
+
+
+def _small(keras, *hidden):
+    layers = [keras.layers.Dense(6, activation="tanh", input_shape=(8,))]
+    layers += list(hidden) + [keras.layers.Dense(4)]
+    return compat.parallelize(initialise(keras.models.Sequential(layers)))
+
+
+def accumulating(keras):
+    """An SGD of two batches at a time, whose sums are not among its weights."""
+    K = keras.backend
+
+    class Accumulating(keras.optimizers.SGD):
+        def get_updates(self, loss, params):
+            gradients = self.get_gradients(loss, params)
+            sums = [K.zeros(K.int_shape(p)) for p in params]
+            self.updates = [K.update_add(self.iterations, 1)]
+            is_second = K.cast(K.equal(self.iterations % 2, 1), "float32")
+            for p, g, total in zip(params, gradients, sums):
+                both = total + g  # once: nothing orders a second read and the update
+                self.updates.append(K.update(p, p - 0.1 * is_second * both))
+                self.updates.append(K.update(total, (1 - is_second) * both))
+            return self.updates
+
+    return Accumulating()
+
+
+def check_state_that_an_optimizer_does_not_list(keras, backend, make):
+    """Training is the same to the bit, verified or not."""
+    inputs, targets = CASES["dense"].data(40)
+    trained, kept = [], []
+    for steps in (0, 3):
+        model = _small(keras)
+        own = make(keras)
+        model.compile(own, "mse")
+        if steps:
+            record = verification_cases.verified(backend, model, steps)
+        model.fit(inputs, targets, batch_size=8, epochs=1, shuffle=False, verbose=0)
+        trained.append(model.get_weights())
+        kept.append(len(getattr(own, "optimizer", own).weights))
+    assert record.steps["train"] == 3
+    assert largest_difference(*trained) == 0
+    assert kept[0] == kept[1], "its variables are those of the model's own function"
+
+
+def check_prediction_in_the_learning_phase_of_training(keras, backend):
+    """It is no alarm.
+
+    Returns:
+        The warnings that a prediction could not be verified.
+    """
+    inputs, targets = CASES["dense"].data(20)
+    module = sys.modules[keras.backend.set_learning_phase.__module__]
+    phase = getattr(module, "_LEARNING_PHASE", None)
+    keras.backend.set_learning_phase(1)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", compat.CompatWarning)
+            for layer in (keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)):
+                model = _small(keras, layer)
+                model.compile("sgd", "mse")
+                record = verification_cases.verified(backend, model)
+                model.predict(inputs)
+                model.train_on_batch(inputs, targets)
+                assert record.steps["predict"] == record.steps["train"] == 1
+    finally:
+        getattr(keras.backend, "clear_session", int)()
+        if phase is not None:  # nothing public gives it back
+            module._LEARNING_PHASE = phase
+    told = [str(each.message) for each in caught]
+    return [text for text in told if text.startswith("compat could not verify the predict")]

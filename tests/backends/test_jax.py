@@ -31,6 +31,7 @@ from compat.testing import (
     keras_under_test,
 )
 
+from . import verification_cases
 from .verification_cases import verified
 
 
@@ -394,6 +395,14 @@ def test_a_verified_step_is_compiled_for_all_devices_and_for_one(keras, caplog):
     # JAX may have forgotten one of them in a long process, and compile it again.
     assert ["NamedSharding" in each for each in compiled][:2] == [True, False]
     assert len(set(compiled)) == 2
+
+
+def test_an_optional_input_that_is_not_given(keras):
+    verification_cases.check_an_optional_input_that_is_not_given(keras, backend)
+
+
+def test_the_users_error_is_the_one_that_is_raised(keras):
+    verification_cases.check_the_users_error_is_the_one_that_is_raised(keras, backend)
 
 
 def test_mixed_precision_scales_the_loss(keras):

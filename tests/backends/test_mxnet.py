@@ -183,14 +183,20 @@ class TestMXNet(ParallelContract):
         np.testing.assert_allclose(*results, rtol=1e-5)
 
     @span
-    def test_sparse_gradients_of_an_embedding(self, keras):
+    @pytest.mark.parametrize("optimizer_name", ["sgd", "adam"])
+    def test_sparse_gradients_of_an_embedding(self, keras, optimizer_name):
         def build():
             layers = keras.layers
             embedding = layers.Embedding(20, 5, input_length=6, sparse_grad=True)
             return keras.models.Sequential([embedding, layers.Flatten(), layers.Dense(1)])
 
         inputs, targets = CASES["lstm"].data(45)
-        _, model = self.train_both(keras, build, "mse", inputs, targets)
+        models = []
+        for parallel in (False, True):
+            model = self.ready(keras, build(), parallel, "mse", optimizer_name)
+            model.fit(inputs, targets, batch_size=16, epochs=3, shuffle=False, verbose=0)
+            models.append(model)
+        self.close(models[0].get_weights(), model.get_weights())
         name = model.layers[0].embeddings.name
         for body in model._compat_replicas.phases["train"].bodies:
             assert body.grad_dict[name].stype == "row_sparse"

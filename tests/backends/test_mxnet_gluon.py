@@ -66,6 +66,7 @@ def trainer(mx, net, name="sgd", **options):
     settings = {
         "sgd": {"learning_rate": 0.1, "momentum": 0.9, "wd": 0.01},
         "adam": {"learning_rate": 0.01},
+        "adagrad": {"learning_rate": 0.1},
     }[name]
     return mx.gluon.Trainer(net.collect_params(), name, settings, **options)
 
@@ -125,6 +126,27 @@ def test_trains_to_the_numbers_of_one_context(mx, build, optimizer, hybridize):
         assert difference(weights(parallel), weights(parallel, context)) == 0
     inputs = mx.nd.array(data(61)[0])
     assert difference([plain(inputs).asnumpy()], [parallel(inputs).asnumpy()]) < 1e-5
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adagrad"])
+def test_sparse_gradients_of_an_embedding(mx, optimizer):
+    """Words that several contexts look up count once."""
+    found = []
+    for parallel in (False, True):
+        net = mx.gluon.nn.HybridSequential()
+        net.add(mx.gluon.nn.Embedding(9, 4, sparse_grad=True))
+        net.add(mx.gluon.nn.Dense(3))
+        if parallel:
+            compat.parallelize(net)
+        words = mx.nd.array(np.arange(16 * 8).reshape(16, 8) % 5)
+        steps = trainer(mx, initialise(mx, net), optimizer)
+        for rows in (16, 13, 2):
+            with mx.autograd.record():
+                loss = net(words[:rows]).square().sum(axis=1)
+            loss.backward()
+            steps.step(rows)
+        found.append(weights(net))
+    assert difference(*found) < 1e-6
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])

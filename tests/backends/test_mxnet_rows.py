@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import compat
+from compat._configuration import registry
 from compat.testing import in_span, initialise, keras_under_test, optimizer, span
 
 from . import graph_cases
@@ -442,3 +443,7 @@ def test_rows_along_another_axis_of_the_output_run_whole(keras):
 @pytest.mark.parametrize("kind", ["function", "object"])
 def test_training_function_of_the_users_own(keras, kind):
     graph_cases.check_training_function_of_ones_own(keras, "mxnet", kind, 1)
+
+
+def test_prediction_in_the_learning_phase_of_training(keras):
+    graph_cases.check_prediction_in_the_learning_phase_of_training(keras, registry.find("mxnet"))

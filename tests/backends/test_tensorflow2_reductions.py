@@ -693,7 +693,8 @@ def test_float8_has_the_largest_values_of_the_whole_batch(keras):
 
 
 @pytest.mark.skipif(not KERAS3, reason="the others sum up what there is of a row")
-def test_rows_that_several_devices_look_up_count_once(keras):
+@pytest.mark.parametrize("optimizer", ["adagrad", "rmsprop", "adam"])
+def test_rows_that_several_devices_look_up_count_once(keras, optimizer):
     class Summing(keras.Model):
         def __init__(self):
             super().__init__()
@@ -710,7 +711,7 @@ def test_rows_that_several_devices_look_up_count_once(keras):
         initialise(model)
         if is_parallel:
             compat.parallelize(model)
-        model.compile("adagrad", "mse")
+        model.compile(optimizer, "mse")
         data = tf.data.Dataset.from_tensor_slices((batch, TARGETS)).batch(16)
         model.fit(data, epochs=2, verbose=0)
         results.append(model.get_weights() + [v.numpy() for v in model.optimizer.variables])

@@ -10,6 +10,7 @@ import compat
 from compat._configuration import registry
 from compat.testing import DEVICES, initialise, keras_under_test, largest_difference
 
+from . import verification_cases
 from .test_tensorflow2 import KERAS3
 from .verification_cases import verified, weights_until_found
 
@@ -125,41 +126,11 @@ def test_rows_that_mix_in_a_later_batch_are_right_or_found():
 
 
 def test_an_optional_input_that_is_not_given():
-    class Sum(keras_.layers.Layer):
-        def call(self, first, second=None):
-            return first if second is None else first + second
-
-        def compute_output_shape(self, first_shape, second_shape=None):
-            return first_shape
-
-    def batches():
-        while True:
-            yield (ROWS[:7], None), ROWS[:7, :2]
-
-    given, missing = keras_.layers.Input((4,)), keras_.layers.Input((4,), optional=True)
-    for fed in ("arrays", "generator"):
-        model = keras_.Model([given, missing], keras_.layers.Dense(2)(Sum()(given, missing)))
-        compat.parallelize(model)
-        model.compile("sgd", "mse")
-        record = verified(backend, model)
-        if fed == "arrays":
-            model.fit([ROWS, None], ROWS[:, :2], verbose=0)
-            assert model.predict([ROWS, None], verbose=0).shape == (20, 2)
-        else:
-            model.fit(batches(), steps_per_epoch=2, verbose=0)
-        assert record.steps["train"] == 1
+    verification_cases.check_an_optional_input_that_is_not_given(keras_, backend)
 
 
 def test_the_users_error_is_the_one_that_is_raised():
-    rows = keras_.layers.Input((4,))
-    outputs = {name: keras_.layers.Dense(2, name=name)(rows) for name in ("first", "second")}
-    model = keras_.Model(rows, outputs)
-    compat.parallelize(model)
-    model.compile("adam", "mse", metrics={"first": ["mae"], "third": ["mae"]})
-    verified(backend, model)
-    targets = {"first": ROWS[:, :2], "second": ROWS[:, :2]}
-    with pytest.raises(ValueError, match="third"):
-        model.fit(ROWS, targets, verbose=0)
+    verification_cases.check_the_users_error_is_the_one_that_is_raised(keras_, backend)
 
 
 # What this Keras does not have is not tested.
@@ -171,5 +142,4 @@ if not KERAS3:
     del (
         test_rows_that_mix_in_a_later_batch_are_right_or_found,
         test_an_optional_input_that_is_not_given,
-        test_the_users_error_is_the_one_that_is_raised,
     )

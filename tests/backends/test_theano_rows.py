@@ -7,6 +7,7 @@ import compat
 from compat import _rows
 from compat._backends.theano import graph_cuts
 from compat._backends.theano.graph_variables import is_random
+from compat._configuration import registry
 from compat._rows import Sharded
 from compat.testing import in_span, initialise, keras_under_test, span
 
@@ -391,3 +392,14 @@ def test_what_fails_for_a_part_of_a_batch_runs_whole(keras):
 @pytest.mark.parametrize("kind", ["function", "object"])
 def test_training_function_of_the_users_own(keras, kind):
     graph_cases.check_training_function_of_ones_own(keras, "theano", kind, 1)
+
+
+def test_state_that_an_optimizer_does_not_list(keras):
+    backend = registry.find("theano")
+    graph_cases.check_state_that_an_optimizer_does_not_list(
+        keras, backend, graph_cases.accumulating
+    )
+
+
+def test_prediction_in_the_learning_phase_of_training(keras):
+    graph_cases.check_prediction_in_the_learning_phase_of_training(keras, registry.find("theano"))

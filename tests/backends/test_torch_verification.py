@@ -15,8 +15,9 @@ from compat import _verification
 from compat._configuration import registry
 from compat.testing import largest_difference
 
+from . import verification_cases
 from .test_torch import devices  # noqa: F401  (a fixture)
-from .verification_cases import verified, weights_until_found
+from .verification_cases import weights_until_found
 
 pytestmark = pytest.mark.usefixtures("devices")
 backend = registry.find("torch")
@@ -35,19 +36,16 @@ def test_rows_that_mix_in_a_later_batch_are_right_or_found():
         assert largest_difference(first, second) < 1e-5
 
 
-def test_the_users_error_is_the_one_that_is_raised():
-    """Keras raises it in the first step, when it makes the metrics."""
+def test_an_optional_input_that_is_not_given():
     import keras
 
-    rows = keras.layers.Input((4,))
-    outputs = [keras.layers.Dense(2, name=name)(rows) for name in ("first", "second")]
-    model = keras.Model(rows, dict(zip(("first", "second"), outputs)))
-    compat.parallelize(model)
-    model.compile("adam", "mse", metrics={"first": ["mae"], "third": ["mae"]})
-    verified(backend, model)
-    x, y = np.zeros((5, 4)), np.zeros((5, 2))
-    with pytest.raises(ValueError, match="third"):
-        model.fit(x, {"first": y, "second": y}, verbose=0)
+    verification_cases.check_an_optional_input_that_is_not_given(keras, backend)
+
+
+def test_the_users_error_is_the_one_that_is_raised():
+    import keras
+
+    verification_cases.check_the_users_error_is_the_one_that_is_raised(keras, backend)
 
 
 class Net(torch.nn.Module):

@@ -1,11 +1,14 @@
 """Models for the tests of verification, of Keras 3 if nothing else is said."""
 
 import numpy as np
+import pytest
 
 import compat
 from compat import _verification
 from compat._configuration.settings import Every
 from compat.testing import initialise
+
+ROWS = np.random.RandomState(0).normal(size=(20, 4)).astype("float32")
 
 
 def verified(backend, model, steps=1):
@@ -54,3 +57,41 @@ def weights_until_found(backend, keras):
             except compat.ResultsDifferError as error:
                 return error, number
     return [model.get_weights() for model in models]
+
+
+def check_an_optional_input_that_is_not_given(keras, backend):
+    class Sum(keras.layers.Layer):
+        def call(self, first, second=None):
+            return first if second is None else first + second
+
+        def compute_output_shape(self, first_shape, second_shape=None):
+            return first_shape
+
+    def generated():
+        while True:
+            yield (ROWS[:7], None), ROWS[:7, :2]
+
+    given, missing = keras.layers.Input((4,)), keras.layers.Input((4,), optional=True)
+    for fed in ("arrays", "generator"):
+        model = keras.Model([given, missing], keras.layers.Dense(2)(Sum()(given, missing)))
+        compat.parallelize(model)
+        model.compile("sgd", "mse")
+        record = verified(backend, model)
+        if fed == "arrays":
+            model.fit([ROWS, None], ROWS[:, :2], verbose=0)
+            assert model.predict([ROWS, None], verbose=0).shape == (20, 2)
+        else:
+            model.fit(generated(), steps_per_epoch=2, verbose=0)
+        assert record.steps["train"] == 1
+
+
+def check_the_users_error_is_the_one_that_is_raised(keras, backend):
+    """Keras raises it in the first step, when it makes the metrics."""
+    rows = keras.layers.Input((4,))
+    outputs = {name: keras.layers.Dense(2, name=name)(rows) for name in ("first", "second")}
+    model = keras.models.Model(rows, outputs)
+    compat.parallelize(model)
+    model.compile("adam", "mse", metrics={"first": ["mae"], "third": ["mae"]})
+    verified(backend, model)
+    with pytest.raises(ValueError, match="third|The two structures"):
+        model.fit(ROWS, {"first": ROWS[:, :2], "second": ROWS[:, :2]}, verbose=0)
