@@ -147,7 +147,7 @@ def missed(found):
 
 
 def fits(results):
-    """Those that are measured: all of them take an hour or two on a quiet machine."""
+    """Those that are measured: ``--only`` may leave them out."""
     rows = [row for row in run.FITS if row.name in results["rows"]]
     return markdown(against_peers(results, rows)) if rows else "Not measured on this machine yet.\n"
 

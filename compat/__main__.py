@@ -18,8 +18,8 @@ exit status: 0 all is well, 1 something is wrong (see the last lines of the repo
 
 RUN = """\
 Run a script as it is on chosen GPUs: the variables that its backend reads are set before it
-starts. What only a call inside the script can set (memory, simulated devices) is left to
-configure_gpu() there, which keeps to these GPUs. Where there are fewer, a line says so.
+starts. What only a call inside the script can set, such as memory, is left to configure_gpu()
+there, which keeps to these GPUs. Where there are fewer, a line says so.
 
 With -n or --hosts it runs several times at once, as ranks that train together through the engine
 of the backend. One that fails ends all; --max-restarts starts all again. Ctrl-C interrupts all,
@@ -57,7 +57,8 @@ With a script: run it as it is on simulated devices, whatever it asks for, where
 each parallelized model are also done on one device and compared; then, where the backend has them,
 as ranks. A verdict at the end says what was verified and what could not be.
 
-exit status: 0 the same numbers, 1 other numbers, 2 the comparison could not be made."""
+exit status: 0 the same, 1 something differs or nothing was compared, 2 wrong arguments or no
+backend."""
 
 
 def main(arguments=None):

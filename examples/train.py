@@ -8,22 +8,16 @@ well; its exit status is 0 if it is.
 """
 
 import argparse
-import os
 import sys
-import time
 
 import numpy as np
 
 import compat
-from compat import _verification  # for the last lines alone: see devices_that_worked()
-from compat._configuration import detection  # for the last lines alone: see devices_that_worked()
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--simulate", type=int, default=3, help="CPU devices to use as GPUs")
 parser.add_argument("--epochs", type=int, default=3)
 arguments = parser.parse_args()
-os.environ.update(detection.choose()[0].recording)
-_verification.record_operations()
 
 # The first line of compat: before Keras and its backend are imported.
 configuration = compat.configure_gpu(simulate=arguments.simulate or None, verify=1)
@@ -47,75 +41,68 @@ def data():
 
 
 def build():
+    """The model, with the same weights each time and on each backend."""
     layers = keras.layers
     image = layers.Input((144,))
     hidden = layers.Dense(64, activation="tanh")(image)
     hidden = layers.Dense(64, activation="tanh")(hidden)
-    return keras.models.Model(image, layers.Dense(10, activation="softmax")(hidden))
+    model = keras.models.Model(image, layers.Dense(10, activation="softmax")(hidden))
+    random = np.random.RandomState(1)
+    model.set_weights([random.normal(scale=0.1, size=each.shape) for each in model.get_weights()])
+    return model
 
 
-def train(gpus, start=None):
-    """Train on that many devices (None: all); returns the model and the weights it began with."""
-    model = build()
-    if start is not None:
-        model.set_weights(start)
-    start = model.get_weights()
+def train(gpus):
+    """Train a new model on that many devices (None: all)."""
     # The second line of compat: the same model object, now on all of these devices.
-    model = compat.parallelize(model, gpus)
-    model.compile(
-        keras.optimizers.SGD(0.02, momentum=0.9), "categorical_crossentropy", metrics=["accuracy"]
-    )
-    began = time.time()
-    model.fit(*data(), batch_size=BATCH, epochs=arguments.epochs, shuffle=False, verbose=2)
-    print("trained in {:.1f} s".format(time.time() - began))
-    return model, start
+    model = compat.parallelize(build(), gpus)
+    model.compile(keras.optimizers.SGD(0.02, momentum=0.9), "categorical_crossentropy")
+    x, y = data()
+    callbacks = [keras.callbacks.LambdaCallback(on_epoch_end=print_loss)]
+    epochs = arguments.epochs
+    model.fit(x, y, BATCH, epochs, verbose=0, callbacks=callbacks, shuffle=False)
+    return model
 
 
-def devices_that_worked():
-    """Those that ran matrix products, forward and backward, as the framework recorded them.
-
-    None where that cannot be seen (TensorFlow 2.0).
-
-    Your scripts need none of this: ``python -m compat test train.py`` shows it of any script.
-    """
-    for record in _verification.records():
-        return [device for device, counts in sorted(record.operations.items()) if min(counts) > 0]
-    return None
+def print_loss(epoch, logs):
+    print("epoch {}: loss {:.4f}".format(epoch + 1, logs["loss"]))
 
 
 devices = configuration.devices
 print("\nOn {}:".format(", ".join(devices)))
-model, start = train(gpus=None)
+model = train(gpus=None)
 if len(devices) == 1:
     print("\nTrained on {}. With one device there is nothing to compare.".format(devices[0]))
     sys.exit(arguments.simulate > 1)
+report = compat.report()
 print("\nOn one device, from the same weights:")
-plain, _ = train(gpus=1, start=start)
+plain = train(gpus=1)
 
 difference = max(
     np.abs(ours - theirs).max() for ours, theirs in zip(model.get_weights(), plain.get_weights())
 )
-losses = [each.evaluate(*data(), batch_size=BATCH, verbose=0)[0] for each in (model, plain)]
-worked = devices_that_worked()
+losses = [each.evaluate(*data(), batch_size=BATCH, verbose=0) for each in (model, plain)]
 print("\n                      {:>12} {:>12}".format("all devices", "one device"))
-print("loss after training   {:12.8f} {:12.8f}".format(*losses))
-print("largest difference between their weights: {:.1e}".format(difference))
-if worked is not None:
-    print("devices that worked, forward and backward: {}".format(", ".join(worked) or "none"))
-if worked is not None and len(worked) < len(devices):
+print("loss after training   {:12.4f} {:12.4f}".format(*losses))
+print(report.verdict)
+if not report.all_worked:
     sys.exit(
-        "NOT ON ALL DEVICES: {} of {} had a part of each batch. The report above says what was "
-        "configured, and its warnings what was not.".format(len(worked), len(devices))
+        "NOT ON ALL DEVICES. The report at the top says what was configured, and its warnings what "
+        "was not."
     )
 if not difference < 1e-5:  # also where it is no number
     sys.exit(
-        "NOT THE SAME: more than rounding. With configure_gpu(verify=10) above, ten steps are "
-        "compared, and an error names the first thing that differs."
+        "NOT THE SAME: weights differ by {:.1e}, more than rounding. With configure_gpu(verify=10) "
+        "above, ten steps are compared, and an error names the first thing that "
+        "differs.".format(difference)
     )
 print(
-    "OK: batches of {} rows, split over {} devices, trained to what one device trains to{}.".format(
-        BATCH,
-        len(devices),
-        "" if worked else "; where operations ran cannot be seen on this version",
+    "OK: batches of {} rows, split over {} devices, trained to the weights of one device.".format(
+        BATCH, len(devices)
     )
 )
+if arguments.simulate:
+    print(
+        "Simulated devices share one CPU: they show that results are the same, not how fast GPUs "
+        "would be.\ndocs/benchmarks.md compares times."
+    )

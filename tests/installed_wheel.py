@@ -14,7 +14,9 @@ import sys
 import tempfile
 import zipfile
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+import pages
+from sources import ROOT
+
 EXTRAS = {"3.6": "mxnet", "3.13": "tensorflow"}  # what the example runs on
 
 
@@ -57,7 +59,12 @@ def run_example(environment, wheel, extra):
     subprocess.check_call(install + ["keras-gpu-compat[{}] @ file://{}".format(extra, wheel)])
     example = os.path.join(ROOT, "examples", "train.py")
     environ = dict(os.environ, HOME=environment)
-    subprocess.check_call([python, example, "--epochs", "1"], cwd=environment, env=environ)
+    printed = subprocess.check_output(
+        [python, example], cwd=environment, env=environ, universal_newlines=True
+    )
+    _, heading, expected = pages.fragment("README.md", "backend    ").partition("\nOn one device")
+    if not printed.endswith(heading + expected):
+        sys.exit("{} prints other numbers than the README says:\n{}".format(extra, printed))
 
 
 if __name__ == "__main__":

@@ -183,8 +183,8 @@ def check_printed(text):
     compare(text)
 
 
-def _is_report(text):
-    """The README's, which is compared with that of the example."""
+def _is_of_the_example(text):
+    """tests/backends/test_tensorflow2_pages.py compares it with the example's output."""
     assert text in read("README.md")
 
 
@@ -249,11 +249,6 @@ def _is_a_report_of_devices(text):
     assert text == "{}\n{}\n".format(first, reporting.Report(uses, {}))
 
 
-def _is_of_the_example(text):
-    """tests/backends/test_tensorflow2_pages.py compares it with the example's output."""
-    assert text in read("README.md")
-
-
 def _is_a_drawing(text):
     """The modules that it names exist; test_distribution.py sees to their names elsewhere."""
     for module in re.findall(r"^ +(_\w+)\.", text, re.M):
@@ -271,7 +266,10 @@ def _is_a_warning_of_rows(text):
 
 # Blocks without a language to run, by their beginnings: how they are compared, and in which words.
 PRINTED = {
-    "backend    tensorflow2 (keras": (_is_report, "printed by the example in py311-tensorflow"),
+    "backend    tensorflow2 (keras": (
+        _is_of_the_example,
+        "printed by the example in py311-tensorflow",
+    ),
     "compat test: train.py": (_is_verdict, "compared with what compat test prints"),
     "model 'sequential_2' trained": (
         _is_a_difference_of_twins,
@@ -285,10 +283,6 @@ PRINTED = {
     "compat.errors.ResultsDifferError": (_is_difference, "compared with the error's text"),
     "The operation lambda/Mean": (_is_a_warning_of_rows, "compared with the warning's text"),
     "compat.parallelize(model, gpus=2) ": (_is_a_drawing, "names modules that exist"),
-    "                       all": (
-        _is_of_the_example,
-        "printed by the example in py311-tensorflow",
-    ),
 }
 
 

@@ -39,6 +39,10 @@ class Tensorflow2(Tensorflow1):
         return version.startswith("2.")
 
 
+class Torch(Toy):
+    name = framework = extra = "torch"
+
+
 @pytest.fixture(autouse=True)
 def four(register, site, on_python):
     register(Theano(), Mxnet(), Tensorflow1(), Tensorflow2())
@@ -104,9 +108,15 @@ def test_asked_for_the_unknown():
 
 @pytest.mark.parametrize(
     "name, meant",
-    [("tensroflow", "tensorflow"), ("Theano", "theano"), ("tensorflow3", "tensorflow")],
+    [
+        ("tensroflow", "tensorflow"),
+        ("Theano", "theano"),
+        ("tensorflow3", "tensorflow"),
+        ("pytorch", "torch"),
+    ],
 )
-def test_asked_for_a_misspelled_one(name, meant):
+def test_asked_for_a_misspelled_one(name, meant, register):
+    register(Theano(), Mxnet(), Tensorflow1(), Tensorflow2(), Torch())
     text = "does not know that backend. Did you mean {!r}? Known backends: ".format(meant)
     assert text in refusal(compat.InvalidArgumentError, name)
 

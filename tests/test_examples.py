@@ -25,6 +25,12 @@ def test_two_lines_of_compat(script):
     compile(without, script, "exec")
 
 
+def test_train_uses_what_users_may_use():
+    text = read("train.py")
+    assert set(re.findall(r"\bcompat\.(\w+)", text)) == {"configure_gpu", "parallelize", "report"}
+    assert "from compat" not in text
+
+
 def test_readme_describes_each():
     assert len(SCRIPTS) == 8
     described = re.findall(r"^\*\*\[(\w+\.py)\]\(\1\)\*\*", read("README.md"), re.MULTILINE)

@@ -299,4 +299,12 @@ def test_help_says_what_the_exit_status_means():
         "model\ninside, its optimizer's state included. Needs h5py, runs nothing of the file.\n\n"
         "exit status: 0 written, 2 it could not be."
     ) in command("unwrap", "--help")[1]
-    assert "0 the same numbers, 1 other numbers, 2 the comparison" in command("test", "--help")[1]
+    assert (
+        "exit status: 0 the same, 1 something differs or nothing was compared, 2 wrong arguments "
+        "or no\nbackend."
+    ) in command("test", "--help")[1]
+
+
+def test_help_says_what_else_takes_a_call():
+    """Simulated devices do not: there is ``--simulate``."""
+    assert "only a call inside the script can set, such as memory," in command("run", "--help")[1]

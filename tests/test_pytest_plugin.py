@@ -335,6 +335,11 @@ CONFIGURED = """
             import compat
             assert len(compat.configure_gpu(backend="numpy").devices) == 4
 
+    @pytest.mark.compat(backend="numpy", strict="no")
+    def test_a_text_that_says_no():
+        from compat._runtime.process import process
+        assert process.configuration.settings.strict is False
+
     @pytest.mark.compat(sinulate=2)
     def test_misspelled():
         pass
@@ -360,7 +365,7 @@ CONFIGURED = """
 def test_arguments_of_configure_gpu(project):
     project.makepyfile(CONFIGURED)
     result = run(project, "--compat-simulate", "4")
-    result.assert_outcomes(passed=4, failed=3, errors=1, warnings=1)
+    result.assert_outcomes(passed=5, failed=3, errors=1, warnings=1)
     lines = result.stdout.str()
     for text in (
         "\nUnknownOptionError: configure_gpu() has no argument 'sinulate', and no backend has an "

@@ -415,8 +415,8 @@ def test_help():
         "this folder\non each backend, on simulated devices: a row for each backend and Python, of "
         "those that\nkeras-gpu-compat is tested with and the project's python_requires allows. "
         "Where the project has a\ntox configuration of its own, they are written to a folder of "
-        "their own, compat-tox, and that\nconfiguration stays in force. No file is "
-        "overwritten.\n\nexit status: 0, or 2 where nothing was written."
+        "their own, compat-tox, and that\nconfiguration stays in force. Files that are there are "
+        "overwritten with --force alone.\n\nexit status: 0, or 2 where nothing was written."
     ) in command("tox", "--help")[1]
 
 

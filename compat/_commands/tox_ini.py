@@ -18,7 +18,7 @@ Write a tox.ini, and the toxfile.py that it needs, which run the tests of the pr
 on each backend, on simulated devices: a row for each backend and Python, of those that
 keras-gpu-compat is tested with and the project's python_requires allows. Where the project has a
 tox configuration of its own, they are written to a folder of their own, compat-tox, and that
-configuration stays in force. No file is overwritten.
+configuration stays in force. Files that are there are overwritten with --force alone.
 
 exit status: 0, or 2 where nothing was written."""
 

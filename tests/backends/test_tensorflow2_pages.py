@@ -4,7 +4,6 @@ What cannot run anywhere is checked by tests/test_blocks.py, which also lists wh
 """
 
 import os
-import re
 import subprocess
 import sys
 
@@ -86,15 +85,11 @@ def test_moving_from_mirrored_strategy(tmp_path):
 
 
 def test_example_prints_what_the_readme_says(tmp_path):
-    """But for numbers that depend on weights drawn at random."""
+    """To the digit: numpy draws its weights and data."""
     said = subprocess.check_output(
-        [sys.executable, os.path.join(ROOT, "examples", "train.py"), "--epochs=1"],
+        [sys.executable, os.path.join(ROOT, "examples", "train.py")],
         cwd=str(tmp_path),
         env=dict(pages.ENVIRON, PYTHONPATH=ROOT),
         universal_newlines=True,
     )
-    report = pages.fragment("README.md", "backend    tensorflow2")
-    assert said.startswith(report)
-    comparison = pages.fragment("README.md", "                       all devices")
-    pattern = re.sub(r"\d+\\\.\d+(e\\?-\d+)?", r"[\\d.e-]+", re.escape(comparison))
-    assert re.search(pattern + r"\Z", said), (pattern, said)
+    assert said == pages.fragment("README.md", "backend    tensorflow2")
