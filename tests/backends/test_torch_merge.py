@@ -465,6 +465,13 @@ def _averages(self, y):
     return y
 
 
+def _extremes(self, y):
+    scaled = y * (self.most - self.least)
+    self.least = self.least.minimum(y.detach().amin(0))
+    self.most.copy_(self.most.maximum(y.detach().amax(0)))
+    return scaled
+
+
 def _histogram(self, y):
     import torch
 
@@ -488,6 +495,9 @@ class TestState:
 
     def test_averages_of_the_users(self):
         agree(computing(_averages, mean=[0.0] * 5, power=[0.0] * 5), rows(ROWS, 4))
+
+    def test_extremes(self):
+        agree(computing(_extremes, least=[0.1] * 5, most=[-0.1] * 5), rows(ROWS, 4), steps=3)
 
     def test_histogram(self):
         agree(computing(_histogram, counts=[0.0] * 5), rows(ROWS, 4))
