@@ -15,11 +15,12 @@ from compat.testing import span
 from .conftest import BENCHMARKS, ROOT, benchmarks_run
 
 TIMEOUT = 300
-#: A first fit() is mostly compiling: it is measured where it takes the least time.
+SLOW_TO_COMPILE = " tensorflow1", " tensorflow2", " keras3", " jax", " theano"
+#: First steps and fits are mostly compiling: they are measured where that takes the least time.
 MEASURED = [
     command
     for command in BENCHMARKS
-    if "first_fit" not in command or command.endswith((" mxnet", " torch"))
+    if not ("first_" in command and command.endswith(SLOW_TO_COMPILE))
 ]
 
 

@@ -98,7 +98,14 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("name", in_span(sorted(LOSSES), ["sum"]))
+def of_this_keras(cases, chosen):
+    """The names of cases: how values depend on rows is found alike for Keras 3, which has a few."""
+    return chosen if KERAS3 else sorted(cases)
+
+
+@pytest.mark.parametrize(
+    "name", in_span(of_this_keras(LOSSES, ["keras mean", "masked, safe", "sum"]), ["sum"])
+)
 def test_losses_of_all_kinds_have_the_value_of_one_device(keras, name):
     same(trained(lambda: adding(LOSSES[name])))
 
@@ -156,7 +163,9 @@ WHY = {
 }
 
 
-@pytest.mark.parametrize("name", in_span(sorted(WHOLE), ["variance"]))
+@pytest.mark.parametrize(
+    "name", in_span(of_this_keras(WHOLE, ["two kinds", "variance"]), ["variance"])
+)
 def test_losses_of_the_whole_batch_run_whole(keras, name):
     with runs_whole():
         same(trained(lambda: adding(WHOLE[name])))
@@ -620,7 +629,9 @@ OWN_GRADIENTS = {
 }
 
 
-@pytest.mark.parametrize("name", in_span(sorted(OWN_GRADIENTS), ["all"]))
+@pytest.mark.parametrize(
+    "name", in_span(of_this_keras(OWN_GRADIENTS, ["all", "in a loop"]), ["all"])
+)
 def test_own_gradients_that_mix_rows_run_whole(keras, name):
     function, mixes = OWN_GRADIENTS[name]
     layers = keras.layers
