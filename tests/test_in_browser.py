@@ -113,8 +113,8 @@ def test_the_report_of_a_script(opened, tmp_path):
 def test_the_texts_of_pictures_are_inside_and_apart(opened, tmp_path, name):
     with open(os.path.join(DOCS, "pictures", name), encoding="utf-8") as file:
         text = "<body style='margin:0'>" + file.read()
-    ((_, _, width, height),) = places(opened, tmp_path / "whole.html", text, "body > svg")
-    found = places(opened, tmp_path / "texts.html", text, "text")
+    whole, *found = places(opened, tmp_path / "page.html", text, "body > svg, text")
+    _, _, width, height = whole
     assert len(found) > 3
     for number, (left, top, right, bottom) in enumerate(found):
         assert 0 <= left < right <= width + 1 and 0 <= top < bottom <= height, number
