@@ -56,8 +56,9 @@ def efficiency(model, setup):
 
 def table():
     """The rows of a table of all setups and models, the first its headings."""
-    names = ["{} of linear".format(model.name) for model in MODELS]
-    yield ["", "GPUs", "over the busiest link", "messages a bucket"] + names + ["published"]
+    names = ["{}, share of linear speed".format(model.name) for model in MODELS]
+    headings = ["", "GPUs", "bytes over the busiest link", "messages per bucket"]
+    yield headings + names + ["published"]
     for setup in setups():
         row = [setup.name, str(setup.devices), "{:.2f} W".format(setup.moved), str(setup.messages)]
         for model in MODELS:

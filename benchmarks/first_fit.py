@@ -1,6 +1,6 @@
 """CPU seconds until a new model has been fitted for the first time, on two simulated devices.
 
-    python benchmarks/first_fit.py --backend tensorflow1|tensorflow2|keras3|jax|mxnet|torch
+    python benchmarks/first_fit.py --backend tensorflow1|tensorflow2|keras3|jax|mxnet|theano|torch
 
 Of plain Keras, of a peer, and of compat without and with verification, in turn. Each round makes a
 new model, compiles it and trains two small batches, in a process that has done so before: what is
@@ -24,13 +24,14 @@ from compat._configuration import registry
 
 DEVICES = 2
 WORKS = "small", "lstm"
-#: What users of each backend have without compat; torch's DataParallel needs GPUs.
+#: What users of each backend have without compat; torch's DataParallel needs GPUs, Theano has none.
 PEERS = {
     "tensorflow1": "multi_gpu_model",
     "tensorflow2": "MirroredStrategy",
     "keras3": "MirroredStrategy",
     "jax": "DataParallel",
     "mxnet": "keras-mxnet's contexts",
+    "theano": None,
     "torch": None,
 }
 

@@ -21,7 +21,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(HERE)
 
 #: ``command`` is what runs in the environment; ``goal`` the most that the ratio of compat's time
-#: to the peer's should be; ``reason`` why it is not met, where it is not.
+#: to the peer's should be, for the tests; ``reason`` why it is more, or why compat is slower.
 Row = collections.namedtuple("Row", "name title peer goal environment command reason")
 
 #: Rows that measure no peer: ``tables.py`` has a table for each.
@@ -47,44 +47,60 @@ FIRST_FITS = {
     "first-keras3": "py311-keras3",
     "first-jax": "py311-jax",
     "first-mxnet": "py37-mxnet",
+    "first-theano": "py37-theano",
     "first-torch": "py311-torch",
 }
 #: The most of the peer's CPU seconds that compat should take, without and with verification.
 FIRST_GOALS = {"compat": 1.0, "verified": 1.2}
 
-_TRACES = "one trace more tells about rows; unverified, all is done twice: the step makes variables"
+_TRACES = (
+    "One extra trace finds out what depends on rows. Without verification TensorFlow traces the "
+    "training step twice, as in plain Keras, because the first trace creates variables."
+)
+_TRIED = "The model is tried on three rows. "
+_VERIFIED = "Verification also {} for one device."
 
-#: Why the goals are not met.
+#: Why compat takes longer.
 FIRST_REASONS = {
-    "first-tensorflow1": "a trial on three rows; verified: the gradients of one device, too",
+    "first-tensorflow1": _TRIED + _VERIFIED.format("builds the gradients"),
     "first-tensorflow2": _TRACES,
     "first-keras3": _TRACES,
-    "first-jax": "verified: the step is compiled for one device, too",
-    "first-mxnet": "a trial on three rows, where hardly anything is compiled",
-    "first-torch": "a call that is watched, and a trial on three rows; nothing is compiled",
+    "first-jax": _VERIFIED.format("compiles the step"),
+    "first-mxnet": _TRIED + "Hardly anything is compiled, so that is a large share.",
+    "first-theano": _VERIFIED.format("compiles the step"),
+    "first-torch": "The first call is traced. " + _TRIED + "Nothing is compiled, so that is a "
+    "large share.",
 }
 for _names, _script in ((TRIALS, "first_step"), (FIRST_FITS, "first_fit")):
     for _name, _environment in _names.items():
         _command = "python benchmarks/{}.py --backend {}".format(_script, _name.partition("-")[2])
         FIGURES[_name] = _environment, _command
 
-#: Why goals above the bound are not met, as far as it is known, by the rows' names.
+_CHECKSUMS = "Each `fit()`, here of ten steps, compares checksums of 200 variables twice."
+_HOOKS = "The hooks of parameters are Python; those of the peer are C++."
+_SAME = "compat uses as much CPU time as the peer."
+_CHANCE = "The work is the same, and the ratio differs as much from process to process."
+_IN_TURN = "The devices compute in turn, so that all that shows is what splitting the batch costs."
+
+#: Why, as far as it is known, by the rows' names.
 REASONS = {
-    "horovod-dense": "not known; CPU seconds are the peer's, and both wait for the same sums",
-    "horovod-deep": "a `fit()` of ten steps also compares 200 variables twice; see below",
-    "workers-dense": "the same work on the same cores; the peer exchanges once, compat in buckets",
-    "workers-deep": "a `fit()` of ten steps also compares 200 variables twice; see below",
-    "ddp-dense": "Python in the hooks of parameters, which the peer has in C++",
-    "ddp-deep": "Python in the hooks of parameters, which the peer has in C++",
-    "tf1-dense": "CPU seconds are the peer's",
-    "tf1-conv": "CPU seconds are the peer's",
-    "tf2-conv": "a tenth above the bound: what runs before and after the replicas has one core",
-    "jax-conv": "the same work on the same cores, within what differs from process to process",
-    "jax-dense": "the same work on the same cores, within what differs from process to process",
+    "horovod-dense": "Cause unknown: CPU time and all-reduces are the same.",
+    "horovod-deep": _CHECKSUMS,
+    "workers-dense": "The work is the same. The peer exchanges gradients once, compat in buckets.",
+    "workers-deep": _CHECKSUMS,
+    "ddp-dense": _HOOKS,
+    "ddp-deep": _HOOKS,
+    "tf1-dense": _SAME,
+    "tf1-conv": _SAME,
+    "tf2-conv": "What runs before and after the replicas uses one core.",
+    "jax-conv": _CHANCE,
+    "jax-dense": _CHANCE,
+    "theano-dense": _IN_TURN,
+    "torch-dense": _IN_TURN,
 }
 
-_OF_FITS = "before the first step and after the last all weights are read, to compare checksums"
-_OF_BATCHES = "the ranks exchange their rows in front of each step, which the peer does not"
+_OF_FITS = "Before the first step and after the last, all weights are read to compare checksums."
+_OF_BATCHES = "Before each step the ranks exchange their numbers of rows; the peer does not."
 
 _RANKS = "python -m compat run -n 2 benchmarks/"
 

@@ -51,7 +51,7 @@ folder of yours is called compat, that would run: use `python -m keras_gpu_compa
 
 TEST = """\
 Train a small model on one device and on several, from the same start on the same batches, and
-compare step by step. CPU devices stand in where there are not GPUs enough.
+compare step by step. CPU devices stand in if there are too few GPUs.
 
 With a script: run it as it is on simulated devices, whatever it asks for, where the first steps of
 each parallelized model are also done on one device and compared; then, where the backend has them,

@@ -18,6 +18,10 @@ html_theme = "furo"
 html_copy_source = False
 html_show_copyright = False
 
+# Finds the entry of a message that is pasted into the search.
+html_static_path = ["search.js"]
+html_js_files = [("search.js", {"defer": "defer"})]
+
 # extension.py is in this folder.
 extensions = ["myst_parser", "sphinx.ext.autodoc", "extension"]
 exclude_patterns = ["jobs"]

@@ -136,7 +136,13 @@ def read(app, page, source):
     source[0] = text
 
 
+def outdated(app, env, added, changed, removed):
+    """The hook of Sphinx: the pages that are also made of compat's source."""
+    return ["api", "troubleshooting"]
+
+
 def setup(app):
+    app.connect("env-get-outdated", outdated)
     app.connect("source-read", read)
     app.connect("autodoc-process-docstring", sections)
     app.connect("autodoc-skip-member", skipped)

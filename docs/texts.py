@@ -24,6 +24,9 @@ ENDING = re.compile(
     "Use) "
 )
 
+# What is filled in at the beginning of a text, and single words between.
+FILLED_IN = re.compile(r"(?:(?:<[^<>]*>|\.\.\.)[^\w<]*(?:\w+ (?=<|\.\.\.))?)*")
+
 CLASSES = [name for name in compat.__all__ if name.endswith(("Error", "Warning"))]
 
 #: place: the module, for ``compat.errors`` with the function; kind: the class of the error or
@@ -119,8 +122,9 @@ def readable(text):
 
 
 def anchor(text):
-    """The beginning of a text as it reads whatever is filled in: for a heading."""
+    """The beginning of a text, from its first fixed words on: for a heading."""
     plain = " ".join(readable(text).split())
+    plain = plain[FILLED_IN.match(plain).end() :]
     first = re.split(r"(?<=[a-z0-9)>'\"]{2})[.:;] ", plain)[0].rstrip(".:")
     first = first if len(first) > 25 else plain
     return first if len(first) <= 90 else first[:87].rpartition(" ")[0] + " ..."

@@ -23,6 +23,8 @@ pytest.register_assert_rewrite("compat.testing")
 collect_ignore = ["legacy_project", "twins_project"]
 if importlib.util.find_spec("yaml") is None:
     collect_ignore.append("test_jobs.py")  # tox's environment `docs` has it, and runs this file
+if "COMPAT_TEST_BROWSER" not in os.environ:
+    collect_ignore.append("test_in_browser.py")  # as well
 if importlib.util.find_spec("nbclient") is None:
     collect_ignore.append("test_notebook.py")  # tox's environment py313-core has it
 

@@ -27,13 +27,25 @@ def test_the_page_has_the_results(tables, results):
     assert tables.page_with(page, tables.sections(results)) == page
 
 
-def test_every_row_is_measured_and_says_why_it_misses_its_goal(tables, results):
-    rows = tables.run.ROWS
+def test_the_section_of_short_fits_is_there_when_they_are_measured(tables, results):
+    assert tables.fits(dict(results, rows={})) == ""
+    fit = tables.run.FITS[0]
+    measured = {fit.name: {"wall": [1.2], "cpu": [1.1]}}
+    text = tables.fits(dict(results, rows=measured))
+    assert text.startswith("## Short fits on ranks\n")
+    row = "| {} | {} | 1.20 | 1.20 |  | 1.10 |\n".format(fit.title, fit.peer)
+    reason = "- {}: {}\n".format(fit.title, fit.reason)
+    assert text.endswith(row + "\nWhere compat is slower:\n\n" + reason)
+
+
+def test_every_row_is_measured_and_says_why_it_misses_its_goal_or_is_slower(tables, results):
     fits = [row for row in tables.run.FITS if row.name in results["rows"]]
-    assert {row.name for row in rows + fits} == set(results["rows"])
+    rows = {row.name: (row, results["rows"][row.name]) for row in tables.run.ROWS + fits}
+    assert set(rows) == set(results["rows"])
     assert set(tables.run.FIGURES) == set(results["figures"])
-    missed = [row for row in rows + fits if not tables.is_met(row, results["rows"][row.name])]
-    assert [row.name for row in missed if not tables.reason(row, results["rows"][row.name])] == []
+    for name, (row, measured) in rows.items():
+        missed = not tables.is_met(row, measured) and not tables.is_bound(row, measured)
+        assert row.reason or not missed and not tables.is_slower(measured), name
 
 
 def test_every_first_fit_says_why_it_misses_its_goal(tables, results):

@@ -162,6 +162,15 @@ def test_explanations_are_of_texts_of_their_section():
     )
 
 
+def test_headings_begin_with_the_messages_first_fixed_words():
+    headings = [texts.anchor(t) for t in texts.all_texts() if not texts.is_ending(t)]
+    assert not [heading for heading in headings if heading.startswith(("<", "..."))]
+    readable = {texts.anchor(text): texts.readable(text) for text in texts.all_texts()}
+    for heading, text in readable.items():
+        assert re.sub(r" \.\.\.$", "", heading) in " ".join(text.split())
+    assert "is no version specifier for Python" in headings  # <name>: <error> in <specifier> is ...
+
+
 SOURCE = '''
 """A docstring, which is no text of an error. At all."""
 CONSTANT = "A sentence of more than fifty characters stands in a constant, too."

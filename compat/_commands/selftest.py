@@ -19,7 +19,7 @@ def run(devices=None, backend=None, simulate=False, outcome=None):
     Arguments:
         devices: how many, or None for all GPUs, or 3 simulated ones where there are not two.
         backend: its name, or None for the one that Keras would use.
-        simulate: use CPU devices even where there are GPUs enough.
+        simulate: use CPU devices even if there are enough GPUs.
         outcome: a dictionary that gets what is printed, with the keys of docs/command-line.md.
 
     Returns:

@@ -28,7 +28,7 @@ def add_to(commands: "argparse._SubParsersAction") -> None:
     told = "the plain model in a file of multi_gpu_model"
     parser = command_parser(commands, "unwrap", _run, told, DESCRIPTION)
     parser.add_argument("file", help="HDF5, from model.save() or model.save_weights()")
-    told = "the new file (default: old.unwrapped.h5 beside old.h5; the old one: replaces it)"
+    told = "the new file (default: old.unwrapped.h5 beside old.h5; name the old file to replace it)"
     parser.add_argument("-o", dest="output", metavar="FILE", help=told)
     parser.add_argument("--force", action="store_true", help="replace a file that is there")
     told = "of weights: to_json() of the plain model, where the weights' names do not tell"
@@ -56,7 +56,7 @@ def run(path: str, output: Optional[str], force: bool, model: Optional[str]) -> 
         What was written, in words.
 
     Raises:
-        ModelFileError: a file cannot be read or written, or is no wrapper's.
+        ModelFileError: a file cannot be read or written, or contains no wrapper.
         NotInstalledError: h5py is not installed.
     """
     if output is None:
@@ -210,9 +210,9 @@ def _planned(path, old, config):
     name = None if found is None else wrapped_model.name_of(found.layer)
     if found is None or [each for each, names in groups if names] != [name]:
         raise errors.ModelFileError(
-            "{} is no wrapper's: no layer of it is a model that has all the weights and is called "
-            "on parts of a batch, as multi_gpu_model and make_parallel make it. Load it as it "
-            "is.".format(path)
+            "{} does not contain a multi_gpu_model wrapper: no layer of it is a model that has all "
+            "the weights and is called on parts of a batch, as multi_gpu_model and make_parallel "
+            "make it. Load it as it is.".format(path)
         )
     flat = dict(groups)[name]
     plan = Plan(weights[name], _layers(path, flat, found.layer))
@@ -239,8 +239,8 @@ def _planned_of_weights(path, weights, groups, config):
     scopes = {weight.rpartition("/")[0] for weight in flat}
     if name is None or len(groups) <= 2 or scopes == {name}:
         raise errors.ModelFileError(
-            "{} is no wrapper's: {} of its {} layers have weights. A wrapper has one, the model "
-            "inside, between layers without weights. "
+            "{} does not contain a multi_gpu_model wrapper: {} of its {} layers have weights. A "
+            "wrapper has one, the model inside, between layers without weights. "
             "Load it as it is.".format(path, len(holding), len(groups))
         )
     if config is not None:

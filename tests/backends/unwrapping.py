@@ -319,9 +319,9 @@ class Unwrapping:
         for model in (siamese, encoder):
             model.save(path)
             assert refused(capsys, path) == (
-                "{} is no wrapper's: no layer of it is a model that has all the weights and is "
-                "called on parts of a batch, as multi_gpu_model and make_parallel make it. Load it "
-                "as it is.".format(path)
+                "{} does not contain a multi_gpu_model wrapper: no layer of it is a model that has "
+                "all the weights and is called on parts of a batch, as multi_gpu_model and "
+                "make_parallel make it. Load it as it is.".format(path)
             )
         with h5py.File(path, "r+") as file:
             file.attrs["keras_version"] = b"3.1.0"
@@ -337,10 +337,9 @@ class Unwrapping:
         )
         encoder.save_weights(path)
         assert refused(capsys, path) == (
-            "{} is no wrapper's: 2 of its {} layers have weights. A wrapper has one, the model "
-            "inside, between layers without weights. Load it as it is.".format(
-                path, len(encoder.layers)
-            )
+            "{} does not contain a multi_gpu_model wrapper: 2 of its {} layers have weights. A "
+            "wrapper has one, the model inside, between layers without weights. Load it as it "
+            "is.".format(path, len(encoder.layers))
         )
         with pytest.raises(compat.NotAModelError) as error:
             compat.unwrap(path)

@@ -16,8 +16,8 @@ VARIABLE = "COMPAT_SIMULATE"
 class Simulation:
     """The variable, set from now to the end of pytest.
 
-    The command line counts before the environment, and that before the file: a file says what is
-    usual in a project, the environment is of this run, or of this row of a tox.ini.
+    The command line takes precedence over the environment, and that over the file: a file says
+    what is usual in a project, the environment is of this run, or of this row of a tox.ini.
     """
 
     def __init__(self, config: Any) -> None:
