@@ -328,3 +328,9 @@ def import_keras(backend):
     if backend.extra:  # else it is a third party's
         text += ' Install one: pip install "keras-gpu-compat[{}]".'
     raise errors.NotInstalledError(text.format(backend.name, detection.extra_of([backend])))
+
+
+def is_users(thing):
+    """Whether a class or a function is the user's, not Keras' own."""
+    package = (getattr(thing, "__module__", None) or "keras").split(".")[0]
+    return package not in ("keras", "tf_keras", "tensorflow", "tensorflow_core")

@@ -18,15 +18,9 @@ def note_call():
     _reached[0] += 1
 
 
-def is_users(thing):
-    """Whether a class or a function is the user's, not Keras' own."""
-    package = (getattr(thing, "__module__", None) or "keras").split(".")[0]
-    return package not in ("keras", "tf_keras", "tensorflow", "tensorflow_core")
-
-
 def has_own_steps(model):
     """Whether a step of this model is the user's."""
-    return any(is_users(getattr(type(model), name, None)) for name in _STEPS)
+    return any(_keras.is_users(getattr(type(model), name, None)) for name in _STEPS)
 
 
 def called_models(model):

@@ -8,7 +8,6 @@ the one to the other.
 import contextlib
 
 from .. import _keras
-from .._keras import steps as _steps
 from . import keras_steps, steps
 from .verification import suspended
 
@@ -41,7 +40,7 @@ class VerifiedKeras2Step(keras_steps.Verified):
         # What a script has put in the function's place is its own, and does more than Keras' does.
         function = getattr(model, keras_steps.FUNCTIONS[self.kind])
         kind = type(function)
-        is_own = _steps.is_users(kind) and kind.__module__.split(".")[0] != "compat"
+        is_own = _keras.is_users(kind) and kind.__module__.split(".")[0] != "compat"
         return function if is_own else super().verified(model)
 
     def make_undivided(self, model):

@@ -178,7 +178,7 @@ class ReplicatedCall(patching.InstanceMethod):
         return plain(*args, **kwargs)
 
     def _is_converted(self, model):
-        return hasattr(model, "_eager_losses") and steps.is_users(type(model))
+        return hasattr(model, "_eager_losses") and _keras.is_users(type(model))
 
 
 def _merged(merging, state):

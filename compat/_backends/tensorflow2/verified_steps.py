@@ -5,7 +5,7 @@ import itertools
 
 import tensorflow as tf
 
-from ..._keras import steps
+from ... import _keras
 from ..._rows import split_rows
 from ..._runtime import patching
 from ..._verification import keras_steps
@@ -24,7 +24,7 @@ class VerifiedTensorFlow2Step(keras_steps.Verified):
             return True
         optimizers = keras_steps.optimizers(model)
         optimizer = getattr(model, "optimizer", None)
-        if optimizer is not None and not steps.is_users(type(model).train_step):
+        if optimizer is not None and not _keras.is_users(type(model).train_step):
             self.has_built = _build(optimizer, model.trainable_variables) or self.has_built
             optimizers = [optimizer]
         return all(_is_built(optimizer) for optimizer in optimizers)
