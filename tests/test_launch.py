@@ -1,6 +1,10 @@
 """``compat run -n``: what ranks print, how they end, and what is said of it."""
 
+import concurrent.futures
+import functools
+import json
 import os
+import random
 import re
 import resource
 import signal
@@ -11,6 +15,7 @@ import time
 import traceback
 
 import pytest
+import soak
 from conftest import ROOT
 
 from compat import errors
@@ -19,40 +24,52 @@ from compat._ranks.launch.watching import Ended
 from compat._ranks.place import Place
 from compat._runtime import by_path
 
+# Of signals at random moments.
+CASES = int(os.environ.get("COMPAT_TEST_CASES", 30 if sys.version_info >= (3, 13) else 10))
+
+
+def start(
+    folder,
+    program,
+    size=3,
+    elsewhere=False,
+    ignored=None,
+    options="",
+    before=lambda: None,
+    **environ,
+):
+    """Start a program as ranks of the launcher that compat has of its own."""
+    script = folder / "script.py"
+    begin = "import os, sys, time, signal, compat\nrank = compat.rank()\n"
+    script.write_text(begin + textwrap.dedent(program))
+    ranks = by_path.command("_ranks.launch.starter") + [str(size)]
+    rank = by_path.command("_ranks.launch.rank_process") + [sys.executable, str(script)]
+    program = (
+        "import os, sys\nfrom compat._ranks.launch import output, watching\n"
+        "sys.exit(watching.launch({!r}, dict(os.environ), {}, {}, {}))".format(
+            ranks + rank, size, elsewhere, options
+        )
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", program],
+        env=dict(os.environ, PYTHONPATH=ROOT, **environ),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        # These tests may run in the background, where a shell has SIGINT ignored.
+        preexec_fn=lambda: (
+            [before()]
+            + [
+                signal.signal(number, signal.SIG_IGN if number == ignored else signal.SIG_DFL)
+                for number in (signal.SIGINT, signal.SIGHUP)
+            ]
+        ),
+    )
+
 
 @pytest.fixture
 def job(tmp_path):
-    """Start a program as three ranks of the launcher that compat has of its own."""
-
-    def job(program, size=3, elsewhere=False, ignored=None, options="", before=lambda: None):
-        script = tmp_path / "script.py"
-        begin = "import os, sys, time, signal, compat\nrank = compat.rank()\n"
-        script.write_text(begin + textwrap.dedent(program))
-        ranks = by_path.command("_ranks.launch.starter") + [str(size)]
-        rank = by_path.command("_ranks.launch.rank_process") + [sys.executable, str(script)]
-        program = (
-            "import os, sys\nfrom compat._ranks.launch import output, watching\n"
-            "sys.exit(watching.launch({!r}, dict(os.environ), {}, {}, {}))".format(
-                ranks + rank, size, elsewhere, options
-            )
-        )
-        return subprocess.Popen(
-            [sys.executable, "-c", program],
-            env=dict(os.environ, PYTHONPATH=ROOT),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-            # These tests may run in the background, where a shell has SIGINT ignored.
-            preexec_fn=lambda: (
-                [before()]
-                + [
-                    signal.signal(number, signal.SIG_IGN if number == ignored else signal.SIG_DFL)
-                    for number in (signal.SIGINT, signal.SIGHUP)
-                ]
-            ),
-        )
-
-    return job
+    return functools.partial(start, tmp_path)
 
 
 @pytest.fixture
@@ -233,6 +250,23 @@ def test_exit_statuses_and_signals_are_the_rank_s(finished):
     assert err == "compat run: rank 0 of 3 was killed by signal 9; the others were ended.\n"
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_rank_whose_own_process_gets_a_signal_is_named(finished, number):
+    """As by ``kill``: a rank that is told to end takes its launcher for the sender."""
+    program = (
+        "time.sleep(0.5 * rank); os.kill(os.getppid(), {} if rank == 1 else 0); time.sleep(60)"
+    )
+    status, _, err = finished(program.format(int(number)))
+    heard = (
+        "no rank failed" if number == signal.SIGTERM else "nothing was heard of the end of rank 1"
+    )
+    assert status == 128 + number
+    assert err == (
+        "Rank 1 was the first to end, with exit status {0}.\n"
+        "compat run: the launcher ended with exit status {0}; {1}.\n".format(128 + number, heard)
+    )
+
+
 def test_a_rank_that_ends_too_early_is_named(finished):
     status, _, err = finished(
         """
@@ -265,19 +299,30 @@ def test_ranks_that_do_not_end_politely_are_killed(finished, tmp_path):
     assert status == 3
 
 
+STARTS_A_CHILD = """
+    import subprocess
+    child = subprocess.Popen(["sleep", "300"], start_new_session={})
+    print(os.getpid(), child.pid, flush=True)
+"""
+
+
+def _left(pids):
+    """Those that still run after a while."""
+    until = time.monotonic() + 10
+    while any(map(watching._runs, pids)) and time.monotonic() < until:
+        time.sleep(0.1)
+    return list(filter(watching._runs, pids))
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL])
-def test_no_rank_survives_the_launcher(job, tmp_path, number):
-    process = job("print(os.getpid(), flush=True); time.sleep(60)")
-    pids = [int(process.stdout.readline().split()[1]) for _ in range(3)]
+def test_no_rank_survives_the_launcher(job, number):
+    """Nor what it has started."""
+    process = job(STARTS_A_CHILD.format(False) + "    time.sleep(60)")
+    pids = [int(pid) for _ in range(3) for pid in process.stdout.readline().split()[1:]]
     process.send_signal(number)
     process.communicate(timeout=30)
     assert process.returncode == (-number if number == signal.SIGKILL else 128 + number)
-    for _ in range(100):
-        left = [pid for pid in pids if os.path.exists("/proc/{}".format(pid))]
-        if not left:
-            break
-        time.sleep(0.1)
-    assert not left
+    assert len(pids) == 6 and not _left(pids)
 
 
 SAVES = """
@@ -314,6 +359,20 @@ def test_ctrl_c_reaches_each_rank_once_and_all_may_save(job, elsewhere):
         )
         + "\n"
     )
+
+
+@pytest.mark.parametrize("daemon", [False, True])
+def test_what_a_rank_has_started_ends_after_ctrl_c(job, daemon):
+    """Once the script has ended, unless it is in a session of its own."""
+    process = job(STARTS_A_CHILD.format(daemon) + SAVES.format(0.5), 2)
+    lines = [process.stdout.readline() for _ in range(4)]
+    children = [int(line.split()[2]) for line in lines if b"ready" not in line]
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=30)
+    assert (process.returncode, out.count(b"saved")) == (130, 2)
+    assert [watching._runs(child) for child in children] == [daemon] * 2
+    for child in children if daemon else []:
+        os.kill(child, signal.SIGKILL)
 
 
 def test_a_second_ctrl_c_ends_ranks_that_do_not(job):
@@ -353,6 +412,24 @@ def test_a_hangup_that_is_ignored_stays_so(job):
     process.send_signal(signal.SIGHUP)
     process.communicate(timeout=30)
     assert process.returncode == 0
+
+
+def test_an_interrupt_that_comes_with_the_task_is_passed_on():
+    """Ctrl-C while a machine's process starts."""
+    names = ["COMPAT_RANK", "COMPAT_SIZE", "COMPAT_LOCAL_RANK", "COMPAT_LOCAL_SIZE"]
+    place = dict(zip(names, "1212"))
+    task = {"command": ["sleep", "60"], "directory": "/", "environ": {}, "ranks": [place]}
+    process = subprocess.Popen(
+        by_path.command("_ranks.launch.starter"),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    process.stdin.write("{}\ninterrupt\n".format(json.dumps(task)).encode())
+    process.stdin.flush()
+    assert process.wait(timeout=30) == 128 + signal.SIGINT
+    told = process.communicate()[0].decode()
+    assert told == "Rank 1 was the first to end, with exit status 130.\n"
 
 
 def test_a_launcher_that_fails_is_heard(tmp_path, capfd):
@@ -859,6 +936,106 @@ def test_a_process_that_outlives_its_launcher_is_killed(monkeypatch):
     began = time.monotonic()
     watching._end_processes([ended.pid, running.pid])
     assert time.monotonic() - began < 0.2
+
+
+# Signals at random moments --------------------------------------------------------------------
+
+# Each is the child of the one before.
+TARGETS = "compat run", "launcher", "machine's process", "rank's process", "script", "its child"
+UNTIL_TOLD = """
+    import subprocess
+    child = subprocess.Popen(["sleep", "300"])
+    while not os.path.exists(__file__ + ".end"):
+        print("still here", flush=True)
+        time.sleep(0.05)
+    child.kill()
+"""
+
+
+def _read(pid, name):
+    with open("/proc/{}/{}".format(pid, name)) as file:
+        return file.read()
+
+
+def _found(process, target, rank):
+    """The number of that process of a job, once it is there: no longer its parent's fork."""
+    found = process.pid
+    for kind in TARGETS[1 : TARGETS.index(target) + 1]:
+        place, parent, children = rank if kind == "rank's process" else 0, found, []
+        while len(children) <= place or _read(found, "cmdline") == _read(parent, "cmdline"):
+            time.sleep(0.01)
+            children = _read(parent, "task/{}/children".format(parent)).split()
+            found = int((children[place:] or [parent])[0])
+    return found
+
+
+# What is said if that process gets a signal. While Python starts, SIGINT is any other error.
+LAUNCHER = r"compat run: (the launcher|rank \d of 3) "
+VERDICTS = {
+    "compat run": r"compat run: (interrupted\.|told to end by {name};)",
+    "launcher": LAUNCHER,
+    "machine's process": LAUNCHER,
+    "rank's process": r"Rank {rank} was the first to end,|compat run: rank {rank} of 3 ",
+    "script": r"rank {rank} of 3 (was killed by signal {number}|failed with exit status 1);",
+}
+
+
+def _signalled(folder, case):
+    """Start a job, send one of its processes a signal, and return what is not as it should be."""
+    draw = random.Random("signals {}".format(case))
+    target, rank = draw.choice(TARGETS), draw.randrange(3)
+    number = draw.choice(
+        [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL, signal.SIGSTOP]
+    )
+    moment = draw.choice([0, draw.uniform(0, 0.2), draw.uniform(0, 2)])
+    folder.mkdir()
+    process = start(folder, UNTIL_TOLD, **{soak.VARIABLE: str(folder)})
+    if target == "compat run":
+        _found(process, "launcher", rank)  # it handles signals by then
+    pid = _found(process, target, rank)
+    time.sleep(moment)
+    os.kill(pid, number)
+    if number == signal.SIGSTOP:
+        time.sleep(0.3)
+        os.kill(pid, signal.SIGCONT)
+    verdict = VERDICTS.get(target, "").format(name=number.name, number=int(number), rank=rank)
+    statuses = [128 + number]
+    if number == signal.SIGSTOP or target == "its child":  # the job goes on
+        (folder / "script.py.end").write_text("")
+        verdict, statuses = r"\A\Z", [0]
+    elif target != "compat run":
+        statuses += [1, 128 + signal.SIGTERM]
+    elif number == signal.SIGKILL:
+        verdict, statuses = "", [-number]
+    left = []
+    try:
+        out, err = (text.decode() for text in process.communicate(timeout=60))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = (text.decode() for text in process.communicate())
+        left.append("it went on")
+    until = time.monotonic() + 10
+    while soak.processes(folder) and time.monotonic() < until:
+        time.sleep(0.1)
+    left += [_read(pid, "cmdline") for pid in soak.processes(folder)]
+    printed = {"[{}] still here".format(rank) for rank in range(3)}
+    if (
+        process.returncode in statuses
+        and re.search(verdict, err)
+        and printed.issuperset(out.splitlines())
+        and not left
+    ):
+        return ""
+    what = "{}: {} of {} (rank {}) after {:.2f} s".format(case, number.name, target, rank, moment)
+    return "\n".join([what, "status {}".format(process.returncode), err, out[-500:]] + left)
+
+
+def test_signals_at_random_moments(tmp_path):
+    """To any process of a job."""
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        cases = [pool.submit(_signalled, tmp_path / str(n), n) for n in range(CASES)]
+        wrong = [case.result() for case in cases]
+    assert not any(wrong), "\n".join(filter(None, wrong))
 
 
 # ----------------------------------------------------------------------------------------------

@@ -253,7 +253,7 @@ class _Rank:
         for line in lines:
             self.send_in_parts(TRACEBACK, line)
         self.send(END, json.dumps(record))
-        if (status or self.terminated) and not self.interrupted:
+        if status or self.terminated or self.interrupted:
             _end_group(self.script)
         if lost and not self.terminated:
             time.sleep(_HOLD if lost.group(1) else _HOLD_UNKNOWN)
@@ -285,12 +285,12 @@ def _gpus(environ):
     return device_choice.choose(selection, None, environ).environ(environ)
 
 
-def die_with_parent():
-    """Be killed when the process that started this one ends in any way. (Linux.)"""
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """Get this signal when the process that started this one ends in any way. (Linux.)"""
     try:
         import ctypes
 
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
     except (ImportError, OSError, AttributeError):
         pass
 
@@ -306,7 +306,7 @@ def _in_a_group_of_its_own(prepare):
 
 
 def _end_group(leader):
-    """End what a script that failed has left behind: workers of multiprocessing, for example.
+    """End a script, if it still runs, and what it has started, such as multiprocessing's workers.
 
     They would hold memory of GPUs. What made a session of its own, as daemons do, stays.
     """
@@ -334,8 +334,14 @@ def dies_with_this_process() -> Callable[[], None]:
 def main(command: List[str]) -> int:
     place = _ranks.own_place()
     assert place is not None, "compat run starts this through a launcher"
-    die_with_parent()
-    return _Rank(place.rank).run(command)
+    die_with_parent(signal.SIGTERM)  # not SIGKILL: what the script has started is to end, too
+    rank = _Rank(place.rank)
+    try:
+        return rank.run(command)
+    except Exception:  # the output is read no more: compat run was killed
+        if rank.script:
+            _end_group(rank.script)
+        raise
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from typing import Any, Dict, List, Mapping, Sequence
 
 from ... import _ranks
 from ..._runtime import by_path
-from .. import clusters
+from .. import clusters, launchers
 from .rank_process import dies_with_this_process
 
 # How long the others may take to end, in seconds.
@@ -142,7 +142,8 @@ def _is_here(host):
 
 def start_here() -> int:
     """Start this machine's ranks as standard input tells, and return as ``start()``."""
-    task = json.loads(sys.stdin.readline())
+    told = os.fdopen(0, "rb", 0)  # unbuffered: select() sees the next line even if both are there
+    task = json.loads(told.readline().decode("ascii"))
     os.chdir(task["directory"])
     os.environ.update(task["environ"])
     options: Any = {"stdin": subprocess.DEVNULL, "preexec_fn": dies_with_this_process()}
@@ -151,7 +152,13 @@ def start_here() -> int:
         for place in task["ranks"]
     ]
     try:
-        return _watch(processes, sys.stdin)
+        status = _watch(processes, told)
+        for place, process in zip(task["ranks"], processes):
+            if process.returncode:  # shown where the rank itself does not tell
+                said = "Rank {} was the first to end, with exit status {}."
+                print(said.format(launchers.launched(place).rank, status))
+                break
+        return status
     finally:
         for process in processes:
             if process.poll() is None:
@@ -172,7 +179,7 @@ def _watch(processes, told=None):
         if None not in ends:
             return 0
         if select.select([told] if told else [], [], [], 0.05)[0]:
-            if told.readline() != "interrupt\n":
+            if told.readline() != b"interrupt\n":
                 return 128 + signal.SIGTERM
             for process in processes:
                 process.send_signal(signal.SIGINT)
