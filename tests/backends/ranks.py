@@ -619,13 +619,13 @@ def disagreement(size):
 # How the scripts of jobs that fail begin.
 TRAINS = """
 import os, signal
-import numpy as np
-import compat
+import numpy as np, compat
 compat.configure_gpu(gpus="cpu")
 from compat import testing
 keras = testing.keras_under_test()
 x, y = compat.shard((np.ones((48, 6), "float32"), np.ones((48, 1), "float32")), 8)
-model = compat.parallelize(keras.models.Sequential([keras.layers.Dense(1, input_shape=(6,))]))
+Dense, Sequential = keras.layers.Dense, keras.models.Sequential
+model = compat.parallelize(lambda: Sequential([Dense(1, input_shape=(6,))]))
 model.compile("sgd", "mse")
 """
 
@@ -721,6 +721,35 @@ def check_a_rank_that_leaves(folder, backend):
     assert "compat run: {}\n".format(told) in said, said
 
 
+FAILS = """
+import compat
+if compat.rank() == 1:
+    raise ValueError("bad")
+"""
+
+
+def check_a_rank_that_fails_early(folder, backend):
+    """Before it joins the others, or before its first step."""
+    for program in (FAILS + TRAINS, TRAINS + FAILS):
+        program += "model.fit(x, y, compat.local_batch_size(8), verbose=0)\n"
+        said = what_a_failed_job_says(folder, backend, program, size=2)
+        told = "compat run: rank 1 of 2 failed with exit status 1; the others were ended.\n"
+        assert told in said and said.endswith("\nValueError: bad\n"), said
+
+
+def check_a_rank_that_is_stopped_before_it_joins(folder, backend):
+    """In ``MPI_Init`` the other one cannot know which rank is missing."""
+    begin = "import os, signal, compat\nif compat.rank(): os.kill(os.getpid(), signal.SIGSTOP)\n"
+    said = what_a_failed_job_says(folder, backend, begin + TRAINS, size=2)
+    (verdict,) = [line for line in said.splitlines() if line.endswith("others were ended.")]
+    assert verdict in (
+        "compat run: rank 0 of 2 waited for rank 1, which failed, ended or did not come; the "
+        "others were ended.",
+        "compat run: rank 1 of 2 did not come to the others, which waited for it; the others were "
+        "ended.",
+    )
+
+
 def what_a_failed_job_says(folder, backend, program, size=3, timeout=8):
     """What ``compat run`` prints as errors for a program some of whose ranks do not go on."""
     script = folder / "script.py"
@@ -731,7 +760,7 @@ def what_a_failed_job_says(folder, backend, program, size=3, timeout=8):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         universal_newlines=True,
-        timeout=90,
+        timeout=200,
     )
     assert done.returncode == 1
     return done.stderr

@@ -25,6 +25,10 @@ def test_a_rank_0_that_is_stopped_is_named(tmp_path, program):
     ranks.check_stopped_rank_0(tmp_path, "jax", program)
 
 
+def test_a_rank_that_leaves_is_named(tmp_path):
+    ranks.check_a_rank_that_leaves(tmp_path, "jax")
+
+
 def test_a_rank_that_never_comes_is_named(tmp_path):
     """JAX itself aborts the others, as if they were at fault."""
     said = ranks.what_a_failed_job_says(tmp_path, "jax", NEVER_COMES).splitlines()

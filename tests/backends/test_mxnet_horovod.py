@@ -257,6 +257,10 @@ def test_models_of_mxnets_own_are_refused(jobs):
         )
 
 
+def test_a_rank_that_leaves_is_named(tmp_path):
+    ranks.check_a_rank_that_leaves(tmp_path, "mxnet")
+
+
 def test_mpirun_with_a_horovod_that_knows_no_mpi_is_an_error():
     program = "compat.parallelize(keras.models.Sequential([keras.layers.Dense(1)]))"
     assert ranks.refused_alone(program) == ranks.disagreement(2)

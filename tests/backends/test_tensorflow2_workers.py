@@ -84,6 +84,10 @@ def test_gradients_leave_in_buckets_while_others_are_computed(tmp_path):
     )
 
 
+def test_a_rank_that_leaves_is_named(tmp_path):
+    ranks.check_a_rank_that_leaves(tmp_path, "tensorflow")
+
+
 def test_a_job_goes_on_from_its_checkpoint_after_a_rank_was_killed(tmp_path):
     ranks.check_restarts(TestTensorFlow2Workers(), tmp_path)
 

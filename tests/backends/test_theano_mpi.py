@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from compat._backends.theano import backend
 from compat._configuration import device_choice, gpu_selection
 from compat._configuration.settings import Settings
 from compat._ranks import launchers
+from compat._ranks.launch import watching
 from compat.testing.ranks import RanksContract
 
 from . import ranks
@@ -191,17 +193,34 @@ def test_rank_that_does_not_start_ends_the_job(tmp_path):
     )
 
 
+def test_a_rank_that_fails_early_is_named(tmp_path):
+    ranks.check_a_rank_that_fails_early(tmp_path, "theano")
+
+
 def test_a_rank_that_is_stopped_before_it_joins_is_named(tmp_path):
-    """In ``MPI_Init`` the other one cannot know which rank is missing."""
-    begin = "import os, signal, compat\nif compat.rank(): os.kill(os.getpid(), signal.SIGSTOP)\n"
-    said = ranks.what_a_failed_job_says(tmp_path, "theano", begin + ranks.TRAINS, size=2)
-    (verdict,) = [line for line in said.splitlines() if line.endswith("others were ended.")]
-    assert verdict in (
-        "compat run: rank 0 of 2 waited for rank 1, which failed, ended or did not come; the "
-        "others were ended.",
-        "compat run: rank 1 of 2 did not come to the others, which waited for it; the others were "
-        "ended.",
-    )
+    ranks.check_a_rank_that_is_stopped_before_it_joins(tmp_path, "theano")
+
+
+STARTS_A_CHILD = """
+import subprocess, time
+print(subprocess.Popen(["sleep", "300"]).pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_what_ranks_have_started_ends_if_compat_run_is_killed(tmp_path):
+    """``mpirun`` is killed with it, and tells the ranks nothing."""
+    script = tmp_path / "script.py"
+    script.write_text(STARTS_A_CHILD)
+    command = [sys.executable, "-m", "compat", "run", "-n", "2", "--gpus", "cpu", str(script)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE)
+    children = [int(process.stdout.readline().split()[1]) for _ in range(2)]
+    process.kill()
+    process.communicate(timeout=60)
+    until = time.monotonic() + 15
+    while any(map(watching._runs, children)) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not any(map(watching._runs, children))
 
 
 @pytest.mark.parametrize("faulty, said", [(None, ""), (1, "ValueError: bad")])

@@ -77,6 +77,10 @@ def test_a_rank_0_that_is_stopped_is_named(tmp_path, program):
     ranks.check_stopped_rank_0(tmp_path, "torch", program)
 
 
+def test_a_rank_that_leaves_is_named(tmp_path):
+    ranks.check_a_rank_that_leaves(tmp_path, "torch")
+
+
 def test_evaluation_on_one_rank_is_named_by_its_line(tmp_path):
     ranks.check_evaluation_on_one_rank(tmp_path, "torch")
 
