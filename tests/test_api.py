@@ -15,6 +15,7 @@ from conftest import ROOT, TOY_FRAMEWORK, Toy
 import compat
 from compat import _keras, _rows
 from compat._configuration import registry
+from compat._runtime.process import process
 from compat.backend import Backend
 
 pytestmark = pytest.mark.usefixtures("process")
@@ -903,6 +904,15 @@ def test_very_many_devices_are_named_in_short(able):
     assert [said for said, _, _ in shown(caught)] == [
         text.format("gpus=1000", short, short), text.format("device(999)", short, "cpu:0")
     ]  # fmt: skip
+
+
+def test_that_nothing_used_the_devices_is_known(able):
+    for use in (lambda: compat.parallelize(Native()), lambda: compat.device(0)):
+        process.start_afresh()
+        configure(simulate=2)
+        assert not process.uses_devices
+        use()
+        assert process.uses_devices
 
 
 def test_device_on_a_machine_with_one(toy):

@@ -170,7 +170,8 @@ def _parallelize_compiled(model, gpus=None):
 
 
 def note_by_hand(model: "Any") -> "Any":
-    """Note, where it matters, that the script has chosen this model's devices; return the model."""
+    """Note that the script has chosen this model's devices; return the model."""
+    process.uses_devices = True
     if process.parallelizes_compiled:
         from .. import _keras  # for start-up time
         from .._keras import automatic_parallel  # for start-up time
@@ -329,6 +330,7 @@ def device(which: "Union[int, str]") -> "ContextManager[Any]":
         from contextlib import ExitStack
 
         return ExitStack()  # all of the model is there: nothing to place
+    process.uses_devices = True
     return backend.device(which)
 
 
