@@ -1,5 +1,6 @@
 """That a Keras model on several devices is trained to the numbers of one."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -176,9 +177,10 @@ class TrainingContract(BackendContract):
         for model in models:
             model.compile(keras.optimizers.SGD(0.05), CASES["dense"].loss)  # has no state
         for seconds in np.linspace(0, 0.1, 10):
-            button = threading.Timer(seconds, os.kill, [os.getpid(), signal.SIGINT])
-            press = keras.callbacks.LambdaCallback(on_epoch_begin=_starting(button))
-            with pytest.raises(KeyboardInterrupt):
+            with _interrupting(seconds) as begun:
+                press = keras.callbacks.LambdaCallback(
+                    on_epoch_begin=lambda epoch, logs, begun=begun: epoch and begun.set()
+                )
                 fit_in_order(parallel, inputs, targets, epochs=10**5, callbacks=[press])
         start = parallel.get_weights()
         plain.set_weights(start)
@@ -189,6 +191,24 @@ class TrainingContract(BackendContract):
         assert len(self.devices_of(parallel, inputs, targets)) == DEVICES
 
 
-def _starting(timer):
-    """A callback that starts it once training has begun, with what is made for the first batch."""
-    return lambda epoch, logs=None: epoch == 1 and timer.start()
+@contextlib.contextmanager
+def _interrupting(seconds):
+    """Interrupt what is within, so long after it has set the event that it is given."""
+    begun, ended = threading.Event(), threading.Event()
+
+    def press():
+        begun.wait()
+        wait = seconds
+        while not ended.wait(wait):
+            os.kill(os.getpid(), signal.SIGINT)
+            wait = 1  # again, if a destructor was running, whose exceptions Python ignores
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            yield begun
+    finally:
+        ended.set()
+        begun.set()
+        thread.join()

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import functools
-import sys
 import warnings
 
 import numpy as np
@@ -15,6 +14,7 @@ from compat import _verification
 from compat._configuration import registry
 from compat.testing import largest_difference
 
+from .interruptions import interrupted
 from .test_torch import devices  # noqa: F401  (a fixture)
 from .verification_cases import verified, weights_until_found
 
@@ -105,25 +105,6 @@ def test_an_interrupted_step_leaves_the_module_as_it_was():
     finally:
         torch.set_grad_enabled(True)
     assert all(torch.equal(*pair) for pair in zip(before, net.parameters()))
-
-
-def interrupted(step, point):
-    """Raise an interruption in a step, at a call of a Python function; how many there were."""
-    calls = []
-
-    def count(frame, event, arg):
-        if event == "call":
-            calls.append(frame.f_code)
-            if point(calls):
-                sys.setprofile(None)
-                raise KeyboardInterrupt
-
-    sys.setprofile(count)
-    try:
-        step()
-    finally:
-        sys.setprofile(None)
-    return len(calls)
 
 
 @pytest.mark.parametrize("steps", [0, 1])
