@@ -169,7 +169,9 @@ PARALLELIZED = CONFIGURED + (
     "from compat_numpy.networks import Network\ncompat.parallelize(Network(8, 16, 4))\n"
 )
 WITH_PARALLELIZE = " With --parallelize, its Keras models run on the simulated devices."
-OVER_NONE = "given to compat.parallelize(), so none was divided over cpu:0, cpu:1, cpu:2."
+OVER_NONE = (
+    "no model was given to compat.parallelize(), so none was divided over cpu:0, cpu:1, cpu:2."
+)
 
 
 @pytest.mark.parametrize(
@@ -181,8 +183,8 @@ OVER_NONE = "given to compat.parallelize(), so none was divided over cpu:0, cpu:
             "--simulate had no effect: the script never called compat.configure_gpu()."
             + WITH_PARALLELIZE,
         ),
-        ([], CONFIGURED, "no model was " + OVER_NONE + WITH_PARALLELIZE),
-        (["--parallelize"], "", "no model was compiled or " + OVER_NONE),
+        ([], CONFIGURED, OVER_NONE + WITH_PARALLELIZE),
+        (["--parallelize"], "", OVER_NONE.replace("given", "compiled or given")),
         ([], PARALLELIZED, None),
         (["--simulate=1"], CONFIGURED, None),
     ],
