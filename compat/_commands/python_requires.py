@@ -70,7 +70,7 @@ def _of_poetry(clause):
 
 
 def _alternatives(specifier):
-    """The specifiers of which a Python is to satisfy one, where Poetry may have the word."""
+    """The specifiers of which a Python has to satisfy one: Poetry separates them by ``||``."""
     joined = re.sub(r"([=<>~^!])\s+", r"\1", specifier)
     for alternative in re.split(r"\|\|?", joined):
         yield ",".join(map(_of_poetry, re.split(r"[,\s]+", alternative.strip())))

@@ -24,7 +24,7 @@ class Process:
         configured_by: the command that configured this process before its script began; a call in
             the script then changes nothing. None: the script's own call does.
         uses_devices: whether a model was given to a call of compat's that runs it on several
-            devices, was compiled where that does so, or has parts that ``device()`` placed.
+            devices, was compiled under ``parallelize=True``, or has parts that ``device()`` placed.
         parallelizes_compiled: whether Keras models are parallelized when they are compiled.
         on_parallelized: each is called with the name of each model that is parallelized, and where
             it runs.
