@@ -109,7 +109,10 @@ class CompatWarning(UserWarning):
 
 
 def class_of(value):
-    return type(value).__module__ + "." + type(value).__name__
+    """What a value is that is no model, as a phrase: a class may have been meant to be called."""
+    if isinstance(value, type):
+        return "the class {!r} itself".format(value.__name__)
+    return repr(type(value).__module__ + "." + type(value).__name__)
 
 
 GPUS_OPTIONS = """\
@@ -179,7 +182,7 @@ def unsupported(backend, what, remedy):
 
 def builds_no_model(function, value):
     return NotAModelError(
-        "parallelize() was given the function {}, which returned {!r}, not a model.".format(
+        "parallelize() was given the function {}, which returned {}, not a model.".format(
             function, class_of(value)
         )
     )

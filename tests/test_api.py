@@ -15,6 +15,7 @@ from conftest import ROOT, TOY_FRAMEWORK, Toy
 import compat
 from compat import _keras, _rows
 from compat._configuration import registry
+from compat._runtime.process import process
 from compat.backend import Backend
 
 pytestmark = pytest.mark.usefixtures("process")
@@ -710,11 +711,7 @@ def test_wrong_arguments_of_parallelize(keras):
     )
     with pytest.raises(compat.InvalidArgumentError):
         compat.parallelize(keras.Model(), "two")
-    for value, name in (
-        (3, "'builtins.int'"),
-        (None, "'builtins.NoneType'"),
-        (keras.Model, "the class 'Model' itself"),
-    ):
+    for value, name in ((3, "'builtins.int'"), (None, "'builtins.NoneType'")):
         with pytest.raises(TypeError) as caught:
             compat.parallelize(value)
         assert type(caught.value) is compat.NotAModelError
@@ -724,7 +721,7 @@ def test_wrong_arguments_of_parallelize(keras):
         )
 
     def build():
-        keras.Model()
+        keras.Model()  # not returned
 
     with pytest.raises(compat.NotAModelError) as caught:
         compat.parallelize(build)
@@ -732,6 +729,52 @@ def test_wrong_arguments_of_parallelize(keras):
         "parallelize() was given the function {}, which returned 'builtins.NoneType', not a "
         "model.".format(build.__qualname__)
     )
+
+
+@pytest.mark.parametrize(
+    "call, text",
+    [
+        (
+            compat.parallelize,
+            "parallelize() takes a Keras model, a model of the backend's own kind, or a function "
+            "that builds one; it was given {}.",
+        ),
+        (
+            lambda given: compat.parallelize(given, strategy="mirrored"),
+            "strategy='mirrored' takes a function that builds the model, since its variables must "
+            "be made under the strategy; it was given {}. Put the lines that build the model into "
+            "a function, and pass that.",
+        ),
+        (
+            lambda given: compat.parallelize(lambda: given),
+            "parallelize() was given the function <lambda>.<locals>.<lambda>, which returned {}, "
+            "not a model.",
+        ),
+        (
+            lambda given: compat.multi_gpu_model(given, 2),
+            "multi_gpu_model() takes a Keras model with symbolic inputs, functional or Sequential "
+            "with an input shape, to make another one around it; it was given {}. "
+            "compat.parallelize() takes any Keras model.",
+        ),
+        (
+            lambda given: compat.make_parallel(given, 2),
+            "make_parallel() takes a Keras model with symbolic inputs, functional or Sequential "
+            "with an input shape, to make another one around it; it was given {}. "
+            "compat.parallelize() takes any Keras model.",
+        ),
+        (
+            compat.unwrap,
+            "unwrap() takes a Keras model; it was given {}. For a file there is the command compat "
+            "unwrap.",
+        ),
+    ],
+)
+def test_a_class_in_a_model_s_place_is_named(keras, call, text):
+    configure(simulate=2)
+    for given, name in ((keras.Model, "the class 'Model' itself"), (3, "'builtins.int'")):
+        with pytest.raises(compat.NotAModelError) as caught:
+            call(given)
+        assert str(caught.value) == text.format(name)
 
 
 def test_a_model_of_another_backend_than_configured(keras, site, register, toy):
@@ -832,6 +875,44 @@ def test_device_of_which_there_are_fewer(able, strict):
             assert placed == ["cpu:1"]
     text = start + "Going on with cpu:1."
     assert shown(caught) == [(text, compat.CompatWarning, __file__)]
+
+
+def test_very_many_devices_are_named_in_short(able):
+    configuration = configure(simulate=999)
+    short = "cpu:0, cpu:1, cpu:2, ..., cpu:998 (999 devices)"
+    compat.parallelize(Native())
+    assert "\nmodels     Native on {}\n".format(short) in str(configuration)
+    assert str(compat.report()) == (
+        "device  rows  in training  steps\n"
+        "cpu:0      0            0      0\n"
+        "cpu:1      0            0      0\n"
+        "cpu:2      0            0      0\n"
+        "... and 996 more that got no rows\n"
+        "No batch was split: model 'Native' was given cpu:0, cpu:1, cpu:2, ..., cpu:998\n"
+        "(999 devices), and was never trained or called, or ran in one piece."
+    )
+    with pytest.raises(compat.InvalidArgumentError) as error:
+        compat.device("x")
+    assert str(error.value) == (
+        "device('x') is not understood. Use a number, counted among the configured devices from "
+        '0, one of their names ({}), or "cpu".'.format(short)
+    )
+    text = "{} was asked for, but these are configured: {}. Going on with {}."
+    with pytest.warns(compat.CompatWarning) as caught:
+        compat.parallelize(Native(), 1000)
+        compat.device(999)
+    assert [said for said, _, _ in shown(caught)] == [
+        text.format("gpus=1000", short, short), text.format("device(999)", short, "cpu:0")
+    ]  # fmt: skip
+
+
+def test_that_nothing_used_the_devices_is_known(able):
+    for use in (lambda: compat.parallelize(Native()), lambda: compat.device(0)):
+        process.start_afresh()
+        configure(simulate=2)
+        assert not process.uses_devices
+        use()
+        assert process.uses_devices
 
 
 def test_device_on_a_machine_with_one(toy):

@@ -30,10 +30,10 @@ ROOMS = [
     ["compat._ranks"],
     ["compat._configuration.device_choice"],
     ["compat._configuration.gpu_selection"],
-    ["compat._configuration.idle"],
+    ["compat._configuration.idle", "compat._runtime.reporting"],
     [
         "compat._configuration.settings", "compat._configuration.visible",
-        "compat._runtime.reporting", "compat._runtime.timelines",
+        "compat._runtime.timelines",
     ],
     ["compat._rows", "compat._runtime.work"],
     [

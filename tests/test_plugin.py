@@ -164,22 +164,44 @@ def test_a_script_that_trains_nothing(tmp_path, status, said):
     )
 
 
-@pytest.mark.parametrize(
-    "line, told", [("print('alone')", True), ("import compat; compat.configure_gpu()", False)]
+CONFIGURED = "import compat; compat.configure_gpu()\n"
+PARALLELIZED = CONFIGURED + (
+    "from compat_numpy.networks import Network\ncompat.parallelize(Network(8, 16, 4))\n"
 )
-def test_simulated_devices_that_no_script_asks_for(tmp_path, line, told):
-    script = tmp_path / "script.py"
-    script.write_text(line)
+WITH_PARALLELIZE = " With --parallelize, its Keras models run on the simulated devices."
+OVER_NONE = (
+    "no model was given to compat.parallelize(), so none was divided over cpu:0, cpu:1, cpu:2."
+)
+
+
+@pytest.mark.parametrize(
+    "options, script, said",
+    [
+        (
+            [],
+            "print('alone')",
+            "--simulate had no effect: the script never called compat.configure_gpu()."
+            + WITH_PARALLELIZE,
+        ),
+        ([], CONFIGURED, OVER_NONE + WITH_PARALLELIZE),
+        (["--parallelize"], "", OVER_NONE.replace("given", "compiled or given")),
+        ([], PARALLELIZED, None),
+        (["--simulate=1"], CONFIGURED, None),
+    ],
+)
+def test_simulated_devices_that_nothing_is_divided_over(tmp_path, options, script, said):
+    path = tmp_path / "script.py"
+    path.write_text(script)
     command = [sys.executable, "-m", "compat", "run", "--simulate", "3", "--backend=numpy"]
     completed = subprocess.run(
-        command + [str(script)], stderr=subprocess.PIPE, universal_newlines=True
+        command + options + [str(path)], stderr=subprocess.PIPE, universal_newlines=True
     )
     assert completed.returncode == 0, completed.stderr
-    said = (
-        "compat run: --simulate had no effect: the script never called compat.configure_gpu(). "
-        "With --parallelize, its Keras models run on the simulated devices.\n"
-    )
-    assert completed.stderr.endswith(said) == told
+    last = completed.stderr.splitlines()[-1]
+    if said is None:
+        assert "CPU devices stand in for GPUs" in last
+    else:
+        assert last == "compat run: " + said
 
 
 @pytest.mark.parametrize("method", ["spawn", "fork"])

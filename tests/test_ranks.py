@@ -96,7 +96,7 @@ def test_rows_are_dealt_out_evenly(rank):
             (Rows("abc"), object()),
             "shard() takes arrays, tables of pandas, tuples, lists and dictionaries of these, "
             "tf.data datasets, Sequences and PyDatasets of Keras, generators of batches, "
-            "DataLoaders, and iterators of MXNet; there is a builtins.object in what it was given. "
+            "DataLoaders, and iterators of MXNet; there is 'builtins.object' in what it was given. "
             "Let it read every size()-th item from rank() on.",
         ),
     ],

@@ -100,11 +100,11 @@ class Shadow(Toy):
 @pytest.mark.parametrize(
     "backend, name, problem",
     [
-        (3, "builtins.int", "it is no instance of a subclass of compat.Backend"),
-        (Toy, "toy", "it is no instance of a subclass of compat.Backend"),
-        (Nameless(), "test_registry.Nameless", "it has no name"),
-        (Empty(), "test_registry.Empty", "it has no name, framework, distributions"),
-        (Shadow(), "theano", "compat has a backend of that name"),
+        (3, "'builtins.int'", "it is no instance of a subclass of compat.Backend"),
+        (Toy, "the class 'Toy' itself", "it is no instance of a subclass of compat.Backend"),
+        (Nameless(), "'test_registry.Nameless'", "it has no name"),
+        (Empty(), "'test_registry.Empty'", "it has no name, framework, distributions"),
+        (Shadow(), "'theano'", "compat has a backend of that name"),
     ],
 )
 def test_what_cannot_be_registered(backend, name, problem):
@@ -112,7 +112,7 @@ def test_what_cannot_be_registered(backend, name, problem):
         compat.register(backend)
     assert type(caught.value) is compat.InvalidArgumentError
     assert str(caught.value) == (
-        "register() cannot take {!r}: {}. Pass an instance of a subclass of compat.Backend that "
+        "register() cannot take {}: {}. Pass an instance of a subclass of compat.Backend that "
         "has a name of its own.".format(name, problem)
     )
     assert registry._registered == {}

@@ -120,6 +120,27 @@ def test_the_verdict_tells_what_ran(batches, verdict):
     assert reported().verdict == verdict.replace("1 rows", "1 row")
 
 
+def test_very_many_idle_devices_have_no_rows_of_their_own():
+    names = ["cpu:{}".format(number) for number in range(999)]
+    work.count(names, [1] * 2 + [0] * 997, True)
+    report = reported(names)
+    assert str(report) == (
+        "device  rows  in training  steps\n"
+        "cpu:0      1            1      1\n"
+        "cpu:1      1            1      1\n"
+        "cpu:2      0            0      0\n"
+        "cpu:3      0            0      0\n"
+        "cpu:4      0            0      0\n"
+        "... and 994 more that got no rows\n"
+        "Only 2 of 999 devices worked. cpu:2, cpu:3, cpu:4, ..., cpu:998 (997 devices)\n"
+        "got no rows: no batch had more than 2 rows, too few for 999 devices."
+    )
+    page = report.to_html()
+    assert "... and 994 more that got no rows" in page
+    assert "cpu:4<" in page and "cpu:5<" not in page
+    assert len(report.as_dict()["devices"]) == 999
+
+
 def test_what_was_not_trained_is_told():
     work.count(THREE, [2, 2, 2], False)
     assert reported().verdict == (

@@ -248,24 +248,47 @@ def test_simulated_devices_are_for_the_scripts_configure_gpu(tmp_path):
     assert err.endswith("argument --simulate: '0' is not a number of devices, 1 or more\n")
 
 
-def test_an_option_after_the_script_is_pointed_out(script):
-    options = "--backend=theano", "--python=" + sys.executable
-    _, out, err = finished(*(options + (script, "--simulate", "3")))
-    assert "['--simulate', '3']\n" in out
-    assert (
-        "compat run: --simulate comes after the script's name, so the script gets it; compat run's "
-        "own --simulate comes before that name\n"
-    ) in err
+@pytest.mark.parametrize(
+    "arguments, options",
+    [
+        (["--simulate", "3"], ["--simulate"]),
+        (["--report", "--epochs", "5", "--simulate=3"], ["--report", "--simulate"]),
+        (["--timeline=a.json", "--log-dir", "logs", "--log-dir=x"], ["--timeline", "--log-dir"]),
+        (["--gpus=2", "--backend=mxnet", "--quiet", "--simulated", "-n", "run"], []),
+    ],
+)
+def test_an_option_after_the_script_is_pointed_out(script, arguments, options):
+    """Not those that scripts have themselves."""
+    _, out, err = finished(
+        "--backend=theano", "--python=" + sys.executable, script, *arguments
+    )  # fmt: skip
+    assert "{}\n".format(arguments) in out
+    text = (
+        "compat run: {0} comes after the script's name, so the script gets it; compat run's "
+        "own {0} comes before that name"
+    )
+    told = [line for line in err.splitlines() if " comes after " in line]
+    assert told == [text.format(option) for option in options]
 
 
-def test_a_notebook_is_refused(tmp_path):
-    path = tmp_path / "train.ipynb"
-    path.write_text("{}")
-    status, out, err = finished("--backend=theano", str(path))
-    assert (status, out) == (2, "")
-    assert err == (
-        "compat run: {} is a notebook, which Python cannot run. Make a script of it with `jupyter "
-        "nbconvert --to script`, or call compat.configure_gpu() in its first cell.\n".format(path)
+@pytest.mark.parametrize("command", ["run", "test"])
+@pytest.mark.parametrize("name", ["train.ipynb", "NB.IPYNB", "-m train.ipynb"])
+def test_a_notebook_is_refused(tmp_path, monkeypatch, command, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name.split()[-1]).write_text('{"cells": []}')
+    completed = subprocess.run(
+        [sys.executable, "-m", "compat", command, "--backend=theano"] + name.split(),
+        env=dict(os.environ, PYTHONPATH=ROOT),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        universal_newlines=True,
+    )
+    assert (completed.returncode, completed.stdout) == (
+        2,
+        "compat {}: {} is a notebook, which Python cannot run. Make a script of it with `jupyter "
+        "nbconvert --to script`, or call compat.configure_gpu() in its first cell.\n".format(
+            command, name.split()[-1]
+        ),
     )
 
 

@@ -219,7 +219,6 @@ def test_the_first_extra_that_a_project_allows(project):
 
 def test_files_that_are_there_stay(project):
     assert tox(project)[0] == 0
-    before = sorted(os.listdir(str(project)))
     text = (
         "compat tox: {} in {}: there already, so nothing was written. Move what is there, or "
         "overwrite it with --force.\n"
@@ -230,9 +229,30 @@ def test_files_that_are_there_stay(project):
     (project / "toxfile.py").unlink()
     assert tox(project) == (2, "", text.format("tox.ini", project))
     assert (project / "tox.ini").read_text().endswith("# mine\n")
-    assert tox(project, "--force")[0] == 0
-    assert not (project / "tox.ini").read_text().endswith("# mine\n")
-    assert sorted(os.listdir(str(project))) == before
+
+
+def test_what_force_replaces_is_kept(project):
+    options = "--backends=theano", "--ci", "--force"
+    assert tox(project, *options)[0] == 0
+    text = (
+        "wrote  tox.ini, toxfile.py, .github/workflows/compat.yml\n{}"
+        "rows   py38-theano\nnext   pip install tox tox-uv && tox run\n"
+    )
+    assert tox(project, *options) == (0, text.format(""), "")  # all is the same
+    written = (project / "tox.ini").read_text()
+    workflow = os.path.join(".github", "workflows", "compat.yml")
+    for ending in "", ".2", ".3":
+        mine = "{}# mine{}\n".format(written, ending).encode() + b"\xe9\n"
+        (project / "tox.ini").write_bytes(mine)
+        (project / "tox.ini").chmod(0o640)
+        (project / workflow).write_bytes(mine)
+        names = ["tox.ini.before-compat" + ending, workflow + ".before-compat" + ending]
+        kept = "kept   what was there, as {}\n".format(", ".join(names))
+        assert tox(project, *options) == (0, text.format(kept), "")
+        assert [(project / name).read_bytes() for name in names] == [mine] * 2
+        assert (project / names[0]).stat().st_mode & 0o777 == 0o640
+        assert (project / "tox.ini").read_text() == written
+    assert not (project / "toxfile.py.before-compat").exists()
 
 
 @pytest.mark.parametrize(
@@ -415,8 +435,9 @@ def test_help():
         "this folder\non each backend, on simulated devices: a row for each backend and Python, of "
         "those that\nkeras-gpu-compat is tested with and the project's python_requires allows. "
         "Where the project has a\ntox configuration of its own, they are written to a folder of "
-        "their own, compat-tox, and that\nconfiguration stays in force. Files that are there are "
-        "overwritten with --force alone.\n\nexit status: 0, or 2 where nothing was written."
+        "their own, compat-tox, and that\nconfiguration stays in force. No file is "
+        "overwritten; with --force, those that differ are kept as\ntox.ini.before-compat and so "
+        "on.\n\nexit status: 0, or 2 where nothing was written."
     ) in command("tox", "--help")[1]
 
 
@@ -435,11 +456,15 @@ PYPROJECT = (
         ({"pyproject.toml": PYPROJECT}, (">=3.7", "pyproject.toml")),
         ({"pyproject.toml": '[tool.x]\nrequires-python = ">=3.7"\n'}, ("", None)),
         ({"pyproject.toml": "[build-system]\n", "setup.py": "setup()"}, ("", None)),
-        ({"pyproject.toml": POETRY.format("^3.6")}, (">=3.6,<4", "pyproject.toml")),
-        ({"pyproject.toml": POETRY.format("~3.7")}, (">=3.7,<3.8", "pyproject.toml")),
-        ({"pyproject.toml": POETRY.format("~3")}, (">=3,<4", "pyproject.toml")),
-        ({"pyproject.toml": POETRY.format(">=3.6,<3.9")}, (">=3.6,<3.9", "pyproject.toml")),
-        ({"pyproject.toml": POETRY.format("*")}, (">=3", "pyproject.toml")),
+        ({"pyproject.toml": POETRY.format("~2.7 || ^3.6")}, ("~2.7 || ^3.6", "pyproject.toml")),
+        (
+            {"pyproject.toml": POETRY.replace('"{}"', '{ version = "^3.7", optional = false }')},
+            ("^3.7", "pyproject.toml"),
+        ),
+        (
+            {"pyproject.toml": '[tool.poetry.dependencies.python]\nversion = "3.7.*"\n'},
+            ("3.7.*", "pyproject.toml"),
+        ),
         (
             {"setup.cfg": "[options]\npython_requires = >=3.6,\n    <4\n"},
             (">=3.6,\n<4", "setup.cfg"),
@@ -460,6 +485,52 @@ def test_python_requires(tmp_path, files, expected):
     specifier, name = python_requires.read(str(tmp_path))
     assert (specifier, name) == expected
     python_requires.allows(specifier, (3, 7), name)
+
+
+@pytest.mark.parametrize(
+    "specifier, minors",
+    [
+        ("*", [6, 7, 8, 11, 13]),
+        ("^3.7", [7, 8, 11, 13]),
+        ("^2.7", []),
+        ("~3.7", [7]),
+        ("~3.7.2", [7]),
+        ("~3", [6, 7, 8, 11, 13]),
+        ("3.7.*", [7]),
+        ("3.8", [8]),
+        (">=3.6,<3.8", [6, 7]),
+        (">= 3.6 <3.8", [6, 7]),
+        ("~2.7 || ^3.8", [8, 11, 13]),
+        ("~2.7||3.6.*|| 3.11.*", [6, 11]),
+        ("~2.7 | >=3.8,!=3.11.*", [8, 13]),
+    ],
+)
+def test_what_poetry_says_of_python(project, specifier, minors):
+    (project / "pyproject.toml").write_text(POETRY.format(specifier))
+    found, name = python_requires.read(str(project))
+    tested = [(3, minor) for minor in (6, 7, 8, 11, 13)]
+    allowed = [python for python in tested if python_requires.allows(found, python, name)]
+    assert allowed == [(3, minor) for minor in minors]
+
+
+@pytest.mark.parametrize(
+    "specifier, text",
+    [
+        (
+            "~2.7 || ^3.x",
+            "pyproject.toml: '^3.x' in '~2.7 || ^3.x' is no version specifier for Python. Write it "
+            "as in '>=3.6,<3.9'.",
+        ),
+        (
+            "~2.7",
+            "python_requires = ~2.7 in pyproject.toml allows no Python that a backend is tested "
+            "on: none of 3.6, 3.7, 3.8, 3.11, 3.13.",
+        ),
+    ],
+)
+def test_what_poetry_says_is_quoted_as_written(project, specifier, text):
+    (project / "pyproject.toml").write_text(POETRY.format(specifier))
+    assert tox(project) == (2, "", "compat tox: {}\n".format(text))
 
 
 def test_python_requires_beside_text_in_another_encoding(tmp_path):

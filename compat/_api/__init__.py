@@ -170,7 +170,8 @@ def _parallelize_compiled(model, gpus=None):
 
 
 def note_by_hand(model: "Any") -> "Any":
-    """Note, where it matters, that the script has chosen this model's devices; return the model."""
+    """Note that the script has chosen this model's devices; return the model."""
+    process.uses_devices = True
     if process.parallelizes_compiled:
         from .. import _keras  # for start-up time
         from .._keras import automatic_parallel  # for start-up time
@@ -197,7 +198,7 @@ def _parallelize(model, gpus=None, strategy=None):
         if not _is_function(model):
             raise errors.NotAModelError(
                 "strategy={!r} takes a function that builds the model, since its variables "
-                "must be made under the strategy; it was given {!r}. Put the lines that "
+                "must be made under the strategy; it was given {}. Put the lines that "
                 "build the model into a function, and pass that.".format(
                     strategy, errors.class_of(model)
                 )
@@ -216,11 +217,7 @@ def _parallelize(model, gpus=None, strategy=None):
     if backend is None:
         raise errors.NotAModelError(
             "parallelize() takes a Keras model, a model of the backend's own kind, or a "
-            "function that builds one; it was given {}.".format(
-                "the class {!r} itself".format(model.__name__)
-                if isinstance(model, type)
-                else repr(errors.class_of(model))
-            )
+            "function that builds one; it was given {}.".format(errors.class_of(model))
         )
     if process.configuration is not None and process.configuration.backend != backend.name:
         raise errors.InvalidArgumentError(
@@ -246,7 +243,7 @@ def _parallelize(model, gpus=None, strategy=None):
 
         saving.never_save(model, evaluator)
     model = _verified(backend, backend.parallelize(model, devices), devices)
-    return _reported(model, ", ".join(devices))
+    return _reported(model, settings.listed(devices))
 
 
 def _reported(model, where):
@@ -325,12 +322,15 @@ def device(which: "Union[int, str]") -> "ContextManager[Any]":
     elif which != "cpu" and which not in devices:
         raise errors.InvalidArgumentError(
             "device({!r}) is not understood. Use a number, counted among the configured "
-            'devices from 0, one of their names ({}), or "cpu".'.format(which, ", ".join(devices))
+            'devices from 0, one of their names ({}), or "cpu".'.format(
+                which, settings.listed(devices)
+            )
         )
     if len(devices) == 1 and (which != "cpu" or "cpu" in devices[0].lower()):
         from contextlib import ExitStack
 
         return ExitStack()  # all of the model is there: nothing to place
+    process.uses_devices = True
     return backend.device(which)
 
 
@@ -369,12 +369,12 @@ def _chosen(backend, selection):
     if len(chosen) < len(wanted):
         chosen = chosen or devices[:1]
         shortage = str(selection), _these(devices)
-        errors.warn(errors.fewer(shortage, ", ".join(chosen), _is_strict()))
+        errors.warn(errors.fewer(shortage, settings.listed(chosen), _is_strict()))
     return chosen
 
 
 def _these(devices):
-    return "these are configured: {}".format(", ".join(devices))
+    return "these are configured: {}".format(settings.listed(devices))
 
 
 def _index(name, missing):

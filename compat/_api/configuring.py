@@ -4,7 +4,7 @@ import os
 
 from .. import _keras, _ranks, errors
 from .._configuration import detection, device_choice, registry
-from .._configuration.settings import Configuration, Settings
+from .._configuration.settings import Configuration, Settings, listed
 from .._ranks import launchers
 from .._runtime.process import process
 
@@ -78,9 +78,7 @@ def _parallelized_too_early(devices):
     return [
         "parallelize() put the model {!r} on {} before configure_gpu() was called, and "
         "there it stays; configured now: {}. Call configure_gpu() at the top of the script, "
-        "or parallelize() the model again after it.".format(
-            name, ", ".join(its), ", ".join(devices)
-        )
+        "or parallelize() the model again after it.".format(name, listed(its), listed(devices))
         for name, its in early
     ]
 
@@ -143,9 +141,9 @@ def _configure(
             notes += _shortage(settings.devices.shortage, settings.devices, settings)
         only_cpu = settings.devices.gpus and all("cpu" in device.lower() for device in devices)
         if len(devices) < len(settings.devices) or only_cpu:
-            listed = ", ".join(devices)
-            seen = "{} sees {}".format(chosen.framework, listed)
-            notes += _shortage((str(settings.devices), seen), listed, settings)
+            names = listed(devices)
+            seen = "{} sees {}".format(chosen.framework, names)
+            notes += _shortage((str(settings.devices), seen), names, settings)
         if settings.floatx:
             applied += _keras.set_floatx(settings.floatx, chosen)
     except BaseException:

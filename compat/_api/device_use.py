@@ -1,6 +1,7 @@
 """The public calls that tell: what there is, and what each device did, how much and when."""
 
 from .. import _api
+from .._configuration import settings
 from .._runtime.process import process
 
 TYPE_CHECKING = False
@@ -40,7 +41,7 @@ def report() -> "Report":
 
     configuration, place = process.configuration, _ranks.own_place()
     names, peaks, loads = [], {}, []
-    models = {name: ", ".join(devices) for name, devices in process.parallelized_before}
+    models = {name: settings.listed(devices) for name, devices in process.parallelized_before}
     if configuration is not None:
         names, peaks = configuration.devices, _api.configured_backend().memory_peaks()
         loads = configuration.settings.devices.loads()

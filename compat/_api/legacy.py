@@ -126,7 +126,7 @@ def unwrap(model: "Any") -> "Any":
 
     if _keras.keras_of(model) is None:
         raise errors.NotAModelError(
-            "unwrap() takes a Keras model; it was given {!r}. For a file there is the command "
+            "unwrap() takes a Keras model; it was given {}. For a file there is the command "
             "compat unwrap.".format(errors.class_of(model))
         )
     inner = wrappers.inside(model)
@@ -141,7 +141,7 @@ def _backend(model, function):
     if keras is None or not getattr(model, "outputs", None):
         raise errors.NotAModelError(
             "{}() takes a Keras model with symbolic inputs, functional or Sequential with "
-            "an input shape, to make another one around it; it was given {!r}. "
+            "an input shape, to make another one around it; it was given {}. "
             "compat.parallelize() takes any Keras model.".format(function, errors.class_of(model))
         )
     return _api.backend_of(model)

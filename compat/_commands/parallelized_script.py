@@ -1,6 +1,6 @@
 """What ``compat run --parallelize`` starts in place of a script: it configures, then runs that.
 
-``--simulate`` alone has it say so where the script never asks compat for devices.
+At the end it says so where the script has used one device only.
 """
 
 import atexit
@@ -12,6 +12,7 @@ import zipfile
 from typing import List
 
 import compat
+from compat._configuration.settings import listed
 from compat._runtime.process import process
 
 COMMAND = "compat run --parallelize"
@@ -30,8 +31,7 @@ def main(arguments: List[str]) -> None:
         place = compat.configure_gpu(backend=backend, parallelize=True).place
         if place is None or place.rank == 0:
             process.on_parallelized.append(_tell)
-    else:
-        atexit.register(_tell_if_unused, os.getpid())
+    atexit.register(_tell_if_unused, os.getpid())
     run(script)
 
 
@@ -46,14 +46,20 @@ def run(script: List[str]) -> None:
 
 
 def _tell_if_unused(owner):
-    if process.configuration is None and compat.rank() == 0 and os.getpid() == owner:
-        sys.stdout.flush()
-        print(
-            "compat run: --simulate had no effect: the script never called compat.configure_gpu(). "
-            "With --parallelize, its Keras models run on the simulated devices.",
-            file=sys.stderr,
-            flush=True,
-        )
+    if process.uses_devices or os.getpid() != owner or compat.rank() != 0:
+        return
+    remedy = " With --parallelize, its Keras models run on the simulated devices."
+    if process.configuration is None:
+        said = "--simulate had no effect: the script never called compat.configure_gpu()."
+    elif len(process.configuration.devices) == 1:
+        return
+    else:
+        said = "no model was {}given to compat.parallelize(), so none was divided over {}."
+        compiled = "compiled or " if process.parallelizes_compiled else ""
+        said = said.format(compiled, listed(process.configuration.devices))
+        remedy = "" if compiled else remedy
+    sys.stdout.flush()
+    print("compat run: " + said + remedy, file=sys.stderr, flush=True)
 
 
 def _tell(model, where):

@@ -17,7 +17,7 @@ FILES = "pyproject.toml", "setup.cfg", "setup.py"
 
 
 def read(folder: str) -> Tuple[str, Optional[str]]:
-    """The specifier and the name of the file that has it, in setuptools' order of precedence.
+    """The specifier, as written, and the name of the file that has it, as setuptools prefers them.
 
     Returns:
         ("", None) where the project sets no limit; ("", a file) where that computes it.
@@ -34,11 +34,12 @@ def read(folder: str) -> Tuple[str, Optional[str]]:
 
 
 def _of_pyproject(text, path):
-    """From [project], or from Poetry's table; Python 3.6 has no parser of TOML."""
+    """From [project], or from Poetry's tables; Python 3.6 has no parser of TOML."""
     found = _in_table(text, r"project", "requires-python")
     if found is None:
         found = _in_table(text, r"tool\.poetry\.dependencies", "python")
-        found = ">=3" if found == "*" else found and _CARET_OR_TILDE.sub(_range, found)
+    if found is None:
+        found = _in_table(text, r"tool\.poetry\.dependencies\.python", "version")
     return found
 
 
@@ -46,22 +47,33 @@ def _in_table(text, name, key):
     """The text of a key in a table, or None."""
     head = r"^\[{}\][^\n]*\n(.*?)(?=^\[|\Z)".format(name)
     table = re.search(head, text, re.MULTILINE | re.DOTALL)
-    line = r"^{}\s*=\s*(['\"])(.*?)\1".format(key)
+    line = r"^{}\s*=\s*(?:\{{.*?\bversion\s*=\s*)?(['\"])(.*?)\1".format(key)
     value = table and re.search(line, table.group(1), re.MULTILINE)
     return value and value.group(2)
 
 
-# Poetry's own: "^3.8" is >=3.8,<4, and "~3.8" is >=3.8,<3.9.
-_CARET_OR_TILDE = re.compile(r"([\^~])\s*(\d+)((?:\.\d+)*)")
+# Poetry's own: "^3.8" is >=3.8,<4, "~3.8" is >=3.8,<3.9, and "3.8.*" is ==3.8.*.
+_POETRYS = re.compile(r"([\^~]?)((\d+)(?:\.(\d+))?(?:\.\d+)*)(?:\.\*)?")
 
 
-def _range(match):
-    sign, major, rest = match.groups()
-    if sign == "~" and rest:
-        until = "{}.{}".format(major, int(rest.split(".")[1]) + 1)
-    else:
-        until = str(int(major) + 1)
-    return ">={}{},<{}".format(major, rest, until)
+def _of_poetry(clause):
+    """A clause of Poetry's as others write it; all else as it is."""
+    match = _POETRYS.fullmatch(clause)
+    if match is None:
+        return "" if clause == "*" else clause
+    sign, release, major, minor = match.groups()
+    if not sign:
+        return "=={}.*".format(release)
+    of_minor = sign == "~" and minor
+    until = "{}.{}".format(major, int(minor) + 1) if of_minor else int(major) + 1
+    return ">={},<{}".format(release, until)
+
+
+def _alternatives(specifier):
+    """The specifiers of which a Python has to satisfy one: Poetry separates them by ``||``."""
+    joined = re.sub(r"([=<>~^!])\s+", r"\1", specifier)
+    for alternative in re.split(r"\|\|?", joined):
+        yield ",".join(map(_of_poetry, re.split(r"[,\s]+", alternative.strip())))
 
 
 def _of_setup_cfg(text, path):
@@ -89,8 +101,9 @@ def allows(specifier: str, python: "verified.Python", name: Optional[str]) -> bo
     Raises:
         ConfigurationFileError: the specifier is not understood.
     """
-    try:
-        return specifiers.allow(specifier, python + (_LAST,))
+    alternatives = _alternatives(specifier) if name == FILES[0] else [specifier]
+    try:  # each of them is read
+        return any([specifiers.allow(each, python + (_LAST,)) for each in alternatives])
     except ValueError as error:
         raise errors.ConfigurationFileError(
             "{}: {!r} in {!r} is no version specifier for Python. Write it as in "

@@ -17,10 +17,8 @@ from .._runtime import by_path, reporting, safe_files
 from ..backend import Backend
 from . import reported_script
 
-#: Options that few scripts have: behind the script they are the script's own.
-_BEFORE_THE_SCRIPT = (
-    "--simulate", "--parallelize", "--report-json", "--report-html", "--max-restarts",
-)  # fmt: skip
+#: Options of ``compat run`` that many scripts have, too. Behind the script they are its own.
+_OF_SCRIPTS = {"--help", "--hosts", "--gpus", "--backend", "--timeout", "--quiet"}
 
 
 def prepare(gpus, backend, python, environ, ranks=None, hosts=None):
@@ -138,6 +136,16 @@ def name_of(script: List[str]) -> str:
     return script[1] if script[0] == "-m" else script[0]
 
 
+def refuse_notebook(script: List[str]) -> None:
+    """Raise an ``InvalidArgumentError`` for a notebook: Python would evaluate its JSON."""
+    if name_of(script).lower().endswith(".ipynb"):
+        raise errors.InvalidArgumentError(
+            "{} is a notebook, which Python cannot run. Make a script of it with `jupyter "
+            "nbconvert --to script`, "
+            "or call compat.configure_gpu() in its first cell.".format(name_of(script))
+        )
+
+
 def _found(python):
     path = shutil.which(os.path.expanduser(python))
     if path is None:
@@ -212,7 +220,7 @@ def run(script: List[str], options: Namespace) -> int:
     other = by_path.shadow(os.path.dirname(os.path.realpath(script[0])), environ)
     if other:
         lines.append(errors.shadowed(name_of(script), other))
-    for line in lines + _misplaced(script):
+    for line in lines + _misplaced(script, options.parser):
         output.say("compat run: " + line)
     environ.update(idle.hand_over_claims())
     program = script
@@ -280,25 +288,20 @@ def _asked(options, ranks):
 
 def _check_script(script, python):
     """Refuse a notebook, and a script that is not there."""
-    if name_of(script).endswith(".ipynb"):
-        raise errors.InvalidArgumentError(
-            "{} is a notebook, which Python cannot run. Make a script of it with `jupyter "
-            "nbconvert --to script`, "
-            "or call compat.configure_gpu() in its first cell.".format(script[0])
-        )
+    refuse_notebook(script)
     # Another interpreter may be one in a container, with files of its own.
     if python is None and script[0] not in ("-", "-m") and not os.path.exists(script[0]):
         raise errors.no_script(script[0])
 
 
-def _misplaced(script):
-    """Lines about options that were probably meant for ``compat run``."""
-    arguments = script[2 if script[0] == "-m" else 1 :]
+def _misplaced(script, parser):
+    """Lines about options that were probably meant for ``compat run``, whose parser that is."""
+    given = dict.fromkeys(argument.partition("=")[0] for argument in script[1:])
     return [
         "{0} comes after the script's name, so the script gets it; compat run's own {0} comes "
         "before that name".format(option)
-        for option in _BEFORE_THE_SCRIPT
-        if option in arguments
+        for option in given
+        if option.startswith("--") and option in parser._option_string_actions.keys() - _OF_SCRIPTS
     ]
 
 

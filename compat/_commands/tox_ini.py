@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import itertools
 import os
 import re
 import sys
@@ -18,7 +19,8 @@ Write a tox.ini, and the toxfile.py that it needs, which run the tests of the pr
 on each backend, on simulated devices: a row for each backend and Python, of those that
 keras-gpu-compat is tested with and the project's python_requires allows. Where the project has a
 tox configuration of its own, they are written to a folder of their own, compat-tox, and that
-configuration stays in force. Files that are there are overwritten with --force alone.
+configuration stays in force. No file is overwritten; with --force, those that differ are kept as
+tox.ini.before-compat and so on.
 
 exit status: 0, or 2 where nothing was written."""
 
@@ -47,7 +49,9 @@ def add_to(commands: "argparse._SubParsersAction") -> None:
         help="what installs keras-gpu-compat: a requirement, or a path of a checkout or a wheel "
         "(default: %(default)s)",
     )
-    parser.add_argument("--force", action="store_true", help="overwrite files that are there")
+    parser.add_argument(
+        "--force", action="store_true", help="replace files that are there, which are kept beside"
+    )
 
 
 def _names(text):
@@ -81,8 +85,10 @@ def _run(arguments):
         files[os.path.join(aside, "toxfile.py")] = file.read()
     if arguments.ci:
         files[os.path.join(".github", "workflows", "compat.yml")] = tox_texts.workflow(*texts)
-    write(folder, files, arguments.force)
+    kept = write(folder, files, arguments.force)
     print("wrote  {}".format(", ".join(files)))
+    if kept:
+        print("kept   what was there, as {}".format(", ".join(kept)))
     if own:
         print("kept   the project's own configuration of tox, in {}".format(own))
     if source is None:
@@ -205,12 +211,15 @@ def _requirement(compat, folder, ci):
     return path
 
 
-def write(folder: str, files: Dict[str, str], force: bool = False) -> None:
+def write(folder: str, files: Dict[str, str], force: bool = False) -> List[str]:
     """Write files, all of them or none.
 
     Arguments:
         files: texts, by the paths from the folder.
         force: replace those that are there.
+
+    Returns:
+        The paths of new files, with what was there and is another text.
 
     Raises:
         ConfigurationFileError: one is there already, or cannot be written.
@@ -221,16 +230,35 @@ def write(folder: str, files: Dict[str, str], force: bool = False) -> None:
             "{} in {}: there already, so nothing was written. Move what is there, or overwrite it "
             "with --force.".format(" and ".join(there), os.path.abspath(folder))
         )
+    kept = []
     try:
         with contextlib.ExitStack() as all_or_none:
-            for path, text in files.items():
+
+            def fill(path, content, like=None):
                 target = os.path.join(folder, path)
-                os.makedirs(os.path.dirname(target), exist_ok=True)
-                file = all_or_none.enter_context(safe_files.written(target))
-                file.write(text.encode("utf-8"))
+                file = all_or_none.enter_context(safe_files.written(target, like))
+                file.write(content)
                 file.flush()  # an error, where the disk is full
+
+            for path, text in files.items():
+                target, content = os.path.join(folder, path), text.encode("utf-8")
+                os.makedirs(os.path.dirname(target), exist_ok=True)
+                fill(path, content)
+                if os.path.isfile(target):
+                    with open(target, "rb") as there_already:
+                        old = there_already.read()
+                    if old != content:
+                        kept.append(_unused(folder, path + ".before-compat"))
+                        fill(kept[-1], old, os.stat(target))  # in place before the new one is
+        return kept
     except OSError as error:
         raise errors.ConfigurationFileError(
             "the files cannot be written, so none was: {}. Make {} writable, or name another "
             "folder with -o.".format(error, os.path.abspath(folder))
         ) from None
+
+
+def _unused(folder, path):
+    """The path, with a number at its end where it is taken."""
+    paths = itertools.chain([path], map((path + ".{}").format, itertools.count(2)))
+    return next(each for each in paths if not os.path.lexists(os.path.join(folder, each)))

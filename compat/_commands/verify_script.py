@@ -39,10 +39,12 @@ def run(script, devices=None, backend=None, ranks=None, outcome=None, hosts=None
         be compared; False, too, where nothing was.
 
     Raises:
-        InvalidArgumentError: there is no such script, or ``hosts`` is not understood.
+        InvalidArgumentError: there is no such script, it is a notebook, or ``hosts`` is not
+            understood.
         UnsupportedError: there are hosts, and the backend has no ranks.
         NotInstalledError, AmbiguousBackendError: as ``configure_gpu()``.
     """
+    run_script.refuse_notebook(script)
     if script[0] != "-m" and not os.path.isfile(script[0]):
         raise errors.no_script(script[0])
     if hosts is not None:

@@ -84,10 +84,11 @@ def register(backend: "Backend") -> "Backend":
     """
     problem = _problem(backend)
     if problem:
+        named = isinstance(backend, Backend) and backend.name
         raise errors.InvalidArgumentError(
-            "register() cannot take {!r}: {}. Pass an instance of a subclass of "
+            "register() cannot take {}: {}. Pass an instance of a subclass of "
             "compat.Backend that has a name of its own.".format(
-                getattr(backend, "name", None) or errors.class_of(backend), problem
+                repr(named) if named else errors.class_of(backend), problem
             )
         )
     _registered[backend.name] = backend

@@ -13,7 +13,7 @@ FLOATX = ("float16", "bfloat16", "float32", "float64")
 _SWITCHES = {"yes": True, "true": True, "on": True, "1": True}
 _SWITCHES.update({"no": False, "false": False, "off": False, "0": False, "none": False})
 #: So many devices are listed in a report, at most.
-_LISTED = 16
+LISTED = 16
 _UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 
@@ -295,7 +295,7 @@ class Configuration:
 
 def listed(devices):
     """Names of devices in a line; of very many, the first ones, the last one, and their number."""
-    if len(devices) <= _LISTED:
+    if len(devices) <= LISTED:
         return ", ".join(devices)
     first = ", ".join(devices[:3])
     return "{}, ..., {} ({} devices)".format(first, devices[-1], len(devices))

@@ -6,7 +6,7 @@ import os
 import sys
 
 from .. import errors
-from .._configuration import detection, packages
+from .._configuration import detection, packages, settings
 from .._runtime import patching
 
 
@@ -177,7 +177,7 @@ def warn_of_placed_parts(model, parts, devices):
     errors.warn(
         "Parts of {} were placed on {} by device(), but parallelize() runs all of it on each of "
         "{}. Leave out one of the two; parallelize(model, gpus=1) puts the parts back.".format(
-            model.name, ", ".join(parts), ", ".join(devices)
+            model.name, ", ".join(parts), settings.listed(devices)
         )
     )
 

@@ -47,6 +47,7 @@ def install(backend: "Backend", parallelize: "Callable[..., Any]") -> None:
     environ = {name: os.environ.get(name) for name in backend.variables}
 
     def prepare(model, arguments):
+        process.uses_devices = True  # or a warning says why not
         _warn_of_changes(environ)
         if BY_HAND in vars(model):
             return False

@@ -60,7 +60,7 @@ def number_of_rows(data):
             raise errors.InvalidArgumentError(
                 "shard() takes arrays, tables of pandas, tuples, lists and dictionaries of these, "
                 "tf.data datasets, Sequences and PyDatasets of Keras, generators of batches, "
-                "DataLoaders, and iterators of MXNet; there is a {} in what it was given. Let it "
+                "DataLoaders, and iterators of MXNet; there is {} in what it was given. Let it "
                 "read every size()-th item from rank() on.".format(errors.class_of(array))
             )
         lengths.add(int(array.shape[0]))

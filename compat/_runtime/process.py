@@ -23,6 +23,8 @@ class Process:
         engines: what its ranks talk through, by class: a process joins each once.
         configured_by: the command that configured this process before its script began; a call in
             the script then changes nothing. None: the script's own call does.
+        uses_devices: whether a model was given to a call of compat's that runs it on several
+            devices, was compiled under ``parallelize=True``, or has parts that ``device()`` placed.
         parallelizes_compiled: whether Keras models are parallelized when they are compiled.
         on_parallelized: each is called with the name of each model that is parallelized, and where
             it runs.
@@ -41,6 +43,7 @@ class Process:
         self.configuration: "Optional[Configuration]" = None
         self.first_call: "Any" = None
         self.configured_by: "Optional[str]" = None
+        self.uses_devices = False
         self.parallelizes_compiled = False
         self.on_parallelized: "List[Callable[[str, str], None]]" = []
         self.parallelized_before: "List[Tuple[str, List[str]]]" = []

@@ -4,6 +4,7 @@ import textwrap
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence
 
 from .. import errors
+from .._configuration import settings
 from . import markup, operation_times, work
 from .process import process
 
@@ -99,8 +100,11 @@ class Report(NamedTuple):
         else:
             said = "Only {} of {} {} worked.".format(len(rows), len(uses) + len(self.absent), word)
             for reason in dict.fromkeys(each.idle for each in uses if each.idle):
-                names = " and ".join(str(each) for each in uses if each.idle == reason)
-                said += " {} got no rows: {}.".format(names, reason)
+                names = [str(each) for each in uses if each.idle == reason]
+                named = settings.listed(names)
+                if len(names) <= settings.LISTED:
+                    named = " and ".join(names)
+                said += " {} got no rows: {}.".format(named, reason)
         if not any(each.training_rows for each in uses):
             said += " None of it was training: no model was trained."
         if self.not_told:
@@ -147,14 +151,15 @@ class Report(NamedTuple):
     def __str__(self):
         said = [self.verdict] + self._undivided()
         lines = [line for text in said for line in textwrap.wrap(text, WIDTH)]
-        return "\n".join(_table(self.devices) + lines)
+        uses, more = self._shown()
+        return "\n".join(_table(uses) + more + lines)
 
     def to_html(self) -> str:
         """The same for a browser: a page with a picture that has a row for each device."""
         return markup.document("What each device did", self._repr_html_())
 
     def _repr_html_(self):
-        uses, most = self.devices, max([each.rows for each in self.devices] + [1])
+        (uses, more), most = self._shown(), max([each.rows for each in self.devices] + [1])
         lanes = [
             markup.Lane(use.title, _rows(use.rows), use.rows / most, wrong=not use.rows)
             for use in uses
@@ -177,7 +182,16 @@ class Report(NamedTuple):
             rows = zip(*([name] + values for name, values in columns))
             idle = [1 + place for place, use in enumerate(uses) if not use.rows]
             shown.append(markup.table(rows, idle, heading=True))
-        return "\n".join(shown)
+        return "\n".join(shown + list(map(markup.sentence, more)))
+
+    def _shown(self):
+        """The devices that get a row, and a line on the others: idle ones, if those are many."""
+        idle = [use for use in self.devices if not use.rows]
+        if len(idle) <= settings.LISTED:
+            return self.devices, []
+        shown = [use for use in self.devices if use.rows or use in idle[:3]]
+        left_out = len(self.devices) - len(shown)
+        return shown, ["... and {:,} more that got no rows".format(left_out)]
 
     def _undivided(self):
         return ["Model {!r} was {}.".format(*pair) for pair in sorted(self.whole.items())]

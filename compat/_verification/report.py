@@ -2,6 +2,7 @@
 
 import os
 
+from .._configuration import settings
 from .._runtime import safe_files
 
 TYPE_CHECKING = False
@@ -90,7 +91,7 @@ def shown(record: "Mapping[str, Any]") -> "List[str]":
         if count
     ]
     difference, label = record["largest"]
-    lines = ["model {!r} on {}".format(record["model"], ", ".join(record["devices"]))]
+    lines = ["model {!r} on {}".format(record["model"], settings.listed(record["devices"]))]
     lines.append("  verified: {}".format(", ".join(steps) or "no step"))
     if record["compared"]:
         lines[-1] += "; {} values".format(record["compared"])
@@ -106,7 +107,7 @@ def shown(record: "Mapping[str, Any]") -> "List[str]":
             "{} {} + {}".format(device, *counts)
             for device, counts in sorted(record["operations"].items())
         ]
-        lines.append("  products ran, forward + backward: {}".format(", ".join(places)))
+        lines.append("  products ran, forward + backward: {}".format(settings.listed(places)))
         if not _on_several(record):
             lines.append("  only {} of its devices worked".format(len(_working(record))))
     incomparable = record["incomparable"]

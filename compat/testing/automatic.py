@@ -97,6 +97,7 @@ class AutomaticContract(BackendContract):
             found.append([float(value) for value in line.split()])
         assert found[0] == pytest.approx(found[1], abs=1e-4)
         (devices,) = re.findall("compat run: .* runs on (.*)", completed.stderr)
+        assert "divided over" not in completed.stderr
         assert len(devices.split(", ")) == DEVICES
 
     def test_a_model_compiled_again_or_loaded_runs_on_all_devices(self, keras, automatic, tmp_path):

@@ -1,5 +1,10 @@
 """That a Keras model on several devices is trained to the numbers of one."""
 
+import contextlib
+import os
+import signal
+import threading
+
 import numpy as np
 import pytest
 
@@ -7,7 +12,7 @@ import compat
 
 from .._verification import largest_difference
 from .contract import BackendContract
-from .models import CASES, SPAN_TRIALS, TRIALS, UNEVEN, fit_in_order, optimizer
+from .models import CASES, DEVICES, SPAN_TRIALS, TRIALS, UNEVEN, fit_in_order, optimizer
 from .spans import in_span, span
 
 
@@ -164,3 +169,46 @@ class TrainingContract(BackendContract):
             fit = getattr(model, "fit_generator", model.fit)
             fit(batches(), steps_per_epoch=3, epochs=2, verbose=0)
         self.close(plain.get_weights(), parallel.get_weights())
+
+    def test_a_fit_that_is_interrupted_can_be_run_again(self, keras):
+        """By the signal of Ctrl-C and of a notebook's button, wherever in a step that finds it."""
+        inputs, targets = CASES["dense"].data(61)
+        models = plain, parallel = self.both(keras, "dense")
+        for model in models:
+            model.compile(keras.optimizers.SGD(0.05), CASES["dense"].loss)  # has no state
+        for seconds in np.linspace(0, 0.1, 10):
+            with _interrupting(seconds) as begun:
+                press = keras.callbacks.LambdaCallback(
+                    on_epoch_begin=lambda epoch, logs, begun=begun: epoch and begun.set()
+                )
+                fit_in_order(parallel, inputs, targets, epochs=10**5, callbacks=[press])
+        start = parallel.get_weights()
+        plain.set_weights(start)
+        losses = [fit_in_order(m, inputs, targets, epochs=2).history["loss"] for m in models]
+        np.testing.assert_allclose(*losses, rtol=1e-4, atol=1e-5)
+        assert largest_difference(start, plain.get_weights()) > 1e-4, "nothing was trained"
+        self.close(plain.get_weights(), parallel.get_weights())
+        assert len(self.devices_of(parallel, inputs, targets)) == DEVICES
+
+
+@contextlib.contextmanager
+def _interrupting(seconds):
+    """Interrupt what is within, so long after it has set the event that it is given."""
+    begun, ended = threading.Event(), threading.Event()
+
+    def press():
+        begun.wait()
+        wait = seconds
+        while not ended.wait(wait):
+            os.kill(os.getpid(), signal.SIGINT)
+            wait = 1  # again, if a destructor was running, whose exceptions Python ignores
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            yield begun
+    finally:
+        ended.set()
+        begun.set()
+        thread.join()

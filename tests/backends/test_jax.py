@@ -45,6 +45,8 @@ class TestJAX(ParallelContract):
     backend = "jax"
     across_rows = "right"
     extension = ".keras"
+    # Keras' own step gives up the weights that it replaces, and may be interrupted in between.
+    test_a_fit_that_is_interrupted_can_be_run_again = None
 
     def test_a_distribution_of_the_script_is_kept(self, keras, automatic):
         keras.distribution.set_distribution(keras.distribution.DataParallel())

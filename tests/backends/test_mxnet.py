@@ -1,5 +1,7 @@
 """MXNet under keras-mxnet: the contract, and what is special to it."""
 
+import contextlib
+import functools
 import os
 import subprocess
 import sys
@@ -27,6 +29,8 @@ from compat.testing import (
     span,
 )
 
+from .interruptions import interrupted
+
 
 def executors(model):
     """The executors of a plain model."""
@@ -50,6 +54,24 @@ class TestMXNet(ParallelContract):
         if "train" not in model._compat_replicas.phases:
             model.train_on_batch(inputs, targets)  # of the first step, some rows are tried besides
         return placement(lambda: model.train_on_batch(inputs, targets))
+
+    def test_replicas_are_the_same_wherever_a_step_was_interrupted(self, keras):
+        """Also while executors are made, for batches of another size."""
+        inputs, targets = CASES["dense"].data(16)
+        models = plain, parallel = self.both(keras, "dense")
+        for model in models:
+            model.compile(keras.optimizers.SGD(0.05), CASES["dense"].loss)  # has no state
+        parallel.train_on_batch(inputs, targets)
+        step = functools.partial(parallel.train_on_batch, inputs[:13], targets[:13])
+        count = interrupted(step, lambda calls: False)
+        for number in range(1, count, count // 40):
+            parallel.train_on_batch(inputs, targets)
+            with contextlib.suppress(KeyboardInterrupt):
+                interrupted(step, lambda calls, number=number: len(calls) == number)
+            plain.set_weights(parallel.get_weights())
+            losses = [model.train_on_batch(inputs, targets) for model in models]
+            np.testing.assert_allclose(*losses, rtol=1e-5)
+            self.close(plain.get_weights(), parallel.get_weights())
 
     def devices_of(self, model, inputs, targets):
         """MXNet's profiler aborts from cpu(4) on where there are two cores: ask the executors."""

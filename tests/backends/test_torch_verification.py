@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import functools
-import sys
 import warnings
 
 import numpy as np
@@ -16,6 +15,7 @@ from compat._configuration import registry
 from compat.testing import largest_difference
 
 from . import verification_cases
+from .interruptions import interrupted
 from .test_torch import devices  # noqa: F401  (a fixture)
 from .verification_cases import weights_until_found
 
@@ -103,25 +103,6 @@ def test_an_interrupted_step_leaves_the_module_as_it_was():
     finally:
         torch.set_grad_enabled(True)
     assert all(torch.equal(*pair) for pair in zip(before, net.parameters()))
-
-
-def interrupted(step, point):
-    """Raise an interruption in a step, at a call of a Python function; how many there were."""
-    calls = []
-
-    def count(frame, event, arg):
-        if event == "call":
-            calls.append(frame.f_code)
-            if point(calls):
-                sys.setprofile(None)
-                raise KeyboardInterrupt
-
-    sys.setprofile(count)
-    try:
-        step()
-    finally:
-        sys.setprofile(None)
-    return len(calls)
 
 
 @pytest.mark.parametrize("steps", [0, 1])

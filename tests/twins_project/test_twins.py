@@ -161,8 +161,8 @@ ONE = Network(8, 4)
             build,
             None,
             compat.NotAModelError,
-            "compat_twins reads the weights of Keras models by itself; for a "
-            "compat_numpy.networks.Network give weights=, a function that returns its arrays "
+            "compat_twins reads the weights of Keras models by itself; for "
+            "'compat_numpy.networks.Network' give weights=, a function that returns its arrays "
             "as a list.",
         ),
     ],

@@ -9,6 +9,7 @@ import os
 import sys
 
 from ... import errors
+from ..._configuration.settings import listed
 from ...backend import Backend
 
 TYPE_CHECKING = False
@@ -92,7 +93,7 @@ class CNTK(Backend):
             raise errors.unsupported(
                 self.name,
                 "run a model on {} in one process: all of it runs on {}".format(
-                    ", ".join(devices), first
+                    listed(devices), first
                 ),
                 "Start one process per device, with compat run -n, or train on that one, "
                 "with parallelize(model, gpus=1).",

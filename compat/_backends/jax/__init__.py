@@ -9,6 +9,7 @@ import sys
 from ... import _ranks, errors
 from ..._configuration.discovery import usable_cores
 from ..._configuration.numeric import whole_number
+from ..._configuration.settings import listed
 from ...backend import Backend
 
 TYPE_CHECKING = False
@@ -224,7 +225,7 @@ def _check_devices_made(jax, settings):
         "jax",
         "JAX made its devices ({}) with its first operation (it was imported by `import "
         "{}`), and cannot change them or their memory any more ({})".format(
-            ", ".join(map(sharding.device_name, made)), first, settings
+            listed(list(map(sharding.device_name, made))), first, settings
         ),
         "Call it before the first model, variable or array is made, best before the first "
         "`import jax` or `import keras`.",

@@ -215,9 +215,14 @@ class ModelReplicas:
         results = phase.forward(inputs)
         if kind == "train":
             phase.backward()
-            self._update_weights(phase)
-            self._average_auxiliary_states(phase)
             self.model._weights_dirty = True
+            try:
+                self._update_weights(phase)
+                self._average_auxiliary_states(phase)
+            except BaseException:  # interrupted: replicas may differ, and take what the first has
+                self._sync_weights()
+                self._stale = True
+                raise
         self._assign(phase.updates)
         arrays = [array.asnumpy() for array in results]
         return arrays if kind == "predict" else [array.mean() for array in arrays]

@@ -140,6 +140,7 @@ class Phase:
         if shapes == self.shapes:
             return
         self.bodies, self.filled, self.head = [], [], None  # give their memory back first
+        self.shapes = None  # until all is made, if that is not interrupted
         replicas, rows = self.replicas, inputs[0].shape[0]
         count = len(replicas.contexts)
         self.sizes = split_rows.sizes(rows, count)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from ... import _api, _keras, _ranks, _verification, errors
+from ..._configuration import settings
 from ..._runtime.process import process
 
 SHOWN = 10  # of what differs
@@ -134,7 +135,7 @@ class Twins:
             np.random.seed(0)
             results.append(function(model))
         first, second = (self._numbers(*pair) for pair in zip((self.one, self.several), results))
-        where = "on {} and on {}".format(", ".join(self.devices), self.devices[0])
+        where = "on {} and on {}".format(settings.listed(self.devices), self.devices[0])
         problems = [
             "{}: {}".format(label, difference)
             for label in dict.fromkeys(list(first) + list(second))
@@ -197,7 +198,7 @@ def _weights_of(model):
     """The function that reads the weights of a Keras model."""
     if _keras.keras_of(model) is None:
         raise errors.NotAModelError(
-            "compat_twins reads the weights of Keras models by itself; for a {} give weights=, a "
+            "compat_twins reads the weights of Keras models by itself; for {} give weights=, a "
             "function that returns its arrays as a list.".format(errors.class_of(model))
         )
     return lambda model: model.get_weights()
