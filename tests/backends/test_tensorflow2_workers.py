@@ -88,6 +88,15 @@ def test_a_job_goes_on_from_its_checkpoint_after_a_rank_was_killed(tmp_path):
     ranks.check_restarts(TestTensorFlow2Workers(), tmp_path)
 
 
+def test_evaluation_on_one_rank_is_named_by_its_line(tmp_path):
+    ranks.check_evaluation_on_one_rank(tmp_path, "tensorflow")
+
+
+@pytest.mark.parametrize("call", [ranks.TRAINS_ON, ranks.DOES_A_STEP], ids=["fit", "step"])
+def test_ranks_in_different_calls_are_told_which(tmp_path, call):
+    ranks.check_different_calls(tmp_path, "tensorflow", call)
+
+
 def alone(program, **environ):
     """Run a program as a worker whose only fellow never comes."""
     config = {

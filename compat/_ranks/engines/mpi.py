@@ -93,14 +93,8 @@ class MPI(engines.Engine):
         found = numpy.empty([self.place.size, _LONGEST], "uint8")
         self._wait(self.comm.Iallgather(numpy.frombuffer(mine, "uint8"), found), what)
         self.lost = True
-        waits = [
-            "rank {} {}".format(rank, row.tobytes().decode("utf-8", "replace").rstrip())
-            for rank, row in enumerate(found)
-        ]
-        raise errors.RankError(
-            "The ranks wait for different things: {}. Each has to make the same calls in the same "
-            "order: fit() and evaluate(), for example, on all of them.".format("; ".join(waits))
-        )
+        waits = [row.tobytes().decode("utf-8", "replace").rstrip() for row in found]
+        raise errors.ranks_in_different_calls(enumerate(waits))
 
     # Joining and leaving ----------------------------------------------------------------------
 
