@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from compat._backends.cntk import backend
@@ -34,6 +35,55 @@ def test_losses_are_those_of_all_rows_and_what_cannot_be_is_told(tmp_path, monke
     ranks.check_own_losses(both[1])
     ranks.check_of_keras_2(both[1])
     ranks.check_drift(both[1])
+
+
+METRICS = """
+labels = (y > 0.5).astype("float32")
+shard = compat.shard((x, labels), BATCH)
+model = compat.parallelize(keras.models.Sequential([dense(1, input_shape=(6,))]))
+model.compile(keras.optimizers.SGD(0.05), "mse", metrics=["mae", "acc"])
+model.fit(*shard, batch_size=rows, epochs=0)  # all ranks begin with rank 0's weights
+weights["first"] = model.get_weights()
+said["fit"] = model.fit(*shard, batch_size=rows, epochs=2, shuffle=False, verbose=0).history
+said["fit"] = {name: list(map(float, values)) for name, values in said["fit"].items()}
+said["evaluate"] = list(map(float, model.evaluate(*shard, batch_size=rows, verbose=0)))
+weights["last"] = model.get_weights()
+weights["data"] = [x, labels]
+"""
+
+
+def test_metrics_are_those_of_all_rows(tmp_path):
+    """As computed here. Keras 2.3 on CNTK tells them without the last batch, in one process."""
+    for size, told in ((1, slice(0, 16)), (2, slice(0, 21))):
+        (found, *_), said = ranks.run(METRICS, tmp_path, size, "cntk")
+        kernel, bias, x, labels = [
+            found[name] for name in ("first-0", "first-1", "data-0", "data-1")
+        ]
+
+        def errors(rows):
+            return x[rows] @ kernel + bias - labels[rows]
+
+        def of(difference, labels):
+            right = np.round(difference + labels) == labels
+            return [np.mean(difference**2), np.mean(abs(difference)), np.mean(right)]
+
+        for epoch in range(2):
+            parts = []
+            for start in (0, 8, 16):
+                rows = slice(start, start + 8)
+                parts.append(errors(rows))
+                gradient = 2 * parts[-1] / len(parts[-1])
+                kernel, bias = kernel - 0.05 * x[rows].T @ gradient, bias - 0.05 * gradient.sum(0)
+            parts = np.concatenate(parts)
+            expected = of(parts, labels)[:1] + of(parts[told], labels[told])[1:]
+            for each in said:
+                epochs = [each["fit"][name][epoch] for name in ("loss", "mae", "acc")]
+                np.testing.assert_allclose(epochs, expected, rtol=1e-4)
+        np.testing.assert_allclose(found["last-0"], kernel, atol=1e-5)
+        last = errors(slice(None))
+        expected = of(last, labels)[:1] + of(last[told], labels[told])[1:]
+        for each in said:
+            np.testing.assert_allclose(each["evaluate"], expected, rtol=1e-4)
 
 
 STUCK = """\
