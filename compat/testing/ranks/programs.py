@@ -4,6 +4,7 @@ Most of the time goes into starting processes that import a framework: ``main`` 
 the functions here in one.
 """
 
+import importlib.util
 import json
 import os
 import socket
@@ -118,19 +119,23 @@ def train_on(keras, folder, extension):
     model = compat.parallelize(build)
     assert compat.parallelize(model) is model
     callbacks = [keras.callbacks.ModelCheckpoint(os.path.join(folder, "checkpoint" + extension))]
-    log, backup = (os.path.join(folder, name + str(compat.size())) for name in ("log", "backup"))
-    backs_up = hasattr(keras, "ops")
+    log, backup, board = (os.path.join(folder, name + str(compat.size()))
+                          for name in ("log", "backup", "board"))  # fmt: skip
+    backs_up = hasattr(keras.callbacks, "BackupAndRestore")
 
     def writing():
         """They write into the same files on all ranks."""
         own = [keras.callbacks.CSVLogger(log)]
         if backs_up:
             own.append(keras.callbacks.BackupAndRestore(backup, delete_checkpoint=False))
+        if importlib.util.find_spec("tensorflow"):
+            own.append(keras.callbacks.TensorBoard(board, write_graph=False))
         return own
 
     losses = _fit(model, "dense", 2, callbacks=callbacks + writing())
     # All ranks go on with the third epoch.
     left = len(_fit(model, "dense", 3, callbacks=writing()[1:])) if backs_up else 1
+    model._initial_epoch = None  # Keras 3 would begin every other fit() there as well
     paths = [os.path.join(folder, "{}-{}{}".format(compat.size(), rank, extension))
              for rank in range(compat.size())]  # fmt: skip
     model.save(paths[compat.rank()])
@@ -159,6 +164,17 @@ def train_on(keras, folder, extension):
     ]
     facts["stopped"] = [len(_fit(model, "dense", 4, callbacks=[_stop(keras, moment)]))
                         for moment in ("batch", "epoch")]  # fmt: skip
+    facts["written"] = sum(len(files) for _, _, files in os.walk(board))
+    if compat.rank() == compat.size() - 1:
+        x = np.full_like(x, np.nan)
+    callbacks = [keras.callbacks.TerminateOnNaN()]
+    history = fit_in_order(model, x, y, rows.stop, 3, callbacks=callbacks)
+    facts["stopped"].append(len(history.history["loss"]))
+    if hasattr(keras.callbacks, "SwapEMAWeights"):
+        averages = compat.parallelize(_start(keras, "dense", {}))
+        averages.compile(keras.optimizers.SGD(0.05, use_ema=True), CASES["dense"].loss)
+        _fit(averages, "dense", 2, callbacks=[keras.callbacks.SwapEMAWeights(swap_on_epoch=True)])
+        arrays.update(_weights(averages, "averages"))
     return arrays, facts
 
 
