@@ -237,16 +237,6 @@ def rank_lost(place, waited, absent, problem):
     )
 
 
-def ranks_in_different_calls(ranks):
-    """Pairs of a rank and what it waits for, in a phrase."""
-    return RankError(
-        "The ranks wait for different things: {}. Each has to make the same calls in the same "
-        "order: fit() and evaluate(), for example, on all of them.".format(
-            "; ".join("rank {} {}".format(*each) for each in ranks)
-        )
-    )
-
-
 def no_script(path):
     return InvalidArgumentError(
         "there is no file {}. Give the path of a script, or -m and the name of a module; what "

@@ -62,27 +62,28 @@ def test_metrics_are_those_of_all_rows(tmp_path):
             found[name] for name in ("first-0", "first-1", "data-0", "data-1")
         ]
 
-        def errors(rows):
-            return x[rows] @ kernel + bias - labels[rows]
-
-        def expected(before, after):
-            before, after = np.concatenate(before), np.concatenate(after)[told]
-            right = np.round(after + labels[told]) == labels[told]
-            return [np.mean(before**2), np.mean(abs(after)), np.mean(right)]
-
         for epoch in range(2):
             before, after = [], []  # each batch's step
             for rows in (slice(0, 8), slice(8, 16), slice(16, 21)):
-                before.append(errors(rows))
+                before.append(x[rows] @ kernel + bias - labels[rows])
                 gradient = 2 * before[-1] / len(before[-1])
                 kernel, bias = kernel - 0.05 * x[rows].T @ gradient, bias - 0.05 * gradient.sum(0)
-                after.append(errors(rows))
+                after.append(x[rows] @ kernel + bias - labels[rows])
+            expected = _results(before, after, labels[told])
             for each in said:
                 results = [each["fit"][name][epoch] for name in ("loss", "mae", "acc")]
-                np.testing.assert_allclose(results, expected(before, after), rtol=1e-4)
+                np.testing.assert_allclose(results, expected, rtol=1e-4)
+        last = [x @ kernel + bias - labels]
         for each in said:
-            last = [errors(slice(None))]
-            np.testing.assert_allclose(each["evaluate"], expected(last, last), rtol=1e-4)
+            expected = _results(last, last, labels[told])
+            np.testing.assert_allclose(each["evaluate"], expected, rtol=1e-4)
+
+
+def _results(before, after, labels):
+    """Loss, mae and acc, of batches' errors before and after their steps."""
+    before, after = np.concatenate(before), np.concatenate(after)[: len(labels)]
+    right = np.round(after + labels) == labels
+    return [np.mean(before**2), np.mean(abs(after)), np.mean(right)]
 
 
 STUCK = """\

@@ -56,7 +56,7 @@ weights["counted"] = counted.get_weights()
 said["predicted"] = len(counted.predict(inputs[compat.rank() :], verbose=0))
 """
 
-# In a graph the Nadam of tf.keras multiplies its product once for each weight; the legacy one does not.
+# In a graph the Nadam of tf.keras updates its product for each weight; the legacy one does not.
 ROWS += """
 
 def nadam(optimizer):

@@ -14,8 +14,22 @@ import time
 from ... import errors
 from .. import engines
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
 # How often a rank that waits in a step looks where the next rank is, in seconds.
 _LOOK = 1.0
+
+
+def different_calls(ranks):
+    """The error that names pairs of a rank and what it waits for, in a phrase."""
+    return errors.RankError(
+        "The ranks wait for different things: {}. Each has to make the same calls in the same "
+        "order: fit() and evaluate(), for example, on all of them.".format(
+            "; ".join("rank {} {}".format(*each) for each in ranks)
+        )
+    )
 
 
 class Calls:
@@ -71,11 +85,11 @@ class Calls:
 
     def differ(self, mine, theirs):
         ranks = sorted([(self.engine.place.rank, mine), (self.next, theirs)])
-        return errors.ranks_in_different_calls(ranks)
+        return different_calls(ranks)
 
     def watch(self):
         """End this process where it waits in a step, and the next rank came to a call instead."""
-        engine, seen = self.engine, None
+        engine, seen = self.engine, None  # type: Any, Any
         while True:
             time.sleep(_LOOK)
             inside, count = engine.inside, self.count + 1

@@ -21,6 +21,7 @@ import zlib
 from ... import errors
 from .. import engines
 from ..launch import starter
+from . import calls
 
 # What ranks tell one another besides: that one has come to its end; a question who waits, too;
 # and the answer.
@@ -94,7 +95,7 @@ class MPI(engines.Engine):
         self._wait(self.comm.Iallgather(numpy.frombuffer(mine, "uint8"), found), what)
         self.lost = True
         waits = [row.tobytes().decode("utf-8", "replace").rstrip() for row in found]
-        raise errors.ranks_in_different_calls(enumerate(waits))
+        raise calls.different_calls(enumerate(waits))
 
     # Joining and leaving ----------------------------------------------------------------------
 

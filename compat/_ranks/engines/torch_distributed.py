@@ -46,7 +46,12 @@ class TorchDistributed(engines.Engine):
                         timeout=limit,
                     )
             self.made = True
-            self.calls = calls.Calls(self, store.set, self.read, store.delete_key)
+
+            def read(name, seconds):
+                store.wait([name], datetime.timedelta(seconds=seconds))
+                return store.get(name).decode()
+
+            self.calls = calls.Calls(self, store.set, read, store.delete_key)
             atexit.register(self.calls.end)
         self.check_size(distributed.get_world_size())
         # What ranks sum up while a backward pass goes on keeps its order within a group of its own,
@@ -109,10 +114,6 @@ class TorchDistributed(engines.Engine):
         # "wait timeout after 25000ms, keys: /compat/came/0, ..."
         line = re.sub(r"^\[\S*\] ", "", str(error)).strip().split("\n")[0]
         return line.split(". ")[0].partition(", keys: ")[0]
-
-    def read(self, name, seconds):
-        self.store.wait([name], datetime.timedelta(seconds=seconds))
-        return self.store.get(name).decode()
 
     def absent(self):
         """As far as the store still tells."""

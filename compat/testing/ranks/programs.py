@@ -16,7 +16,7 @@ import compat
 
 from ..._runtime.process import process
 from ..models import CASES, fit_in_order, initialise, keras_under_test, optimizer
-from . import exchanges
+from . import exchanges, stopping
 from .faults import FAULTS, FAULTY
 
 # Rows of a batch of all ranks, and of the data: two whole batches and one of 13 rows.
@@ -128,7 +128,7 @@ def train_on(keras, folder, extension):
         own = [keras.callbacks.CSVLogger(log)]
         if backs_up:
             own.append(keras.callbacks.BackupAndRestore(backup, delete_checkpoint=False))
-        if importlib.util.find_spec("tensorflow"):
+        if importlib.util.find_spec("tensorflow") and importlib.util.find_spec("tensorboard"):
             own.append(keras.callbacks.TensorBoard(board, write_graph=False))
         return own
 
@@ -163,7 +163,7 @@ def train_on(keras, folder, extension):
         [float(value) for value in call(x[rows], y[rows])]
         for call in (model.train_on_batch, model.test_on_batch, model.train_on_batch)
     ]
-    facts["stopped"] = [len(_fit(model, "dense", 4, callbacks=[_stop(keras, moment)]))
+    facts["stopped"] = [len(_fit(model, "dense", 4, callbacks=[stopping.stop(keras, moment)]))
                         for moment in ("batch", "epoch")]  # fmt: skip
     facts["written"] = sum(len(files) for _, _, files in os.walk(board))
     if compat.rank() == compat.size() - 1:
@@ -177,21 +177,6 @@ def train_on(keras, folder, extension):
         _fit(averages, "dense", 2, callbacks=[keras.callbacks.SwapEMAWeights(swap_on_epoch=True)])
         arrays.update(_weights(averages, "averages"))
     return arrays, facts
-
-
-def _stop(keras, moment):
-    """A callback that ends training on the last rank alone, in the second epoch or at its end."""
-
-    class Stop(keras.callbacks.Callback):  # type: ignore  # whichever Keras it is
-        def on_epoch_begin(self, epoch, logs=None):
-            self.stops = compat.rank() == compat.size() - 1 and epoch == 1
-
-        def stop(self, number, logs=None):
-            if self.stops:
-                self.model.stop_training = True
-
-    setattr(Stop, "on_{}_end".format(moment), Stop.stop)
-    return Stop()
 
 
 def _saved_over(model, folder, extension):
