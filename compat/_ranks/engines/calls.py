@@ -43,7 +43,7 @@ class Calls:
         delete: a function that removes a name.
     """
 
-    def __init__(self, engine, post, read, delete):
+    def __init__(self, engine: "Any", post, read, delete):
         self.engine, self.post, self.read, self.delete = engine, post, read, delete
         self.next = (engine.place.rank + 1) % engine.place.size
         self.count = 0  # calls that have begun
@@ -89,7 +89,8 @@ class Calls:
 
     def watch(self):
         """End this process where it waits in a step, and the next rank came to a call instead."""
-        engine, seen = self.engine, None  # type: Any, Any
+        engine = self.engine
+        seen = None  # type: Any
         while True:
             time.sleep(_LOOK)
             inside, count = engine.inside, self.count + 1
