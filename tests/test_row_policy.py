@@ -27,6 +27,8 @@ FOUND = {
     "compute, across the rows of a batch, of which each device has a part.",
     "opaque": "Model 'net' returns an object that is no tensor, such as a distribution, which "
     "cannot be put together from those of the devices.",
+    "weight": "Model 'net' assigns to a trainable weight when it is called, and the devices share "
+    "that weight.",
     "rows": "Model 'net' has recurrent or attention layers whose batch is neither the first nor "
     "the second dimension of its arguments, so that compat cannot tell the rows.",
     "unknown": "The operation qr of 'net' may compute across the rows of a batch, of which each "
@@ -39,6 +41,7 @@ ACROSS = {
     "diverged": _rows.Across(None, why="diverged"),
     "gradient": _rows.Across("Norm", why="gradient"),
     "opaque": _rows.Across(None, why="opaque"),
+    "weight": _rows.Across(None, why="weight"),
     "rows": _rows.Across(None, why="rows"),
     "unknown": _rows.Across("qr", why="unknown"),
 }

@@ -186,6 +186,7 @@ def barrier():
             "compat.barrier() was called before the ranks have joined, so none can wait for the "
             "others. Call it after compat.parallelize(), which joins them."
         )
+    engine.agree("barrier()")
     engine.gather([0])
 
 

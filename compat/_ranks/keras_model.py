@@ -110,6 +110,7 @@ class RankedFit(RankedMethod):
     def run(self, model, fit, args, kwargs):
         if self.running:  # fit() itself calls fit_generator(), in Keras 2.3
             return fit(*args, **kwargs)
+        self.engine.agree("fit()")
         args, given = _by_name(fit, args, kwargs)
         if self.splits:
             splitting.split(self.engine, model.name, given)
@@ -314,6 +315,8 @@ class RankedEvaluate(RankedMethod):
         fit = RankedFit.of(model)
         if fit.in_epoch or fit.evaluating:  # evaluate() calls evaluate_generator() in Keras 2.3
             return evaluate(*args, **kwargs)
+        if not self.training:
+            self.engine.agree(self.method + "()")
         for seen in fit.seen.values():
             seen.clear()
         as_list = hasattr(model, "_flatten_metrics_in_order") and not kwargs.get("return_dict")

@@ -18,8 +18,9 @@ class Across:
         why: "mixed" (a rule says so), "tried" (three rows gave other numbers than two of them and
             the third), "unknown" (no rule knows it, and a trial could not tell), "fails" (with an
             error that all rows do not raise), "diverged" (Python goes another way), "gradient" (a
-            gradient of the user's own mixes rows), "opaque" (it returns what is no tensor), "rows"
-            (it is not known which dimension has them).
+            gradient of the user's own mixes rows), "opaque" (it returns what is no tensor),
+            "weight" (it sets one that is trained), "rows" (it is not known which dimension has
+            them).
     """
 
     REASONS = {
@@ -34,6 +35,8 @@ class Across:
         "of a batch, of which each device has a part.",
         "opaque": "{} returns an object that is no tensor, such as a distribution, which cannot be "
         "put together from those of the devices.",
+        "weight": "{} assigns to a trainable weight when it is called, and the devices share that "
+        "weight.",
         "rows": "{} has recurrent or attention layers whose batch is neither the first nor the "
         "second dimension of its arguments, so that compat cannot tell the rows.",
     }

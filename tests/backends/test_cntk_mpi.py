@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from compat._backends.cntk import backend
@@ -34,6 +35,55 @@ def test_losses_are_those_of_all_rows_and_what_cannot_be_is_told(tmp_path, monke
     ranks.check_own_losses(both[1])
     ranks.check_of_keras_2(both[1])
     ranks.check_drift(both[1])
+
+
+METRICS = """
+labels = (y > 0.5).astype("float32")
+shard = compat.shard((x, labels), BATCH)
+model = compat.parallelize(keras.models.Sequential([dense(1, input_shape=(6,))]))
+model.compile(keras.optimizers.SGD(0.05), "mse", metrics=["mae", "acc"])
+model.fit(*shard, batch_size=rows, epochs=0)  # all ranks begin with rank 0's weights
+weights["first"] = model.get_weights()
+said["fit"] = model.fit(*shard, batch_size=rows, epochs=2, shuffle=False, verbose=0).history
+said["fit"] = {name: list(map(float, values)) for name, values in said["fit"].items()}
+said["evaluate"] = list(map(float, model.evaluate(*shard, batch_size=rows, verbose=0)))
+weights["data"] = [x, labels]
+"""
+
+
+def test_metrics_are_those_of_all_rows(tmp_path):
+    """As computed here, with the weights after each batch's step, as Keras on CNTK does.
+
+    In one process Keras 2.3 tells them without the last batch.
+    """
+    for size, told in ((1, slice(0, 16)), (2, slice(0, 21))):
+        (found, *_), said = ranks.run(METRICS, tmp_path, size, "cntk")
+        kernel, bias, x, labels = [
+            found[name] for name in ("first-0", "first-1", "data-0", "data-1")
+        ]
+
+        for epoch in range(2):
+            before, after = [], []  # each batch's step
+            for rows in (slice(0, 8), slice(8, 16), slice(16, 21)):
+                before.append(x[rows] @ kernel + bias - labels[rows])
+                gradient = 2 * before[-1] / len(before[-1])
+                kernel, bias = kernel - 0.05 * x[rows].T @ gradient, bias - 0.05 * gradient.sum(0)
+                after.append(x[rows] @ kernel + bias - labels[rows])
+            expected = _results(before, after, labels[told])
+            for each in said:
+                results = [each["fit"][name][epoch] for name in ("loss", "mae", "acc")]
+                np.testing.assert_allclose(results, expected, rtol=1e-4)
+        last = [x @ kernel + bias - labels]
+        for each in said:
+            expected = _results(last, last, labels[told])
+            np.testing.assert_allclose(each["evaluate"], expected, rtol=1e-4)
+
+
+def _results(before, after, labels):
+    """Loss, mae and acc, of batches' errors before and after their steps."""
+    before, after = np.concatenate(before), np.concatenate(after)[: len(labels)]
+    right = np.round(after + labels) == labels
+    return [np.mean(before**2), np.mean(abs(after)), np.mean(right)]
 
 
 STUCK = """\

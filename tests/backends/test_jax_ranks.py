@@ -29,6 +29,15 @@ def test_a_rank_that_leaves_is_named(tmp_path):
     ranks.check_a_rank_that_leaves(tmp_path, "jax")
 
 
+def test_evaluation_on_one_rank_is_named_by_its_line(tmp_path):
+    ranks.check_evaluation_on_one_rank(tmp_path, "jax")
+
+
+@pytest.mark.parametrize("call", [ranks.TRAINS_ON, ranks.DOES_A_STEP], ids=["fit", "step"])
+def test_ranks_in_different_calls_are_told_which(tmp_path, call):
+    ranks.check_different_calls(tmp_path, "jax", call)
+
+
 def test_a_rank_that_never_comes_is_named(tmp_path):
     """JAX itself aborts the others, as if they were at fault."""
     said = ranks.what_a_failed_job_says(tmp_path, "jax", NEVER_COMES).splitlines()

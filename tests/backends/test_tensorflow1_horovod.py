@@ -162,3 +162,7 @@ def test_eager_execution_is_refused(tmp_path):
 
 def test_page_of_one_gpu_to_many(tmp_path):
     assert pages.run("docs/scaling.md", tmp_path, os.environ) == 9
+
+
+def test_evaluation_on_one_rank_is_named_by_its_line(tmp_path):
+    ranks.check_evaluation_on_one_rank(tmp_path, "tensorflow")

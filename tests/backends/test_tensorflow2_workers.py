@@ -56,6 +56,23 @@ weights["counted"] = counted.get_weights()
 said["predicted"] = len(counted.predict(inputs[compat.rank() :], verbose=0))
 """
 
+# In a graph the Nadam of tf.keras updates its product for each weight; the legacy one does not.
+ROWS += """
+
+def nadam(optimizer):
+    model = keras.Sequential([dense(3, input_shape=(6,)), dense(1)], name="nadam")
+    compat.parallelize(model).compile(optimizer, "mse")
+    model.fit(inputs, targets, batch_size=rows, epochs=2, shuffle=False, verbose=0)
+    product = np.asarray(getattr(optimizer, "_u_product", momenta.prod())) / momenta.prod()
+    return product, model.get_weights()
+
+
+momenta = 0.9 * (1 - 0.5 * 0.96 ** np.arange(1, 7))  # of two epochs of three steps
+product, found = nadam(keras.optimizers.Nadam(0.01))
+assert abs(product - 1) < 1e-4 if KERAS3 else product < 0.1, product
+weights["nadam"] = found if KERAS3 else nadam(keras.optimizers.legacy.Nadam(0.01))[1]
+"""
+
 JOIN = """
 joined = compat.parallelize(lambda: keras.Sequential([dense(1)]), strategy="mirrored")
 """
@@ -90,6 +107,15 @@ def test_a_rank_that_leaves_is_named(tmp_path):
 
 def test_a_job_goes_on_from_its_checkpoint_after_a_rank_was_killed(tmp_path):
     ranks.check_restarts(TestTensorFlow2Workers(), tmp_path)
+
+
+def test_evaluation_on_one_rank_is_named_by_its_line(tmp_path):
+    ranks.check_evaluation_on_one_rank(tmp_path, "tensorflow")
+
+
+@pytest.mark.parametrize("call", [ranks.TRAINS_ON, ranks.DOES_A_STEP], ids=["fit", "step"])
+def test_ranks_in_different_calls_are_told_which(tmp_path, call):
+    ranks.check_different_calls(tmp_path, "tensorflow", call)
 
 
 def alone(program, **environ):

@@ -7,10 +7,12 @@ import pytest
 
 import compat
 from compat import _api, _verification
+from compat._configuration import registry
 from compat.testing import DEVICES
 
 from .test_torch import devices  # noqa: F401  (a fixture)
 from .test_torch_merge import replicas
+from .verification_cases import verified
 
 pytestmark = pytest.mark.usefixtures("devices")
 ROWS = 13
@@ -63,6 +65,35 @@ def agree(build, rows=ROWS, steps=3, tolerance=1e-5, devices=DEVICES):  # noqa: 
         np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance)
     assert replicas(lambda: model(data(rows)[0])) == devices
     return model
+
+
+@pytest.mark.parametrize("verify", [0, 1])
+def test_a_trainable_weight_that_a_call_sets_is_set_once(verify):
+    """SpectralNormalization divides its kernel by the norm, from where it trains on."""
+    import keras
+
+    results = []
+    for parallel in (False, True):
+        keras.utils.set_random_seed(0)
+        spectral = keras.layers.SpectralNormalization(keras.layers.Dense(3))
+        model = keras.Sequential([keras.layers.Input((4,)), spectral, keras.layers.Dense(2)])
+        if parallel:
+            compat.parallelize(model)
+        model.compile(keras.optimizers.SGD(0.01), "mse")
+        if parallel and verify:
+            record = verified(registry.find("torch"), model)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", compat.CompatWarning)
+            losses = [model.train_on_batch(*data()) for _ in range(3)]
+        told = [str(each.message) for each in caught if each.category is compat.CompatWarning]
+        assert told == parallel * [
+            "Model {!r} assigns to a trainable weight when it is called, and the devices share "
+            "that weight. The model runs on cpu:0 with the whole batch.".format(model.name)
+        ]
+        results.append(losses + model.get_weights())
+    assert not verify or record.steps["train"] == 1
+    for one, other in zip(*results):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
 
 
 def test_float8_has_the_largest_values_of_the_whole_batch():

@@ -85,6 +85,11 @@ def test_evaluation_on_one_rank_is_named_by_its_line(tmp_path):
     ranks.check_evaluation_on_one_rank(tmp_path, "torch")
 
 
+@pytest.mark.parametrize("call", [ranks.TRAINS_ON, ranks.DOES_A_STEP], ids=["fit", "step"])
+def test_ranks_in_different_calls_are_told_which(tmp_path, call):
+    ranks.check_different_calls(tmp_path, "torch", call)
+
+
 SPLIT = """
 import keras, numpy as np, torch, warnings
 model = keras.models.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)], name="model")

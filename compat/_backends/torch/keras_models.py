@@ -99,6 +99,9 @@ class KerasReplicas:
             if _is_seed(variable):
                 self.seeds[id(variable)] = value
             elif value is not given[id(variable)]:
+                if variable.trainable:
+                    # SpectralNormalization does: the gradient is that of the value it has set.
+                    raise NotMergeable(_rows.Across(None, why="weight"))
                 key = ("state", index, variable.path)
                 self.variables[key], self.before[key] = variable, variable._value
                 state[key] = value

@@ -50,6 +50,9 @@ class Engine:
         self.steps = 0
         self.more = []  # type: List[float]  # exchanged with each step's rows
         self.totals = None  # type: Any
+        self.calls = None  # type: Any  # a ``calls.Calls``, where the ranks keep a store
+        self.exchanges = 0  # since the last of these calls began
+        self.inside = None  # type: Any  # what for this rank waits, and which exchange that is
 
     @classmethod
     def join(cls, place: "Place") -> "Any":
@@ -168,6 +171,17 @@ class Engine:
             others = [rank for rank in others if not has_come(rank)]
         return others
 
+    def agree(self, call: str) -> None:
+        """Begin a call that all ranks make at once, and that is no step.
+
+        Engines that compare each exchange, and those without a store, have nothing to do here.
+
+        Raises:
+            RankError: another rank is in another call.
+        """
+        if self.calls is not None:
+            self.calls.begin(call)
+
     @contextlib.contextmanager
     def waiting(self, what: str) -> "Iterator[None]":
         """Turn the engine's own error within into the loss of a rank that it stands for.
@@ -175,6 +189,8 @@ class Engine:
         Arguments:
             what: what for, in a phrase.
         """
+        self.exchanges += 1
+        outer, self.inside = self.inside, (what, self.exchanges)
         try:
             yield
         except Exception as error:
@@ -182,6 +198,8 @@ class Engine:
             if problem is None:
                 raise
             raise errors.rank_lost(self.place, what, self.absent(), problem) from error
+        finally:
+            self.inside = outer
 
     @contextlib.contextmanager
     def watched(

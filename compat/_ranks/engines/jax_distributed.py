@@ -12,6 +12,7 @@ import numpy as np
 from ... import errors
 from .. import engines, rendezvous
 from ..addresses import with_port
+from . import calls
 
 # How often a rank that waits looks whether another one has gone, in seconds.
 _LOOK = 0.2
@@ -80,6 +81,12 @@ class JaxDistributed(engines.Engine):
         whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         self.total = jax.jit(lambda rows: rows.sum(0, dtype=rows.dtype), out_shardings=whole)
         self.all_rows = jax.jit(lambda rows: rows, out_shardings=whole)
+        self.calls = calls.Calls(
+            self,
+            self.store.key_value_set,
+            lambda name, seconds: self.store.blocking_key_value_get(name, int(1000 * seconds)),
+            self.store.key_value_delete,
+        )
         atexit.register(self.end)
         threading.Thread(target=self.watch, daemon=True).start()
 

@@ -21,6 +21,7 @@ import zlib
 from ... import errors
 from .. import engines
 from ..launch import starter
+from . import calls
 
 # What ranks tell one another besides: that one has come to its end; a question who waits, too;
 # and the answer.
@@ -93,14 +94,8 @@ class MPI(engines.Engine):
         found = numpy.empty([self.place.size, _LONGEST], "uint8")
         self._wait(self.comm.Iallgather(numpy.frombuffer(mine, "uint8"), found), what)
         self.lost = True
-        waits = [
-            "rank {} {}".format(rank, row.tobytes().decode("utf-8", "replace").rstrip())
-            for rank, row in enumerate(found)
-        ]
-        raise errors.RankError(
-            "The ranks wait for different things: {}. Each has to make the same calls in the same "
-            "order: fit() and evaluate(), for example, on all of them.".format("; ".join(waits))
-        )
+        waits = [row.tobytes().decode("utf-8", "replace").rstrip() for row in found]
+        raise calls.different_calls(enumerate(waits))
 
     # Joining and leaving ----------------------------------------------------------------------
 

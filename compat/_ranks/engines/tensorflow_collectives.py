@@ -10,6 +10,7 @@ wherever it reads a moving average, to save it for example. So steps are those o
 import atexit
 import contextlib
 import faulthandler
+import inspect
 import os
 import socket
 import sys
@@ -20,7 +21,7 @@ import numpy as np
 
 from ... import errors
 from .. import clusters, engines, rendezvous
-from . import tensorflow_engine
+from . import calls, tensorflow_engine
 
 # What sums together, and how TensorFlow numbers these groups; its strategies begin at 1.
 _HOST, _GPU = "/cpu:0", "/gpu:0"
@@ -39,7 +40,7 @@ def _at_once(tensor):
 class TensorFlowCollectives(tensorflow_engine.TensorFlowEngine):
     """The strategy's cluster. It has to be joined before TensorFlow starts."""
 
-    mark = "ollective"
+    mark = "ollective|compat/call"
 
     def __init__(self, place):
         import tensorflow as tf
@@ -72,6 +73,14 @@ class TensorFlowCollectives(tensorflow_engine.TensorFlowEngine):
             raise errors.rank_lost(place, "to start", [], problem) from error
         # The one that configure_gpu() has left visible.
         self.device = _GPU if tf.config.get_visible_devices("GPU") else _HOST
+        store = context.context()
+        if "timeout_in_ms" in inspect.signature(store.get_config_key_value).parameters:
+            self.calls = calls.Calls(
+                self,
+                store.set_config_key_value,
+                lambda name, seconds: store.get_config_key_value(name, int(1000 * seconds)),
+                store.delete_config_key_value,
+            )
         atexit.register(self.leave)
 
     def sum(self, values):
@@ -202,6 +211,8 @@ class TensorFlowCollectives(tensorflow_engine.TensorFlowEngine):
         """At the end of the program: notify ranks that go on, and wait for them."""
 
         def announce():
+            if self.calls is not None:
+                self.calls.end()
             with contextlib.suppress(errors.RankLostError):
                 self._exchange(0, _EXITS)
 

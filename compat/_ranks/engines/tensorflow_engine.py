@@ -1,6 +1,7 @@
 """What the engines of ranks on TensorFlow share: calls out of graphs, and the errors of those."""
 
 import contextlib
+import re
 
 from .. import engines
 
@@ -30,7 +31,7 @@ class TensorFlowEngine(engines.Engine):
     Subclasses set ``tf``.
     """
 
-    #: What stands in the messages of TensorFlow's errors that mean the loss of a rank.
+    #: What is found in the messages of TensorFlow's errors that mean the loss of a rank.
     mark = ""
 
     def __init__(self, place):
@@ -177,7 +178,7 @@ class TensorFlowEngine(engines.Engine):
     def problem(self, error):
         if self.failure is not None or not isinstance(error, self.tf.errors.OpError):
             return None
-        return problem_of(error) if self.mark in str(error) else None
+        return problem_of(error) if re.search(self.mark, str(error)) else None
 
 
 def problem_of(error):

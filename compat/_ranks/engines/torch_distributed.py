@@ -8,6 +8,7 @@ import re
 import sys
 
 from .. import engines, rendezvous
+from . import calls
 
 
 class TorchDistributed(engines.Engine):
@@ -45,6 +46,13 @@ class TorchDistributed(engines.Engine):
                         timeout=limit,
                     )
             self.made = True
+
+            def read(name, seconds):
+                store.wait([name], datetime.timedelta(seconds=seconds))
+                return store.get(name).decode()
+
+            self.calls = calls.Calls(self, store.set, read, store.delete_key)
+            atexit.register(self.calls.end)
         self.check_size(distributed.get_world_size())
         # What ranks sum up while a backward pass goes on keeps its order within a group of its own,
         # whatever layers or the script exchange meanwhile, as SyncBatchNorm does.

@@ -4,6 +4,7 @@ Most of the time goes into starting processes that import a framework: ``main`` 
 the functions here in one.
 """
 
+import importlib.util
 import json
 import os
 import socket
@@ -15,7 +16,7 @@ import compat
 
 from ..._runtime.process import process
 from ..models import CASES, fit_in_order, initialise, keras_under_test, optimizer
-from . import exchanges
+from . import exchanges, stopping
 from .faults import FAULTS, FAULTY
 
 # Rows of a batch of all ranks, and of the data: two whole batches and one of 13 rows.
@@ -118,19 +119,24 @@ def train_on(keras, folder, extension):
     model = compat.parallelize(build)
     assert compat.parallelize(model) is model
     callbacks = [keras.callbacks.ModelCheckpoint(os.path.join(folder, "checkpoint" + extension))]
-    log, backup = (os.path.join(folder, name + str(compat.size())) for name in ("log", "backup"))
-    backs_up = hasattr(keras, "ops")
+    log, backup, board = (os.path.join(folder, name + str(compat.size()))
+                          for name in ("log", "backup", "board"))  # fmt: skip
+    backs_up = hasattr(keras.callbacks, "BackupAndRestore")
 
     def writing():
         """They write into the same files on all ranks."""
         own = [keras.callbacks.CSVLogger(log)]
         if backs_up:
             own.append(keras.callbacks.BackupAndRestore(backup, delete_checkpoint=False))
+        if importlib.util.find_spec("tensorflow") and importlib.util.find_spec("tensorboard"):
+            own.append(keras.callbacks.TensorBoard(board, write_graph=False))
         return own
 
     losses = _fit(model, "dense", 2, callbacks=callbacks + writing())
     # All ranks go on with the third epoch.
     left = len(_fit(model, "dense", 3, callbacks=writing()[1:])) if backs_up else 1
+    # What restoring has left: Keras 3 would begin every fit() there, and tf.keras finds none.
+    model._initial_epoch = model._training_state = None
     paths = [os.path.join(folder, "{}-{}{}".format(compat.size(), rank, extension))
              for rank in range(compat.size())]  # fmt: skip
     model.save(paths[compat.rank()])
@@ -157,24 +163,20 @@ def train_on(keras, folder, extension):
         [float(value) for value in call(x[rows], y[rows])]
         for call in (model.train_on_batch, model.test_on_batch, model.train_on_batch)
     ]
-    facts["stopped"] = [len(_fit(model, "dense", 4, callbacks=[_stop(keras, moment)]))
+    facts["stopped"] = [len(_fit(model, "dense", 4, callbacks=[stopping.stop(keras, moment)]))
                         for moment in ("batch", "epoch")]  # fmt: skip
+    facts["written"] = sum(len(files) for _, _, files in os.walk(board))
+    if compat.rank() == compat.size() - 1:
+        x = np.full_like(x, np.nan)
+    callbacks = [keras.callbacks.TerminateOnNaN()]
+    history = fit_in_order(model, x, y, rows.stop, 3, callbacks=callbacks)
+    facts["stopped"].append(len(history.history["loss"]))
+    if hasattr(keras.callbacks, "SwapEMAWeights"):
+        averages = compat.parallelize(_start(keras, "dense", {}))
+        averages.compile(keras.optimizers.SGD(0.05, use_ema=True), CASES["dense"].loss)
+        _fit(averages, "dense", 2, callbacks=[keras.callbacks.SwapEMAWeights(swap_on_epoch=True)])
+        arrays.update(_weights(averages, "averages"))
     return arrays, facts
-
-
-def _stop(keras, moment):
-    """A callback that ends training on the last rank alone, in the second epoch or at its end."""
-
-    class Stop(keras.callbacks.Callback):  # type: ignore  # whichever Keras it is
-        def on_epoch_begin(self, epoch, logs=None):
-            self.stops = compat.rank() == compat.size() - 1 and epoch == 1
-
-        def stop(self, number, logs=None):
-            if self.stops:
-                self.model.stop_training = True
-
-    setattr(Stop, "on_{}_end".format(moment), Stop.stop)
-    return Stop()
 
 
 def _saved_over(model, folder, extension):

@@ -1,0 +1,107 @@
+"""Which call of the script each rank is in, told in the store of the rendezvous.
+
+Ranks in different calls (``fit()`` on one, ``evaluate()`` on another) would exchange different
+things: gloo then aborts the process, TensorFlow waits until its timeout. So each rank compares
+every call that begins with the next rank's. Steps are not compared, which would cost time; a rank
+that waits in one looks once a second whether the next rank has come to a call instead.
+"""
+
+import contextlib
+import os
+import threading
+import time
+
+from ... import errors
+from .. import engines
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+# How often a rank that waits in a step looks where the next rank is, in seconds.
+_LOOK = 1.0
+
+
+def different_calls(ranks):
+    """The error that names pairs of a rank and what it waits for, in a phrase."""
+    return errors.RankError(
+        "The ranks wait for different things: {}. Each has to make the same calls in the same "
+        "order: fit() and evaluate(), for example, on all of them.".format(
+            "; ".join("rank {} {}".format(*each) for each in ranks)
+        )
+    )
+
+
+class Calls:
+    """The calls of one rank.
+
+    Arguments:
+        engine: the rank's.
+        post: a function that leaves a text in the store, under a new name.
+        read: a function of a name and of seconds that returns the text, as soon as it is there,
+            or raises an exception after these seconds.
+        delete: a function that removes a name.
+    """
+
+    def __init__(self, engine: "Any", post, read, delete):
+        self.engine, self.post, self.read, self.delete = engine, post, read, delete
+        self.next = (engine.place.rank + 1) % engine.place.size
+        self.count = 0  # calls that have begun
+        threading.Thread(target=self.watch, daemon=True).start()
+
+    def begin(self, call):
+        """Compare a call that begins with the next rank's, for which this one waits."""
+        engine, what = self.engine, "for the others to call {}".format(call)
+        self.count += 1
+        with engine.waiting(what):
+            mine = self.tell(self.count, what)
+            theirs = self.read(self.name(self.count, self.next), engine.timeout)
+            if self.count > 2:  # which all have read
+                self.delete(self.name(self.count - 2, engine.place.rank))
+        engine.exchanges, theirs = 0, self.parsed(theirs)[1]
+        if not theirs:
+            raise errors.rank_lost(engine.place, what, [self.next], "its script has ended")
+        if theirs.split(" (")[0] != what:
+            engine.absent()  # the engine has failed
+            raise self.differ(mine, theirs)
+
+    def end(self):
+        """Say that this rank's script has ended."""
+        with contextlib.suppress(Exception):  # the store may have gone
+            self.post(self.name(self.count + 1, self.engine.place.rank), "0 ")
+
+    def name(self, count, rank):
+        return "compat/call/{}/{}".format(count, rank)
+
+    def tell(self, count, what):
+        what += errors.users_line()
+        text = "{} {}".format(self.engine.exchanges, what)
+        self.post(self.name(count, self.engine.place.rank), text)
+        return what
+
+    def parsed(self, text):
+        exchanges, _, what = text.partition(" ")
+        return int(exchanges), what
+
+    def differ(self, mine, theirs):
+        ranks = sorted([(self.engine.place.rank, mine), (self.next, theirs)])
+        return different_calls(ranks)
+
+    def watch(self):
+        """End this process where it waits in a step, and the next rank came to a call instead."""
+        engine = self.engine
+        seen = None  # type: Any
+        while True:
+            time.sleep(_LOOK)
+            inside, count = engine.inside, self.count + 1
+            if inside is None:
+                continue
+            with contextlib.suppress(Exception):  # nothing is there
+                exchanges, theirs = self.parsed(self.read(self.name(count, self.next), 0.01))
+                # The call's own wait counts. Twice in the same: it may be about to end.
+                if theirs and exchanges <= inside[1] and seen is inside:
+                    mine = self.tell(count, inside[0])
+                    engines.print_for_main_thread(self.differ(mine, theirs))
+                    engine.absent()
+                    os._exit(1)
+                seen = inside if theirs else None
