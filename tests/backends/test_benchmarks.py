@@ -16,11 +16,13 @@ from .conftest import BENCHMARKS, ROOT, benchmarks_run
 
 TIMEOUT = 300
 SLOW_TO_COMPILE = " tensorflow1", " tensorflow2", " keras3", " jax", " theano"
-#: First steps and fits are mostly compiling: they are measured where that takes the least time.
+#: First steps and fits are mostly compiling: they are measured where that takes the least time. And
+#: many_models.py measures what building.py does.
 MEASURED = [
     command
     for command in BENCHMARKS
     if not ("first_" in command and command.endswith(SLOW_TO_COMPILE))
+    and "building.py" not in command
 ]
 
 

@@ -80,7 +80,7 @@ def batch(count, step, labels=2):
     }
 
 
-@pytest.mark.parametrize("verify, first", [(0, 0), (0, 1), (1, 0), (4, 1)])
+@pytest.mark.parametrize("verify, first", [(0, 1), (1, 0)])
 @pytest.mark.parametrize("make", [tagger, masked_words, gpt2, llama, t5])
 def test_losses_of_padded_sentences(make, verify, first):
     """Uneven batches, and fewer rows than devices; caches are returned by default.
