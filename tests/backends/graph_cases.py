@@ -146,7 +146,8 @@ def check_training_function_of_ones_own(keras, backend, kind, verify):
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
 
 
-def _small(keras, *hidden):
+def small(keras, *hidden):
+    """A parallel model with these layers in its middle."""
     layers = [keras.layers.Dense(6, activation="tanh", input_shape=(8,))]
     layers += list(hidden) + [keras.layers.Dense(4)]
     return compat.parallelize(initialise(keras.models.Sequential(layers)))
@@ -176,7 +177,7 @@ def check_state_that_an_optimizer_does_not_list(keras, backend, make):
     inputs, targets = CASES["dense"].data(40)
     trained, kept = [], []
     for steps in (0, 3):
-        model = _small(keras)
+        model = small(keras)
         own = make(keras)
         model.compile(own, "mse")
         if steps:
@@ -203,7 +204,7 @@ def check_prediction_in_the_learning_phase_of_training(keras, backend):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", compat.CompatWarning)
             for layer in (keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)):
-                model = _small(keras, layer)
+                model = small(keras, layer)
                 model.compile("sgd", "mse")
                 record = verification_cases.verified(backend, model)
                 model.predict(inputs)

@@ -23,12 +23,6 @@ def three_devices():
     keras.backend.clear_session()
 
 
-def model_of(keras, *hidden):
-    layers = [keras.layers.Dense(6, activation="tanh", input_shape=(8,))]
-    layers += list(hidden) + [keras.layers.Dense(4)]
-    return compat.parallelize(initialise(keras.models.Sequential(layers)))
-
-
 def wrapping(keras):
     """As keras-lookahead: keeps slow weights, and has its updates from another optimizer."""
     K = keras.backend
@@ -131,7 +125,7 @@ def test_a_metric_with_state_is_compared_from_where_it_was(keras):
             return before + new
 
     inputs, targets = CASES["dense"].data(40)
-    model = model_of(keras, keras.layers.Dropout(0.5))
+    model = graph_cases.small(keras, keras.layers.Dropout(0.5))
     metric = Positives()
     model.compile("sgd", "mse", metrics=[metric])
     record = verified(backend, model, 3)
