@@ -115,10 +115,6 @@ def test_metrics_and_losses_are_those_of_all_rows_and_what_cannot_be_is_told(tmp
     check_parts(lambda program, size: ranks.run(program, tmp_path, size))
 
 
-def test_a_rank_that_leaves_is_named(tmp_path):
-    ranks.check_a_rank_that_leaves(tmp_path, "tensorflow")
-
-
 OVERLAP = """
 import tensorflow as tf
 from compat._runtime import process
