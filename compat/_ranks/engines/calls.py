@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 # How often a rank that waits in a step looks where the next rank is, in seconds.
 _LOOK = 1.0
+# How long a store may take, at the end: where its process is stopped, it never answers.
+_PATIENCE = 4.0
 
 
 def different_calls(ranks):
@@ -67,8 +69,13 @@ class Calls:
 
     def end(self):
         """Say that this rank's script has ended."""
-        with contextlib.suppress(Exception):  # the store may have gone
-            self.post(self.name(self.count + 1, self.engine.place.rank), "0 ")
+
+        def post():
+            with contextlib.suppress(Exception):  # the store may have gone
+                self.post(self.name(self.count + 1, self.engine.place.rank), "0 ")
+
+        with contextlib.suppress(RuntimeError):  # Python 3.12.0 starts no thread at the end
+            engines.answer(post, _PATIENCE, None)
 
     def name(self, count, rank):
         return "compat/call/{}/{}".format(count, rank)
