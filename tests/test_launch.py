@@ -25,7 +25,7 @@ from compat._ranks.place import Place
 from compat._runtime import by_path
 
 # Of signals at random moments.
-CASES = int(os.environ.get("COMPAT_TEST_CASES", 30 if sys.version_info >= (3, 13) else 10))
+CASES = int(os.environ.get("COMPAT_TEST_CASES", 20 if sys.version_info >= (3, 13) else 5))
 
 
 def start(

@@ -25,17 +25,12 @@ def test_a_rank_0_that_is_stopped_is_named(tmp_path, program):
     ranks.check_stopped_rank_0(tmp_path, "jax", program)
 
 
-def test_a_rank_that_leaves_is_named(tmp_path):
-    ranks.check_a_rank_that_leaves(tmp_path, "jax")
-
-
 def test_evaluation_on_one_rank_is_named_by_its_line(tmp_path):
     ranks.check_evaluation_on_one_rank(tmp_path, "jax")
 
 
-@pytest.mark.parametrize("call", [ranks.TRAINS_ON, ranks.DOES_A_STEP], ids=["fit", "step"])
-def test_ranks_in_different_calls_are_told_which(tmp_path, call):
-    ranks.check_different_calls(tmp_path, "jax", call)
+def test_ranks_in_different_calls_are_told_which(tmp_path):
+    ranks.check_different_calls(tmp_path, "jax")
 
 
 def test_a_rank_that_never_comes_is_named(tmp_path):

@@ -113,9 +113,8 @@ def test_evaluation_on_one_rank_is_named_by_its_line(tmp_path):
     ranks.check_evaluation_on_one_rank(tmp_path, "tensorflow")
 
 
-@pytest.mark.parametrize("call", [ranks.TRAINS_ON, ranks.DOES_A_STEP], ids=["fit", "step"])
-def test_ranks_in_different_calls_are_told_which(tmp_path, call):
-    ranks.check_different_calls(tmp_path, "tensorflow", call)
+def test_ranks_in_different_calls_are_told_which(tmp_path):
+    ranks.check_different_calls(tmp_path, "tensorflow")
 
 
 def alone(program, **environ):

@@ -53,7 +53,7 @@ class TestContexts:
     """
 
     contract = OnContexts()
-    cases = ["conv", "dense"]
+    cases = ["dense"]
 
     @pytest.fixture(scope="class")
     def configuration(self):

@@ -11,9 +11,9 @@ import soak
 del sys.path[0]
 
 
-def test_five_rounds():
+def test_three_rounds():
     """They mostly wait: two at a time."""
-    faults = ["stop", "slow", "network", "disk", "kill"]
+    faults = ["network", "disk", "kill"]
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         rounds = [
             pool.submit(soak.soak, number, 2, random.Random(number), fault, timeout=10)
