@@ -214,7 +214,7 @@ def test_compat_test_of_a_script(script, jax):
 
 def test_ctrl_c_at_compat_test_of_a_script(script, jax):
     command = "test", "-n", "0", "--backend", "jax", script, "60"
-    found = compat(*command, PYTHONPATH=jax, when="goes on", send=b"\x03")
+    found = compat(*command, PYTHONPATH=jax, when="goes on\r\n", send=b"\x03")
     assert found.last.endswith("\nKeyboardInterrupt") and "compat: " not in found.last
     assert found.status == 130
 
@@ -224,12 +224,13 @@ def test_what_a_script_has_started_may_print_on(tmp_path, jax):
     script.write_text(
         "import subprocess, sys\n"
         "program = 'import time\\nwhile True: print(1, flush=True); time.sleep(0.01)'\n"
-        "print(subprocess.Popen([sys.executable, '-c', program]).pid, 'is left', flush=True)\n"
+        "left = subprocess.Popen([sys.executable, '-c', program])\n"
+        "print('left: {}.'.format(left.pid), flush=True)\n"
     )
     found = compat("test", "-n", "0", "--backend", "jax", script, PYTHONPATH=jax)
     assert "Nothing was verified" in found.printed
     with contextlib.suppress(ProcessLookupError):  # its terminal is gone
-        os.kill(int(re.search("([0-9]+) is left", found.printed).group(1)), signal.SIGKILL)
+        os.kill(int(re.search(r"left: ([0-9]+)\.", found.printed).group(1)), signal.SIGKILL)
 
 
 def test_ranks_that_start(script):
