@@ -15,19 +15,10 @@ from compat.testing import span
 from .conftest import BENCHMARKS, ROOT, benchmarks_run
 
 TIMEOUT = 300
-SLOW_TO_COMPILE = " tensorflow1", " tensorflow2", " keras3", " jax", " theano"
-#: First steps and fits are mostly compiling: they are measured where that takes the least time. And
-#: many_models.py measures what building.py does.
-MEASURED = [
-    command
-    for command in BENCHMARKS
-    if not ("first_" in command and command.endswith(SLOW_TO_COMPILE))
-    and "building.py" not in command
-]
 
 
 @span
-@pytest.mark.parametrize("command", MEASURED)
+@pytest.mark.parametrize("command", BENCHMARKS)
 def test_a_step_is_measured(command):
     done = subprocess.run(
         shlex.split(
