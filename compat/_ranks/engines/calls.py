@@ -105,7 +105,8 @@ class Calls:
                 continue
             with contextlib.suppress(Exception):  # nothing is there
                 exchanges, theirs = self.parsed(self.read(self.name(count, self.next), 0.01))
-                # The call's own wait counts. Twice in the same: it may be about to end.
+                # Their call's own wait is one of their exchanges. At the first look this rank's may
+                # just be ending, so the second one decides.
                 if theirs and exchanges <= inside[1] and seen is inside:
                     mine = self.tell(count, inside[0])
                     engines.print_for_main_thread(self.differ(mine, theirs))
