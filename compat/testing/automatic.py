@@ -112,13 +112,16 @@ class AutomaticContract(BackendContract):
 
     @span
     def test_an_unpickled_model_runs_on_all_devices(self, keras, automatic):
-        """Of Keras 2.2 and 2.3; the classes of keras-mxnet cannot be pickled."""
+        """Of each Keras whose own models can be pickled."""
+        try:
+            pickle.dumps(CASES["dense"].build(keras))
+        except (AttributeError, NotImplementedError, TypeError):
+            return  # keras-mxnet, tf.keras before 2.13, and tf.keras in a graph
         model, (inputs, targets) = self.compiled(keras, "dense"), CASES["dense"].data(61)
-        if hasattr(model, "__setstate__") and "<locals>" not in type(model).__qualname__:
-            expected, unpickled = model.predict(inputs), pickle.loads(pickle.dumps(model))
-            self.close([expected], [unpickled.predict(inputs)])
-            devices = self.devices_of(model, inputs, targets)
-            assert len(devices) > 1 and self.devices_of(unpickled, inputs, targets) == devices
+        expected, unpickled = model.predict(inputs), pickle.loads(pickle.dumps(model))
+        self.close([expected], [unpickled.predict(inputs)])
+        devices = self.devices_of(model, inputs, targets)
+        assert len(devices) > 1 and self.devices_of(unpickled, inputs, targets) == devices
 
     def test_copies_train_as_those_of_a_plain_model(self, keras, configuration):
         """So does the model itself. Not every Keras supports every kind of copy."""

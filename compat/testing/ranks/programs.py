@@ -133,10 +133,11 @@ def train_on(keras, folder, extension):
         return own
 
     losses = _fit(model, "dense", 2, callbacks=callbacks + writing())
-    # All ranks go on with the third epoch.
-    left = len(_fit(model, "dense", 3, callbacks=writing()[1:])) if backs_up else 1
-    # What restoring has left: Keras 3 would begin every fit() there, and tf.keras finds none.
-    model._initial_epoch = model._training_state = None
+    left = 1
+    if backs_up:  # all ranks go on with the third epoch
+        left = len(_fit(model, "dense", 3, callbacks=writing()[1:]))
+        # What restoring has left: Keras 3 would begin every fit() there, and tf.keras finds none.
+        model._initial_epoch = model._training_state = None
     paths = [os.path.join(folder, "{}-{}{}".format(compat.size(), rank, extension))
              for rank in range(compat.size())]  # fmt: skip
     model.save(paths[compat.rank()])
