@@ -32,7 +32,7 @@ HEADING = ("tox environment", "Python", "backend", "framework", "Keras", "contra
 FEATURES = ("feature", "tests passed in")
 TIMES = ("setup", "tests", "cpu")
 SLOWEST = 30
-ENDINGS = (".xml", ".again.xml", ".fuzz.xml", ".idioms.xml")  # of each environment's results
+ENDINGS = (".xml", ".again.xml", ".models.xml")  # of each environment's results
 ANY_PYTHON = "core"  # the core's tests, where the Pythons of the matrix's rows for it are missing
 PROMISED_MINUTES = 58  # what the README says of a machine of two cores
 

@@ -24,8 +24,8 @@ from compat._ranks.launch.watching import Ended
 from compat._ranks.place import Place
 from compat._runtime import by_path
 
-# Of signals at random moments.
-CASES = int(os.environ.get("COMPAT_TEST_CASES", 20 if sys.version_info >= (3, 13) else 5))
+# Of signals at random moments: each is a job, which takes a third of a second of CPU.
+CASES = int(os.environ.get("COMPAT_TEST_CASES", 300 if sys.version_info >= (3, 13) else 5))
 
 
 def start(

@@ -39,11 +39,10 @@ ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)
 sys.path.insert(0, os.path.join(ROOT, "benchmarks"))
 benchmarks_run = importlib.import_module("run")
 del sys.path[0]
-# A first fit(), and Theano's first step, are mostly compiling: they are measured where that takes
-# the least time. many_models.py measures what building.py does.
+# Each script is tried where that takes the least time; many_models.py does what building.py does.
 LEFT_OUT = (
-    r"first_fit\.py .* (tensorflow1|tensorflow2|keras3|jax|theano)$|first_step\.py .* theano$"
-    r"|building\.py"
+    r"first_(fit|step)\.py .* (tensorflow1|tensorflow2|keras3|jax|theano|torch)$|building\.py"
+    r"|ranks_tensorflow\.py --peer horovod"
 )
 BENCHMARKS = [
     command
