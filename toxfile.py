@@ -1,6 +1,7 @@
 """What tox.ini cannot say: interpreters, what an environment's name means, how long it takes."""
 
 import configparser
+import importlib.util
 import json
 import os
 import shutil
@@ -22,7 +23,8 @@ def tox_add_core_config(core_conf, state):
     os.environ.setdefault("UV_PYTHON_DOWNLOADS", "never")
     # Folders of wheels that pip is told of, such as one with a build of torch for the CPU: the
     # registry's own brings gigabytes of CUDA, and uv reads no configuration of pip's.
-    settings = _lines(sys.executable, "-m", "pip", "config", "list")
+    has_pip = importlib.util.find_spec("pip") is not None  # tox itself does without
+    settings = _lines(sys.executable, "-m", "pip", "config", "list") if has_pip else []
     folders = [line.partition("=")[2].strip("'") for line in settings if "find-links=" in line]
     os.environ.setdefault("UV_FIND_LINKS", ",".join(sorted(set(folders))))
     pyenv = shutil.which("pyenv")
