@@ -44,7 +44,6 @@ _SHORT = (
 FAILING_JOBS = [
     FailingJob("sleep", 2, False, "did not come to the others, which waited for it", 1, _WAITED),
     FailingJob("kill", 3, False, "was killed by signal 9; the others were ended.", 128 + 9, None),
-    FailingJob("raise", 2, False, _FAILED, 1, "ValueError: this rank's data is bad"),
     FailingJob("raise", 2, True, _FAILED, 1, "ValueError: this rank's data is bad"),
     FailingJob(
         "exit", 2, False, "ended (exit status 0) while others were still training", 1, _WAITED
