@@ -86,8 +86,8 @@ def tox_before_run_commands(tox_env):
     tox_env.conf["set_env"].update({"HOME": str(home), "USERPROFILE": str(home)})
     # A framework makes a million objects that stay. Looking through them for garbage while it is
     # imported takes up to a fifth of the time, in each of the many processes that tests start.
-    startup = tox_env.conf["env_site_packages_dir"] / "collect_less.pth"
-    startup.write_text("import gc; gc.set_threshold(100000, 50, 100)\n", encoding="utf-8")
+    for folder in tox_env.env_dir.glob("lib/python*/site-packages"):
+        (folder / "collect_less.pth").write_text("import gc; gc.set_threshold(100000, 50, 100)\n")
     _begin(tox_env)  # with --skip-env-install nothing was installed
     if PART and tox_env.name != "report":  # run the chosen tests once, and leave the results be
         commands = tox_env.conf["commands"]

@@ -47,12 +47,7 @@ def environment(tmp_path, name="py37-theano"):
         name=name,
         env_dir=tmp_path / name,
         core={"work_dir": tmp_path},
-        conf={
-            "set_env": {},
-            "commands": commands,
-            "commands_pre": [],
-            "env_site_packages_dir": tmp_path,
-        },
+        conf={"set_env": {}, "commands": commands, "commands_pre": []},
     )
 
 
