@@ -185,12 +185,9 @@ def _fits():
             (" --keras fit", " --keras on-batch"),
         ),
     )
-    # As many fits in a round as take some seconds: a step of "dense" takes ten times one of "deep".
-    fits_of = {"dense": (10, 3, 1, 1), "deep": (40, 10, 2, 1)}
     for engine, title, peer, environment, script, (fit, on_batch) in engines:
-        for work in ("dense", "deep"):
-            goals = ((1, 1.10), (4, 1.10), (20, 1.05), (60, 1.02))
-            for (steps, goal), fits in zip(goals, fits_of[work]):
+        for work in ("dense-128", "deep"):
+            for steps, fits, goal in ((1, 20, 1.10), (4, 5, 1.10), (20, 1, 1.05), (60, 1, 1.02)):
                 name = "{}-{}-fit-{}".format(engine, work, steps)
                 how = "{} --work {} --steps {} --fits {}".format(fit, work, steps, fits)
                 what = "2 ranks, {}, {}, `fit()` of {} step{}".format(

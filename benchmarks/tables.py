@@ -172,8 +172,9 @@ FITS = """\
 A `fit()` on ranks compares checksums of all weights when it begins and when it ends, with one
 exchange each. The second also carries the metrics, the numbers of batches and `stop_training` of
 all ranks. A new model's first steps are compared, too. Scripts that call `fit()` for a few steps at
-a time, or `train_on_batch()`, show what that costs. The rows are measured as above; a round is 40
-fits of one step, 10 of four, two of 20 or one of 60.
+a time, or `train_on_batch()`, show what that costs. The rows are measured as above, in one process
+each; a round is 20 fits of one step, 5 of four, or one of 20 or 60. `dense-128` is `dense` with 128
+rows for each rank, since what a `fit()` costs besides its steps shows most where steps are short.
 
 """
 

@@ -13,6 +13,7 @@ def rows(measured):
 #: name -> shape of a row, rows of a batch of one device.
 WORKS = {
     "dense": ((2000,), rows(512)),
+    "dense-128": ((2000,), rows(128)),
     "deep": ((128,), rows(512)),
     "conv": ((32, 32, 3), rows(64)),
     "lstm": ((20, 32), rows(128)),
@@ -27,7 +28,7 @@ def build(keras, work):
     def dense(units, **more):
         return layers.Dense(units, activation="relu", **more)
 
-    if work == "dense":
+    if work in ("dense", "dense-128"):
         parts = [dense(2000, **shape), dense(2000), dense(1000), dense(500)]
     elif work == "deep":
         parts = [dense(128, **shape)] + [dense(128) for _ in range(99)]
