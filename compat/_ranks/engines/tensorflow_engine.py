@@ -7,6 +7,8 @@ from .. import engines
 
 #: Bytes of the first bucket and of the others: those of torch's DistributedDataParallel.
 BUCKET_SIZES = [2**20, 25 * 2**20]
+#: A tensor of so many bytes is sent alone: to put it together with others would copy it.
+LARGE = 2**20
 
 
 def _buckets(tf, tensors):
@@ -14,14 +16,19 @@ def _buckets(tf, tensors):
     buckets, being_filled = [], {}  # type of number -> places, their bytes
     for place in reversed(range(len(tensors))):
         tensor = tensors[place]
-        if not isinstance(tensor, tf.IndexedSlices):
-            places, size = being_filled.pop(tensor.dtype, ([], 0))
-            places.append(place)
-            size += tensor.dtype.size * (tensor.shape.num_elements() or 0)
-            if size < BUCKET_SIZES[min(len(buckets), 1)]:
-                being_filled[tensor.dtype] = places, size
-            else:
-                buckets.append(places)
+        if isinstance(tensor, tf.IndexedSlices):
+            continue
+        size_of_tensor = tensor.dtype.size * (tensor.shape.num_elements() or 0)
+        if size_of_tensor >= LARGE:
+            buckets.append([place])
+            continue
+        places, size = being_filled.pop(tensor.dtype, ([], 0))
+        places.append(place)
+        size += size_of_tensor
+        if size < BUCKET_SIZES[min(len(buckets), 1)]:
+            being_filled[tensor.dtype] = places, size
+        else:
+            buckets.append(places)
     return buckets + [places for places, _ in being_filled.values()]
 
 
