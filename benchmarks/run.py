@@ -100,7 +100,10 @@ REASONS = {
 }
 
 _OF_FITS = "Before the first step and after the last, all weights are read to compare checksums."
-_OF_BATCHES = "Before each step the ranks exchange their numbers of rows; the peer does not."
+_OF_BATCHES = (
+    "After each step the ranks exchange the loss and the metrics that `train_on_batch()` returns; "
+    "the peer returns those of a rank's own rows."
+)
 
 _RANKS = "python -m compat run -n 2 benchmarks/"
 
@@ -193,7 +196,8 @@ def _fits():
                 what = "2 ranks, {}, {}, `fit()` of {} step{}".format(
                     title, work, steps, "s" * (steps > 1)
                 )
-                yield Row(name, what, peer, goal, environment, _RANKS + script + how, _OF_FITS)
+                why = _HOOKS if engine == "ddp" and steps >= 20 else _OF_FITS
+                yield Row(name, what, peer, goal, environment, _RANKS + script + how, why)
             name = "{}-{}-on-batch".format(engine, work)
             how = "{} --work {} --steps 10".format(on_batch, work)
             what = "2 ranks, {}, {}, `train_on_batch()`".format(title, work)

@@ -59,9 +59,9 @@ said["predicted"] = len(counted.predict(inputs[compat.rank() :], verbose=0))
 # In a graph the Nadam of tf.keras updates its product for each weight; the legacy one does not.
 ROWS += """
 
-def nadam(optimizer):
+def nadam(optimizer, **options):
     model = keras.Sequential([dense(3, input_shape=(6,)), dense(1)], name="nadam")
-    compat.parallelize(model).compile(optimizer, "mse")
+    compat.parallelize(model).compile(optimizer, "mse", **options)
     model.fit(inputs, targets, batch_size=rows, epochs=2, shuffle=False, verbose=0)
     product = np.asarray(getattr(optimizer, "_u_product", momenta.prod())) / momenta.prod()
     return product, model.get_weights()
@@ -71,6 +71,8 @@ momenta = 0.9 * (1 - 0.5 * 0.96 ** np.arange(1, 7))  # of two epochs of three st
 product, found = nadam(keras.optimizers.Nadam(0.01))
 assert abs(product - 1) < 1e-4 if KERAS3 else product < 0.1, product
 weights["nadam"] = found if KERAS3 else nadam(keras.optimizers.legacy.Nadam(0.01))[1]
+product, weights["nadam, eagerly"] = nadam(keras.optimizers.Nadam(0.01), run_eagerly=True)
+assert abs(product - 1) < 1e-4, product
 """
 
 JOIN = """

@@ -14,7 +14,7 @@ import tensorflow as tf
 from ... import _keras
 from ..._ranks import keras_model, losses
 from ..._runtime import patching
-from ..._verification import keras_steps
+from ..._verification import keras_steps, reachable
 from . import own_losses
 from .layer_state import is_set, read
 from .refusals import unsupported
@@ -151,8 +151,10 @@ class RankedStep(keras_model.RankedMethod):
         """Begin with rank 0's weights where no graph is traced for that."""
         if self.started is not model.optimizer:
             self.started = model.optimizer
+            counters = reachable.numbers(keras_steps.optimizers(model))
             with _stepping():
                 tf.function(self.plain(model)).get_concrete_function(data)
+            counters.put_back()  # Nadam of Keras 2.15 counts when it is traced
             keras_model.same_start(model, self.engine)
 
     def computing(self, model, rows, share):
