@@ -99,10 +99,14 @@ REASONS = {
     "torch-dense": _IN_TURN,
 }
 
-_OF_FITS = "Before the first step and after the last, all weights are read to compare checksums."
+_OF_FITS = (
+    "`fit()`: before the first step and after the last, all weights are read to compare checksums. "
+    "What that takes is the same however many steps there are."
+)
+_OF_TORCH = "Keras 3 on torch, 20 steps and more: " + _HOOKS[0].lower() + _HOOKS[1:]
 _OF_BATCHES = (
-    "After each step the ranks exchange the loss and the metrics that `train_on_batch()` returns; "
-    "the peer returns those of a rank's own rows."
+    "`train_on_batch()`: after each step the ranks exchange the loss and the metrics that it "
+    "returns; the peer returns those of a rank's own rows."
 )
 
 _RANKS = "python -m compat run -n 2 benchmarks/"
@@ -193,14 +197,12 @@ def _fits():
             for steps, fits, goal in ((1, 20, 1.10), (4, 5, 1.10), (20, 1, 1.05), (60, 1, 1.02)):
                 name = "{}-{}-fit-{}".format(engine, work, steps)
                 how = "{} --work {} --steps {} --fits {}".format(fit, work, steps, fits)
-                what = "2 ranks, {}, {}, `fit()` of {} step{}".format(
-                    title, work, steps, "s" * (steps > 1)
-                )
-                why = _HOOKS if engine == "ddp" and steps >= 20 else _OF_FITS
+                what = "{}, {}, `fit()` of {} step{}".format(title, work, steps, "s" * (steps > 1))
+                why = _OF_TORCH if engine == "ddp" and steps >= 20 else _OF_FITS
                 yield Row(name, what, peer, goal, environment, _RANKS + script + how, why)
             name = "{}-{}-on-batch".format(engine, work)
             how = "{} --work {} --steps 10".format(on_batch, work)
-            what = "2 ranks, {}, {}, `train_on_batch()`".format(title, work)
+            what = "{}, {}, `train_on_batch()`".format(title, work)
             yield Row(name, what, peer, 1.02, environment, _RANKS + script + how, _OF_BATCHES)
 
 

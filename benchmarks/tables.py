@@ -172,17 +172,30 @@ FITS = """\
 A `fit()` on ranks compares checksums of all weights when it begins and when it ends, with one
 exchange each. The second also carries the metrics, the numbers of batches and `stop_training` of
 all ranks. A new model's first steps are compared, too. Scripts that call `fit()` for a few steps at
-a time, or `train_on_batch()`, show what that costs. The rows are measured as above, in one process
-each; a round is 20 fits of one step, 5 of four, or one of 20 or 60. `dense-128` is `dense` with 128
-rows for each rank, since what a `fit()` costs besides its steps shows most where steps are short.
+a time, or `train_on_batch()`, show what that costs. Each number is the time of a step with compat
+as a multiple of the peer's, and in brackets the same of CPU seconds, measured as above in one
+process; a round is 20 fits of one step, 5 of four, or one of 20 or 60. `dense-128` is `dense` with
+128 rows for each rank.
 
 """
 
 
 def fits(results):
     """Those that are measured: ``--only`` may leave them out."""
-    rows = [row for row in run.FITS if row.name in results["rows"]]
-    return FITS + peers(results, rows) if rows else ""
+    found, kinds, reasons = {}, [], []
+    for row in run.FITS:
+        measured = results["rows"].get(row.name)
+        if measured is not None:
+            work, _, kind = row.title.partition(", `")
+            kinds += ["`" + kind] * ("`" + kind not in kinds)
+            cell = "{:.2f} ({:.2f})".format(median(measured["wall"]), median(measured["cpu"]))
+            found.setdefault((work, row.peer), {})["`" + kind] = cell
+            if is_slower(measured) and row.reason not in reasons:
+                reasons.append(row.reason)
+    rows = [[*key, *[cells.get(kind, "") for kind in kinds]] for key, cells in found.items()]
+    listed = "".join("- {}\n".format(reason) for reason in reasons)
+    table = markdown([["work", "peer", *kinds], *rows])
+    return FITS + table + "\nWhere compat is slower:\n\n" + listed if rows else ""
 
 
 def sections(results):

@@ -231,13 +231,13 @@ def test_verdicts_of_idioms_are_written_by_environment(run, tmp_path, monkeypatc
     page, found = support_table.IDIOMS, {"py37-theano": "split", "py311-jax": "whole"}
     support_table.write_page("| idiom |\n| ----- |\n", page)
     for name, verdict in found.items():
-        (run.results / (name + ".idioms.xml")).write_text(VERDICTS.format(verdict))
+        (run.results / (name + ".models.xml")).write_text(VERDICTS.format(verdict))
     run({}, options=["--write"])
     assert support_table.verdicts() == {
         name: {"CTC": "split", "Lambda: arithmetic": verdict} for name, verdict in found.items()
     }
-    (run.results / "py37-theano.idioms.xml").write_text(VERDICTS.format("refused"))
-    (run.results / "py311-jax.idioms.xml").unlink()
+    (run.results / "py37-theano.models.xml").write_text(VERDICTS.format("refused"))
+    (run.results / "py311-jax.models.xml").unlink()
     run({"py311-jax": 0}, options=["--write"])  # which did not come to its idioms
     found["py37-theano"] = "refused"
     assert {
