@@ -54,8 +54,8 @@ def of_keras(torch, arguments):
             self.model = model
             self.parallel = (torch.nn.parallel.DistributedDataParallel(model),)
 
-        def call(self, inputs):
-            return self.parallel[0](inputs)
+        def call(self, inputs, training=None):  # with which Keras' layers take longer to call
+            return self.parallel[0](inputs, training=training)
 
     rows = works.WORKS[arguments.work][1]
     inputs, targets = works.data(arguments.work, rows * arguments.steps)
