@@ -11,8 +11,10 @@ import time
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from compat import errors
+from compat._ranks.engines import tensorflow_engine
 from compat._ranks.place import Place
 from compat._ranks.saving import written_by_rank_0
 from compat.testing import keras_under_test, span
@@ -101,6 +103,12 @@ def test_gradients_leave_in_buckets_while_others_are_computed(tmp_path):
         [0, 1, 2, 3, 4, 5],
         JOIN + SMALL_BUCKETS,
     )
+
+
+def test_large_gradients_are_sent_alone_and_others_in_buckets():
+    sizes = 2**18, 10, 2**18 - 1, 5  # the first takes a MiB
+    gradients = [tf.zeros([size]) for size in sizes]
+    assert tensorflow_engine._buckets(tf, gradients) == [[3, 2], [0], [1]]
 
 
 def test_a_rank_that_leaves_is_named(tmp_path):
