@@ -3,6 +3,8 @@
 ``tox run -e docs`` builds it.
 """
 
+import hashlib
+import json
 import os
 import re
 import sys
@@ -216,3 +218,20 @@ def test_pictures_are_those_that_are_drawn():
         readme = read(os.pardir, "README.md").replace("(docs/", "(")
         shown = readme + read("how-it-works.md") + read("report.md")
         assert "(pictures/{})".format(name) in shown
+
+
+#: The page that docs/screenshots/report.png shows, as the beginning of its SHA-256.
+SHOWN = "f8afce9f467d7dfc"
+
+
+def test_the_screenshot_is_of_the_report_of_now():
+    """Of headless Chromium, 900 pixels wide."""
+    with open(os.path.join(DOCS, "recorded_report.json"), encoding="utf-8") as file:
+        page = draw.reporting.joined([json.load(file)]).to_html()
+    with open(os.path.join(DOCS, "screenshots", "report.png"), "rb") as file:
+        content = file.read()
+    assert content[:8] == b"\x89PNG\r\n\x1a\n" and content[12:16] == b"IHDR"
+    assert int.from_bytes(content[16:20], "big") == 900
+    found = hashlib.sha256(page.encode()).hexdigest()[:16]
+    assert found == SHOWN, "take docs/screenshots/report.png again, then set SHOWN to " + found
+    assert "(screenshots/report.png)" in read("report.md")
