@@ -34,7 +34,7 @@ def files():
 
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory):
-    """The files of a source distribution made of a copy of the tree: names and texts."""
+    """The files of a source distribution made of a copy of the tree: names and contents."""
     tree, made = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("made")
     for path in files():
         target = tree / path
@@ -45,7 +45,7 @@ def sdist(tmp_path_factory):
     (archive,) = made.iterdir()
     with tarfile.open(str(archive)) as tar:
         return {
-            member.name.partition("/")[2]: tar.extractfile(member).read().decode("utf-8")
+            member.name.partition("/")[2]: tar.extractfile(member).read()
             for member in tar.getmembers()
             if member.isfile()
         }
@@ -70,9 +70,10 @@ def test_citation_names_this_version():
 
 def test_description_for_an_index_has_no_link_that_leads_nowhere(sdist):
     """The README's links to other files, which an index of packages does not have."""
-    description = sdist["PKG-INFO"]
+    description = sdist["PKG-INFO"].decode("utf-8")
     assert "# keras-gpu-compat\n" in description
-    linked = {to for to in re.findall(LINK, sdist["README.md"]) if to[0] != "#"}
+    readme = sdist["README.md"].decode("utf-8")
+    linked = {to for to in re.findall(LINK, readme) if to[0] != "#"}
     assert linked and all(to in description for to in linked)
     assert re.findall(LINK, description) == []
 
