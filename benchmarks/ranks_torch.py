@@ -54,7 +54,7 @@ def of_keras(torch, arguments):
             self.model = model
             self.parallel = (torch.nn.parallel.DistributedDataParallel(model),)
 
-        def call(self, inputs, training=None):  # with which Keras' layers take longer to call
+        def call(self, inputs, training=None):  # which Keras passes on to each layer
             return self.parallel[0](inputs, training=training)
 
     rows = works.WORKS[arguments.work][1]

@@ -100,12 +100,12 @@ REASONS = {
 }
 
 _OF_FITS = (
-    "`fit()`: before the first step and after the last, all weights are read to compare checksums. "
+    "`fit()`: Before the first step and after the last, all weights are read to compare checksums. "
     "What that takes is the same however many steps there are."
 )
-_OF_TORCH = "Keras 3 on torch, 20 steps and more: " + _HOOKS[0].lower() + _HOOKS[1:]
+_OF_TORCH = "Keras 3 on torch, 20 steps and more: " + _HOOKS
 _OF_BATCHES = (
-    "`train_on_batch()`: after each step the ranks exchange the loss and the metrics that it "
+    "`train_on_batch()`: After each step the ranks exchange the loss and the metrics that it "
     "returns; the peer returns those of a rank's own rows."
 )
 

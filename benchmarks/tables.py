@@ -172,10 +172,10 @@ FITS = """\
 A `fit()` on ranks compares checksums of all weights when it begins and when it ends, with one
 exchange each. The second also carries the metrics, the numbers of batches and `stop_training` of
 all ranks. A new model's first steps are compared, too. Scripts that call `fit()` for a few steps at
-a time, or `train_on_batch()`, show what that costs. Each number is the time of a step with compat
-as a multiple of the peer's, and in brackets the same of CPU seconds, measured as above in one
-process; a round is 20 fits of one step, 5 of four, or one of 20 or 60. `dense-128` is `dense` with
-128 rows for each rank.
+a time, or `train_on_batch()`, show what that costs. Each number is the time of a step with compat,
+divided by the peer's; the number in brackets is the same for CPU seconds. There are two ranks. Each
+figure comes from one process for each rank, measured as above; a round is 20 fits of one step, 5 of
+four, or one of 20 or 60. `dense-128` is `dense` with 128 rows for each rank.
 
 """
 
@@ -186,16 +186,14 @@ def fits(results):
     for row in run.FITS:
         measured = results["rows"].get(row.name)
         if measured is not None:
-            work, _, kind = row.title.partition(", `")
-            kinds += ["`" + kind] * ("`" + kind not in kinds)
+            work, _, kind = row.title.rpartition(", ")
             cell = "{:.2f} ({:.2f})".format(median(measured["wall"]), median(measured["cpu"]))
-            found.setdefault((work, row.peer), {})["`" + kind] = cell
-            if is_slower(measured) and row.reason not in reasons:
-                reasons.append(row.reason)
+            found.setdefault((work, row.peer), {})[kind] = cell
+            reason = row.reason.split(": ", 1)
+            kinds += [kind] * (kind not in kinds)
+            reasons += [reason] * (is_slower(measured) and reason not in reasons)
     rows = [[*key, *[cells.get(kind, "") for kind in kinds]] for key, cells in found.items()]
-    listed = "".join("- {}\n".format(reason) for reason in reasons)
-    table = markdown([["work", "peer", *kinds], *rows])
-    return FITS + table + "\nWhere compat is slower:\n\n" + listed if rows else ""
+    return FITS + with_reasons([["work", "peer", *kinds], *rows], reasons) if rows else ""
 
 
 def sections(results):

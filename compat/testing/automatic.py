@@ -116,7 +116,7 @@ class AutomaticContract(BackendContract):
         try:
             pickle.dumps(CASES["dense"].build(keras))
         except (AttributeError, NotImplementedError, TypeError):
-            return  # keras-mxnet, tf.keras before 2.13, and tf.keras in a graph
+            return  # such as keras-mxnet, and tf.keras of TensorFlow 2.3 or in a graph
         model, (inputs, targets) = self.compiled(keras, "dense"), CASES["dense"].data(61)
         expected, unpickled = model.predict(inputs), pickle.loads(pickle.dumps(model))
         self.close([expected], [unpickled.predict(inputs)])
