@@ -5,6 +5,7 @@ tox is not installed in these.
 
 import importlib.util
 import os
+import subprocess
 import sys
 import types
 
@@ -65,6 +66,16 @@ def test_an_environment_begins_without_its_old_results(load, tmp_path):
     tox.tox_after_run_commands(env, [])
     assert results(tmp_path) == ["py37-theano.json", "py37-theano.xml", "py38-theano.xml"]
     assert len(env.conf["commands"]) == 2
+
+
+def test_what_tests_start_collects_garbage_less_often(load, tmp_path):
+    env = environment(tmp_path)
+    packages = env.env_dir / "lib" / "python3.7" / "site-packages"
+    packages.mkdir(parents=True)
+    load("-e", "py37-theano").tox_before_run_commands(env)
+    threshold = "import gc, site; site.addsitedir({!r}); print(gc.get_threshold()[0])"
+    command = [sys.executable, "-c", threshold.format(str(packages))]
+    assert int(subprocess.check_output(command)) == 100000
 
 
 def test_chosen_tests_run_once_and_leave_the_results_be(load, tmp_path):
