@@ -259,11 +259,41 @@ def with_gradient(mx, function):
     return lambda F, x: Own()(x)
 
 
+@pytest.mark.parametrize("hybrid", [False, True])
 @pytest.mark.parametrize("name", in_span(sorted(BACK), ["of length 1"]))
-def test_gradients_of_ones_own(mx, name):
+def test_gradients_of_ones_own(mx, name, hybrid):
+    """With symbols, MXNet would end the process, or leave the gradient out."""
     function, mixes = BACK[name]
-    texts, net = one_contexts_numbers(mx, with_gradient(mx, function), hybrid=False)
+    texts, net = one_contexts_numbers(mx, with_gradient(mx, function), hybrid=hybrid)
     assert texts == ([GRADIENT.format(net.name) + WHOLE] if mixes else [])
+
+
+def test_gradients_within_a_block(mx):
+    """As a penalty has them. With symbols, MXNet would end the process."""
+
+    def function(F, x):
+        if F is mx.nd:
+            x = x.detach()
+            x.attach_grad()
+        with mx.autograd.record():
+            (gradient,) = mx.autograd.grad([F.sum(x * x)], [x])
+        return gradient
+
+    block = block_of(mx, function)
+    assert whole(mx, block, (array(mx, 13),), (array(mx, 7),)) == []
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_gradients_of_ones_own_in_a_block_that_has_predicted(mx, hybrid):
+    function = with_gradient(mx, BACK["of length 1"][0])
+    expected = Around(mx, function, hybrid=hybrid).results()
+    model = Around(mx, function, hybrid=hybrid)
+    net = compat.parallelize(model.net)
+    net(array(mx, 13))
+    with pytest.warns(compat.CompatWarning) as caught:
+        found = model.results()
+    assert difference(expected, found) < 1e-5
+    assert [str(w.message) for w in caught] == [GRADIENT.format(net.name) + WHOLE]
 
 
 def test_results_without_a_gradient_are_left_out_of_account(mx):

@@ -312,7 +312,7 @@ class BlockReplicas:
             return symbol.as_np_ndarray() if type(array) is not mx.nd.NDArray else symbol
 
         try:
-            with self._leaving_no_trace():
+            with self._leaving_no_trace(), own_gradients.symbols_refused():
                 traced = type(self.block).forward(self.block, *_mapped(variable, args))
             graph = symbol_graph.Graph([], mx.sym.Group(list(_leaves(traced, mx.sym.Symbol))))
             graph.follow(given, shapes)

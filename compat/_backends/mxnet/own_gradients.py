@@ -4,9 +4,12 @@ An ``mx.autograd.Function`` is seen by nobody, so the gradients of three rows to
 with those of two of them and of the third.
 """
 
+import contextlib
+
 import mxnet as mx
 
 from ... import _rows
+from ..._runtime.patching import replaced
 from . import symbol_graph
 from .nested_arrays import _arrays, _mapped
 
@@ -53,6 +56,29 @@ def mix(parameters, args, placements, compute):
                 gradient[:] = old
                 value._fresh_grad = is_fresh
         return not all(map(_rows.trial.close, *found))
+
+
+@contextlib.contextmanager
+def symbols_refused():
+    """Within, ``mx.autograd`` raises an error where it is given symbols in place of arrays.
+
+    By itself it passes them to MXNet as arrays, which may end the process with a segmentation
+    fault; and where nothing is recorded, a ``Function`` leaves its gradient out of their graph.
+    """
+    handles, call = mx.autograd.c_handle_array, mx.autograd.Function.__call__
+
+    def of_arrays(arrays):
+        if any(isinstance(each, mx.sym.Symbol) for each in arrays):
+            raise TypeError("mx.autograd takes arrays, and no symbols")
+        return handles(arrays)
+
+    def checked(self, *inputs):
+        of_arrays(inputs)
+        return call(self, *inputs)
+
+    with replaced(mx.autograd, c_handle_array=of_arrays):
+        with replaced(mx.autograd.Function, __call__=checked):
+            yield
 
 
 def _marked(array):
