@@ -74,7 +74,7 @@ def numbers(arrays: "Sequence[Any]") -> "List[int]":
         else:
             parts.append(checksum(array))
     parts.append(checksum(np.concatenate(small)))
-    return of_text(repr([(str(array.dtype), array.shape) for array in arrays] + parts))
+    return of_text(repr([(array.dtype.str, array.shape) for array in arrays] + parts))
 
 
 def of_text(text: str) -> "List[int]":

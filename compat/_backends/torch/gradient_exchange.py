@@ -265,6 +265,7 @@ class Exchange:
     def set_gradients(self, rows):
         """Those that no rank has stay None."""
         sums, weight = self.sums, self.weight(1 if rows is None else rows)
+        mine = []
         for parameter, used, sparse in zip(self.hooked, sums.used, sums.sparse):
             if sparse:
                 self.sparse[parameter] = True
@@ -272,7 +273,8 @@ class Exchange:
             elif used and parameter.grad is None:  # another rank's batch has used it
                 parameter.grad = sums.mean(parameter)
             elif used:
-                sums.mean_into(parameter, parameter.grad)
+                mine.append(parameter)
+        sums.means_into(mine, [parameter.grad for parameter in mine])
 
     def exchange_sparse(self, parameter, weight, mixed):
         """The mean of a sparse gradient: every rank gets all ranks' indices and values."""

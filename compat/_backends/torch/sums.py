@@ -37,16 +37,17 @@ class Sums:
         self.sent = 0  # buckets that are on their way
 
     def put(self, tensor, value, weight):
-        """Take what is summed up in a tensor's place, and send the buckets that are full."""
+        """Note what is summed up in a tensor's place, and send the buckets that are full."""
         slot = self.slots.get(id(tensor))
         if slot is None or slot.bucket.work is not None:
             return
-        slot.write(value, weight)
+        slot.bucket.missing -= slot.held is ABSENT
+        slot.held = value, weight
         while self.sent < len(self.buckets) - 1 and self.buckets[self.sent].missing == 0:
             self._send()
 
     def complete(self, header, values):
-        """Sum up the header and all values.
+        """Sum up the header and all values; afterwards their means are in the tensors' places.
 
         Arguments:
             values: by the ids of the tensors, each with its weight; zeros in the place of what is
@@ -55,13 +56,11 @@ class Sums:
         Returns:
             Whether a value was sent too early on this rank.
         """
-        nothing, early = (None, 0), []
+        early = []
         for bucket in self.buckets:
-            changed = [s for s in bucket.slots if not s.holds(*values.get(s.key, nothing))]
-            early.append(bool(changed) and bucket.work is not None)
+            early.append(bucket.work is not None and not bucket.has_sent(values))
             if bucket.work is None:
-                for slot in changed:
-                    slot.write(*values.get(slot.key, nothing))
+                bucket.hold(values)
         front = self.buckets[-1].front
         front.copy_(torch.tensor(header + early, dtype=front.dtype))
         while self.sent < len(self.buckets):
@@ -71,16 +70,18 @@ class Sums:
         again = self._read(front.tolist())
         for bucket, count in zip(self.buckets, again):
             if count and not self.ended:
-                for slot in bucket.slots:
-                    slot.write(*values.get(slot.key, nothing))
+                bucket.hold(values)
+                bucket.fill()
                 self.engine.end_sum(self.engine.begin_sum(bucket.flat))
         self.sent = 0
         for bucket in self.buckets:
+            bucket.flat.mul_(self.factor)
             bucket.clear()
         return any(early)
 
     def _send(self):
         bucket = self.buckets[self.sent]
+        bucket.fill()
         bucket.work = self.engine.begin_sum(bucket.flat)
         self.sent += 1
 
@@ -94,17 +95,20 @@ class Sums:
         return sums[self.numbers :]
 
     def mean(self, tensor):
-        """The sum in a tensor's place by the total of weights, in the tensor's type of number."""
-        mean = self.slots[id(tensor)].view * self.factor
-        return (torch.view_as_complex(mean) if tensor.is_complex() else mean).to(tensor.dtype)
+        """A copy of the mean in a tensor's place, in the tensor's type of number."""
+        mean = self.slots[id(tensor)].view
+        mean = torch.view_as_complex(mean) if tensor.is_complex() else mean
+        return mean.to(tensor.dtype, copy=True)
 
-    def mean_into(self, tensor, result):
-        """The same in the place of a tensor that is there."""
-        view = self.slots[id(tensor)].view
-        if result.dtype == view.dtype:
-            torch.mul(view, self.factor, out=result.detach())
-        else:
-            result.copy_(self.mean(tensor))
+    def means_into(self, tensors, results):
+        """Write the means in the places of some tensors into others that are there."""
+        views = [self.slots[id(tensor)].view for tensor in tensors]
+        if results:  # the operation takes no empty list
+            torch._foreach_copy_([_real(result) for result in results], views)
+
+
+#: What is held of a tensor that has no value, and its weight.
+ABSENT = None, 0
 
 
 class _Bucket:
@@ -113,11 +117,11 @@ class _Bucket:
     def __init__(self, dtype, device, tensors, front=0):
         shapes = [_real(tensor.detach()).shape for tensor in tensors]
         counts = [shape.numel() for shape in shapes]
-        flat = torch.zeros(front + sum(counts), dtype=dtype, device=device)
-        self.flat, self.front = flat, flat[:front]
+        self.flat = torch.zeros(front + sum(counts), dtype=dtype, device=device)
+        self.front, self.values = self.flat[:front], self.flat[front:]
         self.slots = [
             _Slot(self, tensor, part.view(shape))
-            for tensor, shape, part in zip(tensors, shapes, flat[front:].split(counts))
+            for tensor, shape, part in zip(tensors, shapes, self.values.split(counts))
         ]
         self.clear()
 
@@ -125,7 +129,35 @@ class _Bucket:
         self.work = None  # its all-reduce, which has begun
         self.missing = len(self.slots)
         for slot in self.slots:
-            slot.held = None
+            slot.held, slot.version = ABSENT, None
+
+    def hold(self, values):
+        """Hold these values, by the ids of the tensors, with their weights."""
+        for slot in self.slots:
+            slot.held = values.get(slot.key, ABSENT)
+
+    @torch.no_grad()
+    def fill(self):
+        """Write what is held, times its weight: all at once, which takes half as long."""
+        held = [slot.held for slot in self.slots]
+        if not held:
+            return
+        parts = [
+            torch.zeros_like(slot.view) if value is None else _real(value)
+            for slot, (value, _) in zip(self.slots, held)
+        ]
+        torch.cat([part.reshape(-1) for part in parts], out=self.values)
+        weights = {weight for value, weight in held if value is not None}
+        if len(weights) == 1:
+            self.values.mul_(weights.pop())
+        for slot, (value, weight) in zip(self.slots, held):
+            slot.version = None if value is None else value._version
+            if weights:
+                slot.view.mul_(weight)
+
+    def has_sent(self, values):
+        """Whether what was sent is what these values are now."""
+        return all(slot.has_written(*values.get(slot.key, ABSENT)) for slot in self.slots)
 
 
 class _Slot:
@@ -135,25 +167,15 @@ class _Slot:
         self.bucket = bucket
         self.key = id(tensor)
         self.view = view
-        self.held = None  # the value that was written, its version then, and its weight
 
-    def write(self, value, weight):
-        if value is None:
-            self.view.zero_()
-            return
-        self.bucket.missing -= self.held is None
-        self.held = value, value._version, weight
-        value = _real(value.detach())
-        if value.dtype == self.view.dtype:
-            torch.mul(value, weight, out=self.view)
-        else:
-            self.view.copy_(value).mul_(weight)
-
-    def holds(self, value, weight):
-        if value is None or self.held is None:
-            return False
-        held, version, held_weight = self.held
-        return held is value and version == value._version and held_weight == weight
+    def has_written(self, value, weight):
+        held, held_weight = self.held
+        return (
+            value is not None
+            and held is value
+            and self.version == value._version
+            and held_weight == weight
+        )
 
 
 def sum_dtype(dtype):
