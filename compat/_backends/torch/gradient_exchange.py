@@ -56,6 +56,8 @@ class _Pass:
         No frame that an error goes through, and which the error keeps, may hold a pass.
         """
         task = torch._C._current_graph_task_id()
+        if task == exchange.task:  # as of almost all parameters
+            return exchange.is_early
         found = _passes.get(task)
         if found is None:
             found = next(iter(_passes.values()), None)
@@ -68,7 +70,8 @@ class _Pass:
             found.exchanges.append(exchange)
             if found.early is None and exchange.may_be_early():
                 found.early = exchange
-        return found.early is exchange
+        exchange.task, exchange.is_early = task, found.early is exchange
+        return exchange.is_early
 
     def __call__(self):
         """Of several models all ranks run theirs in the same order."""
@@ -96,6 +99,7 @@ class Exchange:
         self.settled = False  # whether the last forward pass began with these
         self.sums = None
         self.sends_early = True
+        self.task, self.is_early = None, False  # the graph task that was joined last
         self.state = []  # type: list  # the running statistics
         self.before = []  # type: list  # their values, the same on all ranks
         self.sparse = weak.WeakIdKeyDictionary()  # the parameters whose gradients are sparse
@@ -182,7 +186,7 @@ class Exchange:
 
     def arrived(self, parameter):
         """Autograd has added to the gradient of a parameter for the last time in this pass."""
-        if not _Pass.join(self) or not self.sends_early:
+        if not _Pass.join(self) or not self.sends_early or id(parameter) not in self.sums.early:
             return
         weight, gradient = self.weight(self.rows.known()), parameter.grad
         if not weight or gradient is None or gradient.is_sparse:

@@ -34,12 +34,15 @@ class Sums:
         self.slots = {}  # id of a tensor -> its slot
         for bucket in self.buckets:
             self.slots.update((slot.key, slot) for slot in bucket.slots)
+        # Those whose buckets may be sent before the end of a pass: the last one has the header.
+        late = {slot.key for slot in self.buckets[-1].slots}
+        self.early = {key: slot for key, slot in self.slots.items() if key not in late}
         self.sent = 0  # buckets that are on their way
 
     def put(self, tensor, value, weight):
-        """Note what is summed up in a tensor's place, and send the buckets that are full."""
-        slot = self.slots.get(id(tensor))
-        if slot is None or slot.bucket.work is not None:
+        """Note what is summed up in the place of an early tensor, and send what is full."""
+        slot = self.early[id(tensor)]
+        if slot.bucket.work is not None:
             return
         slot.bucket.missing -= slot.held is ABSENT
         slot.held = value, weight
