@@ -729,6 +729,38 @@ def test_rows_that_several_devices_look_up_count_once(keras, optimizer):
     same(results)
 
 
+@pytest.mark.skipif(not KERAS3, reason="the others sum up what there is of a row")
+@pytest.mark.parametrize("eagerly", [False, True])
+@pytest.mark.parametrize("kind", ["positions", "distances", "read"])
+def test_rows_that_every_device_looks_up_count_once(keras, kind, eagerly):
+    """Embeddings of positions, as in a ViT; of distances between them, each several times."""
+
+    class Positions(keras.layers.Layer):
+        def build(self, shape):
+            self.table = self.add_weight(shape=(8, 4), initializer="uniform")
+
+        def call(self, x):
+            places = np.arange(8)
+            if kind == "distances":
+                places = np.abs(places[:, None] - places[None])
+            table = self.table.value if kind == "positions" else self.table
+            found = tf.gather(table + 0 if kind == "read" else table, places)
+            return x[:, :, None] * (tf.reduce_sum(found, 1) if kind == "distances" else found)
+
+    results = []
+    for is_parallel in (False, True):
+        inputs = keras.layers.Input((8,))
+        outputs = keras.layers.Dense(4)(keras.layers.Flatten()(Positions()(inputs)))
+        model = keras.models.Model(inputs, outputs)
+        initialise(model)
+        if is_parallel:
+            compat.parallelize(model)
+        model.compile("adam", "mse", run_eagerly=eagerly)
+        model.fit(ROWS, TARGETS, batch_size=16, epochs=2, shuffle=False, verbose=0)
+        results.append(model.get_weights() + [v.numpy() for v in model.optimizer.variables])
+    same(results)
+
+
 def test_what_divides_by_the_number_of_rows_is_named(keras):
     """Not the layer after it, in which that first makes a difference."""
     inputs = keras.layers.Input((8,))

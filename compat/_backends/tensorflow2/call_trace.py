@@ -20,6 +20,7 @@ from . import layer_state, merging, sharding
 from .functions import captures, eager, may_be_set
 from .graph_walk import Walk
 from .op_trial import LANES, Executor, OpTrial
+from .table_lookups import Lookups
 
 
 class Trace:
@@ -74,7 +75,10 @@ class Trace:
         with tf.init_scope(), tf.device(device):
             values, copies = self._values(three_rows())
             trial = OpTrial(values, Executor(copies))
-            self._walk = Walk(graph, known, handles, self.state, self._across, alone, trial)
+            self._lookups = Lookups()
+            self._walk = Walk(
+                graph, known, handles, self.state, self._lookups, self._across, alone, trial
+            )
             self.placements = {
                 name: [self._placement(value, trial) for value in found]
                 for name, found in self._results.items()
@@ -129,6 +133,10 @@ class Trace:
     def of_variable(self, variable):
         """How a variable's value after the call depends; None if the call does not set it."""
         return self.state.get(key_of(variable.handle))
+
+    def has_same_lookups(self, variable):
+        """Whether the rows that are looked up in a variable are the same for any batch."""
+        return self._lookups.are_same(key_of(variable.handle))
 
     def across(self, state):
         """What cannot be put together from what the devices have: an ``Across``, or None.

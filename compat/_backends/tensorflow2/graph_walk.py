@@ -42,16 +42,18 @@ class Walk:
         placements: those of the graph's inputs, by the tensors' names; is written.
         handles: keys of variables, by the names of the tensors that are their handles.
         state: how each variable's new value depends on the rows, by key; is written.
+        lookups: the ``Lookups`` in variables, which are noted.
         alone: ranges of operations in which mixing rows is meant (batch normalization).
         trial: an ``OpTrial``, or None.
         describe: makes an ``Across`` of an operation and its reason.
     """
 
-    def __init__(self, graph, placements, handles, state, describe, alone=(), trial=None):
+    def __init__(self, graph, placements, handles, state, lookups, describe, alone=(), trial=None):
         self.graph = graph
         self.placements = placements
         self.handles = handles
         self.state = state
+        self.lookups = lookups
         self.describe = describe
         self.trial = trial
         self._old = {}  # name of a tensor -> the key of the variable whose old value it is
@@ -69,6 +71,7 @@ class Walk:
         if op.type == "Placeholder":
             return
         given = [self.placement(tensor) for tensor in op.inputs]
+        self.lookups.note(op, given, self.handles)
         results = self._results(op, given)
         if not isinstance(results, list):
             results = [results] * len(op.outputs)
@@ -297,7 +300,8 @@ class Walk:
             if tensor.name in self.handles
         }
         alone = [(0, len(graph.get_operations()))] if self._alone else []
-        walk = Walk(graph, placements, handles, state, self.describe, alone, trial)
+        lookups = self.lookups.inside(graph, tensors)
+        walk = Walk(graph, placements, handles, state, lookups, self.describe, alone, trial)
         if trial is not None:
             self.trial.take(op, trial, graph)
         return [

@@ -1,6 +1,7 @@
 """One device's share of a call, with a gradient of its own."""
 
 import contextlib
+import functools
 import sys
 
 import tensorflow as tf
@@ -76,8 +77,9 @@ def as_function(call, scope, structure):
 class Replica:
     """One device's share of a call, and its results."""
 
-    def __init__(self, call, state, size, trace):
+    def __init__(self, call, state, size, trace, tables):
         self.call = call
+        self.tables = tables  # the TableGradients of the call
         self.state = state
         self.size = size  # rows kept; none of the one row computed where this is 0
         self.trace = trace  # None for a single replica
@@ -114,9 +116,13 @@ class Replica:
                         [gradient for _, gradient in pairs],
                     )
                     gradients = [_dense(each) for each in gradients]
+                    of_variables = gradients[len(values) :]
+                    if self.trace is not None:
+                        join = functools.partial(self.tables.joined, self)
+                        of_variables = list(map(join, variables, of_variables))
                 if not variables:
                     return gradients
-                return gradients[: len(values)], gradients[len(values) :]
+                return gradients[: len(values)], of_variables
 
             return results, gradient
 

@@ -15,6 +15,7 @@ from .merging import Merging
 from .refusals import refuse_strategies, several_devices_in_xla
 from .replicas import Replica, as_function, recording
 from .sharding import ShardedArguments, are_arrays, as_tensors, concatenated
+from .table_lookups import TableGradients
 
 # Graphs that Keras traces for shapes or for saving; nothing is computed in them, or somewhere
 # else: what is saved must not name this machine's devices. (``__call__`` is what Keras 3 exports;
@@ -110,9 +111,10 @@ class ReplicatedCall(patching.InstanceMethod):
         """The devices' shares of the call, each computed there."""
         replicas, count, rows = [], len(self.devices), arguments.rows
         maximum = max if isinstance(rows, int) else tf.maximum
+        tables = TableGradients(trace and trace.has_same_lookups, count)
         for index, device in enumerate(self.devices):
             first, last = split_rows.bounds(rows, count, index)
-            replica = Replica(call, state, last - first, trace)
+            replica = Replica(call, state, last - first, trace, tables)
             shard = arguments.shard(split_rows.run_bounds(rows, count, index, maximum))
             replica.run(device, shard, arguments.has_others)
             replicas.append(replica)

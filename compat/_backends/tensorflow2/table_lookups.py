@@ -1,0 +1,78 @@
+"""Tables in which a call looks up the same rows for any batch, as positions are; their gradients."""
+
+import tensorflow as tf
+
+from ..._rows import Replicated
+
+_OPERATIONS = {"Gather", "GatherV2", "GatherNd", "ResourceGather", "ResourceGatherNd"}
+
+
+class Lookups:
+    """What is looked up in variables, and in what is computed from them alone.
+
+    Arguments:
+        found: the placements of the numbers of rows, by the variables' keys; is written.
+        sources: the keys of the variables that a graph's inputs are computed from, by the names of
+            these; is written.
+    """
+
+    def __init__(self, found=None, sources=None):
+        self.found = {} if found is None else found
+        self.sources = {} if sources is None else sources
+
+    def note(self, op, given, handles):
+        """Note an operation, with the placements of its inputs and the keys of handles."""
+        known = [self.sources.get(tensor.name, ()) for tensor in op.inputs]
+        if known and op.inputs[0].name in handles:
+            known[0] = {handles[op.inputs[0].name]}
+        if op.type in _OPERATIONS:
+            for key in known[0]:
+                self.found.setdefault(key, []).append(given[1])
+        sources = set().union(*known)
+        if sources and all(isinstance(each, Replicated) for each in given):
+            self.sources.update((output.name, sources) for output in op.outputs)
+
+    def inside(self, graph, tensors):
+        """The same for the graph of a function, which is given these tensors."""
+        pairs = zip(graph.inputs, tensors)
+        return Lookups(
+            self.found,
+            {inner.name: self.sources[t.name] for inner, t in pairs if t.name in self.sources},
+        )
+
+    def are_same(self, key):
+        """Whether what is looked up in a variable is the same for any batch."""
+        found = self.found.get(key)
+        return bool(found) and all(isinstance(each, Replicated) for each in found)
+
+
+class TableGradients:
+    """The replicas' gradients of tables in which all look up the same rows.
+
+    One device has one gradient for each lookup. TensorFlow would put those of the replicas side by
+    side, and Keras 3 squares one by one what there is of a row. So the replica whose gradient is
+    computed last has the sum of all, and the others have none.
+
+    Arguments:
+        are_same: whether the lookups in a variable are.
+        count: how many replicas there are.
+    """
+
+    def __init__(self, are_same, count):
+        self.are_same = are_same
+        self.count = count
+        self.waiting = {}  # type: dict  # id of a variable -> replica -> its gradient
+
+    def joined(self, replica, variable, gradient):
+        """What a replica's gradient of a variable is to be."""
+        if not isinstance(gradient, tf.IndexedSlices) or not self.are_same(variable):
+            return gradient
+        found = self.waiting.setdefault(id(variable), {})
+        if replica in found:  # of a pass that did not come to its end
+            found.clear()
+        found[replica] = gradient
+        if len(found) < self.count:
+            return None
+        del self.waiting[id(variable)]
+        total = tf.add_n([each.values for each in found.values()])
+        return tf.IndexedSlices(total, gradient.indices, gradient.dense_shape)
