@@ -34,7 +34,9 @@ def splits_batches(model: "Any") -> bool:
 
 def _outputs(model):
     """The symbolic outputs; Keras 3 raises an error where a model has none yet."""
-    return (getattr(model, "outputs", None) if model.built else None) or []
+    found = (getattr(model, "outputs", None) if model.built else None) or []
+    # A model that was called with a tensor of a graph may have such ones for its outputs.
+    return found if all(hasattr(tensor, "_keras_history") for tensor in found) else []
 
 
 def _joins_rows(layer):

@@ -497,6 +497,25 @@ def test_a_matrix_of_rows_by_rows_runs_whole(keras):
     assert "MatMul" in str(error.value)
 
 
+@pytest.mark.parametrize("build", ["in the first call", "never"])
+def test_losses_of_a_model_that_an_eager_step_builds(keras, build):
+    class Model(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.last = keras.layers.Dense(4, kernel_initializer="ones")
+
+        def call(self, x):
+            self.add_loss(tf.reduce_sum(x**2))
+            return x[:, :4] if build == "never" else self.last(x)
+
+    results = []
+    for is_parallel in (False, True):
+        model = compat.parallelize(Model()) if is_parallel else Model()
+        model.compile("sgd", "mse", run_eagerly=True)
+        results.append(model.fit(ROWS, TARGETS, batch_size=16, epochs=2, verbose=0, shuffle=False))
+    same([[result.history["loss"]] for result in results])
+
+
 # Ragged and sparse batches --------------------------------------------------------------------
 
 

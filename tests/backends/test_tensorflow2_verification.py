@@ -103,6 +103,19 @@ class Counting(keras_.Model if KERAS3 else keras_.models.Model):
         return {"loss": loss}
 
 
+@pytest.mark.skipif(
+    KERAS3 or not hasattr(keras_.Model, "train_step"),
+    reason="Keras 3 takes none of them, TensorFlow 2.0 trains them by loops that are not verified",
+)
+@pytest.mark.parametrize("name", ["GradientDescentOptimizer", "AdamOptimizer"])
+def test_optimizers_of_tensorflow_1(name):
+    found = []
+    for steps in (0, 2):
+        optimizer = getattr(tf.compat.v1.train, name)(0.1)
+        found.append(trained(dense(), steps, optimizer=optimizer, loss="mse"))
+    assert largest_difference(*found) == 0
+
+
 def test_numbers_that_a_step_counts_in_python():
     found = []
     for steps in (0, 2):

@@ -165,7 +165,10 @@ class Keras2State(VariableState):
         """
         model = self.model
         if tf.executing_eagerly() and not all(layer.built for layer in _keras.all_layers(model)):
+            added = {id(each): len(each._eager_losses) for each in _keras.all_layers(model)}
             tf.function(call).get_concrete_function(*args, **kwargs)
+            for layer in _keras.all_layers(model):
+                del layer._eager_losses[added.get(id(layer), 0) :]
         self.layers = _keras.all_layers(model)
         self.replicas = 0  # begun
         state = list(model.non_trainable_variables)

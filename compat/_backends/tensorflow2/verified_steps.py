@@ -43,6 +43,9 @@ def _build(optimizer, variables):
         Whether it was not there yet.
     """
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)  # of a LossScaleOptimizer
+    if _is_of_tensorflow(optimizer):
+        with tf.init_scope():
+            optimizer.optimizer._create_slots(list(variables))  # those that are not there yet
     if _is_built(optimizer):
         return False
     if hasattr(optimizer, "build"):
@@ -52,7 +55,14 @@ def _build(optimizer, variables):
     return True
 
 
+def _is_of_tensorflow(optimizer):
+    """Whether it is one of ``tf.compat.v1.train``, which tf.keras wraps."""
+    return hasattr(getattr(optimizer, "optimizer", None), "_create_slots")
+
+
 def _is_built(optimizer):
+    if _is_of_tensorflow(optimizer):  # ``_build`` has made its state
+        return True
     if hasattr(optimizer, "_create_all_weights"):  # tf.keras' legacy ones
         return len(optimizer.weights) > 0
     return bool(getattr(optimizer, "built", getattr(optimizer, "_built", False)))
