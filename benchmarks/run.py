@@ -3,7 +3,8 @@
     tox run -e benchmarks [-- --only dense --repeats 3 --rounds 5 --steps 10]
 
 Each row is a script of this folder in the tox environment that has its framework; compat is
-installed there as it is now. Environments of Horovod have to be there: run the tests once. ``tables.py`` makes tables and plots of the file.
+installed there as it is now. Environments of Horovod have to be there: run the tests once.
+``tables.py`` makes tables and plots of the file.
 """
 
 import argparse

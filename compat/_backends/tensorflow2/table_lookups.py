@@ -1,4 +1,4 @@
-"""Tables in which a call looks up the same rows for any batch, as positions are; their gradients."""
+"""Tables in which a call looks up the same rows for any batch, such as those of positions."""
 
 import tensorflow as tf
 
