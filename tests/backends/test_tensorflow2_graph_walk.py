@@ -55,6 +55,10 @@ VALUES = {
     "reversed": reversed_list,
     "list": lambda x: tf.TensorArray(x.dtype, size=4).unstack(tf.transpose(x)).stack(),
     "one of a list": lambda x: tf.TensorArray(x.dtype, size=4).unstack(tf.transpose(x)).read(1),
+    "broadcast": lambda x: tf.broadcast_to(
+        x, [tf.maximum(*[tf.shape(t)[0] for t in (x, x * 2)]), 4]
+    ),
+    "broadcast to more": lambda x: tf.broadcast_to(x[:1], [tf.maximum(tf.shape(x)[0], 2), 4]),
     "called": called,
     "branch by data": lambda x: tf.cond(tf.reduce_max(x) > 0.8, lambda: x, lambda: x * 2),
     "branch": lambda x: tf.cond(tf.shape(x)[-1] > 3, lambda: x * 2, lambda: x - tf.reduce_mean(x)),
@@ -139,4 +143,5 @@ def test_no_walk_claims_what_is_not_true():
     for name in ("add", "subtract", "count", "scattered", "sum"):
         assert claimed[name][-1] == Partial("sum"), name
     assert claimed["moving average"][-1] == Partial("mean")
+    assert claimed["broadcast"][0] == Sharded(0)  # as take_along_axis() of Keras 3 has it
     assert claimed["turns"] == [Sharded(0), _rows.REPLICATED]

@@ -51,8 +51,8 @@ def _as_meant(op, output, placement):
 
 _KEEPING_POSITIONS = {"Cast", "Identity", "Squeeze", "Where"}
 _IN_PROPORTION = {
-    "Cast", "Gather", "GatherV2", "Identity", "Mul", "Prod", "Reshape", "Squeeze", "StridedSlice",
-    "Unpack",
+    "Cast", "Gather", "GatherV2", "Identity", "Maximum", "Minimum", "Mul", "Prod", "Reshape",
+    "Squeeze", "StridedSlice", "Unpack",
 }  # fmt: skip
 
 

@@ -135,6 +135,9 @@ def calculated(op, values, constant):
     if not op.outputs[0].dtype.is_integer:
         return Count()
     kept = len(counts) == 1 and (len(values) == 1 or op.type == "Mul")
+    # The larger of two that are in proportion to the rows is so, too, whatever the number of rows.
+    if op.type in ("Maximum", "Minimum") and len(counts) == len(values):
+        kept = all(count == Count() for count in counts)
     if op.outputs[0].shape.ndims == 0:
         return counts[0] if kept else NOT_IN_PROPORTION
     return counts[0] if kept and all(v.rank in (0, 1) for v in values) else Count()
