@@ -809,6 +809,23 @@ class Reading(tf.Module):
         return tf.keras.backend.ctc_batch_cost(labels, scores, 9 * sizes, 3 * sizes)
 
 
+def test_positions_of_rows_run_whole(keras):
+    """Which each device would count from zero."""
+
+    def positions(x):
+        places = tf.reshape(tf.range(tf.shape(x)[0] * 2), [-1, 2])
+        return tf.cast(places, x.dtype)
+
+    inputs = keras.layers.Input((8,))
+    outputs = keras.layers.Lambda(positions, output_shape=(2,), name="places")(inputs)
+    model = keras.models.Model(inputs, outputs)
+    expected = model(ROWS[:4]).numpy()
+    compat.parallelize(model)
+    with pytest.warns(compat.CompatWarning, match="with the whole batch"):
+        found = model(ROWS[:4]).numpy()
+    np.testing.assert_array_equal(found, expected)
+
+
 @pytest.mark.skipif(KERAS3, reason="has a function of its own")
 def test_ctc_is_split(keras):
     random = np.random.RandomState(1)

@@ -50,6 +50,7 @@ def read(path):
         outcome = "failed" if bad else "skipped" if skipped else "passed"
         properties = [each.get("name") for each in case.iter("property")]
         name = "{}::{}".format(case.get("classname"), case.get("name"))
+        name = re.sub("0x[0-9a-f]+", "0x", name)  # where an argument of the test is this time
         cause = cause_of(bad[0].get("message") or bad[0].text or "") if bad else ""
         found[name] = Result(outcome, cause, "divided" in properties)
     return found

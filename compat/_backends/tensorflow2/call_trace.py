@@ -114,7 +114,10 @@ class Trace:
         """How a result depends on the rows, be it of one tensor or of several."""
         parts = tf.nest.flatten(value, expand_composites=True)
         if len(parts) == 1:
-            return self._walk.placement(value) if hasattr(value, "name") else REPLICATED
+            placement = self._walk.placement(value) if hasattr(value, "name") else REPLICATED
+            # Numbers of rows add up, and positions of rows do not.
+            is_array = isinstance(placement, Count) and value.shape.rank != 0
+            return Mixed() if is_array else placement
         placements = [self._walk.placement(part) for part in parts]
         if all(isinstance(each, Replicated) for each in placements):
             return REPLICATED
