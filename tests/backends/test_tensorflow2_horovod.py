@@ -77,6 +77,25 @@ trained(Own(), data, steps_per_execution=2)
 eager = keras.Sequential([dense(4, activation="tanh"), dense(1)], name="eager")
 trained(eager, data, run_eagerly=True)
 
+
+
+class Places(keras.layers.Layer):
+    "All ranks look up the same rows, of which Keras 3 squares the gradients one by one."
+
+    def build(self, shape):
+        self.table = self.add_weight(name="table", shape=(6, 1), initializer="ones")
+        with tf.init_scope():
+            self.places = tf.range(6)
+
+    def call(self, inputs):
+        return inputs * tf.gather(self.table, self.places)[:, 0]
+
+
+places = compat.parallelize(keras.Sequential([Places(), dense(1)], name="places"))
+places.compile("adam", "mse")
+places.fit(data, epochs=2, verbose=0)
+weights["places"] = places.get_weights()
+
 batches = keras.Sequential([dense(1)], name="batches")
 compat.parallelize(batches).compile("sgd", "mse")
 for start in range(0, len(inputs), rows):

@@ -2,7 +2,8 @@
 
 import tensorflow as tf
 
-from ..._rows import Replicated
+from ..._rows import Replicated, Unknown
+from .functions import READS
 
 _OPERATIONS = {"Gather", "GatherV2", "GatherNd", "ResourceGather", "ResourceGatherNd"}
 
@@ -19,26 +20,32 @@ class Lookups:
     def __init__(self, found=None, sources=None):
         self.found = {} if found is None else found
         self.sources = {} if sources is None else sources
+        self.drawn = set()  # type: set  # names of what random numbers are in
 
     def note(self, op, given, handles):
         """Note an operation, with the placements of its inputs and the keys of handles."""
+        is_drawn = op.op_def.is_stateful and op.type not in READS
+        is_drawn = is_drawn or "Random" in op.type or "Multinomial" in op.type
+        if is_drawn or any(tensor.name in self.drawn for tensor in op.inputs):
+            self.drawn.update(output.name for output in op.outputs)
         known = [self.sources.get(tensor.name, ()) for tensor in op.inputs]
         if known and op.inputs[0].name in handles:
             known[0] = {handles[op.inputs[0].name]}
         if op.type in _OPERATIONS:
+            rows = Unknown() if op.inputs[1].name in self.drawn else given[1]
             for key in known[0]:
-                self.found.setdefault(key, []).append(given[1])
+                self.found.setdefault(key, []).append(rows)
         sources = set().union(*known)
         if sources and all(isinstance(each, Replicated) for each in given):
             self.sources.update((output.name, sources) for output in op.outputs)
 
     def inside(self, graph, tensors):
         """The same for the graph of a function, which is given these tensors."""
-        pairs = zip(graph.inputs, tensors)
-        return Lookups(
-            self.found,
-            {inner.name: self.sources[t.name] for inner, t in pairs if t.name in self.sources},
-        )
+        pairs = [(inner.name, tensor.name) for inner, tensor in zip(graph.inputs, tensors)]
+        sources = {inner: self.sources[name] for inner, name in pairs if name in self.sources}
+        lookups = Lookups(self.found, sources)
+        lookups.drawn.update(inner for inner, name in pairs if name in self.drawn)
+        return lookups
 
     def are_same(self, key):
         """Whether what is looked up in a variable is the same for any batch."""

@@ -32,6 +32,28 @@ def _buckets(tf, tensors):
     return buckets + [places for places, _ in being_filled.values()]
 
 
+def _is_alike(tensor):
+    """Whether a tensor of a function's graph is computed from constants alone.
+
+    So it is the same on all ranks, whatever their rows: such as numbers of positions.
+    """
+    todo, seen = [tensor], set()
+    while todo:
+        tensor = todo.pop()
+        if hasattr(tensor, "numpy") or id(tensor) in seen:  # a value
+            continue
+        seen.add(id(tensor))
+        op = tensor.op
+        outside = [e for e, inside in getattr(tensor.graph, "captures", ()) if inside is tensor]
+        # The batch; or a variable, which may be the seed of a rank's own; or numbers drawn with it.
+        if not outside and op.type != "Const" and not op.inputs or tensor.dtype.name == "resource":
+            return False
+        if op.op_def.is_stateful or "Random" in op.type or "Multinomial" in op.type:
+            return False
+        todo += outside or op.inputs
+    return True
+
+
 class TensorFlowEngine(engines.Engine):
     """An engine whose waits may be in a graph of the user's, while TensorFlow runs it.
 
@@ -57,7 +79,12 @@ class TensorFlowEngine(engines.Engine):
             share: this rank's, a float64 tensor.
             name: of the operation; the ranks' operations of one name belong together.
         """
-        tf, results, before = self.tf, list(tensors), []
+        tf, given, before = self.tf, tensors, []
+        # Where all ranks look the same rows up, one process has one gradient for each of them.
+        # Keras 3 would square one by one what stands side by side.
+        alike = [isinstance(t, tf.IndexedSlices) and _is_alike(t.indices) for t in tensors]
+        tensors = [t.values if same else t for t, same in zip(tensors, alike)]
+        results = list(tensors)
         for number, places in enumerate(_buckets(tf, tensors)):
             flat = tf.concat([tf.reshape(tensors[place], [-1]) for place in places], 0)
             weighted = flat * tf.cast(share, flat.dtype)
@@ -76,7 +103,10 @@ class TensorFlowEngine(engines.Engine):
                 )
                 results[place] = self.concatenate(weighted, "{}_{}".format(name, place), before)
                 before = [results[place]]
-        return results
+        return [
+            tf.IndexedSlices(result, one.indices, one.dense_shape) if same else result
+            for result, one, same in zip(results, given, alike)
+        ]
 
     def sum_in_graph(self, tensor, name, before):
         """The sum over all ranks of a tensor of one axis.
