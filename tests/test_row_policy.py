@@ -29,6 +29,8 @@ FOUND = {
     "cannot be put together from those of the devices.",
     "weight": "Model 'net' assigns to a trainable weight when it is called, and the devices share "
     "that weight.",
+    "table": "Model 'net' looks up rows that depend on the batch and rows that do not in one "
+    "table, and the gradients of the two cannot be told apart.",
     "rows": "Model 'net' has recurrent or attention layers whose batch is neither the first nor "
     "the second dimension of its arguments, so that compat cannot tell the rows.",
     "unknown": "The operation qr of 'net' may compute across the rows of a batch, of which each "
@@ -42,6 +44,7 @@ ACROSS = {
     "gradient": _rows.Across("Norm", why="gradient"),
     "opaque": _rows.Across(None, why="opaque"),
     "weight": _rows.Across(None, why="weight"),
+    "table": _rows.Across(None, why="table"),
     "rows": _rows.Across(None, why="rows"),
     "unknown": _rows.Across("qr", why="unknown"),
 }

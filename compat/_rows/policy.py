@@ -19,8 +19,8 @@ class Across:
             the third), "unknown" (no rule knows it, and a trial could not tell), "fails" (with an
             error that all rows do not raise), "diverged" (Python goes another way), "gradient" (a
             gradient of the user's own mixes rows), "opaque" (it returns what is no tensor),
-            "weight" (it sets one that is trained), "rows" (it is not known which dimension has
-            them).
+            "weight" (it sets one that is trained), "table" (rows of one are looked up in two ways),
+            "rows" (it is not known which dimension has them).
     """
 
     REASONS = {
@@ -37,6 +37,8 @@ class Across:
         "put together from those of the devices.",
         "weight": "{} assigns to a trainable weight when it is called, and the devices share that "
         "weight.",
+        "table": "{} looks up rows that depend on the batch and rows that do not in one table, and "
+        "the gradients of the two cannot be told apart.",
         "rows": "{} has recurrent or attention layers whose batch is neither the first nor the "
         "second dimension of its arguments, so that compat cannot tell the rows.",
     }

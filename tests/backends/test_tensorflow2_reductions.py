@@ -158,6 +158,8 @@ WHY = {
     "gradient": PLACE
     + r" of '\w+' has a gradient of its own that computes, or may compute, across "
     r"the rows of a batch, of which each device has a part\.",
+    "table": r"Model '\w+' looks up rows that depend on the batch and rows that do not in one "
+    r"table, and the gradients of the two cannot be told apart\.",
     "unknown": r"Model '\w+' may compute across the rows of a batch, of which each device has a "
     r"part: compat has no rule for it, and cannot try it\.",
 }
@@ -781,6 +783,34 @@ def test_rows_that_every_device_looks_up_count_once(keras, kind, eagerly):
         model.compile("sgd" if kind == "drawn" else "adam", "mse", run_eagerly=eagerly)
         model.fit(ROWS, TARGETS, batch_size=16, epochs=2, shuffle=False, verbose=0)
         results.append(model.get_weights() + [v.numpy() for v in model.optimizer.variables])
+    same(results)
+
+
+@pytest.mark.skipif(not KERAS3, reason="the others sum up what there is of a row")
+def test_a_table_of_what_is_in_the_batch_and_of_all_that_there_is(keras):
+    """As a recommender scores all items by the embeddings of those that somebody has seen."""
+
+    class Scores(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.items = keras.layers.Embedding(9, 4)
+
+        def call(self, seen):
+            user = keras.ops.mean(self.items(seen), axis=1)
+            return keras.ops.matmul(user, keras.ops.transpose(self.items(keras.ops.arange(9))))
+
+    seen = (np.arange(45 * 3).reshape(45, 3) % 9).astype("int32")
+    results = []
+    for is_parallel in (False, True):
+        model = Scores()
+        model(seen[:2])
+        initialise(model)
+        if is_parallel:
+            compat.parallelize(model)
+        model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        with runs_whole("table") if is_parallel else warnings.catch_warnings():
+            model.fit(seen, seen[:, 0], batch_size=16, epochs=2, shuffle=False, verbose=0)
+        results.append(model.get_weights())
     same(results)
 
 

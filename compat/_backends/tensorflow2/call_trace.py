@@ -141,6 +141,10 @@ class Trace:
         """Whether the rows that are looked up in a variable are the same for any batch."""
         return self._lookups.are_same(key_of(variable.handle))
 
+    def has_mixed_lookups(self):
+        """Whether there is a table whose gradients ``TableGradients`` cannot join."""
+        return self._lookups.are_mixed()
+
     def across(self, state):
         """What cannot be put together from what the devices have: an ``Across``, or None.
 

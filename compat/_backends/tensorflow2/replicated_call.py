@@ -92,6 +92,8 @@ class ReplicatedCall(patching.InstanceMethod):
             if len(self.devices) > 1:
                 made = trace()
                 across = made.across(state)
+                if state.squares_lookups and recording() and made.has_mixed_lookups():
+                    across = across or _rows.Across(None, why="table")
             if across is None:
                 why = "fails"
                 replicas = self._computed(call, arguments, state, made)

@@ -52,6 +52,11 @@ class Lookups:
         found = self.found.get(key)
         return bool(found) and all(isinstance(each, Replicated) for each in found)
 
+    def are_mixed(self):
+        """Whether in one variable something else is looked up besides what is the same."""
+        kinds = [{isinstance(each, Replicated) for each in found} for found in self.found.values()]
+        return {True, False} in kinds
+
 
 class TableGradients:
     """The replicas' gradients of tables in which all look up the same rows.
