@@ -41,6 +41,7 @@ class Trace:
         placements: of the outputs and the losses, by these names.
         state: how the new value of each variable depends on the rows, by the key of its handle.
         updates: Keras 3's variables, by id, each with how its new value does.
+        lookups: what is looked up in variables.
     """
 
     def __init__(self, compute, tensors, placements, three_rows, device, model_state):
@@ -75,9 +76,9 @@ class Trace:
         with tf.init_scope(), tf.device(device):
             values, copies = self._values(three_rows())
             trial = OpTrial(values, Executor(copies))
-            self._lookups = Lookups()
+            self.lookups = Lookups()
             self._walk = Walk(
-                graph, known, handles, self.state, self._lookups, self._across, alone, trial
+                graph, known, handles, self.state, self.lookups, self._across, alone, trial
             )
             self.placements = {
                 name: [self._placement(value, trial) for value in found]
@@ -136,14 +137,6 @@ class Trace:
     def of_variable(self, variable):
         """How a variable's value after the call depends; None if the call does not set it."""
         return self.state.get(key_of(variable.handle))
-
-    def has_same_lookups(self, variable):
-        """Whether the rows that are looked up in a variable are the same for any batch."""
-        return self._lookups.are_same(key_of(variable.handle))
-
-    def has_mixed_lookups(self):
-        """Whether there is a table whose gradients ``TableGradients`` cannot join."""
-        return self._lookups.are_mixed()
 
     def across(self, state):
         """What cannot be put together from what the devices have: an ``Across``, or None.

@@ -1,7 +1,6 @@
 """One device's share of a call, with a gradient of its own."""
 
 import contextlib
-import functools
 import sys
 
 import tensorflow as tf
@@ -77,9 +76,9 @@ def as_function(call, scope, structure):
 class Replica:
     """One device's share of a call, and its results."""
 
-    def __init__(self, call, state, size, trace, tables):
+    def __init__(self, call, state, size, trace, join):
         self.call = call
-        self.tables = tables  # the TableGradients of the call
+        self.join = join  # what TableGradients make of a variable's gradient
         self.state = state
         self.size = size  # rows kept; none of the one row computed where this is 0
         self.trace = trace  # None for a single replica
@@ -100,6 +99,8 @@ class Replica:
                 self._keep(check_rows)
             return self.results.differentiable()
 
+        join = self.join
+
         @tf.custom_gradient
         def replica(*values):
             with tf.device(device):
@@ -116,10 +117,7 @@ class Replica:
                         [gradient for _, gradient in pairs],
                     )
                     gradients = [_dense(each) for each in gradients]
-                    of_variables = gradients[len(values) :]
-                    if self.trace is not None:
-                        join = functools.partial(self.tables.joined, self)
-                        of_variables = list(map(join, variables, of_variables))
+                    of_variables = list(map(join, variables, gradients[len(values) :]))
                 if not variables:
                     return gradients
                 return gradients[: len(values)], of_variables

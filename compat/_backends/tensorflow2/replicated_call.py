@@ -92,7 +92,7 @@ class ReplicatedCall(patching.InstanceMethod):
             if len(self.devices) > 1:
                 made = trace()
                 across = made.across(state)
-                if state.squares_lookups and recording() and made.has_mixed_lookups():
+                if state.squares_lookups and recording() and made.lookups.are_mixed():
                     across = across or _rows.Across(None, why="table")
             if across is None:
                 why = "fails"
@@ -113,10 +113,11 @@ class ReplicatedCall(patching.InstanceMethod):
         """The devices' shares of the call, each computed there."""
         replicas, count, rows = [], len(self.devices), arguments.rows
         maximum = max if isinstance(rows, int) else tf.maximum
-        tables = TableGradients(trace and trace.has_same_lookups, count)
+        tables = TableGradients(trace.lookups.same() if trace else (), count)
         for index, device in enumerate(self.devices):
             first, last = split_rows.bounds(rows, count, index)
-            replica = Replica(call, state, last - first, trace, tables)
+            join = functools.partial(tables.joined, index)
+            replica = Replica(call, state, last - first, trace, join)
             shard = arguments.shard(split_rows.run_bounds(rows, count, index, maximum))
             replica.run(device, shard, arguments.has_others)
             replicas.append(replica)

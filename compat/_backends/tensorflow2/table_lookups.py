@@ -47,15 +47,17 @@ class Lookups:
         lookups.drawn.update(inner for inner, name in pairs if name in self.drawn)
         return lookups
 
-    def are_same(self, key):
-        """Whether what is looked up in a variable is the same for any batch."""
-        found = self.found.get(key)
-        return bool(found) and all(isinstance(each, Replicated) for each in found)
+    def same(self):
+        """The keys of the variables in which what is looked up is the same for any batch."""
+        return {key for key, kinds in self._kinds().items() if kinds == {True}}
 
     def are_mixed(self):
         """Whether in one variable something else is looked up besides what is the same."""
-        kinds = [{isinstance(each, Replicated) for each in found} for found in self.found.values()]
-        return {True, False} in kinds
+        return {True, False} in self._kinds().values()
+
+    def _kinds(self):
+        found = self.found.items()
+        return {key: {isinstance(each, Replicated) for each in rows} for key, rows in found}
 
 
 class TableGradients:
@@ -65,19 +67,21 @@ class TableGradients:
     side, and Keras 3 squares one by one what there is of a row. So the replica whose gradient is
     computed last has the sum of all, and the others have none.
 
+    TensorFlow never lets go of a gradient's function, so that nothing here may hold the model.
+
     Arguments:
-        are_same: whether the lookups in a variable are.
+        keys: those of the variables.
         count: how many replicas there are.
     """
 
-    def __init__(self, are_same, count):
-        self.are_same = are_same
+    def __init__(self, keys, count):
+        self.keys = keys
         self.count = count
         self.waiting = {}  # type: dict  # id of a variable -> replica -> its gradient
 
     def joined(self, replica, variable, gradient):
-        """What a replica's gradient of a variable is to be."""
-        if not isinstance(gradient, tf.IndexedSlices) or not self.are_same(variable):
+        """What the gradient of a variable is to be of this replica, counted from 0."""
+        if not isinstance(gradient, tf.IndexedSlices) or id(variable.handle) not in self.keys:
             return gradient
         found = self.waiting.setdefault(id(variable), {})
         if replica in found:  # of a pass that did not come to its end
