@@ -96,6 +96,13 @@ places.compile("adam", "mse")
 places.fit(data, epochs=2, verbose=0)
 weights["places"] = places.get_weights()
 
+layers = [keras.Input((x.shape[1],)), keras.layers.Embedding(3, 2, "ones"), keras.layers.Flatten()]
+words = keras.Sequential(layers + [dense(1)])
+compat.parallelize(words).compile("sgd", "mse", run_eagerly=True)
+found = compat.shard(tf.data.Dataset.from_tensor_slices((abs(x) % 3, y)).batch(BATCH), BATCH)
+words.fit(found, verbose=0)
+weights["words"] = words.get_weights()
+
 batches = keras.Sequential([dense(1)], name="batches")
 compat.parallelize(batches).compile("sgd", "mse")
 for start in range(0, len(inputs), rows):

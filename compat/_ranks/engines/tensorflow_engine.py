@@ -37,6 +37,8 @@ def _is_alike(tensor):
 
     So it is the same on all ranks, whatever their rows: such as numbers of positions.
     """
+    if hasattr(tensor, "numpy"):  # of an eager step, which does not tell what it is computed from
+        return False
     todo, seen = [tensor], set()
     while todo:
         tensor = todo.pop()
