@@ -2,14 +2,12 @@
 
     tox run -e benchmarks [-- --only dense --repeats 3 --rounds 5 --steps 10]
 
-Each row is a script of this folder in the tox environment that has its framework; compat is
-installed there as it is now. Environments of Horovod have to be there: run the tests once.
-``tables.py`` makes tables and plots of the file.
+Each row is a script of this folder in the tox environment that has its framework; that
+environment has to be there: run the tests once. ``tables.py`` makes tables and plots of the file.
 """
 
 import argparse
 import collections
-import functools
 import json
 import os
 import platform
@@ -224,16 +222,8 @@ def scripts(environment):
     return sorted(of_scripts.values())
 
 
-@functools.lru_cache(None)
-def install(environment):
-    """Install compat as it is now: ``tox exec`` runs what the last ``tox run`` has installed."""
-    tox = [sys.executable, "-m", "tox", "run", "-q", "-e", environment, "--notest"]
-    subprocess.run(tox, cwd=ROOT, check=True)
-
-
 def measured(environment, command):
     """What a script measured, from its last line, or None; what it printed is printed."""
-    install(environment)
     tox = [sys.executable, "-m", "tox", "exec", "-q", "-e", environment, "--"]
     done = subprocess.run(
         tox + shlex.split(command),
