@@ -94,7 +94,7 @@ class VariableState:
     # Pairs of what a traced call sets without an operation on a variable, and the new value.
     traced_updates = ()
     variables, before = (), ()  # until they are watched
-    squares_lookups = False
+    squares_lookups = False  # the optimizers sum up what there is of a row
 
     def __init__(self, model, replicas):
         self.model = model
@@ -219,7 +219,7 @@ class Keras2State(VariableState):
 class Keras3State:
     """Losses and state of a Keras 3 model: a stateless scope keeps them from being set."""
 
-    squares_lookups = True  # one by one, if they are of one row: its optimizers
+    squares_lookups = True  # its optimizers square the gradients of each lookup by themselves
 
     def __init__(self, model):
         self.keras = sys.modules["keras"]

@@ -47,7 +47,7 @@ def _is_alike(tensor):
         seen.add(id(tensor))
         op = tensor.op
         outside = [e for e, inside in getattr(tensor.graph, "captures", ()) if inside is tensor]
-        # The batch; or a variable, which may be the seed of a rank's own; or numbers drawn with it.
+        # Not so the batch, random numbers, and variables: a seed may be another one on each rank.
         if not outside and op.type != "Const" and not op.inputs or tensor.dtype.name == "resource":
             return False
         if op.op_def.is_stateful or "Random" in op.type or "Multinomial" in op.type:
