@@ -1,6 +1,7 @@
 """The sources of compat, for tests that read them."""
 
 import ast
+import functools
 import os
 import re
 
@@ -26,21 +27,30 @@ def _modules():
 MODULES = _modules()
 
 
+@functools.lru_cache(None)
+def tree(source):
+    """A source, parsed."""
+    return ast.parse(source)
+
+
+@functools.lru_cache(None)
 def texts(source):
     """The texts in a source, without docstrings."""
-    tree = ast.parse(source)
-    docstrings = [
+    nodes = list(ast.walk(ast.parse(source)))
+    docstrings = {
         node.body[0].value
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
         and node.body
         and isinstance(node.body[0], ast.Expr)
-    ]
-    for node in ast.walk(tree):
+    }
+    found = []
+    for node in nodes:
         if type(node).__name__ in ("Constant", "Str") and node not in docstrings:
             text = node.value if hasattr(node, "value") else node.s
             if isinstance(text, str):
-                yield text
+                found.append(text)
+    return found
 
 
 def is_sentence(text):

@@ -59,12 +59,6 @@ def test_variables_are_set_before_the_framework_is_imported(toy, machine):
     assert isinstance(configuration, compat.Configuration)
 
 
-def test_without_a_gpu_and_without_arguments_all_is_well(toy):
-    configuration = configure()
-    assert configuration.devices == ["cpu:0"]
-    assert configuration.warnings == []
-
-
 def test_without_a_gpu_nothing_is_hidden_and_the_report_says_why(toy):
     configuration = configure()
     assert "CUDA_VISIBLE_DEVICES" not in os.environ
@@ -132,12 +126,6 @@ def test_a_driver_that_does_not_work_is_a_warning(toy, machine, monkeypatch):
     ]
 
 
-def test_what_was_asked_is_shown_where_there_is_no_gpu(toy):
-    with pytest.warns(compat.CompatWarning):
-        report = str(compat.configure_gpu(2))
-    assert "asked      gpus=2\nchosen     CPU: no GPU was found (" in report
-
-
 def test_simulated_devices(toy, machine):
     machine.plug(2)
     configuration = configure(simulate=3)
@@ -174,7 +162,8 @@ def test_fewer_gpus_than_asked_for_is_a_warning_at_the_callers_line(toy, machine
 
 def test_no_gpu_at_all_is_a_warning(toy):
     with pytest.warns(compat.CompatWarning) as caught:
-        compat.configure_gpu(2)
+        report = str(compat.configure_gpu(2))
+    assert "asked      gpus=2\nchosen     CPU: no GPU was found (" in report
     assert [text for text, _, _ in shown(caught)] == [
         "gpus=2 was asked for, but no GPU is visible. Going on with CPU."
     ]
@@ -699,9 +688,10 @@ def test_without_a_configuration_the_backend_says_what_there_is(keras):
 
 def test_wrong_arguments_of_parallelize(keras):
     configure()
-    with pytest.raises(compat.InvalidArgumentError) as caught:
-        compat.parallelize(keras.Model(), strategy="mirror")
-    assert str(caught.value).startswith("strategy='mirror' is not understood. Use None ")
+    with pytest.raises(compat.InvalidArgumentError):
+        compat.parallelize(keras.Model(), "two")
+    with pytest.raises(TypeError):  # a NotAModelError is one
+        compat.parallelize(None)
     with pytest.raises(compat.NotAModelError) as caught:
         compat.parallelize(keras.Model(), strategy="mirrored")
     assert str(caught.value) == (
@@ -709,16 +699,6 @@ def test_wrong_arguments_of_parallelize(keras):
         "made under the strategy; it was given {!r}. Put the lines that build the model into a "
         "function, and pass that.".format("{0.__module__}.{0.__qualname__}".format(keras.Model))
     )
-    with pytest.raises(compat.InvalidArgumentError):
-        compat.parallelize(keras.Model(), "two")
-    for value, name in ((3, "'builtins.int'"), (None, "'builtins.NoneType'")):
-        with pytest.raises(TypeError) as caught:
-            compat.parallelize(value)
-        assert type(caught.value) is compat.NotAModelError
-        assert str(caught.value) == (
-            "parallelize() takes a Keras model, a model of the backend's own kind, or a function "
-            "that builds one; it was given {}.".format(name)
-        )
 
     def build():
         keras.Model()  # not returned

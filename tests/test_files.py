@@ -12,7 +12,7 @@ import types
 
 import pytest
 from conftest import ROOT
-from sources import MODULES
+from sources import MODULES, tree
 
 from compat._ranks import ranked_method, saving
 from compat._runtime import safe_files
@@ -263,7 +263,7 @@ TEMPORARY = {
 def test_all_else_is_written_in_one_way():
     found = set()
     for module, (_, source) in MODULES.items():
-        calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+        calls = [node for node in ast.walk(tree(source)) if isinstance(node, ast.Call)]
         for call in calls:
             name = getattr(call.func, "id", getattr(call.func, "attr", ""))
             if (

@@ -3,12 +3,15 @@
 ``compat test`` trains, so its tests run with each real backend: ``compat.testing``.
 """
 
+import contextlib
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from unittest import mock
 
 import numpy.random  # noqa: F401  (here, since the fixture site hides site-packages)
 import pytest
@@ -31,6 +34,18 @@ def command(*arguments):
         universal_newlines=True,
     )
     return completed.returncode, completed.stdout, completed.stderr
+
+
+def here(*arguments):
+    """The same of this process: for what starts nothing and configures nothing."""
+    out, err = io.StringIO(), io.StringIO()
+    with mock.patch.dict(os.environ, COLUMNS="80"):
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                status = __main__.main(list(map(str, arguments)))
+            except SystemExit as error:
+                status = error.code
+    return status, out.getvalue(), err.getvalue()
 
 
 def test_standard_output_that_nobody_reads():
@@ -68,7 +83,7 @@ def test_test_where_no_backend_is_installed():
 
 @pytest.mark.parametrize("number", ["1", "0", "-3", "two", "2.5"])
 def test_test_needs_two_devices(number):
-    status, out, err = command("test", "--devices=" + number)
+    status, out, err = here("test", "--devices=" + number)
     assert (status, out) == (2, "")
     what = "argument --devices: '{}' is not a number of devices, 2 or more".format(number)
     assert err.endswith("compat test: error: {}\n".format(what))
@@ -83,7 +98,7 @@ def test_test_needs_two_devices(number):
     ],
 )
 def test_test_as_ranks(arguments, said):
-    status, out, err = command("test", *arguments)
+    status, out, err = here("test", *arguments)
     assert (status, out) == (2, "")
     assert err.endswith("compat test: error: argument -n: {}\n".format(said))
 
@@ -273,7 +288,7 @@ def test_test_needs_as_many_devices_as_were_asked_for(verified_toy, monkeypatch)
 
 
 def test_test_of_a_script_that_is_not_there():
-    status, out, err = command("test", "missing.py")
+    status, out, err = here("test", "missing.py")
     assert (status, out) == (2, "")
     assert err == (
         "compat test: there is no file missing.py. Give the path of a script, or -m and the name "
@@ -282,7 +297,7 @@ def test_test_of_a_script_that_is_not_there():
 
 
 def test_a_command_is_needed_and_told():
-    status, out, err = command()
+    status, out, err = here()
     assert (status, out) == (2, "")
     assert err.endswith("compat: error: a command is needed: env, run, test, pins, tox or unwrap\n")
 
@@ -292,19 +307,19 @@ def test_version():
 
 
 def test_help_says_what_the_exit_status_means():
-    assert "report what is installed, set and wrong" in command("--help")[1]
-    assert "0 all is well, 1 something is wrong" in command("env", "--help")[1]
+    assert "report what is installed, set and wrong" in here("--help")[1]
+    assert "0 all is well, 1 something is wrong" in here("env", "--help")[1]
     assert (
         "Write a file of multi_gpu_model or make_parallel, a whole model or weights, as one of the "
         "model\ninside, its optimizer's state included. Needs h5py, runs nothing of the file.\n\n"
         "exit status: 0 written, 2 it could not be."
-    ) in command("unwrap", "--help")[1]
+    ) in here("unwrap", "--help")[1]
     assert (
         "exit status: 0 the same, 1 something differs or nothing was compared, 2 wrong arguments "
         "or no\nbackend."
-    ) in command("test", "--help")[1]
+    ) in here("test", "--help")[1]
 
 
 def test_help_says_what_else_takes_a_call():
     """Simulated devices do not: there is ``--simulate``."""
-    assert "only a call inside the script can set, such as memory," in command("run", "--help")[1]
+    assert "only a call inside the script can set, such as memory," in here("run", "--help")[1]

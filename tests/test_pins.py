@@ -8,7 +8,7 @@ import pytest
 from conftest import ROOT
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
-from test_main import command
+from test_main import command, here
 
 import compat
 from compat._commands import pins, specifiers
@@ -58,12 +58,12 @@ def test_formats():
     asked = "pins", "tensorflow1", "--python", "3.7"
     plain = head + "".join(line + "\n" for line in lines)
     assert command(*asked) == (0, plain, "")
-    assert command(*asked, "--format=requirements") == (0, plain, "")
-    assert command(*asked, "--format=constraints") == (0, plain, "")
+    assert here(*asked, "--format=requirements") == (0, plain, "")
+    assert here(*asked, "--format=constraints") == (0, plain, "")
     fragment = head + "[options.extras_require]\ntensorflow1 =\n" + "".join(
         "    " + line + "\n" for line in lines
     )  # fmt: skip
-    assert command(*asked, "--format=extras") == (0, fragment, "")
+    assert here(*asked, "--format=extras") == (0, fragment, "")
     setup = configparser.ConfigParser()
     setup.read_string(fragment)
     assert setup["options.extras_require"]["tensorflow1"].split() == lines
@@ -112,11 +112,11 @@ NAMES = (
     ],
 )
 def test_what_has_no_pins(arguments, text):
-    assert command("pins", *arguments) == (2, "", "compat pins: {}\n".format(text))
+    assert here("pins", *arguments) == (2, "", "compat pins: {}\n".format(text))
 
 
 def test_a_version_that_is_none():
-    status, out, err = command("pins", "jax", "--python", "new")
+    status, out, err = here("pins", "jax", "--python", "new")
     assert (status, out) == (2, "")
     what = "argument --python: 'new' is not a version of Python, such as 3.7"
     assert err.endswith("compat pins: error: {}\n".format(what))
@@ -127,7 +127,7 @@ def test_help():
         "Print the requirements of a backend, with a Keras that runs on it, in the versions with "
         "which\nkeras-gpu-compat is tested on a Python.\n\nexit status: 0, or 2 where a backend is "
         "not known or was not tested on that Python."
-    ) in command("pins", "--help")[1]
+    ) in here("pins", "--help")[1]
 
 
 # As setuptools writes them, and as it did in 2019.

@@ -86,13 +86,10 @@ class TestNumpy(Networks, NativeContract):
         return list(sizes.values())
 
 
-class TestNumpyByName(TestNumpy):
-    """A name is enough where the backend is found by it."""
+class TestNumpyRanks(Networks, NativeRanksContract):
+    """By its name, which is enough where the backend is found by it."""
 
     backend = "numpy"
-
-
-class TestNumpyRanks(Networks, NativeRanksContract):
     timeout = 5
 
 
@@ -114,16 +111,21 @@ print(configuration)
 """
 
 
-def test_commands_take_a_script_for_it(tmp_path):
-    """``compat test``: verified on three devices, then as two ranks."""
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    completed = subprocess.run(
-        [sys.executable, "-m", "compat", "test", str(script), "--backend", "numpy"],
+def command(name, *arguments):
+    """``compat`` with this backend, in a process of its own that has ended."""
+    return subprocess.run(
+        [sys.executable, "-m", "compat", name, "--backend=numpy"] + list(map(str, arguments)),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         universal_newlines=True,
     )
+
+
+def test_commands_take_a_script_for_it(tmp_path):
+    """``compat test``: verified on three devices, then as two ranks."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    completed = command("test", script)
     assert completed.returncode == 0, completed.stdout + completed.stderr
     report, _, verdict = completed.stdout.partition("-" * 72)
     assert "backend    numpy (" in report
@@ -145,12 +147,7 @@ def test_commands_take_a_script_for_it(tmp_path):
 def test_a_script_that_trains_nothing(tmp_path, status, said):
     script = tmp_path / "train.py"
     script.write_text("import compat, sys; sys.exit({} * (compat.size() > 1))".format(status))
-    completed = subprocess.run(
-        [sys.executable, "-m", "compat", "test", str(script), "--backend", "numpy"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        universal_newlines=True,
-    )
+    completed = command("test", script)
     assert completed.returncode == 1
     assert completed.stdout == "\n" + "-" * 72 + (
         "\n"
@@ -192,10 +189,7 @@ OVER_NONE = (
 def test_simulated_devices_that_nothing_is_divided_over(tmp_path, options, script, said):
     path = tmp_path / "script.py"
     path.write_text(script)
-    command = [sys.executable, "-m", "compat", "run", "--simulate", "3", "--backend=numpy"]
-    completed = subprocess.run(
-        command + options + [str(path)], stderr=subprocess.PIPE, universal_newlines=True
-    )
+    completed = command("run", "--simulate", "3", *(options + [path]))
     assert completed.returncode == 0, completed.stderr
     last = completed.stderr.splitlines()[-1]
     if said is None:
@@ -215,13 +209,7 @@ def test_processes_that_the_script_starts_find_its_functions(tmp_path, method):
         "    with multiprocessing.get_context({!r}).Pool(2) as pool:\n"
         "        print(pool.map(twice, range(3)))\n".format(method)
     )
-    command = [sys.executable, "-m", "compat", "run", "--simulate", "3", "--backend=numpy"]
-    completed = subprocess.run(
-        command + [str(script)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        universal_newlines=True,
-    )
+    completed = command("run", "--simulate", "3", script)
     assert (completed.returncode, completed.stdout) == (0, "[0, 2, 4]\n"), completed.stderr
     # Said once, by the script's own process.
     assert completed.stderr.count("--simulate had no effect") == 1
@@ -237,23 +225,12 @@ def test_a_folder_or_an_archive_runs_on_simulated_devices_too(tmp_path, packed):
         "import sys, beside\nprint(__name__, beside.value, sys.argv[1:])\n"
     )
     program = shutil.make_archive(str(folder), "zip", str(folder)) if packed else str(folder)
-    command = [sys.executable, "-m", "compat", "run", "--simulate", "3", "--backend=numpy"]
-    completed = subprocess.run(
-        command + [program, "a"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        universal_newlines=True,
-    )
+    completed = command("run", "--simulate", "3", program, "a")
     assert (completed.returncode, completed.stdout) == (0, "__main__ 7 ['a']\n"), completed.stderr
 
 
-def test_without_keras_the_test_of_keras_says_so(tmp_path):
-    completed = subprocess.run(
-        [sys.executable, "-m", "compat", "test", "--backend", "numpy"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        universal_newlines=True,
-    )
+def test_without_keras_the_test_of_keras_says_so():
+    completed = command("test")
     assert completed.returncode != 0
     assert "No Keras that runs on numpy is installed" in completed.stderr
 

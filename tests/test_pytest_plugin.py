@@ -27,6 +27,11 @@ def run(project, *arguments):
     return project.runpytest_subprocess("-p", "no:cacheprovider", *arguments)
 
 
+def run_here(project, *arguments):
+    """Likewise, but pytest runs in this process: for tests that neither end nor configure it."""
+    return project.runpytest_inprocess("-p", "no:cacheprovider", *arguments)
+
+
 def test_nothing_of_compat_is_imported_until_it_is_asked_for(project):
     project.makepyfile(
         """
@@ -54,7 +59,7 @@ DEVICES = """
     def test():
         assert os.environ.get("COMPAT_SIMULATE") == {expected!r}
         code = "import os, sys; sys.exit(os.environ.get('COMPAT_SIMULATE') != {expected!r})"
-        assert subprocess.call([sys.executable, "-c", code]) == 0
+        assert subprocess.call([sys.executable, "-S", "-c", code]) == 0
     """
 
 
@@ -78,7 +83,7 @@ def test_simulated_devices(project, monkeypatch, option, environment, file, expe
         project.makefile(".ini", tox="[pytest]\ncompat_simulate = {}\n".format(file))
     project.makeconftest("import os\nassert os.environ['COMPAT_SIMULATE'] == {!r}".format(expected))
     project.makepyfile(DEVICES.format(expected=expected))
-    result = run(project, *[] if option is None else ["--compat-simulate", option])
+    result = run_here(project, *[] if option is None else ["--compat-simulate", option])
     result.assert_outcomes(passed=1)
     assert "compat: COMPAT_SIMULATE={} ({})".format(expected, source) in result.outlines
     no_effect = (
@@ -108,7 +113,7 @@ def test_simulation_ends_with_pytest(project):
 )
 def test_what_is_no_number_of_devices_is_a_usage_error(project, arguments, source):
     project.makefile(".ini", tox="[pytest]\n")
-    result = run(project, *arguments)
+    result = run_here(project, *arguments)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     assert (
         "ERROR: {}: COMPAT_SIMULATE='x' is not a number of devices, 1 or more. Set it to one, for "
@@ -182,21 +187,17 @@ REPORTED = """
     """
 
 CONFTEST = """
-    import os
-
     def pytest_addoption(parser):
         parser.addoption("--animal")
-
-    if "PARENT" not in os.environ:
-        os.environ["PARENT"] = str(os.getpid())
     """
 
 
-def test_outcomes_are_as_if_the_test_ran_here(project):
+def test_outcomes_are_as_if_the_test_ran_here(project, monkeypatch):
+    monkeypatch.setenv("PARENT", str(os.getpid()))
     project.makeconftest(CONFTEST)
     project.makefile(".ini", tox="[pytest]\naddopts = --animal cat --strict-markers\n")
     project.makepyfile(REPORTED)
-    result = run(project, "-ra", "--junitxml=junit.xml", "--durations=2", "-v")
+    result = run_here(project, "-ra", "--junitxml=junit.xml", "--durations=2", "-v")
     result.assert_outcomes(passed=3, failed=2, skipped=2, xfailed=1, errors=1)
     result.stdout.fnmatch_lines(
         [
@@ -325,20 +326,14 @@ CONFIGURED = """
             from compat._runtime.process import process
             assert process.configuration is not None
             assert len(compat.configure_gpu(backend="numpy", numpy_errors="raise").devices) == 2
+            assert len(compat.configure_gpu(1, backend="numpy").devices) == 2  # changes nothing
 
-        def test_the_script_changes_nothing(self):
-            import compat
-            assert len(compat.configure_gpu(1, backend="numpy").devices) == 2
-
-        @pytest.mark.compat(backend="numpy")
+        @pytest.mark.compat(backend="numpy", strict="no")
         def test_the_nearest_mark_counts(self):
             import compat
-            assert len(compat.configure_gpu(backend="numpy").devices) == 4
-
-    @pytest.mark.compat(backend="numpy", strict="no")
-    def test_a_text_that_says_no():
-        from compat._runtime.process import process
-        assert process.configuration.settings.strict is False
+            configuration = compat.configure_gpu(backend="numpy")
+            assert len(configuration.devices) == 4
+            assert configuration.settings.strict is False  # as the text says
 
     @pytest.mark.compat(sinulate=2)
     def test_misspelled():
@@ -365,7 +360,7 @@ CONFIGURED = """
 def test_arguments_of_configure_gpu(project):
     project.makepyfile(CONFIGURED)
     result = run(project, "--compat-simulate", "4")
-    result.assert_outcomes(passed=5, failed=3, errors=1, warnings=1)
+    result.assert_outcomes(passed=3, failed=3, errors=1, warnings=1)
     lines = result.stdout.str()
     for text in (
         "\nUnknownOptionError: configure_gpu() has no argument 'sinulate', and no backend has an "
@@ -402,7 +397,7 @@ STACK = """
 def test_fixtures_of_tests_before_end_on_time(project):
     """The last test of a module that uses a fixture of it runs elsewhere."""
     project.makepyfile(test_1=STACK, test_2="def test(): pass")
-    result = run(project)
+    result = run_here(project)
     result.assert_outcomes(passed=3, errors=1)
     result.stdout.fnmatch_lines(["*ERROR at teardown of test_between*", "E * module fixture"])
 

@@ -12,6 +12,7 @@ import sys
 import pytest
 import test_files
 from conftest import ROOT
+from test_main import here
 
 import compat
 from compat import machines
@@ -386,7 +387,7 @@ def test_a_rank_that_is_killed_has_none(script):
 def test_a_file_that_cannot_be_written_is_told_before(script, tmp_path, option, name):
     path = os.path.join(str(tmp_path), name)
     problem = "No such file or directory" if name else "Is a directory"
-    status, out, err = finished(option, path, script)
+    status, out, err = here("run", "--backend=numpy", option, path, script)
     assert (status, out) == (2, "")
     assert err == (
         "compat run: {} {} cannot be written: {}. Name a file in a folder that is there "
@@ -405,9 +406,12 @@ def test_what_is_no_file_gets_it_and_stays(script, tmp_path):
     assert status == 0, err
     assert json.loads(content())["all_worked"] and json.loads(linked())["traceEvents"]
     assert (test_files.kept(place), test_files.kept(link)) == before
-    for option in "--report-json", "--timeline", "--report-html":
-        receive, send = os.pipe()
-        finished("{}=/dev/fd/{}".format(option, send), "--simulate=3", script, pass_fds=[send])
+    options = "--report-json", "--timeline", "--report-html"
+    pipes = [os.pipe() for _ in options]
+    fds = [send for _, send in pipes]
+    options = ["{}=/dev/fd/{}".format(*pair) for pair in zip(options, fds)]
+    finished(*options + ["--simulate=3", script], pass_fds=fds)
+    for option, (receive, send) in zip(options, pipes):
         os.close(send)
         with open(receive, encoding="utf-8") as file:
             content = file.read()
@@ -417,7 +421,7 @@ def test_what_is_no_file_gets_it_and_stays(script, tmp_path):
 def test_each_rank_s_timeline_is_a_file(script, tmp_path):
     fifo, _ = test_files.fifo(str(tmp_path / "fifo"))
     before = sorted(os.listdir(str(tmp_path)))
-    assert finished("-n2", "--timeline", fifo, script) == (
+    assert here("run", "--backend=numpy", "-n2", "--timeline", fifo, script) == (
         2,
         "",
         "compat run: --timeline {}: each rank writes a file of its own, with its number in the "
@@ -465,7 +469,7 @@ def test_an_interpreter_that_is_too_old_is_told(script, tmp_path):
     python.write_text("#!/bin/sh\nprintf 2.7.18\n")
     python.chmod(0o755)
     options = "--report", "--python={}".format(python)
-    status, out, err = finished(*(options + (script,)))
+    status, out, err = here("run", "--backend=numpy", *(options + (script,)))
     assert (status, out) == (2, "")
     assert err.endswith(
         "compat run: --report runs inside the script's interpreter, which must be Python 3.6 or "
@@ -516,15 +520,10 @@ def test_a_script_is_compared_with_ranks_on_two_machines(script):
         ),
     ],
 )
-def test_hosts_that_make_no_ranks(arguments, said, capsys):
-    from compat import __main__
-
-    try:
-        status = __main__.main(["test"] + arguments)
-    except SystemExit as error:
-        status = error.code
+def test_hosts_that_make_no_ranks(arguments, said):
+    status, _, err = here("test", *arguments)
     assert status == 2
-    assert capsys.readouterr().err.endswith(said + "\n")
+    assert err.endswith(said + "\n")
 
 
 def test_a_backend_without_ranks(toy):

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from conftest import ROOT
+from test_main import here
 
 import compat
 from compat._commands import run_script
@@ -162,13 +163,13 @@ def test_interpreter_by_name_on_the_path(toy, tmp_path, monkeypatch):
 
 
 def test_what_cannot_be_started(script):
-    status, out, err = finished("--python=python0.9", "--backend=theano", script)
+    status, out, err = here("run", "--python=python0.9", "--backend=theano", script)
     assert (status, out) == (2, "")
     assert err == (
         "compat run: --python=python0.9: there is no such program. Give the path of an "
         "interpreter, or a name that is on the PATH, such as python2.7.\n"
     )
-    status, out, err = finished("--python", sys.executable, script)
+    status, out, err = here("run", "--python", sys.executable, script)
     assert (status, out) == (2, "")
     assert err == (
         "compat run: compat does not look into {}, and nothing says which backend the script uses "
@@ -176,22 +177,22 @@ def test_what_cannot_be_started(script):
             sys.executable
         )
     )
-    status, out, err = finished("--gpus=two", "--backend=theano", script)
+    status, out, err = here("run", "--gpus=two", "--backend=theano", script)
     assert (status, out) == (2, "")
     assert "--gpus two is not understood" in err and "--gpus free:2" in err
     assert "gpus=" not in err and "[]" not in err
     for arguments in (), ("-m",), ("-m", "-n", "2"):
-        status, out, err = finished("--backend=theano", *arguments)
+        status, out, err = here("run", "--backend=theano", *arguments)
         assert (status, out) == (2, "")
         assert err.startswith("usage: compat run [options] script.py [its arguments]\n")
         assert "a script is needed" in err or "the name of a module is needed" in err
-    status, out, err = finished("--backend=theano", "missing.py")
+    status, out, err = here("run", "--backend=theano", "missing.py")
     assert (status, out) == (2, "")
     assert err == (
         "compat run: there is no file missing.py. Give the path of a script, or -m and the name "
         "of a module; what follows are its own arguments.\n"
     )
-    status, out, err = finished("--ranks=2", script)
+    status, out, err = here("run", "--ranks=2", script)
     assert (status, out) == (2, "")
     assert err.endswith("compat run: error: unrecognized arguments: --ranks=2\n")
 
@@ -226,7 +227,7 @@ def test_parallelize_wants_an_interpreter_that_compat_runs_in(script, tmp_path):
     python.write_text("#!/bin/sh\nprintf 2.7.18\n")
     python.chmod(0o755)
     options = "--parallelize", "--backend=theano", "--python={}".format(python)
-    status, out, err = finished(*(options + (script,)))
+    status, out, err = here("run", *(options + (script,)))
     assert (status, out) == (2, "")
     assert err.endswith(
         "compat run: --parallelize runs inside the script's interpreter, which must be Python 3.6 "
@@ -243,7 +244,7 @@ def test_simulated_devices_are_for_the_scripts_configure_gpu(tmp_path):
     status, out, err = finished("--simulate", "3", *(options + (str(script),)))
     assert (status, out) == (0, "3\n")
     assert "compat run: COMPAT_SIMULATE=3: CPU devices stand in for GPUs\n" in err
-    status, out, err = finished("--simulate", "0", str(script))
+    status, out, err = here("run", "--simulate", "0", script)
     assert (status, out) == (2, "")
     assert err.endswith("argument --simulate: '0' is not a number of devices, 1 or more\n")
 
@@ -276,15 +277,9 @@ def test_an_option_after_the_script_is_pointed_out(script, arguments, options):
 def test_a_notebook_is_refused(tmp_path, monkeypatch, command, name):
     monkeypatch.chdir(tmp_path)
     (tmp_path / name.split()[-1]).write_text('{"cells": []}')
-    completed = subprocess.run(
-        [sys.executable, "-m", "compat", command, "--backend=theano"] + name.split(),
-        env=dict(os.environ, PYTHONPATH=ROOT),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        universal_newlines=True,
-    )
-    assert (completed.returncode, completed.stdout) == (
+    assert here(command, "--backend=theano", *name.split()) == (
         2,
+        "",
         "compat {}: {} is a notebook, which Python cannot run. Make a script of it with `jupyter "
         "nbconvert --to script`, or call compat.configure_gpu() in its first cell.\n".format(
             command, name.split()[-1]
@@ -327,7 +322,7 @@ def test_logs_that_cannot_be_written_are_told_before_anything_is_started(tmp_pat
     path = tmp_path / "script.py"
     path.write_text("open(__file__ + '.ran', 'w')")
     options = "--backend=jax", "--python", sys.executable, "-n", "2", "--log-dir", str(path)
-    status, out, err = finished(*(options + (str(path),)))
+    status, out, err = here("run", *(options + (path,)))
     assert (status, out) == (2, "")
     assert err.endswith(
         "compat run: --log-dir {0}: {0} cannot be written: File exists. Name a folder in which you "
@@ -347,7 +342,7 @@ def test_logs_that_cannot_be_written_are_told_before_anything_is_started(tmp_pat
 def test_what_only_ranks_can_have(script, option, value, sizes):
     for size in sizes:
         ranks = [] if size is None else ["-n", str(size)]
-        assert finished("--backend=theano", option, *(value + ranks + [script])) == (
+        assert here("run", "--backend=theano", option, *(value + ranks + [script])) == (
             2,
             "",
             "compat run: {0} is for a script that runs as several ranks, and this one runs alone. "
@@ -358,6 +353,6 @@ def test_what_only_ranks_can_have(script, option, value, sizes):
 def test_what_is_the_same_alone(script):
     options = "--backend=theano", "--python", sys.executable
     assert finished("-n", "1", "--quiet", "--max-restarts", "0", *(options + (script,)))[0] == 7
-    status, out, err = finished("-n", "2", "--max-restarts", "-1", script)
+    status, out, err = here("run", "-n", "2", "--max-restarts", "-1", script)
     assert (status, out) == (2, "")
     assert err.endswith("argument --max-restarts: '-1' is not a number of restarts, 0 or more\n")

@@ -9,7 +9,7 @@ import subprocess
 import pytest
 from conftest import ROOT
 from test_files import fifo, kept, link
-from test_main import command
+from test_main import command, here
 
 import compat
 from compat import errors
@@ -140,7 +140,7 @@ def project(tmp_path):
 
 
 def tox(project, *arguments):
-    return command("tox", "-o", str(project), *arguments)
+    return here("tox", "-o", project, *arguments)
 
 
 def rows(project):
@@ -155,7 +155,8 @@ def rows(project):
 
 
 def test_files(project):
-    status, out, err = tox(project, "--backends", "theano,tensorflow1", "--ci")
+    options = "--backends", "theano,tensorflow1", "--ci"
+    status, out, err = command("tox", "-o", str(project), *options)
     assert (status, err) == (0, "")
     assert out == (
         "wrote  tox.ini, toxfile.py, .github/workflows/compat.yml\n"
@@ -424,7 +425,7 @@ def test_a_project_of_other_pythons(project):
 
 
 def test_no_names():
-    status, out, err = command("tox", "--backends", ",")
+    status, out, err = here("tox", "--backends", ",")
     assert (status, out) == (2, "")
     assert err.endswith("compat tox: error: argument --backends: ',' names no backend\n")
 
@@ -438,7 +439,7 @@ def test_help():
         "their own, compat-tox, and that\nconfiguration stays in force. No file is "
         "overwritten; with --force, those that differ are kept as\ntox.ini.before-compat and so "
         "on.\n\nexit status: 0, or 2 where nothing was written."
-    ) in command("tox", "--help")[1]
+    ) in here("tox", "--help")[1]
 
 
 # python_requires ------------------------------------------------------------------------------

@@ -223,6 +223,8 @@ class _Rank:
             for stream, kind in streams.items():
                 selector.register(stream, selectors.EVENT_READ, forwarded[kind])
             while selector.get_map():
+                if process.poll() is not None:  # before the look for what it printed last
+                    ended = ended or time.monotonic()
                 ready = selector.select(_UNSHOWN)
                 for key, _ in ready:
                     data = os.read(key.fd, 65536)
@@ -233,10 +235,8 @@ class _Rank:
                     stream.show_unfinished()
                 if not ready and self.reader.poll(0):
                     raise BrokenPipeError("the output of rank {} is not read".format(self.rank))
-                if process.poll() is not None:
-                    ended = ended or time.monotonic()
-                    if not ready or time.monotonic() - ended > _LEFT_BEHIND:
-                        break
+                if ended and (not ready or time.monotonic() - ended > _LEFT_BEHIND):
+                    break
         for stream in forwarded.values():
             stream.end()
 

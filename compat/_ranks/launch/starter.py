@@ -155,8 +155,9 @@ def start_here() -> int:
         status = _watch(processes, told)
         for place, process in zip(task["ranks"], processes):
             if process.returncode:  # shown where the rank itself does not tell
-                said = "Rank {} was the first to end, with exit status {}."
-                print(said.format(launchers.launched(place).rank, status))
+                said = "Rank {} was the first to end, with exit status {}.\n"
+                # At once, where print() may write the line's end by itself: ranks write there, too.
+                sys.stdout.write(said.format(launchers.launched(place).rank, status))
                 break
         return status
     finally:
