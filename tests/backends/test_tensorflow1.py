@@ -82,7 +82,7 @@ class TestTensorFlow1(ParallelContract):
     in_sessions = True  # Keras runs in sessions
     product_in_timelines = "MatMul: "
     # One product a step in place of eight, which take long to build: where these are the default,
-    # the stateful RNN and the siamese model have them.
+    # the stateful RNN has them.
     lstm_options = {"implementation": 2}
 
     @pytest.fixture(autouse=True)
@@ -171,12 +171,9 @@ class TestTensorFlow1(ParallelContract):
         device = configuration.devices[1]
         self.check_left_alone(model, "parts of it were placed on {} by device().".format(device))
 
-    @pytest.mark.parametrize("built", [True, False])
-    def test_compile_keeps_what_one_device_needs(self, keras, built):
+    def test_compile_keeps_what_one_device_needs(self, keras):
         """A Sequential of a Keras before 2.2 makes its inner model anew then."""
         model = keras.models.Sequential([keras.layers.Dense(3, input_shape=(4,))])
-        if built:
-            initialise(model)
         backend = self.instance()
         backend.parallelize(model, backend.devices()[:1])
         self.verified(model)
@@ -609,7 +606,8 @@ class TestTensorFlow1(ParallelContract):
             layers = keras.layers
             shape = (4, 3) if layer == "LSTM" else (3,)
             left, right = layers.Input(shape=shape), layers.Input(shape=shape)
-            encode = getattr(layers, layer)(5, activation="tanh")
+            options = self.lstm_options if layer == "LSTM" else {}
+            encode = getattr(layers, layer)(5, activation="tanh", **options)
             with placed(first):
                 encoded_left = encode(left)
             with placed(second):
@@ -626,10 +624,16 @@ class TestTensorFlow1(ParallelContract):
     # Never silent -----------------------------------------------------------------------------
 
     def test_configured_after_the_session_of_keras(self):
-        """One without variables gives way; another would lose their values."""
+        """One without variables gives way; another would lose their values. Devices need none."""
         printed = run(
             """
             keras = keras_under_test()
+            from compat._backends.tensorflow1 import backend, sessions
+            assert backend.devices() == ["/device:CPU:0"]
+            assert sessions.session_of(keras) is None
+            assert backend.initialised() == (
+                "tensorflow is imported, and may have asked CUDA for its GPUs"
+            )
 
             def cpus(session):
                 return len([d for d in session.list_devices() if d.device_type == "CPU"])
@@ -661,35 +665,71 @@ class TestTensorFlow1(ParallelContract):
         )
 
     @span
-    def test_own_session_has_the_devices_too(self):
-        run(
+    def test_every_session_begins_with_one_configuration(self):
+        """Those of Keras and of users, whose own fields win."""
+        options, expected = {}, [DEVICES, True]
+        if self.backend == "tensorflow1":  # in v1 mode, tf.config has them
+            options = {"intra_op_parallelism_threads": 2, "device_count": {"CPU": 4}}
+            options["backend"] = "tensorflow1"
+            expected = [4, True, 2]
+        printed = run(
             """
-            compat.configure_gpu(simulate=3)
+            configuration = compat.configure_gpu(simulate=3, **options)
+            print(configuration)
             import tensorflow
+            from compat._backends.tensorflow1 import sessions
             from compat._backends.tensorflow1.graph import v1_names
             tf = v1_names(tensorflow)
             keras = keras_under_test()
 
             def seen(session):
                 cpus = [d for d in session.list_devices() if d.device_type == "CPU"]
-                return len(cpus), session._config.allow_soft_placement
+                config = session._config or tf.ConfigProto()
+                threads = [config.intra_op_parallelism_threads] if options else []
+                return [len(cpus), config.allow_soft_placement] + threads
 
             own = tf.ConfigProto(log_device_placement=True)
             own.gpu_options.allow_growth = True
             session = tf.Session(config=own)
-            assert seen(session) == (3, True)
+            assert seen(session) == expected
             assert session._config.log_device_placement
             assert session._config.gpu_options.allow_growth
-            assert not own.allow_soft_placement  # the user's own is not changed
+            # The user's own is not changed.
+            assert not own.allow_soft_placement and own.intra_op_parallelism_threads == 0
             with tf.Session(config=tf.ConfigProto(device_count={"CPU": 2})) as session:
-                assert seen(session) == (2, True)
+                assert seen(session) == [2] + expected[1:]
             with tf.Session() as session:
-                assert seen(session) == (3, True)
-            assert seen(keras.backend.get_session()) == (3, True)
+                assert seen(session) == expected
+            assert seen(keras.backend.get_session()) == expected
             keras.backend.clear_session()
-            assert seen(keras.backend.get_session()) == (3, True)
+            assert seen(keras.backend.get_session()) == expected
+            if options:
+                try:
+                    tf.Session(config="wrong")
+                except TypeError as error:
+                    assert "ConfigProto" in str(error), error
+                assert isinstance(keras.backend.variable(1.0).handle, tf.Tensor)
+                assert compat.configure_gpu(simulate=3, **options) is configuration
+                constructor = tf.Session.__bases__[0].__init__
+                sessions.set_session_defaults(None)
+                assert tf.Session.__bases__[0].__init__ is not constructor
+                with tf.Session() as session:
+                    assert seen(session) == [1, False, 0]
             """,
-            self.prelude,
+            self.prelude + "options, expected = {!r}, {!r}\n".format(options, expected),
+        )
+        if not options:
+            return
+        assert "/device:CPU:0, /device:CPU:1, /device:CPU:2" in printed
+        assert (
+            'every session, of Keras and others: ConfigProto device_count { key: "CPU" value: 4 } '
+            'device_count { key: "GPU" value: 0 } intra_op_parallelism_threads: 2 '
+            "allow_soft_placement: true\n"
+        ) in printed
+        resource = ", since reference variables race and train wrongly\n"
+        assert "tf.enable_resource_variables()" + resource in printed.replace(
+            "tf.Variable() makes resource variables",
+            "tf.enable_resource_variables()",  # before 1.11
         )
 
     @span
@@ -818,92 +858,6 @@ from compat.testing import keras_under_test
 """
 
 
-@span
-def test_every_session_begins_with_one_configuration():
-    printed = run(
-        """
-        report = compat.configure_gpu(
-            simulate=3, backend="tensorflow1", intra_op_parallelism_threads=2,
-            device_count={"CPU": 4},
-        )
-        print(report)
-        keras = keras_under_test()
-        from compat._backends.tensorflow1 import sessions
-        from compat._backends.tensorflow1.graph import v1_names
-        import tensorflow
-        tf = v1_names(tensorflow)
-
-        def seen(session):
-            cpus = [d.name for d in session.list_devices() if d.device_type == "CPU"]
-            config = session._config or tf.ConfigProto()
-            return len(cpus), config.intra_op_parallelism_threads, config.allow_soft_placement
-
-        assert seen(keras.backend.get_session()) == (4, 2, True)
-        keras.backend.clear_session()
-        assert seen(keras.backend.get_session()) == (4, 2, True)
-        with tf.Session() as session:
-            assert seen(session) == (4, 2, True)
-        own = tf.ConfigProto(device_count={"CPU": 2}, log_device_placement=True)
-        with tf.Session(config=own) as session:
-            assert seen(session) == (2, 2, True)
-            assert session._config.log_device_placement
-            assert own.intra_op_parallelism_threads == 0  # the user's own is not changed
-        try:
-            tf.Session(config="wrong")
-        except TypeError as error:
-            assert "ConfigProto" in str(error), error
-        assert isinstance(keras.backend.variable(1.0).handle, tf.Tensor)
-        assert compat.configure_gpu(
-            simulate=3, backend="tensorflow1", intra_op_parallelism_threads=2,
-            device_count={"CPU": 4},
-        ) is report
-        constructor = tf.Session.__bases__[0].__init__
-        sessions.set_session_defaults(None)
-        assert tf.Session.__bases__[0].__init__ is not constructor
-        with tf.Session() as session:
-            assert seen(session) == (1, 0, False)
-        """
-    )
-    assert "/device:CPU:0, /device:CPU:1, /device:CPU:2" in printed
-    assert (
-        'every session, of Keras and others: ConfigProto device_count { key: "CPU" value: 4 } '
-        'device_count { key: "GPU" value: 0 } intra_op_parallelism_threads: 2 '
-        "allow_soft_placement: true\n"
-    ) in printed
-    resource = ", since reference variables race and train wrongly\n"
-    assert "tf.enable_resource_variables()" + resource in printed.replace(
-        "tf.Variable() makes resource variables",
-        "tf.enable_resource_variables()",  # before 1.11
-    )
-
-
-@span
-def test_a_session_of_the_users_has_fixed_the_memory_of_gpus():
-    from tensorflow.python.client import session
-
-    printed = run(
-        """
-        import tensorflow
-        from compat._backends.tensorflow1.graph import v1_names
-        tf = v1_names(tensorflow)
-        tf.Session()
-        tf.test.is_built_with_cuda = lambda: True
-        try:
-            compat.configure_gpu(memory="grow")
-        except compat.TooLateError as error:
-            print(error)
-        """
-    )
-    if not hasattr(session, "_python_session_create_counter"):
-        assert printed == ""  # before TensorFlow 1.13 nothing tells
-        return
-    assert "\n".join(printed.splitlines()[-2:]) == (
-        "configure_gpu() came too late for tensorflow: a session was made in this process, which "
-        "fixed GPUs and their memory; they cannot become allow_growth: true.\n"
-        "Call it before the first tf.Session()."
-    )
-
-
 @pytest.mark.parametrize("simulate", [None, 3])
 def test_a_script_can_be_forked_where_there_is_no_gpu(simulate):
     """A process that has made a session hangs then, with plain TensorFlow, too."""
@@ -931,20 +885,6 @@ def test_a_script_can_be_forked_where_there_is_no_gpu(simulate):
     assert printed.splitlines()[-2:] == [str(rows)] * 2
 
 
-def test_listing_devices_makes_no_session():
-    run(
-        """
-        keras = keras_under_test()
-        from compat._backends.tensorflow1 import backend, sessions
-        assert backend.devices() == ["/device:CPU:0"]
-        assert sessions.session_of(keras) is None
-        assert backend.initialised() == (
-            "tensorflow is imported, and may have asked CUDA for its GPUs"
-        )
-        """
-    )
-
-
 # The session configuration of GPUs, which this machine need not have --------------------------
 
 
@@ -969,6 +909,26 @@ def test_gpu_options(monkeypatch):
     assert dict(config.device_count) == {"GPU": 1, "CPU": 56}
     assert config.log_device_placement and config.allow_soft_placement
     assert not session_config(allow_soft_placement=False).allow_soft_placement
+
+
+@span
+def test_a_session_of_the_users_has_fixed_the_memory_of_gpus(monkeypatch):
+    from tensorflow.python.client import session
+
+    v1.Session().close()
+    monkeypatch.setattr(v1.test, "is_built_with_cuda", lambda: True)
+    monkeypatch.setattr(sessions, "imported_keras_packages", list)
+    monkeypatch.setattr(sessions, "_defaults", None)  # as before compat was configured
+    config = session_config(memory="grow")
+    if not hasattr(session, "_python_session_create_counter"):
+        return sessions.ensure_no_other_session(v1, config)  # before 1.13 nothing tells
+    with pytest.raises(compat.TooLateError) as raised:
+        sessions.ensure_no_other_session(v1, config)
+    assert str(raised.value) == (
+        "configure_gpu() came too late for tensorflow: a session was made in this process, which "
+        "fixed GPUs and their memory; they cannot become allow_growth: true.\n"
+        "Call it before the first tf.Session()."
+    )
 
 
 @span

@@ -277,10 +277,11 @@ def test_write_of_a_call_that_depends_on_rows_runs_whole(keras):
     assert_runs_whole(texts, models[1], r"waiting\S*", "waiting")
 
 
+@span
 def test_metrics_of_layers(keras):
     """tf.keras: means over vectors of rows that do not divide."""
-    if not hasattr(keras.layers.Layer, "add_metric"):
-        return
+    if keras.__name__ == "keras" or not hasattr(keras.layers.Layer, "add_metric"):
+        return  # it has none, or none that are means of batches
     K = keras.backend
 
     class Measuring(keras.layers.Layer):
@@ -336,16 +337,11 @@ def test_outputs_without_rows_are_computed_of_the_whole_batch(keras):
         assert largest_difference(expected, result) <= 1e-5
 
 
+#: Besides those of tests/idioms, and the table of operations.
 ACROSS_ROWS = {
     "similarity": lambda K, x: K.dot(K.dot(x, K.transpose(x)), x),
     "centered": lambda K, x: x - K.mean(x, axis=0),
-    "normalized": lambda K, x: x / K.max(x),
     "softmax": lambda K, x: K.transpose(K.softmax(K.transpose(x))),
-    "cumulated": lambda K, x: K.cumsum(x, axis=0),
-    "pairs": lambda K, x: x + K.sum(K.expand_dims(x, 1) - K.expand_dims(x, 0), axis=1),
-    "first": lambda K, x: x - x[0],
-    "reversed": lambda K, x: K.reverse(x, 0),
-    "scaled": lambda K, x: x / K.cast(K.shape(x)[0], "float32"),
     "conditional": lambda K, x: K.in_train_phase(lambda: x - K.mean(x, axis=0), lambda: x),
 }
 
@@ -459,7 +455,7 @@ def harmless(keras):
     scores = layers.Permute((2, 1))(layers.Dense(6, activation="softmax")(x))
     x = layers.Lambda(lambda ab: K.batch_dot(ab[0], ab[1]))([scores, x])
     x = layers.Lambda(lambda x: x / K.sqrt(K.sum(K.square(x), axis=-1, keepdims=True)))(x)
-    x = layers.Bidirectional(layers.GRU(3, return_sequences=True))(x)
+    x = layers.Bidirectional(layers.GRU(3, return_sequences=True, implementation=2))(x)
     x = layers.concatenate([layers.GlobalMaxPooling1D()(x), layers.GlobalAveragePooling1D()(x)])
     x = layers.Dense(8)(layers.BatchNormalization()(x))
     x = layers.Reshape((2, 2, 2))(x)
@@ -470,15 +466,12 @@ def harmless(keras):
     yield keras.models.Model(inputs, layers.Dense(2)(inner(x)))
     words = layers.Input(shape=(6,))
     x = layers.Embedding(9, 4, mask_zero=True)(words)
-    x = layers.Dense(2)(layers.LSTM(3)(layers.Masking()(x)))
+    x = layers.Dense(2)(layers.LSTM(3, implementation=2)(layers.Masking()(x)))
     yield keras.models.Model(words, x)
 
 
 def test_no_false_alarms(keras):
-    for name in sorted(CASES):
-        model = compat.parallelize(CASES[name].build(keras))
-        model.compile("sgd", CASES[name].loss)
-        assert not warned(lambda: train_function(model)), name  # noqa: B023
+    """Of the contract's models no part runs undivided, either: that is seen where they run."""
     for model in harmless(keras):
         compat.parallelize(model).compile("sgd", "mse")
         assert not warned(lambda: train_function(model))  # noqa: B023
@@ -488,7 +481,7 @@ def test_no_false_alarms(keras):
 
 
 def fixed_recurrent(keras, x):
-    x = keras.layers.LSTM(3, return_sequences=True)(x)
+    x = keras.layers.LSTM(3, return_sequences=True, implementation=2)(x)
     return keras.layers.SimpleRNN(5)(x)
 
 
@@ -624,7 +617,7 @@ def variational_autoencoder(keras, encode, parallel):
 
 
 def recurrent(keras, x):
-    return keras.layers.LSTM(3)(x)
+    return keras.layers.SimpleRNN(3)(x)
 
 
 def convolutional(keras, x):
@@ -657,10 +650,9 @@ def replicas_of(model):
     return vars(model)["_compat_functions"]._replicas
 
 
-@pytest.mark.parametrize("verify", [0, 1])
 @pytest.mark.parametrize("kind", sorted(graph_cases.OWN_FUNCTIONS))
-def test_training_function_of_the_users_own(keras, kind, verify):
-    graph_cases.check_training_function_of_ones_own(keras, "tensorflow1", kind, verify)
+def test_training_function_of_the_users_own(keras, kind):
+    graph_cases.check_training_function_of_ones_own(keras, "tensorflow1", kind)
 
 
 @span
@@ -805,30 +797,17 @@ def test_what_a_loss_takes_of_a_loop_is_of_the_whole_batch(keras):
     assert train_both(models) <= 1e-5
 
 
-def loops(K):
-    """Losses with a loop."""
-
-    def recurrent(expected, found):
-        steps = K.expand_dims(found, 1) + K.zeros((1, 4, 1))
-        _, outputs, _ = K.rnn(
-            lambda x, states: (K.tanh(x + states[0]),) * 1 + ([x],), steps, [found]
-        )
-        return K.mean(K.square(outputs[:, -1] - expected), axis=-1)
-
-    return {
-        "K.rnn": recurrent,
-        "scan": lambda t, y: K.sum(K.square(tf.scan(lambda a, row: 0.5 * a + row, y) - t)),
-        "map_fn": lambda t, y: tf.map_fn(lambda row: K.sum(K.square(row)), y - t),
-    }
-
-
-@pytest.mark.parametrize("name", in_span(["K.rnn", "scan", "map_fn"], ["scan"]))
-def test_losses_with_a_loop(keras, name):
+@span
+def test_losses_with_a_loop(keras):
     def build():
         inputs = keras.layers.Input(shape=(4,))
         return keras.models.Model(inputs, keras.layers.Dense(2)(inputs))
 
-    models = one_and_three(build, loops(keras.backend)[name])
+    def loss(expected, found):
+        summed = tf.scan(lambda total, row: 0.5 * total + row, found)
+        return keras.backend.sum(keras.backend.square(summed - expected))
+
+    models = one_and_three(build, loss)
     assert train_both(models) <= 1e-5
 
 

@@ -562,66 +562,72 @@ def test_the_reason_is_theanos_own():
 
 TRAIN_BOTH = """if True:
     import compat
-    configuration = compat.configure_gpu(simulate=3)
-    import keras, numpy
-    from compat.testing import CASES, initialise, largest_difference
-    inputs, targets = CASES["dense"].data(61)
-    start, models = None, []
-    for parallel in (False, True):
-        model = initialise(CASES["dense"].build(keras))
-        start = model.get_weights()
-        if parallel:
-            compat.parallelize(model)
-        model.compile(keras.optimizers.SGD(0.05, momentum=0.9), CASES["dense"].loss)
-        model.fit(inputs, targets, batch_size=16, epochs=3, shuffle=False, verbose=0)
-        models.append(model)
-    weights = [model.get_weights() for model in models]
-    made = models[1].train_function.backward
-    show(
-        devices=configuration.devices,
-        trained=largest_difference(start, weights[0]),
-        difference=largest_difference(*weights),
-        in_c=[sum(hasattr(t, "cthunk") for t in f.fn.thunks) for f in made],
-    )
-"""
-
-
-def test_compiled_functions_do_the_same(theano_process):
-    shown = theano_process(TRAIN_BOTH, flags=COMPILING, OMP_NUM_THREADS="1")
-    assert shown["devices"] == ["cpu:0", "cpu:1", "cpu:2"]
-    assert shown["trained"] > 0.01 and shown["difference"] < 1e-5
-    assert min(shown["in_c"]) > 10
-
-
-OPTIMIZED = """if True:
-    import compat
-    compat.configure_gpu(simulate=3)
+    configuration = compat.configure_gpu(simulate={devices})
     import keras, numpy
     from compat.testing import initialise, largest_difference
-    inputs, targets = numpy.random.RandomState(0).normal(size=(13, 5, 3)), numpy.ones((13, 1))
-    differences = {}
-    for kind in ("SimpleRNN", "GRU", "LSTM"):
+
+    def train(*layers):
+        data = numpy.random.RandomState(0).normal(size=(13,) + layers[0].batch_input_shape[1:])
         weights = []
         for parallel in (False, True):
-            layers = [getattr(keras.layers, kind)(4, input_shape=(5, 3)), keras.layers.Dense(1)]
-            model = initialise(keras.models.Sequential(layers))
-            start = model.get_weights()
+            model = keras.models.Sequential([type(l).from_config(l.get_config()) for l in layers])
+            start = initialise(model).get_weights()
             if parallel:
                 compat.parallelize(model)
             model.compile("sgd", "mse")
-            for _ in range(2):
-                model.train_on_batch(inputs, targets)
+            for rows in (13, 13, 11):
+                model.train_on_batch(data[:rows], numpy.ones((rows, 2)))
             weights.append(model.get_weights())
-        differences[kind] = [largest_difference(start, weights[0]), largest_difference(*weights)]
-    show(differences=differences)
+        differences.append([largest_difference(start, weights[0]), largest_difference(*weights)])
+        return model.train_function
+
+    differences, layers = [], keras.layers
 """
+
+
+def assert_the_same(differences):
+    for trained, difference in differences:
+        assert trained > 0.01 and difference < 1e-5
+
+
+def test_compiled_functions_do_the_same(theano_process):
+    """Of few different operations, and no weights by Theano's generator: each takes a second."""
+    program = """
+    zeros = {"kernel_initializer": "zeros", "use_bias": False}
+    hidden = layers.Dense(5, activation="tanh", input_shape=(4,), **zeros)
+    made = train(hidden, layers.Dense(2, **zeros)).backward
+    thunks = [list(zip(f.fn.nodes, f.fn.thunks)) for f in made]
+    in_python = [n.op for each in thunks for n, thunk in each if not hasattr(thunk, "cthunk")]
+    show(
+        devices=configuration.devices,
+        differences=differences,
+        operations=[len(each) for each in thunks],
+        in_python=[type(op).__name__ for op in in_python],
+    )
+    """
+    shown = theano_process(
+        TRAIN_BOTH.format(devices=3) + program, flags=COMPILING, OMP_NUM_THREADS="1"
+    )
+    assert shown["devices"] == ["cpu:0", "cpu:1", "cpu:2"]
+    assert_the_same(shown["differences"])
+    assert min(shown["operations"]) > 10
+    assert set(shown["in_python"]) <= {"Dot22"}  # which is in C where there is a BLAS
 
 
 def test_optimized_functions_do_the_same(theano_process):
     """With all of Theano's optimizations, as users have it: operations overwrite their inputs."""
-    shown = theano_process(OPTIMIZED, flags="cxx=", optimizer="fast_run", OMP_NUM_THREADS="1")
-    for trained, difference in shown["differences"].values():
-        assert trained > 0.01 and difference < 1e-5
+    program = """
+    for kind in (layers.GRU, layers.LSTM):
+        train(kind(4, implementation=2, input_shape=(5, 3)), layers.Dense(2))
+    show(differences=differences)
+    """
+    shown = theano_process(
+        TRAIN_BOTH.format(devices=2) + program,
+        flags="cxx=",
+        optimizer="fast_run",
+        OMP_NUM_THREADS="1",
+    )
+    assert_the_same(shown["differences"])
 
 
 # After the import -----------------------------------------------------------------------------

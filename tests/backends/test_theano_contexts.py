@@ -5,12 +5,13 @@ PoCL has them without a GPU (py37-theano-pocl in tox.ini). With three GPUs it is
 """
 
 import os
+import types
 
 import numpy as np
 import pytest
 
 import compat
-from compat.testing import BATCHES, DEVICES, SHARDS, initialise
+from compat.testing import DEVICES, SHARDS, initialise
 
 from . import test_theano
 
@@ -27,19 +28,70 @@ profiles_not_printed = test_theano.profiles_not_printed
 theano_process = test_theano.theano_process
 
 
+# Uneven, and fewer rows than devices: kernels compile for each size. In the tests of shards these
+# devices train on batches of other sizes.
+BATCHES = [(61, 122), (2, 6)]
+
+
+class InNumpy:
+    """The model of ``OnContexts`` on one device, which would have to be compiled, too."""
+
+    def __init__(self, weights):
+        self.weights = weights
+        self.velocities = [np.zeros_like(weight) for weight in weights]
+
+    def get_weights(self):
+        return self.weights
+
+    def set_weights(self, weights):
+        self.weights = weights
+
+    def outputs(self, inputs):
+        kernel, last_kernel, bias = self.weights
+        hidden = np.tanh(inputs @ kernel)
+        return hidden, hidden @ last_kernel + bias
+
+    def step(self, inputs, targets):
+        """One of SGD with momentum; the loss before it."""
+        hidden, outputs = self.outputs(inputs)
+        back = 2 * (outputs - targets) / targets.size
+        back_hidden = back @ self.weights[1].T * (1 - hidden**2)
+        gradients = [inputs.T @ back_hidden, hidden.T @ back, back.sum(axis=0)]
+        self.velocities = [0.9 * v - 0.05 * g for v, g in zip(self.velocities, gradients)]
+        self.weights = [weight + v for weight, v in zip(self.weights, self.velocities)]
+        return np.mean((outputs - targets) ** 2)
+
+    def fit(self, inputs, targets, batch_size, **options):
+        batches = [slice(i, i + batch_size) for i in range(0, len(inputs), batch_size)]
+        losses = [self.step(inputs[batch], targets[batch]) for batch in batches]
+        loss = np.average(losses, weights=[len(inputs[batch]) for batch in batches])
+        return types.SimpleNamespace(history={"loss": [loss]})
+
+    def evaluate(self, inputs, targets, **options):
+        return np.mean((self.predict(inputs) - targets) ** 2)
+
+    def predict(self, inputs, **options):
+        return self.outputs(inputs)[1]
+
+
 class OnContexts(test_theano.TestTheano):
     """The contract, on contexts. One model serves many tests: compiling takes the time."""
 
-    models = {}  # type: dict
+    model = None
 
     def compiled(self, keras, name, optimizer_name="sgd", parallel=False):
-        key = name, optimizer_name, parallel
-        if key not in self.models:
-            self.models[key] = super().compiled(keras, name, optimizer_name, parallel)
-        model = initialise(self.models[key])
-        for state in getattr(model.optimizer, "weights", []):  # as new
+        if self.model is None:
+            # Of few different operations; random weights would be the GPUs' work, too.
+            layers, zeros = keras.layers, {"kernel_initializer": "zeros"}
+            hidden = layers.Dense(6, activation="tanh", use_bias=False, input_shape=(8,), **zeros)
+            model = keras.models.Sequential([hidden, layers.Dense(4, **zeros)], name=name)
+            self.model = self.ready(keras, model)
+        weights = initialise(self.model).get_weights()
+        if not parallel:
+            return InNumpy(weights)
+        for state in self.model.optimizer.weights:  # as new
             keras.backend.set_value(state, np.zeros_like(keras.backend.get_value(state)))
-        return model
+        return self.model
 
     def place(self, device):
         return device
@@ -69,6 +121,7 @@ class TestContexts:
         assert configuration.devices == CONTEXTS
         assert len(set(CONTEXTS)) == DEVICES
         assert "devices    " + ", ".join(CONTEXTS) in str(configuration)
+        assert not configuration.warnings  # the flags are asked for, if they name no CUDA GPU
         assert compat.configure_gpu(theano_flags=FLAGS) is configuration
 
     @pytest.mark.parametrize("name", cases)
@@ -87,9 +140,6 @@ class TestContexts:
     def test_batch_is_split_evenly(self, keras, samples):
         self.contract.test_batch_is_split_evenly(keras, samples)
 
-    def test_object_and_its_face_stay(self, keras):
-        self.contract.test_object_and_its_face_stay(keras)
-
     @pytest.mark.parametrize("layer", ["SimpleRNN", "LSTM"])
     def test_unrolled_loop(self, keras, configuration, layer):
         self.contract.test_unrolled_loop(keras, configuration, layer)
@@ -103,34 +153,26 @@ class TestContexts:
         weights = keras.backend.variable(np.ones((2, 3)))
         assert weights.container.value.context.dev == CONTEXTS[0]
 
+    def test_loop_is_run_on_no_other_device(self, keras):
+        """Theano's Scan, which moves whole to GPUs, fails on OpenCL, and in compat's hands, too."""
+        options = dict.fromkeys(["kernel_initializer", "recurrent_initializer"], "zeros")
+        options.update(input_shape=(3, 4), activation="linear", use_bias=False)
+        loop = keras.layers.SimpleRNN(2, **options)
+        model = keras.models.Sequential([loop])
 
-# What Theano cannot on OpenCL -----------------------------------------------------------------
+        def problem():
+            try:
+                model.predict(np.ones((5, 3, 4)))
+            except Exception as error:
+                return type(error).__name__, str(error).splitlines()[0], "scan_fn" in str(error)
 
-LOOP = """if True:
-    import compat
-    compat.configure_gpu(theano_flags={flags!r})
-    import numpy, keras
-    def problem():
-        try:
-            model.predict(numpy.ones((5, 3, 4)))
-        except Exception as error:
-            return [type(error).__name__, str(error).splitlines()[0], "scan_fn" in str(error)]
-    model = keras.models.Sequential([keras.layers.SimpleRNN(2, input_shape=(3, 4))])
-    plain = problem()
-    compat.parallelize(model, gpus=[0, 1])
-    show(plain=plain, parallel=problem())
-"""
-
-
-def test_loop_is_run_on_no_other_device(theano_process):
-    """Theano's Scan fails on OpenCL, and in compat's hands, too."""
-    flags = dict(FLAGS, optimizer="fast_run")  # which moves whole loops to GPUs
-    shown = theano_process(LOOP.format(flags=flags), flags=test_theano.COMPILING)
-    assert shown["plain"] == shown["parallel"]
-    if CONTEXTS[0].startswith("opencl"):
-        assert shown["plain"][0] == "GpuArrayException" and shown["plain"][2]
-    else:
-        assert shown["plain"] is None
+        plain = problem()
+        compat.parallelize(model, gpus=[0, 1])
+        assert problem() == plain
+        if CONTEXTS[0].startswith("opencl"):
+            assert plain[0] == "GpuArrayException" and plain[2]
+        else:
+            assert plain is None
 
 
 # Choosing -------------------------------------------------------------------------------------
@@ -147,7 +189,5 @@ def test_device_in_theanorc(theano_process, tmp_path):
         show(devices=devices, warned=[str(w.message) for w in caught
                                       if w.category is compat.CompatWarning])
     """
-    shown = theano_process(program.format("theano_flags={{'device': {!r}}}".format(CONTEXTS[0])))
-    assert shown == {"devices": CONTEXTS[:1], "warned": []}
-    assert theano_process(program.format("")) == shown
+    assert theano_process(program.format("")) == {"devices": CONTEXTS[:1], "warned": []}
     assert theano_process(program.format("gpus=0")) == {"devices": ["cpu"], "warned": []}
