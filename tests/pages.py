@@ -72,13 +72,14 @@ def taken(document, sections=None):
             scripts = []
 
 
-def run(document, folder, environ, sections=None):
+def run(document, folder, environ, sections=None, changes=()):
     """Do what a page says in a folder, and compare.
 
     ``python`` and ``compat`` are this interpreter and its compat.
 
     Arguments:
         sections: the headings of those to run; None: the whole page.
+        changes: pairs of a part of one command and of what runs in its place.
 
     Returns:
         How many commands were run.
@@ -90,6 +91,7 @@ def run(document, folder, environ, sections=None):
     environ.update(PYTHONPATH=os.pathsep.join(folders))
     environ.update(HOME=str(folder))  # no keras.json of somebody's
     environ.pop("COMPAT_VERIFY", None)  # as users have it: under simulate=, one step is verified
+    unchanged = dict(changes)
     for language, text in blocks(document, sections):
         if language in ("python", "diff"):
             if language == "diff":
@@ -98,6 +100,8 @@ def run(document, folder, environ, sections=None):
             with open(script, "w") as file:
                 file.write(text)
         for command, printed in commands(text) if language == "console" else ():
+            for part in [part for part in unchanged if part in command]:
+                command = command.replace(part, unchanged.pop(part))
             completed = subprocess.run(
                 re.sub("^compat ", "python -m compat ", command),
                 shell=True,
@@ -114,4 +118,5 @@ def run(document, folder, environ, sections=None):
             is_right = matches and (printed or not completed.returncode)
             assert is_right, (command, completed.stdout, completed.stderr)
             count += 1
+    assert not unchanged
     return count

@@ -25,18 +25,6 @@ class TestCNTKRanks(RanksContract):
     compared_of_batches = 1
 
 
-def test_losses_are_those_of_all_rows_and_what_cannot_be_is_told(tmp_path, monkeypatch):
-    monkeypatch.setenv("KERAS_BACKEND", "cntk")
-    program = "REDUCTIONS = False\n" + ranks.LOSSES
-    alone = ranks.run(program, tmp_path, 1, "cntk")
-    more = ranks.OWN_LOSSES + ranks.OF_KERAS_2 + ranks.DRIFT
-    both = ranks.run(program + more, tmp_path, 2, "cntk")
-    ranks.check_losses(alone, both)
-    ranks.check_own_losses(both[1])
-    ranks.check_of_keras_2(both[1])
-    ranks.check_drift(both[1])
-
-
 METRICS = """
 labels = (y > 0.5).astype("float32")
 shard = compat.shard((x, labels), BATCH)
@@ -51,13 +39,29 @@ weights["data"] = [x, labels]
 """
 
 
-def test_metrics_are_those_of_all_rows(tmp_path):
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory):
+    """What one process and two ranks left of the program above and of those for all backends."""
+    programs = {"losses": "REDUCTIONS = False\n" + ranks.LOSSES, "metrics": METRICS}
+    programs.update(own_losses=ranks.OWN_LOSSES, of_keras_2=ranks.OF_KERAS_2, drift=ranks.DRIFT)
+    ranks_alone = ["own_losses", "of_keras_2", "drift"]
+    return ranks.run_both(programs, tmp_path_factory.mktemp("jobs"), "cntk", ranks_alone)
+
+
+def test_losses_are_those_of_all_rows_and_what_cannot_be_is_told(jobs):
+    ranks.check_losses(jobs)
+    ranks.check_own_losses(jobs)
+    ranks.check_of_keras_2(jobs)
+    ranks.check_drift(jobs)
+
+
+def test_metrics_are_those_of_all_rows(jobs):
     """As computed here, with the weights after each batch's step, as Keras on CNTK does.
 
     In one process Keras 2.3 tells them without the last batch.
     """
-    for size, told in ((1, slice(0, 16)), (2, slice(0, 21))):
-        (found, *_), said = ranks.run(METRICS, tmp_path, size, "cntk")
+    for job, told in zip(jobs, (slice(0, 16), slice(0, 21))):
+        (found, *_), said = job["metrics"]
         kernel, bias, x, labels = [
             found[name] for name in ("first-0", "first-1", "data-0", "data-1")
         ]

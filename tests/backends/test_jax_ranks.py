@@ -72,50 +72,24 @@ class Products(keras.layers.Layer):
         return keras.ops.sum(x * self.factors, -1, keepdims=True)
 
 
-def trained(name, policy, epochs=1, inputs=inputs, optimizer=None):
-    keras.config.set_dtype_policy(policy)
-    model = keras.models.Sequential([dense(5, activation="tanh", input_shape=(6,)), dense(1)])
-    if policy == "float64":
-        model = keras.models.Sequential([keras.Input((6,)), Products()])
-        model.set_weights([np.arange(6.0) / 7])
-    else:  # losses are in float32
-        keras.config.set_dtype_policy("float32")
-    compat.parallelize(model)
-    model.compile(optimizer or keras.optimizers.SGD(0.05, momentum=0.9), "mse")
-    count = 2 * rows if policy == "float64" else len(inputs)  # Keras divides by 5 in float32
-    model.fit(
-        inputs[:count], targets[:count], batch_size=rows, epochs=epochs, shuffle=False, verbose=0
-    )
-    weights[name] = model.get_weights()
-    return model
-
-
-def scaled():
-    return keras.optimizers.LossScaleOptimizer(
-        keras.optimizers.SGD(0.05), initial_scale=2.0**8, dynamic_growth_steps=2
-    )
-
-
 keras.config.set_floatx("float64")
-trained("float64", "float64")
+keras.config.set_dtype_policy("float64")
+model = keras.models.Sequential([keras.Input((6,)), Products()])
+model.set_weights([np.arange(6.0) / 7])
+compat.parallelize(model).compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse")
+count = 2 * rows  # of the last batch, Keras divides by 5 in float32
+model.fit(inputs[:count], targets[:count], batch_size=rows, shuffle=False, verbose=0)
+weights["float64"] = model.get_weights()
 keras.config.set_floatx("float32")
-trained("mixed_bfloat16", "mixed_bfloat16")
-trained("mixed_float16", "mixed_float16", optimizer=scaled())
-overflow = x.copy()
-overflow[14] = 1e6  # of rank 1, in the second batch
-model = trained("scaled", "mixed_float16", 3, compat.shard(overflow, BATCH), scaled())
-said["scaled"] = [float(model.optimizer.dynamic_scale), int(model.optimizer.iterations)]
 """
 PRECISIONS += ranks.NEAR_OVERFLOW
 
 
-def test_trains_in_every_precision(tmp_path):
-    (one,), (alone,) = ranks.run(PRECISIONS, tmp_path, 1, "jax")
-    both, said = ranks.run(PRECISIONS, tmp_path, 2, "jax")
-    ranks.check_arrays(one, *both, tolerance=1e-2)
-    wide = {key: value for key, value in one.items() if key.startswith("float64")}
-    assert wide["float64-0"].dtype == "float64"
-    ranks.check_arrays(wide, *both, tolerance=1e-12)
+def test_trains_in_every_precision(jobs):
+    """With those of the contract."""
+    ((one,), (alone,)), (both, said) = (job["precisions"] for job in jobs)
+    assert one["float64-0"].dtype == "float64"
+    ranks.check_arrays(one, *both, tolerance=1e-12)
     assert said == [alone, alone]
     assert alone["near"] == [2.0**15, 2]
 
@@ -161,15 +135,23 @@ said["twice"] = refusal(lambda: model.fit(inputs, targets, rows, verbose=0))
 """
 
 
-def test_metrics_and_losses_are_those_of_all_rows_and_what_cannot_be_is_told(tmp_path):
-    program = "REDUCTIONS = True\n" + ranks.METRICS + ranks.LOSSES
-    one, (alone,) = ranks.run(ranks.of_keras_3(program), tmp_path, 1, "jax")
-    program = ranks.of_keras_3(program + ranks.OWN_LOSSES + ranks.LATE_DRIFT) + DRIFTS
-    both, said = ranks.run(program, tmp_path, 2, "jax")
-    ranks.check_metrics(alone, said)
-    ranks.check_losses((one, [alone]), (both, said))
-    ranks.check_own_losses(said)
-    ranks.check_late_drift(said)
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory):
+    """What one process and two ranks left of the programs here and of those for all backends."""
+    programs = {"metrics": ranks.METRICS, "losses": "REDUCTIONS = True\n" + ranks.LOSSES}
+    programs.update(own_losses=ranks.OWN_LOSSES, late_drift=ranks.LATE_DRIFT)
+    programs = {name: ranks.of_keras_3(program) for name, program in programs.items()}
+    programs.update(drifts=DRIFTS, precisions=PRECISIONS)
+    ranks_alone = ["own_losses", "late_drift", "drifts"]
+    return ranks.run_both(programs, tmp_path_factory.mktemp("jobs"), "jax", ranks_alone)
+
+
+def test_metrics_and_losses_are_those_of_all_rows_and_what_cannot_be_is_told(jobs):
+    ranks.check_metrics(jobs)
+    ranks.check_losses(jobs)
+    ranks.check_own_losses(jobs)
+    ranks.check_late_drift(jobs)
+    _, said = jobs[1]["drifts"]
     for rank, each in enumerate(said):
         assert each["loop"] == (
             "jax cannot train model 'twice' in a loop of the script's own in rank {} of 2 (compat "

@@ -33,7 +33,7 @@ class Record(keras.callbacks.Callback):
 
 
 model.fit(inputs, targets, rows, epochs=1, shuffle=False, verbose=0, callbacks=[Record()])
-said.update(rank=compat.rank(), read=read, summed=summed)
+said.update(read=read, summed=summed)
 weights["model"] = model.get_weights()
 weights["optimizer"] = model.optimizer.get_weights()
 """
@@ -195,22 +195,17 @@ weights["means"] = [array.asnumpy() for array in arrays]
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory):
     """What one process and two ranks left of all programs above: arrays, and what they said."""
-    folder = tmp_path_factory.mktemp("jobs")
-    program = ROWS + WAYS + ranks.GENERATOR + "REDUCTIONS = False\n" + ranks.LOSSES
-    alone = ranks.run(program, folder, 1, "mxnet")
-    more = ranks.OWN_LOSSES + ranks.DRIFT + NATIVE + ENGINE
-    both = ranks.run(program + more, folder, 2, "mxnet")
-    both[1].sort(key=lambda said: said["rank"])
-    return alone, both
+    programs = {"iterators": ITERATORS, "own": ROWS + WAYS + ranks.GENERATOR}
+    programs["losses"] = "REDUCTIONS = False\n" + ranks.LOSSES
+    programs.update(own_losses=ranks.OWN_LOSSES, drift=ranks.DRIFT, others=NATIVE + ENGINE)
+    ranks_alone = ["own_losses", "drift", "others"]
+    return ranks.run_both(programs, tmp_path_factory.mktemp("jobs"), "mxnet", ranks_alone)
 
 
 @pytest.mark.row("ranks: Horovod")
 def test_every_program_trains_to_the_same_numbers(jobs):
     """Any layer and optimizer, rows from generators; rank 1's optimizer had other state."""
-    ((one,), _), (both, said) = jobs
-    for arrays in both:
-        assert sorted(set(arrays) - set(one)) == sorted(k for k in arrays if "means" in k)
-    ranks.check_arrays(one, *both)
+    said = ranks.check_same(jobs, "own")
     for name in ("clips", "centre", "sparse", "stateful", "loss", "val_loss", "evaluated"):
         assert said[0][name] == said[1][name]
     assert said[0]["evaluated"] == pytest.approx(said[0]["val_loss"][-1], abs=1e-6)
@@ -218,15 +213,15 @@ def test_every_program_trains_to_the_same_numbers(jobs):
 
 
 def test_losses_are_those_of_all_rows_and_what_cannot_be_is_told(jobs):
-    ranks.check_losses(*jobs)
-    ranks.check_own_losses(jobs[1][1])
-    ranks.check_drift(jobs[1][1])
+    ranks.check_losses(jobs)
+    ranks.check_own_losses(jobs)
+    ranks.check_drift(jobs)
 
 
 @pytest.mark.row("ranks: Horovod")
 def test_ranks_read_their_rows_and_sum_gradients(jobs):
     """As MXNet's executors have them: rows of one's own, and the mean gradient of all rows."""
-    (_, (alone,)), (_, said) = jobs
+    (_, (alone,)), (_, said) = (job["own"] for job in jobs)
     assert [len(read) for read in said[1]["read"]] == [4, 4, 2]
     for batch, read in enumerate(alone["read"]):
         np.testing.assert_array_equal(said[0]["read"][batch] + said[1]["read"][batch], read)
@@ -236,7 +231,7 @@ def test_ranks_read_their_rows_and_sum_gradients(jobs):
 
 def test_means_of_arrays_wherever_they_are(jobs):
     """Times the shares of 1/4 and 1/2, in the host's memory and (as of a GPU) elsewhere."""
-    _, (both, said) = jobs
+    both, said = jobs[1]["others"]
     assert said[0]["context"] == 3 * ["cpu(0)"] + 3 * ["cpu(1)"] + ["cpu(0)", "cpu(1)"]
     assert said[0]["kinds"] == 6 * ["default"] + 2 * ["row_sparse"]
     for arrays in both:
@@ -249,8 +244,7 @@ def test_means_of_arrays_wherever_they_are(jobs):
 
 
 def test_models_of_mxnets_own_are_refused(jobs):
-    _, (_, said) = jobs
-    for each in said:
+    for each in jobs[1]["others"][1]:
         assert each["error"] == (
             "mxnet cannot train a Dense of MXNet's own as one of several ranks. Use a model of "
             "Keras, or start the script without a launcher."
@@ -267,8 +261,8 @@ def test_mpirun_with_a_horovod_that_knows_no_mpi_is_an_error():
 
 
 @pytest.mark.row("shard() of iterators of MXNet and DataLoaders of Gluon")
-def test_iterators_give_each_rank_its_part_of_one_process_s_batches(tmp_path):
-    said = ranks.check_same(ITERATORS, tmp_path, backend="mxnet")
+def test_iterators_give_each_rank_its_part_of_one_process_s_batches(jobs):
+    said = ranks.check_same(jobs, "iterators")
     assert [each["pads"][:3] for each in said] == [[0, 0, 0], [0, 0, 3]]
     differs = (
         "{} gives other batches on rank 1 of 2 than on rank 0. Each rank takes its rows of the "

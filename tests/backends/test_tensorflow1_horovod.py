@@ -12,6 +12,8 @@ from . import ranks
 
 # The plain Adam of these, in one process, does not repeat: see test_tensorflow1.py.
 KERAS = keras_under_test().__name__ == "keras"
+# Before Keras 2.3, metrics that keep state are layers.
+STATELESS = not hasattr(keras_under_test().metrics, "AUC")
 
 
 @pytest.mark.row("ranks: Horovod")
@@ -74,7 +76,7 @@ weights["started"] = [normal.get_weights()[2]]  # a moving variance is the ranks
 """
 
 
-# Before Keras 2.3 a metric that keeps state is a layer.
+# With STATELESS metrics.
 STATEFUL = """
 import warnings
 
@@ -104,26 +106,34 @@ said["stateful"] = [str(w.message) for w in caught if w.category is compat.Compa
 """
 
 
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory):
+    """What one process and two ranks left of the programs above and of those for all backends."""
+    programs = {"stateful": STATEFUL} if STATELESS else {"metrics": ranks.METRICS}
+    programs["losses"] = "REDUCTIONS = False\n" + ranks.LOSSES
+    programs.update(started=STARTED, own_losses=ranks.OWN_LOSSES, drift=ranks.DRIFT)
+    programs["ways"] = WAYS + ranks.GENERATOR
+    folder = tmp_path_factory.mktemp("jobs")
+    return ranks.run_both(programs, folder, ranks_alone=["stateful", "own_losses", "drift"])
+
+
 @span
-def test_metrics_and_losses_are_those_of_all_rows_and_what_cannot_be_is_told(tmp_path):
-    metrics = ranks.METRICS if hasattr(keras_under_test().metrics, "AUC") else STATEFUL
-    program = "REDUCTIONS = False\n" + metrics + ranks.LOSSES + STARTED
-    one, alone = ranks.run(program, tmp_path, 1)
-    both, said = ranks.run(program + ranks.OWN_LOSSES + ranks.DRIFT, tmp_path, 2)
-    if metrics == STATEFUL:
-        (warning,) = said[0]["stateful"]
+def test_metrics_and_losses_are_those_of_all_rows_and_what_cannot_be_is_told(jobs):
+    if STATELESS:
+        (warning,) = jobs[1]["stateful"][1][0]["stateful"]
         assert warning.startswith("Metric 'hits' is the mean of the ranks' values")
         assert "this Keras does not tell what the metric keeps" in warning
     else:
-        ranks.check_metrics(alone[0], said)
-    ranks.check_losses((one, alone), (both, said))
-    ranks.check_own_losses(said)
-    ranks.check_drift(said)
+        ranks.check_metrics(jobs)
+    ranks.check_losses(jobs)
+    ranks.check_same(jobs, "started")
+    ranks.check_own_losses(jobs)
+    ranks.check_drift(jobs)
 
 
 @span
-def test_any_optimizer_and_generators_train_to_the_same_numbers(tmp_path):
-    said = ranks.check_same(WAYS + ranks.GENERATOR, tmp_path)
+def test_any_optimizer_and_generators_train_to_the_same_numbers(jobs):
+    said = ranks.check_same(jobs, "ways")
     assert said[0] == said[1]
     assert said[0]["evaluated"] == pytest.approx(said[0]["val_loss"][-1], abs=1e-6)
 
@@ -161,7 +171,9 @@ def test_eager_execution_is_refused(tmp_path):
 
 
 def test_page_of_one_gpu_to_many(tmp_path):
-    assert pages.run("docs/scaling.md", tmp_path, os.environ) == 9
+    """With three ranks, and machines, where the page has more."""
+    fewer = [("-n 8", "-n 3"), ("machines 4", "machines 3"), (",node4:1", "")]
+    assert pages.run("docs/scaling.md", tmp_path, os.environ, changes=fewer) == 9
 
 
 def test_evaluation_on_one_rank_is_named_by_its_line(tmp_path):

@@ -120,34 +120,14 @@ except compat.RankError as error:
 """
 
 
-def check_parts(job, begin=""):
-    """What is the same on both engines: metrics, losses, and what is told.
-
-    Arguments:
-        job: runs a program as so many ranks.
-        begin: the programs' first lines.
-    """
-    reductions = begin + "REDUCTIONS = True\n"
-    program = reductions + ranks.METRICS + ranks.LOSSES
-    programs = program, program + ranks.OWN_LOSSES + ranks.DRIFT
-    if KERAS3:
-        programs = tuple(map(ranks.of_keras_3, programs))
-    one, (alone,) = job(programs[0], 1)
-    both, said = job(programs[1], 2)
-    ranks.check_metrics(alone, said)
-    ranks.check_losses((one, [alone]), (both, said))
-    ranks.check_own_losses(said)
-    ranks.check_drift(said)
-
-
-def test_metrics_and_losses_are_those_of_all_rows_and_what_cannot_be_is_told(tmp_path):
-    check_parts(lambda program, size: ranks.run(program, tmp_path, size))
-
-
+# A bucket for each gradient.
 OVERLAP = """
 import tensorflow as tf
+from compat._ranks.engines import tensorflow_engine
 from compat._runtime import process
 
+sizes = list(tensorflow_engine.BUCKET_SIZES)
+tensorflow_engine.BUCKET_SIZES[:] = [4, 4]
 parts = [dense(5, input_shape=(6,)), dense(4), dense(1)]
 model = compat.parallelize(keras.Sequential(parts))
 model.compile("sgd", "mse")
@@ -193,27 +173,41 @@ said["numbers"] = [
     [op.inputs[0].dtype.name, op.inputs[0].shape[0], len(exchanges[op] & set(products))]
     for op in exchanges if op not in computing
 ]
+tensorflow_engine.BUCKET_SIZES[:] = sizes
 """
 
 
-# One for each gradient of the model above.
-SMALL_BUCKETS = """
-from compat._ranks.engines import tensorflow_engine
+def jobs_of(folder, ways, begin=""):
+    """What one process and two ranks leave of programs, on either engine.
 
-tensorflow_engine.BUCKET_SIZES[:] = [4, 4]
-"""
+    Arguments:
+        ways: a program that trains in other ways.
+        begin: the first lines of each program.
+    """
+    programs = {"metrics": ranks.METRICS, "losses": "REDUCTIONS = True\n" + ranks.LOSSES}
+    programs.update(own_losses=ranks.OWN_LOSSES, drift=ranks.DRIFT)
+    if KERAS3:
+        programs = {name: ranks.of_keras_3(program) for name, program in programs.items()}
+    programs.update(overlap=OVERLAP, ways=ways)
+    programs = {name: begin + program for name, program in programs.items()}
+    return ranks.run_both(programs, folder, ranks_alone=["own_losses", "drift", "overlap"])
 
 
-def check_overlap(job, upstream, begin=""):
+def check_parts(jobs):
+    """Metrics, losses, and what is told."""
+    ranks.check_metrics(jobs)
+    ranks.check_losses(jobs)
+    ranks.check_own_losses(jobs)
+    ranks.check_drift(jobs)
+
+
+def check_overlap(jobs, upstream):
     """No rank waits for another before its backward pass, nor between steps.
 
     Arguments:
-        job: runs a program as so many ranks.
         upstream: how many of the backward pass' five products each exchange comes after.
-        begin: the program's first lines.
     """
-    _, said = job(begin + OVERLAP, 2)
-    for one in said:
+    for one in jobs[1]["overlap"][1]:
         assert one == {
             "between": [],
             "exchanged first": [],
@@ -221,6 +215,24 @@ def check_overlap(job, upstream, begin=""):
             "upstream": upstream,
             "numbers": [["float64", 3, 0]],
         }
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory):
+    return jobs_of(tmp_path_factory.mktemp("jobs"), WAYS)
+
+
+def test_metrics_and_losses_are_those_of_all_rows_and_what_cannot_be_is_told(jobs):
+    check_parts(jobs)
+
+
+def test_own_train_steps_eager_steps_and_batches_train_to_the_same_numbers(jobs):
+    said = ranks.check_same(jobs, "ways")
+    assert said[0] == said[1]
+
+
+def test_gradients_leave_in_buckets_while_others_are_computed(jobs):
+    check_overlap(jobs, [0, 1, 1, 2, 2, 3])
 
 
 REFUSED = """
@@ -261,19 +273,6 @@ said["alone"] = refusal(lambda: alone.fit(inputs, targets, batch_size=rows, verb
 weights["alone, after"] = alone.get_weights()
 said["native"] = refusal(lambda: compat.parallelize(tf.function(lambda x: x)))
 """
-
-
-def test_own_train_steps_eager_steps_and_batches_train_to_the_same_numbers(tmp_path):
-    said = ranks.check_same(WAYS, tmp_path)
-    assert said[0] == said[1]
-
-
-def test_gradients_leave_in_buckets_while_others_are_computed(tmp_path):
-    check_overlap(
-        lambda program, size: ranks.run(program, tmp_path, size),
-        [0, 1, 1, 2, 2, 3],
-        SMALL_BUCKETS,
-    )
 
 
 @span

@@ -20,22 +20,17 @@ from compat._ranks.saving import written_by_rank_0
 from compat.testing import keras_under_test, span
 
 from . import ranks
-from .test_tensorflow2_horovod import (
-    SMALL_BUCKETS,
-    WAYS,
-    OnTensorFlow2,
-    check_overlap,
-    check_parts,
-)
+from .test_tensorflow2_horovod import WAYS, OnTensorFlow2, check_overlap, check_parts, jobs_of
 
 
 @pytest.mark.row("ranks: MultiWorkerMirroredStrategy")
 class TestTensorFlow2Workers(OnTensorFlow2):
     @span
     @pytest.mark.row("compat run --parallelize, ranks")
-    def test_a_script_without_compat_trains_to_the_numbers_of_one_process(self, tmp_path):
+    def test_a_script_without_compat_trains_to_the_numbers_of_one_process(self, results, tmp_path):
         """Workers have to be joined before the script's first model: with each Keras."""
-        super().test_a_script_without_compat_trains_to_the_numbers_of_one_process(tmp_path)
+        test = super().test_a_script_without_compat_trains_to_the_numbers_of_one_process
+        test(results, tmp_path)
 
 
 ROWS = """
@@ -82,27 +77,29 @@ joined = compat.parallelize(lambda: keras.Sequential([dense(1)]), strategy="mirr
 """
 
 
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory):
+    """All after a first model, which was built by a function."""
+    return jobs_of(tmp_path_factory.mktemp("jobs"), WAYS + ROWS, JOIN)
+
+
 @span
-def test_own_train_steps_eager_steps_and_batches_train_to_the_same_numbers(tmp_path):
-    """All after the first model, which was built by a function. Each rank sees its rows alone."""
-    said = ranks.check_same(JOIN + WAYS + ROWS, tmp_path)
+def test_own_train_steps_eager_steps_and_batches_train_to_the_same_numbers(jobs):
+    """Each rank sees its rows alone."""
+    said = ranks.check_same(jobs, "ways")
     assert [one.pop("rows") for one in said] == [[4, 4, 3, 11], [4, 4, 2, 9]]
     assert [one.pop("predicted") for one in said] == [11, 9]
     assert said[0] == said[1]
 
 
 @span
-def test_metrics_and_losses_are_those_of_all_rows_and_what_cannot_be_is_told(tmp_path):
-    check_parts(lambda program, size: ranks.run(program, tmp_path, size), JOIN)
+def test_metrics_and_losses_are_those_of_all_rows_and_what_cannot_be_is_told(jobs):
+    check_parts(jobs)
 
 
-def test_gradients_leave_in_buckets_while_others_are_computed(tmp_path):
+def test_gradients_leave_in_buckets_while_others_are_computed(jobs):
     """One bucket comes after the other, from the last layer on."""
-    check_overlap(
-        lambda program, size: ranks.run(program, tmp_path, size),
-        [0, 1, 2, 3, 4, 5],
-        JOIN + SMALL_BUCKETS,
-    )
+    check_overlap(jobs, [0, 1, 2, 3, 4, 5])
 
 
 def test_large_gradients_are_sent_alone_and_others_in_buckets():

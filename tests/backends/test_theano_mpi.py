@@ -5,7 +5,6 @@ import subprocess
 import sys
 import time
 
-import numpy as np
 import pytest
 
 from compat import _ranks
@@ -32,15 +31,28 @@ class TestTheanoRanks(RanksContract):
     exchanges = (20, 6)  # each is two of MPI's: what ranks come for, and what they exchange
 
 
-def test_losses_are_those_of_all_rows_and_what_cannot_be_is_told(tmp_path):
-    program = "REDUCTIONS = False\n" + ranks.LOSSES
-    alone = ranks.run(program, tmp_path, 1, "theano")
-    more = ranks.OWN_LOSSES + ranks.OF_KERAS_2 + ranks.DRIFT
-    both = ranks.run(program + more, tmp_path, 2, "theano")
-    ranks.check_losses(alone, both)
-    ranks.check_own_losses(both[1])
-    ranks.check_of_keras_2(both[1])
-    ranks.check_drift(both[1])
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory):
+    """What one process and two ranks left of programs for all backends."""
+    programs = {"losses": "REDUCTIONS = False\n" + ranks.LOSSES, "generator": ranks.GENERATOR}
+    programs.update(own_losses=ranks.OWN_LOSSES, of_keras_2=ranks.OF_KERAS_2, drift=ranks.DRIFT)
+    ranks_alone = ["own_losses", "of_keras_2", "drift"]
+    return ranks.run_both(programs, tmp_path_factory.mktemp("jobs"), "theano", ranks_alone)
+
+
+def test_losses_are_those_of_all_rows_and_what_cannot_be_is_told(jobs):
+    ranks.check_losses(jobs)
+    ranks.check_own_losses(jobs)
+    ranks.check_of_keras_2(jobs)
+    ranks.check_drift(jobs)
+
+
+@pytest.mark.row("ranks: MPI")
+def test_generators(jobs):
+    """Which Keras 2 has methods of their own for."""
+    said = ranks.check_same(jobs, "generator")
+    assert said[0] == said[1]
+    assert said[0]["evaluated"] == pytest.approx(said[0]["val_loss"][-1], abs=1e-6)
 
 
 # Flags ----------------------------------------------------------------------------------------
@@ -259,49 +271,3 @@ def test_missing_mpi4py_is_an_error(run):
         "where there is no wheel (on Debian and Ubuntu that needs apt-get install libopenmpi-dev "
         "openmpi-bin).\n"
     )
-
-
-# Generators, which Keras 2 has methods of their own for ------------------------------------------
-
-GENERATORS = """import sys, numpy, compat
-compat.configure_gpu(gpus="cpu")
-import keras
-from compat.testing import CASES, initialise, optimizer
-model = compat.parallelize(initialise(CASES["dense"].build(keras), seed=compat.rank()))
-model.compile(optimizer(keras, "sgd"), CASES["dense"].loss)
-inputs, targets = compat.shard(CASES["dense"].data(122), 61)
-size = compat.local_batch_size(61)
-
-class Batches(keras.utils.Sequence):
-    def __len__(self):
-        return 2
-
-    def __getitem__(self, index):
-        rows = slice(index * size, (index + 1) * size)
-        return inputs[rows], targets[rows]
-
-losses = []
-history = model.fit_generator(Batches(), epochs=2, shuffle=False, verbose=0).history
-losses += history["loss"] + [model.evaluate_generator(Batches())]
-numpy.savez("{}/{}-{}".format(sys.argv[1], compat.size(), compat.rank()), losses=losses,
-            weights=model.get_weights()[0])
-"""
-
-
-@pytest.mark.row("ranks: MPI")
-def test_generators(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(GENERATORS)
-    for size in (1, 2):
-        command = [sys.executable, str(script), str(tmp_path)]
-        launcher = (
-            backend.launcher(_ranks.Job(size, sys.executable, os.environ)) if size > 1 else []
-        )
-        subprocess.run(launcher + command, check=True, timeout=200)
-    one, first, second = [
-        np.load(str(tmp_path / name)) for name in ("1-0.npz", "2-0.npz", "2-1.npz")
-    ]
-    np.testing.assert_array_equal(first["weights"], second["weights"])
-    np.testing.assert_array_equal(first["losses"], second["losses"])
-    np.testing.assert_allclose(first["weights"], one["weights"], atol=1e-5)
-    np.testing.assert_allclose(first["losses"], one["losses"], atol=1e-4)

@@ -13,6 +13,34 @@ from .launchers import MPICH, PLACE, Launchers, environment, run, slurm  # noqa:
 class TestTorchLaunchers(Launchers):
     backend = "torch"
 
+    def test_mpirun(self, check):
+        launcher = [launchers.BIN + "/mpirun.openmpi", "--allow-run-as-root", "--oversubscribe"]
+        check(launcher + ["-n", "2"], "mpirun", launchers.OPEN_MPI)
+
+    def test_pytorchjob(self, check):
+        """MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE alone."""
+        told = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(launchers.free_port()),
+            "WORLD_SIZE": "2",
+        }
+
+        def launch(command, environ):
+            ranks = [
+                subprocess.Popen(
+                    command,
+                    env=dict(environ, RANK=str(rank)),
+                    stdout=subprocess.PIPE,
+                    universal_newlines=True,
+                )
+                for rank in (0, 1)
+            ]
+            said = [rank.communicate(timeout=300)[0].splitlines() for rank in ranks]
+            assert [rank.returncode for rank in ranks] == [0, 0]
+            return said[0] + said[1]
+
+        check([], "RANK", told, launch)
+
     def test_mpiexec_of_mpich(self, check):
         variables = {
             "LD_LIBRARY_PATH": launchers.LIBRARIES,

@@ -294,9 +294,9 @@ train("thawed", model, mse(model))
 """
 
 
-def test_every_backward_pass_is_exchanged_whatever_called_the_model(tmp_path):
+def test_every_backward_pass_is_exchanged_whatever_called_the_model(jobs):
     """With an uneven last batch, but for the two that show no rows."""
-    said = ranks.check_same(BEGIN + CALLS, tmp_path, backend="torch")
+    said = ranks.check_same(jobs, "calls")
     assert said[0]["warned"] == [
         "A backward pass reached the parameters of Encodes, but no call of the model in which rows "
         "of a batch are seen. So all ranks count alike, which is one process's gradient where all "
@@ -412,9 +412,8 @@ if compat.size() > 1:
 
 
 @pytest.mark.row("shard() of a DataLoader of torch")
-def test_loaders_give_each_rank_its_part_of_one_process_s_batches(tmp_path):
-    said = ranks.check_same(BEGIN + LOADERS, tmp_path, backend="torch")
-    for each in said:
+def test_loaders_give_each_rank_its_part_of_one_process_s_batches(jobs):
+    for each in ranks.check_same(jobs, "loaders"):
         assert each["lengths"] == [2, 5, 2]
         no_order = (
             "The ranks cannot agree on the order of a shuffled DataLoader {}: each may draw "
@@ -640,9 +639,8 @@ said["scales"] = scales + [scaler.get_scale()]
 """
 
 
-def test_every_kind_of_backward_pass_gives_one_processs_gradients(tmp_path):
-    (one,), _ = ranks.run(BEGIN + PASSES, tmp_path, 1, "torch")
-    both, said = ranks.run(BEGIN + PASSES, tmp_path, 2, "torch")
+def test_every_kind_of_backward_pass_gives_one_processs_gradients(jobs):
+    ((one,), _), (both, said) = (job["passes"] for job in jobs)
     ranks.check_arrays(one, *both)
     wide = {key: value for key, value in one.items() if key.startswith("float64")}
     assert wide["float64-0"].dtype == "float64"
@@ -731,9 +729,8 @@ weights.pop("differ", None)
 """
 
 
-def test_losses_are_divided_by_the_targets_of_all_ranks(tmp_path):
-    said = ranks.check_same(BEGIN + TARGETS, tmp_path, backend="torch")
-    for each in said:
+def test_losses_are_divided_by_the_targets_of_all_ranks(jobs):
+    for each in ranks.check_same(jobs, "targets"):
         assert each["error"] == (
             "Some ranks divide the loss of Classes by their targets that count, and others do not, "
             "so that their gradients cannot be weighted. Have all ranks compute the same loss."
@@ -823,9 +820,9 @@ said["torch.func"] = [str(w.message) for w in caught if w.category is compat.Com
 """
 
 
-def test_losses_that_are_not_one_processs_are_told(tmp_path):
+def test_losses_that_are_not_one_processs_are_told(jobs):
     """By rank 0, once; whether a sum or mean counts alike on all ranks is what the graph tells."""
-    chief, other = ranks.check_same(BEGIN + REDUCED, tmp_path, backend="torch")
+    chief, other = ranks.check_same(jobs, "reduced")
     assert not any(other.values())
     by_ratio = {"row weights": {}, "mask": {}, "two parts": {}, "root": {}, "terms": {}}
     for name in by_ratio:
@@ -911,11 +908,12 @@ said["incomparable"] = _verification.records()[-1].incomparable["the train step"
 # What no graph of autograd's tells.
 trained("within", lambda: Own(lambda losses, weight: (losses * weight / weight.mean()).mean()))
 trained("across", lambda: Own(lambda losses, weight: losses.std()))
+process.configuration.settings.verify = 0
 """
 
 
-def test_steps_of_keras_are_verified_against_one_process(tmp_path):
-    (chief, other), said = ranks.run(VERIFIED, tmp_path, 2, "torch")
+def test_steps_of_keras_are_verified_against_one_process(jobs_of_keras):
+    (chief, other), said = jobs_of_keras[1]["verified"]
     for key in chief:
         np.testing.assert_array_equal(chief[key], other[key])
         np.testing.assert_array_equal(chief[key.replace("plain", "verified")], chief[key])
@@ -938,8 +936,6 @@ def test_steps_of_keras_are_verified_against_one_process(tmp_path):
 
 # When gradients are sent.
 BUCKETS = """
-from compat._runtime.process import process
-
 events = []
 all_reduce = torch.distributed.all_reduce
 
@@ -1037,30 +1033,28 @@ def in_another_order(rows, targets):
 
 train("two models", one, in_another_order, both)
 keep("the other", two)
+"""
 
-if compat.size() > 1:
-    (engine,) = process.engines.values()
-    engine.steps = 0
-    model = made(Deep)
-    train("even", model, mse(model))
-    try:
-        engine.close() if compat.rank() else mse(model)(*next(batches())).backward()
-    except compat.RankError as error:
-        said["uneven"] = str(error)
+# The last one, since a rank ends the exchange.
+UNEVEN = """
+from compat._runtime.process import process
+
+(engine,) = process.engines.values()
+engine.steps = 0
+model = made(Module)
+train("even", model, mse(model))
+try:
+    engine.close() if compat.rank() else mse(model)(*next(batches())).backward()
+except compat.RankError as error:
+    said["uneven"] = str(error)
 """
 
 
-def test_gradients_leave_while_others_are_computed_and_each_is_sent_as_it_is_at_the_end(tmp_path):
-    (one,), _ = ranks.run(BEGIN + BUCKETS, tmp_path, 1, "torch")
-    both, said = ranks.run(BEGIN + BUCKETS, tmp_path, 2, "torch")
+def test_gradients_leave_while_others_are_computed_and_each_is_sent_as_it_is_at_the_end(jobs):
+    ((one,), _), (both, said) = (job["buckets"] for job in jobs)
     ranks.check_arrays(one, *both)
     # Six numbers, forty, and what comes last, with a header of 21.
     early, late = [6, 40, "last", 70], ["last", 6, 40, 70]
-    advice = "Give every rank the same number: compat.shard() does."
-    assert [each.pop("uneven") for each in said] == [
-        "Rank 0 of 2 has more batches, but rank 1 ran out of them after 3 batches. " + advice,
-        "Rank 1 of 2 ran out of batches after 3 batches, but rank 0 had more. " + advice,
-    ]
     for each in said:
         assert each == {
             "one call": [early] * 3,
@@ -1069,6 +1063,14 @@ def test_gradients_leave_while_others_are_computed_and_each_is_sent_as_it_is_at_
             "changed when it was sent": [early + [6], late, late],
             "changed unseen": [late] * 3,
         }
+
+
+def test_a_rank_that_ends_while_another_has_more_batches_is_told(jobs):
+    advice = "Give every rank the same number: compat.shard() does."
+    assert [each["uneven"] for each in jobs[1]["uneven"][1]] == [
+        "Rank 0 of 2 has more batches, but rank 1 ran out of them after 3 batches. " + advice,
+        "Rank 1 of 2 ran out of batches after 3 batches, but rank 0 had more. " + advice,
+    ]
 
 
 # Ranks that drift apart, each in another way. In one process they are all as good as any.
@@ -1150,8 +1152,8 @@ except compat.RankError as error:
 """
 
 
-def test_ranks_that_drift_apart_are_told_and_the_first_variable_is_named(tmp_path):
-    _, said = ranks.run(BEGIN + DRIFTING, tmp_path, 2, "torch")
+def test_ranks_that_drift_apart_are_told_and_the_first_variable_is_named(jobs):
+    _, said = jobs[1]["drifting"]
     drifted = (
         "The ranks have drifted apart: {} the values of {} on rank 1 of 2 are not those of rank 0. "
         "Ranks train to one process's numbers as long as these are the same. "
@@ -1218,8 +1220,8 @@ said["weights"] = [parameter.tolist() for parameter in model.parameters()]
 """
 
 
-def test_what_ranks_do_not_have_in_common_is_an_error(tmp_path):
-    _, said = ranks.run(BEGIN + REFUSED, tmp_path, 2, "torch")
+def test_what_ranks_do_not_have_in_common_is_an_error(jobs):
+    _, said = jobs[1]["refused"]
     assert said[0] == said[1]
     assert len(said[0].pop("weights")) == 4
     assert said[0] == {
@@ -1233,8 +1235,9 @@ def test_what_ranks_do_not_have_in_common_is_an_error(tmp_path):
 
 
 NEVER_COME = """
-import time, torch, compat
+import time, compat
 time.sleep(100 if compat.rank() % 3 else 0)
+import torch
 compat.configure_gpu(gpus="cpu", backend="torch")
 compat.parallelize(torch.nn.Linear(2, 1))
 """
@@ -1303,8 +1306,19 @@ for _ in range(2):
 """
 
 
-def test_running_statistics_are_the_mean_over_ranks_and_no_false_alarm_is_given(tmp_path):
-    ranks.check_same(BEGIN + STATE, tmp_path, backend="torch")
+def test_running_statistics_are_the_mean_over_ranks_and_no_false_alarm_is_given(jobs):
+    ranks.check_same(jobs, "state")
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory):
+    """What one process and two ranks left of the programs above."""
+    programs = {"loaders": LOADERS, "buckets": BUCKETS, "calls": CALLS, "passes": PASSES}
+    programs.update(targets=TARGETS, reduced=REDUCED, state=STATE)
+    programs.update(drifting=DRIFTING, refused=REFUSED, uneven=UNEVEN)
+    programs = {name: BEGIN + program for name, program in programs.items()}
+    ranks_alone = ["drifting", "refused", "uneven"]
+    return ranks.run_both(programs, tmp_path_factory.mktemp("jobs"), "torch", ranks_alone)
 
 
 # Keras ----------------------------------------------------------------------------------------
@@ -1314,42 +1328,22 @@ import warnings
 import torch
 
 
-def trained(name, model, epochs=1, inputs=inputs, targets=targets, **options):
+def trained(name, model, epochs=2):
     assert compat.parallelize(model) is model
-    options.setdefault("optimizer", keras.optimizers.SGD(0.05, momentum=0.9))
-    model.compile(loss=options.pop("loss", "mse"), **options)
+    model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse")
     history = model.fit(inputs, targets, batch_size=rows, epochs=epochs, shuffle=False, verbose=0)
     weights[name] = model.get_weights()
     said[name] = history.history
-    return model
 
 
 def stack():
     return keras.models.Sequential([dense(5, activation="tanh", input_shape=(6,)), dense(1)])
 
 
-def stack_in(policy):
-    keras.config.set_dtype_policy(policy)
-    try:
-        return stack()
-    finally:
-        keras.config.set_dtype_policy("float32")
-
-
-def scaled():
-    return keras.optimizers.LossScaleOptimizer(
-        keras.optimizers.SGD(0.05), initial_scale=2.0**8, dynamic_growth_steps=2
-    )
-
-
-trained("float64", stack_in("float64"))
-trained("mixed_bfloat16", stack_in("mixed_bfloat16"))
-trained("mixed_float16", stack_in("mixed_float16"), optimizer=scaled())
-overflow = x.copy()
-overflow[14] = 1e6  # of rank 1, in the second batch
-model = trained("scaled", stack_in("mixed_float16"), epochs=3, optimizer=scaled(),
-                inputs=compat.shard(overflow, BATCH))
-said["scaled"] = [float(model.optimizer.dynamic_scale), int(model.optimizer.iterations)]
+keras.config.set_dtype_policy("float64")
+model = stack()
+keras.config.set_dtype_policy("float32")
+trained("float64", model, epochs=1)
 """
 KERAS += ranks.NEAR_OVERFLOW
 KERAS += """
@@ -1368,7 +1362,8 @@ class Tracks(keras.layers.Layer):
 
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
-    trained("tracks", keras.models.Sequential([Tracks(name="tracks"), stack()]), epochs=2)
+    model = keras.models.Sequential([Tracks(name="tracks"), stack()], name="own")
+    trained("tracks", model)
 said["warned"] = [str(w.message) for w in caught if issubclass(w.category, compat.CompatWarning)]
 
 
@@ -1403,7 +1398,7 @@ def parts():
     return model
 
 
-trained("parts", parts(), epochs=2)
+trained("parts", parts())
 
 
 class OneByOne(keras.Model):
@@ -1435,26 +1430,22 @@ def one_by_one():
     return model
 
 
-trained("one by one", one_by_one(), epochs=2)
+trained("one by one", one_by_one())
 """
 
 
-def test_keras_trains_in_every_precision_and_by_any_step(tmp_path):
-    (one,), (alone,) = ranks.run(KERAS, tmp_path, 1, "torch")
-    both, said = ranks.run(KERAS, tmp_path, 2, "torch")
-    rough = ("mixed", "scaled")
-    ranks.check_arrays({k: v for k, v in one.items() if not k.startswith(rough)}, *both)
-    ranks.check_arrays({k: v for k, v in one.items() if k.startswith(rough)}, *both, tolerance=1e-2)
+def test_keras_trains_in_every_precision_and_by_any_step(jobs_of_keras):
+    ((one,), (alone,)), (both, said) = (job["keras"] for job in jobs_of_keras)
+    ranks.check_arrays(one, *both)
     assert alone["warned"] == said[1]["warned"] == []
     (warned,) = said[0]["warned"]
     assert warned == (
-        "Each rank sets 'sequential_6/tracks/moving' from its own rows. All ranks get the mean, "
+        "Each rank sets 'own/tracks/moving' from its own rows. All ranks get the mean, "
         "weighted by rows, which is one process's value for a moving average; it is not for a sum "
         "over rows. Divide such a sum by the number of rows."
     )
     for each in said:
         assert each["called"] == 0
-        assert each["scaled"] == alone["scaled"]
         assert each["near"] == alone["near"] == [2.0**15, 2]
         for name in ("parts", "one by one"):
             assert each[name]["loss"] == pytest.approx(alone[name]["loss"], abs=1e-5)
@@ -1515,8 +1506,8 @@ said["ends early"] = outcome(lambda: model.fit(ends_early(), steps_per_epoch=3, 
 """
 
 
-def test_what_keras_computes_otherwise_than_in_one_process_is_told(tmp_path):
-    _, said = ranks.run(KERAS_REFUSED, tmp_path, 2, "torch")
+def test_what_keras_computes_otherwise_than_in_one_process_is_told(jobs_of_keras):
+    _, said = jobs_of_keras[1]["refused"]
     advice = " Give every rank the same number: compat.shard() does."
     assert [each.pop("ends early") for each in said] == [
         "RankLostError: Rank 0 of 2 has more batches, but rank 1 ran out of them after 2 batches."
@@ -1545,15 +1536,20 @@ def test_what_keras_computes_otherwise_than_in_one_process_is_told(tmp_path):
     }
 
 
-def test_keras_metrics_and_losses_are_those_of_all_rows_and_what_cannot_be_is_told(tmp_path):
-    program = "REDUCTIONS = True\n" + ranks.METRICS + ranks.LOSSES
-    one, (alone,) = ranks.run(ranks.of_keras_3(program), tmp_path, 1, "torch")
-    program = ranks.of_keras_3(program + ranks.OWN_LOSSES + ranks.LATE_DRIFT)
-    both, said = ranks.run(program, tmp_path, 2, "torch")
-    for each in [alone] + said:
-        # On torch Keras' own logs hold the metric's variable, which validation then sets.
-        del each["history"]["hits"]
-    ranks.check_metrics(alone, said)
-    ranks.check_losses((one, [alone]), (both, said))
-    ranks.check_own_losses(said)
-    ranks.check_late_drift(said)
+def test_keras_metrics_and_losses_are_those_of_all_rows_and_what_cannot_be_is_told(jobs_of_keras):
+    # On torch Keras' own logs hold the metric's variable, which validation then sets.
+    ranks.check_metrics(jobs_of_keras, but=["hits"])
+    ranks.check_losses(jobs_of_keras)
+    ranks.check_own_losses(jobs_of_keras)
+    ranks.check_late_drift(jobs_of_keras)
+
+
+@pytest.fixture(scope="module")
+def jobs_of_keras(tmp_path_factory):
+    """What one process and two ranks left of the programs with models of Keras."""
+    programs = {"metrics": ranks.METRICS, "losses": "REDUCTIONS = True\n" + ranks.LOSSES}
+    programs.update(own_losses=ranks.OWN_LOSSES, late_drift=ranks.LATE_DRIFT)
+    programs = {name: ranks.of_keras_3(program) for name, program in programs.items()}
+    programs.update(keras=KERAS, verified=VERIFIED, refused=KERAS_REFUSED)
+    ranks_alone = ["own_losses", "late_drift", "verified", "refused"]
+    return ranks.run_both(programs, tmp_path_factory.mktemp("jobs"), "torch", ranks_alone)

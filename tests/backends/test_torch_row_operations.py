@@ -369,7 +369,7 @@ class Case:
         from compat._backends.torch.watch import Watch
 
         given = list(values)
-        self.torch.manual_seed(0)
+        self.torch.default_generator.manual_seed(0)
         for place, placement in zip(self.tensors, placements):
             tensor = given[place] = self.torch.tensor(values[place])
             if isinstance(placement, _rows.Sharded):
@@ -383,7 +383,7 @@ class Case:
         from compat._backends.torch.calls import tensors_in
 
         given = list(values)
-        self.torch.manual_seed(0)
+        self.torch.default_generator.manual_seed(0)
         for place in self.tensors:
             given[place] = self.torch.tensor(values[place])
         with self.torch.no_grad():

@@ -8,8 +8,9 @@ A backend's test file is mostly one subclass::
         backend = "mybackend"
 
 Run it as ``compat.testing``'s. All that trains and compares runs in one job for each number of
-ranks: two on this machine, three on two machines. Each fault is a job of its own. Most of the time
-goes into starting processes that import a framework, so that no job has more ranks than it needs.
+ranks: two on this machine, which a fault ends, and three on two machines. Each other fault is a job
+of its own. Most of the time goes into starting processes that import a framework, so that no job
+has more ranks than it needs.
 
 ``NativeRanksContract`` is the same for models of the framework's own kind.
 """

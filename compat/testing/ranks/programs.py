@@ -18,6 +18,7 @@ from ..._runtime.process import process
 from ..models import CASES, fit_in_order, initialise, keras_under_test, optimizer
 from . import exchanges, stopping
 from .faults import FAULTS, FAULTY
+from .unchanged import unchanged  # noqa: F401  # which main() calls
 
 # Rows of a batch of all ranks, and of the data: two whole batches and one of 13 rows.
 BATCH, ROWS = 61, 135

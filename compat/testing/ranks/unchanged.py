@@ -1,6 +1,6 @@
 """A script that knows nothing of compat, and is run as it is on ranks."""
 
-# Its last batch is uneven on three ranks.
+# Its last batches are uneven on two ranks, and on three.
 UNCHANGED = """\
 import importlib, os, sys
 import numpy as np
@@ -14,7 +14,7 @@ model.set_weights([random.uniform(-0.5, 0.5, w.shape) for w in model.get_weights
 model.compile("sgd", "mse")
 x, y = random.normal(size=(135, 6)), random.normal(size=(135, 4))
 history = model.fit(
-    x, y, batch_size=61, epochs=2, shuffle=False, verbose=0, validation_split=0.25
+    x, y, batch_size=62, epochs=2, shuffle=False, verbose=0, validation_split=0.25
 ).history
 
 
@@ -23,7 +23,7 @@ class Items(getattr(keras.utils, "PyDataset", None) or keras.utils.Sequence):
         return 3
 
     def __getitem__(self, index):
-        rows = slice(61 * index, 61 * index + 61)
+        rows = slice(62 * index, 62 * index + 62)
         return x[rows], y[rows]
 
     def on_epoch_end(self):
@@ -34,5 +34,13 @@ fit = model.fit_generator if hasattr(model, "fit_generator") else model.fit
 batches = (Items()[step % 3] for step in range(100))
 history["of_items"] = fit(Items(), shuffle=False, epochs=2, verbose=0).history["loss"]
 history["of_batches"] = fit(batches, steps_per_epoch=3, epochs=2, verbose=0).history["loss"]
-print("HISTORY", *[repr(float(v)) for name in sorted(history) for v in history[name]])
+numbers = [float(value) for name in sorted(history) for value in history[name]]
+print("HISTORY", *map(repr, numbers))
 """
+
+
+def unchanged(keras, folder):
+    """Run the script in this process, which has configured compat already."""
+    names = {}  # type: dict
+    exec(UNCHANGED, names)
+    return {}, {"history": names["numbers"]}
