@@ -21,7 +21,7 @@ from .._keras import automatic_parallel
 from .._runtime import on_import, patching
 from .._runtime.process import process
 from .contract import BackendContract
-from .models import CASES, DEVICES, initialise, optimizer
+from .models import CASES, DEVICES, clear_session, initialise, optimizer
 from .ranks.unchanged import UNCHANGED
 from .spans import span
 
@@ -83,19 +83,18 @@ class AutomaticContract(BackendContract):
         self.close(*weights)
 
     @pytest.mark.row("compat run --parallelize")
-    def test_a_script_without_compat_runs_on_all_devices(self, tmp_path, monkeypatch):
+    def test_a_script_without_compat_runs_on_all_devices(self, keras, tmp_path, monkeypatch):
         monkeypatch.setenv("COMPAT_VERIFY", "1")
         script = tmp_path / "unchanged.py"
         script.write_text(UNCHANGED)
+        on_one = {}  # type: dict
+        exec(UNCHANGED, on_one)
         command = ["-m", "compat", "run", "--backend", self.instance().framework]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        found = []
-        for options in ([], ["--parallelize", "--simulate", str(DEVICES)]):
-            completed = self.python(*command + options + [str(script)], **pipes)
-            assert completed.returncode == 0, completed.stderr
-            (line,) = re.findall("HISTORY (.*)", completed.stdout)
-            found.append([float(value) for value in line.split()])
-        assert found[0] == pytest.approx(found[1], abs=1e-4)
+        command += ["--parallelize", "--simulate", str(DEVICES), str(script)]
+        completed = self.python(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert completed.returncode == 0, completed.stderr
+        (line,) = re.findall("HISTORY (.*)", completed.stdout)
+        assert on_one["numbers"] == pytest.approx([float(n) for n in line.split()], abs=1e-4)
         (devices,) = re.findall("compat run: .* runs on (.*)", completed.stderr)
         assert "divided over" not in completed.stderr
         assert len(devices.split(", ")) == DEVICES
@@ -156,7 +155,7 @@ class AutomaticContract(BackendContract):
             model.fit(inputs, targets, verbose=0)
             reference = weakref.ref(model)
             del model
-            getattr(keras.backend, "clear_session", int)()  # Theano has none
+            clear_session(keras)
             gc.collect()
             assert reference() is None
 

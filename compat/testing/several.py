@@ -67,7 +67,7 @@ class SeveralDevicesContract(TrainedModels, Contract):
     def test_moves_to_other_devices_and_back_to_one(self, configuration):
         inputs, targets = self.data(61)
         plain, model = self.plain(), self.parallel()
-        for devices in ([2, 0], [0, 1, 2], [1], [1, 2], [0]):
+        for devices in ([2, 0], [1], [0, 1, 2], [0]):
             assert compat.parallelize(model, gpus=devices) is model
             for each in (plain, model):
                 self.fit(each, 61, 16)

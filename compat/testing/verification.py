@@ -10,7 +10,7 @@ import compat
 from .._configuration.settings import Every
 from .._verification import largest_difference
 from .contract import BackendContract
-from .models import CASES, fit_in_order, initialise, optimizer, optimizers_of
+from .models import CASES, clear_session, fit_in_order, initialise, optimizer, optimizers_of
 from .spans import contract_of, in_span, span
 from .terminals import terminal
 
@@ -32,12 +32,12 @@ class VerificationContract(BackendContract):
     @pytest.mark.parametrize("name", in_span(["dense", "multi"], ["dense"]))
     def test_first_steps_are_verified(self, keras, name):
         """They leave the model as steps do that are not, and say what they compared."""
-        inputs, targets = CASES[name].data(45)
+        inputs, targets = CASES[name].data(48)  # three batches of one size, which compiles once
         models = [self.compiled(keras, name, parallel=True) for _ in range(2)]
         record = self.verified(models[1], 2)
         for model in models:
             fit_in_order(model, inputs, targets, validation_data=(inputs, targets))
-            model.predict(inputs, verbose=0)
+            model.predict(inputs, batch_size=16, verbose=0)
         assert record.steps == {"train": 2, "evaluate": 1, "predict": 1}
         assert record.compared > 2 * len(models[0].get_weights())
         assert not record.incomparable
@@ -60,17 +60,17 @@ class VerificationContract(BackendContract):
 
     @span
     def test_leaves_no_trace_whatever_the_optimizer(self, keras, pytestconfig):
-        """Weights to the bit, after a verified step and two that are not."""
+        """Weights to the bit, after a verified step and one that is not."""
         optimizers = list(optimizers_of(keras))
         assert len(optimizers) > 5
         if contract_of(pytestconfig) == "span":
             optimizers = optimizers[::3]  # all of them take half a minute
-        inputs, targets = CASES["dense"].data(20)
+        inputs, targets = CASES["dense"].data(16)
         found = {}
         for name, make in optimizers:
             trained = []
             for steps in (0, 1):
-                getattr(keras.backend, "clear_session", int)()
+                clear_session(keras)
                 model = keras.models.Sequential([keras.layers.Dense(4, input_shape=(8,))])
                 compat.parallelize(initialise(model))
                 model.compile(make(), "mse", **self.quick)

@@ -13,7 +13,6 @@ import os
 import pickle
 import runpy
 import sys
-import time
 import traceback
 
 VERIFIES = os.environ.get("COMPAT_VERIFY") == "1"
@@ -44,7 +43,7 @@ def outcome(framework, script):
     """What a script printed, its models' weights, and where their products ran."""
     sys.argv = [script]
     seed(framework)
-    printed, error, weights, began = io.StringIO(), None, [], time.process_time()
+    printed, error, weights = io.StringIO(), None, []
     before = len(records())
     try:
         with contextlib.redirect_stdout(printed):
@@ -57,7 +56,6 @@ def outcome(framework, script):
         "error": error,
         "weights": weights,
         "operations": [record.operations for record in records()[before:]],
-        "cpu": time.process_time() - began,
     }
 
 

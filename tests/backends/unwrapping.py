@@ -7,6 +7,7 @@ of the graph run on the CPU.
 import inspect
 import os
 import re
+import subprocess
 import sys
 import time
 
@@ -355,7 +356,8 @@ class Unwrapping:
         weights = str(tmp_path / "weights.h5")
         wrapped, _ = self.trained(keras, sequential(keras), make_parallel, monkeypatch)
         wrapped.save_weights(weights)
-        assert damaged_files.all_problems(damaged_files.CASES, [path, weights]) == []
+        command = [sys.executable, damaged_files.__file__, str(damaged_files.CASES), path, weights]
+        assert subprocess.check_output(command, universal_newlines=True) == "\n"
 
     def test_no_file_is_lost(self, keras, path, capsys, monkeypatch):
         wrapped, _ = self.trained(keras, sequential(keras), make_parallel, monkeypatch)

@@ -7,6 +7,7 @@ from backends.conftest import TESTED, record_versions  # noqa: F401
 
 import compat
 from compat.testing import BackendContract, ParallelContract, keras_under_test
+from compat.testing.models import clear_session
 
 DEVICES = 8
 
@@ -20,8 +21,7 @@ def configuration():
 def keras(configuration):
     keras = keras_under_test()
     yield keras
-    if hasattr(keras.backend, "clear_session"):  # Theano has none
-        keras.backend.clear_session()
+    clear_session(keras)
 
 
 def _contract():

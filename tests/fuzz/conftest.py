@@ -10,6 +10,7 @@ from operations import Operations
 from trial import OUTCOMES
 
 from compat.testing import keras_under_test
+from compat.testing.models import clear_session
 
 #: Programs of a run of CI where nothing is said: as many as fit in 15 seconds of CPU.
 COUNTS = {"tensorflow1": 3, "tensorflow2": 3, "jax": 2, "theano": 8, "mxnet": 20, "torch": 14}
@@ -42,8 +43,7 @@ def operations(configuration):
 def keras(configuration):
     keras = keras_under_test()
     yield keras
-    if hasattr(keras.backend, "clear_session"):  # Theano has none
-        keras.backend.clear_session()
+    clear_session(keras)
 
 
 def pytest_generate_tests(metafunc):

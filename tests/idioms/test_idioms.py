@@ -21,6 +21,8 @@ from comparing import ALONE, REFUSED, SPLIT, TOLERANCES, UNUSABLE, WHOLE, verdic
 from kerases import is_keras_3
 from kit import Kit
 
+from compat.testing.models import clear_session
+
 NOT_HERE, ONE_DEVICE = "-", "one device"
 #: What compat sees nothing of: computed outside of the model, and right, on one device.
 OUTSIDE = ("K.function with an optimizer's updates",)
@@ -41,8 +43,7 @@ def found(name, keras):
     else:
 
         def run(parallel):
-            if hasattr(keras.backend, "clear_session"):
-                keras.backend.clear_session()
+            clear_session(keras)
             return idiom.run(Kit(keras), parallel)
 
         kind, reason = verdict(run, TOLERANCES[keras.backend.floatx()])
