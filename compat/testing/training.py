@@ -129,7 +129,7 @@ class TrainingContract(BackendContract):
             layers = keras.layers
             steps = layers.Input(shape=(6, 4))
             x = layers.Masking()(steps)
-            x = layers.SimpleRNN(5, return_sequences=True, **self.lstm_options)(x)
+            x = layers.LSTM(5, return_sequences=True, **self.lstm_options)(x)
             return keras.models.Model(steps, layers.TimeDistributed(layers.Dense(2))(x))
 
         random = np.random.RandomState(5)
