@@ -688,10 +688,9 @@ def test_without_a_configuration_the_backend_says_what_there_is(keras):
 
 def test_wrong_arguments_of_parallelize(keras):
     configure()
-    with pytest.raises(compat.InvalidArgumentError):
-        compat.parallelize(keras.Model(), "two")
-    with pytest.raises(TypeError):  # a NotAModelError is one
-        compat.parallelize(None)
+    with pytest.raises(compat.InvalidArgumentError) as caught:
+        compat.parallelize(keras.Model(), strategy="mirror")
+    assert str(caught.value).startswith("strategy='mirror' is not understood. Use None ")
     with pytest.raises(compat.NotAModelError) as caught:
         compat.parallelize(keras.Model(), strategy="mirrored")
     assert str(caught.value) == (
@@ -699,6 +698,16 @@ def test_wrong_arguments_of_parallelize(keras):
         "made under the strategy; it was given {!r}. Put the lines that build the model into a "
         "function, and pass that.".format("{0.__module__}.{0.__qualname__}".format(keras.Model))
     )
+    with pytest.raises(compat.InvalidArgumentError):
+        compat.parallelize(keras.Model(), "two")
+    for value, name in ((3, "'builtins.int'"), (None, "'builtins.NoneType'")):
+        with pytest.raises(TypeError) as caught:
+            compat.parallelize(value)
+        assert type(caught.value) is compat.NotAModelError
+        assert str(caught.value) == (
+            "parallelize() takes a Keras model, a model of the backend's own kind, or a function "
+            "that builds one; it was given {}.".format(name)
+        )
 
     def build():
         keras.Model()  # not returned

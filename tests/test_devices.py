@@ -436,6 +436,14 @@ def test_all_gpus_of_a_machine_without_any_are_no_shortage():
     assert summary(chosen(None)) == ((), (), None)
 
 
+def test_problems_of_the_variable_come_with_the_choice(machine):
+    machine.plug(2)
+    devices = chosen(None, CUDA_VISIBLE_DEVICES="1, 0")
+    assert devices.gpus == ("1", "0")
+    assert devices.problems == [SPACE.format("1, 0", "1,0", corrected("1,0"))]
+    assert devices.environ({"CUDA_VISIBLE_DEVICES": "1, 0"})["CUDA_VISIBLE_DEVICES"] == "1,0"
+
+
 @pytest.mark.parametrize(
     "gpus, expected, shortage",
     [

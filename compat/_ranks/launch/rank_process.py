@@ -223,7 +223,7 @@ class _Rank:
             for stream, kind in streams.items():
                 selector.register(stream, selectors.EVENT_READ, forwarded[kind])
             while selector.get_map():
-                if process.poll() is not None:  # before the look for what it printed last
+                if process.poll() is not None:  # before select(), which still sees its last output
                     ended = ended or time.monotonic()
                 ready = selector.select(_UNSHOWN)
                 for key, _ in ready:

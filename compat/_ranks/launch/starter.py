@@ -156,7 +156,7 @@ def start_here() -> int:
         for place, process in zip(task["ranks"], processes):
             if process.returncode:  # shown where the rank itself does not tell
                 said = "Rank {} was the first to end, with exit status {}.\n"
-                # At once, where print() may write the line's end by itself: ranks write there, too.
+                # One write: print() may write the newline separately, and ranks write here, too.
                 sys.stdout.write(said.format(launchers.launched(place).rank, status))
                 break
         return status
