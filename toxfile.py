@@ -97,13 +97,15 @@ def tox_before_run_commands(tox_env):
 
 @impl
 def tox_after_run_commands(tox_env, outcomes):
-    """Leave the times of an environment beside its results, for tests/support_table.py."""
+    """Leave an environment's times and failed commands, for tests/support_table.py."""
     if PART:
         return
     began = BEGAN[tox_env.name]
     before = len(tox_env.conf["commands_pre"])
     tests = sum(outcome.elapsed for outcome in outcomes[before:])
     times = {"run": RUN, "began": began, "setup": time.time() - began - tests, "tests": tests}
+    failed = [outcome.shell_cmd for outcome in outcomes if outcome.exit_code]
     results = tox_env.core["work_dir"] / "results"
     results.mkdir(exist_ok=True)
-    (results / (tox_env.name + ".json")).write_text(json.dumps(times), encoding="utf-8")
+    said = json.dumps(dict(times, failed=failed))
+    (results / (tox_env.name + ".json")).write_text(said, encoding="utf-8")

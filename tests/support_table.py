@@ -276,6 +276,16 @@ def not_run(results):
     return lines, failures
 
 
+def failed_commands(folder):
+    """What failed of which environment, those without a result of tests among them."""
+    for path in _new(_since(folder), folder, *sorted(_listed(folder))):
+        if path.endswith(".json"):
+            with open(path, encoding="utf-8") as file:
+                failed = json.load(file).get("failed", ())
+            name = os.path.basename(path)[: -len(".json")]
+            yield from ("failed: {}: {}".format(name, command) for command in failed)
+
+
 def slowest_tests(results):
     """The slowest tests of all environments, the slowest first."""
     tests = [test + (name,) for name, result in results.items() for test in result.durations]
@@ -337,6 +347,7 @@ def main(folder, *options):
         missing, failures = [written.format(_list(results))], []
         if without:
             missing.append("unchanged, no result: {}".format(", ".join(without)))
+    failures += failed_commands(folder)
     for name, result in results.items():
         if result.bad:
             failures.append("failed: {}: {}".format(name, result))

@@ -152,6 +152,18 @@ def test_failures_fail_and_skips_are_shown(run):
     ]  # fmt: skip
 
 
+def test_failed_commands_are_named_and_fail(run):
+    """Of environments without tests as well, and until those are run again."""
+    lint = run.results / "lint.json"
+    lint.write_text(json.dumps({"failed": ["ruff check ."]}))
+    status, lines = run({"py37-theano": 0})
+    assert status == 1
+    assert lines[-2] == "failed: lint: ruff check ."
+    os.utime(str(lint), (999, 999))
+    status, _ = run({})
+    assert status == 0
+
+
 def test_features_are_in_the_environments_where_all_their_tests_passed(run):
     _, lines = run({"py36-theano": 0, "py37-theano": 1, "py37-mxnet": 0})
     rows = [line for line in lines if line.startswith("| native")]

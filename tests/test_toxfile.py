@@ -4,6 +4,7 @@ tox is not installed in these.
 """
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -66,6 +67,20 @@ def test_an_environment_begins_without_its_old_results(load, tmp_path):
     tox.tox_after_run_commands(env, [])
     assert results(tmp_path) == ["py37-theano.json", "py37-theano.xml", "py38-theano.xml"]
     assert len(env.conf["commands"]) == 2
+
+
+def test_an_environment_leaves_its_times_and_what_failed(load, tmp_path):
+    tox, env = load("-e", "py37-theano"), environment(tmp_path)
+    tox.tox_before_run_commands(env)
+    outcomes = [
+        types.SimpleNamespace(elapsed=seconds, exit_code=code, shell_cmd="pytest tests/" + name)
+        for seconds, code, name in ((2, 0, "backends"), (3, 1, "drop_in"))
+    ]
+    tox.tox_after_run_commands(env, outcomes)
+    left = json.loads((tmp_path / "results" / "py37-theano.json").read_text())
+    assert sorted(left) == ["began", "failed", "run", "setup", "tests"]
+    assert left["tests"] == 5
+    assert left["failed"] == ["pytest tests/drop_in"]
 
 
 def test_what_tests_start_collects_garbage_less_often(load, tmp_path):
