@@ -50,7 +50,7 @@ class Sums:
             self._send()
 
     def complete(self, header, values):
-        """Sum up the header and all values; afterwards their means are in the tensors' places.
+        """Sum up the header and all values; afterwards ``mean`` and ``means_into`` have the means.
 
         Arguments:
             values: by the ids of the tensors, each with its weight; zeros in the place of what is
@@ -78,7 +78,6 @@ class Sums:
                 self.engine.end_sum(self.engine.begin_sum(bucket.flat))
         self.sent = 0
         for bucket in self.buckets:
-            bucket.flat.mul_(self.factor)
             bucket.clear()
         return any(early)
 
@@ -98,16 +97,15 @@ class Sums:
         return sums[self.numbers :]
 
     def mean(self, tensor):
-        """A copy of the mean in a tensor's place, in the tensor's type of number."""
-        mean = self.slots[id(tensor)].view
+        """The mean of what was summed up for a tensor, in the tensor's type of number."""
+        mean = self.slots[id(tensor)].view * self.factor
         mean = torch.view_as_complex(mean) if tensor.is_complex() else mean
-        return mean.to(tensor.dtype, copy=True)
+        return mean.to(tensor.dtype)
 
     def means_into(self, tensors, results):
-        """Write the means in the places of some tensors into others that are there."""
-        views = [self.slots[id(tensor)].view for tensor in tensors]
-        if results:  # the operation takes no empty list
-            torch._foreach_copy_([_real(result) for result in results], views)
+        """Write the means of some tensors into others that are there."""
+        for tensor, result in zip(tensors, results):
+            torch.mul(self.slots[id(tensor)].view, self.factor, out=_real(result))
 
 
 #: What is held of a tensor that has no value, and its weight.
@@ -121,10 +119,10 @@ class _Bucket:
         shapes = [_real(tensor.detach()).shape for tensor in tensors]
         counts = [shape.numel() for shape in shapes]
         self.flat = torch.zeros(front + sum(counts), dtype=dtype, device=device)
-        self.front, self.values = self.flat[:front], self.flat[front:]
+        self.front = self.flat[:front]
         self.slots = [
             _Slot(self, tensor, part.view(shape))
-            for tensor, shape, part in zip(tensors, shapes, self.values.split(counts))
+            for tensor, shape, part in zip(tensors, shapes, self.flat[front:].split(counts))
         ]
         self.clear()
 
@@ -141,22 +139,15 @@ class _Bucket:
 
     @torch.no_grad()
     def fill(self):
-        """Write what is held, times its weight: all at once, which takes half as long."""
-        held = [slot.held for slot in self.slots]
-        if not held:
-            return
-        parts = [
-            torch.zeros_like(slot.view) if value is None else _real(value)
-            for slot, (value, _) in zip(self.slots, held)
-        ]
-        torch.cat([part.reshape(-1) for part in parts], out=self.values)
-        weights = {weight for value, weight in held if value is not None}
-        if len(weights) == 1:
-            self.values.mul_(weights.pop())
-        for slot, (value, weight) in zip(self.slots, held):
-            slot.version = None if value is None else value._version
-            if weights:
-                slot.view.mul_(weight)
+        """Write what is held, times its weight, in one pass over the memory."""
+        for slot in self.slots:
+            value, weight = slot.held
+            if value is None:
+                slot.view.zero_()
+                slot.version = None
+            else:
+                slot.version = value._version
+                torch.mul(_real(value).to(slot.view.dtype), weight, out=slot.view)
 
     def has_sent(self, values):
         """Whether what was sent is what these values are now."""

@@ -62,12 +62,19 @@ def start(where: str, cluster: bool, command: Sequence[str]) -> int:
     machines = [(None, int(where))] if where.isdigit() else _ranks.parse_hosts(where)
     task = {"command": command, "directory": os.getcwd(), "environ": exported(os.environ)}
     agents: List[Any] = []
-    for (host, _), ranks in zip(machines, _places(machines, cluster)):
-        agents.append(subprocess.Popen(_agent(host), stdin=subprocess.PIPE))
-        _tell(agents[-1:], json.dumps(dict(task, ranks=ranks)))
-    signal.signal(signal.SIGTERM, lambda *ignored: sys.exit(128 + signal.SIGTERM))
-    # ssh passes no signal on.
-    signal.signal(signal.SIGINT, lambda *ignored: _tell(agents, "interrupt"))
+    size = sum(slots for _, slots in machines)
+    with _reserved_ports(size if cluster else 1) as ports:
+        for (host, _), ranks in zip(machines, _places(machines, ports, cluster)):
+            agents.append(subprocess.Popen(_agent(host), stdin=subprocess.PIPE))
+            _tell(agents[-1:], json.dumps(dict(task, ranks=ranks)))
+        signal.signal(signal.SIGTERM, lambda *ignored: sys.exit(128 + signal.SIGTERM))
+        # ssh passes no signal on.
+        signal.signal(signal.SIGINT, lambda *ignored: _tell(agents, "interrupt"))
+        return _ends(agents)
+
+
+def _ends(agents):
+    """Wait for the processes of machines as ``_watch`` does, and see that they end."""
     try:
         return _watch(agents)
     finally:
@@ -85,13 +92,17 @@ def _tell(agents, line):
             agent.stdin.flush()
 
 
-def _places(machines, cluster):
-    """Each machine's ranks: the variables that tell them their places."""
+def _places(machines, ports, cluster):
+    """Each machine's ranks: the variables that tell them their places.
+
+    Arguments:
+        ports: one for each rank of a cluster; otherwise that of the rendezvous, in a list.
+    """
     size = sum(slots for _, slots in machines)
     hosts = [host for host, slots in machines for _ in range(slots)]
     addresses = [
         "{}:{}".format(_ranks.host_address(host or "127.0.0.1"), port)
-        for host, port in zip(hosts, _free_ports(size))
+        for host, port in zip(hosts, ports)
     ]
     names = "COMPAT_RANK", "COMPAT_SIZE", "COMPAT_LOCAL_RANK", "COMPAT_LOCAL_SIZE"
     ranks = itertools.count()
@@ -106,13 +117,23 @@ def _places(machines, cluster):
         yield places
 
 
-def _free_ports(count):
-    """Ports that are free here; on another machine they are likely to be."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+@contextlib.contextmanager
+def _reserved_ports(count):
+    """Ports that are free here; on another machine they are likely to be.
+
+    On Linux they stay so until a rank listens, which takes the seconds in which it imports its
+    framework: the kernel gives a port to nobody else while a socket is bound to it, and lets
+    servers, which set SO_REUSEADDR, listen at it as long as that socket does not (tcp(7)).
+    """
+    with contextlib.ExitStack() as reserved:
+        sockets = [reserved.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             each.bind(("", 0))
-        return [each.getsockname()[1] for each in sockets]
+        ports = [each.getsockname()[1] for each in sockets]
+        if sys.platform != "linux":
+            reserved.close()
+        yield ports
 
 
 def _agent(host):
