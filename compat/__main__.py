@@ -42,6 +42,7 @@ examples:
   compat run --gpus 0,1 train.py         a script as it is, on two GPUs
   compat run -n 4 train.py --epochs 5    as four processes that train together, a GPU each
   compat test train.py                   whether it does the same on several devices
+  compat machines 2 sh train.sh          what uses two machines, on this one
   compat pins theano --python 3.7        versions that are tested together
   compat tox                             your project's tests, on each backend
   compat unwrap old.h5                   the plain model in a file of multi_gpu_model
@@ -67,7 +68,7 @@ def main(arguments=None):
     parser = _parser()
     parsed, unknown = parser.parse_known_args(arguments)
     if parsed.command is None:
-        parser.error("a command is needed: env, run, test, pins, tox or unwrap")
+        parser.error("a command is needed: env, run, test, machines, pins, tox or unwrap")
     if unknown:  # the command's usage, not that of all
         parsed.parser.error("unrecognized arguments: " + " ".join(unknown))
     if getattr(parsed, "quiet", False):
@@ -208,9 +209,9 @@ def _parser():
     test.add_argument("--quiet", **QUIET)
     _add_script(test)
 
-    from ._commands import pins, tox_ini, unwrap  # for start-up time
+    from ._commands import machines, pins, tox_ini, unwrap  # for start-up time
 
-    for command in (pins, tox_ini, unwrap):
+    for command in (machines, pins, tox_ini, unwrap):
         command.add_to(commands)
     return parser
 

@@ -5,7 +5,7 @@
 Each round is a job of ``compat run`` with Keras on torch, or on another backend with ranks. The
 fault comes from outside, at a random moment while the rank starts or trains: it is killed, stopped,
 slow, interrupted, made to exit, has a full disk, or loses the network between its machine and the
-other one (``compat.machines``). Whatever it is, the job ends within a bound, says which rank had
+other one (``compat machines``). Whatever it is, the job ends within a bound, says which rank had
 it, leaves no process behind, and leaves checkpoints that are whole.
 """
 
@@ -21,7 +21,8 @@ import sys
 import tempfile
 import time
 
-from compat import errors, machines
+from compat import errors
+from compat._commands import machines
 
 #: In the environment of each process of a job, with a value of its own.
 VARIABLE = "COMPAT_SOAK_ROUND"

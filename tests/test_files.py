@@ -256,7 +256,7 @@ TEMPORARY = {
     "compat._backends.jax.timeline", "compat._backends.mxnet.op_placement",
     "compat._backends.tensorflow2.timeline", "compat._commands.verify_script",
     "compat._ranks.launch.rank_process", "compat._commands.pytest_plugin.child",
-    "compat._commands.pytest_plugin.own_process", "compat.machines",
+    "compat._commands.pytest_plugin.own_process", "compat._commands.machines",
 }  # fmt: skip  # into temporary folders of their own
 
 

@@ -8,9 +8,10 @@ import textwrap
 
 import pytest
 from conftest import ROOT
+from test_main import here
 
-from compat import _ranks, errors, machines
-from compat._commands import run_script
+from compat import _ranks, errors
+from compat._commands import machines, run_script
 from compat._ranks.launch import rank_process, starter, watching
 from compat._runtime import by_path
 
@@ -311,10 +312,11 @@ def test_no_rank_survives_the_one_who_started_all(job):
     assert "the launcher ended with exit status -9" in err
 
 
-@pytest.mark.parametrize("arguments", [[], ["two", "true"], ["1", "true"], ["2"]])
-def test_wrong_arguments_are_told_the_right_ones(arguments):
-    with pytest.raises(SystemExit, match="python -m compat.machines 4 COMMAND"):
-        machines.main(*arguments)
+@pytest.mark.parametrize("number", ["two", "1", "250"])
+def test_wrong_numbers_of_machines_are_told_the_right_ones(number):
+    status, _, err = here("machines", number, "true")
+    message = "argument N: {!r} is not a number of machines, 2 to 249\n".format(number)
+    assert (status, err.endswith(message)) == (2, True)
 
 
 def test_missing_programs_are_told(monkeypatch, tmp_path):
@@ -322,7 +324,7 @@ def test_missing_programs_are_told(monkeypatch, tmp_path):
         (tmp_path / name).write_text("")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    message = "^compat.machines needs ip, which PATH has not. Try: apt-get install .*iproute2$"
+    message = "^compat machines needs ip, which PATH has not. Try: apt-get install .*iproute2$"
     with pytest.raises(SystemExit, match=message):
         machines.main("2", "true")
 
@@ -342,4 +344,4 @@ def test_survivors_are_told():
         universal_newlines=True,
     )
     assert completed.returncode == 1
-    assert completed.stderr == "compat.machines: left running: sleep 60\n"
+    assert completed.stderr == "compat machines: left running: sleep 60\n"

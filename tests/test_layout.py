@@ -38,7 +38,7 @@ ROOMS = [
     ["compat._rows", "compat._runtime.work"],
     [
         "compat._configuration", "compat._rows.split_rows", "compat._runtime", "compat.errors",
-        "compat._version", "compat.machines",
+        "compat._version",
     ],
     ["compat._configuration.numeric", "compat._configuration.pip_extras"],
 ]  # fmt: skip

@@ -299,7 +299,9 @@ def test_test_of_a_script_that_is_not_there():
 def test_a_command_is_needed_and_told():
     status, out, err = here()
     assert (status, out) == (2, "")
-    assert err.endswith("compat: error: a command is needed: env, run, test, pins, tox or unwrap\n")
+    assert err.endswith(
+        "compat: error: a command is needed: env, run, test, machines, pins, tox or unwrap\n"
+    )
 
 
 def test_version():
@@ -314,6 +316,13 @@ def test_help_says_what_the_exit_status_means():
         "model\ninside, its optimizer's state included. Needs h5py, runs nothing of the file.\n\n"
         "exit status: 0 written, 2 it could not be."
     ) in here("unwrap", "--help")[1]
+    assert (
+        "Run a command as if on the first of several machines, node1, from where `ssh node2` and "
+        "so on reach\nthe others. They are network namespaces on this machine (Linux): they share "
+        "its disk, and their only\nnetwork is the one between them. No root privileges are needed, "
+        "and nothing outside is changed.\n\nexit status: the command's own; 1 where it left "
+        "processes running, which are named and ended."
+    ) in here("machines", "--help")[1]
     assert (
         "exit status: 0 the same, 1 something differs or nothing was compared, 2 wrong arguments "
         "or no\nbackend."

@@ -15,8 +15,7 @@ from conftest import ROOT
 from test_main import here
 
 import compat
-from compat import machines
-from compat._commands import run_script
+from compat._commands import machines, run_script
 from compat._runtime import reporting, safe_files, work
 
 pytestmark = pytest.mark.usefixtures("process")

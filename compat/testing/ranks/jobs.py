@@ -17,7 +17,7 @@ import time
 import numpy as np
 import pytest
 
-from ... import machines
+from ..._commands import machines
 from ..._verification import largest_difference
 from ..contract import OfBackend
 from ..spans import in_span

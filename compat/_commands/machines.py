@@ -1,16 +1,12 @@
-"""Machines on this one, to try ranks on several without having them.
-
-    python -m compat.machines 4 COMMAND...
-
-Runs a command on the machine ``node1``, from where ``ssh node2`` and so on reach the others. They
-are network namespaces (Linux): they share the disk, and of the network nothing but the switch
-between them. No root privileges are needed, and nothing outside is changed. Processes
-that are left running are reported, and end with the command.
+"""``compat machines``: machines on this one, to try ranks on several without having them.
 
 There is no SSH server: ``ssh`` is a script that enters another namespace, with the environment and
 the folder of a fresh login.
+
+This file is also run by itself, in the namespaces and by tests.
 """
 
+import argparse
 import contextlib
 import os
 import shutil
@@ -19,6 +15,13 @@ import subprocess
 import sys
 import tempfile
 import time
+
+DESCRIPTION = """\
+Run a command as if on the first of several machines, node1, from where `ssh node2` and so on reach
+the others. They are network namespaces on this machine (Linux): they share its disk, and their only
+network is the one between them. No root privileges are needed, and nothing outside is changed.
+
+exit status: the command's own; 1 where it left processes running, which are named and ended."""
 
 OUTSIDE = "--user --map-root-user --net --uts --mount --pid --fork --kill-child --mount-proc"
 SSH = """\
@@ -36,6 +39,28 @@ shift $((OPTIND - 1))
 cd "$HOME"
 exec nsenter --target $process --net --uts env -i HOME="$HOME" PATH=/usr/bin:/bin sh -c "$*"
 """
+
+
+def add_to(commands: "argparse._SubParsersAction") -> None:
+    """Add the command to those of ``compat``."""
+    from . import parser as command_parser  # which this file, run by itself, has not
+
+    told = "a command as if on several machines"
+    usage = "compat machines N command [its arguments]"
+    parser = command_parser(commands, "machines", _run, told, DESCRIPTION, usage)
+    parser.add_argument("machines", metavar="N", type=_number, help="how many, 2 to 249")
+    parser.add_argument("first", metavar="command", help="what runs on node1")
+    parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+def _number(text):
+    if not (text.isdecimal() and 2 <= int(text) < 250):
+        raise argparse.ArgumentTypeError("{!r} is not a number of machines, 2 to 249".format(text))
+    return text
+
+
+def _run(arguments):
+    return main(arguments.machines, arguments.first, *arguments.rest)
 
 
 def command(machines, *arguments):
@@ -104,7 +129,7 @@ def run(machines, arguments, folder):
     status = subprocess.call(arguments, env=environ)
     left = survivors({os.getpid(), os.getppid()}.union(others.values()))
     for line in left:
-        print("compat.machines: left running: " + line, file=sys.stderr)
+        print("compat machines: left running: " + line, file=sys.stderr)
     return status or bool(left)
 
 
@@ -144,12 +169,10 @@ def processes():
                 yield int(process), arguments
 
 
-def main(machines="", *arguments):
-    if not (machines.isdigit() and 2 <= int(machines) < 250 and arguments):
-        sys.exit(__doc__)
+def main(machines, *arguments):
     missing = [name for name in ("unshare", "nsenter", "mount", "ip") if not shutil.which(name)]
     if missing:
-        needs = "compat.machines needs {}, which PATH has not. Try: apt-get install {}"
+        needs = "compat machines needs {}, which PATH has not. Try: apt-get install {}"
         sys.exit(needs.format(" and ".join(missing), "util-linux mount iproute2"))
     if "COMPAT_TESTING_HOSTS" not in os.environ:
         environ = dict(os.environ, COMPAT_TESTING_HOSTS=str(os.getpid()))
