@@ -322,6 +322,38 @@ def test_constants_that_amplify_nothing_hide_no_difference():
         verify(Mixing(noise=0.1))
 
 
+class Normalising(Regression):
+    """Each input less the mean of its column, over how far the column is from that mean."""
+
+    given = ("rows",)
+
+    def __init__(self, *numbers, mask=None):
+        super(Normalising, self).__init__(noise=0.1)
+        self.rows = np.tile(np.float32(numbers), 61)
+        self.mask = mask
+
+    def outputs(self, undivided):
+        masked = self.rows == self.mask
+        apart = self.rows - self.rows[~masked].mean() + np.float32(0.0 if undivided else 1e-6)
+        return {"output 1": np.append(np.where(masked, 1.0, apart * 300.0), 1.0)}
+
+
+@pytest.mark.parametrize("step", [Normalising(5.0), Normalising(1.0, 5.0, 1.0, mask=1.0)])
+def test_a_constant_column_that_is_normalised_is_no_difference(step):
+    """Whole numbers are off as well then, each by itself: one of them may be a mask."""
+    verification, _ = verify(step)
+    assert verification.record.steps["train"] == 1
+
+
+def test_a_number_that_decides_what_a_step_does_hides_no_difference():
+    class Masked(Normalising):
+        def outputs(self, undivided):
+            return {"output 1": (self.rows == 5.0) * (1.0 if undivided else 1.01)}
+
+    with pytest.raises(compat.ResultsDifferError, match="is output 1: by 0.01"):
+        verify(Masked(5.0))
+
+
 def test_of_what_a_step_is_given_whole_numbers_do_not_move():
     step = Regression()
     step.given = ("args",)
@@ -336,6 +368,10 @@ def test_of_what_a_step_is_given_whole_numbers_do_not_move():
     np.testing.assert_array_equal(floats[2:], before[0][0][2:])
     moved = abs(floats[:2] / before[0][0][:2] - 1)
     assert floats.dtype == "float32" and (0 < moved).all() and (moved < 1e-6).all()
+    with given_moved(step, 1, 2.0):
+        (floats, _), classes, _ = step.args
+    np.testing.assert_array_equal(floats != before[0][0], [False, False, True, False, False])
+    np.testing.assert_array_equal(classes["classes"], before[1]["classes"])
 
 
 def test_a_step_that_amplifies_rounding_is_not_called_random():

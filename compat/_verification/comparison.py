@@ -122,13 +122,17 @@ _AFTER_THE_LOSS = ("metric", "gradient", "weight", "slot")
 
 def is_random(dtype, expected, again):
     """Whether one device comes to other outputs or another loss from the same weights."""
-    limit = _REPEATED * EPS.get(dtype, EPS["float32"])
+    return not are_near(expected, again, _REPEATED * EPS.get(dtype, EPS["float32"]))
+
+
+def are_near(expected, again, limit=_RANDOM):
+    """Whether outputs and losses differ by no more than a limit, relative to their largest."""
     for label in expected:
         if label.startswith(("output", "the loss")):
             first, second = _as_float(expected[label]), _as_float(again[label])
             if first.shape != second.shape or _largest(second - first) > limit * _largest(first):
-                return True
-    return False
+                return False
+    return True
 
 
 def _order(label):

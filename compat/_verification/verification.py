@@ -1,12 +1,13 @@
 """The steps of a model that are yet to be verified, each done on one device and on all."""
 
+import collections
 import contextlib
 import random
 
 from .. import errors
 from .._runtime import patching, progress, work
 from . import report
-from .comparison import EPS, Comparison, cause_of, is_random
+from .comparison import EPS, Comparison, are_near, cause_of, is_random
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 # How weights are off where it is looked again how far a step amplifies rounding.
 _SEEDS = (1, 2, 3)
+# How many of the numbers that a step is given are looked at so, one by one.
+_MOST_NUMBERS = 4
 # Where a verification runs a model's own steps, another one does not begin.
 _suspended = []  # type: list
 
@@ -116,8 +119,8 @@ class Verification:
                 with _aside(step):
                     expected = _after(step, step.on_one_device())
 
-                def again(seed=0):
-                    return self._again(step, start, seed)
+                def again(seed=0, number=None):
+                    return self._again(step, start, seed, number)
 
                 def is_noise():
                     return is_random(step.dtype, expected, again(None))
@@ -152,15 +155,16 @@ class Verification:
             self.left.update(evaluate=1, predict=1)
         return step.finish(given, start)
 
-    def _again(self, step, start, seed=0):
+    def _again(self, step, start, seed=0, number=None):
         """The step on one device once more, where its weights are off by rounding.
 
         Arguments:
             seed: of how they are off; None: they are as before.
+            number: as ``given_moved`` takes it.
         """
         moved = _moved(step, start, seed)
         step.write(moved)
-        with _aside(step), given_moved(step, seed):
+        with _aside(step), given_moved(step, seed, number):
             after = _after(step, step.on_one_device())
         # Changes count from where this one began.
         for label, value in moved.items():
@@ -200,8 +204,8 @@ class Verification:
         if expected is None or step.by_design(True, _changed(start, step.read())) is not None:
             return None
 
-        def again(seed=0):
-            with given_moved(step, seed):
+        def again(seed=0, number=None):
+            with given_moved(step, seed, number):
                 return outputs(_moved(step, start, seed), True)
 
         def is_noise():
@@ -238,7 +242,7 @@ def _compared(step, start, expected, others, found, again, is_noise):
     """The ``Comparison``; where something differs, that of a closer look.
 
     Arguments:
-        again: gives the values on one device, once more, by a seed.
+        again: gives the values on one device, once more, by a seed, and by a number that is moved.
         is_noise: whether the step is random; asked only then.
     """
     comparison = Comparison(step, start, expected, others)
@@ -246,6 +250,8 @@ def _compared(step, start, expected, others, found, again, is_noise):
     if comparison.differing:
         # Another look at how rounding is amplified: an alarm must never be false.
         others += map(again, _SEEDS)
+        moved = [again(1, number) for number in _frequent_numbers(step)]
+        others += [each for each in moved if are_near(expected, each)]
         comparison = Comparison(step, start, expected, others, is_noise())
         comparison.compare(found)
     return comparison
@@ -308,28 +314,68 @@ def _unit(step, dtype):
     return max(known + [coarse]) if known else None
 
 
-def given_moved(step, seed):
+def given_moved(step, seed, number=None):
     """The context in which what the step is given is off by rounding, if ``seed`` is odd.
 
     A model may amplify rounding by constants, which no weight comes before. Whole numbers, halves
     and the like stay as they are: they may be classes, padding or masks. An infinite number would
     become NaN, so that every second time the weights alone are off.
+
+    Arguments:
+        number: this number alone is off, in each place by another sign.
     """
+    import numpy as np
+
+    signs = np.random.RandomState(seed)
 
     def moved(value):
-        if isinstance(value, dict):
-            return {name: moved(part) for name, part in value.items()}
-        if isinstance(value, (list, tuple)):
-            parts = [moved(part) for part in value]
-            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
         unit = _unit(step, getattr(value, "dtype", None))
+        if not unit:
+            return value
         try:
-            return value + value * (value * 1024 % 1 * (4 * seed * unit)) if unit else value
+            if number is None:
+                changes = value * 1024 % 1
+            else:
+                array = np.asarray(value)
+                changes = signs.choice([-1, 1], array.shape) * (array == number)
+                changes = changes.astype(array.dtype)
+            return value + value * (changes * (4 * seed * unit))
         except Exception:  # an array without such arithmetic: a sparse one, say
             return value
 
     names = step.given if seed and seed % 2 else ()
-    return patching.replaced(step, **{name: moved(getattr(step, name)) for name in names})
+    given = {name: _mapped(getattr(step, name), moved) for name in names}
+    return patching.replaced(step, **given)
+
+
+def _frequent_numbers(step):
+    """The numbers that a step is given most often, of those that stay as they are by themselves.
+
+    A column of ones is off by nothing, but what normalises it divides rounding by no deviation.
+    """
+    import numpy as np
+
+    found = collections.Counter()  # type: collections.Counter
+
+    def count(value):
+        if _unit(step, getattr(value, "dtype", None)):
+            with contextlib.suppress(Exception):  # an array that is none for numpy
+                array = np.asarray(value, "float64")
+                found.update(array[(array * 1024 % 1 == 0) & (array != 0)].tolist())
+
+    for name in step.given:
+        _mapped(getattr(step, name), count)
+    return [number for number, _ in found.most_common(_MOST_NUMBERS)]
+
+
+def _mapped(value, function):
+    """Nested containers with what a function makes of each thing in them."""
+    if isinstance(value, dict):
+        return {name: _mapped(part, function) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        parts = [_mapped(part, function) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return function(value)
 
 
 def _random_numbers():

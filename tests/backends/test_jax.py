@@ -153,6 +153,19 @@ def test_batch_statistics_masks_and_added_losses_are_those_of_one_device(keras):
     assert max(differences) < 1e-5, differences
 
 
+def test_normalising_a_constant_column_is_no_false_alarm(keras):
+    """The program for several devices rounds where that for one does not, by no deviation."""
+    rows = np.tile(np.float32([[1, 5], [2, 5], [0, 0], [0, 0]]), (10, 1, 1))
+    inputs = keras.layers.Input((None, 2))
+    outputs = keras.layers.BatchNormalization()(keras.layers.Masking()(inputs))
+    model = compat.parallelize(keras.Model(inputs, outputs))
+    model.compile("rmsprop", "mse")
+    record = verified(backend, model, 1)
+    model.fit(rows, rows, batch_size=10, verbose=0)
+    assert record.steps["train"] == 1
+    assert list(record.incomparable) == ["weight {}".format(model.layers[2].gamma.path)]
+
+
 def test_stateful_layer_with_a_fixed_batch_size_is_divided(keras):
     def build():
         layers = keras.layers
