@@ -104,7 +104,7 @@ def tox_after_run_commands(tox_env, outcomes):
     before = len(tox_env.conf["commands_pre"])
     tests = sum(outcome.elapsed for outcome in outcomes[before:])
     times = {"run": RUN, "began": began, "setup": time.time() - began - tests, "tests": tests}
-    failed = [outcome.shell_cmd for outcome in outcomes if outcome.exit_code]
+    failed = [outcome.request.shell_cmd for outcome in outcomes if outcome.exit_code]
     results = tox_env.core["work_dir"] / "results"
     results.mkdir(exist_ok=True)
     said = json.dumps(dict(times, failed=failed))

@@ -73,8 +73,11 @@ def test_an_environment_leaves_its_times_and_what_failed(load, tmp_path):
     tox, env = load("-e", "py37-theano"), environment(tmp_path)
     tox.tox_before_run_commands(env)
     outcomes = [
-        types.SimpleNamespace(elapsed=seconds, exit_code=code, shell_cmd="pytest tests/" + name)
-        for seconds, code, name in ((2, 0, "backends"), (3, 1, "drop_in"))
+        types.SimpleNamespace(elapsed=seconds, exit_code=code, request=request)
+        for seconds, code, request in (
+            (2, 0, types.SimpleNamespace(shell_cmd="pytest tests/backends")),
+            (3, 1, types.SimpleNamespace(shell_cmd="pytest tests/drop_in")),
+        )
     ]
     tox.tox_after_run_commands(env, outcomes)
     left = json.loads((tmp_path / "results" / "py37-theano.json").read_text())
