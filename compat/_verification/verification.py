@@ -349,9 +349,10 @@ def given_moved(step, seed, number=None):
 
 
 def _frequent_numbers(step):
-    """The numbers that a step is given most often, of those that stay as they are by themselves.
+    """The whole numbers, halves and the like that a step is given most often, but for zero.
 
-    A column of ones is off by nothing, but what normalises it divides rounding by no deviation.
+    Of a column of ones nothing is moved otherwise, and normalising it divides what is left by
+    rounding by a deviation of zero.
     """
     import numpy as np
 
@@ -359,12 +360,14 @@ def _frequent_numbers(step):
 
     def count(value):
         if _unit(step, getattr(value, "dtype", None)):
-            with contextlib.suppress(Exception):  # an array that is none for numpy
+            with contextlib.suppress(Exception), np.errstate(invalid="ignore"):
                 array = np.asarray(value, "float64")
-                found.update(array[(array * 1024 % 1 == 0) & (array != 0)].tolist())
+                each, counts = np.unique(array[array * 1024 % 1 == 0], return_counts=True)
+                found.update(dict(zip(each.tolist(), counts.tolist())))
 
     for name in step.given:
         _mapped(getattr(step, name), count)
+    found.pop(0.0, None)  # is not moved by a factor
     return [number for number, _ in found.most_common(_MOST_NUMBERS)]
 
 
