@@ -319,6 +319,14 @@ def test_wrong_numbers_of_machines_are_told_the_right_ones(number):
     assert (status, err.endswith(message)) == (2, True)
 
 
+@pytest.mark.parametrize("arguments", [[], ["2"]])
+def test_machines_without_a_command_are_told_that_it_is_missing(arguments):
+    status, _, err = here("machines", *arguments)
+    assert status == 2
+    assert err.startswith("usage: compat machines N command [its arguments]\n")
+    assert re.search("error: the following arguments are required: .*command", err)
+
+
 def test_missing_programs_are_told(monkeypatch, tmp_path):
     for name in ("unshare", "mount", "nsenter"):
         (tmp_path / name).write_text("")
