@@ -95,16 +95,25 @@ def tox_before_run_commands(tox_env):
         commands[0].args = [each for each in commands[0].args if "--junitxml" not in each]
 
 
+def _failure(outcome):
+    """A command, its exit status, and what it said last, or first where it has crashed."""
+    said = (outcome.out + outcome.err).splitlines()
+    crash = [n for n, line in enumerate(said) if line.startswith("Fatal Python error")]
+    shown = said[crash[0] :][:8] if crash else said[-8:]
+    told = "{} (exit status {})".format(outcome.request.shell_cmd, outcome.exit_code)
+    return "\n    ".join([told] + [line[:200] for line in shown])
+
+
 @impl
 def tox_after_run_commands(tox_env, outcomes):
     """Leave an environment's times and failed commands, for tests/support_table.py."""
-    if PART:
+    if PART or tox_env.name == "report":
         return
     began = BEGAN[tox_env.name]
     before = len(tox_env.conf["commands_pre"])
     tests = sum(outcome.elapsed for outcome in outcomes[before:])
     times = {"run": RUN, "began": began, "setup": time.time() - began - tests, "tests": tests}
-    failed = [outcome.request.shell_cmd for outcome in outcomes if outcome.exit_code]
+    failed = [_failure(outcome) for outcome in outcomes if outcome.exit_code]
     results = tox_env.core["work_dir"] / "results"
     results.mkdir(exist_ok=True)
     said = json.dumps(dict(times, failed=failed))

@@ -75,7 +75,7 @@ class Result:
             if case.find("skipped") is not None
         ]
         self.failures = [
-            "{}: {}".format(_name(case), (found.get("message") or "").split("\n")[0][:200])
+            "{}: {}".format(_name(case), _first_lines(found.get("message") or ""))
             for case in cases
             for found in case
             if found.tag in ("failure", "error")
@@ -97,6 +97,10 @@ class Result:
 
     def __str__(self):
         return "{0.passed} passed, {0.failed} failed, {0.skipped} skipped".format(self)
+
+
+def _first_lines(message):
+    return "\n        ".join(line[:200] for line in message.splitlines()[:8])
 
 
 def _name(case):

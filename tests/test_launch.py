@@ -549,6 +549,53 @@ def test_a_rank_ends_when_nobody_listens_any_more(tmp_path):
         pytest.fail("it still runs")
 
 
+EARLY = """\
+import os, signal, subprocess, sys, time
+from compat._ranks.launch import rank_process
+
+class Popen(subprocess.Popen):
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        while not os.path.exists(sys.argv[1]):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.{})
+
+subprocess.Popen = Popen
+sys.exit(rank_process.main(sys.argv[2:]))
+"""
+WITH_CHILD = """\
+import os, sys, time
+child = os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "60")
+with open(sys.argv[1] + "~", "w") as file:
+    file.write(str(child))
+os.replace(sys.argv[1] + "~", sys.argv[1])
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_signal_right_after_the_start_of_a_script_ends_all_of_it(tmp_path, name):
+    """Not only the rank and its script, since the rank cannot handle the signal yet."""
+    mark = str(tmp_path / "child")
+    with subprocess.Popen(
+        _bare([sys.executable, "-c", EARLY.format(name), mark])
+        + _bare([sys.executable, "-c", WITH_CHILD, mark]),
+        env=dict(os.environ, PYTHONPATH=ROOT, RANK="0", WORLD_SIZE="2", LOCAL_RANK="0",
+                 LOCAL_WORLD_SIZE="2"),
+        stdout=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        kinds = [rank_process.START, rank_process.END]
+        for line in process.stdout:
+            if rank_process.decode(line.decode())[1] == kinds[0]:
+                del kinds[0]
+                if not kinds:
+                    process.terminate()  # one that was interrupted waits for it
+                    break
+    assert not kinds
+    with open(mark) as file:
+        assert not watching._runs(int(file.read()))
+
+
 def _ended(text):
     rank, status, *flags = text.split()
     return Ended(int(rank), int(status), [], "lost" in flags, "terminated" in flags)

@@ -72,18 +72,29 @@ def test_an_environment_begins_without_its_old_results(load, tmp_path):
 def test_an_environment_leaves_its_times_and_what_failed(load, tmp_path):
     tox, env = load("-e", "py37-theano"), environment(tmp_path)
     tox.tox_before_run_commands(env)
+    crash = "Fatal Python error: Segmentation fault\n\nCurrent thread:\n" + 20 * "  File\n"
     outcomes = [
-        types.SimpleNamespace(elapsed=seconds, exit_code=code, request=request)
-        for seconds, code, request in (
-            (2, 0, types.SimpleNamespace(shell_cmd="pytest tests/backends")),
-            (3, 1, types.SimpleNamespace(shell_cmd="pytest tests/drop_in")),
+        types.SimpleNamespace(
+            elapsed=1,
+            exit_code=code,
+            request=types.SimpleNamespace(shell_cmd="pytest tests/" + folder),
+            out="".join("line {}\n".format(n) for n in range(20)),
+            err=err,
+        )
+        for folder, code, err in (
+            ("backends", 0, ""),
+            ("drop_in", 1, "last\n"),
+            ("fuzz", -11, "before\n" + crash),
         )
     ]
     tox.tox_after_run_commands(env, outcomes)
     left = json.loads((tmp_path / "results" / "py37-theano.json").read_text())
     assert sorted(left) == ["began", "failed", "run", "setup", "tests"]
-    assert left["tests"] == 5
-    assert left["failed"] == ["pytest tests/drop_in"]
+    assert left["tests"] == 3
+    failed, crashed = (each.split("\n    ") for each in left["failed"])
+    last = ["line {}".format(n) for n in range(13, 20)] + ["last"]
+    assert failed == ["pytest tests/drop_in (exit status 1)"] + last
+    assert crashed == ["pytest tests/fuzz (exit status -11)"] + crash.split("\n")[:8]
 
 
 def test_what_tests_start_collects_garbage_less_often(load, tmp_path):

@@ -39,6 +39,8 @@ _UNSHOWN = 0.1
 _KEPT = 10000
 # And so many wait at most for the end of their line.
 _WAITING = 1000000
+# The signals that a script is told of.
+_PASSED_ON = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 # How long a rank that was told to end may take.
 _GRACE = 5.0
 # How long a rank that only lost others delays its own end, so that theirs are reported first. One
@@ -180,30 +182,30 @@ class _Rank:
         return self.end(status)
 
     def run_with(self, command: List[str], variables: Dict[str, str]) -> int:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=dict(os.environ, PYTHONUNBUFFERED="1", **dict(_gpus(os.environ), **variables)),
-            preexec_fn=_in_a_group_of_its_own(dies_with_this_process()),
-        )
+        with _signals_delayed() as mask:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=dict(os.environ, PYTHONUNBUFFERED="1", **dict(_gpus(os.environ), **variables)),
+                preexec_fn=_in_a_group_of_its_own(mask, dies_with_this_process()),
+            )
 
-        def terminate(signum, frame):
-            self.terminated = True
-            process.terminate()
-            signal.signal(signal.SIGALRM, lambda *ignored: process.kill())
-            signal.alarm(int(_GRACE))
+            def terminate(signum, frame):
+                self.terminated = True
+                process.terminate()
+                signal.signal(signal.SIGALRM, lambda *ignored: process.kill())
+                signal.alarm(int(_GRACE))
 
-        def interrupt(signum, frame):
-            self.interrupted = True
-            process.send_signal(signal.SIGINT)
+            def interrupt(signum, frame):
+                self.interrupted = True
+                process.send_signal(signal.SIGINT)
 
-        signal.signal(signal.SIGTERM, terminate)
-        signal.signal(signal.SIGHUP, terminate)
-        signal.signal(signal.SIGINT, interrupt)
-        self.script = process.pid
-        self.send(START, "{} {}".format(os.getpid(), self.script))
+            for number in _PASSED_ON:
+                signal.signal(number, interrupt if number == signal.SIGINT else terminate)
+            self.script = process.pid
+            self.send(START, "{} {}".format(os.getpid(), self.script))
         self.forward({process.stdout: OUT, process.stderr: ERR}, process)
         status = process.wait()
         return status if status >= 0 else 128 - status
@@ -295,11 +297,29 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
         pass
 
 
-def _in_a_group_of_its_own(prepare):
-    """A ``preexec_fn``: ``prepare``, in a process group by which to find what a script starts."""
+@contextlib.contextmanager
+def _signals_delayed():
+    """Let the signals that are passed on to the script wait for the end of this block.
+
+    Before there are handlers they would end this process, and the script with it, but not what
+    the script may have started by then. Yields the signals that were blocked before.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
+    try:
+        yield before
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _in_a_group_of_its_own(mask, prepare):
+    """A ``preexec_fn``: ``prepare``, in a process group by which to find what a script starts.
+
+    ``mask``: the signals that are to be blocked there.
+    """
 
     def before_exec():
         os.setpgid(0, 0)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         prepare()
 
     return before_exec
