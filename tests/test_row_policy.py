@@ -33,6 +33,9 @@ FOUND = {
     "table, and the gradients of the two cannot be told apart.",
     "rows": "Model 'net' has recurrent or attention layers whose batch is neither the first nor "
     "the second dimension of its arguments, so that compat cannot tell the rows.",
+    "compiled": "The operation call of 'net' is a function that XLA compiles (jit_compile=True) "
+    "with variables in it, which all have to be on its device; each device has a part of the "
+    "batch.",
     "unknown": "The operation qr of 'net' may compute across the rows of a batch, of which each "
     "device has a part: compat has no rule for it, and cannot try it.",
 }
@@ -46,6 +49,7 @@ ACROSS = {
     "weight": _rows.Across(None, why="weight"),
     "table": _rows.Across(None, why="table"),
     "rows": _rows.Across(None, why="rows"),
+    "compiled": _rows.Across("call", why="compiled"),
     "unknown": _rows.Across("qr", why="unknown"),
 }
 

@@ -20,7 +20,7 @@ class Across:
             error that all rows do not raise), "diverged" (Python goes another way), "gradient" (a
             gradient of the user's own mixes rows), "opaque" (it returns what is no tensor),
             "weight" (it sets one that is trained), "table" (rows of one are looked up in two ways),
-            "rows" (it is not known which dimension has them).
+            "rows" (it is not known which dimension has them), "compiled" (by XLA, with variables).
     """
 
     REASONS = {
@@ -39,6 +39,8 @@ class Across:
         "weight.",
         "table": "{} looks up rows that depend on the batch and rows that do not in one table, and "
         "the gradients of the two cannot be told apart.",
+        "compiled": "{} is a function that XLA compiles (jit_compile=True) with variables in it, "
+        "which all have to be on its device; each device has a part of the batch.",
         "rows": "{} has recurrent or attention layers whose batch is neither the first nor the "
         "second dimension of its arguments, so that compat cannot tell the rows.",
     }

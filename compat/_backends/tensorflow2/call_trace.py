@@ -163,7 +163,7 @@ class Trace:
 
     def _across(self, op, placement):
         why = "unknown" if isinstance(placement, Unknown) else "mixed"
-        if placement.why in ("tried", "gradient"):
+        if placement.why in ("tried", "gradient", "compiled"):
             why = placement.why
         scopes = [name for name in op.name.split("/")[:-1] if name in self._layers]
         layer = "layer {!r}".format(scopes[-1]) if scopes else None

@@ -20,6 +20,14 @@ def bodies_of(op):
     return [getattr(op.graph._get_function(name), "graph", None) for name in names]
 
 
+def is_compiled(op):
+    """Whether XLA compiles the call of a function, as under tf.function(jit_compile=True)."""
+    try:
+        return op.get_attr("_XlaMustCompile")
+    except ValueError:  # it has no such attribute
+        return False
+
+
 def is_resource(tensor):
     return tensor.dtype.name in ("resource", "variant")
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 from ... import _rows
 from ..._rows import REPLICATED, Count, Mixed, Partial, Placement, Replicated, Sharded, Unknown
 from ..tensorflow1 import own_gradients, row_operations
-from .functions import CALLS, CONDITIONS, LOOPS, READS, bodies_of
+from .functions import CALLS, CONDITIONS, LOOPS, READS, bodies_of, is_compiled
 
 #: A tensor that a mean is weighted by, and the sum from which alone it is computed: both by name.
 Denominator = namedtuple("Denominator", "tensor sum")
@@ -140,6 +140,8 @@ class Walk:
         graphs = bodies_of(op)  # of the functions that it calls
         if None in graphs or op.type in CALLS and len(graphs[0].inputs) != len(given):
             return _rows.without_rows(given) or Unknown()
+        if op.type in CALLS and is_compiled(op) and any(t.name in self.handles for t in op.inputs):
+            return Mixed("compiled")
         if op.type in CALLS:
             return self._inside(op, graphs[0], op.inputs, given, self.state, tried=True)
         if op.type in CONDITIONS:

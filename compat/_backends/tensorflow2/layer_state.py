@@ -7,6 +7,7 @@ replicas'. How other variables are put together is read off a ``Trace`` of the c
 """
 
 import contextlib
+import functools
 import sys
 
 import tensorflow as tf
@@ -245,7 +246,7 @@ class Keras3State:
                 super().add_update(update)
 
         carried = [(variables[key], last[key]) for key in last if _is_carried(variables[key])]
-        with CollectingScope(carried, collect_losses=True) as scope:
+        with CollectingScope(carried, collect_losses=True) as scope, _kernels_read():
             yield scope.losses
         self.updates.append(scope.state_mapping)
 
@@ -289,6 +290,23 @@ class Keras3State:
             v for v in self.model.trainable_variables if getattr(v, "overwrite_with_gradient", None)
         ]
         return found + [(variable, Mixed()) for variable in overwritten]
+
+
+@contextlib.contextmanager
+def _kernels_read():
+    """Within, Keras 3 hands its convolutions values in place of variables.
+
+    It has XLA compile a convolution in groups, and XLA takes no variable of another device.
+    """
+    nn = sys.modules["keras.src.backend.tensorflow.nn"]
+    plain = nn.conv
+
+    @functools.wraps(plain)
+    def conv(inputs, kernel, *args, **kwargs):
+        return plain(inputs, tf.convert_to_tensor(kernel), *args, **kwargs)
+
+    with patching.replaced(nn, conv=conv):
+        yield
 
 
 def _is_carried(variable):
