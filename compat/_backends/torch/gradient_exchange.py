@@ -186,7 +186,7 @@ class Exchange:
 
     def arrived(self, parameter):
         """Autograd has added to the gradient of a parameter for the last time in this pass."""
-        if not _Pass.join(self) or not self.sends_early or id(parameter) not in self.sums.early:
+        if not _Pass.join(self) or not self.sends_early or id(parameter) not in self.sums.slots:
             return
         weight, gradient = self.weight(self.rows.known()), parameter.grad
         if not weight or gradient is None or gradient.is_sparse:

@@ -31,21 +31,21 @@ class Sums:
         groups = _groups(tensors)
         self.buckets = [_Bucket(*group) for group in groups[:-1]]
         self.buckets.append(_Bucket(*groups[-1], front=numbers + len(groups)))
-        self.slots = {}  # id of a tensor -> its slot
-        for bucket in self.buckets:
-            self.slots.update((slot.key, slot) for slot in bucket.slots)
-        # Those whose buckets may be sent before the end of a pass: the last one has the header.
-        late = {slot.key for slot in self.buckets[-1].slots}
-        self.early = {key: slot for key, slot in self.slots.items() if key not in late}
+        # Id of a tensor -> its slot.
+        self.slots = {slot.key: slot for bucket in self.buckets for slot in bucket.slots}
         self.sent = 0  # buckets that are on their way
 
     def put(self, tensor, value, weight):
-        """Note what is summed up in the place of an early tensor, and send what is full."""
-        slot = self.early[id(tensor)]
-        if slot.bucket.work is not None:
+        """Write what is summed up in a tensor's place while it is in the cache; send what is full.
+
+        The last bucket, which has the header, is sent at the end of the pass.
+        """
+        slot = self.slots[id(tensor)]
+        bucket = slot.bucket
+        if bucket.work is not None:
             return
-        slot.bucket.missing -= slot.held is ABSENT
-        slot.held = value, weight
+        bucket.missing -= slot.written is None
+        slot.write(value, weight)
         while self.sent < len(self.buckets) - 1 and self.buckets[self.sent].missing == 0:
             self._send()
 
@@ -61,9 +61,11 @@ class Sums:
         """
         early = []
         for bucket in self.buckets:
-            early.append(bucket.work is not None and not bucket.has_sent(values))
+            others = bucket.not_written(values)
+            early.append(bucket.work is not None and bool(others))
             if bucket.work is None:
-                bucket.hold(values)
+                for slot in others:
+                    slot.write(*values.get(slot.key, ABSENT))
         front = self.buckets[-1].front
         front.copy_(torch.tensor(header + early, dtype=front.dtype))
         while self.sent < len(self.buckets):
@@ -73,8 +75,8 @@ class Sums:
         again = self._read(front.tolist())
         for bucket, count in zip(self.buckets, again):
             if count and not self.ended:
-                bucket.hold(values)
-                bucket.fill()
+                for slot in bucket.slots:
+                    slot.write(*values.get(slot.key, ABSENT))
                 self.engine.end_sum(self.engine.begin_sum(bucket.flat))
         self.sent = 0
         for bucket in self.buckets:
@@ -83,7 +85,6 @@ class Sums:
 
     def _send(self):
         bucket = self.buckets[self.sent]
-        bucket.fill()
         bucket.work = self.engine.begin_sum(bucket.flat)
         self.sent += 1
 
@@ -130,28 +131,11 @@ class _Bucket:
         self.work = None  # its all-reduce, which has begun
         self.missing = len(self.slots)
         for slot in self.slots:
-            slot.held, slot.version = ABSENT, None
+            slot.written = None
 
-    def hold(self, values):
-        """Hold these values, by the ids of the tensors, with their weights."""
-        for slot in self.slots:
-            slot.held = values.get(slot.key, ABSENT)
-
-    @torch.no_grad()
-    def fill(self):
-        """Write what is held, times its weight, in one pass over the memory."""
-        for slot in self.slots:
-            value, weight = slot.held
-            if value is None:
-                slot.view.zero_()
-                slot.version = None
-            else:
-                slot.version = value._version
-                torch.mul(_real(value).to(slot.view.dtype), weight, out=slot.view)
-
-    def has_sent(self, values):
-        """Whether what was sent is what these values are now."""
-        return all(slot.has_written(*values.get(slot.key, ABSENT)) for slot in self.slots)
+    def not_written(self, values):
+        """The slots of which other values, by the ids of the tensors, were written, or none."""
+        return [slot for slot in self.slots if not slot.has(*values.get(slot.key, ABSENT))]
 
 
 class _Slot:
@@ -162,13 +146,25 @@ class _Slot:
         self.key = id(tensor)
         self.view = view
 
-    def has_written(self, value, weight):
-        held, held_weight = self.held
+    def write(self, value, weight):
+        """Write a value times its weight, in one pass over the memory."""
+        if value is None:
+            self.view.zero_()
+            self.written = ABSENT + (None,)
+        else:
+            self.written = value, weight, value._version
+            value = value.detach() if value.requires_grad else value  # under create_graph=True
+            torch.mul(_real(value).to(self.view.dtype), weight, out=self.view)
+
+    def has(self, value, weight):
+        """Whether this was written, as it is now."""
+        if self.written is None:
+            return False
+        written, written_weight, version = self.written
         return (
-            value is not None
-            and held is value
-            and self.version == value._version
-            and held_weight == weight
+            written is value
+            and written_weight == weight
+            and (value is None or version == value._version)
         )
 
 
