@@ -180,20 +180,22 @@ def _numbered(names):
     ]
 
 
-# Names that a Keras has lost -----------------------------------------------------------------
+# Names of old scripts -----------------------------------------------------------------------
 
 
 def install_legacy_names() -> "List[str]":
-    """Put back the names of old Keras scripts that the installed Keras has lost.
+    """Give old Keras scripts their names for devices and sessions, on any Keras and backend.
 
-    Only names that concern devices and sessions: ``keras.utils.multi_gpu_model``, with the modules
-    it was imported from (``keras.utils.multi_gpu_utils``, ``keras.utils.training_utils``);
-    ``keras.backend.set_session`` and ``get_session``, also in ``keras.backend.tensorflow_backend``.
-    They are put back in ``keras`` and in ``tf.keras``, if these run on the configured backend;
-    names that exist are left alone. Call it after ``configure_gpu()``: it imports Keras.
+    ``keras.utils.multi_gpu_model``, and the modules it was imported from
+    (``keras.utils.multi_gpu_utils``, ``keras.utils.training_utils``), get compat's function. That
+    replaces Keras' own, where Keras still has it, which takes true GPUs of TensorFlow alone.
+    ``keras.backend.set_session`` and ``get_session``, also in ``keras.backend.tensorflow_backend``,
+    are put back where Keras has lost them. All this in ``keras`` and in ``tf.keras``, if these run
+    on the configured backend. Call it after ``configure_gpu()``, since it imports Keras, and before
+    the script imports the names.
 
     Returns:
-        The names put back, such as "keras.utils.multi_gpu_model".
+        The names that were set, such as "keras.utils.multi_gpu_model".
 
     Raises:
         NotInstalledError, BrokenInstallError: as ``configure_gpu()``.
@@ -217,9 +219,14 @@ def install_legacy_names() -> "List[str]":
 
 
 def _install(path, value):
-    """Set an attribute by its dotted path where it is missing; what was set, in a list."""
+    """Set an attribute by its dotted path, unless Keras' own is to stay. What was set, in a list."""
     parent, _, name = path.rpartition(".")
-    lacking = [module for module in _modules(parent) if not hasattr(module, name)]
+    lacking = [
+        module
+        for module in _modules(parent)
+        if not hasattr(module, name)
+        or (value is multi_gpu_model and getattr(module, name) is not value)
+    ]
     for module in lacking:
         setattr(module, name, value)
     return [path] if lacking else []
