@@ -113,12 +113,24 @@ def test_asked_for_the_unknown():
         ("Theano", "theano"),
         ("tensorflow3", "tensorflow"),
         ("pytorch", "torch"),
+        ("tf", "tensorflow"),
+        ("mx", "mxnet"),
     ],
 )
 def test_asked_for_a_misspelled_one(name, meant, register):
     register(Theano(), Mxnet(), Tensorflow1(), Tensorflow2(), Torch())
     text = "does not know that backend. Did you mean {!r}? Known backends: ".format(meant)
     assert text in refusal(compat.InvalidArgumentError, name)
+
+
+@pytest.mark.parametrize("asked", [5, ["torch"], b"torch"])
+def test_asked_for_what_is_no_name(asked, register):
+    register(Torch())
+    assert refusal(compat.InvalidArgumentError, asked).startswith(
+        "backend={!r} was asked for, but compat does not know that backend. Known backends: ".format(
+            asked
+        )
+    )
 
 
 def test_asked_for_what_is_not_installed():

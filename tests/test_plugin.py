@@ -5,6 +5,7 @@
 installs it by hand; without it the tests here fail.
 """
 
+import json
 import os
 import shutil
 import subprocess
@@ -159,6 +160,28 @@ def test_a_script_that_trains_nothing(tmp_path, status, said):
         "\n"
         "As 2 ranks: {}\n".format(said)
     )
+
+
+@pytest.mark.parametrize(
+    "condition, statuses, verdicts",
+    [
+        ("True", (3, 3), (True, None)),  # for a reason of its own
+        ("compat.size() > 1", (0, 3), (True, False)),
+        ("compat.rank() == 5", (0, 0), (True, True)),
+    ],
+)
+def test_a_script_that_fails_after_training(tmp_path, condition, statuses, verdicts):
+    """What was compared before is told apart from how the script ended."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT + "\nraise SystemExit(3 * ({}))".format(condition))
+    completed = command("test", "--json", script)
+    assert completed.returncode == any(statuses)
+    told = json.loads(completed.stdout)
+    assert (told["simulated"]["status"], told["ranks"]["status"]) == statuses
+    assert (told["simulated"]["same"], told["ranks"]["same"]) == verdicts
+    assert told["same"] == next((each for each in (False, None) if each in verdicts), True)
+    assert "The same on several devices.\n" in completed.stderr
+    assert ("The script ended with exit status 3.\n" in completed.stderr) == bool(statuses[0])
 
 
 CONFIGURED = "import compat; compat.configure_gpu()\n"

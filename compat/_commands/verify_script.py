@@ -36,7 +36,7 @@ def run(script, devices=None, backend=None, ranks=None, outcome=None, hosts=None
 
     Returns:
         Whether several devices did what one does, and ranks stayed the same, wherever that could
-        be compared; False, too, where nothing was.
+        be compared; False, too, where nothing was, or where the script failed.
 
     Raises:
         InvalidArgumentError: there is no such script, it is a notebook, or ``hosts`` is not
@@ -64,18 +64,18 @@ def run(script, devices=None, backend=None, ranks=None, outcome=None, hosts=None
     if other:
         _say(errors.shadowed(name, other))
     outcome.update(backend=chosen.name, script=name, ranks=None)
-    lines, *verdicts = _on_replicas(script, environ, chosen, devices, outcome)
+    lines = _on_replicas(script, environ, chosen, devices, outcome)
     if ranks != 0 and has_ranks:
-        line, verdict = _as_ranks(script, environ, chosen, ranks or RANKS, outcome, hosts)
-        lines += ["", line]
-        verdicts.append(verdict)
-    outcome["same"] = next((each for each in (False, None) if each in verdicts), True)
+        lines += ["", _as_ranks(script, environ, chosen, ranks or RANKS, outcome, hosts)]
+    runs = [each for each in (outcome["simulated"], outcome["ranks"]) if each]
+    found = [each["same"] for each in runs]
+    outcome["same"] = next((same for same in (False, None) if same in found), True)
     print("\n".join(["", "-" * 72] + lines), flush=True)
-    return bool(outcome["same"])
+    return bool(outcome["same"]) and not any(each["status"] for each in runs)
 
 
 def _on_replicas(script, environ, chosen, devices, outcome):
-    """The lines of the verdict on simulated devices, and which of ``VERDICTS`` it is."""
+    """The lines of the verdict on simulated devices."""
     name = run_script.name_of(script)
     _say("{} on {} simulated devices ({})".format(name, devices, chosen.name))
     with _folder() as folder:
@@ -97,15 +97,14 @@ def _on_replicas(script, environ, chosen, devices, outcome):
             "was given after compat.configure_gpu()."
         )
     if status and not failed:
-        same = same and False
         lines.append("The script ended with exit status {}.".format(status))
     outcome["simulated"] = {"devices": devices, "status": status, "models": records, "same": same}
     lines.append(VERDICTS[same])
-    return lines, same
+    return lines
 
 
 def _as_ranks(script, environ, chosen, ranks, outcome, hosts):
-    """The verdict on ranks as a line, and which of ``VERDICTS`` it is."""
+    """The verdict on ranks as a line."""
     where = "" if hosts is None else " on " + hosts
     told = "{} as {} ranks{}".format(run_script.name_of(script), ranks, where)
     _say(told)
@@ -114,15 +113,17 @@ def _as_ranks(script, environ, chosen, ranks, outcome, hosts):
     with _folder() as folder:
         path = os.path.join(folder, "ranks.json")
         status = _run(command + ["--report-json", path] + script, environ, "running " + told)
-        compared = 0 if status else _read(path)["comparisons"]
-    same = False if status else True if compared else None
+        compared = os.path.exists(path) and _read(path)["comparisons"]
+    # A script that ends like this on simulated devices, too, does so for a reason of its own.
+    is_own = status == outcome["simulated"]["status"] != 0
+    same = None if is_own or not compared else not status
     outcome["ranks"] = {"size": ranks, "hosts": hosts, "status": status, "same": same}
-    said = {
-        True: "all ended well, with the same weights.",
-        False: "NOT well, exit status {} (see above).".format(status),
-        None: "all ended well, but nothing was compared: they trained no model together.",
-    }
-    return "As {} ranks{}: {}".format(ranks, where, said[same]), same
+    said = "all ended well, with the same weights."
+    if status:
+        said = "NOT well, exit status {} (see above).".format(status)
+    elif not compared:
+        said = "all ended well, but nothing was compared: they trained no model together."
+    return "As {} ranks{}: {}".format(ranks, where, said)
 
 
 def _folder():

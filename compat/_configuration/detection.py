@@ -119,7 +119,7 @@ def _candidates(name, reason):
 
         known = {b.name for b in backends} | {b.framework for b in backends}
         known.update(registry.plugin_names())
-        meant = spelling.closest(name, known)
+        meant = spelling.backend(name, known) if isinstance(name, str) else None
         raise errors.InvalidArgumentError(
             "{}, but compat does not know that backend.{} Known backends: {}.".format(
                 reason,

@@ -40,6 +40,11 @@ def closest(name: str, known: "Iterable[str]") -> "Optional[str]":
     return by_plain[found[0]] if found else None
 
 
+def backend(name: str, known: "Iterable[str]") -> "Optional[str]":
+    """The one of these backends that this stands for in scripts, or is a misspelling of, or None."""
+    return {"tf": "tensorflow", "mx": "mxnet"}.get(plain(name)) or closest(name, known)
+
+
 def meant(name: str, value: "Any", known: "Iterable[str]") -> "Optional[str]":
     """What to write in place of ``name=value`` in ``configure_gpu()``, or None where nothing tells.
 
