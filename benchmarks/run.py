@@ -79,7 +79,7 @@ for _names, _script in ((TRIALS, "first_step"), (FIRST_FITS, "first_fit")):
 _CHECKSUMS = "Each `fit()`, here of ten steps, compares checksums of 200 variables twice."
 _HOOKS = "The hooks of parameters are Python; those of the peer are C++."
 _SAME = "compat uses as much CPU time as the peer."
-_CHANCE = "The work is the same, and the ratio differs as much from process to process."
+_CHANCE = "The work is the same; the ratio varies as much from process to process."
 _IN_TURN = "The devices compute in turn, so that all that shows is what splitting the batch costs."
 
 #: Why, as far as it is known, by the rows' names.
