@@ -219,7 +219,10 @@ def in_stateless_scope(keras):
 
 
 def reader_and_writer(model):
-    """Functions that read a list of variables as arrays, and write pairs of variable and array."""
+    """Functions that read a list of variables as arrays, and write pairs of variable and array.
+
+    What a framework computes eagerly is read, too.
+    """
     keras = keras_of(model)
     tensorflow = sys.modules.get("tensorflow") if backend_name(keras) == "tensorflow" else None
     is_eager = tensorflow is not None and getattr(tensorflow, "executing_eagerly", bool)()
@@ -229,7 +232,7 @@ def reader_and_writer(model):
         return read, keras.backend.batch_set_value
 
     def read_values(variables):
-        return [keras.ops.convert_to_numpy(variable.value) for variable in variables]
+        return [keras.ops.convert_to_numpy(getattr(v, "value", v)) for v in variables]
 
     def write(pairs):
         for variable, value in pairs:
@@ -240,10 +243,16 @@ def reader_and_writer(model):
 
 def _read_eagerly(tensorflow, variables):
     """The values of variables as arrays. To ask each of them takes up to four times as long."""
-    read = tensorflow.raw_ops.ReadVariableOp
-    # A Keras 3 variable has one of TensorFlow's for its value, whose own value is a method.
-    made = [v if callable(v.value) else v.value for v in variables]
-    return [read(resource=each.handle, dtype=each.dtype).numpy() for each in made]
+    arrays = []
+    for each in variables:
+        value = getattr(each, "value", each)  # of a Keras 3 variable one of TensorFlow's
+        each = each if callable(value) else value
+        if hasattr(each, "handle"):
+            tensor = tensorflow.raw_ops.ReadVariableOp(resource=each.handle, dtype=each.dtype)
+        else:
+            tensor = tensorflow.convert_to_tensor(each)
+        arrays.append(tensor.numpy())
+    return arrays
 
 
 def check_floatx(floatx, backend):

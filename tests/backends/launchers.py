@@ -42,10 +42,15 @@ sys.stdout.write("{}\\n".format(configuration.place))
 PLACE = "import compat; print('{} {} {}'.format(compat.rank(), compat.size(), compat.local_rank()))"
 
 
+_reserved = []
+
+
 def free_port():
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return listening.getsockname()[1]
+    """A port that nobody else gets until a server listens there: as ``starter._reserved_ports``."""
+    _reserved.append(socket.socket())
+    _reserved[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    _reserved[-1].bind(("", 0))
+    return _reserved[-1].getsockname()[1]
 
 
 def environment(backend, **variables):
