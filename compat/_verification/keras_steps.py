@@ -220,7 +220,7 @@ class KerasStep(steps.Step):
         result_type = getattr(_keras.keras_of(self.model).backend, "result_type", None)
         if result_type is not None:
             # On JAX and torch Keras 3 sums float64 in float32, as in losses and normalization.
-            dtypes |= {result_type(dtype, "float32") for dtype in dtypes}
+            dtypes |= {result_type(each, "float32") for each in dtypes if "float" in each}
         self.dtype = coarsest(dtypes)
 
     def by_design(self, inference, changed):

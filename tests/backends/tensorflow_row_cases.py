@@ -822,5 +822,5 @@ NOT_COMPUTED = set(
     "StatelessRandomNormal StatelessRandomNormalV2 StatelessRandomUniform "
     "StatelessRandomUniformInt StatelessRandomUniformIntV2 StatelessRandomUniformV2 "
     "StatelessTruncatedNormal StatelessTruncatedNormalV2 TruncatedNormal SparseTensorDenseMatMul "
-    "ResourceGather ResourceGatherNd TopK".split()
+    "LookupTableFindV2 ResourceGather ResourceGatherNd TopK".split()
 )

@@ -146,7 +146,33 @@ def test_the_users_error_is_the_one_that_is_raised():
     verification_cases.check_the_users_error_is_the_one_that_is_raised(keras_, backend)
 
 
+def test_a_model_of_words():
+    """Its lookup is split, and verified: no type of number is made of texts."""
+    layers, words = keras_.layers, tf.constant([["a"], ["b"], ["c"], ["z"], ["b"], ["c"], ["b"]])
+    found = []
+    for is_parallel in (False, True):
+        inputs = layers.Input((1,), dtype="string")
+        numbers = layers.StringLookup(vocabulary=["a", "b", "c"])(inputs)
+        hidden = layers.Flatten()(layers.Embedding(4, 3)(numbers))
+        model = initialise(keras_.models.Model(inputs, layers.Dense(2)(hidden)))
+        if is_parallel:
+            compat.parallelize(model)
+        model.compile("sgd", "mse")
+        record = verified(backend, model) if is_parallel else None
+        before = [device.training_rows for device in compat.report().devices]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", compat.CompatWarning)
+            model.fit(words, np.ones((7, 2)), batch_size=7, verbose=0)
+        found.append(model.get_weights())
+    assert record.steps["train"] == 1
+    after = [device.training_rows for device in compat.report().devices]
+    assert [now - then for now, then in zip(after, before)] == [2, 2, 3]
+    assert largest_difference(*found) < 1e-6
+
+
 # What this Keras does not have is not tested.
+if not hasattr(keras_.layers, "StringLookup"):
+    del test_a_model_of_words
 if not hasattr(keras_.optimizers, "Nadam"):
     del test_an_optimizer_that_counts_its_traces
 if not hasattr(keras_.models.Model, "train_step"):

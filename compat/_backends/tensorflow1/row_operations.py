@@ -81,7 +81,7 @@ _TYPES = {
         "FakeQuantWithMinMaxArgs FakeQuantWithMinMaxVars Floor FloorDiv FloorMod Greater "
         "GreaterEqual Igamma Igammac Inv InvGrad Invert IsFinite IsInf IsNan LeakyRelu "
         "LeakyReluGrad LeftShift Less LessEqual Lgamma Log Log1p LogicalAnd LogicalNot LogicalOr "
-        "Mod Ndtri NextAfter NotEqual OnesLike Polygamma Pow Reciprocal "
+        "LookupTableFindV2 Mod Ndtri NextAfter NotEqual OnesLike Polygamma Pow Reciprocal "
         "ReciprocalGrad Relu Relu6 Relu6Grad ReluGrad RightShift Rint Round Rsqrt RsqrtGrad Selu "
         "SelectV2 SeluGrad Sigmoid SigmoidGrad Sign Sin Sinh Softplus SoftplusGrad Softsign "
         "SoftsignGrad Sqrt SqrtGrad Square SquaredDifference Tan Tanh TanhGrad TruncateDiv "

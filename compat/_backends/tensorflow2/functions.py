@@ -4,8 +4,11 @@ CALLS = {"PartitionedCall", "StatefulPartitionedCall"}
 CONDITIONS = {"If", "StatelessIf"}
 LOOPS = {"While", "StatelessWhile"}
 
-#: Operations on a variable that leave it as it is.
-READS = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape"}
+#: Operations on a variable, or on a table of a lookup layer, that leave it as it is.
+READS = {
+    "LookupTableFindV2", "LookupTableSizeV2", "ReadVariableOp", "ResourceGather",
+    "ResourceGatherNd", "VariableShape",
+}  # fmt: skip
 
 
 # The attributes that name the functions an operation calls.

@@ -257,7 +257,7 @@ class Executor:
 
     def _ensure_traceless(self, op, inputs):
         resources = [value for value in inputs if value.dtype == tf.resource]
-        if op.type in READS or op.type.startswith(("LookupTableFind", "LookupTableSize")):
+        if op.type in READS:
             return
         are_copies = all(id(value) in self.copies for value in resources)
         if not are_copies or op.op_def.is_stateful and not resources:

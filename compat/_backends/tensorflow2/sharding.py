@@ -184,6 +184,8 @@ def _made_up(tensor):
 
 
 def _of_type(values, dtype):
+    if dtype == tf.string:
+        return tf.strings.as_string(values)
     return tf.cast(values if dtype.is_floating or dtype.is_complex else values > 0, dtype)
 
 
