@@ -1,5 +1,7 @@
 """The body of a model's graph on one device: its functions to go forward and back."""
 
+from collections import OrderedDict
+
 import theano
 
 from .graph_variables import (
@@ -55,10 +57,13 @@ class Body:
         """
         at_cut = [self.values[place] for place in places]
         self.given = [placeholder_like(value, self.device.place) for value in at_cut]
-        # The sum's gradient is that of each value with what is given for it.
-        total = sum((value * value_like(value, g)).sum() for value, g in zip(at_cut, self.given))
+        # Copies, since one value at the cut may depend on another one.
+        known = [
+            (theano.tensor.tensor_copy(value), value_like(value, given))
+            for value, given in zip(at_cut, self.given)
+        ]
         own = self.device.variables
-        found = gradients_of(total, [own[weight] for weight in weights])
+        found = gradients_of(None, [own[weight] for weight in weights], OrderedDict(known))
         self.gradients = list(found.values())
         states = [state for state, _ in self.updates]
         forward = depending_on(self.inputs + states, self.values)

@@ -44,11 +44,18 @@ def nearest(wanted, is_found):
     return found
 
 
-def gradients_of(total, variables):
-    """The gradients with respect to those of the variables that ``total`` depends on."""
+def gradients_of(total, variables, known=None):
+    """The gradients with respect to those of the variables that ``total`` depends on.
+
+    Arguments:
+        known: the gradients of some variables, in place of a total.
+    """
     from theano import tensor
 
-    found = tensor.grad(total, variables, disconnected_inputs="ignore", return_disconnected="None")
+    found = tensor.grad(
+        total, variables, disconnected_inputs="ignore", return_disconnected="None",
+        known_grads=known,
+    )  # fmt: skip
     return {v: gradient for v, gradient in zip(variables, found) if gradient is not None}
 
 
