@@ -126,18 +126,19 @@ class AutomaticContract(BackendContract):
         """So does the model itself. Not every Keras supports every kind of copy."""
         inputs, targets = CASES["dense"].data(13)
 
+        def trained(model):
+            model.train_on_batch(inputs, targets)
+            return model.get_weights() + [model.predict(inputs, verbose=0)]
+
         def found():
-            results, models = [], [self.compiled(keras, "dense")]
-            models[0].train_on_batch(inputs, targets)
+            results, model = [], self.compiled(keras, "dense")
+            model.train_on_batch(inputs, targets)
             for made_by in self.copies:
                 try:
-                    models.append(made_by(models[0]))
+                    results.append(trained(made_by(model)))
                 except Exception as error:
                     results.append(type(error))
-            for model in models:
-                model.train_on_batch(inputs, targets)
-                results.append(model.get_weights() + [model.predict(inputs, verbose=0)])
-            return results
+            return results + [trained(model)]
 
         expected = found()
         with compiled_on_all_devices(self.instance()):

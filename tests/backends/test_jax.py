@@ -420,6 +420,24 @@ def test_the_users_error_is_the_one_that_is_raised(keras):
     verification_cases.check_the_users_error_is_the_one_that_is_raised(keras, backend)
 
 
+def test_quantized_tables(keras):
+    verification_cases.check_quantized_tables(keras)
+
+
+def test_float8_has_the_largest_values_of_the_whole_batch(keras):
+    """Keras sets its history of them to its gradient."""
+
+    def build():
+        model = small(keras)
+        model.layers[-1].quantize("float8")
+        return model
+
+    models = pair(build)
+    losses = [train(keras, model) for model in models]
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
+    assert_same(models)
+
+
 def test_mixed_precision_scales_the_loss(keras):
     keras.config.set_dtype_policy("mixed_float16")
     try:

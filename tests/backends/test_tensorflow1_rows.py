@@ -797,15 +797,34 @@ def test_what_a_loss_takes_of_a_loop_is_of_the_whole_batch(keras):
     assert train_both(models) <= 1e-5
 
 
-@span
-def test_losses_with_a_loop(keras):
+def by_rnn(x):
+    """Keras' own loop, over what could be times."""
+
+    def step(row, states):
+        return row + 0.5 * states[0], [row + 0.5 * states[0]]
+
+    rows = tf.expand_dims(x, 1)
+    return keras_under_test().backend.rnn(step, rows, [tf.zeros_like(x)])[0]
+
+
+LOOPS = {
+    "scan": lambda x: tf.scan(lambda total, row: 0.5 * total + row, x),
+    "map_fn": lambda x: tf.map_fn(lambda row: row / (1 + tf.reduce_sum(row**2)), x),
+    "while_loop": lambda x: tf.while_loop(
+        lambda count, _: count < 3, lambda count, rows: [count + 1, 0.5 * rows + x], [0, x]
+    )[1],
+    "K.rnn": by_rnn,
+}
+
+
+@pytest.mark.parametrize("name", in_span(sorted(LOOPS), ["scan"]))
+def test_losses_with_a_loop(keras, name):
     def build():
         inputs = keras.layers.Input(shape=(4,))
         return keras.models.Model(inputs, keras.layers.Dense(2)(inputs))
 
     def loss(expected, found):
-        summed = tf.scan(lambda total, row: 0.5 * total + row, found)
-        return keras.backend.sum(keras.backend.square(summed - expected))
+        return keras.backend.sum(keras.backend.square(LOOPS[name](found) - expected))
 
     models = one_and_three(build, loss)
     assert train_both(models) <= 1e-5

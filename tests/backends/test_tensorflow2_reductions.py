@@ -730,7 +730,7 @@ def test_float8_has_the_largest_values_of_the_whole_batch(keras):
 
 
 @pytest.mark.skipif(not KERAS3, reason="the others sum up what there is of a row")
-@pytest.mark.parametrize("optimizer", ["adagrad", "adam"])
+@pytest.mark.parametrize("optimizer", ["adagrad", "adam", "rmsprop"])
 def test_rows_that_several_devices_look_up_count_once(keras, optimizer):
     class Summing(keras.Model):
         def __init__(self):

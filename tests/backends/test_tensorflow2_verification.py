@@ -10,7 +10,7 @@ import compat
 from compat._configuration import registry
 from compat.testing import DEVICES, initialise, keras_under_test, largest_difference
 
-from . import verification_cases
+from . import graph_cases, verification_cases
 from .test_tensorflow2 import KERAS3
 from .verification_cases import verified, weights_until_found
 
@@ -142,6 +142,10 @@ def test_an_optional_input_that_is_not_given():
     verification_cases.check_an_optional_input_that_is_not_given(keras_, backend)
 
 
+def test_prediction_in_the_learning_phase_of_training():
+    graph_cases.check_prediction_in_the_learning_phase_of_training(keras_, backend)
+
+
 def test_the_users_error_is_the_one_that_is_raised():
     verification_cases.check_the_users_error_is_the_one_that_is_raised(keras_, backend)
 
@@ -170,12 +174,20 @@ def test_a_model_of_words():
     assert largest_difference(*found) < 1e-6
 
 
+def test_quantized_tables():
+    verification_cases.check_quantized_tables(keras_)
+
+
 # What this Keras does not have is not tested.
+if not hasattr(keras_.layers.Embedding, "quantize"):
+    del test_quantized_tables
+if KERAS3 or not hasattr(keras_.models.Model, "train_step"):
+    del test_prediction_in_the_learning_phase_of_training
 if not hasattr(keras_.layers, "StringLookup"):
     del test_a_model_of_words
 if not hasattr(keras_.optimizers, "Nadam"):
     del test_an_optimizer_that_counts_its_traces
-if not hasattr(keras_.models.Model, "train_step"):
+if not hasattr(keras_.models.Model, "train_step"):  # nor is training verified
     del test_numbers_that_a_step_counts_in_python
 if not KERAS3:
     del (

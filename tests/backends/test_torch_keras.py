@@ -12,6 +12,7 @@ from compat.testing import DEVICES
 
 from .test_torch import devices  # noqa: F401  (a fixture)
 from .test_torch_merge import replicas
+from . import verification_cases
 from .verification_cases import verified
 
 pytestmark = pytest.mark.usefixtures("devices")
@@ -116,6 +117,12 @@ def test_float8_has_the_largest_values_of_the_whole_batch():
         results.append(losses + model.get_weights())
     for one, other in zip(*results):
         np.testing.assert_array_equal(one, other)
+
+
+def test_quantized_tables():
+    import keras
+
+    verification_cases.check_quantized_tables(keras)
 
 
 @pytest.mark.parametrize("kind", [list, tuple])

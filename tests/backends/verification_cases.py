@@ -1,5 +1,7 @@
 """Models for the tests of verification, of Keras 3 if nothing else is said."""
 
+import warnings
+
 import numpy as np
 import pytest
 
@@ -16,6 +18,20 @@ def verified(backend, model, steps=1):
     verification = _verification.Verification(model.name, backend.devices(), steps)
     backend.verify(model, verification)
     return verification.record
+
+
+def check_quantized_tables(keras):
+    """A device may have one row, or none."""
+    for kind, rows in [(kind, rows) for kind in ("int8", "int4") for rows in (2, 3, 13)]:
+        inputs = keras.layers.Input((1,), dtype="int32")
+        model = keras.Model(inputs, keras.layers.Embedding(12, 16, name="table")(inputs))
+        model.get_layer("table").quantize(kind)
+        batch = np.random.RandomState(0).randint(0, 12, (rows, 1))
+        expected = model.predict(batch, verbose=0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", compat.CompatWarning)  # on torch int8 runs whole
+            found = compat.parallelize(model).predict(batch, verbose=0)
+        np.testing.assert_allclose(expected, found, rtol=1e-6, err_msg=kind)
 
 
 def mixes_rows_from_a_later_batch(keras, parallel):
