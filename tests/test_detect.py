@@ -126,11 +126,8 @@ def test_asked_for_a_misspelled_one(name, meant, register):
 @pytest.mark.parametrize("asked", [5, ["torch"], b"torch"])
 def test_asked_for_what_is_no_name(asked, register):
     register(Torch())
-    assert refusal(compat.InvalidArgumentError, asked).startswith(
-        "backend={!r} was asked for, but compat does not know that backend. Known backends: ".format(
-            asked
-        )
-    )
+    told = "backend={!r} was asked for, but compat does not know that backend. Known backends: "
+    assert refusal(compat.InvalidArgumentError, asked).startswith(told.format(asked))
 
 
 def test_asked_for_what_is_not_installed():

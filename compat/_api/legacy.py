@@ -219,7 +219,7 @@ def install_legacy_names() -> "List[str]":
 
 
 def _install(path, value):
-    """Set an attribute by its dotted path, unless Keras' own is to stay. What was set, in a list."""
+    """Set an attribute by its dotted path, unless Keras' own is to stay; the path, in a list."""
     parent, _, name = path.rpartition(".")
     lacking = [
         module

@@ -41,7 +41,7 @@ def closest(name: str, known: "Iterable[str]") -> "Optional[str]":
 
 
 def backend(name: str, known: "Iterable[str]") -> "Optional[str]":
-    """The one of these backends that this stands for in scripts, or is a misspelling of, or None."""
+    """The one of these backends that is meant by a short name or a misspelling, or None."""
     return {"tf": "tensorflow", "mx": "mxnet"}.get(plain(name)) or closest(name, known)
 
 

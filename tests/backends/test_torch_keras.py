@@ -10,9 +10,9 @@ from compat import _api, _verification
 from compat._configuration import registry
 from compat.testing import DEVICES
 
+from . import verification_cases
 from .test_torch import devices  # noqa: F401  (a fixture)
 from .test_torch_merge import replicas
-from . import verification_cases
 from .verification_cases import verified
 
 pytestmark = pytest.mark.usefixtures("devices")
