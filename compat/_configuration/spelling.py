@@ -1,6 +1,7 @@
 """What was meant by a name that compat does not know. Loaded only where one is refused."""
 
 import difflib
+import re
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -42,7 +43,10 @@ def closest(name: str, known: "Iterable[str]") -> "Optional[str]":
 
 def backend(name: str, known: "Iterable[str]") -> "Optional[str]":
     """The one of these backends that is meant by a short name or a misspelling, or None."""
-    return {"tf": "tensorflow", "mx": "mxnet"}.get(plain(name)) or closest(name, known)
+    letters = re.compile(".*".join(map(re.escape, plain(name))))
+    longer = sorted(filter(letters.match, known), key=len)
+    is_one = longer and all(each.startswith(longer[0]) for each in longer)
+    return longer[0] if is_one else closest(name, known)
 
 
 def meant(name: str, value: "Any", known: "Iterable[str]") -> "Optional[str]":
