@@ -188,7 +188,7 @@ def install_legacy_names() -> "List[str]":
 
     ``keras.utils.multi_gpu_model``, and the modules it was imported from
     (``keras.utils.multi_gpu_utils``, ``keras.utils.training_utils``), get compat's function. That
-    replaces Keras' own, where Keras still has it, which takes true GPUs of TensorFlow alone.
+    replaces Keras' own, where Keras still has it, which needs TensorFlow and real GPUs.
     ``keras.backend.set_session`` and ``get_session``, also in ``keras.backend.tensorflow_backend``,
     are put back where Keras has lost them. All this in ``keras`` and in ``tf.keras``, if these run
     on the configured backend. Call it after ``configure_gpu()``, since it imports Keras, and before

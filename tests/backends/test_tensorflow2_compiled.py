@@ -1,8 +1,10 @@
 """TensorFlow 2: models with functions that XLA compiles, ``tf.function(jit_compile=True)``."""
 
 import collections
+import concurrent.futures
 import inspect
 import re
+import warnings
 
 import numpy as np
 import pytest
@@ -98,6 +100,19 @@ def test_what_xla_compiles_is_split(layers):
     nodes = executed(lambda: train_in_a_new_graph(model, ROWS, TARGETS))
     assert sorted(products(nodes)) == ["/cpu:0", "/cpu:1", "/cpu:2"]
     assert min(calls(nodes)[device] for device in ("/cpu:0", "/cpu:1", "/cpu:2")) >= 2
+
+
+def test_threads_may_call_it_at_once():
+    """As a server does; none of them runs it whole."""
+    model = trained(grouped_1d, False)
+    expected = model(tf.constant(ROWS)).numpy()
+    compat.parallelize(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", compat.CompatWarning)
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(model, [tf.constant(ROWS)] * 16))
+    for each in found:
+        np.testing.assert_allclose(each, expected, rtol=1e-5, atol=1e-6)
 
 
 WHOLE = (

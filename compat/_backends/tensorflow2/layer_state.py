@@ -246,7 +246,7 @@ class Keras3State:
                 super().add_update(update)
 
         carried = [(variables[key], last[key]) for key in last if _is_carried(variables[key])]
-        with CollectingScope(carried, collect_losses=True) as scope, _kernels_read():
+        with CollectingScope(carried, collect_losses=True) as scope:
             yield scope.losses
         self.updates.append(scope.state_mapping)
 
@@ -292,21 +292,21 @@ class Keras3State:
         return found + [(variable, Mixed()) for variable in overwritten]
 
 
-@contextlib.contextmanager
-def _kernels_read():
-    """Within, Keras 3 hands its convolutions values in place of variables.
+def read_kernels():
+    """From now on, have Keras 3 hand its convolutions values in place of variables.
 
     It has XLA compile a convolution in groups, and XLA takes no variable of another device.
     """
-    nn = sys.modules["keras.src.backend.tensorflow.nn"]
+    nn = sys.modules.get("keras.src.backend.tensorflow.nn")
+    if nn is None or patching.find(nn, "conv") is not None:
+        return
     plain = nn.conv
 
     @functools.wraps(plain)
     def conv(inputs, kernel, *args, **kwargs):
         return plain(inputs, tf.convert_to_tensor(kernel), *args, **kwargs)
 
-    with patching.replaced(nn, conv=conv):
-        yield
+    patching.Patch(nn, "conv", conv)
 
 
 def _is_carried(variable):

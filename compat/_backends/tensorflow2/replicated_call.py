@@ -55,6 +55,7 @@ class ReplicatedCall(patching.InstanceMethod):
 
     def install(self, model):
         super().install(model)
+        layer_state.read_kernels()
         plain = self.plain(model)
         # tf.keras looks up its arguments when it saves a model.
         self.__signature__ = inspect.signature(getattr(plain, "__func__", plain))

@@ -38,11 +38,12 @@ class Sums:
     def put(self, tensor, value, weight):
         """Write what is summed up in a tensor's place while it is in the cache; send what is full.
 
-        The last bucket, which has the header, is sent at the end of the pass.
+        The last bucket, which has the header, is written and sent at the end of the pass: what a
+        script does to gradients by ``data`` until then counts, and does not show.
         """
         slot = self.slots[id(tensor)]
         bucket = slot.bucket
-        if bucket.work is not None:
+        if bucket.work is not None or bucket is self.buckets[-1]:
             return
         bucket.missing -= slot.written is None
         slot.write(value, weight)

@@ -39,7 +39,7 @@ _UNSHOWN = 0.1
 _KEPT = 10000
 # And so many wait at most for the end of their line.
 _WAITING = 1000000
-# The signals that a script is told of.
+# Signals that are passed on to the script.
 _PASSED_ON = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 # How long a rank that was told to end may take.
 _GRACE = 5.0
