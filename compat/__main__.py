@@ -83,7 +83,7 @@ def main(arguments=None):
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left is flushed at the end
         return 128 + 13  # SIGPIPE
     except errors.CompatError as error:
-        print("compat {}: {}".format(parsed.command, error), file=sys.stderr)
+        print(f"compat {parsed.command}: {error}", file=sys.stderr)
         return 2
 
 
@@ -113,99 +113,52 @@ def _parser():
     env.add_argument("--json", action="store_true", help="the same as one JSON object")
 
     run = command_parser(commands, "run", _run, "run a script on chosen GPUs", RUN, _usage("run"))
-    run.add_argument(
-        "-n",
-        dest="ranks",
-        type=_ranks,
-        metavar="N",
-        help="as so many ranks, each with one of the GPUs, that train together (1: alone)",
-    )
-    run.add_argument(
-        "--hosts",
-        help="machines, reached by ssh, and how many ranks each may run: first:4,second:4",
-    )
+    told = "as so many ranks, each with one of the GPUs, that train together (1: alone)"
+    run.add_argument("-n", dest="ranks", type=_ranks, metavar="N", help=told)
+    told = "machines, reached by ssh, and how many ranks each may run: first:4,second:4"
+    run.add_argument("--hosts", help=told)
     run.add_argument("--gpus", help=GPUS)
     run.add_argument("--backend", metavar="NAME", help=BACKEND)
-    run.add_argument(
-        "--python", help="another interpreter, of any age; compat need not be installed there"
-    )
-    run.add_argument(
-        "--timeout", metavar="SECONDS", help="how long a rank waits for the others (default: 600)"
-    )
-    run.add_argument(
-        "--simulate",
-        metavar="N",
-        type=_number("devices, 1 or more", 1),
-        help="so many CPU devices stand in for GPUs, whatever configure_gpu() asks for",
-    )
-    run.add_argument(
-        "--parallelize",
-        action="store_true",
-        help="run every Keras model that the script compiles on all the devices, or on all ranks",
-    )
-    run.add_argument(
-        "--report",
-        action="store_true",
-        help="at the end, print what each device did, or each rank: was every one used?",
-    )
+    told = "another interpreter, of any age; compat need not be installed there"
+    run.add_argument("--python", help=told)
+    told = "how long a rank waits for the others (default: 600)"
+    run.add_argument("--timeout", metavar="SECONDS", help=told)
+    told = "so many CPU devices stand in for GPUs, whatever configure_gpu() asks for"
+    devices = _number("devices, 1 or more", 1)
+    run.add_argument("--simulate", metavar="N", type=devices, help=told)
+    told = "run every Keras model that the script compiles on all the devices, or on all ranks"
+    run.add_argument("--parallelize", action="store_true", help=told)
+    told = "at the end, print what each device did, or each rank: was every one used?"
+    run.add_argument("--report", action="store_true", help=told)
     run.add_argument("--report-json", metavar="FILE", help="the same, also as JSON in a file")
-    run.add_argument(
-        "--report-html", metavar="FILE", help="the same, also as a picture for a browser, in a file"
-    )
-    run.add_argument(
-        "--timeline",
-        metavar="FILE",
-        help="the same, and what each device executed when, in a file for a browser's trace viewer",
-    )
-    run.add_argument(
-        "--quiet",
-        action="store_true",
-        help="of ranks other than rank 0, show standard error only",
-    )
-    run.add_argument(
-        "--log-dir",
-        metavar="DIR",
-        help="append all that each rank prints to a file there, rank-0.log and so on",
-    )
-    run.add_argument(
-        "--max-restarts",
-        metavar="N",
-        type=_number("restarts, 0 or more", 0),
-        default=0,
-        help="start all ranks again when one fails, at most so many times (default: 0)",
-    )
+    told = "the same, also as a picture for a browser, in a file"
+    run.add_argument("--report-html", metavar="FILE", help=told)
+    told = "the same, and what each device executed when, in a file for a browser's trace viewer"
+    run.add_argument("--timeline", metavar="FILE", help=told)
+    told = "of ranks other than rank 0, show standard error only"
+    run.add_argument("--quiet", action="store_true", help=told)
+    told = "append all that each rank prints to a file there, rank-0.log and so on"
+    run.add_argument("--log-dir", metavar="DIR", help=told)
+    told = "start all ranks again when one fails, at most so many times (default: 0)"
+    restarts = _number("restarts, 0 or more", 0)
+    run.add_argument("--max-restarts", metavar="N", type=restarts, default=0, help=told)
     _add_script(run)
 
     usage = "compat test [options]\n       " + _usage("test")
     test = command_parser(commands, "test", _test, "compare several devices with one", TEST, usage)
-    test.add_argument(
-        "--devices",
-        type=_number("devices, 2 or more", 2),
-        metavar="N",
-        help="how many, 2 or more (default: all GPUs where there are two or more, else 3; of a "
-        "script: 3)",
-    )
+    told = "how many, 2 or more (default: all GPUs where there are two or more, else 3; of a "
+    told += "script: 3)"
+    devices = _number("devices, 2 or more", 2)
+    test.add_argument("--devices", type=devices, metavar="N", help=told)
     test.add_argument("--backend", metavar="NAME", help=BACKEND)
-    test.add_argument(
-        "--simulate",
-        action="store_true",
-        help="use CPU devices even where there are GPUs (with a script always)",
-    )
-    test.add_argument(
-        "-n",
-        dest="ranks",
-        type=_ranks_to_compare,
-        metavar="N",
-        help="of a script: as so many ranks the second time (default: 2; 0: not at all)",
-    )
-    test.add_argument(
-        "--hosts", help="of a script: run the ranks on these machines, as compat run --hosts does"
-    )
-    test.add_argument(
-        "--json",
-        action="store_true",
-        help="print the outcome as one JSON object, and all else to stderr",
-    )
+    told = "use CPU devices even where there are GPUs (with a script always)"
+    test.add_argument("--simulate", action="store_true", help=told)
+    told = "of a script: as so many ranks the second time (default: 2; 0: not at all)"
+    test.add_argument("-n", dest="ranks", type=_ranks_to_compare, metavar="N", help=told)
+    told = "of a script: run the ranks on these machines, as compat run --hosts does"
+    test.add_argument("--hosts", help=told)
+    told = "print the outcome as one JSON object, and all else to stderr"
+    test.add_argument("--json", action="store_true", help=told)
     test.add_argument("--quiet", **QUIET)
     _add_script(test)
 
@@ -217,23 +170,17 @@ def _parser():
 
 
 def _usage(command):
-    return (
-        "compat {0} [options] script.py [its arguments]\n"
-        "       compat {0} [options] -m module [its arguments]".format(command)
-    )
+    script = f"compat {command} [options] script.py [its arguments]\n"
+    return script + f"       compat {command} [options] -m module [its arguments]"
 
 
 def _add_script(parser):
-    parser.add_argument(
-        "-m",
-        dest="module",
-        nargs=argparse.REMAINDER,
-        help="in place of a script: the name of a module, as after python -m",
-    )
-    parser.add_argument(
-        "script", nargs="?", help="a script's path; all that follows is the script's own"
-    )
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    rest = argparse.REMAINDER
+    told = "in place of a script: the name of a module, as after python -m"
+    parser.add_argument("-m", dest="module", nargs=rest, help=told)
+    told = "a script's path; all that follows is the script's own"
+    parser.add_argument("script", nargs="?", help=told)
+    parser.add_argument("arguments", nargs=rest, help=argparse.SUPPRESS)
 
 
 def _script(arguments):
@@ -250,7 +197,7 @@ def _number(what, fewest, *others):
 
     def number(text):
         if not text.isdecimal() or int(text) < fewest and int(text) not in others:
-            raise argparse.ArgumentTypeError("{!r} is not a number of {}".format(text, what))
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number of {what}")
         return int(text)
 
     return number
@@ -258,9 +205,7 @@ def _number(what, fewest, *others):
 
 def _ranks(text):
     if not text.lstrip("-").isdecimal():
-        raise argparse.ArgumentTypeError(
-            "{!r} is not a number of processes; write -n 4".format(text)
-        )
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of processes; write -n 4")
     return int(text)
 
 
@@ -269,7 +214,7 @@ def _ranks_to_compare(text):
     return _number("ranks to compare: 2 or more, or 0 for none", 2, 0)(text)
 
 
-# env ------------------------------------------------------------------------------------------
+# The commands ---------------------------------------------------------------------------------
 
 
 def _env(arguments):
@@ -278,9 +223,6 @@ def _env(arguments):
     found = environment()
     print(json.dumps(found, indent=2) if arguments.json else found)
     return 1 if found["problems"] else 0
-
-
-# run ------------------------------------------------------------------------------------------
 
 
 def _run(arguments):
@@ -292,16 +234,11 @@ def _run(arguments):
     return run_script.run(script, arguments)
 
 
-# test -----------------------------------------------------------------------------------------
-
-
 def _test(arguments):
     script = _script(arguments)
     for option, given in (("-n", arguments.ranks), ("--hosts", arguments.hosts)):
         if given is not None and not script:
-            arguments.parser.error(
-                "argument {}: a script is needed, or -m and a module".format(option)
-            )
+            arguments.parser.error(f"argument {option}: a script is needed, or -m and a module")
     if arguments.hosts is not None and arguments.ranks == 0:
         arguments.parser.error("argument --hosts: not with -n 0, which asks for no ranks")
     if arguments.json:
@@ -314,18 +251,15 @@ def _test(arguments):
 
 def _compare(arguments, script, outcome):
     """The exit status; ``outcome`` is a dictionary to be filled, or None."""
+    asked = arguments.devices, arguments.backend
     if script:
         from ._commands import verify_script  # for start-up time
 
-        same = verify_script.run(
-            script, arguments.devices, arguments.backend, arguments.ranks, outcome=outcome,
-            hosts=arguments.hosts,
-        )  # fmt: skip
-    else:
-        from ._commands import selftest  # for start-up time
+        ranks, hosts = arguments.ranks, arguments.hosts
+        return not verify_script.run(script, *asked, ranks, outcome=outcome, hosts=hosts)
+    from ._commands import selftest  # for start-up time
 
-        same = selftest.run(arguments.devices, arguments.backend, arguments.simulate, outcome)
-    return 0 if same else 1
+    return not selftest.run(*asked, arguments.simulate, outcome)
 
 
 if __name__ == "__main__":

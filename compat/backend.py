@@ -39,21 +39,9 @@ if TYPE_CHECKING:
     from ._runtime.work import count as count_batch
     from ._verification import Step, Verification
 
-__all__ = [
-    "Backend",
-    "Devices",
-    "Engine",
-    "Job",
-    "Memory",
-    "Operation",
-    "Place",
-    "Settings",
-    "Step",
-    "Verification",
-    "compare_ranks",
-    "count_batch",
-    "own_launcher",
-]
+__all__ = ["Backend", "Job", "Memory", "Place", "Settings"]
+__all__ += ["Devices", "Engine", "Operation", "Step", "Verification"]
+__all__ += ["compare_ranks", "count_batch", "own_launcher"]
 
 # Imported when they are asked for: ``import compat`` stays as cheap as it is without them.
 _LAZY = {
@@ -73,7 +61,7 @@ class _Module(type(sys)):  # type: ignore  # the class of modules, which mypy do
 
     def __getattr__(self, name):
         if name not in _LAZY:
-            raise AttributeError("module {!r} has no attribute {!r}".format(__name__, name))
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         import importlib
 
         module, attribute = _LAZY[name]
@@ -214,8 +202,8 @@ class Backend:
         """
         if verification is not None:
             errors.warn(
-                "verify={}: the backend {} cannot compare several devices with one, so nothing "
-                "is verified.".format(verification.asked, self.name)
+                f"verify={verification.asked}: the backend {self.name} cannot compare several "
+                "devices with one, so nothing is verified."
             )
 
     def build(
@@ -230,7 +218,7 @@ class Backend:
         """
         raise errors.unsupported(
             self.name,
-            "build a model with strategy={!r}".format(strategy),
+            f"build a model with strategy={strategy!r}",
             "Leave strategy out: parallelize() then runs the replicas in this process by itself.",
         )
 

@@ -20,7 +20,7 @@ def shortened(text: str) -> str:
     if rest <= 0:
         return text
     half = _LONGEST // 2
-    return "{} ... ({} characters left out) ... {}".format(text[:half], rest, text[-half:])
+    return f"{text[:half]} ... ({rest} characters left out) ... {text[-half:]}"
 
 
 class CompatError(Exception):
@@ -111,7 +111,7 @@ class CompatWarning(UserWarning):
 def class_of(value):
     """What a value is that is no model, as a phrase: a class may have been meant to be called."""
     if isinstance(value, type):
-        return "the class {!r} itself".format(value.__name__)
+        return f"the class {value.__name__!r} itself"
     return repr(type(value).__module__ + "." + type(value).__name__)
 
 
@@ -134,8 +134,8 @@ def no_backend(extras, example, python):
     if not extras:
         return NotInstalledError(
             "No backend is installed in this Python, and no extra of keras-gpu-compat installs on "
-            "Python {}. Use another Python, or install a framework and a Keras that runs on it "
-            "yourself.".format(python)
+            f"Python {python}. Use another Python, or install a framework and a Keras that runs "
+            "on it yourself."
         )
     return NotInstalledError(
         "No backend is installed in this Python. Install one of {} with its pins, for example: "
@@ -145,8 +145,8 @@ def no_backend(extras, example, python):
 
 def broken_install(framework, problem):
     return BrokenInstallError(
-        "{} is installed, but importing it fails: {}. Run `python -c 'import {}'` to see all of "
-        "it.".format(framework, problem, framework)
+        f"{framework} is installed, but importing it fails: {problem}. Run `python -c 'import "
+        f"{framework}'` to see all of it."
     )
 
 
@@ -155,8 +155,7 @@ def broken_install(framework, problem):
 
 def too_late(framework, problem, remedy):
     return TooLateError(
-        "configure_gpu() came too late for {}: {}.\n{}".format(framework, problem, remedy)
-        + in_notebook()
+        f"configure_gpu() came too late for {framework}: {problem}.\n{remedy}" + in_notebook()
     )
 
 
@@ -168,13 +167,11 @@ def in_notebook():
 
 
 def device_failed(framework, device, problem, remedy):
-    return DeviceFailedError(
-        "{} did not bring up {}: {}.\n{}".format(framework, device, problem, remedy)
-    )
+    return DeviceFailedError(f"{framework} did not bring up {device}: {problem}.\n{remedy}")
 
 
 def unsupported(backend, what, remedy):
-    return UnsupportedError("{} cannot {}. {}".format(backend, what, remedy))
+    return UnsupportedError(f"{backend} cannot {what}. {remedy}")
 
 
 # Parallelizing --------------------------------------------------------------------------------
@@ -182,9 +179,8 @@ def unsupported(backend, what, remedy):
 
 def builds_no_model(function, value):
     return NotAModelError(
-        "parallelize() was given the function {}, which returned {}, not a model.".format(
-            function, class_of(value)
-        )
+        f"parallelize() was given the function {function}, which returned {class_of(value)}, not "
+        "a model."
     )
 
 
@@ -193,9 +189,7 @@ def builds_no_model(function, value):
 
 def too_few_rows(rows, size):
     return InvalidArgumentError(
-        "{} rows are too few for {} ranks. Give shard() one row per rank or more.".format(
-            rows, size
-        )
+        f"{rows} rows are too few for {size} ranks. Give shard() one row per rank or more."
     )
 
 
@@ -209,15 +203,15 @@ def numbered_ranks(numbers):
 
 def not_writable(asked, error):
     return InvalidArgumentError(
-        "{} cannot be written: {}. Name a file in a folder that is there and that you may write "
-        "to; nothing was started.".format(asked, error.strerror)
+        f"{asked} cannot be written: {error.strerror}. Name a file in a folder that is there and "
+        "that you may write to; nothing was started."
     )
 
 
 def profiler_runs(framework):
     return InvalidArgumentError(
-        "timeline() records with the profiler of {}, which is recording already, for something "
-        "else. End that before the block.".format(framework)
+        f"timeline() records with the profiler of {framework}, which is recording already, for "
+        "something else. End that before the block."
     )
 
 
@@ -225,8 +219,8 @@ def no_ranks(backend):
     return unsupported(
         backend,
         "train as one of several ranks yet",
-        "Start the script without a launcher (compat run without -n); parallelize() then uses "
-        "the devices of one process.",
+        "Start the script without a launcher (compat run without -n); parallelize() then uses the "
+        "devices of one process.",
     )
 
 
@@ -234,31 +228,31 @@ def rank_lost(place, waited, absent, problem):
     lost = numbered_ranks(absent) if absent else "another rank"
     waited += users_line()
     return RankLostError(
-        "Rank {} of {} waited {}, but {} failed, ended or did not come: {}. Look at what {} "
-        "printed. (COMPAT_TIMEOUT, or compat run --timeout, sets how many seconds ranks "
-        "wait.)".format(place.rank, place.size, waited, lost, problem, lost)
+        f"Rank {place.rank} of {place.size} waited {waited}, but {lost} failed, ended or did not "
+        f"come: {problem}. Look at what {lost} printed. (COMPAT_TIMEOUT, or compat run --timeout, "
+        "sets how many seconds ranks wait.)"
     )
 
 
 def no_script(path):
     return InvalidArgumentError(
-        "there is no file {}. Give the path of a script, or -m and the name of a module; what "
-        "follows are its own arguments.".format(path)
+        f"there is no file {path}. Give the path of a script, or -m and the name of a module; "
+        "what follows are its own arguments."
     )
 
 
 def user_of_host(hosts, launcher):
     return InvalidArgumentError(
-        "--hosts {}: {} takes no user@ in front of a machine. Name the user in ~/.ssh/config, "
-        "as User under the machine's Host.".format(hosts, launcher)
+        f"--hosts {hosts}: {launcher} takes no user@ in front of a machine. Name the user in "
+        "~/.ssh/config, as User under the machine's Host."
     )
 
 
 def ranks_differ(place, model):
     return RankError(
-        "Model {!r} has other weights on rank {} than on rank 0: their number or their shapes "
-        "differ. Build the same model, and compile it with the same optimizer, on every "
-        "rank.".format(model, place.rank)
+        f"Model {model!r} has other weights on rank {place.rank} than on rank 0: their number or "
+        "their shapes differ. Build the same model, and compile it with the same optimizer, on "
+        "every rank."
     )
 
 
@@ -278,8 +272,8 @@ def shadowed(script, path):
         folder, name = os.path.split(folder)
     old, new = (shlex.quote(os.path.join(folder, each)) for each in (name, "my_" + name))
     return (
-        "`import compat` in {} finds {}, not this package. To use compat.configure_gpu() there, "
-        "rename that one, also where it is imported: mv {} {}".format(script, path, old, new)
+        f"`import compat` in {script} finds {path}, not this package. To use "
+        f"compat.configure_gpu() there, rename that one, also where it is imported: mv {old} {new}"
     )
 
 
@@ -287,9 +281,7 @@ def shadowed(script, path):
 
 
 def invalid_number_option(option, value):
-    return InvalidArgumentError(
-        "{}={!r} is not understood. Use a number, 1 or more.".format(option, value)
-    )
+    return InvalidArgumentError(f"{option}={value!r} is not understood. Use a number, 1 or more.")
 
 
 # Devices --------------------------------------------------------------------------------------
@@ -306,7 +298,7 @@ def fewer(shortage, going_on_with, strict):
         raise DevicesNotFoundError(
             text(*shortage, "Ask for fewer, or drop strict=True to go on with what there is")
         )
-    return text(*shortage, "Going on with {}".format(going_on_with))
+    return text(*shortage, f"Going on with {going_on_with}")
 
 
 # Warnings -------------------------------------------------------------------------------------
@@ -330,7 +322,7 @@ def users_line():
     frame, _ = _users_frame(sys._current_frames().get(threading.main_thread().ident or 0))
     if frame is None:
         return ""
-    return " ({}, line {})".format(os.path.basename(frame.f_code.co_filename), frame.f_lineno)
+    return f" ({os.path.basename(frame.f_code.co_filename)}, line {frame.f_lineno})"
 
 
 def _users_frame(frame):

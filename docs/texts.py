@@ -12,7 +12,7 @@ import re
 import string
 import textwrap
 
-from sources import MODULES, is_sentence
+from sources import MODULES, is_sentence, template, text_nodes
 
 import compat
 
@@ -68,10 +68,12 @@ def _in_module(module, source):
             if called in CLASSES and node.args:
                 for inside in ast.walk(node.args[0]):
                     kinds[inside] = called
-    constants = [node for node in ast.walk(tree) if type(node).__name__ in ("Constant", "Str")]
-    for node in sorted(constants, key=lambda node: (node.lineno, node.col_offset)):
-        text = node.value if hasattr(node, "value") else node.s
-        if not isinstance(text, str):
+        if isinstance(node, ast.JoinedStr):
+            filled = [part for part in node.values if isinstance(part, ast.FormattedValue)]
+            names[node] = [_name(part.value) for part in filled], {}
+    for node in sorted(text_nodes(tree), key=lambda node: (node.lineno, node.col_offset)):
+        text = template(node)
+        if text is None:
             continue
         kind = kinds.get(node)
         if node not in left_out and (is_sentence(text) or kind and " " in text and len(text) > 20):

@@ -33,24 +33,44 @@ def tree(source):
     return ast.parse(source)
 
 
+def template(node):
+    """What a text is, an f-string as ``str.format()`` would take it; None of other constants."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(
+            template(part)
+            if isinstance(part, ast.FormattedValue)
+            else template(part).replace("{", "{{").replace("}", "}}")
+            for part in node.values
+        )
+    if isinstance(node, ast.FormattedValue):
+        conversion = "" if node.conversion == -1 else "!" + chr(node.conversion)
+        spec = "" if node.format_spec is None else ":" + template(node.format_spec)
+        return "{" + conversion + spec + "}"
+    text = node.value if hasattr(node, "value") else node.s
+    return text if isinstance(text, str) else None
+
+
+def text_nodes(parsed):
+    """The nodes of all texts, an f-string as a whole."""
+    strings = [node for node in ast.walk(parsed) if isinstance(node, ast.JoinedStr)]
+    parts = {part for node in strings for part in ast.walk(node) if part is not node}
+    kinds = "Constant", "Str", "JoinedStr"
+    return [node for node in ast.walk(parsed) if type(node).__name__ in kinds and node not in parts]
+
+
 @functools.lru_cache(None)
 def texts(source):
     """The texts in a source, without docstrings."""
-    nodes = list(ast.walk(ast.parse(source)))
+    parsed = ast.parse(source)
     docstrings = {
         node.body[0].value
-        for node in nodes
+        for node in ast.walk(parsed)
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
         and node.body
         and isinstance(node.body[0], ast.Expr)
     }
-    found = []
-    for node in nodes:
-        if type(node).__name__ in ("Constant", "Str") and node not in docstrings:
-            text = node.value if hasattr(node, "value") else node.s
-            if isinstance(text, str):
-                found.append(text)
-    return found
+    nodes = [node for node in text_nodes(parsed) if node not in docstrings]
+    return [text for text in map(template, nodes) if text is not None]
 
 
 def is_sentence(text):

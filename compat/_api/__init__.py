@@ -89,19 +89,18 @@ def configure_gpu(
         text = "COMPAT_SIMULATE={}: simulated devices stand in for gpus={!r}"
         applied.append(text.format(from_outside, gpus))
         selection, simulate = gpu_selection.parse_gpus(None), from_outside
-    verify = settings.parse_verify(verify, os.environ, simulate)
-    persist = settings.parse_switch("persist", persist)
-    strict = settings.parse_switch("strict", strict)
-    parallelize = settings.parse_switch("parallelize", parallelize)
-    memory, floatx = settings.parse_memory(memory), settings.parse_floatx(floatx)
-    parsed = memory, floatx, persist, strict, options, verify, parallelize
+    switches = dict(persist=persist, strict=strict, parallelize=parallelize)
+    parsed = {name: settings.parse_switch(name, value) for name, value in switches.items()}
+    parsed["verify"] = settings.parse_verify(verify, os.environ, simulate)
+    parsed.update(memory=settings.parse_memory(memory), floatx=settings.parse_floatx(floatx))
+    parsed["options"] = options
     configuring.check_options(options, configure_gpu)
     chosen, reason = detection.choose(backend)
     call = (chosen.name, selection, simulate, parsed)
     with process.configuring:  # of two threads, one is first, and the other one sees what it did
         is_first = process.configuration is None
         active = configuring.configure_once(call, chosen, reason, asked, applied)
-        if parallelize and is_first:
+        if parsed["parallelize"] and is_first:
             from .._keras import automatic_parallel  # for start-up time
 
             if active.place is not None:
@@ -192,16 +191,15 @@ def _parallelize(model, gpus=None, strategy=None):
         if place is not None and not configured_backend().ranks_train_under(strategy, place):
             raise errors.unsupported(
                 "compat",
-                "use strategy={!r} in {}".format(strategy, place),
+                f"use strategy={strategy!r} in {place}",
                 "Leave strategy out, or start the script without a launcher.",
             )
         if not _is_function(model):
             raise errors.NotAModelError(
-                "strategy={!r} takes a function that builds the model, since its variables "
-                "must be made under the strategy; it was given {}. Put the lines that "
-                "build the model into a function, and pass that.".format(
-                    strategy, errors.class_of(model)
-                )
+                f"strategy={strategy!r} takes a function that builds the model, since its "
+                "variables must be made under the strategy; it was given "
+                f"{errors.class_of(model)}. Put the lines that build the model into a function, "
+                "and pass that."
             )
         if place is None:
             backend = configured_backend()
@@ -216,21 +214,20 @@ def _parallelize(model, gpus=None, strategy=None):
             raise errors.builds_no_model(function.__qualname__, model)
     if backend is None:
         raise errors.NotAModelError(
-            "parallelize() takes a Keras model, a model of the backend's own kind, or a "
-            "function that builds one; it was given {}.".format(errors.class_of(model))
+            "parallelize() takes a Keras model, a model of the backend's own kind, or a function "
+            f"that builds one; it was given {errors.class_of(model)}."
         )
     if process.configuration is not None and process.configuration.backend != backend.name:
         raise errors.InvalidArgumentError(
-            "The model runs on {}, but configure_gpu() set up {}. Build the model with the "
-            "Keras that was configured, or pass backend={!r} to configure_gpu().".format(
-                backend.name, process.configuration.backend, backend.name
-            )
+            f"The model runs on {backend.name}, but configure_gpu() set up "
+            f"{process.configuration.backend}. Build the model with the Keras that was "
+            f"configured, or pass backend={backend.name!r} to configure_gpu()."
         )
     process.whole.pop(_name_of(model), None)
     if place is not None:
         model = backend.distribute(model, place)
         if backend.verifies_ranks:
-            names = ["rank {}".format(rank) for rank in range(place.size)]
+            names = [f"rank {rank}" for rank in range(place.size)]
             model = _verified(backend, model, names, ranks=True)
         return _reported(model, str(place))
     devices = _chosen(backend, selection)
@@ -316,15 +313,13 @@ def device(which: "Union[int, str]") -> "ContextManager[Any]":
     if isinstance(which, int) and not isinstance(which, bool) and which >= 0:
         name = devices[which % len(devices)]
         if which >= len(devices):
-            shortage = "device({})".format(which), _these(devices)
+            shortage = f"device({which})", _these(devices)
             errors.warn(errors.fewer(shortage, name, _is_strict()))
         which = name
     elif which != "cpu" and which not in devices:
         raise errors.InvalidArgumentError(
-            "device({!r}) is not understood. Use a number, counted among the configured "
-            'devices from 0, one of their names ({}), or "cpu".'.format(
-                which, settings.listed(devices)
-            )
+            f"device({which!r}) is not understood. Use a number, counted among the configured "
+            f'devices from 0, one of their names ({settings.listed(devices)}), or "cpu".'
         )
     if len(devices) == 1 and (which != "cpu" or "cpu" in devices[0].lower()):
         from contextlib import ExitStack
@@ -374,7 +369,7 @@ def _chosen(backend, selection):
 
 
 def _these(devices):
-    return "these are configured: {}".format(settings.listed(devices))
+    return f"these are configured: {settings.listed(devices)}"
 
 
 def _index(name, missing):

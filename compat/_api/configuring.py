@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 def how_asked(selection, simulate, from_outside):
     """How the devices were asked for."""
     parts = [] if simulate and selection.kind == "all" else [str(selection)]
-    parts += ["simulate={}".format(simulate)] * bool(simulate)
-    parts += ["COMPAT_SIMULATE={}".format(from_outside)] * bool(from_outside)
+    parts += [f"simulate={simulate}"] * bool(simulate)
+    parts += [f"COMPAT_SIMULATE={from_outside}"] * bool(from_outside)
     return ", ".join(parts)
 
 
@@ -32,10 +32,9 @@ def configure_once(call, chosen, reason, asked, applied):
         return active
     if active is not None and process.configured_by is not None:
         errors.warn(
-            "configure_gpu() of the script changes nothing: {} has configured this process "
-            "({}). Start the script without it for the script's own settings ({}).".format(
-                process.configured_by, active.settings.asked(), asked
-            )
+            f"configure_gpu() of the script changes nothing: {process.configured_by} has "
+            f"configured this process ({active.settings.asked()}). Start the script without it "
+            f"for the script's own settings ({asked})."
         )
         return active
     # Ids count inside what was visible before the first call narrowed it.
@@ -47,7 +46,7 @@ def configure_once(call, chosen, reason, asked, applied):
         devices = device_choice.Devices(simulated=1)
     else:
         devices = device_choice.choose_for_rank(selection, environ, place)
-    settings = Settings(devices, *parsed + (asked,))
+    settings = Settings(devices, gpus=asked, **parsed)
     if active is not None:
         devices.settle(active.settings.devices.listed or 0)
         if (chosen.name, settings) == (active.backend, active.settings):
@@ -57,8 +56,8 @@ def configure_once(call, chosen, reason, asked, applied):
             "first:  {}\n"
             "second: {}\n"
             "Devices are fixed once per process: make both calls the same, or drop one.".format(
-                "{}, {}".format(active.backend, active.settings),
-                "{}, {}".format(chosen.name, settings),
+                f"{active.backend}, {active.settings}",
+                f"{chosen.name}, {settings}",
             )
             + errors.in_notebook()
         )
@@ -76,9 +75,9 @@ def _parallelized_too_early(devices):
     early = [(name, its) for name, its in process.parallelized_before if its != devices]
     process.parallelized_before.clear()
     return [
-        "parallelize() put the model {!r} on {} before configure_gpu() was called, and "
-        "there it stays; configured now: {}. Call configure_gpu() at the top of the script, "
-        "or parallelize() the model again after it.".format(name, listed(its), listed(devices))
+        f"parallelize() put the model {name!r} on {listed(its)} before configure_gpu() was "
+        f"called, and there it stays; configured now: {listed(devices)}. Call configure_gpu() at "
+        "the top of the script, or parallelize() the model again after it."
         for name, its in early
     ]
 
@@ -94,10 +93,10 @@ def check_options(options, function):
         arguments = list(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
         meant = spelling.meant(option, options[option], arguments + known)
         raise errors.UnknownOptionError(
-            "configure_gpu() has no argument {!r}, and no backend has an option of "
-            "that name.{} Its arguments: {}. Options of single backends: {}.".format(
+            "configure_gpu() has no argument {!r}, and no backend has an option of that name.{} "
+            "Its arguments: {}. Options of single backends: {}.".format(
                 option,
-                " Did you mean {}?".format(meant) if meant else "",
+                f" Did you mean {meant}?" if meant else "",
                 ", ".join(arguments),
                 ", ".join(known) or "none",
             )
@@ -113,15 +112,13 @@ def _configure(
         detection.keras_elsewhere(chosen)
         + settings.devices.problems
         + [
-            "The option {!r} is for other backends: {} ignores it.".format(option, chosen.name)
+            f"The option {option!r} is for other backends: {chosen.name} ignores it."
             for option in sorted(settings.options)
             if option not in chosen.options
         ]
     )
     if settings.persist and not chosen.configuration_file:
-        notes.append(
-            "persist=True writes nothing: {} reads no configuration file.".format(chosen.name)
-        )
+        notes.append(f"persist=True writes nothing: {chosen.name} reads no configuration file.")
     undecided = settings.devices.undecided is not None
     if not undecided:
         notes += _shortage(settings.devices.shortage, settings.devices, settings)
@@ -142,7 +139,7 @@ def _configure(
         only_cpu = settings.devices.gpus and all("cpu" in device.lower() for device in devices)
         if len(devices) < len(settings.devices) or only_cpu:
             names = listed(devices)
-            seen = "{} sees {}".format(chosen.framework, names)
+            seen = f"{chosen.framework} sees {names}"
             notes += _shortage((str(settings.devices), seen), names, settings)
         if settings.floatx:
             applied += _keras.set_floatx(settings.floatx, chosen)

@@ -74,7 +74,7 @@ def _add(problems, texts, command=None):
 
 def _system():
     return {
-        "platform": "{} {}".format(platform.system(), platform.release()),
+        "platform": f"{platform.system()} {platform.release()}",
         "machine": platform.machine(),
         "distribution": _distribution(),
         "libc": _told(lambda: os.confstr("CS_GNU_LIBC_VERSION")),

@@ -97,7 +97,7 @@ def _system_lines(system):
 
 
 def _gib(number):
-    return "{:.1f} GiB".format(number / 2**30)
+    return f"{number / 2**30:.1f} GiB"
 
 
 def _package_lines(packages):
@@ -149,7 +149,7 @@ def _gpu_line(gpu):
 
 
 def _told(number, unit=1):
-    return "?" if number is None else "{:.0f}".format(number / unit)
+    return "?" if number is None else f"{number / unit:.0f}"
 
 
 def _rank_line(found):

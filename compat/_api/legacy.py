@@ -62,14 +62,14 @@ def multi_gpu_model(
         raise errors.invalid_number_option("gpus", gpus)
     if len(ids) < 2:  # in the words of keras/utils/multi_gpu_utils.py, which users search for
         raise errors.InvalidArgumentError(
-            "For multi-gpu usage to be effective, call `multi_gpu_model` with `{} >= 2`. "
-            "Received: `gpus={}`".format(number, gpus)
+            f"For multi-gpu usage to be effective, call `multi_gpu_model` with `{number} >= 2`. "
+            f"Received: `gpus={gpus}`"
         )
-    wanted = ["/gpu:{}".format(i) for i in ids]
+    wanted = [f"/gpu:{i}" for i in ids]
     if not set(wanted) <= set(available):
         raise errors.InvalidArgumentError(
-            "To call `multi_gpu_model` with `gpus={}`, we expect the following devices to "
-            "be available: {}. However this machine only has: {}. Try reducing `gpus`.".format(
+            "To call `multi_gpu_model` with `gpus={}`, we expect the following devices to be "
+            "available: {}. However this machine only has: {}. Try reducing `gpus`.".format(
                 gpus, (["/cpu:0"] + wanted), (["/cpu:0"] + available)
             )
         )
@@ -126,8 +126,8 @@ def unwrap(model: "Any") -> "Any":
 
     if _keras.keras_of(model) is None:
         raise errors.NotAModelError(
-            "unwrap() takes a Keras model; it was given {}. For a file there is the command "
-            "compat unwrap.".format(errors.class_of(model))
+            f"unwrap() takes a Keras model; it was given {errors.class_of(model)}. For a file "
+            "there is the command compat unwrap."
         )
     inner = wrappers.inside(model)
     return model if inner is None else inner
@@ -140,9 +140,9 @@ def _backend(model, function):
     keras = _keras.keras_of(model)
     if keras is None or not getattr(model, "outputs", None):
         raise errors.NotAModelError(
-            "{}() takes a Keras model with symbolic inputs, functional or Sequential with "
-            "an input shape, to make another one around it; it was given {}. "
-            "compat.parallelize() takes any Keras model.".format(function, errors.class_of(model))
+            f"{function}() takes a Keras model with symbolic inputs, functional or Sequential "
+            "with an input shape, to make another one around it; it was given "
+            f"{errors.class_of(model)}. compat.parallelize() takes any Keras model."
         )
     return _api.backend_of(model)
 
@@ -151,7 +151,7 @@ def _as_gpus(devices):
     """The devices to train on, by Keras' names; a lone CPU is none."""
     if len(devices) == 1 and "cpu" in devices[0].lower():
         return []
-    return ["/gpu:{}".format(i) for i in range(len(devices))]
+    return [f"/gpu:{i}" for i in range(len(devices))]
 
 
 def _wrapped(template):
@@ -175,7 +175,7 @@ def _wrapped(template):
 def _numbered(names):
     """Names that occur more than once get _1, _2 and so on, as siamese networks' do in Keras."""
     return [
-        "{}_{}".format(name, names[: i + 1].count(name)) if names.count(name) > 1 else name
+        f"{name}_{names[: i + 1].count(name)}" if names.count(name) > 1 else name
         for i, name in enumerate(names)
     ]
 
@@ -214,7 +214,7 @@ def install_legacy_names() -> "List[str]":
             ("backend.tensorflow_backend.set_session", set_session),
             ("backend.tensorflow_backend._get_available_gpus", _get_available_gpus),
         ):
-            installed += _install("{}.{}".format(keras, path), value)
+            installed += _install(f"{keras}.{path}", value)
     return installed
 
 
@@ -273,9 +273,9 @@ def get_session() -> "Any":
     functions = _session_functions()
     if functions is None:
         raise errors.UnsupportedError(
-            "get_session() has nothing to return: this Keras runs in no TensorFlow session. "
-            "Call models and functions directly; compat.configure_gpu() has what a "
-            "session's ConfigProto set."
+            "get_session() has nothing to return: this Keras runs in no TensorFlow session. Call "
+            "models and functions directly; compat.configure_gpu() has what a session's "
+            "ConfigProto set."
         )
     return functions.get_session()
 

@@ -19,8 +19,8 @@ def names(group, attribute):
     if attribute in group.attrs:
         return [text(name) for name in group.attrs[attribute]]
     parts: List[str] = []
-    while "{}{}".format(attribute, len(parts)) in group.attrs:
-        parts.append("{}{}".format(attribute, len(parts)))
+    while f"{attribute}{len(parts)}" in group.attrs:
+        parts.append(f"{attribute}{len(parts)}")
     return [text(name) for part in parts for name in group.attrs[part]]
 
 
@@ -34,7 +34,7 @@ def write_names(group, attribute, names):
         group.attrs[attribute] = encoded
         return
     for number, start in enumerate(range(0, len(encoded), size)):
-        group.attrs["{}{}".format(attribute, number)] = encoded[start : start + size]
+        group.attrs[f"{attribute}{number}"] = encoded[start : start + size]
 
 
 def copy_attributes(old, new, others):

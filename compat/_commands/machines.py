@@ -55,7 +55,7 @@ def add_to(commands: "argparse._SubParsersAction") -> None:
 
 def _number(text):
     if not (text.isdecimal() and 2 <= int(text) < 250):
-        raise argparse.ArgumentTypeError("{!r} is not a number of machines, 2 to 249".format(text))
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of machines, 2 to 249")
     return text
 
 
@@ -70,7 +70,7 @@ def command(machines, *arguments):
 
 def machine(number):
     """Its name and its address."""
-    return "node{}".format(number), "10.77.0.{}".format(number)
+    return f"node{number}", f"10.77.0.{number}"
 
 
 def switch_on(number, process=None):
@@ -80,12 +80,12 @@ def switch_on(number, process=None):
     """
     enter = ["nsenter", "--target", str(process), "--net"] if process else []
     if process:
-        port = "port{}".format(number)
-        ip("link add {} type veth peer name eth0 netns {}".format(port, process))
-        ip("link set {} master eth0 up".format(port))
+        port = f"port{number}"
+        ip(f"link add {port} type veth peer name eth0 netns {process}")
+        ip(f"link set {port} master eth0 up")
     else:
         ip("link add eth0 type bridge")
-    ip("address add {}/24 dev eth0".format(machine(number)[1]), enter)
+    ip(f"address add {machine(number)[1]}/24 dev eth0", enter)
     ip("link set eth0 up", enter)
     ip("link set lo up", enter)
 
@@ -119,7 +119,7 @@ def run(machines, arguments, folder):
     socket.sethostname(machine(1)[0])
     switch_on(1)
     others = {number: other_machine(number) for number in range(2, machines + 1)}
-    cases = ["{}) process={};;".format(machine(n)[0], others[n]) for n in others]
+    cases = [f"{machine(n)[0]}) process={others[n]};;" for n in others]
     ssh = os.path.join(folder, "ssh")
     with open(ssh, "w") as file:
         file.write(SSH.format(cases="\n    ".join(cases)))
@@ -161,9 +161,9 @@ def processes():
     """The numbers and the arguments of all processes that have not ended."""
     for process in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):  # it has ended since
-            with open("/proc/{}/stat".format(process), errors="replace") as file:
+            with open(f"/proc/{process}/stat", errors="replace") as file:
                 state = file.read().rpartition(") ")[2][0]
-            with open("/proc/{}/cmdline".format(process), errors="replace") as file:
+            with open(f"/proc/{process}/cmdline", errors="replace") as file:
                 arguments = file.read().split("\0")
             if state not in "XZ":
                 yield int(process), arguments

@@ -39,9 +39,7 @@ def add_to(commands: "argparse._SubParsersAction") -> None:
 def _python(text):
     match = re.fullmatch(r"(\d+)\.(\d+)(\.\d+)?", text)
     if match is None:
-        raise argparse.ArgumentTypeError(
-            "{!r} is not a version of Python, such as 3.7".format(text)
-        )
+        raise argparse.ArgumentTypeError(f"{text!r} is not a version of Python, such as 3.7")
     return int(match.group(1)), int(match.group(2))
 
 
@@ -85,10 +83,10 @@ def known(extra: str) -> str:
     if extra in verified.ROWS:
         return next(iter(verified.ROWS[extra]))
     meant = spelling.closest(extra, verified.PYTHONS)
-    meant = " (did you mean {}?)".format(meant) if meant else ""
+    meant = f" (did you mean {meant}?)" if meant else ""
     names = ", ".join(verified.PYTHONS)
     raise errors.InvalidArgumentError(
-        "there are no pins for {!r}{}. Use one of {}.".format(extra, meant, names)
+        f"there are no pins for {extra!r}{meant}. Use one of {names}."
     )
 
 
@@ -107,9 +105,9 @@ def pins(extra: str, python: Tuple[int, int]) -> List[str]:
     if python not in verified.PYTHONS[extra]:
         asked, newest = map(verified.spelled, (python, verified.PYTHONS[extra][-1]))
         raise errors.InvalidArgumentError(
-            "{0} is not tested on Python {1}, so there are no pins for it. It is tested on {2}; "
-            "choose one of these with --python, "
-            "such as --python {3}.".format(extra, asked, verified.phrase(extra), newest)
+            f"{extra} is not tested on Python {asked}, so there are no pins for it. It is tested "
+            f"on {verified.phrase(extra)}; choose one of these with --python, such as --python "
+            f"{newest}."
         )
     folder = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     declared = _declared(folder)
@@ -134,8 +132,8 @@ def _declared(folder: str) -> Iterator[Tuple[str, str]]:
     paths = glob.glob(os.path.join(glob.escape(folder), stem + "-*.dist-info", "METADATA"))
     if not paths:
         raise errors.NotInstalledError(
-            "the pins are in the metadata of keras-gpu-compat, which {} does not have. Install it "
-            "with pip, not by copying its files.".format(folder)
+            f"the pins are in the metadata of keras-gpu-compat, which {folder} does not have. "
+            "Install it with pip, not by copying its files."
         )
     with open(paths[0], encoding="utf-8") as file:
         metadata = email.parser.HeaderParser().parse(file)
@@ -154,10 +152,10 @@ def _applies(marker, extra, python, requirement):
     for match in matches:
         if match is None or (match.group(1) == "extra" and match.group(2) != "=="):
             raise errors.UnsupportedError(
-                "the marker {!r} of {!r} is not understood: `compat pins` reads comparisons of "
-                "python_version and extra, joined by `and`. Install this version of "
-                "keras-gpu-compat anew; if that does not help, "
-                "please report it.".format(marker.strip(), requirement.strip())
+                f"the marker {marker.strip()!r} of {requirement.strip()!r} is not understood: "
+                "`compat pins` reads comparisons of python_version and extra, joined by `and`. "
+                "Install this version of keras-gpu-compat anew; if that does not help, please "
+                "report it."
             )
         name, comparison, _, value = match.groups()
         if name == "extra":  # which setuptools may have normalised
@@ -175,9 +173,8 @@ def _plain(requirement):
     match = _REQUIREMENT.fullmatch(requirement.strip())
     if match is None:
         raise errors.UnsupportedError(
-            "the requirement {!r} in the metadata of keras-gpu-compat is not understood. Install "
-            "this version of it anew; "
-            "if that does not help, please report it.".format(requirement.strip())
+            f"the requirement {requirement.strip()!r} in the metadata of keras-gpu-compat is not "
+            "understood. Install this version of it anew; if that does not help, please report it."
         )
     clauses = [re.sub(r"\s", "", clause) for clause in match.group(2).split(",")]
     return match.group(1) + ",".join(sorted(clauses, reverse=True))

@@ -45,9 +45,9 @@ def _of_pyproject(text, path):
 
 def _in_table(text, name, key):
     """The text of a key in a table, or None."""
-    head = r"^\[{}\][^\n]*\n(.*?)(?=^\[|\Z)".format(name)
+    head = rf"^\[{name}\][^\n]*\n(.*?)(?=^\[|\Z)"
     table = re.search(head, text, re.MULTILINE | re.DOTALL)
-    line = r"^{}\s*=\s*(?:\{{.*?\bversion\s*=\s*)?(['\"])(.*?)\1".format(key)
+    line = rf"^{key}\s*=\s*(?:\{{.*?\bversion\s*=\s*)?(['\"])(.*?)\1"
     value = table and re.search(line, table.group(1), re.MULTILINE)
     return value and value.group(2)
 
@@ -63,10 +63,10 @@ def _of_poetry(clause):
         return "" if clause == "*" else clause
     sign, release, major, minor = match.groups()
     if not sign:
-        return "=={}.*".format(release)
+        return f"=={release}.*"
     of_minor = sign == "~" and minor
-    until = "{}.{}".format(major, int(minor) + 1) if of_minor else int(major) + 1
-    return ">={},<{}".format(release, until)
+    until = f"{major}.{int(minor) + 1}" if of_minor else int(major) + 1
+    return f">={release},<{until}"
 
 
 def _alternatives(specifier):
@@ -106,6 +106,6 @@ def allows(specifier: str, python: "verified.Python", name: Optional[str]) -> bo
         return any([specifiers.allow(each, python + (_LAST,)) for each in alternatives])
     except ValueError as error:
         raise errors.ConfigurationFileError(
-            "{}: {!r} in {!r} is no version specifier for Python. Write it as in "
-            "'>=3.6,<3.9'.".format(name, str(error), specifier)
+            f"{name}: {str(error)!r} in {specifier!r} is no version specifier for Python. Write "
+            "it as in '>=3.6,<3.9'."
         ) from None

@@ -1,49 +1,116 @@
-"""What ``compat run --report`` starts in place of a script: it runs that, and reports then.
+"""What ``compat run`` starts in place of a script where something is to be done around that.
 
-``--timeline`` has it record what devices execute, from the first model that is parallelized.
+``--parallelize`` has it configure first, and ``--report`` report in the end; ``--timeline`` has it
+record what devices execute, from the first model that is parallelized. ``--simulate`` has it say in
+the end where the script has used one device only.
 """
 
 import atexit
 import contextlib
 import json
 import os
+import runpy
 import sys
+import types
+import zipfile
 from typing import List
 
-from .. import _ranks
+from .. import _api, _ranks
 from .._api import device_use
+from .._configuration.settings import listed
 from .._ranks.launch.rank_process import REPORT_VARIABLE
 from .._runtime import safe_files, timelines
 from .._runtime.process import process
-from . import parallelized_script
 
 
 def main(arguments: List[str]) -> None:
-    """Run a script in this process, and report when the process ends.
+    """Run a script in this process, as Python would.
 
     Arguments:
-        arguments: the files that get the report as JSON, the report as HTML and the timeline, or
-            nothing; then what ``parallelized_script.main`` takes. The name of the backend is empty
-            where nothing is to be parallelized but what the script does by itself.
+        arguments: whether to report; the name of the backend to configure for ``--parallelize``,
+            empty where the script configures; the files that get the report as JSON, the report as
+            HTML and the timeline, or nothing; then the script, or "-m" and a module, and its
+            arguments.
     """
-    (as_json, as_html, timeline, backend), script = arguments[:4], arguments[4:]
-    left = os.environ.pop(REPORT_VARIABLE, None)  # not for processes that the script starts
+    (reports, backend, as_json, as_html, timeline), script = arguments[:5], arguments[5:]
     owner = os.getpid()
+    if reports:
+        left = os.environ.pop(REPORT_VARIABLE, None)  # not for processes that the script starts
 
-    def report():
-        if os.getpid() == owner:  # none that has been forked
-            found = device_use.report()
-            if left is None:
-                tell(found, as_json, as_html)
-            else:
-                safe_files.write(left, json.dumps(found.as_dict()))
+        def report():
+            if os.getpid() == owner:  # none that has been forked
+                found = device_use.report()
+                if left is None:
+                    tell(found, as_json, as_html)
+                else:
+                    safe_files.write(left, json.dumps(found.as_dict()))
 
-    atexit.register(report)
+        atexit.register(report)
     with _recorded(timeline) if timeline else contextlib.ExitStack():
         if backend:
-            parallelized_script.main([backend] + script)
+            process.configured_by = "compat run --parallelize"
+            place = _api.configure_gpu(backend=backend, parallelize=True).place
+            if place is None or place.rank == 0:
+                process.on_parallelized.append(_tell_where)
+        if backend or not reports:
+            atexit.register(_tell_if_unused, owner)
+        if script[0] == "-m":
+            sys.argv = script[1:]
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(script[1], run_name="__main__", alter_sys=True)
         else:
-            parallelized_script.run(script)
+            _run_file(script)
+
+
+def _say(text):
+    """Print a line, after all that the script has printed."""
+    sys.stdout.flush()
+    print(text, file=sys.stderr, flush=True)
+
+
+def _tell_where(model, where):
+    _say(f"compat run: {model} runs on {where}")
+
+
+def _tell_if_unused(owner):
+    if process.uses_devices or os.getpid() != owner or _ranks.rank() != 0:
+        return
+    remedy = " With --parallelize, its Keras models run on the simulated devices."
+    if process.configuration is None:
+        said = "--simulate had no effect: the script never called compat.configure_gpu()."
+    elif len(process.configuration.devices) == 1:
+        return
+    else:
+        compiled, remedy = ("compiled or ", "") if process.parallelizes_compiled else ("", remedy)
+        said = (
+            f"no model was {compiled}given to compat.parallelize(), so none was divided over "
+            f"{listed(process.configuration.devices)}."
+        )
+    _say("compat run: " + said + remedy)
+
+
+def _run_file(arguments):
+    """Not by ``runpy``, which takes the module away before functions run that wait for the end.
+
+    But for a folder or an archive with a ``__main__.py``, which Python runs, too.
+    """
+    path = arguments[0]
+    sys.argv = arguments
+    if os.path.isdir(path) or zipfile.is_zipfile(path):
+        runpy.run_path(path, run_name="__main__")
+        return
+    main_module = types.ModuleType("__main__")
+    if path == "-":
+        folder, name, source = "", "<stdin>", sys.stdin.buffer.read()
+    else:
+        folder, name = os.path.dirname(os.path.realpath(path)), path
+        with open(path, "rb") as file:
+            source = file.read()
+        main_module.__file__ = path
+    sys.path.insert(0, folder)
+    vars(main_module)["__builtins__"] = __builtins__
+    sys.modules["__main__"] = main_module
+    exec(compile(source, name, "exec"), vars(main_module))
 
 
 @contextlib.contextmanager
@@ -64,17 +131,15 @@ def _recorded(path):
         process.on_parallelized.remove(begin)
         if os.getpid() == owner:  # none that has been forked
             recording.close()
-            sys.stdout.flush()
-            said = "--timeline {}: no model was parallelized, so nothing was recorded."
+            said = f"--timeline {path}: no model was parallelized, so nothing was recorded."
             if began:
-                said = "the timeline is in {}; open it at https://ui.perfetto.dev"
-            print("compat run: " + said.format(*began or [path]), file=sys.stderr, flush=True)
+                said = f"the timeline is in {began[0]}; open it at https://ui.perfetto.dev"
+            _say("compat run: " + said)
 
 
 def tell(report, as_json, as_html):
-    """Print a report, after all that the script has printed, and write it to files, if any."""
-    sys.stdout.flush()
-    print("compat run: what each device did\n{}".format(report), file=sys.stderr, flush=True)
+    """Print a report, and write it to files, if any."""
+    _say(f"compat run: what each device did\n{report}")
     if as_json:
         safe_files.write(as_json, report.to_json() + "\n")
     if as_html:

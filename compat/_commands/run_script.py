@@ -46,9 +46,9 @@ def prepare(gpus, backend, python, environ, ranks=None, hosts=None):
     try:
         selection = gpu_selection.parse_gpus(gpus)
     except errors.InvalidArgumentError as error:
-        text = "--gpus {} is not understood: {}. Use one of:\n{}"
-        text = text.format(gpus, error.problem, errors.GPUS_OPTIONS)
-        raise errors.InvalidArgumentError(text) from None
+        raise errors.InvalidArgumentError(
+            f"--gpus {gpus} is not understood: {error.problem}. Use one of:\n{errors.GPUS_OPTIONS}"
+        ) from None
     if python is None:
         interpreter = sys.executable
         chosen, reason = detection.choose(backend, environ, typed=True)
@@ -64,29 +64,29 @@ def prepare(gpus, backend, python, environ, ranks=None, hosts=None):
         where, notes = "on " + hosts, []
         if selection.kind == "free":
             raise errors.InvalidArgumentError(
-                "--gpus {} with --hosts: idle GPUs cannot be found on other machines from "
+                f"--gpus {gpus} with --hosts: idle GPUs cannot be found on other machines from "
                 "here. Use ids that are meant on each of them, such as --gpus 0,1, or leave "
-                "--gpus out.".format(gpus)
+                "--gpus out."
             )
         if gpus is not None:
             variables["COMPAT_GPUS"] = gpus
     started = dict(environ)
-    lines = ["{} ({}), {}".format(chosen.name, reason, where)]
+    lines = [f"{chosen.name} ({reason}), {where}"]
     for name, value in sorted(variables.items()):
         if value is None:
             started.pop(name, None)
             lines.append("without " + name)
         elif value != environ.get(name):
             started[name] = value
-            lines.append("{}={}".format(name, value))
+            lines.append(f"{name}={value}")
     return chosen, interpreter, started, lines + notes
 
 
 def _of_this_machine(chosen, selection, gpus, environ, ranks):
     """The devices that are chosen here, as a text; the variables that choose them; and notes."""
     if ranks == 1:
-        one = Place(0, 1, 0, 1, "compat run")
-        devices = device_choice.choose_for_rank(selection, environ, one)
+        place = Place(0, 1, 0, 1, "compat run")
+        devices = device_choice.choose_for_rank(selection, environ, place)
     else:
         devices = device_choice.choose(selection, None, environ)
     settings = Settings(devices)
@@ -96,8 +96,8 @@ def _of_this_machine(chosen, selection, gpus, environ, ranks):
         notes.append(errors.fewer((asked, devices.shortage[1]), devices, strict=False))
         if gpus and gpus.isdecimal():
             notes.append(
-                "--gpus {0} means the GPU with id {0}; ids count from 0. Several are "
-                "named one by one, such as --gpus 0,1, and --gpus cpu means none.".format(gpus)
+                f"--gpus {gpus} means the GPU with id {gpus}; ids count from 0. Several are named "
+                "one by one, such as --gpus 0,1, and --gpus cpu means none."
             )
     alone = ranks in (None, 1)
     variables = chosen.environ(settings, environ) if alone else devices.environ(environ)
@@ -113,22 +113,11 @@ def ranks_on(hosts: str, ranks: Optional[int]) -> Tuple[int, str]:
     ranks, hosts = _ranks.fill_hosts(hosts, ranks)
     if ranks == 1:
         raise errors.InvalidArgumentError(
-            "--hosts {} makes one rank, which has nobody to train with. Give the "
-            "machines room for 2 or more, such as --hosts first:4,second:4, or run the "
-            "script on that machine, without --hosts.".format(hosts)
+            f"--hosts {hosts} makes one rank, which has nobody to train with. Give the machines "
+            "room for 2 or more, such as --hosts first:4,second:4, or run the script on that "
+            "machine, without --hosts."
         )
     return ranks, hosts
-
-
-def _writable(option, path):
-    """The path of a file to write, which the script's own folder does not change; or None."""
-    if path is None:
-        return None
-    try:
-        safe_files.check_writable(path)
-    except OSError as error:
-        raise errors.not_writable("{} {}".format(option, path), error) from error
-    return os.path.abspath(path)
 
 
 def name_of(script: List[str]) -> str:
@@ -140,9 +129,8 @@ def refuse_notebook(script: List[str]) -> None:
     """Raise an ``InvalidArgumentError`` for a notebook: Python would evaluate its JSON."""
     if name_of(script).lower().endswith(".ipynb"):
         raise errors.InvalidArgumentError(
-            "{} is a notebook, which Python cannot run. Make a script of it with `jupyter "
-            "nbconvert --to script`, "
-            "or call compat.configure_gpu() in its first cell.".format(name_of(script))
+            f"{name_of(script)} is a notebook, which Python cannot run. Make a script of it with "
+            "`jupyter nbconvert --to script`, or call compat.configure_gpu() in its first cell."
         )
 
 
@@ -150,8 +138,8 @@ def _found(python):
     path = shutil.which(os.path.expanduser(python))
     if path is None:
         raise errors.PythonNotFoundError(
-            "--python={}: there is no such program. Give the path of an interpreter, or a "
-            "name that is on the PATH, such as python2.7.".format(python)
+            f"--python={python}: there is no such program. Give the path of an interpreter, or a "
+            "name that is on the PATH, such as python2.7."
         )
     return path
 
@@ -198,25 +186,28 @@ def run(script: List[str], options: Namespace) -> int:
     report_json, report_html, timeline = files
     report = options.report or any(files)
     _check_there_are_ranks(ranks, options)
-    _check_script(script, options.python)
+    refuse_notebook(script)
+    # Another interpreter may be one in a container, with files of its own.
+    there = options.python is not None or script[0] in ("-", "-m") or os.path.exists(script[0])
+    if not there:
+        raise errors.no_script(script[0])
     chosen, interpreter, environ, lines = prepare(
         options.gpus, options.backend, options.python, _asked(options, ranks), ranks, hosts
     )
     if timeline is not None and type(chosen).profiled is Backend.profiled:
         chosen.profiled()  # an error: it has none
     if options.simulate is not None:
-        lines.append("COMPAT_SIMULATE={}: CPU devices stand in for GPUs".format(options.simulate))
+        lines.append(f"COMPAT_SIMULATE={options.simulate}: CPU devices stand in for GPUs")
+    launcher: List[str] = []
     if ranks == 1:
         lines.append("1 rank: the script alone")
-        ranks = None
-    launcher: List[str] = []
-    if ranks:
+    elif ranks:
         if report:
             environ[rank_process.REPORT_VARIABLE] = "1"  # of each rank, on whichever machine
         launcher = chosen.launcher(_ranks.Job(ranks, interpreter, environ, hosts))
         # mpirun is told the names of all variables.
         shown = textwrap.shorten(" ".join(launcher), 400, placeholder=" ...")
-        lines.append("{} ranks: {}".format(ranks, shown))
+        lines.append(f"{ranks} ranks: {shown}")
     other = by_path.shadow(os.path.dirname(os.path.realpath(script[0])), environ)
     if other:
         lines.append(errors.shadowed(name_of(script), other))
@@ -228,12 +219,11 @@ def run(script: List[str], options: Namespace) -> int:
         if options.python is not None:
             option = "--parallelize" if options.parallelize else "--report"
             _check_version(interpreter, environ, option)
-        module = "reported_script" if report else "parallelized_script"
-        _, *program = by_path.command("_commands." + module)
-        program += [path or "" for path in files] if report else []
-        program += [chosen.name if options.parallelize else ""] + script
+        program = by_path.command("_commands.reported_script")[1:]
+        program += ["report" * report, chosen.name * options.parallelize]
+        program += [path or "" for path in files] + script
     program = [interpreter] + program
-    if not ranks:
+    if not launcher:
         os.execve(interpreter, program, environ)
     command = launcher + by_path.command("_ranks.launch.rank_process") + program
     reports: Dict[int, Any] = {}
@@ -252,24 +242,33 @@ def run(script: List[str], options: Namespace) -> int:
 def _ranks_of(options):
     """How many ranks are asked for, and the machines that run them; None where nothing says so."""
     if options.ranks is not None and options.ranks < 1:
-        text = "-n {} is not understood. Use the number of processes to start, 1 or more."
-        raise errors.InvalidArgumentError(text.format(options.ranks))
-    if options.hosts is None:
-        return options.ranks, None
-    return ranks_on(options.hosts, options.ranks)
+        raise errors.InvalidArgumentError(
+            f"-n {options.ranks} is not understood. Use the number of processes to start, 1 or "
+            "more."
+        )
+    return (
+        (options.ranks, None) if options.hosts is None else ranks_on(options.hosts, options.ranks)
+    )
 
 
 def _files_of(options, ranks):
     """The files of a report and of a timeline, which can be written; None: no file."""
-    report_json = _writable("--report-json", options.report_json)
-    report_html = _writable("--report-html", options.report_html)
-    timeline = _writable("--timeline", options.timeline)
-    if timeline is not None and ranks not in (None, 1) and not safe_files.is_replaced(timeline):
+    files = []
+    for option in ("--report-json", "--report-html", "--timeline"):
+        path = getattr(options, option[2:].replace("-", "_"))
+        try:
+            if path is not None:
+                safe_files.check_writable(path)
+        except OSError as error:
+            raise errors.not_writable(f"{option} {path}", error) from error
+        files.append(path and os.path.abspath(path))  # the script may change its folder
+    timeline = files[-1]
+    if timeline and ranks not in (None, 1) and not safe_files.is_replaced(timeline):
         raise errors.InvalidArgumentError(
-            "--timeline {}: each rank writes a file of its own, with its number in the name, "
-            "and this is no regular file. Name one.".format(timeline)
+            f"--timeline {timeline}: each rank writes a file of its own, with its number in the "
+            "name, and this is no regular file. Name one."
         )
-    return report_json, report_html, timeline
+    return files
 
 
 def _asked(options, ranks):
@@ -286,20 +285,12 @@ def _asked(options, ranks):
     return asked
 
 
-def _check_script(script, python):
-    """Refuse a notebook, and a script that is not there."""
-    refuse_notebook(script)
-    # Another interpreter may be one in a container, with files of its own.
-    if python is None and script[0] not in ("-", "-m") and not os.path.exists(script[0]):
-        raise errors.no_script(script[0])
-
-
 def _misplaced(script, parser):
     """Lines about options that were probably meant for ``compat run``, whose parser that is."""
     given = dict.fromkeys(argument.partition("=")[0] for argument in script[1:])
     return [
-        "{0} comes after the script's name, so the script gets it; compat run's own {0} comes "
-        "before that name".format(option)
+        f"{option} comes after the script's name, so the script gets it; compat run's own "
+        f"{option} comes before that name"
         for option in given
         if option.startswith("--") and option in parser._option_string_actions.keys() - _OF_SCRIPTS
     ]
@@ -307,15 +298,13 @@ def _misplaced(script, parser):
 
 def _check_there_are_ranks(ranks, options):
     """Refuse options that only ranks can have. (What rank 0 prints, a script alone does, too.)"""
-    for option, given in (
-        ("--quiet", options.quiet and ranks is None),
-        ("--log-dir", options.log_dir is not None),
-        ("--max-restarts", options.max_restarts),
-    ):
-        if given and ranks in (None, 1):
+    given = {"--log-dir": options.log_dir is not None, "--max-restarts": options.max_restarts}
+    given["--quiet"] = options.quiet and ranks is None
+    for option in given:
+        if given[option] and ranks in (None, 1):
             raise errors.InvalidArgumentError(
-                "{0} is for a script that runs as several ranks, and this one runs alone. Add -n "
-                "with 2 or more, or --hosts, or leave {0} out.".format(option)
+                f"{option} is for a script that runs as several ranks, and this one runs alone. "
+                f"Add -n with 2 or more, or --hosts, or leave {option} out."
             )
 
 
@@ -325,8 +314,8 @@ def _check_version(interpreter, environ, option):
     found = subprocess.run([interpreter, "-c", program], env=environ, stdout=subprocess.PIPE)
     version = found.stdout.decode()
     if found.returncode or tuple(map(int, version.split(".")[:2])) < (3, 6):
+        version = version or "of no known version"
         raise errors.UnsupportedError(
-            "{0} runs inside the script's interpreter, which must be Python 3.6 or later; {1} is "
-            "Python {2}. Leave {0} out, "
-            "or use a newer one.".format(option, interpreter, version or "of no known version")
+            f"{option} runs inside the script's interpreter, which must be Python 3.6 or later; "
+            f"{interpreter} is Python {version}. Leave {option} out, or use a newer one."
         )

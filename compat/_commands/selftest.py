@@ -60,7 +60,7 @@ def _show_where(devices, outcome):
         _say("  {}: {} + {}".format(device, *products[device]))
     if len(worked) == len(devices):
         return True
-    _say("NOT on all devices: {} of {} worked.".format(len(worked), len(devices)))
+    _say(f"NOT on all devices: {len(worked)} of {len(devices)} worked.")
     return False
 
 
@@ -100,7 +100,7 @@ def _compare(single, several, count, outcome):
     random = np.random.RandomState(0)
     same = True
     outcome.update(tolerance=TOLERANCE, steps=[])
-    _say("step  rows  loss on 1  loss on {:<2} largest difference of a weight".format(count))
+    _say(f"step  rows  loss on 1  loss on {count:<2} largest difference of a weight")
     for step, rows in enumerate(BATCHES, 1):
         inputs = random.normal(size=(rows, 8)).astype("float32")
         targets = random.uniform(size=(rows, 4)).astype("float32")
@@ -111,7 +111,7 @@ def _compare(single, several, count, outcome):
         same = same and difference <= TOLERANCE  # False for NaN, too
         _say("{:4}  {:4}  {:9.7f}  {:10.7f}  {:.1e}".format(step, rows, *losses + [difference]))
     verdict = "The same: no weight ever differs" if same else "NOT the same: a weight differs"
-    _say("\n{} by more than {:g}.".format(verdict, TOLERANCE))
+    _say(f"\n{verdict} by more than {TOLERANCE:g}.")
     return same
 
 

@@ -57,7 +57,7 @@ def add_to(commands: "argparse._SubParsersAction") -> None:
 def _names(text):
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
-        raise argparse.ArgumentTypeError("{!r} names no backend".format(text))
+        raise argparse.ArgumentTypeError(f"{text!r} names no backend")
     return names
 
 
@@ -65,13 +65,13 @@ def _run(arguments):
     folder = arguments.folder
     if not os.path.isdir(folder):
         raise errors.InvalidArgumentError(
-            "-o {}: there is no such folder. Give the one of your project.".format(folder)
+            f"-o {folder}: there is no such folder. Give the one of your project."
         )
     specifier, source = python_requires.read(folder)
     if source and not specifier:
         print(
-            "compat tox: python_requires in {} is computed there and was not read: rows are chosen "
-            "as if it allowed every Python.".format(source),
+            f"compat tox: python_requires in {source} is computed there and was not read: rows "
+            "are chosen as if it allowed every Python.",
             file=sys.stderr,
         )
     chosen = rows(arguments.backends, arguments.every, specifier, source)
@@ -90,15 +90,15 @@ def _run(arguments):
     if kept:
         print("kept   what was there, as {}".format(", ".join(kept)))
     if own:
-        print("kept   the project's own configuration of tox, in {}".format(own))
+        print(f"kept   the project's own configuration of tox, in {own}")
     if source is None:
         print("python any: no limit in {}".format(", ".join(python_requires.FILES)))
     print("rows   {}".format(", ".join(map(tox_texts.name, chosen))))
     there = LEFT_OUT + tuple(verified.backend(extra) for extra, _ in chosen)
     missing = ", ".join(each for each in verified.ROWS if each not in there)
     if arguments.backends is None and missing:
-        print("none   {}: python_requires = {} in {}".format(missing, specifier, source))
-    print("next   pip install tox tox-uv && {}".format(tox_texts.run_command(aside)))
+        print(f"none   {missing}: python_requires = {specifier} in {source}")
+    print(f"next   pip install tox tox-uv && {tox_texts.run_command(aside)}")
     return 0
 
 
@@ -156,16 +156,16 @@ def rows(extras, every, specifier="", source=None) -> List[tox_texts.Row]:
     for extra in dict.fromkeys(map(pins.known, extras)):
         if extra in LEFT_OUT:
             raise errors.InvalidArgumentError(
-                "--backends {0}: no row can be generated for it, since it needs libraries of "
-                "OpenMPI, which no Python package has. `compat pins {0} --python {1}` prints its "
-                "requirements, and `compat env` the command that installs "
-                "the libraries.".format(extra, verified.spelled(verified.PYTHONS[extra][-1]))
+                f"--backends {extra}: no row can be generated for it, since it needs libraries of "
+                f"OpenMPI, which no Python package has. `compat pins {extra} --python "
+                f"{verified.spelled(verified.PYTHONS[extra][-1])}` prints its requirements, and "
+                "`compat env` the command that installs the libraries."
             )
         pairs = _allowed(extra, every, specifier, source)
         if not pairs:
             raise errors.InvalidArgumentError(
-                "--backends {}: it is tested on {}, which python_requires = {} in {} does not "
-                "allow.".format(extra, verified.phrase(extra), specifier, source)
+                f"--backends {extra}: it is tested on {verified.phrase(extra)}, which "
+                f"python_requires = {specifier} in {source} does not allow."
             )
         found += pairs
     return found
@@ -187,15 +187,15 @@ def _requirement(compat, folder, ci):
     path = os.path.realpath(compat) if os.path.exists(compat) else compat
     if not compat.isprintable() or re.search(r"[{}]|\s#|\\$", path):
         raise errors.InvalidArgumentError(
-            "--compat {!r} cannot be written to tox.ini, where braces, ' #', a backslash at the "
-            "end and what cannot be printed have meanings of their own. Rename what the path "
-            "names, or give another requirement.".format(compat)
+            f"--compat {compat!r} cannot be written to tox.ini, where braces, ' #', a backslash "
+            "at the end and what cannot be printed have meanings of their own. Rename what the "
+            "path names, or give another requirement."
         )
     if not os.path.exists(compat):
         if not _REQUIREMENT.match(compat):
             raise errors.InvalidArgumentError(
-                "--compat {}: there is no such file or folder. Give the path of a checkout or of "
-                "a wheel, or a requirement that pip understands.".format(compat)
+                f"--compat {compat}: there is no such file or folder. Give the path of a checkout "
+                "or of a wheel, or a requirement that pip understands."
             )
         return compat
     root = os.path.realpath(folder)
@@ -205,8 +205,8 @@ def _requirement(compat, folder, ci):
         return compat  # a folder that happens to have the name
     if ci:
         raise errors.InvalidArgumentError(
-            "--ci with --compat {}: a path outside of the project, which CI does not have. Give a "
-            "requirement that pip finds there, or a path within the project.".format(compat)
+            f"--ci with --compat {compat}: a path outside of the project, which CI does not have. "
+            "Give a requirement that pip finds there, or a path within the project."
         )
     return path
 
@@ -253,8 +253,8 @@ def write(folder: str, files: Dict[str, str], force: bool = False) -> List[str]:
         return kept
     except OSError as error:
         raise errors.ConfigurationFileError(
-            "the files cannot be written, so none was: {}. Make {} writable, or name another "
-            "folder with -o.".format(error, os.path.abspath(folder))
+            f"the files cannot be written, so none was: {error}. Make {os.path.abspath(folder)} "
+            "writable, or name another folder with -o."
         ) from None
 
 

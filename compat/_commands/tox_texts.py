@@ -86,7 +86,7 @@ def tox_ini(chosen: List[Row], compat: str, path: str, aside: str) -> str:
         compat=compat.replace("{tox_root}", root).replace("#", "\\#"),
         path=root + ("/" + path if path else ""),
         general=_indented(_assignments(GENERAL)),
-        change_dir="change_dir = {}\n".format(root) if aside else "",
+        change_dir=f"change_dir = {root}\n" if aside else "",
     )
     for row in chosen:
         text += SECTION.format(
@@ -102,7 +102,7 @@ def _indented(lines: Iterable[str], width: int = 4) -> str:
 
 
 def _assignments(variables: Dict[str, str], sign: str = " = ") -> List[str]:
-    return ["{}{}{}".format(key, sign, value) for key, value in variables.items()]
+    return [f"{key}{sign}{value}" for key, value in variables.items()]
 
 
 WORKFLOW = """\
@@ -172,11 +172,11 @@ def workflow(chosen: List[Row], compat: str, path: str, aside: str) -> str:
 
 def name(row: "Row") -> str:
     extra, python = row
-    return "py{}{}-{}".format(python[0], python[1], extra)
+    return f"py{python[0]}{python[1]}-{extra}"
 
 
 def run_command(aside):
-    return "tox run -c {}".format(aside) if aside else "tox run"
+    return f"tox run -c {aside}" if aside else "tox run"
 
 
 def _variables(row):

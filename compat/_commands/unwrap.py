@@ -79,9 +79,9 @@ def run(path: str, output: Optional[str], force: bool, model: Optional[str]) -> 
         raise
     except Exception as error:  # what a broken file has may be of any type
         raise errors.ModelFileError(
-            "{} cannot be unwrapped: {}. Nothing was written.".format(path, _told(error))
+            f"{path} cannot be unwrapped: {_told(error)}. Nothing was written."
         ) from error
-    return "{}: {}".format(output, plan.told())
+    return f"{output}: {plan.told()}"
 
 
 def _told(error):
@@ -94,8 +94,8 @@ def _import_h5py():
         import h5py
     except ImportError as error:
         raise errors.NotInstalledError(
-            "compat unwrap reads HDF5 files with h5py, which cannot be imported here ({}). Install "
-            "it: pip install h5py".format(error)
+            f"compat unwrap reads HDF5 files with h5py, which cannot be imported here ({error}). "
+            "Install it: pip install h5py"
         ) from error
     return h5py
 
@@ -106,25 +106,26 @@ def _check(path):
         saved_model = os.path.exists(os.path.join(path, "saved_model.pb"))
         raise errors.ModelFileError(
             "{} is a folder{}. compat unwrap takes an HDF5 file, from model.save() or "
-            "model.save_weights() with "
-            "a name that ends in .h5.".format(path, ", such as a SavedModel" if saved_model else "")
+            "model.save_weights() with a name that ends in .h5.".format(
+                path, ", such as a SavedModel" if saved_model else ""
+            )
         )
     try:
         with open(path, "rb", opener=safe_files.plain) as file:
             start = file.read(8)
     except OSError as error:
-        text = "{} cannot be read: {}.".format(path, error.strerror or error)
+        text = f"{path} cannot be read: {error.strerror or error}."
         raise errors.ModelFileError(text) from error
     if start == b"\x89HDF\r\n\x1a\n":
         return
     if zipfile.is_zipfile(path):
         raise errors.ModelFileError(
-            "{} is a zip file, such as Keras 3's .keras format. Wrappers of multi_gpu_model are "
-            "older and lie in HDF5 files, often named .h5 or .hdf5.".format(path)
+            f"{path} is a zip file, such as Keras 3's .keras format. Wrappers of multi_gpu_model "
+            "are older and lie in HDF5 files, often named .h5 or .hdf5."
         )
     raise errors.ModelFileError(
-        "{} is not an HDF5 file. compat unwrap takes what model.save() or model.save_weights() "
-        "wrote with a name that ends in .h5.".format(path)
+        f"{path} is not an HDF5 file. compat unwrap takes what model.save() or "
+        "model.save_weights() wrote with a name that ends in .h5."
     )
 
 
@@ -134,12 +135,11 @@ def _architecture(path):
         with open(path, "rb", opener=safe_files.plain) as file:
             config = json.loads(file.read().decode("utf-8"))
     except (OSError, ValueError) as error:
-        raise errors.ModelFileError("--model {} cannot be read: {}.".format(path, error)) from error
+        raise errors.ModelFileError(f"--model {path} cannot be read: {error}.") from error
     if wrapped_model.layers_of(config) is None:
         raise errors.ModelFileError(
-            "--model {} has no layers of a model. Write it with "
-            'open("model.json", "w").write(model.to_json()), where model is the plain '
-            "one.".format(path)
+            f'--model {path} has no layers of a model. Write it with open("model.json", '
+            '"w").write(model.to_json()), where model is the plain one.'
         )
     return config
 
@@ -184,24 +184,24 @@ def _planned(path, old, config):
     weights = old.get("model_weights") if whole else old
     if weights is None or not (hdf5_names.has(weights, "layer_names")):
         raise errors.ModelFileError(
-            "{} is HDF5, but neither a whole model nor weights of Keras: it has no layer_names. "
-            "Some versions of Keras stopped halfway when they saved a wrapper whole (\"can't "
-            'pickle module objects"); use a file of save_weights() then.'.format(path)
+            f"{path} is HDF5, but neither a whole model nor weights of Keras: it has no "
+            "layer_names. Some versions of Keras stopped halfway when they saved a wrapper whole "
+            '("can\'t pickle module objects"); use a file of save_weights() then.'
         )
     layers = hdf5_names.names(weights, "layer_names")
     groups = [(name, hdf5_names.names(weights[name], "weight_names")) for name in layers]
     version = hdf5_names.text(old.attrs.get("keras_version", ""))
     if version.startswith("3."):
         raise errors.ModelFileError(
-            "{} was saved by Keras {}, whose models compat unwrap does not read. Load it, and save "
-            "compat.unwrap(model).".format(path, version)
+            f"{path} was saved by Keras {version}, whose models compat unwrap does not read. Load "
+            "it, and save compat.unwrap(model)."
         )
     if not whole:
         return _planned_of_weights(path, weights, groups, config)
     if config is not None:
         raise errors.ModelFileError(
-            "--model is for files of weights; {} is a whole model and has its own layers. Leave "
-            "--model out.".format(path)
+            f"--model is for files of weights; {path} is a whole model and has its own layers. "
+            "Leave --model out."
         )
     try:
         found = wrapped_model.inside(json.loads(hdf5_names.text(old.attrs["model_config"])))
@@ -210,9 +210,9 @@ def _planned(path, old, config):
     name = None if found is None else wrapped_model.name_of(found.layer)
     if found is None or [each for each, names in groups if names] != [name]:
         raise errors.ModelFileError(
-            "{} does not contain a multi_gpu_model wrapper: no layer of it is a model that has all "
-            "the weights and is called on parts of a batch, as multi_gpu_model and make_parallel "
-            "make it. Load it as it is.".format(path)
+            f"{path} does not contain a multi_gpu_model wrapper: no layer of it is a model that "
+            "has all the weights and is called on parts of a batch, as multi_gpu_model and "
+            "make_parallel make it. Load it as it is."
         )
     flat = dict(groups)[name]
     plan = Plan(weights[name], _layers(path, flat, found.layer))
@@ -239,9 +239,9 @@ def _planned_of_weights(path, weights, groups, config):
     scopes = {weight.rpartition("/")[0] for weight in flat}
     if name is None or len(groups) <= 2 or scopes == {name}:
         raise errors.ModelFileError(
-            "{} does not contain a multi_gpu_model wrapper: {} of its {} layers have weights. A "
-            "wrapper has one, the model inside, between layers without weights. "
-            "Load it as it is.".format(path, len(holding), len(groups))
+            f"{path} does not contain a multi_gpu_model wrapper: {len(holding)} of its "
+            f"{len(groups)} layers have weights. A wrapper has one, the model inside, between "
+            "layers without weights. Load it as it is."
         )
     if config is not None:
         return Plan(weights[name], _layers(path, flat, config))
@@ -273,9 +273,9 @@ def _layers(path, flat, config):
 
 def _undecided(path, problem):
     return errors.ModelFileError(
-        "{} has weights without the model, and their names do not tell the order of its layers: "
-        '{}. Write the plain model with open("model.json", "w").write(model.to_json()) and add '
-        "--model model.json.".format(path, problem)
+        f"{path} has weights without the model, and their names do not tell the order of its "
+        f'layers: {problem}. Write the plain model with open("model.json", '
+        '"w").write(model.to_json()) and add --model model.json.'
     )
 
 
@@ -310,7 +310,7 @@ def _check_writable(path):
     try:
         safe_files.check_writable(path)
     except OSError as error:
-        text = "{} cannot be written: {}.".format(path, error.strerror)
+        text = f"{path} cannot be written: {error.strerror}."
         raise errors.ModelFileError(text) from error
 
 

@@ -55,18 +55,21 @@ def run(script, devices=None, backend=None, ranks=None, outcome=None, hosts=None
     has_ranks = type(chosen).distribute is not Backend.distribute
     if hosts is not None and not has_ranks:
         raise errors.no_ranks(chosen.name)
+    path = [os.path.dirname(by_path.PACKAGE), os.environ.get("PYTHONPATH")]  # "" is this folder
     environ = dict(os.environ, COMPAT_VERIFY=str(STEPS))
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))  # the script finds this compat
     environ.update(chosen.recording)
     environ.update(detection.keras_variable(chosen, os.environ))
     name = run_script.name_of(script)
-    # Whatever PYTHONPATH says, the script finds this package: see _run().
     other = by_path.shadow(os.path.dirname(os.path.realpath(script[0])), {})
     if other:
         _say(errors.shadowed(name, other))
     outcome.update(backend=chosen.name, script=name, ranks=None)
-    lines = _on_replicas(script, environ, chosen, devices, outcome)
-    if ranks != 0 and has_ranks:
-        lines += ["", _as_ranks(script, environ, chosen, ranks or RANKS, outcome, hosts)]
+    with tempfile.TemporaryDirectory(prefix="compat-test-") as folder:
+        lines = _on_replicas(script, environ, chosen, devices, outcome, folder)
+        if ranks != 0 and has_ranks:
+            ranks = ranks or RANKS
+            lines += ["", _as_ranks(script, environ, chosen, ranks, outcome, hosts, folder)]
     runs = [each for each in (outcome["simulated"], outcome["ranks"]) if each]
     found = [each["same"] for each in runs]
     outcome["same"] = next((same for same in (False, None) if same in found), True)
@@ -74,18 +77,17 @@ def run(script, devices=None, backend=None, ranks=None, outcome=None, hosts=None
     return bool(outcome["same"]) and not any(each["status"] for each in runs)
 
 
-def _on_replicas(script, environ, chosen, devices, outcome):
+def _on_replicas(script, environ, chosen, devices, outcome, folder):
     """The lines of the verdict on simulated devices."""
     name = run_script.name_of(script)
-    _say("{} on {} simulated devices ({})".format(name, devices, chosen.name))
-    with _folder() as folder:
-        reported = dict(environ, COMPAT_SIMULATE=str(devices), COMPAT_VERIFY_REPORT=folder)
-        doing = "running {} on {} simulated devices".format(name, devices)
-        status = _run([sys.executable] + script, reported, doing)
-        reports = [_read(os.path.join(folder, each)) for each in sorted(os.listdir(folder))]
+    told = f"{name} on {devices} simulated devices"
+    _say(f"{told} ({chosen.name})")
+    environ = dict(environ, COMPAT_SIMULATE=str(devices), COMPAT_VERIFY_REPORT=folder)
+    status = watched_command.call([sys.executable] + script, environ, "running " + told)
+    reports = [_read(os.path.join(folder, each)) for each in sorted(os.listdir(folder))]
     records = [record for report in reports for record in report]
-    title = "compat test: {} on {} simulated devices of {}"
-    lines = [title.format(os.path.basename(name), devices, chosen.name), ""]
+    title = f"compat test: {os.path.basename(name)} on {devices} simulated devices of "
+    lines = [title + chosen.name, ""]
     for record in records:
         lines += _verification.shown(record)
     same: Optional[bool] = all(map(_verification.is_good, records))
@@ -97,51 +99,38 @@ def _on_replicas(script, environ, chosen, devices, outcome):
             "was given after compat.configure_gpu()."
         )
     if status and not failed:
-        lines.append("The script ended with exit status {}.".format(status))
+        lines.append(f"The script ended with exit status {status}.")
     outcome["simulated"] = {"devices": devices, "status": status, "models": records, "same": same}
     lines.append(VERDICTS[same])
     return lines
 
 
-def _as_ranks(script, environ, chosen, ranks, outcome, hosts):
+def _as_ranks(script, environ, chosen, ranks, outcome, hosts, folder):
     """The verdict on ranks as a line."""
     where = "" if hosts is None else " on " + hosts
-    told = "{} as {} ranks{}".format(run_script.name_of(script), ranks, where)
+    told = f"{run_script.name_of(script)} as {ranks} ranks{where}"
     _say(told)
     command = by_path.command("__main__") + ["run", "-n", str(ranks), "--gpus", "cpu"]
     command += ["--backend", chosen.framework] + (["--hosts", hosts] if hosts else [])
-    with _folder() as folder:
-        path = os.path.join(folder, "ranks.json")
-        status = _run(command + ["--report-json", path] + script, environ, "running " + told)
-        compared = os.path.exists(path) and _read(path)["comparisons"]
+    path = os.path.join(folder, "ranks.json")
+    command += ["--report-json", path] + script
+    status = watched_command.call(command, environ, "running " + told)
+    compared = os.path.exists(path) and _read(path)["comparisons"]
     # A script that ends like this on simulated devices, too, does so for a reason of its own.
     is_own = status == outcome["simulated"]["status"] != 0
-    same = None if is_own or not compared else not status
+    same = not status if compared and not is_own else None
     outcome["ranks"] = {"size": ranks, "hosts": hosts, "status": status, "same": same}
     said = "all ended well, with the same weights."
     if status:
-        said = "NOT well, exit status {} (see above).".format(status)
+        said = f"NOT well, exit status {status} (see above)."
     elif not compared:
         said = "all ended well, but nothing was compared: they trained no model together."
-    return "As {} ranks{}: {}".format(ranks, where, said)
-
-
-def _folder():
-    return tempfile.TemporaryDirectory(prefix="compat-test-")
+    return f"As {ranks} ranks{where}: {said}"
 
 
 def _read(path):
     with open(path, encoding="utf-8") as file:
         return json.load(file)
-
-
-def _run(command, environ, doing):
-    """The exit status of a command; ``doing`` is shown while it prints nothing."""
-    # The script finds this compat as its own.
-    path = [os.path.dirname(by_path.PACKAGE)]
-    path += [environ["PYTHONPATH"]] if environ.get("PYTHONPATH") else []  # "" is this folder
-    environ = dict(environ, PYTHONPATH=os.pathsep.join(path))
-    return watched_command.call(command, environ, doing)
 
 
 def _say(text):

@@ -198,11 +198,11 @@ def groups_by_names(weights: List[str], model: str) -> List[Tuple[str, List[str]
     for weight in weights:
         layer = _layer_of(weight, model)
         if layer is None:
-            raise ValueError("the name {!r} tells no layer".format(weight))
+            raise ValueError(f"the name {weight!r} tells no layer")
         if layer not in groups and untrained:
             raise ValueError(
-                "{!r} comes after {!r}, so {!r} was not trained, and Keras lists it apart from "
-                "its place".format(weight, untrained, layer)
+                f"{weight!r} comes after {untrained!r}, so {layer!r} was not trained, and Keras "
+                "lists it apart from its place"
             )
         groups.setdefault(layer, []).append(weight)
         if re.search(r"/moving_(mean|variance)(_\d+)?(:0)?$", weight):
@@ -212,7 +212,7 @@ def groups_by_names(weights: List[str], model: str) -> List[Tuple[str, List[str]
         base, number = re.match(r"(.*?)(?:_(\d+))?$", layer).groups()  # type: ignore
         entry = int(number or 0), layer
         if entry < last.get(base, entry):
-            raise ValueError("{!r} comes after {!r}".format(layer, last[base][1]))
+            raise ValueError(f"{layer!r} comes after {last[base][1]!r}")
         last[base] = entry
     return list(groups.items())
 

@@ -26,32 +26,31 @@ def choose(asked=None, environ=os.environ, typed=False):
     """
     if asked is not None:
         return _named(asked, _asked(asked, typed), typed)
-    keras, reason = _keras_told(environ)
-    if keras:
-        return _named(keras, reason, typed)
-    keras, reason = _keras_default(environ)
-    fitting = installed() or _installed(registry.plugins())
-    if len(fitting) == 1 and keras not in (fitting[0].name, fitting[0].framework):
-        return fitting[0], "the only backend installed"
-    if keras:
-        return _named(keras, reason, typed)
-    if fitting:
-        names = [backend.name for backend in fitting]
-        if typed:
-            remedy = "Pass --backend, such as --backend {}, or set KERAS_BACKEND.".format(names[0])
-        else:
-            remedy = "Pass backend=..., set KERAS_BACKEND, or import keras first."
-        raise errors.AmbiguousBackendError(
-            "Several backends are installed and nothing says which one this script uses: {}. "
-            "{}".format(", ".join(names), remedy)
-        )
-    raise _no_backend(environ)
+    keras, reason, is_told = _keras_choice(environ)
+    if not is_told:
+        fitting = installed() or _installed(registry.plugins())
+        if len(fitting) == 1 and keras not in (fitting[0].name, fitting[0].framework):
+            return fitting[0], "the only backend installed"
+        if keras is None:
+            raise _ambiguous(fitting, typed) if fitting else _no_backend(environ)
+    return _named(keras, reason, typed)
+
+
+def _ambiguous(fitting, typed):
+    remedy = "Pass backend=..., set KERAS_BACKEND, or import keras first."
+    if typed:
+        remedy = f"Pass --backend, such as --backend {fitting[0].name}, or set KERAS_BACKEND."
+    names = ", ".join(backend.name for backend in fitting)
+    return errors.AmbiguousBackendError(
+        f"Several backends are installed and nothing says which one this script uses: {names}. "
+        f"{remedy}"
+    )
 
 
 def _no_backend(environ):
     """The error where none is installed; its example is what KERAS_BACKEND names, if it can be."""
     backends = registry.backends()
-    frameworks = sorted({backend.framework for backend in backends})
+    frameworks = {backend.framework for backend in backends}
     extras = {each: extra_of([b for b in backends if b.framework == each]) for each in frameworks}
     fitting = sorted(filter(pip_extras.installs, extras.values()))
     wanted = [extras.get(environ.get("KERAS_BACKEND")), extras.get("tensorflow")] + fitting
@@ -93,39 +92,40 @@ def foreseen(asked, environ, python):
     Returns:
         The backend, and the reason for it as a phrase.
     """
-    name, reason = _variable_told(environ) if asked is None else (asked, _asked(asked, True))
-    if name is None:
+    named = environ.get("KERAS_BACKEND")
+    if asked is None and not named:
         raise errors.AmbiguousBackendError(
-            "compat does not look into {}, and nothing says which backend the script uses "
-            "there. Pass --backend, such as --backend=theano, or set KERAS_BACKEND.".format(python)
+            f"compat does not look into {python}, and nothing says which backend the script uses "
+            "there. Pass --backend, such as --backend=theano, or set KERAS_BACKEND."
         )
-    return _candidates(name, reason)[0], reason
+    reason = f"KERAS_BACKEND={named}" if asked is None else _asked(asked, True)
+    return _candidates(named if asked is None else asked, reason)[0], reason
 
 
 def _asked(name, typed):
-    return ("--backend {} was asked for" if typed else "backend={!r} was asked for").format(name)
+    return f"--backend {name} was asked for" if typed else f"backend={name!r} was asked for"
 
 
 def _candidates(name, reason):
     """The backends of that name, or of the framework of that name."""
     backends = registry.backends()
-    candidates = [b for b in backends if b.name == name]
-    candidates = candidates or [b for b in backends if b.framework == name]
-    candidates = candidates or list(filter(None, [registry.plugin(name)]))
-    # KERAS_BACKEND and ``compat run`` name the framework.
-    candidates = candidates or [b for b in registry.plugins() if b.framework == name]
+    candidates = (
+        [b for b in backends if b.name == name]
+        or [b for b in backends if b.framework == name]
+        or list(filter(None, [registry.plugin(name)]))
+        # KERAS_BACKEND and ``compat run`` name the framework.
+        or [b for b in registry.plugins() if b.framework == name]
+    )
     if not candidates:
         from . import spelling  # for start-up time: it loads difflib
 
         known = {b.name for b in backends} | {b.framework for b in backends}
         known.update(registry.plugin_names())
         meant = spelling.backend(name, known) if isinstance(name, str) else None
+        meant = f" Did you mean {meant!r}?" if meant else ""
         raise errors.InvalidArgumentError(
-            "{}, but compat does not know that backend.{} Known backends: {}.".format(
-                reason,
-                " Did you mean {!r}?".format(meant) if meant else "",
-                ", ".join(sorted(known)),
-            )
+            f"{reason}, but compat does not know that backend.{meant} Known backends: "
+            f"{', '.join(sorted(known))}."
         )
     return candidates
 
@@ -138,38 +138,30 @@ def _named(name, reason, typed):
     backend = candidates[0]  # all of one framework
     version = installed_version(backend)
     if version is not None:
-        known = [b.name for b in registry.backends()]
+        known = ", ".join(b.name for b in registry.backends())
         raise errors.UnsupportedError(
-            "{} {} is installed, which no backend of compat accepts. Known backends: {}.".format(
-                backend.framework, version, ", ".join(known)
-            )
+            f"{backend.framework} {version} is installed, which no backend of compat accepts. "
+            f"Known backends: {known}."
         )
-    extra = extra_of(candidates)
+    extra, use = extra_of(candidates), "Use --backend {}" if typed else "Use backend={!r}"
+    others = [use.format(b.name) for b in installed() if extra] or ["Choose another backend"]
+    told = f"{backend.framework} is not installed, but {reason}. {others[0]}, or "
     if not extra:  # a third party's
-        raise errors.NotInstalledError(
-            "{} is not installed, but {}. Choose another backend, or install it: pip install "
-            "{}.".format(backend.framework, reason, backend.distributions[0])
+        told += f"install it: pip install {backend.distributions[0]}."
+    elif pip_extras.installs(extra):
+        told += f'install it: pip install "keras-gpu-compat[{extra}]".'
+    else:
+        here = "{}.{}".format(*pip_extras.here())
+        told += (
+            f"run the script on {pip_extras.pythons(extra)}, where pip install "
+            f'"keras-gpu-compat[{extra}]" brings it: this is Python {here}.'
         )
-    use = "Use --backend {}" if typed else "Use backend={!r}"
-    others = [use.format(b.name) for b in installed()] or ["Choose another backend"]
-    if pip_extras.installs(extra):
-        raise errors.NotInstalledError(
-            "{} is not installed, but {}. {}, or install it: pip install "
-            '"keras-gpu-compat[{}]".'.format(backend.framework, reason, others[0], extra)
-        )
-    here = "{}.{}".format(*pip_extras.here())
-    raise errors.NotInstalledError(
-        "{} is not installed, but {}. {}, or run the script on {}, where pip install "
-        '"keras-gpu-compat[{}]" brings it: this is Python {}.'.format(
-            backend.framework, reason, others[0], pip_extras.pythons(extra), extra, here
-        )
-    )
+    raise errors.NotInstalledError(told)
 
 
 def keras_backend(environ):
-    """What the standalone Keras runs on or will run on, and why; (None, None) without a Keras."""
-    told = _keras_told(environ)
-    return told if told[0] else _keras_default(environ)
+    """What the standalone Keras runs on or will run on; None without a Keras."""
+    return _keras_choice(environ)[0]
 
 
 def _keras_running():
@@ -199,42 +191,27 @@ def _tensorflow_only(keras, version):
     return keras == "keras" and (2, 4) <= packages.release(version) < (3,)
 
 
-def _keras_told(environ):
-    """What the standalone Keras was told to run on, and how; (None, None) if nothing was said.
+def _keras_choice(environ):
+    """What the standalone Keras runs on or will run on, why, and whether anybody has said so.
 
-    Nothing is where its file names the default: Keras writes that by itself, whatever it runs on.
+    Nobody has where its file names the default: Keras writes that by itself, whatever it runs on.
+    (None, None, False) without a Keras.
     """
-    running = _keras_running()
+    running, named = _keras_running(), environ.get("KERAS_BACKEND")
     if running:
-        return running, "the imported keras runs on {}".format(running)
+        return running, f"the imported keras runs on {running}", True
     keras, version = installed_keras()
     if keras is None:
-        return None, None
+        return None, None, False
     if _tensorflow_only(keras, version):
-        return "tensorflow", "{} {} runs on TensorFlow only".format(keras, version)
-    named, reason = _variable_told(environ)
-    if named is not None:
-        return named, reason
-    named, reason = _keras_default(environ)
-    return (None, None) if named == _DEFAULTS[keras] else (named, reason)
-
-
-def _variable_told(environ):
-    """What ``KERAS_BACKEND`` names, and that it does; (None, None) where it is not set."""
-    named = environ.get("KERAS_BACKEND")
-    return (named, "KERAS_BACKEND={}".format(named)) if named else (None, None)
-
-
-def _keras_default(environ):
-    """What the installed Keras' file names, else its default; (None, None) without a Keras."""
-    keras, version = installed_keras()
-    if keras is None:
-        return None, None
-    path = keras_json(environ)
+        return "tensorflow", f"{keras} {version} runs on TensorFlow only", True
+    if named:
+        return named, f"KERAS_BACKEND={named}", True
+    path, default = keras_json(environ), _DEFAULTS[keras]
     named = read_keras_json(path).get("backend")
     if named:
-        return named, "{} names it".format(path)
-    return _DEFAULTS[keras], "it is the default of {} {}".format(keras, version)
+        return named, f"{path} names it", named != default
+    return default, f"it is the default of {keras} {version}", False
 
 
 def keras_elsewhere(backend):
@@ -243,8 +220,8 @@ def keras_elsewhere(backend):
     if running in (None, backend.name, backend.framework):
         return []
     return [
-        "keras is imported and runs on {}, but {} was configured: models of this keras will "
-        "not use it. Call configure_gpu() before keras is imported.".format(running, backend.name)
+        f"keras is imported and runs on {running}, but {backend.name} was configured: models of "
+        "this keras will not use it. Call configure_gpu() before keras is imported."
         + errors.in_notebook()
     ]
 
@@ -255,7 +232,7 @@ def keras_variable(backend, environ):
     if keras is None or _keras_running() or _tensorflow_only(keras, version):
         return {}
     try:
-        choice, _ = keras_backend(environ)
+        choice = keras_backend(environ)
     except errors.ConfigurationFileError:  # Keras ignores the file
         choice = _DEFAULTS[keras]
     if choice in (backend.name, backend.framework):
@@ -270,14 +247,14 @@ def problems(environ):
     if keras == "keras-mxnet" and packages.version("keras"):
         found.append(
             "keras and keras-mxnet are both installed; they overwrite each other's files. "
-            "Uninstall both, then install one: pip uninstall -y keras keras-mxnet && "
-            "pip install keras-mxnet=={}".format(version)
+            "Uninstall both, then install one: pip uninstall -y keras keras-mxnet && pip install "
+            f"keras-mxnet=={version}"
         )
     asked = environ.get("KERAS_BACKEND")
     if asked not in (None, "", "tensorflow") and keras and _tensorflow_only(keras, version):
         found.append(
-            "KERAS_BACKEND={} is ignored: {} {} runs on TensorFlow only. Install another Keras, or "
-            "drop the variable: unset KERAS_BACKEND".format(asked, keras, version)
+            f"KERAS_BACKEND={asked} is ignored: {keras} {version} runs on TensorFlow only. "
+            "Install another Keras, or drop the variable: unset KERAS_BACKEND"
         )
     return found
 
@@ -286,8 +263,7 @@ def keras_json(environ):
     """Where Keras looks for its configuration file (``keras/backend/__init__.py``)."""
     keras, version = installed_keras()
     home = environ.get("KERAS_HOME")
-    is_read = keras != "keras" or packages.release(version) >= (2, 2)
-    if home is None or not is_read:
+    if home is None or (keras == "keras" and packages.release(version) < (2, 2)):
         parent = os.path.expanduser("~")
         home = os.path.join(parent if os.access(parent, os.W_OK) else "/tmp", ".keras")
     return os.path.expanduser(os.path.join(home, "keras.json"))

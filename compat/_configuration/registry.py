@@ -7,6 +7,7 @@ backend has the name, the option or the model that is asked about: they cost not
 and a broken one matters only to whoever asks for it.
 """
 
+import contextlib
 import os
 import sys
 
@@ -85,11 +86,10 @@ def register(backend: "Backend") -> "Backend":
     problem = _problem(backend)
     if problem:
         named = isinstance(backend, Backend) and backend.name
+        given = repr(named) if named else errors.class_of(backend)
         raise errors.InvalidArgumentError(
-            "register() cannot take {}: {}. Pass an instance of a subclass of "
-            "compat.Backend that has a name of its own.".format(
-                repr(named) if named else errors.class_of(backend), problem
-            )
+            f"register() cannot take {given}: {problem}. Pass an instance of a subclass of "
+            "compat.Backend that has a name of its own."
         )
     _registered[backend.name] = backend
     return backend
@@ -141,15 +141,19 @@ def _load_plugin(name, reference):
     import importlib
 
     module, _, attribute = reference.partition(":")
+    cause = None
     try:
         backend = getattr(importlib.import_module(module.strip()), attribute.strip())
+        problem = _problem(backend)
+        if problem is None and backend.name != name:
+            problem = f"its name is {backend.name!r}"
     except Exception as error:  # whatever a package can do wrong
-        raise _broken_plugin(name, reference, error) from error
-    problem = _problem(backend)
-    if problem is None and backend.name != name:
-        problem = "its name is {!r}".format(backend.name)
+        problem = cause = error
     if problem:
-        raise _broken_plugin(name, reference, problem)
+        raise errors.BrokenInstallError(
+            f"An installed package names {reference} as the backend {name!r} in its entry points, "
+            f"but that gives no backend: {problem}. Repair or uninstall that package."
+        ) from cause
     return backend
 
 
@@ -164,25 +168,9 @@ def _entry_points() -> "Iterator[Tuple[str, str]]":
     for folder in sys.path:
         pattern = os.path.join(glob.escape(folder), "*.*-info", "entry_points.txt")
         for path in sorted(glob.glob(pattern)):
-            try:
-                with open(path, encoding="utf-8") as file:
-                    text = file.read()
-            except (OSError, UnicodeDecodeError):
-                continue
-            if ENTRY_POINTS not in text:
-                continue
             listed = configparser.RawConfigParser(delimiters="=", strict=False)
             listed.optionxform = str  # type: ignore  # names keep their case
-            try:
-                listed.read_string(text)
-            except configparser.Error:
-                continue
+            with contextlib.suppress(configparser.Error, UnicodeDecodeError):
+                listed.read(path, encoding="utf-8")  # or as much as can be read of it
             if listed.has_section(ENTRY_POINTS):
                 yield from listed.items(ENTRY_POINTS)
-
-
-def _broken_plugin(name, reference, problem):
-    return errors.BrokenInstallError(
-        "An installed package names {} as the backend {!r} in its entry points, but that gives "
-        "no backend: {}. Repair or uninstall that package.".format(reference, name, problem)
-    )

@@ -1,5 +1,7 @@
 """What ``configure_gpu()`` was asked, normalised once, and the report of what it did."""
 
+import types
+
 from .. import errors
 from .numeric import whole_number
 
@@ -17,14 +19,7 @@ LISTED = 16
 _UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 
-class _Value:
-    """What is equal to another one by its attributes."""
-
-    def __eq__(self, other):
-        return type(self) is type(other) and vars(self) == vars(other)
-
-
-class Memory(_Value):
+class Memory(types.SimpleNamespace):
     """How much of each GPU's memory to take; exactly one of the three is set.
 
     Arguments:
@@ -34,16 +29,14 @@ class Memory(_Value):
     """
 
     def __init__(self, grow=False, fraction=None, size=None):
-        self.grow = grow
-        self.fraction = fraction
-        self.size = size
+        super().__init__(grow=grow, fraction=fraction, size=size)
 
     def __str__(self):
         if self.grow:
             return "grow"
         if self.size:
-            return "{:.10g} MiB per GPU".format(self.size / 2.0**20)
-        return "{:g} of each GPU".format(self.fraction)
+            return f"{self.size / 2.0**20:.10g} MiB per GPU"
+        return f"{self.fraction:g} of each GPU"
 
 
 def parse_memory(memory):
@@ -61,7 +54,7 @@ def parse_memory(memory):
             raise _invalid_memory(memory, "a number is a fraction, above 0 and at most 1")
         return Memory(fraction=float(memory))
     if not isinstance(memory, str):
-        raise _invalid_memory(memory, "it is a {}".format(type(memory).__name__))
+        raise _invalid_memory(memory, f"it is a {type(memory).__name__}")
     text = memory.strip().lower()
     if text in ("grow", "growth"):
         return Memory(grow=True)
@@ -80,8 +73,8 @@ def parse_floatx(floatx):
     """Check ``floatx=``: one of ``FLOATX``, or None."""
     if floatx is not None and floatx not in FLOATX:
         raise errors.InvalidArgumentError(
-            'floatx={!r} is not understood. Use "float16", "bfloat16" (Keras 3), "float32", '
-            '"float64", or None (what Keras is set to).'.format(floatx)
+            f'floatx={floatx!r} is not understood. Use "float16", "bfloat16" (Keras 3), '
+            '"float32", "float64", or None (what Keras is set to).'
         )
     return floatx
 
@@ -95,8 +88,8 @@ def parse_switch(name, value):
     switch = _SWITCHES.get(str(value).strip().lower())
     if switch is None:
         raise errors.InvalidArgumentError(
-            '{}={!r} is not understood. Use True or False, or one of the texts "yes", "no", '
-            '"true", "false", "on", "off", "1", "0".'.format(name, value)
+            f'{name}={value!r} is not understood. Use True or False, or one of the texts "yes", '
+            '"no", "true", "false", "on", "off", "1", "0".'
         )
     return switch
 
@@ -107,8 +100,8 @@ def parse_simulate(simulate):
         return None
     if isinstance(simulate, bool) or not hasattr(simulate, "__index__") or simulate < 1:
         raise errors.InvalidArgumentError(
-            "simulate={!r} is not understood. Use the number of CPU devices that shall "
-            "stand in for GPUs, 1 or more, or None (no simulation).".format(simulate)
+            f"simulate={simulate!r} is not understood. Use the number of CPU devices that shall "
+            "stand in for GPUs, 1 or more, or None (no simulation)."
         )
     return simulate.__index__()
 
@@ -121,13 +114,13 @@ def simulated_from_outside(environ):
     number = whole_number(text)
     if not number:
         raise errors.InvalidArgumentError(
-            "COMPAT_SIMULATE={!r} is not a number of devices, 1 or more. Set it to one, for "
-            "example COMPAT_SIMULATE=3, or remove it.".format(text)
+            f"COMPAT_SIMULATE={text!r} is not a number of devices, 1 or more. Set it to one, for "
+            "example COMPAT_SIMULATE=3, or remove it."
         )
     return number
 
 
-class Every(_Value):
+class Every(types.SimpleNamespace):
     """Verify one training step in so many, from the first one on, for as long as training goes on.
 
     Arguments:
@@ -135,10 +128,10 @@ class Every(_Value):
     """
 
     def __init__(self, interval):
-        self.interval = interval
+        super().__init__(interval=interval)
 
     def __str__(self):
-        return "every {}".format(self.interval)
+        return f"every {self.interval}"
 
     def __repr__(self):
         return repr(str(self))
@@ -164,14 +157,14 @@ def parse_verify(verify, environ, simulated):
             return Every(interval)
     if isinstance(verify, bool) or not hasattr(verify, "__index__") or verify < 0:
         raise errors.InvalidArgumentError(
-            "verify={!r} (or the variable COMPAT_VERIFY) is not a number of steps to verify. "
-            'Give 0 for none, or 1 or more, for example verify=1, or verify="every 100" for one '
-            "training step in 100.".format(verify)
+            f"verify={verify!r} (or the variable COMPAT_VERIFY) is not a number of steps to "
+            'verify. Give 0 for none, or 1 or more, for example verify=1, or verify="every 100" '
+            "for one training step in 100."
         )
     return verify.__index__()
 
 
-class Settings:
+class Settings(types.SimpleNamespace):
     """What a backend is to apply: the devices chosen, and the rest as it was asked.
 
     Arguments:
@@ -181,38 +174,26 @@ class Settings:
         persist: whether to write the settings to the backend's configuration file, too.
         strict: whether fewer devices than asked for are an error.
         options: keyword options of ``configure_gpu()``, by name, also those of other backends.
+        more: these attributes, by their names.
+
+    Attributes:
         verify: how many training steps of each model are compared with one device; or ``Every``.
         parallelize: whether every Keras model is parallelized when it is compiled.
         gpus: how the devices were asked for, for reports: "gpus=2".
     """
 
     def __init__(
-        self,
-        devices,
-        memory=None,
-        floatx=None,
-        persist=False,
-        strict=False,
-        options=None,
-        verify=0,
-        parallelize=False,
-        gpus="",
+        self, devices, memory=None, floatx=None, persist=False, strict=False, options=None, **more
     ):
-        self.devices = devices
-        self.memory = memory
-        self.floatx = floatx
-        self.persist = persist
-        self.strict = strict
-        self.options = dict(options or {})
-        self.verify = verify
-        self.parallelize = parallelize
-        self.gpus = gpus
+        super().__init__(devices=devices, memory=memory, floatx=floatx, options=dict(options or {}))
+        vars(self).update(persist=persist, strict=strict, verify=0, parallelize=False, gpus="")
+        vars(self).update(more)
 
     def __eq__(self, other):
         return dict(vars(self), gpus="") == dict(vars(other), gpus="")
 
     def __str__(self):
-        return self._with("devices: {}".format(self.devices))
+        return self._with(f"devices: {self.devices}")
 
     def asked(self):
         """What was asked, whatever became of it."""
@@ -222,9 +203,9 @@ class Settings:
         parts = [devices]
         for name in ("memory", "floatx"):
             if getattr(self, name) is not None:
-                parts.append("{}: {}".format(name, getattr(self, name)))
+                parts.append(f"{name}: {getattr(self, name)}")
         parts += [name for name in ("persist", "strict", "parallelize") if getattr(self, name)]
-        parts += ["verify: {}".format(self.verify)] if self.verify else []
+        parts += [f"verify: {self.verify}"] if self.verify else []
         parts += ["{}={!r}".format(*option) for option in sorted(self.options.items())]
         return ", ".join(parts)
 
@@ -261,7 +242,7 @@ class Configuration:
         self.parallelized: "Dict[str, str]" = {}
 
     def __repr__(self):
-        return "<Configuration {} on {}>".format(self.backend, listed(self.devices))
+        return f"<Configuration {self.backend} on {listed(self.devices)}>"
 
     def __str__(self):
         return report(self._sections())
@@ -273,14 +254,14 @@ class Configuration:
 
     def _sections(self):
         variables = [
-            "{} removed".format(name) if value is None else "{}={}".format(name, value)
+            f"{name} removed" if value is None else f"{name}={value}"
             for name, value in sorted(self.environ.items())
         ]
         models = ["{} on {}".format(*pair) for pair in self.parallelized.items()]
         if self.settings.parallelize and not models:
             models = ["no model has been compiled yet"]
         return [
-            ("backend", ["{} ({})".format(self.backend, self.reason)]),
+            ("backend", [f"{self.backend} ({self.reason})"]),
             ("versions", [", ".join("%s %s" % pair for pair in self.versions.items())]),
             ("asked", [self.settings.asked()]),
             ("chosen", [self.settings.devices.outcome()]),
@@ -298,7 +279,7 @@ def listed(devices):
     if len(devices) <= LISTED:
         return ", ".join(devices)
     first = ", ".join(devices[:3])
-    return "{}, ..., {} ({} devices)".format(first, devices[-1], len(devices))
+    return f"{first}, ..., {devices[-1]} ({len(devices)} devices)"
 
 
 def report(sections):
@@ -313,7 +294,7 @@ def report(sections):
 
 def _invalid_memory(memory, problem):
     return errors.InvalidArgumentError(
-        'memory={!r} is not understood: {}. Use "grow" (take memory as it is needed), a '
-        'fraction of each GPU such as 0.5, a size per GPU such as "4GiB" or "512MiB", or None '
-        "(the backend's default).".format(memory, problem)
+        f'memory={memory!r} is not understood: {problem}. Use "grow" (take memory as it is '
+        'needed), a fraction of each GPU such as 0.5, a size per GPU such as "4GiB" or "512MiB", '
+        "or None (the backend's default)."
     )

@@ -60,10 +60,10 @@ def meant(name: str, value: "Any", known: "Iterable[str]") -> "Optional[str]":
         return 'memory="grow"'
     if short in _FRACTION.split():
         right = isinstance(value, float) and 0 < value <= 1
-        return "memory={}".format(value if right else 0.5)
+        return f"memory={value if right else 0.5}"
     if short in _LIMIT.split():
         size = value if isinstance(value, int) and value > 1 else 4096
-        return 'memory="{}MiB"'.format(size)
+        return f'memory="{size}MiB"'
     if short in ("strategy", "distributionstrategy", "distribute"):
         return "parallelize(model, strategy=...)"
     names = {"gpus": _GPUS, "floatx": _FLOATX, "backend": _BACKEND, "simulate": _SIMULATE}

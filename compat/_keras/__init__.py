@@ -155,18 +155,18 @@ def undivided(model):
     recurrent = keras_of(model).layers.RNN
     for layer in all_layers(model):
         if isinstance(layer, recurrent) and getattr(layer, "stateful", False):
-            return "its layer {!r} is stateful".format(layer.name)
+            return f"its layer {layer.name!r} is stateful"
     for tensor in getattr(model, "inputs", None) or ():
         if tensor.shape.ndims if hasattr(tensor.shape, "ndims") else len(tensor.shape):
             if tensor.shape[0] is not None:
-                return "its batch size is fixed to {}".format(tensor.shape[0])
+                return f"its batch size is fixed to {tensor.shape[0]}"
     return None
 
 
 def warn_not_divided(model, reason, device):
     errors.warn(
-        "parallelize() leaves model {!r} on {}: {}, so its batches cannot be split. The "
-        "numbers are those of one device, and so is the speed.".format(model.name, device, reason)
+        f"parallelize() leaves model {model.name!r} on {device}: {reason}, so its batches cannot "
+        "be split. The numbers are those of one device, and so is the speed."
     )
 
 
@@ -188,9 +188,9 @@ def warn_of_distribution(model):
     distribution = getattr(getattr(keras, "distribution", None), "distribution", None)
     if distribution is not None and distribution() is not None:
         errors.warn(
-            "A keras.distribution is set: on {} Keras accepts it and does nothing with it. "
-            "Remove keras.distribution.set_distribution(); parallelize() splits the batches "
-            "by itself.".format(keras.backend.backend())
+            f"A keras.distribution is set: on {keras.backend.backend()} Keras accepts it and does "
+            "nothing with it. Remove keras.distribution.set_distribution(); parallelize() splits "
+            "the batches by itself."
         )
 
 
@@ -261,8 +261,8 @@ def check_floatx(floatx, backend):
         version = packages.version("tf_keras" if name == "tf_keras" else "keras") or "2"
         if int(version.partition(".")[0]) < 3:
             raise errors.InvalidArgumentError(
-                "floatx='bfloat16' was asked for, which Keras 3 knows, and {} here is Keras 2. Use "
-                '"float16" or "float32", or install Keras 3.'.format(name)
+                f"floatx='bfloat16' was asked for, which Keras 3 knows, and {name} here is Keras "
+                '2. Use "float16" or "float32", or install Keras 3.'
             )
 
 
@@ -279,7 +279,7 @@ def set_floatx(floatx, backend):
     for name in keras_packages(backend):
         keras = _import(name)
         keras.backend.set_floatx(floatx)
-        lines.append("{}.backend.set_floatx({!r})".format(name, floatx))
+        lines.append(f"{name}.backend.set_floatx({floatx!r})")
     return lines
 
 
@@ -293,7 +293,7 @@ def versions(backend):
 
 def keras_packages(backend):
     """The installed Keras packages that run on this backend, first the one a program would use."""
-    running, _ = detection.keras_backend(os.environ)
+    running = detection.keras_backend(os.environ)
     names = ["keras"] if running in (backend.name, backend.framework) else []
     if backend.framework == "tensorflow":
         names.append("tensorflow.keras")

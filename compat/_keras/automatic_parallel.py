@@ -54,9 +54,7 @@ def install(backend: "Backend", parallelize: "Callable[..., Any]") -> None:
         because = _choice_of_script(model, arguments, backend) or _obstacle(model, parallelize)
         if because is not None:
             errors.warn(
-                "parallelize=True leaves the model {!r} as it is, because {}".format(
-                    model.name, because
-                )
+                f"parallelize=True leaves the model {model.name!r} as it is, because {because}"
             )
         return because is None
 
@@ -133,8 +131,8 @@ def _obstacle(model, parallelize):
         with contextlib.suppress(Exception):
             parallelize(model, gpus=1)
         if isinstance(error, errors.CompatError):
-            return "it cannot run on several devices: {}".format(error)
-        return "preparing it failed: {}: {}".format(type(error).__name__, error)
+            return f"it cannot run on several devices: {error}"
+        return f"preparing it failed: {type(error).__name__}: {error}"
 
 
 def _choice_of_script(model, arguments, backend):
@@ -145,7 +143,7 @@ def _choice_of_script(model, arguments, backend):
     for name in ("_distribution_strategy", "distribute_strategy"):
         strategy = strategy or getattr(model, name, None)
     if getattr(strategy, "num_replicas_in_sync", 1) > 1:  # there is always a default one
-        return "it was built under a {}.".format(type(strategy).__name__)
+        return f"it was built under a {type(strategy).__name__}."
     distribution = getattr(_keras.keras_of(model), "distribution", None)
     if distribution is not None and distribution.distribution() is not None:
         return "keras.distribution.set_distribution() was called."

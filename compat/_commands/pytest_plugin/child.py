@@ -81,7 +81,7 @@ class Child:
 
     def pytest_collectreport(self, report):
         if report.failed:
-            sys.stderr.write("{}\n".format(report.longreprtext))
+            sys.stderr.write(f"{report.longreprtext}\n")
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items):
@@ -89,8 +89,8 @@ class Child:
         chosen = [item for item in items if item.nodeid.partition("::")[2] == wanted]
         if len(chosen) != 1 and items:
             sys.stderr.write(
-                "{} tests with the id {!r} were collected. Parameters of a test that has a process "
-                "of its own need ids that are the same each time it is collected.\n".format(
+                "{} tests with the id {!r} were collected. Parameters of a test that has a "
+                "process of its own need ids that are the same each time it is collected.\n".format(
                     len(chosen) or "No", wanted
                 )
             )
@@ -109,10 +109,10 @@ class Child:
         self.send("report", serializable(config=self.config, report=report))
 
     def pytest_internalerror(self, excrepr):
-        sys.stderr.write("{}\n".format(excrepr))
+        sys.stderr.write(f"{excrepr}\n")
 
     def pytest_keyboard_interrupt(self, excinfo):
-        sys.stderr.write("{}\n".format(excinfo.exconly()))  # of pytest.exit(), too
+        sys.stderr.write(f"{excinfo.exconly()}\n")  # of pytest.exit(), too
 
     def pytest_warning_recorded(self, warning_message, when, location):
         kind, text = warning_message.category, str(warning_message.message)
@@ -131,7 +131,7 @@ class Unconfigured:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self):
         if isinstance(self.error, compat.CompatError):
-            text = "{}: {}".format(type(self.error).__name__, self.error)
+            text = f"{type(self.error).__name__}: {self.error}"
             pytest.fail(text, pytrace=False)
         raise self.error
 

@@ -79,20 +79,19 @@ def _asked(item: Any) -> Tuple[Optional[float], Dict[str, Any]]:
     if mark.args:
         raise errors.InvalidArgumentError(
             "@pytest.mark.compat takes keyword arguments, those of configure_gpu() and timeout=, "
-            "but it was given {!r}. "
-            "Name it, as in @pytest.mark.compat(simulate=3).".format(mark.args[0])
+            f"but it was given {mark.args[0]!r}. Name it, as in @pytest.mark.compat(simulate=3)."
         )
     number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
     if timeout is not None and not (number and timeout > 0):
         raise errors.InvalidArgumentError(
-            "@pytest.mark.compat(timeout={!r}) is not understood. Use a number of seconds above 0, "
-            "or leave it out to wait for as long as the test takes.".format(timeout)
+            f"@pytest.mark.compat(timeout={timeout!r}) is not understood. Use a number of seconds "
+            "above 0, or leave it out to wait for as long as the test takes."
         )
     for name, value in arguments.items():
         if not _is_plain(value):
             raise errors.InvalidArgumentError(
-                "@pytest.mark.compat({}={!r}) cannot be told another process. Use texts, numbers, "
-                "True, False, None, and lists of these.".format(name, value)
+                f"@pytest.mark.compat({name}={value!r}) cannot be told another process. Use "
+                "texts, numbers, True, False, None, and lists of these."
             )
     return timeout, arguments
 
@@ -164,19 +163,19 @@ def _run_child(item, job, folder, timeout):
         status = process.wait(timeout)
     except subprocess.TimeoutExpired:
         _end(process, signal.SIGABRT)  # pytest's faulthandler tells where it is
-        return "was killed after {:g} seconds, its timeout".format(timeout)
+        return f"was killed after {timeout:g} seconds, its timeout"
     except BaseException as error:
         _end(process, signal.SIGINT)
         if isinstance(error, (KeyboardInterrupt, pytest.exit.Exception)):
             raise
-        return "was killed: {}".format(error)  # by another plugin's timeout
+        return f"was killed: {error}"  # by another plugin's timeout
     finally:
         if os.name == "posix":
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
     if status < 0:
-        return "was killed by signal {} ({})".format(-status, signal.Signals(-status).name)
-    return None if status in (0, 1) else "ended with exit status {}".format(status)
+        return f"was killed by signal {-status} ({signal.Signals(-status).name})"
+    return None if status in (0, 1) else f"ended with exit status {status}"
 
 
 def _end(process, first):
@@ -231,7 +230,7 @@ def _output(folder: str) -> str:
             with open(path, "rb") as file:
                 text = file.read().decode("utf-8", "replace").rstrip()
             if text:
-                texts.append("Its {}:\n{}\n".format(name, text))
+                texts.append(f"Its {name}:\n{text}\n")
     return "\n".join(texts) or "It printed nothing.\n"
 
 

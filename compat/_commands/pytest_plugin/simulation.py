@@ -29,23 +29,23 @@ class Simulation:
         if option is not None:
             self.value, self.source = option, "--compat-simulate"
             if self.before and self.before != option:
-                overruled.append("{} of the environment".format(self.before))
+                overruled.append(f"{self.before} of the environment")
         elif self.before:
             self.value, self.source = self.before, "the environment"
         else:
-            self.value, self.source = in_file, "compat_simulate in {}".format(file)
+            self.value, self.source = in_file, f"compat_simulate in {file}"
         if in_file not in ("", self.value):
-            overruled.append("compat_simulate = {} in {}".format(in_file, file))
+            overruled.append(f"compat_simulate = {in_file} in {file}")
         if overruled:
             self.source += ", not {}".format(" or ".join(overruled))
         try:
             simulated_from_outside({VARIABLE: self.value})
         except errors.InvalidArgumentError as error:
-            raise pytest.UsageError("{}: {}".format(self.source, error)) from None
+            raise pytest.UsageError(f"{self.source}: {error}") from None
         os.environ[VARIABLE] = self.value
 
     def pytest_report_header(self) -> List[str]:
-        return ["compat: {}={} ({})".format(VARIABLE, self.value, self.source)]
+        return [f"compat: {VARIABLE}={self.value} ({self.source})"]
 
     def pytest_terminal_summary(self, terminalreporter: Any, config: Any) -> None:
         """Tell where tests passed that ran on no simulated device."""
@@ -54,8 +54,8 @@ class Simulation:
         if self.value and terminalreporter.stats.get("passed") and not elsewhere:
             if process.configuration is None:
                 terminalreporter.write_line(
-                    "compat: {}={} had no effect on this process: nothing called "
-                    "compat.configure_gpu().".format(VARIABLE, self.value)
+                    f"compat: {VARIABLE}={self.value} had no effect on this process: nothing "
+                    "called compat.configure_gpu()."
                 )
 
     def pytest_unconfigure(self) -> None:

@@ -44,7 +44,7 @@ class Twins:
         place = _ranks.own_place()
         if place is not None:
             raise errors.unsupported(
-                "compat_twins", "train in {}".format(place), "Start pytest without a launcher."
+                "compat_twins", f"train in {place}", "Start pytest without a launcher."
             )
         configuration = process.configuration or _api.configure_gpu()
         backend = _api.configured_backend()
@@ -54,10 +54,10 @@ class Twins:
         self.devices = list(configuration.devices)
         if len(self.devices) < 2:
             raise errors.DevicesNotFoundError(
-                "compat_twins compares several devices with one, but this process has {} only. Ask "
-                "for simulated ones: compat_simulate = 3 in pytest's configuration, "
-                "--compat-simulate 3, "
-                "or @pytest.mark.compat(simulate=3) on the test.".format(self.devices[0])
+                "compat_twins compares several devices with one, but this process has "
+                f"{self.devices[0]} only. Ask for simulated ones: compat_simulate = 3 in pytest's "
+                "configuration, --compat-simulate 3, or @pytest.mark.compat(simulate=3) on the "
+                "test."
             )
         self.tolerance = tolerance
         self.one, self.several = build(), build()
@@ -106,9 +106,9 @@ class Twins:
         for argument in args + tuple(kwargs.values()):
             if hasattr(argument, "__next__"):
                 raise errors.InvalidArgumentError(
-                    "twins.fit() trains two models, but the {} that it was given can be read only "
-                    "once. Give arrays or a Sequence, or call twins.train() with a function that "
-                    "makes a new one for each model.".format(type(argument).__name__)
+                    f"twins.fit() trains two models, but the {type(argument).__name__} that it "
+                    "was given can be read only once. Give arrays or a Sequence, or call "
+                    "twins.train() with a function that makes a new one for each model."
                 )
         kwargs.setdefault("shuffle", False)
         return self.train(lambda model: model.fit(*args, **kwargs))
@@ -135,24 +135,24 @@ class Twins:
             np.random.seed(0)
             results.append(function(model))
         first, second = (self._numbers(*pair) for pair in zip((self.one, self.several), results))
-        where = "on {} and on {}".format(settings.listed(self.devices), self.devices[0])
+        where = f"on {settings.listed(self.devices)} and on {self.devices[0]}"
         problems = [
-            "{}: {}".format(label, difference)
+            f"{label}: {difference}"
             for label in dict.fromkeys(list(first) + list(second))
             for difference in [self._difference(first.get(label), second.get(label))]
             if difference
         ]
         if problems:
             more = len(problems) - SHOWN
-            lines = problems[:SHOWN] + ["and {} more".format(more)] * (more > 0)
-            pytest.fail(self._text("trained differently {}".format(where), lines))
+            lines = problems[:SHOWN] + [f"and {more} more"] * (more > 0)
+            pytest.fail(self._text(f"trained differently {where}", lines))
         if not _verification.largest_difference(before, self._weights(self.one)) > 0:
-            pytest.fail(self._text("changed no weight {}".format(where), ["nothing was compared"]))
+            pytest.fail(self._text(f"changed no weight {where}", ["nothing was compared"]))
         record = self._verification.record
         if not record.operations:
             errors.warn(
-                "compat_twins: no step of model {!r} was seen, so it is not known which devices "
-                "worked.".format(record.model)
+                f"compat_twins: no step of model {record.model!r} was seen, so it is not known "
+                "which devices worked."
             )
         elif not _verification.is_good(record.as_dict()):
             pytest.fail(self._text("did not run on all devices", []))
@@ -176,7 +176,7 @@ class Twins:
         limit = self.tolerance * max(1.0, float(np.abs(first).max()) if np.size(first) else 1.0)
         if difference <= limit:  # NaN is not
             return ""
-        text = "differs by {:.3g}, the tolerance is {:.3g}".format(difference, limit)
+        text = f"differs by {difference:.3g}, the tolerance is {limit:.3g}"
         if np.size(first) <= 4:
             values = (np.array2string(np.ravel(array), precision=7) for array in (first, second))
             text += " ({} on one device, {} on several)".format(*values)
@@ -185,21 +185,21 @@ class Twins:
     def _text(self, what, lines):
         record = self._verification.record
         shown = _verification.shown(record.as_dict())[1:]
-        lines = ["model {!r} {}".format(record.model, what)] + ["  " + line for line in lines]
+        lines = [f"model {record.model!r} {what}"] + ["  " + line for line in lines]
         return "\n".join(lines + shown)
 
 
 def _refused(build, gives):
     name = getattr(build, "__name__", type(build).__name__)
-    return errors.InvalidArgumentError("compat_twins({0}): {0}() gives {1}.".format(name, gives))
+    return errors.InvalidArgumentError(f"compat_twins({name}): {name}() gives {gives}.")
 
 
 def _weights_of(model):
     """The function that reads the weights of a Keras model."""
     if _keras.keras_of(model) is None:
         raise errors.NotAModelError(
-            "compat_twins reads the weights of Keras models by itself; for {} give weights=, a "
-            "function that returns its arrays as a list.".format(errors.class_of(model))
+            "compat_twins reads the weights of Keras models by itself; for "
+            f"{errors.class_of(model)} give weights=, a function that returns its arrays as a list."
         )
     return lambda model: model.get_weights()
 
