@@ -31,7 +31,8 @@ def pytest_load_initial_conftests(early_config):
     if option is not None or asked:
         from compat._commands.pytest_plugin import simulation
 
-        simulation.begin(early_config)
+        begun = simulation.Simulation(early_config)
+        early_config.pluginmanager.register(begun, "compat_simulation")
 
 
 def pytest_configure(config):

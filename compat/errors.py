@@ -7,10 +7,6 @@ the built-in exception that a caller would catch. A text with one caller stands 
 import os
 import sys
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    pass
-
 _LONGEST = 1900  # characters of a message
 
 

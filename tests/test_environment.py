@@ -446,7 +446,7 @@ def test_the_real_system(monkeypatch, tmp_path):
         ("9223372036854771712\n", None),  # none, as the first version says it
     ]:
         limit.write_text(content)
-        assert environment._memory_limit() == expected
+        assert environment._system()["memory_limit"] == expected
 
 
 def test_names_of_packages_match_whole(site):

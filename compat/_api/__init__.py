@@ -84,10 +84,9 @@ def configure_gpu(
     simulate = settings.parse_simulate(simulate)
     from_outside = settings.simulated_from_outside(os.environ)
     asked = configuring.how_asked(selection, simulate, from_outside)
-    applied = []
+    text = f"COMPAT_SIMULATE={from_outside}: simulated devices stand in for gpus={gpus!r}"
+    applied = [text] if from_outside else []
     if from_outside:
-        text = "COMPAT_SIMULATE={}: simulated devices stand in for gpus={!r}"
-        applied.append(text.format(from_outside, gpus))
         selection, simulate = gpu_selection.parse_gpus(None), from_outside
     switches = dict(persist=persist, strict=strict, parallelize=parallelize)
     parsed = {name: settings.parse_switch(name, value) for name, value in switches.items()}
@@ -257,20 +256,17 @@ def _check_strategy(strategy):
 
     known = {name: what for b in registry.backends() for name, what in b.strategies.items()}
     if strategy not in known:
+        others = " or ".join('"{}" ({})'.format(*pair) for pair in sorted(known.items()))
         raise errors.InvalidArgumentError(
-            "strategy={!r} is not understood. Use None (the model's replicas run in this process, "
-            "split by compat) or {}.".format(
-                strategy, " or ".join('"{}" ({})'.format(*pair) for pair in sorted(known.items()))
-            )
+            f"strategy={strategy!r} is not understood. Use None (the model's replicas run in this "
+            f"process, split by compat) or {others}."
         )
 
 
 def _verified(backend, model, devices, ranks=False):
     """The model, whose first steps on several devices will be compared with one device."""
-    if process.configuration is not None:
-        steps = process.configuration.settings.verify
-    else:
-        steps = settings.parse_verify(None, os.environ, None)
+    active = process.configuration
+    steps = active.settings.verify if active else settings.parse_verify(None, os.environ, None)
     if steps and len(devices) > 1:
         from .. import _verification  # for start-up time
 
@@ -372,12 +368,6 @@ def _these(devices):
     return f"these are configured: {settings.listed(devices)}"
 
 
-def _index(name, missing):
-    active = process.configuration
-    index = None if active is None else active.settings.devices.index(name)
-    return missing if index is None else index
-
-
 def _wanted(devices, selection):
     """Positions among the configured devices; one past the end where a device is not there."""
     if selection.kind == "none":
@@ -385,5 +375,8 @@ def _wanted(devices, selection):
     if selection.kind in ("count", "free") and selection.count:
         return range(selection.count)
     if selection.kind == "ids":
-        return [i if isinstance(i, int) else _index(i, len(devices)) for i in selection.ids]
+        active = process.configuration
+        index_of = active.settings.devices.index if active else {}.get
+        found = [each if isinstance(each, int) else index_of(each) for each in selection.ids]
+        return [len(devices) if index is None else index for index in found]
     return range(len(devices))

@@ -8,13 +8,6 @@ from .._configuration.settings import Configuration, Settings, listed
 from .._ranks import launchers
 from .._runtime.process import process
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Optional
-
-    from .._ranks.place import Place
-    from ..backend import Backend
-
 
 def how_asked(selection, simulate, from_outside):
     """How the devices were asked for."""
@@ -53,12 +46,9 @@ def configure_once(call, chosen, reason, asked, applied):
             return active
         raise errors.AlreadyConfiguredError(
             "configure_gpu() was called before in this process, with other settings.\n"
-            "first:  {}\n"
-            "second: {}\n"
-            "Devices are fixed once per process: make both calls the same, or drop one.".format(
-                f"{active.backend}, {active.settings}",
-                f"{chosen.name}, {settings}",
-            )
+            f"first:  {active.backend}, {active.settings}\n"
+            f"second: {chosen.name}, {settings}\n"
+            "Devices are fixed once per process: make both calls the same, or drop one."
             + errors.in_notebook()
         )
     active = process.configuration = _configure(chosen, reason, settings, place)
@@ -92,20 +82,15 @@ def check_options(options, function):
         option, code = unknown[0], function.__code__
         arguments = list(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
         meant = spelling.meant(option, options[option], arguments + known)
+        meant = f" Did you mean {meant}?" if meant else ""
         raise errors.UnknownOptionError(
-            "configure_gpu() has no argument {!r}, and no backend has an option of that name.{} "
-            "Its arguments: {}. Options of single backends: {}.".format(
-                option,
-                f" Did you mean {meant}?" if meant else "",
-                ", ".join(arguments),
-                ", ".join(known) or "none",
-            )
+            f"configure_gpu() has no argument {option!r}, and no backend has an option of that "
+            f"name.{meant} Its arguments: {', '.join(arguments)}. Options of single backends: "
+            f"{', '.join(known) or 'none'}."
         )
 
 
-def _configure(
-    chosen: "Backend", reason: str, settings: "Settings", place: "Optional[Place]"
-) -> "Configuration":
+def _configure(chosen, reason, settings, place):
     """Apply the settings, or leave the environment as it was and raise."""
     _keras.check_floatx(settings.floatx, chosen)
     notes = (

@@ -4,6 +4,7 @@ What is found becomes one object, with the keys that ``--json`` prints; texts ar
 Nothing is configured, no framework is imported, and no GPU is initialised.
 """
 
+import contextlib
 import os
 import platform
 import re
@@ -73,6 +74,7 @@ def _add(problems, texts, command=None):
 
 
 def _system():
+    memory = _told(lambda: os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     return {
         "platform": f"{platform.system()} {platform.release()}",
         "machine": platform.machine(),
@@ -80,46 +82,38 @@ def _system():
         "libc": _told(lambda: os.confstr("CS_GNU_LIBC_VERSION")),
         "cores": os.cpu_count(),
         "usable_cores": discovery.usable_cores(),
-        "memory": _memory(),
-        "memory_limit": _memory_limit(),
+        "memory": memory,
+        "memory_limit": _memory_limit(memory),
     }
 
 
 def _distribution():
     """Linux's, by the name that it gives itself (os-release(5)), or None."""
     for path in ("/etc/os-release", "/usr/lib/os-release"):
-        try:
+        with contextlib.suppress(OSError, ValueError):
             with open(path, encoding="utf-8", errors="replace") as file:
-                lines = [line.partition("=") for line in file]
-            return next(shlex.split(value)[0] for name, _, value in lines if name == "PRETTY_NAME")
-        except (OSError, StopIteration, ValueError, IndexError):
-            continue
+                words = [word.partition("=") for word in shlex.split(file.read(), comments=True)]
+            names = [value for name, _, value in words if name == "PRETTY_NAME"]
+            if names:
+                return names[0]
     return None
-
-
-def _memory():
-    return _told(lambda: os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 
 def _told(ask):
     """What the system tells, or None: it is another one, or has another library."""
-    try:
+    with contextlib.suppress(AttributeError, ValueError, OSError):
         return ask() or None
-    except (AttributeError, ValueError, OSError):
-        return None
+    return None
 
 
-def _memory_limit():
+def _memory_limit(memory):
     """That of a container, in bytes; None where there is none, or it is above the memory."""
-    memory = _memory()
     for path in _CGROUP_LIMITS:
-        try:
+        with contextlib.suppress(OSError, ValueError):  # not there, or "max"
             with open(path, encoding="utf-8") as file:
                 limit = int(file.read())
-        except (OSError, ValueError):  # not there, or "max"
-            continue
-        if memory is None or limit < memory:
-            return limit
+            if memory is None or limit < memory:
+                return limit
     return None
 
 
@@ -141,12 +135,12 @@ def _backend(problems):
     distributions = {name for each in known for name in each.distributions}
     pattern = "|".join([_PACKAGES] + sorted(re.escape(name.lower()) for name in distributions))
     names = sorted(set(_GENERAL).union(variables))
-    others = [name for name in os.environ if name in _OPTIONAL or name.startswith("COMPAT_")]
+    others = {name for name in os.environ if name in _OPTIONAL or name.startswith("COMPAT_")}
     return {
         "backend": backend,
         "versions": {n: v for each in shown for n, v in _keras.versions(each).items()},
         "packages": packages.matching(pattern),
-        "variables": {n: os.environ.get(n) for n in names + sorted(set(others) - set(names))},
+        "variables": {n: os.environ.get(n) for n in names + sorted(others.difference(names))},
     }
 
 
@@ -174,25 +168,20 @@ def _gpus(problems):
     visible = device_choice.choose(every, None, os.environ, discover=lambda: machine)
     _add(problems, visible.problems)
     failures = getattr(machine, "failures", [])
-    gpus = why = None
-    if machine is None:
-        why = "nvidia-smi is missing or fails"
-    else:
+    gpus, why = None, "nvidia-smi is missing or fails"
+    if machine is not None:
         gpus = [{name: getattr(gpu, name) for name in gpu.__slots__} for gpu in machine]
         why = None if machine else machine.why()
-    problem = (
-        "{}: the driver does not work as it should, and frameworks may find no GPU. Load it, or "
-        "restart the machine where it was updated."
-    )
+    texts = [
+        f"{failure}: the driver does not work as it should, and frameworks may find no GPU. Load "
+        "it, or restart the machine where it was updated."
+        for failure in failures
+    ]
     module = "nvidia" if "nvidia-smi" in "".join(failures) else "amdgpu"
-    _add(problems, map(problem.format, failures), "sudo modprobe " + module)
-    entries = list(visible.gpus)
-    return {
-        "drivers": discovery.drivers(),
-        "gpus": gpus,
-        "why_no_gpus": why,
-        "visible": {"text": str(visible), "entries": entries, "variable": visible.variable},
-    }
+    _add(problems, texts, "sudo modprobe " + module)
+    told = {"text": str(visible), "entries": list(visible.gpus), "variable": visible.variable}
+    drivers = discovery.drivers()
+    return {"drivers": drivers, "gpus": gpus, "why_no_gpus": why, "visible": told}
 
 
 def _rank(problems):

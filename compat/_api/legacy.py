@@ -68,10 +68,9 @@ def multi_gpu_model(
     wanted = [f"/gpu:{i}" for i in ids]
     if not set(wanted) <= set(available):
         raise errors.InvalidArgumentError(
-            "To call `multi_gpu_model` with `gpus={}`, we expect the following devices to be "
-            "available: {}. However this machine only has: {}. Try reducing `gpus`.".format(
-                gpus, (["/cpu:0"] + wanted), (["/cpu:0"] + available)
-            )
+            f"To call `multi_gpu_model` with `gpus={gpus}`, we expect the following devices to be "
+            f"available: {['/cpu:0'] + wanted}. However this machine only has: "
+            f"{['/cpu:0'] + available}. Try reducing `gpus`."
         )
     # An id that stands twice, two replicas on one GPU in Keras, is one here: the same numbers.
     chosen = [devices[i] for i in sorted(set(ids), key=ids.index)]
@@ -202,34 +201,28 @@ def install_legacy_names() -> "List[str]":
     """
     from .. import _keras  # for start-up time
 
+    functions = {
+        multi_gpu_model: ["utils", "utils.multi_gpu_utils", "utils.training_utils"],
+        get_session: ["backend", "backend.tensorflow_backend"],
+        set_session: ["backend", "backend.tensorflow_backend"],
+        _get_available_gpus: ["backend.tensorflow_backend"],
+    }
     installed = []  # type: List[str]
     for keras in _keras.keras_packages(_api.configured_backend()):
-        for path, value in (
-            ("utils.multi_gpu_model", multi_gpu_model),
-            ("utils.multi_gpu_utils.multi_gpu_model", multi_gpu_model),
-            ("utils.training_utils.multi_gpu_model", multi_gpu_model),
-            ("backend.get_session", get_session),
-            ("backend.set_session", set_session),
-            ("backend.tensorflow_backend.get_session", get_session),
-            ("backend.tensorflow_backend.set_session", set_session),
-            ("backend.tensorflow_backend._get_available_gpus", _get_available_gpus),
-        ):
-            installed += _install(f"{keras}.{path}", value)
+        for function, places in functions.items():
+            for parent in (f"{keras}.{place}" for place in places):
+                installed += _install(parent, function.__name__, function)
     return installed
 
 
-def _install(path, value):
-    """Set an attribute by its dotted path, unless Keras' own is to stay; the path, in a list."""
-    parent, _, name = path.rpartition(".")
-    lacking = [
-        module
-        for module in _modules(parent)
-        if not hasattr(module, name)
-        or (value is multi_gpu_model and getattr(module, name) is not value)
-    ]
+def _install(parent, name, function):
+    """Set an attribute of a module, unless Keras' own is to stay; its dotted path, in a list."""
+    lacking = [each for each in _modules(parent) if getattr(each, name, None) is not function]
+    if function is not multi_gpu_model:
+        lacking = [each for each in lacking if not hasattr(each, name)]
     for module in lacking:
-        setattr(module, name, value)
-    return [path] if lacking else []
+        setattr(module, name, function)
+    return [f"{parent}.{name}"] if lacking else []
 
 
 def _modules(path):

@@ -1,6 +1,7 @@
 """Keras' HDF5 files: lists of names in attributes, whichever h5py reads or wrote them."""
 
-from typing import List
+import itertools
+import json
 
 #: A list that is longer in an attribute is cut into name0, name1 ...: HDF5 has a limit.
 ATTRIBUTE_LIMIT = 64512
@@ -16,12 +17,10 @@ def has(group, name):
 
 def names(group, attribute):
     """A list of names in an attribute, or in several, where one would be too large."""
-    if attribute in group.attrs:
-        return [text(name) for name in group.attrs[attribute]]
-    parts: List[str] = []
-    while f"{attribute}{len(parts)}" in group.attrs:
-        parts.append(f"{attribute}{len(parts)}")
-    return [text(name) for part in parts for name in group.attrs[part]]
+    numbered = map((attribute + "{}").format, itertools.count())
+    parts = itertools.takewhile(group.attrs.__contains__, numbered)
+    whole = [attribute] if attribute in group.attrs else parts
+    return [text(name) for part in whole for name in group.attrs[part]]
 
 
 def write_names(group, attribute, names):
@@ -41,5 +40,5 @@ def copy_attributes(old, new, others):
     """Attributes as they are, but texts as bytes, which every Keras decodes."""
     for name, value in old.attrs.items():
         if not name.startswith("layer_names"):
-            value = others.get(name, value)
+            value = json.dumps(others[name]) if name in others else value
             new.attrs[name] = value.encode("utf-8") if isinstance(value, str) else value

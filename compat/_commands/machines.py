@@ -1,27 +1,27 @@
-"""``compat machines``: machines on this one, to try ranks on several without having them.
+"""\
+Run a command as if on the first of several machines, node1, from where `ssh node2` and so on reach
+the others. They are network namespaces on this machine (Linux): they share its disk, and their only
+network is the one between them. No root privileges are needed, and nothing outside is changed.
 
-There is no SSH server: ``ssh`` is a script that enters another namespace, with the environment and
-the folder of a fresh login.
+exit status: the command's own; 1 where it left processes running, which are named and ended."""
 
-This file is also run by itself, in the namespaces and by tests.
-"""
+# ``compat machines``: machines on this one, to try ranks on several without having them.
+#
+# There is no SSH server: ``ssh`` is a script that enters another namespace, with the environment
+# and the folder of a fresh login.
+#
+# This file is also run by itself, in the namespaces and by tests.
 
 import argparse
 import contextlib
 import os
+import pathlib
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-
-DESCRIPTION = """\
-Run a command as if on the first of several machines, node1, from where `ssh node2` and so on reach
-the others. They are network namespaces on this machine (Linux): they share its disk, and their only
-network is the one between them. No root privileges are needed, and nothing outside is changed.
-
-exit status: the command's own; 1 where it left processes running, which are named and ended."""
 
 OUTSIDE = "--user --map-root-user --net --uts --mount --pid --fork --kill-child --mount-proc"
 SSH = """\
@@ -47,7 +47,7 @@ def add_to(commands: "argparse._SubParsersAction") -> None:
 
     told = "a command as if on several machines"
     usage = "compat machines N command [its arguments]"
-    parser = command_parser(commands, "machines", _run, told, DESCRIPTION, usage)
+    parser = command_parser(commands, "machines", _run, told, __doc__, usage)
     parser.add_argument("machines", metavar="N", type=_number, help="how many, 2 to 249")
     parser.add_argument("first", metavar="command", help="what runs on node1")
     parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -110,20 +110,17 @@ def other_machine(number):
 def run(machines, arguments, folder):
     """Make the machines, and run a command on the first. Returns its exit status."""
     number_processes_from(os.environ["COMPAT_TESTING_HOSTS"])
-    names = os.path.join(folder, "hosts")
-    with open(names, "w") as file:
-        file.write("127.0.0.1 localhost\n")
-        for number in range(1, machines + 1):
-            file.write("{1} {0}\n".format(*machine(number)))
-    subprocess.check_call(["mount", "--bind", names, "/etc/hosts"])
+    lines = ["{1} {0}\n".format(*machine(number)) for number in range(1, machines + 1)]
+    names = pathlib.Path(folder, "hosts")
+    names.write_text("127.0.0.1 localhost\n" + "".join(lines))
+    subprocess.check_call(["mount", "--bind", str(names), "/etc/hosts"])
     socket.sethostname(machine(1)[0])
     switch_on(1)
     others = {number: other_machine(number) for number in range(2, machines + 1)}
     cases = [f"{machine(n)[0]}) process={others[n]};;" for n in others]
-    ssh = os.path.join(folder, "ssh")
-    with open(ssh, "w") as file:
-        file.write(SSH.format(cases="\n    ".join(cases)))
-    os.chmod(ssh, 0o755)
+    ssh = pathlib.Path(folder, "ssh")
+    ssh.write_text(SSH.format(cases="\n    ".join(cases)))
+    ssh.chmod(0o755)
     environ = dict(os.environ, PATH=folder + os.pathsep + os.environ["PATH"])
     del environ["COMPAT_TESTING_HOSTS"]
     status = subprocess.call(arguments, env=environ)
@@ -159,14 +156,12 @@ def survivors(known):
 
 def processes():
     """The numbers and the arguments of all processes that have not ended."""
-    for process in filter(str.isdigit, os.listdir("/proc")):
+    for process in pathlib.Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended since
-            with open(f"/proc/{process}/stat", errors="replace") as file:
-                state = file.read().rpartition(") ")[2][0]
-            with open(f"/proc/{process}/cmdline", errors="replace") as file:
-                arguments = file.read().split("\0")
+            state = (process / "stat").read_text(errors="replace").rpartition(") ")[2][0]
+            arguments = (process / "cmdline").read_text(errors="replace").split("\0")
             if state not in "XZ":
-                yield int(process), arguments
+                yield int(process.name), arguments
 
 
 def main(machines, *arguments):

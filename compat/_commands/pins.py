@@ -1,4 +1,10 @@
-"""``compat pins``: the requirements of a backend, as tested on a Python, for files of others."""
+"""\
+Print the requirements of a backend, with a Keras that runs on it, in the versions with which
+keras-gpu-compat is tested on a Python.
+
+exit status: 0, or 2 where a backend is not known or was not tested on that Python."""
+
+# ``compat pins``: the requirements of a backend, as tested on a Python, for files of others.
 
 import argparse
 import configparser
@@ -17,21 +23,14 @@ from . import specifiers
 DISTRIBUTION = "keras-gpu-compat"
 FORMATS = "requirements", "extras", "constraints"
 
-DESCRIPTION = """\
-Print the requirements of a backend, with a Keras that runs on it, in the versions with which
-keras-gpu-compat is tested on a Python.
-
-exit status: 0, or 2 where a backend is not known or was not tested on that Python."""
-
 
 def add_to(commands: "argparse._SubParsersAction") -> None:
     """Add the command to those of ``compat``."""
     told = "print the versions of a backend that are tested together"
-    parser = command_parser(commands, "pins", _run, told, DESCRIPTION)
+    parser = command_parser(commands, "pins", _run, told, __doc__)
     parser.add_argument("backend", help="an extra's name: " + ", ".join(verified.PYTHONS))
-    parser.add_argument(
-        "--python", type=_python, metavar="3.7", help="for that Python (default: this one)"
-    )
+    told = "for that Python (default: this one)"
+    parser.add_argument("--python", type=_python, metavar="3.7", help=told)
     told = "lines for pip (the default), a part of a setup.cfg, or a file for pip's -c"
     parser.add_argument("--format", choices=FORMATS, default=FORMATS[0], help=told)
 

@@ -35,12 +35,10 @@ def read(folder: str) -> Tuple[str, Optional[str]]:
 
 def _of_pyproject(text, path):
     """From [project], or from Poetry's tables; Python 3.6 has no parser of TOML."""
-    found = _in_table(text, r"project", "requires-python")
-    if found is None:
-        found = _in_table(text, r"tool\.poetry\.dependencies", "python")
-    if found is None:
-        found = _in_table(text, r"tool\.poetry\.dependencies\.python", "version")
-    return found
+    tables = [("project", "requires-python"), (r"tool\.poetry\.dependencies", "python")]
+    tables.append((r"tool\.poetry\.dependencies\.python", "version"))
+    found = (_in_table(text, *each) for each in tables)
+    return next((value for value in found if value is not None), None)
 
 
 def _in_table(text, name, key):

@@ -1,4 +1,14 @@
-"""``compat tox``: a project's tests on each backend, as a tox.ini and a workflow of its own."""
+"""\
+Write a tox.ini, and the toxfile.py that it needs, which run the tests of the project in this folder
+on each backend, on simulated devices: a row for each backend and Python, of those that
+keras-gpu-compat is tested with and the project's python_requires allows. Where the project has a
+tox configuration of its own, they are written to a folder of their own, compat-tox, and that
+configuration stays in force. No file is overwritten; with --force, those that differ are kept as
+tox.ini.before-compat and so on.
+
+exit status: 0, or 2 where nothing was written."""
+
+# ``compat tox``: a project's tests on each backend, as a tox.ini and a workflow of its own.
 
 import argparse
 import contextlib
@@ -14,16 +24,6 @@ from .._runtime import safe_files
 from . import parser as command_parser
 from . import pins, python_requires, tox_texts
 
-DESCRIPTION = """\
-Write a tox.ini, and the toxfile.py that it needs, which run the tests of the project in this folder
-on each backend, on simulated devices: a row for each backend and Python, of those that
-keras-gpu-compat is tested with and the project's python_requires allows. Where the project has a
-tox configuration of its own, they are written to a folder of their own, compat-tox, and that
-configuration stays in force. No file is overwritten; with --force, those that differ are kept as
-tox.ini.before-compat and so on.
-
-exit status: 0, or 2 where nothing was written."""
-
 COMPAT = pins.DISTRIBUTION
 LEFT_OUT = ("cntk",)  # needs libraries of OpenMPI, which no package of Python's has
 # What is written beside a project's own configuration of tox, which a tox.ini would replace.
@@ -33,25 +33,19 @@ ASIDE = "compat-tox"
 def add_to(commands: "argparse._SubParsersAction") -> None:
     """Add the command to those of ``compat``."""
     told = "write a tox.ini that runs your tests on each backend"
-    parser = command_parser(commands, "tox", _run, told, DESCRIPTION)
+    parser = command_parser(commands, "tox", _run, told, __doc__)
     told = "such as theano,tensorflow1: names of `compat pins` (default: each backend once)"
     parser.add_argument("--backends", type=_names, metavar="NAMES", help=told)
     told = "a row for every tested pair, not only for the newest Python of each backend"
     parser.add_argument("--all", action="store_true", dest="every", help=told)
     parser.add_argument("--ci", action="store_true", help="also .github/workflows/compat.yml")
-    parser.add_argument(
-        "-o", dest="folder", default=".", metavar="FOLDER", help="the project's (default: this)"
-    )
-    parser.add_argument(
-        "--compat",
-        default=COMPAT,
-        metavar="REQUIREMENT",
-        help="what installs keras-gpu-compat: a requirement, or a path of a checkout or a wheel "
-        "(default: %(default)s)",
-    )
-    parser.add_argument(
-        "--force", action="store_true", help="replace files that are there, which are kept beside"
-    )
+    told = "the project's (default: this)"
+    parser.add_argument("-o", dest="folder", default=".", metavar="FOLDER", help=told)
+    told = "what installs keras-gpu-compat: a requirement, or a path of a checkout or a wheel "
+    told += "(default: %(default)s)"
+    parser.add_argument("--compat", default=COMPAT, metavar="REQUIREMENT", help=told)
+    told = "replace files that are there, which are kept beside"
+    parser.add_argument("--force", action="store_true", help=told)
 
 
 def _names(text):
@@ -81,8 +75,7 @@ def _run(arguments):
     aside = ASIDE if own else ""
     texts = chosen, compat, path, aside
     files = {os.path.join(aside, "tox.ini"): tox_texts.tox_ini(*texts)}
-    with open(os.path.join(os.path.dirname(__file__), "toxfile.py"), encoding="utf-8") as file:
-        files[os.path.join(aside, "toxfile.py")] = file.read()
+    files[os.path.join(aside, "toxfile.py")] = tox_texts.beside("toxfile.py")
     if arguments.ci:
         files[os.path.join(".github", "workflows", "compat.yml")] = tox_texts.workflow(*texts)
     kept = write(folder, files, arguments.force)

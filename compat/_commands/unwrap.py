@@ -1,32 +1,31 @@
-"""``compat unwrap``: the file of a model that ``multi_gpu_model`` wrapped becomes the model's own.
+"""\
+Write a file of multi_gpu_model or make_parallel, a whole model or weights, as one of the model
+inside, its optimizer's state included. Needs h5py, runs nothing of the file.
 
-With h5py alone: no framework is imported, no layer is made, and no code in the file (Lambda layers
-have some) is looked at.
-"""
+exit status: 0 written, 2 it could not be."""
+
+# ``compat unwrap``: the file of a model that ``multi_gpu_model`` wrapped becomes the model's.
+#
+# With h5py alone: no framework is imported, no layer is made, and no code in the file (Lambda
+# layers have some) is looked at.
 
 import argparse
 import collections
 import json
 import os
 import zipfile
-from typing import Dict, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 from .. import errors
 from .._runtime import progress, safe_files
 from . import QUIET, hdf5_names, wrapped_model
 from . import parser as command_parser
 
-DESCRIPTION = """\
-Write a file of multi_gpu_model or make_parallel, a whole model or weights, as one of the model
-inside, its optimizer's state included. Needs h5py, runs nothing of the file.
-
-exit status: 0 written, 2 it could not be."""
-
 
 def add_to(commands: "argparse._SubParsersAction") -> None:
     """Add the command to those of ``compat``."""
     told = "the plain model in a file of multi_gpu_model"
-    parser = command_parser(commands, "unwrap", _run, told, DESCRIPTION)
+    parser = command_parser(commands, "unwrap", _run, told, __doc__)
     parser.add_argument("file", help="HDF5, from model.save() or model.save_weights()")
     told = "the new file (default: old.unwrapped.h5 beside old.h5; name the old file to replace it)"
     parser.add_argument("-o", dest="output", metavar="FILE", help=told)
@@ -66,8 +65,9 @@ def run(path: str, output: Optional[str], force: bool, model: Optional[str]) -> 
     h5py = _import_h5py()
     config = None if model is None else _architecture(model)
     if not force and os.path.exists(output) and not os.path.samefile(output, path):
-        text = "{} is there already. Name another file with -o, or replace it with --force."
-        raise errors.ModelFileError(text.format(output))
+        raise errors.ModelFileError(
+            f"{output} is there already. Name another file with -o, or replace it with --force."
+        )
     try:
         with progress.shown("unwrapping " + path), h5py.File(path, "r") as old:
             plan = _planned(path, old, config)
@@ -78,15 +78,11 @@ def run(path: str, output: Optional[str], force: bool, model: Optional[str]) -> 
     except errors.CompatError:
         raise
     except Exception as error:  # what a broken file has may be of any type
+        told = str(error.args[0] if isinstance(error, LookupError) and error.args else error)
         raise errors.ModelFileError(
-            f"{path} cannot be unwrapped: {_told(error)}. Nothing was written."
+            f"{path} cannot be unwrapped: {told.strip().rstrip('.')}. Nothing was written."
         ) from error
     return f"{output}: {plan.told()}"
-
-
-def _told(error):
-    text = str(error.args[0] if isinstance(error, LookupError) and error.args else error)
-    return text.strip().rstrip(".")
 
 
 def _import_h5py():
@@ -103,19 +99,18 @@ def _import_h5py():
 def _check(path):
     """That the file is HDF5, in words that tell what else it is."""
     if os.path.isdir(path):
-        saved_model = os.path.exists(os.path.join(path, "saved_model.pb"))
+        is_saved_model = os.path.exists(os.path.join(path, "saved_model.pb"))
+        kind = ", such as a SavedModel" * is_saved_model
         raise errors.ModelFileError(
-            "{} is a folder{}. compat unwrap takes an HDF5 file, from model.save() or "
-            "model.save_weights() with a name that ends in .h5.".format(
-                path, ", such as a SavedModel" if saved_model else ""
-            )
+            f"{path} is a folder{kind}. compat unwrap takes an HDF5 file, from model.save() or "
+            "model.save_weights() with a name that ends in .h5."
         )
     try:
         with open(path, "rb", opener=safe_files.plain) as file:
             start = file.read(8)
     except OSError as error:
-        text = f"{path} cannot be read: {error.strerror or error}."
-        raise errors.ModelFileError(text) from error
+        what = error.strerror or error
+        raise errors.ModelFileError(f"{path} cannot be read: {what}.") from error
     if start == b"\x89HDF\r\n\x1a\n":
         return
     if zipfile.is_zipfile(path):
@@ -158,20 +153,19 @@ class Plan:
     def __init__(self, source, layers):
         self.source = source
         self.layers: List[Tuple[str, List[str]]] = layers
-        self.attributes: Dict[str, bytes] = {}
+        self.attributes: Dict[str, Any] = {}  # to be written as JSON
         self.optimizer: Optional[bool] = None  # whether its state goes along
         self.notes: List[str] = []
 
     def told(self):
         layers = [name for name, weights in self.layers if weights]
-        state = {
-            True: ", and the optimizer's state",
-            False: ", without the optimizer's state, whose shapes are not those of the weights",
-            None: "",
-        }[self.optimizer]
-        number = sum(len(weights) for _, weights in self.layers)
-        told = "{} weights of {} layers ({}){}"
-        return "\n".join([told.format(number, len(layers), ", ".join(layers), state)] + self.notes)
+        number, state = sum(len(weights) for _, weights in self.layers), ""
+        if self.optimizer is not None:
+            state = ", and the optimizer's state"
+        if self.optimizer is False:
+            state = ", without the optimizer's state, whose shapes are not those of the weights"
+        told = f"{number} weights of {len(layers)} layers ({', '.join(layers)}){state}"
+        return "\n".join([told] + self.notes)
 
 
 def _planned(path, old, config):
@@ -216,19 +210,15 @@ def _planned(path, old, config):
         )
     flat = dict(groups)[name]
     plan = Plan(weights[name], _layers(path, flat, found.layer))
-    plan.attributes["model_config"] = json.dumps(
-        {"class_name": found.layer["class_name"], "config": found.layer["config"]}
-    ).encode("utf-8")
+    plan.attributes["model_config"] = {key: found.layer[key] for key in ("class_name", "config")}
     if "training_config" in old.attrs:
         training = json.loads(hdf5_names.text(old.attrs["training_config"]))
         training = {key: _renamed(value, found.outputs) for key, value in training.items()}
-        plan.attributes["training_config"] = json.dumps(training).encode("utf-8")
+        plan.attributes["training_config"] = training
     if "optimizer_weights" in old:
         state = old["optimizer_weights"]
-        plan.optimizer = _lines_up(
-            [state[each].shape for each in hdf5_names.names(state, "weight_names")],
-            [plan.source[each].shape for each in flat],
-        )
+        shapes = [state[each].shape for each in hdf5_names.names(state, "weight_names")]
+        plan.optimizer = _lines_up(shapes, [plan.source[each].shape for each in flat])
     return plan
 
 
@@ -262,8 +252,8 @@ def _layers(path, flat, config):
     if owners is None:
         model = wrapped_model.name_of(config) or config["class_name"]
         raise errors.ModelFileError(
-            "{} cannot be unwrapped: the names of its weights ({}, ...) do not tell which layers "
-            "of {!r} have them.".format(path, ", ".join(flat[:3]), model)
+            f"{path} cannot be unwrapped: the names of its weights ({', '.join(flat[:3])}, ...) "
+            f"do not tell which layers of {model!r} have them."
         )
     return [
         (layer, [weight for weight, owner in zip(flat, owners) if owner == layer])
@@ -310,8 +300,7 @@ def _check_writable(path):
     try:
         safe_files.check_writable(path)
     except OSError as error:
-        text = f"{path} cannot be written: {error.strerror}."
-        raise errors.ModelFileError(text) from error
+        raise errors.ModelFileError(f"{path} cannot be written: {error.strerror}.") from error
 
 
 def _write(old, new, plan):

@@ -14,10 +14,6 @@ import sys
 from .. import errors
 from ..backend import Backend
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Iterator, List, Optional, Sequence, Tuple
-
 ENTRY_POINTS = "keras_gpu_compat.backends"
 
 _registered = {}  # type: dict
@@ -45,7 +41,7 @@ def backends():
     return [load(name) for name in names()] + list(_registered.values())
 
 
-def find(name: str) -> "Optional[Backend]":
+def find(name):
     """The backend of that name, whichever way it is known, or None.
 
     Raises:
@@ -54,7 +50,7 @@ def find(name: str) -> "Optional[Backend]":
     return next((each for each in backends() if each.name == name), None) or plugin(name)
 
 
-def options(wanted: "Sequence[str]") -> "List[str]":
+def options(wanted):
     """The keyword options of ``configure_gpu()`` that backends know, sorted.
 
     Arguments:
@@ -108,7 +104,7 @@ def _problem(backend):
     return None
 
 
-def plugin(name: str) -> "Optional[Backend]":
+def plugin(name):
     """The backend that an installed package names so in its entry points, or None.
 
     Raises:
@@ -117,7 +113,7 @@ def plugin(name: str) -> "Optional[Backend]":
     return next((_load_plugin(*each) for each in _entry_points() if each[0] == name), None)
 
 
-def plugins() -> "List[Backend]":
+def plugins():
     """The backends of all entry points, without those that are broken or registered.
 
     Of several of one name the first counts, as for ``plugin()``.
@@ -132,7 +128,7 @@ def plugins() -> "List[Backend]":
     return [backend for backend in found.values() if backend is not None]
 
 
-def plugin_names() -> "List[str]":
+def plugin_names():
     """The names in all entry points. Imports nothing."""
     return [name for name, _ in _entry_points()]
 
@@ -157,7 +153,7 @@ def _load_plugin(name, reference):
     return backend
 
 
-def _entry_points() -> "Iterator[Tuple[str, str]]":
+def _entry_points():
     """Name and ``module:attribute`` of each entry point, as installed packages list them.
 
     Python 3.6 and 3.7 have no importlib.metadata, and not always setuptools' pkg_resources.

@@ -3,10 +3,6 @@
 import difflib
 import re
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any, Iterable, Optional
-
 # Names of other libraries and other versions for arguments of configure_gpu(), without underscores.
 _GPUS = """
     gpu gpuid gpuids gpucount gpulist ngpu ngpus nogpus numgpu numgpus numberofgpus device devices
@@ -30,18 +26,18 @@ _SIMULATE = """
 """
 
 
-def plain(name: str) -> str:
+def plain(name):
     return name.lower().replace("_", "").replace("-", "")
 
 
-def closest(name: str, known: "Iterable[str]") -> "Optional[str]":
+def closest(name, known):
     """The one of these names that this is a misspelling of, or None."""
     by_plain = {plain(each): each for each in known}
     found = difflib.get_close_matches(plain(name), list(by_plain), 1, 0.75)
     return by_plain[found[0]] if found else None
 
 
-def backend(name: str, known: "Iterable[str]") -> "Optional[str]":
+def backend(name, known):
     """The one of these backends that is meant by a short name or a misspelling, or None."""
     letters = re.compile(".*".join(map(re.escape, plain(name))))
     longer = sorted(filter(letters.match, known), key=len)
@@ -49,7 +45,7 @@ def backend(name: str, known: "Iterable[str]") -> "Optional[str]":
     return longer[0] if is_one else closest(name, known)
 
 
-def meant(name: str, value: "Any", known: "Iterable[str]") -> "Optional[str]":
+def meant(name, value, known):
     """What to write in place of ``name=value`` in ``configure_gpu()``, or None where nothing tells.
 
     Arguments:

@@ -1,15 +1,13 @@
 """On which Pythons each backend's extras are tested."""
 
+from typing import Dict, Tuple
+
 from .pip_extras import TABLE
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Dict, Tuple
-
-    Python = Tuple[int, int]
+Python = Tuple[int, int]
 
 # By backend, the extra to take first in front.
-ROWS: "Dict[str, Dict[str, Tuple[Python, ...]]]" = {}
+ROWS: Dict[str, Dict[str, Tuple[Python, ...]]] = {}
 for _extra, (_backend, _, _pythons) in TABLE.items():
     ROWS.setdefault(_backend, {})[_extra] = _pythons
 PYTHONS = {extra: pythons for extra, (_, _, pythons) in TABLE.items()}
@@ -26,5 +24,5 @@ def phrase(extra: str) -> str:
     return "Python " + (", ".join(others) + " and " if others else "") + last
 
 
-def spelled(python: "Python") -> str:
+def spelled(python: Python) -> str:
     return "{}.{}".format(*python)

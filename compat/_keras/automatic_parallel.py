@@ -10,12 +10,6 @@ from .._runtime import on_import, patching
 from .._runtime.process import process
 from . import wrappers
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any, Callable
-
-    from ..backend import Backend
-
 # The modules whose classes define ``compile``, in all Kerases since 2.0.
 _MODULES = [
     package + module
@@ -37,7 +31,7 @@ BY_HAND = "_compat_by_hand"
 _compiling = threading.local()  # .depth: an old Sequential compiles another model inside
 
 
-def install(backend: "Backend", parallelize: "Callable[..., Any]") -> None:
+def install(backend, parallelize):
     """Call ``parallelize`` with every Keras model that is compiled from now on, before it is.
 
     Arguments:

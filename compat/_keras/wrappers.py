@@ -2,12 +2,8 @@
 
 from .. import _keras
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
 
-
-def inside(model: "Any") -> "Any":
+def inside(model):
     """The model that gives all outputs of ``model``, from the rows of all its inputs, or None.
 
     The wrapper joins them along the rows; compat's own passes on those of one call. The calls of a
@@ -27,7 +23,7 @@ def inside(model: "Any") -> "Any":
     return found.pop() if len(found) == 1 else None
 
 
-def splits_batches(model: "Any") -> bool:
+def splits_batches(model):
     """Whether ``model`` is a wrapper that calls the model inside on parts of a batch."""
     return inside(model) is not None and _joins_rows(_made_of(_outputs(model)[0])[0])
 

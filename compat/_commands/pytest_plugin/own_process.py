@@ -187,7 +187,8 @@ def _end(process, first):
 def _received(item: Any, path: str) -> List[Any]:
     """The reports that came; warnings are passed on."""
     reports = []
-    for kind, data in _lines(path):
+    for line in _content(path).split("\n")[:-1]:  # the process may have died in the last one
+        kind, data = json.loads(line)
         if kind == "warning":
             _pass_on(item, **data)
             continue
@@ -201,13 +202,11 @@ def _received(item: Any, path: str) -> List[Any]:
     return reports
 
 
-def _lines(path):
-    """What the process has sent, but for a line that it died in."""
-    if os.path.exists(path):
-        with open(path, encoding="utf-8") as file:
-            for line in file:
-                if line.endswith("\n"):
-                    yield json.loads(line)
+def _content(path):
+    """What a file has: none where the process did not come to make it."""
+    with open(path, "ab+") as file:
+        file.seek(0)
+        return file.read().decode("utf-8", "replace")
 
 
 def _pass_on(item, warning, when, location):
@@ -224,14 +223,9 @@ def _pass_on(item, warning, when, location):
 
 def _output(folder: str) -> str:
     """All that the process printed, for a person."""
-    texts = []
-    for name, path in _streams(folder):
-        if os.path.exists(path):
-            with open(path, "rb") as file:
-                text = file.read().decode("utf-8", "replace").rstrip()
-            if text:
-                texts.append(f"Its {name}:\n{text}\n")
-    return "\n".join(texts) or "It printed nothing.\n"
+    texts = [(name, _content(path).rstrip()) for name, path in _streams(folder)]
+    told = [f"Its {name}:\n{text}\n" for name, text in texts if text]
+    return "\n".join(told) or "It printed nothing.\n"
 
 
 def _with_failure(item: Any, reports: List[Any], text: str) -> List[Any]:
@@ -239,15 +233,8 @@ def _with_failure(item: Any, reports: List[Any], text: str) -> List[Any]:
     found = {report.when: report for report in reports}
     began = "setup" not in found or found["setup"].passed
     failed = "call" if began and "call" not in found else "teardown"
-    for when in ("setup", "call", "teardown"):
-        if when == failed:
-            found[when] = _report(item, when, "failed", text)
-        elif when not in found and when != "call":
-            found[when] = _report(item, when, "passed", None)
+    about = item.nodeid, item.location, dict.fromkeys(item.keywords, 1)
+    for when in {"setup", "teardown"}.difference(found):
+        found[when] = pytest.TestReport(*about, "passed", None, when)
+    found[failed] = pytest.TestReport(*about, "failed", text, failed)
     return [found[when] for when in ("setup", "call", "teardown") if when in found]
-
-
-def _report(item, when, outcome, text):
-    return pytest.TestReport(
-        item.nodeid, item.location, {name: 1 for name in item.keywords}, outcome, text, when
-    )

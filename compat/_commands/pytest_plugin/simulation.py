@@ -18,6 +18,9 @@ class Simulation:
 
     The command line takes precedence over the environment, and that over the file: a file says
     what is usual in a project, the environment is of this run, or of this row of a tox.ini.
+
+    Raises:
+        pytest.UsageError: it would be no number of devices.
     """
 
     def __init__(self, config: Any) -> None:
@@ -25,17 +28,13 @@ class Simulation:
         option = config.known_args_namespace.compat_simulate
         in_file = config.getini("compat_simulate")
         file = config.inipath.name if config.inipath else "-o"
-        overruled = []
-        if option is not None:
-            self.value, self.source = option, "--compat-simulate"
-            if self.before and self.before != option:
-                overruled.append(f"{self.before} of the environment")
-        elif self.before:
-            self.value, self.source = self.before, "the environment"
-        else:
-            self.value, self.source = in_file, f"compat_simulate in {file}"
-        if in_file not in ("", self.value):
-            overruled.append(f"compat_simulate = {in_file} in {file}")
+        told = [
+            ("--compat-simulate", option, ""),
+            ("the environment", self.before or None, f"{self.before} of the environment"),
+            (f"compat_simulate in {file}", in_file, f"compat_simulate = {in_file} in {file}"),
+        ]
+        (self.source, self.value, _), *others = [each for each in told if each[1] is not None]
+        overruled = [told for _, value, told in others if value not in ("", self.value)]
         if overruled:
             self.source += ", not {}".format(" or ".join(overruled))
         try:
@@ -63,12 +62,3 @@ class Simulation:
             os.environ.pop(VARIABLE, None)
         else:
             os.environ[VARIABLE] = self.before
-
-
-def begin(config: Any) -> None:
-    """Set the variable as this run of pytest asks for.
-
-    Raises:
-        pytest.UsageError: it would be no number of devices.
-    """
-    config.pluginmanager.register(Simulation(config), "compat_simulation")

@@ -1,0 +1,23 @@
+"""\
+Report which backend this Python would use and why, the versions, the drivers and GPUs, the
+variables and files that matter, the ranks and what they could communicate through: what a report
+of a bug needs. Configures nothing, imports no framework and initialises no GPU.
+
+exit status: 0 all is well, 1 something is wrong (see the last lines of the report)."""
+
+from .. import environment
+from . import parser as command_parser
+
+
+def add_to(commands):
+    told = "report what is installed, set and wrong"
+    parser = command_parser(commands, "env", _run, told, __doc__)
+    parser.add_argument("--json", action="store_true", help="the same as one JSON object")
+
+
+def _run(arguments):
+    import json  # for start-up time
+
+    found = environment()
+    print(json.dumps(found, indent=2) if arguments.json else found)
+    return 1 if found["problems"] else 0

@@ -1,0 +1,110 @@
+"""\
+Train a small model on one device and on several, from the same start on the same batches, and
+compare step by step. CPU devices stand in if there are too few GPUs.
+
+With a script: run it as it is on simulated devices, whatever it asks for, where the first steps of
+each parallelized model are also done on one device and compared; then, where the backend has them,
+as ranks. A verdict at the end says what was verified and what could not be.
+
+exit status: 0 the same, 1 something differs or nothing was compared, 2 wrong arguments or no
+backend."""
+
+import contextlib
+import os
+import sys
+
+from .. import errors
+from . import BACKEND, QUIET, add_script, number, ranks, script_of, script_usage
+from . import parser as command_parser
+
+
+def add_to(commands):
+    told = "compare several devices with one"
+    usage = "compat test [options]\n       " + script_usage("test")
+    parser = command_parser(commands, "test", _run, told, __doc__, usage)
+    told = "how many, 2 or more (default: all GPUs where there are two or more, else 3; of a "
+    told += "script: 3)"
+    devices = number("devices, 2 or more", 2)
+    parser.add_argument("--devices", type=devices, metavar="N", help=told)
+    parser.add_argument("--backend", metavar="NAME", help=BACKEND)
+    told = "use CPU devices even where there are GPUs (with a script always)"
+    parser.add_argument("--simulate", action="store_true", help=told)
+    told = "of a script: as so many ranks the second time (default: 2; 0: not at all)"
+    parser.add_argument("-n", dest="ranks", type=_ranks_to_compare, metavar="N", help=told)
+    told = "of a script: run the ranks on these machines, as compat run --hosts does"
+    parser.add_argument("--hosts", help=told)
+    told = "print the outcome as one JSON object, and all else to stderr"
+    parser.add_argument("--json", action="store_true", help=told)
+    parser.add_argument("--quiet", **QUIET)
+    add_script(parser)
+
+
+def _ranks_to_compare(text):
+    ranks(text)  # its error where this is no number at all
+    return number("ranks to compare: 2 or more, or 0 for none", 2, 0)(text)
+
+
+def _run(arguments):
+    script = script_of(arguments)
+    for option, given in (("-n", arguments.ranks), ("--hosts", arguments.hosts)):
+        if given is not None and not script:
+            arguments.parser.error(f"argument {option}: a script is needed, or -m and a module")
+    if arguments.hosts is not None and arguments.ranks == 0:
+        arguments.parser.error("argument --hosts: not with -n 0, which asks for no ranks")
+    if arguments.json:
+        with _printed() as outcome:
+            return _compare(arguments, script, outcome)
+    return _compare(arguments, script, None)
+
+
+def _compare(arguments, script, outcome):
+    """The exit status; ``outcome`` is a dictionary to be filled, or None."""
+    asked = arguments.devices, arguments.backend
+    if script:
+        from . import verify_script  # for start-up time
+
+        ranks, hosts = arguments.ranks, arguments.hosts
+        return not verify_script.run(script, *asked, ranks, outcome=outcome, hosts=hosts)
+    from . import selftest  # for start-up time
+
+    return not selftest.run(*asked, arguments.simulate, outcome)
+
+
+@contextlib.contextmanager
+def _printed():
+    """Within, all that is started prints to stderr; then the outcome to stdout, as a JSON object.
+
+    Yields:
+        The outcome, to be filled: "same" stays None where nothing could be compared, and "error"
+        gets the text of the error that is the reason.
+    """
+    outcome = {"same": None, "error": None}
+    try:
+        with _stdout_on_stderr():
+            yield outcome
+    except errors.CompatError as error:
+        outcome["error"] = str(error)
+        _print(outcome)
+        raise
+    _print(outcome)
+
+
+def _print(outcome):
+    import json  # for start-up time
+
+    # JSON has neither NaN nor infinity: None in place of them.
+    finite = json.loads(json.dumps(outcome), parse_constant=lambda constant: None)
+    print(json.dumps(finite, indent=2, allow_nan=False), flush=True)
+
+
+@contextlib.contextmanager
+def _stdout_on_stderr():
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    try:
+        os.dup2(2, 1)  # what libraries and other processes print
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
