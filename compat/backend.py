@@ -108,6 +108,9 @@ class Backend:
         """
         return process.of_backends.setdefault(self, {})
 
+    def _cannot(self, what, remedy="Use another backend."):
+        return errors.unsupported(self.name, what, remedy)
+
     def accepts(self, version: str) -> bool:
         """Whether this backend is the one for ``version`` of its framework."""
         return True
@@ -145,7 +148,7 @@ class Backend:
 
     def initialised(self) -> "Optional[str]":
         """Why environment variables come too late now, or None while they still work."""
-        raise errors.unsupported(self.name, "be configured", "Use another backend.")
+        raise self._cannot("be configured")
 
     def configure(self, settings: "Settings") -> "Tuple[List[str], List[str]]":
         """Apply to the framework what only it can take, importing it if needed.
@@ -161,14 +164,14 @@ class Backend:
         Raises:
             TooLateError: something that must change can no longer be changed.
         """
-        raise errors.unsupported(self.name, "be configured", "Use another backend.")
+        raise self._cannot("be configured")
 
     def devices(self) -> "List[str]":
         """The devices to train on, as the framework names them, in the order configured.
 
         GPUs where there are any, simulated devices under ``simulate=``, else one CPU.
         """
-        raise errors.unsupported(self.name, "list its devices", "Use another backend.")
+        raise self._cannot("list its devices")
 
     def is_native(self, model: "Any") -> bool:
         """Whether ``model`` is a model of the framework's own kind, made without Keras.
@@ -183,9 +186,7 @@ class Backend:
         ``model`` is a Keras model, or one that ``is_native``. One device gives the plain
         behaviour back. Each batch that the replicas have computed goes to ``count_batch()``.
         """
-        raise errors.unsupported(
-            self.name, "run one model on several devices", "Use one device: gpus=1."
-        )
+        raise self._cannot("run one model on several devices", "Use one device: gpus=1.")
 
     def placed_parts(self, model: "Any") -> "List[str]":
         """The devices that ``device()`` gave to parts of ``model``."""
@@ -216,8 +217,7 @@ class Backend:
             function: builds the model and returns it.
             devices: one or more of ``self.devices()``.
         """
-        raise errors.unsupported(
-            self.name,
+        raise self._cannot(
             f"build a model with strategy={strategy!r}",
             "Leave strategy out: parallelize() then runs the replicas in this process by itself.",
         )
@@ -228,8 +228,7 @@ class Backend:
         Arguments:
             device: one of ``self.devices()``, or "cpu" for the host.
         """
-        raise errors.unsupported(
-            self.name,
+        raise self._cannot(
             "place parts of a model on a device of their own",
             "Leave compat.device() out; parallelize() may run the whole model on several.",
         )
@@ -286,8 +285,7 @@ class Backend:
         Raises:
             UnsupportedError: the framework does not record when its devices execute what.
         """
-        raise errors.unsupported(
-            self.name,
+        raise self._cannot(
             "record when each device executes what",
             "compat.report() tells what each device has computed.",
         )

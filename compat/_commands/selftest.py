@@ -1,5 +1,6 @@
 """``compat test``: a small model on one device against the same model on several."""
 
+import functools
 import os
 import warnings
 
@@ -9,6 +10,7 @@ from .._runtime import progress
 
 #: Rows of the batches: even, uneven, few, fewer than devices, one.
 BATCHES = (64, 61, 13, 2, 1)
+_say = functools.partial(print, flush=True)
 TOLERANCE = 1e-5  # the largest difference of a weight that still counts as rounding
 
 
@@ -35,14 +37,15 @@ def run(devices=None, backend=None, simulate=False, outcome=None):
     count = len(configuration.devices)
     outcome.update(backend=configuration.backend, devices=list(configuration.devices))
     if count < (devices or 2):
-        text = "{} devices are needed for the comparison, but the framework shows {}."
-        shown = ", ".join(configuration.devices)
-        raise errors.DevicesNotFoundError(text.format(devices or 2, shown))
+        raise errors.DevicesNotFoundError(
+            f"{devices or 2} devices are needed for the comparison, but the framework shows "
+            f"{', '.join(configuration.devices)}."
+        )
     _verification.record_operations()
     keras = _keras.import_keras(detection.choose(configuration.backend)[0])
     single, several = _models(keras, count)
-    text = "\nOne dense model on {}, the same on {} devices, SGD with momentum:\n"
-    _say(text.format(configuration.devices[0], count))
+    where = f"{configuration.devices[0]}, the same on {count} devices"
+    _say(f"\nOne dense model on {where}, SGD with momentum:\n")
     same = _compare(single, several, count, outcome)
     outcome["same"] = _show_where(configuration.devices, outcome) and same
     return outcome["same"]
@@ -58,14 +61,9 @@ def _show_where(devices, outcome):
     _say("\nMatrix products of a step that each device ran, forward + backward:")
     for device in devices:
         _say("  {}: {} + {}".format(device, *products[device]))
-    if len(worked) == len(devices):
-        return True
-    _say(f"NOT on all devices: {len(worked)} of {len(devices)} worked.")
-    return False
-
-
-def _say(text):
-    print(text, flush=True)
+    if len(worked) < len(devices):
+        _say(f"NOT on all devices: {len(worked)} of {len(devices)} worked.")
+    return len(worked) == len(devices)
 
 
 def _configure(devices, backend, simulate):

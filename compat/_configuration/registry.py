@@ -7,7 +7,6 @@ backend has the name, the option or the model that is asked about: they cost not
 and a broken one matters only to whoever asks for it.
 """
 
-import contextlib
 import os
 import sys
 
@@ -159,6 +158,7 @@ def _entry_points():
     Python 3.6 and 3.7 have no importlib.metadata, and not always setuptools' pkg_resources.
     """
     import configparser
+    import contextlib
     import glob
 
     for folder in sys.path:

@@ -61,7 +61,13 @@ class Twins:
             )
         self.tolerance = tolerance
         self.one, self.several = build(), build()
-        self._weights = weights or _weights_of(self.one)
+        if not weights and _keras.keras_of(self.one) is None:
+            raise errors.NotAModelError(
+                "compat_twins reads the weights of Keras models by itself; for "
+                f"{errors.class_of(self.one)} give weights=, a function that returns its arrays "
+                "as a list."
+            )
+        self._weights = weights or (lambda model: model.get_weights())
         if self.one is self.several:
             raise _refused(build, "the same model each time. Have it build a new one")
         _api.parallelize(self.one, gpus=1)
@@ -192,16 +198,6 @@ class Twins:
 def _refused(build, gives):
     name = getattr(build, "__name__", type(build).__name__)
     return errors.InvalidArgumentError(f"compat_twins({name}): {name}() gives {gives}.")
-
-
-def _weights_of(model):
-    """The function that reads the weights of a Keras model."""
-    if _keras.keras_of(model) is None:
-        raise errors.NotAModelError(
-            "compat_twins reads the weights of Keras models by itself; for "
-            f"{errors.class_of(model)} give weights=, a function that returns its arrays as a list."
-        )
-    return lambda model: model.get_weights()
 
 
 def _labels(model, arrays):
