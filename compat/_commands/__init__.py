@@ -1,6 +1,7 @@
 """The commands of ``compat``. What ``--help`` prints of one is the docstring of its module."""
 
 import argparse
+import sys
 from typing import Any, Dict
 
 #: The option ``--quiet`` of a command that shows progress.
@@ -47,11 +48,11 @@ def script_of(arguments):
     return ["-m"] + arguments.module
 
 
-def number(what, fewest, *others):
-    """What argparse reads a number by: one that is ``fewest`` or more, or one of the others."""
+def number(what, fewest, most=sys.maxsize, others=()):
+    """What argparse reads a number by: one within these limits, or one of the others."""
 
     def number(text):
-        if not text.isdecimal() or int(text) < fewest and int(text) not in others:
+        if not text.isdecimal() or not fewest <= int(text) <= most and int(text) not in others:
             raise argparse.ArgumentTypeError(f"{text!r} is not a number of {what}")
         return int(text)
 

@@ -43,20 +43,16 @@ exec nsenter --target $process --net --uts env -i HOME="$HOME" PATH=/usr/bin:/bi
 
 def add_to(commands: "argparse._SubParsersAction") -> None:
     """Add the command to those of ``compat``."""
-    from . import parser as command_parser  # which this file, run by itself, has not
+    from . import number  # which this file, run by itself, has not
+    from . import parser as command_parser
 
     told = "a command as if on several machines"
     usage = "compat machines N command [its arguments]"
     parser = command_parser(commands, "machines", _run, told, __doc__, usage)
-    parser.add_argument("machines", metavar="N", type=_number, help="how many, 2 to 249")
+    machines = number("machines, 2 to 249", 2, 249)
+    parser.add_argument("machines", metavar="N", type=machines, help="how many, 2 to 249")
     parser.add_argument("first", metavar="command", help="what runs on node1")
     parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-
-
-def _number(text):
-    if not (text.isdecimal() and 2 <= int(text) < 250):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of machines, 2 to 249")
-    return text
 
 
 def _run(arguments):

@@ -79,9 +79,8 @@ def _of_setup_cfg(text, path):
     try:
         setup.read_string(text, path)
     except configparser.Error as error:
-        raise errors.ConfigurationFileError(
-            "{} cannot be read: {}".format(path, " ".join(str(error).split()))
-        ) from None
+        told = " ".join(str(error).split())
+        raise errors.ConfigurationFileError(f"{path} cannot be read: {told}") from None
     return setup.get("options", "python_requires", fallback="") or None
 
 

@@ -41,7 +41,7 @@ def add_to(commands):
 
 def _ranks_to_compare(text):
     ranks(text)  # its error where this is no number at all
-    return number("ranks to compare: 2 or more, or 0 for none", 2, 0)(text)
+    return number("ranks to compare: 2 or more, or 0 for none", 2, others=[0])(text)
 
 
 def _run(arguments):

@@ -134,16 +134,15 @@ def rows(extras, every, specifier="", source=None) -> List[tox_texts.Row]:
     """
     found: List[tox_texts.Row] = []
     if extras is None:
-        for backend, brought in verified.ROWS.items():
-            if backend not in LEFT_OUT:
-                options = [_allowed(extra, every, specifier, source) for extra in brought]
-                options = [option for option in options if option]
-                found += sum(options if every else options[:1], [])
+        for brought in (verified.ROWS[name] for name in verified.ROWS if name not in LEFT_OUT):
+            options = [_allowed(extra, every, specifier, source) for extra in brought]
+            options = [option for option in options if option]
+            found += sum(options if every else options[:1], [])
         if not found:
-            tested = sorted(set(sum(verified.PYTHONS.values(), ())))
+            tested = map(verified.spelled, sorted(set(sum(verified.PYTHONS.values(), ()))))
             raise errors.InvalidArgumentError(
-                "python_requires = {} in {} allows no Python that a backend is tested on: none of "
-                "{}.".format(specifier, source, ", ".join(map(verified.spelled, tested)))
+                f"python_requires = {specifier} in {source} allows no Python that a backend is "
+                f"tested on: none of {', '.join(tested)}."
             )
         return found
     for extra in dict.fromkeys(map(pins.known, extras)):
@@ -220,8 +219,8 @@ def write(folder: str, files: Dict[str, str], force: bool = False) -> List[str]:
     there = [path for path in files if os.path.lexists(os.path.join(folder, path))]
     if there and not force:
         raise errors.ConfigurationFileError(
-            "{} in {}: there already, so nothing was written. Move what is there, or overwrite it "
-            "with --force.".format(" and ".join(there), os.path.abspath(folder))
+            f"{' and '.join(there)} in {os.path.abspath(folder)}: there already, so nothing was "
+            "written. Move what is there, or overwrite it with --force."
         )
     kept = []
     try:

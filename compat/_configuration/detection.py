@@ -286,11 +286,10 @@ def read_keras_json(path):
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
+        old, new = map(shlex.quote, (path, path + ".wrong"))
         raise errors.ConfigurationFileError(
-            "{} cannot be read: {}. Keras would ignore it silently. Correct it, set "
-            "KERAS_BACKEND, or move it away: mv {} {}".format(
-                path, error, *[shlex.quote(each) for each in (path, path + ".wrong")]
-            )
+            f"{path} cannot be read: {error}. Keras would ignore it silently. Correct it, set "
+            f"KERAS_BACKEND, or move it away: mv {old} {new}"
         ) from error
     return content
 

@@ -172,14 +172,12 @@ def warn_not_divided(model, reason, device):
 
 def warn_of_placed_parts(model, parts, devices):
     """Warn that replicas on ``devices`` run the ``parts``, too, that ``device()`` placed."""
-    if not parts:
-        return
-    errors.warn(
-        "Parts of {} were placed on {} by device(), but parallelize() runs all of it on each of "
-        "{}. Leave out one of the two; parallelize(model, gpus=1) puts the parts back.".format(
-            model.name, ", ".join(parts), settings.listed(devices)
+    if parts:
+        errors.warn(
+            f"Parts of {model.name} were placed on {', '.join(parts)} by device(), but "
+            f"parallelize() runs all of it on each of {settings.listed(devices)}. Leave out one "
+            "of the two; parallelize(model, gpus=1) puts the parts back."
         )
-    )
 
 
 def warn_of_distribution(model):
@@ -342,13 +340,11 @@ def import_keras(backend):
     names = keras_packages(backend)
     if names:
         return _import(names[0])
-    text = (
-        "No Keras that runs on {} is installed, or KERAS_BACKEND and keras.json choose another "
-        "backend for it."
+    remedy = f' Install one: pip install "keras-gpu-compat[{detection.extra_of([backend])}]".'
+    raise errors.NotInstalledError(
+        f"No Keras that runs on {backend.name} is installed, or KERAS_BACKEND and keras.json "
+        "choose another backend for it." + remedy * bool(backend.extra)  # else a third party's
     )
-    if backend.extra:  # else it is a third party's
-        text += ' Install one: pip install "keras-gpu-compat[{}]".'
-    raise errors.NotInstalledError(text.format(backend.name, detection.extra_of([backend])))
 
 
 def is_users(thing):

@@ -155,10 +155,8 @@ def _warn_of_changes(environ):
     for name, before in sorted(environ.items()):
         now = os.environ.get(name)
         if now != before:
-            environ[name] = now
+            environ[name], was = now, "not set" if before is None else before
             errors.warn(
-                "{}={} was set after configure_gpu() had chosen the devices (then it was {}), "
-                "which stay as they are. Set it before, or leave it out.".format(
-                    name, now, "not set" if before is None else before
-                )
+                f"{name}={now} was set after configure_gpu() had chosen the devices (then it was "
+                f"{was}), which stay as they are. Set it before, or leave it out."
             )

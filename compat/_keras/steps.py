@@ -107,11 +107,10 @@ class _WatchedFunction:
 
 def _not_reached(model):
     within = {id(part) for part in called_models(model)}
-    names = sorted(name for name, value in vars(model).items() if id(value) in within)
+    names = sorted("model." + name for name, value in vars(model).items() if id(value) in within)
     return (
-        "The first step of training {!r} ran on one device: its train_step() calls neither the "
-        "model nor a model within it ({}). Write compat.parallelize(part) for each model that it "
-        "calls; put layers that it calls by themselves into a keras.Model first.".format(
-            model.name, ", ".join("model." + name for name in names) or "there is none"
-        )
+        f"The first step of training {model.name!r} ran on one device: its train_step() calls "
+        f"neither the model nor a model within it ({', '.join(names) or 'there is none'}). Write "
+        "compat.parallelize(part) for each model that it calls; put layers that it calls by "
+        "themselves into a keras.Model first."
     )

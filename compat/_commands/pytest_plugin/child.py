@@ -89,10 +89,9 @@ class Child:
         chosen = [item for item in items if item.nodeid.partition("::")[2] == wanted]
         if len(chosen) != 1 and items:
             sys.stderr.write(
-                "{} tests with the id {!r} were collected. Parameters of a test that has a "
-                "process of its own need ids that are the same each time it is collected.\n".format(
-                    len(chosen) or "No", wanted
-                )
+                f"{len(chosen) or 'No'} tests with the id {wanted!r} were collected. Parameters "
+                "of a test that has a process of its own need ids that are the same each time it "
+                "is collected.\n"
             )
             del chosen[:]
         items[:] = chosen
