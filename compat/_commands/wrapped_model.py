@@ -39,11 +39,11 @@ def inside(config: Any) -> Optional[Inside]:
     Returns:
         The layer's configuration, and a dict: name of a wrapper's output -> the model's own.
     """
-    layers = layers_of(config)
-    models = [layer for layer in layers or () if layers_of(layer) is not None]
+    layers = layers_of(config) or []
+    models = [layer for layer in layers if layers_of(layer) is not None]
     if len(models) != 1 or not isinstance(config["config"], dict):
         return None
-    by_name = {name_of(layer): layer for layer in layers or ()}
+    by_name = {name_of(layer): layer for layer in layers}
     model = models[0]
     parts = [_roots(call, by_name) for call in model.get("inbound_nodes") or ()]
     inputs = {_source(each) for each in config["config"].get("input_layers") or ()}
@@ -53,10 +53,8 @@ def inside(config: Any) -> Optional[Inside]:
     outputs = {}
     for name, node, _ in config["config"].get("output_layers") or ():
         tensors = {(source[0], source[2]) for source in by_name[name]["inbound_nodes"][node]}
-        if not _joins(by_name[name], len(parts)) or len(tensors) != 1:
-            return None
-        ((source, index),) = tensors
-        if source != name_of(model):
+        (source, index), *others = tensors
+        if others or source != name_of(model) or not _joins(by_name[name], len(parts)):
             return None
         outputs[name] = names[index] if index < len(names) else name
     return Inside(model, outputs) if outputs else None
@@ -68,16 +66,11 @@ def _source(entry):
 
 def _roots(call, by_name):
     """The inputs of the wrapper that the tensors of a call are made from."""
-    found, todo, seen = set(), [source[0] for source in call], set()
-    while todo:
-        name = todo.pop()
-        if name not in seen:
-            seen.add(name)
-            calls = by_name[name].get("inbound_nodes") or ()
-            todo += [source[0] for each in calls for source in each]
-            if not calls:
-                found.add(name)
-    return found
+    todo = [source[0] for source in call]
+    for name in todo:  # which grows meanwhile
+        calls = by_name[name].get("inbound_nodes") or ()
+        todo += [source[0] for each in calls for source in each if source[0] not in todo]
+    return {name for name in todo if not by_name[name].get("inbound_nodes")}
 
 
 def _joins(layer, calls):

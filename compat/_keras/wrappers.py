@@ -60,13 +60,9 @@ def _made_of(tensor):
 
 def _inputs_of(tensors):
     """The model's inputs, by their ids, that these tensors are made of."""
-    found, todo, seen = set(), list(tensors), set()
-    while todo:
-        tensor = todo.pop()
-        layer, sources = _made_of(tensor)
-        if type(layer).__name__ == "InputLayer":
-            found.add(id(tensor))
-        elif id(tensor) not in seen:
-            seen.add(id(tensor))
-            todo += sources
-    return found
+    todo = list(tensors)
+    for tensor in todo:  # which grows meanwhile
+        todo += [
+            source for source in _made_of(tensor)[1] if all(source is not other for other in todo)
+        ]
+    return {id(tensor) for tensor in todo if type(_made_of(tensor)[0]).__name__ == "InputLayer"}

@@ -42,13 +42,12 @@ class Child:
     def __init__(self, job: Dict[str, Any]) -> None:
         self.job = job
         self.config = None  # type: Any
-        self.reports = open(job["reports"], "a", encoding="utf-8")
+        # A line is sent at once: this process may die.
+        self.reports = open(job["reports"], "a", buffering=1, encoding="utf-8")
         self.streams = [(name, open(path, "rb")) for name, path in job["streams"]]
 
     def send(self, kind: str, data: Dict[str, Any]) -> None:
-        """Send something at once: this process may die."""
         self.reports.write(json.dumps([kind, data], default=str) + "\n")
-        self.reports.flush()
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_cmdline_parse(self, pluginmanager):
