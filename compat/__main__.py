@@ -1,13 +1,4 @@
-"""The command line: ``python -m compat``, also ``python -m keras_gpu_compat`` and ``compat``."""
-
-import argparse
-import os
-import sys
-
-from . import __version__, errors
-from ._runtime import progress
-
-EXAMPLES = """\
+"""\
 examples:
   compat env                             which backend, which GPUs, what is wrong
   compat run --gpus 0,1 train.py         a script as it is, on two GPUs
@@ -20,6 +11,16 @@ examples:
 
 `compat COMMAND --help` tells more. `python -m compat` is the same as `compat`; where a file or
 folder of yours is called compat, that would run: use `python -m keras_gpu_compat`."""
+
+# The command line: ``python -m compat``, also ``python -m keras_gpu_compat`` and ``compat``.
+# Each command is a module of ``_commands``; the texts of --help are docstrings of modules.
+
+import argparse
+import os
+import sys
+
+from . import __version__, errors
+from ._runtime import progress
 
 
 def main(arguments=None):
@@ -63,7 +64,7 @@ def _parser():
     parser = argparse.ArgumentParser(
         prog="compat",
         description="GPUs and several devices for every Keras backend.",
-        epilog=EXAMPLES,
+        epilog=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version="compat " + __version__)

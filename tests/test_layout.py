@@ -144,7 +144,6 @@ FRAMEWORKS = re.compile(r"tensorflow|theano|mxnet|cntk|torch|\bjax", re.IGNORECA
 # Modules outside of the backends and engines that name frameworks, and why.
 NAMING = {
     "compat._keras.automatic_parallel": "where each Keras defines compile()",
-    "compat.__main__": "an example in the help",
     "compat._commands": "the help lists the backends",
     "compat._commands.tox_ini": "an example in the help of `--backends`",
     "compat._commands.tox_texts": "what a row of a generated tox.ini sets, and its comments",

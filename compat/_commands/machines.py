@@ -24,21 +24,6 @@ import tempfile
 import time
 
 OUTSIDE = "--user --map-root-user --net --uts --mount --pid --fork --kill-child --mount-proc"
-SSH = """\
-#!/bin/sh
-while getopts 46o:p:qTtx option; do :; done
-shift $((OPTIND - 1))
-case "${{1#*@}}" in
-    {cases}
-    *) echo "ssh: connect to host $1 port 22: No route to host" >&2; exit 255;;
-esac
-shift
-OPTIND=1  # more of them may follow the machine
-while getopts o:p: option; do :; done
-shift $((OPTIND - 1))
-cd "$HOME"
-exec nsenter --target $process --net --uts env -i HOME="$HOME" PATH=/usr/bin:/bin sh -c "$*"
-"""
 
 
 def add_to(commands: "argparse._SubParsersAction") -> None:
@@ -115,7 +100,8 @@ def run(machines, arguments, folder):
     others = {number: other_machine(number) for number in range(2, machines + 1)}
     cases = [f"{machine(n)[0]}) process={others[n]};;" for n in others]
     ssh = pathlib.Path(folder, "ssh")
-    ssh.write_text(SSH.format(cases="\n    ".join(cases)))
+    script = pathlib.Path(__file__).with_name("ssh.sh.txt").read_text()
+    ssh.write_text(script.format(cases="\n    ".join(cases)))
     ssh.chmod(0o755)
     environ = dict(os.environ, PATH=folder + os.pathsep + os.environ["PATH"])
     del environ["COMPAT_TESTING_HOSTS"]
