@@ -142,12 +142,9 @@ class Twins:
             results.append(function(model))
         first, second = (self._numbers(*pair) for pair in zip((self.one, self.several), results))
         where = f"on {settings.listed(self.devices)} and on {self.devices[0]}"
-        problems = [
-            f"{label}: {difference}"
-            for label in dict.fromkeys(list(first) + list(second))
-            for difference in [self._difference(first.get(label), second.get(label))]
-            if difference
-        ]
+        labels = dict.fromkeys([*first, *second])
+        told = {label: self._difference(first.get(label), second.get(label)) for label in labels}
+        problems = [f"{label}: {difference}" for label, difference in told.items() if difference]
         if problems:
             more = len(problems) - SHOWN
             lines = problems[:SHOWN] + [f"and {more} more"] * (more > 0)
