@@ -168,7 +168,7 @@ def _gpus(problems):
     visible = device_choice.choose(every, None, os.environ, discover=lambda: machine)
     _add(problems, visible.problems)
     failures = getattr(machine, "failures", [])
-    gpus, why = None, "nvidia-smi is missing or fails"
+    gpus, why = None, "nvidia-smi is missing or fails"  # type: Any, Any
     if machine is not None:
         gpus = [{name: getattr(gpu, name) for name in gpu.__slots__} for gpu in machine]
         why = None if machine else machine.why()

@@ -78,7 +78,7 @@ def _printed():
         The outcome, to be filled: "same" stays None where nothing could be compared, and "error"
         gets the text of the error that is the reason.
     """
-    outcome = {"same": None, "error": None}
+    outcome = {"same": None, "error": None}  # type: dict
     try:
         with _stdout_on_stderr():
             yield outcome

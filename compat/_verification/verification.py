@@ -68,7 +68,7 @@ class Verification:
         self.asked = steps
         self.ranks = ranks
         self._interval = getattr(steps, "interval", 0)
-        first = min(1, self._interval or steps)  # type: ignore  # no Every
+        first = min(1, self._interval or steps)  # no Every
         self.left = {"train": first if self._interval else steps, "evaluate": first}  # type: Any
         self.left["predict"] = first
         self._unverified = 0  # training steps since the last one that was verified
