@@ -50,12 +50,12 @@ class Simulation:
         """Tell where tests passed that ran on no simulated device."""
         elsewhere = config.pluginmanager.hasplugin("dsession")  # in workers of pytest-xdist
         elsewhere = elsewhere or __package__ + ".own_process" in sys.modules
-        if self.value and terminalreporter.stats.get("passed") and not elsewhere:
-            if process.configuration is None:
-                terminalreporter.write_line(
-                    f"compat: {VARIABLE}={self.value} had no effect on this process: nothing "
-                    "called compat.configure_gpu()."
-                )
+        passed = self.value and terminalreporter.stats.get("passed")
+        if passed and not elsewhere and process.configuration is None:
+            terminalreporter.write_line(
+                f"compat: {VARIABLE}={self.value} had no effect on this process: nothing called "
+                "compat.configure_gpu()."
+            )
 
     def pytest_unconfigure(self) -> None:
         if self.before is None:
