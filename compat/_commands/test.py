@@ -51,23 +51,17 @@ def _run(arguments):
             arguments.parser.error(f"argument {option}: a script is needed, or -m and a module")
     if arguments.hosts is not None and arguments.ranks == 0:
         arguments.parser.error("argument --hosts: not with -n 0, which asks for no ranks")
-    if arguments.json:
-        with _printed() as outcome:
-            return _compare(arguments, script, outcome)
-    return _compare(arguments, script, None)
-
-
-def _compare(arguments, script, outcome):
-    """The exit status; ``outcome`` is a dictionary to be filled, or None."""
     asked = arguments.devices, arguments.backend
-    if script:
-        from . import verify_script  # for start-up time
+    with contextlib.ExitStack() as stack:
+        outcome = stack.enter_context(_printed()) if arguments.json else None
+        if script:
+            from . import verify_script  # for start-up time
 
-        ranks, hosts = arguments.ranks, arguments.hosts
-        return not verify_script.run(script, *asked, ranks, outcome=outcome, hosts=hosts)
-    from . import selftest  # for start-up time
+            ranks, hosts = arguments.ranks, arguments.hosts
+            return not verify_script.run(script, *asked, ranks, outcome=outcome, hosts=hosts)
+        from . import selftest  # for start-up time
 
-    return not selftest.run(*asked, arguments.simulate, outcome)
+        return not selftest.run(*asked, arguments.simulate, outcome)
 
 
 @contextlib.contextmanager
