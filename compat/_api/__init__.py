@@ -309,8 +309,7 @@ def device(which: "Union[int, str]") -> "ContextManager[Any]":
     if isinstance(which, int) and not isinstance(which, bool) and which >= 0:
         name = devices[which % len(devices)]
         if which >= len(devices):
-            shortage = f"device({which})", _these(devices)
-            errors.warn(errors.fewer(shortage, name, _is_strict()))
+            _warn_of_fewer(f"device({which})", devices, name)
         which = name
     elif which != "cpu" and which not in devices:
         raise errors.InvalidArgumentError(
@@ -331,10 +330,6 @@ def configured_backend():
 
     active = process.configuration
     return detection.choose(None if active is None else active.backend)[0]
-
-
-def _is_strict():
-    return process.configuration is not None and process.configuration.settings.strict
 
 
 def _is_function(model):
@@ -359,13 +354,14 @@ def _chosen(backend, selection):
     chosen = [devices[position] for position in wanted if position < len(devices)]
     if len(chosen) < len(wanted):
         chosen = chosen or devices[:1]
-        shortage = str(selection), _these(devices)
-        errors.warn(errors.fewer(shortage, settings.listed(chosen), _is_strict()))
+        _warn_of_fewer(str(selection), devices, settings.listed(chosen))
     return chosen
 
 
-def _these(devices):
-    return f"these are configured: {settings.listed(devices)}"
+def _warn_of_fewer(asked, devices, going_on_with):
+    shortage = asked, f"these are configured: {settings.listed(devices)}"
+    strict = process.configuration is not None and process.configuration.settings.strict
+    errors.warn(errors.fewer(shortage, going_on_with, strict))
 
 
 def _wanted(devices, selection):
