@@ -1,6 +1,6 @@
 """What ``configure_gpu()`` was asked, normalised once, and the report of what it did."""
 
-import types
+import sys
 
 from .. import errors
 from .numeric import whole_number
@@ -19,7 +19,11 @@ LISTED = 16
 _UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 
-class Memory(types.SimpleNamespace):
+class _Values(type(sys.implementation)):  # type: ignore  # types.SimpleNamespace, not imported
+    """What is equal to another one by its attributes."""
+
+
+class Memory(_Values):
     """How much of each GPU's memory to take; exactly one of the three is set.
 
     Arguments:
@@ -120,7 +124,7 @@ def simulated_from_outside(environ):
     return number
 
 
-class Every(types.SimpleNamespace):
+class Every(_Values):
     """Verify one training step in so many, from the first one on, for as long as training goes on.
 
     Arguments:
@@ -164,7 +168,7 @@ def parse_verify(verify, environ, simulated):
     return verify.__index__()
 
 
-class Settings(types.SimpleNamespace):
+class Settings(_Values):
     """What a backend is to apply: the devices chosen, and the rest as it was asked.
 
     Arguments:
