@@ -189,9 +189,9 @@ class Settings(_Values):
     def __init__(
         self, devices, memory=None, floatx=None, persist=False, strict=False, options=None, **more
     ):
-        super().__init__(devices=devices, memory=memory, floatx=floatx, options=dict(options or {}))
-        vars(self).update(persist=persist, strict=strict, verify=0, parallelize=False, gpus="")
-        vars(self).update(more)
+        asked = dict(devices=devices, memory=memory, floatx=floatx, persist=persist, strict=strict)
+        asked.update(options=dict(options or {}), verify=0, parallelize=False, gpus="")
+        super().__init__(**dict(asked, **more))
 
     def __eq__(self, other):
         return dict(vars(self), gpus="") == dict(vars(other), gpus="")
