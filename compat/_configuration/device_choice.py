@@ -1,5 +1,7 @@
 """Which of this machine's GPUs, or simulated devices, are chosen: no framework is asked."""
 
+import copy
+
 from .. import errors
 from .discovery import CUDA, GPU, HIP, discover
 from .gpu_selection import Selection, any_mig, are, choose_among, invalid_gpus
@@ -63,7 +65,7 @@ class Devices:
 
     def __str__(self):
         if self.simulated:
-            return "{} simulated on the CPU".format(self.simulated)
+            return f"{self.simulated} simulated on the CPU"
         if self.gpus:
             return "GPU " + ",".join(self.gpus)
         if self.undecided is not None and self.listed is None:
@@ -75,7 +77,7 @@ class Devices:
         if self.declined:
             return "CPU, as asked"
         if self.gpus and self.listed:
-            return "{} of the {} that the framework lists".format(self, self.listed)
+            return f"{self} of the {self.listed} that the framework lists"
         if self.simulated or self.gpus or not self.reason:
             return str(self)
         return "CPU: " + self.reason
@@ -135,27 +137,21 @@ class Devices:
 
     def only(self, index, shortage):
         """One of these devices, for a rank that may have a shortage to tell of."""
-        return Devices(
-            self.gpus[index : index + 1],
-            self.positions[index : index + 1],
-            self.uuids[index : index + 1],
-            shortage=shortage,
-            problems=self.problems,
-            variable=self.variable,
-        )
+        one = copy.copy(self)
+        of_all = self.gpus, self.positions, self.uuids
+        one.gpus, one.positions, one.uuids = [each[index : index + 1] for each in of_all]
+        one.shortage = shortage
+        return one
 
     def index(self, name):
         """Which of these GPUs a name means, counted from 0, or None."""
-        for index, (entry, uuid) in enumerate(zip(self.gpus, self.uuids)):
-            if name == entry or uuid.startswith(name):
-                return index
-        return None
+        named = enumerate(zip(self.gpus, self.uuids))
+        return next((i for i, (gpu, uuid) in named if name == gpu or uuid.startswith(name)), None)
 
     def are_shown_by(self, environ):
         """Whether a process with that environment sees these GPUs, in this order, and no other."""
-        if self.undecided is not None:  # they are chosen in the framework
-            return False
-        return environ.get(self.variable) == ",".join(self.gpus)
+        in_framework = self.undecided is not None  # they are chosen there
+        return not in_framework and environ.get(self.variable) == ",".join(self.gpus)
 
     def ordinals(self, environ):
         """The numbers of these GPUs in a process with that environment."""
@@ -244,13 +240,13 @@ def choose(selection, simulate, environ, discover=discover):
     devices = _chosen(selection, visible, problems, environ, said)
     if not visible:
         number = "GPU" if len(machine or ()) == 1 else "GPUs"
-        devices.reason = "{}={} hides the {} of this machine".format(CUDA, environ[CUDA], number)
+        devices.reason = f"{CUDA}={environ[CUDA]} hides the {number} of this machine"
     return devices
 
 
 def _why(machine, environ):
     why = [machine.why()] if getattr(machine, "why", None) and machine.why() else []
-    why += ["{}={}".format(CUDA, environ[CUDA])] if CUDA in environ else []
+    why += [f"{CUDA}={environ[CUDA]}"] if CUDA in environ else []
     return errors.shortened(" ({})".format("; ".join(why))) if why else ""
 
 
@@ -261,7 +257,7 @@ def _chosen(selection, visible, problems, environ, said, variable=CUDA):
     """
     positions, shortage = choose_among(selection, visible, problems)
     if shortage:
-        found = " ({}={})".format(said, environ[said]) if said else ""
+        found = f" ({said}={environ[said]})" if said else ""
         shortage = str(selection), errors.shortened(shortage + found)
     uuids = [gpu.uuid if gpu else "" for _, gpu in visible]
     return Devices(
@@ -295,7 +291,7 @@ def choose_for_rank(selection, environ, place, discover=discover):
     if len(pool) == 1 and is_bound:
         return pool.only(0, None)
     if not shortage and len(pool) < place.local_size:
-        asked = "a GPU for each of {} ranks".format(place.local_size)
+        asked = f"a GPU for each of {place.local_size} ranks"
         shortage = asked, "{}: {}".format(are(len(pool), "there"), pool)
     return pool.only(place.local_rank % len(pool), shortage)
 
@@ -324,8 +320,8 @@ def _choose_simulated(selection, simulate):
     ids = selection.ids or range(selection.count or simulate)
     if any(not isinstance(i, int) or i >= simulate for i in ids):
         raise errors.InvalidArgumentError(
-            "{} asks for a device that simulate={} does not have. Simulated devices are numbered "
-            "from 0; ask for at most {}, or leave gpus out.".format(selection, simulate, simulate)
+            f"{selection} asks for a device that simulate={simulate} does not have. Simulated "
+            f"devices are numbered from 0; ask for at most {simulate}, or leave gpus out."
         )
     return Devices(simulated=len(ids))
 
@@ -341,7 +337,5 @@ def _trusting(selection):
 
 
 def _gpu_of(entry, machine):
-    for gpu in machine:
-        if gpu.uuid and gpu.matches(entry) or entry == str(gpu.index):
-            return gpu
-    return None
+    named = (g for g in machine if g.uuid and g.matches(entry) or entry == str(g.index))
+    return next(named, None)

@@ -1,5 +1,6 @@
 """Which GPUs this machine has, and how many cores: asked without any framework."""
 
+import collections
 import os
 
 from .numeric import whole_number
@@ -8,28 +9,19 @@ CUDA = "CUDA_VISIBLE_DEVICES"
 HIP = "HIP_VISIBLE_DEVICES"  # of AMD's GPUs
 
 
-class GPU:
-    """One GPU as the driver lists it; numbers are None where the driver does not tell them."""
+_Fields = collections.namedtuple(
+    "_Fields", "index uuid name memory_total memory_used utilization variable"
+)
+_Fields.__new__.__defaults__ = "", "", None, None, None, CUDA
 
-    __slots__ = ("index", "uuid", "name", "memory_total", "memory_used", "utilization", "variable")
 
-    def __init__(
-        self,
-        index,
-        uuid="",
-        name="",
-        memory_total=None,
-        memory_used=None,
-        utilization=None,
-        variable=CUDA,
-    ):
-        self.index = index
-        self.uuid = uuid
-        self.name = name
-        self.memory_total = memory_total  # bytes
-        self.memory_used = memory_used  # bytes
-        self.utilization = utilization  # percent
-        self.variable = variable  # what shows a process this GPU
+class GPU(_Fields):
+    """One GPU as the driver lists it; numbers are None where the driver does not tell them.
+
+    Memory is in bytes, utilization in percent; ``variable`` is what shows a process this GPU.
+    """
+
+    __slots__ = ()
 
     def unknown(self):
         """What the driver does not tell of how busy this GPU is."""
@@ -188,7 +180,7 @@ def _answer(command, listing):
             listing.missing.append(command[0])
         return None
     except subprocess.TimeoutExpired:
-        listing.failures.append("{} does not answer".format(command[0]))
+        listing.failures.append(f"{command[0]} does not answer")
         return None
     answer = ended.stdout.decode("utf-8", "replace")
     if not ended.returncode:
@@ -197,7 +189,7 @@ def _answer(command, listing):
     if said == "No devices were found":
         return ""
     status = "exit status {}{}".format(ended.returncode, said and ": " + said)
-    listing.failures.append("{} fails ({})".format(command[0], status))
+    listing.failures.append(f"{command[0]} fails ({status})")
     return None
 
 
@@ -241,7 +233,7 @@ def drivers():
 
 def _nvml_versions(pynvml):
     number = pynvml.nvmlSystemGetCudaDriverVersion()  # 12040
-    cuda = "{}.{}".format(number // 1000, number % 1000 // 10)
+    cuda = f"{number // 1000}.{number % 1000 // 10}"
     return [_text(pynvml.nvmlSystemGetDriverVersion()), cuda]
 
 
@@ -269,7 +261,7 @@ def _from_amd(listing):
             continue
         found = _json(answer)
         if found is None:
-            listing.failures.append("{} answers no JSON".format(command[0]))
+            listing.failures.append(f"{command[0]} answers no JSON")
             continue
         if isinstance(found, dict):  # of rocm-smi {"card0": {...}}, of later versions of amd-smi
             found = found.get("gpu_data", [key for key in found if key.startswith("card")])

@@ -31,9 +31,9 @@ class Selection(types.SimpleNamespace):
 
     def __str__(self):
         if self.kind == "free":
-            return 'gpus="free{}"'.format(":{}".format(self.count) if self.count else "")
+            return 'gpus="free{}"'.format(f":{self.count}" if self.count else "")
         value = {"all": None, "count": self.count, "ids": list(self.ids), "none": 0}
-        return "gpus={!r}".format(value[self.kind])
+        return f"gpus={value[self.kind]!r}"
 
 
 def parse_gpus(gpus):
@@ -52,7 +52,7 @@ def parse_gpus(gpus):
         return _parse_ids(gpus, gpus)
     count = _integer(gpus)
     if count is None:
-        raise invalid_gpus(gpus, "it is a {}".format(type(gpus).__name__))
+        raise invalid_gpus(gpus, f"it is a {type(gpus).__name__}")
     if count < -1:
         raise invalid_gpus(gpus, "a count below -1 means nothing")
     if count == -1:
@@ -95,9 +95,9 @@ def _parse_ids(gpus, items):
     for item in items:
         wanted = _parse_id(item)
         if wanted is None:
-            raise invalid_gpus(gpus, "{!r} is neither an id nor a name".format(item))
+            raise invalid_gpus(gpus, f"{item!r} is neither an id nor a name")
         if wanted in ids:
-            raise invalid_gpus(gpus, "{!r} is named twice".format(wanted))
+            raise invalid_gpus(gpus, f"{wanted!r} is named twice")
         ids.append(wanted)
     if any_mig(ids) and not all(any_mig([wanted]) for wanted in ids):
         raise invalid_gpus(gpus, "CUDA cannot mix MIG instances with whole GPUs")
@@ -145,7 +145,7 @@ def choose_among(selection, visible, problems):
     found = []
     if len(positions) < (selection.count or 1):
         idle = are(len(positions) - len(unsure), "idle")
-        found.append("{} of {} visible".format(idle, len(visible)))
+        found.append(f"{idle} of {len(visible)} visible")
     if unsure:
         found.append(_unsure(unsure))
     return positions, ", and ".join(found) or None
@@ -168,7 +168,7 @@ def _unsure(unsure):
 def are(number, what):
     if number < 2:
         return "{} GPU is {}".format(number or "no", what)
-    return "{} GPUs are {}".format(number, what)
+    return f"{number} GPUs are {what}"
 
 
 def _positions(ids, visible):
@@ -183,18 +183,18 @@ def _positions(ids, visible):
                 if entry == wanted or (gpu and gpu.uuid.startswith(wanted))
             ]
         if len(found) > 1:
-            raise invalid_gpus(list(ids), "{!r} begins several names".format(wanted))
+            raise invalid_gpus(list(ids), f"{wanted!r} begins several names")
         if not found:
-            missing.append("GPU {}".format(wanted) if isinstance(wanted, int) else wanted)
+            missing.append(f"GPU {wanted}" if isinstance(wanted, int) else wanted)
         elif found[0] in positions:
-            raise invalid_gpus(list(ids), "{!r} is named twice".format(wanted))
+            raise invalid_gpus(list(ids), f"{wanted!r} is named twice")
         positions += found
     return positions, missing
 
 
 def invalid_gpus(gpus, problem):
     error = errors.InvalidArgumentError(
-        "gpus={!r} is not understood: {}. Use one of:\n{}".format(gpus, problem, GPUS_FORMS)
+        f"gpus={gpus!r} is not understood: {problem}. Use one of:\n{GPUS_FORMS}"
     )
     error.problem = problem
     return error

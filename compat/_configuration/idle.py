@@ -1,5 +1,6 @@
 """Idle GPUs, ``gpus="free"``: which ones are, and how a job claims them for itself."""
 
+import contextlib
 import os
 
 from .._runtime.process import process
@@ -85,7 +86,7 @@ def hand_over_claims():
 
 def _lock_path(gpu):
     """Where its lock file lies: not in ``TMPDIR``, which schedulers set for each job."""
-    return "/tmp/keras-gpu-compat-{}.lock".format(gpu.uuid)
+    return f"/tmp/keras-gpu-compat-{gpu.uuid}.lock"
 
 
 def _claim(gpu):
@@ -106,25 +107,19 @@ def _claim(gpu):
     lock = _open(_lock_path(gpu))
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except OSError as error:
         os.close(lock)
-        return False
-    except OSError:
-        os.close(lock)
+        if isinstance(error, BlockingIOError):
+            return False
         raise
     process.claims[gpu.uuid] = lock
     return True
 
 
 def _open(path):
-    try:
-        # Without O_CREAT: Linux refuses to "create" another user's file in /tmp.
-        return plain(path, os.O_RDONLY | NOFOLLOW)
-    except FileNotFoundError:
-        pass
-    try:
-        lock = plain(path, os.O_RDONLY | os.O_CREAT | os.O_EXCL | NOFOLLOW)
-    except FileExistsError:  # another job has made it meanwhile
-        return plain(path, os.O_RDONLY | NOFOLLOW)
-    os.fchmod(lock, 0o644)  # whatever the umask: other users are to lock it, too
-    return lock
+    with contextlib.suppress(FileExistsError):  # another job makes it meanwhile
+        if not os.path.lexists(path):  # Linux refuses to "create" another user's file in /tmp
+            lock = plain(path, os.O_RDONLY | os.O_CREAT | os.O_EXCL | NOFOLLOW)
+            os.fchmod(lock, 0o644)  # whatever the umask: other users are to lock it, too
+            return lock
+    return plain(path, os.O_RDONLY | NOFOLLOW)

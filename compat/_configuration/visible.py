@@ -24,8 +24,8 @@ def visible_entries(environ, machine=None):
     order = environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     if order != "PCI_BUS_ID" and (machine is None or len(machine) > 1):
         problems.append(
-            "CUDA_DEVICE_ORDER={}: ids may mean other GPUs than in nvidia-smi's listing. "
-            "For the same ones: export CUDA_DEVICE_ORDER=PCI_BUS_ID".format(order)
+            f"CUDA_DEVICE_ORDER={order}: ids may mean other GPUs than in nvidia-smi's listing. "
+            "For the same ones: export CUDA_DEVICE_ORDER=PCI_BUS_ID"
         )
     value = environ.get("CUDA_VISIBLE_DEVICES")
     if value is None:
@@ -35,40 +35,32 @@ def visible_entries(environ, machine=None):
         if entry == "-1":  # the documented way to end the list
             break
         if not _valid_entry(entry, entries):
-            problems.append(
-                'CUDA_VISIBLE_DEVICES="{}": CUDA ignores "{}" and what follows it, which is '
-                "no id, no GPU name and no MIG name like those before it. {}".format(
-                    value, entry, _remedy(CUDA, entries)
-                )
-            )
-            break
-        if machine and not _exists(entry, machine):
-            problems.append(
-                'CUDA_VISIBLE_DEVICES="{}": CUDA ignores "{}" and what follows it, since '
-                "this machine has no such GPU. {}".format(value, entry, _remedy(CUDA, entries))
-            )
-            break
-        entries.append(entry)
-    once = list(dict.fromkeys(entries))
-    for entry, only in zip(entries, once + [None]):
-        if entry != only:
-            return [], problems + [
-                'CUDA_VISIBLE_DEVICES="{}": CUDA shows no GPU at all, since "{}" is there '
-                "twice. {}".format(value, entry, _remedy(CUDA, once))
-            ]
+            why = "which is no id, no GPU name and no MIG name like those before it"
+        elif machine and not _exists(entry, machine):
+            why = "since this machine has no such GPU"
+        else:
+            entries.append(entry)
+            continue
+        why = f': CUDA ignores "{entry}" and what follows it, {why}'
+        problems.append(_problem(CUDA, value, why, entries))
+        break
+    twice = [entry for number, entry in enumerate(entries) if entry in entries[:number]]
+    if twice:
+        why = f': CUDA shows no GPU at all, since "{twice[0]}" is there twice'
+        return [], problems + [_problem(CUDA, value, why, list(dict.fromkeys(entries)))]
     if " " in value.strip():
-        problems.append(
-            'CUDA_VISIBLE_DEVICES="{}" contains a space, where CUDA stops reading; compat '
-            'reads it as "{}". {}'.format(value, ",".join(entries), _remedy(CUDA, entries))
-        )
+        read = ",".join(entries)
+        why = f' contains a space, where CUDA stops reading; compat reads it as "{read}"'
+        problems.append(_problem(CUDA, value, why, entries))
     return entries, problems
 
 
-def _remedy(variable, entries):
-    """What to type for the entries that are right."""
-    if not entries:
-        return "To use every GPU: unset {}".format(variable)
-    return "Corrected: export {}={}".format(variable, ",".join(entries))
+def _problem(variable, value, why, entries):
+    """What is wrong with a value, and what to type for the entries that are right."""
+    remedy = f"To use every GPU: unset {variable}"
+    if entries:
+        remedy = f"Corrected: export {variable}={','.join(entries)}"
+    return f'{variable}="{value}"{why}. {remedy}'
 
 
 def _valid_entry(entry, before):
@@ -104,12 +96,10 @@ def hip_entries(environ, machine):
             number = whole_number(entry)
             exists = entry.startswith("GPU-") or (number is not None and number < there)
             if not exists or entry in entries:
-                wrong = (
-                    '{}="{}": AMD\'s HIP ignores "{}" and what follows it, which is no '
-                    "id of a GPU that is visible here. {}".format(
-                        variable, value, entry, _remedy(variable, entries)
-                    )
+                why = (
+                    f': AMD\'s HIP ignores "{entry}" and what follows it, which is no id of a GPU '
                 )
+                wrong = _problem(variable, value, why + "that is visible here", entries)
                 return entries, variable, [wrong] if entry != "-1" else []
             entries.append(entry)
         return entries, variable, []

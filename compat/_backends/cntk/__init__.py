@@ -5,6 +5,7 @@ importing Keras uses it. So it is chosen before that. Several devices need sever
 ``ranks.py``; without them ``parallelize()`` is an error that says so.
 """
 
+import contextlib
 import os
 import sys
 
@@ -58,28 +59,27 @@ class CNTK(Backend):
         if excluded:
             cntk.device.set_excluded_devices(excluded)
             names = ", ".join(map(_name, excluded))
-            applied.append("cntk.device.set_excluded_devices([{}])".format(names))
+            applied.append(f"cntk.device.set_excluded_devices([{names}])")
         device = _wanted(cntk, settings, warnings)
         if device is not None:
             applied.append(_set_default(cntk, device, imported))
         self.kept["simulated"] = settings.devices.simulated or 0
         if settings.memory and settings.devices.gpus:
             warnings.append(
-                "memory={} was asked for, but CNTK has no setting for a GPU's memory.".format(
-                    settings.memory
-                )
+                f"memory={settings.memory} was asked for, but CNTK has no setting for a GPU's "
+                "memory."
             )
         if settings.floatx not in (None, "float32"):
             warnings.append(
-                "floatx={} was asked for, but on CNTK Keras trains in float32 only: it "
-                "makes the places for gradients in that type.".format(settings.floatx)
+                f"floatx={settings.floatx} was asked for, but on CNTK Keras trains in float32 "
+                "only: it makes the places for gradients in that type."
             )
         return applied, warnings
 
     def devices(self) -> "List[str]":
         """The default device; one name each for simulated ones, which all are the CPU."""
         if self.kept.get("simulated"):
-            return ["cpu:{}".format(index) for index in range(self.kept["simulated"])]
+            return [f"cpu:{index}" for index in range(self.kept["simulated"])]
         return [_name(self.import_framework().device.use_default_device())]
 
     def parallelize(self, model: "Any", devices: "Sequence[str]") -> "Any":
@@ -92,9 +92,7 @@ class CNTK(Backend):
         if list(devices) != [first]:
             raise errors.unsupported(
                 self.name,
-                "run a model on {} in one process: all of it runs on {}".format(
-                    listed(devices), first
-                ),
+                f"run a model on {listed(devices)} in one process: all of it runs on {first}",
                 "Start one process per device, with compat run -n, or train on that one, "
                 "with parallelize(model, gpus=1).",
             )
@@ -125,7 +123,7 @@ class CNTK(Backend):
 
 def _name(device):
     """As CNTK's functions are written: "cpu()", "gpu(0)"."""
-    return "cpu()" if device.type() == 0 else "gpu({})".format(device.id())
+    return "cpu()" if device.type() == 0 else f"gpu({device.id()})"
 
 
 def _wanted(cntk, settings, warnings):
@@ -163,8 +161,8 @@ def _set_default(cntk, device, imported):
     if not taken or default != device:
         if imported:
             raise _cntk_device_fixed(_name(device), imported)
-        raise _device_failed(_name(device), "its default device is {}".format(_name(default)))
-    return "cntk.device.try_set_default_device({})".format(_name(device))
+        raise _device_failed(_name(device), f"its default device is {_name(default)}")
+    return f"cntk.device.try_set_default_device({_name(device)})"
 
 
 def _device_failed(device, problem):
@@ -207,26 +205,16 @@ def _missing_libraries(environ):
         return []
     own = os.path.join(list(spec.submodule_search_locations)[0], "libs")
     folders = [own] + environ.get("LD_LIBRARY_PATH", "").split(":")
-    known = _loader_cache()
-    missing = [
-        name
-        for name in sorted(_LIBRARIES)
-        if name not in known and not any(os.path.exists(os.path.join(f, name)) for f in folders)
-    ]
-    return [own, {name: _LIBRARIES[name] for name in missing}] if missing else []
-
-
-def _loader_cache():
-    """Names of the libraries that the dynamic loader finds in the system's folders."""
-    import subprocess  # here for start-up time
-
-    try:
-        listed = subprocess.check_output(
-            ["/sbin/ldconfig", "-p"], env={}, stderr=subprocess.DEVNULL, universal_newlines=True
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return set()
-    return {line.split()[0] for line in listed.splitlines() if line.startswith("\t")}
+    known = b""
+    with contextlib.suppress(OSError), open("/etc/ld.so.cache", "rb") as file:
+        known = file.read()  # with the names of what the loader finds in the system's folders
+    missing = {
+        name: there
+        for name, there in _LIBRARIES.items()
+        if name.encode() + b"\0" not in known
+        and not any(os.path.exists(os.path.join(folder, name)) for folder in folders)
+    }
+    return [own, missing] if missing else []
 
 
 def _cntk_device_fixed(device, imported):
@@ -242,7 +230,7 @@ def _cntk_device_fixed(device, imported):
 def _cntk_without_openmpi(folder, missing):
     """``missing``: each library that CNTK is linked with, and the file of OpenMPI 4 that does."""
     commands = " && ".join(
-        "ln -s $(ldconfig -p | grep -o '/.*/{}') {}/{}".format(there, folder, name)
+        f"ln -s $(ldconfig -p | grep -o '/.*/{there}') {folder}/{name}"
         for name, there in sorted(missing.items())
     )
     return errors.BrokenInstallError(

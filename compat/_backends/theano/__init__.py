@@ -75,24 +75,18 @@ class Theano(Backend):
 
     def overruled(self, settings: "Settings", environ: "Mapping[str, str]") -> "List[str]":
         """A GPU named in a flag or a file, where none is used, nor was declined."""
-        if settings.devices.declined or settings.devices.simulated:
-            return []
-        said = theano_flags.Flags(environ)
-        if asked_flags.keeps_devices(settings, said):
-            return []
-        chosen = self._flags(settings, environ, range(len(settings.devices.gpus)))["device"]
-        device = said.get("device") or "cpu"
-        if chosen != "cpu" or device.startswith("cpu"):
+        device = theano_flags.Flags(environ).get("device") or "cpu"
+        chosen = self._flags(settings, environ, range(len(settings.devices.gpus))).get("device")
+        asked = settings.devices.declined or settings.devices.simulated
+        if asked or chosen != "cpu" or device.startswith("cpu"):
             return []
         remedy = "`compat env` tells which GPUs are visible."
         if not device.startswith(("cuda", "gpu")):
-            remedy = "For a device that is no CUDA GPU pass theano_flags={}.".format(
-                '{{"device": "{}"}}'.format(device)
-            )
+            flags = f'{{"device": "{device}"}}'
+            remedy = f"For a device that is no CUDA GPU pass theano_flags={flags}."
         return [
-            "Theano's flags say device={}, but compat chose CPU, so device=cpu was set. {}".format(
-                device, remedy
-            )
+            f"Theano's flags say device={device}, but compat chose CPU, so device=cpu was set. "
+            + remedy
         ]
 
     def initialised(self) -> "Optional[str]":
@@ -100,7 +94,7 @@ class Theano(Backend):
         if "theano.configparser" not in sys.modules:
             return None
         importer = _importer()
-        return "theano was imported" + (" (by {})".format(importer) if importer else "")
+        return "theano was imported" + (f" (by {importer})" if importer else "")
 
     def import_framework(self) -> "Any":
         if _ranks.own_place():
@@ -119,16 +113,16 @@ class Theano(Backend):
             logger.removeHandler(failure)
         devices = settings.devices
         flags = self._flags(settings, os.environ, devices.ordinals(os.environ))
-        lines = self._apply(theano, flags, settings)
+        known = {p.fullname: p for p in theano.configparser._config_var_list}
+        lines = self._apply(theano, flags, known, settings)
         self.kept["simulated"] = devices.simulated
         if settings.memory and not devices.gpus and "gpuarray.preallocate" not in flags:
-            lines.append("memory={}: there is no GPU to reserve it on".format(settings.memory))
+            lines.append(f"memory={settings.memory}: there is no GPU to reserve it on")
         started, warnings = gpu_startup.check(theano, failure.error, settings)
         lines += started
         said = theano_flags.Flags(os.environ)
-        known = [parameter.fullname for parameter in theano.configparser._config_var_list]
         warnings += flag_problems.misspelled(said, known, detection.installed_version(self))
-        lines += ["{} is read, too".format(p) for p in said.files]
+        lines += [f"{p} is read, too" for p in said.files]
         if settings.persist:
             lines.append(self._written(settings))
         return lines, warnings
@@ -141,24 +135,26 @@ class Theano(Backend):
         before = [other for other in theano_flags.files(environ) if other != path]
         backup = theanorc.write(path, flags, before)
         if backup == path:
-            return "{} says so already".format(path)
-        return "{} written{}".format(path, ", as it was: {}".format(backup) if backup else "")
+            return f"{path} says so already"
+        return f"{path} written" + (f", as it was: {backup}" if backup else "")
 
     def _flags(self, settings, environ, ids):
         gpuarray = flag_problems.has_gpuarray(detection.installed_version(self))
         return asked_flags.flags_for(settings, environ, ids, gpuarray)
 
-    def _apply(self, theano, flags, settings):
+    def _apply(self, theano, flags, known, settings):
         """Make ``theano.config`` say what the flags say.
 
         Before the import all of them were set; after it some can still be changed.
+
+        Arguments:
+            known: Theano's parameters, by their names.
         """
-        known = {p.fullname: p for p in theano.configparser._config_var_list}
         changes = {}
         for name, text in flags.items():
             try:
                 if name not in known:
-                    raise ValueError("Theano {} has no flag {}".format(theano.__version__, name))
+                    raise ValueError(f"Theano {theano.__version__} has no flag {name}")
                 value = known[name].filter(text) if known[name].filter else text
             except ValueError as error:
                 asked = settings.options.get("theano_flags")
@@ -167,11 +163,10 @@ class Theano(Backend):
                 changes[name] = value
         late = [name for name in changes if not known[name].allow_override]
         if late:
+            were = "was" if len(late) == 1 else "were"
             raise errors.too_late(
                 self.framework,
-                "{} {} fixed when {}".format(
-                    " and ".join(late), "was" if len(late) == 1 else "were", self.initialised()
-                ),
+                f"{' and '.join(late)} {were} fixed when {self.initialised()}",
                 "Call it before the first `import theano` or `import keras`.",
             )
         for name, value in changes.items():
@@ -184,8 +179,10 @@ class Theano(Backend):
             # Theano keeps the mode that it made of mode, optimizer and linker for its first
             # function, and would not look at them again.
             theano.compile.mode.instantiated_default_mode = None
-        how = {name: " (set at run time)" for name in changes}
-        return ["theano.config.{} = {}{}".format(n, t, how.get(n, "")) for n, t in flags.items()]
+        return [
+            f"theano.config.{name} = {text}" + " (set at run time)" * (name in changes)
+            for name, text in flags.items()
+        ]
 
     def devices(self) -> "List[str]":
         """``["cuda0", ...]`` for the GPUs that came up, ``["cpu"]``, or one name for each simulated
@@ -194,7 +191,7 @@ class Theano(Backend):
         active = gpu_startup.active_contexts(theano)
         asked = gpu_startup.contexts_of_flags(theano.config)
         up = dict.fromkeys(gpu for context, gpu in asked if context in active)
-        simulated = ["cpu:{}".format(number) for number in range(self.kept.get("simulated", 0))]
+        simulated = [f"cpu:{number}" for number in range(self.kept.get("simulated", 0))]
         return list(up) or simulated or ["cpu"]
 
     # Parallelizing ----------------------------------------------------------------------------
@@ -252,8 +249,7 @@ class Theano(Backend):
 
     def problems(self, environ: "Mapping[str, str]") -> "List[str]":
         found = [
-            "THEANORC names {}, which does not exist. For Theano's own files: unset "
-            "THEANORC".format(path)
+            f"THEANORC names {path}, which does not exist. For Theano's own files: unset THEANORC"
             for path in (theano_flags.files(environ) if "THEANORC" in environ else [])
             if not os.path.exists(path)
         ]
@@ -280,20 +276,15 @@ def _importer():
     """
     importer = None
     for name, module in list(sys.modules.items()):  # in the order in which they were begun
-        if name == "theano":
-            return importer
-        if name.startswith("theano."):
-            return None
+        if name.partition(".")[0] == "theano":
+            return importer if name == "theano" else None
         if any(map(_is_theanos, list(getattr(module, "__dict__", {}).values()))):
             importer = name
     return None
 
 
 def _is_theanos(value):
-    if isinstance(value, types.ModuleType):
-        name = value.__dict__.get("__name__")
-    elif isinstance(value, (type, types.FunctionType)):
-        name = value.__module__
-    else:
+    if not isinstance(value, (types.ModuleType, type, types.FunctionType)):
         return False
-    return isinstance(name, str) and name.partition(".")[0] == "theano"
+    name = getattr(value, "__name__" if isinstance(value, types.ModuleType) else "__module__", None)
+    return str(name).partition(".")[0] == "theano"

@@ -12,7 +12,9 @@ def flags_for(settings, environ, ids, has_gpuarray):
     options = _checked(settings.options.get("theano_flags", {}))
     said = theano_flags.Flags(environ)
     names = ["{}{}".format("cuda" if has_gpuarray else "gpu", i) for i in ids]
-    keeps = keeps_devices(settings, said)
+    # OpenCL's GPUs, of which no command of a driver tells, are kept where the flags name them.
+    asked = [said.get(name) or "" for name in ("device", "contexts", "init_gpu_device")]
+    keeps = settings.devices.undecided is not None and "opencl" in " ".join(asked)
     flags = {} if keeps else {"device": names[0] if names else "cpu"}
     if len(names) > 1 and has_gpuarray:
         pairs = ("dev{}->{}".format(*pair) for pair in enumerate(names))
@@ -35,26 +37,19 @@ def flags_for(settings, environ, ids, has_gpuarray):
     return flags
 
 
-def keeps_devices(settings, said):
-    """Whether the user's flags name OpenCL's GPUs, of which no command of a driver tells."""
-    names = ("device", "contexts", "init_gpu_device")
-    opencl = any("opencl" in (said.get(name) or "") for name in names)
-    return settings.devices.undecided is not None and opencl
-
-
 def _checked(flags):
     """``theano_flags=`` with all values as texts."""
     if not isinstance(flags, dict):
-        raise theano_flags_invalid(flags, "it is a {}".format(type(flags).__name__))
+        raise theano_flags_invalid(flags, f"it is a {type(flags).__name__}")
     for name, value in flags.items():
         if not (isinstance(name, str) and re.match(r"[A-Za-z_]\w*(\.\w+)*\Z", name)):
-            raise theano_flags_invalid(flags, "{!r} is no name of a flag".format(name))
+            raise theano_flags_invalid(flags, f"{name!r} is no name of a flag")
         if name == "floatX":
             raise theano_flags_invalid(flags, "floatX is set by floatx=")
         text = str(value)
         if not isinstance(value, (str, bool, int, float)) or text != text.strip() or "\n" in text:
             raise theano_flags_invalid(
-                flags, "{!r} is neither a number, True, False, nor one line of text".format(value)
+                flags, f"{value!r} is neither a number, True, False, nor one line of text"
             )
     return {name: str(value) for name, value in flags.items()}
 
@@ -62,12 +57,12 @@ def _checked(flags):
 def _megabytes(memory):
     """What ``gpuarray.preallocate`` takes: up to 1 a fraction, at most .95; above 1 megabytes."""
     if memory.size:
-        return "{:.15g}".format(max(2, memory.size / 2.0**20))
-    return "{:g}".format(min(memory.fraction or 0, 0.95))
+        return f"{max(2, memory.size / 2.0**20):.15g}"
+    return f"{min(memory.fraction or 0, 0.95):g}"
 
 
 def theano_flags_invalid(flags, problem):
     return errors.InvalidArgumentError(
-        "theano_flags={!r} is not understood: {}. Use a dictionary of Theano's flags, such as "
-        '{{"optimizer": "fast_compile", "openmp": True}}.'.format(flags, problem)
+        f"theano_flags={flags!r} is not understood: {problem}. Use a dictionary of Theano's flags, "
+        'such as {"optimizer": "fast_compile", "openmp": True}.'
     )

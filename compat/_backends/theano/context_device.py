@@ -4,7 +4,27 @@ import contextlib
 
 import numpy as np
 
-from .graph_variables import context_of, independent_state, is_random
+
+def is_random(variable):
+    """Whether this is the state of a generator of random numbers."""
+    return getattr(variable, "default_update", None) is not None
+
+
+def independent_state(value, number):
+    """The state of a generator whose numbers are independent of those that ``value`` gives."""
+    from theano.sandbox import rng_mrg
+
+    if isinstance(value, np.random.RandomState):
+        return np.random.RandomState([number] + list(value.get_state()[1][:8]))
+    states = np.array(value)
+    for _ in range(number):
+        states = np.array([rng_mrg.ff_2p134(state) for state in states], dtype=states.dtype)
+    return states
+
+
+def context_of(variable):
+    """The name of the context that a variable lies on, or "cpu"."""
+    return getattr(variable.type, "context_name", "cpu")
 
 
 class Device:
@@ -35,11 +55,6 @@ class Device:
         finally:
             del registered[None]
             registered.update(default)
-
-    def run(self, function, arguments):
-        """Call one of this device's functions."""
-        with self.current():
-            return function(*arguments)
 
     def adopt(self, variable, number):
         """Make this device's variable for one of Keras', unless it has one.

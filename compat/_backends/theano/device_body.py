@@ -4,10 +4,10 @@ from collections import OrderedDict
 
 import theano
 
+from .context_device import is_random
 from .graph_variables import (
     depending_on,
     gradients_of,
-    is_random,
     nearest,
     placeholder_like,
     value_like,
@@ -21,29 +21,27 @@ class Body:
 
     Arguments:
         device: the device.
+        compile_function: makes a function of inputs and outputs.
         inputs: what a body is given, in the words of Keras' graph.
-        sharded: those of them that have rows.
         wanted: the variables at the cut.
         used: the shared variables that these depend on.
     """
 
-    def __init__(self, device, inputs, sharded, wanted, used):
+    def __init__(self, device, compile_function, inputs, wanted, used):
         self.device = device
-        self.inputs = []  # placeholders
+        self.compile_function = compile_function
+        self.inputs = [placeholder_like(variable, "cpu") for variable in inputs]
         self.kept = []  # what the forward function hands to the backward one
-        replaced = {}
+        replaced = dict(zip(inputs, self.inputs))
+        replaced.update((variable, device.variables[variable]) for variable in used)
         randoms = [variable for variable in used if is_random(variable)]
-        for variable in inputs:
-            place = device.place if variable in sharded else "cpu"
-            self.inputs.append(placeholder_like(variable, place))
-            replaced[variable] = value_like(variable, self.inputs[-1])
-        for variable in used:
-            replaced[variable] = value_like(variable, device.variables[variable])
-        wanted = wanted + [variable.default_update for variable in randoms]
-        cloned = theano.clone(wanted, replaced)
-        self.values = cloned[: len(wanted) - len(randoms)]
+        cloned = theano.clone(
+            wanted + [variable.default_update for variable in randoms],
+            {variable: value_like(variable, own) for variable, own in replaced.items()},
+        )
+        self.values = cloned[: len(wanted)]
         states = [device.variables[variable] for variable in randoms]
-        self.updates = list(zip(states, cloned[len(self.values) :]))
+        self.updates = list(zip(states, cloned[len(wanted) :]))
 
     def differentiate(self, places, weights):
         """Find the gradients of weights, and what the forward pass computes that they need.
@@ -65,9 +63,8 @@ class Body:
         own = self.device.variables
         found = gradients_of(None, [own[weight] for weight in weights], OrderedDict(known))
         self.gradients = list(found.values())
-        states = [state for state, _ in self.updates]
-        forward = depending_on(self.inputs + states, self.values)
-        forward.difference_update(self.inputs + states)
+        leaves = self.inputs + [state for state, _ in self.updates]
+        forward = depending_on(leaves, self.values).difference(leaves)
 
         def is_kept(variable):
             # To hand over a view of another variable would copy it.
@@ -77,43 +74,35 @@ class Body:
         self.kept = nearest(self.gradients, is_kept)
         return [weight for weight in weights if own[weight] in found]
 
-    def forward(self, compile_function):
+    def forward(self):
         """The function of the shard that returns the values at the cut, and then what is kept."""
-        return compile_function(
-            self.inputs,
-            [self._on_device(value) for value in self.values + self.kept],
-            updates=self.updates,
-            no_default_updates=True,
-        )
+        return self._compiled(self.inputs, self.values + self.kept, self.updates)
 
-    def backward(self, compile_function):
+    def backward(self):
         """The function of the shard, what is kept and the gradients at the cut."""
         given = [placeholder_like(variable, self._place(variable)) for variable in self.kept]
         replaced = {kept: value_like(kept, own) for kept, own in zip(self.kept, given)}
         gradients = theano.clone(self.gradients, replaced)
-        return compile_function(
-            self.inputs + given + self.given,
-            [self._on_device(gradient) for gradient in gradients],
-            no_default_updates=True,
-        )
+        return self._compiled(self.inputs + given + self.given, gradients)
+
+    def _compiled(self, inputs, values, updates=()):
+        values = [value.transfer(self._place(value)) for value in values]
+        return self.compile_function(inputs, values, updates=updates, no_default_updates=True)
 
     def _place(self, variable):
         """What is no float stays in the host's memory."""
         return self.device.place if variable.type.dtype in _FLOATS else "cpu"
 
-    def _on_device(self, variable):
-        return variable.transfer(self._place(variable))
-
 
 def copied(function, swap):
-    """A function like this one, of other shared variables.
+    """A function like this one, of other shared variables, for those in ``swap``.
 
     Theano's copy() alone loses the order in which operations may overwrite what others read: it
     gives the copied graph no DestroyHandler. Gradients of recurrent layers read what had been
     overwritten.
     """
     maker = function.maker
-    of_theano = type(maker)
+    of_theano, held = type(maker), [given.variable for given in maker.inputs]
 
     class Maker(of_theano):
         def __init__(self, *args, **options):
@@ -122,6 +111,6 @@ def copied(function, swap):
 
     maker.__class__ = Maker
     try:
-        return function.copy(swap=swap)
+        return function.copy(swap={old: new for old, new in swap.items() if old in held})
     finally:
         maker.__class__ = of_theano

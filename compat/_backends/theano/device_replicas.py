@@ -21,14 +21,15 @@ however uneven the shards. A compiled function keeps nothing for the next one, s
 forward returns, besides, whatever the one that goes back needs of what it has computed.
 """
 
-import contextlib
 import functools
 
-from ... import _keras, _rows
+from theano.gof import graph
+
+from ... import _keras, _rows, errors
 from ..._runtime.patching import replaced
 from .context_device import Device
-from .graph_variables import ancestors_of, host_type_of
-from .replicated_function import ReplicatedFunction, input_not_fed
+from .graph_variables import placeholder_like
+from .replicated_function import ReplicatedFunction
 
 
 def names_of_devices(model):
@@ -44,8 +45,13 @@ def parallelize(model, devices):
         devices: their names and Theano's targets, as ``Device`` takes them; none for the plain
             behaviour.
     """
-    if any(hasattr(tensor, "get_value") for tensor in model.inputs or ()):
-        raise input_not_fed(model.name)
+    if any(tensor not in model._feed_inputs for tensor in model.inputs or ()):
+        raise errors.unsupported(
+            "theano",
+            f"run model {model.name!r} on several devices: an input of it is a tensor of the "
+            "user's, Input(tensor=...), whose rows cannot be split",
+            "Give the model an Input(shape=...) and feed it.",
+        )
     current = vars(model).get("_compat_functions")
     with _keras.rebuilding_functions(model):
         if current is not None:
@@ -66,7 +72,8 @@ class ReplicatedTheanoFunctions:
         self.devices = list(devices)
         self.across = None  # why the model runs whole, an `Across`
         self.doubt = None  # why what no rule knows is not split, after a trial
-        self._bodies = {}  # type: dict
+        # The devices' functions that compute variables at cuts, which functions have in common.
+        self.forward = {(): []}  # type: dict
         self._warned = False
 
     def install(self):
@@ -80,22 +87,17 @@ class ReplicatedTheanoFunctions:
             del vars(self.model)[name]
 
     def _make(self, name, make):
-        with self._making("train" in name):
-            make()
-
-    @contextlib.contextmanager
-    def _making(self, train):
-        """Within, ``K.function`` makes a replicated function, of gradients yet to come."""
+        """Keras' method, for which ``K.function`` makes a replicated one, of gradients to come."""
         from keras import backend as K
 
         differentiate = K.gradients
         asked = []  # the loss, and (weight, variable in the place of its gradient)
 
         def gradients(loss, variables):
-            ancestors = ancestors_of([loss])
+            ancestors = set(graph.ancestors([loss]))
             if (asked and asked[0] is not loss) or any(v not in ancestors for v in variables):
                 return differentiate(loss, variables)  # which fails for a weight of no influence
-            placeholders = [host_type_of(variable)() for variable in variables]
+            placeholders = [placeholder_like(variable, "cpu") for variable in variables]
             asked[:] = [loss, (asked[1] if asked else []) + list(zip(variables, placeholders))]
             return placeholders
 
@@ -103,20 +105,11 @@ class ReplicatedTheanoFunctions:
             return ReplicatedFunction(self, inputs, outputs, updates, asked, options)
 
         ours = {"function": function, "gradients": gradients}
-        with replaced(K, **(ours if train else {"function": function})):
-            yield
+        with replaced(K, **(ours if "train" in name else {"function": function})):
+            make()
 
     def runs_whole(self, across, reach=_rows.FROM_THERE_ON):
         """Say, once, that the devices do not share all of the work."""
         if not self._warned:
             _rows.runs_whole(self.model.name, across, self.devices[0].name, reach)
             self._warned = True
-
-    def bodies(self, cuts, make):
-        """The devices' functions that compute ``cuts``, which functions may have in common."""
-        if not cuts:
-            return []
-        key = tuple(cut.variable for cut in cuts)
-        if key not in self._bodies:
-            self._bodies[key] = make()
-        return self._bodies[key]

@@ -20,18 +20,11 @@ def found(environ, version):
     """
     problems = []
     try:
-        for name, value in theano_flags.split_flags(environ.get("THEANO_FLAGS", "")):
-            problems.append(_ignored(name, value))
-        said = theano_flags.Flags(environ)
-        known = defined(version)
+        entries = theano_flags.split_flags(environ.get("THEANO_FLAGS", ""))
+        problems += [_ignored(name, value) for name, value in entries]
+        said, known = theano_flags.Flags(environ), defined(version)
         for name, value in said.spelled_as(known):
-            name, value = name.strip(), value.strip()
-            if known and name not in known:
-                problems.append(_no_flag(name, value, known, version))
-                continue
-            problem = _refused(name, value, known.get(name), has_gpuarray(version))
-            if problem is not None:
-                problems.append("{}={}: {}: {}".format(name, value, *problem))
+            problems.append(_wrong(name.strip(), value.strip(), known, version))
         problems.append(_not_up(said.get("device") or "cpu", environ, version))
         problems.append(_overruled((said.get("floatX") or "").strip(), environ))
     except errors.CompatError as error:
@@ -65,15 +58,13 @@ def defined(version):
     spec = importlib.util.find_spec("theano")
     if spec is None or not spec.origin or not version or packages.release(version) < (1, 0):
         return {}  # of others some flags are defined elsewhere
-    path = os.path.join(os.path.dirname(spec.origin), "configdefaults.py")
-    return theano_flags.defined(path)
+    return theano_flags.defined(os.path.join(os.path.dirname(spec.origin), "configdefaults.py"))
 
 
 def _no_flag(name, value, known, version):
     meant = _closest(name, known)
-    return "{}={}: Theano {} has no flag {}, and ignores it.{}".format(
-        name, value, version, name, " Did you mean {}?".format(meant) if meant else ""
-    )
+    text = f"{name}={value}: Theano {version} has no flag {name}, and ignores it."
+    return text + (f" Did you mean {meant}?" if meant else "")
 
 
 def _closest(name, known):
@@ -88,61 +79,64 @@ def _not_up(device, environ, version):
         return None
     if importlib.util.find_spec("pygpu") is None:
         return (
-            "device={}: Theano needs the package pygpu for it, which is not installed, "
+            f"device={device}: Theano needs the package pygpu for it, which is not installed, "
             "and goes on with the CPU. Install libgpuarray and pygpu 0.7, in a conda environment: "
-            "conda install pygpu=0.7".format(device)
+            "conda install pygpu=0.7"
         )
     everything = device_choice.choose(gpu_selection.parse_gpus(None), None, environ)
     if device.startswith("cuda") and not everything.gpus and not everything.shortage:
+        to_say_so = _overruling("device", "cpu")
         return (
-            "device={}: no GPU is visible, and Theano goes on with the CPU. To say so: {}".format(
-                device, _overruling("device", "cpu")
-            )
+            f"device={device}: no GPU is visible, and Theano goes on with the CPU. To say so: "
+            + to_say_so
         )
     return None
 
 
-def _refused(name, value, choices, gpuarray):
-    """Why Theano refuses this value, and what to type for one that it takes; or None.
+def _wrong(name, value, known, version):
+    """Why Theano does not take this value, and what to type for one that it takes; or None.
 
     Arguments:
-        choices: the values that it takes, or None.
-        gpuarray: whether it has that back-end.
+        known: Theano's flags, and the values that each takes, or None.
     """
+    if known and name not in known:
+        return _no_flag(name, value, known, version)
+    choices, gpuarray, lower = known.get(name), has_gpuarray(version), value.lower()
     if choices and value not in choices:
-        why, right = "Theano takes {}. For example".format(" or ".join(choices)), choices[0]
+        why, right = f"Theano takes {' or '.join(choices)}. For example", choices[0]
     elif name == "floatX" and value not in _FLOATX:
         why, right = "Theano takes float16, float32 or float64. For example", "float32"
     elif value in _BOOLEANS or name == "dnn.enabled":
         return None
-    elif value.lower() in ("yes", "no", "on", "off", "true", "false"):
-        why = "Theano takes {} only for yes or no".format(", ".join(_BOOLEANS))
-        right = "True" if value.lower() in ("yes", "on", "true") else "False"
+    elif lower in ("yes", "no", "on", "off", "true", "false"):
+        why = f"Theano takes {', '.join(_BOOLEANS)} only for yes or no"
+        right = str(lower in ("yes", "on", "true"))
     elif name not in ("device", "init_gpu_device"):
         return None
     elif value.startswith("gpu" if gpuarray else "cuda"):
         right = "cuda" + (value[3:] or "0") if gpuarray else "gpu" + (value[4:] or "0")
-        why = "this version of Theano calls it {}".format(right)
+        why = f"this version of Theano calls it {right}"
     elif gpuarray and value not in ("cpu", "") and not value.startswith(_DEVICES):
         why, right = "Theano takes cpu, cuda0 or opencl0:0. For example", "cpu"
     else:
         return None
-    return why, _overruling(name, right)
+    return f"{name}={value}: {why}: {_overruling(name, right)}"
 
 
 def _overruling(name, value):
     """What to type for another value: of entries of THEANO_FLAGS, and of files, the last counts."""
-    return 'export THEANO_FLAGS="$THEANO_FLAGS,{}={}"'.format(name, value)
+    return f'export THEANO_FLAGS="$THEANO_FLAGS,{name}={value}"'
 
 
 def _ignored(name, value):
     """Why Theano ignores this entry of THEANO_FLAGS, as a sentence, or None."""
     if value is None:
-        return "THEANO_FLAGS: {!r} has no value, Theano ignores it.".format(name)
-    if name != name.strip() or value != value.strip():
+        return f"THEANO_FLAGS: {name!r} has no value, Theano ignores it."
+    entry, name, value = f"{name}={value}", name.strip(), value.strip()
+    if entry != f"{name}={value}":
         return (
-            "THEANO_FLAGS: {!r} has a space beside its '=', Theano does not take it for {}. Write "
-            "{}={}.".format(name + "=" + value, name.strip(), name.strip(), value.strip())
+            f"THEANO_FLAGS: {entry!r} has a space beside its '=', Theano does not take it for "
+            f"{name}. Write {name}={value}."
         )
     return None
 
@@ -154,6 +148,6 @@ def _overruled(floatx, environ):
     if floatx not in _FLOATX or floatx[-2:] == keras[-2:]:  # Theano knows "32", too
         return None
     return (
-        "floatX={}: Keras sets {} when it is imported, as {} says or by default. Pass floatx= to "
-        "configure_gpu(), which sets both.".format(floatx, keras, path)
+        f"floatX={floatx}: Keras sets {keras} when it is imported, as {path} says or by default. "
+        "Pass floatx= to configure_gpu(), which sets both."
     )

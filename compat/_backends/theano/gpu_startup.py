@@ -57,7 +57,7 @@ def check(theano, failure, settings):
     error = errors.device_failed("theano", gpus, problem, remedy)
     if settings.strict:
         raise error from failure
-    return ["{} did not come up: {}".format(gpus, problem)], [str(error)]
+    return [f"{gpus} did not come up: {problem}"], [str(error)]
 
 
 def reason(theano, failure):

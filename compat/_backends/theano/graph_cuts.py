@@ -3,12 +3,14 @@
 import os
 
 import numpy as np
+from theano.gof import graph
+from theano.ifelse import IfElse
 
 from ... import _rows
 from ..._rows import Mixed, Partial, Sharded, Unknown
 from .graph_rows import VariableRows
 from .graph_sizes import ROWS, Sizes
-from .graph_variables import ancestors_of, depending_on, frames_of, nearest
+from .graph_variables import depending_on, frames_of, nearest
 
 
 class Cut:
@@ -25,8 +27,7 @@ class Cut:
 
     def merge(self, parts, sizes):
         """What the devices computed, as one, their rows in order."""
-        kept = [part for part, size in zip(parts, sizes) if size]
-        return np.concatenate(kept, axis=self.placement.axis)
+        return np.concatenate([p for p, size in zip(parts, sizes) if size], self.placement.axis)
 
     def split(self, gradient, parts, sizes):
         """Each device's part of the gradient with respect to what was merged."""
@@ -74,19 +75,16 @@ class ModelGraph:
         self._rows.follow(outputs)
         self._tries = tries
 
-    def body(self):
-        """The variables that a device can compute of its own rows, with their placements."""
-        return {
-            variable: placement
-            for variable, placement in self._rows.placements.items()
-            if variable.owner is not None and self._can_be_cut(variable, placement)
-        }
+    def cuts(self, wanted):
+        """Cuts at what is nearest to these variables that a device can compute of its own rows."""
+        return [Cut(v, self._rows.of(v)) for v in nearest(wanted, self._can_be_cut)]
 
-    def _can_be_cut(self, variable, placement):
+    def _can_be_cut(self, variable):
+        placement = self._rows.of(variable)
         if isinstance(placement, Unknown):
             return self._tries and bool(self._rows.sizes.grown(variable))
         whole = isinstance(placement, Sharded) and placement.copies == 1
-        return whole and placement.per is None and hasattr(variable, "broadcastable")
+        return whole and hasattr(variable, "broadcastable")
 
     def across(self, why):
         """What computes across rows and has the rows' number of results, the first; or None.
@@ -94,24 +92,23 @@ class ModelGraph:
         Arguments:
             why: of what no rule knows, as ``_rows.Across`` has it.
         """
-        kinds, needed = Mixed if self._tries else (Mixed, Unknown), ancestors_of(self.outputs)
+        kinds = Mixed if self._tries else (Mixed, Unknown)
+        needed = set(graph.ancestors(self.outputs))
         lost = [v for v, p in self._rows.placements.items() if isinstance(p, kinds) and v in needed]
         if not any(self._rows.sizes.grown(variable) for variable in lost):
             return None
         first, united = lost[0], lost
-        known = isinstance(self._rows.of(first), Mixed)
+        why = "mixed" if isinstance(self._rows.of(first), Mixed) else why
         while united:  # a sum over the rows, from where it is one
             first = united[0]
             united = [v for v in first.owner.inputs if isinstance(self._rows.of(v), Partial)]
-        return _rows.Across(
-            first.owner.op, self._layer(first), _line(first), "mixed" if known else why
-        )
+        return _rows.Across(first.owner.op, self._layer(first), _line(first), why)
 
     def _layer(self, variable):
         """The first layer of Keras whose output depends on a variable."""
         following = depending_on([variable], self.outputs)
         made = [v for v in self._rows.placements if v in following and hasattr(v, "_keras_history")]
-        return "layer {!r}".format(made[0]._keras_history[0].name) if made else None
+        return f"layer {made[0]._keras_history[0].name!r}" if made else None
 
 
 def _line(variable):
@@ -119,23 +116,12 @@ def _line(variable):
     library = os.path.dirname(os.__file__) + os.sep
     for path, line in reversed(frames_of(variable)):
         if not (path.startswith((library, "<")) or "-packages" + os.sep in path):
-            return "{}, line {}".format(os.path.basename(path), line)
+            return f"{os.path.basename(path)}, line {line}"
     return None
-
-
-def frontier(wanted, body):
-    """Cuts at the variables in ``body`` that are nearest to ``wanted``.
-
-    Arguments:
-        body: placements of variables.
-    """
-    return [Cut(v, body[v]) for v in nearest(wanted, lambda variable: variable in body)]
 
 
 def own_gradient(cuts):
     """The first operation before cuts whose gradient is the user's, as an ``Across``, or None."""
-    from theano.gof import graph
-
     for node in graph.io_toposort([], [cut.variable for cut in cuts]):
         kind = type(node.op)
         if kind.__module__.partition(".")[0] != "theano" or kind.__name__ == "OpFromGraph":
@@ -143,24 +129,17 @@ def own_gradient(cuts):
     return None
 
 
-def is_normalized(cut, learning_phase):
-    """Whether a layer before a cut normalizes by the batch in inference: each device by its own.
+def is_normalized(cut):
+    """Whether a layer before a cut normalizes by the batch in inference: each device by its own."""
+    from keras import backend as K
 
-    Arguments:
-        learning_phase: the variable that tells training from inference, or a number.
-    """
-    from theano.ifelse import IfElse
+    def in_inference(node):
+        if isinstance(node.op, IfElse) and node.inputs[0] is K.learning_phase():
+            return node.inputs[1 + node.op.n_outs :]
+        return node.inputs
 
-    stack, seen = [cut.variable] if isinstance(cut.placement, Sharded) else [], set()
-    while stack:
-        node = stack.pop().owner
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if type(node.op).__name__ == "AbstractBatchNormTrain":
-            return True
-        inputs = node.inputs
-        if isinstance(node.op, IfElse) and inputs[0] is learning_phase:
-            inputs = inputs[1 + node.op.n_outs :]
-        stack += inputs
-    return False
+    def normalizes(variable):
+        return type(variable.owner.op).__name__ == "AbstractBatchNormTrain"
+
+    sharded = isinstance(cut.placement, Sharded)
+    return sharded and bool(nearest([cut.variable], normalizes, in_inference))

@@ -1,5 +1,7 @@
 """How the variables of a graph depend on the rows of a batch, followed from its inputs on."""
 
+from theano.gof import graph
+
 from ..._rows import REPLICATED, Count, Mixed, Replicated, Sharded, Value, without_rows
 from .graph_sizes import Sizes
 from .row_operations import ARRANGING, OF_SIZES, TABLE, Drawn, drawn, unknown
@@ -22,12 +24,10 @@ class VariableRows:
 
     def follow(self, wanted):
         """Find the placements of what these variables depend on, and return this."""
-        from theano.gof import graph
-
         for node in graph.io_toposort([], wanted):
             self.sizes.infer(node)
             for variable, placement in zip(node.outputs, self._after(node)):
-                if isinstance(placement, Count) and self.sizes.is_constant(variable):
+                if isinstance(placement, Count) and self.sizes.constant(variable) is not None:
                     placement = REPLICATED
                 self.placements[variable] = placement
         return self

@@ -6,6 +6,9 @@ By Theano's own ``infer_shape`` and ``perform``: nothing is compiled, and no row
 import contextlib
 
 import numpy as np
+from theano import tensor
+from theano.compile.ops import Shape, Shape_i
+from theano.gof.graph import NoParams
 
 #: Numbers of rows. What is the same for all of these, or in proportion, is so for any.
 ROWS = (1, 2, 3, 7, 100003)
@@ -23,26 +26,25 @@ class Sizes:
     """
 
     def __init__(self, given, numbers=()):
-        self._sizes = dict(given)
         self._numbers = dict(numbers)
         self._symbols = {}  # type: dict
+        for variable, sizes in given.items():
+            self.set(variable, sizes)
 
     def dimensions(self, variable):
         """For each dimension a list of sizes, or None. What is no tensor has none."""
-        if variable not in self._sizes:
-            self._sizes[variable] = self._of_leaf(variable)
-        return self._sizes[variable]
+        return [self._numbers[symbol] for symbol in self._symbolic(variable) or ()]
 
-    def _of_leaf(self, variable):
-        shape = np.shape(getattr(variable, "data", ()))
-        if hasattr(variable, "get_value"):
-            shape = np.shape(variable.container.storage[0])
-        pattern = _pattern(variable)
-        known = len(shape) == len(pattern)
-        return [
-            [shape[axis]] * len(ROWS) if known else [1] * len(ROWS) if is_one else None
-            for axis, is_one in enumerate(pattern)
-        ]
+    def _symbolic(self, variable):
+        """Sizes as ``infer_shape`` takes them; None for what is no tensor."""
+        if not hasattr(variable, "ndim"):
+            return None
+        if variable not in self._symbols:
+            is_shared = hasattr(variable, "get_value")
+            held = variable.container.storage[0] if is_shared else getattr(variable, "data", ())
+            known = len(np.shape(held)) == variable.ndim
+            self.set(variable, np.shape(held) if known else [None] * variable.ndim)
+        return self._symbols[variable]
 
     def shape(self, variable):
         """The sizes, None for those that are not known or change with the number of rows."""
@@ -76,10 +78,20 @@ class Sizes:
 
     def set(self, variable, shape):
         """Keep sizes: for each dimension None, a list, or what ``infer_shape`` gives."""
-        self._sizes[variable] = [
-            [1] * len(ROWS) if is_one else size if isinstance(size, list) else self._size(size)
-            for size, is_one in zip(shape, _pattern(variable))
-        ]
+        # Of sparse matrices it is not known whether a size is 1.
+        ones = getattr(variable, "broadcastable", (False,) * len(shape))
+        sizes = (1 if is_one else size for size, is_one in zip(shape, ones))
+        self._symbols[variable] = tuple(map(self._symbol, sizes))
+
+    def _symbol(self, size):
+        numbers = self.numbers(size) if hasattr(size, "owner") else size
+        if numbers is not None:
+            numbers = numbers if isinstance(numbers, list) else [numbers] * len(ROWS)
+            numbers = list(map(np.int64, numbers))
+        constant = numbers is not None and len(set(numbers)) == 1
+        symbol = tensor.constant(numbers[0], dtype="int64") if constant else tensor.lscalar()
+        self._numbers[symbol] = numbers
+        return symbol
 
     def _asked(self, node):
         """The second input has the sizes of the last output, unless one is to be found."""
@@ -94,25 +106,6 @@ class Sizes:
         pairs = zip(dimensions[: node.op.n_outs], dimensions[node.op.n_outs :])
         return [[size if size == other else None for size, other in zip(*pair)] for pair in pairs]
 
-    def _symbolic(self, variable):
-        """Sizes as ``infer_shape`` takes them; None for what is no tensor."""
-        from theano import tensor
-
-        if variable not in self._symbols and hasattr(variable, "ndim"):
-            symbols = []
-            for sizes, size in zip(self.dimensions(variable), self.shape(variable)):
-                known = size is not None
-                symbols.append(tensor.constant(size, dtype="int64") if known else tensor.lscalar())
-                self._numbers[symbols[-1]] = None if sizes is None else list(map(np.int64, sizes))
-            self._symbols[variable] = tuple(symbols)
-        return self._symbols.get(variable)
-
-    def _size(self, symbol):
-        if symbol is None or not hasattr(symbol, "owner"):
-            return symbol if symbol is None else [int(symbol)] * len(ROWS)
-        numbers = self.numbers(symbol)
-        return None if numbers is None else [int(number) for number in numbers]
-
     # Numbers -------------------------------------------------------------------------------------
 
     def numbers(self, variable):
@@ -123,16 +116,13 @@ class Sizes:
                 self._numbers[variable] = self._computed(variable)
         return self._numbers[variable]
 
-    def is_constant(self, variable):
-        """Whether this follows from sizes alone, and is the same for any number of rows."""
-        if None in (self.shape(variable) or ()):
-            return False
-        numbers = self.numbers(variable)
-        return numbers is not None and all(np.array_equal(numbers[0], each) for each in numbers)
+    def constant(self, variable):
+        """What follows from sizes alone, and is the same for any number of rows; or None."""
+        numbers = None if self.grown(variable) else self.numbers(variable)
+        same = numbers is not None and all(np.array_equal(numbers[0], each) for each in numbers)
+        return numbers[0] if same else None
 
     def _computed(self, variable):
-        from theano.compile.ops import Shape, Shape_i
-
         node = variable.owner
         if node is None:
             return [variable.data] * len(ROWS) if hasattr(variable, "data") else None
@@ -149,19 +139,12 @@ class Sizes:
         return [self._performed(node, list(inputs))[place] for inputs in zip(*given)]
 
     def _performed(self, node, inputs):
-        from theano.gof.graph import NoParams
-
         storage = [[None] for _ in node.outputs]
         node.op.prepare_node(node, None, None, "py")
         params = node.run_params()
         params = () if params is NoParams else (node.params_type.filter(params),)
         node.op.perform(node, inputs, storage, *params)
         return [value for (value,) in storage]
-
-
-def _pattern(variable):
-    """For each dimension, whether its size is 1. Of sparse matrices that is not known."""
-    return getattr(variable, "broadcastable", (False,) * getattr(variable, "ndim", 0))
 
 
 _DIRECT = {

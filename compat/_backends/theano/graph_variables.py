@@ -1,24 +1,13 @@
 """Variables of Theano's graphs: what depends on what, and others like them on a device."""
 
-import numpy as np
+from theano import tensor
+from theano.gof import graph
 
-
-def leaves_of(variables):
-    from theano.gof import graph
-
-    return graph.inputs(variables)
-
-
-def ancestors_of(variables):
-    from theano.gof import graph
-
-    return set(graph.ancestors(variables))
+from .context_device import context_of
 
 
 def depending_on(starts, wanted):
     """``starts``, and the variables that depend on them and that ``wanted`` need."""
-    from theano.gof import graph
-
     following = set(starts)
     for node in graph.io_toposort([], wanted):
         if any(variable in following for variable in node.inputs):
@@ -26,10 +15,13 @@ def depending_on(starts, wanted):
     return following
 
 
-def nearest(wanted, is_found):
+def nearest(wanted, is_found, inputs_of=lambda node: node.inputs):
     """The variables nearest to ``wanted`` of which a function is true, each once, in order.
 
     Leaves are none of them.
+
+    Arguments:
+        inputs_of: the inputs of a node that are looked at.
     """
     found, seen, stack = [], set(), list(reversed(wanted))
     while stack:
@@ -40,7 +32,7 @@ def nearest(wanted, is_found):
         if is_found(variable):
             found.append(variable)
         else:
-            stack += reversed(variable.owner.inputs)
+            stack += reversed(inputs_of(variable.owner))
     return found
 
 
@@ -50,8 +42,6 @@ def gradients_of(total, variables, known=None):
     Arguments:
         known: the gradients of some variables, in place of a total.
     """
-    from theano import tensor
-
     found = tensor.grad(
         total, variables, disconnected_inputs="ignore", return_disconnected="None",
         known_grads=known,
@@ -59,38 +49,12 @@ def gradients_of(total, variables, known=None):
     return {v: gradient for v, gradient in zip(variables, found) if gradient is not None}
 
 
-def is_random(variable):
-    """Whether this is the state of a generator of random numbers."""
-    return getattr(variable, "default_update", None) is not None
-
-
-def independent_state(value, number):
-    """The state of a generator whose numbers are independent of those that ``value`` gives."""
-    from theano.sandbox import rng_mrg
-
-    if isinstance(value, np.random.RandomState):
-        return np.random.RandomState([number] + list(value.get_state()[1][:8]))
-    states = np.array(value)
-    for _ in range(number):
-        states = np.array([rng_mrg.ff_2p134(state) for state in states], dtype=states.dtype)
-    return states
-
-
-def context_of(variable):
-    """The name of the context that a variable lies on, or "cpu"."""
-    return getattr(variable.type, "context_name", "cpu")
-
-
-def host_type_of(variable):
-    from theano import tensor
-
-    return tensor.TensorType(variable.dtype, variable.broadcastable)
-
-
 def placeholder_like(variable, place):
     """A variable to be given a value, like ``variable``, that lies at ``place``."""
-    if place == "cpu" or not hasattr(variable, "broadcastable"):
-        return host_type_of(variable)() if hasattr(variable, "broadcastable") else variable.type()
+    if not hasattr(variable, "broadcastable"):
+        return variable.type()
+    if place == "cpu":
+        return tensor.TensorType(variable.dtype, variable.broadcastable)()
     from theano.gpuarray import GpuArrayType
 
     return GpuArrayType(variable.dtype, variable.broadcastable, context_name=place)()

@@ -1,5 +1,7 @@
 """Operations that have branches, or a graph of their own inside: rules about their rows."""
 
+from theano.scan_module.scan_utils import scan_args
+
 from ... import _rows
 from ..._rows import REPLICATED, Mixed, Replicated, Sharded, Unknown
 from ..._rows.values import shared
@@ -8,10 +10,7 @@ from ..._rows.values import shared
 def branched(node, values, rows):
     count = node.op.n_outs
     kinds = [value.placement for value in values]
-    pairs = [list(pair) for pair in zip(kinds[1 : 1 + count], kinds[1 + count :])]
-    for pair in pairs:
-        if all(isinstance(each, Sharded) for each in pair):
-            pair[:] = [shared(pair) or Mixed()] * 2
+    pairs = zip(kinds[1 : 1 + count], kinds[1 + count :])
     return [_rows.chosen(kinds[0], pair) for pair in pairs]
 
 
@@ -25,13 +24,11 @@ def inlined(node, values, rows):
 
 def looped(node, values, rows):
     """``scan``: rows along another dimension than that of the steps, or a step for each row."""
-    from theano.scan_module.scan_utils import scan_args
-
     loop = scan_args(node.inputs, node.outputs, node.op.inputs, node.op.outputs, node.op.info)
     of = dict(zip(node.inputs, [value.placement for value in values]))
     if loop.outer_in_mit_mot:
         return Unknown("a loop's gradient")
-    states = loop.outer_in_mit_sot + loop.outer_in_sit_sot
+    states, each_row = loop.outer_in_mit_sot + loop.outer_in_sit_sot, None
     if any(_is_first(of[v]) for v in loop.outer_in_seqs):
         each_row = _over_rows(loop, of, rows)
         if each_row is None:
@@ -39,8 +36,6 @@ def looped(node, values, rows):
         of.update((v, REPLICATED) for v in loop.outer_in_seqs)  # as one step sees them
     elif not isinstance(of[loop.n_steps], Replicated) or any(_is_first(of[v]) for v in states):
         return Mixed()
-    else:
-        each_row = None
     held, inside = _in_each_step(loop, of, states, rows)
     if any(not isinstance(inside.value(v).placement, Replicated) for v in loop.cond):
         return Mixed()  # the rows tell where it ends
@@ -82,7 +77,8 @@ def _in_each_step(loop, of, states, rows):
         of_states = [(v, *state, 1) for each, *state in zip(taps, states, held) for v in each]
         inside, before = rows.inside(pairs + of_states, loop.inner_outputs), held
         new = map(inside.value, loop.inner_out_mit_sot + loop.inner_out_sit_sot)
-        held = [_agreed(state, value.placement) for state, value in zip(held, new)]
+        # What they are before a step, and after it.
+        held = [_rows.chosen(REPLICATED, [was, is_now.placement]) for was, is_now in zip(held, new)]
     return held, inside
 
 
@@ -91,16 +87,5 @@ def _is_first(placement):
 
 
 def _moved(placement, by):
-    if isinstance(placement, Sharded):
-        return placement.replace(axis=placement.axis + by)
-    return placement
-
-
-def _agreed(before, after):
-    """What the states of a loop are, before each of its steps and after."""
-    if before == after:
-        return before
-    if isinstance(before, Sharded) and isinstance(after, Sharded):
-        return shared([before, after]) or Mixed()
-    kinds = [each for each in (before, after) if isinstance(each, (Mixed, Unknown))]
-    return kinds[0] if kinds == [Unknown()] else Mixed()
+    has_rows = isinstance(placement, Sharded)
+    return placement.replace(axis=placement.axis + by) if has_rows else placement

@@ -4,13 +4,14 @@ import collections
 
 import numpy as np
 import theano
+from theano.gof import graph
 
-from ... import _keras, _rows, errors
+from ... import _keras, _rows
 from ..._rows import split_rows
 from ..._runtime import progress, work
 from . import graph_cuts
 from .device_body import Body, copied
-from .graph_variables import depending_on, gradients_of, leaves_of
+from .graph_variables import depending_on, gradients_of
 
 #: What Theano raises where the sizes of a part of a batch do not fit each other.
 _ERRORS = (ValueError, IndexError, AssertionError)
@@ -31,10 +32,12 @@ class ReplicatedFunction:
     def __init__(self, owner, inputs, outputs, updates, gradients, options):
         self.owner = owner
         self.inputs = list(inputs)
-        # Keras 2.3 wants its metrics' results as they are after the updates.
-        self.metrics = {p: each for p, each in enumerate(outputs) if hasattr(each, "_is_metric")}
-        self.outputs = [output for output in outputs if not hasattr(output, "_is_metric")]
         self.updates = list(collections.OrderedDict(reversed(list(updates))).items())
+        self.outputs = [
+            # Keras 2.3 wants its metrics' results as they are after the updates.
+            theano.clone(each, dict(self.updates)) if hasattr(each, "_is_metric") else each
+            for each in outputs
+        ]
         self.loss, self.weights = gradients or (None, [])
         self.options = options
         self.is_made = False
@@ -42,23 +45,20 @@ class ReplicatedFunction:
         self.cuts = []  # type: Any
         self.forward = []  # type: Any  # a Theano function for each device
         self.backward = []  # type: Any
-        self.update = self.measure = None  # type: Any
+        self.update = None  # type: Any
 
     def __call__(self, inputs):
         rows, devices = inputs[0].shape[0], self.owner.devices
-        given = dict(zip(self.inputs, inputs))
+        states = _keras.states(self.owner.model, "get_value")
+        given = {state: state.get_value(borrow=True) for state in states}  # for each row one
+        given.update(zip(self.inputs, inputs))
         self._prepare(given, rows)
-        given = self._with_states(given)
         bounds = [split_rows.run_bounds(rows, len(devices), i) for i in range(len(self.forward))]
         shards = [self._given_to_body(given, slice(*each)) for each in bounds]
         for device, _ in zip(devices, self.forward):
             device.take_weights()
-        # A GPU's functions return before it has computed: all of them start, then one is awaited.
         try:
-            computed = [
-                device.run(forward, shard)
-                for device, forward, shard in zip(devices, self.forward, shards)
-            ]
+            computed = self._run(self.forward, shards)
         except _ERRORS:
             self._compute_on_one(given)
             self._run_whole()
@@ -72,32 +72,31 @@ class ReplicatedFunction:
         values = dict(zip(self._cut_variables() + self.wanted, whole + of_head))
         if self.update is not None:
             gradients = dict(zip(self.differentiated, map(np.asarray, of_head[len(self.wanted) :])))
-            if self.backward:
-                self._add_gradients(gradients, computed, shards, sizes)
+            self._add_gradients(gradients, computed, shards, sizes)
             self.update(*(list(inputs) + whole + [gradients[weight] for weight, _ in self.weights]))
         for variable, new in self.assigned:
             variable.set_value(np.asarray(values[new], dtype=variable.dtype))
         names = [device.name for device in devices]
         split = sizes if self.cuts else work.undivided(names, rows)  # the head computes all
         work.count(names, split, self.loss is not None)
-        results = [np.asarray(values[output]) for output in self.outputs]
-        for place, value in zip(self.metrics, self.measure() if self.metrics else ()):
-            results.insert(place, value)
-        return results
+        return [np.asarray(values[output]) for output in self.outputs]
 
     def _given_to_body(self, given, rows):
         """A body's inputs: ``rows``, a slice or numbers, of what has rows."""
         return [given[v][rows] if v in self.sharded else given[v] for v in self.body_inputs]
 
-    def _with_states(self, given):
-        """What is given, and a state for each row."""
-        found = dict(given)
-        found.update((state, state.get_value(borrow=True)) for state in self.states)
-        return found
+    def _run(self, functions, given):
+        """Call each device's function. A GPU's returns before it has computed: all of them start,
+        then one is awaited."""
+        results = []
+        for device, function, each in zip(self.owner.devices, functions, given):
+            with device.current():
+                results.append(function(*each))
+        return results
 
     def _compute_on_one(self, given):
         """Have the first device compute all rows. What is an error there, too, is the user's."""
-        self.owner.devices[0].run(self.forward[0], self._given_to_body(given, slice(None)))
+        self._run(self.forward[:1], [self._given_to_body(given, slice(None))])
 
     def _add_gradients(self, gradients, computed, shards, sizes):
         """Add those of all devices' bodies to the gradients that the head has of each weight.
@@ -107,18 +106,13 @@ class ReplicatedFunction:
             computed: for each cut, what the devices have computed.
             shards: for each device, what its backward function gets besides the gradients.
         """
-        given = [
+        upstream = [
             cut.split(gradients[cut], parts, sizes)
             for cut, parts in zip(self.cuts, computed)
             if cut in self.cuts_back
         ]
-        results = [
-            device.run(backward, shard + list(parts))
-            for device, backward, shard, parts in zip(
-                self.owner.devices, self.backward, shards, zip(*given)
-            )
-        ]
-        for result in results:
+        given = [shard + list(parts) for shard, parts in zip(shards, zip(*upstream))]
+        for result in self._run(self.backward, given):
             for weight, value in zip(self.body_weights, map(np.asarray, result)):
                 gradients[weight] = gradients[weight] + value if weight in gradients else value
 
@@ -126,12 +120,12 @@ class ReplicatedFunction:
 
     def _prepare(self, given, rows):
         """Make the functions, unless they are there, and try them on rows of this batch."""
-        fed = [given[v].shape for v in self.owner.model.inputs if v in given]
+        fed = [given[v].shape for v in self.owner.model.inputs]
         if len({shape[0] for shape in fed}) > 1 and (self.cuts or not self.is_made):
             self._run_whole()
         shapes = tuple(shape[1:] for shape in fed)
         while not self.is_made or self.cuts and self.tried.get(shapes, 0) < min(rows, _ENOUGH):
-            with progress.shown("compiling model {!r} for Theano".format(self.owner.model.name)):
+            with progress.shown(f"compiling model {self.owner.model.name!r} for Theano"):
                 finish = None if self.is_made else self._make(given)
                 is_right = not self.cuts or self._is_right(given, rows)
                 if is_right and finish is not None:
@@ -151,29 +145,27 @@ class ReplicatedFunction:
         Returns:
             A function that compiles the rest.
         """
-        model = self.owner.model
-        if any(variable not in self.inputs for variable in model.inputs):
-            raise input_not_fed(model.name)
-        self.states = _keras.states(model, "get_value")
-        self.sharded = list(model.inputs) + self.states
-        self._find_cuts(self._with_states(given))
+        self._find_cuts(given)
         placeholders, values, updates = self._head_graphs()
         self.used = [
             variable
-            for variable in leaves_of(self._cut_variables())
-            if isinstance(variable, theano.compile.SharedVariable) and variable not in self.states
+            for variable in graph.inputs(self._cut_variables())
+            if isinstance(variable, theano.compile.SharedVariable) and variable not in given
         ]
-        bodies = self._make_bodies()
+        cuts = tuple(self._cut_variables())
+        made = None if self.cuts_back else self.owner.forward.get(cuts)
+        bodies = self._bodies() if made is None else {}
+        self.forward = self._functions(bodies, Body.forward) if made is None else made
+        if not self.cuts_back:
+            self.owner.forward[cuts] = self.forward
 
         def finish():
             given = self.inputs + placeholders
-            self.backward = self._functions(bodies, Body.backward) if bodies else []
+            self.backward = self._functions(bodies, Body.backward) if self.cuts_back else []
             self.head = self._compile(given, values) if values else None
             if self.loss is not None:
                 given = given + [gradient for _, gradient in self.weights]
                 self.update = self._compile(given, [], updates=updates)
-            if self.metrics:
-                self.measure = self._compile([], list(self.metrics.values()))
 
         return finish
 
@@ -183,54 +175,57 @@ class ReplicatedFunction:
     def _find_cuts(self, given):
         """Find where the head begins: the variables nearest to it that the body computes."""
         owner, outputs = self.owner, self.owner.model.outputs
-        leaves = set(leaves_of(outputs))
-        self.body_inputs = self.sharded + [
-            v for v in self.inputs if v in leaves and v not in self.sharded
-        ]
-        wanted = self.outputs + [new for _, new in self.updates]
+        leaves = set(graph.inputs(outputs))
+        states = [variable for variable in given if variable not in self.inputs]
+        self.sharded = list(owner.model.inputs) + states
+        others = [v for v in self.inputs if v in leaves and v not in self.sharded]
+        self.body_inputs = self.sharded + others
         self.cuts, across, reach = [], owner.across, "The model"
         if across is None:
-            graph = graph_cuts.ModelGraph(
-                outputs, self.sharded, {v: given[v] for v in self.body_inputs}, not owner.doubt
-            )
-            self.cuts = graph_cuts.frontier(wanted, graph.body())
-            across, reach = graph.across(owner.doubt), _rows.FROM_THERE_ON
+            given = {v: given[v] for v in self.body_inputs}
+            of_model = graph_cuts.ModelGraph(outputs, self.sharded, given, not owner.doubt)
+            wanted = self.outputs + [new for _, new in self.updates]
+            self.cuts = of_model.cuts(wanted)
+            across, reach = of_model.across(owner.doubt), _rows.FROM_THERE_ON
         if across is not None:
             owner.runs_whole(across, reach)
+
+    def _in_inference(self, given, rows, chosen):
+        """What the first device gets for some rows of the batch, and what it computes of them."""
+        from keras import backend as K
+
+        phase = K.learning_phase()
+        given = {v: 0 if v is phase else value for v, value in given.items()}
+        part = self._given_to_body(given, [row % rows for row in chosen])
+        return part, self._run(self.forward[:1], [part])[0]
 
     def _is_right(self, given, rows):
         """Whether a trial, in inference, finds at the cut what was thought.
 
         Otherwise what no rule knows is doubted from now on; where all is known, the model is.
         """
-        from keras import backend as K
-
-        owner, device, phase = self.owner, self.owner.devices[0], K.learning_phase()
-        given = self._with_states(given)
-        in_inference = {v: 0 if v is phase else value for v, value in given.items()}
 
         def compute(chosen):
-            part = self._given_to_body(in_inference, [row % rows for row in chosen])
-            return [np.asarray(value) for value in device.run(self.forward[0], part)][:count]
+            values = self._in_inference(given, rows, chosen)[1]
+            return list(map(np.asarray, values[: len(self.cuts)]))
 
-        count = len(self.cuts)
+        owner, device = self.owner, self.owner.devices[0]
         device.take_weights()
         with device.randomness_kept():
             try:
                 found = _rows.trial.tried(compute)
             except Exception:
                 self._compute_on_one(given)
-                found = None
+                found = [None] * len(self.cuts)
         wrong = [
             result
-            for cut, result in zip(self.cuts, found or [None] * count)
-            if not cut.is_right(result) and not graph_cuts.is_normalized(cut, phase)
+            for cut, result in zip(self.cuts, found)
+            if not cut.is_right(result) and not graph_cuts.is_normalized(cut)
         ]
         if not wrong:
             return True
-        why = (
-            "unknown" if all(r is None or isinstance(r, _rows.Unknown) for r in wrong) else "tried"
-        )
+        untold = all(result is None or isinstance(result, _rows.Unknown) for result in wrong)
+        why = "unknown" if untold else "tried"
         if any(isinstance(cut.placement, _rows.Unknown) for cut in self.cuts):
             owner.doubt = why
         else:
@@ -239,30 +234,25 @@ class ReplicatedFunction:
 
     def _is_right_back(self, given, rows):
         """Whether gradients of the user's own are those of the whole batch, by a trial as well."""
-        from keras import backend as K
-
-        owner, device, phase = self.owner, self.owner.devices[0], K.learning_phase()
-        across = graph_cuts.own_gradient(self.cuts_back) if self.backward else None
+        across = graph_cuts.own_gradient(self.cuts_back)
         if across is None:
             return True
-        given = {v: 0 if v is phase else value for v, value in self._with_states(given).items()}
         places = [self.cuts.index(cut) for cut in self.cuts_back]
 
         def compute(chosen):
-            part = self._given_to_body(given, [row % rows for row in chosen])
-            values = device.run(self.forward[0], part)
+            part, values = self._in_inference(given, rows, chosen)
             upstream = [np.asarray(values[place]) + np.float32(0.5) for place in places]
-            kept = values[len(self.cuts) :]
-            return list(map(np.asarray, device.run(self.backward[0], part + kept + upstream)))
+            part = part + values[len(self.cuts) :] + upstream
+            return list(map(np.asarray, self._run(self.backward[:1], [part])[0]))
 
         try:
-            with device.randomness_kept():
+            with self.owner.devices[0].randomness_kept():
                 whole, *parts = map(compute, (_rows.trial.WHOLE,) + _rows.trial.PARTS)
             is_right = all(map(_rows.trial.close, map(sum, zip(*parts)), whole))
         except Exception:  # whatever an operation of the user's does
             is_right = False
         if not is_right:
-            owner.across = across
+            self.owner.across = across
         return is_right
 
     def _head_graphs(self):
@@ -293,9 +283,8 @@ class ReplicatedFunction:
         gradients = {}
         if loss:
             asked = {weight: weight for weight, _ in self.weights}
-            for cut, placeholder in zip(self.cuts, placeholders):
-                if "float" in placeholder.type.dtype:
-                    asked[cut] = placeholder
+            floats = zip(self.cuts, placeholders)
+            asked.update((cut, given) for cut, given in floats if "float" in given.dtype)
             found = gradients_of(cloned[self.loss], list(asked.values()))
             gradients = {each: found[v] for each, v in asked.items() if v in found}
         self.differentiated = list(gradients)  # cuts and weights
@@ -310,37 +299,19 @@ class ReplicatedFunction:
 
     # The devices' functions ---------------------------------------------------------------------
 
-    def _make_bodies(self):
-        """Make the devices' functions that go forward.
-
-        Returns:
-            The bodies whose functions go back, if there is a way back.
-        """
-        if not self.cuts_back:
-            self.forward = self.owner.bodies(
-                self.cuts, lambda: self._functions(self._bodies(), Body.forward)
-            )
-            return {}
-        weights = [weight for weight, _ in self.weights if weight in self.used]
-        back = [self.cuts.index(cut) for cut in self.cuts_back]
-        bodies = self._bodies()
-        for device, body in bodies.items():
-            with device.current():
-                self.body_weights = body.differentiate(back, weights)
-        self.forward = self._functions(bodies, Body.forward)
-        return bodies
-
     def _bodies(self):
         """Their graphs. On one processor all are copies of the first's."""
         found, devices = {}, self.owner.devices
+        cuts, back = self._cut_variables(), [self.cuts.index(cut) for cut in self.cuts_back]
+        weights = [weight for weight, _ in self.weights if weight in self.used]
         for number, device in enumerate(devices):
             for variable in self.used:
                 device.adopt(variable, number)
             if number == 0 or device.target != devices[0].target:
                 with device.current():
-                    found[device] = Body(
-                        device, self.body_inputs, self.sharded, self._cut_variables(), self.used
-                    )
+                    body = Body(device, self._compile, self.body_inputs, cuts, self.used)
+                    self.body_weights = body.differentiate(back, weights) if back else []
+                found[device] = body
         return found
 
     def _functions(self, bodies, make):
@@ -350,19 +321,8 @@ class ReplicatedFunction:
         for device in self.owner.devices:
             if device in bodies:
                 with device.current():
-                    functions.append(make(bodies[device], self._compile))
+                    functions.append(make(bodies[device]))
             else:
-                held = {given.variable for given in functions[0].maker.inputs}
-                pairs = [(first.variables[v], device.variables[v]) for v in self.used]
-                swap = {old: new for old, new in pairs if old in held}
+                swap = {first.variables[v]: device.variables[v] for v in self.used}
                 functions.append(copied(functions[0], swap))
         return functions
-
-
-def input_not_fed(model):
-    return errors.unsupported(
-        "theano",
-        "run model {!r} on several devices: an input of it is a tensor of the user's, "
-        "Input(tensor=...), whose rows cannot be split".format(model),
-        "Give the model an Input(shape=...) and feed it.",
-    )

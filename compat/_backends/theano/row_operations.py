@@ -5,6 +5,9 @@ asked only where an input has rows, or is a part of a sum, unless it is one of `
 """
 
 import os
+import sys
+
+from theano.tensor.subtensor import get_idx_list
 
 from ... import _rows
 from ..._rows import REPLICATED, Count, Mixed, Partial, Replicated, Sharded, Unknown, Value
@@ -21,14 +24,6 @@ class Drawn(_rows.Placement):
 
 def _plain(values):
     return _rows.without_rows([value.placement for value in values])
-
-
-def _number(variable, rows):
-    """The value of a number that is the same for any batch, or None."""
-    numbers = rows.sizes.numbers(variable)
-    if numbers is None or numbers[0] is None or not rows.sizes.is_constant(variable):
-        return None
-    return int(numbers[0])
 
 
 def _of_first(rule):
@@ -106,7 +101,7 @@ def _along_second(rule):
 
     @_of_first
     def applied(node, values, rows):
-        axis = _number(node.inputs[1], rows)
+        axis = rows.sizes.constant(node.inputs[1])
         return Mixed() if axis is None else rule(values[0], axis)
 
     return applied
@@ -132,9 +127,8 @@ def _dimshuffled(node, values, rows):
     placement, order = values[0].placement, list(node.op.new_order)
     if isinstance(placement, Partial):
         return placement
-    if placement.axis not in order:  # dropped, of one row
-        return Mixed()
-    return placement.replace(axis=order.index(placement.axis))
+    dropped = placement.axis not in order  # of one row
+    return Mixed() if dropped else placement.replace(axis=order.index(placement.axis))
 
 
 def _reshaped(node, values, rows):
@@ -144,10 +138,8 @@ def _reshaped(node, values, rows):
 
 
 def _joined(node, values, rows):
-    axis = _number(node.inputs[0], rows)
-    if axis is None or not isinstance(values[0].placement, Replicated):
-        return Mixed()
-    return _rows.concatenated(values[1:], axis)
+    axis = rows.sizes.constant(node.inputs[0])
+    return Mixed() if axis is None else _rows.concatenated(values[1:], axis)
 
 
 def _parts(node, variables, rows):
@@ -156,34 +148,25 @@ def _parts(node, variables, rows):
     Arguments:
         variables: what is indexed, and the variables in the index.
     """
-    from theano.tensor.subtensor import get_idx_list
-
     parts = {}
     for axis, index in enumerate(get_idx_list(variables, node.op.idx_list)):
         is_slice = isinstance(index, slice)
-        if is_slice and _is_whole(index, rows.sizes.dimensions(variables[0])[axis], rows):
-            continue
         asked = [index.start, index.stop, index.step] if is_slice else [index]
+        if is_slice and _is_whole(asked, rows.sizes.dimensions(variables[0])[axis], rows):
+            continue
         if any(not isinstance(rows.of(v), Replicated) for v in asked if hasattr(v, "owner")):
             return None
         parts[axis] = "part" if is_slice else "one"
     return parts
 
 
-def _is_whole(index, sizes, rows):
-    """Whether a slice takes all of a dimension, in order."""
-    ends = [
-        rows.sizes.numbers(each) if hasattr(each, "owner") else [each] * len(ROWS)
-        for each in (index.start, index.stop, index.step)
-    ]
-    if None in ends:
-        return False
-    starts, stops, steps = ends
-    if any(each not in (None, 0) for each in starts) or any(e not in (None, 1) for e in steps):
-        return False
-    if stops[0] is None:
-        return True
-    return sizes is not None and all(stop >= size for stop, size in zip(stops, sizes))
+def _is_whole(asked, sizes, rows):
+    """Whether a slice, its three numbers, takes all of a dimension, in order."""
+    ends = [rows.sizes.numbers(e) if hasattr(e, "owner") else [e] * len(ROWS) for e in asked]
+    sizes = sizes or [sys.maxsize] * len(ROWS)  # they are not known
+    return None not in ends and all(
+        slice(*each).indices(size) == (0, size, 1) for *each, size in zip(*ends, sizes)
+    )
 
 
 def _sliced(node, values, rows):
@@ -197,12 +180,8 @@ def _assigned(node, values, rows):
     if parts is None or not isinstance(target, Sharded):
         return Mixed()
     part = _rows.sliced(values[0], parts)
-    shape = [
-        None if axis in parts else size
-        for axis, size in enumerate(values[0].shape)
-        if parts.get(axis) != "one"
-    ]
-    both = _rows.pointwise([Value(part, shape), values[1]])
+    rank = values[0].rank - list(parts.values()).count("one")
+    both = _rows.pointwise([Value(part, [None] * rank), values[1]])
     return target if isinstance(both, Sharded) and both.axis == part.axis else Mixed()
 
 
@@ -217,13 +196,10 @@ def _looked_up_by_several(node, values, rows):
     if whole and len(tensors) == 1:
         ((axis, numbers),) = tensors.items()
         return _rows.gathered([values[0], numbers], axis)
-    if whole and 0 in tensors and _is_each_row(node.inputs[1], node.inputs[0], rows):
-        rest = [each for axis, each in tensors.items() if axis]
-        each = Sharded(0)
-        if sorted(tensors) == list(range(len(tensors))) and values[0].placement == each:
-            if all(v.placement == each or isinstance(v.placement, Replicated) and not v.rank
-                   for v in rest):  # fmt: skip
-                return each
+    if whole and list(tensors) == list(range(len(tensors))) and values[0].placement == Sharded(0):
+        together = [Value(Sharded(0), [None])] + list(tensors.values())[1:]
+        if _is_each_row(node.inputs[1], node.inputs[0], rows):
+            return _rows.pointwise(together)
     return unknown(node, values, rows)
 
 
@@ -231,20 +207,17 @@ def _is_each_row(numbers, data, rows):
     """Whether these are the numbers 0, 1, 2, ... of the rows of ``data``."""
     if numbers.owner is None or type(numbers.owner.op).__name__ != "ARange":
         return False
-    first, last, step = [rows.sizes.numbers(each) for each in numbers.owner.inputs]
-    if first is None or last is None or step is None or any(first) or any(s != 1 for s in step):
-        return False
-    return last == rows.sizes.dimensions(data)[0]
+    asked, sizes = map(rows.sizes.numbers, numbers.owner.inputs), rows.sizes.dimensions(data)[0]
+    return sizes is not None and list(asked) == [[0] * len(ROWS), sizes, [1] * len(ROWS)]
 
 
 @_of_first
 def _repeated(node, values, rows):
-    return _rows.repeated(values[0], node.op.axis, _number(node.inputs[1], rows))
+    return _rows.repeated(values[0], node.op.axis, rows.sizes.constant(node.inputs[1]))
 
 
 def _diagonal(node, values, rows):
-    value, axes = values[0], [node.op.axis1 % values[0].rank, node.op.axis2 % values[0].rank]
-    return _rows.squeezed(value, axes)  # of two, one at the end is left
+    return _rows.squeezed(values[0], [node.op.axis1, node.op.axis2])  # of two, the last is left
 
 
 # Layers, new values, ---------------------------------------------------------------------------
@@ -292,13 +265,7 @@ def _filled(node, values, rows):
     found = _plain(others)
     if not isinstance(found, (Replicated, Count)):
         return found or Mixed()
-    found, new = filling[0].placement if filling else REPLICATED, rows.as_drawn(result)
-    if isinstance(found, Replicated):
-        return new
-    if isinstance(found, (Mixed, Unknown)) or new == REPLICATED and not isinstance(found, Sharded):
-        return found
-    found = _rows.broadcast(filling[0], result.ndim)
-    return found if new == Sharded(getattr(found, "axis", None), inner=None) else Mixed()
+    return _rows.pointwise(filling + [Value(rows.as_drawn(result), rows.sizes.shape(result))])
 
 
 def _shape(node, values, rows):

@@ -17,7 +17,7 @@ from ..._runtime.safe_files import plain
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Dict, Iterable, Iterator, List, Mapping, Optional, Tuple
+    from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Tuple
 
 # THEANO_FLAGS ---------------------------------------------------------------------------------
 
@@ -38,10 +38,8 @@ def split_flags(text: str) -> "List[Tuple[str, Optional[str]]]":
         entries = [entry.strip() for entry in splitter]
     except ValueError as error:
         raise errors.InvalidArgumentError(
-            "THEANO_FLAGS={} cannot be read: {}. Theano cannot be imported with it. Put a "
-            "backslash before a quote, a comma or a backslash that belongs to a value.".format(
-                text, error
-            )
+            f"THEANO_FLAGS={text} cannot be read: {error}. Theano cannot be imported with it. Put "
+            "a backslash before a quote, a comma or a backslash that belongs to a value."
         ) from error
     pairs = (entry.partition("=") for entry in entries if entry)
     return [(name, value if equals else None) for name, equals, value in pairs]
@@ -59,8 +57,7 @@ def merge_flags(text: str, flags: "Mapping[str, str]") -> str:
         if value is not None or name not in merged:
             merged[name] = value
     return ",".join(
-        _escaped(name if value is None else "{}={}".format(name, value))
-        for name, value in merged.items()
+        _escaped(name if value is None else f"{name}={value}") for name, value in merged.items()
     )
 
 
@@ -77,16 +74,15 @@ def files(environ: "Mapping[str, str]") -> "List[str]":
     Raises:
         ConfigurationFileError: no file can have such a path.
     """
-    listed = environ.get("THEANORC")
-    paths = (listed if listed is not None else "~/.theanorc").split(os.pathsep)
-    if listed is None and sys.platform == "win32":
-        paths.append("~/.theanorc.txt")
-    paths = [_expanduser(path, environ) for path in paths if path]
+    on_windows = sys.platform == "win32"
+    usual = os.pathsep.join(["~/.theanorc"] + ["~/.theanorc.txt"] * on_windows)
+    named = environ.get("THEANORC", usual).split(os.pathsep)
+    paths = [_expanduser(path, environ) for path in named if path]
     for path in paths:
         if "\0" in path:
             raise errors.ConfigurationFileError(
-                "{!r} is the path of no file: it holds a NUL character. Give THEANORC, or "
-                "HOME, another value.".format(path)
+                f"{path!r} is the path of no file: it holds a NUL character. Give THEANORC, or "
+                "HOME, another value."
             )
     return paths
 
@@ -108,9 +104,8 @@ class Flags:
     def __init__(self, environ: "Mapping[str, str]") -> None:
         self._flags = parse_flags(environ.get("THEANO_FLAGS", ""))
         home = _expanduser("~", environ)
-        defaults = {"USER": environ.get("USER", os.path.split(home)[-1]), "PID": str(os.getpid())}
-        for name in ("LSCRATCH", "TMPDIR", "TEMP", "TMP"):
-            defaults[name] = environ.get(name, "")
+        defaults = {name: environ.get(name, "") for name in ("LSCRATCH", "TMPDIR", "TEMP", "TMP")}
+        defaults.update(USER=environ.get("USER", os.path.split(home)[-1]), PID=str(os.getpid()))
         self._parser = configparser.ConfigParser(defaults)
         self.files = [path for path in files(environ) if read_into(path, self._parser)]
 
@@ -120,11 +115,9 @@ class Flags:
             return self._flags[name]
         section, option = section_and_option(name)
         try:
-            return self._parser.get(section, option)
+            return self._parser.get(section, option, fallback=None)
         except configparser.InterpolationError:  # such as compiledir_format's %(platform)s
             return self._parser.get(section, option, raw=True)
-        except (configparser.NoOptionError, configparser.NoSectionError):
-            return None
 
     def spelled_as(self, defined: "Iterable[str]") -> "Iterator[Tuple[str, str]]":
         """The flags' names and values; names in files, where case does not matter, as Theano's.
@@ -135,7 +128,7 @@ class Flags:
         names = {name.lower(): name for name in defined}
         for section in self._parser.sections():
             for option in self._parser.options(section):
-                name = option if section == "global" else "{}.{}".format(section, option)
+                name = option if section == "global" else f"{section}.{option}"
                 defined_as = names.get(name.lower())
                 if name in self._flags or not defined_as and option in self._parser.defaults():
                     continue
@@ -155,22 +148,15 @@ def defined(path: str) -> "Dict[str, Optional[List[str]]]":
     flags = {}  # type: Dict[str, Optional[List[str]]]
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "AddConfigVar":
-            with contextlib.suppress(ValueError):
-                flags[ast.literal_eval(node.args[0])] = _choices(node.args[2])
+            with contextlib.suppress(ValueError):  # not written out
+                name = ast.literal_eval(node.args[0])
+                flags[name] = None
+                parameter: "Any" = node.args[2]
+                # convert= makes other spellings of a value one of them.
+                spelled = "convert" in [keyword.arg for keyword in parameter.keywords]
+                if getattr(parameter.func, "id", None) == "EnumStr" and not spelled:
+                    flags[name] = [ast.literal_eval(argument) for argument in parameter.args]
     return flags
-
-
-def _choices(parameter):
-    """The values that such an expression takes, such as ``EnumStr("low", "high")``, or None."""
-    import ast  # here for start-up time
-
-    with contextlib.suppress(ValueError):
-        # convert= makes other spellings of a value one of them.
-        if getattr(parameter.func, "id", None) == "EnumStr" and "convert" not in [
-            k.arg for k in parameter.keywords
-        ]:
-            return [ast.literal_eval(argument) for argument in parameter.args]
-    return None
 
 
 def section_and_option(name):
@@ -187,20 +173,14 @@ def read_into(path, parser):
     """
     if os.path.realpath(path) == os.devnull:  # THEANORC=/dev/null: no file
         return True
-    try:
-        with readable(path), open(path, opener=plain) as file:
-            parser.read_file(file, path)
-    except errors.CompatError:
-        raise
-    except OSError as error:
-        if error.errno == errno.EINVAL:
-            raise _unreadable_file(
-                path,
-                "it is not a regular file",
-                "Theano would wait for what it says when it is imported. Put a file there, "
-                "or name one in THEANORC.",
-            ) from error
-        return False
+    with readable(path):
+        try:
+            with open(path, opener=plain) as file:
+                parser.read_file(file, path)
+        except OSError as error:
+            if error.errno == errno.EINVAL:
+                raise
+            return False
     return True
 
 
@@ -208,14 +188,18 @@ def read_into(path, parser):
 def readable(path):
     try:
         yield
-    except (configparser.Error, UnicodeError) as error:
-        raise _unreadable_file(
-            path,
-            str(error).replace("\n", " ").rstrip("."),
+    except (configparser.Error, UnicodeError, OSError) as error:
+        problem = str(error).replace("\n", " ").rstrip(".")
+        remedy = (
             "Theano cannot be imported with it. Fix the file: each option stands once, as "
-            "`name = value`, under a section such as [global].",
+            "`name = value`, under a section such as [global]."
+        )
+        if isinstance(error, OSError):
+            problem = "it is not a regular file"
+            remedy = (
+                "Theano would wait for what it says when it is imported. Put a file there, "
+                "or name one in THEANORC."
+            )
+        raise errors.ConfigurationFileError(
+            f"{path} cannot be read: {problem}. {remedy}"
         ) from error
-
-
-def _unreadable_file(path, problem, remedy):
-    return errors.ConfigurationFileError("{} cannot be read: {}. {}".format(path, problem, remedy))

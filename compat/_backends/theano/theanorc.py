@@ -1,6 +1,5 @@
 """Writing Theano's flags into ``.theanorc``, whose other lines stay as they are."""
 
-import collections
 import configparser
 import contextlib
 import errno
@@ -34,8 +33,8 @@ def file_to_write(environ: "Mapping[str, str]") -> str:
     named = [path for path in environ.get("THEANORC", "~").split(os.pathsep) if path]
     if named[-1][:2] in ("~", "~/") and environ.get("HOME") == "" and os.name == "posix":
         raise errors.ConfigurationFileError(
-            "persist=True would write {}: HOME is set and empty. Set HOME to the home "
-            "folder, unset it, or name a file in THEANORC.".format(paths[-1])
+            f"persist=True would write {paths[-1]}: HOME is set and empty. Set HOME to the home "
+            "folder, unset it, or name a file in THEANORC."
         )
     if "THEANORC" not in environ:  # on Windows ~/.theanorc.txt only where it is in use
         paths = [path for path in paths if os.path.exists(path)] or paths[:1]
@@ -70,7 +69,7 @@ def write(path: str, flags: "Mapping[str, str]", before: "Sequence[str]" = ()) -
                 changed = set_options(text, flags)
             if old is not None and changed == text:
                 return path
-            _check_defaults(before, text, changed, flags)
+            _check_defaults(before, text, flags)
             content, backup = changed.encode(encoding), None
             if old is not None:
                 backup = path + ".before-compat"
@@ -84,7 +83,7 @@ def write(path: str, flags: "Mapping[str, str]", before: "Sequence[str]" = ()) -
         raise
     except (OSError, ValueError) as error:
         raise errors.ConfigurationFileError(
-            "{} could not be written: {}. The file is as it was before.".format(path, error)
+            f"{path} could not be written: {error}. The file is as it was before."
         ) from error
 
 
@@ -97,15 +96,18 @@ def set_options(text: str, flags: "Mapping[str, str]") -> str:
     Raises:
         configparser.Error: the text has no place for them.
     """
-    wanted = {section_and_option(name): value for name, value in flags.items()}
-    expected = _options(text)
-    for (section, option), value in wanted.items():
+    for name, value in flags.items():
+        section, option = section_and_option(name)
+        wanted = _options(text)
         value = value.replace("%", "%%")  # Theano reads %(name)s as a reference
-        if expected.setdefault(section, {}).get(option.lower()) != value:
-            text = _set_option(text, section, option, value)
-            expected[section][option.lower()] = value
-    if _options(text) != expected:
-        raise configparser.Error("its layout leaves no place for {}".format(", ".join(flags)))
+        if wanted.setdefault(section, {}).get(option.lower()) != value:
+            wanted[section][option.lower()] = value
+            fitting = (
+                t for t in _with_option(text, section, option, value) if _options(t) == wanted
+            )
+            text = next(fitting, None)
+            if text is None:
+                raise configparser.Error(f"its layout leaves no place for {name}")
     return text
 
 
@@ -119,101 +121,76 @@ def _options(text):
 _NO_DEFAULTS = "\n"  # no section has such a name, so [DEFAULT] is a section like all others
 
 
-#: A section's header or an option, with the lines that continue its value.
-#:
-#: ``option``: None for a header. ``margin``: the spaces before it. ``prefix``: what stands before
-#: the value. ``numbers``: those of its lines.
-_Entry = collections.namedtuple("_Entry", "section option margin prefix numbers")
-
-
-def _scan(lines):
-    """The headers and options in the lines of a file, by the rules of configparser."""
-    found = []  # type: list
-    section = None
-    for number, line in enumerate(lines):
-        content = line.strip()
-        if not content or content.startswith(("#", ";")):
-            continue
-        margin = line[: len(line) - len(line.lstrip())]
-        if found and found[-1].option and len(margin) > len(found[-1].margin):
-            found[-1].numbers.append(number)
-            continue
-        header = configparser.RawConfigParser.SECTCRE.match(content)
-        name = prefix = None
-        if header:
-            section = header.group("header")
-        else:
-            option = configparser.RawConfigParser.OPTCRE.match(content)
-            name = option.group("option").rstrip().lower()
-            prefix = margin + content[: option.start("value")]
-        found.append(_Entry(section, name, margin, prefix, [number]))
-    return found
-
-
-def _set_option(text, section, option, value):
+def _with_option(text, section, option, value):
+    """Texts with this option, of which one does that says so, and nothing else besides."""
     lines = list(io.StringIO(text, newline=""))  # with their ends, as they are
     end = "\r\n" if "\r\n" in text else "\n"
     if lines and not lines[-1].endswith(("\n", "\r")):
         lines[-1] += end
-    found = _scan(lines)
-    there = [entry for entry in found if entry.section == section]
-    same = [entry for entry in there if entry.option == option.lower()]
+    # A line says what the text up to it says otherwise than the text before it.
+    said = [_options("".join(lines[:count])).get(section) for count in range(len(lines) + 1)]
+    of_section = [number for number in range(len(lines)) if said[number + 1] != said[number]]
+    same = [
+        number
+        for number in of_section
+        if (said[number] or {}).get(option.lower()) != said[number + 1].get(option.lower())
+    ]
     if same:
-        first, *rest = same[0].numbers
-        own_end = lines[first][len(lines[first].rstrip("\r\n")) :]
-        lines[first] = same[0].prefix + value + own_end
-        lines = [line for number, line in enumerate(lines) if number not in rest]
-    elif there:
-        # Indented as the line above, so that it continues no value and nothing continues its.
-        above = there[-1]
-        below = found[found.index(above) + 1 :]
-        margin = above.margin if above.option or not below else below[0].margin
-        lines.insert(above.numbers[-1] + 1, "{}{} = {}{}".format(margin, option, value, end))
+        first, *rest = same
+        old = lines[first].rstrip()
+        start = configparser.RawConfigParser.OPTCRE.match(old).start("value")
+        lines[first] = old[:start] + value + end
+        yield "".join(line for number, line in enumerate(lines) if number not in rest)
+    elif of_section:
+        # Indented like another line, so that it continues no value and nothing continues its.
+        place = of_section[-1] + 1
+        for line in filter(str.strip, lines[:place][::-1] + lines[place:]):
+            margin = line[: len(line) - len(line.lstrip())]
+            new = [f"{margin}{option} = {value}{end}"]
+            yield "".join(lines[:place] + new + lines[place:])
     else:
-        lines += [end] * bool(lines) + ["[{}]{}".format(section, end)]
-        lines += ["{} = {}{}".format(option, value, end)]
-    return "".join(lines)
+        lines += [end] * bool(lines) + [f"[{section}]{end}", f"{option} = {value}{end}"]
+        yield "".join(lines)
 
 
-def _check_defaults(before, old, new, flags):
+def _check_defaults(before, text, flags):
     """Refuse a new section, for which [DEFAULT] would set what the user has not.
 
     Arguments:
         before: the files that Theano reads before this one.
-        old, new: the file's text as it was, and as it is to be.
+        text: the file's, as it was.
 
     Raises:
         ConfigurationFileError: there is such a section.
     """
-    was, becomes = _with_defaults(before, old), _with_defaults(before, new)
-    wanted = {section_and_option(name.lower()) for name in flags}
-    for section, options in becomes.items():
-        more = [o for o in options if o not in was.get(section, ()) and (section, o) not in wanted]
-        if more:
-            raise errors.ConfigurationFileError(
-                "persist=True has written nothing: it needs a section [{0}], and what a "
-                "section [DEFAULT] says of {1} would then hold there, where it does not "
-                "yet. Move that from [DEFAULT] into the sections that it is for, or add the "
-                "line [{0}] yourself.".format(section, " and ".join(sorted(more)))
-            )
-
-
-def _with_defaults(before, text):
-    """The options of each section, with those that [DEFAULT] gives it."""
     parser = configparser.RawConfigParser(strict=False)
     for path in before:
         read_into(path, parser)
     parser.read_file(io.StringIO(text, newline=None))
-    return {section: set(parser.options(section)) for section in parser.sections()}
+    wanted = [section_and_option(name) for name in flags]
+    for section, _ in wanted:
+        set_there = [option.lower() for other, option in wanted if other == section]
+        more = sorted(set(parser.defaults()).difference(set_there))
+        if more and not parser.has_section(section):
+            raise errors.ConfigurationFileError(
+                f"persist=True has written nothing: it needs a section [{section}], and what a "
+                f"section [DEFAULT] says of {' and '.join(more)} would then hold there, where it "
+                "does not yet. Move that from [DEFAULT] into the sections that it is for, or add "
+                f"the line [{section}] yourself."
+            )
 
 
 # The file itself ------------------------------------------------------------------------------
 
 
+def _no_link(path, flags):
+    return plain(path, flags | NOFOLLOW)
+
+
 def _read(path):
     """A file's content and what ``os.stat()`` says of it; None and None where there is none."""
     try:
-        with open(plain(path, os.O_RDONLY | NOFOLLOW), "rb") as file:
+        with open(path, "rb", opener=_no_link) as file:
             return file.read(), os.fstat(file.fileno())
     except FileNotFoundError:
         return None, None
@@ -231,30 +208,21 @@ def _alone(path):
     except ImportError:  # Windows: of two writers at once the later wins
         yield
         return
-    lock = _locked(path, fcntl)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            os.unlink(path)
-        os.close(lock)
-
-
-def _locked(path, fcntl):
-    until = time.monotonic() + _PATIENCE
-    while True:
-        lock = plain(path, os.O_RDWR | os.O_CREAT | NOFOLLOW)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.lstat(path), os.fstat(lock)):
-                return lock
-        except (BlockingIOError, FileNotFoundError):
-            pass
-        except BaseException:
-            os.close(lock)
-            raise
-        os.close(lock)  # its holder has it, or has removed the file meanwhile
-        if time.monotonic() > until:
-            text = "Another process has held it for {:g} seconds".format(_PATIENCE)
-            raise OSError(errno.EBUSY, text, path)
-        time.sleep(0.01)
+    until, is_held = time.monotonic() + _PATIENCE, False
+    while not is_held:
+        with open(path, "ab", opener=_no_link) as lock:
+            # Its holder has it, or has removed the file meanwhile.
+            with contextlib.suppress(BlockingIOError, FileNotFoundError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                is_held = os.path.samestat(os.lstat(path), os.fstat(lock.fileno()))
+            if is_held:
+                try:
+                    yield
+                finally:
+                    with contextlib.suppress(OSError):
+                        os.unlink(path)
+            elif time.monotonic() > until:
+                text = f"Another process has held it for {_PATIENCE:g} seconds"
+                raise OSError(errno.EBUSY, text, path)
+            else:
+                time.sleep(0.01)

@@ -1,7 +1,7 @@
 """Verification of Keras models on Theano, and where the products of a step ran."""
 
 from ..._verification import keras2
-from .graph_variables import is_random
+from .context_device import is_random
 
 # Which of a compiled function's operations are the products of layers; a loop has its own.
 PRODUCTS = (
