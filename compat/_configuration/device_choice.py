@@ -259,11 +259,11 @@ def _chosen(selection, visible, problems, environ, said, variable=CUDA):
     if shortage:
         found = f" ({said}={environ[said]})" if said else ""
         shortage = str(selection), errors.shortened(shortage + found)
-    uuids = [gpu.uuid if gpu else "" for _, gpu in visible]
+    chosen = [visible[position] for position in positions]
     return Devices(
-        [visible[p][0] for p in positions],
+        [entry for entry, _ in chosen],
         positions,
-        [uuids[p] for p in positions],
+        [gpu.uuid if gpu else "" for _, gpu in chosen],
         shortage=shortage,
         problems=problems,
         variable=variable,

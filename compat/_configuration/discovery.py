@@ -1,6 +1,5 @@
 """Which GPUs this machine has, and how many cores: asked without any framework."""
 
-import collections
 import os
 
 from .numeric import whole_number
@@ -9,19 +8,28 @@ CUDA = "CUDA_VISIBLE_DEVICES"
 HIP = "HIP_VISIBLE_DEVICES"  # of AMD's GPUs
 
 
-_Fields = collections.namedtuple(
-    "_Fields", "index uuid name memory_total memory_used utilization variable"
-)
-_Fields.__new__.__defaults__ = "", "", None, None, None, CUDA
+class GPU:
+    """One GPU as the driver lists it; numbers are None where the driver does not tell them."""
 
+    __slots__ = ("index", "uuid", "name", "memory_total", "memory_used", "utilization", "variable")
 
-class GPU(_Fields):
-    """One GPU as the driver lists it; numbers are None where the driver does not tell them.
-
-    Memory is in bytes, utilization in percent; ``variable`` is what shows a process this GPU.
-    """
-
-    __slots__ = ()
+    def __init__(
+        self,
+        index,
+        uuid="",
+        name="",
+        memory_total=None,
+        memory_used=None,
+        utilization=None,
+        variable=CUDA,
+    ):
+        self.index = index
+        self.uuid = uuid
+        self.name = name
+        self.memory_total = memory_total  # bytes
+        self.memory_used = memory_used  # bytes
+        self.utilization = utilization  # percent
+        self.variable = variable  # what shows a process this GPU
 
     def unknown(self):
         """What the driver does not tell of how busy this GPU is."""

@@ -174,14 +174,11 @@ def are(number, what):
 def _positions(ids, visible):
     positions, missing = [], []
     for wanted in ids:
-        if isinstance(wanted, int):
-            found = [wanted] if wanted < len(visible) else []
-        else:
-            found = [
-                position
-                for position, (entry, gpu) in enumerate(visible)
-                if entry == wanted or (gpu and gpu.uuid.startswith(wanted))
-            ]
+        found = [
+            position
+            for position, (entry, gpu) in enumerate(visible)
+            if wanted in (position, entry) or (gpu and gpu.uuid.startswith(str(wanted)))
+        ]
         if len(found) > 1:
             raise invalid_gpus(list(ids), f"{wanted!r} begins several names")
         if not found:

@@ -17,8 +17,7 @@ def flags_for(settings, environ, ids, has_gpuarray):
     keeps = settings.devices.undecided is not None and "opencl" in " ".join(asked)
     flags = {} if keeps else {"device": names[0] if names else "cpu"}
     if len(names) > 1 and has_gpuarray:
-        pairs = ("dev{}->{}".format(*pair) for pair in enumerate(names))
-        flags["contexts"] = ";".join(pairs)
+        flags["contexts"] = ";".join(map("dev{}->{}".format, range(len(names)), names))
     for other in ("contexts", "init_gpu_device"):  # both would bring up further GPUs
         if other not in flags and said.get(other) and not keeps:
             flags[other] = ""

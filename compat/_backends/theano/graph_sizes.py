@@ -4,6 +4,7 @@ By Theano's own ``infer_shape`` and ``perform``: nothing is compiled, and no row
 """
 
 import contextlib
+import functools
 
 import numpy as np
 from theano import tensor
@@ -14,6 +15,8 @@ from theano.gof.graph import NoParams
 ROWS = (1, 2, 3, 7, 100003)
 
 _MOST = 1000  # elements of what is computed: sizes, not rows
+
+_constant = functools.lru_cache(None)(tensor.constant)  # to make one takes long
 
 
 class Sizes:
@@ -89,7 +92,7 @@ class Sizes:
             numbers = numbers if isinstance(numbers, list) else [numbers] * len(ROWS)
             numbers = list(map(np.int64, numbers))
         constant = numbers is not None and len(set(numbers)) == 1
-        symbol = tensor.constant(numbers[0], dtype="int64") if constant else tensor.lscalar()
+        symbol = _constant(numbers[0]) if constant else tensor.lscalar()
         self._numbers[symbol] = numbers
         return symbol
 
@@ -126,11 +129,10 @@ class Sizes:
         node = variable.owner
         if node is None:
             return [variable.data] * len(ROWS) if hasattr(variable, "data") else None
-        if isinstance(node.op, (Shape, Shape_i)):
+        if isinstance(node.op, Shape_i):
+            return self.dimensions(node.inputs[0])[node.op.i]
+        if isinstance(node.op, Shape):
             dimensions = self.dimensions(node.inputs[0])
-            if isinstance(node.op, Shape_i):
-                sizes = dimensions[node.op.i]
-                return None if sizes is None else [np.array(size) for size in sizes]
             return None if None in dimensions else list(map(np.array, zip(*dimensions)))
         given = [self.numbers(each) for each in node.inputs]
         if None in given or any(np.size(e) > _MOST for each in given for e in each):

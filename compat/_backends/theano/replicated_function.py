@@ -45,7 +45,6 @@ class ReplicatedFunction:
         self.cuts = []  # type: Any
         self.forward = []  # type: Any  # a Theano function for each device
         self.backward = []  # type: Any
-        self.update = None  # type: Any
 
     def __call__(self, inputs):
         rows, devices = inputs[0].shape[0], self.owner.devices
@@ -70,7 +69,7 @@ class ReplicatedFunction:
         whole = [cut.merge(parts, sizes) for cut, parts in zip(self.cuts, computed)]
         of_head = self.head(*(list(inputs) + whole)) if self.head else []
         values = dict(zip(self._cut_variables() + self.wanted, whole + of_head))
-        if self.update is not None:
+        if self.loss is not None:
             gradients = dict(zip(self.differentiated, map(np.asarray, of_head[len(self.wanted) :])))
             self._add_gradients(gradients, computed, shards, sizes)
             self.update(*(list(inputs) + whole + [gradients[weight] for weight, _ in self.weights]))

@@ -6,6 +6,7 @@ asked only where an input has rows, or is a part of a sum, unless it is one of `
 
 import os
 import sys
+from functools import partial
 
 from theano.tensor.subtensor import get_idx_list
 
@@ -60,19 +61,17 @@ def _all(rule):
 
 def _checked(node, values, rows):
     """``Assert``: each device may check its own rows, but not how many it has."""
-    for value in values[1:]:
-        if not isinstance(value.placement, Replicated) and value.placement != Partial("min"):
-            return Mixed()
-    return values[0].placement
+    own = all(value.placement in (REPLICATED, Partial("min")) for value in values[1:])
+    return values[0].placement if own else Mixed()
 
 
 def _shaped(node, values, rows):
     """``SpecifyShape``: as that of the whole batch, if that does not name its number of rows."""
     wanted, sizes = rows.sizes.numbers(node.inputs[1]), rows.sizes.dimensions(node.inputs[0])
     axis = values[0].axis
-    if axis is None or wanted is None or [each[axis] for each in wanted] != sizes[axis]:
-        return Mixed()
-    return values[0].placement
+    known = axis is not None and wanted is not None
+    same = known and [each[axis] for each in wanted] == sizes[axis]
+    return values[0].placement if same else Mixed()
 
 
 # Reductions, and what goes along dimensions -------------------------------------------------------
@@ -96,15 +95,11 @@ def _along(node, values, rows):
     return Mixed() if node.op.axis is None else _rows.along(values[0], node.op.axis)
 
 
-def _along_second(rule):
+@_of_first
+def _along_second(node, values, rows):
     """Along an axis that is the second input."""
-
-    @_of_first
-    def applied(node, values, rows):
-        axis = rows.sizes.constant(node.inputs[1])
-        return Mixed() if axis is None else rule(values[0], axis)
-
-    return applied
+    axis = rows.sizes.constant(node.inputs[1])
+    return Mixed() if axis is None else _rows.along(values[0], axis)
 
 
 def _along_last(values):
@@ -223,11 +218,8 @@ def _diagonal(node, values, rows):
 # Layers, new values, ---------------------------------------------------------------------------
 
 
-def _by_row(*axes):
-    def applied(node, values, rows):
-        return _rows.by_row(values, list(axes) + [None] * (len(values) - len(axes)))
-
-    return applied
+def _by_row(axes, node, values, rows):
+    return _rows.by_row(values, axes + [None] * (len(values) - len(axes)))
 
 
 def _pooled(node, values, rows):
@@ -283,11 +275,9 @@ _KINDS = [
     (_shaped, "SpecifyShape"),
     (_reduced, "CAReduce"),
     (_maximum, "Argmax MaxAndArgmax"),
-    (_along, "CumOp TopKOp"),
-    (_along_second(_rows.along), "ArgSortOp SortOp"),
+    (_along, "CumOp DiffOp TopKOp"),
+    (_along_second, "ArgSortOp SortOp Split"),
     (_all(_along_last), "LogSoftmax Softmax SoftmaxGrad SoftmaxWithBias"),
-    (_of_first(lambda node, values, rows: _rows.resized(values[0], node.op.axis)), "DiffOp"),
-    (_along_second(_rows.resized), "Split"),
     (_all(_rows.product), "Dot Dot22 StructuredDot TrueDot"),
     (_batched_product, "BatchedDot"),
     (_dimshuffled, "DimShuffle"),
@@ -300,10 +290,10 @@ _KINDS = [
     (_looked_up_by_several, "AdvancedSubtensor"),
     (_repeated, "RepeatOp"),
     (_diagonal, "ExtractDiag"),
-    (_by_row(0, None, 0), "CrossentropySoftmaxArgmax1HotWithBias"),
-    (_by_row(0, 0), "CrossentropyCategorical1Hot"),
-    (_by_row(0), "AbstractConv RFFTOp IRFFTOp"),
-    (_by_row(None, 0), "AbstractConv_gradInputs"),
+    (partial(_by_row, [0, None, 0]), "CrossentropySoftmaxArgmax1HotWithBias"),
+    (partial(_by_row, [0, 0]), "CrossentropyCategorical1Hot"),
+    (partial(_by_row, [0]), "AbstractConv RFFTOp IRFFTOp"),
+    (partial(_by_row, [None, 0]), "AbstractConv_gradInputs"),
     (_pooled, "AveragePoolGrad MaxPoolGrad Pool"),
     (_normalized, "AbstractBatchNormTrain"),
     (drawn, "RandomFunction mrg_uniform"),

@@ -102,12 +102,11 @@ def set_options(text: str, flags: "Mapping[str, str]") -> str:
         value = value.replace("%", "%%")  # Theano reads %(name)s as a reference
         if wanted.setdefault(section, {}).get(option.lower()) != value:
             wanted[section][option.lower()] = value
-            fitting = (
-                t for t in _with_option(text, section, option, value) if _options(t) == wanted
-            )
-            text = next(fitting, None)
-            if text is None:
+            texts = _with_option(text, section, option, value)
+            found = next((each for each in texts if _options(each) == wanted), None)
+            if found is None:
                 raise configparser.Error(f"its layout leaves no place for {name}")
+            text = found
     return text
 
 
