@@ -214,15 +214,12 @@ class Theano(Backend):
             UnsupportedError: an input is a tensor of the user's, and not fed. Or, with the first
                 batch and under ``strict=True``: what runs on the first device alone.
         """
-        plain = self.devices()[:1]
+        several = [] if list(devices) == self.devices()[:1] else devices
+        asked = gpu_startup.contexts_of_flags(self.import_framework().config)
+        contexts = {gpu: context for context, gpu in reversed(asked)}
         from . import device_replicas  # imports theano
 
-        if list(devices) != (device_replicas.names_of_devices(model) or plain):
-            several = list(devices) if list(devices) != plain else []
-            asked = gpu_startup.contexts_of_flags(self.import_framework().config)
-            contexts = {gpu: context for context, gpu in reversed(asked)}
-            targets = [(name, contexts.get(name, "cpu")) for name in several]
-            device_replicas.parallelize(model, targets)
+        device_replicas.parallelize(model, [(gpu, contexts.get(gpu, "cpu")) for gpu in several])
         return model
 
     def verify(self, model: "Any", verification: "Optional[Verification]") -> None:

@@ -32,12 +32,6 @@ from .graph_variables import placeholder_like
 from .replicated_function import ReplicatedFunction
 
 
-def names_of_devices(model):
-    """The devices that a model runs on; None where it is as Keras made it."""
-    current = vars(model).get("_compat_functions")
-    return [device.name for device in current.devices] if current is not None else None
-
-
 def parallelize(model, devices):
     """Run ``model`` on several devices, or give the plain behaviour back.
 
@@ -45,6 +39,10 @@ def parallelize(model, devices):
         devices: their names and Theano's targets, as ``Device`` takes them; none for the plain
             behaviour.
     """
+    current = vars(model).get("_compat_functions")
+    running = [] if current is None else [device.name for device in current.devices]
+    if [name for name, _ in devices] == running:
+        return
     if any(tensor not in model._feed_inputs for tensor in model.inputs or ()):
         raise errors.unsupported(
             "theano",
@@ -52,7 +50,6 @@ def parallelize(model, devices):
             "user's, Input(tensor=...), whose rows cannot be split",
             "Give the model an Input(shape=...) and feed it.",
         )
-    current = vars(model).get("_compat_functions")
     with _keras.rebuilding_functions(model):
         if current is not None:
             current.uninstall()
