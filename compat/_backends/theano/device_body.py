@@ -23,14 +23,16 @@ class Body:
         device: the device.
         compile_function: makes a function of inputs and outputs.
         inputs: what a body is given, in the words of Keras' graph.
+        sharded: those of them that have rows.
         wanted: the variables at the cut.
         used: the shared variables that these depend on.
     """
 
-    def __init__(self, device, compile_function, inputs, wanted, used):
+    def __init__(self, device, compile_function, inputs, sharded, wanted, used):
         self.device = device
         self.compile_function = compile_function
-        self.inputs = [placeholder_like(variable, "cpu") for variable in inputs]
+        places = [device.place if variable in sharded else "cpu" for variable in inputs]
+        self.inputs = list(map(placeholder_like, inputs, places))
         self.kept = []  # what the forward function hands to the backward one
         replaced = dict(zip(inputs, self.inputs))
         replaced.update((variable, device.variables[variable]) for variable in used)

@@ -301,14 +301,15 @@ class ReplicatedFunction:
     def _bodies(self):
         """Their graphs. On one processor all are copies of the first's."""
         found, devices = {}, self.owner.devices
-        cuts, back = self._cut_variables(), [self.cuts.index(cut) for cut in self.cuts_back]
+        given = self.body_inputs, self.sharded, self._cut_variables(), self.used
+        back = [self.cuts.index(cut) for cut in self.cuts_back]
         weights = [weight for weight, _ in self.weights if weight in self.used]
         for number, device in enumerate(devices):
             for variable in self.used:
                 device.adopt(variable, number)
             if number == 0 or device.target != devices[0].target:
                 with device.current():
-                    body = Body(device, self._compile, self.body_inputs, cuts, self.used)
+                    body = Body(device, self._compile, *given)
                     self.body_weights = body.differentiate(back, weights) if back else []
                 found[device] = body
         return found
