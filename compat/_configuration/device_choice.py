@@ -92,20 +92,16 @@ class Devices:
         if self.undecided is None or self.listed is not None:
             return
         self.listed = listed
+        selection = self.undecided
         if restricted:
-            wanted = len(self.wanted() or range(listed))
-            positions = list(range(min(listed, wanted)))
-            short = are(listed, "visible") if listed < wanted else None
-        else:
-            visible = [(str(position), None) for position in range(listed)]
-            positions, short = choose_among(self.undecided, visible, self.problems)
-            if self.place is not None and positions:
-                is_bound = self.bound and len(positions) == 1
-                if not short and not is_bound and len(positions) < self.place.local_size:
-                    short = "{} for {} ranks".format(
-                        are(len(positions), "there"), self.place.local_size
-                    )
-                positions = [positions[self.place.local_rank % len(positions)]]
+            selection = Selection("count", len(self.wanted() or range(listed)))
+        visible = [(str(position), None) for position in range(listed)]
+        positions, short = choose_among(selection, visible, self.problems)
+        if self.place is not None and positions and not restricted:
+            is_bound = self.bound and len(positions) == 1
+            if not short and not is_bound and len(positions) < self.place.local_size:
+                short = f"{are(len(positions), 'there')} for {self.place.local_size} ranks"
+            positions = [positions[self.place.local_rank % len(positions)]]
         self.gpus = tuple(map(str, positions))
         self.positions = tuple(positions)
         self.uuids = ("",) * len(self.gpus)
