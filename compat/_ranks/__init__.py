@@ -109,10 +109,9 @@ def parse_hosts(text: str) -> "List[Tuple[str, int]]":
             if part.count(":") > 1:
                 kind = " looks like an IPv6 address, and launchers take none"
             raise errors.InvalidArgumentError(
-                "--hosts {}: {!r}{}. Use a name of letters, digits, '.', '-' and '_' that does not "
-                "begin with '-', or an IPv4 address; user@name logs in as another user.".format(
-                    text, part.strip(), kind
-                )
+                f"--hosts {text}: {part.strip()!r}{kind}. Use a name of letters, digits, '.', '-' "
+                "and '_' that does not begin with '-', or an IPv4 address; user@name logs in as "
+                "another user."
             )
         hosts.append((name, whole_number(slots or "1")))
     names = [host_address(name) for name, _ in hosts]

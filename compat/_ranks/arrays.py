@@ -31,9 +31,8 @@ def left_out(place, count, batch_size, what="rows"):
     if not 0 < last < place.size:
         return 0
     errors.warn(
-        "The last {} of {} {} are left out: they are too few for one on each of {} ranks.".format(
-            last, count, what, place.size
-        )
+        f"The last {last} of {count} {what} are left out: they are too few for one on each of "
+        f"{place.size} ranks."
     )
     return last
 
@@ -130,9 +129,8 @@ def other_batch_size(batch_size, rows):
 
 def warn_of_few(rows, place):
     errors.warn(
-        "A batch of {} rows is left out: they are too few for one on each of {} ranks.".format(
-            rows, place.size
-        )
+        f"A batch of {rows} rows is left out: they are too few for one on each of {place.size} "
+        "ranks."
     )
 
 

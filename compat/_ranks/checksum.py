@@ -130,10 +130,9 @@ def resolve(
         when = "after 1 step" if when == 1 else "after {} steps".format(when)
     if not same(engine.gather([len(names)])):
         raise errors.RankError(
-            "The ranks' models have different variables {}: rank {} of {} has {}: {}. Build the "
-            "same model on every rank.".format(
-                when, engine.place.rank, engine.place.size, len(names), ", ".join(names)
-            )
+            f"The ranks' models have different variables {when}: rank {engine.place.rank} of "
+            f"{engine.place.size} has {len(names)}: {', '.join(names)}. Build the same model on "
+            "every rank."
         )
     rows = engine.gather([piece for value in sums for piece in _pieces(value)])
     table = [[row[i : i + _PIECES] for i in range(0, len(row), _PIECES)] for row in rows]
@@ -151,10 +150,9 @@ def resolve(
         index = next(p for p, distance in zip(differ, largest) if distance > _ROUNDING)
         which, ranks = _and_others(names, differ, index), errors.numbered_ranks(differ[index])
         raise errors.RankError(
-            "The ranks have drifted apart: {} the values of {} on {} of {} are not those of rank "
-            "0. Ranks train to one process's numbers as long as these are the same. {}".format(
-                when, which, ranks, engine.place.size, causes
-            )
+            f"The ranks have drifted apart: {when} the values of {which} on {ranks} of "
+            f"{engine.place.size} are not those of rank 0. Ranks train to one process's numbers as "
+            f"long as these are the same. {causes}"
         )
     for index, value in zip(differ, chief):
         write(index, value)

@@ -147,12 +147,10 @@ def _torch_alike(environ):
             processes = environ.get(name, "").strip()
             if (whole_number(processes) or 0) > 1:
                 raise errors.RankError(
-                    "{0}={1} asks for {1} processes on each machine, but this one was started "
-                    "without torchrun, which would start them: RANK and WORLD_SIZE do not "
-                    "count them alike. Start the script with torchrun, or set {0}=1 for one "
-                    "process on each machine, or COMPAT_ALONE=1 to train alone.".format(
-                        name, processes
-                    )
+                    f"{name}={processes} asks for {processes} processes on each machine, but this "
+                    "one was started without torchrun, which would start them: RANK and WORLD_SIZE "
+                    f"do not count them alike. Start the script with torchrun, or set {name}=1 for "
+                    "one process on each machine, or COMPAT_ALONE=1 to train alone."
                 )
         return from_rank_and_size("RANK", names, environ, environ.get("MASTER_ADDR", ""))
     if rank is None and number("NODE_RANK", environ) == 0:

@@ -47,9 +47,8 @@ class Place:
         """
         if batch_size < self.size:
             raise errors.InvalidArgumentError(
-                "A batch of {} rows is too small for {} ranks. Use {} rows or more.".format(
-                    batch_size, self.size, self.size
-                )
+                f"A batch of {batch_size} rows is too small for {self.size} ranks. Use {self.size} "
+                "rows or more."
             )
         start, stop = self.part_of(batch_size)
         return stop - start

@@ -57,11 +57,10 @@ def require(place: "Place", engine: str) -> "Tuple[str, int]":
     found = find(place, os.environ)
     if found is None:
         raise errors.RankError(
-            "This process is {}, but nothing tells {} where the rendezvous is. Set MASTER_ADDR "
-            "to the host name or address of rank 0's machine and MASTER_PORT to a free port "
-            "there, the same for all ranks; or start the script with compat run -n {}.".format(
-                place, engine, place.size
-            )
+            f"This process is {place}, but nothing tells {engine} where the rendezvous is. Set "
+            "MASTER_ADDR to the host name or address of rank 0's machine and MASTER_PORT to a free "
+            "port there, the same for all ranks; or start the script with compat run -n "
+            f"{place.size}."
         )
     return found
 

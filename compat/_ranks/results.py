@@ -86,9 +86,8 @@ class Results:
         for name in sorted(set(not_added) - self.warned):
             self.warned.add(name)
             errors.warn(
-                "Metric {!r} is the mean of the ranks' values, weighted by their rows, and not "
-                "what one process computes: {}. For that have update_state() add to its variables "
-                "with assign_add(), or a function return one value for each row.".format(
-                    name, not_added[name]
-                )
+                f"Metric {name!r} is the mean of the ranks' values, weighted by their rows, and "
+                f"not what one process computes: {not_added[name]}. For that have update_state() "
+                "add to its variables with assign_add(), or a function return one value for each "
+                "row."
             )

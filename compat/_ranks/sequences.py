@@ -99,10 +99,9 @@ class PartOfSequence(agreement.PartOfObject):
         part = arrays.part_of_batch(self._place, item, self._batch_size)
         if part is None:
             raise errors.InvalidArgumentError(
-                "Item {} of {} has {} rows, which are too few for one on each of {} ranks; only "
-                "the last item is left out then. Give all others one row per rank or more.".format(
-                    index, self.name, arrays.number_of_rows(item), self._place.size
-                )
+                f"Item {index} of {self.name} has {arrays.number_of_rows(item)} rows, which are "
+                f"too few for one on each of {self._place.size} ranks; only the last item is left "
+                "out then. Give all others one row per rank or more."
             )
         return part
 

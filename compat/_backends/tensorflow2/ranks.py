@@ -17,9 +17,7 @@ def distribute(model, place):
         kinds = ranked_steps.KINDS
     else:
         raise unsupported(
-            "train a model of {} {} as one of several ranks".format(
-                keras.__name__, keras.__version__
-            ),
+            f"train a model of {keras.__name__} {keras.__version__} as one of several ranks",
             "Use tf.keras from TensorFlow 2.4, or Keras 3.",
         )
     engine = join(place)
@@ -41,7 +39,5 @@ def join(place):
         return tensorflow_horovod.TensorFlowHorovod.join(place)
     except errors.NotInstalledError as error:
         raise errors.NotInstalledError(
-            "{} From TensorFlow 2.4 on, compat run -n {} needs no Horovod.".format(
-                error, place.size
-            )
+            f"{error} From TensorFlow 2.4 on, compat run -n {place.size} needs no Horovod."
         ) from None

@@ -82,10 +82,9 @@ class Engine:
         if size != self.place.size:
             engine = self.name or type(self).__name__
             raise errors.RankError(
-                "{} started this process as one of {}, but {} sees {}: each would train alone. "
-                "Start it with the launcher of {}, or with compat run -n {}.".format(
-                    self.place.launcher, self.place.size, engine, size, engine, self.place.size
-                )
+                f"{self.place.launcher} started this process as one of {self.place.size}, but "
+                f"{engine} sees {size}: each would train alone. Start it with the launcher of "
+                f"{engine}, or with compat run -n {self.place.size}."
             )
 
     def sum(self, values: "Sequence[float]") -> "Any":
@@ -262,13 +261,9 @@ class Engine:
         """
         if ended:
             raise errors.RankLostError(
-                "Rank {} of {} has more batches, but {} ran out of them after {}. Give "
-                "every rank the same number: compat.shard() does.".format(
-                    self.place.rank,
-                    self.place.size,
-                    errors.numbered_ranks(ended),
-                    _batches(self.steps),
-                )
+                f"Rank {self.place.rank} of {self.place.size} has more batches, but "
+                f"{errors.numbered_ranks(ended)} ran out of them after {_batches(self.steps)}. "
+                "Give every rank the same number: compat.shard() does."
             )
         self.steps += 1
 
@@ -282,10 +277,9 @@ class Engine:
         going_on = [rank for rank in range(place.size) if rank not in ended]
         if going_on:
             raise errors.RankError(
-                "Rank {} of {} ran out of batches after {}, but {} had more. Give every rank the "
-                "same number: compat.shard() does.".format(
-                    place.rank, place.size, _batches(self.steps), errors.numbered_ranks(going_on)
-                )
+                f"Rank {place.rank} of {place.size} ran out of batches after "
+                f"{_batches(self.steps)}, but {errors.numbered_ranks(going_on)} had more. Give "
+                "every rank the same number: compat.shard() does."
             )
         self.steps = 0
 

@@ -27,10 +27,9 @@ _PATIENCE = 4.0
 def different_calls(ranks):
     """The error that names pairs of a rank and what it waits for, in a phrase."""
     return errors.RankError(
-        "The ranks wait for different things: {}. Each has to make the same calls in the same "
-        "order: fit() and evaluate(), for example, on all of them.".format(
-            "; ".join("rank {} {}".format(*each) for each in ranks)
-        )
+        "The ranks wait for different things: "
+        f"{'; '.join('rank {} {}'.format(*each) for each in ranks)}. Each has to make the same "
+        "calls in the same order: fit() and evaluate(), for example, on all of them."
     )
 
 

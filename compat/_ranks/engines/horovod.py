@@ -154,10 +154,9 @@ def launcher(job, framework):
 
 def _no_horovod(framework):
     return errors.NotInstalledError(
-        "Ranks of {0} train together through Horovod, which is not installed. Build it where "
-        "{0} is: HOROVOD_WITH_GLOO=1 HOROVOD_WITH_{1}=1 pip install --no-build-isolation "
-        "--no-cache-dir horovod==0.28.1 (that needs a C++ compiler, setuptools<60 and "
-        "cmake<4). Or start the script without a launcher (compat run without -n).".format(
-            framework, framework.upper()
-        )
+        f"Ranks of {framework} train together through Horovod, which is not installed. Build it "
+        f"where {framework} is: HOROVOD_WITH_GLOO=1 HOROVOD_WITH_{framework.upper()}=1 pip install "
+        "--no-build-isolation --no-cache-dir horovod==0.28.1 (that needs a C++ compiler, "
+        "setuptools<60 and cmake<4). Or start the script without a launcher (compat run without "
+        "-n)."
     )

@@ -101,8 +101,7 @@ def _places(machines, ports, cluster):
     size = sum(slots for _, slots in machines)
     hosts = [host for host, slots in machines for _ in range(slots)]
     addresses = [
-        "{}:{}".format(_ranks.host_address(host or "127.0.0.1"), port)
-        for host, port in zip(hosts, ports)
+        f"{_ranks.host_address(host or '127.0.0.1')}:{port}" for host, port in zip(hosts, ports)
     ]
     names = "COMPAT_RANK", "COMPAT_SIZE", "COMPAT_LOCAL_RANK", "COMPAT_LOCAL_SIZE"
     ranks = itertools.count()
