@@ -7,6 +7,8 @@ that is an error: each would train alone. docs/launchers.md is the table for use
 tests/test_launchers.py has the environment that each launcher documents.
 """
 
+import functools
+
 from .. import errors
 from .._configuration.numeric import whole_number
 from . import clusters
@@ -62,8 +64,11 @@ def launched(environ):
         if place is not None:
             return place if place.size > 1 else None
     # A scheduler comes after what may have been started within one of its tasks.
-    in_cluster = clusters.worker, clusters.worker_pool, clusters.sagemaker
-    for find in (_jax, _keras, _jaxjob) + in_cluster + (_srun, _torch_alike):
+    workers = [
+        functools.partial(clusters.worker, name)
+        for name in (clusters.TF_CONFIG, clusters.CLUSTER_SPEC)
+    ]
+    for find in [_jax, _keras, _jaxjob, *workers, clusters.sagemaker, _srun, _torch_alike]:
         place = find(environ)
         if place is not None and place.size > 1:
             return place

@@ -87,11 +87,9 @@ def _candidates(place: "Place", environ: "Mapping[str, str]") -> "Iterator[Tuple
         host, port = (environ["COORDINATOR_" + name].strip() for name in ("ADDRESS", "PORT"))
         yield "COORDINATOR_ADDRESS and COORDINATOR_PORT", with_port(host, port)
     yield "KERAS_DISTRIBUTION_JOB_ADDRESSES", "".join(launchers.keras_addresses(environ)[:1])
-    if place.launcher == clusters.TF_CONFIG:
-        cluster, _, _ = clusters.tf_cluster(environ)
-        yield clusters.TF_CONFIG, clusters.tf_addresses(cluster)[0]
-    if place.launcher == "CLUSTER_SPEC":
-        yield "CLUSTER_SPEC", clusters.vertex_pools(environ)[0]["workerpool0"][0]
+    if place.launcher in (clusters.TF_CONFIG, clusters.CLUSTER_SPEC):
+        cluster, _, _ = clusters.tf_cluster(environ, place.launcher)
+        yield place.launcher, clusters.tf_addresses(cluster)[0]
     if place.launcher == "SageMaker":
         yield "SM_HOSTS", with_port(clusters.sagemaker_hosts(environ)[0], _SAGEMAKER_PORT)
     job = _job(place, environ)
