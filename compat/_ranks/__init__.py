@@ -6,6 +6,7 @@ and ``parallelize()`` trains the model together with the other ranks, through on
 of ``engines``. Importing this module imports nothing else.
 """
 
+import collections
 import os
 import sys
 
@@ -23,7 +24,7 @@ TIMEOUT = 600.0
 _ALONE = Place(0, 1, 0, 1, "")
 
 
-class Job:
+class Job(collections.namedtuple("Job", "size python environ hosts")):
     """Which ranks a launcher is to start.
 
     Arguments:
@@ -34,13 +35,8 @@ class Job:
             one.
     """
 
-    def __init__(
-        self, size: int, python: str, environ: "Mapping[str, str]", hosts: "Optional[str]" = None
-    ) -> None:
-        self.size = size
-        self.python = python
-        self.environ = environ
-        self.hosts = hosts
+
+Job.__new__.__defaults__ = (None,)
 
 
 def own_place() -> "Optional[Place]":
@@ -101,13 +97,17 @@ def parse_hosts(text: str) -> "List[Tuple[str, int]]":
     Raises:
         InvalidArgumentError: that is not understood, or a machine comes twice.
     """
+    import re  # for start-up time
+
     hosts = []
     for part in text.split(","):
         name, _, slots = part.strip().partition(":")
-        if part.count(":") > 1 or (name and not _is_host(name)):
+        kind = ""
+        if part.count(":") > 1:
+            kind = " looks like an IPv6 address, and launchers take none"
+        elif name and not re.fullmatch(r"(\w[\w.-]*@)?\w[\w.-]*", name):
             kind = " is not the name of a machine"
-            if part.count(":") > 1:
-                kind = " looks like an IPv6 address, and launchers take none"
+        if kind:
             raise errors.InvalidArgumentError(
                 f"--hosts {text}: {part.strip()!r}{kind}. Use a name of letters, digits, '.', '-' "
                 "and '_' that does not begin with '-', or an IPv4 address; user@name logs in as "
@@ -115,23 +115,13 @@ def parse_hosts(text: str) -> "List[Tuple[str, int]]":
             )
         hosts.append((name, whole_number(slots or "1")))
     names = [host_address(name) for name, _ in hosts]
-    several = len(names) > 1
-    if (
-        not all(name and number for name, number in hosts)
-        or len(set(names)) < len(names)
-        or (several and any(map(is_loopback, names)))
-    ):
+    told = all(name and number for name, number in hosts) and len(set(names)) == len(names)
+    if not told or (len(names) > 1 and any(map(is_loopback, names))):
         raise errors.InvalidArgumentError(
             "--hosts {} is not understood. Use machines, by the names that all of them know, and "
             "how many ranks each is to run: --hosts first:4,second:4.".format(text)
         )
     return hosts
-
-
-def _is_host(name):
-    import re  # for start-up time
-
-    return re.fullmatch(r"(\w[\w.-]*@)?\w[\w.-]*", name)
 
 
 def host_address(host: str) -> str:

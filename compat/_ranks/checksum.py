@@ -7,12 +7,14 @@ metrics, the states of stateful RNNs, which belong to its rows) is no variable t
 
 import hashlib
 
+import numpy as np
+
 from .. import errors
 from .._runtime.process import process
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, Callable, List, Sequence, Union
+    from typing import Any, Callable, Sequence, Union
 
     from .engines import Engine
 
@@ -37,19 +39,17 @@ _CAUSES = (
 )
 
 
-def is_due(steps: int) -> bool:
+def is_due(steps):
     """Whether ranks compare what they hold after so many steps: soon, and then rarely."""
     return steps in (1, 4, 16, 64, 256) or steps % 1024 == 0
 
 
-def checksum(array: "Any") -> int:
+def checksum(array):
     """64 bits of the type, the shape and the bytes of an array.
 
     Most of it is a sum of words, as fast as memory is read; which word stands where counts but
     for words a multiple of 1021 places apart.
     """
-    import numpy as np
-
     array = np.ascontiguousarray(array)
     data = array.reshape(-1).view("uint8")
     block = _COLUMNS * _WORD
@@ -61,10 +61,8 @@ def checksum(array: "Any") -> int:
     )
 
 
-def numbers(arrays: "Sequence[Any]") -> "List[int]":
+def numbers(arrays):
     """The checksum of all arrays, as numbers that every engine gathers exactly."""
-    import numpy as np
-
     arrays = [np.asarray(array) for array in arrays]
     small = [np.zeros(0, "uint8")]
     parts = []
@@ -77,7 +75,7 @@ def numbers(arrays: "Sequence[Any]") -> "List[int]":
     return of_text(repr([(array.dtype.str, array.shape) for array in arrays] + parts))
 
 
-def of_text(text: str) -> "List[int]":
+def of_text(text):
     """The same of a text."""
     return _pieces(_digest(text.encode()))
 
@@ -116,16 +114,8 @@ def verify(
         resolve(engine, names, arrays, write, when, causes)
 
 
-def resolve(
-    engine: "Engine",
-    names: "Sequence[str]",
-    arrays: "Sequence[Any]",
-    write: "Callable[[int, Any], None]",
-    when: "Union[int, str]",
-    causes: str = _CAUSES,
-) -> None:
+def resolve(engine, names, arrays, write, when, causes=_CAUSES):
     """As ``verify``, where the ranks know already that their checksums differ."""
-    sums = [checksum(array) for array in arrays]
     if isinstance(when, int):
         when = "after 1 step" if when == 1 else "after {} steps".format(when)
     if not same(engine.gather([len(names)])):
@@ -134,11 +124,9 @@ def resolve(
             f"{engine.place.size} has {len(names)}: {', '.join(names)}. Build the same model on "
             "every rank."
         )
-    rows = engine.gather([piece for value in sums for piece in _pieces(value)])
-    table = [[row[i : i + _PIECES] for i in range(0, len(row), _PIECES)] for row in rows]
     differ = {}  # index of a variable -> ranks
-    for index in range(len(names)):
-        ranks = [rank for rank, row in enumerate(table) if row[index] != table[0][index]]
+    for index, rows in enumerate(engine.gather_each([_pieces(checksum(a)) for a in arrays])):
+        ranks = [rank for rank, row in enumerate(rows) if row != rows[0]]
         if ranks:
             differ[index] = ranks
     chief = engine.broadcast([arrays[index] for index in differ])
@@ -170,15 +158,13 @@ def _pieces(value):
     return [value >> shift & (1 << _BITS) - 1 for shift in range(0, _PIECES * _BITS, _BITS)]
 
 
-def same(rows: "Sequence[Any]") -> bool:
+def same(rows):
     """Whether all ranks have told the same."""
     return all(row == rows[0] for row in rows)
 
 
 def _distance(mine, chief):
     """The largest difference, relative to the largest number."""
-    import numpy as np
-
     mine, chief = np.asarray(mine), np.asarray(chief)
     if mine.shape != chief.shape or mine.dtype != chief.dtype or mine.dtype.kind in "iub":
         return 0.0 if np.array_equal(mine, chief) and mine.dtype == chief.dtype else np.inf
@@ -195,5 +181,4 @@ def _distance(mine, chief):
 
 def _and_others(names, differ, first):
     others = len(differ) - 1
-    more = " and {} other{}".format(others, "s" * (others > 1)) if others else ""
-    return repr(names[first]) + more
+    return repr(names[first]) + (f" and {others} other{'s' * (others > 1)}" if others else "")

@@ -20,7 +20,7 @@ CLUSTER_SPEC = "CLUSTER_SPEC"
 
 # What AI Platform and SageMaker, and Vertex AI, call a kind of task.
 _KINDS = {"master": "chief", "workerpool0": "chief", "workerpool1": "worker",
-          "workerpool2": "ps", "workerpool3": "evaluator"}  # fmt: skip
+          "workerpool2": "ps", "workerpool3": "evaluator"}  # type: dict  # fmt: skip
 # What JSON raises that is none, or is nested too deeply, or has other types than are expected.
 _MALFORMED = ValueError, TypeError, AttributeError, LookupError, OverflowError, RecursionError
 
@@ -43,7 +43,12 @@ def environ_of_worker(addresses: "Sequence[str]", index: int) -> "Dict[str, str]
     return {TF_CONFIG: json.dumps(tells)}
 
 
-def worker(name, environ):
+def worker(environ):
+    """As ``_worker``, of the first variable that tells."""
+    return _worker(TF_CONFIG, environ) or _worker(CLUSTER_SPEC, environ)
+
+
+def _worker(name, environ):
     """The place of one of a cluster's workers, or None: alone, or the one that evaluates.
 
     The chief, where there is one, is rank 0.

@@ -68,7 +68,6 @@ class MakeFunction(RankedMethod):
 
     def run(self, function, inputs):
         """Call a ``RankedKeras2Function``'s, ``function.made``."""
-        raise NotImplementedError
 
     def share(self, function, inputs):
         """This rank's share of the step that all ranks begin, and what the function is called with.

@@ -8,6 +8,7 @@ saves does so on rank 0 alone. How gradients are averaged is each backend's.
 import collections
 import inspect
 import itertools
+from typing import Any
 
 from .. import _keras, errors
 from .._runtime import work
@@ -15,10 +16,6 @@ from . import agreement, checksum, datasets, metrics, ranked_method, results, sa
 from .ranked_method import RankedMethod
 from .weights import Start, WeightComparison
 from .weights import same_start as same_start
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
 
 
 def install(model, engine, kinds=()):
@@ -35,7 +32,7 @@ _LAST = "after the last epoch"
 # Fit and evaluate -----------------------------------------------------------------------------
 
 
-def count(model: "Any", rows: int, training: bool) -> None:
+def count(model: Any, rows: int, training: bool) -> None:
     """Note a batch of so many rows. Called wherever a backend sees one."""
     work.count([""], [rows], training)
     fit = RankedFit.of(model)
@@ -55,14 +52,11 @@ def stepped(model):
 
 def in_step(model):
     """Note that the ranks evaluate in step from now on: with equally many batches."""
-    fit = RankedFit.of(model)
-    if fit is not None:
-        fit.in_step = True
+    RankedFit.of(model).in_step = True
 
 
 def is_in_step(model):
-    fit = RankedFit.of(model)
-    return fit is not None and fit.in_step
+    return RankedFit.of(model).in_step
 
 
 def _by_name(function, args, kwargs):
@@ -86,22 +80,11 @@ class RankedFit(RankedMethod):
         # How many rows and batches of this epoch, or evaluation, by whether it was in training.
         self.seen = {True: collections.Counter(), False: collections.Counter()}  # type: dict
         self.splits = False  # whether fit() itself gives each rank its part of the data
-        self.running = False
-        self.in_epoch = False
-        self.agreement = None  # type: Any  # on the batches that shard() took
-        self.checksums = []  # type: list  # of the first batches
-        self.asks = False  # whether ranks still have to compare these, or to agree on ``batches``
-        self.batches = 0  # of an epoch, on all ranks; 0: they do not know that they are as many
-        self.alone = False  # whether no rank has callbacks of the user's
-        self.validate_alike = True  # all ranks validate, or none does
-        self.wished = False  # whether training is to stop when the epoch ends
-        self.trainee = None  # type: Any  # the model that callbacks see: before Keras 2.2 another
-        self.evaluating = self.in_step = False
+        self.running = self.in_epoch = self.evaluating = self.in_step = False
+        self.wished = self.trained = self.evaluated = self.trainee = None  # type: Any
         self.comparison = WeightComparison(engine)
         # Of Keras 2: whether a model's losses are divided by what other ranks know.
         self.divides = None  # type: Any
-        self.trained = None  # the metrics' state when the epoch's training was over
-        self.evaluated = None  # the same of a batch, where Keras has reset it since
         self.results = results.Results(engine)
 
     def __call__(self, model, *args, **kwargs):
@@ -146,11 +129,13 @@ class RankedFit(RankedMethod):
         )
         if weights:
             weights.agree(start)
-        self.checksums = self.agreement.advance(positions)
+        self.checksums = self.agreement.advance(positions)  # of the first batches
         validate, divide, of_users, batches = zip(*options)
-        self.alone = not any(of_users)
-        self.validate_alike = len(set(validate)) == 1
+        self.alone = not any(of_users)  # no rank has callbacks of the user's
+        self.validate_alike = checksum.same(validate)  # all ranks validate, or none does
+        # Of an epoch, on all ranks; 0: they do not know that they are as many.
         self.batches = batches[0] if checksum.same(batches) else 0
+        # Whether ranks still have to compare the first batches, or to agree on how many there are.
         self.asks = not self.batches or any(self.agreement.parts)
         if self.divides is not None:
             self.in_step = any(divide) and all(validate)
@@ -190,6 +175,8 @@ class RankedFit(RankedMethod):
                 for seen in ranked.seen.values():
                     seen.clear()
                 ranked.engine.steps = 0
+                # ``trained``: the metrics' state when the epoch's training was over; ``wished``:
+                # whether training is to stop when the epoch ends.
                 ranked.trained, ranked.in_epoch, ranked.wished = None, True, False
 
             def on_epoch_end(self, epoch, logs=None):
@@ -214,7 +201,8 @@ class RankedFit(RankedMethod):
             _supports_tf_logs = async_safe = True
 
             def set_model(self, model):
-                # Not as ``self.model``, with which Keras on JAX brings all state to the model.
+                # Not as ``self.model``, with which Keras on JAX brings all state to the model. It
+                # is the one that callbacks see: before Keras 2.2 another one.
                 ranked.trainee = model
 
             def on_batch_end(self, batch, logs=None):
@@ -326,6 +314,7 @@ class RankedEvaluate(RankedMethod):
             _, given = _by_name(evaluate, args, kwargs)
             weighted = given.get("sample_weight") is not None
             fit.in_step = self.engine.sum([float(fit.divides(model, weighted))])[0] > 0
+        # ``evaluated``: the metrics' state of a batch, where Keras has reset it since.
         fit.evaluating, fit.evaluated = True, None
         try:
             result = evaluate(*args, **kwargs)

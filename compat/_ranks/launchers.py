@@ -7,8 +7,6 @@ that is an error: each would train alone. docs/launchers.md is the table for use
 tests/test_launchers.py has the environment that each launcher documents.
 """
 
-import functools
-
 from .. import errors
 from .._configuration.numeric import whole_number
 from . import clusters
@@ -64,11 +62,8 @@ def launched(environ):
         if place is not None:
             return place if place.size > 1 else None
     # A scheduler comes after what may have been started within one of its tasks.
-    workers = [
-        functools.partial(clusters.worker, name)
-        for name in (clusters.TF_CONFIG, clusters.CLUSTER_SPEC)
-    ]
-    for find in [_jax, _keras, _jaxjob, *workers, clusters.sagemaker, _srun, _torch_alike]:
+    in_cluster = clusters.worker, clusters.sagemaker
+    for find in (_jax, _keras, _jaxjob) + in_cluster + (_srun, _torch_alike):
         place = find(environ)
         if place is not None and place.size > 1:
             return place
@@ -95,9 +90,9 @@ def _keras(environ):
     names = "KERAS_DISTRIBUTION_PROCESS_ID", "KERAS_DISTRIBUTION_NUM_PROCESSES"
     addresses = keras_addresses(environ)
     place = from_rank_and_size("Keras' variables", names, environ, "".join(addresses[:1]))
-    if place is not None and len(addresses) == place.size:
-        return from_addresses(place.launcher, addresses, place.rank)
-    return place
+    if place is None or len(addresses) != place.size:
+        return place
+    return from_addresses(place.launcher, addresses, place.rank)
 
 
 def keras_addresses(environ):

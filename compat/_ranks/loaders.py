@@ -13,20 +13,17 @@ import sys
 from .. import errors
 from . import agreement, arrays
 
+# What loaders of torch and of Gluon have: what draws the batches, and what makes them.
+_MARKS = ("batch_sampler", "collate_fn"), ("_batch_sampler", "_batchify_fn")
+
 
 def takes(data):
-    """Told by what both have."""
-    return _is_torchs(data) or (hasattr(data, "_batch_sampler") and hasattr(data, "_batchify_fn"))
-
-
-def _is_torchs(data):
-    return hasattr(data, "batch_sampler") and hasattr(data, "collate_fn")
+    return any(hasattr(data, draws) and hasattr(data, makes) for draws, makes in _MARKS)
 
 
 def _sampler_of(data):
     """What draws the batches of a loader; None of one that has none, and of other data."""
-    name = "batch_sampler" if _is_torchs(data) else "_batch_sampler"
-    return getattr(data, name, None) if takes(data) else None
+    return next((getattr(data, draws) for draws, _ in _MARKS if hasattr(data, draws)), None)
 
 
 def is_distributed(loader):
@@ -71,22 +68,18 @@ def shard(place, loader, batch_size=None):
     part = PartOfBatches(place, batches, kind)
     if part.left_out():
         arrays.warn_of_few(part.left_out(), place)
-    if "batch_sampler" in vars(loader):
-        return _like_torchs(loader, part, own)
-    return _made(loader, part)
+    if "batch_sampler" not in vars(loader):
+        return _made(loader, part)
+    # The same, with all its other attributes; torch lets none of these be set later.
+    loader = copy.copy(loader)
+    vars(loader).update(batch_sampler=part, _iterator=None)
+    if own is not None:
+        vars(loader)["batch_size"] = place.rows_of_batch(own)
+    return loader
 
 
 def _batch_size_of(batches):
     return getattr(batches, "batch_size", getattr(batches, "_batch_size", None))
-
-
-def _like_torchs(loader, part, batch_size):
-    """The same, with all its other attributes; torch lets none of these be set later."""
-    loader = copy.copy(loader)
-    vars(loader).update(batch_sampler=part, _iterator=None)
-    if batch_size is not None:
-        vars(loader)["batch_size"] = part.place.rows_of_batch(batch_size)
-    return loader
 
 
 def _made(loader, part):

@@ -5,17 +5,13 @@ import os
 import re
 import socket
 import zlib
+from typing import Any, Iterator, Mapping, Optional, Tuple
 
 from .. import errors
 from .._configuration.numeric import whole_number
 from . import clusters, launchers
 from .addresses import host_of, is_loopback, with_port
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any, Iterator, Mapping, Optional, Tuple
-
-    from .place import Place
+from .place import Place
 
 # Where nothing tells a port, one of these is used: they lie above Linux's ephemeral ports.
 _FIRST_PORT, _PORTS = 61440, 4096
@@ -23,7 +19,7 @@ _FIRST_PORT, _PORTS = 61440, 4096
 _SAGEMAKER_PORT = 7777
 
 
-def find(place: "Place", environ: "Mapping[str, str]") -> "Optional[Tuple[str, int]]":
+def find(place: Place, environ: Mapping[str, str]) -> Optional[Tuple[str, int]]:
     """The host and the port of rank 0, where nothing else is the rendezvous; None: unknown. Pure.
 
     What the user sets comes before what a launcher tells. Ranks that are all on this machine need
@@ -45,7 +41,7 @@ def find(place: "Place", environ: "Mapping[str, str]") -> "Optional[Tuple[str, i
     return None
 
 
-def require(place: "Place", engine: str) -> "Tuple[str, int]":
+def require(place: Place, engine: str) -> Tuple[str, int]:
     """The host and the port of rank 0, which is the rendezvous.
 
     Arguments:
@@ -65,7 +61,7 @@ def require(place: "Place", engine: str) -> "Tuple[str, int]":
     return found
 
 
-def torchrun_keeps_store(environ: "Mapping[str, str]") -> bool:
+def torchrun_keeps_store(environ: Mapping[str, str]) -> bool:
     """Whether torchrun, and not rank 0, keeps the store that is the rendezvous of torch's ranks.
 
     As torch.distributed's ``rendezvous("env://")`` tells.
@@ -73,7 +69,7 @@ def torchrun_keeps_store(environ: "Mapping[str, str]") -> bool:
     return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _candidates(place: "Place", environ: "Mapping[str, str]") -> "Iterator[Tuple[str, str]]":
+def _candidates(place: Place, environ: Mapping[str, str]) -> Iterator[Tuple[str, str]]:
     """What may be the rendezvous: (what tells it, address or ""), in the order of precedence."""
     if place.launcher == launchers.LAUNCHERS[0][0]:
         yield "COMPAT_RENDEZVOUS", environ.get("COMPAT_RENDEZVOUS", "")
@@ -130,7 +126,7 @@ def _first_of_hostlist(text):
 # Rank 0 --------------------------------------------------------------------------------------
 
 
-def listen(place: "Place", host: str, port: int) -> "Any":
+def listen(place: Place, host: str, port: int) -> Any:
     """A socket that listens at the rendezvous: for this machine alone if all ranks are on it.
 
     For several machines it listens at the address of ``host``. It listens at all addresses of

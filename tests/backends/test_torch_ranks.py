@@ -147,9 +147,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from compat._backends.torch import sums
+from compat._ranks.engines import buckets
 
-sums.SIZES[:] = 16, 64  # bytes: even small models have several buckets
+buckets.SIZES[:] = 16, 64  # bytes: even small models have several buckets
 
 
 

@@ -43,7 +43,6 @@ class MakeTensorFlow1Function(keras2.MakeFunction):
 
     def extend(self, model, made):
         """Add to what the function does."""
-        raise NotImplementedError
 
     def called(self, function, model):
         """A tensor: what ``function`` returns for the number of rows of the batch."""
@@ -63,7 +62,6 @@ class MakeTensorFlow1Function(keras2.MakeFunction):
 
     def begin(self, function, inputs):
         """Agree on the step before the graph runs, which then asks for no more."""
-        raise NotImplementedError
 
 
 class MakeTensorFlow1TestFunction(MakeTensorFlow1Function, keras2.MakeTestFunction):

@@ -51,27 +51,22 @@ class _Pass:
 
     @classmethod
     def join(cls, exchange):
-        """Have an exchange run at the end of the pass. Returns whether it may send before.
+        """Have an exchange run at the end of the pass, and tell it whether it may send before.
 
         No frame that an error goes through, and which the error keeps, may hold a pass.
         """
         task = torch._C._current_graph_task_id()
-        if task == exchange.task:  # as of almost all parameters
-            return exchange.is_early
-        found = _passes.get(task)
+        found = _passes.get(task) or next(iter(_passes.values()), None)
         if found is None:
-            found = next(iter(_passes.values()), None)
-            if found is None:
-                found = cls()
-                torch.autograd.Variable._execution_engine.queue_callback(found)
-            _passes[task] = found
+            found = cls()
+            torch.autograd.Variable._execution_engine.queue_callback(found)
+        _passes[task] = found
         if exchange not in found.exchanges:
             exchange.begin()
             found.exchanges.append(exchange)
             if found.early is None and exchange.may_be_early():
                 found.early = exchange
         exchange.task, exchange.is_early = task, found.early is exchange
-        return exchange.is_early
 
     def __call__(self):
         """Of several models all ranks run theirs in the same order."""
@@ -186,7 +181,9 @@ class Exchange:
 
     def arrived(self, parameter):
         """Autograd has added to the gradient of a parameter for the last time in this pass."""
-        if not _Pass.join(self) or not self.sends_early or id(parameter) not in self.sums.slots:
+        if torch._C._current_graph_task_id() != self.task:  # of the first parameter
+            _Pass.join(self)
+        if not self.is_early or not self.sends_early or id(parameter) not in self.sums.leaving:
             return
         weight, gradient = self.weight(self.rows.known()), parameter.grad
         if not weight or gradient is None or gradient.is_sparse:
@@ -210,7 +207,7 @@ class Exchange:
             self.engine.last = None if self.agreed else self
             if not self.agreed:
                 self.engine.stepped(sums.ended)
-            self.check_rows(rows, sums.unknown)
+            self.check_rows(sums.unknown)
             self.set_gradients(rows)
             check = checksum.is_due(self.count)
             if check and not self.is_suspect:
@@ -301,27 +298,27 @@ class Exchange:
             indices, values.to(parameter.dtype), parameter.shape
         ).coalesce()
 
-    def check_rows(self, rows, unknown):
-        if rows is None and unknown == self.engine.place.size and not self.warned:
-            self.warned = True
-            if self.engine.place.rank == 0:
-                errors.warn(
-                    "A backward pass reached the parameters of {}, but no call of the model in "
-                    "which rows of a batch are seen. So all ranks count alike, which is one "
-                    "process's gradient where all have the same number of rows. Call the model "
-                    "itself with a batch of tensors.".format(type(self.model()).__name__)
-                )
-        elif 0 < unknown < self.engine.place.size:
+    def check_rows(self, unknown):
+        name, place = type(self.model()).__name__, self.engine.place
+        if 0 < unknown < place.size:
             raise errors.RankError(
-                "Some ranks have called {} with a batch in this backward pass, and others have "
-                "not, so that their gradients cannot be weighted by rows. Have all ranks do the "
-                "same.".format(type(self.model()).__name__)
+                f"Some ranks have called {name} with a batch in this backward pass, and others "
+                "have not, so that their gradients cannot be weighted by rows. Have all ranks do "
+                "the same."
             )
-        if 0 < self.sums.divided < self.engine.place.size:
+        if 0 < self.sums.divided < place.size:
             raise errors.RankError(
-                "Some ranks divide the loss of {} by their targets that count, and others do not, "
-                "so that their gradients cannot be weighted. Have all ranks compute the same "
-                "loss.".format(type(self.model()).__name__)
+                f"Some ranks divide the loss of {name} by their targets that count, and others do "
+                "not, so that their gradients cannot be weighted. Have all ranks compute the same "
+                "loss."
+            )
+        if unknown and not self.warned and place.rank == 0:
+            self.warned = True
+            errors.warn(
+                f"A backward pass reached the parameters of {name}, but no call of the model in "
+                "which rows of a batch are seen. So all ranks count alike, which is one process's "
+                "gradient where all have the same number of rows. Call the model itself with a "
+                "batch of tensors."
             )
 
     def warn_of_means(self):

@@ -10,6 +10,7 @@ that arrives there tells what the loss makes of it: by how much one element coun
 targets is that of the ranks' means, weighted by these numbers.
 """
 
+import collections
 import zlib
 
 import numpy as np
@@ -66,17 +67,13 @@ class Term:
         return float(self.gradient) / count if count else float("nan")
 
 
-class Loss:
+class Loss(collections.namedtuple("Loss", "terms others")):
     """What the loss of a backward pass is made of.
 
     Arguments:
         terms: a list of ``Term``.
         others: whether there is more to it than their sum, times constants.
     """
-
-    def __init__(self, terms, others):
-        self.terms = terms
-        self.others = others
 
     def targets(self):
         """The weights of the targets that all of the loss was divided by, or None."""

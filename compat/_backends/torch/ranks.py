@@ -85,10 +85,10 @@ class Ranked(keras_model.RankedMethod):
         """Call it where ``torch.func.grad()`` or its like differentiates by the parameters."""
         if not self.is_differentiated and self.engine.place.rank == 0:
             errors.warn(
-                "Gradients of the parameters of {} that torch.func computes are those of each "
-                "rank's own rows. Before you update parameters with them, average them over the "
-                "ranks with torch.distributed.all_reduce(), or use loss.backward(), whose "
-                "gradients are averaged.".format(type(model).__name__)
+                f"Gradients of the parameters of {type(model).__name__} that torch.func computes "
+                "are those of each rank's own rows. Before you update parameters with them, "
+                "average them over the ranks with torch.distributed.all_reduce(), or use "
+                "loss.backward(), whose gradients are averaged."
             )
         self.is_differentiated = True
         return self.plain(model)(*args, **kwargs)

@@ -11,8 +11,7 @@ buckets were sent before a tensor in them had its last value; these are sent aga
 
 import torch
 
-#: Bytes of the first bucket and of the others: those of ``DistributedDataParallel``.
-SIZES = [2**20, 25 * 2**20]
+from ..._ranks.engines import buckets
 
 
 class Sums:
@@ -28,22 +27,25 @@ class Sums:
         self.engine = engine
         self.tensors = tensors
         self.numbers = numbers
-        groups = _groups(tensors)
-        self.buckets = [_Bucket(*group) for group in groups[:-1]]
-        self.buckets.append(_Bucket(*groups[-1], front=numbers + len(groups)))
+        *groups, last = buckets.filled(map(_item, tensors)) or [((torch.float32, "cpu"), [])]
+        self.buckets = [_Bucket(*group) for group in groups]
+        self.buckets.append(_Bucket(*last, front=numbers + len(groups) + 1))
         # Id of a tensor -> its slot.
         self.slots = {slot.key: slot for bucket in self.buckets for slot in bucket.slots}
+        # Ids of those that may be sent before the end of the pass. The last bucket, which has the
+        # header, is not: what a script does to gradients by ``data`` until then counts, and does
+        # not show.
+        self.leaving = {slot.key for bucket in self.buckets[:-1] for slot in bucket.slots}
         self.sent = 0  # buckets that are on their way
 
     def put(self, tensor, value, weight):
         """Write what is summed up in a tensor's place while it is in the cache; send what is full.
 
-        The last bucket, which has the header, is written and sent at the end of the pass: what a
-        script does to gradients by ``data`` until then counts, and does not show.
+        Only of those that are ``leaving``.
         """
         slot = self.slots[id(tensor)]
         bucket = slot.bucket
-        if bucket.work is not None or bucket is self.buckets[-1]:
+        if bucket.work is not None:
             return
         bucket.missing -= slot.written is None
         slot.write(value, weight)
@@ -62,11 +64,10 @@ class Sums:
         """
         early = []
         for bucket in self.buckets:
-            others = bucket.not_written(values)
+            others = [slot for slot in bucket.slots if not slot.has(*values.get(slot.key, ABSENT))]
             early.append(bucket.work is not None and bool(others))
-            if bucket.work is None:
-                for slot in others:
-                    slot.write(*values.get(slot.key, ABSENT))
+            for slot in others if bucket.work is None else ():
+                slot.write(*values.get(slot.key, ABSENT))
         front = self.buckets[-1].front
         front.copy_(torch.tensor(header + early, dtype=front.dtype))
         while self.sent < len(self.buckets):
@@ -117,7 +118,8 @@ ABSENT = None, 0
 class _Bucket:
     """Tensors of one type of number and device, which are sent together."""
 
-    def __init__(self, dtype, device, tensors, front=0):
+    def __init__(self, kind, tensors, front=0):
+        dtype, device = kind
         shapes = [_real(tensor.detach()).shape for tensor in tensors]
         counts = [shape.numel() for shape in shapes]
         self.flat = torch.zeros(front + sum(counts), dtype=dtype, device=device)
@@ -133,10 +135,6 @@ class _Bucket:
         self.missing = len(self.slots)
         for slot in self.slots:
             slot.written = None
-
-    def not_written(self, values):
-        """The slots of which other values, by the ids of the tensors, were written, or none."""
-        return [slot for slot in self.slots if not slot.has(*values.get(slot.key, ABSENT))]
 
 
 class _Slot:
@@ -159,14 +157,9 @@ class _Slot:
 
     def has(self, value, weight):
         """Whether this was written, as it is now."""
-        if self.written is None:
-            return False
-        written, written_weight, version = self.written
-        return (
-            written is value
-            and written_weight == weight
-            and (value is None or version == value._version)
-        )
+        written, written_weight, version = self.written or (self, 0, None)
+        now = None if value is None else value._version
+        return written is value and written_weight == weight and version == now
 
 
 def sum_dtype(dtype):
@@ -174,22 +167,11 @@ def sum_dtype(dtype):
     return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
 
 
-def _groups(tensors):
-    """What goes into each bucket: a type of number, a device, tensors. At least one bucket."""
-    found = []
-    being_filled = {}  # type of number and device -> tensors, their bytes
-    for tensor in tensors:
-        dtype = sum_dtype(tensor.dtype)
-        key = dtype, tensor.device
-        group, size = being_filled.pop(key, ([], 0))
-        group.append(tensor)
-        size += _real(tensor.detach()).numel() * (8 if dtype is torch.float64 else 4)
-        if size < SIZES[min(len(found), 1)]:
-            being_filled[key] = group, size
-        else:
-            found.append(key + (group,))
-    found += [key + (group,) for key, (group, _) in being_filled.items()]
-    return found or [(torch.float32, "cpu", [])]
+def _item(tensor):
+    """As ``buckets.filled`` takes it: a bucket is of one type of number and device."""
+    dtype = sum_dtype(tensor.dtype)
+    size = _real(tensor.detach()).numel() * (8 if dtype is torch.float64 else 4)
+    return (dtype, tensor.device), size, tensor
 
 
 def _real(tensor):

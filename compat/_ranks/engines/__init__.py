@@ -10,16 +10,12 @@ import sys
 import threading
 import time
 import traceback
+from typing import Any, Callable, Iterator, List, Optional, Sequence, Tuple
 
 from ... import _ranks, errors
 from ..._runtime.process import process
 from .. import rendezvous
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any, Callable, Iterator, List, Optional, Sequence, Tuple
-
-    from ..place import Place
+from ..place import Place
 
 
 class Engine:
@@ -41,9 +37,9 @@ class Engine:
     """
 
     #: What errors call it; None for the name of its class.
-    name: "Optional[str]" = None
+    name: Optional[str] = None
 
-    def __init__(self, place: "Place") -> None:
+    def __init__(self, place: Place) -> None:
         self.place = place
         self.others = [rank for rank in range(place.size) if rank != place.rank]
         self.timeout = _ranks.timeout(os.environ)
@@ -52,16 +48,17 @@ class Engine:
         self.totals = None  # type: Any
         self.calls = None  # type: Any  # a ``calls.Calls``, where the ranks keep a store
         self.exchanges = 0  # since the last of these calls began
-        self.inside = None  # type: Any  # what for this rank waits, and which exchange that is
+        # What for this rank waits, which exchange that is, and until when.
+        self.inside = None  # type: Any
 
     @classmethod
-    def join(cls, place: "Place") -> "Any":
+    def join(cls, place: Place) -> Any:
         """This process's place in the engine, where it joins the others the first time."""
         if cls not in process.engines:
             process.engines[cls] = cls(place)
         return process.engines[cls]
 
-    def rendezvous(self) -> "Tuple[str, int]":
+    def rendezvous(self) -> Tuple[str, int]:
         """The host and the port of rank 0, for ranks whose launcher keeps no store.
 
         Raises:
@@ -69,7 +66,7 @@ class Engine:
         """
         return rendezvous.require(self.place, self.name or type(self).__name__)
 
-    def listen(self) -> "Any":
+    def listen(self) -> Any:
         """Rank 0's socket, which listens there, and for no more machines than it must.
 
         Raises:
@@ -87,17 +84,17 @@ class Engine:
                 f"{engine}, or with compat run -n {self.place.size}."
             )
 
-    def sum(self, values: "Sequence[float]") -> "Any":
+    def sum(self, values: Sequence[float]) -> Any:
         """The sum over all ranks of lists of float64 of one length, as an array."""
         raise NotImplementedError
 
-    def gather(self, numbers: "Sequence[int]") -> "List[List[int]]":
+    def gather(self, numbers: Sequence[int]) -> List[List[int]]:
         """Each rank's list of whole numbers up to 2**24, of one length, in the order of ranks."""
         row = [flag * number for flag in self.flags(True) for number in numbers]
         sums, count = [int(total) for total in self.sum(row)], len(numbers)
         return [sums[i * count : (i + 1) * count] for i in range(self.place.size)]
 
-    def gather_each(self, lists: "Sequence[Sequence[int]]") -> "List[List[List[int]]]":
+    def gather_each(self, lists: Sequence[Sequence[int]]) -> List[List[List[int]]]:
         """As ``gather``, of several lists at once: what that gives for each of them."""
         rows, start, found = self.gather([number for each in lists for number in each]), 0, []
         for each in lists:
@@ -106,8 +103,8 @@ class Engine:
         return found
 
     def gather_and_sum(
-        self, numbers: "Sequence[int]", values: "Sequence[float]", expected: int
-    ) -> "Tuple[List[List[int]], Any]":
+        self, numbers: Sequence[int], values: Sequence[float], expected: int
+    ) -> Tuple[List[List[int]], Any]:
         """As ``gather`` and as ``sum``, in one exchange if there are no more values than expected.
 
         Arguments:
@@ -131,7 +128,7 @@ class Engine:
             found = sums[len(front) : len(front) + len(values)]
         return [numbers for _, *numbers in rows], found
 
-    def broadcast(self, value: "Any") -> "Any":
+    def broadcast(self, value: Any) -> Any:
         """What rank 0 passes: numbers, texts, arrays and lists of them."""
         import numpy
 
@@ -142,15 +139,15 @@ class Engine:
             self.arrive()
             return pickle.loads(self.broadcast_bytes(content).tobytes())
 
-    def broadcast_bytes(self, content: "Any") -> "Any":
+    def broadcast_bytes(self, content: Any) -> Any:
         """Rank 0's array of uint8; what other ranks pass is as long, and all zeros."""
         raise NotImplementedError
 
-    def state_besides(self, model: "Any") -> "List[Any]":
+    def state_besides(self, model: Any) -> List[Any]:
         """Variables that training a model of Keras' sets, and that are not among its weights."""
         return []
 
-    def problem(self, error: Exception) -> "Optional[str]":
+    def problem(self, error: Exception) -> Optional[str]:
         """The phrase in which this exception tells of a failure between ranks, or None.
 
         Arguments:
@@ -158,11 +155,11 @@ class Engine:
         """
         raise NotImplementedError
 
-    def absent(self) -> "List[int]":
+    def absent(self) -> List[int]:
         """The ranks that do not wait here as well, after such a failure, as far as is known."""
         return []
 
-    def missing(self, has_come: "Callable[[int], Any]", seconds: float = 2.0) -> "List[int]":
+    def missing(self, has_come: Callable[[int], Any], seconds: float = 2.0) -> List[int]:
         """The other ranks that do not come in that time."""
         others, until = self.others, time.monotonic() + seconds
         while others and time.monotonic() < until:
@@ -182,14 +179,15 @@ class Engine:
             self.calls.begin(call)
 
     @contextlib.contextmanager
-    def waiting(self, what: str) -> "Iterator[None]":
+    def waiting(self, what: str) -> Iterator[None]:
         """Turn the engine's own error within into the loss of a rank that it stands for.
 
         Arguments:
             what: what for, in a phrase.
         """
         self.exchanges += 1
-        outer, self.inside = self.inside, (what, self.exchanges)
+        outer = self.inside
+        self.inside = what, self.exchanges, time.monotonic() + self.timeout
         try:
             yield
         except Exception as error:
@@ -204,9 +202,9 @@ class Engine:
     def watched(
         self,
         what: str,
-        seconds: "Optional[float]" = None,
-        absent: "Callable[[], Sequence[int]]" = tuple,
-    ) -> "Iterator[None]":
+        seconds: Optional[float] = None,
+        absent: Callable[[], Sequence[int]] = tuple,
+    ) -> Iterator[None]:
         """Within, the main thread waits for others in a way that cannot be interrupted.
 
         After so many seconds this process ends, with the traceback of an error.
@@ -237,7 +235,7 @@ class Engine:
     def resume(self) -> None:
         """Called where that wait has ended, and the step goes on."""
 
-    def share(self, rows: int, numbers: "Sequence[float]" = ()) -> float:
+    def share(self, rows: int, numbers: Sequence[float] = ()) -> float:
         """This rank's share of the step that all ranks begin, where it has so many rows.
 
         Gradients times the shares sum up to the gradient of all rows.
@@ -253,7 +251,7 @@ class Engine:
         self.stepped(ranks_of(flags))
         return rows / total
 
-    def stepped(self, ended: "Sequence[int]") -> None:
+    def stepped(self, ended: Sequence[int]) -> None:
         """Count a step. ``ended`` are the ranks that had no more batches.
 
         Raises:
@@ -293,18 +291,18 @@ class Engine:
         self.more = [0.0] * len(self.more)  # of one that has no more batches
         return self.rows_and_flags(sums)
 
-    def rows_and_flags(self, sums: "Any") -> "Tuple[float, Any]":
+    def rows_and_flags(self, sums: Any) -> Tuple[float, Any]:
         """The rows of all ranks, and each rank's flag, of what was summed up in a step."""
         size = self.place.size
         self.totals = sums[1 + size :]
         return float(sums[0]), sums[1 : 1 + size]
 
-    def flags(self, flag: float) -> "List[float]":
+    def flags(self, flag: float) -> List[float]:
         """This rank's flag in its place, which sums up to all ranks' flags."""
         return [float(flag) * (rank == self.place.rank) for rank in range(self.place.size)]
 
 
-def answer(question: "Callable[[], Any]", seconds: float, otherwise: "Any") -> "Any":
+def answer(question: Callable[[], Any], seconds: float, otherwise: Any) -> Any:
     """What ``question()`` returns, or ``otherwise`` if that takes longer.
 
     For questions to another process without a limit of their own: one that is stopped (by SIGSTOP,
@@ -317,7 +315,7 @@ def answer(question: "Callable[[], Any]", seconds: float, otherwise: "Any") -> "
     return found[0] if found else otherwise
 
 
-def ranks_of(flags: "Sequence[float]") -> "List[int]":
+def ranks_of(flags: Sequence[float]) -> List[int]:
     """The ranks whose flag is set."""
     return [rank for rank, flag in enumerate(flags) if flag]
 

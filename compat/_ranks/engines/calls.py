@@ -10,13 +10,10 @@ import contextlib
 import os
 import threading
 import time
+from typing import Any
 
 from ... import errors
 from .. import engines
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
 
 # How often a rank that waits in a step looks where the next rank is, in seconds.
 _LOOK = 1.0
@@ -44,7 +41,7 @@ class Calls:
         delete: a function that removes a name.
     """
 
-    def __init__(self, engine: "Any", post, read, delete):
+    def __init__(self, engine: Any, post, read, delete):
         self.engine, self.post, self.read, self.delete = engine, post, read, delete
         self.next = (engine.place.rank + 1) % engine.place.size
         self.count = 0  # calls that have begun

@@ -38,7 +38,6 @@ class JaxDistributed(engines.Engine):
         super().__init__(place)
         self.jax = jax
         self.gave_up = False
-        self.waits = None  # for what, and until when
         host, port = rendezvous.require(place, "jax.distributed")
         addresses = {"coordinator_address": with_port(host, port)}
         if place.rank == 0:
@@ -114,16 +113,6 @@ class JaxDistributed(engines.Engine):
 
     # Nothing waits for ever -------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def waiting(self, what):
-        """Bound a wait: JAX's own collectives have no limit."""
-        self.waits = what, time.monotonic() + self.timeout
-        try:
-            with super().waiting(what):
-                yield
-        finally:
-            self.waits = None
-
     def problem(self, error):
         if not isinstance(error, (self.jax.errors.JaxRuntimeError, ValueError)):  # gloo's, NCCL's
             return None
@@ -131,19 +120,22 @@ class JaxDistributed(engines.Engine):
         return line.partition("] ")[2] or line  # "Gloo ... failed: [...pair.cc:547] Conn..."
 
     def absent(self):
-        self.waits = None
+        self.inside = None
         return self.give_up()
 
     def watch(self):
-        """End this process where it waits for a rank that has ended, or too long."""
+        """End this process where it waits for a rank that has ended, or too long.
+
+        JAX's own collectives have no limit.
+        """
         while True:
             time.sleep(_LOOK)
-            waits = self.waits
-            if waits is None:
+            inside = self.inside
+            if inside is None:
                 continue
-            what, until = waits
+            what, _, until = inside
             ended = self.marked("ended") or []
-            if (ended or time.monotonic() > until) and self.waits is waits:
+            if (ended or time.monotonic() > until) and self.inside is inside:
                 problem = "it has ended" if ended else "no answer for {:g} s".format(self.timeout)
                 lost = self.give_up()
                 error = errors.rank_lost(self.place, what, ended or lost, problem)

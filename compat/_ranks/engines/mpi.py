@@ -155,12 +155,12 @@ class MPI(engines.Engine):
             waited = time.monotonic() - start
             self._listen()
             ended = sorted(rank for rank, done in self.left.items() if done <= self.done)
+            for rank in ended:
+                self._tell(_WAITS, rank)
             if ended:
-                for rank in ended:
-                    self._tell(_WAITS, rank)
                 raise self._lost(what, ended, "its script has ended")
             if waited > self.timeout:
-                raise self._lost(what, self.absent())
+                raise self._lost(what, self.absent(), f"{self.timeout:g} seconds are over")
             # At first without a pause; later the fewer looks the longer it takes.
             time.sleep(0 if waited < 0.002 else min(waited / 50, 0.01))
         self.done += 1
@@ -171,9 +171,8 @@ class MPI(engines.Engine):
         except self.mpi.Exception as error:  # of a connection, for example
             raise self._lost(what, [], error) from error
 
-    def _lost(self, what, absent, problem=None):
+    def _lost(self, what, absent, problem):
         self.lost = True
-        problem = problem or "{:g} seconds are over".format(self.timeout)
         return errors.rank_lost(self.place, what, absent, problem)
 
     def absent(self):
@@ -246,9 +245,8 @@ def launcher(job):
     mpirun = shutil.which("mpirun", path=job.environ.get("PATH"))
     if mpirun is None:
         raise errors.NotInstalledError(
-            "Ranks of Theano and CNTK are started by mpirun, which is not on PATH. Install "
-            "the MPI that mpi4py was compiled with: on Debian and Ubuntu, apt-get install "
-            "openmpi-bin."
+            "Ranks of Theano and CNTK are started by mpirun, which is not on PATH. Install the MPI "
+            "that mpi4py was compiled with: on Debian and Ubuntu, apt-get install openmpi-bin."
         )
     options = (
         "OMPI_MCA_rmaps_base_oversubscribe=1",

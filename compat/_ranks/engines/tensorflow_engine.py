@@ -1,35 +1,24 @@
 """What the engines of ranks on TensorFlow share: calls out of graphs, and the errors of those."""
 
 import contextlib
+import math
 import re
 
 from .. import engines
+from . import buckets
 
-#: Bytes of the first bucket and of the others: those of torch's DistributedDataParallel.
-BUCKET_SIZES = [2**20, 25 * 2**20]
 #: A tensor of so many bytes is sent alone: to put it together with others would copy it.
 LARGE = 2**20
 
 
 def _buckets(tf, tensors):
     """The places of dense tensors that are sent together, the last tensors first."""
-    buckets, being_filled = [], {}  # type of number -> places, their bytes
-    for place in reversed(range(len(tensors))):
-        tensor = tensors[place]
-        if isinstance(tensor, tf.IndexedSlices):
-            continue
-        size_of_tensor = tensor.dtype.size * (tensor.shape.num_elements() or 0)
-        if size_of_tensor >= LARGE:
-            buckets.append([place])
-            continue
-        places, size = being_filled.pop(tensor.dtype, ([], 0))
-        places.append(place)
-        size += size_of_tensor
-        if size < BUCKET_SIZES[min(len(buckets), 1)]:
-            being_filled[tensor.dtype] = places, size
-        else:
-            buckets.append(places)
-    return buckets + [places for places, _ in being_filled.values()]
+    items = []
+    for place, tensor in reversed(list(enumerate(tensors))):
+        if not isinstance(tensor, tf.IndexedSlices):
+            size = tensor.dtype.size * (tensor.shape.num_elements() or 0)
+            items.append((place, math.inf, place) if size >= LARGE else (tensor.dtype, size, place))
+    return [places for _, places in buckets.filled(items)]
 
 
 def _is_alike(tensor):
@@ -116,15 +105,12 @@ class TensorFlowEngine(engines.Engine):
         Arguments:
             before: what was exchanged before, which engines that need an order wait for.
         """
-        raise NotImplementedError
 
     def concatenate(self, slices, name, before):
         """All ranks' ``IndexedSlices`` one after the other: optimizers sum up rows of one index."""
-        raise NotImplementedError
 
     def sum_numbers_in_graph(self, numbers):
         """The sum over all ranks of a float64 tensor of one axis: what ``sum`` does, in a graph."""
-        raise NotImplementedError
 
     def share_in_graph(self, rows, count):
         """This rank's share of the step that all ranks begin, as a float64 tensor.

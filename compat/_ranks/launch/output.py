@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 import time
-from typing import Any, Callable, Deque, Dict, List, Optional, Set, Tuple
+from typing import Any, Callable, Dict, List, Optional, Set, Tuple
 
 from ... import errors
 from ..._runtime import safe_files
@@ -52,25 +52,10 @@ class Lines:
             self.unfinished = None
 
 
-class _Tail:
-    """The last lines of a stream, as a terminal would show them."""
-
-    def __init__(self) -> None:
-        self.lines: Deque[str] = collections.deque(maxlen=TAIL)
-        self.rest = ""
-
-    def add(self, text, unfinished):
-        text = self.rest + text
-        line = text.rstrip("\r")
-        # Of a progress bar only what was printed last is left.
-        self.rest = line.rpartition("\r")[2][-_WIDEST:] + text[len(line) :][:1]
-        if not unfinished:
-            self.lines.append(self.rest.rstrip("\r"))
-            self.rest = ""
-
-    def shown(self):
-        rest = self.rest.rstrip("\r")
-        return (list(self.lines) + ([rest] if rest else []))[-TAIL:]
+def _shown_last(text):
+    """What a terminal shows of a line: of a progress bar, what was printed last."""
+    line = text.rstrip("\r")
+    return line.rpartition("\r")[2][-_WIDEST:] + text[len(line) :][:1]
 
 
 class Output:
@@ -85,14 +70,20 @@ class Output:
         self.quiet = quiet
         self.logs = logs
         self.lines = Lines()
-        self.tails: Dict[int, _Tail] = collections.defaultdict(_Tail)
+        # The last lines of each rank that were not shown, and what is unfinished.
+        self.tails: Dict[int, Any] = collections.defaultdict(
+            lambda: collections.deque([""], TAIL + 1)
+        )
 
     def add(self, rank: int, kind: str, text: str, unfinished: bool) -> None:
         """Show what a rank has printed, the rank in front of each line."""
         if self.logs is not None:
             self.logs.add(rank, kind, text, unfinished)
         if self.quiet and rank and kind == rank_process.OUT:
-            self.tails[rank].add(text, unfinished)
+            tail = self.tails[rank]
+            tail[-1] = _shown_last(tail[-1] + text)
+            if not unfinished:
+                tail.append("")
             return
         stream = sys.stdout if kind == rank_process.OUT else sys.stderr
         write = functools.partial(print, end="", file=stream, flush=True)
@@ -106,9 +97,10 @@ class Output:
 
     def dropped(self, rank: int) -> List[str]:
         """The last lines of a rank that were not shown, as the report of a failure has them."""
-        lines = self.tails[rank].shown() if rank in self.tails else []
-        about = "compat run: the last lines that rank {} printed to standard output:".format(rank)
-        return [about] + ["[{}] {}".format(rank, line) for line in lines] if lines else []
+        *lines, rest = [line.rstrip("\r") for line in self.tails[rank]]
+        lines = (lines + [rest] * bool(rest))[-TAIL:]
+        about = f"compat run: the last lines that rank {rank} printed to standard output:"
+        return [about] + [f"[{rank}] {line}" for line in lines] if lines else []
 
 
 class Logs:
@@ -138,18 +130,15 @@ class Logs:
                 flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | safe_files.NOFOLLOW
                 self.files.append(safe_files.plain(path, flags))
                 _lock(self.files[-1])
-        except BlockingIOError:
-            self.close()
-            raise errors.InvalidArgumentError(
-                "--log-dir {}: another job is writing there. Name another folder, or start this "
-                "job when that one has ended.".format(folder)
-            ) from None
         except OSError as error:
             self.close()
-            raise errors.InvalidArgumentError(
-                "--log-dir {}: {} cannot be written: {}. Name a folder in which you may make "
-                "files.".format(folder, path, error.strerror)
-            ) from error
+            problem = f"{path} cannot be written: {error.strerror}"
+            advice = "Name a folder in which you may make files."
+            if isinstance(error, BlockingIOError):
+                problem = "another job is writing there"
+                advice = "Name another folder, or start this job when that one has ended."
+            problem = f"--log-dir {folder}: {problem}. {advice}"
+            raise errors.InvalidArgumentError(problem) from error
 
     def begin(self, restart: int) -> None:
         """Begin a start of the job with a line in each file."""
@@ -192,7 +181,6 @@ def _lock(file):
 
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise
-    except OSError:
-        pass
+    except OSError as error:
+        if isinstance(error, BlockingIOError):
+            raise

@@ -109,8 +109,7 @@ class _Stream:
     """
 
     def __init__(self, rank: "_Rank", kind: str) -> None:
-        self.rank = rank
-        self.kind = kind
+        self.rank, self.kind = rank, kind
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.unsent = ""  # the end of a line that is not ended yet
         self.since = 0.0  # when that began to wait
@@ -118,35 +117,31 @@ class _Stream:
 
     def take(self, data: bytes) -> None:
         """Send on the lines that end in these bytes; none: the stream has ended."""
-        first, *lines = self.decoder.decode(data, not data).split("\n")
-        if first and not self.unsent:
-            self.since = time.monotonic()
-        self.unsent += first
+        waited = bool(self.unsent)
+        *lines, rest = (self.unsent + self.decoder.decode(data, not data)).split("\n")
         for line in lines:
-            self.send_line()
-            self.unsent, self.since = line, time.monotonic()
+            self.send(line)
+        if lines or not waited:
+            self.since = time.monotonic()
+        self.unsent = rest
 
     def show_unfinished(self) -> None:
         waited = time.monotonic() - self.since >= _UNSHOWN
         if self.unsent and (waited or len(self.unsent) > _WAITING):
-            self.line = (self.line + self.unsent)[:_KEPT]
-            self.rank.send_in_parts(UNFINISHED + self.kind, self.unsent)
+            self.send(self.unsent, UNFINISHED)
             self.unsent = ""
 
-    def send_line(self) -> None:
-        self.note_error()
-        self.rank.send_in_parts(self.kind, self.unsent)
-        self.line = self.unsent = ""
-
-    def note_error(self) -> None:
-        if self.kind == ERR:
-            self.rank.traceback.add((self.line + self.unsent)[:_KEPT])
+    def send(self, text: str, mark: str = "") -> None:
+        self.line = (self.line + text)[:_KEPT]
+        if not mark:
+            if self.kind == ERR:
+                self.rank.traceback.add(self.line)
+            self.line = ""
+        self.rank.send_in_parts(mark + self.kind, text)
 
     def end(self) -> None:
-        if self.unsent:
-            self.send_line()
-        elif self.line:
-            self.note_error()
+        if self.unsent or self.line:
+            self.send(self.unsent)
 
 
 class _Rank:
@@ -182,14 +177,16 @@ class _Rank:
         return self.end(status)
 
     def run_with(self, command: List[str], variables: Dict[str, str]) -> int:
+        environ = dict(os.environ, PYTHONUNBUFFERED="1", **_gpus(os.environ))
+        pipes: Any = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         with _signals_delayed() as mask:
             process = subprocess.Popen(
                 command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env=dict(os.environ, PYTHONUNBUFFERED="1", **dict(_gpus(os.environ), **variables)),
-                preexec_fn=_in_a_group_of_its_own(mask, dies_with_this_process()),
+                env=dict(environ, **variables),
+                # In a group of its own, by which to find what a script starts.
+                start_new_session=True,
+                preexec_fn=dies_with_this_process(mask),
+                **pipes,
             )
 
             def terminate(signum, frame):
@@ -311,20 +308,6 @@ def _signals_delayed():
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _in_a_group_of_its_own(mask, prepare):
-    """A ``preexec_fn``: ``prepare``, in a process group by which to find what a script starts.
-
-    ``mask``: the signals that are to be blocked there.
-    """
-
-    def before_exec():
-        os.setpgid(0, 0)
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        prepare()
-
-    return before_exec
-
-
 def _end_group(leader):
     """End a script, if it still runs, and what it has started, such as multiprocessing's workers.
 
@@ -339,11 +322,16 @@ def _end_group(leader):
         os.killpg(leader, signal.SIGKILL)
 
 
-def dies_with_this_process() -> Callable[[], None]:
-    """A ``preexec_fn``: what is started is killed when this process ends in any way."""
+def dies_with_this_process(mask: Any = None) -> Callable[[], None]:
+    """A ``preexec_fn``: what is started is killed when this process ends in any way.
+
+    ``mask``: the signals that are to be blocked there, if not the same ones.
+    """
     parent = os.getpid()
 
     def before_exec():
+        if mask is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         die_with_parent()
         if os.getppid() != parent:  # it ended before it was asked for its death
             os._exit(1)
