@@ -6,7 +6,6 @@ and ``parallelize()`` trains the model together with the other ranks, through on
 of ``engines``. Importing this module imports nothing else.
 """
 
-import collections
 import os
 import sys
 
@@ -24,7 +23,7 @@ TIMEOUT = 600.0
 _ALONE = Place(0, 1, 0, 1, "")
 
 
-class Job(collections.namedtuple("Job", "size python environ hosts")):
+class Job:
     """Which ranks a launcher is to start.
 
     Arguments:
@@ -35,8 +34,13 @@ class Job(collections.namedtuple("Job", "size python environ hosts")):
             one.
     """
 
-
-Job.__new__.__defaults__ = (None,)
+    def __init__(
+        self, size: int, python: str, environ: "Mapping[str, str]", hosts: "Optional[str]" = None
+    ) -> None:
+        self.size = size
+        self.python = python
+        self.environ = environ
+        self.hosts = hosts
 
 
 def own_place() -> "Optional[Place]":

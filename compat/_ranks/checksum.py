@@ -7,8 +7,6 @@ metrics, the states of stateful RNNs, which belong to its rows) is no variable t
 
 import hashlib
 
-import numpy as np
-
 from .. import errors
 from .._runtime.process import process
 
@@ -50,6 +48,8 @@ def checksum(array):
     Most of it is a sum of words, as fast as memory is read; which word stands where counts but
     for words a multiple of 1021 places apart.
     """
+    import numpy as np
+
     array = np.ascontiguousarray(array)
     data = array.reshape(-1).view("uint8")
     block = _COLUMNS * _WORD
@@ -63,6 +63,8 @@ def checksum(array):
 
 def numbers(arrays):
     """The checksum of all arrays, as numbers that every engine gathers exactly."""
+    import numpy as np
+
     arrays = [np.asarray(array) for array in arrays]
     small = [np.zeros(0, "uint8")]
     parts = []
@@ -165,6 +167,8 @@ def same(rows):
 
 def _distance(mine, chief):
     """The largest difference, relative to the largest number."""
+    import numpy as np
+
     mine, chief = np.asarray(mine), np.asarray(chief)
     if mine.shape != chief.shape or mine.dtype != chief.dtype or mine.dtype.kind in "iub":
         return 0.0 if np.array_equal(mine, chief) and mine.dtype == chief.dtype else np.inf

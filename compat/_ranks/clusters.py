@@ -155,7 +155,7 @@ def _invalid(name, text, problem):
     if name != TF_CONFIG:
         return not_a_rank(name, text)
     return errors.RankError(
-        f'TF_CONFIG={text} is not understood: {problem}. Use JSON such as {{"cluster": {{"worker": '
-        '["host1:2222", "host2:2222"]}, "task": {"type": "worker", "index": 0}}, or set '
-        "COMPAT_ALONE=1 to train alone."
+        'TF_CONFIG={} is not understood: {}. Use JSON such as {{"cluster": {{"worker": '
+        '["host1:2222", "host2:2222"]}}, "task": {{"type": "worker", "index": 0}}}}, or set '
+        "COMPAT_ALONE=1 to train alone.".format(text, problem)
     )
