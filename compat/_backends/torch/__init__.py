@@ -55,9 +55,7 @@ class Torch(Backend):
     def overruled(self, settings: "Settings", environ: "Mapping[str, str]") -> "List[str]":
         device = environ.get(_DEVICE)
         if device and self.environ(settings, environ).get(_DEVICE, device) != device:
-            return [
-                "KERAS_TORCH_DEVICE says {}, but compat chose {}.".format(device, settings.devices)
-            ]
+            return [f"KERAS_TORCH_DEVICE says {device}, but compat chose {settings.devices}."]
         return []
 
     def initialised(self) -> "Optional[str]":
@@ -91,14 +89,14 @@ class Torch(Backend):
             applied += _limit_memory(torch, settings.memory, self.devices())
         if settings.floatx:
             torch.set_default_dtype(getattr(torch, settings.floatx))
-            applied.append("torch.set_default_dtype(torch.{})".format(settings.floatx))
+            applied.append(f"torch.set_default_dtype(torch.{settings.floatx})")
         return applied, []
 
     def devices(self) -> "List[str]":
         """torch has one CPU: what stands in for GPUs are names, and replicas that run there."""
         torch = self.import_framework()
         if self.kept.get("simulated"):
-            return ["cpu:{}".format(index) for index in range(self.kept["simulated"])]
+            return [f"cpu:{index}" for index in range(self.kept["simulated"])]
         if os.environ.get(_DEVICE) == "cpu":
             return ["cpu"]
         names = self.kept.get("names")  # chosen among those that torch lists
@@ -191,7 +189,7 @@ def _check_devices_shown(torch, reason, chosen):
         return
     raise errors.too_late(
         "torch",
-        "{}; it shows {} GPUs, and {} was asked for".format(reason, shown, chosen),
+        f"{reason}; it shows {shown} GPUs, and {chosen} was asked for",
         "Call it before the first `import keras`, and before anything runs on a GPU.",
     )
 
@@ -201,7 +199,7 @@ def _listed(torch):
     metal = getattr(torch.backends, "mps", None)
     if metal is not None and metal.is_available():
         return ["mps"]
-    return ["cuda:{}".format(index) for index in range(torch.cuda.device_count())]
+    return [f"cuda:{index}" for index in range(torch.cuda.device_count())]
 
 
 def _use_first(torch, names, listed):
@@ -213,7 +211,7 @@ def _use_first(torch, names, listed):
         return [_DEVICE + "=cpu"]
     torch.cuda.set_device(names[0])
     os.environ[_DEVICE] = names[0]
-    return ["torch.cuda.set_device({!r})".format(names[0]), "{}={}".format(_DEVICE, names[0])]
+    return [f"torch.cuda.set_device({names[0]!r})", f"{_DEVICE}={names[0]}"]
 
 
 def _refuse_wrapped(model):
@@ -222,8 +220,8 @@ def _refuse_wrapped(model):
     if isinstance(model, (nn.DataParallel, nn.DistributedDataParallel)):
         name = type(model).__name__
         raise errors.UnsupportedError(
-            "parallelize() was given a torch.nn.parallel.{}, which splits batches by itself. "
-            "Pass the module within it: parallelize(model.module), and use that.".format(name)
+            f"parallelize() was given a torch.nn.parallel.{name}, which splits batches by itself. "
+            "Pass the module within it: parallelize(model.module), and use that."
         )
 
 
@@ -235,15 +233,13 @@ def _limit_memory(torch, memory, devices):
         total = torch.mps.recommended_max_memory() if memory.size else 1
         fraction = memory.fraction or min(1.0, memory.size / float(total))
         torch.mps.set_per_process_memory_fraction(fraction)
-        return ["torch.mps.set_per_process_memory_fraction({:g})".format(fraction)]
+        return [f"torch.mps.set_per_process_memory_fraction({fraction:g})"]
     applied = []
     for index in [int(name.rpartition(":")[2]) for name in devices if name != "cpu"]:
         total = torch.cuda.get_device_properties(index).total_memory
         fraction = memory.fraction or min(1.0, memory.size / float(total))
         torch.cuda.set_per_process_memory_fraction(fraction, index)
-        applied.append(
-            "torch.cuda.set_per_process_memory_fraction({:g}, {})".format(fraction, index)
-        )
+        applied.append(f"torch.cuda.set_per_process_memory_fraction({fraction:g}, {index})")
     return applied
 
 

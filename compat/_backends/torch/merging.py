@@ -162,9 +162,7 @@ def _decide(key, values, sizes, before, home, trial):
         return _of_numbers(key, values, before, trial)
     if not isinstance(first, torch.Tensor):
         if any(value is not first and value != first for value in values):
-            raise NotMergeable(
-                _rows.Across("that makes a {}".format(type(first).__name__), why="unknown")
-            )
+            raise NotMergeable(_rows.Across(f"that makes a {type(first).__name__}", why="unknown"))
         return Rule("first")
     # Of the replica with most rows: one row cannot be told from none.
     found = tag_of(values[sizes.index(max(sizes))])
@@ -172,7 +170,7 @@ def _decide(key, values, sizes, before, home, trial):
         raise NotMergeable(found.why)
     if isinstance(found, _rows.Sharded):
         if key[0] == "state":
-            raise NotMergeable(_rows.Across("that sets the state {!r}".format(key[-1])))
+            raise NotMergeable(_rows.Across(f"that sets the state {key[-1]!r}"))
         return Rule("rows", found.copies == 1, found.axis, found.copies)
     if key[0] == "state" and (found is None or isinstance(found, State)):
         if all(torch.equal(value.to(before), before) for value in values):

@@ -139,7 +139,7 @@ class ModuleReplicas:
                 for _, name, value in places:
                     if values is part._buffers and id(value) not in known:
                         known.add(id(value))
-                        key = "state", "{}.{}".format(path, name) if path else name
+                        key = "state", f"{path}.{name}" if path else name
                         self.buffers[key], self.buffer_places[key] = value, (values, name)
         self.before = dict(self.buffers)  # and attributes
         self.attributes = {}  # (path, attribute) -> module, function that nests new leaves

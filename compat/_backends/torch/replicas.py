@@ -181,7 +181,7 @@ class ReplicatedMethod(patching.InstanceMethod):
             # On the CPU "cpu:1" is a name only.
             device = torch.device("cpu" if name.startswith("cpu") else name)
             rows = range(*split_rows.run_bounds(layout.rows, count, index))
-            with torch.profiler.record_function("replica on {}".format(name)):
+            with torch.profiler.record_function(f"replica on {name}"):
                 outcome = self.replica(
                     model, state, arguments, layout, device, rows, copy=index > 0, watched=watched
                 )
@@ -349,9 +349,7 @@ def _is_unknown(leaf):
 
 def warn_not_divided(model, given):
     errors.warn(
-        "{} was given {}, which cannot be divided: it runs on one device.".format(
-            type(model).__name__, given
-        )
+        f"{type(model).__name__} was given {given}, which cannot be divided: it runs on one device."
     )
 
 

@@ -32,7 +32,7 @@ def across(model, name, why="mixed"):
         file = frame.f_code.co_filename
         own = file.startswith((TORCH, _COMPAT)) or os.sep + "keras" + os.sep in file
         if line is None and not own and not file.startswith("<"):
-            line = "{}, line {}".format(os.path.basename(file), frame.f_lineno)
+            line = f"{os.path.basename(file)}, line {frame.f_lineno}"
         part = frame.f_locals.get("self")
         if module is None and frame.f_code.co_name in ("forward", "call"):
             module = part if hasattr(part, "named_modules") else None
@@ -46,5 +46,5 @@ def _described(model, module):
     paths = [path for path, part in model.named_modules() if part is module]
     name = getattr(module, "name", None) if hasattr(module, "get_config") else None
     if name is not None:
-        return "layer {!r}".format(name)
-    return "{} ({})".format(paths[0], type(module).__name__) if paths else type(module).__name__
+        return f"layer {name!r}"
+    return f"{paths[0]} ({type(module).__name__})" if paths else type(module).__name__
