@@ -97,6 +97,19 @@ def test_a_trainable_weight_that_a_call_sets_is_set_once(verify):
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
 
 
+def test_state_that_is_set_to_a_constant():
+    """First to the one that it has, later to another one."""
+    import keras
+
+    constant = [0.0]
+    model = model_of(lambda layer, x: layer.flag.assign(keras.ops.full((), constant[0])), flag=0.0)
+    compat.parallelize(model)
+    for constant[0] in (0.0, 0.0, 1.0, 1.0):
+        model(data()[0])
+        assert float(model.layers[0].flag) == constant[0]
+    assert replicas(lambda: model(data()[0])) == DEVICES
+
+
 def test_float8_has_the_largest_values_of_the_whole_batch():
     """Keras sets its history of them to its gradient."""
     import keras

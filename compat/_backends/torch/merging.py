@@ -172,7 +172,7 @@ def _decide(key, values, sizes, before, home, trial):
         if key[0] == "state":
             raise NotMergeable(_rows.Across(f"that sets the state {key[-1]!r}"))
         return Rule("rows", found.copies == 1, found.axis, found.copies)
-    if key[0] == "state" and (found is None or isinstance(found, State)):
+    if key[0] == "state" and isinstance(found, State):
         if all(torch.equal(value.to(before), before) for value in values):
             return Rule("unchanged")
     if isinstance(found, EXPRESSIONS) and not isinstance(found, State):
