@@ -30,12 +30,7 @@ class Torch(Backend):
     distributions = ("torch",)
     extra = "torch"
     verifies_ranks = True
-    variables = (
-        "CUDA_VISIBLE_DEVICES",
-        "CUDA_DEVICE_ORDER",
-        _DEVICE,
-        "PYTORCH_CUDA_ALLOC_CONF",
-    )
+    variables = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", _DEVICE, "PYTORCH_CUDA_ALLOC_CONF")
 
     # Before the first use of a GPU --------------------------------------------------------------
 
@@ -74,7 +69,7 @@ class Torch(Backend):
         chosen = settings.devices
         too_late = self.initialised()
         applied = []
-        self.kept["names"] = None
+        self.kept["names"] = [f"cpu:{index}" for index in range(chosen.simulated)] or None
         if chosen.undecided is not None:
             listed = [] if os.environ.get(_DEVICE) == "cpu" else _listed(torch)
             chosen.settle(len(listed))
@@ -84,7 +79,6 @@ class Torch(Backend):
                 chosen.reason = _DEVICE + "=cpu"
         elif too_late:
             _check_devices_shown(torch, too_late, chosen)
-        self.kept["simulated"] = chosen.simulated or 0
         if chosen.gpus and settings.memory:
             applied += _limit_memory(torch, settings.memory, self.devices())
         if settings.floatx:
@@ -95,12 +89,10 @@ class Torch(Backend):
     def devices(self) -> "List[str]":
         """torch has one CPU: what stands in for GPUs are names, and replicas that run there."""
         torch = self.import_framework()
-        if self.kept.get("simulated"):
-            return [f"cpu:{index}" for index in range(self.kept["simulated"])]
-        if os.environ.get(_DEVICE) == "cpu":
-            return ["cpu"]
-        names = self.kept.get("names")  # chosen among those that torch lists
-        return (_listed(torch) if names is None else names) or ["cpu"]
+        names = self.kept.get("names")  # simulated, or chosen among those that torch lists
+        if names is None:
+            names = [] if os.environ.get(_DEVICE) == "cpu" else _listed(torch)
+        return names or ["cpu"]
 
     # Replicas ---------------------------------------------------------------------------------
 
@@ -135,18 +127,17 @@ class Torch(Backend):
     def verify(self, model: "Any", verification: "Optional[Verification]") -> None:
         from . import verified_steps as kinds  # imports torch
 
+        is_keras = _keras.keras_of(model) is not None
         if verification is not None and verification.ranks:
             from . import verified_ranks  # imports torch.distributed
 
-            if _keras.keras_of(model) is not None:
+            if is_keras:
                 verified_ranks.VerifiedRankedStep.install_on(model, verification)
-            return
-        if _keras.keras_of(model) is None:
+        elif is_keras:
+            one_device = verification is None or _keras.undivided(model)
+            kinds.VerifiedTorchStep.install_on(model, None if one_device else verification)
+        else:
             kinds.VerifiedModuleForward.install_on(model, verification)
-            return
-        if verification is not None and _keras.undivided(model):
-            verification = None  # it runs on one device
-        kinds.VerifiedTorchStep.install_on(model, verification)
 
     def memory_peaks(self) -> "Dict[str, int]":
         """``torch.cuda.max_memory_allocated()``."""

@@ -15,6 +15,8 @@ import torch
 from torch.nn.utils import rnn
 from torch.nn.utils.rnn import PackedSequence
 
+from ... import _rows
+
 tree = torch.utils._pytree
 
 # Arguments that torch's own attention takes one of for all rows.
@@ -123,24 +125,17 @@ def _refilled(value, names, rebuild, values):
 # Rows -----------------------------------------------------------------------------------------
 
 
-class RowDimension(collections.namedtuple("RowDimension", "dim inner")):
-    """Where an argument has the rows: dimension ``dim``, ``inner`` neighbours for each."""
-
-    def rows(self, value, rows):
-        """These rows, in this order."""
-        if isinstance(rows, range):
-            return value.narrow(self.dim, rows.start * self.inner, len(rows) * self.inner)
-        index = [row * self.inner + offset for row in rows for offset in range(self.inner)]
-        return value.index_select(self.dim, torch.tensor(index, device=value.device))
-
-
-class Packed(RowDimension):
-    """Sequences packed into one tensor, cut by sequences."""
-
-    def rows(self, value, rows):
+def rows_of(value, placement, rows):
+    """These rows of an argument, in this order; of packed sequences, these sequences."""
+    if isinstance(value, PackedSequence):
         padded, lengths = rnn.pad_packed_sequence(value, batch_first=True)
         rows = torch.tensor(list(rows))
         return _pack(padded[rows.to(padded.device)], lengths[rows], value)
+    axis, inner = placement.axis, placement.inner
+    if isinstance(rows, range):
+        return value.narrow(axis, rows.start * inner, len(rows) * inner)
+    index = [row * inner + offset for row in rows for offset in range(inner)]
+    return value.index_select(axis, torch.tensor(index, device=value.device))
 
 
 # By padding, not by torch's pack_sequence(): that takes one operation for each sequence.
@@ -151,13 +146,10 @@ def _pack(padded, lengths, like):
 
 def cat_packed(values, home):
     """The sequences of all replicas as one."""
-    pairs = [rnn.pad_packed_sequence(value.to(home), batch_first=True) for value in values]
-    longest = max(padded.shape[1] for padded, _ in pairs)
-    rows = []
-    for padded, _ in pairs:
-        rest = padded.new_zeros(padded.shape[0], longest - padded.shape[1], *padded.shape[2:])
-        rows.append(torch.cat([padded, rest], 1))
-    return _pack(torch.cat(rows), torch.cat([lengths for _, lengths in pairs]), values[0])
+    longest = max(len(value.batch_sizes) for value in values)
+    pairs = [rnn.pad_packed_sequence(v.to(home), True, total_length=longest) for v in values]
+    padded, lengths = map(torch.cat, zip(*pairs))
+    return _pack(padded, lengths, values[0])
 
 
 class DividedArguments:
@@ -186,8 +178,7 @@ class DividedArguments:
             key.append((name, spec, [_kind(leaf) for leaf in leaves]))
         self.key = str(key)
         self.contents = [(each, _contents(each)) for each in seen.values()]
-        objects = [contents for each, contents in self.contents if is_object(each)]
-        found = tree.tree_leaves(objects)
+        found = tree.tree_leaves([contents for each, contents in self.contents if is_object(each)])
         self.state = {id(leaf) for leaf in found if isinstance(leaf, torch.Tensor)}
 
     def copied(self, leaf, value):
@@ -258,17 +249,11 @@ def _kind(leaf):
 def names_of(function):
     """The parameters of ``function`` that positional arguments come by."""
     parameters = inspect.signature(function).parameters.values()
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [parameter.name for parameter in parameters if parameter.kind in positional]
+    return [each.name for each in parameters if each.kind <= each.POSITIONAL_OR_KEYWORD]
 
 
-class Layout(collections.namedtuple("Layout", "rows cuts")):
-    """How a call's arguments are cut: ``rows``, and a ``RowDimension`` or None for each leaf."""
-
-    def without(self, whole):
-        """The layout in which these arguments are not cut."""
-        cuts = [None if number in whole else cut for number, cut in enumerate(self.cuts)]
-        return Layout(self.rows, tuple(cuts))
+#: How a call's arguments are cut: ``rows``, and a placement or None for each leaf.
+Layout = collections.namedtuple("Layout", "rows cuts")
 
 
 def layout(arguments, dim=0, states=None):
@@ -287,30 +272,27 @@ def layout(arguments, dim=0, states=None):
         return None
     cuts = []
     for leaf, name in zip(arguments.leaves, arguments.names):
-        if isinstance(leaf, PackedSequence):
-            cuts.append(Packed(0, 1))
-        elif isinstance(leaf, torch.Tensor):
-            is_state = (
-                states
-                and leaf.dim() == 3
-                and leaf.shape[1] == rows
-                and (states == "all" and any(cuts) or leaf.shape[dim] != rows)
-            )
-            cuts.append(_cut_of(leaf, name or "", rows, 1 if is_state else dim))
-        else:
-            cuts.append(None)
+        is_state = (
+            states
+            and isinstance(leaf, torch.Tensor)
+            and leaf.dim() == 3
+            and leaf.shape[1] == rows
+            and (states == "all" and any(cuts) or leaf.shape[dim] != rows)
+        )
+        cuts.append(_cut_of(leaf, name or "", rows, 1 if is_state else dim))
     return Layout(rows, tuple(cuts))
 
 
 def _cut_of(leaf, name, rows, dim):
-    """The cut of a tensor that has the rows in ``dim``, if it has any. Masks have them first."""
-    if name in MASKS and leaf.dim() == 2:
+    """The rows of what has them in ``dim``, if it has any. Masks have them first."""
+    if isinstance(leaf, PackedSequence):
+        return _rows.Sharded(0, inner=None, even=False)
+    if not isinstance(leaf, torch.Tensor) or name in MASKS and leaf.dim() == 2:
         return None
     if name.endswith("mask") and leaf.dim() == 3 and leaf.shape[0] % rows == 0:
-        return RowDimension(0, leaf.shape[0] // rows)  # one for each head
-    if name.endswith("key_padding_mask"):
-        dim = 0
-    return RowDimension(dim, 1) if _size(leaf, dim) == rows else None
+        return _rows.Sharded(0, leaf.shape[0] // rows)  # one for each head
+    dim = 0 if name.endswith("key_padding_mask") else dim
+    return _rows.Sharded(dim) if _size(leaf, dim) == rows else None
 
 
 def _size(leaf, dim):
@@ -327,8 +309,7 @@ def _size(leaf, dim):
 def declared(module):
     """The dimension of the rows that one of torch's modules declares; None for any other."""
     nn = torch.nn
-    forward = type(module).forward
-    if isinstance(module, nn.Transformer) and forward is not nn.Transformer.forward:
+    if isinstance(module, nn.Transformer) and type(module).forward is not nn.Transformer.forward:
         return None  # what is within it tells
     if isinstance(module, (nn.RNNBase, nn.MultiheadAttention, nn.Transformer)):
         return 0 if module.batch_first else 1

@@ -21,12 +21,8 @@ def tag(value, as_what):
     value._compat_rows = as_what
 
 
-def is_rows(placement):
-    return isinstance(placement, _rows.Sharded)
-
-
 def is_sharded(value):
-    return isinstance(value, torch.Tensor) and is_rows(tag_of(value))
+    return isinstance(value, torch.Tensor) and isinstance(tag_of(value), _rows.Sharded)
 
 
 def name_of(function):
@@ -73,16 +69,13 @@ class RowCount(int):
         return self
 
     def __mul__(self, other):
-        if isinstance(other, int) and not isinstance(other, RowCount):
-            return RowCount(self.per * other, self.watch)
-        return self.plain() * other
+        return RowCount(self.per * other, self.watch) if _is_plain(other) else self.plain() * other
 
     __rmul__ = __mul__
 
     def __floordiv__(self, other):
-        if isinstance(other, int) and not isinstance(other, RowCount) and other > 0:
-            if self.per % other == 0:
-                return RowCount(self.per // other, self.watch)
+        if _is_plain(other) and other > 0 and self.per % other == 0:
+            return RowCount(self.per // other, self.watch)
         return self.plain() // other
 
     def plain(self):
@@ -92,32 +85,32 @@ class RowCount(int):
     def __reduce__(self):
         return int, (int(self),)
 
-    def __deepcopy__(self, memo):
-        return int(self)
-
     __hash__ = int.__hash__
+
+
+def _is_plain(number):
+    return isinstance(number, int) and not isinstance(number, RowCount)
+
+
+def _given(name):
+    return lambda self, other: getattr(self.plain(), name)(other)
 
 
 def _compared(name):
     plain = getattr(int, name)
 
     def compared(self, other):
-        if isinstance(other, int) and not isinstance(other, RowCount):
+        if _is_plain(other):
             self.watch.compare(plain, self.per, other)
         return plain(self, other)
 
     return compared
 
 
-def _plain(name):
-    return lambda self, other: getattr(self.plain(), name)(other)
-
-
-for _name in ("__add__", "__radd__", "__sub__", "__rsub__", "__mod__", "__pow__", "__truediv__",
-              "__rtruediv__"):  # fmt: skip
-    setattr(RowCount, _name, _plain(_name))
-for _name in ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"):
-    setattr(RowCount, _name, _compared(_name))
+for _name in "add radd sub rsub mod pow truediv rtruediv".split():
+    setattr(RowCount, f"__{_name}__", _given(f"__{_name}__"))
+for _name in "eq ne lt le gt ge".split():
+    setattr(RowCount, f"__{_name}__", _compared(f"__{_name}__"))
 
 
 def has_count(*values):
@@ -156,17 +149,12 @@ class Call:
         return dict(bound.arguments)
 
     def get(self, at, *names, default=None):
-        if len(self.args) > at:
-            return self.args[at]
-        for name in names:
-            if name in self.kwargs:
-                return self.kwargs[name]
-        return default
+        given = list(self.args[at : at + 1]) + [self.kwargs[n] for n in names if n in self.kwargs]
+        return given[0] if given else default
 
     def value(self, tensor):
         """The placement and the sizes; those that grow with the batch are not known."""
-        placement = tag_of(tensor)
-        shape = list(tensor.shape)
+        placement, shape = tag_of(tensor), list(tensor.shape)
         if isinstance(placement, _rows.Sharded):
             shape[placement.axis] = None
         elif not isinstance(placement, (_rows.Mixed, _rows.Unknown)):
@@ -186,7 +174,7 @@ class Call:
         given = self.get(at, *names)
         if isinstance(given, (list, tuple)):
             return list(given)
-        return [size for size in self.args[at:] if isinstance(size, int)]
+        return [size for size in self.args[at:] or [given] if isinstance(size, int)]
 
 
 def counted(sizes):
@@ -201,7 +189,7 @@ def viewed(call):
     if value.axis is None:
         return value.placement
     stand_in = _stand_in(call.first.shape, value.axis)
-    return moved(value.placement, call.func(stand_in, *call.args[1:], **call.kwargs))
+    return _moved(value.placement, call.func(stand_in, *call.args[1:], **call.kwargs))
 
 
 #: How many rows stand-ins have, which are shapes without memory: no index asks for so many.
@@ -228,7 +216,7 @@ def indexed(call):
         given.append(part)
         dim += count
     found = _rows.pointwise(looked_up)
-    if axis is None and not is_rows(found):
+    if axis is None and not isinstance(found, _rows.Sharded):
         return found
     if axis is not None and found != REPLICATED:
         return _rows.Mixed()
@@ -239,13 +227,21 @@ def indexed(call):
     index = []
     for part in given:
         index += [numbers] * _dimensions(part) if isinstance(part, torch.Tensor) else [part]
-    return moved(
-        found if axis is None else value.placement,
-        _stand_in(tensor.shape, axis)[tuple(index)],
-    )
+    placement = found if axis is None else value.placement
+    return _moved(placement, _stand_in(tensor.shape, axis)[tuple(index)])
 
 
-def moved(placement, stand_in):
+def indexed_and_set(call):
+    """The placement of a tensor after ``tensor[index] = value``."""
+    tensor, index, given = call.args
+    whole = call.value(tensor).placement
+    part = indexed(Call(torch.Tensor.__getitem__, (tensor, index), {}, call.rows))
+    value = call.value(given) if isinstance(given, torch.Tensor) else _rows.Value(REPLICATED, [])
+    found = _rows.pointwise([_rows.Value(part, tensor[index].shape), value])
+    return whole if found == part and isinstance(part, type(whole)) else _rows.Mixed()
+
+
+def _moved(placement, stand_in):
     """The placement of rows that are where a view of a stand-in has them, if it has all of them."""
     sizes = list(stand_in.shape)
     return placement.replace(axis=sizes.index(MANY)) if MANY in sizes else _rows.Mixed()
@@ -273,17 +269,16 @@ def _looked_up(call, part, value, dim):
     Arguments:
         dim: where it begins, if it is for the dimension of the rows; else None.
     """
-    given, found = call.value(part), _rows.Mixed()
+    given, found, shape = call.value(part), _rows.Mixed(), list(part.shape)
     if is_mask(part):  # it leaves another number of elements to each row
+        shape = [None]
         if dim is None and given.placement == REPLICATED:
             found = REPLICATED
         elif dim is not None and dim == value.axis and given.axis == 0:
             found = _rows.Sharded(0, inner=None, even=False)
-        return _rows.Value(found, [None])
-    if dim is None:
+    elif dim is None:
         return given
-    rows, shape = value.placement, list(part.shape)
-    if shape and rows.even and (rows.inner, rows.copies) == (1, 1):
+    elif shape and value.placement == _rows.Sharded(value.axis):
         # x[range(rows), numbers]; of one row any dimension may be that of the rows.
         if part.numel() == call.rows and part.flatten().tolist() == list(range(call.rows)):
             found = _rows.Sharded(shape.index(max(shape)))

@@ -51,8 +51,7 @@ class ReplicatedKerasCall(ReplicatedMethod):
         return getattr(batch, "is_meta", False) or _keras.in_stateless_scope(_keras.keras_of(model))
 
     def home(self, model, arguments):
-        keras = _keras.keras_of(model)
-        return keras.ops.convert_to_tensor(0).device  # where Keras computes
+        return _keras.keras_of(model).ops.convert_to_tensor(0).device  # where Keras computes
 
     def state(self, model):
         return KerasReplicas(_keras.keras_of(model), model)
@@ -67,8 +66,7 @@ class KerasReplicas:
     """
 
     def __init__(self, keras, model):
-        self.keras = keras
-        self.model = model
+        self.keras, self.model = keras, model
         self.variables = {}  # those that were set, by key
         self.before = {}  # their values, by key
         self.seeds = {}  # the values of random seeds, by id
@@ -109,27 +107,22 @@ class KerasReplicas:
                     tag(value, Total("mean", value, watch.rows, regular=True))
         return result, list(scope.losses), state, {}
 
-    @contextlib.contextmanager
     def unwatched(self, watch):
-        """Within, batch normalization is one function: each device's own rows."""
+        """A context in which batch normalization is one function: each device's own rows."""
 
         def call(hidden, inputs, *args, **kwargs):
             if watch.probing:
                 kwargs["training"] = False
-            watch.paused = True
-            try:
+            with patching.replaced(watch, paused=True):
                 outputs = hidden(inputs, *args, **kwargs)
-            finally:
-                watch.paused = False
             tag(outputs, tag_of(inputs))
             return outputs
 
-        layers = self.normalising() if watch is not None else []
-        with contextlib.ExitStack() as patched:
-            for layer in layers:
-                watched = functools.partial(call, layer.call)
-                patched.enter_context(patching.replaced(layer, call=watched))
-            yield
+        patched = contextlib.ExitStack()
+        for layer in self.normalising() if watch is not None else []:
+            own = functools.partial(call, layer.call)
+            patched.enter_context(patching.replaced(layer, call=own))
+        return patched
 
     def finish(self, merged):
         """Set the state, once, and add the losses."""

@@ -12,15 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 from ... import _rows
 from . import batches
 from .calls import RowCount, tag_of
-from .reductions import (
-    EXPRESSIONS,
-    NotMergeable,
-    State,
-    Total,
-    is_number,
-    together,
-    weighted_mean,
-)
+from .reductions import EXPRESSIONS, NotMergeable, State, Total, is_number, together, weighted_mean
 from .trials import close, fits
 
 
@@ -36,22 +28,18 @@ class Rule:
         numbers: for an expression, what becomes of each number in it.
 
     Attributes:
-        form: where a trial was needed, the form of the tags that it was found for.
-        like: the type of the values and their number of dimensions.
+        form: that of the values that it was found for.
     """
 
     def __init__(self, kind, lasting=True, dim=0, copies=1, numbers=()):
-        self.kind = kind
-        self.lasting = lasting
-        self.dim = dim
-        self.copies = copies
-        self.numbers = list(numbers)
+        self.kind, self.lasting = kind, lasting
+        self.dim, self.copies = dim, copies
+        self.numbers = numbers
         self.form = None
-        self.like = None
 
     def fits(self, value, rows):
         """Whether a value that was not watched looks as this rule expects."""
-        if self.like != like(value):
+        if self.form[:2] != form(value)[:2]:
             return False
         return self.kind != "rows" or value.shape[self.dim] % rows == 0
 
@@ -70,17 +58,11 @@ class Rule:
         return weighted_mean(values, sizes) if self.kind == "mean" else values[0]
 
     def _computed(self, values, home):
-        kinds = iter(self.numbers)
+        kinds, tags = iter(self.numbers), list(map(tag_of, values))
         try:
-            return together(
-                list(map(tag_of, values)), home, lambda found: NUMBERS[next(kinds)](found)
-            )
+            return together(tags, home, lambda found: NUMBERS[next(kinds)](found))
         except (StopIteration, ZeroDivisionError):
             raise NotMergeable() from None
-
-
-def like(value):
-    return type(value), value.dim() if isinstance(value, torch.Tensor) else None
 
 
 def _rows_of_all(values, dim, copies, home):
@@ -148,13 +130,6 @@ def decide(key, values, sizes, before, home, trial):
     Raises:
         NotMergeable: no rule fits.
     """
-    rule = _decide(key, values, sizes, before, home, trial)
-    rule.like = like(values[0])
-    rule.form = _form(values[0])
-    return rule
-
-
-def _decide(key, values, sizes, before, home, trial):
     first = values[0]
     if isinstance(first, PackedSequence):
         return Rule("packed")
@@ -188,18 +163,12 @@ def _decide(key, values, sizes, before, home, trial):
 
 def _of_rows_that_were_lost(key, trial):
     """The rule for a tensor that was computed where no function is seen."""
-    lost = _rows.Across(None, why="tried")
-    values = trial.values(key)
-    if values is None or key[0] == "state":
-        raise NotMergeable(lost)
-    parts, whole = values
-    if any(isinstance(value, batches.Unchanged) for value in parts + [whole]):
-        raise NotMergeable(lost)
-    found = _rows.trial.placements(
-        [part.detach().cpu() for part in parts], whole.detach().cpu(), trial.sizes
-    )
+    found, (parts, whole) = [], trial.values(key) or ([], None)
+    values = [v.detach().cpu() for v in parts + [whole] if isinstance(v, torch.Tensor)]
+    if key[0] != "state" and len(values) > len(trial.sizes):
+        found = _rows.trial.placements(values[:-1], values[-1], trial.sizes)
     if not found or not isinstance(found[0], _rows.Sharded) or found[0].copies != 1:
-        raise NotMergeable(lost)
+        raise NotMergeable(_rows.Across(None, why="tried"))
     return Rule("rows", dim=found[0].axis)
 
 
@@ -244,7 +213,7 @@ def _expression(key, values, home, trial):
 
 def still(rule, values):
     """Whether the rule of an earlier call is that of these values, too."""
-    if rule.form != _form(values[0]):
+    if rule.form != form(values[0]):
         return False
     if rule.kind != "expression":
         return True
@@ -254,12 +223,12 @@ def still(rule, values):
         return False
 
 
-def _form(value):
-    """What values have in common that were computed in the same way."""
-    found = tag_of(value)
+def form(value):
+    """What values have in common that were computed in the same way: kind, dimensions, tag."""
+    found, dims = tag_of(value), value.dim() if isinstance(value, torch.Tensor) else None
     if isinstance(found, Total):
-        return type(value), Total, found.kind, found.regular
-    return type(value), found if isinstance(found, _rows.Placement) else type(found)
+        return type(value), dims, Total, found.kind, found.regular
+    return type(value), dims, found if isinstance(found, _rows.Placement) else type(found)
 
 
 def is_one_devices(escapes, home):

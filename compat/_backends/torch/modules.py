@@ -60,9 +60,9 @@ class ReplicatedForward(ForwardMethod, ReplicatedMethod):
 
     def home(self, model, arguments):
         """Where the module's weights lie, as the plain module's outputs would."""
-        tensors = [v for v in arguments.leaves if isinstance(v, torch.Tensor)]
-        weight = next(model.parameters(), tensors[0] if tensors else arguments.leaves[0].data)
-        return weight.device
+        kinds = (torch.Tensor, batches.PackedSequence)
+        first = next(leaf for leaf in arguments.leaves if isinstance(leaf, kinds))
+        return next(model.parameters(), first.data).device
 
     def layouts(self, model, arguments):
         first = arguments.leaves[0]
@@ -126,31 +126,25 @@ class ModuleReplicas:
         self.parts = []
         self.sparse = set()  # of tables whose gradients are: embeddings'
         self.places = []  # dictionary of a module within, name there, weight or buffer
-        self.buffers, self.buffer_places = {}, {}
-        known = set()
         for path, part in module.named_modules():
             if _is_own(part):
                 self.parts.append((path, part))
             if getattr(part, "sparse", False) is True:
                 self.sparse.update(map(id, part._parameters.values()))
             for values in part._parameters, part._buffers:
-                places = [(values, name, v) for name, v in values.items() if v is not None]
-                self.places += places
-                for _, name, value in places:
-                    if values is part._buffers and id(value) not in known:
-                        known.add(id(value))
-                        key = "state", f"{path}.{name}" if path else name
-                        self.buffers[key], self.buffer_places[key] = value, (values, name)
-        self.before = dict(self.buffers)  # and attributes
+                self.places += [(values, name, v) for name, v in values.items() if v is not None]
+        known = {id(value): (values, name) for values, name, value in reversed(self.places)}
+        self.before = {("state", name): buffer for name, buffer in module.named_buffers()}
+        self.buffers = {key: known[id(buffer)] for key, buffer in self.before.items()}  # places
         self.attributes = {}  # (path, attribute) -> module, function that nests new leaves
         self.module, self.hooks = module, Hooks(module)
 
     def run(self, forward, device, copy, args, kwargs, watch):
-        given = {key: buffer.to(device, copy=True) for key, buffer in self.buffers.items()}
-        copies = {id(self.buffers[key]): buffer for key, buffer in given.items()}
+        given = {key: self.before[key].to(device, copy=True) for key in self.buffers}
+        copies = {id(self.before[key]): buffer for key, buffer in given.items()}
         if watch is not None:
             for key, buffer in given.items():
-                tag(buffer, State(self.buffers[key]))
+                tag(buffer, State(self.before[key]))
         for _, _, value in self.places:
             if id(value) not in copies:  # more than one where weights are tied
                 differs = copy or value.device != device
@@ -164,7 +158,7 @@ class ModuleReplicas:
                 values[name] = copies[id(value)]
             with watch or contextlib.ExitStack():
                 result = forward(*args, **kwargs)
-            state = {key: values[name] for key, (values, name) in self.buffer_places.items()}
+            state = {key: values[name] for key, (values, name) in self.buffers.items()}
         finally:
             for values, name, value in self.places:
                 values[name] = value
@@ -178,9 +172,11 @@ class ModuleReplicas:
         for path, module in self.parts:
             was = before[path]
             for name, value in list(vars(module).items()):
-                if name in was and was[name] is value or not _is_value(value):
+                if name in was and was[name] is value:
                     continue
                 leaves, unflatten, _ = batches.flatten(value)
+                if not leaves or not all(isinstance(v, (torch.Tensor, int, float)) for v in leaves):
+                    continue
                 self.attributes[path, name] = (module, unflatten, len(leaves))
                 earlier = batches.flatten(was.get(name))[0]
                 for index, leaf in enumerate(leaves):
@@ -202,7 +198,7 @@ class ModuleReplicas:
         with torch.no_grad():
             for key, value in merged.items():
                 if key[0] == "state":
-                    self.buffers[key].copy_(value)
+                    self.before[key].copy_(value)
         for (path, name), (module, unflatten, count) in self.attributes.items():
             keys = [("attribute", path, name, index) for index in range(count)]
             if all(key in merged for key in keys):
@@ -212,15 +208,6 @@ class ModuleReplicas:
 def _is_own(module):
     """Whether torch has not made a module: the forward of such may set anything."""
     return not type(module).__module__.startswith("torch.nn")
-
-
-def _is_value(value):
-    """Whether an attribute is made of tensors and numbers."""
-    if isinstance(value, (types.FunctionType, types.MethodType, torch.nn.Module)):
-        return False
-    leaves = batches.flatten(value)[0]
-    kinds = (torch.Tensor, int, float)
-    return bool(leaves) and all(isinstance(leaf, kinds) for leaf in leaves)
 
 
 def install(module, devices):

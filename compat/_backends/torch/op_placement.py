@@ -20,24 +20,19 @@ def products(step):
     events = profile.events()
     owners, placed = timeline.owners(events), {}  # type: dict, dict
     for event in events:
-        if event.name in PRODUCTS and not _nested(event):
+        # A convolution calls its own implementation.
+        if event.name in PRODUCTS and _within(event.cpu_parent, PRODUCTS) is None:
             device = timeline.replica(event)
             if device is not None:
                 placed.setdefault(device, [0, 0])[0] += 1
-        gradient = _gradient(event) if event.name in GRADIENTS else None
+        gradient = _within(event, timeline.GRADIENT) if event.name in GRADIENTS else None
         if gradient is not None and gradient.sequence_nr in owners:
             placed.setdefault(owners[gradient.sequence_nr], [0, 0])[1] += 1
     return {device: tuple(counts) for device, counts in placed.items()}
 
 
-def _nested(event):
-    """Whether another product calls this one: a convolution its own implementation."""
-    parent = event.cpu_parent
-    return parent is not None and (parent.name in PRODUCTS or _nested(parent))
-
-
-def _gradient(event):
-    """The step of autograd's backward pass that this operation belongs to, or None."""
-    while event is not None and not event.name.startswith(timeline.GRADIENT):
+def _within(event, names):
+    """The innermost operation around this one, or itself, whose name begins so, or None."""
+    while event is not None and not event.name.startswith(names):
         event = event.cpu_parent
     return event

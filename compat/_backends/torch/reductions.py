@@ -39,10 +39,7 @@ class Total:
     constant = False
 
     def __init__(self, kind, value, weight=None, regular=False):
-        self.kind = kind
-        self.value = value
-        self.weight = weight
-        self.regular = regular
+        self.kind, self.value, self.weight, self.regular = kind, value, weight, regular
 
 
 class State:
@@ -61,9 +58,7 @@ class ComputedTotal:
     """
 
     def __init__(self, function, args, kwargs, in_place, pick, dtype):
-        self.function = function
-        self.args = args
-        self.kwargs = kwargs
+        self.function, self.args, self.kwargs = function, args, kwargs
         self.in_place = in_place
         self.pick = pick  # which element of the function's result
         self.dtype = dtype  # autocast may make it another one
@@ -113,8 +108,7 @@ def together(expressions, home, number):
 
 class _Merge:
     def __init__(self, home, number):
-        self.home = home
-        self.number = number
+        self.home, self.number = home, number
         self.known = {}
 
     def value(self, values):
@@ -134,8 +128,11 @@ class _Merge:
             return first.value.to(self.home)
         if isinstance(first, Total):
             return self.total(values)
-        args = self.arguments([value.args for value in values])
-        kwargs = self.arguments([value.kwargs for value in values])
+        flat = [tree.tree_flatten((value.args, value.kwargs)) for value in values]
+        if any(spec != flat[0][1] for _, spec in flat):
+            raise NotMergeable()
+        leaves = map(self.argument, zip(*[leaves for leaves, _ in flat]))
+        args, kwargs = tree.tree_unflatten(list(leaves), flat[0][1])
         if first.in_place:
             args = (args[0].clone(),) + tuple(args[1:])
         with torch.set_grad_enabled(first.grad and torch.is_grad_enabled()):
@@ -157,13 +154,8 @@ class _Merge:
         sums = [torch.where(w == 0, 0.0, t) * w for t, w in zip(tensors, weights)]
         return sum(sums) / sum(weights)
 
-    def arguments(self, values):
+    def argument(self, values):
         first = values[0]
-        if isinstance(first, (list, tuple)):
-            parts = [self.arguments(part) for part in zip(*values)]
-            return parts if isinstance(first, list) else tuple(parts)
-        if isinstance(first, dict):
-            return {key: self.arguments([value[key] for value in values]) for key in first}
         if isinstance(first, EXPRESSIONS + (_rows.Placement,)):
             return self.value(values)
         if isinstance(first, Constant):

@@ -15,9 +15,9 @@ import torch
 from ... import _rows, errors
 from ..._rows import split_rows
 from ..._runtime import patching, work
-from . import batches, merging, own_gradients, trials
+from . import batches, merging, trials
 from .calls import RowCount, tag, tag_of
-from .outcomes import Known, Outcome, RandomNumbers, evaluating
+from .outcomes import Known, Outcome, evaluating, random_numbers
 from .reductions import NotMergeable
 from .watch import Watch
 
@@ -57,8 +57,7 @@ class ReplicatedMethod(patching.InstanceMethod):
     def __call__(self, model, *args, **kwargs):
         if split_rows.runs_undivided():
             return self.plain(model)(*args, **kwargs)
-        if self.names is None:
-            self.names = batches.names_of(self.plain(model))
+        self.names = self.names or batches.names_of(self.plain(model))
         arguments = batches.DividedArguments(self.names, args, kwargs, self.converter(model))
         tensor = next((v for v in arguments.leaves if isinstance(v, torch.Tensor)), None)
         if tensor is not None and self.is_only_traced(model, tensor):
@@ -75,7 +74,7 @@ class ReplicatedMethod(patching.InstanceMethod):
         untried = {k: v for k, v in kinds.items() if k not in self.known and v.rows > 1}
         if known is None and not untried:
             return self.whole(model, arguments, rows)
-        numbers = RandomNumbers() if known is None or known.watch else None
+        numbers = random_numbers() if known is None or known.watch else contextlib.ExitStack()
         try:
             if known is None:
                 return self.first_call(model, arguments, untried)
@@ -83,8 +82,7 @@ class ReplicatedMethod(patching.InstanceMethod):
         except Exception as error:
             if not _is_the_models(error):
                 raise
-            if numbers is not None:
-                numbers.set()
+            numbers.close()
             result = self.whole(model, arguments, rows, error if rows > 1 else None)
             self.known.update(dict.fromkeys(untried if known is None else [kind]))
             return result
@@ -124,7 +122,7 @@ class ReplicatedMethod(patching.InstanceMethod):
 
     def later_call(self, model, arguments, layout, known):
         watched = known.watch
-        layout, state = layout.without(known.whole), self.state(model)
+        layout, state = layout._replace(cuts=known.cuts), self.state(model)
         outcomes = self.run(model, state, arguments, layout, watched)
         if not watched and not known.fit(outcomes, layout.rows):
             watched, state = True, self.state(model)
@@ -141,8 +139,10 @@ class ReplicatedMethod(patching.InstanceMethod):
         failed = []
         for kind, layout in layouts.items():
             others = [number for number, cut in enumerate(layout.cuts) if cut is not None][1:]
-            for whole in [()] + [(number,) for number in others[:MOST_TRIED]]:
-                known, tried, state = Known(whole), layout.without(whole), self.state(model)
+            for whole in [None] + others[:MOST_TRIED]:
+                cuts = [None if place == whole else cut for place, cut in enumerate(layout.cuts)]
+                known, state = Known(tuple(cuts)), self.state(model)
+                tried = layout._replace(cuts=known.cuts)
                 known.trial = self.trial(model, arguments, tried)
                 try:
                     known.trial.compute_all()  # first: three rows tell more of what has no rule
@@ -160,8 +160,7 @@ class ReplicatedMethod(patching.InstanceMethod):
 
     def layouts(self, model, arguments):
         """How the arguments may be cut, the likeliest first."""
-        if self.choices is None:
-            self.choices = self.choices_for(model)
+        self.choices = self.choices or self.choices_for(model)
         found = [batches.layout(arguments, *choice) for choice in self.choices]
         return [layout for layout in found if layout is not None]
 
@@ -198,11 +197,13 @@ class ReplicatedMethod(patching.InstanceMethod):
         for leaf, where in zip(arguments.leaves, layout.cuts):
             leaf = arguments.copied(leaf, _on(device, where, rows, leaf))
             if watched and where is not None:
-                tag_rows(leaf, where)
+                tag(leaf if isinstance(leaf, torch.Tensor) else leaf.data, where)
             leaves.append(leaf)
         watch = Watch(model, len(rows), layout.rows, self.tried, probing) if watched else None
         with arguments.given(leaves) as (args, kwargs, given):
-            with split_rows.undivided(), _eager() if watched else contextlib.ExitStack():
+            # What torch.compile() has made runs the functions that it was made of.
+            eager = torch.compiler.set_stance("force_eager") if watched else contextlib.ExitStack()
+            with split_rows.undivided(), eager:
                 try:
                     result, losses, values, buffers = state.run(
                         self.plain(model), device, copy, args, kwargs, watch
@@ -212,9 +213,13 @@ class ReplicatedMethod(patching.InstanceMethod):
                         watch.paused = True  # an interruption may have kept it from saying so
                     error.of_a_part = True  # not of compat's own
                     raise
-            result = result, given.changed()
-            outcome = Outcome(len(rows), result, losses, values, buffers, watch)
-        outcome.localize(given, device, self.home(model, arguments))
+            outcome = Outcome(len(rows), (result, given.changed()), losses, values, buffers, watch)
+            # What is the replica's own becomes what it is of the whole batch.
+            for key, value in outcome.values.items():
+                if isinstance(value, torch.Tensor):
+                    outcome.values[key] = given.own(value)
+                elif isinstance(value, torch.device) and value == device:
+                    outcome.values[key] = self.home(model, arguments)
         return outcome
 
     # Putting together -------------------------------------------------------------------------
@@ -236,10 +241,9 @@ class ReplicatedMethod(patching.InstanceMethod):
                 values = [outcome.values[key] for outcome in counted]
                 if rule.kind == "rows" and rule.copies == 1:
                     # Of a replica without rows of its own none: it gets gradients, 0, too.
-                    values = [
-                        outcome.values[key] if size else _none_of(outcome.values[key], rule.dim)
-                        for outcome, size in zip(outcomes, all_sizes)
-                    ]
+                    none = _rows.Sharded(rule.dim), range(0)
+                    values = [outcome.values[key] for outcome in outcomes]
+                    values = [v if n else _on(home, *none, v) for v, n in zip(values, all_sizes)]
                 with torch.set_grad_enabled(torch.is_grad_enabled() and key[0] != "state"):
                     merged[key] = rule.merged(values, sizes, home, state.before.get(key))
         for key in first.numbers:
@@ -247,8 +251,7 @@ class ReplicatedMethod(patching.InstanceMethod):
         state.finish(merged)
         all_sizes += [0] * (len(self.devices) - len(all_sizes))
         work.count(self.devices, all_sizes, torch.is_grad_enabled())
-        results = [untagged(merged[("result", i)]) for i in range(first.results)]
-        return first.unflatten(results)[0]
+        return first.unflatten([untagged(merged["result", i]) for i in range(first.results)])[0]
 
     def decide(self, model, state, arguments, layout, known, outcomes, sizes, home):
         """Find the rules of a call that was watched."""
@@ -259,6 +262,7 @@ class ReplicatedMethod(patching.InstanceMethod):
             rule = previous.get(key)
             if rule is None or not merging.still(rule, values):
                 rule = merging.decide(key, values, sizes, state.before.get(key), home, trial)
+                rule.form = merging.form(values[0])
             # A number that was taken from a tensor does not show from where.
             rule.lasting = rule.lasting and key not in first.numbers
             known.rules[key] = rule
@@ -268,10 +272,10 @@ class ReplicatedMethod(patching.InstanceMethod):
         if known.trial is not None and torch.is_grad_enabled():
             known.gradients = True
             given = [leaf for leaf in arguments.leaves if isinstance(leaf, torch.Tensor)]
-            across = own_gradients.found(first, given)
+            across = trials.own_gradient(first, given)
             sources = [v for v in given + list(model.parameters()) if v.requires_grad]
             if across is not None and sources:
-                own_gradients.prove(trial, known.rules, state.before, home, sources, across)
+                trials.prove_gradients(trial, known.rules, state.before, home, sources, across)
         known.trial = None
         chosen = self.follow_choices(model, state, arguments, layout, known, outcomes, home)
         known.watch = chosen or not all(rule.lasting for rule in known.rules.values())
@@ -286,7 +290,6 @@ class ReplicatedMethod(patching.InstanceMethod):
         doubtful, lines, chosen = [], [], False
         for watch in watches:
             known.comparisons |= watch.comparisons
-            known.counted = known.counted or watch.counted
             if watch.by_count is not None and layout.rows not in known.totals:
                 doubtful.append(watch.by_count)
         for escapes in itertools.zip_longest(*[watch.escapes for watch in watches]):
@@ -315,14 +318,11 @@ class ReplicatedMethod(patching.InstanceMethod):
 
         def compute(rows, gradients=False):
             """What these rows give, without dropout, and without a trace."""
-            numbers, state = RandomNumbers(), self.state(model)
-            try:
-                with torch.set_grad_enabled(gradients), evaluating(model):
-                    return self.replica(
-                        model, state, arguments, layout, home, rows, True, True, probing=True
-                    )
-            finally:
-                numbers.set()
+            state = self.state(model)
+            with random_numbers(), torch.set_grad_enabled(gradients), evaluating(model):
+                return self.replica(
+                    model, state, arguments, layout, home, rows, True, True, probing=True
+                )
 
         return trials.PartsTrial(compute, [[min(row, last) for row in part] for part in parts])
 
@@ -331,15 +331,6 @@ def _is_the_models(error):
     """Whether parts of a batch are at fault, as far as an error tells."""
     of_a_part = getattr(error, "of_a_part", False) or isinstance(error, NotMergeable)
     return of_a_part and not isinstance(error, torch.cuda.OutOfMemoryError)
-
-
-def _none_of(value, dim):
-    """No rows of a tensor."""
-    mask = getattr(value, "_keras_mask", None)
-    value = value.narrow(dim, 0, 0)
-    if mask is not None:
-        value._keras_mask = mask[:0]
-    return value
 
 
 def _is_unknown(leaf):
@@ -351,13 +342,6 @@ def warn_not_divided(model, given):
     errors.warn(
         f"{type(model).__name__} was given {given}, which cannot be divided: it runs on one device."
     )
-
-
-def tag_rows(leaf, cut):
-    if isinstance(leaf, torch.Tensor):
-        tag(leaf, _rows.Sharded(cut.dim, cut.inner))
-    else:
-        tag(leaf.data, _rows.Sharded(0, inner=None, even=False))
 
 
 def untagged(value):
@@ -375,14 +359,8 @@ def _on(device, where, rows, value):
     if where is None and not isinstance(value, torch.Tensor):
         return value
     mask = getattr(value, "_keras_mask", None)
-    value = (value if where is None else where.rows(value, rows)).to(device)
+    value = (value if where is None else batches.rows_of(value, where, rows)).to(device)
     if mask is not None:
         value = value.view_as(value)  # another object: the mask is not for the argument itself
         value._keras_mask = _on(device, where, rows, mask)
     return value
-
-
-def _eager():
-    """Within, what torch.compile() has made runs the functions that it was made of."""
-    stance = getattr(torch.compiler, "set_stance", None)
-    return contextlib.ExitStack() if stance is None else stance("force_eager")

@@ -12,7 +12,8 @@ import re
 import torch
 
 from ... import _rows
-from .calls import REPLICATED, Call, RowCount, counted, indexed, tensors_in, viewed
+from . import calls
+from .calls import REPLICATED, RowCount, counted, has_count, tensors_in, viewed
 
 Sharded, Mixed, Partial = _rows.Sharded, _rows.Mixed, _rows.Partial
 
@@ -32,9 +33,7 @@ def line(*names):
 def canonical(name):
     """The name of the function of which this is a form: ``add`` of ``add_`` and ``__iadd__``."""
     operator = re.match("__[ri]?(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor|matmul)__$", name)
-    if operator:
-        return operator.group(1)
-    return name.strip("_") or name
+    return operator.group(1) if operator else name.strip("_") or name
 
 
 def placements(call):
@@ -70,19 +69,14 @@ def pointwise(call):
     return _rows.pointwise(call.values)
 
 
-@line("where")
-def where(call):
-    return pointwise(call) if len(call.args) + len(call.kwargs) > 1 else Mixed()
+line("where")(lambda call: pointwise(call) if len(call.args) + len(call.kwargs) > 1 else Mixed())
 
-
-@line(
+# What looks at the others for a type or a device alone.
+line(
     "alpha_dropout bfloat16 bool byte char clone contiguous cpu cuda data detach double dropout",
     "empty_like float full_like half int long ones_like rand_like randint_like randn_like",
     "requires_grad resolve_conj rrelu short to type type_as zero zeros_like",
-)
-def of_the_first(call):
-    """What looks at the others for a type or a device alone."""
-    return _rows.pointwise([call.value(call.first)])
+)(lambda call: _rows.pointwise([call.value(call.first)]))
 
 
 # Along dimensions -------------------------------------------------------------------------------
@@ -118,9 +112,8 @@ def reduced(call):
     how = {"norm": "sum", "logsumexp": "sum"}.get(kind, kind)
     keepdims = call.results[0].dim() == value.rank
     found = _rows.reduced(value, _dims(call), how, keepdims, denominator="elements")
-    if not isinstance(found, Partial):
-        return found
-    return [Partial(kind)] + [Mixed()] * (len(call.results) - 1)
+    others = [Mixed()] * (len(call.results) - 1)
+    return [Partial(kind)] + others if isinstance(found, Partial) else found
 
 
 def _dims(call):
@@ -151,13 +144,12 @@ def along(call):
 def along_the_last(call):
     """Weights are the same for all rows."""
     name = canonical(call.name)
+    counts = {"linear": 1, "tril": 2, "triu": 2, "isin": 0, "bucketize": 0}
+    count = counts.get(name, call.first.dim() - 1)
     if name in ("layer_norm", "rms_norm"):
         count = len(call.get(1, "normalized_shape"))
     elif "pool" in name or "conv" in name:  # and channels
         count = int(name[-2]) + ("conv" in name)
-    else:
-        counts = {"linear": 1, "tril": 2, "triu": 2, "isin": 0, "bucketize": 0}
-        count = counts.get(name, call.first.dim() - 1)
     if any(not isinstance(value.placement, _rows.Replicated) for value in call.values[1:]):
         return Mixed()
     return _rows.along(call.value(call.first), list(range(-count, 0)))
@@ -165,10 +157,9 @@ def along_the_last(call):
 
 # Products ---------------------------------------------------------------------------------------
 
-
-@line("matmul mm bmm mv dot linalg_matmul")
-def product(call):
-    return _rows.product(call.values[::-1] if call.name == "__rmatmul__" else call.values)
+line("matmul mm bmm mv dot linalg_matmul")(
+    lambda call: _rows.product(call.values[::-1] if call.name == "__rmatmul__" else call.values)
+)
 
 
 @line("einsum")
@@ -198,10 +189,9 @@ def attention(call):
 
 # Layers -----------------------------------------------------------------------------------------
 
-
-@line("embedding")
-def embedding(call):
-    return _rows.gathered([call.value(call.get(1, "weight")), call.value(call.args[0])], 0)
+line("embedding")(
+    lambda call: _rows.gathered([call.value(call.get(1, "weight")), call.value(call.args[0])], 0)
+)
 
 
 @line("one_hot")
@@ -219,52 +209,28 @@ SEQUENCES = RECURRENT + ("multi_head_attention_forward",)
 def recurrent(call):
     """The output, and states, which have the rows in their second dimension always."""
     value = call.value(call.first)
-    packed = isinstance(call.args[1], torch.Tensor) and isinstance(call.args[3], (list, tuple))
-    if packed:  # the data is one sequence after the other, or so
-        fits = value.axis is not None
+    if isinstance(call.args[1], torch.Tensor) and isinstance(call.args[3], (list, tuple)):
+        fits = value.axis is not None  # packed: the data is one sequence after the other, or so
     else:
         states = [call.value(state) for state in tensors_in([call.args[1]])]
         fits = all(state.placement == REPLICATED or state.axis == 1 for state in states)
         fits = fits and value.axis == (0 if call.args[8] else 1)
-    if not fits:
-        return Mixed()
-    return [value.placement] + [Sharded(1)] * (len(call.results) - 1)
+    return [value.placement] + [Sharded(1)] * (len(call.results) - 1) if fits else Mixed()
 
 
-@line("pack_padded_sequence")
-def packed(call):
-    """The data, and how many sequences go on at each time."""
-    return [Sharded(0, inner=None, even=False), REPLICATED]
-
-
-@line("pad_packed_sequence")
-def unpacked(call):
-    return [Sharded(0 if call.args[2] else 1), Sharded(0)]
+# The data, and how many sequences go on at each time.
+line("pack_padded_sequence")(lambda call: [Sharded(0, inner=None, even=False), REPLICATED])
+line("pad_packed_sequence")(lambda call: [Sharded(0 if call.args[2] else 1), Sharded(0)])
 
 
 @line("multi_head_attention_forward")
 def multi_head(call):
     inputs = [call.value(tensor) for tensor in call.args[:3]]
-    if any(value.rank != 3 or value.axis != 1 for value in inputs):
-        return Mixed()
-    return [Sharded(1), Sharded(0)][: len(call.results)]
+    fits = all((value.rank, value.axis) == (3, 1) for value in inputs)
+    return [Sharded(1), Sharded(0)][: len(call.results)] if fits else Mixed()
 
 
 # Losses, which may be reduced ---------------------------------------------------------------------
-
-#: Their results are means over the rows, weighted by the counted targets.
-CLASS_LOSSES = ("cross_entropy", "nll_loss")
-
-
-def reduction_of(call):
-    """How a loss is reduced, or None where it is not."""
-    if not canonical(call.name).endswith(("_loss", "cross_entropy", "kl_div", "with_logits")):
-        return None
-    try:
-        reduction = call.bound().get("reduction")
-    except (TypeError, ValueError):  # not a Python function
-        return "unknown" if canonical(call.name) == "ctc_loss" else None
-    return None if reduction == "none" else reduction
 
 
 @line(
@@ -273,11 +239,9 @@ def reduction_of(call):
 )
 def loss_of_rows(call):
     """Of (rows, classes, ...) and what has the rows first, too; weights are the same for all."""
-    if call.first.dim() < 2:
-        return Mixed()
-    three = canonical(call.name) in ("cosine_embedding_loss", "triplet_margin_loss")
-    count = 3 if three else 2
-    return _rows.by_row(call.values, [0] * count + [None] * (len(call.values) - count))
+    count = 3 if canonical(call.name) in ("cosine_embedding_loss", "triplet_margin_loss") else 2
+    axes = [0] * count + [None] * (len(call.values) - count)
+    return _rows.by_row(call.values, axes) if call.first.dim() > 1 else Mixed()
 
 
 @line("ctc_loss")
@@ -290,7 +254,6 @@ def ctc_loss(call):
 
 
 # Views ------------------------------------------------------------------------------------------
-
 
 line(
     "transpose swapaxes swapdims t permute movedim moveaxis adjoint T mT H mH unsqueeze select",
@@ -321,16 +284,14 @@ def reshaped(call):
 @line("squeeze")
 def squeezed(call):
     """Where none are named the rows' stays, see ``watch``."""
-    value, dims = call.value(call.first), call.get(1, "dim", default=())
-    dims = dims if isinstance(dims, (list, tuple)) else [dims]
+    value, dims = call.value(call.first), call.sizes(1, "dim")
     return Mixed() if value.axis in [dim % value.rank for dim in dims] else viewed(call)
 
 
 @line("expand broadcast_to")
 def expanded(call):
     value, sizes = call.value(call.first), call.sizes(1, "size")
-    found = _rows.broadcast(value, len(sizes))
-    place = counted(sizes)
+    found, place = _rows.broadcast(value, len(sizes)), counted(sizes)
     if place is None or getattr(found, "axis", None) == place:
         return found
     return Sharded(place, inner=sizes[place].per) if found == REPLICATED else Mixed()
@@ -340,63 +301,46 @@ def expanded(call):
 def tiled(call):
     value, times = call.value(call.first), call.sizes(1, "repeats", "dims")
     times = [1] * (value.rank - len(times)) + times
-    place = counted(times)
+    place, shape = counted(times), [1] * (len(times) - value.rank) + list(value.shape)
     if place is None:
         return _rows.tiled(value, times)
-    if not isinstance(value.placement, _rows.Replicated):
-        return Mixed()
-    shape = [1] * (len(times) - value.rank) + list(value.shape)
-    return Sharded(place, inner=shape[place] * times[place].per)
+    found = Sharded(place, inner=(shape[place] or 1) * times[place].per)
+    return found if value.placement == REPLICATED else Mixed()
 
 
 @line("repeat_interleave")
 def repeated(call):
-    times = call.get(1, "repeats")
-    if isinstance(times, (torch.Tensor, RowCount)):
-        return Mixed()
-    return _rows.repeated(call.value(call.first), call.get(2, "dim"), times)
+    value, times, dim = call.value(call.first), call.get(1, "repeats"), call.get(2, "dim")
+    known = not isinstance(times, (torch.Tensor, RowCount))
+    return _rows.repeated(value, dim, times) if known else Mixed()
 
 
 @line("unbind split chunk tensor_split split_with_sizes")
 def parts(call):
-    is_one = call.name == "unbind"
-    dim = call.get(1 if is_one else 2, "dim", default=0)
-    return _rows.sliced(call.value(call.first), {dim: "one" if is_one else "part"})
+    at, kept = (1, "one") if call.name == "unbind" else (2, "part")
+    return _rows.sliced(call.value(call.first), {call.get(at, "dim", default=0): kept})
 
 
 @line("pad constant_pad_nd")
 def padded(call):
     dims = [-1 - place // 2 for place, size in enumerate(call.get(1, "pad")) if size]
-    return _rows.resized(call.value(call.first), dims) if dims else call.value(call.first).placement
+    return _rows.resized(call.value(call.first), dims)
 
 
-@line("cat concat concatenate stack")
+line("stack")(lambda call: _rows.stacked(call.values, call.get(1, "dim", "axis", default=0)))
+
+
+@line("cat concat concatenate")
 def joined(call):
-    dim = call.get(1, "dim", "axis", default=0)
-    if call.name == "stack":
-        return _rows.stacked(call.values, dim)
-    return _rows.concatenated([value for value in call.values if value.shape != (0,)], dim)
+    values = [value for value in call.values if value.shape != (0,)]
+    return _rows.concatenated(values, call.get(1, "dim", "axis", default=0))
 
 
 # Looking up and sorting in ------------------------------------------------------------------------
 
-line("getitem")(indexed)
-
-
-@line("setitem")
-def set_item(call):
-    """``tensor[index] = value``."""
-    tensor, index, given = call.args
-    whole = call.value(tensor).placement
-    part = indexed(Call(torch.Tensor.__getitem__, (tensor, index), {}, call.rows))
-    value = call.value(given) if isinstance(given, torch.Tensor) else _rows.Value(REPLICATED, [])
-    found = _rows.pointwise([_rows.Value(part, tensor[index].shape), value])
-    return whole if found == part and isinstance(part, type(whole)) else Mixed()
-
-
-@line("index_select")
-def index_select(call):
-    return _rows.gathered(call.values, call.get(1, "dim"))
+line("getitem")(calls.indexed)
+line("setitem")(calls.indexed_and_set)
+line("index_select")(lambda call: _rows.gathered(call.values, call.get(1, "dim")))
 
 
 @line("gather")
@@ -420,7 +364,6 @@ def scattered(call):
 
 # New values -------------------------------------------------------------------------------------
 
-
 #: What makes new values.
 MADE = ("zeros", "ones", "empty", "full", "rand", "randn", "randint", "new_zeros", "new_ones",
         "new_empty", "new_full")  # fmt: skip
@@ -431,17 +374,17 @@ def made(call):
     """Filled in, or drawn, without looking at others: in each row alike."""
     given = list(call.args) + list(call.kwargs.values())
     shapes = [value for value in given if isinstance(value, (list, tuple))]
-    sizes = list(shapes[0]) if shapes else [value for value in given if isinstance(value, int)]
+    sizes = shapes[0] if shapes else [value for value in given if isinstance(value, int)]
     place = counted(sizes)
     if place is None:
-        return Mixed() if any(isinstance(size, RowCount) for size in sizes) else REPLICATED
+        return Mixed() if has_count(sizes) else REPLICATED
     return Sharded(place, inner=sizes[place].per)
 
 
-@line("normal")
-def normal(call):
-    """Of a size, or drawn for each element of other tensors."""
-    return made(call) if isinstance(call.get(2, "size"), (list, tuple)) else pointwise(call)
+# Of a size, or drawn for each element of other tensors.
+line("normal")(
+    lambda call: made(call) if isinstance(call.get(2, "size"), (list, tuple)) else pointwise(call)
+)
 
 
 @line("tensor as_tensor asarray scalar_tensor")

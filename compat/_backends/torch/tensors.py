@@ -46,7 +46,5 @@ def to_numpy(tensor):
     if tensor.layout is not torch.strided:
         tensor = (tensor.coalesce() if tensor.is_sparse else tensor).values()
     # numpy has no bfloat16, nor floats of 8 bits; float32 has all their values.
-    known = tensor.dtype in (torch.float64, torch.float32, torch.float16) or not (
-        tensor.is_floating_point()
-    )
-    return (tensor if known else tensor.float()).resolve_conj().numpy()
+    own = not tensor.is_floating_point() or tensor.dtype in (torch.double, torch.float, torch.half)
+    return (tensor if own else tensor.float()).resolve_conj().numpy()

@@ -49,10 +49,9 @@ class PartsTrial:
 
     def is_random(self):
         """Whether the same rows give something else each time."""
-        whole, again = self.outcomes[0], self.compute(self.all_rows)
-        return list(whole.values) != list(again.values) or any(
-            not close(value, again.values[key]) for key, value in whole.values.items()
-        )
+        whole, again = self.outcomes[0].values, self.compute(self.all_rows).values
+        same = list(whole) == list(again) and all(close(whole[key], again[key]) for key in whole)
+        return not same
 
 
 def prove(trial, rules, before, home):
@@ -104,6 +103,76 @@ def close(value, other):
     return _rows.trial.close(*[to_numpy(tensor.to_dense()) for tensor in (value, other)])
 
 
+# Gradients of the user's own: autograd functions, and hooks on what comes back -------------------
+
+# These may compute across rows on the way back, whatever they did on the way there. A call that has
+# one is tried with its gradients, too: those of three rows together, against those of its parts.
+
+
+#: What computes gradients as autograd would: compat, and torch's checkpoints.
+_LIBRARIES = (__name__.partition(".")[0] + ".", "torch.utils.checkpoint")
+
+
+def own_gradient(outcome, arguments):
+    """The first gradient of the user's own that leads to a replica's values, or None.
+
+    Arguments:
+        arguments: tensors that the call was given; what is before them is not the call's.
+
+    Returns:
+        An ``Across``.
+    """
+    if outcome.watch.hooks:
+        return outcome.watch.hooks[0]
+    seen = {value.grad_fn for value in arguments}
+    pending = [getattr(value, "grad_fn", None) for value in outcome.values.values()]
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        function = getattr(type(node), "_forward_cls", None)
+        if function is not None and not function.__module__.startswith(_LIBRARIES):
+            return _rows.Across(function.__name__, why="gradient")
+        pending += [before for before, _ in node.next_functions]
+    return None
+
+
+def prove_gradients(trial, rules, before, home, sources, across):
+    """Hold the gradients of what was put together against those of all rows.
+
+    Arguments:
+        trial: a ``PartsTrial``.
+        rules: by key, how values are put together.
+        before: state before the call, by key.
+        sources: tensors that get gradients.
+        across: what may mix rows.
+
+    Raises:
+        NotMergeable: they differ, or cannot be computed.
+    """
+    try:
+        with torch.backends.cudnn.flags(enabled=False):  # which has none in inference for an RNN
+            whole, *parts = [trial.compute(rows, True) for rows in [trial.all_rows] + trial.parts]
+            pairs = []
+            for key, rule in rules.items():
+                value = whole.values.get(key)
+                if isinstance(value, torch.Tensor) and value.grad_fn and value.is_floating_point():
+                    values = [part.values[key] for part in parts]
+                    with torch.enable_grad():
+                        merged = rule.merged(values, trial.sizes, home, before.get(key))
+                    pairs.append((value, merged))
+            upstream = [value.detach() + 0.5 for value, _ in pairs]
+            gradients = [
+                torch.autograd.grad(v, sources, upstream, allow_unused=True, materialize_grads=True)
+                for v in zip(*pairs)
+            ]
+    except (KeyError, RuntimeError, TypeError) as error:
+        raise NotMergeable(across) from error
+    if not all(map(close, *gradients)):
+        raise NotMergeable(across)
+
+
 # Functions that have no line in the table -------------------------------------------------------
 
 
@@ -119,8 +188,7 @@ def try_function(call):
             return some_rows(value, tag_of(value), call.rows, rows) if is_sharded(value) else value
 
         args, kwargs = call.mapped(cut)
-        result = call.func(*args, **kwargs)
-        return [to_numpy(tensor) for tensor in calls.tensors_in([result])]
+        return [to_numpy(tensor) for tensor in calls.tensors_in([call.func(*args, **kwargs)])]
 
     if call.rows < 2:
         return None
@@ -143,8 +211,7 @@ def some_rows(value, placement, count, rows):
         # Of rows that are all the same any function seems to compute each one alone.
         numbers = torch.rand(value.shape, generator=torch.Generator().manual_seed(0))
         value = value + numbers.to(value)
-    inner = value.shape[axis] // (copies * count)
-    split = value.unflatten(axis, (copies, count, inner))
+    split = value.unflatten(axis, (copies, count, value.shape[axis] // (copies * count)))
     picked = split.index_select(axis + 1, torch.tensor(rows, device=value.device))
     return picked.flatten(axis, axis + 2)
 

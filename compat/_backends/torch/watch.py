@@ -1,18 +1,56 @@
 """Watching how the tensors that a replica computes depend on the rows of its part of the batch."""
 
+import inspect
+import operator
+import re
+
 import torch
 
 from ... import _rows
-from . import calls, function_kinds, row_operations, where
+from . import calls, row_operations, where
 from .calls import Call, RowCount, is_sharded, tag, tag_of
 from .reductions import EXPRESSIONS, ComputedTotal, Constant, Escape, Total
 from .trials import described, try_function
 
+# Kinds of torch's functions, by their names.
+DROPOUTS = (
+    "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout",
+    "feature_dropout", "native_dropout", "rrelu", "rrelu_",
+)  # fmt: skip
+RANDOM = re.compile(
+    "(rand|dropout|bernoulli|normal_?$|uniform_|multinomial|exponential_|rrelu|poisson$)"
+)
+SORTING = ("index_add", "scatter_add", "scatter_reduce", "index_reduce")
+#: What is known of a tensor without a look at its values.
+METADATA = frozenset(
+    "dim ndimension stride element_size storage_offset data_ptr untyped_storage storage type "
+    "get_device result_type can_cast dim_order register_hook retain_grad __hash__ names backward "
+    "__dir__ set_ share_memory_ record_stream broadcast_shapes has_names _nnz sparse_dim dense_dim "
+    "register_post_accumulate_grad_hook __repr__ __format__ __reduce_ex__ __deepcopy__ "
+    "__setstate__ get_default_dtype promote_types __get__ __set__ __delete__".split()
+) | {name for name, kind in vars(torch._C.TensorBase).items() if inspect.isgetsetdescriptor(kind)}
 #: What may be given a number of rows that ``len()`` has told.
 GROWING = row_operations.MADE + ("expand", "repeat", "tile", "broadcast_to")
 COUNTING = GROWING + ("__getitem__", "arange")
+#: Their results are means over the rows, weighted by the counted targets.
+CLASS_LOSSES = ("cross_entropy", "nll_loss")
 #: What tells how much of something there is.
 SIZES = ("shape", "size", "numel", "nelement", "nbytes", "__len__")
+
+
+def differs(operator, per, number, sizes, total):
+    """Whether a comparison has another result for a part of the rows than for all of them."""
+    return any(operator(per * size, number) != operator(per * total, number) for size in sizes)
+
+
+def targets_weight(input, target, weight=None, ignore_index=-100, **_):
+    """What the mean of a loss over classes was divided by."""
+    if target.is_floating_point():
+        return target.numel()
+    counted = target != ignore_index
+    if weight is None:
+        return counted.sum()
+    return (weight.detach()[target.clamp(min=0)] * counted).sum()
 
 
 class Watch(torch.overrides.TorchFunctionMode):
@@ -40,7 +78,6 @@ class Watch(torch.overrides.TorchFunctionMode):
         self.escapes = []
         self.counting = False  # whether len() has told Python the number of rows
         self.comparisons = set()  # of numbers of rows with others
-        self.counted = False  # whether Python has a number of rows whose use is not seen
         self.misplaced = False  # whether a layer of sequences was given rows where it has none
         self.by_count = None  # where Python may have chosen its way by the number of rows
         self.hooks = []  # where there are some on what comes back
@@ -75,19 +112,17 @@ class Watch(torch.overrides.TorchFunctionMode):
 
     def watched(self, call):
         name, args = call.name, call.args
-        if self.probing and function_kinds.RANDOM.match(name):
+        if self.probing and RANDOM.match(name):
             return self.not_random(call)
         if all(each is None for each in call.tags):
             return self.made(call, call.func(*args, **call.kwargs))
         if name in SIZES:
-            result = self.sizes(call, call.func(*args, **call.kwargs))
-            self.counting = self.counting or name == "__len__"
-            return result
+            return self.sizes(call, call.func(*args, **call.kwargs))
         if name == "register_hook":
             self.hooks.append(self.across(name, "gradient"))
         if name == "__iter__":
             return iter(self.watched(Call(torch.Tensor.unbind, args, call.kwargs, self.rows)))
-        sorts = call.in_place and name.startswith(function_kinds.SORTING)
+        sorts = call.in_place and name.startswith(SORTING)
         computes = all(each is None or isinstance(each, EXPRESSIONS) for each in call.tags)
         kept = self.kept(call) if computes or sorts else None
         before = args[0].detach().clone() if sorts else None
@@ -101,36 +136,34 @@ class Watch(torch.overrides.TorchFunctionMode):
 
     def made(self, call, result):
         """Where no argument depends on rows a number of them may still make rows."""
-        has_rows = any(each is not None for each in call.tags)
-        may_have = has_rows or self.counting and call.name in COUNTING
-        if isinstance(result, torch.Tensor):
-            if may_have or calls.has_count(call.args, call.kwargs):
-                call.results = [result]
-                self.tag(call, self.by_rules(call))
+        by_count = self.counting and call.name in COUNTING
+        if isinstance(result, torch.Tensor) and (
+            by_count or any(call.tags) or calls.has_count(call.args, call.kwargs)
+        ):
+            call.results = [result]
+            self.tag(call, self.by_rules(call))
         return result
 
     def called(self, call):
         if call.name == "squeeze" and len(call.args) + len(call.kwargs) == 1:
             if is_sharded(call.first):  # one row is not what one device would squeeze
-                sizes, axis = enumerate(call.first.shape), call.tags[0].axis
-                return call.first.squeeze(tuple(d for d, n in sizes if n == 1 and d != axis))
+                dims = [d for d in range(call.first.dim()) if d != call.tags[0].axis]
+                return call.first.squeeze(dims)
         if call.name == "batch_norm" and self.probing:
-            bound = call.bound()
-            bound["training"] = False
-            size = bound["input"].shape[1]
-            for key, value in (("running_mean", 0.0), ("running_var", 1.0)):
+            bound = dict(call.bound(), training=False)
+            for key, make in (("running_mean", torch.zeros), ("running_var", torch.ones)):
                 if bound[key] is None:
-                    bound[key] = torch.full((size,), value, dtype=bound["input"].dtype)
+                    bound[key] = make(bound["input"].shape[1], dtype=bound["input"].dtype)
             return call.func(**bound)
         return call.func(*call.args, **call.kwargs)
 
     def not_random(self, call):
-        if call.name in function_kinds.DROPOUTS:
+        if call.name in DROPOUTS:
             return call.args[0]
         result = call.func(*call.args, **call.kwargs)
         for tensor in calls.tensors_in([result]):
             if call.name == "randperm":
-                tensor.copy_(torch.arange(len(tensor) - 1, -1, -1))
+                tensor.copy_(torch.arange(len(tensor)).flip(0))
             else:
                 tensor.fill_(0.5 if tensor.is_floating_point() else 0)
         return self.made(call, result)
@@ -145,6 +178,7 @@ class Watch(torch.overrides.TorchFunctionMode):
     def sizes(self, call, result):
         """A shape in which the sizes that grow with the batch are ``RowCount``s."""
         name, args, tensor, rows = call.name, call.args, call.given[0], call.tags[0]
+        self.counting = self.counting or name == "__len__"
         if not is_sharded(tensor) or not rows.even:
             # There may be as many as some values of rows ask for.
             if isinstance(rows, _rows.Placement) and not where.is_packing():
@@ -203,9 +237,8 @@ class Watch(torch.overrides.TorchFunctionMode):
         is_read = name == "__getitem__" and not isinstance(call.tags[0], _rows.Mixed)
         if mixed and not is_read and name not in row_operations.MADE:
             return mixed[:1] * count
-        if any(isinstance(each, EXPRESSIONS) for each in moving) or (
-            call.in_place and isinstance(tag_of(*first), EXPRESSIONS)
-        ):
+        changed = [tag_of(*first)] if call.in_place else []
+        if any(isinstance(each, EXPRESSIONS) for each in moving + changed):
             return [self.mixed(name)] * count
         return self.by_rules(call)
 
@@ -233,8 +266,7 @@ class Watch(torch.overrides.TorchFunctionMode):
             across = placement.why if isinstance(placement.why, _rows.Across) else None
             return _rows.Mixed(across or self.across(call.name))
         if isinstance(placement, _rows.Sharded):
-            reduction = row_operations.reduction_of(call)
-            return self.of_loss(call, value, placement, reduction) if reduction else placement
+            return self.of_loss(call, value, placement)
         if isinstance(placement, _rows.Partial):
             regular = all(t.even for t in call.tags if isinstance(t, _rows.Sharded))
             is_mean = placement.how == "mean"
@@ -242,18 +274,26 @@ class Watch(torch.overrides.TorchFunctionMode):
             return Total(placement.how, value, weight, regular)
         return None
 
-    def of_loss(self, call, value, placement, reduction):
-        bound = call.bound()
+    def of_loss(self, call, value, placement):
+        """The tag of a loss that may have been reduced, or of any other value of rows."""
+        name = row_operations.canonical(call.name)
+        try:
+            is_loss = name.endswith(("_loss", "cross_entropy", "kl_div", "with_logits"))
+            bound = call.bound() if is_loss else {}
+        except (TypeError, ValueError):  # not a Python function
+            return self.mixed(call.name) if name == "ctc_loss" else placement
+        reduction = bound.get("reduction", "none")
+        if reduction == "none":
+            return placement
         if bound.get("size_average") is not None or bound.get("reduce") is not None:
             return self.mixed(call.name)
         if reduction == "sum":
             return Total("sum", value, regular=placement.even)
-        if reduction == "batchmean":
-            return Total("mean", value, bound["input"].shape[0], placement.even)
-        if call.name in row_operations.CLASS_LOSSES:
-            return Total("mean", value, function_kinds.targets_weight(**bound))
+        if call.name in CLASS_LOSSES:
+            return Total("mean", value, targets_weight(**bound))
         first = next(tensor for tensor in call.given if is_sharded(tensor))
-        return Total("mean", value, first.numel(), placement.even)
+        weight = bound["input"].shape[0] if reduction == "batchmean" else first.numel()
+        return Total("mean", value, weight, placement.even)
 
     def sorted_in(self, call, kept, before):
         """A sum of all rows was sorted into what was there."""
@@ -267,10 +307,9 @@ class Watch(torch.overrides.TorchFunctionMode):
 
     def statistics(self, bound):
         """Running averages of normalization are means over the rows."""
-        if bound.get("training") or bound.get("use_input_stats"):
-            for name in ("running_mean", "running_var"):
-                value = bound.get(name)
-                if value is not None and not self.probing:
+        if (bound.get("training") or bound.get("use_input_stats")) and not self.probing:
+            for value in (bound.get("running_mean"), bound.get("running_var")):
+                if value is not None:
                     tag(value, Total("mean", value, bound["input"].shape[0], regular=True))
 
     def tag(self, call, tags):
@@ -278,9 +317,8 @@ class Watch(torch.overrides.TorchFunctionMode):
             tag(value, found)
             if call.in_place and value._base is not None:
                 # A view was changed, and with it what it is a view of.
-                both = [found, tag_of(value._base)]
-                are_rows = all(isinstance(each, _rows.Sharded) for each in both)
-                if not are_rows and both != [None, None]:
+                kinds = {type(found), type(tag_of(value._base))}
+                if kinds not in ({_rows.Sharded}, {type(None)}):
                     is_mixed = isinstance(found, _rows.Mixed)
                     tag(value._base, found if is_mixed else self.mixed(call.name))
 
@@ -291,7 +329,7 @@ class Watch(torch.overrides.TorchFunctionMode):
         leaves, spec = calls.tree.tree_flatten((call.args, call.kwargs))
         key = (call.name, str(spec), str(list(map(described, leaves))))
         if key not in self.tried:
-            is_tried = not call.in_place and not function_kinds.RANDOM.match(call.name)
+            is_tried = not call.in_place and not RANDOM.match(call.name)
             found = try_function(call) if is_tried else None
             if found is None:
                 return [_rows.Mixed(self.across(call.name, "unknown"))] * len(call.results)
@@ -304,11 +342,10 @@ class Watch(torch.overrides.TorchFunctionMode):
     def escaped(self, call, result):
         """A result that is no tensor."""
         name, tags = call.name, call.tags
-        told = name in function_kinds.METADATA or name.startswith("is_") and name != "is_nonzero"
+        told = name in METADATA or name.startswith("is_") and name != "is_nonzero"
         kinds = (type(None), torch.dtype, torch.device, str, torch.layout)
-        if told or where.is_packing() or isinstance(result, kinds):
-            return
-        if all(t is None or getattr(t, "constant", False) for t in tags):
+        constant = all(t is None or getattr(t, "constant", False) for t in tags)
+        if told or constant or isinstance(result, kinds) or where.is_packing():
             return
         found = next((t for t in tags if isinstance(t, _rows.Mixed)), self.mixed(name))
         if len(tags) == 1 and isinstance(tags[0], EXPRESSIONS):
@@ -319,18 +356,17 @@ class Watch(torch.overrides.TorchFunctionMode):
             self.items[id(result)] = (result, call.given[0])
         self.escapes.append(Escape(self.across(name), found, result))
 
-    def compare(self, operator, per, number):
+    def compare(self, function, per, number, name="size"):
         """A number of rows was compared with another number."""
         if self.paused:
             return
-        self.comparisons.add((operator, per, number))
-        if function_kinds.differs(operator, per, number, [self.rows], self.total):
-            self.by_count = self.by_count or self.across("size")
+        self.comparisons.add((function, per, number))
+        if differs(function, per, number, [self.rows], self.total):
+            self.by_count = self.by_count or self.across(name)
 
     def count_given(self, name):
-        """Python was given a number of rows as any other number."""
-        if not self.paused:
-            self.counted, self.by_count = True, self.by_count or self.across(name)
+        """Python was given a number of rows as any other number: what it does by it is not seen."""
+        self.compare(operator.sub, 1, 0, name)
 
     # Where ------------------------------------------------------------------------------------
 

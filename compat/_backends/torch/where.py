@@ -11,10 +11,7 @@ TORCH = os.path.dirname(torch.__file__) + os.sep
 _COMPAT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 _OVERRIDES = torch.overrides.__file__
 #: Where torch packs sequences, sorted by their lengths.
-_PACKING = (
-    os.path.join(TORCH, "nn", "utils", "rnn.py"),
-    os.path.join(TORCH, "nn", "modules", "rnn.py"),
-)
+_PACKING = tuple(os.path.join(TORCH, "nn", part, "rnn.py") for part in ("utils", "modules"))
 
 
 def is_packing():
