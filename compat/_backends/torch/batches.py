@@ -274,8 +274,7 @@ def layout(arguments, dim=0, states=None):
     for leaf, name in zip(arguments.leaves, arguments.names):
         is_state = (
             states
-            and isinstance(leaf, torch.Tensor)
-            and leaf.dim() == 3
+            and getattr(leaf, "ndim", 0) == 3
             and leaf.shape[1] == rows
             and (states == "all" and any(cuts) or leaf.shape[dim] != rows)
         )

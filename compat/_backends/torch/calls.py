@@ -61,7 +61,7 @@ class RowCount(int):
         watch: has ``rows``, and takes note of comparisons.
     """
 
-    constant = False  # as of a ``Step``
+    constant = False  # as of a ``ComputedTotal``
 
     def __new__(cls, per, watch):
         self = super().__new__(cls, per * watch.rows)

@@ -136,7 +136,7 @@ class ModuleReplicas:
         known = {id(value): (values, name) for values, name, value in reversed(self.places)}
         self.before = {("state", name): buffer for name, buffer in module.named_buffers()}
         self.buffers = {key: known[id(buffer)] for key, buffer in self.before.items()}  # places
-        self.attributes = {}  # (path, attribute) -> module, function that nests new leaves
+        self.attributes = {}  # (path, attribute) -> module, function that nests new leaves, keys
         self.module, self.hooks = module, Hooks(module)
 
     def run(self, forward, device, copy, args, kwargs, watch):
@@ -177,13 +177,11 @@ class ModuleReplicas:
                 leaves, unflatten, _ = batches.flatten(value)
                 if not leaves or not all(isinstance(v, (torch.Tensor, int, float)) for v in leaves):
                     continue
-                self.attributes[path, name] = (module, unflatten, len(leaves))
+                keys = [("attribute", path, name, index) for index in range(len(leaves))]
+                self.attributes[path, name] = (module, unflatten, keys)
                 earlier = batches.flatten(was.get(name))[0]
-                for index, leaf in enumerate(leaves):
-                    key = ("attribute", path, name, index)
-                    found[key] = leaf
-                    if len(earlier) == len(leaves):
-                        self.before[key] = earlier[index]
+                found.update(zip(keys, leaves))
+                self.before.update(zip(keys, earlier) if len(earlier) == len(leaves) else ())
                 if name in was:
                     module.__dict__[name] = was[name]
                 else:
@@ -199,8 +197,7 @@ class ModuleReplicas:
             for key, value in merged.items():
                 if key[0] == "state":
                     self.before[key].copy_(value)
-        for (path, name), (module, unflatten, count) in self.attributes.items():
-            keys = [("attribute", path, name, index) for index in range(count)]
+        for (_, name), (module, unflatten, keys) in self.attributes.items():
             if all(key in merged for key in keys):
                 module.__dict__[name] = unflatten([untagged(merged[key]) for key in keys])
 

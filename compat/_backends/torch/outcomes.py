@@ -26,7 +26,6 @@ class Outcome:
         self.rows, self.given, self.watch = rows, given, watch
         leaves, self.unflatten, self.described = batches.flatten(result)
         self.values = {("result", index): leaf for index, leaf in enumerate(leaves)}
-        self.results = len(leaves)
         self.values.update((("loss", index), loss) for index, loss in enumerate(losses))
         self.values.update(state)
         self.numbers = set()
@@ -57,17 +56,10 @@ class Known:
         return (total in self.totals or not differ) and all(map(self.fits, outcomes))
 
     def fits(self, outcome):
-        if outcome.described != self.described:
-            return False
-        for key, value in outcome.values.items():
-            rule = self.rules.get(key)
-            if rule is None or not rule.fits(value, outcome.rows):
-                return False
-            if rule.kind == "unchanged" and key[0] == "state":
-                # BatchNorm's averages change without it, and have rules.
-                if value is not outcome.given[key] or value._version:
-                    return False
-        return True
+        return outcome.described == self.described and all(
+            key in self.rules and self.rules[key].fits(value, outcome.rows, outcome.given.get(key))
+            for key, value in outcome.values.items()
+        )
 
 
 def random_numbers():
@@ -83,15 +75,11 @@ def random_numbers():
     return afterwards
 
 
-@contextlib.contextmanager
 def evaluating(model):
-    """Within, torch's own modules drop nothing and normalise with their averages."""
-    own = (part for part in model.modules() if type(part).__module__.startswith("torch.nn"))
-    parts = [part for part in own if part.training]
-    for part in parts:
-        part.training = False
-    try:
-        yield
-    finally:
-        for part in parts:
-            part.training = True
+    """A context in which torch's own modules drop nothing and normalise with their averages."""
+    afterwards = contextlib.ExitStack()
+    for part in model.modules():
+        if part.training and type(part).__module__.startswith("torch.nn"):
+            part.training = False
+            afterwards.callback(setattr, part, "training", True)
+    return afterwards

@@ -251,7 +251,7 @@ class ReplicatedMethod(patching.InstanceMethod):
         state.finish(merged)
         all_sizes += [0] * (len(self.devices) - len(all_sizes))
         work.count(self.devices, all_sizes, torch.is_grad_enabled())
-        return first.unflatten([untagged(merged["result", i]) for i in range(first.results)])[0]
+        return first.unflatten([untagged(v) for k, v in merged.items() if k[0] == "result"])[0]
 
     def decide(self, model, state, arguments, layout, known, outcomes, sizes, home):
         """Find the rules of a call that was watched."""
