@@ -84,10 +84,9 @@ class KerasReplicas:
             ]
             scope = self.keras.StatelessScope(pairs, collect_losses=True)
             given = dict(scope.state_mapping)
-            if watch is not None:
-                for variable in variables:
-                    if not variable.trainable and not _is_seed(variable):
-                        tag(scope.state_mapping[id(variable)], State(variable._value))
+            for variable in variables if watch is not None else ():
+                if not variable.trainable and not _is_seed(variable):
+                    tag(scope.state_mapping[id(variable)], State(variable._value))
             with scope, watch or contextlib.ExitStack(), self.unwatched(watch):
                 result = call(*args, **kwargs)
         state = {}

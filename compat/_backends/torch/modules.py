@@ -142,9 +142,8 @@ class ModuleReplicas:
     def run(self, forward, device, copy, args, kwargs, watch):
         given = {key: self.before[key].to(device, copy=True) for key in self.buffers}
         copies = {id(self.before[key]): buffer for key, buffer in given.items()}
-        if watch is not None:
-            for key, buffer in given.items():
-                tag(buffer, State(self.before[key]))
+        for key, buffer in given.items() if watch is not None else ():
+            tag(buffer, State(self.before[key]))
         for _, _, value in self.places:
             if id(value) not in copies:  # more than one where weights are tied
                 differs = copy or value.device != device

@@ -12,13 +12,8 @@ def first_batch(arguments):
     """The first tensor in a call's arguments that has rows, or packed sequences, or None."""
     packed = torch.nn.utils.rnn.PackedSequence
     leaves = torch.utils._pytree.tree_leaves(arguments, is_leaf=lambda v: isinstance(v, packed))
-    for leaf in leaves:
-        if isinstance(leaf, packed):
-            return leaf
-        tensor = next((tensor for tensor in tensors_in(leaf) if tensor.dim()), None)
-        if tensor is not None:
-            return tensor
-    return None
+    found = (each for v in leaves for each in ([v] if isinstance(v, packed) else tensors_in(v)))
+    return next((each for each in found if isinstance(each, packed) or each.dim()), None)
 
 
 def tensors_in(value, depth=_DEPTH):
