@@ -272,9 +272,9 @@ class TestMXNet(ParallelContract):
         np.testing.assert_allclose(moving[1], 0.75 + 0.25 * variance, rtol=1e-4, atol=1e-6)
         # The replicas hold the same averages, so that the next step starts from one state.
         replicas = model._compat_replicas
-        for auxs in replicas.auxs[1:]:
-            for name, array in auxs.items():
-                assert (array.asnumpy() == replicas.auxs[0][name].asnumpy()).all()
+        for held in replicas.arrays[1:]:
+            for name in model._auxs:
+                assert (held[name].asnumpy() == replicas.arrays[0][name].asnumpy()).all()
 
     @span
     def test_moving_averages_are_never_read_too_early(self, keras):
@@ -413,7 +413,7 @@ class TestMXNet(ParallelContract):
                 each.get_weights()  # plain Keras forgets what was not asked for
                 each.compile(optimizer(keras, "adam"), "mse")
         model.train_on_batch(inputs, targets)
-        before = model._compat_replicas.args[0]
+        before = model._compat_replicas.arrays[0]
         model.compile(optimizer(keras, "adam"), "mse")
         for name, array in before.items():
             assert (model._args[name].asnumpy() == array.asnumpy()).all()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from compat._backends.mxnet import row_operations, symbol_graph
-from compat._rows import Partial, Sharded
+from compat._rows import Partial
 from compat.testing import rows
 
 RANDOM = np.random.RandomState(0)
@@ -311,14 +311,7 @@ class Node:
             raise
 
     def claim(self, placements):
-        shapes = {}
-        for count in symbol_graph.ROWS:
-            known = shapes[count] = {}
-            for name, placement, x in zip(self.names, placements, self.inputs):
-                shape = list(x.shape)
-                if isinstance(placement, Sharded):
-                    shape[placement.axis] = placement.inner * placement.copies * count
-                known[name] = tuple(shape)
+        shapes = {name: x.shape for name, x in zip(self.names, self.inputs)}
         try:
             self.graph.follow(dict(zip(self.names, placements)), shapes)
         except self.mx.base.MXNetError:

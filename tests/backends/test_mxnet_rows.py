@@ -219,12 +219,12 @@ def test_averages_behind_an_operation_across_rows(keras):
     inputs, targets = np.random.RandomState(0).normal(size=(13, 8)), np.ones((13, 4))
     with pytest.warns(compat.CompatWarning):
         model.train_on_batch(inputs, targets)
-    auxs = model._compat_replicas.auxs
-    assert len(auxs[0]) == 2
-    for name, array in auxs[0].items():
-        assert np.abs(array.asnumpy()).max() > 0
-        for other in auxs[1:]:
-            assert (array.asnumpy() == other[name].asnumpy()).all()
+    first, *others = model._compat_replicas.arrays
+    assert len(model._auxs) == 2
+    for name in model._auxs:
+        assert np.abs(first[name].asnumpy()).max() > 0
+        for other in others:
+            assert (first[name].asnumpy() == other[name].asnumpy()).all()
 
 
 @span

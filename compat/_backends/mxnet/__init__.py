@@ -47,11 +47,10 @@ class MXNet(Backend):
     name = "mxnet"
     framework = "mxnet"
     recording = {"MXNET_EXEC_BULK_EXEC_TRAIN": "0"}
-    distributions = (
-        ("mxnet", "mxnet-mkl", "mxnet-native")
-        + tuple("mxnet-cu" + cuda for cuda in "117 116 115 114 113 112 110 102 101 100".split())
-        + tuple("mxnet-cu{}mkl".format(cuda) for cuda in "102 101 100 92 91 90 80 75".split())
-        + tuple("mxnet-cu" + cuda for cuda in "92 91 90 80 75".split())
+    distributions = ("mxnet", "mxnet-mkl", "mxnet-native") + tuple(
+        "mxnet-cu" + cuda
+        for cuda in "117 116 115 114 113 112 110 102 101 100 102mkl 101mkl 100mkl 92mkl 91mkl "
+        "90mkl 80mkl 75mkl 92 91 90 80 75".split()
     )
     extra = "mxnet"
     options = tuple(sorted(_WORKERS))
@@ -87,16 +86,16 @@ class MXNet(Backend):
         missing = self.environ(settings, os.environ)
         late = {name: value for name, value in missing.items() if not name.startswith("CUDA_")}
         if late:
-            changes = ", ".join("{}={}".format(*item) for item in sorted(late.items()))
+            changes = ", ".join(f"{name}={value}" for name, value in sorted(late.items()))
             raise errors.too_late(
                 self.framework,
-                "it reads {} only when it is imported, and is imported already".format(changes),
+                f"it reads {changes} only when it is imported, and is imported already",
                 "Call it before the first `import mxnet` or `import keras`.",
             )
         mx = self.import_framework()
-        names = self.kept["names"] = self._contexts(mx, settings.devices)
+        self.kept["names"] = self._contexts(mx, settings.devices)
         warnings: "List[str]" = []
-        lines = ["models not parallelized run on {}".format(names[0])]
+        lines = [f"models not parallelized run on {self.kept['names'][0]}"]
         if settings.devices.gpus and not visible_gpus(mx):
             lines.append(_no_gpu())
         elif settings.devices.gpus and not settings.devices.are_shown_by(os.environ):
@@ -111,15 +110,15 @@ class MXNet(Backend):
         if devices.undecided is not None:
             devices.settle(visible_gpus(mx))
         if devices.simulated:
-            return ["cpu({})".format(index) for index in range(devices.simulated)]
+            return [f"cpu({index})" for index in range(devices.simulated)]
         visible = visible_gpus(mx) if devices.gpus else 0
         ids = [index for index in devices.ordinals(os.environ) if index < visible]
-        return ["gpu({})".format(index) for index in ids] or ["cpu(0)"]
+        return [f"gpu({index})" for index in ids] or ["cpu(0)"]
 
     def devices(self) -> "List[str]":
         if "names" not in self.kept:  # nothing was configured: what MXNet sees
             mx = self.import_framework()
-            gpus = ["gpu({})".format(i) for i in range(visible_gpus(mx))]
+            gpus = [f"gpu({i})" for i in range(visible_gpus(mx))]
             self.kept["names"] = gpus or ["cpu(0)"]
         return list(self.kept["names"])
 
@@ -130,17 +129,17 @@ class MXNet(Backend):
         return op_placement.profiled(self.devices())
 
     def problems(self, environ: "Mapping[str, str]") -> "List[str]":
-        found = []
-        if environ.get("DMLC_ROLE") in ("server", "scheduler"):
+        found, role = [], environ.get("DMLC_ROLE")
+        if role in ("server", "scheduler"):
             found.append(
-                "DMLC_ROLE={}: `import mxnet` starts a {} and never returns. In a process that "
-                "trains: unset DMLC_ROLE".format(environ["DMLC_ROLE"], environ["DMLC_ROLE"])
+                f"DMLC_ROLE={role}: `import mxnet` starts a {role} and never returns. In a process "
+                "that trains: unset DMLC_ROLE"
             )
         h5py = packages.version("h5py")
         if h5py and packages.release(h5py) >= (3,):
             found.append(
-                "h5py {} is installed, but load_model() of keras-mxnet needs an older one: "
-                'pip install "h5py<3"'.format(h5py)
+                f"h5py {h5py} is installed, but load_model() of keras-mxnet needs an older one: "
+                'pip install "h5py<3"'
             )
         return found
 
@@ -155,20 +154,14 @@ class MXNet(Backend):
         keras-mxnet's own several contexts are not used: they sum gradients of shard means, drop
         weights set after compile, and fail on a batch smaller than their number.
         """
-        contexts = [context_named(name) for name in devices]
         if _is_block(model):
-            from . import gluon_replicas  # it imports mxnet
-
-            gluon_replicas.parallelize(model, contexts)
+            from .gluon_replicas import parallelize  # it imports mxnet
         elif _is_module(model):
-            from . import module_replicas  # it imports mxnet
-
-            module_replicas.parallelize(model, contexts)
+            from .module_replicas import parallelize  # it imports mxnet
         else:
             self._fix_keras()
-            from . import keras_replicas  # it imports Keras
-
-            keras_replicas.parallelize(model, contexts)
+            from .keras_replicas import parallelize  # it imports Keras
+        parallelize(model, [context_named(name) for name in devices])
         return model
 
     def _fix_keras(self):
@@ -201,7 +194,7 @@ class MXNet(Backend):
         if self.is_native(model):
             raise errors.unsupported(
                 self.name,
-                "train a {} of MXNet's own as one of several ranks".format(type(model).__name__),
+                f"train a {type(model).__name__} of MXNet's own as one of several ranks",
                 "Use a model of Keras, or start the script without a launcher.",
             )
         from ..._ranks import keras2  # here for start-up time
@@ -267,10 +260,10 @@ def _memory_line(memory, warnings):
         return "memory: MXNet takes it as it is needed, always"
     if memory.size:
         warnings.append(
-            "memory={} was asked for, but mxnet limits GPU memory by no size. It takes memory "
-            "as it is needed; memory=0.5 makes it give cached memory back while less than "
-            "half of a GPU is free.".format(memory)
+            f"memory={memory} was asked for, but mxnet limits GPU memory by no size. It takes "
+            "memory as it is needed; memory=0.5 makes it give cached memory back while less than "
+            "half of a GPU is free."
         )
         return "memory: no limit (MXNet has none by size)"
-    line = "memory: cached memory is given back while less than {:.0%} of a GPU is free"
-    return line.format(1 - memory.fraction)
+    free = 1 - memory.fraction
+    return f"memory: cached memory is given back while less than {free:.0%} of a GPU is free"

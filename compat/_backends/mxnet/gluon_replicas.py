@@ -57,12 +57,9 @@ class BlockReplicas:
         self.block = block
         self.contexts = None
         self._sizes = None  # of the shards of the last batch trained, while statistics may differ
-        self._is_whole = False  # the first context alone has trained it
         self._split = {}  # by the place of an array among the arguments: whether it was split
         self._operations = {}  # that write states, by name: of what was traced
         self._kinds = {}  # by kind of arguments: the results' placements (None: whole), if tried
-        self._gradients = set()  # kinds of arguments whose gradients are seen, or were tried
-        self._sees_gradients = True  # whether none can be the user's own: of what was traced last
         self._warned = False
         self.verified = None  # a VerifiedBlockForward, which runs the first calls
         for name in self.METHODS:
@@ -113,46 +110,40 @@ class BlockReplicas:
         placements, _ = self._kinds[kind]
         if placements is None:
             return self._run_whole(args)
-        try:
-            result, across = self._run_divided(args, placements)
-        except Exception:
-            # Of the user's own, which comes again; or of a shard, whose shape does not do.
-            symbol_graph.clear_errors()
-            result, across = None, _rows.Across(None, why="unknown")
-        if across is None:
-            return result
-        whole = self._run_whole(args)  # what is wrong on one device, too, is the user's
-        self._leave_whole(kind, across)
-        return whole
-
-    def _run_divided(self, args, placements):
-        """The result; or None, and why the replicas' results cannot be put together."""
-        rows, count = next(_arrays(args)).shape[0], len(self.contexts)
         self._prepare()
+        rows, count = next(_arrays(args)).shape[0], len(self.contexts)
         # One without rows of its own is run for its gradients: Trainer.step() insists on some.
         all_sizes, recording = split_rows.sizes(rows, count), mx.autograd.is_recording()
         replicas = [i for i, size in enumerate(all_sizes) if size or recording]
         sizes = [all_sizes[i] for i in replicas]
         states, results = self._own_states(), []
+        across = _rows.Across(None, why="unknown")  # unless it all works out
         try:
             for i in replicas:
                 context, part = self.contexts[i], slice(*split_rows.run_bounds(rows, count, i))
                 shard = self._shard(args, context, lambda array: array[part])  # noqa: B023
                 with states.replica(context):
                     results.append(self._written(context, shard))
-            across = states.unite()
-        except BaseException:
-            states.reset()
-            raise
-        if across is None and not nested_arrays.are_of(placements, results, sizes):
-            across = _rows.Across(None, why="tried")
+            found = states.unite()
+            if found is None and not nested_arrays.are_of(placements, results, sizes):
+                found = _rows.Across(None, why="tried")
+            if found is None:
+                result = nested_arrays.merged(placements, results, sizes, self.contexts[0])
+            across = found
+        except Exception:
+            # Of the user's own, which comes again; or of a shard, whose shape does not do.
+            symbol_graph.clear_errors()
+        finally:
+            if across is not None:
+                states.reset()
         if across is not None:
-            states.reset()
-            return None, across
+            result = self._run_whole(args)  # what is wrong on one device, too, is the user's
+            self._leave_whole(kind, across)
+            return result
         if mx.autograd.is_training():
             self.note_training(args)
         work.count(self.names, all_sizes, mx.autograd.is_training())
-        return nested_arrays.merged(placements, results, sizes, self.contexts[0]), None
+        return result
 
     def _run_whole(self, args):
         """All rows on the first context, where one device's gradients are; the others get none."""
@@ -166,14 +157,14 @@ class BlockReplicas:
             with mx.autograd.pause():
                 _leave_without_gradients(_parameters(self.block))
         if mx.autograd.is_training():
-            self._sizes, self._is_whole = sizes, True
+            self._sizes = sizes
         work.count(self.names, sizes, mx.autograd.is_training())
         return result
 
     def note_training(self, args):
         """Have statistics united before their next use, by the rows of this batch."""
         rows = next(_arrays(args)).shape[0]
-        self._sizes, self._is_whole = split_rows.sizes(rows, len(self.contexts)), False
+        self._sizes = split_rows.sizes(rows, len(self.contexts))
 
     def _shard(self, args, context, rows):
         """A replica's part of the arguments, on its context; ``rows`` takes it out of an array."""
@@ -194,22 +185,15 @@ class BlockReplicas:
             has_rows = bool(array.shape) and array.shape[0] == rows
             kept = kept and (has_rows or not self._split.get(place, False))
             self._split.setdefault(place, has_rows)
-        kind = kept, tuple((place, self._split[place], array.ndim) for place, array in places)
+        known = tuple((place, self._split[place], array.ndim) for place, array in places)
+        kind = mx.autograd.is_recording(), kept, known
         # Of a single row a trial tells nothing: it is tried again.
         if kind not in self._kinds or self._kinds[kind][1] < min(rows, 2):
-            placements, across = self._decide(args) if kept else (None, _rows.Across(None))
-            if across is not None:
-                self._leave_whole(kind, across)
+            found = self._decide(args) if kept else _rows.Across(None)
+            if isinstance(found, _rows.Across):
+                self._leave_whole(kind, found)
             else:
-                self._kinds[kind] = placements, rows
-                if self._sees_gradients:
-                    self._gradients.add(kind)
-        placements = self._kinds[kind][0]
-        is_tried = kind in self._gradients or rows == 1 or not mx.autograd.is_recording()
-        if placements is not None and not is_tried:
-            self._gradients.add(kind)
-            if self._mixes_back(args, placements):
-                self._leave_whole(kind, _rows.Across(None, why="gradient"))
+                self._kinds[kind] = found, rows
         return kind
 
     def _leave_whole(self, kind, across):
@@ -225,7 +209,7 @@ class BlockReplicas:
         heads = [] if graph is None else graph.heads
         claimed = [graph.placements[head] for head in heads]
         if not all(can_be_merged(each) for each in claimed):
-            return None, graph.across(heads, with_rows=False) or _rows.Across(None)
+            return graph.across(heads, with_rows=False) or _rows.Across(None)
         untold = graph.nodes[graph.untold[0][0]]["name"] if graph and graph.untold else None
         try:
             tried = self._tried(args)
@@ -233,79 +217,60 @@ class BlockReplicas:
             symbol_graph.clear_errors()
             with self._leaving_no_trace():
                 self.run_undivided(args)  # raises what is the user's own
-            return None, _rows.Across(untold, why="unknown")
-        if len(claimed) != len(tried):
+            return _rows.Across(untold, why="unknown")
+        if untold or len(claimed) != len(tried):
             claimed = [None] * len(tried)
-        placements = []
-        for claim, found in zip(claimed, tried):
-            known = claim is not None and not untold
+        placements = [claim or found for claim, found in zip(claimed, tried)]
+        for claim, found, placement in zip(claimed, tried, placements):
             is_random = isinstance(found, _rows.Unknown)
-            if is_random and not known:
-                return None, _rows.Across(untold, why="unknown")
-            right = known or isinstance(found, _rows.Sharded)
-            if isinstance(claim, _rows.Sharded) and not is_random:
-                right = getattr(found, "axis", None) == claim.axis
-            placements.append(found if claim is None else claim)
-            if isinstance(found, _rows.Mixed) or not right or not can_be_merged(placements[-1]):
-                return None, _rows.Across(untold, why="tried")
-        self._sees_gradients = graph is not None and not graph.own_gradients()
-        return placements, None
+            if is_random or not isinstance(placement, _rows.Sharded):
+                fits = claim is not None and not isinstance(found, _rows.Mixed)
+            else:
+                fits = getattr(found, "axis", None) == placement.axis
+            if not fits or not can_be_merged(placement):
+                return _rows.Across(untold, why="unknown" if is_random else "tried")
+        sees_gradients = graph is not None and not graph.own_gradients()
+        is_single = next(_arrays(args)).shape[0] == 1
+        # Parts of a block that sets states would set them one after the other.
+        is_left = sees_gradients or is_single or self._own_states().parameters
+        if mx.autograd.is_recording() and not is_left:
+            parameters, first = _parameters(self.block), self.contexts[0]
+            if own_gradients.mix(parameters, args, placements, first, self._on_rows):
+                return _rows.Across(None, why="gradient")
+        return placements
 
-    def _mixes_back(self, args, placements):
-        """Whether gradients of the user's own, which cannot be seen, mix rows.
-
-        A block that sets states is not tried, which its parts would set one after the other.
-        """
-        if states_of(self.block, self._operations)[1]:
-            return False
-        return own_gradients.mix(_parameters(self.block), args, placements, self._parts_of)
-
-    def _parts_of(self, args, parts, placements):
-        """The result of some parts of the rows on the first context, in inference, recorded."""
-        with self._leaving_no_trace(), mx.autograd.record(train_mode=False):
-            shards = [self._rows_of(args, part) for part in parts]
-            results = [self._written(self.contexts[0], shard) for shard in shards]
-            return nested_arrays.merged(
-                placements, results, list(map(len, parts)), self.contexts[0]
-            )
-
-    def _rows_of(self, args, numbers):
-        """Some rows of the arguments, on the first context."""
-        rows = next(_arrays(args)).shape[0]
+    def _on_rows(self, args, numbers):
+        """What the block gives for some rows of the arguments, on the first context."""
+        first, rows = self.contexts[0], next(_arrays(args)).shape[0]
 
         def chosen(array):
             return nested_arrays.concatenated([array[n % rows : n % rows + 1] for n in numbers], 0)
 
-        return self._shard(args, self.contexts[0], chosen)
+        with self._leaving_no_trace():
+            return self._written(first, self._shard(args, first, chosen))
 
     def _tried(self, args):
         """The placements of the results, by a trial on the first context, in inference."""
         others = []
 
         def compute(numbers):
-            shard = self._rows_of(args, numbers)
-            with self._leaving_no_trace(), mx.autograd.pause(train_mode=False):
-                result = self._written(self.contexts[0], shard)
-                arrays = [array.asnumpy() for array in _arrays(result)]
+            with mx.autograd.pause(train_mode=False):
+                result = self._on_rows(args, numbers)
             others.append(nested_arrays._others(result))
-            return arrays
+            return [array.asnumpy() for array in _arrays(result)]
 
         found = _rows.trial.tried(compute)
-        if any(each != others[0] for each in others):
-            return [_rows.Mixed()]
-        return found
+        return found if all(each == others[0] for each in others) else [_rows.Mixed()]
 
     def _traced(self, args):
         """The graph of a HybridBlock, with its rows followed, or None."""
         if not isinstance(self.block, mx.gluon.HybridBlock):
             return None
-        shapes = {rows: {} for rows in symbol_graph.ROWS}  # type: dict
-        given = {}  # type: dict
+        shapes, given = {}, {}  # type: dict, dict
 
         def variable(place, array):
             name = "compat_input" + "_".join(map(str, place))
-            for rows, known in shapes.items():
-                known[name] = (rows,) + array.shape[1:] if self._split[place] else array.shape
+            shapes[name] = array.shape
             if self._split[place]:
                 given[name] = _rows.Sharded(0)
             symbol = mx.sym.var(name)
@@ -355,8 +320,9 @@ class BlockReplicas:
             return
         means, others = states_of(self.block, self._operations)
         with mx.autograd.pause():
-            united = means + others if self._is_whole else means
-            unite([p.list_data() for p in united if p._data is not None], self._sizes)
+            # Where the first context alone has trained it, what else it has set, too.
+            united = means if any(self._sizes[1:]) else means + others
+            unite([parameter.list_data() for parameter in united], self._sizes)
             check_equal(self.block, others)
         if not mx.autograd.is_recording():
             self._sizes = None

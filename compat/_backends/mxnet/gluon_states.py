@@ -9,7 +9,7 @@ from .running_statistics import MEANS
 
 
 def states_of(block, operations):
-    """The parameters that a block sets by itself.
+    """The parameters that a block sets by itself, as far as they are made.
 
     Arguments:
         operations: of those known to be written by operations of MXNet, the operation by name.
@@ -23,7 +23,8 @@ def states_of(block, operations):
     parts = {}  # type: dict  # by parameter: the block within that has it
     for part in blocks(block):
         for parameter in list(part.params.values()) + list(part._reg_params.values()):
-            if parameter.grad_req == "null" and not isinstance(parameter, mx.gluon.Constant):
+            is_state = parameter.grad_req == "null" and parameter._data is not None
+            if is_state and not isinstance(parameter, mx.gluon.Constant):
                 parts.setdefault(parameter, part)
     means, others = [], []
     for parameter, part in parts.items():
@@ -43,7 +44,7 @@ class OwnStates:
     """
 
     def __init__(self, parameters):
-        self.parameters = [p for p in parameters if p._data is not None]
+        self.parameters = parameters
         self.before = [parameter.list_data()[0].copy() for parameter in self.parameters]
         self.after = [[] for _ in self.parameters]  # type: list
 
@@ -64,8 +65,7 @@ class OwnStates:
         with mx.autograd.pause():
             for parameter, values in zip(self.parameters, self.after):
                 if not _equal(values):
-                    operation = "that sets the parameter {!r}".format(parameter.name)
-                    return _rows.Across(operation)
+                    return _rows.Across(f"that sets the parameter {parameter.name!r}")
                 _set(parameter, values[0])
         return None
 
@@ -74,8 +74,7 @@ def blocks(block):
     """A block and all that are within."""
     yield block
     for child in block._children.values():
-        for part in blocks(child):
-            yield part
+        yield from blocks(child)
 
 
 def own_attributes(block):
@@ -90,14 +89,12 @@ def own_attributes(block):
 def check_equal(block, parameters):
     """See that no replica has set a state of its own since, in its backward pass."""
     for parameter in parameters:
-        if parameter._data is not None and not _equal(parameter.list_data()):
+        if not _equal(parameter.list_data()):
             raise errors.UnsupportedError(
-                "The replicas of the block {!r} set its parameter {!r} to different values, each "
-                "from its own rows, and whether these are to be added up or averaged only the "
-                "block knows. Set it outside of the block, from results for the whole batch; or "
-                "run the block on one device: parallelize(block, gpus=1).".format(
-                    block.name, parameter.name
-                )
+                f"The replicas of the block {block.name!r} set its parameter {parameter.name!r} to "
+                "different values, each from its own rows, and whether these are to be added up or "
+                "averaged only the block knows. Set it outside of the block, from results for the "
+                "whole batch; or run the block on one device: parallelize(block, gpus=1)."
             )
 
 

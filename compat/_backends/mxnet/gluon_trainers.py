@@ -2,6 +2,8 @@
 
 import mxnet as mx
 
+from .optimizer_state import set_states
+
 
 def _parameters(block):
     return list(type(block).collect_params(block).values())
@@ -42,18 +44,13 @@ def _move_trainer(trainer):
     optimizer = trainer._optimizer
     trainer._updaters = [mx.optimizer.get_updater(optimizer) for _ in contexts]
     # Steps are counted per device id: Adam would begin anew on another one.
-    counts = getattr(optimizer, "_all_index_update_counts", {})
+    counts = optimizer._all_index_update_counts
     ids = {context.device_id for context in contexts} | set(counts)
     counts.update((i, dict(optimizer._index_update_count)) for i in ids)
     if states:
         trainer._init_kvstore()
         for updater, context in zip(_updaters(trainer), contexts):
-            updater.states = {
-                # Now: one that is copied when it is used has another context's update in it.
-                index: updater.sync_state_context(state, context)
-                for index, state in states.items()
-            }
-            updater.states_synced = dict.fromkeys(states, False)
+            set_states(updater, states, context)
 
 
 def _updaters(trainer):

@@ -7,6 +7,8 @@ from ... import errors
 from . import symbol_graph
 from .context_names import context_named
 
+OTHERS = "default"  # the group of what was built outside of device()
+
 
 def groups_of(model):
     """The names of the devices that parts of a Keras model were built for."""
@@ -22,13 +24,13 @@ def place_groups(model, module):
         return
     if getattr(model, "_compat_replicas", None) is not None:
         raise device_with_replicas(model.name)  # a subclass, parallelized before it was built
-    if symbol_graph.OTHERS not in groups:
+    if OTHERS not in groups:
         for name in ("_train_mxnet_symbol", "_test_mxnet_symbol", "_pred_mxnet_symbol"):
             symbol = getattr(model, name)
             if symbol is not None:
-                setattr(model, name, symbol_graph.copied_between_groups(symbol))
-    contexts = {name: context_named(name) for name in groups - {symbol_graph.OTHERS}}
-    module._group2ctxs = dict(contexts, **{symbol_graph.OTHERS: model._context[0]})
+                setattr(model, name, copied_between_groups(symbol))
+    contexts = {name: context_named(name) for name in groups - {OTHERS}}
+    module._group2ctxs = dict(contexts, **{OTHERS: model._context[0]})
 
     def bind(**arguments):
         """Binds for training always: MXNet 1.9 rewrites a graph for inference, without groups."""
@@ -45,8 +47,52 @@ def place_groups(model, module):
     vars(module).update(bind=bind, switch_bucket=switch_bucket)
 
 
+def copied_between_groups(symbol):
+    """The same graph, with a group for each node, and a copy for each group that uses a value.
+
+    So the gradients of one value are summed on each device first. MXNet's own way, adding each
+    to the sum in its place, silently leaves some out where they lie on several devices; and the
+    sum for a weight is refused unless it is computed where the weight lies.
+    """
+    graph = symbol_graph.Graph([], symbol)
+    groups = [node["attrs"].get("__ctx_group__", OTHERS) for node in graph.nodes]
+    users = {}
+    for group, entries in zip(groups, graph.inputs):
+        for entry in entries:
+            users.setdefault(entry, {groups[entry[0]]}).add(group)
+    nodes, numbers, copies = [], [], {}
+
+    def add(node, group, inputs):
+        attributes = dict(node.get("attrs", {}), __ctx_group__=group)
+        nodes.append(dict(node, attrs=attributes, inputs=[entry + (0,) for entry in inputs]))
+        return len(nodes) - 1
+
+    def copied(entry, group):
+        source, output = entry
+        if len(users[entry]) == 1:
+            return numbers[source], output
+        if (entry, group) not in copies:
+            name = f"{graph.nodes[source]['name']}_{output}_on_{group}"
+            copy = {"op": "_copy", "name": name}
+            copies[entry, group] = add(copy, group, [(numbers[source], output)])
+        return copies[entry, group], 0
+
+    for node, group, entries in zip(graph.nodes, groups, graph.inputs):
+        is_shared = node["op"] == "null" and len(users.get((len(numbers), 0), ())) > 1
+        if is_shared and node["name"] in graph.auxiliary:
+            raise errors.UnsupportedError(
+                f"{node['name']} is used on several devices, and MXNet would keep only what one of "
+                "them computes of it. Call the layer inside one compat.device() only."
+            )
+        number = add(node, group, [copied(entry, group) for entry in entries])
+        if is_shared:
+            number = add({"op": "_copy", "name": node["name"] + "_shared"}, group, [(number, 0)])
+        numbers.append(number)
+    return graph.symbol([(numbers[source], output) for source, output in graph.heads], nodes)
+
+
 def device_with_replicas(model):
     return errors.UnsupportedError(
-        "Parts of the model {} were placed by compat.device(), which parallelize() on several "
-        "devices would undo. Use one of the two.".format(model)
+        f"Parts of the model {model} were placed by compat.device(), which parallelize() on "
+        "several devices would undo. Use one of the two."
     )

@@ -20,7 +20,7 @@ def parallelize(model, contexts):
         raise device_with_replicas(model.name)
     if len(contexts) > 1 and _has_size_of_batches(model):
         size = model.inputs[0].shape[0]
-        problem = "its batch size is fixed to {}".format(size)
+        problem = f"its batch size is fixed to {size}"
         _keras.warn_not_divided(model, problem, str(contexts[0]))
         contexts = contexts[:1]
     replicas = getattr(model, "_compat_replicas", None)
@@ -66,17 +66,11 @@ class ExportedBuckets(dict):
     is bound then, and takes the weights.
     """
 
-    def __init__(self, model, shapes):
+    def __init__(self, model, inputs):
         super().__init__()
         self.model = model
-        self.shapes = shapes
-
-    @classmethod
-    def install(cls, model, inputs):
-        if not isinstance(model._module._buckets, cls):
-            pairs = zip(model.inputs, inputs)
-            shapes = [mx.io.DataDesc(s.name, array.shape, dtype=s.dtype) for s, array in pairs]
-            model._module._buckets = cls(model, shapes)
+        pairs = zip(model.inputs, inputs)
+        self.shapes = [mx.io.DataDesc(s.name, array.shape, dtype=s.dtype) for s, array in pairs]
 
     def __getitem__(self, key):
         module = self.model._module
@@ -134,7 +128,7 @@ class ModelReplicas:
         self.move(contexts)
         self._replaced = {name: getattr(self, name) for name in self.METHODS}
         for kind in ("train", "test", "predict"):
-            self._replaced["_make_{}_function".format(kind)] = functools.partial(self._make, kind)
+            self._replaced[f"_make_{kind}_function"] = functools.partial(self._make, kind)
         self._replaced["_compat_replicas"] = self
         vars(model).update(self._replaced)
 
@@ -158,7 +152,7 @@ class ModelReplicas:
     def undivided(self):
         """Within, the first replica runs the whole batch."""
         self._hold_arrays()
-        first = {"contexts": self.contexts[:1], "args": self.args[:1], "auxs": self.auxs[:1]}
+        first = {"contexts": self.contexts[:1], "arrays": self.arrays[:1]}
         try:
             with replaced(self, phases=self._undivided_phases, **first):
                 yield
@@ -168,19 +162,14 @@ class ModelReplicas:
 
     def _forget(self):
         """Drop arrays and executors; they are made again when a batch comes."""
-        self.args = self.auxs = None  # of weights and auxiliary states by name, for each replica
+        self.arrays = None  # of weights and auxiliary states by name, for each replica
         self.phases = {}
-        self.mixing = {}  # by whether it trains: the nodes that mix rows, as a trial found
         self._undivided_phases = {}
-        self.unheld = {}  # states that Keras knows nothing of, on the first context
         self._stale = False  # whether Keras' variables have newer values than the arrays
 
-    def _pairs(self, replica):
-        """A replica's arrays, each with that of Keras' variable."""
-        model = self.model
-        for mine, keras in ((self.args, model._args), (self.auxs, model._auxs)):
-            for name, array in mine[replica].items():
-                yield array, keras[name]
+    def _keras_arrays(self):
+        """Those of Keras' variables."""
+        return dict(self.model._args, **self.model._auxs)
 
     # Called by Keras ----------------------------------------------------------------------------
 
@@ -193,18 +182,17 @@ class ModelReplicas:
 
     def _sync_weights(self):
         """Bring what was trained to the arrays of Keras' variables, where Keras reads it."""
-        if self.args is None or not self.model._weights_dirty:
+        if self.arrays is None or not self.model._weights_dirty:
             return
-        for mine, keras in self._pairs(0):
-            mine.copyto(keras)
+        _copy(self.arrays[0], self._keras_arrays())
         self.model._weights_dirty = False
 
     def _set_weights(self, arg_params=None, auxs_params=None):
         """Take values for Keras' variables; the replicas take them before the next batch."""
         self._sync_weights()
-        for given, keras in ((arg_params, self.model._args), (auxs_params, self.model._auxs)):
-            for name, value in (given or {}).items():
-                keras[name][:] = value
+        arrays = self._keras_arrays()
+        for name, value in dict(arg_params or {}, **(auxs_params or {})).items():
+            arrays[name][:] = value
         self._stale = True
 
     def run(self, kind, inputs):
@@ -245,26 +233,22 @@ class ModelReplicas:
     def _hold_arrays(self):
         """Make each replica's arrays of the weights and auxiliary states."""
         self._follow()
-        model = self.model
-        if self.args is None:
-            states = state_names(model)
-            weights = {key: array for key, array in model._args.items() if key not in states}
-            self.args, self.auxs = (
-                [{key: array.copyto(c) for key, array in held.items()} for c in self.contexts]
-                for held in (weights, model._auxs)
-            )
+        if self.arrays is None:
+            held, states = self._keras_arrays(), state_names(self.model)
+            self.arrays = [
+                {name: array.copyto(c) for name, array in held.items() if name not in states}
+                for c in self.contexts
+            ]
             self._stale = False
 
     def _prepared(self, name, inputs):
         """The phase of that name, with executors for these inputs and current weights."""
         self._hold_arrays()
-        if self._stale:
-            for replica in range(len(self.contexts)):
-                for mine, keras in self._pairs(replica):
-                    keras.copyto(mine)
+        for held in self.arrays if self._stale else ():
+            _copy(self._keras_arrays(), held)
         self._stale = False
-        if self.model.compiled:
-            ExportedBuckets.install(self.model, inputs)
+        if self.model.compiled and not isinstance(self.model._module._buckets, ExportedBuckets):
+            self.model._module._buckets = ExportedBuckets(self.model, inputs)
         phase = self.phases.get(name)
         if phase is None or not phase.is_for(inputs):
             self.phases[name] = Phase(self, name, inputs)
@@ -274,32 +258,29 @@ class ModelReplicas:
     def _update_weights(self, phase):
         if self._updater is None:
             self._updater = mx.optimizer.get_updater(self.model.optimizer)
-        weights, first = self.args[0], self.contexts[0]
-        numbers, gradients = [], []
-        for number, name in enumerate(phase.parameters):  # numbered as a plain module does
+        first, gradients = self.contexts[0], {}  # by the number that a plain module gives a weight
+        for number, name in enumerate(phase.parameters):
             parts = [executor.grad_dict.get(name) for executor in phase.executors()]
             parts = [part.as_in_context(first) for part in parts if part is not None]
             if parts:
-                numbers.append(number)
-                gradients.append(mx.nd.add_n(*parts))
-        names = [phase.parameters[number] for number in numbers]
-        if names:
-            self._updater(numbers, gradients, [weights[name] for name in names])
-        for others in self.args[1:]:
-            for name in names:
-                weights[name].copyto(others[name])
+                gradients[number] = mx.nd.add_n(*parts)
+        names = [phase.parameters[number] for number in gradients]
+        updated = {name: self.arrays[0][name] for name in names}
+        if updated:
+            self._updater(list(gradients), list(gradients.values()), list(updated.values()))
+        for others in self.arrays[1:]:
+            _copy(updated, others)
 
     def _average_auxiliary_states(self, phase):
         """Moving averages: one update, to the mean of the replicas' weighted by shard size."""
         running_statistics.unite(
-            [[auxs[name] for auxs in self.auxs] for name in phase.body.list_auxiliary_states()],
+            [[held[name] for held in self.arrays] for name in phase.body.list_auxiliary_states()],
             phase.sizes,
         )
         if phase.head.aux_dict:  # of the whole batch
             running_statistics.wait_for_updates()
-            for name, array in phase.head.aux_dict.items():
-                for auxs in self.auxs[1:] if name in self.auxs[0] else ():
-                    array.copyto(auxs[name])
+            for held in self.arrays[1:]:
+                _copy(phase.head.aux_dict, held)
 
     def warn_of_whole_batches(self, across):
         """Say, once, that the devices do not share all of the work."""
@@ -311,12 +292,19 @@ class ModelReplicas:
     def _assign(self, updates):
         """Store new values of variables that layers update: RNN states, a layer's own averages."""
         for name, value in updates:
-            if name in self.args[0]:
-                for args in self.args:
-                    value.copyto(args[name])
+            if name in self.arrays[0]:
+                for held in self.arrays:
+                    value.copyto(held[name])
                 self.model._weights_dirty = True
             else:
                 value.copyto(self.model._args[name])
+
+
+def _copy(arrays, others):
+    """Copy to the others what there is of them, by name."""
+    for name, array in others.items():
+        if name in arrays:
+            arrays[name].copyto(array)
 
 
 def _has_size_of_batches(model):
@@ -326,13 +314,12 @@ def _has_size_of_batches(model):
     others: a stateful RNN can be cut. Where sizes other than the batch's are unknown, it is not
     tried.
     """
-    if not model.inputs:  # it is built by its first batch
-        return False
-    if any(tensor.shape[0] in (None, 1) or None in tensor.shape for tensor in model.inputs):
+    inputs = model.inputs or ()  # of a model that is built by its first batch
+    if not inputs or any(each.shape[0] == 1 or None in each.shape for each in inputs):
         return False
     states = [variable for variable, _ in model.state_updates]
     values = model.outputs + [value for _, value in model.state_updates]
-    shapes = {held.name: (1,) + tuple(held.shape[1:]) for held in model.inputs + states}
+    shapes = {held.name: (1,) + tuple(held.shape[1:]) for held in inputs + states}
     symbol = mx.sym.Group([value.symbol for value in values])
     try:
         _, made, _ = symbol_graph.inferred(symbol.infer_shape, symbol, shapes)

@@ -41,15 +41,6 @@ def parallelize(module, contexts):
             "This Module has an optimizer already, and MXNet numbers its state by device. "
             "Call parallelize() before fit() or init_optimizer()."
         )
-    binding = None
-    if module.binded:
-        names = "data_shapes", "label_shapes", "for_training", "inputs_need_grad", "_grad_req"
-        binding = [getattr(module, name) for name in names]
-        if module.params_initialized:
-            module.get_params()  # brings them from the executors, which are dropped
-        else:
-            module._arg_params = module._aux_params = None
-        module._reset_bind()
     module._context = contexts
     module._work_load_list = [1] * len(contexts)
     for kind in (_BindDivided, _InitOptimizerWithKVStore):
@@ -58,9 +49,15 @@ def parallelize(module, contexts):
             method.remove(module)
         if len(contexts) > 1:
             kind(contexts).install(module)
-    if binding is not None:
-        data, labels, training, need, grad_req = binding
-        module.bind(data, labels or None, training, need, grad_req=grad_req)
+    if module.binded:
+        if module.params_initialized:
+            module.get_params()  # brings them from the executors, which are dropped
+        else:
+            module._arg_params = module._aux_params = None
+        module.bind(
+            module.data_shapes, module.label_shapes or None, module.for_training,
+            module.inputs_need_grad, force_rebind=True, grad_req=module._grad_req,
+        )  # fmt: skip
 
 
 class _BindDivided(InstanceMethod):
@@ -72,25 +69,20 @@ class _BindDivided(InstanceMethod):
         bind = self.plain(module)
         if module.binded and not kwargs.get("force_rebind"):
             return bind(data_shapes, label_shapes, for_training, *args, **kwargs)
-        data, labels = _described(data_shapes), _described(label_shapes or ())
-        across = _across(module, data + labels, self.devices[0])
+        inputs = [
+            each if isinstance(each, mx.io.DataDesc) else mx.io.DataDesc(*each)
+            for each in list(data_shapes) + list(label_shapes or ())
+        ]
+        across = _across(module, inputs, self.devices[0])
         if across is not None:
             _rows.runs_whole("Module", across, self.devices[0], "The Module")
         module._context = self.devices if across is None else self.devices[:1]
-        count, rows = len(module._context), data[0].shape[max(_axis(data[0].layout), 0)]
-        enough = max(rows, count)
-        # MXNet splits by these, and refuses an empty share; fewer rows come by reshape().
-        module._work_load_list = split_rows.sizes(enough, count)
-        wide = [_with_rows(desc, enough) for desc in data]
-        wide_labels = [_with_rows(desc, enough) for desc in labels] or None
-        bind(wide, wide_labels, True, *args, **kwargs)
+        with replaced(mx.module.module, DataParallelExecutorGroup=_Group):
+            bind(data_shapes, label_shapes, True, *args, **kwargs)
         group = module._exec_group
         # Bound for inference, oneDNN's convolutions would keep the weights of their first batch.
         module.for_training = group.for_training = for_training
-        names = [str(context) for context in self.devices]
-        group.__class__ = type("Group", (_Group, type(group)), {"names": names})
-        if rows < count:
-            module.reshape(data, labels or None)
+        group.names = [str(context) for context in self.devices]
 
 
 class _InitOptimizerWithKVStore(InstanceMethod):
@@ -102,8 +94,8 @@ class _InitOptimizerWithKVStore(InstanceMethod):
         self.plain(module)(kvstore or "local", *args, **kwargs)
 
 
-class _Group:
-    """Mixed into MXNet's group of executors: some may have no rows of their own.
+class _Group(mx.module.executor_group.DataParallelExecutorGroup):
+    """MXNet's group of executors, of which some may have no rows of their own.
 
     Where the batch runs whole, there is the first context's alone.
     """
@@ -168,17 +160,17 @@ def _across(module, inputs, context):
 
     A module has its contexts before it has a batch, so it is tried with random numbers.
     """
-    shapes = {
-        rows: {d.name: _with_rows(d, rows).shape for d in inputs} for rows in symbol_graph.ROWS
-    }
+    axes = {d.name: _axis(d.layout) for d in inputs}
     given = dict.fromkeys(module.label_names, _rows.Sharded(0))  # not described in inference
-    given.update((d.name, _rows.Sharded(_axis(d.layout))) for d in inputs if _axis(d.layout) >= 0)
+    given.update((name, _rows.Sharded(axis)) for name, axis in axes.items() if axis >= 0)
+    random, count = np.random.RandomState(0), len(_rows.trial.WHOLE)
+    shapes = {d.name: symbol_graph.grown(d.shape, given.get(d.name), count) for d in inputs}
+    fed = {name: random.uniform(0.5, 2.5, shape) for name, shape in shapes.items()}
+    types = {d.name: d.dtype for d in inputs}
     graph = symbol_graph.Graph([], module.symbol)
-    try:
-        graph.follow_and_try(given, shapes, lambda part: _tried(part, inputs, context))
-    except Exception:  # whatever operations of the user's do, with other numbers of rows
-        symbol_graph.clear_errors()
-        return _rows.Across(None, why="unknown")
+    unknown = graph.follow_and_try(given, shapes, context, fed, given, types, {})
+    if unknown is not None:
+        return unknown
     for head, output in zip(graph.heads, module.symbol):
         axis = _axis(output.attr("__layout__"))
         wanted = _rows.Sharded(axis) if axis >= 0 else _rows.REPLICATED
@@ -187,39 +179,4 @@ def _across(module, inputs, context):
     return None
 
 
-def _tried(symbol, inputs, context):
-    def compute(rows):
-        random = np.random.RandomState(0)
-        fed = {
-            desc.name: np.take(
-                random.uniform(0.5, 2.5, _with_rows(desc, len(_rows.trial.WHOLE)).shape),
-                rows if _axis(desc.layout) >= 0 else range(desc.shape[0]),
-                max(_axis(desc.layout), 0),
-            )
-            for desc in inputs
-        }
-        names = symbol.list_arguments()
-        shapes = {name: array.shape for name, array in fed.items() if name in names}
-        types = {desc.name: desc.dtype for desc in inputs if desc.name in names}
-        executor = symbol.simple_bind(context, "null", types, **shapes)
-        for name, array in executor.arg_dict.items():
-            array[:] = fed[name] if name in fed else random.uniform(-0.5, 0.5, array.shape)
-        for array in executor.aux_dict.values():
-            array[:] = random.uniform(0.5, 1, array.shape)
-        return [array.asnumpy() for array in executor.forward(is_train=False)]
-
-    return _rows.trial.tried(compute)
-
-
 _axis = mx.io.DataDesc.get_batch_axis  # of a layout; -1: none
-
-
-def _described(shapes):
-    return [s if isinstance(s, mx.io.DataDesc) else mx.io.DataDesc(*s) for s in shapes]
-
-
-def _with_rows(desc, rows):
-    axis, shape = _axis(desc.layout), list(desc.shape)
-    if axis >= 0:
-        shape[axis] = rows
-    return type(desc)(desc.name, tuple(shape), desc.dtype, desc.layout)

@@ -59,15 +59,12 @@ def are_of(placements, results, sizes):
         if _others(result) != _others(results[0]) or len(found) != len(placements):
             return False
     for placement, parts in zip(placements, zip(*arrays)):
-        if isinstance(placement, Sharded):
-            axis = placement.axis
-            if any(part.ndim <= axis for part in parts):
-                return False
-            # The number of elements of each row, which is the same for all.
-            inner = {part.shape[axis] / float(size or 1) for part, size in zip(parts, sizes)}
-            if len(inner) > 1 or inner.pop() % 1:
-                return False
-        elif len({part.shape for part in parts}) > 1:
+        axis = getattr(placement, "axis", None)
+        each = {  # sizes, and along the rows the number of elements of each row
+            tuple(n / (size or 1) if dim == axis else n for dim, n in enumerate(part.shape))
+            for part, size in zip(parts, sizes)
+        }
+        if len(each) > 1 or any(n % 1 for n in each.pop()):
             return False
     return True
 

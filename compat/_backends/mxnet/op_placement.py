@@ -65,25 +65,18 @@ def profiled(contexts):
 
 
 def _executed(events, contexts):
-    begun = {}  # type: dict
+    kind, begun = contexts[0].partition("(")[0], {}  # type: str, dict
+    # In the record CPUs come first, one for each core. There are CPU contexts beyond the cores,
+    # under the numbers of what comes next; but contexts are all CPUs, or all GPUs (MXNet's
+    # src/profiler/profiler.cc).
+    before = 0 if kind == "cpu" else len(os.sched_getaffinity(0))
     for event in events:
-        thread = event.get("pid"), event.get("tid")
         if event.get("cat") != "operator":
             continue
+        started = begun.setdefault((event.get("pid"), event.get("tid")), [])
         if event["ph"] == "B":
-            begun.setdefault(thread, []).append(event)
-        elif event["ph"] == "E" and begun.get(thread):
-            first = begun[thread].pop()
-            device = _context(event["pid"], contexts)
+            started.append(event)
+        elif event["ph"] == "E" and started:
+            first = started.pop()
+            device = f"{kind}({event['pid'] - before})"
             yield Operation(device, first["name"], first["ts"], event["ts"] - first["ts"])
-
-
-def _context(number, contexts):
-    """The context that the record has under a number: CPUs come first, one for each core.
-
-    There are CPU contexts beyond the cores, under the numbers of what comes next; but contexts are
-    all CPUs, or all GPUs (MXNet's src/profiler/profiler.cc).
-    """
-    if contexts[0].startswith("cpu"):
-        return "cpu({})".format(number)
-    return "gpu({})".format(number - len(os.sched_getaffinity(0)))

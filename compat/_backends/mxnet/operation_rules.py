@@ -5,7 +5,7 @@ import itertools
 import string
 
 from ... import _rows
-from ..._rows import REPLICATED, Count, Mixed, Partial, Replicated, Sharded, Unknown, Value
+from ..._rows import Mixed, Partial, Replicated, Sharded, Unknown, Value
 from ..._rows.values import listed
 
 
@@ -45,18 +45,16 @@ def rowwise(values, axes, result=0, inner=1):
         result: the dimension where the result has it, and ``inner`` elements of each row.
     """
 
-    def moved(value, axis):
-        """With the batch in the first dimension, for ``_rows.by_row``."""
-        if value.axis is None or axis is None:
-            return value
-        return Value(value.placement.replace(axis=value.axis - axis), value.shape)
-
-    first = [None if axis is None else 0 for axis in axes]
-    found = _rows.by_row(list(map(moved, values, axes)), first)
-    if isinstance(found, Sharded):
-        known = None if found.inner is None else found.inner * inner
-        return found.replace(axis=result, inner=known)
-    return found
+    first = [  # with the batch in the first dimension, for ``_rows.by_row``
+        value
+        if value.axis is None or axis is None
+        else Value(value.placement.replace(axis=value.axis - axis), value.shape)
+        for value, axis in zip(values, axes)
+    ]
+    found = _rows.by_row(first, [None if axis is None else 0 for axis in axes])
+    if not isinstance(found, Sharded):
+        return found
+    return found.replace(axis=result, inner=found.inner and found.inner * inner)
 
 
 def by_row(*axes):
@@ -64,41 +62,32 @@ def by_row(*axes):
     return lambda op: rowwise(op.values, axes + axes[-1:] * len(op.values))
 
 
-def reduction(how, default=None):
-    def rule(op):
-        axes = op.get("axis", default)
-        axes = None if axes == () else axes
-        if op.get("exclude", False):
-            axes = sorted(set(range(op.value.rank)) - listed(axes, op.value.rank))
-        return _rows.reduced(op.value, axes, how, op.get("keepdims", False))
-
-    return rule
+def reduction(op, how, default=None):
+    axes = op.get("axis", default)
+    axes = None if axes == () else axes
+    if op.get("exclude", False):
+        axes = sorted(set(range(op.value.rank)) - listed(axes, op.value.rank))
+    return _rows.reduced(op.value, axes, how, op.get("keepdims", False))
 
 
-def along(default):
+def along(op, default):
     """Along a dimension; what is given besides, such as LayerNorm's weights, has no rows."""
-
-    def rule(op):
-        fixed = all(isinstance(value.placement, Replicated) for value in op.values[1:])
-        return _rows.along(op.value, op.get("axis", default)) if fixed else Mixed()
-
-    return rule
+    fixed = all(isinstance(value.placement, Replicated) for value in op.values[1:])
+    return _rows.along(op.value, op.get("axis", default)) if fixed else Mixed()
 
 
 def softmax(op):
     if op.get("use_length", False):
         axis = op.get("axis", -1) % op.value.rank
         return rowwise(op.values, [0 if axis else -1, 0])
-    return along(-1)(op)
+    return along(op, -1)
 
 
-def by_mode(default, **axes):
-    """What goes along the dimensions that ``mode`` names, from the first of them on."""
-
-    def rule(op):
-        return _rows.along(op.value, list(range(op.value.rank))[axes[op.get("mode", default)]])
-
-    return rule
+def by_mode(op):
+    """What goes along the dimensions that ``mode`` names."""
+    axes = list(range(op.value.rank))
+    modes = {"instance": axes[1:], "channel": axes[1:2], "spatial": axes[2:]}
+    return _rows.along(op.value, modes[op.get("mode", "instance")])
 
 
 def where(op):
@@ -118,26 +107,25 @@ def normalized(op):
 def fully_connected(op):
     if op.get("flatten", True):
         return rowwise(op.values, [0, None, None])
-    found = _rows.product(op.values[:2], transpose_second=True)
+    return product(op, transposed=(False, True))
+
+
+def product(op, transposed=None):
+    if op.get("axis", -2) != -2:
+        return Unknown("a product of other dimensions")
+    if transposed is None:
+        transposed = op.get("transpose_a", False), op.get("transpose_b", False)
+    found = _rows.product(op.values[:2], *transposed)
     return _rows.added([Value(found, op.result)] + op.values[2:])
 
 
 def dot(op):
-    first, second = op.values
-    letters = string.ascii_lowercase
-    left, right = letters[: first.rank], letters[first.rank : first.rank + second.rank]
-    summed = left[0] if op.get("transpose_a", False) else left[-1]
-    other = right[-1] if op.get("transpose_b", False) else right[0]
-    result = (left + right).replace(summed, "").replace(other, "")
-    return _rows.contracted(op.values, [left, right.replace(other, summed)], result)
-
-
-def product(op):
-    if op.get("axis", -2) != -2:
-        return Unknown("a product of other dimensions")
-    transposed = op.get("transpose_a", False), op.get("transpose_b", False)
-    found = _rows.product(op.values[:2], *transposed)
-    return _rows.added([Value(found, op.result)] + op.values[2:])
+    letters, count = string.ascii_lowercase, op.value.rank
+    left, right = letters[:count], letters[count : count + op.values[1].rank]
+    summed = left[0 if op.get("transpose_a", False) else -1]
+    right = right.replace(right[-1 if op.get("transpose_b", False) else 0], summed)
+    result = (left + right).replace(summed, "")
+    return _rows.contracted(op.values, [left, right], result)
 
 
 def swapped(op):
@@ -189,27 +177,22 @@ def pick(op):
     if index.rank < value.rank:
         shape = index.shape[:axis] + (1,) + index.shape[axis:]
         index = Value(_rows.expanded(index, [axis]), shape)
-    rows = _rows.pointwise([value, index])
-    if op.get("keepdims", False):
-        return _rows.along(Value(rows, value.shape), [axis])
-    return _rows.sliced(Value(rows, value.shape), {axis: "one"})
+    rows = Value(_rows.pointwise([value, index]), value.shape)
+    kept = op.get("keepdims", False)
+    return _rows.along(rows, [axis]) if kept else _rows.sliced(rows, {axis: "one"})
 
 
-def of_sequences(rule, keeps=True):
-    """Along the time, by ``rule``; or by each row's length, with the rows next to the time.
+def of_sequences(op, alike, keeps=True):
+    """By each row's length, with the rows next to the time; or for all lengths alike.
 
     Arguments:
-        rule: a function of the operation and of the dimension of the time.
-        keeps: whether the result has that dimension.
+        alike: the placement for the latter.
+        keeps: whether the result has the dimension of the time.
     """
-
-    def applied(op):
-        time = op.get("axis", 0)
-        if not op.get("use_sequence_length", False):
-            return rule(op, time)
-        return rowwise(op.values, [1 - time, 0], 1 - time if keeps else 0)
-
-    return applied
+    if not op.get("use_sequence_length", False):
+        return alike
+    batch = 1 - op.get("axis", 0)
+    return rowwise(op.values, [batch, 0], batch if keeps else 0)
 
 
 def rnn(op):
@@ -219,19 +202,14 @@ def rnn(op):
     return rowwise(op.values, axes, 1)
 
 
-def loss(rule):
+def loss(op, found):
     """A loss whose gradient is each row's own, unless it is divided by their number."""
-    return lambda op: rule(op.values) if op.get("normalization", "null") == "null" else Mixed()
+    return found if op.get("normalization", "null") == "null" else Mixed()
 
 
 def cross_entropy(op):
     found = rowwise(op.values, [0, 0])
     return Partial("sum") if isinstance(found, Sharded) else found
-
-
-def made(op):
-    sizes = Count(op.grows) if op.grows else REPLICATED
-    return _rows.made(sizes, len(op.result or ()))
 
 
 def leaky(op):

@@ -10,52 +10,62 @@ import mxnet as mx
 
 from ... import _rows
 from ..._runtime.patching import replaced
-from . import symbol_graph
-from .nested_arrays import _arrays, _mapped
+from .nested_arrays import _arrays, _mapped, concatenated, merged
+from .running_statistics import clear_errors
 
 
-def mix(parameters, args, placements, compute):
+def mix(parameters, args, placements, context, compute):
     """Whether the gradients of a block mix rows, or cannot be tried.
 
     Arguments:
         parameters: the block's.
         args: what it is given.
         placements: how its results are put together.
-        compute: takes such arguments, parts of the rows and ``placements``, and returns the result
-            of the parts, recorded.
+        context: the one for that.
+        compute: takes such arguments and numbers of rows, and returns what the block gives.
     """
-    with mx.autograd.pause():
-        first = [
-            (parameter.list_data()[0], parameter.list_grad()[0])
-            for parameter in parameters
-            if parameter._data and parameter.grad_req != "null"
-        ]
-        before = [(gradient.copy(), value._fresh_grad) for value, gradient in first]
+    trained = [p for p in parameters if p._data is not None and p.grad_req != "null"]
+    found, upstream = [], None  # type: Any, Any
+    by_rows = [_rows.Sharded(0) if isinstance(p, _rows.Replicated) else p for p in placements]
+    with mx.autograd.pause(), gradients_kept(trained):
         given = _mapped(lambda place, array: _marked(array), args)
-        gradients = [gradient for _, gradient in first]
+        gradients = [gradient for parameter in trained for gradient in parameter.list_grad()]
         gradients += [array.grad for array in _arrays(given) if array.grad is not None]
-        found, upstream, kept = [], None, None  # type: Any, Any, Any
         try:
             for parts in (_rows.trial.WHOLE,), _rows.trial.PARTS:
-                heads = list(_arrays(compute(given, parts, placements)))
-                if kept is None:
-                    kept = [_has_gradient(*each) for each in zip(placements, heads)]
-                heads = [head for head, is_kept in zip(heads, kept) if is_kept]
-                if not heads:
-                    return False
-                upstream = upstream or [head.detach() + 0.5 for head in heads]
                 for gradient in gradients:
                     gradient[:] = 0
-                mx.autograd.backward(heads, upstream, train_mode=False)
+                with mx.autograd.record(train_mode=False):
+                    results = [_by_rows(placements, compute(given, p), len(p)) for p in parts]
+                    whole = merged(by_rows, results, list(map(len, parts)), context)
+                    # What is detached would have no gradient; a marked 0 always has one.
+                    heads = [a + _marked(a.detach() * 0) for a in whole if _is_float(a)]
+                upstream = upstream or [head.detach() + 0.5 for head in heads]
+                if heads:
+                    mx.autograd.backward(heads, upstream, train_mode=False)
                 found.append([gradient.asnumpy() for gradient in gradients])
         except Exception:  # whatever a function of the user's does
-            symbol_graph.clear_errors()
+            clear_errors()
             return True
-        finally:
-            for (value, gradient), (old, is_fresh) in zip(first, before):
-                gradient[:] = old
-                value._fresh_grad = is_fresh
-        return not all(map(_rows.trial.close, *found))
+    return not all(map(_rows.trial.close, *found))
+
+
+@contextlib.contextmanager
+def gradients_kept(parameters):
+    """Within, the gradients begin with zeros; afterwards they are what they were."""
+    arrays = [array for parameter in parameters for array in parameter.list_data()]
+    gradients = [gradient for parameter in parameters for gradient in parameter.list_grad()]
+    before = [gradient.copy() for gradient in gradients]
+    fresh = [array._fresh_grad for array in arrays]  # what tells a trainer of stale ones
+    for gradient in gradients:
+        gradient[:] = 0
+    try:
+        yield
+    finally:
+        for gradient, value in zip(gradients, before):
+            value.copyto(gradient)
+        for array, value in zip(arrays, fresh):
+            array._fresh_grad = value
 
 
 @contextlib.contextmanager
@@ -81,21 +91,23 @@ def symbols_refused():
             yield
 
 
+def _by_rows(placements, result, rows):
+    """Arrays, those without rows once for each: what comes back to them is a sum over the rows."""
+    return [
+        concatenated([array.expand_dims(axis=0)] * rows, 0)
+        if isinstance(placement, _rows.Replicated)
+        else array
+        for placement, array in zip(placements, _arrays(result))
+    ]
+
+
 def _marked(array):
     """A copy of an array that gets a gradient, if numbers like these do."""
     array = array.copy()
-    if "float" in str(array.dtype):
+    if _is_float(array):
         array.attach_grad()
     return array
 
 
-def _has_gradient(placement, array):
-    """Whether something in an array's graph gets a gradient; what is detached has none."""
-    if isinstance(placement, _rows.Replicated) or "float" not in str(array.dtype):
-        return False
-    try:
-        mx.autograd.backward([array], retain_graph=True, train_mode=False)
-    except mx.base.MXNetError:
-        symbol_graph.clear_errors()
-        return False
-    return True
+def _is_float(array):
+    return "float" in str(array.dtype)

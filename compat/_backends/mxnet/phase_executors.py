@@ -9,20 +9,10 @@ from ..._runtime import work
 from ..._runtime.patching import replaced
 from . import symbol_graph
 
-_UNUSED = "compat_unused"  # a variable that has a gradient, and that nothing depends on
-
 
 def state_names(model):
     """The variables that hold stateful layers' states, one row for each row of the batch."""
     return {variable.name for variable, _ in model.state_updates}
-
-
-def _feed(executor, arrays):
-    """Give an executor those of the arrays that it takes; sparse inputs are scipy's matrices."""
-    for name, array in arrays.items():
-        if name in executor.arg_dict:
-            dense = array.toarray() if hasattr(array, "toarray") else array
-            executor.arg_dict[name][:] = dense
 
 
 class Phase:
@@ -43,23 +33,17 @@ class Phase:
         with replaced(K, _LEARNING_PHASE=int(self.is_train)):
             outputs = [output.symbol for output in model.outputs]
             states = [value.symbol for _, value in model.state_updates]
-        labels = [] if name == "predict" else model.targets + model.sample_weights
-        # All outputs, results, and the updates' values; Keras' own graph that predicts leaves out
-        # values that are outputs, too.
-        symbol = {
-            "train": model._train_mxnet_symbol,
-            "test": model._test_mxnet_symbol,
-            "predict": mx.sym.Group(outputs + states),
-        }[name]
+        # All outputs, results, and the updates' values. How many results there are is not told by
+        # the updates: what is trainable may have changed since compile().
+        if name == "predict":  # Keras' own graph leaves out values that are outputs, too
+            symbol, self.results, labels = mx.sym.Group(outputs + states), len(outputs), []
+        else:
+            symbol = getattr(model, f"_{name}_mxnet_symbol")
+            self.results = getattr(model, "_n" + name)
+            labels = model.targets + model.sample_weights
         graph = symbol_graph.Graph(outputs, symbol)
-        # Not by the updates: what is trainable may have changed since compile().
-        self.results = {
-            "train": model._ntrain,
-            "test": model._ntest,
-            "predict": len(model.outputs),
-        }[name]
         self.variables = [variable.name for variable, _ in updates]
-        self.fed = [tensor.name for tensor in model.inputs + [t for t in labels if t is not None]]
+        self.fed = [tensor.name for tensor in model.inputs + labels if tensor is not None]
         self.states = sorted(state_names(model) & set(symbol.list_arguments()))
         self.sharded = [tensor.name for tensor in model.inputs] + self.states
         self.parameters = [n for n in symbol.list_arguments() if n not in self.fed]
@@ -72,50 +56,26 @@ class Phase:
         if not self.divides(inputs):
             self.across = _rows.Across(None)
         elif len(replicas.contexts) > 1:  # else one runs the whole batch
-            self._follow(graph, inputs)
+            self.across = self._follow(graph, inputs)
         self.body, self.head_symbol, self.cuts, self.places = graph.cut()
 
     def _follow(self, graph, inputs):
-        """Find where the outputs' rows are, and try it: see ``symbol_graph.Graph.follow``."""
+        """Find where the outputs' rows are, and try it; return what mixes them, or None."""
         batch = self._batch(inputs)
-        shapes = {
-            rows: {name: (rows,) + tuple(array.shape[1:]) for name, array in batch.items()}
-            for rows in symbol_graph.ROWS
-        }
-        given = {name: _rows.Sharded(0) for name in self.sharded}
-        mixing = self.replicas.mixing.get(self.is_train)
-        try:
-            if mixing is not None:  # by a graph with the same outputs
-                graph.follow(given, shapes, mixing)
-            else:
-                mixing = graph.follow_and_try(given, shapes, lambda s: self._tried(s, batch))
-            self.across = graph.across(graph.outputs)
-            if self.is_tried:
-                self.replicas.mixing[self.is_train] = mixing
-        except Exception:  # whatever operations of the user's do, with other numbers of rows
-            symbol_graph.clear_errors()
-            graph.placements = {}  # all is left to the head
-            self.across = _rows.Across(None, why="unknown")
-
-    def _tried(self, symbol, batch):
-        """The placements of a symbol's outputs, on the first context, in inference."""
-        first = {name: held[: len(_rows.trial.WHOLE)] for name, held in batch.items()}
-        states = {name: array.copy() for name, array in self.replicas.auxs[0].items()}
-
-        def compute(rows):
-            fed = {n: first[n][[row % first[n].shape[0] for row in rows]] for n in self.sharded}
-            shapes = {name: array.shape for name, array in fed.items()}
-            executor = self._executor(symbol, 0, shapes, [], states)
-            _feed(executor, fed)
-            results = executor.forward(is_train=False)[: len(symbol.list_outputs())]
-            return [array.asnumpy() for array in results]
-
-        return _rows.trial.tried(compute)
+        shapes = {name: array.shape for name, array in batch.items()}
+        given = dict.fromkeys(self.fed, _rows.Mixed())
+        given.update(dict.fromkeys(self.sharded, _rows.Sharded(0)))
+        fed = {name: batch[name][: len(_rows.trial.WHOLE)] for name in self.sharded}
+        fed.update((name, fed[name].asnumpy()) for name in self.states)
+        context, held = self.replicas.contexts[0], self.replicas.arrays[0]
+        unknown = graph.follow_and_try(given, shapes, context, fed, given, {}, held)
+        return unknown or graph.across(graph.outputs)
 
     def _batch(self, inputs):
         """All that has rows, by name: what is fed, and the states of layers."""
+        dense = [x.toarray() if hasattr(x, "toarray") else x for x in inputs]  # of scipy's matrices
         held = self.replicas.model._args
-        return dict(zip(self.fed, inputs), **{name: held[name] for name in self.states})
+        return dict(zip(self.fed, dense), **{name: held[name] for name in self.states})
 
     def divides(self, inputs):
         """Whether each input has a row for each of the batch."""
@@ -141,67 +101,27 @@ class Phase:
             return
         self.bodies, self.filled, self.head = [], [], None  # give their memory back first
         self.shapes = None  # until all is made, if that is not interrupted
-        replicas, rows = self.replicas, inputs[0].shape[0]
-        count = len(replicas.contexts)
+        rows, count = inputs[0].shape[0], len(self.replicas.contexts)
         self.sizes = split_rows.sizes(rows, count)
         self.computed = [slice(*split_rows.run_bounds(rows, count, i)) for i in range(count)]
-        self.bodies = [
-            self._executor(
-                self.body, i, {n: (size or 1,) + shapes[n][1:] for n in self.sharded}, self.trained
-            )
-            for i, size in enumerate(self.sizes)
-        ]
+        for i, size in enumerate(self.sizes):
+            shard = {name: (size or 1,) + shapes[name][1:] for name in self.sharded}
+            self.bodies.append(self._executor(self.body, i, shard, {}, self.trained))
         bodies = zip(self.bodies, self.computed, self.sizes)
         self.filled = [(body, part) for body, part, size in bodies if size]
         if self.head_symbol is not None:
-            outputs = zip(self.cuts, self.bodies[0].outputs)
-            whole = {name: (rows,) + tuple(output.shape[1:]) for name, output in outputs}
-            cuts = self.cuts if self.is_train else []
+            cut = dict(zip(self.cuts, self.bodies[0].outputs))
+            whole = {name: (rows,) + tuple(output.shape[1:]) for name, output in cut.items()}
             self.head = self._executor(
-                self.head_symbol, 0, dict(shapes, **whole), self.trained + cuts
-            )
+                self.head_symbol, 0, dict(shapes, **whole), {n: o.dtype for n, o in cut.items()},
+                self.trained + (self.cuts if self.is_train else []),
+            )  # fmt: skip
         self.shapes = shapes
-        replicas.warn_of_whole_batches(self.across)
+        self.replicas.warn_of_whole_batches(self.across)
 
-    def _executor(self, symbol, replica, shapes, differentiated, states=None):
-        """Bind ``symbol`` on a replica's context, to its weights and to new arrays."""
-        if not differentiated:
-            # Bound without any gradient, MXNet 1.9 runs oneDNN's fused convolutions on cpu(0),
-            # which go on with the weights of their first batch (SgMKLDNNConvOperator).
-            unused = mx.sym.make_loss(mx.sym.var(_UNUSED, shape=(1,), dtype="float32"))
-            symbol = mx.sym.Group([symbol, unused])
-            differentiated = [_UNUSED]
-        context, weights = self.replicas.contexts[replica], self.replicas.args[replica]
-        states = self.replicas.auxs[replica] if states is None else states
-        names = symbol.list_arguments()
-        types = {n: w.dtype for n, w in weights.items()}
-        for body in self.bodies[:1]:  # then this is the head
-            types.update((n, output.dtype) for n, output in zip(self.cuts, body.outputs))
-        shapes, _, unheld = symbol_graph.inferred(symbol.infer_shape, symbol, shapes)
-        types, _, _ = symbol_graph.inferred(symbol.infer_type, symbol, types)
-        args = {
-            n: weights[n] if n in weights else mx.nd.zeros(shape, context, dtype)
-            for n, shape, dtype in zip(names, shapes, types)
-        }
-        gradients = {
-            n: mx.nd.zeros(
-                args[n].shape, context, args[n].dtype, "row_sparse" if n in self.sparse else None
-            )
-            for n in differentiated
-            if n in args
-        }
-        return symbol.bind(
-            context,
-            args,
-            args_grad=gradients,
-            grad_req={n: "write" if n in gradients else "null" for n in names},
-            aux_states={
-                n: states[n]
-                if n in states
-                else self.replicas.unheld.setdefault(n, mx.nd.zeros(shape, context))
-                for n, shape in zip(symbol.list_auxiliary_states(), unheld)
-            },
-        )
+    def _executor(self, symbol, replica, shapes, types, differentiated):
+        context, held = self.replicas.contexts[replica], self.replicas.arrays[replica]
+        return symbol_graph.bound(symbol, context, shapes, types, held, differentiated, self.sparse)
 
     # One batch ----------------------------------------------------------------------------------
 
@@ -209,12 +129,10 @@ class Phase:
         """Run the bodies on their shards and the head on the whole; return Keras' results."""
         batch = self._batch(inputs)
         for body, part in zip(self.bodies, self.computed):
-            _feed(body, {name: batch[name][part] for name in self.sharded})
-            body.forward(is_train=self.is_train)
+            self._run(body, {name: batch[name][part] for name in self.sharded})
         values = [self._gather(position) for position in range(len(self.cuts))]
         if self.head is not None:
-            _feed(self.head, dict(batch, **dict(zip(self.cuts, values))))
-            values += self.head.forward(is_train=self.is_train)
+            values += self._run(self.head, dict(batch, **dict(zip(self.cuts, values))))
         values = [values[place] for place in self.places]
         self.updates = list(zip(self.variables, values[self.results :]))
         if len(self.sizes) > 1:  # else it is verified
@@ -223,6 +141,10 @@ class Phase:
             sizes = self.sizes if self.cuts else work.undivided(names, sum(self.sizes))
             work.count(names, sizes, self.is_train)
         return values[: self.results]
+
+    def _run(self, executor, arrays):
+        fed = {name: array for name, array in arrays.items() if name in executor.arg_dict}
+        return executor.forward(is_train=self.is_train, **fed)
 
     def _gather(self, position):
         """The rows of one output of all bodies, on the first context."""

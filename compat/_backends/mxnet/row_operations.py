@@ -5,6 +5,8 @@ What is not there is ``Unknown``, and tried. Each line is proved by computing it
 (``tests/backends/test_mxnet_operations.py``).
 """
 
+from functools import partial
+
 from ... import _rows
 from ..._rows import REPLICATED, Count, Mixed, Unknown, Value
 from . import operation_rules as rules
@@ -90,23 +92,21 @@ for _names, _rule in [
     ("elemwise_div broadcast_div _npi_true_divide", _all(_rows.divided)),
     (LINEAR, _all(_rows.multiplied)),
     # Reductions, and what goes along dimensions
-    ("sum _np_sum", rules.reduction("sum")),
-    ("mean _npi_mean", rules.reduction("mean")),
-    ("max _np_max", rules.reduction("max")),
-    ("min _np_min", rules.reduction("min")),
+    ("sum _np_sum", partial(rules.reduction, how="sum")),
+    ("mean _npi_mean", partial(rules.reduction, how="mean")),
+    ("max _np_max", partial(rules.reduction, how="max")),
+    ("min _np_min", partial(rules.reduction, how="min")),
     ("prod nansum nanprod norm argmax argmin _np_prod _npi_std _npi_var _npi_argmax _npi_argmin",
-     rules.reduction("other")),
-    ("argmax_channel", rules.reduction("other", default=1)),
+     partial(rules.reduction, how="other")),
+    ("argmax_channel", partial(rules.reduction, how="other", default=1)),
     ("softmax log_softmax softmin", rules.softmax),
-    ("sort argsort topk LayerNorm", rules.along(-1)),
-    ("cumsum _np_cumsum _np_roll _npi_flip", rules.along(None)),
-    ("reverse", rules.along(0)),
-    ("_contrib_box_nms", rules.along([-2, -1])),
+    ("sort argsort topk LayerNorm", partial(rules.along, default=-1)),
+    ("cumsum _np_cumsum _np_roll _npi_flip", partial(rules.along, default=None)),
+    ("reverse", partial(rules.along, default=0)),
+    ("_contrib_box_nms", partial(rules.along, default=[-2, -1])),
     ("_contrib_div_sqrt_dim", lambda op: _rows.along(op.value, [-1])),
     ("_shuffle", lambda op: _rows.along(op.value, [0])),
-    ("SoftmaxActivation", rules.by_mode("instance", instance=slice(1, None), channel=slice(1, 2))),
-    ("L2Normalization", rules.by_mode(
-        "instance", instance=slice(1, None), channel=slice(1, 2), spatial=slice(2, None))),
+    ("SoftmaxActivation L2Normalization", rules.by_mode),
     # Products
     ("dot _np_dot", rules.dot),
     ("batch_dot _linalg_gemm _linalg_gemm2 _npi_matmul", rules.product),
@@ -146,22 +146,22 @@ for _names, _rule in [
      rules.by_row(0)),
     ("BatchNorm _contrib_SyncBatchNorm", rules.normalized),
     ("RNN", rules.rnn),
-    ("SequenceMask", rules.of_sequences(lambda op, time: _rows.pointwise(op.values))),
-    ("SequenceLast", rules.of_sequences(
-        lambda op, time: _rows.sliced(op.value, {time: "one"}), keeps=False)),
-    ("SequenceReverse", rules.of_sequences(lambda op, time: _rows.along(op.value, [time]))),
+    ("SequenceMask", lambda op: rules.of_sequences(op, _rows.pointwise(op.values))),
+    ("SequenceLast", lambda op: rules.of_sequences(
+        op, _rows.sliced(op.value, {op.get("axis", 0): "one"}), keeps=False)),
+    ("SequenceReverse", lambda op: rules.of_sequences(op, _rows.along(op.value, [0]))),
     ("_contrib_interleaved_matmul_selfatt_qk _contrib_interleaved_matmul_encdec_qk",
      lambda op: rules.rowwise(op.values, [1, 1], 0, op.get("heads"))),
     ("_contrib_interleaved_matmul_selfatt_valatt _contrib_interleaved_matmul_encdec_valatt",
      rules.attention_values),
-    ("SoftmaxOutput", rules.loss(lambda values: rules.rowwise(values, [0, 0]))),
-    ("MakeLoss", rules.loss(_rows.multiplied)),
+    ("SoftmaxOutput", lambda op: rules.loss(op, rules.rowwise(op.values, [0, 0]))),
+    ("MakeLoss", lambda op: rules.loss(op, _rows.multiplied(op.values))),
     ("softmax_cross_entropy", rules.cross_entropy),
     ("CTCLoss", rules.by_row(1, 0)),
     # Made by a shape, drawn, counted
     ("_zeros _ones _full _zeros_without_dtype _npi_zeros _npi_ones _random_uniform _random_normal "
      "_random_gamma _random_exponential _random_poisson _random_randint _npi_uniform _npi_normal",
-     rules.made),
+     lambda op: _rows.made(Count(op.grows) if op.grows else REPLICATED, len(op.result or ()))),
     ("_random_uniform_like _random_normal_like _random_gamma_like _random_exponential_like "
      "_random_poisson_like _sample_uniform _sample_normal _sample_gamma", _all(_rows.pointwise)),
     ("_sample_multinomial", lambda op: _rows.along(op.value, [-1])),

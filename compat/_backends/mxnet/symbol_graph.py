@@ -1,22 +1,21 @@
 """MXNet's graphs, taken apart and put together again, for the MXNet backend."""
 
-import contextlib
 import json
 import warnings
 
 import mxnet as mx
 import numpy as np
 
-from ... import _rows, errors
-from ..._rows import REPLICATED, Count, Mixed, Partial, Sharded, Unknown, Value
-from . import row_operations
+from ... import _rows
+from ..._rows import REPLICATED, Count, Mixed, Partial, Sharded, Unknown, Value, trial
+from . import own_gradients, row_operations
 from .operation_rules import SymbolNode
-from .running_statistics import MEANS
+from .running_statistics import MEANS, clear_errors
 
-OTHERS = "default"  # the group of what was built outside of device()
 # Two numbers of rows, far from any width and from one another, so that shapes tell what grows
 # with the batch.
 ROWS = (1009, 2003)
+_UNUSED = "compat_unused"  # a variable that has a gradient, and that nothing depends on
 
 
 class Graph:
@@ -38,7 +37,6 @@ class Graph:
         self.outputs = heads[: len(outputs)] or self.heads
         self.auxiliary = set(symbol.list_auxiliary_states())
         self.placements = {}  # type: dict  # by entry, as far as rows were followed
-        self._back = set()  # type: set  # nodes whose gradient mixes rows
 
     def sparse_gradients(self):
         """The weights of look-ups that give a gradient with their own rows only."""
@@ -54,7 +52,7 @@ class Graph:
 
     # How entries depend on the rows of a batch ---------------------------------------------------
 
-    def follow(self, given, shapes, tried=()):
+    def follow(self, given, shapes, tried=None):
         """Find the placement of each entry that the outputs follow from.
 
         What no rule tells is taken for rows where its shape has them, and listed in ``untold``:
@@ -62,25 +60,17 @@ class Graph:
 
         Arguments:
             given: placements of variables, by name; those of weights are left out.
-            shapes: by two numbers of rows, the shapes of variables: what grows has rows.
-            tried: the nodes of which a trial said that they mix rows.
+            shapes: of variables, by name, with any number of rows.
+            tried: by node of which a trial said that it mixes rows: why.
         """
         numbers = sorted(self.ancestors(self.outputs))
         inputs = [self.inputs[number] for number in numbers]
-        self._find_sizes(set(self.outputs).union(*inputs), shapes)
+        self._find_sizes(set(self.outputs).union(*inputs), given, shapes)
         self.placements, self.untold = {}, []
-        # By node that mixes rows: why.
-        self._causes = {node: "gradient" if node in self._back else "tried" for node in tried}
-        self._origins = {}  # type: dict  # by node: itself, or the reduction that it goes on from
+        self._causes = dict(tried or {})  # by node that mixes rows: why
         for number in numbers:
             values = [Value(self.placements[e], self._sizes[e]) for e in self.inputs[number]]
-            reduced = [
-                self._origins[source]
-                for (source, _), value in zip(self.inputs[number], values)
-                if isinstance(value.placement, (Count, Partial))
-            ]
-            self._origins[number] = (reduced + [number])[0]
-            found = Mixed() if number in tried else self._by_rule(number, values, given)
+            found = Mixed() if number in self._causes else self._by_rule(number, values, given)
             mixed = any(isinstance(value.placement, Mixed) for value in values)
             for entry in self._used[number]:
                 placement = found[entry[1]] if isinstance(found, list) else found
@@ -106,11 +96,12 @@ class Graph:
         operation = SymbolNode(node["attrs"], values, self._sizes.get(first), self.grows.get(first))
         return row_operations.placements(node["op"], operation)
 
-    def _find_sizes(self, entries, shapes):
+    def _find_sizes(self, entries, given, shapes):
         """What is known of the entries' shapes: sizes that do not grow, and dimensions that do."""
         entries = sorted(entries)
         symbol, found = self.symbol(entries), []
-        for known in shapes.values():
+        for rows in ROWS:
+            known = {name: grown(shape, given.get(name), rows) for name, shape in shapes.items()}
             _, sizes, _ = inferred(symbol.infer_shape_partial, symbol, known)
             found.append(sizes or [()] * len(entries))
         self._sizes, self.grows, self._used = {}, {}, {}  # type: dict, dict, dict
@@ -124,7 +115,7 @@ class Graph:
             self._sizes[entry] = tuple(a if a == b and a > 0 else None for a, b in pairs)
             if all(min(pair) > 0 for pair in pairs):
                 self.grows[entry] = [axis for axis, (a, b) in enumerate(pairs) if a != b]
-                if all(pairs[axis] == tuple(shapes) for axis in self.grows[entry]):
+                if all(pairs[axis] == ROWS for axis in self.grows[entry]):
                     self._one_each.add(entry)
 
     def _agreeing(self, placement, entry):
@@ -138,94 +129,73 @@ class Graph:
             return placement.replace(inner=1)
         return placement
 
-    def follow_and_try(self, given, shapes, compute):
+    def follow_and_try(self, given, shapes, *asking):
         """Follow the rows, and try what no rule tells, and the outputs, or where they are cut.
 
         Arguments:
-            compute: takes a symbol, and returns the placements of its outputs by ``_rows.trial``.
+            asking: what ``tried`` takes after the symbol.
 
         Returns:
-            The nodes of which the trial says that they mix rows.
+            Why nothing at all can be divided, or None.
         """
-        mixing = set()  # type: set
-        while True:
-            self.follow(given, shapes, mixing)
-            asked = self.untold + self.outputs + self.frontier(self.outputs)
-            wrong = self._differing(asked, compute) or self._mixing_back()
-            if wrong and not wrong.intersection(self.untold):  # a rule is, then: which one?
-                inside = self.ancestors(asked)
-                wrong |= self._differing((e for e in self.placements if e[0] in inside), compute)
-            if not wrong:
-                return mixing
-            mixing.add(min(wrong)[0])
+        mixing = {}  # type: dict
+        try:
+            while True:
+                self.follow(given, shapes, mixing)
+                asked = self.untold + self.outputs + self.frontier(self.outputs)
+                wrong, why = self._differing(asked, asking), "tried"
+                if not wrong:
+                    wrong, why = self._mixing_back(), "gradient"
+                if not wrong:
+                    return None
+                if not wrong.intersection(self.untold):  # a rule is, then: which one?
+                    inside = self.ancestors(asked)
+                    wrong |= self._differing((e for e in self.placements if e[0] in inside), asking)
+                mixing[min(wrong)[0]] = why
+        except Exception:  # whatever operations of the user's do, with other numbers of rows
+            clear_errors()
+            self.placements = {}
+            return _rows.Across(None, why="unknown")
 
-    def _differing(self, entries, compute):
+    def _differing(self, entries, asking):
         entries = sorted(
             entry
             for entry in set(entries)
             if isinstance(self.placements[entry], Sharded) and self.nodes[entry[0]]["op"] != "null"
         )
-        tried = zip(entries, compute(self.symbol(entries)) if entries else ())
+        found = tried(self.symbol(entries), *asking) if entries else ()
         return {
             entry
-            for entry, found in tried
-            if getattr(found, "axis", None) != self.placements[entry].axis
+            for entry, each in zip(entries, found)
+            if getattr(each, "axis", None) != self.placements[entry].axis
             # What is random tells nothing where a rule is known.
-            and (entry in self.untold or not isinstance(found, Unknown))
+            and (entry in self.untold or not isinstance(each, Unknown))
         }
 
     def _mixing_back(self):
         """The entries with rows of which a node's own gradient mixes them, or cannot be tried."""
-        self._back.update(
-            number
-            for number in self.own_gradients()
-            if (number, 0) in self.placements and self._mixes_back(number)
-        )
         return {
             (number, 0)
-            for number in self._back
-            if not isinstance(self.placements[number, 0], Mixed)
+            for number in self.own_gradients()
+            if not isinstance(self.placements.get((number, 0), Mixed()), Mixed)
+            and self._mixes_back(number)
         }
 
     def _mixes_back(self, number):
-        entries, node, result = self.inputs[number], self.nodes[number], (number, 0)
-        variables = [
-            {"op": "null", "name": "compat_input{}".format(place), "inputs": []}
-            for place, _ in enumerate(entries)
-        ]
-        inputs = [(place, 0, 0) for place, _ in enumerate(entries)]
-        symbol = self.symbol([(len(entries), 0)], variables + [dict(node, inputs=inputs)])
-        random, count = np.random.RandomState(0), len(_rows.trial.WHOLE)
+        entries, random, count = self.inputs[number], np.random.RandomState(0), len(trial.WHOLE)
+        attributes = self.nodes[number]["attrs"].items()
+        options = {name: value for name, value in attributes if not name.startswith("__")}
+        axes = [getattr(self.placements[entry], "axis", None) for entry in entries]
+        shapes = [[size or count for size in self._sizes[entry] or ()] for entry in entries]
+        drawn = [mx.nd.array(random.uniform(0.5, 1.5, shape)) for shape in shapes]
 
-        def drawn(entry):
-            return random.uniform(0.5, 1.5, [size or count for size in self._sizes[entry] or ()])
+        def compute(args, rows):
+            rows = mx.nd.array(rows)
+            parts = [a if axis is None else a.take(rows, axis) for a, axis in zip(args, axes)]
+            return mx.nd.Custom(*parts, **options)
 
-        def rows_of(array, axis, rows):
-            return array if axis is None else np.take(array, rows, axis)
-
-        axes = [getattr(self.placements[entry], "axis", None) for entry in entries + [result]]
-        given = [drawn(entry) for entry in entries]
-        # What comes back to an output without rows is a sum over them.
-        upstream = drawn(result) if axes[-1] is not None else [drawn(result) for _ in range(count)]
-
-        def compute(rows):
-            values = [mx.nd.array(rows_of(*pair, rows=rows)) for pair in zip(given, axes)]
-            gradients = [mx.nd.zeros(value.shape) for value in values]
-            back = rows_of(upstream, axes[-1] or 0, rows)
-            executor = symbol.bind(mx.cpu(), values, gradients)
-            executor.forward(is_train=True)
-            executor.backward(mx.nd.array(back if axes[-1] is not None else sum(back)))
-            return [gradient.asnumpy() for gradient in gradients]
-
-        try:
-            found = _rows.trial.tried(compute)
-        except Exception:  # whatever an operation of the user's does
-            clear_errors()
-            return True
-        return any(
-            getattr(each, "axis", None) != axis or axis is None and each != Partial("sum")
-            for each, axis in zip(found, axes)
-        )
+        result = self.placements[number, 0]
+        return own_gradients.mix([], drawn, [result], mx.cpu(), compute)
 
     def across(self, outputs, with_rows=True):
         """The first operation that mixes rows, if outputs follow from one (with rows), or None.
@@ -238,9 +208,16 @@ class Graph:
                 return _rows.Across(self.nodes[entry[0]]["name"])
             if isinstance(self.placements[entry], Mixed) and (has_rows or not with_rows):
                 first = min(self._causes)
-                node = self.nodes[self._origins.get(first, first)]
-                return _rows.Across(node["name"], why=self._causes[first])
+                name = self.nodes[self._origin(first)]["name"]
+                return _rows.Across(name, why=self._causes[first])
         return None
+
+    def _origin(self, number):
+        """A node, or the reduction that it goes on from."""
+        for entry in self.inputs[number]:
+            if isinstance(self.placements[entry], (Count, Partial)):
+                return self._origin(entry[0])
+        return number
 
     def has_rows(self, entry):
         """Whether an entry has a row for each of the batch, each computed by itself."""
@@ -261,7 +238,7 @@ class Graph:
         """
         body = self.ancestors(self.frontier(self.outputs))
         cut = self.frontier(self.heads, body)
-        names = ["compat_cut{}".format(number) for number in range(len(cut))]
+        names = [f"compat_cut{number}" for number in range(len(cut))]
         at_cut = {entry: number for number, entry in enumerate(cut)}
         rest = [entry for entry in self.heads if entry not in at_cut]
         places = [(cut + rest).index(entry) for entry in self.heads]
@@ -317,15 +294,6 @@ class Graph:
         }
 
 
-def clear_errors():
-    """Have MXNet's engine raise what is left of an error here, and not when others are waited for.
-
-    What it computes in the background fails there, and some later read raises it once more.
-    """
-    with contextlib.suppress(mx.base.MXNetError):
-        mx.nd.waitall()
-
-
 def inferred(infer, symbol, known):
     """What a method of a symbol infers from what is known of its arguments, by name.
 
@@ -343,47 +311,88 @@ def _is_ranked(shape):
     return shape is not None and (shape != () or mx.util.is_np_shape())
 
 
-def copied_between_groups(symbol):
-    """The same graph, with a group for each node, and a copy for each group that uses a value.
+# Computing ----------------------------------------------------------------------------------------
 
-    So the gradients of one value are summed on each device first. MXNet's own way, adding each
-    to the sum in its place, silently leaves some out where they lie on several devices; and the
-    sum for a weight is refused unless it is computed where the weight lies.
+
+def bound(symbol, context, shapes, types, held, differentiated=(), sparse=()):
+    """An executor of a symbol, with new arrays for what is not held.
+
+    Arguments:
+        shapes: of what will be fed, by name.
+        types: of what is not held, by name.
+        held: arrays of weights and states by name; new states are kept there, too.
+        differentiated: the names of what gets a gradient, and is in the symbol.
+        sparse: of those whose gradient has some rows only.
     """
-    graph = Graph([], symbol)
-    groups = [node["attrs"].get("__ctx_group__", OTHERS) for node in graph.nodes]
-    users = {}
-    for group, entries in zip(groups, graph.inputs):
-        for entry in entries:
-            users.setdefault(entry, {groups[entry[0]]}).add(group)
-    nodes, numbers, copies = [], [], {}
+    if not differentiated:
+        # Bound without any gradient, MXNet 1.9 runs oneDNN's fused convolutions on cpu(0),
+        # which go on with the weights of their first batch (SgMKLDNNConvOperator).
+        unused = mx.sym.make_loss(mx.sym.var(_UNUSED, shape=(1,), dtype="float32"))
+        symbol, differentiated = mx.sym.Group([symbol, unused]), [_UNUSED]
+    names, states = symbol.list_arguments(), symbol.list_auxiliary_states()
+    types = dict({name: held[name].dtype for name in names if name in held}, **types)
+    shapes, _, state_shapes = inferred(symbol.infer_shape, symbol, shapes)
+    types, _, _ = inferred(symbol.infer_type, symbol, types)
+    args = {
+        name: held[name] if name in held else mx.nd.zeros(shape, context, dtype)
+        for name, shape, dtype in zip(names, shapes, types)
+    }
+    for name, shape in zip(states, state_shapes):
+        held.setdefault(name, mx.nd.zeros(shape, context))
+    gradients = {
+        name: mx.nd.zeros(
+            args[name].shape, context, args[name].dtype, "row_sparse" if name in sparse else None
+        )
+        for name in differentiated
+        if name in args
+    }
+    return symbol.bind(
+        context,
+        args,
+        args_grad=gradients,
+        grad_req={name: "write" if name in gradients else "null" for name in names},
+        aux_states={name: held[name] for name in states},
+    )
 
-    def add(node, group, inputs):
-        attributes = dict(node.get("attrs", {}), __ctx_group__=group)
-        nodes.append(dict(node, attrs=attributes, inputs=[entry + (0,) for entry in inputs]))
-        return len(nodes) - 1
 
-    def copied(entry, group):
-        source, output = entry
-        if len(users[entry]) == 1:
-            return numbers[source], output
-        if (entry, group) not in copies:
-            name = "{}_{}_on_{}".format(graph.nodes[source]["name"], output, group)
-            copy = {"op": "_copy", "name": name}
-            copies[entry, group] = add(copy, group, [(numbers[source], output)])
-        return copies[entry, group], 0
+def tried(symbol, context, fed, given, types, held):
+    """The placements of a symbol's outputs, by a trial in inference.
 
-    for node, group, entries in zip(graph.nodes, groups, graph.inputs):
-        is_shared = node["op"] == "null" and len(users.get((len(numbers), 0), ())) > 1
-        if is_shared and node["name"] in graph.auxiliary:
-            raise errors.UnsupportedError(
-                "{} is used on several devices, and MXNet would keep only what one of them "
-                "computes of it. Call the layer inside one compat.device() only.".format(
-                    node["name"]
-                )
-            )
-        number = add(node, group, [copied(entry, group) for entry in entries])
-        if is_shared:
-            number = add({"op": "_copy", "name": node["name"] + "_shared"}, group, [(number, 0)])
-        numbers.append(number)
-    return graph.symbol([(numbers[source], output) for source, output in graph.heads], nodes)
+    Arguments:
+        fed: arrays of some rows, by name.
+        given: the placements of those that have rows, by name.
+        types: as for ``bound``.
+        held: as for ``bound``; what it lacks is drawn at random.
+    """
+    count, states = len(symbol.list_outputs()), symbol.list_auxiliary_states()
+
+    def compute(rows):
+        part = {
+            name: rows_of(array, getattr(given.get(name), "axis", None), rows)
+            for name, array in fed.items()
+        }
+        known = {name: a.copy() if name in states else a for name, a in held.items()}
+        shapes = {name: array.shape for name, array in part.items()}
+        executor, random = bound(symbol, context, shapes, types, known), np.random.RandomState(0)
+        for low, arrays in ((-0.5, executor.arg_dict), (0.5, executor.aux_dict)):
+            for name, array in arrays.items():
+                if name in part:
+                    array[:] = part[name]
+                elif name not in held:
+                    array[:] = random.uniform(low, low + 1, array.shape)
+        return [array.asnumpy() for array in executor.forward(is_train=False)[:count]]
+
+    return trial.tried(compute)
+
+
+def grown(shape, placement, rows):
+    """The shape that a value with a placement has where the batch has so many rows."""
+    if not isinstance(placement, Sharded):
+        return tuple(shape)
+    length = rows * placement.inner * placement.copies
+    return tuple(shape[: placement.axis]) + (length,) + tuple(shape[placement.axis + 1 :])
+
+
+def rows_of(array, axis, rows):
+    """Some rows, from the first on again where there are fewer; or all of what has none."""
+    return array if axis is None else np.take(array, rows, axis, mode="wrap")

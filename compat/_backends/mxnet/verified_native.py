@@ -8,16 +8,14 @@ ways differ by design; and MXNet's random numbers, whose state nothing can read 
 from where the verified calls left them.
 """
 
-import contextlib
-
 import mxnet as mx
 import numpy as np
 
 from ... import _verification
 from ..._runtime import work
-from ..._verification import keras_steps, reachable
-from . import gluon_replicas, op_placement
-from .gluon_states import blocks, states_of
+from ..._verification import keras_steps
+from . import gluon_replicas, op_placement, own_gradients
+from .gluon_states import own_attributes, states_of
 from .running_statistics import wait_for_updates
 
 
@@ -81,9 +79,7 @@ class _BlockCall(_verification.Step):
         return _verification.NORMALISED.format("block", self.block.name) if means else None
 
     def attributes(self):
-        own = [p for p in blocks(self.block) if not type(p).__module__.startswith("mxnet.")]
-        # What Gluon has compiled stays.
-        return reachable.Attributes(own, lambda name, value: not name.startswith("_"))
+        return own_attributes(self.block)
 
     def _labelled(self):
         for parameter in self.parameters:
@@ -152,7 +148,7 @@ class _BlockCall(_verification.Step):
         random = np.random.RandomState(0)
         upstream = [_like(random.normal(size=array.shape), array) for array in heads]
         after = self._read_states()
-        with mx.autograd.pause(), _gradients_kept(trained):
+        with mx.autograd.pause(), own_gradients.gradients_kept(trained):
             # In a call under record(train_mode=False) the backward pass is one of inference.
             mx.autograd.backward(heads, upstream, train_mode=self.is_training)
             for parameter in trained:
@@ -184,24 +180,6 @@ class _BlockCall(_verification.Step):
         with mx.autograd.pause(train_mode=False):
             run = self.replicas.run_undivided if undivided else self.replicas.run
             return self._outputs(run(self.args))
-
-
-@contextlib.contextmanager
-def _gradients_kept(parameters):
-    """Within, the gradients begin with zeros; afterwards they are what they were."""
-    arrays = [array for parameter in parameters for array in parameter.list_data()]
-    gradients = [gradient for parameter in parameters for gradient in parameter.list_grad()]
-    before = [gradient.copy() for gradient in gradients]
-    fresh = [array._fresh_grad for array in arrays]  # what tells a trainer of stale ones
-    for gradient in gradients:
-        gradient[:] = 0
-    try:
-        yield
-    finally:
-        for gradient, value in zip(gradients, before):
-            value.copyto(gradient)
-        for array, value in zip(arrays, fresh):
-            array._fresh_grad = value
 
 
 def _like(values, array):
