@@ -55,16 +55,14 @@ class BlockReplicas:
 
     def __init__(self, block):
         self.block = block
-        self.contexts = None
         self._sizes = None  # of the shards of the last batch trained, while statistics may differ
         self._split = {}  # by the place of an array among the arguments: whether it was split
         self._operations = {}  # that write states, by name: of what was traced
         self._kinds = {}  # by kind of arguments: the results' placements (None: whole), if tried
         self._warned = False
         self.verified = None  # a VerifiedBlockForward, which runs the first calls
-        for name in self.METHODS:
-            object.__setattr__(block, name, getattr(self, name))
-        object.__setattr__(block, "_compat_replicas", self)
+        methods = {name: getattr(self, name) for name in self.METHODS}
+        vars(block).update(methods, _compat_replicas=self)
 
     def move(self, contexts):
         """Go on with other contexts."""
@@ -80,7 +78,7 @@ class BlockReplicas:
     def remove(self):
         self._unite_statistics()
         for name in self.METHODS + ("_compat_replicas",):
-            object.__delattr__(self.block, name)
+            del vars(self.block)[name]
 
     # Called by Gluon ----------------------------------------------------------------------------
 
@@ -178,8 +176,8 @@ class BlockReplicas:
 
     def _kind(self, args):
         """The kind of these arguments, of which it is decided whether they are divided."""
-        rows, places = next(_arrays(args)).shape[0], nested_arrays._arrays_in_places(args)
-        kept = True
+        rows, kept, places = next(_arrays(args)).shape[0], True, []
+        _mapped(lambda place, array: places.append((place, array)), args)
         for place, array in places:
             # Arrays with as many rows as the first; what was whole before stays whole.
             has_rows = bool(array.shape) and array.shape[0] == rows

@@ -25,12 +25,6 @@ def _mapped(function, value, place=()):
     return function(place, value) if isinstance(value, mx.nd.NDArray) else value
 
 
-def _arrays_in_places(value):
-    found = []
-    _mapped(lambda place, array: found.append((place, array)), value)
-    return found
-
-
 def _on(context, array):
     return getattr(array, "as_in_ctx", array.as_in_context)(context)  # mx.np has the short one
 

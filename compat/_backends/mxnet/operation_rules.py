@@ -1,6 +1,7 @@
 """Rules about the rows of a batch for those operations of MXNet that take more than a line."""
 
 import ast
+import collections
 import itertools
 import string
 
@@ -9,21 +10,15 @@ from ..._rows import Mixed, Partial, Replicated, Sharded, Unknown, Value
 from ..._rows.values import listed
 
 
-class SymbolNode:
+class SymbolNode(collections.namedtuple("SymbolNode", "attributes values result grows")):
     """A node of a graph.
 
-    Arguments:
+    Attributes:
         attributes: as they are in JSON.
         values: a ``Value`` for each input.
         result: the sizes of the first output, None for what grows with the batch or is not known.
         grows: the dimensions of it that grow with the batch, or None.
     """
-
-    def __init__(self, attributes, values, result, grows):
-        self.attributes = attributes
-        self.values = values
-        self.result = result
-        self.grows = grows
 
     def get(self, name, default=None):
         text = self.attributes.get(name)

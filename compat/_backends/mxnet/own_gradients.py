@@ -10,7 +10,7 @@ import mxnet as mx
 
 from ... import _rows
 from ..._runtime.patching import replaced
-from .nested_arrays import _arrays, _mapped, concatenated, merged
+from .nested_arrays import _arrays, _mapped, merged
 from .running_statistics import clear_errors
 
 
@@ -26,7 +26,6 @@ def mix(parameters, args, placements, context, compute):
     """
     trained = [p for p in parameters if p._data is not None and p.grad_req != "null"]
     found, upstream = [], None  # type: Any, Any
-    by_rows = [_rows.Sharded(0) if isinstance(p, _rows.Replicated) else p for p in placements]
     with mx.autograd.pause(), gradients_kept(trained):
         given = _mapped(lambda place, array: _marked(array), args)
         gradients = [gradient for parameter in trained for gradient in parameter.list_grad()]
@@ -36,10 +35,10 @@ def mix(parameters, args, placements, context, compute):
                 for gradient in gradients:
                     gradient[:] = 0
                 with mx.autograd.record(train_mode=False):
-                    results = [_by_rows(placements, compute(given, p), len(p)) for p in parts]
-                    whole = merged(by_rows, results, list(map(len, parts)), context)
+                    results = [compute(given, part) for part in parts]
+                    whole = merged(placements, results, list(map(len, parts)), context)
                     # What is detached would have no gradient; a marked 0 always has one.
-                    heads = [a + _marked(a.detach() * 0) for a in whole if _is_float(a)]
+                    heads = [a + _marked(a.detach() * 0) for a in _arrays(whole) if _is_float(a)]
                 upstream = upstream or [head.detach() + 0.5 for head in heads]
                 if heads:
                     mx.autograd.backward(heads, upstream, train_mode=False)
@@ -86,19 +85,9 @@ def symbols_refused():
         of_arrays(inputs)
         return call(self, *inputs)
 
-    with replaced(mx.autograd, c_handle_array=of_arrays):
-        with replaced(mx.autograd.Function, __call__=checked):
-            yield
-
-
-def _by_rows(placements, result, rows):
-    """Arrays, those without rows once for each: what comes back to them is a sum over the rows."""
-    return [
-        concatenated([array.expand_dims(axis=0)] * rows, 0)
-        if isinstance(placement, _rows.Replicated)
-        else array
-        for placement, array in zip(placements, _arrays(result))
-    ]
+    of_function = replaced(mx.autograd.Function, __call__=checked)
+    with replaced(mx.autograd, c_handle_array=of_arrays), of_function:
+        yield
 
 
 def _marked(array):
