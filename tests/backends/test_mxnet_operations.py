@@ -7,7 +7,7 @@ import missing_rules
 import numpy as np
 import pytest
 
-from compat._backends.mxnet import row_operations, symbol_graph
+from compat._backends.mxnet import row_operations, symbol_executors, symbol_graph
 from compat._rows import Partial
 from compat.testing import rows
 
@@ -307,7 +307,7 @@ class Node:
             mx.nd.waitall()  # an error of the background would be the next one's
             return results
         except mx.base.MXNetError:
-            symbol_graph.clear_errors()
+            symbol_executors.clear_errors()
             raise
 
     def claim(self, placements):

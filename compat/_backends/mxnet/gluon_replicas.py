@@ -13,6 +13,7 @@ from .gluon_states import OwnStates, blocks, check_equal, own_attributes, states
 from .gluon_trainers import _move, _parameters
 from .nested_arrays import _arrays, _leaves, _mapped, _on, can_be_merged
 from .running_statistics import unite
+from .symbol_executors import clear_errors
 
 
 def parallelize(block, contexts):
@@ -130,7 +131,7 @@ class BlockReplicas:
             across = found
         except Exception:
             # Of the user's own, which comes again; or of a shard, whose shape does not do.
-            symbol_graph.clear_errors()
+            clear_errors()
         finally:
             if across is not None:
                 states.reset()
@@ -212,7 +213,7 @@ class BlockReplicas:
         try:
             tried = self._tried(args)
         except Exception:
-            symbol_graph.clear_errors()
+            clear_errors()
             with self._leaving_no_trace():
                 self.run_undivided(args)  # raises what is the user's own
             return _rows.Across(untold, why="unknown")

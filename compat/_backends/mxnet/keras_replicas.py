@@ -8,7 +8,7 @@ from keras.backend import mxnet_backend as K
 
 from ... import _keras, _rows
 from ..._runtime.patching import replaced
-from . import running_statistics, symbol_graph
+from . import running_statistics, symbol_executors
 from .group_placement import device_with_replicas, groups_of, place_groups
 from .optimizer_state import take_to, updater_of
 from .phase_executors import Phase, state_names
@@ -322,7 +322,7 @@ def _has_size_of_batches(model):
     shapes = {held.name: (1,) + tuple(held.shape[1:]) for held in inputs + states}
     symbol = mx.sym.Group([value.symbol for value in values])
     try:
-        _, made, _ = symbol_graph.inferred(symbol.infer_shape, symbol, shapes)
+        _, made, _ = symbol_executors.inferred(symbol.infer_shape, symbol, shapes)
     except (mx.base.MXNetError, UserWarning):
         return True
     return any(shape[0] != 1 for shape in made)

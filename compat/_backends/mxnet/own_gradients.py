@@ -11,7 +11,7 @@ import mxnet as mx
 from ... import _rows
 from ..._runtime.patching import replaced
 from .nested_arrays import _arrays, _mapped, merged
-from .running_statistics import clear_errors
+from .symbol_executors import clear_errors
 
 
 def mix(parameters, args, placements, context, compute):

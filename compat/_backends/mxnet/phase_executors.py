@@ -7,7 +7,7 @@ from ... import _rows
 from ..._rows import split_rows
 from ..._runtime import work
 from ..._runtime.patching import replaced
-from . import symbol_graph
+from . import symbol_executors, symbol_graph
 
 
 def state_names(model):
@@ -121,7 +121,9 @@ class Phase:
 
     def _executor(self, symbol, replica, shapes, types, differentiated):
         context, held = self.replicas.contexts[replica], self.replicas.arrays[replica]
-        return symbol_graph.bound(symbol, context, shapes, types, held, differentiated, self.sparse)
+        return symbol_executors.bound(
+            symbol, context, shapes, types, held, differentiated, self.sparse
+        )
 
     # One batch ----------------------------------------------------------------------------------
 

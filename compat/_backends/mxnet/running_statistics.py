@@ -1,7 +1,5 @@
 """Running statistics, as of BatchNorm, of several replicas, for the MXNet backend."""
 
-import contextlib
-
 import mxnet as mx
 
 # Operations whose states are moving averages of means over the rows of a batch.
@@ -15,15 +13,6 @@ def wait_for_updates():
     that a read may come before it: in 5 of 60 steps of a small model it did.
     """
     mx.nd.waitall()
-
-
-def clear_errors():
-    """Have MXNet's engine raise what is left of an error here, and not when others are waited for.
-
-    What it computes in the background fails there, and some later read raises it once more.
-    """
-    with contextlib.suppress(mx.base.MXNetError):
-        mx.nd.waitall()
 
 
 def unite(statistics, sizes):
