@@ -112,7 +112,7 @@ def picture(title: str, lanes: "Sequence[Lane]", ends: "Sequence[str]" = ()) -> 
 
 def _part(height):
     """To a height and on; two pixels at least, where there is anything."""
-    return "V{:g}h1".format(round(1 - max(height, 0.1 * (height > 0)), 2))
+    return f"V{round(1 - max(height, 0.1 * (height > 0)), 2):g}h1"
 
 
 def _shortened(name):

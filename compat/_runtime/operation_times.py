@@ -98,7 +98,7 @@ def activities(
 
 
 def share(value: float) -> str:
-    return "<1%" if 0 < value < 0.005 else "{:.0%}".format(value)
+    return "<1%" if 0 < value < 0.005 else f"{value:.0%}"
 
 
 def picture(activities: "Iterable[Tuple[str, Any]]") -> str:
@@ -113,7 +113,7 @@ def picture(activities: "Iterable[Tuple[str, Any]]") -> str:
     for name, each in named:
         length = each.timeline_seconds / longest
         lanes.append(markup.Lane(name, "busy " + share(each.busy), length, each.busy_parts))
-    end = "{:,.1f} ms".format(longest * 1e3) if longest < 1 else "{:,.1f} s".format(longest)
+    end = f"{longest * 1e3:,.1f} ms" if longest < 1 else f"{longest:,.1f} s"
     return markup.picture("When each device was executing operations", lanes, ("0", end))
 
 

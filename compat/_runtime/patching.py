@@ -30,7 +30,7 @@ class Patch:
 
     def __init__(self, owner: "Any", name: "Any", value: "Any") -> None:
         if find(owner, name) is not None:
-            raise RuntimeError("compat has replaced {} of {!r} already".format(name, owner))
+            raise RuntimeError(f"compat has replaced {name} of {owner!r} already")
         self.owner = owner
         self.name = name
         self.was_own = name in _names(owner)  # else it is inherited, or was not there

@@ -127,7 +127,7 @@ class _Line:
         if not text or not self._is_in_foreground():
             return
         text = "compat: " + "".join(filter(str.isprintable, text))
-        seconds = " ... {:.0f} s".format(time.monotonic() - since)
+        seconds = f" ... {time.monotonic() - since:.0f} s"
         width = (os.get_terminal_size(self.descriptor).columns or 80) - 1
         self.is_drawn = True
         self._write(_BELOW.format(text[: width - len(seconds)] + seconds))

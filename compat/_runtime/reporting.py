@@ -41,12 +41,12 @@ class DeviceUse(NamedTuple):
     busy_parts: "Optional[Sequence[float]]" = None
 
     def __str__(self):
-        return self.device if self.rank is None else "rank {}".format(self.rank)
+        return self.device if self.rank is None else f"rank {self.rank}"
 
     @property
     def title(self) -> str:
         """The rank, too, where there are several."""
-        return self.device if self.rank is None else "{}: {}".format(self, self.device)
+        return self.device if self.rank is None else f"{self}: {self.device}"
 
 
 class Report(NamedTuple):
@@ -78,9 +78,8 @@ class Report(NamedTuple):
         """Whether every device was used, in a sentence or two; derived from what ran."""
         if not self.absent:
             return self._said()
-        absent = "No report came from {}: ended by a signal, or by its machine.".format(
-            errors.numbered_ranks(self.absent)
-        )
+        ranks = errors.numbered_ranks(self.absent)
+        absent = f"No report came from {ranks}: ended by a signal, or by its machine."
         return self._said() + " " + absent if self.devices else absent
 
     def _said(self):
@@ -90,25 +89,25 @@ class Report(NamedTuple):
         word = "devices" if uses[0].rank is None else "ranks"
         rows = sorted(each.rows for each in uses if each.rows)
         if all(each.rows for each in uses):
-            who = "All {} {}".format(len(uses), word) if several else str(uses[0])
+            who = f"All {len(uses)} {word}" if several else str(uses[0])
             if self.absent:
-                who = "{} of {} {}".format(len(uses), len(uses) + len(self.absent), word)
+                who = f"{len(uses)} of {len(uses) + len(self.absent)} {word}"
             many = _rows(rows[0])
             if rows[0] != rows[-1]:
-                many = "{:,} to {:,} rows".format(rows[0], rows[-1])
+                many = f"{rows[0]:,} to {rows[-1]:,} rows"
             said = "{} worked: {}{}.".format(who, many, " each" if several else "")
         else:
-            said = "Only {} of {} {} worked.".format(len(rows), len(uses) + len(self.absent), word)
+            said = f"Only {len(rows)} of {len(uses) + len(self.absent)} {word} worked."
             for reason in dict.fromkeys(each.idle for each in uses if each.idle):
                 names = [str(each) for each in uses if each.idle == reason]
                 named = settings.listed(names)
                 if len(names) <= settings.LISTED:
                     named = " and ".join(names)
-                said += " {} got no rows: {}.".format(named, reason)
+                said += f" {named} got no rows: {reason}."
         if not any(each.training_rows for each in uses):
             said += " None of it was training: no model was trained."
         if self.not_told:
-            said += " {}".format(_not_told(self.not_told))
+            said += f" {_not_told(self.not_told)}"
         return said
 
     def _nothing_counted(self):
@@ -146,7 +145,7 @@ class Report(NamedTuple):
         return json.dumps(self.as_dict(), indent=2)
 
     def __repr__(self):
-        return "<Report {}>".format(self.verdict)
+        return f"<Report {self.verdict}>"
 
     def __str__(self):
         said = [self.verdict] + self._undivided()
@@ -165,7 +164,7 @@ class Report(NamedTuple):
             for use in uses
         ]
         for rank in self.absent:
-            lanes.append(markup.Lane("rank {}".format(rank), "no report", 0, wrong=True))
+            lanes.append(markup.Lane(f"rank {rank}", "no report", 0, wrong=True))
         shown = [markup.sentence(self.verdict, not self.all_worked)]
         shown += map(markup.sentence, self._undivided())
         shown += [markup.picture("Rows that each device has computed", lanes)] if lanes else []
@@ -191,7 +190,7 @@ class Report(NamedTuple):
             return self.devices, []
         shown = [use for use in self.devices if use.rows or use in idle[:3]]
         left_out = len(self.devices) - len(shown)
-        return shown, ["... and {:,} more that got no rows".format(left_out)]
+        return shown, [f"... and {left_out:,} more that got no rows"]
 
     def _undivided(self):
         return ["Model {!r} was {}.".format(*pair) for pair in sorted(self.whole.items())]
@@ -216,7 +215,7 @@ def joined(reports: "Sequence[Mapping[str, Any]]", absent: "Sequence[int]" = ())
 
 
 def _rows(number):
-    return "1 row" if number == 1 else "{:,} rows".format(number)
+    return "1 row" if number == 1 else f"{number:,} rows"
 
 
 def _not_told(batches):
@@ -230,9 +229,9 @@ def _columns(uses):
     """The names of columns and their cells; what is not told of any device is left out."""
     columns = [
         ("device", [each.device for each in uses]),
-        ("rows", ["{:,}".format(each.rows) for each in uses]),
-        ("in training", ["{:,}".format(each.training_rows) for each in uses]),
-        ("steps", ["{:,}".format(each.steps) for each in uses]),
+        ("rows", [f"{each.rows:,}" for each in uses]),
+        ("in training", [f"{each.training_rows:,}" for each in uses]),
+        ("steps", [f"{each.steps:,}" for each in uses]),
         ("busy", [_share(each.busy) for each in uses]),
         ("memory peak", [_mebibytes(each.memory_peak) for each in uses]),
         ("load", [_share(each.load) for each in uses]),
@@ -257,7 +256,7 @@ def _share(value):
 
 
 def _mebibytes(value):
-    return "-" if value is None else "{:,.0f} MiB".format(value / 2.0**20)
+    return "-" if value is None else f"{value / 2.0**20:,.0f} MiB"
 
 
 # What was counted -----------------------------------------------------------------------------
@@ -315,7 +314,7 @@ def _why_idle(batches):
     largest = max(map(sum, batches))
     fewest = min(map(len, batches))
     if largest < fewest:
-        return "no batch had more than {}, too few for {} devices".format(_rows(largest), fewest)
+        return f"no batch had more than {_rows(largest)}, too few for {fewest} devices"
     if all(sum(map(bool, sizes)) == 1 for sizes in batches):
         return "one device computed whole batches, which could not be split"
-    return "batches of up to {:,} rows left none for it".format(largest)
+    return f"batches of up to {largest:,} rows left none for it"

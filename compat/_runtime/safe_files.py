@@ -161,7 +161,7 @@ def _beside(path, like):
     """A new file in the same folder, whose name nobody can foresee, and is never too long."""
     rights = 0o666 if like is None else 0o600  # less what the process withholds (umask)
     return open(
-        os.path.join(os.path.dirname(path), ".compat-{}.tmp".format(os.urandom(8).hex())),
+        os.path.join(os.path.dirname(path), f".compat-{os.urandom(8).hex()}.tmp"),
         "xb",
         opener=lambda path, flags: os.open(path, flags | NOFOLLOW, rights),
     )

@@ -29,7 +29,7 @@ class Timeline:
         self.activities: "Dict[str, operation_times.Activity]" = {}
 
     def __repr__(self):
-        return "<Timeline {}>".format(self.path)
+        return f"<Timeline {self.path}>"
 
     def _repr_html_(self):
         return operation_times.picture(self.activities.items()) if self.activities else None
@@ -41,13 +41,13 @@ def recorded(path: str, backend: "Backend", place: "Optional[Place]") -> "Iterat
     path = os.path.abspath(of_rank(path, place))
     if process.recording_timeline is not None:
         raise errors.InvalidArgumentError(
-            "timeline({!r}): {} is being recorded, and a framework records one timeline at a "
-            "time. End that block first.".format(path, process.recording_timeline)
+            f"timeline({path!r}): {process.recording_timeline} is being recorded, and a framework "
+            "records one timeline at a time. End that block first."
         )
     try:
         safe_files.check_writable(path)
     except OSError as error:
-        raise errors.not_writable("timeline({!r})".format(path), error) from error
+        raise errors.not_writable(f"timeline({path!r})", error) from error
     timeline = Timeline(path)
     with contextlib.ExitStack() as when_recorded:
         with backend.profiled() as operations:
@@ -64,7 +64,7 @@ def of_rank(path, place):
     if place is None:
         return path
     stem, ending = os.path.splitext(path)
-    return "{}.rank{}{}".format(stem, place.rank, ending)
+    return f"{stem}.rank{place.rank}{ending}"
 
 
 def _write(timeline, devices, operations, place):
@@ -73,10 +73,10 @@ def _write(timeline, devices, operations, place):
     operations = [each for each in operations if each.device in devices]
     if not operations:
         errors.warn(
-            "timeline({!r}): no configured device executed anything while it was recorded, so "
-            "the timeline is empty. Train or call the model within the block.".format(timeline.path)
+            f"timeline({timeline.path!r}): no configured device executed anything while it was "
+            "recorded, so the timeline is empty. Train or call the model within the block."
         )
     timeline.activities = process.activities = operation_times.activities(operations, devices)
-    title = "{}" if place is None else "rank {}: {{}}".format(place.rank)
+    title = "{}" if place is None else f"rank {place.rank}: {{}}"
     names = [(device, title.format(device)) for device in devices]
     safe_files.write(timeline.path, json.dumps(operation_times.trace(operations, names)) + "\n")

@@ -200,9 +200,9 @@ def cause_of(label, ratio, devices):
     if ratio is not None and abs(ratio * devices - 1) < 0.1:
         if label.startswith("state"):
             return "It adds up over the batch, and was averaged over the replicas."
-        return "It is 1/{} of it: a loss that is a sum over the rows was averaged.".format(devices)
+        return f"It is 1/{devices} of it: a loss that is a sum over the rows was averaged."
     if ratio is not None and abs(ratio / devices - 1) < 0.1:
-        return "It is {} times as much: each replica counted all of it.".format(devices)
+        return f"It is {devices} times as much: each replica counted all of it."
     if label.startswith("output"):
         return (
             "An operation that reads several rows of the batch at once (a mean or softmax over "

@@ -115,7 +115,7 @@ class FunctionStep(steps.Step):
         if self.kind != "predict":
             results = keras_steps.named_results(self.model, "evaluate", run("evaluate", inputs))
             for label, value in results.items():
-                named["output: {} in inference".format(label)] = value
+                named[f"output: {label} in inference"] = value
         return named
 
 
@@ -158,8 +158,8 @@ class Keras2Step(FunctionStep):
         for place, variable in enumerate(sorted(every.values(), key=lambda v: str(v.name))):
             word = "weight" if id(variable) in weights else "state"
             word = "slot" if id(variable) in slots else word
-            label = "{} {}".format(word, variable.name)
-            found["{} [{}]".format(label, place) if label in found else label] = variable
+            label = f"{word} {variable.name}"
+            found[f"{label} [{place}]" if label in found else label] = variable
         return found
 
     def by_design(self, inference, changed):

@@ -14,11 +14,7 @@ from . import reachable, steps
 from .verification import random_numbers_kept, suspended
 
 # Kind of step -> the attribute that keeps its function.
-FUNCTIONS = {
-    "train": "train_function",
-    "evaluate": "test_function",
-    "predict": "predict_function",
-}
+FUNCTIONS = {"train": "train_function", "evaluate": "test_function", "predict": "predict_function"}
 
 # Kind of step -> the model's method that does it.
 STEPS = {"train": "train_step", "evaluate": "test_step", "predict": "predict_step"}
@@ -116,10 +112,9 @@ class Verified(patching.InstanceMethod):
 def _warn_of_keras(model, verification):
     keras = _keras.keras_of(model)
     errors.warn(
-        "verify={}: {} {} makes no functions of a model's steps that could be verified, so nothing "
-        "is verified of model {!r}. Verify it with TensorFlow 2.3 or later.".format(
-            verification.asked, keras.__name__, keras.__version__, model.name
-        )
+        f"verify={verification.asked}: {keras.__name__} {keras.__version__} makes no functions of "
+        "a model's steps that could be verified, so nothing is verified of model "
+        f"{model.name!r}. Verify it with TensorFlow 2.3 or later."
     )
 
 
@@ -180,7 +175,7 @@ def outputs(model, results):
     names = list(getattr(model, "output_names", None) or ())
     return {
         "output {}{}".format(
-            place + 1, " ({})".format(names[place]) if len(names) == len(flat) else ""
+            place + 1, f" ({names[place]})" if len(names) == len(flat) else ""
         ): value
         for place, value in enumerate(flat)
     }
@@ -254,7 +249,7 @@ class KerasStep(steps.Step):
                 if id(variable) not in self._labels:
                     kind = "weight" if id(variable) in trainable else word
                     name = getattr(variable, "path", None) or variable.name
-                    label = unlike("{} {}".format(kind, name), self._labelled)
+                    label = unlike(f"{kind} {name}", self._labelled)
                     self._labels[id(variable)] = label
                     self._labelled[label] = variable
         return self._labelled
@@ -299,7 +294,7 @@ class KerasStep(steps.Step):
                 return None
         named = outputs(self.model, results)
         for place, loss in enumerate(losses):
-            named["output: loss {} of add_loss()".format(place + 1)] = loss
+            named[f"output: loss {place + 1} of add_loss()"] = loss
         return {label: self.as_array(value) for label, value in named.items()}
 
 

@@ -74,7 +74,7 @@ def report_at_exit(environ: "Mapping[str, str]") -> None:
         import atexit
 
         record_operations()
-        atexit.register(_write, os.path.join(folder, "{}.json".format(os.getpid())))
+        atexit.register(_write, os.path.join(folder, f"{os.getpid()}.json"))
 
 
 def _write(path):
@@ -97,7 +97,7 @@ def shown(record: "Mapping[str, Any]") -> "List[str]":
         lines[-1] += "; {} values".format(record["compared"])
         lines.append(
             "  largest difference: {:.1e} of its size{}".format(
-                difference, " ({})".format(label) if label else ""
+                difference, f" ({label})" if label else ""
             )
         )
     if record["operations"] and not _has_products(record):
@@ -107,13 +107,13 @@ def shown(record: "Mapping[str, Any]") -> "List[str]":
             "{} {} + {}".format(device, *counts)
             for device, counts in sorted(record["operations"].items())
         ]
-        lines.append("  products ran, forward + backward: {}".format(settings.listed(places)))
+        lines.append(f"  products ran, forward + backward: {settings.listed(places)}")
         if not _on_several(record):
-            lines.append("  only {} of its devices worked".format(len(_working(record))))
+            lines.append(f"  only {len(_working(record))} of its devices worked")
     incomparable = record["incomparable"]
     for reason in sorted(set(incomparable.values())):
         labels = sorted(label for label in incomparable if incomparable[label] == reason)
-        more = " and {} more".format(len(labels) - 3) if len(labels) > 3 else ""
+        more = f" and {len(labels) - 3} more" if len(labels) > 3 else ""
         lines.append("  not compared: {}{} ({})".format(", ".join(labels[:3]), more, reason))
     if record["failure"]:
         lines.append("  " + record["failure"])

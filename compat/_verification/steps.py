@@ -15,7 +15,7 @@ NORMALISED = "{} {!r} normalises each replica's rows by their own statistics"
 
 def numbered(outputs):
     """Outputs that have no names, by label."""
-    return {"output {}".format(number): output for number, output in enumerate(outputs, 1)}
+    return {f"output {number}": output for number, output in enumerate(outputs, 1)}
 
 
 class Step:

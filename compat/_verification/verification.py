@@ -59,11 +59,7 @@ class Verification:
     """
 
     def __init__(
-        self,
-        model: str,
-        devices: "Sequence[str]",
-        steps: "Union[int, Every]",
-        ranks: bool = False,
+        self, model: str, devices: "Sequence[str]", steps: "Union[int, Every]", ranks: bool = False
     ) -> None:
         self.asked = steps
         self.ranks = ranks
@@ -184,13 +180,11 @@ class Verification:
             if outputs.differing:
                 raise self._difference(kind, step, start, outputs)
             self._note(outputs)
-        self.record.incomparable["the {} step".format(kind)] = why
+        self.record.incomparable[f"the {kind} step"] = why
         if outputs is None or outputs.compared_nothing():
             errors.warn(
-                "compat could not verify the {} step of model {!r}: {}, and its outputs in "
-                "inference cannot be compared either. Nothing was compared.".format(
-                    kind, self.record.model, why
-                )
+                f"compat could not verify the {kind} step of model {self.record.model!r}: {why}, "
+                "and its outputs in inference cannot be compared either. Nothing was compared."
             )
 
     def _inferred(self, step, start):
@@ -223,17 +217,18 @@ class Verification:
                 if outputs is not None and outputs.differing:
                     label, difference, limit, ratio = outputs.differing[0]
         devices = len(self.record.devices)
-        how = "on {} devices and on one", "on one device: parallelize(model, gpus=1)"
+        several = f"on {devices} devices and on one"
+        alone = "on one device: parallelize(model, gpus=1)"
         if self.ranks:
-            how = "as {} ranks and as one process", "by one process: COMPAT_ALONE=1"
+            several = f"as {devices} ranks and as one process"
+            alone = "by one process: COMPAT_ALONE=1"
         error = errors.ResultsDifferError(
-            "The first thing that differs when model {!r} does a {} step {} is {}: by {:.3g}, "
-            "where rounding explains at most {:.1g}. {} The model is as it was before the step. "
-            "Change the model, or run it {}; verify=0 goes on without looking.".format(
-                self.record.model, report.STEPS[kind], how[0].format(devices), label, difference,
-                limit, cause_of(label, ratio, devices), how[1],
-            )
-        )  # fmt: skip
+            f"The first thing that differs when model {self.record.model!r} does a "
+            f"{report.STEPS[kind]} step {several} is {label}: by {difference:.3g}, where rounding "
+            f"explains at most {limit:.1g}. {cause_of(label, ratio, devices)} The model is as it "
+            f"was before the step. Change the model, or run it {alone}; verify=0 goes on without "
+            "looking."
+        )
         self.record.failure = str(error)
         return error
 

@@ -262,7 +262,7 @@ class AutomaticContract(BackendContract):
             self.compiled(keras, "dense")
         text = (
             "CUDA_VISIBLE_DEVICES=7 was set after configure_gpu() had chosen the devices (then it "
-            "was {}), which stay as they are. Set it before, or leave it out.".format(before)
+            f"was {before}), which stay as they are. Set it before, or leave it out."
         )
         assert text in [str(warning.message) for warning in warned]
 

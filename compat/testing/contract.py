@@ -34,7 +34,7 @@ class OfBackend:
             return self.backend
         found = registry.find(self.backend)
         if found is None:
-            raise LookupError("no backend {!r} is installed or registered".format(self.backend))
+            raise LookupError(f"no backend {self.backend!r} is installed or registered")
         return found
 
     def python(self, *arguments, **options):
@@ -125,7 +125,7 @@ class Contract(OfBackend):
         assert len(set(configuration.devices)) == DEVICES
         report = str(configuration)
         assert self.instance().name in report
-        assert "{} simulated".format(DEVICES) in report
+        assert f"{DEVICES} simulated" in report
 
     @span
     def test_same_configuration_again_is_the_same_object(self, configuration):
@@ -154,7 +154,7 @@ class Contract(OfBackend):
             "sys.exit(status)\n"
         )
         assert status == 0, out
-        assert "backend     {} (".format(self.instance().name) in out
+        assert f"backend     {self.instance().name} (" in out
         assert out.endswith("problems    none\n")
 
     # Verification -----------------------------------------------------------------------------

@@ -117,4 +117,4 @@ class NativeContract(NativeModels, SeveralDevicesContract):
         record = self.verified(model)
         with terminal(monkeypatch) as printed:
             self.fit(model, 16, 16)
-        assert printed == ["verifying a training step of model {!r}".format(record.model), ""]
+        assert printed == [f"verifying a training step of model {record.model!r}", ""]

@@ -47,24 +47,23 @@ class ParallelContract(
     def test_test_command_compares_step_by_step(self):
         """And says where weights differ, or where one device did all the work."""
         status, out = self.command(
-            self.prelude
-            + "import sys\n"
+            self.prelude + "import sys\n"
             "from compat._configuration import registry; from compat import __main__\n"
             "from compat._commands import selftest\n"
-            "command = ['test', '--devices', '{}', '--simulate']\n"
-            "kind, batches = type(registry.find({!r})), selftest.BATCHES\n"
+            f"command = ['test', '--devices', '{DEVICES}', '--simulate']\n"
+            f"kind, batches = type(registry.find({self.instance().name!r})), selftest.BATCHES\n"
             "parallelize, selftest.BATCHES = kind.parallelize, (13,)\n"
             "kind.parallelize = lambda self, model, devices: model\n"
             "assert __main__.main(command) == 1\n"
             "kind.parallelize, selftest.BATCHES = parallelize, batches\n"
             "assert __main__.main(command) == 0\n"
             "selftest.BATCHES, selftest.TOLERANCE = (13,), -1.0\n"
-            "sys.exit(__main__.main(command))\n".format(DEVICES, self.instance().name)
+            "sys.exit(__main__.main(command))\n"
         )
         assert status == 1, out
         alone, same, differs = re.split("^backend ", out, flags=re.MULTILINE)[1:]
         for report, batches in ((alone, [13]), (same, selftest.BATCHES), (differs, [13])):
-            assert "{} simulated on the CPU".format(DEVICES) in report
+            assert f"{DEVICES} simulated on the CPU" in report
             steps = [line.split()[:2] for line in report.splitlines() if line.startswith("   ")]
             rows = [[str(step), str(rows)] for step, rows in enumerate(batches, 1)]
             assert [step for step in steps if step in rows] == rows
@@ -76,7 +75,7 @@ class ParallelContract(
             assert len(ran) == DEVICES and len(set(ran)) == 1 and "0" not in ran[0], ran
         assert "\nThe same: no weight ever differs" in alone
         assert "\nNOT on all devices: " in alone
-        assert re.search(r": [01] of {} worked.\n$".format(DEVICES), alone), out
+        assert re.search(rf": [01] of {DEVICES} worked.\n$", alone), out
 
     def test_twins_of_the_pytest_plugin(self, keras, configuration):
         inputs, targets = CASES["dense"].data(61)

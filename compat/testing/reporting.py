@@ -58,8 +58,8 @@ class ReportContract(BackendContract):
         assert [each.rows for each in report.devices] == sizes
         assert [each.steps for each in report.devices] == sizes
         assert report.verdict == (
-            "Only 2 of 3 devices worked. {} got no rows: no batch had more than 2 rows, too few "
-            "for 3 devices.".format(configuration.devices[sizes.index(0)])
+            f"Only 2 of 3 devices worked. {configuration.devices[sizes.index(0)]} got no rows: no "
+            "batch had more than 2 rows, too few for 3 devices."
         )
 
     @span
@@ -73,8 +73,8 @@ class ReportContract(BackendContract):
                 with compat.timeline(path):
                     pass  # pragma: no cover
             assert str(caught.value) == (
-                "{} cannot record when each device executes what. compat.report() tells what each "
-                "device has computed.".format(self.instance().name)
+                f"{self.instance().name} cannot record when each device executes what. "
+                "compat.report() tells what each device has computed."
             )
             assert not os.listdir(str(tmp_path))
             return

@@ -45,7 +45,7 @@ def prove(name, inputs, compute, claim, placements=None, found=None):
     try:
         whole = compute(inputs)
     except Exception as error:
-        raise AssertionError("{} cannot be computed: {}".format(name, error)) from error
+        raise AssertionError(f"{name} cannot be computed: {error}") from error
     choices = placements or [placements_of(each) for each in inputs]
     for given in itertools.product(*choices):
         parts = list(zip(*[split(*pair) for pair in zip(inputs, given)]))
@@ -57,14 +57,14 @@ def prove(name, inputs, compute, claim, placements=None, found=None):
         for place, placement in enumerate(claimed):
             values = computed[place] if computed else None
             true = trial.placements(values, whole[place]) if values else []
-            text = "{}{}: result {}".format(name, list(given), place)
+            text = f"{name}{list(given)}: result {place}"
             if isinstance(placement, (Mixed, Unknown)):
                 if true:
-                    found.missing.append("{} is {}".format(text, true[0]))
+                    found.missing.append(f"{text} is {true[0]}")
             elif isinstance(placement, Count):
                 pass  # not a matter of values
             elif not any(agree(placement, each) for each in true):
-                found.wrong.append("{} was said to be {}, and is {}".format(text, placement, true))
+                found.wrong.append(f"{text} was said to be {placement}, and is {true}")
             else:
                 found.claimed += 1
     return found

@@ -122,7 +122,7 @@ class SeveralDevicesContract(TrainedModels, Contract):
         difference = self.disturb(monkeypatch)
         with pytest.raises(compat.ResultsDifferError) as caught:
             self.train(model, inputs, targets)
-        assert "model {!r} does a training step on 3 devices".format(name) in str(caught.value)
+        assert f"model {name!r} does a training step on 3 devices" in str(caught.value)
         assert difference and difference[0] in str(caught.value)
         self.close(start, self.weights(model), 1e-12)
         self.train(model, inputs, targets)  # it can be trained on

@@ -12,16 +12,7 @@ import compat
 
 from .._verification import largest_difference
 from .contract import BackendContract
-from .models import (
-    CASES,
-    DEVICES,
-    SPAN_TRIALS,
-    TRIALS,
-    UNEVEN,
-    batches_of,
-    fit_in_order,
-    optimizer,
-)
+from .models import CASES, DEVICES, SPAN_TRIALS, TRIALS, UNEVEN, batches_of, fit_in_order, optimizer
 from .spans import in_span, span
 
 # Three batches of 16 rows, which three devices do not share evenly. A partial one would be compiled

@@ -51,8 +51,7 @@ class VerificationContract(BackendContract):
         with terminal(monkeypatch) as printed:
             model.fit(inputs, targets, batch_size=16, epochs=1, validation_data=(inputs, targets))
         lines = [
-            "verifying a {} step of model {!r}".format(kind, model.name)
-            for kind in ("training", "test")
+            f"verifying a {kind} step of model {model.name!r}" for kind in ("training", "test")
         ]
         assert [line for line in printed[:-1] if line.startswith("verifying")] == lines
         bar = printed[-1]

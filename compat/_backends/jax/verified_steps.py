@@ -48,7 +48,7 @@ class _JAXStep(keras_steps.KerasStep):
         for word, variables in groups:
             self.labels.append([])
             for variable in variables:  # an optimizer may call two of them the same
-                label = keras_steps.unlike("{} {}".format(word, variable.path), self.variables)
+                label = keras_steps.unlike(f"{word} {variable.path}", self.variables)
                 self.variables[label] = variable
                 self.labels[-1].append(label)
         # Of values that lie elsewhere JAX would compile a program of their own.

@@ -84,7 +84,7 @@ class _BlockCall(_verification.Step):
     def _labelled(self):
         for parameter in self.parameters:
             word = "state" if parameter.grad_req == "null" else "weight"
-            yield "{} {}".format(word, parameter.name), parameter
+            yield f"{word} {parameter.name}", parameter
 
     def read(self):
         self.replicas._unite_statistics()  # then all contexts have the same

@@ -53,7 +53,7 @@ class _MXNetStep(keras2.FunctionStep):
         values = {label: array.asnumpy() for label, array in self._arrays().items()}
         optimizer = getattr(self.model, "optimizer", None)
         for place, array in enumerate(optimizer.weights if optimizer is not None else ()):
-            values["slot {}".format(place)] = array.asnumpy()
+            values[f"slot {place}"] = array.asnumpy()
         return values
 
     def write(self, values):
@@ -63,7 +63,7 @@ class _MXNetStep(keras2.FunctionStep):
                 array[:] = values[label]
         optimizer = getattr(self.model, "optimizer", None)
         if self.kind == "train" and optimizer is not None:
-            slots = ["slot {}".format(place) for place in range(len(values))]
+            slots = [f"slot {place}" for place in range(len(values))]
             # Without any, as before the first step, set_weights() makes them 0, as they begin.
             optimizer.set_weights([values[label] for label in slots if label in values])
 

@@ -123,7 +123,7 @@ def executed(statistics, devices):
 
 def titled(node, kind):
     """The name of an operation in a timeline."""
-    return "{}: {}".format(kind, node)
+    return f"{kind}: {node}"
 
 
 def _operations(device, records):

@@ -70,7 +70,7 @@ def _gpu_planes(tf):
     """The profiler counts all GPUs that CUDA shows, devices those that TensorFlow is to use."""
     gpus = config_function(tf, "get_visible_devices")("GPU")
     numbers = [gpu.name.split(":")[-1] for gpu in gpus]
-    return {"/device:GPU:" + n: "/gpu:{}".format(place) for place, n in enumerate(numbers)}
+    return {"/device:GPU:" + n: f"/gpu:{place}" for place, n in enumerate(numbers)}
 
 
 def executed(planes, devices, gpu_planes):

@@ -62,11 +62,10 @@ class VerifiedCall:
             elif not self._warned:
                 self._warned = True
                 errors.warn(
-                    "verify={}: model {!r} is called within a tf.function, where there are no "
-                    "numbers to compare yet, so those calls are not verified. Call it once "
-                    "outside, within a tf.GradientTape for its gradients: model(batch).".format(
-                        verification.asked, verification.record.model
-                    )
+                    f"verify={verification.asked}: model {verification.record.model!r} is called "
+                    "within a tf.function, where there are no numbers to compare yet, so those "
+                    "calls are not verified. Call it once outside, within a tf.GradientTape for "
+                    "its gradients: model(batch)."
                 )
         return self.call(model, *args, **kwargs)
 

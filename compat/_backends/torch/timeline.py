@@ -31,7 +31,7 @@ def profiled(devices):
         events = profile.events()
         if devices[0].startswith("cuda"):
             cuda = [e for e in events if e.device_type == torch.autograd.DeviceType.CUDA]
-            operations += [_operation("cuda:{}".format(e.device_index), e) for e in cuda]
+            operations += [_operation(f"cuda:{e.device_index}", e) for e in cuda]
         elif len(devices) == 1:
             operations += [_operation(devices[0], e) for e in events if e.cpu_parent is None]
         else:

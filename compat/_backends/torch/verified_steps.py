@@ -23,7 +23,7 @@ def _random_numbers():
     found = {_RANDOM + "cpu": torch.get_rng_state().numpy()}
     if torch.cuda.is_available():
         for place, state in enumerate(torch.cuda.get_rng_state_all()):
-            found[_RANDOM + "cuda:{}".format(place)] = state.numpy()
+            found[_RANDOM + f"cuda:{place}"] = state.numpy()
     return found
 
 
