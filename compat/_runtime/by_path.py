@@ -6,13 +6,10 @@ may have that name. What compat starts, here and on other machines, is started b
 
 import os
 import sys
+from typing import Any, List, Mapping, Optional
 
 #: The folder of this package.
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any, List, Mapping, Optional
 
 
 def command(module: str) -> "List[str]":

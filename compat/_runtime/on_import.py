@@ -2,10 +2,7 @@
 
 import importlib.util
 import sys
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any, Callable, Dict
+from typing import Any, Callable, Dict
 
 _waiting: "Dict[str, Callable[[Any], None]]" = {}
 

@@ -2,10 +2,7 @@
 
 import contextlib
 import types
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any, Iterator, List, Optional
+from typing import Any, Iterator, List, Optional
 
 _patches = []  # type: List[Patch]
 

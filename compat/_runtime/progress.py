@@ -7,12 +7,9 @@ import contextlib
 import os
 import sys
 import time
+from typing import Any, Callable, Iterator, Optional, Union
 
 from . import patching
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any, Callable, Iterator, Optional, Union
 
 #: How long nothing must have been printed before the line appears, in seconds.
 SILENCE = 2.0

@@ -6,10 +6,7 @@ import os
 import shutil
 import stat
 import tempfile
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import IO, Any, Iterator, Optional
+from typing import IO, Any, Iterator, Optional
 
 NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)  # Windows has none
 

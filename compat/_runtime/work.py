@@ -5,14 +5,12 @@ what is counted is what was computed, not what was configured. It costs an addit
 """
 
 import contextlib
+from typing import Dict, Iterator, Optional, Sequence, Tuple
 
 from .process import process
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Dict, Iterator, Optional, Sequence, Tuple
+Batches = Dict[Tuple[Tuple[str, ...], Optional[Tuple[int, ...]], bool], int]
 
-    Batches = Dict[Tuple[Tuple[str, ...], Optional[Tuple[int, ...]], bool], int]
 
 _uncounted = []  # type: list
 

@@ -8,7 +8,7 @@ the one to the other.
 import contextlib
 
 from .. import _keras
-from . import keras_steps, steps
+from . import keras_steps
 from .verification import suspended
 
 
@@ -76,32 +76,19 @@ def _state_of(optimizer):
         yield from each.variables() if hasattr(each, "variables") else vars(each).get("weights", ())
 
 
-class FunctionStep(steps.Step):
-    """A call of a function of Keras 2, with a list of arrays.
-
-    Arguments:
-        method: the ``Verified``.
-        function: the ``VerifiedFunction`` that was called.
-    """
+class ArraysStep(keras_steps.FunctionStep):
+    """A call of a function of Keras 2, with a list of arrays."""
 
     given = ("inputs",)
 
     def __init__(self, method, function, inputs):
-        self.method = method
-        self.function = function
-        self.model = function.model
-        self.kind = method.kind
+        super().__init__(method, function)
         self.inputs = inputs
         self.keras = _keras.keras_of(self.model)
         self.dtype = self.keras.backend.floatx()
 
-    def on_one_device(self):
-        results = self.function.undivided(self.inputs)
-        return keras_steps.named_results(self.model, self.kind, results)
-
-    def on_all_devices(self):
-        results = self.function.made(self.inputs)
-        return results, keras_steps.named_results(self.model, self.kind, results)
+    def taken(self):
+        return self.inputs
 
     def in_inference(self, run, inputs):
         """The predictions, and the loss without what only training does.
@@ -119,7 +106,7 @@ class FunctionStep(steps.Step):
         return named
 
 
-class Keras2Step(FunctionStep):
+class Keras2Step(ArraysStep):
     """A call of one of the functions."""
 
     def __init__(self, method, function, inputs):
@@ -193,13 +180,9 @@ class Keras2Step(FunctionStep):
                     pairs.append((self.slots[variable], values[label]))
         self.keras.backend.batch_set_value(pairs)
 
-    def on_one_device(self):
-        self.undivided_last = True
-        return super().on_one_device()
-
-    def on_all_devices(self):
-        self.undivided_last = False
-        return super().on_all_devices()
+    def done(self, function):
+        self.undivided_last = function is self.function.undivided
+        return super().done(function)
 
     def operations(self):
         return self.method.operations(self)

@@ -86,15 +86,11 @@ class Verified(patching.InstanceMethod):
         """A function as Keras makes it, that does the step on one device."""
         return self.made_anew(model)
 
-    def made_anew(self, model, others=()):
-        """A function as Keras makes it, while the one that the model has stays.
-
-        Arguments:
-            others: further attributes that Keras sets.
-        """
+    def made_anew(self, model):
+        """A function as Keras makes it, while the one that the model has stays."""
         attribute = FUNCTIONS[self.kind]
-        names = [name for name in (attribute,) + others if hasattr(model, name)]
-        kept = {name: getattr(model, name) for name in names}
+        names = attribute, self.kind + "_tf_function"  # TensorFlow's Keras sets another one, too
+        kept = {name: getattr(model, name) for name in names if hasattr(model, name)}
         # By setattr, as Keras does: it tracks functions of tf.function() as parts of the model.
         setattr(model, attribute, None)
         try:
@@ -172,13 +168,10 @@ def named_results(model, kind, results):
 def outputs(model, results):
     """A model's outputs by label, with the name of the layer where that is known."""
     flat = list(_flat(results))
-    names = list(getattr(model, "output_names", None) or ())
-    return {
-        "output {}{}".format(
-            place + 1, f" ({names[place]})" if len(names) == len(flat) else ""
-        ): value
-        for place, value in enumerate(flat)
-    }
+    names = [f" ({name})" for name in getattr(model, "output_names", None) or ()]
+    if len(names) != len(flat):
+        names = [""] * len(flat)
+    return {f"output {n}{name}": v for n, (name, v) in enumerate(zip(names, flat), 1)}
 
 
 def _flat(value):
@@ -191,24 +184,54 @@ def _flat(value):
         yield value
 
 
-class KerasStep(steps.Step):
-    """A step of a model of tf.keras or Keras 3, whose variables are objects.
+class FunctionStep(steps.Step):
+    """A call of a function of a model's steps.
 
     Arguments:
         method: the ``Verified``.
         function: the ``VerifiedFunction`` that was called.
-
-    Subclasses set ``batches``, those that the step consumes.
     """
-
-    given = ("batches",)
-    batches = ()  # type: tuple
 
     def __init__(self, method, function):
         self.method = method
         self.function = function
         self.model = function.model
         self.kind = method.kind
+
+    def taken(self):
+        """What a function takes."""
+        raise NotImplementedError
+
+    def named(self, results):
+        """What a step returns, by label, as arrays."""
+        return named_results(self.model, self.kind, results)
+
+    def done(self, function):
+        """What a function returns, and that by label."""
+        results = function(self.taken())
+        return results, self.named(results)
+
+    def on_one_device(self):
+        with split_rows.undivided():
+            return self.done(self.function.undivided)[1]
+
+    def on_all_devices(self):
+        return self.done(self.function.made)
+
+
+class KerasStep(FunctionStep):
+    """A step of a model of tf.keras or Keras 3, whose variables are objects.
+
+    Subclasses set ``batches``, those that the step consumes.
+    """
+
+    given = ("batches",)
+    batches = ()  # type: tuple
+    #: The classes of variables, besides Keras' own.
+    variable_kinds = ()  # type: tuple
+
+    def __init__(self, method, function):
+        super().__init__(method, function)
         self._labels, self._labelled = {}, {}  # by id; and the variables by label
         layers = _keras.all_layers(self.model)
         dtypes = {str(getattr(layer, "compute_dtype", None) or layer.dtype) for layer in layers}
@@ -221,13 +244,11 @@ class KerasStep(steps.Step):
     def by_design(self, inference, changed):
         training = self.kind == "train" and not inference
         labelled = self.labelled()
-        moved = {id(labelled[label]) for label in changed if label in labelled}
-        return normalised([
-            layer for layer in _keras.all_layers(self.model)
-            if training and (layer.trainable or not getattr(layer, "_USE_V2_BEHAVIOR", True))
-            # By training=True, or a learning phase that is set: it moves its averages.
-            or not moved.isdisjoint(map(id, _variables_of(layer)))
-        ])  # fmt: skip
+        moved = [labelled[label] for label in changed if label in labelled]
+        return normalised(trained_layers(_keras.all_layers(self.model), training, moved))
+
+    def taken(self):
+        return self.batches
 
     def as_array(self, value):
         """A tensor, or the value of a variable, for numpy."""
@@ -235,7 +256,8 @@ class KerasStep(steps.Step):
 
     def labelled(self):
         """All variables that the step may change, by label: a variable keeps the one it got."""
-        model, kinds = self.model, self.kinds_of_variables()
+        model = self.model
+        kinds = self.variable_kinds + (getattr(_keras.keras_of(model), "Variable", None),)
         trainable = {id(v) for v in model.trainable_variables}
         groups = [("state", _variables_of(model))]
         # Not all of an optimizer's variables are among those that it lists: a product of its own
@@ -257,10 +279,6 @@ class KerasStep(steps.Step):
     def attributes(self):
         return reachable.numbers([self.model] + optimizers(self.model))
 
-    def kinds_of_variables(self):
-        """The classes of variables."""
-        return (getattr(_keras.keras_of(self.model), "Variable", None),)
-
     def read(self):
         return {label: self.as_array(variable) for label, variable in self.labelled().items()}
 
@@ -275,9 +293,7 @@ class KerasStep(steps.Step):
         return "seed_generator_state" in label or "StateVar" in label
 
     def named(self, results):
-        """What a step returns, by label, as arrays."""
-        named = named_results(self.model, self.kind, results)
-        return {label: self.as_array(value) for label, value in named.items()}
+        return {label: self.as_array(v) for label, v in super().named(results).items()}
 
     def infer(self, inputs):
         """The model's outputs in inference, and the losses that its layers add."""
@@ -307,19 +323,31 @@ def unlike(label, others):
 
 def optimizers(model):
     """The optimizer of a model, and those that it has as attributes besides."""
-    found = [
-        value
-        for value in vars(model).values()
-        if hasattr(value, "apply_gradients") and not isinstance(value, type)
-    ]
-    if getattr(model, "optimizer", None) is not None:
-        found.append(model.optimizer)
+    held = list(vars(model).values()) + [getattr(model, "optimizer", None)]
+    found = [v for v in held if hasattr(v, "apply_gradients") and not isinstance(v, type)]
     return list({id(optimizer): optimizer for optimizer in found}.values())
 
 
 def _variables_of(thing):
     variables = getattr(thing, "variables", ())
     return list(variables() if callable(variables) else variables)
+
+
+def trained_layers(layers, training, moved):
+    """The layers that train in a step.
+
+    Arguments:
+        training: whether it is one of training.
+        moved: the variables that it changes. By ``training=True``, or a learning phase that is set,
+            batch normalization moves its averages in any step.
+    """
+    moved = set(map(id, moved))
+    return [
+        layer
+        for layer in layers
+        if training and (layer.trainable or not getattr(layer, "_USE_V2_BEHAVIOR", True))
+        or not moved.isdisjoint(map(id, _variables_of(layer)))
+    ]  # fmt: skip
 
 
 _BY_REPLICA = ("BatchNormalization", "BatchNormalizationBase", "BatchNormalizationV1")

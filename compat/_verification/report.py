@@ -1,13 +1,10 @@
 """What was verified in this process: kept, shown, and left for another process to read."""
 
 import os
+from typing import Any, List, Mapping
 
 from .._configuration import settings
 from .._runtime import safe_files
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any, List, Mapping
 
 KINDS = ("train", "evaluate", "predict")
 

@@ -1,13 +1,9 @@
 """A step of a model, as a backend does it on one device and on all."""
 
 import contextlib
+from typing import Any, Collection, Dict, Iterator, Mapping, Optional, Tuple
 
 from .reachable import Attributes
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any, Collection, Dict, Iterator, Mapping, Optional, Tuple
-
 
 #: Why batch normalization differs by design; of a layer, say, and its name.
 NORMALISED = "{} {!r} normalises each replica's rows by their own statistics"

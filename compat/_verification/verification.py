@@ -3,18 +3,14 @@
 import collections
 import contextlib
 import random
+from typing import Any, ContextManager, Sequence, Union
 
 from .. import errors
+from .._configuration.settings import Every
 from .._runtime import patching, progress, work
 from . import report
 from .comparison import EPS, Comparison, are_near, cause_of, is_random
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any, ContextManager, Sequence, Union
-
-    from .._configuration.settings import Every
-    from .steps import Step
+from .steps import Step
 
 # How weights are off where it is looked again how far a step amplifies rounding.
 _SEEDS = (1, 2, 3)

@@ -18,7 +18,7 @@ from . import op_placement
 class VerifiedJAXStep(keras_steps.Verified):
     """The method by which Keras makes the function of a step."""
 
-    def made_anew(self, model, others=()):
+    def made_anew(self, model):
         name = keras_steps.STEPS[self.kind]
         method = getattr(model, name)
 
@@ -29,7 +29,7 @@ class VerifiedJAXStep(keras_steps.Verified):
         # another object, or what was traced undivided would run in the place of the other.
         step.__name__ = name
         with patching.replaced(model, **{name: step}):
-            return super().made_anew(model, others)
+            return super().made_anew(model)
 
     def step(self, function, args):
         return _JAXStep(self, function, *args)

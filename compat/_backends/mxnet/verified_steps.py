@@ -28,7 +28,7 @@ class VerifiedMXNetStep(keras_steps.Verified):
         return _MXNetStep(self, function, list(args[0]))
 
 
-class _MXNetStep(keras2.FunctionStep):
+class _MXNetStep(keras2.ArraysStep):
     def __init__(self, method, function, inputs):
         super().__init__(method, function, inputs)
         self.replicas = self.model._compat_replicas

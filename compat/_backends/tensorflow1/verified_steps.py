@@ -1,16 +1,13 @@
 """Verification of Keras 2 models in TensorFlow's graphs."""
 
+from typing import Any, Optional
+
 from ... import _keras
 from ..._verification import keras2
+from ...backend import Verification
 from . import op_placement
 from .graph import v1_names, variables_written
 from .step_counter import counting_in_order
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any, Optional
-
-    from ...backend import Verification
 
 
 class VerifiedTensorFlow1Step(keras2.VerifiedKeras2Step):

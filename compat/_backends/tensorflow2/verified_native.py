@@ -93,12 +93,9 @@ class _NativeCall(_verification.Step):
 
     def by_design(self, inference, changed):
         layers = [part for part in _parts(self.model) if hasattr(part, "moving_mean")]
+        moved = [self.variables[label] for label in changed if label in self.variables]
         training = self.is_recording and not inference
-        moved = {id(self.variables[label]) for label in changed if label in self.variables}
-        return keras_steps.normalised([
-            layer for layer in layers
-            if training and layer.trainable or not moved.isdisjoint(map(id, layer.variables))
-        ])  # fmt: skip
+        return keras_steps.normalised(keras_steps.trained_layers(layers, training, moved))
 
     def _found(self):
         """The model's variables, and all others that the call reads or sets, by label."""

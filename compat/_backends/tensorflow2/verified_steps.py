@@ -6,7 +6,6 @@ import itertools
 import tensorflow as tf
 
 from ... import _keras
-from ..._rows import split_rows
 from ..._runtime import patching
 from ..._verification import keras_steps
 from . import op_placement
@@ -28,9 +27,6 @@ class VerifiedTensorFlow2Step(keras_steps.Verified):
             self.has_built = _build(optimizer, model.trainable_variables) or self.has_built
             optimizers = [optimizer]
         return all(_is_built(optimizer) for optimizer in optimizers)
-
-    def made_anew(self, model, others=()):
-        return super().made_anew(model, (self.kind + "_tf_function",))
 
     def step(self, function, args):
         return _TensorFlow2Step(self, function, args[0])
@@ -69,6 +65,7 @@ def _is_built(optimizer):
 
 
 class _TensorFlow2Step(keras_steps.KerasStep):
+    variable_kinds = (tf.Variable,)
     _dataset = None, None  # batches, and what repeats them
 
     def __init__(self, method, function, iterator):
@@ -87,7 +84,7 @@ class _TensorFlow2Step(keras_steps.KerasStep):
             return self.iterator
         return [next(self.iterator)] + list(itertools.islice(self.iterator, count - 1))
 
-    def _again(self):
+    def taken(self):
         """An iterator over the same batches, in which sizes are known as far as they were."""
         spec = getattr(self.iterator, "element_spec", None)
         if spec is None:
@@ -116,18 +113,11 @@ class _TensorFlow2Step(keras_steps.KerasStep):
         tensors = tuple(filter(is_tensor, leaves(batch)))
         return tf.data.Dataset.from_tensors(tensors).map(packed)
 
-    def kinds_of_variables(self):
-        return super().kinds_of_variables() + (tf.Variable,)
-
     def as_array(self, value):
         value = value.to_tensor() if hasattr(value, "to_tensor") else value
         return value.numpy() if hasattr(value, "numpy") else value
 
     # Doing it -----------------------------------------------------------------------------------
-
-    def on_one_device(self):
-        with split_rows.undivided():
-            return self.named(self.function.undivided(self._again()))
 
     def on_all_devices(self):
         start, noted = self.read(), self.attributes()
@@ -158,9 +148,9 @@ class _TensorFlow2Step(keras_steps.KerasStep):
             return plain(*args)
 
         with patching.replaced(self.model, **{name: step}):
-            return self.function.made(self._again()), bool(traces)
+            return self.function.made(self.taken()), bool(traces)
 
     def operations(self):
         function = self.method.made_anew(self.model)
-        nodes = op_placement.executed(lambda: function(self._again()))
+        nodes = op_placement.executed(lambda: function(self.taken()))
         return op_placement.products(nodes)

@@ -48,10 +48,11 @@ class VerifiedTorchStep(keras_steps.Verified):
         return TorchStep(self, function, args[0])
 
 
-class TorchStep(keras_steps.KerasStep):
-    def __init__(self, method, function, batches):
-        super().__init__(method, function)
-        self.batches = batches
+class _RandomStep(_verification.Step):
+    """A step that changes torch's own random numbers as well as what its subclasses know."""
+
+    def __init__(self, *given):
+        super().__init__(*given)
         self.differentiated = torch.is_grad_enabled()
 
     def give_up(self, values):
@@ -60,9 +61,7 @@ class TorchStep(keras_steps.KerasStep):
         torch.set_grad_enabled(self.differentiated)
 
     def read(self):
-        values = super().read()
-        values.update(_random_numbers())
-        return values
+        return dict(super().read(), **_random_numbers())
 
     def write(self, values):
         super().write(values)
@@ -71,17 +70,15 @@ class TorchStep(keras_steps.KerasStep):
     def is_random(self, label):
         return label.startswith(_RANDOM) or super().is_random(label)
 
+
+class TorchStep(_RandomStep, keras_steps.KerasStep):
+    def __init__(self, method, function, batches):
+        super().__init__(method, function)
+        self.batches = batches
+
     def as_array(self, value):
         convert = _keras.keras_of(self.model).ops.convert_to_numpy
         return convert(value.detach() if hasattr(value, "detach") else value)
-
-    def on_one_device(self):
-        with split_rows.undivided():
-            return self.named(self.function.undivided(self.batches))
-
-    def on_all_devices(self):
-        results = self.function.made(self.batches)
-        return results, self.named(results)
 
     def operations(self):
         return op_placement.products(lambda: self.function.made(self.batches))
@@ -132,10 +129,30 @@ class VerifiedModuleForward(modules.ForwardMethod):
         return self.verification.verify(kind, _ModuleCall(module, forward, args, kwargs))
 
 
-class _ModuleCall(_verification.Step):
+class _StepOfModule(_verification.Step):
+    """What changes a module's parameters and buffers."""
+
+    def _labelled(self):
+        for name, parameter in self.module.named_parameters():
+            yield "weight " + name, parameter
+        for name, buffer in self.module.named_buffers():
+            yield "state " + name, buffer
+
+    def read(self):
+        return {label: _array(tensor) for label, tensor in self._labelled()}
+
+    def write(self, values):
+        for label, tensor in self._labelled():
+            if label in values and tensor.layout is torch.strided:  # nothing sets a sparse one
+                # Not an operation that autograd would count as a change: the values come back.
+                tensor.data.copy_(torch.as_tensor(values[label]))
+
+
+class _ModuleCall(_RandomStep, _StepOfModule):
     given = ("leaves",)
 
     def __init__(self, module, forward, args, kwargs):
+        super().__init__()
         self.module = module
         self.forward = forward
         self.args = args
@@ -143,7 +160,6 @@ class _ModuleCall(_verification.Step):
         self.arguments = was = batches.DividedArguments([], args, kwargs)
         self.leaves = [was.copied(leaf, leaf) for leaf in was.leaves]
         self.hooks = modules.Hooks(module)
-        self.differentiated = torch.is_grad_enabled()
         self.dtype = ""
         self.note_types(module.parameters())
 
@@ -165,34 +181,12 @@ class _ModuleCall(_verification.Step):
 
     def give_up(self, values):
         super().give_up(values)
-        torch.set_grad_enabled(self.differentiated)  # as of a Keras model
         self.arguments.restore()
         self.hooks.put_back()
 
     def attributes(self):
         own = filter(modules._is_own, self.module.modules())
         return reachable.Attributes(own, lambda name, value: True)
-
-    def _labelled(self):
-        for name, parameter in self.module.named_parameters():
-            yield "weight " + name, parameter
-        for name, buffer in self.module.named_buffers():
-            yield "state " + name, buffer
-
-    def read(self):
-        values = {label: _array(tensor) for label, tensor in self._labelled()}
-        values.update(_random_numbers())
-        return values
-
-    def write(self, values):
-        _set_random_numbers(values)
-        for label, tensor in self._labelled():
-            if label in values and tensor.layout is torch.strided:  # nothing sets a sparse one
-                # Not an operation that autograd would count as a change: the values come back.
-                tensor.data.copy_(torch.as_tensor(values[label]))
-
-    def is_random(self, label):
-        return label.startswith(_RANDOM)
 
     def on_one_device(self):
         # What the caller differentiates has kept the buffers, whose values come back.
