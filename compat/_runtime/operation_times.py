@@ -1,18 +1,7 @@
 """Which operations each device has executed, and when: shares of time, and Trace Event Format."""
 
 import contextlib
-from typing import (
-    Any,
-    Callable,
-    ContextManager,
-    Dict,
-    Iterable,
-    Iterator,
-    List,
-    NamedTuple,
-    Sequence,
-    Tuple,
-)
+from typing import Any, Callable, ContextManager, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
 from . import markup
 
@@ -71,9 +60,7 @@ def converted(
         operations.extend(convert(records))
 
 
-def activities(
-    operations: "Sequence[Operation]", devices: "Sequence[str]"
-) -> "Dict[str, Activity]":
+def activities(operations: "List[Operation]", devices: "List[str]") -> "Dict[str, Activity]":
     """When each device was executing something; nothing where none was."""
     if not operations:
         return {}
@@ -97,29 +84,28 @@ def activities(
     }
 
 
-def share(value: float) -> str:
+def share(value: "Optional[float]") -> str:
+    if value is None:
+        return "-"
     return "<1%" if 0 < value < 0.005 else f"{value:.0%}"
 
 
-def picture(activities: "Iterable[Tuple[str, Any]]") -> str:
+def picture(activities: "List[Tuple[str, Any]]") -> str:
     """An SVG image of when each device was executing something, all on one scale.
 
     Arguments:
         activities: names, and what has the attributes of an ``Activity``.
     """
-    named = list(activities)
-    longest = max(each.timeline_seconds for _, each in named) or 1.0
+    longest = max(each.timeline_seconds for _, each in activities) or 1.0
     lanes = []
-    for name, each in named:
+    for name, each in activities:
         length = each.timeline_seconds / longest
         lanes.append(markup.Lane(name, "busy " + share(each.busy), length, each.busy_parts))
     end = f"{longest * 1e3:,.1f} ms" if longest < 1 else f"{longest:,.1f} s"
     return markup.picture("When each device was executing operations", lanes, ("0", end))
 
 
-def trace(
-    operations: "Sequence[Operation]", names: "Sequence[Tuple[str, str]]"
-) -> "Dict[str, Any]":
+def trace(operations: "List[Operation]", names: "List[Tuple[str, str]]") -> "Dict[str, Any]":
     """The operations for a trace viewer: a "process" for each device.
 
     In the JSON object format of Chrome's Trace Event Format. Operations that overlap are shown in

@@ -102,7 +102,7 @@ class _Line:
                 if self.is_drawn:
                     self.is_drawn = False
                     with contextlib.suppress(OSError):
-                        self._write(_ERASE)
+                        os.write(self.descriptor, _ERASE.encode())
 
     def _announced(self, write):
         def announced_write(text):
@@ -127,14 +127,12 @@ class _Line:
         seconds = f" ... {time.monotonic() - since:.0f} s"
         width = (os.get_terminal_size(self.descriptor).columns or 80) - 1
         self.is_drawn = True
-        self._write(_BELOW.format(text[: width - len(seconds)] + seconds))
+        line = _BELOW.format(text[: width - len(seconds)] + seconds)
+        # Not by the stream, whose lock a fork would take along.
+        os.write(self.descriptor, line.encode(errors="replace"))
 
     def _is_in_foreground(self):
         try:
             return os.tcgetpgrp(self.descriptor) == os.getpgrp()
         except OSError:  # not the terminal that controls this process: one that a program reads
             return True
-
-    def _write(self, text):
-        # Not by the stream, whose lock a fork would take along.
-        os.write(self.descriptor, text.encode(errors="replace"))

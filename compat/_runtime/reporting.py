@@ -92,9 +92,7 @@ class Report(NamedTuple):
             who = f"All {len(uses)} {word}" if several else str(uses[0])
             if self.absent:
                 who = f"{len(uses)} of {len(uses) + len(self.absent)} {word}"
-            many = _rows(rows[0])
-            if rows[0] != rows[-1]:
-                many = f"{rows[0]:,} to {rows[-1]:,} rows"
+            many = _rows(rows[0]) if rows[0] == rows[-1] else f"{rows[0]:,} to {rows[-1]:,} rows"
             said = "{} worked: {}{}.".format(who, many, " each" if several else "")
         else:
             said = f"Only {len(rows)} of {len(uses) + len(self.absent)} {word} worked."
@@ -120,18 +118,16 @@ class Report(NamedTuple):
             )
         model, where = next(iter(self.models.items()))
         if any(each.rank is not None for each in self.devices):
-            text = "No batch was counted: model {!r} runs as {}, and was not trained."
-        elif "," not in where:
-            text = (
-                "No batch was counted: model {!r} runs on one device, {}, so none was split over "
-                "devices."
+            return f"No batch was counted: model {model!r} runs as {where}, and was not trained."
+        if "," in where:
+            return (
+                f"No batch was split: model {model!r} was given {where}, and was never trained or "
+                "called, or ran in one piece."
             )
-        else:
-            text = (
-                "No batch was split: model {!r} was given {}, and was never trained or called, or "
-                "ran in one piece."
-            )
-        return text.format(model, where)
+        return (
+            f"No batch was counted: model {model!r} runs on one device, {where}, so none was split "
+            "over devices."
+        )
 
     def as_dict(self) -> "Dict[str, Any]":
         """The same for JSON, with the keys of docs/report.md."""
@@ -203,11 +199,10 @@ def joined(reports: "Sequence[Mapping[str, Any]]", absent: "Sequence[int]" = ())
         absent: ranks that have left none.
     """
     uses = [DeviceUse(**each) for report in reports for each in report["devices"]]
-    models: "Dict[str, str]" = {}
-    whole: "Dict[str, str]" = {}
-    for report in reports:
-        models.update(report["models"])
-        whole.update(report["whole"])
+    models, whole = (
+        {name: where for report in reports for name, where in report[key].items()}
+        for key in ("models", "whole")
+    )
     not_told = sum(report["not_told"] for report in reports)
     comparisons = min([report["comparisons"] for report in reports] or [0])
     uses.sort(key=lambda each: each.rank or 0)
@@ -228,16 +223,15 @@ def _not_told(batches):
 def _columns(uses):
     """The names of columns and their cells; what is not told of any device is left out."""
     columns = [
+        ("rank", ["-" if each.rank is None else str(each.rank) for each in uses]),
         ("device", [each.device for each in uses]),
         ("rows", [f"{each.rows:,}" for each in uses]),
         ("in training", [f"{each.training_rows:,}" for each in uses]),
         ("steps", [f"{each.steps:,}" for each in uses]),
-        ("busy", [_share(each.busy) for each in uses]),
+        ("busy", [operation_times.share(each.busy) for each in uses]),
         ("memory peak", [_mebibytes(each.memory_peak) for each in uses]),
-        ("load", [_share(each.load) for each in uses]),
+        ("load", [operation_times.share(each.load) for each in uses]),
     ]
-    if any(each.rank is not None for each in uses):
-        columns.insert(0, ("rank", [str(each.rank) for each in uses]))
     return [column for column in columns if any(value != "-" for value in column[1])]
 
 
@@ -249,10 +243,6 @@ def _table(uses):
         justified = str.ljust if name == "device" else str.rjust
         cells.append([justified(value, width) for value in [name] + values])
     return ["  ".join(line).rstrip() for line in zip(*cells)]
-
-
-def _share(value):
-    return "-" if value is None else operation_times.share(value)
 
 
 def _mebibytes(value):

@@ -32,7 +32,8 @@ class Timeline:
         return f"<Timeline {self.path}>"
 
     def _repr_html_(self):
-        return operation_times.picture(self.activities.items()) if self.activities else None
+        named = list(self.activities.items())
+        return operation_times.picture(named) if named else None
 
 
 @contextlib.contextmanager

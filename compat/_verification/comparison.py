@@ -129,7 +129,7 @@ def are_near(expected, again, limit=_RANDOM):
     """Whether outputs and losses differ by no more than a limit, relative to their largest."""
     for label in expected:
         if label.startswith(("output", "the loss")):
-            first, second = _as_float(expected[label]), _as_float(again[label])
+            first, second = _change(expected[label]), _change(again[label])
             if first.shape != second.shape or _largest(second - first) > limit * _largest(first):
                 return False
     return True
@@ -140,21 +140,13 @@ def _order(label):
     return place, label
 
 
-def _as_float(value):
-    import numpy as np
-
-    value = np.asarray(value)
-    return value.astype("complex128" if value.dtype.kind == "c" else "float64")
-
-
-def _change(value, before):
+def _change(value, before=None):
     """By how much a value has changed, in 64 bits; the value, where there is none before it."""
     import numpy as np
 
-    if before is None:
-        return _as_float(value)
     dtype = "complex128" if np.asarray(value).dtype.kind == "c" else "float64"
     # Without copies of both in 64 bits, which take longer than the difference.
+    before = np.zeros((), dtype) if before is None else before
     return np.subtract(value, before, dtype=dtype, casting="unsafe")
 
 
@@ -164,7 +156,7 @@ def _largest(values):
 
     values = np.asarray(values)
     if values.dtype.kind not in "fc":
-        values = _as_float(values)
+        values = _change(values)
     if values.size and values.dtype.kind == "f":
         largest = float(max(values.max(), -values.min()))
         if np.isfinite(largest):

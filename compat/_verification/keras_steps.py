@@ -268,13 +268,16 @@ class KerasStep(FunctionStep):
         groups.append(("state", reachable.variables([model], kinds)))
         for word, variables in groups:
             for variable in variables:
-                if id(variable) not in self._labels:
-                    kind = "weight" if id(variable) in trainable else word
-                    name = getattr(variable, "path", None) or variable.name
-                    label = unlike(f"{kind} {name}", self._labelled)
-                    self._labels[id(variable)] = label
-                    self._labelled[label] = variable
+                self.label_of("weight" if id(variable) in trainable else word, variable)
         return self._labelled
+
+    def label_of(self, word, variable):
+        """The label of a variable; an optimizer may call two of them the same."""
+        if id(variable) not in self._labels:
+            name = getattr(variable, "path", None) or variable.name
+            label = self._labels[id(variable)] = unlike(f"{word} {name}", self._labelled)
+            self._labelled[label] = variable
+        return self._labels[id(variable)]
 
     def attributes(self):
         return reachable.numbers([self.model] + optimizers(self.model))

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import functools
 import random
 from typing import Any, ContextManager, Sequence, Union
 
@@ -111,20 +112,15 @@ class Verification:
                 with _aside(step):
                     expected = _after(step, step.on_one_device())
 
-                def again(seed=0, number=None):
-                    return self._again(step, start, seed, number)
-
-                def is_noise():
-                    return is_random(step.dtype, expected, again(None))
-
-                others = [again()]
+                again = functools.partial(self._again, step, start)
                 why = step.by_design(False, _changed(start, expected))
                 if why is None:
-                    comparison = _compared(step, start, expected, others, found, again, is_noise)
+                    comparison = _compared(step, start, expected, [again()], found, again)
                     if comparison.differing:
                         raise self._difference(kind, step, start, comparison)
                     if comparison.compared_nothing():
-                        why = "it is random" if is_noise() else "it amplifies rounding too far"
+                        is_noise = is_random(step.dtype, expected, again(None))
+                        why = "it is random" if is_noise else "it amplifies rounding too far"
                     else:
                         self._note(comparison)
                 if why is not None:
@@ -198,11 +194,7 @@ class Verification:
             with given_moved(step, seed, number):
                 return outputs(_moved(step, start, seed), True)
 
-        def is_noise():
-            return is_random(step.dtype, expected, again(None))
-
-        others, found = [again()], outputs(start, False)
-        return _compared(step, {}, expected, others, found, again, is_noise)
+        return _compared(step, {}, expected, [again()], outputs(start, False), again)
 
     def _difference(self, kind, step, start, comparison):
         """The error: what differs first, by how much, and why that may be."""
@@ -229,12 +221,11 @@ class Verification:
         return error
 
 
-def _compared(step, start, expected, others, found, again, is_noise):
+def _compared(step, start, expected, others, found, again):
     """The ``Comparison``; where something differs, that of a closer look.
 
     Arguments:
         again: gives the values on one device, once more, by a seed, and by a number that is moved.
-        is_noise: whether the step is random; asked only then.
     """
     comparison = Comparison(step, start, expected, others)
     comparison.compare(found)
@@ -243,7 +234,8 @@ def _compared(step, start, expected, others, found, again, is_noise):
         others += map(again, _SEEDS)
         moved = [again(1, number) for number in _frequent_numbers(step)]
         others += [each for each in moved if are_near(expected, each)]
-        comparison = Comparison(step, start, expected, others, is_noise())
+        is_noise = is_random(step.dtype, expected, again(None))
+        comparison = Comparison(step, start, expected, others, is_noise)
         comparison.compare(found)
     return comparison
 

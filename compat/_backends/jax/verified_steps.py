@@ -44,32 +44,20 @@ class _JAXStep(keras_steps.KerasStep):
             groups.append(("slot", getattr(model.optimizer, "variables", ())))
         if self.kind != "predict":
             groups.append(("metric state", model.metrics_variables))
-        self.labels, self.variables = [], {}  # as in Keras' state; and the variables by label
-        for word, variables in groups:
-            self.labels.append([])
-            for variable in variables:  # an optimizer may call two of them the same
-                label = keras_steps.unlike(f"{word} {variable.path}", self.variables)
-                self.variables[label] = variable
-                self.labels[-1].append(label)
+        # As in Keras' state.
+        self.labels = [[self.label_of(word, each) for each in group] for word, group in groups]
         # Of values that lie elsewhere JAX would compile a program of their own.
-        self.shardings = {
-            label: value.sharding
-            for labels, values in zip(self.labels, state)
-            for label, value in zip(labels, values)
-        }
-        self._keep(state)
+        self.shardings = self._by_label(state, lambda value: value.sharding)
+        self.values = self._by_label(state, np.asarray)
         first = next(iterator)
         self.batches = [first] + list(itertools.islice(iterator, model.steps_per_execution - 1))
 
     def as_array(self, value):
         return np.asarray(value)
 
-    def _keep(self, state):
-        self.values = {
-            label: self.as_array(value)
-            for labels, values in zip(self.labels, state)
-            for label, value in zip(labels, values)
-        }
+    def _by_label(self, state, function):
+        pairs = [pair for group in zip(self.labels, state) for pair in zip(*group)]
+        return {label: function(value) for label, value in pairs}
 
     def read(self):
         return dict(self.values)
@@ -80,7 +68,7 @@ class _JAXStep(keras_steps.KerasStep):
     def give_up(self, values):
         """Keras has taken the values out of the variables for as long as it loops."""
         self.write(values)
-        for label, variable in self.variables.items():
+        for label, variable in self._labelled.items():
             variable.assign(self.values[label])
 
     def is_random(self, label):
@@ -102,7 +90,7 @@ class _JAXStep(keras_steps.KerasStep):
 
     def _run(self, function, shardings):
         results, after = function(self._state(shardings), iter(self.batches))
-        self._keep(after)
+        self.values = self._by_label(after, np.asarray)
         return results, after
 
     def on_one_device(self):
