@@ -69,9 +69,8 @@ def table(
         cell = '<{0} style="{1}">{2}</{0}>'
         cells = [cell.format(kind, style, escape(text)) for kind, text in zip(kinds, row)]
         lines.append("<tr>{}</tr>".format("".join(cells)))
-    return '<div style="overflow-x:auto;margin:1em 0"><table>{}</table></div>'.format(
-        "\n".join(lines)
-    )
+    body = "\n".join(lines)
+    return f'<div style="overflow-x:auto;margin:1em 0"><table>{body}</table></div>'
 
 
 def sections(found: "Iterable[Tuple[str, Sequence[str]]]", wrong: "Container[str]") -> str:

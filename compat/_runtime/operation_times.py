@@ -74,14 +74,11 @@ def activities(operations: "List[Operation]", devices: "List[str]") -> "Dict[str
         until[each.device] = max(start, end)
         for part in range(int(start), min(int(end) + 1, PARTS)):
             worked[each.device][part] += max(0.0, min(end, part + 1) - max(start, part))
-    return {
-        device: Activity(
-            min(1.0, sum(parts) / PARTS) if whole else 1.0,
-            whole / 1e6,
-            [round(part, 3) for part in parts],
-        )
-        for device, parts in worked.items()
-    }
+    found = {}
+    for device, parts in worked.items():
+        busy = min(1.0, sum(parts) / PARTS) if whole else 1.0
+        found[device] = Activity(busy, whole / 1e6, [round(part, 3) for part in parts])
+    return found
 
 
 def share(value: "Optional[float]") -> str:

@@ -155,12 +155,9 @@ class Report(NamedTuple):
 
     def _repr_html_(self):
         (uses, more), most = self._shown(), max([each.rows for each in self.devices] + [1])
-        lanes = [
-            markup.Lane(use.title, _rows(use.rows), use.rows / most, wrong=not use.rows)
-            for use in uses
-        ]
-        for rank in self.absent:
-            lanes.append(markup.Lane(f"rank {rank}", "no report", 0, wrong=True))
+        shares = [(use, use.rows / most) for use in uses]
+        lanes = [markup.Lane(u.title, _rows(u.rows), share, wrong=not share) for u, share in shares]
+        lanes += [markup.Lane(f"rank {n}", "no report", 0, wrong=True) for n in self.absent]
         shown = [markup.sentence(self.verdict, not self.all_worked)]
         shown += map(markup.sentence, self._undivided())
         shown += [markup.picture("Rows that each device has computed", lanes)] if lanes else []

@@ -108,11 +108,8 @@ class Comparison:
     def compared_nothing(self):
         """Whether no output, no loss, or none of the weights that change could be compared."""
         weights = [label for label in self.incomparable if label.startswith("weight")]
-        return (
-            not self.telling
-            or any(label.startswith(("output ", "the loss")) for label in self.incomparable)
-            or (weights and not self.telling_weights)
-        )
+        results = [x for x in self.incomparable if x.startswith(("output ", "the loss"))]
+        return not self.telling or results or (weights and not self.telling_weights)
 
 
 _ORDER = ("output", "the loss", "metric", "state", "gradient", "weight", "slot")

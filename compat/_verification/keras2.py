@@ -119,9 +119,8 @@ class Keras2Step(ArraysStep):
         others = [variable for variable in undivided if variable not in written]
         self.slots = self._paired(own, others)  # of the function of replicas -> of the other one
         self.undivided_last = False
-        self.variables = self._labelled(
-            written + [v for v in undivided if v not in self.slots.values()]
-        )
+        shared = [variable for variable in undivided if variable not in self.slots.values()]
+        self.variables = self._labelled(written + shared)
 
     def _paired(self, first, second):
         """Variables of two functions that are alike, in the order in which they were made."""
@@ -165,10 +164,8 @@ class Keras2Step(ArraysStep):
         return self.method.is_random(self.variables.get(label))
 
     def read(self):
-        now = [
-            self.slots.get(variable, variable) if self.undivided_last else variable
-            for variable in self.variables.values()
-        ]
+        slots = self.slots if self.undivided_last else {}
+        now = [slots.get(variable, variable) for variable in self.variables.values()]
         return dict(zip(self.variables, self.keras.backend.batch_get_value(now)))
 
     def write(self, values):

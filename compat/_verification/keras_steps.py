@@ -155,10 +155,7 @@ def named_results(model, kind, results):
     if kind == "predict":
         return outputs(model, results)
     if isinstance(results, dict):
-        return {
-            "the loss" if name == "loss" else "metric " + name: value
-            for name, value in results.items()
-        }
+        return {"the loss" if k == "loss" else "metric " + k: v for k, v in results.items()}
     values = results if isinstance(results, (list, tuple)) else [results]
     names = list(getattr(model, "metrics_names", ()))[1:]
     names += map(str, range(len(names) + 1, len(values)))

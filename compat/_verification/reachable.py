@@ -36,11 +36,7 @@ class Attributes:
         return {name: value for name, value in attributes.items() if self._is_kept(name, value)}
 
     def have_changed(self):
-        return any(
-            attributes.get(name) != value
-            for attributes, values in self._held
-            for name, value in values.items()
-        )
+        return any(now.get(k) != v for now, values in self._held for k, v in values.items())
 
     def put_back(self):
         for attributes, values in self._held:

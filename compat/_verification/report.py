@@ -82,28 +82,20 @@ def _write(path):
 
 def shown(record: "Mapping[str, Any]") -> "List[str]":
     """A record (``Record.as_dict``) for a person, in lines."""
-    steps = [
-        "{} {} step{}".format(count, STEPS[kind], "s" if count > 1 else "")
-        for kind, count in record["steps"].items()
-        if count
-    ]
+    verified = [(n, STEPS[kind]) for kind, n in record["steps"].items() if n]
+    steps = [f"{n} {word} step{'s' if n > 1 else ''}" for n, word in verified]
     difference, label = record["largest"]
     lines = ["model {!r} on {}".format(record["model"], settings.listed(record["devices"]))]
     lines.append("  verified: {}".format(", ".join(steps) or "no step"))
     if record["compared"]:
         lines[-1] += "; {} values".format(record["compared"])
-        lines.append(
-            "  largest difference: {:.1e} of its size{}".format(
-                difference, f" ({label})" if label else ""
-            )
-        )
-    if record["operations"] and not _has_products(record):
+        where = f" ({label})" if label else ""
+        lines.append(f"  largest difference: {difference:.1e} of its size{where}")
+    operations = sorted(record["operations"].items())
+    if operations and not _has_products(record):
         lines.append("  no products were seen on any device")
-    elif record["operations"]:
-        places = [
-            "{} {} + {}".format(device, *counts)
-            for device, counts in sorted(record["operations"].items())
-        ]
+    elif operations:
+        places = ["{} {} + {}".format(device, *counts) for device, counts in operations]
         lines.append(f"  products ran, forward + backward: {settings.listed(places)}")
         if not _on_several(record):
             lines.append(f"  only {len(_working(record))} of its devices worked")

@@ -56,13 +56,15 @@ class AutomaticContract(BackendContract):
         with compiled_on_all_devices(self.instance()):
             yield
 
+    def check_on_all_devices(self, model, rows=61):
+        devices = self.devices_of(model, *CASES["dense"].data(rows))
+        assert devices == sorted(self.instance().devices()) and len(devices) == DEVICES
+
     @span
     @pytest.mark.row("configure_gpu(parallelize=True)")
     def test_compiled_models_run_on_all_devices(self, keras, automatic, configuration):
         """One by itself, and two of which one is a part of the other, as in a GAN."""
-        inputs, targets = CASES["dense"].data(61)
-        model = self.compiled(keras, "dense")
-        assert self.devices_of(model, inputs, targets) == sorted(configuration.devices)
+        self.check_on_all_devices(self.compiled(keras, "dense"))
         generator, discriminator, both = adversaries(keras)
         assert configuration.parallelized[discriminator.name]
         assert configuration.parallelized[both.name]
@@ -100,14 +102,12 @@ class AutomaticContract(BackendContract):
         assert len(devices.split(", ")) == DEVICES
 
     def test_a_model_compiled_again_or_loaded_runs_on_all_devices(self, keras, automatic, tmp_path):
-        inputs, targets = CASES["dense"].data(61)
         model = self.compiled(keras, "dense")
         model.compile(optimizer(keras, "sgd"), CASES["dense"].loss)
         path = str(tmp_path / ("model" + (".keras" if hasattr(keras, "ops") else ".h5")))
         model.save(path)
-        loaded = keras.models.load_model(path)
-        devices = self.devices_of(model, inputs, targets)
-        assert len(devices) > 1 and self.devices_of(loaded, inputs, targets) == devices
+        for each in (model, keras.models.load_model(path)):
+            self.check_on_all_devices(each)
 
     @span
     def test_an_unpickled_model_runs_on_all_devices(self, keras, automatic):
@@ -116,11 +116,11 @@ class AutomaticContract(BackendContract):
             pickle.dumps(CASES["dense"].build(keras))
         except (AttributeError, NotImplementedError, TypeError):
             return  # such as keras-mxnet, and tf.keras of TensorFlow 2.3 or in a graph
-        model, (inputs, targets) = self.compiled(keras, "dense"), CASES["dense"].data(61)
+        model, (inputs, _) = self.compiled(keras, "dense"), CASES["dense"].data(61)
         expected, unpickled = model.predict(inputs), pickle.loads(pickle.dumps(model))
         self.close([expected], [unpickled.predict(inputs)])
-        devices = self.devices_of(model, inputs, targets)
-        assert len(devices) > 1 and self.devices_of(unpickled, inputs, targets) == devices
+        for each in (model, unpickled):
+            self.check_on_all_devices(each)
 
     def test_copies_train_as_those_of_a_plain_model(self, keras, configuration):
         """So does the model itself. Not every Keras supports every kind of copy."""
@@ -152,7 +152,7 @@ class AutomaticContract(BackendContract):
         inputs, targets = CASES["dense"].data(13)
         for _ in range(2):
             model = self.compiled(keras, "dense")
-            assert self.devices_of(model, inputs, targets) == sorted(configuration.devices)
+            self.check_on_all_devices(model, 13)
             model.fit(inputs, targets, verbose=0)
             reference = weakref.ref(model)
             del model
@@ -193,7 +193,7 @@ class AutomaticContract(BackendContract):
         called.clear()
         model.fit(inputs, targets, batch_size=61, verbose=0)
         assert not called
-        assert self.devices_of(model, inputs, targets) == sorted(configuration.devices)
+        self.check_on_all_devices(model)
 
     def test_a_tracer_sees_what_runs_and_changes_nothing(self, keras, configuration):
         """As that of a debugger, or of what measures coverage."""

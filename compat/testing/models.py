@@ -109,15 +109,13 @@ def _recurrent_data(rows):
     return words, (words.sum(axis=1, keepdims=True) > 60).astype("float32")
 
 
-CASES = {
-    case.name: case
-    for case in [
-        Case("dense", _dense, "categorical_crossentropy", _dense_data),
-        Case("conv", _convolutional, "sparse_categorical_crossentropy", _convolutional_data),
-        Case("multi", _multi, {"score": "mse", "same": "binary_crossentropy"}, _multi_data),
-        Case("lstm", _recurrent, "binary_crossentropy", _recurrent_data),
-    ]
-}
+_CASES = [
+    Case("dense", _dense, "categorical_crossentropy", _dense_data),
+    Case("conv", _convolutional, "sparse_categorical_crossentropy", _convolutional_data),
+    Case("multi", _multi, {"score": "mse", "same": "binary_crossentropy"}, _multi_data),
+    Case("lstm", _recurrent, "binary_crossentropy", _recurrent_data),
+]
+CASES = {case.name: case for case in _CASES}
 
 # Cases and optimizers: SGD shows the scale of a gradient, which Adam hides; Adam has more state,
 # whose updates are the same whatever computed the gradients.
@@ -155,9 +153,8 @@ def clear_session(keras):
 
 def fit_in_order(model, inputs, targets, batch_size=16, epochs=1, **options):
     """Train on the batches in their order, without a word. Returns what ``model.fit()`` does."""
-    return model.fit(
-        inputs, targets, batch_size=batch_size, epochs=epochs, shuffle=False, verbose=0, **options
-    )
+    options.update(batch_size=batch_size, epochs=epochs, shuffle=False, verbose=0)
+    return model.fit(inputs, targets, **options)
 
 
 def optimizers_of(keras):

@@ -32,10 +32,8 @@ class NativeContract(NativeModels, SeveralDevicesContract):
 
     def fit(self, model, samples, batch):
         inputs, targets = self.data(samples)
-        return [
-            float(self.train(model, inputs[start : start + batch], targets[start : start + batch]))
-            for start in range(0, samples, batch)
-        ]
+        parts = [slice(start, start + batch) for start in range(0, samples, batch)]
+        return [float(self.train(model, inputs[part], targets[part])) for part in parts]
 
     # The same numbers -------------------------------------------------------------------------
 

@@ -73,21 +73,16 @@ def prove(name, inputs, compute, claim, placements=None, found=None):
 def agree(claimed, true):
     """Whether two placements say the same, as far as the first one says anything."""
     if isinstance(claimed, Sharded) and isinstance(true, Sharded):
-        if claimed.axis != true.axis or claimed.per is not None:
-            return False
-        if not claimed.even:
-            return True
         inner = claimed.inner in (None, true.inner)
-        return inner and claimed.copies == true.copies and true.even
+        evenly = inner and claimed.copies == true.copies and true.even
+        return claimed.axis == true.axis and claimed.per is None and (evenly or not claimed.even)
     return claimed == true
 
 
 def placements_of(array):
     """The placements that an input can have."""
     found = [REPLICATED]  # type: list
-    found += [
-        Sharded(axis, size // ROWS) for axis, size in enumerate(array.shape) if size % ROWS == 0
-    ]
+    found += [Sharded(axis, n // ROWS) for axis, n in enumerate(array.shape) if n % ROWS == 0]
     if array.dtype.kind == "f":
         found += [Partial("sum"), Partial("mean"), Partial("max"), Partial("min")]
     return found
@@ -108,9 +103,6 @@ def split(array, placement):
             first, second = trial.SIZES
             return [array + apart / first, array - apart / second]
         which = random.rand(*array.shape) < 0.5
-        sign = -1 if placement.how == "max" else 1
-        return [
-            np.where(which, array, array + sign * apart),
-            np.where(which, array + sign * apart, array),
-        ]
+        other = array - apart if placement.how == "max" else array + apart
+        return [np.where(which, array, other), np.where(which, other, array)]
     return [array for _ in trial.SIZES]

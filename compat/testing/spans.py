@@ -13,8 +13,5 @@ def contract_of(config):
 
 def in_span(values, chosen):
     """Values for ``parametrize``, of which those chosen are in the span contract, too."""
-    found = []
-    for value in values:
-        parameters = value if isinstance(value, tuple) else (value,)
-        found.append(pytest.param(*parameters, marks=[span] if value in chosen else []))
-    return found
+    given = [(value if isinstance(value, tuple) else (value,), value in chosen) for value in values]
+    return [pytest.param(*each, marks=[span] if is_chosen else []) for each, is_chosen in given]

@@ -83,10 +83,11 @@ class _JAXStep(keras_steps.KerasStep):
         Arguments:
             shardings: on which devices each is, by label; the others are on JAX's default device.
         """
-        return tuple(
-            [jax.device_put(np.array(self.values[label]), shardings.get(label)) for label in each]
-            for each in self.labels
-        )
+
+        def placed(label):
+            return jax.device_put(np.array(self.values[label]), shardings.get(label))
+
+        return tuple([placed(label) for label in each] for each in self.labels)
 
     def _run(self, function, shardings):
         results, after = function(self._state(shardings), iter(self.batches))

@@ -44,9 +44,8 @@ def operations(step):
     """Operations per device while ``step()`` is computed, as MXNet's engine recorded them."""
     with recorded() as events:
         step()
-    return collections.Counter(
-        ("cpu({})".format(event["pid"]), event["name"]) for event in events if event["ph"] == "B"
-    )
+    begun = [event for event in events if event["ph"] == "B"]
+    return collections.Counter((f"cpu({event['pid']})", event["name"]) for event in begun)
 
 
 def products(step):

@@ -45,9 +45,8 @@ class VerifiedBlockForward:
         if not self.verification.wants(kind):
             return self.replicas.run(args)
         block = self.replicas.block
-        waits = not self._waited and any(
-            parameter._data is None for parameter in gluon_replicas._parameters(block)
-        )
+        made = [p._data is not None for p in gluon_replicas._parameters(block)]
+        waits = not self._waited and not all(made)
         self._waited = True  # parameters that a call does not use are never made
         if waits or not self.verification.is_due(kind):
             return self.replicas.run(args)
@@ -152,25 +151,22 @@ class _BlockCall(_verification.Step):
             # In a call under record(train_mode=False) the backward pass is one of inference.
             mx.autograd.backward(heads, upstream, train_mode=self.is_training)
             for parameter in trained:
-                named["gradient of " + parameter.name] = sum(
-                    gradient.asnumpy() for gradient in parameter.list_grad()
-                )
+                gradients = [gradient.asnumpy() for gradient in parameter.list_grad()]
+                named["gradient of " + parameter.name] = sum(gradients)
             wait_for_updates()
         self._write_states(after)
         return named
 
+    def _states(self):
+        return [p.list_data() for p in self.parameters if p.grad_req == "null"]
+
     def _read_states(self):
         wait_for_updates()
-        return [
-            [array.asnumpy() for array in p.list_data()]
-            for p in self.parameters
-            if p.grad_req == "null"
-        ]
+        return [[array.asnumpy() for array in arrays] for arrays in self._states()]
 
     def _write_states(self, values):
-        states = [p.list_data() for p in self.parameters if p.grad_req == "null"]
         with mx.autograd.pause():
-            for arrays, each in zip(states, values):
+            for arrays, each in zip(self._states(), values):
                 _set(arrays, each)
 
     def operations(self):
@@ -191,7 +187,6 @@ def _like(values, array):
 def _set(arrays, values):
     """Now: the backward pass of batch normalization waits for nothing that is being written."""
     for array, value in zip(arrays, values):
-        mx.nd.array(value, ctx=array.context, dtype=array.dtype).copyto(
-            array.as_nd_ndarray() if hasattr(array, "as_nd_ndarray") else array
-        )
+        plain = array.as_nd_ndarray() if hasattr(array, "as_nd_ndarray") else array
+        mx.nd.array(value, ctx=array.context, dtype=array.dtype).copyto(plain)
     wait_for_updates()

@@ -42,11 +42,8 @@ class _MXNetStep(keras2.ArraysStep):
         """The arrays of weights and auxiliary states in Keras' hands, by label."""
         model = self.model
         trained = {weight.name for weight in model.trainable_weights}
-        return {
-            "{} {}".format("weight" if name in trained else "state", name): array
-            for held in (model._args, model._auxs)
-            for name, array in held.items()
-        }
+        held = list(model._args.items()) + list(model._auxs.items())
+        return {("weight " if name in trained else "state ") + name: array for name, array in held}
 
     def read(self):
         self.replicas._sync_weights()

@@ -30,11 +30,8 @@ def record(tf, function, step):
 
 def partitions(metadata):
     """The operations that ran, by device, constants left out."""
-    return {
-        graph.node[0].device[graph.node[0].device.index("/device:") :]: list(graph.node)
-        for graph in metadata.partition_graphs
-        if len(graph.node)
-    }
+    graphs = [list(graph.node) for graph in metadata.partition_graphs if len(graph.node)]
+    return {nodes[0].device[nodes[0].device.index("/device:") :]: nodes for nodes in graphs}
 
 
 def products(ran):

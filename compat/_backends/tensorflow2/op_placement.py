@@ -32,13 +32,8 @@ def executed(step):
     with recorded() as records:
         step()
     graphs = [function.partition_graphs for function in records[0].function_graphs]
-    return [
-        node
-        for partitions in graphs
-        if not all(map(_is_one_operation, partitions))
-        for partition in partitions
-        for node in partition.node
-    ]
+    graphs = [partitions for partitions in graphs if not all(map(_is_one_operation, partitions))]
+    return [node for partitions in graphs for partition in partitions for node in partition.node]
 
 
 def _is_one_operation(partition):

@@ -90,10 +90,9 @@ _Event = collections.namedtuple("_Event", "name start duration statistics")
 
 def _events(plane, line):
     """A line's events in the order of their start, enclosing ones first; in microseconds."""
+    names = plane.stat_metadata
     for event in sorted(line.events, key=lambda each: (each.offset_ps, -each.duration_ps)):
-        statistics = {
-            plane.stat_metadata[each.metadata_id].name: _value(plane, each) for each in event.stats
-        }
+        statistics = {names[each.metadata_id].name: _value(plane, each) for each in event.stats}
         start = line.timestamp_ns / 1e3 + event.offset_ps / 1e6
         name = plane.event_metadata[event.metadata_id].name
         yield _Event(name, start, event.duration_ps / 1e6, statistics)

@@ -86,10 +86,8 @@ class _NativeCall(_verification.Step):
     def attributes(self):
         parts = [self.model] + list(getattr(self.model, "submodules", ()))
         kinds = (bool, int, float, tf.Tensor)
-        return reachable.Attributes(
-            [part for part in parts if hasattr(part, "__dict__")],
-            lambda name, value: isinstance(value, kinds),
-        )
+        own = [part for part in parts if hasattr(part, "__dict__")]
+        return reachable.Attributes(own, lambda name, value: isinstance(value, kinds))
 
     def by_design(self, inference, changed):
         layers = [part for part in _parts(self.model) if hasattr(part, "moving_mean")]

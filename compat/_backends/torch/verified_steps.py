@@ -228,11 +228,8 @@ class _ModuleCall(_RandomStep, _StepOfModule):
         parameters = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
         if not (self.differentiated and results and parameters):
             return []
-        generator = torch.Generator().manual_seed(0)
-        upstream = [
-            torch.randn(tensor.shape, generator=generator).to(tensor.device, tensor.dtype)
-            for tensor in results
-        ]
+        random = torch.Generator().manual_seed(0)
+        upstream = [torch.randn(t.shape, generator=random).to(t.device, t.dtype) for t in results]
         gradients = torch.autograd.grad(
             results, list(parameters.values()), upstream, retain_graph=True, allow_unused=True
         )
