@@ -13,7 +13,10 @@ from .verification import suspended
 
 
 class VerifiedKeras2Step(keras_steps.Verified):
-    """The method by which Keras 2 makes the function of a step. Subclassed by each backend."""
+    """The method by which Keras 2 makes the function of a step.
+
+    Subclassed by each backend, with ``operations(step)`` as ``Step.operations()``.
+    """
 
     prefix = "_make_"
 
@@ -22,7 +25,6 @@ class VerifiedKeras2Step(keras_steps.Verified):
 
         In the order in which they were made: two functions make state of their own in the same one.
         """
-        raise NotImplementedError
 
     def is_random(self, variable):
         """Whether a variable is the state of a random number generator; None is no variable."""
@@ -31,10 +33,6 @@ class VerifiedKeras2Step(keras_steps.Verified):
     def ordering(self, optimizer):
         """The context in which Keras makes the train function of one device."""
         return contextlib.ExitStack()
-
-    def operations(self, step):
-        """As ``steps.Step.operations``."""
-        raise NotImplementedError
 
     def verified(self, model):
         # What a script has put in the function's place is its own, and does more than Keras' does.

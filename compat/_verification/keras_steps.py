@@ -41,14 +41,12 @@ class Verified(patching.InstanceMethod):
 
         The tf.keras of TensorFlow 2.0 and 2.1 has none to replace: a warning says so.
         """
-        methods = [cls.prefix + function for function in FUNCTIONS.values()]
-        if verification is not None and not any(hasattr(model, name) for name in methods):
+        kinds = [kind for kind, name in FUNCTIONS.items() if hasattr(model, cls.prefix + name)]
+        if verification is not None and not kinds:
             _warn_of_keras(model, verification)
-        for kind, function in FUNCTIONS.items():
-            name = cls.prefix + function
-            if not hasattr(model, name):
-                continue
-            present = getattr(vars(model).get(name), "__func__", None)
+        for kind in kinds:
+            function = FUNCTIONS[kind]
+            present = getattr(vars(model).get(cls.prefix + function), "__func__", None)
             if isinstance(present, Verified):  # whichever backend's
                 present.remove(model)
                 made = getattr(model, function, None)
@@ -63,7 +61,7 @@ class Verified(patching.InstanceMethod):
     def __call__(self, model, *args, **kwargs):
         result = self.plain(model)(*args, **kwargs)
         made = self.verified(model)
-        return made if result is not None else None
+        return None if result is None else made
 
     def verified(self, model):
         """Have the function that Keras has made verified, and return it."""
@@ -102,7 +100,6 @@ class Verified(patching.InstanceMethod):
 
     def step(self, function, args):
         """The ``steps.Step`` that a call of ``function`` with ``args`` is."""
-        raise NotImplementedError
 
 
 def _warn_of_keras(model, verification):
@@ -197,7 +194,6 @@ class FunctionStep(steps.Step):
 
     def taken(self):
         """What a function takes."""
-        raise NotImplementedError
 
     def named(self, results):
         """What a step returns, by label, as arrays."""
@@ -249,7 +245,6 @@ class KerasStep(FunctionStep):
 
     def as_array(self, value):
         """A tensor, or the value of a variable, for numpy."""
-        raise NotImplementedError
 
     def labelled(self):
         """All variables that the step may change, by label: a variable keeps the one it got."""

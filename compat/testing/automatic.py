@@ -40,15 +40,11 @@ def compiled_on_all_devices(backend):
         process.parallelizes_compiled = False
 
 
-def _unpickled(model):
-    return pickle.loads(pickle.dumps(model))
-
-
 class AutomaticContract(BackendContract):
     """Models of scripts that do not call ``parallelize()``."""
 
     #: What makes copies that train by themselves, where the Keras can make them so.
-    copies = (copy.copy, copy.deepcopy, _unpickled)  # type: tuple
+    copies = (copy.copy, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)))  # type: tuple
 
     @pytest.fixture
     def automatic(self, configuration):

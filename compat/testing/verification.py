@@ -50,9 +50,8 @@ class VerificationContract(BackendContract):
         self.verified(model)
         with terminal(monkeypatch) as printed:
             model.fit(inputs, targets, batch_size=16, epochs=1, validation_data=(inputs, targets))
-        lines = [
-            f"verifying a {kind} step of model {model.name!r}" for kind in ("training", "test")
-        ]
+        kinds = "training", "test"
+        lines = [f"verifying a {kind} step of model {model.name!r}" for kind in kinds]
         assert [line for line in printed[:-1] if line.startswith("verifying")] == lines
         bar = printed[-1]
         assert " - loss: " in bar and " - val_loss: " in bar and "compat: " not in bar

@@ -14,14 +14,8 @@ class ProgramOperation:
         self.name = name  # where it comes from: "jit(train_step)/jvp(hidden)/dot_general", or ""
         self.shapes = shapes  # of the result and of the operands
         self.dimensions = sum(shapes, [])
-
-    @property
-    def is_forward(self):
-        return "jvp(" in self.name and "transpose(" not in self.name
-
-    @property
-    def is_backward(self):
-        return "transpose(jvp(" in self.name
+        self.is_forward = "jvp(" in name and "transpose(" not in name
+        self.is_backward = "transpose(jvp(" in name
 
 
 def _computations(program):

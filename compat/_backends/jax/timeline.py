@@ -41,13 +41,10 @@ def recorded():
 
 
 def _start(jax, folder):
-    kind = getattr(jax.profiler, "ProfileOptions", None)
-    options = {}
-    if kind is not None:
-        options["profiler_options"] = kind()
-        options["profiler_options"].python_tracer_level = 0  # each call of a Python function
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # each call of a Python function
     try:
-        jax.profiler.start_trace(folder, **options)
+        jax.profiler.start_trace(folder, profiler_options=options)
     except RuntimeError as error:
         if "one profile" not in str(error).lower():
             raise

@@ -63,8 +63,7 @@ def _recorded(tf):
             def call(function, *args, **kwargs):
                 return recorded(plain_call, function, *args, **kwargs)
 
-            made = patching.replaced(BaseSession, _make_callable_from_options=make)
-            patches.enter_context(made)
+            patches.enter_context(patching.replaced(BaseSession, _make_callable_from_options=make))
             patches.enter_context(patching.replaced(BaseSession._Callable, __call__=call))
             for keras_function in _keras_functions():
                 patches.enter_context(_made_anew(keras_function))

@@ -145,7 +145,9 @@ class _HostPlane:
                     self.kernels.append((event, kernel.groups(), run))
 
     def executed(self, devices):
-        asked_for = _devices_asked_for()
+        asked_for = collections.defaultdict(set)  # by nodes of each name, in all functions
+        for node in _nodes():
+            asked_for[node.name].add(short(node.device) if node.device else None)
         for event, (node, kind), run in self.kernels:
             if len(devices) == 1:
                 device = devices[0]
@@ -173,15 +175,8 @@ class _HostPlane:
         return default if caller is None else self._device(*caller + (asked_for, default))
 
 
-def _devices_asked_for():
-    """What the nodes of each name ask for, in all functions that TensorFlow has."""
-    asked_for = collections.defaultdict(set)
-    for node in _nodes():
-        asked_for[node.name].add(short(node.device) if node.device else None)
-    return dict(asked_for)
-
-
 def _nodes():
+    """The nodes of all functions that TensorFlow has."""
     from tensorflow.python.eager import context
     from tensorflow.python.framework.errors import NotFoundError
     from tensorflow.python.framework.func_graph import FuncGraph

@@ -103,11 +103,9 @@ class _NativeCall(_verification.Step):
             # Makes the variables that a first call makes, too.
             found += self._traced().graph.variables
         found += list(getattr(self.model, "variables", ()))
-        for value in held(self.model):
-            if is_variable(value):
-                found.append(value)
-            elif hasattr(value, "_state_var"):  # a tf.random.Generator
-                found.append(value._state_var)
+        # A tf.random.Generator has one.
+        values = [getattr(value, "_state_var", value) for value in held(self.model)]
+        found += filter(is_variable, values)
         labelled = {}  # type: dict
         for variable in {id(variable): variable for variable in found}.values():
             labelled[keras_steps.unlike(_label(variable), labelled)] = variable
@@ -218,10 +216,8 @@ def _is_function(model):
 
 
 def _label(variable):
-    if layer_state.is_generator(variable):
-        word = "random"
-    else:
-        word = "weight" if variable.trainable and variable.dtype.is_floating else "state"
+    word = "weight" if variable.trainable and variable.dtype.is_floating else "state"
+    word = "random" if layer_state.is_generator(variable) else word
     return "{} {}".format(word, variable.name.split(":")[0])
 
 

@@ -190,9 +190,7 @@ class _ModuleCall(_RandomStep, _StepOfModule):
 
     def on_one_device(self):
         # What the caller differentiates has kept the buffers, whose values come back.
-        kept = contextlib.ExitStack()
-        for buffer in self.module.buffers():
-            kept.enter_context(torch.autograd._unsafe_preserve_version_counter(buffer))
+        kept = torch.autograd._unsafe_preserve_version_counter(tuple(self.module.buffers()))
         with kept, split_rows.undivided(), self._without_a_trace() as (args, kwargs):
             result = self.forward(*args, **kwargs)
             return self._named(result)
