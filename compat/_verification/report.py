@@ -6,8 +6,6 @@ from typing import Any, List, Mapping
 from .._configuration import settings
 from .._runtime import safe_files
 
-KINDS = ("train", "evaluate", "predict")
-
 # Kind of step -> the word for it.
 STEPS = {"train": "training", "evaluate": "test", "predict": "prediction"}
 
@@ -21,7 +19,7 @@ class Record:
     Attributes:
         model: its name.
         devices: their names.
-        steps: verified, for each of ``KINDS``.
+        steps: verified, for each kind.
         largest: the largest difference, relative to the size of what differs, and its label.
         incomparable: labels, and why.
         operations: for each device, how many matrix products and convolutions it ran in the forward
@@ -33,7 +31,7 @@ class Record:
     def __init__(self, model, devices):
         self.model = model
         self.devices = list(devices)
-        self.steps = dict.fromkeys(KINDS, 0)
+        self.steps = dict.fromkeys(STEPS, 0)
         self.compared = 0
         self.largest = (0.0, "")
         self.incomparable = {}

@@ -39,7 +39,7 @@ def products(ran):
     found = {}
     for device, nodes in ran.items():
         here = [n for n in nodes if is_product(n) or BACKWARD_PRODUCT in n.op]
-        backward = sum(map(is_backward, here))
+        backward = sum("gradients" in n.name or BACKWARD_PRODUCT in n.op for n in here)
         if here:
             found[device] = len(here) - backward, backward
     return found
@@ -47,10 +47,6 @@ def products(ran):
 
 def is_product(node):
     return node.op.endswith(MATRIX_PRODUCTS)
-
-
-def is_backward(node):
-    return "gradients" in node.name or BACKWARD_PRODUCT in node.op
 
 
 def as_configured(devices, configured):
