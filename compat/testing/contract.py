@@ -170,8 +170,6 @@ class Contract(OfBackend):
 class BackendContract(Contract):
     """Subclass this in the test file of a backend for Keras, and set the attributes below."""
 
-    #: Optimizers under which the plain model itself repeats.
-    optimizers = ("sgd", "adam")
     #: Keyword arguments of the LSTM layer, for backends with a trap there.
     lstm_options = {}  # type: dict
     #: The endings of files of whole models, and of weights.
