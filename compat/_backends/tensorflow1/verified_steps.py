@@ -3,8 +3,7 @@
 from typing import Any, Optional
 
 from ... import _keras
-from ..._verification import keras2
-from ...backend import Verification
+from ..._verification import Verification, keras2
 from . import op_placement
 from .graph import v1_names, variables_written
 from .step_counter import counting_in_order
