@@ -175,30 +175,19 @@ def contracted(values, letters, result):
     return Partial("mean", per[0]) if per else Partial("sum")
 
 
-def product_letters(first, second, transpose_first=False, transpose_second=False):
-    """The letters of a matrix product of values with so many dimensions, for ``contracted``.
-
-    Dimensions before the last two are matched from the last one on, as they are broadcast.
-    """
-    rank = max(first, second, 2)
-    common = string.ascii_lowercase[: rank - 2]
-    left, right = "YZ", "ZX"
-    if first == 1:
-        left = "Z"
-    elif transpose_first:
-        left = "ZY"
-    if second == 1:
-        right = "Z"
-    elif transpose_second:
-        right = "XZ"
-    left = common[len(common) - max(first - 2, 0) :] + left
-    right = common[len(common) - max(second - 2, 0) :] + right
-    return [left, right], common + ("" if first == 1 else "Y") + ("" if second == 1 else "X")
-
-
 def product(values, transpose_first=False, transpose_second=False):
-    """Matrix products, of the last two dimensions."""
-    if any(value.rank is None for value in values):
+    """Matrix products, of the last two dimensions; those before are matched from the last one on.
+
+    Of a value of one dimension the one that is summed over is the only one.
+    """
+    ranks = [value.rank for value in values]
+    if None in ranks:
         return without_rows([value.placement for value in values]) or Unknown()
-    letters = product_letters(values[0].rank, values[1].rank, transpose_first, transpose_second)
-    return contracted(values, *letters)
+    common = string.ascii_lowercase[: max(*ranks, 2) - 2]
+    matrices = "ZY" if transpose_first else "YZ", "XZ" if transpose_second else "ZX"
+    letters = [
+        "Z" if rank == 1 else common[len(common) + 2 - rank :] + last
+        for rank, last in zip(ranks, matrices)
+    ]
+    kept = [name for name, rank in zip("YX", ranks) if rank > 1]
+    return contracted(values, letters, common + "".join(kept))

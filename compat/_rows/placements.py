@@ -23,7 +23,7 @@ class Placement:
         first = [getattr(self, name) for name in self.__slots__[:1]]
         usual = type(self)(*first)
         said = list(map(repr, first)) + [
-            "{}={!r}".format(name, getattr(self, name))
+            f"{name}={getattr(self, name)!r}"
             for name in self.__slots__[1:]
             if getattr(self, name) != getattr(usual, name)
         ]

@@ -53,14 +53,14 @@ class Across:
 
     def __str__(self):
         text = str(self.operation)
-        text += " in {}".format(self.layer) if self.layer else ""
-        return text + (" ({})".format(self.line) if self.line else "")
+        text += f" in {self.layer}" if self.layer else ""
+        return text + (f" ({self.line})" if self.line else "")
 
     def described(self, model):
         """The operation and the model's name, as the subject of a sentence."""
         if self.operation is None:
-            return "Model {!r}".format(model)
-        return "The operation {} of {!r}".format(self, model)
+            return f"Model {model!r}"
+        return f"The operation {self} of {model!r}"
 
 
 def runs_whole(model, across, device, reach=FROM_THERE_ON):
@@ -79,11 +79,10 @@ def runs_whole(model, across, device, reach=FROM_THERE_ON):
     configuration = process.configuration
     if configuration is not None and configuration.settings.strict:
         raise errors.UnsupportedError(
-            "{} It would have to run on {} with the whole batch, which strict=True makes an error. "
-            "Compute it in the loss passed to compile(), which sees the whole batch; run the model "
-            "on one device, with parallelize(model, gpus=1); or drop strict=True.".format(
-                found, device
-            )
+            f"{found} It would have to run on {device} with the whole batch, which strict=True "
+            "makes an error. Compute it in the loss passed to compile(), which sees the whole "
+            "batch; run the model on one device, with parallelize(model, gpus=1); or drop "
+            "strict=True."
         )
     divided = "not divided, because of the operation {}"
     if reach == FROM_THERE_ON:
@@ -91,4 +90,4 @@ def runs_whole(model, across, device, reach=FROM_THERE_ON):
     elif across.operation is None:
         divided = "not divided"
     process.whole[model] = divided.format(across)
-    errors.warn("{} {} runs on {} with the whole batch.".format(found, reach, device))
+    errors.warn(f"{found} {reach} runs on {device} with the whole batch.")

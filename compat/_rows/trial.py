@@ -78,11 +78,11 @@ def is_turned(whole, turned, placement):
 
 def chosen(whole, placement, rows):
     """Some of three rows, from an array that has them by a placement."""
-    import numpy as np
-
-    copies = np.split(whole, placement.copies, placement.axis)
-    split = [np.split(copy, len(WHOLE), placement.axis) for copy in copies]
-    return np.concatenate([each[row] for each in split for row in rows], placement.axis)
+    axis, copies, shape = placement.axis, placement.copies, list(whole.shape)
+    each = shape[axis] // (len(WHOLE) * copies)  # elements of a row, in one copy
+    apart = whole.reshape(shape[:axis] + [copies, len(WHOLE), each] + shape[axis + 1 :])
+    shape[axis] = copies * len(rows) * each
+    return apart.take(rows, axis + 1).reshape(shape)
 
 
 def fits(parts, whole, placement, sizes=SIZES):
@@ -137,16 +137,9 @@ def is_fault(error):
     return isinstance(error, kinds) and module.split(".")[0] == __name__.split(".")[0]
 
 
-def cut(whole, placement, sizes=SIZES):
-    """The parts of an array that devices with so many rows have, by a placement with rows."""
-    import numpy as np
-
-    each = whole.shape[placement.axis] // (sum(sizes) * placement.copies)
-    pieces = [
-        np.split(copy, np.cumsum(sizes)[:-1] * each, placement.axis)
-        for copy in np.split(whole, placement.copies, placement.axis)
-    ]
-    return [np.concatenate(part, placement.axis) for part in zip(*pieces)]
+def cut(whole, placement, parts=PARTS):
+    """The parts of an array of three rows that devices have, by a placement with rows."""
+    return [chosen(whole, placement, rows) for rows in parts]
 
 
 def close(value, other):

@@ -22,7 +22,7 @@ class Value:
         self.rank = None if shape is None else len(tuple(shape))
 
     def __repr__(self):
-        return "Value({!r}, {!r})".format(self.placement, self.shape)
+        return f"Value({self.placement!r}, {self.shape!r})"
 
     @property
     def axis(self):

@@ -1,6 +1,7 @@
 """Rules of what moves elements without looking at them."""
 
 import functools
+import operator
 
 from .arithmetic import along
 from .placements import Mixed, Partial, Sharded, Unknown
@@ -43,11 +44,7 @@ def expanded(value, axes):
 @view
 def squeezed(value, axes):
     """Dimensions of size 1 taken away; None takes all that have it, also that of a single row."""
-    placement = value.placement
-    gone = listed(axes, value.rank)
-    if placement.axis in gone:
-        return Mixed()
-    return placement.replace(axis=placement.axis - sum(axis < placement.axis for axis in gone))
+    return sliced(value, dict.fromkeys(listed(axes, value.rank), "one"))
 
 
 @view
@@ -76,18 +73,14 @@ def reshaped(value, after):
     if trailing == tuple(after[place + 1 :]):
         return placement.replace(axis=place, copies=copies)
     known = (inner or 1) * _product(size for size in trailing if size is not None)
-    if not wanted or known % wanted:
-        known = inner is not None and None not in trailing
-        return Mixed() if known else Unknown("the sizes of an input are not known")
     exact = inner is not None and None not in trailing
+    if not wanted or known % wanted:
+        return Mixed() if exact else Unknown("the sizes of an input are not known")
     return placement.replace(axis=place, inner=known // wanted if exact else None, copies=copies)
 
 
 def _product(sizes):
-    result = 1
-    for size in sizes:
-        result *= size
-    return result
+    return functools.reduce(operator.mul, sizes, 1)
 
 
 @rule

@@ -51,7 +51,7 @@ class Graph:
             if tensor.name not in known:
                 op = tensor.op
                 values = [value_of(each, placement(each)) for each in op.inputs]
-                found = row_operations.placements(op, values, row_operations.constant)
+                found = row_operations.placements(op, values)
                 known.update(zip((each.name for each in op.outputs), found))
             return known[tensor.name]
 

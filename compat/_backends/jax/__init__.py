@@ -57,7 +57,7 @@ class JAX(Backend):
             if memory.grow:
                 variables["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
             if memory.fraction:
-                variables[_FRACTION] = "{:g}".format(memory.fraction)
+                variables[_FRACTION] = f"{memory.fraction:g}"
             if not memory.grow and _FRACTION_SINCE_2025 in environ:
                 variables[_FRACTION_SINCE_2025] = None
         if settings.devices.simulated > 1:
@@ -88,13 +88,13 @@ class JAX(Backend):
                 changes["jax_num_cpu_devices"] = chosen.simulated
         elif chosen.gpus:
             if settings.memory and settings.memory.size:
-                os.environ[_FRACTION] = "{:g}".format(_fraction(settings))
-                applied.append("{}={}".format(_FRACTION, os.environ[_FRACTION]))
+                os.environ[_FRACTION] = f"{_fraction(settings):g}"
+                applied.append(f"{_FRACTION}={os.environ[_FRACTION]}")
             platforms = jax.config.jax_platforms or ""
             if platforms and not {"cuda", "gpu", "rocm"} & set(platforms.split(",")):
                 warnings.append(
-                    "JAX_PLATFORMS={} keeps JAX from GPUs. Remove the variable, or ask for "
-                    "no GPU with gpus=0.".format(platforms)
+                    f"JAX_PLATFORMS={platforms} keeps JAX from GPUs. Remove the variable, or ask "
+                    "for no GPU with gpus=0."
                 )
         elif chosen.wanted():
             ids = ",".join(map(str, chosen.wanted()))
@@ -103,7 +103,7 @@ class JAX(Backend):
             changes["jax_enable_x64"] = True  # else JAX makes float32 of it
         for name, value in changes.items():
             jax.config.update(name, value)
-            applied.append("jax.config.update({!r}, {!r})".format(name, value))
+            applied.append(f"jax.config.update({name!r}, {value!r})")
         place = _ranks.own_place()
         if place is not None:
             from ..._ranks.engines.jax_distributed import JaxDistributed  # only ranks need it
@@ -111,26 +111,20 @@ class JAX(Backend):
             JaxDistributed.join(place)
             applied.append("jax.distributed.initialize()")
         if chosen.undecided is not None and not made:
-            self._settle(jax, settings)
+            gpus = _gpus(jax)  # which makes JAX's devices
+            # Those of CUDA and ROCm are now the ones that were asked for; Apple's is one.
+            chosen.settle(len(gpus), restricted=any(d.platform != "METAL" for d in gpus))
+            if gpus and settings.memory and settings.memory.size:
+                raise _one_fraction_for_all_gpus(settings.memory)
         return applied, warnings
-
-    def _settle(self, jax, settings):
-        """Take the GPUs that JAX lists, which makes its devices."""
-        gpus = _gpus(jax)
-        # Those of CUDA and ROCm are now the ones that were asked for; Apple's is one.
-        settings.devices.settle(len(gpus), restricted=any(d.platform != "METAL" for d in gpus))
-        if gpus and settings.memory and settings.memory.size:
-            raise _one_fraction_for_all_gpus(settings.memory)
 
     def devices(self) -> "List[str]":
         """As Keras names them. Simulated ones are known before JAX makes them."""
         jax = self.import_framework()
-        from . import sharding  # imports jax
-
         simulated = getattr(jax.config, "jax_num_cpu_devices", -1)
         if not self.initialised() and jax.config.jax_platforms == "cpu" and simulated > 0:
-            return ["cpu:{}".format(index) for index in range(simulated)]
-        return [sharding.device_name(device) for device in jax.local_devices()]
+            return [f"cpu:{index}" for index in range(simulated)]
+        return list(_devices(jax))
 
     # Replicas ---------------------------------------------------------------------------------
 
@@ -140,8 +134,7 @@ class JAX(Backend):
         from . import sharding  # imports jax
 
         sharding.check_distribution(model)
-        by_name = {sharding.device_name(device): device for device in jax.local_devices()}
-        before = sharding.ShardedCall.of(model)
+        before, by_name = sharding.ShardedCall.of(model), _devices(jax)
         if before is not None:
             sharding.remove(model)
         if list(devices) != self.devices()[:1]:
@@ -155,8 +148,8 @@ class JAX(Backend):
     def device(self, device: str) -> "ContextManager[Any]":
         raise errors.unsupported(
             "jax",
-            "place parts of a model on {}: under jax.jit a step is one program, all of "
-            "which runs on the same devices".format(device),
+            f"place parts of a model on {device}: under jax.jit a step is one program, all of "
+            "which runs on the same devices",
             "Leave compat.device() out; parallelize() splits the batches of the whole model.",
         )
 
@@ -167,11 +160,8 @@ class JAX(Backend):
 
     def memory_peaks(self) -> "Dict[str, int]":
         """``memory_stats()``, which CPU devices do not have."""
-        jax = self.import_framework()
-        from . import sharding  # imports jax
-
-        told = {sharding.device_name(d): d.memory_stats() or {} for d in jax.local_devices()}
-        key = "peak_bytes_in_use"
+        devices, key = _devices(self.import_framework()), "peak_bytes_in_use"
+        told = {name: device.memory_stats() or {} for name, device in devices.items()}
         return {name: stats[key] for name, stats in told.items() if key in stats}
 
     def profiled(self) -> "ContextManager[List[Operation]]":
@@ -200,6 +190,13 @@ class JAX(Backend):
 # Configuring ----------------------------------------------------------------------------------
 
 
+def _devices(jax):
+    """JAX's devices, by Keras' names for them."""
+    from . import sharding  # imports jax
+
+    return {sharding.device_name(device): device for device in jax.local_devices()}
+
+
 def _gpus(jax):
     return [device for device in jax.local_devices() if device.platform != "cpu"]
 
@@ -217,16 +214,13 @@ def _check_devices_made(jax, settings):
         as_asked = on_cpu or not chosen.declined
     if as_asked:
         return
-    from . import sharding  # imports jax
-
     imported = [module.split(".")[0] for module in sys.modules]  # in the order of import
     first = next(top for top in imported if top in ("keras", "jax"))
     raise errors.too_late(
         "jax",
-        "JAX made its devices ({}) with its first operation (it was imported by `import "
-        "{}`), and cannot change them or their memory any more ({})".format(
-            listed(list(map(sharding.device_name, made))), first, settings
-        ),
+        f"JAX made its devices ({listed(list(_devices(jax)))}) with its first operation (it was "
+        f"imported by `import {first}`), and cannot change them or their memory any more "
+        f"({settings})",
         "Call it before the first model, variable or array is made, best before the first "
         "`import jax` or `import keras`.",
     )
@@ -259,8 +253,8 @@ def _fraction(settings):
 def _one_fraction_for_all_gpus(memory):
     return errors.unsupported(
         "jax",
-        "limit memory to {}: it takes one fraction for all GPUs, and nvidia-smi does not tell "
-        "that they all have the same amount".format(memory),
+        f"limit memory to {memory}: it takes one fraction for all GPUs, and nvidia-smi does not "
+        "tell that they all have the same amount",
         'Use a fraction such as memory=0.5, or memory="grow".',
     )
 

@@ -23,11 +23,11 @@ def check_distribution(model):
     laid_out = any(getattr(v, "_layout", None) is not None for v in model.variables)
     if laid_out or keras.distribution.distribution() is not None:
         raise errors.UnsupportedError(
-            "parallelize() cannot shard the batches of model {!r}: a keras.distribution is "
-            "set, or was when the model was built, and Keras shards them itself, with an "
-            "error for batches that do not divide. Use one of the two: call "
+            f"parallelize() cannot shard the batches of model {model.name!r}: a keras.distribution "
+            "is set, or was when the model was built, and Keras shards them itself, with an error "
+            "for batches that do not divide. Use one of the two: call "
             "keras.distribution.set_distribution(None) before the model is built, or leave "
-            "parallelize() out.".format(model.name)
+            "parallelize() out."
         )
 
 
@@ -164,8 +164,7 @@ class ShardedCall(patching.InstanceMethod):
             is_split = _is_staged(value) or self.divides(rows)
             if is_split:
                 self.split.add(rows)
-            put = jax.lax.with_sharding_constraint if _is_staged(value) else jax.device_put
-            return _with_mask_of(value, put(value, self.rows if is_split else self.whole))
+            return _put(value, self.rows if is_split else self.whole)
 
         return tree.map_structure(shard, self.replicate_uneven(values, rows, tree))
 
@@ -183,10 +182,8 @@ class ShardedCall(patching.InstanceMethod):
         """The same nested values, whole on each device if so many rows do not divide."""
 
         def replicate(value):
-            if not _is_staged(value) or not _has_rows(value):
-                return value
-            whole = jax.lax.with_sharding_constraint(value, self.whole)
-            return _with_mask_of(value, whole)
+            is_one = _is_staged(value) and _has_rows(value)
+            return _put(value, self.whole) if is_one else value
 
         return values if self.divides(rows) else tree.map_structure(replicate, values)
 
@@ -254,18 +251,19 @@ _STEPS = [
 ]
 
 
-def _with_mask_of(value, other):
-    """Keep what losses and metrics look for at an output."""
-    masking = sys.modules["keras.src.backend.common.masking"]
+def _put(value, sharding):
+    """A value by a sharding, with the mask that losses and metrics look for at an output."""
+    put = jax.lax.with_sharding_constraint if _is_staged(value) else jax.device_put
+    masking, result = sys.modules["keras.src.backend.common.masking"], put(value, sharding)
     mask = masking.get_keras_mask(value)
     if mask is not None:
-        masking.set_keras_mask(other, mask)
-    return other
+        masking.set_keras_mask(result, mask)
+    return result
 
 
 def device_name(device):
     """A device of JAX's, as compat names it."""
-    return "{}:{}".format(device.platform, device.id)
+    return f"{device.platform}:{device.id}"
 
 
 def _is_staged(value):

@@ -82,7 +82,7 @@ class TensorFlow1(Backend):
             if not gpus:
                 config.CopyFrom(self.session_config(tf, settings, late))
         shown = " ".join(str(config).split())
-        lines = ["every session, of Keras and others: ConfigProto {}".format(shown)]
+        lines = [f"every session, of Keras and others: ConfigProto {shown}"]
         if settings.memory and not settings.devices.gpus:
             lines.append("memory: no GPU is used, so nothing was set")
         lines.append(switch_resource_variables_on(tf))
@@ -135,7 +135,7 @@ class TensorFlow1(Backend):
             if not gpus and "device_count" not in settings.options:
                 # Without a session: a process that has made one hangs once it is forked.
                 if simulated or not _may_list_gpus(tf):
-                    return ["/device:CPU:{}".format(i) for i in range(max(1, simulated))]
+                    return [f"/device:CPU:{i}" for i in range(max(1, simulated))]
             # An own session on an empty graph: it initialises GPUs just as the user's will.
             with tf.Session(graph=tf.Graph()) as session:
                 return self._to_train_on(session.list_devices())
@@ -146,7 +146,7 @@ class TensorFlow1(Backend):
         # user's (keras#8353): ask the driver instead.
         chosen = device_choice.choose(gpu_selection.parse_gpus(None), None, os.environ)
         gpus = len(chosen) if tf.test.is_built_with_cuda() else 0
-        return ["/device:GPU:{}".format(i) for i in range(gpus)] or ["/device:CPU:0"]
+        return [f"/device:GPU:{i}" for i in range(gpus)] or ["/device:CPU:0"]
 
     def _to_train_on(self, listed):
         # XLA_GPU and XLA_CPU are further names for the same devices (keras#11644).
@@ -254,8 +254,8 @@ def _may_list_gpus(tf):
 def _memory_total_unknown(memory):
     return errors.unsupported(
         "tensorflow1",
-        "limit memory to {}: it takes a fraction of each GPU only, and nvidia-smi does not "
-        "tell how much memory the GPUs have".format(memory),
+        f"limit memory to {memory}: it takes a fraction of each GPU only, and nvidia-smi does not "
+        "tell how much memory the GPUs have",
         'Use a fraction such as memory=0.5, or memory="grow".',
     )
 

@@ -111,7 +111,7 @@ class BatchPart:
     def _costly_besides(self, others, stop):
         """Those of the operations that the outputs do not need that are worth dividing."""
         costly = [op for op in others if op.type.startswith(_COSTLY)]
-        return [op for op in costly if not _read_other_rows(graph.ancestors([op], stop)[0])]
+        return [op for op in costly if not _needs_other_rows(op, stop)]
 
     def _rows_of(self, costly, stop):
         """The tensors with rows that can be divided, too, of those that costly operations make."""
@@ -124,7 +124,7 @@ class BatchPart:
             for tensor in ends
             if tensor.op not in self._mixed
             and self.rows.come_first(tensor)
-            and not _read_other_rows(graph.ancestors([tensor], stop)[0])
+            and not _needs_other_rows(tensor, stop)
         ]
 
     def _look_at_undivided(self, inside, mixing, costly):
@@ -133,8 +133,7 @@ class BatchPart:
         after = costly & self._mixed & inside - set(mixing)
         if after:
             needed = set(graph.ancestors(after, self._starts)[0])
-            first = min((op for op in mixing if op in needed), key=lambda op: op._id)
-            self.across = self._across(first)
+            self.across = self._across(min(needed.intersection(mixing), key=lambda op: op._id))
         others = {
             op
             for op in costly - inside - self._mixed
@@ -142,17 +141,11 @@ class BatchPart:
         }
         if others:
             errors.warn(
-                "A loss or an update of model {!r} needs operations that its outputs do not need "
-                "and that parallelize() cannot divide, so they run on one device: {}. To have "
-                "them divided, make what they compute an output of the model.".format(
-                    self.name, _list_of(others)
-                )
+                f"A loss or an update of model {self.name!r} needs operations that its outputs do "
+                "not need and that parallelize() cannot divide, so they run on one device: "
+                f"{_list_of(others)}. To have them divided, make what they compute an output of "
+                "the model."
             )
-
-    def untold(self):
-        """The tensors of the part of which no rule tells how they depend on the rows."""
-        tensors = [tensor for op in self.needed for tensor in op.outputs]
-        return [tensor for tensor in tensors if isinstance(self.rows.known(tensor), _rows.Unknown)]
 
     def _across(self, op):
         whys = [getattr(self.rows.known(tensor), "why", None) for tensor in op.outputs]
@@ -174,8 +167,8 @@ class BatchPart:
             if graph.has_custom_gradient(op) and graph.loop_of(op) is not None:
                 raise errors.unsupported(
                     "tensorflow",
-                    "run {} on several devices: it is in a loop and has a gradient by "
-                    "tf.custom_gradient, which is bound to the undivided batch".format(op.name),
+                    f"run {op.name} on several devices: it is in a loop and has a gradient by "
+                    "tf.custom_gradient, which is bound to the undivided batch",
                     "Use one device: gpus=1, or give the operation TensorFlow's own gradient.",
                 )
 
@@ -193,12 +186,11 @@ class BatchPart:
 
 def _values_written(updates, stop, variables):
     """The tensors that updates write into some variables, or derive from the batch for it."""
-    names = {variable.op.name for variable in variables}
     # Keras' moving averages have variables besides: "moving_mean/biased".
-    scopes = tuple(name + "/" for name in names)
+    scopes = tuple(variable.op.name + "/" for variable in variables)
 
     def is_one(variable):
-        return variable.name in names or variable.name.startswith(scopes)
+        return (variable.name + "/").startswith(scopes)
 
     pairs = [update for update in updates if isinstance(update, tuple)]
     ops, consumers = graph.ancestors([u for u in updates if not isinstance(u, tuple)], stop)
@@ -208,11 +200,11 @@ def _values_written(updates, stop, variables):
     return values + [t for op in writing for t in op.inputs if t.op not in writing]
 
 
-def _read_other_rows(operations):
-    """Whether these operations read rows that are no input's of the model, such as targets."""
+def _needs_other_rows(target, stop):
+    """Whether a target needs rows that are no input's of the model, such as those of targets."""
     return any(
         tensor.dtype.name not in ("bool", "resource") and not tensor.shape.is_fully_defined()
-        for op in operations
+        for op in graph.ancestors([target], stop)[0]
         if op.type.startswith(("Placeholder", "IteratorGetNext"))
         for tensor in op.outputs
     )
@@ -221,7 +213,7 @@ def _read_other_rows(operations):
 def _list_of(operations):
     """Operations by name and type, as a text."""
     ordered = sorted(operations, key=lambda op: op._id)
-    names = ["{} ({})".format(op.name, op.type) for op in ordered[:4]]
+    names = [f"{op.name} ({op.type})" for op in ordered[:4]]
     return ", ".join(names) + (" and others" if len(ordered) > 4 else "")
 
 
@@ -236,5 +228,5 @@ def line_of(op):
     for frame in reversed(list(op.traceback or ())):
         file, line = frame[0], frame[1]
         if not _LIBRARIES.search(file):
-            return "{}, line {}".format(os.path.basename(file), line)
+            return f"{os.path.basename(file)}, line {line}"
     return None

@@ -90,10 +90,14 @@ def _checked_rows(function, inputs):
         if any(tensor is each for each in replicas.part.divided) and _rows_of(value) is not None
     }
     if len(set(rows.values())) > 1:
-        sizes = ", ".join("{} has {}".format(name, rows[name]) for name in sorted(rows))
-        raise errors.UnsupportedError(
-            "parallelize() divides each input of model {!r} by its rows, but they do not have as "
-            "many: {}. Give each input a row for each row of the batch, or use one device: "
-            "parallelize(model, gpus=1).".format(owner.model.name, sizes)
-        )
+        sizes = ", ".join(f"{name} has {rows[name]}" for name in sorted(rows))
+        raise errors.UnsupportedError(rows_differ(owner.model.name, ": " + sizes))
     return rows
+
+
+def rows_differ(model, found=""):
+    return (
+        f"parallelize() divides each input of model {model!r} by its rows, but they do not have as "
+        f"many{found}. Give each input a row for each row of the batch, or use one device: "
+        "parallelize(model, gpus=1)."
+    )

@@ -6,7 +6,7 @@ from ... import _keras, _rows
 from . import row_trial
 from .function_errors import become, explain
 from .graph import v1_names
-from .replicas import CannotCopy, GraphReplicas
+from .replicas import GraphReplicas
 from .step_counter import counting_in_order
 
 
@@ -80,7 +80,9 @@ class ReplicatedGraphFunctions:
         trial = row_trial.ReplicasTrial(K, replicas, dict(zip(inputs, values)), phase)
         failed = trial.differing(taken) if taken else {}
         if failed:
-            self._tried.update(row_trial.found(trial, failed, self.model.outputs))
+            found = trial.placements(failed)
+            # Nothing new: then all of it runs whole.
+            self._tried.update(found or dict.fromkeys(self.model.outputs, _rows.Mixed("tried")))
             self._make_anew()
         return bool(failed)
 
@@ -109,12 +111,7 @@ class ReplicatedGraphFunctions:
         losses = [] if loss is None else [loss]
         key = list(map(id, list(model.inputs) + list(model.outputs) + updates + losses))
         if self._replicas is None or key != self._replicas_key:
-            arguments = model, losses, updates, self._tried, self.devices
-            try:
-                self._replicas = GraphReplicas(*arguments)
-            except CannotCopy as error:
-                self._tried.update(dict.fromkeys(error.args[0], _rows.Mixed("fails")))
-                self._replicas = GraphReplicas(*arguments)
+            self._replicas = GraphReplicas(model, losses, updates, self._tried, self.devices)
             self._replicas_key = key
             across = self._replicas.part.across
             if across is not None and not self._warned:

@@ -27,9 +27,7 @@ def loop_of(op):
 
 
 def is_loop(context):
-    from tensorflow.python.ops.control_flow_ops import WhileContext
-
-    return isinstance(context, WhileContext)
+    return hasattr(context, "loop_exits")
 
 
 def is_outermost(op):
@@ -119,14 +117,9 @@ def is_shared(op):
     return reads and op.inputs[0].op.type.startswith(("VarHandle", "Variable"))
 
 
-def _handles(op):
-    """The variables and arrays among the inputs of ``op``."""
+def handles(op):
+    """The variables and arrays among the inputs of ``op``, on whose device TensorFlow wants it."""
     return [t for t in op.inputs if t.dtype._is_ref_dtype or t.dtype.name == "resource"]
-
-
-def follows_its_input(op):
-    """Whether TensorFlow wants ``op`` on the device of what it reads: a variable or an array."""
-    return bool(_handles(op))
 
 
 def value_of(variable):
@@ -156,7 +149,7 @@ def _only_lets_a_variable_in(op):
 
 def writes(op):
     """Whether ``op`` writes a variable."""
-    return op.type.replace("Resource", "").startswith(_WRITES) and follows_its_input(op)
+    return op.type.replace("Resource", "").startswith(_WRITES) and bool(handles(op))
 
 
 def source_of(handle):
@@ -176,7 +169,7 @@ def variables_of(operations, others=()):
     """The variables that operations write."""
     tf = v1_names()
     # An optimizer's operation (ResourceApplyAdam) writes its state, too.
-    written = {source_of(handle) for op in operations for handle in _handles(op)}
+    written = {source_of(handle) for op in operations for handle in handles(op)}
     found = list(others)
     for graph in {op.graph for op in operations}:
         with graph.as_default():
@@ -190,7 +183,6 @@ class _Copy:
     def __init__(self, operations, replaced):
         self.operations = operations
         self.replaced = replaced
-        self.shards = {}  # type: Dict[Any, Any]
 
     def tensor(self, tensor):
         """The copy of a tensor, or what was put in its place."""
@@ -257,9 +249,8 @@ def copy_operations(
             definition, outside, [op.name for op in operations], name=prefix
         )
     copies.operations.update(zip(operations, results))
-    for op in operations:
-        if op not in entering:
-            _set_shapes(op.outputs, copies.operations[op].outputs, fixed_batch)
+    for op in set(operations) - entering:
+        _set_shapes(op.outputs, copies.operations[op].outputs, fixed_batch)
     for op, other in waiting:
         copies.operations[op]._add_control_inputs(controls(other))
     _copy_contexts(copies, prefix)
@@ -305,7 +296,7 @@ def _gradient_of_copy(op, copies):
     from tensorflow.python.framework import ops
 
     gradient = ops.get_gradient_function(op)
-    name = "CustomGradientOfCopy{}".format(next(_numbers))
+    name = f"CustomGradientOfCopy{next(_numbers)}"
 
     @ops.RegisterGradient(name)
     def gradient_of_copy(_, *upstream):
@@ -357,8 +348,7 @@ def _copy_contexts(copies, prefix):
     def context_of(context):
         if context not in contexts:
             contexts[context] = result = copy.copy(context)
-            for name, value in list(vars(context).items()):
-                setattr(result, name, convert(value))
+            vars(result).update((name, convert(each)) for name, each in vars(context).items())
             result._name = prefix + context._name
             if is_loop(context):
                 result._grad_state = None

@@ -10,7 +10,7 @@ import re
 from ..._rows import REPLICATED, Count, Mixed, Replicated, Sharded, Unknown, Value
 from . import own_gradients
 from .graph import dense_parts, is_outermost, loop_of
-from .row_operations import ALIGNED, constant, placements
+from .row_operations import ALIGNED, placements
 from .row_sizes import COORDINATES, Positions, sizes_of
 
 
@@ -42,7 +42,8 @@ class TensorRows:
             parts = dense_parts(tensor)  # of a sparse one: indices, values and shape
             kinds = (COORDINATES, Sharded(0, inner=None, even=False), Count([0]))
             self._known.update(zip(parts, kinds if len(parts) > 1 else [Sharded(0)]))
-        for op in _in_order(operations):
+        # After those whose results they take, ways back in loops left out.
+        for op in sorted(operations, key=lambda op: op._id):
             self._look_at(op)
 
     def known(self, tensor):
@@ -123,7 +124,7 @@ class TensorRows:
         if all(isinstance(each, Replicated) for each in given):
             return [REPLICATED] * len(op.outputs)
         values = [_value(tensor, kind) for tensor, kind in zip(op.inputs, given)]
-        return placements(op, values, constant)
+        return placements(op, values)
 
     def _look_at_constants(self, op, given):
         """TensorFlow makes constants of zeros and shapes where the number of rows is fixed."""
@@ -159,18 +160,3 @@ def _value(tensor, placement):
     if shape and isinstance(placement, Sharded):
         shape[placement.axis] = None
     return Value(placement, shape)
-
-
-def _in_order(operations):
-    """Operations after those whose results they take; ways back in loops left out."""
-    pending = sorted(operations, key=lambda op: op._id, reverse=True)
-    ordered, entered = {}, set()  # type: Any, Any
-    while pending:
-        op = pending[-1]
-        entered.add(op)
-        inputs = [tensor.op for tensor in op.inputs if tensor.op in operations]
-        before = [each for each in inputs if each not in entered]
-        pending += before
-        if not before:
-            ordered[pending.pop()] = None
-    return ordered

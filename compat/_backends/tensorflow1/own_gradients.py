@@ -56,12 +56,10 @@ class OwnGradient:
             given: the placements of the operation's inputs.
             placement: a function that tells that of a tensor.
         """
-        found = [
-            (before, placement(gradient))
+        return not all(
+            gradient is None or not gradient.dtype.is_floating or _fits(before, placement(gradient))
             for before, gradient in zip(given, self.downstream)
-            if gradient is not None and gradient.dtype.is_floating
-        ]
-        return any(not _fits(before, after) for before, after in found)
+        )
 
 
 def upstream_of(placement):
@@ -71,9 +69,7 @@ def upstream_of(placement):
 
 def _fits(before, after):
     if isinstance(before, Sharded):
-        return isinstance(after, Sharded) and after.replace(inner=None) == before.replace(
-            inner=None
-        )
+        return isinstance(after, Sharded) and after.replace(inner=before.inner) == before
     if isinstance(before, Replicated):
         return after == Partial("sum")
     return not isinstance(after, Mixed)

@@ -3,7 +3,7 @@
 import contextlib
 
 from ..._runtime import patching
-from .graph import ancestors, follows_its_input, loop_of, operations_of, reached
+from .graph import ancestors, handles, loop_of, operations_of, reached
 
 
 @contextlib.contextmanager
@@ -86,7 +86,7 @@ class ColocateGradients:
         self.sums = sums
 
     def __call__(self, op):
-        if follows_its_input(op):
+        if handles(op):
             return ""
         device, forward, loop = "", op._original_op, loop_of(op)
         if forward is not None:

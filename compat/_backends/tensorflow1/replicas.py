@@ -16,15 +16,8 @@ from ... import _keras, errors
 from ..._rows import split_rows
 from . import graph
 from .batch_part import BatchPart
+from .function_errors import rows_differ
 from .placed_layers import ColocateGradients
-
-
-class CannotCopy(Exception):
-    """TensorFlow refuses the operations of a part of the batch.
-
-    Its argument are the tensors that no rule tells. The operations that it refuses are among
-    theirs, or follow from them.
-    """
 
 
 class GraphReplicas:
@@ -44,10 +37,9 @@ class GraphReplicas:
         for tensor in self.inputs:
             if not isinstance(tensor, (self.tf.Tensor, self.tf.SparseTensor)):
                 raise errors.UnsupportedError(
-                    "parallelize() divides the inputs of model {!r} by rows, and cannot divide a "
-                    "variable: {}. Give its value: Input(tensor=tf.identity(variable)).".format(
-                        self.name, tensor.name
-                    )
+                    f"parallelize() divides the inputs of model {self.name!r} by rows, and cannot "
+                    f"divide a variable: {tensor.name}. Give its value: "
+                    "Input(tensor=tf.identity(variable))."
                 )
         # A row for each row of the batch.
         self.states = [graph.value_of(state.handle) for state in _keras.states(model, "handle")]
@@ -59,12 +51,7 @@ class GraphReplicas:
             self._check_rows_of_tensors()
             rows = self._count((self.part.divided or self.inputs)[0])
             self.sizes = split_rows.sizes(rows, len(devices))
-            try:
-                self.copies = [self._replica(index) for index in range(len(devices))]
-            except ValueError as error:  # the graph names the batch's size, which no part has
-                if not self.part.untold():
-                    raise
-                raise CannotCopy(self.part.untold()) from error
+            self.copies = [self._replica(index) for index in range(len(devices))]
         device_of = {
             copied: device
             for device, replica in zip(devices, self.copies)
@@ -81,15 +68,16 @@ class GraphReplicas:
         replaced = {t: tf.constant(sizes, t.dtype) for t, sizes in shapes if None not in sizes}
         for tensor in self.read_in_shards():
             with self._where_it_lies(tensor), tf.control_dependencies(self._checks):
-                count = tf.identity(self._count(tensor)) if self._checks else self._count(tensor)
+                # Of a fixed number, a replica could only compute as many rows as it always has.
+                count = tf.placeholder_with_default(self._count(tensor), ())
                 first, end = split_rows.run_bounds(count, len(self.devices), index, tf.maximum)
                 shards[tensor] = shard = self._shard(tensor, first, end)
                 replaced.update(zip(graph.dense_parts(tensor), graph.dense_parts(shard)))
         replica = graph.copy_operations(
             self.part.needed,
             replaced,
-            "replica_{}".format(index),
-            lambda op: "" if graph.follows_its_input(op) else self.devices[index],
+            f"replica_{index}",
+            lambda op: "" if graph.handles(op) else self.devices[index],
             seed=index,
             controls=lambda op: [op] if op in self.part.once else [],
             fixed_batch=self.part.fixed,
@@ -114,13 +102,8 @@ class GraphReplicas:
             return
         with tf.device("/cpu:0"):
             counts = [self._count(tensor) for tensor in self.part.divided]
-            text = (
-                "parallelize() divides each input of model {!r} by its rows, but they do not have "
-                "as many. Give each input a row for each row of the batch, or use one device: "
-                "parallelize(model, gpus=1). Rows:".format(self.name)
-            )
             same = tf.reduce_all(tf.equal(counts, counts[0]))
-            self._checks.append(tf.Assert(same, [text] + counts))
+            self._checks.append(tf.Assert(same, [rows_differ(self.name) + " Rows:"] + counts))
 
     @contextlib.contextmanager
     def _apart(self):

@@ -10,14 +10,12 @@ from . import row_rules, row_sizes, row_views
 from .row_sizes import Positions
 
 
-def placements(op, values, constant):
+def placements(op, values):
     """The placements of an operation's outputs.
 
     Arguments:
         op: a ``tf.Operation``.
         values: a ``Value`` for each of its inputs.
-        constant: a function that tells the value of a tensor known before any run, as an array, or
-            None.
     """
     rule, kinds = RULES.get(op.type), [value.placement for value in values]
     at_positions = any(isinstance(kind, Positions) for kind in kinds)
@@ -29,11 +27,11 @@ def placements(op, values, constant):
         results = Unknown("it is not known") if stateful or found is None else found
     elif found is None or rule in _ASKED_ALWAYS or at_positions and rule in _LOOKING_UP:
         try:
-            results = rule(op, values, constant)
+            results = rule(op, values)
         except row_sizes.NotKnown:
             results = Unknown("an axis or a size is not known")
     elif isinstance(found, Count) and op.type in _OF_SIZES:
-        results = _OF_SIZES[op.type](op, values, constant)
+        results = _OF_SIZES[op.type](op, values)
     else:
         results = found
     results = results if isinstance(results, list) else [results] * len(op.outputs)
@@ -54,17 +52,6 @@ _IN_PROPORTION = {
     "Cast", "Gather", "GatherV2", "Identity", "Maximum", "Minimum", "Mul", "Prod", "Reshape",
     "Squeeze", "StridedSlice", "Unpack",
 }  # fmt: skip
-
-
-def constant(tensor):
-    """The value of a tensor that is known before any run, or None."""
-    from tensorflow.python.framework import tensor_util
-
-    value = tensor_util.constant_value(tensor)
-    if value is None and tensor.op.type == "Sub":  # the order of tf.transpose(x)
-        first, second = map(constant, tensor.op.inputs)
-        return None if first is None or second is None else first - second
-    return value
 
 
 _MADE = (

@@ -11,7 +11,7 @@ from .row_sizes import Positions, attribute, known_numbers, numbers, of_first, s
 
 
 def _of_values(rule):
-    def applied(op, values, constant):
+    def applied(op, values):
         return rule(values)
 
     return applied
@@ -22,33 +22,33 @@ added = _of_values(_rows.added)
 multiplied = _of_values(_rows.multiplied)
 
 
-def extreme(op, values, constant):
+def extreme(op, values):
     return _rows.extreme(values, op.type[:3].lower())
 
 
-def divided(op, values, constant):
+def divided(op, values):
     rule = _rows.pointwise if op.outputs[0].dtype.is_integer else _rows.divided
     return rule(values)
 
 
-def same(op, values, constant):
+def same(op, values):
     return [value.placement for value in values[: len(op.outputs)]]
 
 
-def with_sizes(op, values, constant):
+def with_sizes(op, values):
     """It checks the sizes, of which that of the rows is another one on each device."""
     axis, sizes = values[0].axis, op.get_attr("shape")
     fixed = axis is not None and not sizes.unknown_rank and sizes.dim[axis].size >= 0
     return Mixed() if fixed else values[0].placement
 
 
-def cast(op, values, constant):
+def cast(op, values):
     before, after = op.inputs[0].dtype, op.outputs[0].dtype
     exact = after.is_floating or after.is_complex or before.is_integer and after.is_integer
     return values[0].placement if exact or before == after else _rows.pointwise(values)
 
 
-def bias(op, values, constant):
+def bias(op, values):
     """A vector along the channels."""
     value, bias = values
     if value.rank is None:
@@ -65,7 +65,7 @@ def _channels(op, value):
     return 1 if attribute(op, "data_format") == b"NCHW" else value.rank - 1
 
 
-def chosen(op, values, constant):
+def chosen(op, values):
     """``Select``: a vector chooses rows; a scalar all of either."""
     condition = values[0]
     if condition.rank == 1 and values[1].rank not in (None, 1):
@@ -80,8 +80,8 @@ _HOW = {"EuclideanNorm": "norm", "ArgMax": "position", "ArgMin": "position"}
 
 
 @of_first
-def reduced(op, values, constant):
-    how, axes = _HOW.get(op.type, op.type.lower()), known_numbers(op.inputs[1], constant)
+def reduced(op, values):
+    how, axes = _HOW.get(op.type, op.type.lower()), known_numbers(op.inputs[1])
     kept = bool(attribute(op, "keep_dims"))
     if how == "mean" and op.outputs[0].dtype.is_integer:
         how = "rounded mean"
@@ -92,19 +92,19 @@ def reduced(op, values, constant):
     return _rows.reduced(values[0], axes, how, kept)
 
 
-def half_of_squares(op, values, constant):
+def half_of_squares(op, values):
     return _rows.reduced(Value(_rows.pointwise(values), values[0].shape), None, "sum")
 
 
-def all_but_channels(op, values, constant):
+def all_but_channels(op, values):
     """The gradient of a bias."""
     value = values[0]
     return _rows.reduced(value, set(range(value.rank)) - {_channels(op, value)}, "sum")
 
 
 @of_first
-def along(op, values, constant):
-    axes = numbers(op.inputs[2 if op.type == "Roll" else 1], constant)
+def along(op, values):
+    axes = numbers(op.inputs[2 if op.type == "Roll" else 1])
     if op.type == "Reverse":
         axes = [axis for axis, reversed_ in enumerate(axes) if reversed_]
     return _rows.along(values[0], axes)
@@ -116,7 +116,7 @@ def along_last(*counts):
     Inputs beyond ``counts`` are the same for all rows.
     """
 
-    def applied(op, values, constant):
+    def applied(op, values):
         before = [value.axis for value in values[: len(counts)]]
         for place, count in enumerate(counts):
             if before[place] is None or before[place] >= values[place].rank - count:
@@ -129,12 +129,12 @@ def along_last(*counts):
 # Products ---------------------------------------------------------------------------------------
 
 
-def product(op, values, constant):
+def product(op, values):
     names = ("transpose_a", "transpose_b", "adj_x", "adj_y")
     return _rows.product(values, *[op.get_attr(n) for n in names if n in op.node_def.attr])
 
 
-def einsum(op, values, constant):
+def einsum(op, values):
     equation = op.get_attr("equation").decode().replace(" ", "")
     if "." in equation or "->" not in equation:
         return Unknown("its letters")
@@ -142,7 +142,7 @@ def einsum(op, values, constant):
     return _rows.contracted(values, letters.split(","), result)
 
 
-def sparse_product(op, values, constant):
+def sparse_product(op, values):
     """A sparse matrix, whose shape tells where it has rows, times a dense one."""
     positions, found, shape, dense = [value.placement for value in values]
     if not isinstance(positions, Positions) or shape != Count([0]):
@@ -154,20 +154,20 @@ def sparse_product(op, values, constant):
 # Looking up and sorting in ----------------------------------------------------------------------
 
 
-def gathered(op, values, constant):
+def gathered(op, values):
     data, places = values[:2]
     if op.type == "ResourceGather":  # of a variable, by its handle
         ranks = op.outputs[0].shape.ndims, places.rank
         shape = None if None in ranks else [None] * (ranks[0] - ranks[1] + 1)
         data = Value(data.placement, shape)
-    axis = numbers(op.inputs[2], constant) if len(values) > 2 else [0]
+    axis = numbers(op.inputs[2]) if len(values) > 2 else [0]
     if isinstance(places.placement, Positions):
         whole = axis == [data.axis] and (places.rank == 1 or places.shape[-1:] == (1,))
         return places.placement.looked_up(data) if whole else Mixed()
     return _rows.gathered([data, places], axis[0], attribute(op, "batch_dims", 0))
 
 
-def gathered_by_coordinates(op, values, constant):
+def gathered_by_coordinates(op, values):
     data, places = values[:2]
     if isinstance(places.placement, Positions):
         return places.placement.looked_up(data)
@@ -181,7 +181,7 @@ def gathered_by_coordinates(op, values, constant):
     return data.placement.replace(axis=data.axis - depth + places.rank - 1)
 
 
-def segments(op, values, constant):
+def segments(op, values):
     data, places, count = values
     if not isinstance(count.placement, Replicated):
         return Unknown("how many segments")
@@ -193,7 +193,7 @@ def segments(op, values, constant):
     return _rows.scattered([places, data], op.type[len("UnsortedSegment") :].lower())
 
 
-def counted_in(op, values, constant):
+def counted_in(op, values):
     """Histograms of a fixed number of places."""
     if op.type == "HistogramFixedWidth":
         counted, fixed = values[:1], values[1:]
@@ -210,7 +210,7 @@ def counted_in(op, values, constant):
     return _rows.scattered(counted, "max" if binary else "sum")
 
 
-def scattered(op, values, constant):
+def scattered(op, values):
     places, data, sizes = values
     if not isinstance(sizes.placement, Replicated):
         return Unknown("the sizes")
@@ -219,13 +219,13 @@ def scattered(op, values, constant):
     return _rows.scattered([places, data])
 
 
-def where(op, values, constant):
+def where(op, values):
     placement = values[0].placement
     first = values[0].axis == 0 and placement.even and placement.per is None
     return Positions(placement) if first else Mixed()
 
 
-def sequences_reversed(op, values, constant):
+def sequences_reversed(op, values):
     rows, along = attribute(op, "batch_dim", 0), op.get_attr("seq_dim")
     if isinstance(values[1].placement, Replicated):
         # The lengths of what is at each place of the dimension `batch_dim`.
@@ -239,26 +239,26 @@ def sequences_reversed(op, values, constant):
 def by_row(*axes):
     """A function of each row by itself; inputs beyond ``axes`` are the same for all rows."""
 
-    def applied(op, values, constant):
+    def applied(op, values):
         return _rows.by_row(values, list(axes) + [None] * (len(values) - len(axes)))
 
     return applied
 
 
-def of_sizes_and_rows(op, values, constant):
+def of_sizes_and_rows(op, values):
     """A gradient by an input: the sizes of that, a convolution's kernel, rows."""
     if isinstance(values[0].placement, Count):
         values = [Value(REPLICATED, values[0].shape)] + list(values[1:])
     return _rows.by_row(values, [None] * (len(values) - 1) + [0])
 
 
-def of_kernel(op, values, constant):
+def of_kernel(op, values):
     """A convolution's gradient by its kernel, which is a sum over the rows."""
     placement = _rows.by_row(values, [0, None, 0])
     return Partial("sum") if isinstance(placement, Sharded) else placement
 
 
-def normalized(op, values, constant):
+def normalized(op, values):
     training, others = op.get_attr("is_training"), len(op.outputs) - 1
     channels = op.get_attr("data_format").index(b"C")
     if values[0].axis != channels:
@@ -271,7 +271,7 @@ def normalized(op, values, constant):
     return [rows.replace(axis=channels)] + [rows] * others if rows else Mixed()
 
 
-def one_hot(op, values, constant):
+def one_hot(op, values):
     placement, axis = values[0].placement, op.get_attr("axis")
     fixed = all(isinstance(each.placement, Replicated) for each in values[1:])
     if not fixed or not _rows.have_own_rows(values[:1]):
@@ -279,7 +279,7 @@ def one_hot(op, values, constant):
     return placement.replace(axis=placement.axis + (0 <= axis <= placement.axis))
 
 
-def made(op, values, constant):
+def made(op, values):
     """A new value of a shape, or one without rows that is repeated to have it."""
     others = [value.placement for value in values]
     sizes = others.pop(1 if op.type in ("BroadcastTo", "Tile") else 0)
@@ -288,14 +288,14 @@ def made(op, values, constant):
     return _rows.made(sizes, op.outputs[0].shape.ndims)
 
 
-def joined(op, values, constant):
+def joined(op, values):
     """The end of a condition: what one of its branches gave, and which."""
     kinds = [value.placement for value in values]
     which = Mixed() if any(isinstance(kind, Mixed) for kind in kinds) else REPLICATED
     return [_rows.chosen(REPLICATED, kinds), which]
 
 
-def switched(op, values, constant):
+def switched(op, values):
     condition = values[1].placement
     if isinstance(condition, Replicated):
         return values[0].placement
@@ -303,7 +303,7 @@ def switched(op, values, constant):
 
 
 @of_first
-def space_to_batch(op, values, constant):
+def space_to_batch(op, values):
     """Blocks side by side along the first dimension, or back."""
     import numpy as np
 
@@ -311,7 +311,7 @@ def space_to_batch(op, values, constant):
     if not isinstance(placement, Sharded):
         return Mixed()
     if op.type.endswith("ND"):
-        sizes = numbers(op.inputs[1], constant)
+        sizes = numbers(op.inputs[1])
     else:
         sizes = [op.get_attr("block_size")] * 2
     blocks, inner = int(np.prod(sizes)), len(sizes)

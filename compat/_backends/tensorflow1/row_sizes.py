@@ -1,10 +1,8 @@
 """Rules about rows of shapes and sizes, and what TensorFlow's rules have in common.
 
-A rule is a function of the operation, the ``Value``s of its inputs, and of the function that tells
-the value of a tensor known before any run. It returns one placement for all outputs, or a list.
+A rule is a function of the operation and the ``Value``s of its inputs. It returns one placement for
+all outputs, or a list.
 """
-
-import functools
 
 from ... import _rows
 from ..._rows import REPLICATED, Count, Mixed, Sharded, Unknown
@@ -49,15 +47,26 @@ class NotKnown(Exception):
     """A rule needs numbers that are not known before a run."""
 
 
-def known_numbers(tensor, constant):
+def constant(tensor):
+    """The value of a tensor that is known before any run, as an array, or None."""
+    from tensorflow.python.framework import tensor_util
+
+    value = tensor_util.constant_value(tensor)
+    if value is None and tensor.op.type == "Sub":  # the order of tf.transpose(x)
+        first, second = map(constant, tensor.op.inputs)
+        return None if first is None or second is None else first - second
+    return value
+
+
+def known_numbers(tensor):
     """The numbers in a tensor that are known before any run, as a list, or None."""
     value = constant(tensor)
     return None if value is None else value.ravel().tolist()
 
 
-def numbers(tensor, constant):
+def numbers(tensor):
     """As ``known_numbers``, where nothing can be told without them."""
-    found = known_numbers(tensor, constant)
+    found = known_numbers(tensor)
     if found is None:
         raise NotKnown(tensor)
     return found
@@ -70,27 +79,24 @@ def sizes_of(tensor):
 def of_first(rule):
     """A rule of operations whose other inputs, sizes and axes for example, are fixed."""
 
-    @functools.wraps(rule)
-    def applied(op, values, constant):
+    def applied(op, values):
         others = _rows.without_rows([value.placement for value in values[1:]])
-        if others is None:
-            return Mixed()
         if others == REPLICATED:
-            return rule(op, values, constant)
-        return Unknown("what it does depends on the number of rows")
+            return rule(op, values)
+        return Unknown("what it does depends on the number of rows") if others else Mixed()
 
     return applied
 
 
-def shape(op, values, constant):
+def shape(op, values):
     return [_rows.shape_of(value) for value in values]
 
 
-def size(op, values, constant):
+def size(op, values):
     return _rows.size_of(values[0])
 
 
-def rank(op, values, constant):
+def rank(op, values):
     placement = values[0].placement
     return placement if isinstance(placement, Unknown) else REPLICATED
 
@@ -98,38 +104,34 @@ def rank(op, values, constant):
 # What becomes of sizes, where nothing has rows --------------------------------------------------
 
 
-def picked(op, values, constant):
+def picked(op, values):
     """Elements of a vector of sizes, such as a shape."""
     import numpy as np
 
-    sizes, shape = values[0].placement, values[0].shape
-    arguments = [constant(tensor) for tensor in op.inputs[1:]]
-    if not isinstance(sizes, Count) or sizes.places is None:
+    sizes, arguments = values[0].placement, [constant(tensor) for tensor in op.inputs[1:]]
+    known = isinstance(sizes, Count) and sizes.places is not None and values[0].rank == 1
+    if not known or values[0].shape[0] is None or any(each is None for each in arguments):
         return Count()
-    if values[0].rank != 1 or shape[0] is None:
-        return Count()
-    places = np.arange(shape[0])
+    places = np.arange(values[0].shape[0])
     if op.type == "Unpack":
         return [_rows.counted(sizes, int(place)) for place in places]
-    if any(argument is None for argument in arguments):
+    if op.type in ("Gather", "GatherV2"):
+        chosen = arguments[0]
+    elif len(arguments[0]) != 1:
         return Count()
-    if op.type == "Slice":
-        begin, count = int(arguments[0][0]), int(arguments[1][0])
-        places = places[begin : begin + count if count >= 0 else None]
-    elif op.type in ("Gather", "GatherV2"):
-        places = places[arguments[0]]
+    elif op.type == "Slice":
+        begin, count = [argument.item() for argument in arguments]
+        chosen = slice(begin, begin + count if count >= 0 else None)
     elif op.get_attr("shrink_axis_mask"):
-        places = places[int(arguments[0][0])]
-    elif len(arguments[0]) == 1:
-        begin, end, step = [int(argument[0]) for argument in arguments]
-        begin = None if op.get_attr("begin_mask") else begin
-        places = places[begin : None if op.get_attr("end_mask") else end : step]
+        chosen = arguments[0].item()
     else:
-        return Count()
-    return _rows.counted(sizes, places.tolist())
+        begin, end, step = [argument.item() for argument in arguments]
+        begin = None if op.get_attr("begin_mask") else begin
+        chosen = slice(begin, None if op.get_attr("end_mask") else end, step)
+    return _rows.counted(sizes, places[chosen].tolist())
 
 
-def calculated(op, values, constant):
+def calculated(op, values):
     """What arithmetic makes of sizes, each in proportion to the rows or not."""
     counts = [v.placement for v in values if isinstance(v.placement, Count)]
     if not op.outputs[0].dtype.is_integer:
@@ -143,7 +145,7 @@ def calculated(op, values, constant):
     return counts[0] if kept and all(v.rank in (0, 1) for v in values) else Count()
 
 
-def joined(op, values, constant):
+def joined(op, values):
     """A vector of sizes put together from numbers, or from such vectors."""
     values, rank = without_axis(op, values), 0 if op.type == "Pack" else 1
     if any(value.rank != rank or None in value.shape for value in values):

@@ -38,8 +38,7 @@ class ReplicasTrial:
         self._fed = {t: v for t, v in self._given.items() if not any(t is d for d in divided)}
         if hasattr(phase, "op"):
             self._fed[phase] = False
-        self._values = {}  # type: Dict[Any, Any]
-        self._drawn = {}  # type: Dict[Any, Any]
+        self._values, self._drawn = {}, {}  # type: Any, Any
 
     def _value_of(self, tensor):
         """Rows of a tensor that the replica reads a shard of, from what is fed, or made up."""
@@ -55,68 +54,71 @@ class ReplicasTrial:
         return np.arange(np.prod(shape)).reshape(shape).astype(tensor.dtype.as_numpy_dtype) % 2
 
     def differing(self, tensors):
-        """The tensors that the replicas' values do not make up, and why, as ``Across`` says it.
+        """The tensors that are not the replicas' rows in order, and why, as ``Across`` says it.
 
         Random ones are not among them where rules tell.
         """
+        ran = []
         try:
             with self._writing_nothing():
-                is_fixed = self._is_fixed()
-                if is_fixed:
-                    whole, *parts = self._run_all(tensors)
-                    ways = [parts]
-                else:
-                    self._draw()
-                    whole = self._run(tensors)
-                    try:
-                        ways = [[self._run(tensors, rows) for rows in way] for way in WAYS]
-                    except Exception:  # as the whole does not
-                        return dict.fromkeys(tensors, "fails")
+                self._draw()
+                for rows in sum(WAYS, (trial.WHOLE,)):
+                    ran.append(self._run(tensors, rows))
                 found = {
-                    tensor: "tried"
-                    for place, tensor in enumerate(tensors)
-                    if not all(
-                        trial.fits([part[place] for part in parts], whole[place], IN_ORDER)
-                        for parts in ways
-                    )
+                    tensor: whole
+                    for tensor, whole, *parts in zip(tensors, *ran)
+                    if not all(trial.fits(way, whole, IN_ORDER) for way in (parts[:2], parts[2:]))
                 }
-                if not found:
-                    return {}
-                again = self._run_all(tensors)[0] if is_fixed else self._run(tensors)
-        except Exception:  # whatever it is, the trial cannot tell
+                again = self._run(list(found)) if found else []
+        except Exception:
+            if ran:  # of all rows, but not of some of them
+                return dict.fromkeys(tensors, "fails")
             return {tensor: "unknown" for tensor in tensors if self._is_assumed(tensor)}
-        for tensor, value, other in zip(tensors, whole, again):
-            if not trial.close(value, other):
-                found.pop(tensor, None)
-                if self._is_assumed(tensor):
-                    found[tensor] = "unknown"
-        return found
-
-    def _is_fixed(self):
-        """Whether the graph says how many rows each replica has, and takes no others."""
-        return any(
-            shard.shape.ndims and shard.shape.as_list()[0] is not None
-            for tensor in self.replicas.read_in_shards()
-            for shard in dense_parts(self.replica.shards[tensor])
-        )
-
-    def _run_all(self, tensors):
-        """The values of the undivided batch, and of each replica, of the rows it always has."""
-        if self.replicas.part.drawn():
-            raise ValueError("each replica has random numbers of its own")
-        copies = [[copy.tensor(t) for t in tensors] for copy in self.replicas.copies]
-        return self.session.run([tensors] + copies, {**self._given, **self._fed})
+        whys = {}
+        for (tensor, whole), other in zip(found.items(), again):
+            if trial.close(whole, other):
+                whys[tensor] = "tried"
+            elif self._is_assumed(tensor):  # and random
+                whys[tensor] = "unknown"
+        return whys
 
     def _is_assumed(self, tensor):
         return not self.rows.assumed.isdisjoint(self.replicas.part.before(tensor))
 
-    def placements(self, tensors):
-        """The placements of tensors, as far as a trial tells."""
+    def placements(self, failed):
+        """The placements by which the graph is divided anew, after some tensors failed the trial.
+
+        Arguments:
+            failed: as ``differing`` gives.
+        """
+        part = self.replicas.part
+        asked = [
+            tensor
+            for op in part.needed
+            if op in part.operations and is_outermost(op) and op.type not in ("Switch", "Assert")
+            for tensor in op.outputs
+            if tensor not in part.averaged
+            and tensor.dtype.name not in ("resource", "variant")
+            and (self._is_untold(tensor) or hasattr(tensor, "_keras_history"))
+        ]
         try:
             with self._writing_nothing():
-                return dict(zip(tensors, trial.tried(lambda rows: self._run(tensors, rows))))
+                tried = dict(zip(asked, trial.tried(lambda rows: self._run(asked, rows))))
         except Exception:
-            return {}
+            tried = {}
+        found = {}
+        for tensor, placement in tried.items():
+            if self._is_untold(tensor) and not isinstance(placement, Unknown):
+                found[tensor] = placement
+            elif isinstance(placement, Mixed):
+                found[tensor] = Mixed("tried")
+        for tensor, why in failed.items():
+            if not isinstance(found.get(tensor), Mixed):
+                found[tensor] = Mixed(why)
+        return {t: p for t, p in found.items() if self.rows.tried.get(t) != p}
+
+    def _is_untold(self, tensor):
+        return isinstance(self.rows.known(tensor), Unknown)
 
     @contextlib.contextmanager
     def _writing_nothing(self):
@@ -166,35 +168,3 @@ def _rows_of(value, rows):
     places, values = places[np.concatenate(taken)], values[np.concatenate(taken)]
     places[:, 0] = np.repeat(range(len(rows)), list(map(len, taken)))
     return [places.astype("int64"), values, np.array([len(rows)] + list(shape[1:]), "int64")]
-
-
-def found(trial_, failed, outputs):
-    """The placements by which the graph is divided anew, after some tensors failed the trial.
-
-    Arguments:
-        failed: as ``ReplicasTrial.differing`` gives.
-        outputs: the model's, which run whole where nothing else is found.
-    """
-    rows, part = trial_.rows, trial_.replicas.part
-    asked = [
-        tensor
-        for op in part.needed
-        if op in part.operations and is_outermost(op) and op.type not in ("Switch", "Assert")
-        for tensor in op.outputs
-        if tensor not in part.averaged
-        and tensor.dtype.name not in ("resource", "variant")
-        and (isinstance(rows.known(tensor), Unknown) or hasattr(tensor, "_keras_history"))
-    ]
-    placements = {}
-    for tensor, placement in trial_.placements(asked).items():
-        if isinstance(placement, Unknown):
-            continue
-        if isinstance(rows.known(tensor), Unknown):
-            placements[tensor] = placement
-        elif isinstance(placement, Mixed):
-            placements[tensor] = Mixed("tried")
-    for tensor, why in failed.items():
-        if not isinstance(placements.get(tensor), Mixed):
-            placements[tensor] = Mixed(why)
-    news = {t: p for t, p in placements.items() if rows.tried.get(t) != p}
-    return news or {tensor: Mixed("tried") for tensor in outputs}

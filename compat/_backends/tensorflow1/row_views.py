@@ -1,7 +1,5 @@
 """Rules about rows of TensorFlow's operations that move elements without looking at them."""
 
-import functools
-
 from ... import _rows
 from ..._rows import REPLICATED, Count, Mixed, Partial, Replicated, Sharded, Unknown, Value
 from .row_sizes import known_numbers, numbers, of_first, sizes_of, without_axis
@@ -10,21 +8,20 @@ from .row_sizes import known_numbers, numbers, of_first, sizes_of, without_axis
 def _of_shape(rule):
     """A rule of rows whose other inputs, such as a new shape, are the same for all or sizes."""
 
-    @functools.wraps(rule)
-    def applied(op, values, constant):
+    def applied(op, values):
         placement = values[0].placement
         others = _rows.without_rows([value.placement for value in values[1:]])
         if isinstance(placement, Sharded) and others is not None:
-            return rule(op, values, constant)
+            return rule(op, values)
         return placement if isinstance(placement, Partial) and others == REPLICATED else Mixed()
 
     return applied
 
 
 @_of_shape
-def reshape(op, values, constant):
+def reshape(op, values):
     sizes, after = values[1].placement, sizes_of(op.outputs[0])
-    wanted = _partly(op.inputs[1], constant)
+    wanted = _partly(op.inputs[1])
     if isinstance(sizes, Count):
         places = sizes.places
     else:
@@ -37,33 +34,33 @@ def reshape(op, values, constant):
     return _rows.reshaped(values[0], after)
 
 
-def with_sizes(op, values, constant):
+def with_sizes(op, values):
     """``Reshape`` to a shape that has rows, of what has none."""
     if isinstance(values[0].placement, Replicated):
         return Unknown("an input without rows takes a shape with them")
     return Count()
 
 
-def _partly(tensor, constant):
+def _partly(tensor):
     """As ``known_numbers``; of a vector packed of some, None for those that are not known."""
-    found = known_numbers(tensor, constant)
+    found = known_numbers(tensor)
     if found is None and tensor.op.type == "Pack":
-        packed = [known_numbers(each, constant) for each in tensor.op.inputs]
+        packed = [known_numbers(each) for each in tensor.op.inputs]
         return [each[0] if each else None for each in packed]
     return found
 
 
 @of_first
-def transpose(op, values, constant):
-    return _rows.transposed(values[0], numbers(op.inputs[1], constant))
+def transpose(op, values):
+    return _rows.transposed(values[0], numbers(op.inputs[1]))
 
 
 @of_first
-def expand_dims(op, values, constant):
-    return _rows.expanded(values[0], numbers(op.inputs[1], constant)[0])
+def expand_dims(op, values):
+    return _rows.expanded(values[0], numbers(op.inputs[1])[0])
 
 
-def squeeze(op, values, constant):
+def squeeze(op, values):
     axes = list(op.get_attr("squeeze_dims"))
     if not axes and values[0].axis is not None and op.outputs[0].shape.ndims is not None:
         axes = [i for i, each in enumerate(values[0].shape) if each == 1]
@@ -72,16 +69,16 @@ def squeeze(op, values, constant):
     return _rows.squeezed(values[0], axes or None)
 
 
-def split_along(op, values, constant):
+def split_along(op, values):
     """``Split`` takes the axis first, ``SplitV`` last."""
     data, axis = (1, 0) if op.type == "Split" else (0, 2)
-    return _rows.sliced(values[data], {numbers(op.inputs[axis], constant)[0]: "part"})
+    return _rows.sliced(values[data], {numbers(op.inputs[axis])[0]: "part"})
 
 
 @of_first
-def slice_of(op, values, constant):
+def slice_of(op, values):
     """``tf.slice``, which takes all that there is from 0 by a size of -1."""
-    begin, count = [numbers(tensor, constant) for tensor in op.inputs[1:]]
+    begin, count = [numbers(tensor) for tensor in op.inputs[1:]]
     parts = {
         axis: "part"
         for axis, (start, size, length) in enumerate(zip(begin, count, values[0].shape))
@@ -91,10 +88,10 @@ def slice_of(op, values, constant):
 
 
 @_of_shape
-def strided_slice(op, values, constant):
+def strided_slice(op, values):
     """``x[:, 0]``; of a dimension taken whole no numbers need be known."""
     value = values[0]
-    begin, end, step = [known_numbers(tensor, constant) for tensor in op.inputs[1:4]]
+    begin, end, step = [known_numbers(tensor) for tensor in op.inputs[1:4]]
     count = sizes_of(op.inputs[3])
     if not count or count[0] is None:
         return Unknown("what is taken is not known")
@@ -105,40 +102,36 @@ def strided_slice(op, values, constant):
 
     ellipsis, new, one = masked("ellipsis"), masked("new_axis"), masked("shrink_axis")
     from_first, to_last = masked("begin"), masked("end")
-    rest = value.rank - (count[0] - len(ellipsis | new))
-    taken = []  # what becomes of each dimension, and where there are new ones
+    axis, parts, new_axes, left = 0, {}, [], 0  # of the dimensions looked at, so many are left
     for i in range(count[0]):
-        axis = len(taken) - taken.count("new")
-        if i in ellipsis:
-            taken += ["whole"] * rest
-        elif i in new:
-            taken.append("new")
+        if i in new:
+            new_axes.append(left)
         elif i in one:
-            taken.append("one")
-        else:
+            parts[axis] = "one"
+        elif i not in ellipsis:
             starts = i in from_first or begin is not None and begin[i] == 0
             stops = i in to_last or end is not None and end[i] == value.shape[axis]
-            whole = starts and stops and step is not None and step[i] == 1
-            taken.append("whole" if whole else "part")
-    parts = dict(enumerate(each for each in taken if each != "new"))
+            if not (starts and stops and step is not None and step[i] == 1):
+                parts[axis] = "part"
+        rest = value.rank - count[0] + len(ellipsis | new) if i in ellipsis else 1
+        axis += 0 if i in new else rest
+        left += 0 if i in one else rest
     if parts.get(value.axis) == "part" and (begin is None or end is None):
         return Unknown("what is taken is not known")
-    result = _rows.sliced(value, {axis: part for axis, part in parts.items() if part != "whole"})
-    left = [each for each in taken if each != "one"]
-    new_axes = [axis for axis, each in enumerate(left) if each == "new"]
-    return _rows.expanded(Value(result, [None] * (value.rank - taken.count("one"))), new_axes)
+    result = _rows.sliced(value, parts)
+    return _rows.expanded(Value(result, [None] * (value.rank - len(one))), new_axes)
 
 
 @of_first
-def tile(op, values, constant):
-    times, axis = _partly(op.inputs[1], constant), values[0].axis
+def tile(op, values):
+    times, axis = _partly(op.inputs[1]), values[0].axis
     if times is not None and axis is not None and times[axis] is not None:
         times = [times[axis] if i == axis else 1 for i in range(len(times))]
     return _rows.tiled(values[0], times)
 
 
 @_of_shape
-def broadcast_to(op, values, constant):
+def broadcast_to(op, values):
     value, sizes, rank = values[0], values[1].placement, op.outputs[0].shape.ndims
     if isinstance(sizes, Replicated):
         return Mixed()  # as many rows on each device
@@ -148,8 +141,8 @@ def broadcast_to(op, values, constant):
 
 
 @of_first
-def pad(op, values, constant):
-    pads = numbers(op.inputs[1], constant)  # before and after each dimension
+def pad(op, values):
+    pads = numbers(op.inputs[1])  # before and after each dimension
     return _rows.resized(values[0], [place // 2 for place, size in enumerate(pads) if size])
 
 
@@ -162,18 +155,18 @@ def _of_rows_and_counts(values):
     return kinds >= {Count, Sharded} and kinds <= {Count, Sharded, Replicated}
 
 
-def pack(op, values, constant):
+def pack(op, values):
     if _of_rows_and_counts(values):
         return Unknown("rows beside their numbers")
     return _rows.stacked(values, op.get_attr("axis"))
 
 
-def unpack(op, values, constant):
+def unpack(op, values):
     return _rows.sliced(values[0], {op.get_attr("axis"): "one"})
 
 
-def concat(op, values, constant):
-    axis = numbers(op.inputs[0 if op.type == "Concat" else -1], constant)[0]
+def concat(op, values):
+    axis = numbers(op.inputs[0 if op.type == "Concat" else -1])[0]
     values = without_axis(op, values)
     if _of_rows_and_counts(values):
         return Unknown("rows beside their numbers")

@@ -94,10 +94,8 @@ def ensure_no_other_session(tf, config):
         if variables or any(d.device_type == "GPU" for d in session.list_devices()):
             raise errors.too_late(
                 "tensorflow",
-                "Keras has made its session already, without {}; what a session has cannot "
-                "be changed, and another one would lose the values of its {} variables".format(
-                    missing, variables
-                ),
+                f"Keras has made its session already, without {missing}; what a session has cannot "
+                f"be changed, and another one would lose the values of its {variables} variables",
                 "Call it before the first model is built.",
             )
         keras.backend.set_session(None)  # nothing is lost: the next one is configured

@@ -8,9 +8,9 @@ def warn_of_reference_variables(model):
     weights = model.weights if model.built else ()  # a Sequential of unknown input
     if any(weight.dtype._is_ref_dtype for weight in weights):
         errors.warn(
-            "The weights of {} are reference variables, which TensorFlow may overwrite while a "
-            "replica still reads them: training goes wrong now and then. Call configure_gpu() "
-            "before the model is built; it switches resource variables on.".format(model.name)
+            f"The weights of {model.name} are reference variables, which TensorFlow may overwrite "
+            "while a replica still reads them: training goes wrong now and then. Call "
+            "configure_gpu() before the model is built; it switches resource variables on."
         )
 
 
@@ -37,7 +37,7 @@ def _let_resource_variables_add_in_place():
     from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
     for operator in ("add", "sub", "mul", "div", "truediv", "realdiv", "pow"):
-        name = "__i{}__".format(operator)
+        name = f"__i{operator}__"
         for parent in ResourceVariable.__mro__:
             if name in vars(parent) and patching.find(parent, name) is None:
                 # Python then takes __add__, and binds what that returns.

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from ... import _rows
 from ..._rows import REPLICATED, Count, Mixed, Partial, Placement, Replicated, Sharded, Unknown
-from ..tensorflow1 import own_gradients, row_operations
+from ..tensorflow1 import own_gradients, row_operations, row_sizes
 from .functions import CALLS, CONDITIONS, LOOPS, READS, bodies_of, is_compiled
 
 #: A tensor that a mean is weighted by, and the sum from which alone it is computed: both by name.
@@ -171,7 +171,7 @@ class Walk:
                 if any(isinstance(each, Sharded) for each in given):
                     placement = REPLICATED
             values.append(self._value(tensor, placement))
-        return row_operations.placements(op, values, row_operations.constant)
+        return row_operations.placements(op, values)
 
     def _value(self, tensor, placement):
         shape = None if tensor.shape.rank is None else tensor.shape.as_list()
@@ -187,7 +187,7 @@ class Walk:
             if key is not None and given[1 - place] in (Partial("sum"), Count()):
                 return Added(key)
             if isinstance(given[place], Replicated) and isinstance(given[1 - place], Partial):
-                value = row_operations.constant(op.inputs[place])
+                value = row_sizes.constant(op.inputs[place])
                 if value is not None and not value.any() and op.type != "Sub":
                     return given[1 - place]
         return None
@@ -200,7 +200,7 @@ class Walk:
         if not _is_uneven(given[0]):
             return None
         (tensor, axes), placement = op.inputs, given[0]
-        axes = row_operations.constant(axes)
+        axes = row_sizes.constant(axes)
         if tensor.shape.rank is None or axes is None and op.outputs[0].shape.rank != 0:
             return Unknown()
         with self.graph.as_default():

@@ -187,7 +187,7 @@ def _told(parts, whole, given):
     """What the values of an operation without a rule tell, but for what they may by chance."""
     for placement in trial.placements(parts, whole):
         if isinstance(placement, Sharded):
-            rows = trial.cut(whole, placement, (1, 1, 1)) if placement.even else parts
+            rows = trial.cut(whole, placement, ((0,), (1,), (2,))) if placement.even else parts
             if not any(
                 row.shape == other.shape and (row == other).all()
                 for place, row in enumerate(rows)
