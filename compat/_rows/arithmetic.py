@@ -20,28 +20,33 @@ PARTIAL = {"sum": "sum", "mean": "mean", "max": "max", "min": "min", "any": "max
 # Element by element ---------------------------------------------------------------------------
 
 
-def _aligned(values, linear=False):
-    """The rows of the result where dimensions are matched from the last one on.
+def _meeting(values, letters):
+    """The rows of values whose dimensions of one letter meet, of an axis that is a letter.
 
     None where two inputs' rows meet other dimensions, so that all pairs of rows are computed.
     """
-    rank = max(value.rank or 0 for value in values)
-    found = []
-    for value in values:
-        if isinstance(value.placement, Sharded):
-            if value.placement.per is not None and not linear:
-                return None
-            found.append(value.placement.replace(axis=value.axis - value.rank + rank))
-    rows = shared(found)
-    if rows is None:
-        return None
-    for value in values:
-        if not isinstance(value.placement, Sharded):
+    pairs = list(zip(values, letters))
+    moving = [pair for pair in pairs if isinstance(pair[0].placement, Sharded)]
+    rows = shared([v.placement.replace(axis=names[v.axis], per=None) for v, names in moving])
+    for value, names in pairs:
+        if rows is None or names.count(rows.axis) > 1:
+            return None
+        if rows.axis in names and not isinstance(value.placement, Sharded):
             # Something of the same length without rows would have to be cut, too.
-            axis = rows.axis - rank + (value.rank or 0)
-            if value.rank is None or (axis >= 0 and value.shape[axis] != 1):
+            if value.rank is None or value.shape[names.index(rows.axis)] != 1:
                 return None
     return rows
+
+
+def _aligned(values, linear=False):
+    """The rows of the result where dimensions are matched from the last one on, or None."""
+    ranks = [value.rank for value in values]
+    pers = {v.placement.per for v in values if isinstance(v.placement, Sharded)}
+    if None in ranks or len(pers) > 1 or not linear and pers != {None}:
+        return None
+    rank = max(ranks)
+    rows = _meeting(values, [range(rank - each, rank) for each in ranks])
+    return rows if rows is None else rows.replace(per=pers.pop())
 
 
 @rule
@@ -154,24 +159,16 @@ def contracted(values, letters, result):
         letters: for each value, a letter for each of its dimensions.
         result: the letters of the result; what is not among them is summed over.
     """
-    moving = [pair for pair in zip(values, letters) if pair[0].placement != REPLICATED]
-    placements = [value.placement for value, _ in moving]
+    placements = [value.placement for value in values if value.placement != REPLICATED]
     if not all(isinstance(each, Sharded) for each in placements):
         linear = isinstance(placements[0], Partial) and placements[0].how in ("sum", "mean")
-        return placements[0] if linear and len(moving) == 1 else Mixed()
-    rows = shared([v.placement.replace(axis=names[v.axis], per=None) for v, names in moving])
+        return placements[0] if linear and len(placements) == 1 else Mixed()
+    rows = _meeting(values, letters)
     per = [each.per for each in placements if each.per is not None]
-    if rows is None or len(per) > 1 or not rows.even and len(moving) > 1:
-        return Mixed()  # all pairs of rows
-    letter = rows.axis
-    for value, names in zip(values, letters):
-        if names.count(letter) > 1:
-            return Mixed()
-        if letter in names and not isinstance(value.placement, Sharded):
-            if value.shape is None or value.shape[names.index(letter)] != 1:
-                return Mixed()
-    if letter in result:
-        return rows.replace(axis=result.index(letter), per=per[0] if per else None)
+    if rows is None or len(per) > 1 or not rows.even and len(placements) > 1:
+        return Mixed()
+    if rows.axis in result:
+        return rows.replace(axis=result.index(rows.axis), per=per[0] if per else None)
     return Partial("mean", per[0]) if per else Partial("sum")
 
 

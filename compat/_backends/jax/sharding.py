@@ -36,14 +36,14 @@ def install(model, devices):
     _make_sorts_divisible()
     sharded = ShardedCall(devices)
     sharded.install(model)
-    CountedSteps(sharded).install(model)
+    CountedSteps(devices).install(model)
     if not steps.has_own_steps(model):
         return
     for part in steps.called_models(model):
         if ShardedCall.of(part) is None:
             ShardedCall(devices, belongs_to=sharded).install(part)
     for step in _STEPS:
-        step(sharded).install(model)
+        step(devices).install(model)
 
 
 def _make_sorts_divisible():
@@ -188,21 +188,13 @@ class ShardedCall(patching.InstanceMethod):
         return values if self.divides(rows) else tree.map_structure(replicate, values)
 
 
-class _StepsMethod(patching.InstanceMethod):
-    """A method of a model that has a ``ShardedCall``."""
-
-    def __init__(self, sharded):
-        super().__init__(sharded.devices)
-        self.sharded = sharded
-
-
-class CountedSteps(_StepsMethod):
+class CountedSteps(patching.InstanceMethod):
     """The method by which Keras makes a loop's function of a step, whose batches are counted."""
 
     method = "_make_function"
 
     def __call__(self, model, step_function, *args, **kwargs):
-        sharded = self.sharded
+        sharded = ShardedCall.of(model)
         training = getattr(step_function, "__name__", "") == "train_step"
 
         def step(state, data):
@@ -231,7 +223,7 @@ class StateOnDevices(patching.InstanceMethod):
         return self.plain(model)(*args, **kwargs)
 
 
-class ShardedStep(_StepsMethod):
+class ShardedStep(patching.InstanceMethod):
     """A step of the user's, which may call anything: XLA then splits all that the data reaches."""
 
     def __call__(self, model, state, data):
@@ -239,10 +231,9 @@ class ShardedStep(_StepsMethod):
         batch = next(filter(_has_rows, tree.flatten(data)), None)
         if batch is None or split_rows.runs_undivided():
             return self.plain(model)(state, data)
-        rows = batch.shape[0]
-        data = self.sharded.shard(data, rows, tree)
-        results = self.plain(model)(state, data)
-        return self.sharded.replicate_uneven(results, rows, tree)
+        sharded, rows = ShardedCall.of(model), batch.shape[0]
+        results = self.plain(model)(state, sharded.shard(data, rows, tree))
+        return sharded.replicate_uneven(results, rows, tree)
 
 
 _STEPS = [

@@ -41,20 +41,19 @@ if TYPE_CHECKING:
     from ..._runtime.operation_times import Operation
     from ..._verification import Verification
 
-_SESSION_OPTIONS = (
-    "allow_soft_placement",
-    "inter_op_parallelism_threads",
-    "intra_op_parallelism_threads",
-    "log_device_placement",
-)
-
 
 class TensorFlow1(Backend):
     name = "tensorflow1"
     framework = "tensorflow"
     distributions = ("tensorflow", "tensorflow-cpu", "tensorflow-gpu")
     extra = "tensorflow1"
-    options = _SESSION_OPTIONS + ("device_count",)
+    options = (
+        "allow_soft_placement",
+        "inter_op_parallelism_threads",
+        "intra_op_parallelism_threads",
+        "log_device_placement",
+        "device_count",
+    )
     variables = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "TF_FORCE_GPU_ALLOW_GROWTH")
 
     def accepts(self, version: str) -> bool:
@@ -114,9 +113,8 @@ class TensorFlow1(Backend):
                 fraction = memory.fraction or self._fraction(memory, devices)
                 config.gpu_options.per_process_gpu_memory_fraction = fraction
         config.device_count.update(options.pop("device_count", None) or {})
-        for option in _SESSION_OPTIONS:
-            if option in options:
-                setattr(config, option, options[option])
+        for option in set(options).intersection(self.options):
+            setattr(config, option, options[option])
         return config
 
     def _fraction(self, memory, devices):
@@ -131,11 +129,11 @@ class TensorFlow1(Backend):
         tf = v1_names(self.import_framework())
         settings = self.kept.get("settings")
         if settings is not None:
-            simulated, gpus = settings.devices.simulated, settings.devices.gpus
-            if not gpus and "device_count" not in settings.options:
-                # Without a session: a process that has made one hangs once it is forked.
-                if simulated or not _may_list_gpus(tf):
-                    return [f"/device:CPU:{i}" for i in range(max(1, simulated))]
+            simulated = settings.devices.simulated
+            on_cpu = not settings.devices.gpus and "device_count" not in settings.options
+            # Without a session: a process that has made one hangs once it is forked.
+            if on_cpu and (simulated or not _may_list_gpus(tf)):
+                return [f"/device:CPU:{i}" for i in range(max(1, simulated))]
             # An own session on an empty graph: it initialises GPUs just as the user's will.
             with tf.Session(graph=tf.Graph()) as session:
                 return self._to_train_on(session.list_devices())
