@@ -11,7 +11,6 @@ from ... import _rows, errors
 from . import graph, own_gradients
 from .graph_rows import TensorRows
 
-#: Operations worth running on all devices, also where only a loss needs them.
 _COSTLY = ("MatMul", "BatchMatMul", "Conv", "DepthwiseConv", "SparseTensorDenseMatMul")
 
 
@@ -59,13 +58,12 @@ class BatchPart:
         written = _values_written(updates, starts, normalizing)
         averaged = [t for t in written if t.op in depending and t.op not in self._mixed]
         self.averaged = set(averaged)
-        targets = self._rows_nearest_to(outputs, depending) + averaged
+        targets = self._rows_nearest_to(outputs, losses + values, depending) + averaged
         needed, _ = graph.ancestors(targets, starts)
+        costly = set(filter(_is_costly, depending.difference(needed)))
+        self._look_at_undivided(inside, mixing, costly)
         self.once = {op for op in needed if graph.writes(op)}
-        costly = self._costly_besides(depending - set(needed), starts.union(needed))
-        targets += self._rows_of(costly, starts.union(needed))
         needed, consumers = graph.ancestors(targets, starts | self.once)
-        self._look_at_undivided(inside, mixing, set(costly) - set(needed))
         # A gradient of the user's own is computed once of all that comes back to a weight.
         self.needed = [
             op
@@ -93,39 +91,35 @@ class BatchPart:
         random = [op.outputs[0] for op in self.needed if "seed2" in op.node_def.attr]
         return random + [t for t in self.rows.statistics if t.op in self.operations]
 
-    def _rows_nearest_to(self, outputs, depending):
-        """The outputs, each computed from its row alone, or what layers before them put out."""
-        pending, seen, found, outputs = list(outputs), set(), [], set(outputs)
+    def _rows_nearest_to(self, outputs, others, depending):
+        """The outputs, each computed from its row alone, or what layers before them put out.
+
+        And what others, losses and updates, take of layers and of costly operations.
+        """
+        pending, seen, found = list(outputs), set(), []
+        for other in others:  # an operation, or a tensor
+            pending += getattr(other, "inputs", [other])
         while pending:
             tensor = pending.pop()
             if tensor in seen or tensor.op not in depending:
                 continue
             seen.add(tensor)
-            ends_layer = tensor in outputs or hasattr(tensor, "_keras_history")
-            if ends_layer and tensor.op not in self._mixed and self.rows.come_first(tensor):
+            ends = tensor in outputs or hasattr(tensor, "_keras_history") or _is_costly(tensor.op)
+            ends = ends and tensor.op not in self._mixed and self.rows.come_first(tensor)
+            if ends and not self._needs_other_rows(tensor):
                 found.append(tensor)
             else:
                 pending.extend(tensor.op.inputs)
         return found
 
-    def _costly_besides(self, others, stop):
-        """Those of the operations that the outputs do not need that are worth dividing."""
-        costly = [op for op in others if op.type.startswith(_COSTLY)]
-        return [op for op in costly if not _needs_other_rows(op, stop)]
-
-    def _rows_of(self, costly, stop):
-        """The tensors with rows that can be divided, too, of those that costly operations make."""
-        ends = [op.outputs[0] for op in costly]
-        if any(graph.loop_of(op) is not None for op in costly):
-            after = graph.reached(costly, self._consumers)
-            ends += [t for op in after for t in op.outputs if hasattr(t, "_keras_history")]
-        return [
-            tensor
-            for tensor in ends
-            if tensor.op not in self._mixed
-            and self.rows.come_first(tensor)
-            and not _needs_other_rows(tensor, stop)
-        ]
+    def _needs_other_rows(self, target):
+        """Whether it needs rows that are no input's of the model, such as those to predict."""
+        return any(
+            tensor.dtype.name not in ("bool", "resource") and not tensor.shape.is_fully_defined()
+            for op in graph.ancestors([target], self._starts)[0]
+            if op.type.startswith(("Placeholder", "IteratorGetNext"))
+            for tensor in op.outputs
+        )
 
     def _look_at_undivided(self, inside, mixing, costly):
         """Find what to say of costly operations that run on one device."""
@@ -138,6 +132,7 @@ class BatchPart:
             op
             for op in costly - inside - self._mixed
             if not isinstance(self.rows.known(op.outputs[0]), _rows.Partial)
+            and not self._needs_other_rows(op)
         }
         if others:
             errors.warn(
@@ -200,14 +195,9 @@ def _values_written(updates, stop, variables):
     return values + [t for op in writing for t in op.inputs if t.op not in writing]
 
 
-def _needs_other_rows(target, stop):
-    """Whether a target needs rows that are no input's of the model, such as those of targets."""
-    return any(
-        tensor.dtype.name not in ("bool", "resource") and not tensor.shape.is_fully_defined()
-        for op in graph.ancestors([target], stop)[0]
-        if op.type.startswith(("Placeholder", "IteratorGetNext"))
-        for tensor in op.outputs
-    )
+def _is_costly(op):
+    """Whether an operation is worth running on all devices, also where only a loss needs it."""
+    return op.type.startswith(_COSTLY)
 
 
 def _list_of(operations):

@@ -306,8 +306,6 @@ def _gradient_of_copy(op, copies):
         given = {tensor.op for tensor in upstream if tensor is not None}  # whole numbers get none
         _, consumers = ancestors(tensors, starts | given)
         moving = reached([start for start in starts if start in consumers], consumers) - starts
-        if not moving:
-            return results
         boundary = {
             tensor: copies.tensor(tensor)
             for each in moving

@@ -42,8 +42,7 @@ class TensorRows:
             parts = dense_parts(tensor)  # of a sparse one: indices, values and shape
             kinds = (COORDINATES, Sharded(0, inner=None, even=False), Count([0]))
             self._known.update(zip(parts, kinds if len(parts) > 1 else [Sharded(0)]))
-        # After those whose results they take, ways back in loops left out.
-        for op in sorted(operations, key=lambda op: op._id):
+        for op in _in_order(operations):
             self._look_at(op)
 
     def known(self, tensor):
@@ -160,3 +159,20 @@ def _value(tensor, placement):
     if shape and isinstance(placement, Sharded):
         shape[placement.axis] = None
     return Value(placement, shape)
+
+
+def _in_order(operations):
+    """Operations after those whose results they take; ways back in loops left out.
+
+    The Switch that lets a tensor into a condition is made after the operation that takes it.
+    """
+    pending = sorted(operations, key=lambda op: op._id, reverse=True)
+    ordered, entered = {}, set()  # type: Any, Any
+    while pending:
+        op = pending[-1]
+        entered.add(op)
+        before = [t.op for t in op.inputs if t.op in operations and t.op not in entered]
+        pending += before
+        if not before:
+            ordered[pending.pop()] = None
+    return ordered

@@ -82,22 +82,17 @@ def updates_in_order(optimizer, get_updates, loss, params):
         if hasattr(value, "handle")
     ]
 
-    def reads_and_writes(counter):
-        users = counter.handle.consumers()
-        reads = [op for op in users if op.type == "ReadVariableOp"]
-        return reads, [op for op in users if op.type in ("AssignAddVariableOp", "AssignVariableOp")]
-
-    # Those that others made, such as the one that saves the counter, must not count.
-    before = [reads_and_writes(counter) for counter in counters]
+    # What others made, such as what saves the counter, must not count.
+    others = {op for counter in counters for op in counter.handle.consumers()}
     # Of a variable and its new value Keras makes an assignment, but later than can be seen here.
     updates = [
         update[0].assign(update[1]) if isinstance(update, tuple) else update
         for update in get_updates(loss=loss, params=params)
     ]
-    for counter, (reads, writes) in zip(counters, before):
-        made, set_by = reads_and_writes(counter)
-        for read in made:
-            for write in set_by:
-                if read not in reads and write not in writes + ancestors([read], ())[0]:
+    for counter in counters:
+        made = [op for op in counter.handle.consumers() if op not in others]
+        for read in [op for op in made if op.type == "ReadVariableOp"]:
+            for write in [op for op in made if op.type.startswith("Assign")]:
+                if write not in ancestors([read], ())[0]:
                     write._add_control_input(read)
     return updates
