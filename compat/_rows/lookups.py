@@ -51,13 +51,11 @@ def by_row(values, axes):
         axes: for each value, the dimension where the function has its batch; None for what is the
             same for all rows, such as weights.
     """
-    rows = []
-    for value, axis in zip(values, axes):
-        if not have_own_rows([value]) or value.axis != axis:
-            return Mixed()
-        if axis is not None:
-            rows.append(value.placement)
-    return (shared(rows) if rows else None) or Mixed()
+    pairs = list(zip(values, axes))
+    rows = [value.placement for value, axis in pairs if axis is not None]
+    if not rows or any(value.axis != axis or not have_own_rows([value]) for value, axis in pairs):
+        return Mixed()
+    return shared(rows) or Mixed()
 
 
 def normalized(values, axes, training, statistics=0):

@@ -35,12 +35,9 @@ def tried(compute):
         return [Mixed("another number of results")] * len(whole)
     found = []
     for value, other, is_random, values in zip(whole, turned, random, zip(*parts)):
-        fitting = [] if is_random else placements(values, value)
-        fitting = [each for each in fitting if is_turned(value, other, each)]
-        if fitting:
-            found.append(fitting[0])
-        else:
-            found.append(Unknown("it is random") if is_random else Mixed("by a trial"))
+        fitting = (each for each in placements(values, value) if is_turned(value, other, each))
+        told = next(fitting, Mixed("by a trial")) if not is_random else Unknown("it is random")
+        found.append(told)
     return found
 
 

@@ -87,10 +87,9 @@ def _product(sizes):
 def concatenated(values, axis):
     """One after the other along a dimension."""
     placements = [value.placement for value in values]
-    if all(isinstance(each, Partial) for each in placements):
-        return placements[0] if len(set(placements)) == 1 else Mixed()
     if not all(isinstance(each, Sharded) for each in placements):
-        return Mixed()  # something without rows would have to be cut, too
+        # Parts of sums; something without rows would have to be cut, too.
+        return placements[0] if len(set(placements)) == 1 else Mixed()
     axis = int(axis) % values[0].rank
     if placements[0].axis != axis:
         return shared(placements) or Mixed()
