@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from ... import _rows
-from ..._rows import REPLICATED, Count, Mixed, Replicated, Sharded, Unknown
+from ..._rows import REPLICATED, Count, Mixed, Partial, Replicated, Sharded, Unknown
 from ..tensorflow1.batch_part import line_of
 from . import layer_state, merging, sharding
 from .functions import captures, eager, may_be_set
@@ -35,19 +35,18 @@ class Trace:
         three_rows: returns for each of them what it is for three rows, for two of them and for the
             third, or None where that is not known.
         device: where they are computed.
-        model_state: the model's, in which ``compute`` notes what it sets.
+        layers: those of Keras that the model consists of.
 
     Attributes:
         placements: of the outputs and the losses, by these names.
-        state: how the new value of each variable depends on the rows, by the key of its handle.
-        updates: Keras 3's variables, by id, each with how its new value does.
+        variables: pairs of the handle of one that the call sets, and how its new value depends on
+            the rows. States of random numbers are not among them.
         lookups: what is looked up in variables.
     """
 
-    def __init__(self, compute, tensors, placements, three_rows, device, model_state):
+    def __init__(self, compute, tensors, placements, three_rows, device, layers):
         from tensorflow.python.autograph.core import ag_ctx
 
-        layers = model_state.layers
         self._layers = {getattr(layer, "name", None) for layer in layers}
         specs = []
         for tensor, placement in zip(tensors, placements):
@@ -64,33 +63,31 @@ class Trace:
         # Code that ran eagerly so far has its branches converted, as within a tf.function.
         # Nothing here is computed, so no tape records it.
         converting = ag_ctx.ControlStatusCtx(status=ag_ctx.Status.ENABLED)
-        with layer_state.normalizing_apart(layers) as alone, _stop_recording(), converting:
+        with layer_state.normalizing_rows(layers), _stop_recording(), converting:
             self.function = _wrapped(traced, specs)
         self.placeholders, results = made[-1]
         self._results = {"outputs": results.outputs, "losses": results.losses}
         graph = self.function.graph
         known = {t.name: placement for t, placement in zip(self.placeholders, placements)}
         handles = {t.name: key_of(e) for t, e in captures(graph) if t.dtype.name == "resource"}
-        self.state = {}  # type: dict
-        self.updates = {}  # type: dict
+        state = {}  # type: dict
         with tf.init_scope(), tf.device(device):
             values, copies = self._values(three_rows())
             trial = OpTrial(values, Executor(copies))
             self.lookups = Lookups()
-            self._walk = Walk(
-                graph, known, handles, self.state, self.lookups, self._across, alone, trial
-            )
+            self._walk = Walk(graph, known, handles, state, self.lookups, self._across, trial)
             self.placements = {
                 name: [self._placement(value, trial) for value in found]
                 for name, found in self._results.items()
             }
             for copy in copies.values():
                 tf.raw_ops.DestroyResourceOp(resource=copy)
-        for variable, value in model_state.traced_updates:
-            placement = REPLICATED
-            if hasattr(value, "name"):
-                placement = self._walk.assigned(key_of(variable._value.handle), value)
-            self.updates[id(variable)] = variable, placement
+        averages = {key_of(handle): Partial("mean") for handle in layer_state.averages(layers)}
+        self.variables = [
+            (handle, averages.get(key_of(handle), state[key_of(handle)]))
+            for _, handle in captures(graph)
+            if key_of(handle) in state and layer_state.has_one_value(handle)
+        ]
         self._walk.trial = None  # and with it all values
 
     def _values(self, three_rows):
@@ -134,24 +131,17 @@ class Trace:
                 return Sharded(0, inner=None, even=False)
         return next(each for each in placements if not isinstance(each, Replicated))
 
-    def of_variable(self, variable):
-        """How a variable's value after the call depends; None if the call does not set it."""
-        return self.state.get(key_of(variable.handle))
-
-    def across(self, state):
-        """What cannot be put together from what the devices have: an ``Across``, or None.
-
-        Arguments:
-            state: the model's, which is to be set.
-        """
+    def across(self):
+        """What cannot be put together from what the devices have: an ``Across``, or None."""
         if any(map(_is_opaque, self._results["outputs"])):
             return _rows.Across(None, why="opaque")
         for name in ("losses", "outputs"):
             for value, placement in zip(self._results[name], self.placements[name]):
                 if not merging.is_merged(placement, getattr(value, "dtype", None)):
                     return self._reason(value, placement)
-        for variable, placement in state.set_by(self):
-            if isinstance(placement, Sharded) or not merging.is_merged(placement, variable.dtype):
+        for handle, placement in self.variables:
+            dtype = layer_state.type_of(handle)
+            if isinstance(placement, Sharded) or not merging.is_merged(placement, dtype):
                 return self._reason(None, placement)
         return None
 
@@ -198,10 +188,9 @@ def _copy(handle):
 
     It is no tf.Variable: the function that is being traced may make none.
     """
-    dtype = tf.as_dtype(handle._handle_data.shape_and_type[0].dtype)
-    value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)
+    value = layer_state.read_handle(handle)
     name = "compat_copy_{}".format(next(_copies))
-    copy = tf.raw_ops.VarHandleOp(dtype=dtype, shape=value.shape, shared_name=name)
+    copy = tf.raw_ops.VarHandleOp(dtype=value.dtype, shape=value.shape, shared_name=name)
     tf.raw_ops.AssignVariableOp(resource=copy, value=value)
     return copy
 

@@ -43,12 +43,11 @@ class Walk:
         handles: keys of variables, by the names of the tensors that are their handles.
         state: how each variable's new value depends on the rows, by key; is written.
         lookups: the ``Lookups`` in variables, which are noted.
-        alone: ranges of operations in which mixing rows is meant (batch normalization).
-        trial: an ``OpTrial``, or None.
         describe: makes an ``Across`` of an operation and its reason.
+        trial: an ``OpTrial``, or None.
     """
 
-    def __init__(self, graph, placements, handles, state, lookups, describe, alone=(), trial=None):
+    def __init__(self, graph, placements, handles, state, lookups, describe, trial=None):
         self.graph = graph
         self.placements = placements
         self.handles = handles
@@ -60,8 +59,7 @@ class Walk:
         self._sums = {}  # name of a tensor -> that of the sum from which alone it is computed
         self._inverses = {}  # name of a tensor -> the Denominator whose inverse it is
         self._divisions = {}  # name of a tensor of rows divided by a total -> what divided them
-        for place, op in enumerate(graph.get_operations()):
-            self._alone = any(first <= place < last for first, last in alone)
+        for op in graph.get_operations():
             self._follow(op)
 
     def placement(self, tensor):
@@ -75,11 +73,9 @@ class Walk:
         results = self._results(op, given)
         if not isinstance(results, list):
             results = [results] * len(op.outputs)
-        if self._alone:
-            results = [self._by_design(given, result) for result in results]
         if self.trial is not None and op.type not in CALLS | CONDITIONS:
-            results = self.trial.follow(op, given, results, self._alone)
-        if not self._alone and op.type not in CALLS and own_gradients.has_one(op):
+            results = self.trial.follow(op, given, results)
+        if op.type not in CALLS and own_gradients.has_one(op):
             if self._mixes_back(op, given, results):
                 results = [Mixed("gradient")] * len(results)
         for output, result in zip(op.outputs, results):
@@ -111,14 +107,6 @@ class Walk:
         if type(placement) in (Mixed, Unknown) and not hasattr(placement.why, "operation"):
             return type(placement)(self.describe(self.reason(op), placement))
         return placement
-
-    def _by_design(self, given, result):
-        """Of what is computed of all rows, in batch normalization, a device has that of its own."""
-        if isinstance(result, (Mixed, Unknown)) and not any(
-            isinstance(each, (Mixed, Unknown)) for each in given
-        ):
-            return Partial("mean")
-        return result
 
     def _note_sum(self, op, given, output, result):
         """Note what is a sum, or computed from one sum alone."""
@@ -163,14 +151,8 @@ class Walk:
         return self._by_table(op, given) if found is None else found
 
     def _by_table(self, op, given):
-        values = []
-        for tensor, placement in zip(op.inputs, given):
-            if isinstance(placement, Added):
-                placement = Mixed()
-            if self._alone and isinstance(placement, Partial):
-                if any(isinstance(each, Sharded) for each in given):
-                    placement = REPLICATED
-            values.append(self._value(tensor, placement))
+        given = [Mixed() if isinstance(each, Added) else each for each in given]
+        values = list(map(self._value, op.inputs, given))
         return row_operations.placements(op, values)
 
     def _value(self, tensor, placement):
@@ -301,9 +283,8 @@ class Walk:
             for inner, tensor in zip(graph.inputs, tensors)
             if tensor.name in self.handles
         }
-        alone = [(0, len(graph.get_operations()))] if self._alone else []
         lookups = self.lookups.inside(graph, tensors)
-        walk = Walk(graph, placements, handles, state, lookups, self.describe, alone, trial)
+        walk = Walk(graph, placements, handles, state, lookups, self.describe, trial)
         if trial is not None:
             self.trial.take(op, trial, graph)
         return [

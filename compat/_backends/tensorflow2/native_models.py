@@ -4,13 +4,9 @@ An object is called by its type's ``__call__``, so the object gets another type:
 its own, made for it, of the same name.
 """
 
-import contextlib
-
 import tensorflow as tf
 
 from ... import errors
-from .kinds import held, is_variable
-from .layer_state import VariableState
 from .replicated_call import ReplicatedCall
 from .sharding import are_arrays, as_tensors
 
@@ -68,7 +64,6 @@ class NativeCall(ReplicatedCall):
 
     def __init__(self, devices):
         super().__init__(devices)
-        self._traced = set()  # whether the first call has made its variables
         self._has_warned = False
 
     def _given(self, model, given):
@@ -87,8 +82,15 @@ class NativeCall(ReplicatedCall):
     def _only_traced(self, model):
         return False
 
-    def _state_of(self, model):
-        return NativeState(model, len(self.devices), self._traced)
+    def _layers(self, model):
+        return []  # only Keras adds losses within a call
+
+    def _trace(self, call, arguments, state):
+        if tf.executing_eagerly() and not self.traces:
+            # Variables that the first call makes must not be made within a replica.
+            args, kwargs = arguments.structure
+            tf.function(call).get_concrete_function(*args, **kwargs)
+        return super()._trace(call, arguments, state)
 
     def plain(self, model):
         plain = type(model)._compat_plain_class
@@ -96,34 +98,3 @@ class NativeCall(ReplicatedCall):
 
     def _is_converted(self, model):
         return True
-
-
-class NativeState(VariableState):
-    """State of a model without Keras: any of its variables may be set by the call."""
-
-    def __init__(self, model, replicas, traced):
-        super().__init__(model, replicas)
-        self.made = traced
-
-    def prepare(self, call, args, kwargs, trace):
-        if tf.executing_eagerly() and not self.made:
-            # Variables that the first call makes must not be made within a replica.
-            tf.function(call).get_concrete_function(*args, **kwargs)
-            self.made.add(True)
-        self.watch(self._variables(args, kwargs), trace)
-
-    def _variables(self, args, kwargs):
-        if hasattr(self.model, "get_concrete_function"):
-            plain = type(self.model)._compat_plain_class
-            return plain.get_concrete_function(self.model, *args, **kwargs).graph.variables
-        found = list(getattr(self.model, "variables", ()))
-        return found + [value for value in held(self.model) if is_variable(value)]
-
-    @contextlib.contextmanager
-    def replica(self):
-        yield []  # only Keras adds losses within a call
-        self.note()
-
-    @contextlib.contextmanager
-    def traced(self):
-        yield []

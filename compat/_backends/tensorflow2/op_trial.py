@@ -62,13 +62,12 @@ class OpTrial:
         lanes = self.values.get(tensor.name)
         return None if lanes is None or is_resource(tensor) else lanes[0].shape.rank
 
-    def follow(self, op, given, claimed, alone=False):
+    def follow(self, op, given, claimed):
         """Compute an operation; return the placements of its results, as far as that shows them.
 
         Arguments:
             given: the placements of its inputs; ``claimed``: those that the rules say its results
                 have.
-            alone: whether rows are mixed by design: each part is then that of the whole.
         """
         lanes = self._computed(op, claimed)
         if lanes is None:
@@ -76,7 +75,7 @@ class OpTrial:
         places, found = self._places(op, given, claimed), []
         for output, values, placement in zip(op.outputs, lanes, claimed):
             if not is_resource(output) and isinstance(placement, _SHOWN):
-                placement, values = self._shown(values, given, placement, alone, places)
+                placement, values = self._shown(values, given, placement, places)
             self.values[output.name] = values
             found.append(placement)
         return found
@@ -103,11 +102,7 @@ class OpTrial:
         places = self._cut(tf.constant(places, dtype), before)
         return [self.executor.execute(op, pair)[0] for pair in zip(places, sizes)]
 
-    def _shown(self, lanes, given, placement, alone, places):
-        if alone:
-            if isinstance(placement, Sharded):
-                return placement, self._cut(lanes[0], placement)
-            return placement, [lanes[0]] * LANES
+    def _shown(self, lanes, given, placement, places):
         same = lanes[0] is lanes[1] and not isinstance(placement, (Sharded, Unknown))
         if same or denominator_of(placement) is not None:
             return placement, lanes

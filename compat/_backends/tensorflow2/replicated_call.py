@@ -83,21 +83,17 @@ class ReplicatedCall(patching.InstanceMethod):
             refuse_strategies(tf, model)
         if arguments.differ:
             return self._whole(model, call, arguments, _rows.Across(None))
-        state = self._state_of(model)
-        trace = functools.partial(self._trace, call, arguments, state)
-        trace = functools.lru_cache(None)(trace)  # made once for each call
-        made = across = None
+        state = layer_state.ModelState(self._layers(model))
+        trace = across = None
         why = "unknown"  # it cannot be traced with an unknown number of rows
         try:
-            state.prepare(call, args, kwargs, trace)
             if len(self.devices) > 1:
-                made = trace()
-                across = made.across(state)
-                if state.squares_lookups and recording() and made.lookups.are_mixed():
-                    across = across or _rows.Across(None, why="table")
+                trace = self._trace(call, arguments, state)
+                across = trace.across() or _across_in_keras3(model, trace)
             if across is None:
                 why = "fails"
-                replicas = self._computed(call, arguments, state, made)
+                state.watch(trace.variables if trace else [])
+                replicas = self._computed(call, arguments, state, trace)
         except Exception as error:
             if len(self.devices) == 1 or _rows.trial.is_fault(error):
                 raise
@@ -106,7 +102,7 @@ class ReplicatedCall(patching.InstanceMethod):
         if across is not None:
             return self._whole(model, call, arguments, across)
         counted_batches.count(self.devices, arguments.rows, recording())
-        merging = Merging(replicas, arguments.rows, made)
+        merging = Merging(replicas, arguments.rows, trace)
         state.finish(merging)
         return _merged(merging, state)
 
@@ -138,7 +134,7 @@ class ReplicatedCall(patching.InstanceMethod):
 
     def _trace(self, call, arguments, state):
         """The plain call's trace. Eagerly it is kept for calls with arguments of the same kinds."""
-        tensors, compute = as_function(call, state.traced, arguments.structure)
+        tensors, compute = as_function(call, state.collected, arguments.structure)
         placements, key = arguments.placements(), None
         if tf.executing_eagerly():
             plain = [v for v in arguments.leaves if not tf.is_tensor(v)]
@@ -147,10 +143,12 @@ class ReplicatedCall(patching.InstanceMethod):
             if key in self.traces:
                 return self.traces[key]
 
-        trace = Trace(compute, tensors, placements, arguments.three_rows, self.devices[0], state)
+        made = Trace(
+            compute, tensors, placements, arguments.three_rows, self.devices[0], state.layers
+        )
         if key is not None:
-            self.traces[key] = trace
-        return trace
+            self.traces[key] = made
+        return made
 
     def _given(self, model, given):
         """Keras 3 hands the arrays of an eager step to a functional model as they are."""
@@ -166,11 +164,9 @@ class ReplicatedCall(patching.InstanceMethod):
         # A Keras 3 model as a pure function: the caller's scope holds its state.
         return _keras.in_stateless_scope(_keras.keras_of(model))
 
-    def _state_of(self, model):
-        """The state of a model or layer of Keras."""
-        if hasattr(model, "_eager_losses"):
-            return layer_state.Keras2State(model, len(self.devices))
-        return layer_state.Keras3State(model)
+    def _layers(self, model):
+        """The layers of Keras that a model consists of."""
+        return _keras.all_layers(model)
 
     def _unreplicated(self, model, *args, **kwargs):
         """The call this one hides, converted by autograph where Keras would do so."""
@@ -187,6 +183,17 @@ class ReplicatedCall(patching.InstanceMethod):
         return hasattr(model, "_eager_losses") and _keras.is_users(type(model))
 
 
+def _across_in_keras3(model, trace):
+    """What an optimizer of Keras 3 would not make of the replicas' gradients, or None."""
+    if not hasattr(_keras.keras_of(model), "StatelessScope"):
+        return None
+    if any(getattr(v, "overwrite_with_gradient", None) for v in model.trainable_variables):
+        return _rows.Across(None)  # replicas would add up the largest values of float8
+    # It squares the gradients of each lookup by themselves.
+    is_mixed = recording() and trace.lookups.are_mixed()
+    return _rows.Across(None, why="table") if is_mixed else None
+
+
 def _merged(merging, state):
     """What the model returns for the whole batch."""
     results = [replica.results for replica in merging.replicas]
@@ -195,7 +202,7 @@ def _merged(merging, state):
         for place, output in enumerate(results[0].outputs)
     ]
     for place, losses in enumerate(zip(*[result.losses for result in results])):
-        state.add_loss(place, merging.value(losses, merging.placement("losses", place)))
+        state.added[place].append(merging.value(losses, merging.placement("losses", place)))
     return tf.nest.pack_sequence_as(results[0].structure, outputs)
 
 
