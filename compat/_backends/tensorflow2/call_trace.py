@@ -20,6 +20,7 @@ from . import layer_state, merging, sharding
 from .functions import captures, eager, may_be_set
 from .graph_walk import Walk
 from .op_trial import LANES, Executor, OpTrial
+from .replicas import tapes
 from .table_lookups import Lookups
 
 
@@ -38,7 +39,7 @@ class Trace:
         layers: those of Keras that the model consists of.
 
     Attributes:
-        placements: of the outputs and the losses, by these names.
+        placements: lists of these, by the names of ``CallResults.values``.
         variables: pairs of the handle of one that the call sets, and how its new value depends on
             the rows. States of random numbers are not among them.
         lookups: what is looked up in variables.
@@ -63,10 +64,10 @@ class Trace:
         # Code that ran eagerly so far has its branches converted, as within a tf.function.
         # Nothing here is computed, so no tape records it.
         converting = ag_ctx.ControlStatusCtx(status=ag_ctx.Status.ENABLED)
-        with layer_state.normalizing_rows(layers), _stop_recording(), converting:
+        with layer_state.normalizing_rows(layers), tapes().stop_recording(), converting:
             self.function = _wrapped(traced, specs)
         self.placeholders, results = made[-1]
-        self._results = {"outputs": results.outputs, "losses": results.losses}
+        self._results = results.values
         graph = self.function.graph
         known = {t.name: placement for t, placement in zip(self.placeholders, placements)}
         handles = {t.name: key_of(e) for t, e in captures(graph) if t.dtype.name == "resource"}
@@ -77,9 +78,10 @@ class Trace:
             self.lookups = Lookups()
             self._walk = Walk(graph, known, handles, state, self.lookups, self._across, trial)
             self.placements = {
-                name: [self._placement(value, trial) for value in found]
-                for name, found in self._results.items()
+                name: [self._placement(value, trial) for value in self._results[name]]
+                for name in ("outputs", "losses")
             }
+            self.placements["masks"] = self.placements["logits"] = self.placements["outputs"]
             for copy in copies.values():
                 tf.raw_ops.DestroyResourceOp(resource=copy)
         averages = {key_of(handle): Partial("mean") for handle in layer_state.averages(layers)}
@@ -196,15 +198,6 @@ def _copy(handle):
 
 
 _copies = itertools.count()
-
-
-def _stop_recording():
-    """What a tape's method of this name returns, for all tapes."""
-    try:
-        from tensorflow.python.eager import record
-    except ImportError:  # up to TensorFlow 2.12
-        from tensorflow.python.eager import tape as record
-    return record.stop_recording()
 
 
 def _wrapped(function, specs):

@@ -1,5 +1,7 @@
 """What a graph of TensorFlow 2 has that is not computing: functions, variables, captures."""
 
+import re
+
 CALLS = {"PartitionedCall", "StatefulPartitionedCall"}
 CONDITIONS = {"If", "StatelessIf"}
 LOOPS = {"While", "StatelessWhile"}
@@ -9,6 +11,8 @@ READS = {
     "LookupTableFindV2", "LookupTableSizeV2", "ReadVariableOp", "ResourceGather",
     "ResourceGatherNd", "VariableShape",
 }  # fmt: skip
+
+_RANDOM = re.compile("Multinomial|Normal|Random|Rng|Uniform")
 
 
 # The attributes that name the functions an operation calls.
@@ -29,6 +33,11 @@ def is_compiled(op):
         return op.get_attr("_XlaMustCompile")
     except ValueError:  # it has no such attribute
         return False
+
+
+def is_random(op):
+    """Whether an operation makes random numbers, or has a generator go on."""
+    return _RANDOM.search(op.type) is not None
 
 
 def is_resource(tensor):

@@ -33,9 +33,21 @@ class Merging:
         self.trace = trace
         self._weights = {}  # Denominator -> the replicas' parts, and all
 
-    def placement(self, name, place):
-        """How a result of the call depends on the rows; None for a single replica."""
-        return None if self.trace is None else self.trace.placements[name][place]
+    def results(self):
+        """Those of the call for the whole batch, as ``CallResults.values``."""
+        parts = [replica.results.values for replica in self.replicas]
+        return {
+            name: [self._result(name, *each) for each in enumerate(zip(*[p[name] for p in parts]))]
+            for name in parts[0]
+        }
+
+    def _result(self, name, place, values):
+        if not tf.is_tensor(values[0]) or self.trace is None:
+            return values[0]
+        placement = self.trace.placements[name][place]
+        if name in ("masks", "logits") and not isinstance(placement, Sharded):
+            return None  # they would belong to its rows
+        return self.value(list(values), placement)
 
     def mean(self, values):
         """The mean weighted by the replicas' rows."""
@@ -50,8 +62,6 @@ class Merging:
             placement: how it depends on the rows.
             before: the old value, where this is the new value of a variable.
         """
-        if len(values) == 1:
-            return values[0]
         if isinstance(placement, Sharded):
             return sharding.concatenated(values)
         if isinstance(placement, Replicated):

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from ..._rows import Mixed, Partial, Replicated, Sharded, Unknown, trial
-from .functions import CALLS, CONDITIONS, LOOPS, READS, bodies_of, is_resource
+from .functions import CALLS, CONDITIONS, LOOPS, READS, bodies_of, is_random, is_resource
 from .graph_walk import denominator_of
 
 #: How many operations are executed at most, for loops that are long.
@@ -140,7 +140,7 @@ class OpTrial:
         if None in inputs:
             return None
         try:
-            if "Random" in op.type or op.type in _RANDOM:
+            if is_random(op):
                 return self._drawn(op, inputs, claimed)
             results = [self.executor.execute(op, [lanes[0] for lanes in inputs])]
             if all(lanes[0] is each for lanes in inputs for each in lanes):
@@ -170,12 +170,6 @@ class OpTrial:
 
 
 _SHOWN = (Partial, Replicated, Sharded, Unknown)
-_RANDOM = {
-    "Multinomial", "ParameterizedTruncatedNormal", "StatefulStandardNormalV2", "StatefulUniform",
-    "StatefulTruncatedNormal", "StatefulUniformFullInt", "StatefulUniformInt",
-    "StatelessMultinomial", "StatelessTruncatedNormal", "StatelessTruncatedNormalV2",
-    "TruncatedNormal", "RngReadAndSkip", "RngSkip",
-}  # fmt: skip
 
 
 def _told(parts, whole, given):

@@ -1,7 +1,6 @@
 """One device's share of a call, with a gradient of its own."""
 
 import contextlib
-import sys
 
 import tensorflow as tf
 
@@ -13,34 +12,32 @@ from .sharding import has_rows
 class CallResults:
     """What a call returns, flat, and what belongs to that.
 
-    ``structure`` is what the model returned, ``outputs`` that, flat; ``logits`` and ``masks`` are
-    Keras' attributes of the outputs, or None; ``losses`` were added within the call.
+    ``structure`` is what the model returned. ``values`` has lists: "outputs" is that, flat;
+    "logits" and "masks" are Keras' attributes of the outputs, or None; "losses" were added within
+    the call.
     """
 
     def __init__(self, structure, losses):
         self.structure = structure
-        self.losses = losses
-        self.outputs = tf.nest.flatten(structure)
-        self.masks = [getattr(output, "_keras_mask", None) for output in self.outputs]
-        self.logits = [_logits(output) for output in self.outputs]
+        outputs = tf.nest.flatten(structure)
+        self.values = {
+            "outputs": outputs,
+            "masks": [getattr(output, "_keras_mask", None) for output in outputs],
+            "logits": [_logits(output) for output in outputs],
+            "losses": losses,
+        }
 
-    def differentiable(self):
-        """All that may get a gradient: the tensors that ``outputs``, ... consist of."""
-        values = tf.nest.flatten(self._values(), expand_composites=True)
+    def tensors(self):
+        """All tensors that the values consist of."""
+        values = tf.nest.flatten(self.values, expand_composites=True)
         return [value for value in values if tf.is_tensor(value)]
 
     def take(self, tensors):
-        """Put the tensors back where ``differentiable`` found them."""
+        """Put the tensors back where ``tensors`` found them."""
         tensors = iter(tensors)
-        values = self._values()
-        flat = tf.nest.flatten(values, expand_composites=True)
+        flat = tf.nest.flatten(self.values, expand_composites=True)
         flat = [next(tensors) if tf.is_tensor(value) else value for value in flat]
-        self.outputs, self.logits, self.losses = tf.nest.pack_sequence_as(
-            values, flat, expand_composites=True
-        )
-
-    def _values(self):
-        return [self.outputs, self.logits, self.losses]
+        self.values = tf.nest.pack_sequence_as(self.values, flat, expand_composites=True)
 
 
 def as_function(call, scope, structure):
@@ -97,7 +94,7 @@ class Replica:
             self.results = compute(*values)
             if self.trace is not None:
                 self._keep(check_rows)
-            return self.results.differentiable()
+            return self.results.tensors()
 
         join = self.join
 
@@ -134,10 +131,8 @@ class Replica:
 
     def _keep(self, check_rows):
         """Keep this replica's own rows of the results."""
-        results, placements = self.results, self.trace.placements
-        for name in ("outputs", "masks", "logits", "losses"):
-            values, kinds = getattr(results, name), placements.get(name, placements["outputs"])
-            for place, (value, kind) in enumerate(zip(values, kinds)):
+        for name, values in self.results.values.items():
+            for place, (value, kind) in enumerate(zip(values, self.trace.placements[name])):
                 if tf.is_tensor(value) and isinstance(kind, Sharded):
                     if check_rows and name == "outputs":
                         value = sharding.checked(value, self.batch)
@@ -201,13 +196,18 @@ def _differentiable(compute, values):
     return compute(*values), gradients_of
 
 
+def tapes():
+    """TensorFlow's module for the gradient tapes of a thread, private to it."""
+    try:
+        from tensorflow.python.eager import record
+    except ImportError:  # up to TensorFlow 2.12
+        from tensorflow.python.eager import tape as record
+    return record
+
+
 def recording():
-    """Whether a gradient tape is recording: TensorFlow's own test, private to it."""
-    for name in ("tensorflow.python.eager.record", "tensorflow.python.eager.tape"):
-        test = getattr(sys.modules.get(name), "could_possibly_record", None)
-        if test is not None:
-            return test()
-    return True
+    """Whether a gradient tape is recording."""
+    return tapes().could_possibly_record()
 
 
 def _logits(output):

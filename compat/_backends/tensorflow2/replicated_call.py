@@ -7,14 +7,14 @@ import tensorflow as tf
 
 from ... import _keras, _rows
 from ..._keras import steps
-from ..._rows import Sharded, split_rows
+from ..._rows import split_rows
 from ..._runtime import patching, work
 from . import counted_batches, layer_state
 from .call_trace import Trace
 from .merging import Merging
 from .refusals import refuse_strategies, several_devices_in_xla
 from .replicas import Replica, as_function, recording
-from .sharding import ShardedArguments, are_arrays, as_tensors, concatenated
+from .sharding import ShardedArguments, are_arrays, as_tensors
 from .table_lookups import TableGradients
 
 # Graphs that Keras traces for shapes or for saving; nothing is computed in them, or somewhere
@@ -104,7 +104,15 @@ class ReplicatedCall(patching.InstanceMethod):
         counted_batches.count(self.devices, arguments.rows, recording())
         merging = Merging(replicas, arguments.rows, trace)
         state.finish(merging)
-        return _merged(merging, state)
+        results = merging.results()
+        for losses, loss in zip(state.added, results["losses"]):
+            losses.append(loss)
+        for output, mask, logits in zip(*map(results.get, ("outputs", "masks", "logits"))):
+            if mask is not None:
+                output._keras_mask = mask
+            if logits is not None:
+                output._keras_logits = logits
+        return tf.nest.pack_sequence_as(replicas[0].results.structure, results["outputs"])
 
     def _computed(self, call, arguments, state, trace):
         """The devices' shares of the call, each computed there."""
@@ -192,27 +200,3 @@ def _across_in_keras3(model, trace):
     # It squares the gradients of each lookup by themselves.
     is_mixed = recording() and trace.lookups.are_mixed()
     return _rows.Across(None, why="table") if is_mixed else None
-
-
-def _merged(merging, state):
-    """What the model returns for the whole batch."""
-    results = [replica.results for replica in merging.replicas]
-    outputs = [
-        _merged_output(merging, results, place) if tf.is_tensor(output) else output
-        for place, output in enumerate(results[0].outputs)
-    ]
-    for place, losses in enumerate(zip(*[result.losses for result in results])):
-        state.added[place].append(merging.value(losses, merging.placement("losses", place)))
-    return tf.nest.pack_sequence_as(results[0].structure, outputs)
-
-
-def _merged_output(merging, results, place):
-    placement = merging.placement("outputs", place)
-    output = merging.value([result.outputs[place] for result in results], placement)
-    if placement is None or isinstance(placement, Sharded):
-        for name, attribute in (("masks", "_keras_mask"), ("logits", "_keras_logits")):
-            parts = [getattr(result, name)[place] for result in results]
-            if parts[0] is not None:
-                part = parts[0] if placement is None else concatenated(parts)
-                setattr(output, attribute, part)
-    return output

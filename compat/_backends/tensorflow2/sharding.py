@@ -120,43 +120,41 @@ class ShardedArguments:
             shard._keras_mask = mask[start:stop]
         return shard
 
+    def _tensors(self):
+        """Pairs of a tensor and whether it is data: of the arguments, then of their masks."""
+        masks = [getattr(value, "_keras_mask", None) for value in self.leaves]
+        pairs = list(zip(self.leaves, self.is_data)) + list(zip(masks, self.is_data))
+        return [pair for pair in pairs if tf.is_tensor(pair[0])]
+
     def placements(self):
         """For each tensor that the arguments, and their masks, consist of how it has rows."""
         found, uneven = [], Sharded(0, inner=None, even=False)
-        for value, is_data in zip(self.leaves, self.is_data):
-            count = sum(map(tf.is_tensor, tf.nest.flatten(value, expand_composites=True)))
+        for value, is_data in self._tensors():
+            count = len(tf.nest.flatten(value, expand_composites=True))
             if is_data is False:
                 found += [REPLICATED] * count
             elif isinstance(value, tf.SparseTensor):
                 found += [Unknown(), uneven, Count([0])]
             else:
                 found += [Sharded(0)] if count == 1 else [uneven] + [Unknown()] * (count - 1)
-        return found + [
-            REPLICATED if is_data is False else Sharded(0)
-            for value, is_data in zip(self.leaves, self.is_data)
-            if getattr(value, "_keras_mask", None) is not None
-        ]
+        return found
 
     def three_rows(self):
         """For each of these tensors its values: of three rows, of two of them and of the third.
 
         None for those that have no value yet and no rows.
         """
-        real = self.has_values and int(self.rows) >= 3
-        found, masks = [], []
-        for value, is_data in zip(self.leaves, self.is_data):
-            for tensor, values in ((value, found), (getattr(value, "_keras_mask", None), masks)):
-                if not tf.is_tensor(tensor):
-                    continue
-                if is_data is False:
-                    parts = tf.nest.flatten(tensor, expand_composites=True)
-                    lanes = [[part if hasattr(part, "numpy") else None for part in parts]] * 3
-                else:
-                    whole = _rows(tensor, 0, 3) if real else _made_up(tensor)
-                    parts = [whole, _rows(whole, 0, 2), _rows(whole, 2, 3)]
-                    lanes = [tf.nest.flatten(part, expand_composites=True) for part in parts]
-                values += [None if each[0] is None else list(each) for each in zip(*lanes)]
-        return found + masks
+        real, found = self.has_values and int(self.rows) >= 3, []
+        for value, is_data in self._tensors():
+            if is_data is False:
+                parts = tf.nest.flatten(value, expand_composites=True)
+                found += [[part] * 3 if hasattr(part, "numpy") else None for part in parts]
+            else:
+                whole = _rows(value, 0, 3) if real else _made_up(value)
+                parts = [whole, _rows(whole, 0, 2), _rows(whole, 2, 3)]
+                lanes = [tf.nest.flatten(part, expand_composites=True) for part in parts]
+                found += list(map(list, zip(*lanes)))
+        return found
 
 
 _DIFFERENT_ROWS = (

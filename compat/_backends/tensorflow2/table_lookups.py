@@ -3,7 +3,7 @@
 import tensorflow as tf
 
 from ..._rows import Replicated, Unknown
-from .functions import READS
+from .functions import READS, is_random
 
 _OPERATIONS = {"Gather", "GatherV2", "GatherNd", "ResourceGather", "ResourceGatherNd"}
 
@@ -24,9 +24,8 @@ class Lookups:
 
     def note(self, op, given, handles):
         """Note an operation, with the placements of its inputs and the keys of handles."""
-        is_drawn = op.op_def.is_stateful and op.type not in READS
-        is_drawn = is_drawn or "Random" in op.type or "Multinomial" in op.type
-        if is_drawn or any(tensor.name in self.drawn for tensor in op.inputs):
+        is_stateful = op.op_def.is_stateful and op.type not in READS
+        if is_stateful or is_random(op) or any(tensor.name in self.drawn for tensor in op.inputs):
             self.drawn.update(output.name for output in op.outputs)
         known = [self.sources.get(tensor.name, ()) for tensor in op.inputs]
         if known and op.inputs[0].name in handles:
