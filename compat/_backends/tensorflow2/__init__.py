@@ -105,7 +105,7 @@ class TensorFlow2(Backend):
         sessions.set_session_defaults(functools.partial(device_configuration.session_config, soft))
         # TensorFlow numbers the GPUs it shows in the driver's order, not in the configured one.
         numbered = sorted(gpus, key=physical("GPU").index)
-        self.kept["gpus"] = ["/gpu:{}".format(numbered.index(gpu)) for gpu in gpus]
+        self.kept["gpus"] = [f"/gpu:{numbered.index(gpu)}" for gpu in gpus]
         return applied, []
 
     def devices(self) -> "List[str]":
@@ -120,7 +120,7 @@ class TensorFlow2(Backend):
             if kind == "GPU" and named and len(named) == count:
                 return list(named)
             if count:
-                return ["/{}:{}".format(kind.lower(), index) for index in range(count)]
+                return [f"/{kind.lower()}:{index}" for index in range(count)]
         return ["/cpu:0"]
 
     def memory_peaks(self) -> "Dict[str, int]":
@@ -295,8 +295,8 @@ def _refuse_workers(tf, place):
     """Refuse workers of ``TF_CONFIG`` where TensorFlow has graphs alone."""
     if place.launcher == clusters.TF_CONFIG and not runs_eagerly(tf):
         raise unsupported(
-            "train as {} after tf.compat.v1.disable_v2_behavior() or "
-            "disable_eager_execution()".format(place),
+            f"train as {place} after tf.compat.v1.disable_v2_behavior() or "
+            "disable_eager_execution()",
             "Remove that call, or start the script with horovodrun.",
         )
 

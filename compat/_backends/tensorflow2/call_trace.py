@@ -20,7 +20,7 @@ from . import layer_state, merging, sharding
 from .functions import captures, eager, may_be_set
 from .graph_walk import Walk
 from .op_trial import LANES, Executor, OpTrial
-from .replicas import tapes
+from .replicas import as_function, tapes
 from .table_lookups import Lookups
 
 
@@ -30,13 +30,10 @@ class Trace:
     Keras' layers of batch normalization are apart from it: they may mix rows.
 
     Arguments:
-        compute: takes the tensors, returns ``CallResults``.
-        tensors: what the call gets.
-        placements: how each of these depends on the rows.
-        three_rows: returns for each of them what it is for three rows, for two of them and for the
-            third, or None where that is not known.
-        device: where they are computed.
-        layers: those of Keras that the model consists of.
+        call: the plain one.
+        arguments: its ``ShardedArguments``.
+        state: the ``ModelState`` of the model.
+        device: where its operations are tried.
 
     Attributes:
         placements: lists of these, by the names of ``CallResults.values``.
@@ -45,9 +42,11 @@ class Trace:
         lookups: what is looked up in variables.
     """
 
-    def __init__(self, compute, tensors, placements, three_rows, device, layers):
+    def __init__(self, call, arguments, state, device):
         from tensorflow.python.autograph.core import ag_ctx
 
+        tensors, compute = as_function(call, state.collected, arguments.structure)
+        placements, layers = arguments.placements(), state.layers
         self._layers = {getattr(layer, "name", None) for layer in layers}
         specs = []
         for tensor, placement in zip(tensors, placements):
@@ -71,12 +70,12 @@ class Trace:
         graph = self.function.graph
         known = {t.name: placement for t, placement in zip(self.placeholders, placements)}
         handles = {t.name: key_of(e) for t, e in captures(graph) if t.dtype.name == "resource"}
-        state = {}  # type: dict
+        changed = {}  # type: dict
         with tf.init_scope(), tf.device(device):
-            values, copies = self._values(three_rows())
+            values, copies = self._values(arguments.three_rows())
             trial = OpTrial(values, Executor(copies))
             self.lookups = Lookups()
-            self._walk = Walk(graph, known, handles, state, self.lookups, self._across, trial)
+            self._walk = Walk(graph, known, handles, changed, self.lookups, self._across, trial)
             self.placements = {
                 name: [self._placement(value, trial) for value in self._results[name]]
                 for name in ("outputs", "losses")
@@ -86,9 +85,9 @@ class Trace:
                 tf.raw_ops.DestroyResourceOp(resource=copy)
         averages = {key_of(handle): Partial("mean") for handle in layer_state.averages(layers)}
         self.variables = [
-            (handle, averages.get(key_of(handle), state[key_of(handle)]))
+            (handle, averages.get(key_of(handle), changed[key_of(handle)]))
             for _, handle in captures(graph)
-            if key_of(handle) in state and layer_state.has_one_value(handle)
+            if key_of(handle) in changed and layer_state.has_one_value(handle)
         ]
         self._walk.trial = None  # and with it all values
 
@@ -158,8 +157,8 @@ class Trace:
         if placement.why in ("tried", "gradient", "compiled"):
             why = placement.why
         scopes = [name for name in op.name.split("/")[:-1] if name in self._layers]
-        layer = "layer {!r}".format(scopes[-1]) if scopes else None
-        return _rows.Across("{} ({})".format(op.name, op.type), layer, line_of(op), why)
+        layer = f"layer {scopes[-1]!r}" if scopes else None
+        return _rows.Across(f"{op.name} ({op.type})", layer, line_of(op), why)
 
     # Means with weights of their own ------------------------------------------------------------
 
@@ -191,7 +190,7 @@ def _copy(handle):
     It is no tf.Variable: the function that is being traced may make none.
     """
     value = layer_state.read_handle(handle)
-    name = "compat_copy_{}".format(next(_copies))
+    name = f"compat_copy_{next(_copies)}"
     copy = tf.raw_ops.VarHandleOp(dtype=value.dtype, shape=value.shape, shared_name=name)
     tf.raw_ops.AssignVariableOp(resource=copy, value=value)
     return copy

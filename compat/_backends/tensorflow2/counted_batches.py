@@ -55,7 +55,7 @@ class Table:
         self.devices = devices
         self.training = training
         self.sizes = sizes
-        self.name = "compat_batches_{}".format(next(_numbers))
+        self.name = f"compat_batches_{next(_numbers)}"
 
     def count(self, rows):
         with tf.device("/cpu:0"):

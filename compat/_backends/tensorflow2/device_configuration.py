@@ -39,7 +39,7 @@ def apply_setting(tf, name, *arguments):
         TooLateError: TensorFlow says that it has started and cannot change this any more.
     """
     module, _, last = name.rpartition(".")
-    if module == "config" and not hasattr(tf.config, last):  # up to TensorFlow 2.0
+    if module == "config" and not hasattr(tf.config, last):  # some were experimental
         name = "config.experimental." + last
     function = functools.reduce(getattr, name.split("."), tf)
     try:
@@ -76,9 +76,8 @@ def chosen_gpus(tf, devices):
     if entries is not None and len(entries) < len(physical):
         raise errors.too_late(
             "tensorflow",
-            "{}={} was set after TensorFlow had listed {} GPUs".format(
-                devices.variable, os.environ.get(devices.variable), len(physical)
-            ),
+            f"{devices.variable}={os.environ.get(devices.variable)} was set after TensorFlow had "
+            f"listed {len(physical)} GPUs",
             "Set it before the first `import tensorflow` or `import keras`.",
         )
     return [physical[i] for i in devices.ordinals(os.environ) if i < len(physical)]
@@ -86,15 +85,13 @@ def chosen_gpus(tf, devices):
 
 def split_device(tf, device, limits):
     """Make one logical device per memory limit (MiB, or None) on a physical one."""
-    if hasattr(tf.config, "set_logical_device_configuration"):
-        name, make = "config.set_logical_device_configuration", tf.config.LogicalDeviceConfiguration
-    else:  # up to TensorFlow 2.3
-        name = "config.experimental.set_virtual_device_configuration"
-        make = tf.config.experimental.VirtualDeviceConfiguration
-    logical = [make(memory_limit=limit) if limit else make() for limit in limits]
-    apply_setting(tf, name, device, logical)
+    make = config_function(tf, "LogicalDeviceConfiguration", "VirtualDeviceConfiguration")
+    known = "logical" if hasattr(tf.config, "set_logical_device_configuration") else "virtual"
+    name = "config.set_{}_device_configuration".format(known)
+    setting = apply_setting(tf, name, device, [make(memory_limit=limit) for limit in limits])
     made = " of {:g} MiB".format(limits[0]) if limits[0] else ""
-    return "tf.{}: {} of {}{}".format(name, len(limits), device.name, made)
+    name = setting.partition("(")[0]
+    return "{}: {} of {}{}".format(name, len(limits), device.name, made)
 
 
 def limit_memory(tf, gpus, settings):

@@ -49,6 +49,12 @@ def captures(graph):
     return [(internal, external) for external, internal in graph.captures]
 
 
+def carried(known, graph, tensors):
+    """What is known of tensors by their names, for a function's graph that is given these."""
+    pairs = zip(graph.inputs, tensors)
+    return {inner.name: known[tensor.name] for inner, tensor in pairs if tensor.name in known}
+
+
 def eager(tensor):
     """What a tensor of a function being traced stands for; None for what is no value yet."""
     while tensor is not None and not hasattr(tensor, "numpy"):

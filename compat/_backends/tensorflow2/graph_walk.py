@@ -11,7 +11,8 @@ import tensorflow as tf
 from ... import _rows
 from ..._rows import REPLICATED, Count, Mixed, Partial, Placement, Replicated, Sharded, Unknown
 from ..tensorflow1 import own_gradients, row_operations, row_sizes
-from .functions import CALLS, CONDITIONS, LOOPS, READS, bodies_of, is_compiled
+from .functions import CALLS, CONDITIONS, LOOPS, READS, bodies_of, carried, is_compiled
+from .op_trial import Executor, OpTrial, denominator_of
 
 #: A tensor that a mean is weighted by, and the sum from which alone it is computed: both by name.
 Denominator = namedtuple("Denominator", "tensor sum")
@@ -44,7 +45,7 @@ class Walk:
         state: how each variable's new value depends on the rows, by key; is written.
         lookups: the ``Lookups`` in variables, which are noted.
         describe: makes an ``Across`` of an operation and its reason.
-        trial: an ``OpTrial``, or None.
+        trial: an ``OpTrial``; None: of what no input is needed for.
     """
 
     def __init__(self, graph, placements, handles, state, lookups, describe, trial=None):
@@ -54,7 +55,7 @@ class Walk:
         self.state = state
         self.lookups = lookups
         self.describe = describe
-        self.trial = trial
+        self.trial = OpTrial({}, Executor({})) if trial is None else trial
         self._old = {}  # name of a tensor -> the key of the variable whose old value it is
         self._sums = {}  # name of a tensor -> that of the sum from which alone it is computed
         self._inverses = {}  # name of a tensor -> the Denominator whose inverse it is
@@ -73,11 +74,11 @@ class Walk:
         results = self._results(op, given)
         if not isinstance(results, list):
             results = [results] * len(op.outputs)
-        if self.trial is not None and op.type not in CALLS | CONDITIONS:
+        if op.type not in CALLS | CONDITIONS:
             results = self.trial.follow(op, given, results)
-        if op.type not in CALLS and own_gradients.has_one(op):
-            if self._mixes_back(op, given, results):
-                results = [Mixed("gradient")] * len(results)
+        has_own = op.type not in CALLS and own_gradients.has_one(op)
+        if has_own and self._mixes_back(op, given, results):
+            results = [Mixed("gradient")] * len(results)
         for output, result in zip(op.outputs, results):
             result = self._explained(op, result)
             if isinstance(result, Partial) and result.denominator == ROWS:
@@ -92,8 +93,7 @@ class Walk:
         gradient = own_gradients.OwnGradient(op)
         for tensor, output, result in zip(gradient.upstream, op.outputs, results):
             self.placements[tensor.name] = own_gradients.upstream_of(result)
-            if self.trial is not None:
-                self.trial.draw(tensor, output, result)
+            self.trial.draw(tensor, output, result)
         for each in gradient.operations:
             self._follow(each)
         return gradient.mixes(given, self.placement)
@@ -157,7 +157,7 @@ class Walk:
 
     def _value(self, tensor, placement):
         shape = None if tensor.shape.rank is None else tensor.shape.as_list()
-        if shape is None and self.trial is not None:
+        if shape is None:
             rank = self.trial.rank(tensor)
             shape = None if rank is None else [None] * rank
         return _rows.Value(placement, shape)
@@ -276,16 +276,14 @@ class Walk:
 
     def _inside(self, op, graph, tensors, given, state, tried=False):
         """A walk through a function; weights of means inside it are out of reach."""
-        trial = self.trial.inside(graph, tensors) if tried and self.trial is not None else None
+        trial = self.trial.inside(graph, tensors if tried else [])
         placements = dict(zip([tensor.name for tensor in graph.inputs], given))
-        handles = {
-            inner.name: self.handles[tensor.name]
-            for inner, tensor in zip(graph.inputs, tensors)
-            if tensor.name in self.handles
-        }
-        lookups = self.lookups.inside(graph, tensors)
+        handles, lookups = (
+            carried(self.handles, graph, tensors),
+            self.lookups.inside(graph, tensors),
+        )
         walk = Walk(graph, placements, handles, state, lookups, self.describe, trial)
-        if trial is not None:
+        if tried:
             self.trial.take(op, trial, graph)
         return [
             Mixed() if isinstance(each, Added) or denominator_of(each) not in (None, ROWS) else each
@@ -295,7 +293,7 @@ class Walk:
     def _chosen(self, op, given, graphs):
         """One of two branches, the same one on each device if that does not depend on rows."""
         states, tensors = [dict(self.state), dict(self.state)], op.inputs[1:]
-        taken = None if self.trial is None else self.trial.branch(op)
+        taken = self.trial.branch(op)
         branches = [
             self._inside(op, graph, tensors, given[1:], state, tried=place == taken)
             for place, (graph, state) in enumerate(zip(graphs, states))
@@ -369,11 +367,6 @@ _DIMENSIONS = {"FromTensor": -1, "GetItem": 0, "PopBack": 0, "Resize": 0, "Stack
 def _divided(numerator, by):
     numerator = Partial("sum") if numerator == Count() else numerator
     return _rows.divided_by_total([_rows.Value(numerator, None)], by)
-
-
-def denominator_of(placement):
-    """What rows were divided by, or a mean is weighted by; None: by nothing, or by the rows."""
-    return getattr(placement, "per", None) or getattr(placement, "denominator", None)
 
 
 def _is_uneven(placement):

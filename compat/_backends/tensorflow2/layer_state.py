@@ -64,14 +64,15 @@ def normalizations(layers):
 
     Renormalization corrects them by averages over all batches, so that the parts matter.
     """
-    return [each for each in layers if _normalizes(each) and not getattr(each, "renorm", False)]
-
-
-def _normalizes(layer):
-    """Whether this is a layer of batch normalization, which may not be built yet."""
-    names = [kind.__name__ for kind in type(layer).__mro__]
-    has_name = any(name.startswith("BatchNormalization") for name in names)
-    return has_name or hasattr(layer, "moving_mean")
+    return [
+        layer
+        for layer in layers
+        if not getattr(layer, "renorm", False)
+        and (
+            hasattr(layer, "moving_mean")  # which one that is not built yet has not
+            or any(kind.__name__.startswith("BatchNormalization") for kind in type(layer).__mro__)
+        )
+    ]
 
 
 def averages(layers):
@@ -86,15 +87,16 @@ def averages(layers):
 def normalizing_rows(layers):
     """Within, these layers' batch normalization returns what inference does: each row by itself.
 
-    They are called as they would be, too, so that what they set can be seen.
+    Then they are called as they would be, so that what they set can be seen.
     """
 
     def in_inference(call):
         def call_in_inference(*args, **kwargs):
-            call(*args, **kwargs)
             given = inspect.signature(call).bind(*args, **kwargs)
             given.arguments["training"] = False
-            return call(*given.args, **given.kwargs)
+            result = call(*given.args, **given.kwargs)
+            call(*args, **kwargs)
+            return result
 
         return call_in_inference
 

@@ -72,10 +72,8 @@ class NativeCall(ReplicatedCall):
         if are_arrays(given) and not self._has_warned:
             self._has_warned = True
             errors.warn(
-                "A call of the parallelized {} was given numpy arrays, which are not split, so it "
-                "ran on one device: give it tensors, tf.constant(array).".format(
-                    type(model).__name__
-                )
+                f"A call of the parallelized {type(model).__name__} was given numpy arrays, which "
+                "are not split, so it ran on one device: give it tensors, tf.constant(array)."
             )
         return given
 

@@ -9,8 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from ..._rows import Mixed, Partial, Replicated, Sharded, Unknown, trial
-from .functions import CALLS, CONDITIONS, LOOPS, READS, bodies_of, is_random, is_resource
-from .graph_walk import denominator_of
+from .functions import CALLS, CONDITIONS, LOOPS, READS, bodies_of, carried, is_random, is_resource
 
 #: How many operations are executed at most, for loops that are long.
 LIMIT = 30000
@@ -40,9 +39,7 @@ class OpTrial:
 
     def inside(self, graph, tensors):
         """The trial of a function that is called with these tensors."""
-        given = zip(graph.inputs, [self.values.get(tensor.name) for tensor in tensors])
-        known = {inner.name: lanes for inner, lanes in given if lanes is not None}
-        return OpTrial(known, self.executor)
+        return OpTrial(carried(self.values, graph, tensors), self.executor)
 
     def branch(self, op):
         """Which branch of a condition is taken, 0 or 1, where it is the same one everywhere."""
@@ -167,6 +164,11 @@ class OpTrial:
         if isinstance(placement, Sharded) and placement.even:
             return self._cut(whole, placement)
         return [whole] * LANES
+
+
+def denominator_of(placement):
+    """What rows were divided by, or a mean is weighted by; None: by nothing, or by the rows."""
+    return getattr(placement, "per", None) or getattr(placement, "denominator", None)
 
 
 _SHOWN = (Partial, Replicated, Sharded, Unknown)

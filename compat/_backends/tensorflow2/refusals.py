@@ -25,7 +25,7 @@ def refuse_unreached(tf, model):
         )
     if not hasattr(model, "train_step") and keras.__name__ == "keras":
         raise unsupported(
-            "run a model of keras {} on several devices".format(keras.__version__),
+            f"run a model of keras {keras.__version__} on several devices",
             "Use tf.keras, or Keras 3, or train on one device, with parallelize(model, gpus=1).",
         )
     refuse_loops(tf, _keras.all_layers(model))
@@ -38,15 +38,15 @@ def refuse_strategies(tf, model):
     """Refuse a model that a strategy of TensorFlow's replicates already, or will."""
     if tf.distribute.has_strategy():
         kind = type(tf.distribute.get_strategy()).__name__
-        found = "it was called within the scope of a {}".format(kind)
+        found = f"it was called within the scope of a {kind}"
     elif _is_distributed(tf, model):
-        found = "the variables of {!r} were made in the scope of a strategy".format(model.name)
+        found = f"the variables of {model.name!r} were made in the scope of a strategy"
     else:
         return
     raise errors.UnsupportedError(
-        "parallelize() and tf.distribute both run a model on several devices: {}. Build the "
+        f"parallelize() and tf.distribute both run a model on several devices: {found}. Build the "
         "model and call parallelize() outside of the strategy's scope, or write "
-        'compat.parallelize(build_model, strategy="mirrored").'.format(found)
+        'compat.parallelize(build_model, strategy="mirrored").'
     )
 
 
@@ -65,8 +65,8 @@ def refuse_loops(tf, layers):
         recurrent = any(c.__name__ == "RNN" for c in type(layer).__mro__)
         if recurrent and not layer.unroll and not hasattr(tf.keras.Model, "train_step"):
             raise unsupported(
-                "run the loop of layer {!r} on several devices in TensorFlow {}, which "
-                "takes loops in functions apart".format(layer.name, tf.__version__),
+                f"run the loop of layer {layer.name!r} on several devices in TensorFlow "
+                f"{tf.__version__}, which takes loops in functions apart",
                 "Make the layer with unroll=True, or use TensorFlow 2.3 or later.",
             )
 

@@ -146,17 +146,16 @@ def _listing_no_variables():
     TensorFlow 2.0 makes sets of those that layers have made within any tf.function, for a gradient
     of one's own, and fails: they have no hash.
     """
-    names = tf.compat.v1.GraphKeys.GLOBAL_VARIABLES, tf.compat.v1.GraphKeys.LOCAL_VARIABLES
-    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-    lists = [] if graph is None else [graph.get_collection_ref(name) for name in names]
-    before = [list(each) for each in lists]
-    for each in lists:
-        del each[:]
+    variables = []  # type: list
+    if not tf.executing_eagerly():
+        key = tf.compat.v1.GraphKeys.GLOBAL_VARIABLES
+        variables = tf.compat.v1.get_default_graph().get_collection_ref(key)
+    before = list(variables)
+    del variables[:]
     try:
         yield
     finally:
-        for each, variables in zip(lists, before):
-            each[:0] = variables
+        variables[:0] = before
 
 
 def _dense(gradient):

@@ -13,7 +13,7 @@ from . import counted_batches, layer_state
 from .call_trace import Trace
 from .merging import Merging
 from .refusals import refuse_strategies, several_devices_in_xla
-from .replicas import Replica, as_function, recording
+from .replicas import Replica, recording
 from .sharding import ShardedArguments, are_arrays, as_tensors
 from .table_lookups import TableGradients
 
@@ -142,21 +142,11 @@ class ReplicatedCall(patching.InstanceMethod):
 
     def _trace(self, call, arguments, state):
         """The plain call's trace. Eagerly it is kept for calls with arguments of the same kinds."""
-        tensors, compute = as_function(call, state.collected, arguments.structure)
-        placements, key = arguments.placements(), None
-        if tf.executing_eagerly():
-            plain = [v for v in arguments.leaves if not tf.is_tensor(v)]
-            kinds = [(str(t.dtype), str(t.shape[1:]), p) for t, p in zip(tensors, placements)]
-            key = repr((kinds, plain))
-            if key in self.traces:
-                return self.traces[key]
-
-        made = Trace(
-            compute, tensors, placements, arguments.three_rows, self.devices[0], state.layers
-        )
+        key = arguments.kind() if tf.executing_eagerly() else None
+        trace = self.traces.get(key) or Trace(call, arguments, state, self.devices[0])
         if key is not None:
-            self.traces[key] = made
-        return made
+            self.traces[key] = trace
+        return trace
 
     def _given(self, model, given):
         """Keras 3 hands the arrays of an eager step to a functional model as they are."""

@@ -139,6 +139,13 @@ class ShardedArguments:
                 found += [Sharded(0)] if count == 1 else [uneven] + [Unknown()] * (count - 1)
         return found
 
+    def kind(self):
+        """What calls with arguments of the same kinds have in common."""
+        tensors = tf.nest.flatten([each for each, _ in self._tensors()], expand_composites=True)
+        plain = [value for value in self.leaves if not tf.is_tensor(value)]
+        kinds = [(str(each.dtype), str(each.shape[1:])) for each in tensors]
+        return repr((kinds, self.placements(), plain))
+
     def three_rows(self):
         """For each of these tensors its values: of three rows, of two of them and of the third.
 

@@ -3,7 +3,7 @@
 import tensorflow as tf
 
 from ..._rows import Replicated, Unknown
-from .functions import READS, is_random
+from .functions import READS, carried, is_random
 
 _OPERATIONS = {"Gather", "GatherV2", "GatherNd", "ResourceGather", "ResourceGatherNd"}
 
@@ -14,37 +14,34 @@ class Lookups:
     Arguments:
         found: the placements of the numbers of rows, by the variables' keys; is written.
         sources: the keys of the variables that a graph's inputs are computed from, by the names of
-            these; is written.
+            these, and RANDOM where random numbers are in it; is written.
     """
+
+    RANDOM = None
 
     def __init__(self, found=None, sources=None):
         self.found = {} if found is None else found
         self.sources = {} if sources is None else sources
-        self.drawn = set()  # type: set  # names of what random numbers are in
 
     def note(self, op, given, handles):
         """Note an operation, with the placements of its inputs and the keys of handles."""
-        is_stateful = op.op_def.is_stateful and op.type not in READS
-        if is_stateful or is_random(op) or any(tensor.name in self.drawn for tensor in op.inputs):
-            self.drawn.update(output.name for output in op.outputs)
-        known = [self.sources.get(tensor.name, ()) for tensor in op.inputs]
+        known = [self.sources.get(tensor.name, set()) for tensor in op.inputs]
         if known and op.inputs[0].name in handles:
             known[0] = {handles[op.inputs[0].name]}
         if op.type in _OPERATIONS:
-            rows = Unknown() if op.inputs[1].name in self.drawn else given[1]
-            for key in known[0]:
+            rows = Unknown() if self.RANDOM in known[1] else given[1]
+            for key in known[0] - {self.RANDOM}:
                 self.found.setdefault(key, []).append(rows)
         sources = set().union(*known)
-        if sources and all(isinstance(each, Replicated) for each in given):
-            self.sources.update((output.name, sources) for output in op.outputs)
+        if not all(isinstance(each, Replicated) for each in given):
+            sources &= {self.RANDOM}
+        if is_random(op) or op.op_def.is_stateful and op.type not in READS:
+            sources.add(self.RANDOM)
+        self.sources.update((output.name, sources) for output in op.outputs if sources)
 
     def inside(self, graph, tensors):
         """The same for the graph of a function, which is given these tensors."""
-        pairs = [(inner.name, tensor.name) for inner, tensor in zip(graph.inputs, tensors)]
-        sources = {inner: self.sources[name] for inner, name in pairs if name in self.sources}
-        lookups = Lookups(self.found, sources)
-        lookups.drawn.update(inner for inner, name in pairs if name in self.drawn)
-        return lookups
+        return Lookups(self.found, carried(self.sources, graph, tensors))
 
     def same(self):
         """The keys of the variables in which what is looked up is the same for any batch."""
