@@ -45,7 +45,7 @@ class Trace:
     def __init__(self, call, arguments, state, device):
         from tensorflow.python.autograph.core import ag_ctx
 
-        tensors, compute = as_function(call, state.collected, arguments.structure)
+        tensors, compute = as_function(call, state.collected, arguments.given)
         placements, layers = arguments.placements(), state.layers
         self._layers = {getattr(layer, "name", None) for layer in layers}
         specs = []

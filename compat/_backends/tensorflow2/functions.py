@@ -29,10 +29,7 @@ def bodies_of(op):
 
 def is_compiled(op):
     """Whether XLA compiles the call of a function, as under tf.function(jit_compile=True)."""
-    try:
-        return op.get_attr("_XlaMustCompile")
-    except ValueError:  # it has no such attribute
-        return False
+    return op.node_def.attr["_XlaMustCompile"].b  # false where there is none
 
 
 def is_random(op):

@@ -40,27 +40,25 @@ class CallResults:
         self.values = tf.nest.pack_sequence_as(self.values, flat, expand_composites=True)
 
 
-def as_function(call, scope, structure):
+def as_function(call, scope, given):
     """A call as a function of the tensors that its arguments and their masks consist of.
 
     Arguments:
         scope: makes the context of the call, which yields the losses added in it.
+        given: as ``ShardedArguments.given``.
 
     Returns:
         The tensors, and the function, which returns ``CallResults``.
     """
-    masks = [getattr(value, "_keras_mask", None) for value in tf.nest.flatten(structure)]
-    flat = tf.nest.flatten((structure, masks), expand_composites=True)
+    flat = tf.nest.flatten(given, expand_composites=True)
     places = [place for place, value in enumerate(flat) if tf.is_tensor(value)]
 
     def compute(*values):
-        given = list(flat)
+        parts = list(flat)
         for place, value in zip(places, values):
-            given[place] = value
-        (args, kwargs), given_masks = tf.nest.pack_sequence_as(
-            (structure, masks), given, expand_composites=True
-        )
-        for value, mask in zip(tf.nest.flatten((args, kwargs)), given_masks):
+            parts[place] = value
+        (args, kwargs), masks = tf.nest.pack_sequence_as(given, parts, expand_composites=True)
+        for value, mask in zip(tf.nest.flatten((args, kwargs)), masks):
             if mask is not None:
                 value._keras_mask = mask
         with split_rows.undivided(), scope() as losses:

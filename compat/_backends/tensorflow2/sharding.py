@@ -41,6 +41,7 @@ def rows_of(batch):
 class ShardedArguments:
     """The arguments of a call: which of them are data, of which each replica gets some rows.
 
+    ``given`` is the structure of the arguments, and the masks of all that they consist of.
     The first tensor is the batch. The argument that it stands in, alone or in a list or a
     dictionary, is the model's input, and has to have as many rows everywhere. Other arguments
     are data if they have as many rows as the batch. Variables are no data, nor are constants and
@@ -49,7 +50,10 @@ class ShardedArguments:
 
     def __init__(self, args, kwargs, replicas):
         self.structure = (args, kwargs)
-        self.leaves = tf.nest.flatten(self.structure)
+        leaves = tf.nest.flatten(self.structure)
+        masks = [getattr(value, "_keras_mask", None) for value in leaves]
+        self.given = self.structure, masks
+        self.leaves = leaves + masks
         arguments = list(args) + [kwargs[name] for name in sorted(kwargs)]
         ends = itertools.accumulate(len(tf.nest.flatten(argument)) for argument in arguments)
         places = [n for n, value in enumerate(self.leaves) if has_rows(value)]
@@ -58,7 +62,6 @@ class ShardedArguments:
             return
         end = next(end for end in ends if end > places[0])
         self.rows = rows_of(self.batch)
-        self.has_values = tf.executing_eagerly()
         self.differ = False  # whether parts of the input have other numbers of rows
         self.has_others = False
         if replicas == 1:
@@ -66,7 +69,7 @@ class ShardedArguments:
             return
         self.constant_batch = self._is_constant(self.batch)
         # For each leaf whether it is data: True, False, or a tensor that says so later.
-        self.is_data = [self._is_data(value, n < end) for n, value in enumerate(self.leaves)]
+        self.is_data = [self._is_data(value, n < end) for n, value in enumerate(leaves)] * 2
         #: Whether something with rows of its own may go to each replica as it is.
         self.has_others = any(
             is_data is not True and has_rows(value)
@@ -103,28 +106,22 @@ class ShardedArguments:
         return tf.equal(rows, self.rows)
 
     def shard(self, bounds):
-        """The arguments of a replica, which has the rows from ``bounds[0]`` to ``bounds[1]``."""
+        """What a replica is ``given`` that has the rows from ``bounds[0]`` to ``bounds[1]``."""
         leaves = [self._cut(*each, bounds=bounds) for each in zip(self.leaves, self.is_data)]
-        return tf.nest.pack_sequence_as(self.structure, leaves)
+        return tf.nest.pack_sequence_as(self.given, leaves)
 
     def _cut(self, value, is_data, bounds):
-        if is_data is False:
+        if is_data is False or value is None:
             return value
         start, stop = bounds
         if is_data is not True:
             start = tf.where(is_data, start, 0)
             stop = tf.where(is_data, stop, rows_of(value))
-        shard = _rows(value, start, stop)
-        mask = getattr(value, "_keras_mask", None)
-        if mask is not None:
-            shard._keras_mask = mask[start:stop]
-        return shard
+        return _rows(value, start, stop)
 
     def _tensors(self):
         """Pairs of a tensor and whether it is data: of the arguments, then of their masks."""
-        masks = [getattr(value, "_keras_mask", None) for value in self.leaves]
-        pairs = list(zip(self.leaves, self.is_data)) + list(zip(masks, self.is_data))
-        return [pair for pair in pairs if tf.is_tensor(pair[0])]
+        return [pair for pair in zip(self.leaves, self.is_data) if tf.is_tensor(pair[0])]
 
     def placements(self):
         """For each tensor that the arguments, and their masks, consist of how it has rows."""
@@ -151,7 +148,7 @@ class ShardedArguments:
 
         None for those that have no value yet and no rows.
         """
-        real, found = self.has_values and int(self.rows) >= 3, []
+        real, found = tf.executing_eagerly() and int(self.rows) >= 3, []
         for value, is_data in self._tensors():
             if is_data is False:
                 parts = tf.nest.flatten(value, expand_composites=True)
