@@ -44,16 +44,14 @@ def _replicated_class(plain, replicated_call):
 
     members = {
         "__call__": __call__,
-        "__doc__": plain.__doc__,
-        "__module__": plain.__module__,
-        "__qualname__": plain.__qualname__,
         "_compat_plain_class": plain,
         "_compat_call": replicated_call,  # or what verifies its first calls
         "autograph_info__": {},  # as in ReplicatedCall
-        "__reduce_ex__": by_plain_class("__reduce_ex__"),  # copies and pickles are plain
     }
-    # What TensorFlow saves: a __call__ that is a tf.function, as the user made it.
-    for name in ("_trackable_children", "_list_functions_for_serialization"):
+    for name in ("__doc__", "__module__", "__qualname__"):
+        members[name] = getattr(plain, name)
+    # Copies and pickles are plain, and what TensorFlow saves: a __call__ that is a tf.function.
+    for name in ("__reduce_ex__", "_trackable_children", "_list_functions_for_serialization"):
         if hasattr(plain, name):
             members[name] = by_plain_class(name)
     return type(plain)(plain.__name__, (plain,), members)

@@ -71,30 +71,28 @@ def as_function(call, scope, given):
 class Replica:
     """One device's share of a call, and its results."""
 
-    def __init__(self, call, state, size, trace, join):
-        self.call = call
-        self.join = join  # what TableGradients make of a variable's gradient
-        self.state = state
+    def __init__(self, device, size, trace):
+        self.device = device
         self.size = size  # rows kept; none of the one row computed where this is 0
         self.trace = trace  # None for a single replica
 
-    def run(self, device, arguments, check_rows):
+    def run(self, call, scope, given, check_rows, join):
         """Compute.
 
         Arguments:
+            call, scope, given: as of ``as_function``.
             check_rows: make sure that the outputs follow the rows of the batch.
+            join: what ``TableGradients`` make of a variable's gradient.
         """
-        self.device = device
-        self.batch = next(v for v in tf.nest.flatten(arguments) if has_rows(v))
-        self.shard, compute = as_function(self.call, self.state.replica, arguments)
+        device = self.device
+        self.batch = next(v for v in tf.nest.flatten(given) if has_rows(v))
+        self.shard, compute = as_function(call, scope, given)
 
         def results_of(*values):
             self.results = compute(*values)
             if self.trace is not None:
                 self._keep(check_rows)
             return self.results.tensors()
-
-        join = self.join
 
         @tf.custom_gradient
         def replica(*values):

@@ -121,10 +121,10 @@ class ReplicatedCall(patching.InstanceMethod):
         tables = TableGradients(trace.lookups.same() if trace else (), count)
         for index, device in enumerate(self.devices):
             first, last = split_rows.bounds(rows, count, index)
+            given = arguments.shard(split_rows.run_bounds(rows, count, index, maximum))
             join = functools.partial(tables.joined, index)
-            replica = Replica(call, state, last - first, trace, join)
-            shard = arguments.shard(split_rows.run_bounds(rows, count, index, maximum))
-            replica.run(device, shard, arguments.has_others)
+            replica = Replica(device, last - first, trace)
+            replica.run(call, state.replica, given, arguments.has_others, join)
             replicas.append(replica)
         return replicas
 
