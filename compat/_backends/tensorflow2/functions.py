@@ -46,10 +46,10 @@ def captures(graph):
     return [(internal, external) for external, internal in graph.captures]
 
 
-def carried(known, graph, tensors):
-    """What is known of tensors by their names, for a function's graph that is given these."""
-    pairs = zip(graph.inputs, tensors)
-    return {inner.name: known[tensor.name] for inner, tensor in pairs if tensor.name in known}
+def carried(known, tensors, others):
+    """What is known of tensors by their names, for others, which are these in another graph."""
+    pairs = zip(tensors, others)
+    return {other.name: known[tensor.name] for tensor, other in pairs if tensor.name in known}
 
 
 def eager(tensor):

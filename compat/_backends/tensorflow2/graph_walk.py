@@ -279,12 +279,12 @@ class Walk:
         trial = self.trial.inside(graph, tensors if tried else [])
         placements = dict(zip([tensor.name for tensor in graph.inputs], given))
         handles, lookups = (
-            carried(self.handles, graph, tensors),
+            carried(self.handles, tensors, graph.inputs),
             self.lookups.inside(graph, tensors),
         )
         walk = Walk(graph, placements, handles, state, lookups, self.describe, trial)
         if tried:
-            self.trial.take(op, trial, graph)
+            self.trial.values.update(carried(trial.values, graph.outputs, op.outputs))
         return [
             Mixed() if isinstance(each, Added) or denominator_of(each) not in (None, ROWS) else each
             for each in map(walk.placement, graph.outputs)

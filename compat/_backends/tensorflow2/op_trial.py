@@ -39,7 +39,7 @@ class OpTrial:
 
     def inside(self, graph, tensors):
         """The trial of a function that is called with these tensors."""
-        return OpTrial(carried(self.values, graph, tensors), self.executor)
+        return OpTrial(carried(self.values, tensors, graph.inputs), self.executor)
 
     def branch(self, op):
         """Which branch of a condition is taken, 0 or 1, where it is the same one everywhere."""
@@ -47,12 +47,6 @@ class OpTrial:
         if lanes is None or any(value is not lanes[0] for value in lanes):
             return None
         return int(not lanes[0])
-
-    def take(self, op, inside, graph):
-        """Take the values of a function's results, as an operation's that calls it."""
-        for output, inner in zip(op.outputs, graph.outputs):
-            if inner.name in inside.values:
-                self.values[output.name] = inside.values[inner.name]
 
     def rank(self, tensor):
         """The number of a tensor's dimensions, where a value shows it."""

@@ -41,7 +41,7 @@ class Lookups:
 
     def inside(self, graph, tensors):
         """The same for the graph of a function, which is given these tensors."""
-        return Lookups(self.found, carried(self.sources, graph, tensors))
+        return Lookups(self.found, carried(self.sources, tensors, graph.inputs))
 
     def same(self):
         """The keys of the variables in which what is looked up is the same for any batch."""
