@@ -356,6 +356,23 @@ def test_a_call_that_cannot_be_traced_runs_whole(keras):
     np.testing.assert_allclose(model.sums.numpy(), plain.sums.numpy(), rtol=1e-5)
 
 
+class Totalling(tf.Module):
+    """It returns an old value and a sum: each device would count the old value once."""
+
+    def __init__(self):
+        super().__init__()
+        self.total = tf.Variable(3.0)
+
+    def __call__(self, x):
+        return x, self.total + tf.reduce_sum(x)
+
+
+def test_a_result_with_an_old_value_in_it_runs_whole(keras):
+    with runs_whole():
+        found = compat.parallelize(Totalling())(tf.constant(ROWS))
+    same([Totalling()(tf.constant(ROWS)), found])
+
+
 # Inputs ---------------------------------------------------------------------------------------
 
 

@@ -18,7 +18,7 @@ from ..._rows import REPLICATED, Count, Mixed, Partial, Replicated, Sharded, Unk
 from ..tensorflow1.batch_part import line_of
 from . import layer_state, merging, sharding
 from .functions import captures, eager, may_be_set
-from .graph_walk import Walk
+from .graph_walk import Added, Walk
 from .op_trial import LANES, Executor, OpTrial
 from .replicas import as_function, tapes
 from .table_lookups import Lookups
@@ -114,9 +114,9 @@ class Trace:
         parts = tf.nest.flatten(value, expand_composites=True)
         if len(parts) == 1:
             placement = self._walk.placement(value) if hasattr(value, "name") else REPLICATED
-            # Numbers of rows add up, and positions of rows do not.
+            # Numbers of rows add up. Positions of rows do not, nor do old values and sums.
             is_array = isinstance(placement, Count) and value.shape.rank != 0
-            return Mixed() if is_array else placement
+            return Mixed() if is_array or isinstance(placement, Added) else placement
         placements = [self._walk.placement(part) for part in parts]
         if all(isinstance(each, Replicated) for each in placements):
             return REPLICATED
