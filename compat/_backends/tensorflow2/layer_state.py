@@ -92,9 +92,8 @@ def normalizing_rows(layers):
 
     def in_inference(call):
         def call_in_inference(*args, **kwargs):
-            given = inspect.signature(call).bind(*args, **kwargs)
-            given.arguments["training"] = False
-            result = call(*given.args, **given.kwargs)
+            given = dict(zip(inspect.signature(call).parameters, args), **kwargs)
+            result = call(**dict(given, training=False))
             call(*args, **kwargs)
             return result
 
