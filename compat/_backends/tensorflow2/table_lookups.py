@@ -2,7 +2,7 @@
 
 import tensorflow as tf
 
-from ..._rows import Replicated, Unknown
+from ..._rows import Replicated
 from .functions import READS, carried, is_random
 
 _OPERATIONS = {"Gather", "GatherV2", "GatherNd", "ResourceGather", "ResourceGatherNd"}
@@ -12,7 +12,8 @@ class Lookups:
     """What is looked up in variables, and in what is computed from them alone.
 
     Arguments:
-        found: the placements of the numbers of rows, by the variables' keys; is written.
+        found: whether the numbers of the rows are the same for any batch, each answer that was
+            found, by the variables' keys; is written.
         sources: the keys of the variables that a graph's inputs are computed from, by the names of
             these, and RANDOM where random numbers are in it; is written.
     """
@@ -29,9 +30,9 @@ class Lookups:
         if known and op.inputs[0].name in handles:
             known[0] = {handles[op.inputs[0].name]}
         if op.type in _OPERATIONS:
-            rows = Unknown() if self.RANDOM in known[1] else given[1]
+            is_same = self.RANDOM not in known[1] and isinstance(given[1], Replicated)
             for key in known[0] - {self.RANDOM}:
-                self.found.setdefault(key, []).append(rows)
+                self.found.setdefault(key, set()).add(is_same)
         sources = set().union(*known)
         if not all(isinstance(each, Replicated) for each in given):
             sources &= {self.RANDOM}
@@ -45,15 +46,11 @@ class Lookups:
 
     def same(self):
         """The keys of the variables in which what is looked up is the same for any batch."""
-        return {key for key, kinds in self._kinds().items() if kinds == {True}}
+        return {key for key, answers in self.found.items() if answers == {True}}
 
     def are_mixed(self):
         """Whether in one variable something else is looked up besides what is the same."""
-        return {True, False} in self._kinds().values()
-
-    def _kinds(self):
-        found = self.found.items()
-        return {key: {isinstance(each, Replicated) for each in rows} for key, rows in found}
+        return {True, False} in self.found.values()
 
 
 class TableGradients:
