@@ -62,6 +62,7 @@ class ShardedArguments:
             return
         end = next(end for end in ends if end > places[0])
         self.rows = rows_of(self.batch)
+        self.has_values = tf.executing_eagerly()  # which an initialization scope always is
         self.differ = False  # whether parts of the input have other numbers of rows
         self.has_others = False
         if replicas == 1:
@@ -148,7 +149,7 @@ class ShardedArguments:
 
         None for those that have no value yet and no rows.
         """
-        real, found = tf.executing_eagerly() and int(self.rows) >= 3, []
+        real, found = self.has_values and int(self.rows) >= 3, []
         for value, is_data in self._tensors():
             if is_data is False:
                 parts = tf.nest.flatten(value, expand_composites=True)
