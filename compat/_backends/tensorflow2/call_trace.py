@@ -83,11 +83,16 @@ class Trace:
             self.placements["masks"] = self.placements["logits"] = self.placements["outputs"]
             for copy in copies.values():
                 tf.raw_ops.DestroyResourceOp(resource=copy)
-        averages = {key_of(handle): Partial("mean") for handle in layer_state.averages(layers)}
+        for handle in layer_state.averages(layers):
+            if key_of(handle) in changed:
+                changed[key_of(handle)] = Partial("mean")
+        for variable in graph.variables:
+            if "seed_generator_state" in variable.name:  # Keras 3's, of random numbers
+                changed.pop(key_of(variable.handle), None)
         self.variables = [
-            (handle, averages.get(key_of(handle), changed[key_of(handle)]))
+            (handle, changed[key_of(handle)])
             for _, handle in captures(graph)
-            if key_of(handle) in changed and layer_state.has_one_value(handle)
+            if key_of(handle) in changed and getattr(handle._handle_data, "is_set", False)
         ]
         self._walk.trial = None  # and with it all values
 

@@ -29,15 +29,6 @@ def read(variable):
     return tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
 
 
-def has_one_value(handle):
-    """Whether this is the handle of a variable that all replicas are to have the same value of.
-
-    Seeds of Keras 3 go from replica to replica, and tables are no variables.
-    """
-    is_variable = getattr(handle._handle_data, "is_set", False)
-    return is_variable and "seed_generator_state" not in getattr(handle, "_name", "")
-
-
 def type_of(handle):
     """The type of the variable that this is the handle of."""
     return tf.as_dtype(handle._handle_data.shape_and_type[0].dtype)
