@@ -1,7 +1,5 @@
 """What ``configure_gpu()`` was asked, normalised once, and the report of what it did."""
 
-import sys
-
 from .. import errors
 from .numeric import whole_number
 
@@ -19,11 +17,14 @@ LISTED = 16
 _UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 
-class _Values(type(sys.implementation)):  # type: ignore  # types.SimpleNamespace, not imported
+class _Value:
     """What is equal to another one by its attributes."""
 
+    def __eq__(self, other):
+        return type(self) is type(other) and vars(self) == vars(other)
 
-class Memory(_Values):
+
+class Memory(_Value):
     """How much of each GPU's memory to take; exactly one of the three is set.
 
     Arguments:
@@ -33,7 +34,9 @@ class Memory(_Values):
     """
 
     def __init__(self, grow=False, fraction=None, size=None):
-        super().__init__(grow=grow, fraction=fraction, size=size)
+        self.grow = grow
+        self.fraction = fraction
+        self.size = size
 
     def __str__(self):
         if self.grow:
@@ -124,7 +127,7 @@ def simulated_from_outside(environ):
     return number
 
 
-class Every(_Values):
+class Every(_Value):
     """Verify one training step in so many, from the first one on, for as long as training goes on.
 
     Arguments:
@@ -132,7 +135,7 @@ class Every(_Values):
     """
 
     def __init__(self, interval):
-        super().__init__(interval=interval)
+        self.interval = interval
 
     def __str__(self):
         return f"every {self.interval}"
@@ -168,7 +171,7 @@ def parse_verify(verify, environ, simulated):
     return verify.__index__()
 
 
-class Settings(_Values):
+class Settings:
     """What a backend is to apply: the devices chosen, and the rest as it was asked.
 
     Arguments:
@@ -178,20 +181,32 @@ class Settings(_Values):
         persist: whether to write the settings to the backend's configuration file, too.
         strict: whether fewer devices than asked for are an error.
         options: keyword options of ``configure_gpu()``, by name, also those of other backends.
-        more: these attributes, by their names.
-
-    Attributes:
         verify: how many training steps of each model are compared with one device; or ``Every``.
         parallelize: whether every Keras model is parallelized when it is compiled.
         gpus: how the devices were asked for, for reports: "gpus=2".
     """
 
     def __init__(
-        self, devices, memory=None, floatx=None, persist=False, strict=False, options=None, **more
+        self,
+        devices,
+        memory=None,
+        floatx=None,
+        persist=False,
+        strict=False,
+        options=None,
+        verify=0,
+        parallelize=False,
+        gpus="",
     ):
-        asked = dict(devices=devices, memory=memory, floatx=floatx, persist=persist, strict=strict)
-        asked.update(options=dict(options or {}), verify=0, parallelize=False, gpus="")
-        super().__init__(**dict(asked, **more))
+        self.devices = devices
+        self.memory = memory
+        self.floatx = floatx
+        self.persist = persist
+        self.strict = strict
+        self.options = dict(options or {})
+        self.verify = verify
+        self.parallelize = parallelize
+        self.gpus = gpus
 
     def __eq__(self, other):
         return dict(vars(self), gpus="") == dict(vars(other), gpus="")

@@ -340,10 +340,12 @@ def import_keras(backend):
     names = keras_packages(backend)
     if names:
         return _import(names[0])
-    remedy = f' Install one: pip install "keras-gpu-compat[{detection.extra_of([backend])}]".'
+    remedy = ""
+    if backend.extra:  # else it is a third party's
+        remedy = f' Install one: pip install "keras-gpu-compat[{detection.extra_of([backend])}]".'
     raise errors.NotInstalledError(
         f"No Keras that runs on {backend.name} is installed, or KERAS_BACKEND and keras.json "
-        "choose another backend for it." + remedy * bool(backend.extra)  # else a third party's
+        f"choose another backend for it.{remedy}"
     )
 
 
