@@ -35,32 +35,39 @@ def visible_entries(environ, machine=None):
         if entry == "-1":  # the documented way to end the list
             break
         if not _valid_entry(entry, entries):
-            why = "which is no id, no GPU name and no MIG name like those before it"
-        elif machine and not _exists(entry, machine):
-            why = "since this machine has no such GPU"
-        else:
-            entries.append(entry)
-            continue
-        why = f': CUDA ignores "{entry}" and what follows it, {why}'
-        problems.append(_problem(CUDA, value, why, entries))
-        break
-    twice = [entry for number, entry in enumerate(entries) if entry in entries[:number]]
-    if twice:
-        why = f': CUDA shows no GPU at all, since "{twice[0]}" is there twice'
-        return [], problems + [_problem(CUDA, value, why, list(dict.fromkeys(entries)))]
+            problems.append(
+                f'CUDA_VISIBLE_DEVICES="{value}": CUDA ignores "{entry}" and what follows it, '
+                "which is no id, no GPU name and no MIG name like those before it. "
+                f"{_remedy(CUDA, entries)}"
+            )
+            break
+        if machine and not _exists(entry, machine):
+            problems.append(
+                f'CUDA_VISIBLE_DEVICES="{value}": CUDA ignores "{entry}" and what follows it, '
+                f"since this machine has no such GPU. {_remedy(CUDA, entries)}"
+            )
+            break
+        entries.append(entry)
+    once = list(dict.fromkeys(entries))
+    for entry, only in zip(entries, once + [None]):
+        if entry != only:
+            return [], problems + [
+                f'CUDA_VISIBLE_DEVICES="{value}": CUDA shows no GPU at all, since "{entry}" is '
+                f"there twice. {_remedy(CUDA, once)}"
+            ]
     if " " in value.strip():
-        read = ",".join(entries)
-        why = f' contains a space, where CUDA stops reading; compat reads it as "{read}"'
-        problems.append(_problem(CUDA, value, why, entries))
+        problems.append(
+            'CUDA_VISIBLE_DEVICES="{}" contains a space, where CUDA stops reading; compat '
+            'reads it as "{}". {}'.format(value, ",".join(entries), _remedy(CUDA, entries))
+        )
     return entries, problems
 
 
-def _problem(variable, value, why, entries):
-    """What is wrong with a value, and what to type for the entries that are right."""
-    remedy = f"To use every GPU: unset {variable}"
-    if entries:
-        remedy = f"Corrected: export {variable}={','.join(entries)}"
-    return f'{variable}="{value}"{why}. {remedy}'
+def _remedy(variable, entries):
+    """What to type for the entries that are right."""
+    if not entries:
+        return f"To use every GPU: unset {variable}"
+    return "Corrected: export {}={}".format(variable, ",".join(entries))
 
 
 def _valid_entry(entry, before):
@@ -96,10 +103,10 @@ def hip_entries(environ, machine):
             number = whole_number(entry)
             exists = entry.startswith("GPU-") or (number is not None and number < there)
             if not exists or entry in entries:
-                why = (
-                    f': AMD\'s HIP ignores "{entry}" and what follows it, which is no id of a GPU '
+                wrong = (
+                    f'{variable}="{value}": AMD\'s HIP ignores "{entry}" and what follows it, '
+                    f"which is no id of a GPU that is visible here. {_remedy(variable, entries)}"
                 )
-                wrong = _problem(variable, value, why + "that is visible here", entries)
                 return entries, variable, [wrong] if entry != "-1" else []
             entries.append(entry)
         return entries, variable, []

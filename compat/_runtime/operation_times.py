@@ -1,7 +1,18 @@
 """Which operations each device has executed, and when: shares of time, and Trace Event Format."""
 
 import contextlib
-from typing import Any, Callable, ContextManager, Dict, Iterator, List, NamedTuple, Optional, Tuple
+from typing import (
+    Any,
+    Callable,
+    ContextManager,
+    Dict,
+    Iterable,
+    Iterator,
+    List,
+    NamedTuple,
+    Optional,
+    Tuple,
+)
 
 from . import markup
 
@@ -87,15 +98,16 @@ def share(value: "Optional[float]") -> str:
     return "<1%" if 0 < value < 0.005 else f"{value:.0%}"
 
 
-def picture(activities: "List[Tuple[str, Any]]") -> str:
+def picture(activities: "Iterable[Tuple[str, Any]]") -> str:
     """An SVG image of when each device was executing something, all on one scale.
 
     Arguments:
         activities: names, and what has the attributes of an ``Activity``.
     """
-    longest = max(each.timeline_seconds for _, each in activities) or 1.0
+    named = list(activities)
+    longest = max(each.timeline_seconds for _, each in named) or 1.0
     lanes = []
-    for name, each in activities:
+    for name, each in named:
         length = each.timeline_seconds / longest
         lanes.append(markup.Lane(name, "busy " + share(each.busy), length, each.busy_parts))
     end = f"{longest * 1e3:,.1f} ms" if longest < 1 else f"{longest:,.1f} s"

@@ -32,8 +32,7 @@ class Timeline:
         return f"<Timeline {self.path}>"
 
     def _repr_html_(self):
-        named = list(self.activities.items())
-        return operation_times.picture(named) if named else None
+        return operation_times.picture(self.activities.items()) if self.activities else None
 
 
 @contextlib.contextmanager
