@@ -79,7 +79,10 @@ def _cluster(name, text, config):
     if found is None and config.get("sparseCluster"):
         # TFJob's dynamic workers know themselves and the parameter servers, and no other.
         raise _sparse_cluster(text)
-    cluster = {_KINDS.get(k, k): _addresses(part, text) for k, part in (found or {}).items()}
+    cluster = {}  # type: dict
+    for name_of_kind, part in (found or {}).items():
+        addresses = _addresses(part, text)
+        cluster.setdefault(_KINDS.get(name_of_kind, name_of_kind), []).extend(addresses)
     if cluster.get("ps"):
         raise errors.RankError(
             f"{name}={text} names parameter servers, which compat does not use: ranks train in "

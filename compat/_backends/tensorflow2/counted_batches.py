@@ -32,7 +32,9 @@ def count(devices, rows, training, sizes=_sizes):
         work.count(devices, sizes(devices, int(rows)), training)
     elif work.is_counted() and not _is_compiled_by_xla():
         key = tuple(devices), training, sizes
-        process.graph_counters.setdefault(key, Table(*key)).count(rows)
+        if key not in process.graph_counters:
+            process.graph_counters[key] = Table(*key)
+        process.graph_counters[key].count(rows)
 
 
 def _is_compiled_by_xla():

@@ -1,6 +1,7 @@
 """One device's share of a call, with a gradient of its own."""
 
 import contextlib
+import functools
 
 import tensorflow as tf
 
@@ -191,6 +192,7 @@ def _differentiable(compute, values):
     return compute(*values), gradients_of
 
 
+@functools.lru_cache(None)  # to look for what is not there takes long, and each call asks
 def tapes():
     """TensorFlow's module for the gradient tapes of a thread, private to it."""
     try:

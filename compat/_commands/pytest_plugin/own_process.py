@@ -203,9 +203,10 @@ def _received(item: Any, path: str) -> List[Any]:
 
 
 def _content(path):
-    """What a file has: none where the process did not come to make it."""
-    with open(path, "ab+") as file:
-        file.seek(0)
+    """What a file has: nothing where the process did not come to make it."""
+    if not os.path.exists(path):
+        return ""
+    with open(path, "rb") as file:
         return file.read().decode("utf-8", "replace")
 
 
