@@ -61,9 +61,8 @@ class Verification:
         self.asked = steps
         self.ranks = ranks
         self._interval = getattr(steps, "interval", 0)
-        first = min(1, self._interval or steps)  # no Every
-        self.left = {"train": first if self._interval else steps, "evaluate": first}  # type: Any
-        self.left["predict"] = first
+        count = steps if isinstance(steps, int) else 1  # ``Every`` begins with the first one
+        self.left = {"train": count, "evaluate": min(1, count), "predict": min(1, count)}
         self._unverified = 0  # training steps since the last one that was verified
         self.record = report.Record(model, devices)
 
