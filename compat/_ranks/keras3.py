@@ -14,15 +14,15 @@ def averaged(model, by_users=False):
     Arguments:
         by_users: whether it is to be those alone that belong to layers of the user's own.
     """
-    own = {id(variable) for variable in _states(model)}
     found = {
         id(variable): variable
         for layer in _keras.all_layers(model)
         if not (by_users and type(layer).__module__.startswith("keras."))
         for variable in layer._non_trainable_variables
-        if id(variable) not in own and "float" in str(variable.dtype)
+        if "float" in str(variable.dtype)
     }
-    return list(found.values())
+    own = {id(variable) for variable in _states(model)} if found else ()
+    return [variable for key, variable in found.items() if key not in own]
 
 
 def same(model):
