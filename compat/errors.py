@@ -321,20 +321,38 @@ def users_line():
     return f" ({os.path.basename(frame.f_code.co_filename)}, line {frame.f_lineno})"
 
 
+def innermost_line(frames):
+    """The innermost of these lines that is the user's: "train.py, line 12"; or None.
+
+    Arguments:
+        frames: pairs of a file and a line, the innermost last.
+    """
+    for path, line in reversed(frames):
+        if _is_users(path) and not path.startswith("<"):
+            return f"{os.path.basename(path)}, line {line}"
+    return None
+
+
+def _is_users(path):
+    """Whether a source file is of no installed package and not of Python's own library."""
+    libraries = [
+        os.path.dirname(each) + os.sep for each in (os.__file__, os.path.abspath(__file__))
+    ]
+    return not (path.startswith((*libraries, "<frozen")) or "-packages" + os.sep in path)
+
+
 def _users_frame(frame):
-    """The innermost frame which is in no installed package and not in Python's own library.
+    """The innermost frame which is the user's.
 
     Returns:
         That frame or None, and how many frames out it is from the one given, counted from 1; where
         it is None, how many the innermost one outside of compat is.
     """
-    library = os.path.dirname(os.__file__) + os.sep
     level, outside = 1, None
     while frame is not None:
         if frame.f_globals.get("__name__", "").partition(".")[0] != __name__.partition(".")[0]:
             outside = outside or level
-            path = frame.f_code.co_filename
-            if not (path.startswith((library, "<frozen")) or "-packages" + os.sep in path):
+            if _is_users(frame.f_code.co_filename):
                 return frame, level
         frame, level = frame.f_back, level + 1
     return None, outside or 1

@@ -1,6 +1,6 @@
 """How many lines of code folders have, without comments, docstrings and blank lines.
 
-    python tests/code_lines.py compat tests
+python tests/code_lines.py compat tests
 """
 
 import ast

@@ -4,9 +4,6 @@ It computes the model's outputs from its inputs, each row from that row alone, a
 much besides: losses for example. ``graph_rows`` finds out which that is.
 """
 
-import os
-import re
-
 from ... import _rows, errors
 from . import graph, own_gradients
 from .graph_rows import TensorRows
@@ -207,16 +204,8 @@ def _list_of(operations):
     return ", ".join(names) + (" and others" if len(ordered) > 4 else "")
 
 
-#: What is not the user's own code: files of libraries, and those without a name of their own.
-_LIBRARIES = re.compile(
-    r"[/\\](tensorflow\w*|keras|tf_keras|compat|(site|dist)-packages)[/\\]|^<|__autograph_generated_file"
-)
-
-
 def line_of(op):
     """Where the user's code made an operation, as "file.py, line 12", or None."""
-    for frame in reversed(list(op.traceback or ())):
-        file, line = frame[0], frame[1]
-        if not _LIBRARIES.search(file):
-            return f"{os.path.basename(file)}, line {line}"
-    return None
+    frames = [(frame[0], frame[1]) for frame in op.traceback or ()]
+    # What autograph makes of the user's functions is in files of its own.
+    return errors.innermost_line([f for f in frames if "__autograph_generated_file" not in f[0]])

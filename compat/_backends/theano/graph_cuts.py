@@ -1,7 +1,5 @@
 """Where a graph of Keras' is cut into what the devices compute and what runs once."""
 
-import os
-
 import numpy as np
 from theano.gof import graph
 from theano.ifelse import IfElse
@@ -10,7 +8,7 @@ from ... import _rows
 from ..._rows import Mixed, Partial, Sharded, Unknown
 from .graph_rows import VariableRows
 from .graph_sizes import ROWS, Sizes
-from .graph_variables import depending_on, frames_of, nearest
+from .graph_variables import depending_on, line_of, nearest
 
 
 class Cut:
@@ -102,7 +100,7 @@ class ModelGraph:
         while united:  # a sum over the rows, from where it is one
             first = united[0]
             united = [v for v in first.owner.inputs if isinstance(self._rows.of(v), Partial)]
-        return _rows.Across(first.owner.op, self._layer(first), _line(first), why)
+        return _rows.Across(first.owner.op, self._layer(first), line_of(first), why)
 
     def _layer(self, variable):
         """The first layer of Keras whose output depends on a variable."""
@@ -111,21 +109,12 @@ class ModelGraph:
         return f"layer {made[0]._keras_history[0].name!r}" if made else None
 
 
-def _line(variable):
-    """The user's line that a variable was made at: the innermost one outside of packages."""
-    library = os.path.dirname(os.__file__) + os.sep
-    for path, line in reversed(frames_of(variable)):
-        if not (path.startswith((library, "<")) or "-packages" + os.sep in path):
-            return f"{os.path.basename(path)}, line {line}"
-    return None
-
-
 def own_gradient(cuts):
     """The first operation before cuts whose gradient is the user's, as an ``Across``, or None."""
     for node in graph.io_toposort([], [cut.variable for cut in cuts]):
         kind = type(node.op)
         if kind.__module__.partition(".")[0] != "theano" or kind.__name__ == "OpFromGraph":
-            return _rows.Across(node.op, None, _line(node.outputs[0]), "gradient")
+            return _rows.Across(node.op, None, line_of(node.outputs[0]), "gradient")
     return None
 
 

@@ -3,6 +3,7 @@
 from theano import tensor
 from theano.gof import graph
 
+from ... import errors
 from .context_device import context_of
 
 
@@ -69,3 +70,8 @@ def frames_of(variable):
     """Where a variable was made: pairs of a file and a line, the innermost last."""
     traces = getattr(variable.tag, "trace", None) or [[]]
     return [(frame[0], frame[1]) for frame in traces[0]]
+
+
+def line_of(variable):
+    """The user's line that a variable was made at: "train.py, line 12", or None."""
+    return errors.innermost_line(frames_of(variable))

@@ -9,6 +9,7 @@ from ... import _rows
 
 TORCH = os.path.dirname(torch.__file__) + os.sep
 _COMPAT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
+_KERAS = os.path.join("-packages", "keras", "")
 _OVERRIDES = torch.overrides.__file__
 #: Where torch packs sequences, sorted by their lengths.
 _PACKING = tuple(os.path.join(TORCH, "nn", part, "rnn.py") for part in ("utils", "modules"))
@@ -27,7 +28,7 @@ def across(model, name, why="mixed"):
     frame, line, module = sys._getframe(1), None, None
     while frame is not None and (line is None or module is None):
         file = frame.f_code.co_filename
-        own = file.startswith((TORCH, _COMPAT)) or os.sep + "keras" + os.sep in file
+        own = file.startswith((TORCH, _COMPAT)) or _KERAS in file
         if line is None and not own and not file.startswith("<"):
             line = f"{os.path.basename(file)}, line {frame.f_lineno}"
         part = frame.f_locals.get("self")
