@@ -142,6 +142,14 @@ def process(tmp_path, monkeypatch, machine):
     os.environ.update(before)
 
 
+def refusal(kind, call, *args, **kwargs):
+    """The text of the error, of this class and no other, that a call raises."""
+    with pytest.raises(kind) as caught:
+        call(*args, **kwargs)
+    assert type(caught.value) is kind
+    return str(caught.value)
+
+
 @pytest.fixture
 def imitate(monkeypatch):
     """Put a function in a framework's place that takes what the framework's own takes."""
