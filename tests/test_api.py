@@ -10,7 +10,7 @@ import types
 import warnings
 
 import pytest
-from conftest import ROOT, TOY_FRAMEWORK, Toy
+from conftest import ROOT, TOY_FRAMEWORK, Toy, refusal
 
 import compat
 from compat import _keras, _rows
@@ -28,11 +28,34 @@ def configure(*args, **kwargs):
         return compat.configure_gpu(*args, **kwargs)
 
 
-def refusal(kind, *args, **kwargs):
-    with pytest.raises(kind) as caught:
-        compat.configure_gpu(*args, **kwargs)
-    assert type(caught.value) is kind
-    return str(caught.value)
+def warned(call, *args, **kwargs):
+    """What a call returns, and the texts of its warnings, each of which is at its caller's line.
+
+    Those of configure_gpu() are the configuration's, too.
+    """
+    with pytest.warns(compat.CompatWarning) as caught:
+        result = call(*args, **kwargs)
+    assert {(w.category, w.filename) for w in caught} == {(compat.CompatWarning, __file__)}
+    texts = [str(w.message) for w in caught]
+    assert call is not compat.configure_gpu or result.warnings == texts
+    return result, texts
+
+
+def refused(kind, *args, **kwargs):
+    return refusal(kind, compat.configure_gpu, *args, **kwargs)
+
+
+FEWER = "Ask for fewer, or drop strict=True to go on with what there is."
+
+
+def contradiction(first, second):
+    """The text of the error where two calls are for other devices, or for another backend."""
+    return (
+        "configure_gpu() was called before in this process, with other settings.\n"
+        "first:  {}\n"
+        "second: {}\n"
+        "Devices are fixed once per process: make both calls the same, or drop one."
+    ).format(first, second)
 
 
 # One call -------------------------------------------------------------------------------------
@@ -95,18 +118,10 @@ def test_gpus_that_only_the_framework_lists_are_used(metal, gpus):
 
 
 def test_fewer_gpus_than_asked_for_of_those_that_the_framework_lists(metal):
-    with pytest.warns(compat.CompatWarning) as caught:
-        compat.configure_gpu(3)
-    assert [text for text, _, _ in shown(caught)] == [
-        "gpus=3 was asked for, but 2 GPUs are visible. Going on with GPU 0,1."
-    ]
-
-
-def test_fewer_of_these_are_an_error_under_strict(metal):
-    assert refusal(compat.DevicesNotFoundError, 3, strict=True) == (
-        "gpus=3 was asked for, but 2 GPUs are visible. Ask for fewer, or drop strict=True to go on "
-        "with what there is."
-    )
+    start = "gpus=3 was asked for, but 2 GPUs are visible. "
+    assert refused(compat.DevicesNotFoundError, 3, strict=True) == start + FEWER
+    del sys.modules["toyframework"]
+    assert warned(compat.configure_gpu, 3)[1] == [start + "Going on with GPU 0,1."]
 
 
 def test_gpus_that_only_the_framework_lists_can_be_declined(metal):
@@ -118,9 +133,7 @@ def test_gpus_that_only_the_framework_lists_can_be_declined(metal):
 
 def test_a_driver_that_does_not_work_is_a_warning(toy, machine, monkeypatch):
     machine.plug(status=9)
-    with pytest.warns(compat.CompatWarning) as caught:
-        compat.configure_gpu()
-    assert [text for text, _, _ in shown(caught)] == [
+    assert warned(compat.configure_gpu)[1] == [
         "gpus=None was asked for, but no GPU is visible: nvidia-smi fails (exit status 9). Going "
         "on with CPU."
     ]
@@ -146,39 +159,22 @@ def test_a_variable_can_be_removed(toy, monkeypatch):
 # Shortages ------------------------------------------------------------------------------------
 
 
-def shown(caught):
-    return [(str(w.message), w.category, w.filename) for w in caught]
-
-
-def test_fewer_gpus_than_asked_for_is_a_warning_at_the_callers_line(toy, machine):
+def test_fewer_gpus_than_asked_for_are_an_error_under_strict_and_else_a_warning(toy, machine):
     machine.plug(1)
-    with pytest.warns(compat.CompatWarning) as caught:
-        configuration = compat.configure_gpu(2)
-    text = "gpus=2 was asked for, but 1 GPU is visible. Going on with GPU 0."
-    assert shown(caught) == [(text, compat.CompatWarning, __file__)]
-    assert configuration.warnings == [text]
+    start = "gpus=2 was asked for, but 1 GPU is visible. "
+    before = dict(os.environ)
+    assert refused(compat.DevicesNotFoundError, 2, strict=True) == start + FEWER
+    assert dict(os.environ) == before
+    assert "toyframework" not in sys.modules  # nothing stays behind
+    configuration, texts = warned(compat.configure_gpu, 2)
+    assert texts == [start + "Going on with GPU 0."]
     assert configuration.devices == ["gpu:0"]
 
 
 def test_no_gpu_at_all_is_a_warning(toy):
-    with pytest.warns(compat.CompatWarning) as caught:
-        report = str(compat.configure_gpu(2))
-    assert "asked      gpus=2\nchosen     CPU: no GPU was found (" in report
-    assert [text for text, _, _ in shown(caught)] == [
-        "gpus=2 was asked for, but no GPU is visible. Going on with CPU."
-    ]
-
-
-def test_fewer_gpus_are_an_error_under_strict(toy, machine):
-    machine.plug(1)
-    before = dict(os.environ)
-    assert refusal(compat.DevicesNotFoundError, 2, strict=True) == (
-        "gpus=2 was asked for, but 1 GPU is visible. Ask for fewer, or drop strict=True to go on "
-        "with what there is."
-    )
-    assert dict(os.environ) == before
-    assert "toyframework" not in sys.modules
-    assert configure(1, strict=True).devices == ["gpu:0"]  # nothing stays behind
+    configuration, texts = warned(compat.configure_gpu, 2)
+    assert "asked      gpus=2\nchosen     CPU: no GPU was found (" in str(configuration)
+    assert texts == ["gpus=2 was asked for, but no GPU is visible. Going on with CPU."]
 
 
 @pytest.mark.parametrize(
@@ -186,35 +182,22 @@ def test_fewer_gpus_are_an_error_under_strict(toy, machine):
 )
 def test_gpus_that_the_framework_does_not_bring_up(toy, site, machine, broken, devices):
     machine.plug(2)
-    (site.folder / "toyframework.py").write_text(
-        (site.folder / "toyframework.py")
-        .read_text()
-        .replace("broken = ()", "broken = %r" % (broken,))
-    )
+    source = TOY_FRAMEWORK.replace("broken = ()", "broken = %r" % (broken,))
+    (site.folder / "toyframework.py").write_text(source)
     before = dict(os.environ)
-    assert refusal(compat.DevicesNotFoundError, strict=True) == (
-        "GPU 0,1 was asked for, but toyframework sees {}. Ask for fewer, or drop strict=True to go "
-        "on with what there is.".format(devices)
-    )
+    start = "GPU 0,1 was asked for, but toyframework sees {}. ".format(devices)
+    assert refused(compat.DevicesNotFoundError, strict=True) == start + FEWER
     assert dict(os.environ) == before
     del sys.modules["toyframework"]
-    with pytest.warns(compat.CompatWarning) as caught:
-        configuration = compat.configure_gpu()
-    assert configuration.warnings == [text for text, _, _ in shown(caught)]
-    assert configuration.warnings == [
-        "GPU 0,1 was asked for, but toyframework sees {}. Going on with {}.".format(
-            devices, devices
-        )
-    ]
+    assert warned(compat.configure_gpu)[1] == ["{}Going on with {}.".format(start, devices)]
 
 
 def test_the_cpu_is_known_under_any_name(toy, machine, monkeypatch):
     machine.plug(1)
     monkeypatch.setattr(toy, "devices", lambda: ["/device:CPU:0"], raising=False)
-    text = "GPU 0 was asked for, but toyframework sees /device:CPU:0. Going on with /device:CPU:0."
-    with pytest.warns(compat.CompatWarning) as caught:
-        assert compat.configure_gpu().warnings == [text]
-    assert [message for message, _, _ in shown(caught)] == [text]
+    assert warned(compat.configure_gpu)[1] == [
+        "GPU 0 was asked for, but toyframework sees /device:CPU:0. Going on with /device:CPU:0."
+    ]
 
 
 def test_a_broken_value_of_cuda_visible_devices_is_corrected_with_a_warning(
@@ -222,10 +205,8 @@ def test_a_broken_value_of_cuda_visible_devices_is_corrected_with_a_warning(
 ):
     machine.plug(2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1, 0")
-    with pytest.warns(compat.CompatWarning) as caught:
-        configuration = compat.configure_gpu()
-    assert configuration.warnings == [text for text, _, _ in shown(caught)]
-    assert configuration.warnings == [
+    configuration, texts = warned(compat.configure_gpu)
+    assert texts == [
         'CUDA_VISIBLE_DEVICES="1, 0" contains a space, where CUDA stops reading; compat reads it '
         'as "1,0". Corrected: export CUDA_VISIBLE_DEVICES=1,0'
     ]
@@ -250,9 +231,15 @@ class Other(Toy):
     options = ("other_option",)
 
 
-def test_an_option_that_no_backend_knows(toy, register):
+@pytest.fixture
+def other(toy, register, site):
+    """A second backend, installed like the first one."""
     register(toy, Other())
-    assert refusal(compat.UnknownOptionError, toy_sed=1) == (
+    site.install("other", "1.0", "other", TOY_FRAMEWORK)
+
+
+def test_an_option_that_no_backend_knows(other):
+    assert refused(compat.UnknownOptionError, toy_sed=1) == (
         "configure_gpu() has no argument 'toy_sed', and no backend has an option of that name. Did "
         "you mean toy_seed=1? Its arguments: gpus, backend, memory, floatx, simulate, verify, "
         "persist, strict, parallelize. Options of single backends: other_option, toy_seed."
@@ -280,27 +267,23 @@ def test_an_option_that_no_backend_knows(toy, register):
     ],
 )
 def test_what_a_name_of_others_means(toy, name, value, meant):
-    text = refusal(compat.UnknownOptionError, **{name: value})
+    text = refused(compat.UnknownOptionError, **{name: value})
     said = re.search(r"name\. Did you mean (.*)\? Its", text)
     assert (said and said.group(1)) == meant
 
 
 def test_an_option_of_another_backend_is_said(toy, register):
-    register(toy, Other())
-    text = "The option 'other_option' is for other backends: toy ignores it."
-    with pytest.warns(compat.CompatWarning) as caught:
-        configuration = compat.configure_gpu(other_option=1)
-    assert [message for message, _, _ in shown(caught)] == configuration.warnings == [text]
+    register(toy, Other())  # which is not installed
+    assert warned(compat.configure_gpu, other_option=1)[1] == [
+        "The option 'other_option' is for other backends: toy ignores it."
+    ]
 
 
 def test_persist_where_there_is_no_file_is_said(toy, monkeypatch):
-    text = "persist=True writes nothing: toy reads no configuration file."
-    with pytest.warns(compat.CompatWarning) as caught:
-        configuration = compat.configure_gpu(persist=True)
-    assert [message for message, _, _ in shown(caught)] == configuration.warnings == [text]
-
-
-def test_persist_where_there_is_a_file(toy, monkeypatch):
+    assert warned(compat.configure_gpu, persist=True)[1] == [
+        "persist=True writes nothing: toy reads no configuration file."
+    ]
+    process.start_afresh()
     monkeypatch.setattr(toy, "configuration_file", "~/.toyrc", raising=False)
     assert configure(persist=True).warnings == []
 
@@ -310,7 +293,7 @@ def test_switches_are_read_from_texts_too(toy, name):
     """As argparse and configuration files have them, where Python takes "no" for true."""
     for value in ("no", "False", " off", "0", 0, False, None):
         assert not getattr(configure(**{name: value}).settings, name)
-    problem = refusal(compat.InvalidArgumentError, **{name: "maybe"})
+    problem = refused(compat.InvalidArgumentError, **{name: "maybe"})
     assert problem == (
         '{}=\'maybe\' is not understood. Use True or False, or one of the texts "yes", "no", '
         '"true", "false", "on", "off", "1", "0".'.format(name)
@@ -320,14 +303,6 @@ def test_switches_are_read_from_texts_too(toy, name):
 @pytest.mark.parametrize("value", [True, "yes", "TRUE", "on", "1", 1])
 def test_a_switch_that_is_on(toy, value):
     assert configure(strict=value).settings.strict is True
-
-
-def test_very_many_devices_are_not_listed_one_by_one():
-    from compat._configuration.settings import listed
-
-    assert listed(["cpu:0", "cpu:1"]) == "cpu:0, cpu:1"
-    many = ["cpu:{}".format(place) for place in range(999)]
-    assert listed(many) == "cpu:0, cpu:1, cpu:2, ..., cpu:998 (999 devices)"
 
 
 # The second call ------------------------------------------------------------------------------
@@ -353,11 +328,8 @@ def test_ids_of_a_second_call_count_as_in_the_first(toy, machine):
     first = configure([2, 3])
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert configure("2,3") is first
-    assert refusal(compat.AlreadyConfiguredError, [0, 1]) == (
-        "configure_gpu() was called before in this process, with other settings.\n"
-        "first:  toy, devices: GPU 2,3\n"
-        "second: toy, devices: GPU 0,1\n"
-        "Devices are fixed once per process: make both calls the same, or drop one."
+    assert refused(compat.AlreadyConfiguredError, [0, 1]) == contradiction(
+        "toy, devices: GPU 2,3", "toy, devices: GPU 0,1"
     )
 
 
@@ -365,6 +337,10 @@ def test_ids_of_a_second_call_count_as_in_the_first(toy, machine):
     "arguments, line",
     [
         ({"gpus": 0}, "devices: CPU"),
+        (
+            {"strict": True, "persist": True, "floatx": "float32", "memory": "grow"},
+            "devices: GPU 0,1, memory: grow, floatx: float32, persist, strict",
+        ),
         ({"gpus": [1]}, "devices: GPU 1"),
         ({"simulate": 2}, "devices: 2 simulated on the CPU"),
         ({"memory": "grow"}, "devices: GPU 0,1, memory: grow"),
@@ -378,25 +354,17 @@ def test_a_call_that_contradicts_the_first(toy, machine, arguments, line):
     machine.plug(2)
     first = configure()
     before = dict(os.environ)
-    assert refusal(compat.AlreadyConfiguredError, **arguments) == (
-        "configure_gpu() was called before in this process, with other settings.\n"
-        "first:  toy, devices: GPU 0,1\n"
-        "second: toy, {}\n"
-        "Devices are fixed once per process: make both calls the same, or drop one.".format(line)
+    assert refused(compat.AlreadyConfiguredError, **arguments) == contradiction(
+        "toy, devices: GPU 0,1", "toy, " + line
     )
     assert dict(os.environ) == before
     assert configure() is first
 
 
-def test_a_call_for_another_backend_contradicts_the_first(toy, register, site):
-    register(toy, Other())
-    configure()
-    site.install("other", "1.0")
-    assert refusal(compat.AlreadyConfiguredError, backend="other") == (
-        "configure_gpu() was called before in this process, with other settings.\n"
-        "first:  toy, devices: CPU\n"
-        "second: other, devices: CPU\n"
-        "Devices are fixed once per process: make both calls the same, or drop one."
+def test_a_call_for_another_backend_contradicts_the_first(toy, other):
+    configure(backend="toy")
+    assert refused(compat.AlreadyConfiguredError, backend="other") == contradiction(
+        "toy, devices: CPU", "other, devices: CPU"
     )
 
 
@@ -443,7 +411,7 @@ def test_too_late(toy, machine, monkeypatch):
     import toyframework  # noqa: F401
 
     before = dict(os.environ)
-    assert refusal(compat.TooLateError, 0) == (
+    assert refused(compat.TooLateError, 0) == (
         "configure_gpu() came too late for toyframework: it shows 1.\nCall first."
     )
     assert dict(os.environ) == before
@@ -463,9 +431,9 @@ def test_in_a_notebook_the_kernel_is_to_be_restarted(kernel, toy, machine, monke
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     import toyframework  # noqa: F401
 
-    assert refusal(compat.TooLateError, 0).endswith(" it shows 1.\nCall first." + RESTART)
+    assert refused(compat.TooLateError, 0).endswith(" it shows 1.\nCall first." + RESTART)
     configure()
-    assert refusal(compat.AlreadyConfiguredError, 0).endswith(" or drop one." + RESTART)
+    assert refused(compat.AlreadyConfiguredError, 0).endswith(" or drop one." + RESTART)
 
 
 def test_imported_before_with_the_same_settings_is_not_too_late(toy, machine, monkeypatch):
@@ -507,15 +475,15 @@ def test_the_base_class_can_nothing(register, site):
 
     register(Empty())
     site.install("empty", "1.0")
-    assert refusal(compat.UnsupportedError) == "empty cannot be configured. Use another backend."
-    with pytest.raises(compat.UnsupportedError) as caught:
-        Empty().devices()
-    assert str(caught.value) == "empty cannot list its devices. Use another backend."
-    with pytest.raises(compat.UnsupportedError) as caught:
-        Empty().parallelize(None, ["a", "b"])
-    assert str(caught.value) == (
-        "empty cannot run one model on several devices. Use one device: gpus=1."
-    )
+    for call, text in (
+        (compat.configure_gpu, "empty cannot be configured. Use another backend."),
+        (Empty().devices, "empty cannot list its devices. Use another backend."),
+        (
+            lambda: Empty().parallelize(None, ["a", "b"]),
+            "empty cannot run one model on several devices. Use one device: gpus=1.",
+        ),
+    ):
+        assert refusal(compat.UnsupportedError, call) == text
     assert Empty().problems({}) == []
 
 
@@ -554,13 +522,6 @@ def keras(toy, site):
     return keras
 
 
-def test_the_same_object_comes_back(keras):
-    configure(simulate=3)
-    model = keras.Model()
-    assert compat.parallelize(model) is model
-    assert model.devices == ["cpu:0", "cpu:1", "cpu:2"]
-
-
 def test_a_model_that_is_parallelized_again_is_divided_until_it_shows_otherwise(keras):
     configure(simulate=3)
     model = compat.parallelize(keras.Model())
@@ -575,18 +536,12 @@ def test_a_model_that_was_parallelized_before_is_told_of(keras, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")  # the framework reads it now
     model = keras.Model()
     compat.parallelize(model)
-    with pytest.warns(compat.CompatWarning) as caught:
-        configuration = compat.configure_gpu(simulate=3)
-    assert shown(caught) == [
-        (
-            "parallelize() put the model 'Model' on cpu:0 before configure_gpu() was called, and "
-            "there it stays; configured now: cpu:0, cpu:1, cpu:2. Call configure_gpu() at the top "
-            "of the script, or parallelize() the model again after it.",
-            compat.CompatWarning,
-            __file__,
-        )
+    configuration, texts = warned(compat.configure_gpu, simulate=3)
+    assert texts == [
+        "parallelize() put the model 'Model' on cpu:0 before configure_gpu() was called, and there "
+        "it stays; configured now: cpu:0, cpu:1, cpu:2. Call configure_gpu() at the top of the "
+        "script, or parallelize() the model again after it."
     ]
-    assert configuration.warnings == [text for text, _, _ in shown(caught)]
     assert configure(simulate=3) is configuration  # once
 
 
@@ -630,7 +585,8 @@ def test_a_function_that_builds_the_model(keras):
 )
 def test_which_of_the_configured_devices(keras, gpus, expected):
     configure(simulate=3)
-    model = compat.parallelize(keras.Model(), gpus)
+    model = keras.Model()
+    assert compat.parallelize(model, gpus) is model
     assert model.devices == ["cpu:{}".format(i) for i in expected]
 
 
@@ -641,9 +597,7 @@ def test_names_of_configured_gpus(keras, machine):
     assert compat.parallelize(keras.Model(), [0]).devices == ["gpu:0"]
     assert compat.parallelize(keras.Model(), second).devices == ["gpu:1"]
     assert compat.parallelize(keras.Model(), [second[:12], third]).devices == ["gpu:1", "gpu:0"]
-    with pytest.warns(compat.CompatWarning) as caught:
-        compat.parallelize(keras.Model(), [second, first])
-    assert [text for text, _, _ in shown(caught)] == [
+    assert warned(compat.parallelize, keras.Model(), [second, first])[1] == [
         "gpus=['{}', '{}'] was asked for, but these are configured: gpu:0, gpu:1. Going on with "
         "gpu:1.".format(second, first)
     ]
@@ -668,18 +622,13 @@ def test_names_of_configured_mig_instances(keras, machine):
 def test_more_than_is_configured(keras, gpus, asked, devices, strict):
     configure(simulate=2, strict=strict)
     start = "{} was asked for, but these are configured: cpu:0, cpu:1. ".format(asked)
+    call = compat.parallelize, keras.Model(), gpus
     if strict:
-        with pytest.raises(compat.DevicesNotFoundError) as error:
-            compat.parallelize(keras.Model(), gpus)
-        assert str(error.value) == (
-            start + "Ask for fewer, or drop strict=True to go on with what there is."
-        )
-        return
-    with pytest.warns(compat.CompatWarning) as caught:
-        model = compat.parallelize(keras.Model(), gpus)
-    text = "{}Going on with {}.".format(start, devices)
-    assert shown(caught) == [(text, compat.CompatWarning, __file__)]
-    assert ", ".join(model.devices) == devices
+        assert refusal(compat.DevicesNotFoundError, *call) == start + FEWER
+    else:
+        model, texts = warned(*call)
+        assert texts == ["{}Going on with {}.".format(start, devices)]
+        assert ", ".join(model.devices) == devices
 
 
 def test_without_a_configuration_the_backend_says_what_there_is(keras):
@@ -688,35 +637,11 @@ def test_without_a_configuration_the_backend_says_what_there_is(keras):
 
 def test_wrong_arguments_of_parallelize(keras):
     configure()
-    with pytest.raises(compat.InvalidArgumentError) as caught:
-        compat.parallelize(keras.Model(), strategy="mirror")
-    assert str(caught.value).startswith("strategy='mirror' is not understood. Use None ")
-    with pytest.raises(compat.NotAModelError) as caught:
-        compat.parallelize(keras.Model(), strategy="mirrored")
-    assert str(caught.value) == (
-        "strategy='mirrored' takes a function that builds the model, since its variables must be "
-        "made under the strategy; it was given {!r}. Put the lines that build the model into a "
-        "function, and pass that.".format("{0.__module__}.{0.__qualname__}".format(keras.Model))
-    )
+    model = keras.Model()
     with pytest.raises(compat.InvalidArgumentError):
-        compat.parallelize(keras.Model(), "two")
-    for value, name in ((3, "'builtins.int'"), (None, "'builtins.NoneType'")):
-        with pytest.raises(TypeError) as caught:
-            compat.parallelize(value)
-        assert type(caught.value) is compat.NotAModelError
-        assert str(caught.value) == (
-            "parallelize() takes a Keras model, a model of the backend's own kind, or a function "
-            "that builds one; it was given {}.".format(name)
-        )
-
-    def build():
-        keras.Model()  # not returned
-
-    with pytest.raises(compat.NotAModelError) as caught:
-        compat.parallelize(build)
-    assert str(caught.value) == (
-        "parallelize() was given the function {}, which returned 'builtins.NoneType', not a "
-        "model.".format(build.__qualname__)
+        compat.parallelize(model, "two")
+    assert " it was given 'keras.engine.training.Model'. Put " in refusal(
+        compat.NotAModelError, compat.parallelize, model, strategy="mirrored"
     )
 
 
@@ -758,22 +683,20 @@ def test_wrong_arguments_of_parallelize(keras):
         ),
     ],
 )
-def test_a_class_in_a_model_s_place_is_named(keras, call, text):
+def test_what_is_in_a_model_s_place_is_named(keras, call, text):
     configure(simulate=2)
-    for given, name in ((keras.Model, "the class 'Model' itself"), (3, "'builtins.int'")):
-        with pytest.raises(compat.NotAModelError) as caught:
-            call(given)
-        assert str(caught.value) == text.format(name)
+    for given, name in (
+        (keras.Model, "the class 'Model' itself"),
+        (3, "'builtins.int'"),
+        (None, "'builtins.NoneType'"),
+    ):
+        assert refusal(compat.NotAModelError, call, given) == text.format(name)
 
 
-def test_a_model_of_another_backend_than_configured(keras, site, register, toy):
-    register(toy, Other())
-    site.install("other", "1.0", "other", (site.folder / "toyframework.py").read_text())
+def test_a_model_of_another_backend_than_configured(keras, other):
     with pytest.warns(compat.CompatWarning, match="keras is imported and runs on toyframework"):
         compat.configure_gpu(backend="other", gpus=0)
-    with pytest.raises(compat.InvalidArgumentError) as caught:
-        compat.parallelize(keras.Model())
-    assert str(caught.value) == (
+    assert refusal(compat.InvalidArgumentError, compat.parallelize, keras.Model()) == (
         "The model runs on toy, but configure_gpu() set up other. Build the model with the Keras "
         "that was configured, or pass backend='toy' to configure_gpu()."
     )
@@ -831,10 +754,8 @@ def test_a_strategy_builds_the_model(able):
 
 def test_a_strategy_that_the_backend_does_not_have(toy):
     configure(simulate=2)
-    with pytest.raises(NotImplementedError) as caught:
-        compat.parallelize(lambda: Native(), strategy="mirrored")
-    assert type(caught.value) is compat.UnsupportedError
-    assert str(caught.value) == (
+    call = compat.parallelize, lambda: Native()
+    assert refusal(compat.UnsupportedError, *call, strategy="mirrored") == (
         "toy cannot build a model with strategy='mirrored'. Leave strategy out: parallelize() "
         "then runs the replicas in this process by itself."
     )
@@ -855,15 +776,12 @@ def test_device_of_which_there_are_fewer(able, strict):
     configure(simulate=2, strict=strict)
     start = "device(3) was asked for, but these are configured: cpu:0, cpu:1. "
     if strict:
-        with pytest.raises(compat.DevicesNotFoundError) as error:
-            compat.device(3)
-        assert str(error.value).startswith(start)
-        return
-    with pytest.warns(compat.CompatWarning) as caught:
-        with compat.device(3) as placed:
+        assert refusal(compat.DevicesNotFoundError, compat.device, 3) == start + FEWER
+    else:
+        device, texts = warned(compat.device, 3)
+        assert texts == [start + "Going on with cpu:1."]
+        with device as placed:
             assert placed == ["cpu:1"]
-    text = start + "Going on with cpu:1."
-    assert shown(caught) == [(text, compat.CompatWarning, __file__)]
 
 
 def test_very_many_devices_are_named_in_short(able):
@@ -880,19 +798,16 @@ def test_very_many_devices_are_named_in_short(able):
         "No batch was split: model 'Native' was given cpu:0, cpu:1, cpu:2, ..., cpu:998\n"
         "(999 devices), and was never trained or called, or ran in one piece."
     )
-    with pytest.raises(compat.InvalidArgumentError) as error:
-        compat.device("x")
-    assert str(error.value) == (
+    assert refusal(compat.InvalidArgumentError, compat.device, "x") == (
         "device('x') is not understood. Use a number, counted among the configured devices from "
         '0, one of their names ({}), or "cpu".'.format(short)
     )
     text = "{} was asked for, but these are configured: {}. Going on with {}."
-    with pytest.warns(compat.CompatWarning) as caught:
-        compat.parallelize(Native(), 1000)
-        compat.device(999)
-    assert [said for said, _, _ in shown(caught)] == [
-        text.format("gpus=1000", short, short), text.format("device(999)", short, "cpu:0")
-    ]  # fmt: skip
+    for call, given, asked, device in (
+        (compat.parallelize, [Native(), 1000], "gpus=1000", short),
+        (compat.device, [999], "device(999)", "cpu:0"),
+    ):
+        assert warned(call, *given)[1] == [text.format(asked, short, device)]
 
 
 def test_that_nothing_used_the_devices_is_known(able):
@@ -915,9 +830,7 @@ def test_device_on_a_machine_with_one(toy):
 
 def test_device_of_a_backend_that_cannot_place(toy):
     configure(simulate=2)
-    with pytest.raises(compat.UnsupportedError) as caught:
-        compat.device(0)
-    assert str(caught.value) == (
+    assert refusal(compat.UnsupportedError, compat.device, 0) == (
         "toy cannot place parts of a model on a device of their own. Leave compat.device() out; "
         "parallelize() may run the whole model on several."
     )
@@ -926,9 +839,7 @@ def test_device_of_a_backend_that_cannot_place(toy):
 @pytest.mark.parametrize("which", [-1, True, None, "gpu:7", 1.0, [0]])
 def test_wrong_devices(able, which):
     configure(simulate=2)
-    with pytest.raises(compat.InvalidArgumentError) as caught:
-        compat.device(which)
-    assert str(caught.value) == (
+    assert refusal(compat.InvalidArgumentError, compat.device, which) == (
         "device({!r}) is not understood. Use a number, counted among the configured devices from "
         '0, one of their names (cpu:0, cpu:1), or "cpu".'.format(which)
     )
@@ -962,41 +873,43 @@ def test_an_unreadable_file_of_keras_does_not_decide(toy, site, tmp_path):
     assert configure(backend="toy").environ["KERAS_BACKEND"] == "toyframework"
 
 
-def test_a_keras_imported_on_another_backend_is_said(keras, register, toy, site):
-    register(toy, Other())
-    site.install("other", "1.0", "other", (site.folder / "toyframework.py").read_text())
-    with pytest.warns(compat.CompatWarning) as caught:
-        configuration = compat.configure_gpu(backend="other")
-    assert configuration.warnings == [text for text, _, _ in shown(caught)]
-    assert configuration.warnings == [
+def test_a_keras_imported_on_another_backend_is_said(keras, other):
+    configuration, texts = warned(compat.configure_gpu, backend="other")
+    assert texts == [
         "keras is imported and runs on toyframework, but other was configured: models of this "
         "keras will not use it. Call configure_gpu() before keras is imported."
     ]
     assert "KERAS_BACKEND" not in configuration.environ
 
 
-def test_in_a_notebook_where_keras_was_imported_too(kernel, keras, register, toy, site):
-    register(toy, Other())
-    site.install("other", "1.0", "other", (site.folder / "toyframework.py").read_text())
-    with pytest.warns(compat.CompatWarning) as caught:
-        compat.configure_gpu(backend="other")
-    assert [text.endswith(" keras is imported." + RESTART) for text, _, _ in shown(caught)] == [
-        True
-    ]
+def test_in_a_notebook_where_keras_was_imported_too(kernel, keras, other):
+    _, (text,) = warned(compat.configure_gpu, backend="other")
+    assert text.endswith(" keras is imported." + RESTART)
 
 
 # floatx ---------------------------------------------------------------------------------------
 
 
 def test_floatx_is_set_for_keras(keras):
-    configuration = configure(floatx="float16")
+    configuration = configure(2, floatx="float16", memory=0.5, simulate=3)
     assert keras.backend.floatx() == "float16"
-    assert configuration.applied[-1] == "keras.backend.set_floatx('float16')"
-    assert configuration.versions == {"toyframework": "1.2", "keras": "2.2.4"}
+    assert str(configuration) == (
+        "backend    toy (the imported keras runs on toyframework)\n"
+        "versions   toyframework 1.2, keras 2.2.4\n"
+        "asked      gpus=2, memory: 0.5 of each GPU, floatx: float16\n"
+        "chosen     2 simulated on the CPU\n"
+        "devices    cpu:0, cpu:1\n"
+        "variables  CUDA_VISIBLE_DEVICES=-1\n"
+        "           TOY_FLAGS=memory=0.5 of each GPU\n"
+        "applied    toyframework.seed = None\n"
+        "           keras.backend.set_floatx('float16')\n"
+        "warnings   none"
+    )
+    assert repr(configuration) == "<Configuration toy on cpu:0, cpu:1>"
 
 
 def test_a_float_type_that_this_keras_does_not_know(keras):
-    assert refusal(compat.InvalidArgumentError, floatx="bfloat16") == (
+    assert refused(compat.InvalidArgumentError, floatx="bfloat16") == (
         "floatx='bfloat16' was asked for, which Keras 3 knows, and keras here is Keras 2. Use "
         '"float16" or "float32", or install Keras 3.'
     )
@@ -1004,9 +917,7 @@ def test_a_float_type_that_this_keras_does_not_know(keras):
 
 
 def test_no_keras_for_this_backend(toy):
-    with pytest.raises(compat.NotInstalledError) as caught:
-        _keras.import_keras(toy)
-    assert str(caught.value) == (
+    assert refusal(compat.NotInstalledError, _keras.import_keras, toy) == (
         "No Keras that runs on toy is installed, or KERAS_BACKEND and keras.json choose another "
         'backend for it. Install one: pip install "keras-gpu-compat[toy]".'
     )
@@ -1016,7 +927,7 @@ def test_a_broken_keras_is_told_from_one_that_is_missing(toy, site):
     site.install("Keras", "2.2.4", "keras", "raise OSError('no such library')")
     os.environ["KERAS_BACKEND"] = "toyframework"
     before = dict(os.environ)
-    assert refusal(compat.BrokenInstallError, floatx="float16") == (
+    assert refused(compat.BrokenInstallError, floatx="float16") == (
         "keras is installed, but importing it fails: no such library. Run `python -c 'import "
         "keras'` to see all of it."
     )
@@ -1035,9 +946,7 @@ def test_devices_simulated_from_outside_stand_in_for_those_of_the_script(toy):
 
 def test_a_backend_that_cannot_verify_says_so(keras):
     configure(simulate=2, verify=3)
-    with pytest.warns(compat.CompatWarning) as caught:
-        compat.parallelize(keras.Model())
-    assert [text for text, _, _ in shown(caught)] == [
+    assert warned(compat.parallelize, keras.Model())[1] == [
         "verify=3: the backend toy cannot compare several devices with one, so nothing is verified."
     ]
 
@@ -1049,18 +958,15 @@ def test_a_distribution_of_keras_that_does_nothing_is_told(keras):
         warnings.simplefilter("error")
         _keras.warn_of_distribution(model)
     keras.distribution.distribution = object
-    with pytest.warns(compat.CompatWarning) as caught:
-        _keras.warn_of_distribution(model)
-    assert [text for text, _, _ in shown(caught)] == [
+    assert warned(_keras.warn_of_distribution, model)[1] == [
         "A keras.distribution is set: on toyframework Keras accepts it and does nothing with it. "
         "Remove keras.distribution.set_distribution(); parallelize() splits the batches by itself."
     ]
 
 
 def test_a_strategy_that_no_backend_has():
-    with pytest.raises(ValueError) as caught:
-        compat.parallelize(Native, strategy="mirror")
-    assert str(caught.value) == (
+    call = compat.parallelize, Native
+    assert refusal(compat.InvalidArgumentError, *call, strategy="mirror") == (
         "strategy='mirror' is not understood. Use None (the model's replicas run in this process, "
         'split by compat) or "mirrored" (TensorFlow 2\'s MirroredStrategy, for a function that '
         "builds the model)."
