@@ -139,13 +139,6 @@ def test_a_driver_that_does_not_work_is_a_warning(toy, machine, monkeypatch):
     ]
 
 
-def test_simulated_devices(toy, machine):
-    machine.plug(2)
-    configuration = configure(simulate=3)
-    assert configuration.devices == ["cpu:0", "cpu:1", "cpu:2"]
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "-1"
-
-
 def test_a_variable_can_be_removed(toy, monkeypatch):
     monkeypatch.setenv("TOY_FLAGS", "old")
     monkeypatch.setattr(
@@ -513,9 +506,13 @@ Model.__module__ = "keras.engine.training"
 
 
 @pytest.fixture
-def keras(toy, site):
+def keras_installed(toy, site):
     site.install("Keras", "2.2.4", "keras", KERAS)
     (site.folder / "keras_engine_training.py").write_text(KERAS_TRAINING)
+
+
+@pytest.fixture
+def keras(keras_installed):
     os.environ["KERAS_BACKEND"] = "toyframework"
     import keras
 
@@ -550,22 +547,13 @@ def test_a_model_that_was_parallelized_before_on_the_same_devices_is_no_matter(k
     assert configure().warnings == []
 
 
-def test_a_subclass_is_a_model_too(keras):
-    class Mine(keras.Model):
-        pass
-
-    configure(simulate=2)
-    assert compat.parallelize(Mine()).devices == ["cpu:0", "cpu:1"]
-
-
-def test_a_function_that_builds_the_model(keras):
+def test_a_method_that_builds_the_model(keras):
     configure(simulate=2)
 
     class Factory:
         def build(self):
             return keras.Model()
 
-    assert compat.parallelize(lambda: keras.Model()).devices == ["cpu:0", "cpu:1"]
     assert compat.parallelize(Factory().build).devices == ["cpu:0", "cpu:1"]
 
 
@@ -631,10 +619,6 @@ def test_more_than_is_configured(keras, gpus, asked, devices, strict):
         assert ", ".join(model.devices) == devices
 
 
-def test_without_a_configuration_the_backend_says_what_there_is(keras):
-    assert compat.parallelize(keras.Model()).devices == ["cpu:0"]
-
-
 def test_wrong_arguments_of_parallelize(keras):
     configure()
     model = keras.Model()
@@ -643,6 +627,12 @@ def test_wrong_arguments_of_parallelize(keras):
     assert " it was given 'keras.engine.training.Model'. Put " in refusal(
         compat.NotAModelError, compat.parallelize, model, strategy="mirrored"
     )
+
+
+SYMBOLIC = (
+    "() takes a Keras model with symbolic inputs, functional or Sequential with an input shape, "
+    "to make another one around it; it was given {}. compat.parallelize() takes any Keras model."
+)
 
 
 @pytest.mark.parametrize(
@@ -664,18 +654,8 @@ def test_wrong_arguments_of_parallelize(keras):
             "parallelize() was given the function <lambda>.<locals>.<lambda>, which returned {}, "
             "not a model.",
         ),
-        (
-            lambda given: compat.multi_gpu_model(given, 2),
-            "multi_gpu_model() takes a Keras model with symbolic inputs, functional or Sequential "
-            "with an input shape, to make another one around it; it was given {}. "
-            "compat.parallelize() takes any Keras model.",
-        ),
-        (
-            lambda given: compat.make_parallel(given, 2),
-            "make_parallel() takes a Keras model with symbolic inputs, functional or Sequential "
-            "with an input shape, to make another one around it; it was given {}. "
-            "compat.parallelize() takes any Keras model.",
-        ),
+        (lambda given: compat.multi_gpu_model(given, 2), "multi_gpu_model" + SYMBOLIC),
+        (lambda given: compat.make_parallel(given, 2), "make_parallel" + SYMBOLIC),
         (
             compat.unwrap,
             "unwrap() takes a Keras model; it was given {}. For a file there is the command compat "
@@ -848,9 +828,7 @@ def test_wrong_devices(able, which):
 # Keras' own choice ----------------------------------------------------------------------------
 
 
-def test_keras_is_told_the_backend_that_was_asked_for(toy, site, monkeypatch):
-    site.install("Keras", "2.2.4", "keras", KERAS)
-    (site.folder / "keras_engine_training.py").write_text(KERAS_TRAINING)
+def test_keras_is_told_the_backend_that_was_asked_for(keras_installed):
     configuration = configure(backend="toy")  # Keras' default is another one
     assert configuration.environ["KERAS_BACKEND"] == "toyframework"
     import keras
@@ -890,7 +868,8 @@ def test_in_a_notebook_where_keras_was_imported_too(kernel, keras, other):
 # floatx ---------------------------------------------------------------------------------------
 
 
-def test_floatx_is_set_for_keras(keras):
+def test_floatx_is_set_for_keras(keras, machine):
+    machine.plug(2)  # which simulated devices hide
     configuration = configure(2, floatx="float16", memory=0.5, simulate=3)
     assert keras.backend.floatx() == "float16"
     assert str(configuration) == (
