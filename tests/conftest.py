@@ -126,6 +126,7 @@ def machine(tmp_path, monkeypatch):
 @pytest.fixture
 def process(tmp_path, monkeypatch, machine):
     """This process as if new: no GPU, nothing configured, an environment and a home of its own."""
+    from compat._configuration import discovery
     from compat._runtime.process import process
 
     before = dict(os.environ)
@@ -135,6 +136,8 @@ def process(tmp_path, monkeypatch, machine):
     monkeypatch.setenv("HOME", str(tmp_path))
     process.start_afresh()
     monkeypatch.setitem(sys.modules, "pynvml", None)  # NVML would tell of other GPUs
+    for name in ("_DRIVER", "_WSL"):  # and so would what a driver has left
+        monkeypatch.setattr(discovery, name, str(tmp_path / name))
     machine.plug()
     yield
     process.start_afresh()

@@ -16,14 +16,7 @@ pytestmark = pytest.mark.usefixtures("process")
 
 
 @pytest.fixture
-def driver(tmp_path, monkeypatch):
-    """No driver's folder, and no WSL: all that there is are the commands of a test."""
-    monkeypatch.setattr(discovery, "_DRIVER", str(tmp_path / "gpus"))
-    monkeypatch.setattr(discovery, "_WSL", str(tmp_path / "dxg"))
-
-
-@pytest.fixture
-def command(machine, driver):
+def command(machine):
     """Leave a command that prints a text; nvidia-smi is not there then."""
 
     def command(name, text, status=0):
@@ -350,7 +343,7 @@ def reason(gpus=None, **environ):
     return devices.outcome()
 
 
-def test_the_reason_for_the_cpu_is_said(machine, driver, monkeypatch):
+def test_the_reason_for_the_cpu_is_said(machine):
     assert reason(0) == "CPU, as asked"
     assert reason() == (
         "CPU: no GPU was found (amd-smi and rocm-smi are not installed; nvidia-smi lists none); "
