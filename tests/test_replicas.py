@@ -8,14 +8,9 @@ from compat._rows.split_rows import bounds, run_bounds, sizes
 @pytest.mark.parametrize(
     "rows, replicas, expected",
     [
-        (64, 1, [64]),
-        (64, 2, [32, 32]),
         (61, 3, [20, 20, 21]),
         (63, 8, [7, 8, 8, 8, 8, 8, 8, 8]),
-        (13, 3, [4, 4, 5]),
         (2, 3, [0, 1, 1]),
-        (1, 3, [0, 0, 1]),
-        (0, 3, [0, 0, 0]),
     ],
 )
 def test_sizes(rows, replicas, expected):

@@ -1,6 +1,7 @@
 """What cannot be split runs whole, with a warning, or is an error under ``strict=True``."""
 
 import pytest
+from conftest import refusal
 
 import compat
 from compat import _rows
@@ -12,8 +13,7 @@ MEAN = _rows.Across("lambda/Mean (Mean)", "layer 'lambda'", "train.py, line 12")
 STRICT = (
     " It would have to run on cpu:0 with the whole batch, which strict=True makes an error. "
     "Compute it in the loss passed to compile(), which sees the whole batch; run the model on one "
-    "device, "
-    "with parallelize(model, gpus=1); or drop strict=True."
+    "device, with parallelize(model, gpus=1); or drop strict=True."
 )
 FOUND = {
     "mixed": "The operation lambda/Mean (Mean) in layer 'lambda' (train.py, line 12) of 'net' "
@@ -39,44 +39,31 @@ FOUND = {
     "unknown": "The operation qr of 'net' may compute across the rows of a batch, of which each "
     "device has a part: compat has no rule for it, and cannot try it.",
 }
-ACROSS = {
-    "mixed": MEAN,
-    "tried": _rows.Across(None, why="tried"),
-    "fails": _rows.Across("qr", why="fails"),
-    "diverged": _rows.Across(None, why="diverged"),
-    "gradient": _rows.Across("Norm", why="gradient"),
-    "opaque": _rows.Across(None, why="opaque"),
-    "weight": _rows.Across(None, why="weight"),
-    "table": _rows.Across(None, why="table"),
-    "rows": _rows.Across(None, why="rows"),
-    "compiled": _rows.Across("call", why="compiled"),
-    "unknown": _rows.Across("qr", why="unknown"),
-}
+OPERATIONS = {"fails": "qr", "gradient": "Norm", "compiled": "call", "unknown": "qr"}
+
+
+def across(why):
+    return MEAN if why == "mixed" else _rows.Across(OPERATIONS.get(why), why=why)
 
 
 @pytest.mark.parametrize("why", sorted(FOUND))
-def test_the_warning_names_operation_layer_and_line(why):
+def test_it_is_a_warning_that_names_operation_layer_and_line_and_an_error_under_strict(toy, why):
     with pytest.warns(compat.CompatWarning) as caught:
-        _rows.runs_whole("net", ACROSS[why], "cpu:0", "The model")
+        _rows.runs_whole("net", across(why), "cpu:0", "The model")
     assert [str(each.message) for each in caught] == [
         FOUND[why] + " The model runs on cpu:0 with the whole batch."
     ]
-
-
-@pytest.mark.parametrize("why", sorted(FOUND))
-def test_strict_makes_it_an_error(toy, why):
     compat.configure_gpu(simulate=2, strict=True)
-    with pytest.raises(compat.UnsupportedError) as error:
-        _rows.runs_whole("net", ACROSS[why], "cpu:0")
-    assert str(error.value) == FOUND[why] + STRICT
+    call = _rows.runs_whole, "net", across(why), "cpu:0"
+    assert refusal(compat.UnsupportedError, *call) == FOUND[why] + STRICT
 
 
 def test_the_report_says_how_much_was_divided():
     assert reporting.of_this_process(["cpu:0"], None, {}, {}, ()).as_dict()["whole"] == {}
     with pytest.warns(compat.CompatWarning):
         _rows.runs_whole("net", MEAN, "cpu:0")
-        _rows.runs_whole("other", ACROSS["unknown"], "cpu:0", "The model")
-        _rows.runs_whole("third", ACROSS["tried"], "cpu:0", "The model")
+        _rows.runs_whole("other", across("unknown"), "cpu:0", "The model")
+        _rows.runs_whole("third", across("tried"), "cpu:0", "The model")
     report = reporting.of_this_process(["cpu:0"], None, {}, {}, ())
     assert str(report).endswith(
         "Model 'net' was divided up to the operation lambda/Mean (Mean) in layer 'lambda'\n"
