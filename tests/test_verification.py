@@ -1,13 +1,10 @@
 """Verification, on a model of a few numbers: what is compared, what is found, what is said."""
 
-import json
-import os
 import random
-import subprocess
-import sys
 
 import numpy as np
 import pytest
+from conftest import refusal
 
 import compat
 from compat import _keras, _verification
@@ -153,11 +150,7 @@ def text_of(label, difference, limit, cause):
             ("weight kernel", "0.155", "1e-05"),
             "It is 3 times as much: each replica counted all of it.",
         ),
-        (
-            scaled(1.01),
-            ("weight kernel", "0.000776", "1e-05"),
-            NO_MEAN,
-        ),
+        (scaled(1.01), ("weight kernel", "0.000776", "1e-05"), NO_MEAN),
         (
             counted_by_each,
             ("state seen", "122", "0"),
@@ -178,16 +171,25 @@ def text_of(label, difference, limit, cause):
     ],
 )
 def test_a_difference_is_an_error_that_names_it(fault, difference, cause):
-    with pytest.raises(compat.ResultsDifferError) as caught:
-        verify(Regression(fault))
-    assert str(caught.value) == text_of(*difference, cause=cause)
+    text = text_of(*difference, cause=cause)
+    assert refusal(compat.ResultsDifferError, verify, Regression(fault)) == text
 
 
-def test_what_is_random_is_compared_in_inference():
-    step = Regression(noise=0.1)
+@pytest.mark.parametrize(
+    "step, why",
+    [
+        (Regression(noise=0.1), "it is random"),
+        (
+            Regression(scaled(2.0), by_design="layer 'bn' normalises by itself"),
+            "layer 'bn' normalises by itself",
+        ),
+    ],
+    ids=["random", "by design"],
+)
+def test_what_is_no_fault_is_compared_in_inference(step, why):
     verification, _ = verify(step)
     assert step.inferred == [True, True, False]
-    assert verification.record.incomparable == {"the train step": "it is random"}
+    assert verification.record.incomparable == {"the train step": why}
     assert verification.record.compared == 1
 
 
@@ -213,19 +215,10 @@ def test_what_a_random_step_repeats_by_chance_is_not_compared(noise):
         verify(Signs(counted_otherwise, noise=noise))
 
 
-def test_what_differs_by_design_is_compared_in_inference():
-    step = Regression(scaled(2.0), by_design="layer 'bn' normalises by itself")
-    verification, _ = verify(step)
-    assert step.inferred == [True, True, False]
-    assert verification.record.incomparable == {"the train step": "layer 'bn' normalises by itself"}
-
-
 def test_a_difference_in_inference_is_found_although_training_is_random(monkeypatch):
     step = Regression(noise=0.1)
     monkeypatch.setattr(step, "outputs", lambda undivided: {"output 1": np.ones(3) * undivided})
-    with pytest.raises(compat.ResultsDifferError) as caught:
-        verify(step)
-    assert str(caught.value) == text_of(
+    assert refusal(compat.ResultsDifferError, verify, step) == text_of(
         "output 1",
         "1",
         "0.0001",
@@ -234,14 +227,27 @@ def test_a_difference_in_inference_is_found_although_training_is_random(monkeypa
     )
 
 
-def test_nothing_compared_is_a_warning(monkeypatch):
-    step = Regression(noise=0.1)
-    monkeypatch.setattr(step, "outputs", lambda undivided: None)
+@pytest.mark.parametrize(
+    "step, outputs, why",
+    [
+        (Regression(noise=0.1), lambda undivided: None, "it is random"),
+        (
+            Regression(scaled(2.0)),
+            lambda undivided: {"output 1": np.ones(3) * undivided},
+            "layer 'bn' trains",
+        ),
+    ],
+    ids=["no outputs", "outputs that differ by design"],
+)
+def test_nothing_compared_is_a_warning(monkeypatch, step, outputs, why):
+    monkeypatch.setattr(step, "outputs", outputs)
+    if why != "it is random":
+        monkeypatch.setattr(step, "by_design", lambda inference, changed: why)
     with pytest.warns(compat.CompatWarning) as caught:
         verify(step)
     assert [str(warning.message) for warning in caught] == [
-        "compat could not verify the train step of model 'model': it is random, and its outputs in "
-        "inference cannot be compared either. Nothing was compared."
+        "compat could not verify the train step of model 'model': {}, and its outputs in inference "
+        "cannot be compared either. Nothing was compared.".format(why)
     ]
 
 
@@ -406,18 +412,6 @@ def test_whole_numbers_are_not_moved():
     assert len({mean for _, mean in step.seen}) == 2
 
 
-def test_what_differs_by_design_in_inference_is_a_warning(monkeypatch):
-    step = Regression(scaled(2.0))
-    monkeypatch.setattr(step, "by_design", lambda inference, changed: "layer 'bn' trains")
-    monkeypatch.setattr(step, "outputs", lambda undivided: {"output 1": np.ones(3) * undivided})
-    with pytest.warns(compat.CompatWarning) as caught:
-        verify(step)
-    assert [str(warning.message) for warning in caught] == [
-        "compat could not verify the train step of model 'model': layer 'bn' trains, and its "
-        "outputs in inference cannot be compared either. Nothing was compared."
-    ]
-
-
 def test_what_a_step_raises_is_what_its_caller_sees(monkeypatch):
     """Although nothing can be put back."""
 
@@ -448,16 +442,6 @@ def test_random_numbers_of_python_and_numpy_are_drawn_once():
     np.random.seed(3)
     assert verify(Drawing())[1] == expected[0]
     assert (random.random(), np.random.uniform()) == expected[1]
-
-
-def test_so_many_steps_and_no_more():
-    verification = _verification.Verification("model", ["a", "b"], 2)
-    for wanted in (True, True, False):
-        assert verification.wants("train") == wanted
-        if wanted:
-            verification.verify("train", Regression())
-    assert verification.wants("predict") and verification.wants("evaluate")
-    assert not _verification.Verification("model", ["a", "b"], 0).wants("predict")
 
 
 def test_one_training_step_in_so_many():
@@ -510,20 +494,6 @@ def test_record_for_a_person():
     assert _verification.shown(record.as_dict())[-1] == "  it differs"
 
 
-def test_records_are_left_at_exit(tmp_path):
-    program = (
-        "import os, sys\n"
-        "from compat import _verification\n"
-        "_verification.report_at_exit(os.environ)\n"
-        "_verification.report._records.append(_verification.Record('net', ['a']))\n"
-    )
-    environ = dict(os.environ, COMPAT_VERIFY_REPORT=str(tmp_path))
-    subprocess.check_call([sys.executable, "-c", program], env=environ)
-    (file,) = tmp_path.iterdir()
-    (record,) = json.loads(file.read_text())
-    assert (record["model"], record["devices"], record["failure"]) == ("net", ["a"], None)
-
-
 def test_how_many_steps_are_verified():
     assert parse_verify(None, {}, 3) == 1
     assert parse_verify(None, {}, None) == 0
@@ -534,11 +504,9 @@ def test_how_many_steps_are_verified():
     assert parse_verify(None, {"COMPAT_VERIFY": " Every  7 "}, 3) == Every(7)
     assert (str(Every(7)), repr(Every(7))) == ("every 7", "'every 7'")
     for wrong in (-1, "3", 1.5, True, "every", "every 0", "every -1", "every x", "3 every 100"):
-        with pytest.raises(compat.InvalidArgumentError):
-            parse_verify(wrong, {}, None)
-    with pytest.raises(compat.InvalidArgumentError) as caught:
-        parse_verify(None, {"COMPAT_VERIFY": "yes"}, None)
-    assert str(caught.value) == (
+        refusal(compat.InvalidArgumentError, parse_verify, wrong, {}, None)
+    call = parse_verify, None, {"COMPAT_VERIFY": "yes"}, None
+    assert refusal(compat.InvalidArgumentError, *call) == (
         "verify='yes' (or the variable COMPAT_VERIFY) is not a number of steps to verify. Give 0 "
         'for none, or 1 or more, for example verify=1, or verify="every 100" for one training '
         "step in 100."
@@ -549,9 +517,8 @@ def test_simulated_devices_from_outside():
     assert simulated_from_outside({}) is None
     assert simulated_from_outside({"COMPAT_SIMULATE": " 3 "}) == 3
     for wrong in ("0", "-1", "three"):
-        with pytest.raises(compat.InvalidArgumentError) as caught:
-            simulated_from_outside({"COMPAT_SIMULATE": wrong})
-        assert str(caught.value) == (
+        call = simulated_from_outside, {"COMPAT_SIMULATE": wrong}
+        assert refusal(compat.InvalidArgumentError, *call) == (
             "COMPAT_SIMULATE={!r} is not a number of devices, 1 or more. Set it to one, for "
             "example COMPAT_SIMULATE=3, or remove it.".format(wrong)
         )
