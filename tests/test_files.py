@@ -89,17 +89,26 @@ def files(folder):
     return sorted(os.path.join(root, name) for root, _, names in os.walk(folder) for name in names)
 
 
-@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
-def test_what_is_there_stays_what_it_is(place, tmp_path):
-    path, content = place(str(tmp_path / "file"))
-    before, names = kept(path), files(str(tmp_path))
-    safe_files.check_writable(path)
-    assert files(str(tmp_path)) == names
-    safe_files.write(path, NEW)
-    assert content() == NEW
-    assert kept(path)[: len(before)] == before
-    made = [str(tmp_path / "file.target")] if place is dangling else []
-    assert files(str(tmp_path)) == sorted(names + made)
+@pytest.fixture(params=PLACES, ids=lambda place: place.__name__)
+def stays(request, tmp_path):
+    """A function that writes to what is there, which has to stay what it is."""
+
+    def stays(look, write):
+        path, content = request.param(str(tmp_path / "file.keras"))
+        before, names = kept(path), files(str(tmp_path))
+        look(path)
+        assert files(str(tmp_path)) == names
+        write(path)
+        assert content() == NEW
+        assert kept(path)[: len(before)] == before
+        made = [path + ".target"] if request.param is dangling else []
+        assert files(str(tmp_path)) == sorted(names + made)
+
+    return stays
+
+
+def test_what_is_there_stays_what_it_is(stays):
+    stays(safe_files.check_writable, lambda path: safe_files.write(path, NEW))
 
 
 def test_a_new_file_has_the_mode_of_new_files(tmp_path):
@@ -107,6 +116,18 @@ def test_a_new_file_has_the_mode_of_new_files(tmp_path):
         pass
     safe_files.write(str(tmp_path / "file"), NEW)
     assert kept(str(tmp_path / "file")) == kept(str(tmp_path / "plain"))
+
+
+def test_a_file_is_replaced_as_a_whole_or_stays(tmp_path, monkeypatch):
+    path, content = private(str(tmp_path / "file"))
+
+    def replace(*paths):
+        raise OSError("no")
+
+    monkeypatch.setattr(os, "replace", replace)
+    with pytest.raises(OSError, match="no"):
+        safe_files.write(path, NEW)
+    assert (content(), files(str(tmp_path))) == ("old", [path])
 
 
 def test_a_fifo_is_written_to_when_somebody_reads_it(tmp_path):
@@ -178,16 +199,8 @@ def ranked(rank=0):
     return model
 
 
-@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
-def test_a_model_is_saved_to_what_is_there(place, tmp_path):
-    path, content = place(str(tmp_path / "model.keras"))
-    before, names = kept(path), files(str(tmp_path))
-    ranked(1).save(path)
-    ranked().save(path)
-    assert content() == NEW
-    assert kept(path)[: len(before)] == before
-    made = [str(tmp_path / "model.keras.target")] if place is dangling else []
-    assert files(str(tmp_path)) == sorted(names + made)
+def test_a_model_is_saved_to_what_is_there(stays):
+    stays(lambda path: ranked(1).save(path), lambda path: ranked().save(path))
 
 
 def test_a_folder_keeps_what_is_not_saved_anew(tmp_path, monkeypatch):

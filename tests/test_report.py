@@ -16,7 +16,7 @@ from test_main import here
 
 import compat
 from compat._commands import machines, run_script
-from compat._runtime import reporting, safe_files, work
+from compat._runtime import reporting, work
 
 pytestmark = pytest.mark.usefixtures("process")
 
@@ -276,6 +276,18 @@ def start(*arguments, before=(), **options):
     )
 
 
+def ended(command, **environ):
+    """Exit status, output and errors of a program."""
+    completed = subprocess.run(
+        command,
+        env=dict(ENVIRON, PYTHONPATH=PATH, **environ),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        universal_newlines=True,
+    )
+    return completed.returncode, completed.stdout, completed.stderr
+
+
 def finished(*arguments, **options):
     process = start(*arguments, **options)
     out, err = process.communicate()
@@ -437,32 +449,6 @@ def test_standard_output_that_is_closed(script):
         assert "All 2 {} worked: ".format("ranks" if devices == "-n2" else "devices") in err
 
 
-def test_a_file_is_replaced_as_a_whole(tmp_path, monkeypatch):
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    path = folder / "report.json"
-    path.write_text("old")
-
-    def fail(*paths):
-        raise OSError("no")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "replace", fail)
-        with pytest.raises(OSError, match="no"):
-            safe_files.write(str(path), "new")
-    assert path.read_text() == "old"
-    assert os.listdir(str(folder)) == ["report.json"]
-    safe_files.write(str(path), "new")
-    assert path.read_text() == "new"
-    assert path.stat().st_mode & 0o777 == 0o666 & ~_umask()
-
-
-def _umask():
-    umask = os.umask(0)
-    os.umask(umask)
-    return umask
-
-
 def test_an_interpreter_that_is_too_old_is_told(script, tmp_path):
     python = tmp_path / "python2"
     python.write_text("#!/bin/sh\nprintf 2.7.18\n")
@@ -484,20 +470,12 @@ def test_a_script_is_compared_with_ranks_on_two_machines(script):
         2, sys.executable, "-m", "compat", "test", "--json", "--backend=numpy",
         "--hosts=node1:1,node2:2", script,
     )  # fmt: skip
-    completed = subprocess.run(
-        command,
-        env=dict(ENVIRON, PYTHONPATH=PATH),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        universal_newlines=True,
-    )
-    assert completed.returncode == 0, completed.stdout + completed.stderr
-    found = json.loads(completed.stdout)
+    status, out, err = ended(command)
+    assert status == 0, out + err
+    found = json.loads(out)
     hosts = "node1:1,node2:2"
     assert found["ranks"] == {"size": 3, "hosts": hosts, "status": 0, "same": True}
-    assert "As 3 ranks on node1:1,node2:2: all ended well, with the same weights." in (
-        completed.stderr
-    )
+    assert "As 3 ranks on node1:1,node2:2: all ended well, with the same weights." in err
 
 
 @pytest.mark.parametrize(

@@ -5,16 +5,12 @@ The backend of the scripts is tests/plugin, whose devices are threads.
 
 import json
 import os
-import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
+from test_report import ended
 
 from compat._runtime.operation_times import PARTS, Operation, activities, trace
-
-PATH = os.pathsep.join([ROOT, os.path.join(ROOT, "tests", "plugin")])
-ENVIRON = dict(os.environ)  # without what fixtures set
 
 # Two that overlap, one within another, one after a pause; another device begins and ends later.
 RAN = [
@@ -71,14 +67,7 @@ inputs, targets = np.ones((61, 8)), np.ones((61, 4))
 
 
 def run(program, *command):
-    completed = subprocess.run(
-        [sys.executable] + list(command or ["-c", BEGIN + program]),
-        env=dict(ENVIRON, PYTHONPATH=PATH, COMPAT_VERIFY="0"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        universal_newlines=True,
-    )
-    return completed.returncode, completed.stdout, completed.stderr
+    return ended([sys.executable, *(command or ("-c", BEGIN + program))], COMPAT_VERIFY="0")
 
 
 def ran(path):
@@ -138,16 +127,15 @@ def test_one_at_a_time_and_only_where_it_can_be_written(tmp_path):
     nowhere = str(tmp_path / "nowhere" / "timeline.json")
     status, out, err = run(
         """
-for path in {!r}:
-    try:
-        with compat.timeline({!r}):
-            with compat.timeline(path):
-                print("never")
-    except ValueError as error:
-        print(error)
+path = {!r}
+try:
+    with compat.timeline({!r}), compat.timeline(path):
+        print("never")
+except ValueError as error:
+    print(error)
 with compat.timeline(path + ".later"):
     network.train_on_batch(inputs, targets)
-""".format([second], first)
+""".format(second, first)
     )
     assert status == 0, err
     assert out == (
