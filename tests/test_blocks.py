@@ -138,11 +138,8 @@ def check_arguments(arguments):
 
 
 def _subparsers():
-    (action,) = [
-        action
-        for action in __main__._parser()._actions
-        if isinstance(action, argparse._SubParsersAction)
-    ]
+    kind = argparse._SubParsersAction
+    (action,) = [each for each in __main__._parser()._actions if isinstance(each, kind)]
     return action.choices
 
 
@@ -177,9 +174,7 @@ def check_console(text):
 
 def check_printed(text):
     """What compat printed is what compat prints: see ``PRINTED``."""
-    (compare,) = [
-        compare for beginning, (compare, _) in PRINTED.items() if text.startswith(beginning)
-    ]
+    (compare,) = [check for start, (check, _) in PRINTED.items() if text.startswith(start)]
     compare(text)
 
 
@@ -314,9 +309,7 @@ def checked():
             check, words = CHECKS[language]
             check(text)
             if language == "text":
-                words = [words for start, (_, words) in PRINTED.items() if text.startswith(start)][
-                    0
-                ]
+                (words,) = [w for start, (_, w) in PRINTED.items() if text.startswith(start)]
             files = run.get((document, text), ())
             assert files or language not in ("console", "diff"), (document, text)
             if files:
@@ -371,16 +364,8 @@ def test_commands_of_the_command_line(tmp_path, process):
     ],
 )
 def test_what_is_wrong_is_found(language, text, capsys):
-    wrong = (
-        AssertionError,
-        AttributeError,
-        SyntaxError,
-        TypeError,
-        ValueError,
-        OSError,
-        configparser.Error,
-    )
-    with pytest.raises(wrong + (subprocess.CalledProcessError,)):
+    wrong = AssertionError, AttributeError, SyntaxError, TypeError, ValueError, OSError
+    with pytest.raises(wrong + (configparser.Error, subprocess.CalledProcessError)):
         CHECKS[language][0](text)
 
 

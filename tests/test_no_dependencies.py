@@ -2,8 +2,6 @@
 
 import json
 
-import pytest
-
 # What compat may load by itself: nothing that "python -c pass" has not loaded.
 PROGRAM = """\
 import sys
@@ -37,7 +35,7 @@ OWN = {
 
 
 def loaded(run, program):
-    return json.loads(run(PROGRAM.format(program)))
+    return json.loads(run(PROGRAM.replace("{}", program)))
 
 
 def test_import_loads_nothing_else(run):
@@ -46,20 +44,18 @@ def test_import_loads_nothing_else(run):
 
 REFUSED = """\
 import compat
-try:
-    compat.configure_gpu({})
-except ValueError:
-    pass
-else:
-    raise SystemExit("no error")
+wrong = dict(gpus="two", memory="much", floatx="float", simulate=0, backend="no")
+for name in wrong:
+    try:
+        compat.configure_gpu(**{name: wrong[name]})
+    except ValueError:
+        continue
+    raise SystemExit(name + ": no error")
 """
 
 
-@pytest.mark.parametrize(
-    "arguments", ["'two'", "memory='much'", "floatx='float'", "simulate=0", "backend='no'"]
-)
-def test_a_wrong_argument_imports_no_framework(run, arguments):
-    assert not FRAMEWORKS.intersection(loaded(run, REFUSED.format(arguments)))
+def test_a_wrong_argument_imports_no_framework(run):
+    assert not FRAMEWORKS.intersection(loaded(run, REFUSED))
 
 
 def test_choosing_a_backend_imports_no_framework(run):

@@ -42,38 +42,36 @@ def run(tmp_path, monkeypatch, capsys):
     idioms.write_text(support_table.BEGIN + support_table.idiom_table({}) + support_table.END)
     monkeypatch.setattr(support_table, "IDIOMS", str(idioms))
 
-    def run(
-        failures,
-        pythons=(),
-        tests=5,
-        contract="whole",
-        slowest=2,
-        began=500,
-        minutes=3,
-        tox=1,
-        options=(),
-        **environ,
-    ):
+    def run(failures, pythons=(), began=500, minutes=3, tox=1, options=(), **results_have):
+        values = dict({"tests": 5, "contract": "whole", "slowest": 2}, **results_have)
         for name, count in failures.items():
-            text = JUNIT.format(
-                failures=count,
-                tests=tests,
-                failure='<failure message="no GPU&#10;more" />' if count else "",
-                contract=contract,
-                slowest=slowest,
-            )
+            failure = '<failure message="no GPU&#10;more" />' if count else ""
+            text = JUNIT.format(failures=count, failure=failure, **values)
             (results / (name + ".xml")).write_text(text)
             times = {"run": tox, "began": began, "setup": 65, "tests": minutes * 60 - 65}
             (results / (name + ".json")).write_text(json.dumps(times))
         for python in pythons:
             (machine / ("python" + python)).symlink_to(sys.executable)
-        for name, value in environ.items():
-            monkeypatch.setenv(name, value)
         status = support_table.main(str(results), *options)
         return status, capsys.readouterr().out.splitlines()
 
     run.results = results
     return run
+
+
+@pytest.fixture
+def page(tmp_path, monkeypatch):
+    """A page of features without rows."""
+    page = tmp_path / "support.md"
+    page.write_text("before\n" + support_table.BEGIN + support_table.END + "after\n")
+    monkeypatch.setattr(support_table, "PAGE", str(page))
+    return page
+
+
+def row_of(lines, name):
+    """The cells of the row of an environment, or of a feature."""
+    (row,) = [line for line in lines if line.startswith("| {} ".format(name))]
+    return support_table._cells(row)
 
 
 def everything(**failures):
@@ -82,13 +80,14 @@ def everything(**failures):
     return counts
 
 
-def test_missing_interpreters_are_named_and_fail_in_ci(run):
+def test_missing_interpreters_are_named_and_fail_in_ci(run, monkeypatch):
     status, lines = run({"py37-theano": 0})
     assert status == 0
     assert "not run: py36-theano: this machine has no Python 3.6" in lines
     assert not [line for line in lines if line.startswith("not run: py37-theano:")]
     assert lines[-1] == "4 passed, 0 failed, 1 skipped"
-    status, lines = run({}, CI="true")
+    monkeypatch.setenv("CI", "true")
+    status, lines = run({})
     assert status == 1
     assert "CI needs every interpreter of the matrix" in lines
 
@@ -147,8 +146,7 @@ def test_failures_fail_and_skips_are_shown(run):
     assert "    skipped test_a: why not" in lines
     shown = lines.index("    test_file::test_c: no GPU")
     assert lines[shown + 1] == "        more"
-    row = [line for line in lines if line.startswith("| py37-theano ")]
-    assert [cell.strip() for cell in row[0].strip("|").split("|")] == [
+    assert row_of(lines, "py37-theano") == [
         "py37-theano", "3.7", "theano", "theano 1.0.5", "keras 2.2.4", "whole", "failed",
     ]  # fmt: skip
 
@@ -167,22 +165,16 @@ def test_failed_commands_are_named_and_fail(run):
 
 def test_features_are_in_the_environments_where_all_their_tests_passed(run):
     _, lines = run({"py36-theano": 0, "py37-theano": 1, "py37-mxnet": 0})
-    rows = [line for line in lines if line.startswith("| native")]
-    assert [cell.strip() for cell in rows[0].strip("|").split("|")] == [
-        "native", "py36-theano, py37-mxnet",
-    ]  # fmt: skip
+    assert row_of(lines, "native") == ["native", "py36-theano, py37-mxnet"]
 
 
 def test_results_of_several_processes_are_added(run):
-    run({"py36-theano": 0, "py36-theano.again": 1})
-    _, lines = run({})
+    _, lines = run({"py36-theano": 0, "py36-theano.again": 1})
     assert "py36-theano: 7 passed, 1 failed, 2 skipped" in lines
+    assert rows_of_times(lines)["py36-theano"] == ["1:05", "1:55", "2:21"]  # CPU
 
 
-def test_page_must_have_the_tables_and_is_given_them(run, tmp_path, monkeypatch):
-    page = tmp_path / "support.md"
-    page.write_text("before\n" + support_table.BEGIN + support_table.END + "after\n")
-    monkeypatch.setattr(support_table, "PAGE", str(page))
+def test_page_must_have_the_tables_and_is_given_them(run, page):
     status, lines = run(everything())
     assert status == 1
     assert "docs/support.md has other tables: tox run -e report -- --write" in lines
@@ -194,10 +186,7 @@ def test_page_must_have_the_tables_and_is_given_them(run, tmp_path, monkeypatch)
     assert text.endswith(" |\n" + support_table.END + "after\n")
 
 
-def test_only_rows_that_have_results_are_written(run, tmp_path, monkeypatch):
-    page = tmp_path / "support.md"
-    page.write_text(support_table.BEGIN + support_table.END)
-    monkeypatch.setattr(support_table, "PAGE", str(page))
+def test_only_rows_that_have_results_are_written(run, page):
     run(everything())
     support_table.main(str(run.results), "--write")
     before = support_table.page_rows()
@@ -220,14 +209,14 @@ def test_only_rows_that_have_results_are_written(run, tmp_path, monkeypatch):
     assert second == [["native", ", ".join(names)]]
 
 
-def test_nothing_is_written_where_there_are_no_results(run, tmp_path, monkeypatch):
-    page = tmp_path / "support.md"
-    shutil.copy(support_table.PAGE, str(page))
-    text = page.read_text(encoding="utf-8")
-    monkeypatch.setattr(support_table, "PAGE", str(page))
+def test_nothing_is_written_where_there_are_no_results(run, page):
+    run(everything(), options=["--write"])
+    for result in run.results.iterdir():
+        result.unlink()
+    text = page.read_text()
     _, lines = run({}, options=["--write"])
     assert "docs/support.md: the rows of no environment were written" in lines
-    assert page.read_text(encoding="utf-8") == text
+    assert page.read_text() == text
 
 
 VERDICTS = """<testsuites><testsuite tests="2" skipped="0" failures="1" errors="0">
@@ -238,11 +227,9 @@ VERDICTS = """<testsuites><testsuite tests="2" skipped="0" failures="1" errors="
 </testsuite></testsuites>"""
 
 
-def test_verdicts_of_idioms_are_written_by_environment(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(support_table, "PAGE", str(tmp_path / "support.md"))
-    (tmp_path / "support.md").write_text(support_table.BEGIN + support_table.END)
-    page, found = support_table.IDIOMS, {"py37-theano": "split", "py311-jax": "whole"}
-    support_table.write_page("| idiom |\n| ----- |\n", page)
+def test_verdicts_of_idioms_are_written_by_environment(run, page):
+    found = {"py37-theano": "split", "py311-jax": "whole"}
+    support_table.write_page("| idiom |\n| ----- |\n", support_table.IDIOMS)
     for name, verdict in found.items():
         (run.results / (name + ".models.xml")).write_text(VERDICTS.format(verdict))
     run({}, options=["--write"])
@@ -287,11 +274,6 @@ def test_times_of_environments_and_their_sum(run):
         "py37-theano": ["1:05", "1:55", "1:10"],
         "sum": ["2:10", "5:50", "2:21"],
     }
-
-
-def test_cpu_of_several_processes_is_added(run):
-    _, lines = run({"py36-theano": 0, "py36-theano.again": 0})
-    assert rows_of_times(lines)["py36-theano"] == ["1:05", "1:55", "2:21"]
 
 
 def test_times_that_are_missing_or_old_are_unknown(run):
@@ -354,11 +336,8 @@ def test_time_is_that_of_the_last_run(run):
 def test_contract_is_what_the_first_process_ran(run):
     run({"py36-theano": 0}, contract="span")
     _, lines = run({"py36-theano.again": 0, "py37-theano": 0}, contract="whole")
-    rows = [[cell.strip() for cell in line.split("|")] for line in lines if line.startswith("|")]
-    contracts = {row[1]: row[6] for row in rows if len(row) > 6}
-    assert contracts["py36-theano"] == "span"
-    assert contracts["py37-theano"] == "whole"
-    assert contracts["py38-theano"] == ""  # not run
+    contracts = [row_of(lines, "py3{}-theano".format(minor))[5] for minor in (6, 7, 8)]
+    assert contracts == ["span", "whole", ""]  # the last one was not run
 
 
 BUSY = """
