@@ -875,7 +875,7 @@ def test_floatx_is_set_for_keras(keras, machine):
     assert str(configuration) == (
         "backend    toy (the imported keras runs on toyframework)\n"
         "versions   toyframework 1.2, keras 2.2.4\n"
-        "asked      gpus=2, memory: 0.5 of each GPU, floatx: float16\n"
+        "asked      gpus=2, simulate=3, memory: 0.5 of each GPU, floatx: float16\n"
         "chosen     2 simulated on the CPU\n"
         "devices    cpu:0, cpu:1\n"
         "variables  CUDA_VISIBLE_DEVICES=-1\n"
