@@ -2,6 +2,8 @@
 
 import inspect
 
+import pytest
+
 import compat
 from compat import errors
 
@@ -13,6 +15,20 @@ def test_a_command_to_paste_is_quoted():
         "compat.configure_gpu() there, rename that one, also where it is imported: "
         "mv '/home/a b/compat' '/home/a b/my_compat'"
     )
+
+
+def test_the_line_of_the_user_is_found():
+    """In any folder: what is not the user's is installed, Python's own or compat's."""
+    users = ("/home/me/keras/tensorflow/compat/train.py", 12)
+    others = [
+        (inspect.__file__, 1),
+        (errors.__file__, 2),
+        (pytest.__file__, 3),
+        ("/usr/lib/python3/dist-packages/keras/engine.py", 4),
+        ("<string>", 5),
+    ]
+    assert errors.innermost_line([("main.py", 1), users] + others) == "train.py, line 12"
+    assert errors.innermost_line(others) is None
 
 
 BUILT_IN = {
