@@ -6,7 +6,9 @@ import os
 import types
 import warnings
 
+import numpy
 import pytest
+import torch
 
 import compat
 from compat._runtime.process import process
@@ -24,8 +26,6 @@ def agree(module, *args, steps=2, atol=1e-12, whole=(), **kwargs):
     Arguments:
         whole: the texts of warnings, where it runs with the whole batch on one device.
     """
-    import torch
-
     module = module.double()
     plain, parallel = copy.deepcopy(module), compat.parallelize(module)
     told = []
@@ -77,8 +77,6 @@ def whole(operation, function, why=MIXED, name="Mine"):
 
 def replicas(step):
     """How many devices compute in ``step()``."""
-    import torch
-
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         with torch.no_grad():
             step()
@@ -86,8 +84,6 @@ def replicas(step):
 
 
 def same(expected, found, atol):
-    import torch
-
     assert type(expected) is type(found)
     if isinstance(expected, torch.Tensor):
         torch.testing.assert_close(expected, found, rtol=0, atol=atol, equal_nan=True)
@@ -105,8 +101,6 @@ def same(expected, found, atol):
 
 
 def backward(module, result):
-    import torch
-
     tensors = [t for t in torch.utils._pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
     tensors = [t for t in tensors if t.requires_grad]
     if tensors:
@@ -116,7 +110,6 @@ def backward(module, result):
 
 def computing(function, **buffers):
     """A module with a layer of 5 features from 4, and a function of its own."""
-    import torch
 
     class Mine(torch.nn.Module):
         def __init__(self):
@@ -132,16 +125,18 @@ def computing(function, **buffers):
     return Mine()
 
 
-def rows(*shape):
-    import torch
+def pair(function, **buffers):
+    """Such a module on one device, and on three."""
+    plain = computing(function, **buffers).double()
+    return plain, compat.parallelize(copy.deepcopy(plain))
 
+
+def rows(*shape):
     torch.manual_seed(sum(shape))
     return torch.randn(*shape, dtype=torch.float64)
 
 
 def targets(ignored=()):
-    import torch
-
     labels = torch.arange(ROWS) % 5
     labels[list(ignored)] = -100
     return labels
@@ -150,75 +145,64 @@ def targets(ignored=()):
 # Losses ---------------------------------------------------------------------------------------
 
 
-def losses():
-    import torch
-
-    F = torch.nn.functional
-    weight = torch.linspace(0.1, 2.0, 5, dtype=torch.float64)
-    return {
-        "mean": lambda m, y, t: F.cross_entropy(y, t),
-        "ignored": lambda m, y, t: F.cross_entropy(y, t, ignore_index=1),
-        "class weights": lambda m, y, t: (F.cross_entropy(y, t, weight=weight), y),
-        "nll": lambda m, y, t: F.nll_loss(F.log_softmax(y, 1), t, weight, ignore_index=2),
-        "smoothed": lambda m, y, t: F.cross_entropy(y, t, label_smoothing=0.1, ignore_index=3),
-        "sum": lambda m, y, t: F.cross_entropy(y, t, reduction="sum"),
-        "squares": lambda m, y, t: (F.mse_loss(y, y * 0), F.mse_loss(y, y * 0, reduction="sum")),
-        "divergence": lambda m, y, t: F.kl_div(
-            F.log_softmax(y, 1), F.softmax(y * 2, 1), reduction="batchmean"
-        ),
-        "bce": lambda m, y, t: F.binary_cross_entropy_with_logits(y, y.detach().sigmoid()),
-        "total": lambda m, y, t: y.sum(),
-        "by rows": lambda m, y, t: y.pow(2).sum() / y.shape[0],
-        "by rows and not": lambda m, y, t: y.pow(2).sum() / len(y) + 0.1 * y.sum(),
-        "inverse": lambda m, y, t: y.pow(2).sum() * (1.0 / len(y)),
-        "by elements": lambda m, y, t: y.pow(2).sum() / y.numel(),
-        "by a mask": lambda m, y, t: (y.sum(1) * (t > 1)).sum() / (t > 1).sum().clamp(min=1),
-        "selected": lambda m, y, t: y[t > 1].pow(2).mean(),
-        "combined": lambda m, y, t: 0.5 * y.mean() + 2 * y.sum() + m.layer.weight.norm(),
-        "in place": lambda m, y, t: torch.zeros((), dtype=y.dtype).add_(y.sum()).mul_(2),
-        "not linear": lambda m, y, t: y.mean().exp() * y.pow(2).mean().sqrt() + y.norm(),
-        "vectors": lambda m, y, t: (y.mean(0), y.sum(0, keepdim=True), y.amax(0), y.max()),
-        "covariance": lambda m, y, t: (y.T @ y / len(y)).pow(2).sum(),
-        "dot": lambda m, y, t: torch.einsum("bi,bi->", y, y),
-        "of weights": lambda m, y, t: m.layer.weight.pow(2).sum(),
-        "sequences": lambda m, y, t: F.cross_entropy(
-            y[:, None].expand(-1, 3, -1).reshape(-1, 5), t[:, None].expand(-1, 3).reshape(-1)
-        ),
-        "numbers": lambda m, y, t: {"y": y, "n": len(y), "one": 1.5, "name": "x"},
-    }
+F = torch.nn.functional
+CLASS_WEIGHTS = torch.linspace(0.1, 2.0, 5, dtype=torch.float64)
+LOSSES = {
+    "mean": lambda m, y, t: F.cross_entropy(y, t),
+    "ignored": lambda m, y, t: F.cross_entropy(y, t, ignore_index=1),
+    "class weights": lambda m, y, t: (F.cross_entropy(y, t, weight=CLASS_WEIGHTS), y),
+    "nll": lambda m, y, t: F.nll_loss(F.log_softmax(y, 1), t, CLASS_WEIGHTS, ignore_index=2),
+    "smoothed": lambda m, y, t: F.cross_entropy(y, t, label_smoothing=0.1, ignore_index=3),
+    "sum": lambda m, y, t: F.cross_entropy(y, t, reduction="sum"),
+    "squares": lambda m, y, t: (F.mse_loss(y, y * 0), F.mse_loss(y, y * 0, reduction="sum")),
+    "divergence": lambda m, y, t: F.kl_div(
+        F.log_softmax(y, 1), F.softmax(y * 2, 1), reduction="batchmean"
+    ),
+    "bce": lambda m, y, t: F.binary_cross_entropy_with_logits(y, y.detach().sigmoid()),
+    "total": lambda m, y, t: y.sum(),
+    "by rows": lambda m, y, t: y.pow(2).sum() / y.shape[0],
+    "by rows and not": lambda m, y, t: y.pow(2).sum() / len(y) + 0.1 * y.sum(),
+    "inverse": lambda m, y, t: y.pow(2).sum() * (1.0 / len(y)),
+    "by elements": lambda m, y, t: y.pow(2).sum() / y.numel(),
+    "by a mask": lambda m, y, t: (y.sum(1) * (t > 1)).sum() / (t > 1).sum().clamp(min=1),
+    "selected": lambda m, y, t: y[t > 1].pow(2).mean(),
+    "combined": lambda m, y, t: 0.5 * y.mean() + 2 * y.sum() + m.layer.weight.norm(),
+    "in place": lambda m, y, t: torch.zeros((), dtype=y.dtype).add_(y.sum()).mul_(2),
+    "not linear": lambda m, y, t: y.mean().exp() * y.pow(2).mean().sqrt() + y.norm(),
+    "vectors": lambda m, y, t: (y.mean(0), y.sum(0, keepdim=True), y.amax(0), y.max()),
+    "covariance": lambda m, y, t: (y.T @ y / len(y)).pow(2).sum(),
+    "dot": lambda m, y, t: torch.einsum("bi,bi->", y, y),
+    "of weights": lambda m, y, t: m.layer.weight.pow(2).sum(),
+    "sequences": lambda m, y, t: F.cross_entropy(
+        y[:, None].expand(-1, 3, -1).reshape(-1, 5), t[:, None].expand(-1, 3).reshape(-1)
+    ),
+    "all rows": lambda m, y, t: y[: len(y)],
+    "numbers": lambda m, y, t: {"y": y, "n": len(y), "one": 1.5, "name": "x"},
+}
 
 
-@pytest.mark.parametrize("name", [
-    "mean", "ignored", "class weights", "nll", "smoothed", "sum", "squares", "divergence", "bce",
-    "total", "by rows", "by rows and not", "inverse", "by elements", "by a mask", "selected",
-    "combined", "in place", "not linear", "vectors", "covariance", "dot", "of weights",
-    "sequences", "numbers",
-])  # fmt: skip
+@pytest.mark.parametrize("name", list(LOSSES))
 @pytest.mark.parametrize("count", [ROWS, 12, 2])
 def test_losses_that_forward_returns(name, count):
-    agree(computing(losses()[name]), rows(ROWS, 4)[:count], targets()[:count])
+    agree(computing(LOSSES[name]), rows(ROWS, 4)[:count], targets()[:count])
 
 
 def test_targets_that_are_ignored_on_a_whole_device():
-    import torch
-
-    module = computing(lambda m, y, t: torch.nn.functional.cross_entropy(y, t))
+    module = computing(lambda m, y, t: F.cross_entropy(y, t))
     agree(module, rows(ROWS, 4), targets(ignored=[0, 1, 2, 3, 6, 9]))
 
 
 def test_item():
     """Of a loss that a few rows alone do not tell how to put together."""
-    import torch
 
     def forward(m, y, t):
-        return y, y.sum().item(), torch.nn.functional.cross_entropy(y, t).item(), len(y) * 2.0
+        return y, y.sum().item(), F.cross_entropy(y, t).item(), len(y) * 2.0
 
     agree(computing(forward), rows(ROWS, 4), targets(ignored=[5, 6, 7]))
 
 
 def test_losses_beside_dropout_and_batch_normalization():
     """Their numbers differ between devices, and do not hide how a loss was made."""
-    import torch
 
     class Mine(torch.nn.Module):
         def __init__(self):
@@ -246,39 +230,26 @@ def turns(y):
 
 
 WHOLE = {
-    "std": (lambda m, y: y.std(), "std"),
-    "argmax": (lambda m, y: y.max(0)[1], "max"),
-    "item": (lambda m, y: (y, y.std().item()), "std"),
-    "similarity": (lambda m, y: (y @ y.T).softmax(1).diagonal().log().mean(), "matmul"),
-    "centred": (lambda m, y: y - y.mean(0), "sub"),
-    "first row": (lambda m, y: y - y[0], "__getitem__"),
-    "order": (lambda m, y: y.softmax(0), "softmax"),
-    "squared": (lambda m, y: y.sum() / len(y) ** 2, None),
-    "in place": (lambda m, y: _changed_afterwards(y), None),
-    "distances": (lambda m, y: _torch().cdist(y, y + 1), "cdist"),
-    "fft": (lambda m, y: _torch().fft.fft(y, dim=0).real, "fft_fft"),
-    "renorm": (lambda m, y: y.renorm(2, 1, 0.5), "renorm"),
-    "all dimensions": (lambda m, y: _torch().layer_norm(y, y.shape), "layer_norm"),
-    "by numpy": (lambda m, y: y - _torch().from_numpy(y.detach().numpy().mean(0)), None),
-    "by number": (lambda m, y: y / len(y), None),
-    "by place": (lambda m, y: y + _torch().arange(len(y))[:, None], "arange"),
+    "std": (lambda m, y: y.std(), "std", MIXED),
+    "argmax": (lambda m, y: y.max(0)[1], "max", MIXED),
+    "item": (lambda m, y: (y, y.std().item()), "std", MIXED),
+    "similarity": (lambda m, y: (y @ y.T).softmax(1).diagonal().log().mean(), "matmul", MIXED),
+    "centred": (lambda m, y: y - y.mean(0), "sub", MIXED),
+    "first row": (lambda m, y: y - y[0], "__getitem__", MIXED),
+    "order": (lambda m, y: y.softmax(0), "softmax", MIXED),
+    "squared": (lambda m, y: y.sum() / len(y) ** 2, None, DIVERGED),
+    "in place": (lambda m, y: _changed_afterwards(y), None, DIVERGED),
+    "distances": (lambda m, y: torch.cdist(y, y + 1), "cdist", TRIED),
+    "fft": (lambda m, y: torch.fft.fft(y, dim=0).real, "fft_fft", TRIED),
+    "renorm": (lambda m, y: y.renorm(2, 1, 0.5), "renorm", TRIED),
+    "all dimensions": (lambda m, y: torch.layer_norm(y, y.shape), "layer_norm", MIXED),
+    "by numpy": (lambda m, y: y - torch.from_numpy(y.detach().numpy().mean(0)), None, TRIED),
+    "by number": (lambda m, y: y / len(y), None, TRIED),
+    "by place": (lambda m, y: y + torch.arange(len(y))[:, None], "arange", TRIED),
 }  # fmt: skip
-REASONS = {
-    "squared": DIVERGED, "in place": DIVERGED, "by numpy": TRIED,
-    "distances": TRIED, "fft": TRIED, "renorm": TRIED, "by place": TRIED,
-    "by number": TRIED,
-}  # fmt: skip
-
-
-def _torch():
-    import torch
-
-    return torch
 
 
 def _changed_afterwards(y):
-    import torch
-
     factor = torch.ones((), dtype=y.dtype)
     total = y.detach().sum().exp() * factor
     factor.mul_(2)
@@ -288,9 +259,8 @@ def _changed_afterwards(y):
 @pytest.mark.parametrize("count", [ROWS, 12, 2])
 @pytest.mark.parametrize("name", sorted(WHOLE))
 def test_what_takes_the_whole_batch_runs_whole(name, count):
-    function, operation = WHOLE[name]
-    told = whole(operation, function, REASONS.get(name, MIXED))
-    agree(computing(function), rows(count, 4), whole=told)
+    function, operation, why = WHOLE[name]
+    agree(computing(function), rows(count, 4), whole=whole(operation, function, why))
 
 
 PATHS = {
@@ -302,47 +272,34 @@ PATHS = {
 
 @pytest.mark.parametrize("name", sorted(PATHS))
 def test_what_chooses_its_path_by_the_rows_runs_whole(name):
-    import torch
-
-    module = computing(PATHS[name]).double()
-    plain = copy.deepcopy(module)
-    compat.parallelize(module)
+    plain, module = pair(PATHS[name])
     with pytest.warns(compat.CompatWarning, match="The model runs on cpu:0 with the whole batch"):
         found = module(rows(ROWS, 4))
     torch.manual_seed(0)
     same(plain(rows(ROWS, 4)), found, 1e-12)
 
 
-def numbers_of_values(y):
-    """What depends on how many of the batch's values are like this."""
-    import numpy
-    import torch
-
-    seen = y.detach()
-    return {
-        "distinct": lambda: y * len(seen.round().unique()),
-        "which": lambda: y + torch.unique(seen.round(), return_inverse=True)[1],
-        "found": lambda: y * len((seen[:, 0] > 0.3).nonzero()),
-        "rare": lambda: y * (1 + seen[seen > 1.2].numel()),
-        "selected": lambda: y * (1 + seen.masked_select(seen > 1.2).shape[0]),
-        "a mean by their number": lambda: y[seen > 1].sum() / max(1, len(y[seen > 1])),
-        "for numpy": lambda: y * len(numpy.unique(seen.round().numpy())),
-        "for Python": lambda: y * max(seen[:, 0].tolist()),
-        "rows": lambda: y - y.mean(0) if len(y) > 5 else y,
-        "rows but one": lambda: y - y.mean(0) if y.shape[0] - 1 > 5 else y,
-        "elements": lambda: y - y.mean(0) if y.numel() > 25 else y,
-        "each row": lambda: torch.stack([row * place for place, row in enumerate(y)]),
-    }
+#: What depends on how many of the batch's values are like this.
+NUMBERS = {
+    "distinct": lambda y, seen: y * len(seen.round().unique()),
+    "which": lambda y, seen: y + torch.unique(seen.round(), return_inverse=True)[1],
+    "found": lambda y, seen: y * len((seen[:, 0] > 0.3).nonzero()),
+    "rare": lambda y, seen: y * (1 + seen[seen > 1.2].numel()),
+    "selected": lambda y, seen: y * (1 + seen.masked_select(seen > 1.2).shape[0]),
+    "a mean by their number": lambda y, seen: y[seen > 1].sum() / max(1, len(y[seen > 1])),
+    "for numpy": lambda y, seen: y * len(numpy.unique(seen.round().numpy())),
+    "for Python": lambda y, seen: y * max(seen[:, 0].tolist()),
+    "rows": lambda y, _: y - y.mean(0) if len(y) > 5 else y,
+    "rows but one": lambda y, _: y - y.mean(0) if y.shape[0] - 1 > 5 else y,
+    "elements": lambda y, _: y - y.mean(0) if y.numel() > 25 else y,
+    "each row": lambda y, _: torch.stack([row * place for place, row in enumerate(y)]),
+}
 
 
-@pytest.mark.parametrize("name", [
-    "distinct", "which", "found", "rare", "selected", "a mean by their number", "for numpy",
-    "for Python", "rows", "rows but one", "elements", "each row",
-])  # fmt: skip
+@pytest.mark.parametrize("name", list(NUMBERS))
 def test_what_depends_on_a_number_of_values(name):
     """A few rows have the same number by chance, and a later batch another one."""
-    plain = computing(lambda m, y: numbers_of_values(y)[name]()).double()
-    module = compat.parallelize(copy.deepcopy(plain))
+    plain, module = pair(lambda m, y: NUMBERS[name](y, y.detach()))
     for count in (ROWS, 3, 12, ROWS, 7):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", compat.CompatWarning)
@@ -351,8 +308,7 @@ def test_what_depends_on_a_number_of_values(name):
 
 def test_a_number_of_rows_that_changes_nothing():
     """Each number of rows is tried once, and later calls are not traced."""
-    plain = computing(lambda m, y: y.view(len(y), -1, 1) * 2).double()
-    module = compat.parallelize(copy.deepcopy(plain))
+    plain, module = pair(lambda m, y: y.view(len(y), -1, 1) * 2)
     for count in (ROWS, 7, ROWS, 7):
         same(plain(rows(count, 4)), module(rows(count, 4)), 1e-12)
         (known,) = module.forward.__func__.made_by.known.values()
@@ -371,8 +327,7 @@ def test_rows_that_mix_from_a_later_step_on():
         return y - y.mean(0) if y.shape[0] == 12 else y
 
     for function in (by_steps, by_rows):
-        plain = computing(function).double()
-        module = compat.parallelize(copy.deepcopy(plain))
+        plain, module = pair(function)
         for step, count in enumerate((ROWS, 11, 12, ROWS)):
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always", compat.CompatWarning)
@@ -390,24 +345,20 @@ def test_a_choice_that_makes_no_difference_is_taken():
             else (y * mask[:, None]).relu() + (y * ~mask[:, None]).relu()
         )
 
-    import torch
-
     mask = torch.arange(ROWS) != 2
     agree(computing(forward), rows(ROWS, 4), mask)
 
 
 def test_a_loss_in_which_ignored_targets_come_later():
     """Parts of 4 rows and of 5, flattened by their own number of rows."""
-    import torch
 
     def forward(m, y, t):
         y = y.view(y.size(0), 5, -1)
         y = y.view(y.size(0), -1)
-        return torch.nn.functional.cross_entropy(y.view(-1, y.size(-1)), t.view(-1), ignore_index=1)
+        return F.cross_entropy(y.view(-1, y.size(-1)), t.view(-1), ignore_index=1)
 
     for count in (12, ROWS):
-        plain = computing(forward).double()
-        module = compat.parallelize(copy.deepcopy(plain))
+        plain, module = pair(forward)
         for step in range(4):
             labels = torch.full((count,), 2) if step == 0 else torch.arange(count) * step % 5
             with warnings.catch_warnings():
@@ -418,8 +369,6 @@ def test_a_loss_in_which_ignored_targets_come_later():
 @pytest.mark.parametrize("kind", ["linear", "convolution", "hook"])
 def test_spectral_normalization(kind):
     """Its vectors are turned once in a step, as on one device."""
-    import torch
-
     torch.manual_seed(0)
     nn, normalized = torch.nn, torch.nn.utils.parametrizations.spectral_norm
     layers = {
@@ -473,8 +422,6 @@ def _extremes(self, y):
 
 
 def _histogram(self, y):
-    import torch
-
     self.counts.index_add_(0, y.argmax(1), torch.ones(len(y), dtype=y.dtype))
     return y
 
@@ -487,32 +434,32 @@ def _attributes(self, y):
     return y
 
 
+STATES = {
+    "counters": (_counters, {"steps": 0, "calls": 0.0, "seen": 0, "total": 0.0}),
+    "averages of the user's": (_averages, {"mean": [0.0] * 5, "power": [0.0] * 5}),
+    "extremes": (_extremes, {"least": [0.1] * 5, "most": [-0.1] * 5}),
+    "histogram": (_histogram, {"counts": [0.0] * 5}),
+    "unchanged": (lambda m, y: (y * m.scale)[:, m.order], {"scale": [2.0] * 5, "order": [1, 0]}),
+}
+
+
 class TestState:
-    def test_counters_and_sums(self):
-        module = computing(_counters, steps=0, calls=0.0, seen=0, total=0.0)
-        agree(module, rows(ROWS, 4), steps=4)
-        agree(computing(_counters, steps=0, calls=0.0, seen=0, total=0.0), rows(12, 4))
+    @pytest.mark.parametrize("count", [ROWS, 12])
+    @pytest.mark.parametrize("name", list(STATES))
+    def test_buffers(self, name, count):
+        function, buffers = STATES[name]
+        agree(computing(function, **buffers), rows(count, 4), steps=4)
 
-    def test_averages_of_the_users(self):
-        agree(computing(_averages, mean=[0.0] * 5, power=[0.0] * 5), rows(ROWS, 4))
-
-    def test_extremes(self):
-        agree(computing(_extremes, least=[0.1] * 5, most=[-0.1] * 5), rows(ROWS, 4), steps=3)
-
-    def test_histogram(self):
-        agree(computing(_histogram, counts=[0.0] * 5), rows(ROWS, 4))
+    def test_averages_of_a_normalization(self):
+        agree(torch.nn.InstanceNorm1d(3, track_running_stats=True), rows(ROWS, 3, 4))
 
     def test_attributes(self):
         module, _ = agree(computing(_attributes), rows(ROWS, 4), steps=3)
         found = module.calls, module.rows_seen, module.loss, module.features
         plain = computing(_attributes).double()
-        for _ in range(4 + 0):
+        for _ in range(4):
             plain(rows(ROWS, 4))
         same((plain.calls, plain.rows_seen, plain.loss, plain.features), found, 1e-12)
-
-    def test_buffers_that_do_not_change(self):
-        module = computing(lambda m, y: (y * m.scale)[:, m.order], scale=[2.0] * 5, order=[1, 0])
-        agree(module, rows(ROWS, 4))
 
     @pytest.mark.parametrize("count", [ROWS, 12])
     def test_memory_of_rows_runs_whole(self, count):
@@ -548,7 +495,12 @@ def test_containers():
     def forward(self, y, pair):
         return Result(y * pair.x, Output(total=y.sum(), pair=Pair(y, [y.mean()])))
 
-    agree(computing(forward), rows(ROWS, 4), Pair(rows(ROWS, 5), None))
+    given = rows(ROWS, 4), Pair(rows(ROWS, 5), None)
+    module, _ = agree(computing(forward), *given)
+    calls = []
+    module.register_forward_hook(lambda *_: calls.append("hook"))
+    module(*given)
+    assert calls == ["hook"]
     agree(computing(lambda m, y, given: y * given["x"]), rows(ROWS, 4), Output(x=rows(ROWS, 5)))
 
 
@@ -556,8 +508,6 @@ def test_containers():
 
 
 def test_only_the_first_call_of_common_models_is_watched(monkeypatch):
-    import torch
-
     from compat._backends.torch import watch
 
     nn = torch.nn
@@ -579,10 +529,7 @@ def test_a_call_that_turns_out_different_is_watched():
             m.total += y.sum()
         return y if kind == 0 else y.mean(0) if kind == 1 else (y, y.sum())
 
-    import torch
-
-    plain = computing(forward, total=0.0).double()
-    module = compat.parallelize(copy.deepcopy(plain))
+    plain, module = pair(forward, total=0.0)
     for kind in (0, 1, 0, 2, 3, 0, 1):
         with torch.no_grad():
             same(plain(rows(ROWS, 4), kind), module(rows(ROWS, 4), kind), 1e-12)

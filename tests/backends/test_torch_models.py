@@ -127,16 +127,6 @@ def test_mixture_of_experts():
     torch.testing.assert_close(module.balance.detach(), balance.detach())
 
 
-def test_normalizations_with_state():
-    import torch
-
-    nn = torch.nn
-    spectral = nn.utils.parametrizations.spectral_norm
-    agree(nn.Sequential(spectral(nn.Linear(4, 5)), nn.Linear(5, 2)), rows(ROWS, 4))
-    agree(nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 5))), rows(12, 4))
-    agree(nn.InstanceNorm1d(3, track_running_stats=True), rows(ROWS, 3, 4))
-
-
 def test_transformer_of_the_tutorial():
     """Time first, positions in a buffer, the mask in an attribute."""
     import torch
