@@ -1,9 +1,7 @@
 """Keras 3 on JAX: the contract, and what is special to programs that XLA partitions."""
 
-import copy
 import math
 import os
-import pickle
 import subprocess
 import sys
 import textwrap
@@ -384,13 +382,6 @@ def test_direct_calls(keras):
         assert shards == [rows if rows % DEVICES else rows // DEVICES] * DEVICES
 
 
-def test_run_eagerly(keras):
-    models = pair(lambda: small(keras))
-    losses = [train(keras, model, run_eagerly=True) for model in models]
-    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
-    assert_same(models)
-
-
 def test_several_batches_in_one_execution(keras):
     models = pair(lambda: small(keras))
     losses = [train(keras, model, steps_per_execution=2) for model in models]
@@ -507,19 +498,6 @@ def test_one_device_leaves_nothing_behind(keras):
         assert not variable.value.committed  # goes where its step goes, as a new one does
     train(keras, model)
     assert model.weights[0].value.devices() == {jax.devices()[0]}
-
-
-def test_copies_are_independent(keras):
-    model = compat.parallelize(initialise(small(keras)))
-    train(keras, model)
-    expected = model.predict(ROWS, verbose=0)
-    duplicate, unpickled = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
-    assert duplicate.call.__self__ is duplicate
-    assert "call" not in vars(unpickled)
-    for other in (duplicate, unpickled):
-        np.testing.assert_allclose(expected, other.predict(ROWS, verbose=0), atol=1e-6)
-        train(keras, other)
-    np.testing.assert_allclose(expected, model.predict(ROWS, verbose=0), atol=1e-6)
 
 
 # What cannot be -------------------------------------------------------------------------------

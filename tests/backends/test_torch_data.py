@@ -152,39 +152,6 @@ def test_an_adjacency_of_as_many_rows_runs_whole(layout, within, verify):
         torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=1e-12)
 
 
-def test_attention_to_neighbours_runs_whole():
-    """A graph attention network, as pytorch/examples has it."""
-    import torch
-
-    class Attention(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.linear, self.scores = torch.nn.Linear(4, 6), torch.nn.Linear(6, 2)
-
-        def forward(self, x, adjacent):
-            hidden = self.linear(x)
-            source, target = self.scores(hidden).split(1, dim=1)
-            scores = torch.nn.functional.leaky_relu(source + target.T)
-            scores = torch.where(adjacent > 0, scores, torch.full_like(scores, -9e16))
-            return scores.softmax(dim=1) @ hidden
-
-    given = rows(ROWS, 4), rows(ROWS, ROWS).relu() + torch.eye(ROWS)
-    plain, parallel = Attention().double(), compat.parallelize(Attention().double())
-    told = r"The operation where .* of 'Attention' " + re.escape(FAILS)
-    with pytest.warns(compat.CompatWarning, match=told):
-        results = [module(*given) for module in (plain, parallel)]
-    for each in results:
-        each.square().sum().backward()
-    for one, other in zip(plain.parameters(), parallel.parameters()):
-        torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=1e-12)
-
-
-def test_similarities_of_rows_run_whole():
-    function = lambda m, y: y @ y.T  # noqa: E731
-    agree(computing(function), rows(ROWS, 4), whole=whole("matmul", function))
-
-
 def test_choosing_rows_of_the_batch_runs_whole():
     import torch
 

@@ -154,12 +154,6 @@ LOSSES = {
     "nll": lambda m, y, t: F.nll_loss(F.log_softmax(y, 1), t, CLASS_WEIGHTS, ignore_index=2),
     "smoothed": lambda m, y, t: F.cross_entropy(y, t, label_smoothing=0.1, ignore_index=3),
     "sum": lambda m, y, t: F.cross_entropy(y, t, reduction="sum"),
-    "squares": lambda m, y, t: (F.mse_loss(y, y * 0), F.mse_loss(y, y * 0, reduction="sum")),
-    "divergence": lambda m, y, t: F.kl_div(
-        F.log_softmax(y, 1), F.softmax(y * 2, 1), reduction="batchmean"
-    ),
-    "bce": lambda m, y, t: F.binary_cross_entropy_with_logits(y, y.detach().sigmoid()),
-    "total": lambda m, y, t: y.sum(),
     "by rows": lambda m, y, t: y.pow(2).sum() / y.shape[0],
     "by rows and not": lambda m, y, t: y.pow(2).sum() / len(y) + 0.1 * y.sum(),
     "inverse": lambda m, y, t: y.pow(2).sum() * (1.0 / len(y)),
@@ -171,7 +165,6 @@ LOSSES = {
     "not linear": lambda m, y, t: y.mean().exp() * y.pow(2).mean().sqrt() + y.norm(),
     "vectors": lambda m, y, t: (y.mean(0), y.sum(0, keepdim=True), y.amax(0), y.max()),
     "covariance": lambda m, y, t: (y.T @ y / len(y)).pow(2).sum(),
-    "dot": lambda m, y, t: torch.einsum("bi,bi->", y, y),
     "of weights": lambda m, y, t: m.layer.weight.pow(2).sum(),
     "sequences": lambda m, y, t: F.cross_entropy(
         y[:, None].expand(-1, 3, -1).reshape(-1, 5), t[:, None].expand(-1, 3).reshape(-1)
@@ -230,19 +223,15 @@ def turns(y):
 
 
 WHOLE = {
-    "std": (lambda m, y: y.std(), "std", MIXED),
-    "argmax": (lambda m, y: y.max(0)[1], "max", MIXED),
     "item": (lambda m, y: (y, y.std().item()), "std", MIXED),
     "similarity": (lambda m, y: (y @ y.T).softmax(1).diagonal().log().mean(), "matmul", MIXED),
     "centred": (lambda m, y: y - y.mean(0), "sub", MIXED),
     "first row": (lambda m, y: y - y[0], "__getitem__", MIXED),
-    "order": (lambda m, y: y.softmax(0), "softmax", MIXED),
     "squared": (lambda m, y: y.sum() / len(y) ** 2, None, DIVERGED),
     "in place": (lambda m, y: _changed_afterwards(y), None, DIVERGED),
     "distances": (lambda m, y: torch.cdist(y, y + 1), "cdist", TRIED),
     "fft": (lambda m, y: torch.fft.fft(y, dim=0).real, "fft_fft", TRIED),
     "renorm": (lambda m, y: y.renorm(2, 1, 0.5), "renorm", TRIED),
-    "all dimensions": (lambda m, y: torch.layer_norm(y, y.shape), "layer_norm", MIXED),
     "by numpy": (lambda m, y: y - torch.from_numpy(y.detach().numpy().mean(0)), None, TRIED),
     "by number": (lambda m, y: y / len(y), None, TRIED),
     "by place": (lambda m, y: y + torch.arange(len(y))[:, None], "arange", TRIED),

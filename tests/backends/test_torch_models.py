@@ -1,7 +1,5 @@
 """torch: modules written as people write them, on three devices as on one."""
 
-import math
-
 import pytest
 
 from .test_torch import devices  # noqa: F401  (a fixture)
@@ -9,62 +7,6 @@ from .test_torch_merge import agree, rows
 
 pytestmark = [pytest.mark.row("torch nn.Module"), pytest.mark.usefixtures("devices")]
 ROWS = 13
-
-
-def language_model():
-    """As nanoGPT: weights tied, a causal mask in a buffer, (logits, loss) with ignored targets."""
-    import torch
-
-    nn, F = torch.nn, torch.nn.functional
-
-    class Block(nn.Module):
-        def __init__(self, size=8, heads=2):
-            super().__init__()
-            self.heads = heads
-            self.norm = nn.LayerNorm(size)
-            self.attend, self.project = nn.Linear(size, 3 * size), nn.Linear(size, size)
-            self.register_buffer("mask", torch.tril(torch.ones(16, 16)).view(1, 1, 16, 16))
-
-        def forward(self, x):
-            B, T, C = x.size()
-            parts = self.attend(self.norm(x)).split(C, dim=2)
-            q, k, v = (p.view(B, T, self.heads, C // self.heads).transpose(1, 2) for p in parts)
-            scores = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
-            scores = scores.masked_fill(self.mask[:, :, :T, :T] == 0, float("-inf"))
-            y = (F.softmax(scores, dim=-1) @ v).transpose(1, 2).contiguous().view(B, T, C)
-            return x + self.project(y)
-
-    class LanguageModel(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.words, self.places = nn.Embedding(11, 8), nn.Embedding(16, 8)
-            self.blocks = nn.ModuleList([Block(), Block()])
-            self.head = nn.Linear(8, 11, bias=False)
-            self.words.weight = self.head.weight
-
-        def forward(self, index, targets=None):
-            x = self.words(index) + self.places(torch.arange(index.shape[1]))
-            for block in self.blocks:
-                x = block(x)
-            if targets is None:
-                return self.head(x[:, [-1], :]), None
-            logits = self.head(x)
-            flat = logits.view(-1, logits.size(-1))
-            return logits, F.cross_entropy(flat, targets.view(-1), ignore_index=-1)
-
-    return LanguageModel()
-
-
-@pytest.mark.parametrize("shape", [(ROWS, 7), (7, 7), (6, 5), (2, 4)])
-def test_language_model(shape):
-    import torch
-
-    torch.manual_seed(0)
-    index, targets = torch.randint(0, 11, shape), torch.randint(-1, 11, shape)
-    targets[0] = -1
-    agree(language_model(), index, targets, atol=1e-10)
-    agree(language_model(), index, atol=1e-10)
 
 
 def test_codebook_with_moving_averages():
