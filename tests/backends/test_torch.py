@@ -15,7 +15,6 @@ import pytest
 import torch
 
 import compat
-from compat import _verification
 from compat._backends.torch import Torch
 from compat._backends.torch.op_placement import products as placement
 from compat._backends.torch.timeline import replica as replica_of
@@ -24,6 +23,8 @@ from compat._configuration.device_choice import choose
 from compat._configuration.gpu_selection import parse_gpus
 from compat._configuration.settings import Memory, Settings
 from compat.testing import CASES, DEVICES, ParallelContract, largest_difference
+
+from .verification_cases import verified
 
 
 def shard_sizes(step):
@@ -230,10 +231,9 @@ class TestModule:
 
     def test_verification_tells_why_batch_normalization_is_not_compared(self, devices):
         module = compat.parallelize(network())
-        verification = _verification.Verification("net", devices, 1)
-        registry.load("torch").verify(module, verification)
+        record = verified(registry.load("torch"), module)
         train(module, steps=1)
-        assert verification.record.incomparable == {
+        assert record.incomparable == {
             "the train step": "module '2' normalises each replica's rows by their own statistics"
         }
 
@@ -368,14 +368,15 @@ def test_a_cpu_build_goes_on_with_the_cpu_and_says_so(run):
 
 
 SCRIPT_THAT_CONFIGURES = """\
-import warnings
-import compat
+import sys, warnings
+import beside, compat
 
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     configuration = compat.configure_gpu(gpus=2)
 print("TOLD", [str(w.message) for w in caught if w.category is compat.CompatWarning])
 print(configuration)
+print(__name__, sys.argv[1:])
 """
 
 
@@ -384,9 +385,7 @@ def test_a_script_that_configures_is_told_what_took_precedence(tmp_path, as_modu
     """And it runs as Python runs one: its name, its arguments, its folder."""
     (tmp_path / "beside.py").write_text("")
     script = tmp_path / "script.py"
-    script.write_text(
-        SCRIPT_THAT_CONFIGURES + "import sys, beside\nprint(__name__, sys.argv[1:])\n"
-    )
+    script.write_text(SCRIPT_THAT_CONFIGURES)
     command = [sys.executable, "-m", "compat", "run", "--parallelize", "--simulate", "3"]
     completed = subprocess.run(
         command + (["-m", "script"] if as_module else [str(script)]) + ["--gpus", "7"],

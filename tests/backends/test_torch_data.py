@@ -4,67 +4,56 @@ import copy
 import re
 
 import pytest
+import torch
 
 import compat
 from compat.testing import DEVICES
 
 from .test_torch import devices  # noqa: F401  (a fixture)
-from .test_torch_merge import FAILS, agree, computing, replicas, rows, same, whole
+from .test_torch_merge import FAILS, agree, computing, pair, replicas, rows, same, same_gradients
 from .test_torch_verification import verified_module
 
 pytestmark = [pytest.mark.row("torch nn.Module"), pytest.mark.usefixtures("devices")]
 ROWS = 8
 
 
-def tables():
-    import torch
-
-    F = torch.nn.functional
-    return {
-        "index": lambda m, y, i, table: y + table[i],
-        "embedding": lambda m, y, i, table: y + F.embedding(i, table),
-        "linear": lambda m, y, i, table: F.linear(y, table),
-        "position": lambda m, y, i, table: y[:, None].expand(-1, ROWS, -1) + table,
-        "mean": lambda m, y, i, table: y + table.mean(0),
-        "memory": lambda m, y, i, table: (y @ table.T).softmax(1) @ table,
-    }
+TABLES = {
+    "index": lambda m, y, i, table: y + table[i],
+    "embedding": lambda m, y, i, table: y + torch.nn.functional.embedding(i, table),
+    "linear": lambda m, y, i, table: torch.nn.functional.linear(y, table),
+    "position": lambda m, y, i, table: y[:, None].expand(-1, ROWS, -1) + table,
+    "mean": lambda m, y, i, table: y + table.mean(0),
+    "memory": lambda m, y, i, table: (y @ table.T).softmax(1) @ table,
+}
 
 
 @pytest.mark.parametrize("few", [1, 2])
-@pytest.mark.parametrize("name", ["index", "embedding", "linear", "position", "mean", "memory"])
+@pytest.mark.parametrize("name", list(TABLES))
 def test_a_table_with_as_many_rows_as_the_batch(name, few):
     """Where the indices are small, nothing fails but the numbers."""
-    import torch
-
     table = rows(ROWS, 5)
     numbers = torch.arange(ROWS).flip(0) // few % ROWS
-    module, _ = agree(computing(tables()[name]), rows(ROWS, 4), numbers, table)
-    plain = computing(tables()[name]).double()
+    module, _ = agree(computing(TABLES[name]), rows(ROWS, 4), numbers, table)
+    plain = computing(TABLES[name]).double()
     for count in (5, ROWS):
         given = rows(count, 4), numbers[:count], table
         same(plain(*given), module(*given), 1e-12)
 
 
 def test_a_batch_that_comes_to_have_as_many_rows_as_a_table():
-    import torch
-
-    plain = computing(tables()["index"]).double()
-    module = compat.parallelize(copy.deepcopy(plain))
+    plain, module = pair(TABLES["index"])
     for count in (13, 13, ROWS, ROWS):
         given = rows(count, 4), torch.arange(count) % 3, rows(ROWS, 5)
         same(plain(*given), module(*given), 1e-12)
 
 
 def test_tensors_with_other_numbers_of_rows_are_passed_whole():
-    attend = tables()["memory"]
-    agree(computing(attend), rows(6, 4), None, rows(11, 5))
+    agree(computing(TABLES["memory"]), rows(6, 4), None, rows(11, 5))
 
 
 @pytest.mark.parametrize("name", ["a state", "a picture"])
 def test_what_has_no_batch_dimension_runs_whole(name):
     """A policy on one state, or a picture by itself: torch's layers take them."""
-    import torch
-
     module, x, operation = {
         "a state": (torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh()), rows(4), "linear"),
         "a picture": (torch.nn.Sequential(torch.nn.Conv2d(3, 2, 3)), rows(3, 6, 6), "conv2d"),
@@ -80,8 +69,6 @@ def test_what_has_no_batch_dimension_runs_whole(name):
 @pytest.mark.parametrize("name", ["Adagrad", "SparseAdam"])
 def test_tables_with_sparse_gradients(kind, name):
     """A row that several devices look up has one gradient, which such an optimizer squares."""
-    import torch
-
     trained = []
     for parallel in (False, True):
         torch.manual_seed(0)
@@ -103,8 +90,6 @@ def test_tables_with_sparse_gradients(kind, name):
 
 @pytest.mark.parametrize("name", ["src_mask", "mask", "attend_to"])
 def test_a_mask_of_times(name):
-    import torch
-
     class Encoder(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -125,7 +110,6 @@ def test_a_mask_of_times(name):
 @pytest.mark.parametrize("within", [False, True])
 def test_an_adjacency_of_as_many_rows_runs_whole(layout, within, verify):
     """A graph network is given it with its nodes, or has it in a buffer."""
-    import torch
 
     class Convolution(torch.nn.Module):
         def __init__(self):
@@ -148,28 +132,10 @@ def test_an_adjacency_of_as_many_rows_runs_whole(layout, within, verify):
                 module.zero_grad()
                 module(*given).square().sum().backward()
     assert [w.category for w in told].count(compat.CompatWarning) == 1
-    for one, other in zip(plain.parameters(), parallel.parameters()):
-        torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=1e-12)
-
-
-def test_choosing_rows_of_the_batch_runs_whole():
-    import torch
-
-    backwards = lambda m, y: y[torch.arange(len(y)).flip(0)]  # noqa: E731
-
-    functions = {
-        "__getitem__": (backwards, lambda m, y: y[:2], lambda m, y: y[0]),
-        "flip": (lambda m, y: y.flip(0),),
-    }
-    for name in functions:
-        for function in functions[name]:
-            agree(computing(function), rows(6, 4), whole=whole(name, function))
-    agree(computing(lambda m, y: y[: len(y)]), rows(6, 4))
+    same_gradients(plain, parallel)
 
 
 def test_the_last_of_each_sequence():
-    import torch
-
     def last(m, y, lengths):
         return y[torch.arange(len(y)), lengths - 1], y.gather(1, (lengths - 1)[:, None, None])
 
@@ -205,8 +171,6 @@ def test_what_holds_its_tensors_unseen_runs_on_one_device():
 
 @pytest.mark.parametrize("order", ["before", "after", "in place", "around"])
 def test_compiled_modules(order):
-    import torch
-
     def forward(m, y, t):
         return y.relu(), torch.nn.functional.cross_entropy(y, t)
 
@@ -238,14 +202,11 @@ def test_compiled_modules(order):
         same(expected, found, 1e-12)
         expected[1].backward()
         found[1].backward()
-        for one, other in zip(plain.parameters(), compiled.parameters()):
-            torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=1e-12)
+        same_gradients(plain, compiled)
     assert replicas(lambda: compiled(rows(13, 4), targets)) == DEVICES
 
 
 def test_a_compiled_module_stays_compiled():
-    import torch
-
     graphs = []
 
     def count(graph, inputs):
@@ -259,8 +220,6 @@ def test_a_compiled_module_stays_compiled():
 
 
 def test_replicas_of_torchs_own_are_refused():
-    import torch
-
     wrapped = torch.nn.DataParallel(computing(lambda m, y: y))
     with pytest.raises(compat.UnsupportedError) as caught:
         compat.parallelize(wrapped)

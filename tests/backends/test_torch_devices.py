@@ -4,8 +4,13 @@ import copy
 import warnings
 
 import pytest
+import torch
+from torch import nn
 
 import compat
+from compat._backends.torch import merging, modules
+
+from . import separate_devices
 
 pytestmark = pytest.mark.row("torch nn.Module")
 ROWS = 13
@@ -13,8 +18,6 @@ DEVICES = ["lazy:0", "lazy:1", "lazy:2"]
 
 
 def convolutions():
-    from torch import nn
-
     return nn.Sequential(
         nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
         nn.Linear(12, 4), nn.Dropout(0.0), nn.Linear(4, 1),
@@ -22,8 +25,6 @@ def convolutions():
 
 
 def recurrent():
-    from torch import nn
-
     class Recurrent(nn.Module):
         def __init__(self):
             super().__init__()
@@ -38,12 +39,11 @@ def recurrent():
 
 def with_state():
     "A mean over the rows, a buffer and an attribute, put together of all replicas."
-    import torch
 
-    class WithState(torch.nn.Module):
+    class WithState(nn.Module):
         def __init__(self):
             super().__init__()
-            self.dense = torch.nn.Linear(3, 1)
+            self.dense = nn.Linear(3, 1)
             self.register_buffer("moving", torch.zeros(3))
 
         def forward(self, x):
@@ -57,7 +57,6 @@ def with_state():
 
 def with_a_cache():
     """That it fills, and returns: each device's part lies there, and says so."""
-    import torch
 
     class Cache:
         def __init__(self):
@@ -68,10 +67,10 @@ def with_a_cache():
             self.device, self.calls = value.device, self.calls + 1
             return self.values
 
-    class WithCache(torch.nn.Module):
+    class WithCache(nn.Module):
         def __init__(self):
             super().__init__()
-            self.dense = torch.nn.Linear(3, 2)
+            self.dense = nn.Linear(3, 2)
 
         def forward(self, x, cache=None):
             cache = Cache() if cache is None else cache
@@ -92,8 +91,6 @@ def with_a_cache():
 
 def trained(module, device, shape):
     """The losses of three steps, and the weights and buffers after them."""
-    import torch
-
     module = module.to(device)
     inputs = torch.randn((ROWS,) + shape, generator=torch.Generator().manual_seed(1)).to(device)
     optimizer = torch.optim.Adam(module.parameters(), 0.01)
@@ -111,12 +108,6 @@ def trained(module, device, shape):
 
 @pytest.mark.parametrize("build", [convolutions, recurrent, with_state, with_a_cache])
 def test_nothing_is_left_on_another_device_in_a_training_step(build):
-    import torch
-
-    from compat._backends.torch import modules
-
-    from . import separate_devices  # noqa: F401
-
     torch.manual_seed(0)
     module, shape = build()
     if build is convolutions:  # by moving averages, which all devices have
@@ -130,12 +121,6 @@ def test_nothing_is_left_on_another_device_in_a_training_step(build):
 
 
 def test_batch_normalization_of_each_device_s_rows():
-    import torch
-
-    from compat._backends.torch import modules
-
-    from . import separate_devices  # noqa: F401
-
     torch.manual_seed(0)
     module, shape = convolutions()
     modules.install(module, DEVICES)
@@ -145,16 +130,10 @@ def test_batch_normalization_of_each_device_s_rows():
 
 
 def test_a_tensor_that_is_left_on_another_device_is_found():
-    import torch
-
-    from compat._backends.torch import modules
-
-    from . import separate_devices  # noqa: F401
-
-    class Misplaced(torch.nn.Module):
+    class Misplaced(nn.Module):
         def __init__(self):
             super().__init__()
-            self.dense = torch.nn.Linear(3, 1)
+            self.dense = nn.Linear(3, 1)
             self.constants = [torch.ones(3).to("lazy:0")]  # which nothing moves
 
         def forward(self, x):
@@ -165,25 +144,19 @@ def test_a_tensor_that_is_left_on_another_device_is_found():
     with pytest.warns(compat.CompatWarning) as caught:
         trained(module, "lazy:0", (3,))
     assert [str(warning.message) for warning in caught] == [
-        "The operation mul (test_torch_devices.py, line 161) of 'Misplaced' fails on a part of a "
+        "The operation mul (test_torch_devices.py, line 140) of 'Misplaced' fails on a part of a "
         "batch, of which each device has one. The model runs on lazy:0 with the whole batch."
     ]
 
 
 def test_results_that_are_put_together_without_a_move_are_found(monkeypatch):
     """The same of compat's own code: where it forgets to move the replicas' rows."""
-    import torch
-
-    from compat._backends.torch import merging, modules
-
-    from .separate_devices import MixedDevicesError
-
     monkeypatch.setattr(
         merging, "_rows_of_all", lambda values, dim, copies, home: torch.cat(values, dim)
     )
     torch.manual_seed(0)
     module, shape = recurrent()
     modules.install(module, DEVICES)
-    with pytest.raises(MixedDevicesError) as caught:
+    with pytest.raises(separate_devices.MixedDevicesError) as caught:
         trained(module, "lazy:0", shape)
     assert str(caught.value) == "aten.cat.default mixes lazy:0, lazy:1, lazy:2"

@@ -1,6 +1,7 @@
 """torch: gradients of one's own, which may compute across rows whatever their forward pass does."""
 
 import pytest
+import torch
 
 import compat
 
@@ -18,7 +19,7 @@ BACK = {
 }
 
 
-def own_function(torch, back):
+def own_function(back):
     class Own(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -31,17 +32,17 @@ def own_function(torch, back):
     return Own
 
 
-def with_function(torch, back):
+def with_function(back):
     """An autograd function of the rows."""
-    return lambda net, x: net.second(own_function(torch, back).apply(net.first(x)))
+    return lambda net, x: net.second(own_function(back).apply(net.first(x)))
 
 
-def with_function_of_a_weight(torch, back):
-    own = own_function(torch, back)
+def with_function_of_a_weight(back):
+    own = own_function(back)
     return lambda net, x: net.second(x @ own.apply(net.first.weight).t())
 
 
-def with_hook(torch, back):
+def with_hook(back):
     def forward(net, x):
         hidden = net.first(x)
         if hidden.requires_grad:
@@ -51,7 +52,7 @@ def with_hook(torch, back):
     return forward
 
 
-def with_hook_of_a_module(torch, back):
+def with_hook_of_a_module(back):
     def forward(net, x):
         if not net.second._backward_hooks:
             net.second.register_full_backward_hook(lambda module, given, _: (back(given[0]),))
@@ -60,7 +61,7 @@ def with_hook_of_a_module(torch, back):
     return forward
 
 
-def checkpointed(torch, back):
+def checkpointed(back):
     """torch's own function, which computes again what it has not kept."""
     from torch.utils.checkpoint import checkpoint
 
@@ -68,9 +69,7 @@ def checkpointed(torch, back):
 
 
 def module(make, back):
-    import torch
-
-    forward = make(torch, back)
+    forward = make(back)
 
     class Net(torch.nn.Module):
         def __init__(self):
@@ -120,8 +119,6 @@ def test_checkpoints_of_torch_are_no_gradients_of_ones_own():
 
 
 def test_a_gradient_is_tried_where_the_first_call_had_none():
-    import torch
-
     net = module(with_function, BACK["of length 1"][0]).double()
     with torch.no_grad():
         compat.parallelize(net)(rows(13, 6))

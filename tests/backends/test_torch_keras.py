@@ -4,9 +4,9 @@ import warnings
 
 import numpy as np
 import pytest
+import torch
 
 import compat
-from compat import _api, _verification
 from compat._configuration import registry
 from compat.testing import DEVICES
 
@@ -47,53 +47,54 @@ def model_of(call, *layers, **variables):
     return keras.Sequential(layers)
 
 
-def agree(build, rows=ROWS, steps=3, tolerance=1e-5, devices=DEVICES):  # noqa: F811
-    """Train a model on one device and on three: losses, weights and state are the same."""
+def trained(build, parallel, rows=ROWS, verify=0):
+    """Train on one device or on three: losses, weights and state; the model; what was told."""
     import keras
 
-    results = []
-    for parallel in (False, True):
-        model = build()
-        if parallel:
-            compat.parallelize(model)
-        model.compile(keras.optimizers.SGD(0.01), "mse")
-        with warnings.catch_warnings():
-            warnings.simplefilter("error" if devices else "default", compat.CompatWarning)
-            losses = [model.train_on_batch(*data(rows)) for _ in range(steps)]
-            losses.append(model.evaluate(*data(rows), batch_size=rows, verbose=0))
-        results.append(losses + model.get_weights())
-    for one, other in zip(*results):
-        np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance)
-    assert replicas(lambda: model(data(rows)[0])) == devices
+    keras.utils.set_random_seed(0)
+    model = build()
+    if parallel:
+        compat.parallelize(model)
+    model.compile(keras.optimizers.SGD(0.01), "mse")
+    if verify:
+        record = verified(registry.find("torch"), model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", compat.CompatWarning)
+        losses = [model.train_on_batch(*data(rows)) for _ in range(3)]
+        losses.append(model.evaluate(*data(rows), batch_size=rows, verbose=0))
+    assert not verify or record.steps["train"] == 1
+    told = [str(each.message) for each in caught if each.category is compat.CompatWarning]
+    return losses + model.get_weights(), model, told
+
+
+def agree(build, rows=ROWS):
+    """Both are the same, and nothing is told."""
+    (expected, _, _), (found, model, told) = (
+        trained(build, parallel, rows) for parallel in (False, True)
+    )
+    assert not told
+    for one, other in zip(expected, found):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+    assert replicas(lambda: model(data(rows)[0])) == DEVICES
     return model
 
 
 @pytest.mark.parametrize("verify", [0, 1])
 def test_a_trainable_weight_that_a_call_sets_is_set_once(verify):
     """SpectralNormalization divides its kernel by the norm, from where it trains on."""
-    import keras
+    from keras import Sequential, layers
 
-    results = []
-    for parallel in (False, True):
-        keras.utils.set_random_seed(0)
-        spectral = keras.layers.SpectralNormalization(keras.layers.Dense(3))
-        model = keras.Sequential([keras.layers.Input((4,)), spectral, keras.layers.Dense(2)])
-        if parallel:
-            compat.parallelize(model)
-        model.compile(keras.optimizers.SGD(0.01), "mse")
-        if parallel and verify:
-            record = verified(registry.find("torch"), model)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always", compat.CompatWarning)
-            losses = [model.train_on_batch(*data()) for _ in range(3)]
-        told = [str(each.message) for each in caught if each.category is compat.CompatWarning]
-        assert told == parallel * [
-            "Model {!r} assigns to a trainable weight when it is called, and the devices share "
-            "that weight. The model runs on cpu:0 with the whole batch.".format(model.name)
-        ]
-        results.append(losses + model.get_weights())
-    assert not verify or record.steps["train"] == 1
-    for one, other in zip(*results):
+    def build():
+        spectral = layers.SpectralNormalization(layers.Dense(3))
+        return Sequential([layers.Input((4,)), spectral, layers.Dense(2)])
+
+    expected, _, _ = trained(build, False)
+    found, model, told = trained(build, True, verify=verify)
+    assert told == [
+        "Model {!r} assigns to a trainable weight when it is called, and the devices share "
+        "that weight. The model runs on cpu:0 with the whole batch.".format(model.name)
+    ]
+    for one, other in zip(expected, found):
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
 
 
@@ -112,23 +113,17 @@ def test_state_that_is_set_to_a_constant():
 
 def test_float8_has_the_largest_values_of_the_whole_batch():
     """Keras sets its history of them to its gradient."""
-    import keras
+    from keras import Sequential, layers
 
-    results = []
-    for parallel in (False, True):
-        keras.utils.set_random_seed(0)
-        model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(2)])
+    def build():
+        model = Sequential([layers.Input((4,)), layers.Dense(2)])
         model.layers[0].quantize("float8")
-        if parallel:
-            compat.parallelize(model)
-        model.compile(keras.optimizers.SGD(0.01), "mse")
-        with warnings.catch_warnings(record=True) as record:
-            warnings.simplefilter("always", compat.CompatWarning)
-            losses = [model.train_on_batch(*data()) for _ in range(3)]
-        told = [str(w.message) for w in record if w.category is compat.CompatWarning]
-        assert len(told) == parallel and all("with the whole batch." in text for text in told)
-        results.append(losses + model.get_weights())
-    for one, other in zip(*results):
+        return model
+
+    expected, _, _ = trained(build, False)
+    found, _, (told,) = trained(build, True)
+    assert "with the whole batch." in told
+    for one, other in zip(expected, found):
         np.testing.assert_array_equal(one, other)
 
 
@@ -142,7 +137,6 @@ def test_quantized_tables():
 def test_a_verified_step_takes_what_a_loader_gives(kind):
     """PyTorch's loaders make lists; with dropout, verification compares in inference, too."""
     import keras
-    import torch
 
     tensors = [torch.tensor(part, dtype=torch.float32) for part in data()]
     loader = torch.utils.data.DataLoader(
@@ -159,13 +153,11 @@ def test_a_verified_step_takes_what_a_loader_gives(kind):
         def call(self, x, training=False):
             return self.dense(self.dropout(x, training=training))
 
-    model = Model()
-    backend = _api.backend_of(compat.parallelize(model))
-    verification = _verification.Verification(model.name, backend.devices(), 1)
-    backend.verify(model, verification)
+    model = compat.parallelize(Model())
+    record = verified(registry.find("torch"), model)
     model.compile("sgd", "mse")
     model.fit(loader, verbose=0)
-    assert verification.left["train"] == 0  # it was verified, and is the same
+    assert record.steps["train"] == 1  # it was verified, and is the same
 
 
 def ops():
@@ -205,16 +197,6 @@ def test_counters_and_sums(rows):
         lambda: model_of(_count, steps=0, calls=0.0, seen=0.0, total=0.0, mean=zeros), rows
     )
     assert model.layers[0].steps.numpy() == 5  # three steps, an evaluation, and a call
-
-
-def test_memory_of_rows_runs_whole():
-    def remember(layer, x):
-        layer.memory.assign(x[:4])
-
-    with pytest.warns(
-        compat.CompatWarning, match="'sequential.*runs on cpu:0 with the whole batch"
-    ):
-        agree(lambda: model_of(remember, memory=[[0.0] * 4] * 4), devices=0)
 
 
 def test_dropout_and_batch_normalization_hide_nothing():

@@ -40,10 +40,7 @@ def agree(module, *args, steps=2, atol=1e-12, whole=(), **kwargs):
         same(expected, found, atol)
         for each, result in ((plain, expected), (parallel, found)):
             backward(each, result)
-        for (name, one), other in zip(plain.named_parameters(), parallel.parameters()):
-            assert (one.grad is None) == (other.grad is None), name
-            if one.grad is not None:
-                torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=atol, msg=name)
+        same_gradients(plain, parallel, atol)
         for (name, one), other in zip(plain.named_buffers(), parallel.buffers()):
             torch.testing.assert_close(one, other, rtol=0, atol=atol, msg=name)
     assert told == list(whole)
@@ -98,6 +95,13 @@ def same(expected, found, atol):
             same(one, other, atol)
     else:
         assert expected == pytest.approx(found, abs=atol)
+
+
+def same_gradients(plain, parallel, atol=1e-12):
+    for (name, one), other in zip(plain.named_parameters(), parallel.parameters()):
+        assert (one.grad is None) == (other.grad is None), name
+        if one.grad is not None:
+            torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=atol, msg=name)
 
 
 def backward(module, result):
@@ -227,6 +231,7 @@ WHOLE = {
     "similarity": (lambda m, y: (y @ y.T).softmax(1).diagonal().log().mean(), "matmul", MIXED),
     "centred": (lambda m, y: y - y.mean(0), "sub", MIXED),
     "first row": (lambda m, y: y - y[0], "__getitem__", MIXED),
+    "backwards": (lambda m, y: y[torch.arange(len(y)).flip(0)], "__getitem__", MIXED),
     "squared": (lambda m, y: y.sum() / len(y) ** 2, None, DIVERGED),
     "in place": (lambda m, y: _changed_afterwards(y), None, DIVERGED),
     "distances": (lambda m, y: torch.cdist(y, y + 1), "cdist", TRIED),

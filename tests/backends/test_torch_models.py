@@ -1,6 +1,7 @@
 """torch: modules written as people write them, on three devices as on one."""
 
 import pytest
+import torch
 
 from .test_torch import devices  # noqa: F401  (a fixture)
 from .test_torch_merge import agree, rows
@@ -11,8 +12,6 @@ ROWS = 13
 
 def test_codebook_with_moving_averages():
     """As in the VQ-VAE: buffers that sum over the rows, and perplexity."""
-    import torch
-
     nn, F = torch.nn, torch.nn.functional
 
     class Quantizer(nn.Module):
@@ -44,8 +43,6 @@ def test_codebook_with_moving_averages():
 
 def test_mixture_of_experts():
     """Rows are gathered by a mask for each expert; the auxiliary loss is an attribute."""
-    import torch
-
     nn = torch.nn
 
     class Mixture(nn.Module):
@@ -71,8 +68,6 @@ def test_mixture_of_experts():
 
 def test_transformer_of_the_tutorial():
     """Time first, positions in a buffer, the mask in an attribute."""
-    import torch
-
     nn = torch.nn
 
     class Tutorial(nn.Module):

@@ -3,6 +3,7 @@
 import weakref
 
 import pytest
+import torch
 
 from compat.testing import NativeContract, NativeModels
 
@@ -16,8 +17,6 @@ class Modules(NativeModels):
     optimizers = weakref.WeakKeyDictionary()  # type: weakref.WeakKeyDictionary
 
     def build(self, seed=0):
-        import torch
-
         torch.manual_seed(seed)
         nn = torch.nn
         model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
@@ -25,8 +24,6 @@ class Modules(NativeModels):
         return model
 
     def train(self, model, inputs, targets):
-        import torch
-
         model.train()
         optimizer = self.optimizers[model]
         optimizer.zero_grad()
@@ -37,8 +34,6 @@ class Modules(NativeModels):
         return loss.item()
 
     def predict(self, model, inputs):
-        import torch
-
         model.eval()
         with torch.no_grad():
             return model(torch.from_numpy(inputs)).numpy()

@@ -5,6 +5,7 @@ import itertools
 import operator
 
 import missing_rules
+import torch
 
 from compat import _rows
 from compat.testing import rows
@@ -14,15 +15,11 @@ UNPROVED = {"cuda"}
 
 
 def x(*shape, seed=0):
-    import torch
-
     seed = sum(shape) + 100 * seed
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def whole_numbers(most, *shape):
-    import torch
-
     return torch.randint(0, most, shape, generator=torch.Generator().manual_seed(most))
 
 
@@ -34,8 +31,6 @@ def each(module, names, *inputs, **options):
 
 
 def elementwise():
-    import torch
-
     F, bits = torch.nn.functional, [whole_numbers(9, 3, 4), whole_numbers(8, 3, 4)]
     two = [x(3, 4), x(3, 4, seed=1).abs() + 0.5]
     yield from each(torch, "exp abs neg floor isnan sin round absolute negative square", x(3, 4))
@@ -88,8 +83,6 @@ def elementwise():
 
 def said_by_torch():
     """All that torch itself says are elementwise, of one or two tensors."""
-    import torch
-
     from compat._backends.torch.row_operations import is_pointwise
 
     for name in dir(torch) + ["special_" + name for name in dir(torch.special)]:
@@ -106,8 +99,6 @@ def said_by_torch():
 
 
 def along_dimensions():
-    import torch
-
     F, linalg = torch.nn.functional, torch.linalg
     for dim in (0, 1):
         yield from each(
@@ -152,8 +143,6 @@ def along_dimensions():
 
 
 def products():
-    import torch
-
     F = torch.nn.functional
     for shapes in [(3, 4), (4, 3)], [(3, 3), (3, 3)], [(3, 3, 3), (3, 3, 3)], [(3, 4), (4,)]:
         yield "matmul", [x(*shape) for shape in shapes], torch.matmul
@@ -175,8 +164,6 @@ def products():
 
 
 def layers():
-    import torch
-
     F, nn = torch.nn.functional, torch.nn
     for count in (1, 2, 3):
         images, filters = x(*[3, 3] + [4] * count), x(*[3, 3] + [2] * count)
@@ -212,8 +199,6 @@ def layers():
 
 
 def losses():
-    import torch
-
     F, two = torch.nn.functional, [x(3, 4), x(3, 4, seed=1).abs() + 0.1]
     for reduction in ("none", "sum", "mean"):
         yield from each(
@@ -243,8 +228,6 @@ def losses():
 
 
 def views():
-    import torch
-
     F, T = torch.nn.functional, torch.Tensor
     for order in (0, 2, 1), (2, 0, 1), (1, 0, 2):
         yield "permute", [x(3, 6, 3)], lambda a, o=order: a.permute(o)
@@ -286,8 +269,6 @@ def views():
 
 
 def lookups():
-    import torch
-
     for index in (
         (slice(None), 0), 0, slice(0, 2), (Ellipsis, 0), (slice(None), None),
         (slice(None), [0, 2]), (slice(None), slice(0, 2)), None, slice(None, None, 2),
@@ -319,8 +300,6 @@ def lookups():
 
 
 def new_values():
-    import torch
-
     for name in ("zeros", "ones", "empty", "rand", "randn"):
         make = getattr(torch, name)
         yield name, [x(3, 4)], lambda a, f=make: f(a.shape[0], 2).nan_to_num() * 0
@@ -355,8 +334,6 @@ class Case:
     """A function, followed as in a model: of the whole inputs, and of the parts of two devices."""
 
     def __init__(self, inputs, function):
-        import torch
-
         self.torch, self.function, self.tried = torch, function, {}
         self.inputs = [value.numpy() if hasattr(value, "numpy") else value for value in inputs]
         self.tensors = [place for place, value in enumerate(inputs) if hasattr(value, "numpy")]

@@ -3,6 +3,7 @@
 import warnings
 
 import pytest
+import torch
 
 import compat
 
@@ -14,8 +15,6 @@ TIME, ROWS, SIZE = 7, 13, 4
 
 
 def recurrent(name, **options):
-    import torch
-
     torch.manual_seed(0)
     return getattr(torch.nn, name)(SIZE, 6, num_layers=2, **options)
 
@@ -34,28 +33,18 @@ def test_recurrent_layers(name, batch_first, count):
 
 @pytest.mark.parametrize("enforce_sorted", [False, True])
 def test_packed_sequences(enforce_sorted):
-    import torch
-
     lengths = [3, 7, 1, 5, 2, 4, 6, 3]
     lengths = sorted(lengths, reverse=True) if enforce_sorted else lengths
     sequences = [rows(length, SIZE) + index for index, length in enumerate(lengths)]
     packed = torch.nn.utils.rnn.pack_sequence(sequences, enforce_sorted)
     agree(recurrent("GRU"), packed)
     agree(recurrent("LSTM"), packed)
-
-
-def test_a_module_that_is_given_packed_sequences():
-    import torch
-
-    sequences = [rows(length, SIZE) + length for length in (3, 7, 1, 5, 2, 4, 6, 3)]
-    packed = torch.nn.utils.rnn.pack_sequence(sequences, enforce_sorted=False)
     agree(torch.nn.Sequential(recurrent("LSTM")), packed)
 
 
 @pytest.mark.parametrize("enforce_sorted", [False, True])
 def test_packed_within_a_module(enforce_sorted):
     """As the documentation of ``DataParallel`` has it; by default the longest come first."""
-    import torch
 
     class Classifier(torch.nn.Module):
         def __init__(self):
@@ -80,8 +69,6 @@ def test_packed_within_a_module(enforce_sorted):
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("count", [ROWS, TIME])
 def test_attention(batch_first, count):
-    import torch
-
     torch.manual_seed(0)
     shape = (count, TIME, SIZE) if batch_first else (TIME, count, SIZE)
     module = torch.nn.MultiheadAttention(SIZE, 2, batch_first=batch_first)
@@ -98,8 +85,6 @@ def test_attention(batch_first, count):
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("count", [ROWS, TIME])
 def test_transformers(batch_first, count):
-    import torch
-
     nn = torch.nn
     torch.manual_seed(0)
     shape = (count, TIME, SIZE) if batch_first else (TIME, count, SIZE)
@@ -115,7 +100,6 @@ def test_transformers(batch_first, count):
 
 def language_model():
     """Time first throughout, as pytorch/examples' word_language_model."""
-    import torch
 
     class LanguageModel(torch.nn.Module):
         def __init__(self):
@@ -135,8 +119,6 @@ def language_model():
 
 @pytest.mark.parametrize("count", [ROWS, TIME, 2, 9])
 def test_a_language_model_with_time_first(count):
-    import torch
-
     words = torch.arange(TIME * count).view(TIME, count) % 11
     state = rows(2, count, 6)
     module, _ = agree(language_model(), words, (state, state * 2))
@@ -148,8 +130,6 @@ def test_a_language_model_with_time_first(count):
 
 @pytest.mark.parametrize("shape", [(ROWS, TIME), (TIME, TIME), (3, 2), (2, 9)])
 def test_rows_first_around_a_layer_with_time_first(shape):
-    import torch
-
     class Transposing(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -166,16 +146,12 @@ def test_rows_first_around_a_layer_with_time_first(shape):
 
 
 def test_a_container():
-    import torch
-
     agree(torch.nn.Sequential(recurrent("LSTM")), rows(TIME, ROWS, SIZE))
     first = recurrent("LSTM", batch_first=True)
     agree(torch.nn.Sequential(torch.nn.Linear(SIZE, SIZE), first), rows(ROWS, TIME, SIZE))
 
 
 def test_rows_that_cannot_be_found_run_whole():
-    import torch
-
     class Set(torch.nn.Module):
         """Attention between the rows."""
 
@@ -197,7 +173,6 @@ def test_rows_that_cannot_be_found_run_whole():
 
 def test_a_transformer_that_takes_words():
     """Its own forward has the embedding, and (time, rows) as its words."""
-    import torch
 
     class Translator(torch.nn.Transformer):
         def __init__(self):

@@ -4,6 +4,7 @@ import warnings
 
 import numpy as np
 import pytest
+import torch
 
 import compat
 from compat.testing import CASES, DEVICES, initialise
@@ -24,9 +25,17 @@ def dense(inputs, *units):
     return initialise(keras.Sequential(parts + [layers.Dense(units[-1])]), seed=sum(units))
 
 
+def update(model, loss, optimizer, part=None):
+    """Have an optimizer update the weights of a model, or of a part of it."""
+    model.zero_grad()
+    loss.backward()
+    weights = (part or model).trainable_weights
+    with torch.no_grad():
+        optimizer.apply([v.value.grad for v in weights], weights)
+
+
 def adversarial():
     import keras
-    import torch
 
     class Adversarial(keras.Model):
         """keras.io's GAN; its noise comes with the data."""
@@ -44,25 +53,17 @@ def adversarial():
             combined = torch.cat([self.generator(noise), real])
             labels = torch.cat([torch.ones((rows, 1)), torch.zeros((rows, 1))])
             d_loss = self.loss_fn(labels, self.discriminator(combined))
-            self.apply(self.optimizers[0], d_loss, self.discriminator)
+            update(self, d_loss, self.optimizers[0], self.discriminator)
             predictions = self.discriminator(self.generator(noise))
             g_loss = self.loss_fn(torch.zeros((rows, 1)), predictions)
-            self.apply(self.optimizers[1], g_loss, self.generator)
+            update(self, g_loss, self.optimizers[1], self.generator)
             return {"d_loss": d_loss, "g_loss": g_loss}
-
-        def apply(self, optimizer, loss, model):
-            self.zero_grad()
-            loss.backward()
-            weights = model.trainable_weights
-            with torch.no_grad():
-                optimizer.apply([v.value.grad for v in weights], weights)
 
     return Adversarial()
 
 
 def autoencoder():
     import keras
-    import torch
 
     class Autoencoder(keras.Model):
         """keras.io's VAE; its noise comes with the data."""
@@ -82,11 +83,7 @@ def autoencoder():
             decoded = self.decoder(mean + torch.exp(0.5 * log_variance) * noise)
             loss = ((rows - decoded) ** 2).sum(1).mean()
             loss = loss - 0.5 * (1 + log_variance - mean**2 - log_variance.exp()).sum(1).mean()
-            self.zero_grad()
-            loss.backward()
-            with torch.no_grad():
-                weights = self.trainable_weights
-                self.optimizer.apply([v.value.grad for v in weights], weights)
+            update(self, loss, self.optimizer)
             return {"loss": loss}
 
     return Autoencoder()
@@ -118,7 +115,6 @@ def test_steps_that_call_parts_train_to_the_numbers_of_one_device(build):
 
 def test_a_step_that_calls_no_model_is_told_of():
     import keras
-    import torch
 
     class Layers(keras.Model):
         def __init__(self):
@@ -129,11 +125,7 @@ def test_a_step_that_calls_no_model_is_told_of():
 
         def train_step(self, data):
             loss = ((self.hidden(data[0]) - data[0]) ** 2).mean()
-            self.zero_grad()
-            loss.backward()
-            with torch.no_grad():
-                weights = self.trainable_weights
-                self.optimizer.apply([v.value.grad for v in weights], weights)
+            update(self, loss, self.optimizer)
             return {"loss": loss}
 
     with pytest.warns(compat.CompatWarning, match="ran on one device: its train_step"):

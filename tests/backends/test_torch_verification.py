@@ -10,17 +10,17 @@ import pytest
 import torch
 
 import compat
-from compat import _verification
 from compat._configuration import registry
 from compat.testing import largest_difference
 
 from . import verification_cases
 from .interruptions import interrupted
 from .test_torch import devices  # noqa: F401  (a fixture)
-from .verification_cases import weights_until_found
+from .verification_cases import verified, weights_until_found
 
 pytestmark = pytest.mark.usefixtures("devices")
 backend = registry.find("torch")
+verified_module = functools.partial(verified, backend)
 
 
 def test_rows_that_mix_in_a_later_batch_are_right_or_found():
@@ -134,9 +134,3 @@ def test_a_step_interrupted_anywhere_leaves_nothing_behind(steps):
         assert all(torch.equal(*pair) for pair in pairs)
         torch.testing.assert_close(net(rows), plain(rows))
         assert torch._C._len_torch_function_stack() == 0
-
-
-def verified_module(net, steps):
-    verification = _verification.Verification("net", backend.devices(), steps)
-    backend.verify(net, verification)
-    return verification.record

@@ -15,7 +15,8 @@ ROWS = np.random.RandomState(0).normal(size=(20, 4)).astype("float32")
 
 def verified(backend, model, steps=1):
     """Have the model's steps verified: the record of what was."""
-    verification = _verification.Verification(model.name, backend.devices(), steps)
+    name = getattr(model, "name", type(model).__name__)
+    verification = _verification.Verification(name, backend.devices(), steps)
     backend.verify(model, verification)
     return verification.record
 
