@@ -10,7 +10,17 @@ import compat
 from compat.testing import DEVICES
 
 from .test_torch import devices  # noqa: F401  (a fixture)
-from .test_torch_merge import FAILS, agree, computing, pair, replicas, rows, same, same_gradients
+from .test_torch_merge import (
+    FAILS,
+    agree,
+    computing,
+    pair,
+    replicas,
+    rows,
+    same,
+    same_gradients,
+    whole,
+)
 from .test_torch_verification import verified_module
 
 pytestmark = [pytest.mark.row("torch nn.Module"), pytest.mark.usefixtures("devices")]
@@ -133,6 +143,19 @@ def test_an_adjacency_of_as_many_rows_runs_whole(layout, within, verify):
                 module(*given).square().sum().backward()
     assert [w.category for w in told].count(compat.CompatWarning) == 1
     same_gradients(plain, parallel)
+
+
+def test_choosing_rows_of_the_batch_runs_whole():
+    backwards = lambda m, y: y[torch.arange(len(y)).flip(0)]  # noqa: E731
+
+    functions = {
+        "__getitem__": (backwards, lambda m, y: y[:2], lambda m, y: y[0]),
+        "flip": (lambda m, y: y.flip(0),),
+    }
+    for name in functions:
+        for function in functions[name]:
+            agree(computing(function), rows(6, 4), whole=whole(name, function))
+    agree(computing(lambda m, y: y[: len(y)]), rows(6, 4))
 
 
 def test_the_last_of_each_sequence():

@@ -231,7 +231,6 @@ WHOLE = {
     "similarity": (lambda m, y: (y @ y.T).softmax(1).diagonal().log().mean(), "matmul", MIXED),
     "centred": (lambda m, y: y - y.mean(0), "sub", MIXED),
     "first row": (lambda m, y: y - y[0], "__getitem__", MIXED),
-    "backwards": (lambda m, y: y[torch.arange(len(y)).flip(0)], "__getitem__", MIXED),
     "squared": (lambda m, y: y.sum() / len(y) ** 2, None, DIVERGED),
     "in place": (lambda m, y: _changed_afterwards(y), None, DIVERGED),
     "distances": (lambda m, y: torch.cdist(y, y + 1), "cdist", TRIED),
