@@ -4,6 +4,7 @@ TensorFlow 1 and 2 share the table; each has a test file that runs these cases.
 """
 
 import collections
+import itertools
 
 import missing_rules
 import numpy as np
@@ -119,17 +120,22 @@ def cases():
         yield Case(name, inputs, function, choices)
 
 
-def simple(names, *inputs, **attributes):
-    """Operations of one kind, called with tensors alone."""
+def simple(names, *inputs, label=None, **others):
+    """Operations of one kind, each a case of its name or of this label.
+
+    Arguments:
+        inputs: arrays, for the first of an operation's inputs, in their order.
+        others: the other inputs, and attributes.
+    """
     for name in names.split():
         operation = getattr(raw, name, None)
         if operation is not None:
             parameters = names_of_inputs(name)
             yield (
-                name,
+                label or name,
                 list(inputs),
                 lambda *tensors, operation=operation, parameters=parameters: operation(
-                    **dict(zip(parameters, tensors), **attributes)
+                    **dict(zip(parameters, tensors), **others)
                 ),
             )
 
@@ -142,25 +148,9 @@ def names_of_inputs(name):
     return [argument.name for argument in definition.input_arg]
 
 
-def listed(names, *inputs):
-    """Operations that take a list."""
-    for name in names.split():
-        operation = getattr(raw, name, None)
-        if operation is not None:
-            (parameter,) = names_of_inputs(name)
-            yield (
-                name,
-                list(inputs),
-                lambda *x, operation=operation, parameter=parameter: operation(
-                    **{parameter: list(x)}
-                ),
-            )
-
-
 def _all():
-    for group in (_pointwise(), _reductions(), _products(), _lookups(), _views(), _layers()):
-        for case in group:
-            yield case
+    for group in (_pointwise, _reductions, _products, _lookups, _views, _layers):
+        yield from group()
 
 
 def _pointwise():
@@ -198,26 +188,17 @@ def _pointwise():
         ("BiasAdd BiasAddV1", [array(3, 3), array(3)]),
         ("BiasAdd", [array(3, 2, 3, 4), array(4)]),
     ]:
-        for case in simple(names, *inputs):
-            yield case
+        yield from simple(names, *inputs)
     for each in (flags, flags[:, 0]):
         yield "Select", [each, x, y], lambda c, x, y: raw.Select(condition=c, x=x, y=y)
-    for case in listed("AddN IdentityN", x, y):
-        yield case
+    yield "AddN", [x, y], lambda *both: raw.AddN(inputs=both)
+    yield "IdentityN", [x, y], lambda *both: raw.IdentityN(input=both)
     yield "AccumulateNV2", [x, y], lambda x, y: raw.AccumulateNV2(inputs=[x, y], shape=[3, 4])
-    yield (
-        "BiasAdd NCHW",
-        [array(3, 3, 2), array(3)],
-        lambda x, b: raw.BiasAdd(value=x, bias=b, data_format="NCHW"),
-    )
-    yield "Bucketize", [x], lambda x: raw.Bucketize(input=x, boundaries=[0.3, 0.6])
-    yield "CheckNumerics", [x], lambda x: raw.CheckNumerics(tensor=x, message="")
-    yield "EnsureShape", [x], lambda x: raw.EnsureShape(input=x, shape=[None, None])
-    yield (
-        "PlaceholderWithDefault",
-        [x],
-        lambda x: raw.PlaceholderWithDefault(input=x, shape=[None, None]),
-    )
+    channels_first = {"label": "BiasAdd NCHW", "data_format": "NCHW"}
+    yield from simple("BiasAdd", array(3, 3, 2), array(3), **channels_first)
+    yield from simple("Bucketize", x, boundaries=[0.3, 0.6])
+    yield from simple("CheckNumerics", x, message="")
+    yield from simple("EnsureShape PlaceholderWithDefault", x, shape=[None, None])
     for before, after in [
         ("float64", "float32"), ("float32", "int32"), ("int32", "float32"), ("float32", "bool"),
         ("int32", "bool"), ("int32", "int64"), ("bool", "float32"),
@@ -233,74 +214,33 @@ def _reductions():
     x, flags = array(3, 2, 6), RANDOM.rand(3, 2, 6) > 0.5
     axes = [[0], [1], [0, 1], [1, 2], [0, 1, 2], [-1]]
     for names, given in [("Max Mean Min Prod Sum EuclideanNorm", x), ("All Any", flags)]:
-        for name in names.split():
-            for axis in axes:
-                for kept in (False, True):
-                    yield (
-                        "{} {} {}".format(name, axis, kept),
-                        [given],
-                        lambda x, name=name, axis=axis, kept=kept: getattr(raw, name)(
-                            input=x, axis=axis, keep_dims=kept
-                        ),
-                    )
+        for name, axis, kept in itertools.product(names.split(), axes, (False, True)):
+            label = "{} {} {}".format(name, axis, kept)
+            yield from simple(name, given, label=label, axis=axis, keep_dims=kept)
     yield "Mean of integers", [whole_numbers(9, 3, 4)], lambda n: tf.reduce_mean(n, 0)
     yield "Sum of all", [x], lambda x: tf.reduce_sum(x)
-    for name in ("ArgMax", "ArgMin"):
-        for axis in (0, 1):
-            yield (
-                name,
-                [x],
-                lambda x, name=name, axis=axis: getattr(raw, name)(input=x, dimension=axis),
-            )
-    for case in simple("L2Loss BiasAddGrad", x):
-        yield case
-    yield (
-        "BiasAddGrad NCHW",
-        [array(3, 3, 2)],
-        lambda x: raw.BiasAddGrad(out_backprop=x, data_format="NCHW"),
-    )
+    for axis in (0, 1):
+        yield from simple("ArgMax ArgMin", x, dimension=axis)
+    yield from simple("L2Loss BiasAddGrad", x)
+    channels_first = {"label": "BiasAddGrad NCHW", "data_format": "NCHW"}
+    yield from simple("BiasAddGrad", array(3, 3, 2), **channels_first)
     for axis in (0, 1, -1):
-        for name in ("Cumprod", "Cumsum", "CumulativeLogsumexp"):
-            if hasattr(raw, name):
-                yield name, [x], lambda x, name=name, axis=axis: getattr(raw, name)(x=x, axis=axis)
-        yield "ReverseV2", [x], lambda x, axis=axis: raw.ReverseV2(tensor=x, axis=[axis])
-        yield "Roll", [x], lambda x, axis=axis: raw.Roll(input=x, shift=[1], axis=[axis])
-        yield (
-            "Reverse",
-            [x],
-            lambda x, axis=axis: raw.Reverse(tensor=x, dims=[i == axis % 3 for i in range(3)]),
-        )
+        yield from simple("Cumprod Cumsum CumulativeLogsumexp", x, axis=axis)
+        yield from simple("ReverseV2", x, axis=[axis])
+        yield from simple("Roll", x, shift=[1], axis=[axis])
+        yield from simple("Reverse", x, dims=[i == axis % 3 for i in range(3)])
     for batch, along, lengths in [(0, 2, [2, 1, 5]), (1, 2, [3, 4]), (0, 1, [1, 2, 1])]:
-        yield (
-            "ReverseSequence",
-            [x, np.array(lengths, "int32")],
-            lambda x, n, batch=batch, along=along: raw.ReverseSequence(
-                input=x, seq_lengths=n, seq_dim=along, batch_dim=batch
-            ),
-        )
+        lengths = np.array(lengths, "int32")
+        yield from simple("ReverseSequence", x, lengths, seq_dim=along, batch_dim=batch)
     square = array(3, 3)
-    for case in simple("Softmax LogSoftmax", square):
-        yield case
-    pictures = array(3, 3, 3)
-    for case in simple("RGBToHSV HSVToRGB", pictures):
-        yield case
-    yield "TopKV2", [square], lambda x: list(raw.TopKV2(input=x, k=2))
+    yield from simple("Softmax LogSoftmax", square)
+    yield from simple("RGBToHSV HSVToRGB", array(3, 3, 3))
+    yield from simple("TopKV2", square, k=2)
     waves = (array(3, 3, 3, 3) + 1j * array(3, 3, 3, 3)).astype("complex64")
-    for case in simple("FFT FFT2D FFT3D IFFT IFFT2D IFFT3D", waves):
-        yield case
+    yield from simple("FFT FFT2D FFT3D IFFT IFFT2D IFFT3D", waves)
     for name, count in [("RFFT", 1), ("RFFT2D", 2), ("RFFT3D", 3)]:
-        yield (
-            name,
-            [waves.real],
-            lambda x, name=name, count=count: getattr(raw, name)(input=x, fft_length=[3] * count),
-        )
-        yield (
-            "I" + name,
-            [waves],
-            lambda x, name=name, count=count: getattr(raw, "I" + name)(
-                input=x, fft_length=[3] * count
-            ),
-        )
+        yield from simple(name, waves.real, fft_length=[3] * count)
+        yield from simple("I" + name, waves, fft_length=[3] * count)
 
 
 def _products():
@@ -310,11 +250,8 @@ def _products():
         ((4, 3), (3, 4), {"transpose_a": True, "transpose_b": True}),
     ]:  # fmt: skip
         for name in ("MatMul", "SparseMatMul"):
-            yield (
-                "{} {}".format(name, names),
-                [array(*first), array(*second)],
-                lambda a, b, name=name, names=names: getattr(raw, name)(a=a, b=b, **names),
-            )
+            label = "{} {}".format(name, names)
+            yield from simple(name, array(*first), array(*second), label=label, **names)
     for name in ("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"):
         for first, second, names in [
             ((3, 2, 3), (3, 3, 4), {}), ((3, 3, 3), (3, 3, 3), {"adj_x": True}),
@@ -322,15 +259,10 @@ def _products():
             ((3, 2, 4), (1, 4, 3), {}),
         ]:  # fmt: skip
             broadcast = len(first) != len(second) or first[0] != second[0]
-            if hasattr(raw, name) and (name != "BatchMatMul" or not broadcast):
+            if name != "BatchMatMul" or not broadcast:
                 more = {"Tout": tf.float32} if name.endswith("V3") else {}
-                yield (
-                    "{} {}".format(name, names),
-                    [array(*first), array(*second)],
-                    lambda x, y, name=name, names=names, more=more: getattr(raw, name)(
-                        x=x, y=y, **dict(names, **more)
-                    ),
-                )
+                more["label"] = "{} {}".format(name, names)
+                yield from simple(name, array(*first), array(*second), **names, **more)
     for equation, shapes in [
         ("ij,jk->ik", [(3, 4), (4, 3)]), ("id,jd->ij", [(3, 4), (3, 4)]),
         ("bij,bjk->bik", [(3, 3, 4), (3, 4, 2)]), ("ij,ij->i", [(3, 3), (3, 3)]),
@@ -346,18 +278,13 @@ def _products():
                 lambda *x, equation=equation: raw.Einsum(inputs=list(x), equation=equation),
             )
     matrices = np.stack([np.eye(3) * 2 + 0.1 * m @ m.T for m in array(3, 3, 3)]).astype("float32")
-    for case in simple(
+    yield from simple(
         "Cholesky MatrixDeterminant LogMatrixDeterminant MatrixDiag MatrixDiagPart "
         "MatrixInverse MatrixSquareRoot Qr SelfAdjointEigV2 Svd",
         matrices,
-    ):
-        yield case
-    yield "MatrixLogarithm", [matrices.astype("complex64")], lambda x: raw.MatrixLogarithm(input=x)
-    yield (
-        "MatrixBandPart",
-        [matrices],
-        lambda x: raw.MatrixBandPart(input=x, num_lower=1, num_upper=0),
     )
+    yield from simple("MatrixLogarithm", matrices.astype("complex64"))
+    yield from simple("MatrixBandPart", matrices, num_lower=1, num_upper=0)
     for name in ("MatrixSolve", "MatrixTriangularSolve"):
         yield name, [matrices], lambda x, name=name: getattr(raw, name)(matrix=x, rhs=x[..., :2])
     yield (
@@ -365,60 +292,31 @@ def _products():
         [matrices],
         lambda x: raw.MatrixSolveLs(matrix=x, rhs=x[..., :2], l2_regularizer=np.float64(0.1)),
     )
-    for case in simple("MatrixSetDiag", matrices, array(3, 3)):
-        yield case
+    diagonals, none = array(3, 3), np.float32(0)
+    yield from simple("MatrixSetDiag", matrices, diagonals)
     for version in ("V2", "V3"):
-        if hasattr(raw, "MatrixDiag" + version):
-            yield (
-                "MatrixDiag" + version,
-                [array(3, 3)],
-                lambda x, version=version: getattr(raw, "MatrixDiag" + version)(
-                    diagonal=x, k=0, num_rows=-1, num_cols=-1, padding_value=np.float32(0)
-                ),
-            )
-            yield (
-                "MatrixDiagPart" + version,
-                [matrices],
-                lambda x, version=version: getattr(raw, "MatrixDiagPart" + version)(
-                    input=x, k=0, padding_value=np.float32(0)
-                ),
-            )
-            yield (
-                "MatrixSetDiag" + version,
-                [matrices, array(3, 3)],
-                lambda x, d, version=version: getattr(raw, "MatrixSetDiag" + version)(
-                    input=x, diagonal=d, k=0
-                ),
-            )
-    for case in simple("Cross", array(3, 3), array(3, 3)):
-        yield case
+        sizes = {"num_rows": -1, "num_cols": -1}
+        yield from simple("MatrixDiag" + version, diagonals, k=0, padding_value=none, **sizes)
+        yield from simple("MatrixDiagPart" + version, matrices, k=0, padding_value=none)
+        yield from simple("MatrixSetDiag" + version, matrices, diagonals, k=0)
+    yield from simple("Cross", array(3, 3), array(3, 3))
 
 
 def _lookups():
     x, places = array(3, 3, 4), np.array([2, 0, 1], "int32")
-    yield "Gather", [x, places], lambda x, n: raw.Gather(params=x, indices=n)
+    yield from simple("Gather", x, places)
     for axis in (0, 1):
-        yield (
-            "GatherV2 {}".format(axis),
-            [x, places],
-            lambda x, n, axis=axis: raw.GatherV2(params=x, indices=n, axis=axis),
-        )
+        yield from simple("GatherV2", x, places, label="GatherV2 {}".format(axis), axis=axis)
     yield (
         "GatherV2 batch_dims",
         [x],
         lambda x: tf.gather(x, tf.cast(3 * x[:, :2, 0], "int32"), axis=1, batch_dims=1),
     )
-    yield "GatherNd", [x, places[:, None]], lambda x, n: raw.GatherNd(params=x, indices=n)
-    yield (
-        "GatherNd 2",
-        [x, np.array([[2, 0], [0, 1], [1, 2]], "int32")],
-        lambda x, n: raw.GatherNd(params=x, indices=n),
-    )
-    yield (
-        "GatherNd of constants",
-        [array(5, 4), whole_numbers(5, 3, 3, 1)],
-        lambda x, n: raw.GatherNd(params=x, indices=n),
-    )
+    pairs = np.array([[2, 0], [0, 1], [1, 2]], "int32")
+    constants = array(5, 4), whole_numbers(5, 3, 3, 1)
+    yield from simple("GatherNd", x, places[:, None])
+    yield from simple("GatherNd", x, pairs, label="GatherNd 2")
+    yield from simple("GatherNd", *constants, label="GatherNd of constants")
     yield (
         "rows at positions",
         [x, places],
@@ -431,56 +329,24 @@ def _lookups():
     yield "gather_nd(where)", [array(3, 4)], lambda x: tf.gather_nd(x, v1.where(x > 0.5))
     yield "gather(where)", [array(3, 3)], lambda x: tf.gather(x, v1.where(x > 0.5))
     yield "where, times 0", [array(3, 3)], lambda x: tf.gather(x, 0 * v1.where(x[:, 0] > 0.1)[:, 0])
-    for name in ("Max", "Min", "Sum", "Prod"):
-        yield (
-            "UnsortedSegment" + name,
-            [x, places],
-            lambda x, n, name=name: getattr(raw, "UnsortedSegment" + name)(
-                data=x, segment_ids=n, num_segments=4
-            ),
-        )
-    yield "Bincount", [places], lambda n: raw.Bincount(arr=n, size=4, weights=np.float32([]))
+    segments = "UnsortedSegmentMax UnsortedSegmentMin UnsortedSegmentSum UnsortedSegmentProd"
+    yield from simple(segments, x, places, num_segments=4)
+    unweighted = {"size": 4, "weights": np.float32([])}
+    yield from simple("Bincount", places, **unweighted)
     yield (
         "Bincount weighted",
         [places, array(3)],
         lambda n, w: raw.Bincount(arr=n, size=4, weights=w),
     )
-    if hasattr(raw, "DenseBincount"):
-        for given in (places, whole_numbers(4, 3, 3)):
-            for binary in (False, True):
-                yield (
-                    "DenseBincount {} {}".format(given.ndim, binary),
-                    [given],
-                    lambda n, binary=binary: raw.DenseBincount(
-                        input=n, size=4, weights=np.float32([]), binary_output=binary
-                    ),
-                )
-    yield (
-        "HistogramFixedWidth",
-        [x],
-        lambda x: raw.HistogramFixedWidth(values=x, value_range=np.float32([0, 1]), nbins=4),
-    )
-    yield (
-        "ScatterNd",
-        [places[:, None], array(3, 4)],
-        lambda n, x: raw.ScatterNd(indices=n, updates=x, shape=[5, 4]),
-    )
-    yield (
-        "OneHot",
-        [whole_numbers(4, 3, 3)],
-        lambda n: [
-            raw.OneHot(indices=n, depth=4, on_value=1.0, off_value=0.0, axis=axis)
-            for axis in (-1, 0, 1)
-        ],
-    )
-    yield (
-        "InTopK",
-        [array(3, 4), places],
-        lambda x, n: [
-            raw.InTopK(predictions=x, targets=n, k=2),
-            raw.InTopKV2(predictions=x, targets=n, k=2),
-        ],
-    )
+    for given, binary in itertools.product((places, whole_numbers(4, 3, 3)), (False, True)):
+        label = "DenseBincount {} {}".format(given.ndim, binary)
+        yield from simple("DenseBincount", given, label=label, binary_output=binary, **unweighted)
+    yield from simple("HistogramFixedWidth", x, value_range=np.float32([0, 1]), nbins=4)
+    yield from simple("ScatterNd", places[:, None], array(3, 4), shape=[5, 4])
+    classes = whole_numbers(4, 3, 3)
+    for axis in (-1, 0, 1):
+        yield from simple("OneHot", classes, depth=4, on_value=1.0, off_value=0.0, axis=axis)
+    yield from simple("InTopK InTopKV2", array(3, 4), places, k=2)
 
 
 def either(x, condition):
@@ -521,21 +387,10 @@ def _views():
         yield "Pack", two, lambda x, y, axis=axis: tf.stack([x, y], axis)
         yield "ConcatV2", two, lambda x, y, axis=axis: tf.concat([x, y], axis)
         yield "Concat", two, lambda x, y, axis=axis: raw.Concat(concat_dim=axis % 2, values=[x, y])
-        yield (
-            "Unpack",
-            [array(2, 3, 3)],
-            lambda x, axis=axis: raw.Unpack(value=x, num={0: 2, 1: 3, -1: 3}[axis], axis=axis),
-        )
-        yield (
-            "Split",
-            [array(3, 6, 3)],
-            lambda x, axis=axis: raw.Split(axis=axis, value=x, num_split=3),
-        )
-        yield (
-            "SplitV",
-            [array(3, 6, 3)],
-            lambda x, axis=axis: raw.SplitV(value=x, size_splits=[1, -1], axis=axis, num_split=2),
-        )
+        yield from simple("Unpack", array(2, 3, 3), num={0: 2, 1: 3, -1: 3}[axis], axis=axis)
+        six = array(3, 6, 3)
+        yield "Split", [six], lambda x, axis=axis: raw.Split(axis=axis, value=x, num_split=3)
+        yield from simple("SplitV", six, size_splits=[1, -1], axis=axis, num_split=2)
     yield "Squeeze", [array(3, 1, 4)], lambda x: tf.squeeze(x, [1])
     yield "Squeeze of all", [array(3, 1, 4)], lambda x: tf.squeeze(x)
     for name, take in [
@@ -566,15 +421,10 @@ def _views():
         yield "BroadcastTo", [array(3, 1)], lambda x: tf.broadcast_to(x, [2, tf.shape(x)[0], 4])
         yield "BroadcastTo fixed", [array(3, 1)], lambda x: tf.broadcast_to(x, [2, 3, 4])
     for pads in ([[0, 0], [1, 1]], [[1, 0], [0, 0]]):
-        yield (
-            "Pad",
-            [array(3, 4)],
-            lambda x, pads=pads: [
-                raw.Pad(input=x, paddings=pads),
-                raw.PadV2(input=x, paddings=pads, constant_values=np.float32(1)),
-                raw.MirrorPad(input=x, paddings=pads, mode="REFLECT"),
-            ],
-        )
+        padded = array(3, 4)
+        yield from simple("Pad", padded, paddings=pads)
+        yield from simple("PadV2", padded, paddings=pads, constant_values=np.float32(1))
+        yield from simple("MirrorPad", padded, paddings=pads, mode="REFLECT")
     yield (
         "Shape",
         [array(3, 4)],
@@ -608,26 +458,15 @@ def _views():
         [array(3, 4)],
         lambda x: x + tf.cast(tf.range(tf.shape(x)[0]), "float32")[:, None],
     )
+    yield "pairs", [array(3, 4)], lambda x: tf.reshape(tf.range(2 * tf.shape(x)[0]), [-1, 2])
     yield "a condition", [array(3, 4), np.array(True)], either
-    yield "a condition of rows", [array(3, 4)], lambda x: either(x, tf.reduce_mean(x) > 0.6)
+    rising = np.linspace(0.2, 0.9, 12, dtype="float32").reshape(3, 4)  # its parts differ
+    yield "a condition of rows", [rising], lambda x: either(x, tf.reduce_mean(x) > 0.6)
     blocks = [array(3, 4, 4, 2), array(12, 2, 2, 2)]
-    for name, given in [("SpaceToBatchND", blocks[0]), ("BatchToSpaceND", blocks[1])]:
-        sizes = "paddings" if name.startswith("Space") else "crops"
-        yield (
-            name,
-            [given],
-            lambda x, name=name, sizes=sizes: getattr(raw, name)(
-                input=x, block_shape=[2, 2], **{sizes: [[0, 0], [0, 0]]}
-            ),
-        )
-        name = name[:-2]
-        yield (
-            name,
-            [given],
-            lambda x, name=name, sizes=sizes: getattr(raw, name)(
-                input=x, block_size=2, **{sizes: [[0, 0], [0, 0]]}
-            ),
-        )
+    for name, given in [("SpaceToBatch", blocks[0]), ("BatchToSpace", blocks[1])]:
+        edges = {"paddings" if name == "SpaceToBatch" else "crops": [[0, 0], [0, 0]]}
+        yield from simple(name + "ND", given, block_shape=[2, 2], **edges)
+        yield from simple(name, given, block_size=2, **edges)
     yield (
         "there and back",
         [blocks[0]],
@@ -647,25 +486,14 @@ def _layers():
     pool = dict(plain, ksize=[1, 2, 2, 1])
     volumes, thick = array(3, 3, 3, 3, 2), array(2, 2, 2, 2, 3)
     deep = {"strides": [1] * 5, "padding": "SAME"}
-    yield "Conv2D", [pictures, kernel], lambda x, k: raw.Conv2D(input=x, filter=k, **plain)
-    yield "Conv3D", [volumes, thick], lambda x, k: raw.Conv3D(input=x, filter=k, **deep)
+    yield from simple("Conv2D DepthwiseConv2dNative", pictures, kernel, **plain)
+    yield from simple("Conv3D", volumes, thick, **deep)
     yield (
         "dilated",
         [array(3, 4, 4, 3)],
         lambda x: v1.nn.convolution(x, kernel, "SAME", dilation_rate=[2, 2]),
     )
-    yield (
-        "DepthwiseConv2dNative",
-        [pictures, kernel],
-        lambda x, k: raw.DepthwiseConv2dNative(input=x, filter=k, **plain),
-    )
-    yield (
-        "Dilation2D",
-        [pictures, array(2, 2, 3)],
-        lambda x, k: raw.Dilation2D(
-            input=x, filter=k, strides=[1] * 4, rates=[1] * 4, padding="SAME"
-        ),
-    )
+    yield from simple("Dilation2D", pictures, array(2, 2, 3), rates=[1] * 4, **plain)
     yield (
         "pooling",
         [pictures],
@@ -682,43 +510,23 @@ def _layers():
             raw.AdjustSaturation(images=x, scale=np.float32(0.1)),
         ],
     )
-    for name in ("ResizeArea", "ResizeBicubic", "ResizeBilinear", "ResizeNearestNeighbor"):
-        yield name, [pictures], lambda x, name=name: getattr(raw, name)(images=x, size=[2, 5])
-    yield (
-        "pooling of volumes",
-        [volumes],
-        lambda x: [
-            raw.AvgPool3D(input=x, ksize=[1, 2, 2, 2, 1], **deep),
-            raw.MaxPool3D(input=x, ksize=[1, 2, 2, 2, 1], **deep),
-            raw.ExtractVolumePatches(
-                input=x, ksizes=[1, 2, 2, 2, 1], strides=[1] * 5, padding="SAME"
+    resizing = "ResizeArea ResizeBicubic ResizeBilinear ResizeNearestNeighbor"
+    yield from simple(resizing, pictures, size=[2, 5])
+    yield from simple("AvgPool3D MaxPool3D", volumes, ksize=[1, 2, 2, 2, 1], **deep)
+    yield from simple("ExtractVolumePatches", volumes, ksizes=[1, 2, 2, 2, 1], **deep)
+    yield from simple("DepthToSpace SpaceToDepth", array(3, 2, 2, 4), block_size=2)
+    for name, weights, gradient, sizes, options in [
+        ("Conv2DBackpropInput", kernel, (3, 3, 3, 3), [3, 3, 3], plain),
+        ("Conv3DBackpropInputV2", thick, (3, 3, 3, 3, 3), [3, 3, 3, 2], deep),
+        ("DepthwiseConv2dNativeBackpropInput", kernel, (3, 3, 3, 9), [3, 3, 3], plain),
+    ]:
+        yield (
+            name,
+            [weights, array(*gradient)],
+            lambda k, x, name=name, sizes=sizes, options=options: getattr(raw, name)(
+                input_sizes=tf.stack([tf.shape(x)[0]] + sizes), filter=k, out_backprop=x, **options
             ),
-        ],
-    )
-    yield "DepthToSpace", [array(3, 2, 2, 4)], lambda x: [
-        raw.DepthToSpace(input=x, block_size=2), raw.SpaceToDepth(input=x, block_size=2)
-    ]  # fmt: skip
-    yield (
-        "Conv2DBackpropInput",
-        [kernel, pictures],
-        lambda k, x: raw.Conv2DBackpropInput(
-            input_sizes=tf.stack([tf.shape(x)[0], 3, 3, 3]), filter=k, out_backprop=x, **plain
-        ),
-    )
-    yield (
-        "Conv3DBackpropInputV2",
-        [thick, array(3, 3, 3, 3, 3)],
-        lambda k, x: raw.Conv3DBackpropInputV2(
-            input_sizes=tf.stack([tf.shape(x)[0], 3, 3, 3, 2]), filter=k, out_backprop=x, **deep
-        ),
-    )
-    yield (
-        "DepthwiseConv2dNativeBackpropInput",
-        [kernel, array(3, 3, 3, 9)],
-        lambda k, x: raw.DepthwiseConv2dNativeBackpropInput(
-            input_sizes=tf.stack([tf.shape(x)[0], 3, 3, 3]), filter=k, out_backprop=x, **plain
-        ),
-    )
+        )
     yield (
         "AvgPoolGrad",
         [pictures],
@@ -763,27 +571,18 @@ def _layers():
             raw.ResizeBicubicGrad(grads=g, original_image=x),
         ],
     )
-    yield (
-        "Conv2DBackpropFilter",
-        [pictures, array(3, 3, 3, 3)],
-        lambda x, g: raw.Conv2DBackpropFilter(
-            input=x, filter_sizes=[2, 2, 3, 3], out_backprop=g, **plain
-        ),
-    )
-    yield (
-        "DepthwiseConv2dNativeBackpropFilter",
-        [pictures, array(3, 3, 3, 9)],
-        lambda x, g: raw.DepthwiseConv2dNativeBackpropFilter(
-            input=x, filter_sizes=[2, 2, 3, 3], out_backprop=g, **plain
-        ),
-    )
-    yield (
-        "Conv3DBackpropFilterV2",
-        [volumes, array(3, 3, 3, 3, 3)],
-        lambda x, g: raw.Conv3DBackpropFilterV2(
-            input=x, filter_sizes=[2, 2, 2, 2, 3], out_backprop=g, **deep
-        ),
-    )
+    for name, given, gradient, sizes, options in [
+        ("Conv2DBackpropFilter", pictures, (3, 3, 3, 3), [2, 2, 3, 3], plain),
+        ("DepthwiseConv2dNativeBackpropFilter", pictures, (3, 3, 3, 9), [2, 2, 3, 3], plain),
+        ("Conv3DBackpropFilterV2", volumes, (3, 3, 3, 3, 3), [2, 2, 2, 2, 3], deep),
+    ]:
+        yield (
+            name,
+            [given, array(*gradient)],
+            lambda x, g, name=name, sizes=sizes, options=options: getattr(raw, name)(
+                input=x, filter_sizes=sizes, out_backprop=g, **options
+            ),
+        )
     for name in ("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3"):
         # In training each device normalizes by its own rows.
         yield name, [pictures], lambda x, name=name: getattr(raw, name)(
@@ -798,16 +597,8 @@ def _layers():
                 x=x, scale=tf.sin(s), offset=tf.sin(s), mean=[], variance=[], data_format="NCHW"
             )[0],
         )
-    yield (
-        "cross-entropy",
-        [array(3, 3), array(3, 3)],
-        lambda x, y: list(raw.SoftmaxCrossEntropyWithLogits(features=x, labels=y)),
-    )
-    yield (
-        "cross-entropy by number",
-        [array(3, 3), np.array([2, 0, 1])],
-        lambda x, n: list(raw.SparseSoftmaxCrossEntropyWithLogits(features=x, labels=n)),
-    )
+    yield from simple("SoftmaxCrossEntropyWithLogits", array(3, 3), array(3, 3))
+    yield from simple("SparseSoftmaxCrossEntropyWithLogits", array(3, 3), np.array([2, 0, 1]))
 
 
 #: Of operations with several inputs there is no time for all kinds.
