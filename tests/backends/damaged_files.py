@@ -37,21 +37,8 @@ VALUES = [
 ]  # fmt: skip
 NAMES = ["", "/", "x", "dense", "dense/kernel:0", "../x", "dense/" * 3000 + "k", "a_1" * 3000]
 JSONS = [
-    None,
-    True,
-    0,
-    -1,
-    1e400,
-    "",
-    "x",
-    "/" * 3000,
-    [],
-    {},
-    [[]],
-    [None],
-    {"config": {}},
-    "y" * 9000,
-]
+    None, True, 0, -1, 1e400, "", "x", "/" * 3000, [], {}, [[]], [None], {"config": {}}, "y" * 9000,
+]  # fmt: skip
 
 
 def bytes_changed(draw, path):

@@ -18,7 +18,6 @@ from .test_tensorflow1_rows import (  # noqa: F401  # run here, too
     test_last_layer_across_rows_is_not_warned_of,
     test_layers_across_rows_see_the_whole_batch,
     test_losses_with_a_loop,
-    test_no_false_alarms,
     test_outputs_without_rows_are_computed_of_the_whole_batch,
     test_state_of_layers_is_computed_of_the_whole_batch,
     test_write_that_a_call_waits_for_runs_once,
