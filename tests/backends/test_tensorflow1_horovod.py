@@ -138,15 +138,6 @@ def test_any_optimizer_and_generators_train_to_the_same_numbers(jobs):
     assert said[0]["evaluated"] == pytest.approx(said[0]["val_loss"][-1], abs=1e-6)
 
 
-def test_a_rank_that_leaves_is_named(tmp_path):
-    ranks.check_a_rank_that_leaves(tmp_path, "tensorflow")
-
-
-def test_mpirun_with_a_horovod_that_knows_no_mpi_is_an_error():
-    program = "compat.parallelize(keras.models.Sequential([keras.layers.Dense(1)]))"
-    assert ranks.refused_alone(program) == ranks.disagreement(2)
-
-
 EAGER = """
 import tensorflow as tf
 
