@@ -406,14 +406,6 @@ class TestTensorFlow1(ParallelContract):
             model.reset_states()
         self.close([plain.predict(inputs, batch_size=7)], [parallel.predict(inputs, batch_size=7)])
 
-    def test_scalar_output_is_the_mean_by_rows(self, keras):
-        layers, K = keras.layers, keras.backend
-        inputs = layers.Input(shape=(8,))
-        mean = layers.Lambda(lambda x: K.mean(x), output_shape=())(inputs)
-        model = compat.parallelize(keras.models.Model(inputs, mean))
-        batch, _ = CASES["dense"].data(13)
-        np.testing.assert_allclose(whole_outputs(keras, model, batch), batch.mean(), rtol=1e-5)
-
     @span
     def test_model_that_is_built_by_its_first_batch(self, keras):
         inputs, targets = CASES["dense"].data(45)
@@ -490,13 +482,6 @@ class TestTensorFlow1(ParallelContract):
         else:
             with pytest.raises(ValueError):  # on one device, neither
                 build().predict(inputs)
-
-    def test_parallelized_model_is_a_layer_as_before(self, keras):
-        inner = compat.parallelize(self.build(keras, "dense"))
-        inputs = keras.layers.Input(shape=(8,))
-        outer = keras.models.Model(inputs, inner(inputs))
-        batch, _ = CASES["dense"].data(13)
-        self.close([inner.predict(batch)], [outer.predict(batch)], 1e-6)
 
     # Subclassed models ------------------------------------------------------------------------
 

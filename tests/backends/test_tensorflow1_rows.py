@@ -67,14 +67,6 @@ def warned(function):
 
 
 MIXED = "computes across the rows of a batch, of which each device has a part."
-TRIED = (
-    "gives other numbers for three rows of a batch together than for two of them and the third, "
-    "and each device has a part of the batch."
-)
-UNTRIED = (
-    "may compute across the rows of a batch, of which each device has a part: compat has no rule "
-    "for it, and cannot try it."
-)
 
 
 def assert_runs_whole(texts, model, operation, layer, why=MIXED):
@@ -320,7 +312,7 @@ def test_outputs_without_rows_are_computed_of_the_whole_batch(keras):
     def build():
         inputs = layers.Input(shape=(4,))
         hidden = layers.Dense(3, activation="tanh")(inputs)
-        functions = [K.sum, K.std, K.max, lambda x: K.dot(K.transpose(x), x)]
+        functions = [K.sum, K.mean, K.std, K.max, lambda x: K.dot(K.transpose(x), x)]
         outputs = [layers.Lambda(f, output_shape=())(hidden) for f in functions]
         return keras.models.Model(inputs, outputs + [hidden])
 
@@ -340,7 +332,6 @@ def test_outputs_without_rows_are_computed_of_the_whole_batch(keras):
 #: Besides those of tests/idioms, and the table of operations.
 ACROSS_ROWS = {
     "similarity": lambda K, x: K.dot(K.dot(x, K.transpose(x)), x),
-    "centered": lambda K, x: x - K.mean(x, axis=0),
     "softmax": lambda K, x: K.transpose(K.softmax(K.transpose(x))),
     "conditional": lambda K, x: K.in_train_phase(lambda: x - K.mean(x, axis=0), lambda: x),
 }
@@ -405,18 +396,6 @@ def test_what_no_rule_knows_is_tried(keras, function):
     (text,) = texts
     assert " in {} (test_tensorflow1_rows.py, line ".format(name) in text
     assert "runs on /device:CPU:0 with the whole batch" in text
-
-
-def test_loops_that_compute_rows_by_themselves_are_divided(keras):
-    def mapped(x):
-        result = tf.map_fn(lambda row: row * tf.reduce_sum(row), x)
-        result.set_shape((None, 3))
-        return result
-
-    models = one_and_three(lambda: model_with(keras, keras.layers.Lambda(mapped)))
-    differences = []
-    assert not warned(lambda: differences.append(train_both(models)))
-    assert differences[0] <= 1e-5
 
 
 @span
@@ -658,9 +637,7 @@ def test_training_function_of_the_users_own(keras, kind):
 @span
 def test_what_runs_whole_is_an_error_under_strict(keras, monkeypatch):
     monkeypatch.setattr(process.configuration.settings, "strict", True)
-    layer = keras.layers.Lambda(
-        lambda x: ACROSS_ROWS["centered"](keras.backend, x), name="centered"
-    )
+    layer = keras.layers.Lambda(lambda x: x - keras.backend.mean(x, axis=0), name="centered")
     _, parallel = one_and_three(lambda: model_with(keras, layer))
     with pytest.raises(compat.UnsupportedError) as raised:
         parallel.train_on_batch(rows_of(13), rows_of(13, 2))
@@ -797,23 +774,11 @@ def test_what_a_loss_takes_of_a_loop_is_of_the_whole_batch(keras):
     assert train_both(models) <= 1e-5
 
 
-def by_rnn(x):
-    """Keras' own loop, over what could be times."""
-
-    def step(row, states):
-        return row + 0.5 * states[0], [row + 0.5 * states[0]]
-
-    rows = tf.expand_dims(x, 1)
-    return keras_under_test().backend.rnn(step, rows, [tf.zeros_like(x)])[0]
-
-
 LOOPS = {
     "scan": lambda x: tf.scan(lambda total, row: 0.5 * total + row, x),
-    "map_fn": lambda x: tf.map_fn(lambda row: row / (1 + tf.reduce_sum(row**2)), x),
     "while_loop": lambda x: tf.while_loop(
         lambda count, _: count < 3, lambda count, rows: [count + 1, 0.5 * rows + x], [0, x]
     )[1],
-    "K.rnn": by_rnn,
 }
 
 
