@@ -15,7 +15,6 @@ from .test_tensorflow2 import KERAS3, ROWS, TARGETS, TRAIN_STEP, pair
 
 keras_ = keras_under_test()
 Layer = keras_.layers.Layer
-MASK = (np.arange(45) % 7 > 2).astype("float32")  # other sums in each device's rows
 
 
 @pytest.fixture(scope="module")
@@ -90,12 +89,6 @@ LOSSES = {
     ),
     "chosen": lambda x: tf.reduce_mean(tf.boolean_mask(x**2, x > 0.3)),
     "largest": lambda x: tf.reduce_max(x),
-    "keras": lambda x: (
-        0.01
-        * keras_.losses.MeanSquaredError(
-            reduction="sum" if TRAIN_STEP else tf.keras.losses.Reduction.SUM
-        )(tf.zeros_like(x), x)
-    ),
     "keras mean": lambda x: keras_.losses.MeanSquaredError()(tf.zeros_like(x), x),
 }
 
@@ -132,14 +125,10 @@ def test_fewer_rows_than_devices_add_nothing_twice(keras):
     same(trained(lambda: adding(*losses), ROWS[:2], TARGETS[:2]))
 
 
+#: Besides what tests/idioms and the proof of the walk have.
 WHOLE = {
-    "square of a mean": lambda x: tf.reduce_mean(x) ** 2,
     "variance": lambda x: tf.math.reduce_variance(x),
-    "similarity": lambda x: tf.reduce_mean(tf.matmul(x, x, transpose_b=True)),
-    "first row": lambda x: tf.reduce_sum(x[0]),
     "two kinds": lambda x: tf.reduce_sum(x) + tf.reduce_mean(x),
-    "covariance": lambda x: tf.reduce_sum(tf.square(tf.matmul(x, x, transpose_a=True))),
-    "softmax of rows": lambda x: tf.reduce_sum(tf.nn.softmax(x, axis=0)[:, 0] ** 2),
     "masked, in a function": lambda x: tf.function(masked_mean)(x),
 }
 
@@ -271,32 +260,6 @@ def test_largest_values_are_those_of_the_whole_batch(keras, eagerly):
 
     with is_divided():
         same(trained(build, eagerly=eagerly))
-
-
-class Normalizing(Layer):
-    """Somebody's own batch normalization."""
-
-    def build(self, shape):
-        names = ("own_mean", "own_variance")
-        self.mean, self.variance = [
-            self.add_weight(name=name, shape=(8,), initializer="zeros", trainable=False)
-            for name in names
-        ]
-
-    def call(self, x):
-        mean, variance = tf.nn.moments(x, axes=[0])
-        self.mean.assign(0.9 * self.mean + 0.1 * mean)
-        self.variance.assign(0.9 * self.variance + 0.1 * variance)
-        return x
-
-
-def test_own_statistics_are_those_of_the_whole_batch(keras):
-    def build():
-        inputs = keras.layers.Input((8,))
-        return keras.models.Model(inputs, keras.layers.Dense(4)(Normalizing()(inputs)))
-
-    with runs_whole():
-        same(trained(build))
 
 
 class Module(tf.Module):
@@ -605,38 +568,13 @@ if TRAIN_STEP and not KERAS3:  # the others take no such batches
 # What the trace shows besides -----------------------------------------------------------------
 
 
-class Centring(Layer):
-    def call(self, x):
-        self.add_loss(tf.reduce_sum(x))
-        return x - tf.reduce_mean(x, axis=0)
-
-
-class Comparing(Layer):
-    def call(self, x):
-        self.add_loss(tf.reduce_sum(x))
-        return tf.matmul(tf.matmul(x, x, transpose_b=True), x)
-
-
-class Scaling(Layer):
-    def call(self, x):
-        self.add_loss(tf.reduce_sum(x))
-        return x * tf.math.rsqrt(tf.reduce_mean(x**2, axis=0))
-
-
-@pytest.mark.parametrize("layer", [Centring, Comparing, Scaling, keras_.layers.BatchNormalization])
-def test_rows_computed_from_other_rows_run_whole(keras, layer):
-    layers = keras.layers
-
+def test_batch_normalization_is_divided(keras):
     def build():
+        layers = keras.layers
         inputs = layers.Input((8,))
-        regularizer = None if layer in (Centring, Comparing, Scaling) else "l2"
-        outputs = layers.Dense(4, activity_regularizer=regularizer)(layer()(inputs))
+        outputs = layers.Dense(4, activity_regularizer="l2")(layers.BatchNormalization()(inputs))
         return keras.models.Model(inputs, outputs)
 
-    if layer is not keras.layers.BatchNormalization:
-        with runs_whole():
-            same(trained(build))
-        return
     with is_divided():
         trained(build, parallel=[True])
 
@@ -666,7 +604,6 @@ def in_a_loop(function):
 
 OWN_GRADIENTS = {
     "all": (clipped, True),
-    "each row": (clipped_each, False),
     "in a function": (tf.function(clipped), True),
     "in a loop": (in_a_loop(clipped), True),
     "each row, in a loop": (in_a_loop(clipped_each), False),
@@ -850,50 +787,3 @@ def test_what_divides_by_the_number_of_rows_is_named(keras):
     assert len(texts) == 1 and re.fullmatch(WHY["mixed"] + ON_ONE, texts[0]), texts
     assert re.match(r"The operation shares\S* \(RealDiv\)", texts[0]), texts
     np.testing.assert_allclose(found, expected, atol=1e-6)
-
-
-class Reading(tf.Module):
-    """The loss of each of some sequences, by ``K.ctc_batch_cost``."""
-
-    def __init__(self):
-        super().__init__()
-        self.kernel = tf.Variable(np.random.RandomState(0).normal(size=(8, 5)).astype("float32"))
-
-    def __call__(self, x, labels):
-        scores = tf.nn.softmax(tf.reshape(x, [-1, 9, 8]) @ self.kernel)
-        sizes = tf.ones_like(labels[:, :1])
-        return tf.keras.backend.ctc_batch_cost(labels, scores, 9 * sizes, 3 * sizes)
-
-
-def test_positions_of_rows_run_whole(keras):
-    """Which each device would count from zero."""
-
-    def positions(x):
-        places = tf.reshape(tf.range(tf.shape(x)[0] * 2), [-1, 2])
-        return tf.cast(places, x.dtype)
-
-    inputs = keras.layers.Input((8,))
-    outputs = keras.layers.Lambda(positions, output_shape=(2,), name="places")(inputs)
-    model = keras.models.Model(inputs, outputs)
-    expected = model(ROWS[:4]).numpy()
-    compat.parallelize(model)
-    with pytest.warns(compat.CompatWarning, match="with the whole batch"):
-        found = model(ROWS[:4]).numpy()
-    np.testing.assert_array_equal(found, expected)
-
-
-@pytest.mark.skipif(KERAS3, reason="has a function of its own")
-def test_ctc_is_split(keras):
-    random = np.random.RandomState(1)
-    x = tf.constant(random.normal(size=(13, 72)).astype("float32"))
-    labels = tf.constant(random.randint(0, 4, (13, 3)).astype("float32"))
-    model = Reading()
-    results = []
-    for parallel in (False, True):
-        if parallel:
-            compat.parallelize(model)
-        with is_divided(), tf.GradientTape() as tape:
-            losses = model(x, labels)
-        results.append([losses.numpy(), tape.gradient(losses, model.kernel).numpy()])
-    for expected, found in zip(*results):
-        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
