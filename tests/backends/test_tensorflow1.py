@@ -406,6 +406,14 @@ class TestTensorFlow1(ParallelContract):
             model.reset_states()
         self.close([plain.predict(inputs, batch_size=7)], [parallel.predict(inputs, batch_size=7)])
 
+    def test_scalar_output_is_the_mean_by_rows(self, keras):
+        layers, K = keras.layers, keras.backend
+        inputs = layers.Input(shape=(8,))
+        mean = layers.Lambda(lambda x: K.mean(x), output_shape=())(inputs)
+        model = compat.parallelize(keras.models.Model(inputs, mean))
+        batch, _ = CASES["dense"].data(13)
+        np.testing.assert_allclose(whole_outputs(keras, model, batch), batch.mean(), rtol=1e-5)
+
     @span
     def test_model_that_is_built_by_its_first_batch(self, keras):
         inputs, targets = CASES["dense"].data(45)

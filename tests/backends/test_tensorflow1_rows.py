@@ -312,7 +312,7 @@ def test_outputs_without_rows_are_computed_of_the_whole_batch(keras):
     def build():
         inputs = layers.Input(shape=(4,))
         hidden = layers.Dense(3, activation="tanh")(inputs)
-        functions = [K.sum, K.mean, K.std, K.max, lambda x: K.dot(K.transpose(x), x)]
+        functions = [K.sum, K.std, K.max, lambda x: K.dot(K.transpose(x), x)]
         outputs = [layers.Lambda(f, output_shape=())(hidden) for f in functions]
         return keras.models.Model(inputs, outputs + [hidden])
 
@@ -332,6 +332,7 @@ def test_outputs_without_rows_are_computed_of_the_whole_batch(keras):
 #: Besides those of tests/idioms, and the table of operations.
 ACROSS_ROWS = {
     "similarity": lambda K, x: K.dot(K.dot(x, K.transpose(x)), x),
+    "centered": lambda K, x: x - K.mean(x, axis=0),
     "softmax": lambda K, x: K.transpose(K.softmax(K.transpose(x))),
     "conditional": lambda K, x: K.in_train_phase(lambda: x - K.mean(x, axis=0), lambda: x),
 }
@@ -637,7 +638,9 @@ def test_training_function_of_the_users_own(keras, kind):
 @span
 def test_what_runs_whole_is_an_error_under_strict(keras, monkeypatch):
     monkeypatch.setattr(process.configuration.settings, "strict", True)
-    layer = keras.layers.Lambda(lambda x: x - keras.backend.mean(x, axis=0), name="centered")
+    layer = keras.layers.Lambda(
+        lambda x: ACROSS_ROWS["centered"](keras.backend, x), name="centered"
+    )
     _, parallel = one_and_three(lambda: model_with(keras, layer))
     with pytest.raises(compat.UnsupportedError) as raised:
         parallel.train_on_batch(rows_of(13), rows_of(13, 2))

@@ -128,10 +128,17 @@ def test_what_is_no_number(keras, gpus):
 
 def test_no_model_with_symbolic_inputs(keras):
     model = keras.models.Sequential()
-    for function in (compat.multi_gpu_model, compat.make_parallel):
-        with pytest.raises(TypeError, match="takes a Keras model with symbolic inputs") as caught:
-            function(model, 2)
+    for function, given in ((compat.multi_gpu_model, 3), (compat.make_parallel, model)):
+        with pytest.raises(TypeError) as caught:
+            function(given, 2)
         assert type(caught.value) is compat.NotAModelError
+        assert str(caught.value) == (
+            "{}() takes a Keras model with symbolic inputs, functional or Sequential with an input "
+            "shape, to make another one around it; it was given '{}.{}'. compat.parallelize() "
+            "takes any Keras model.".format(
+                function.__name__, type(given).__module__, type(given).__name__
+            )
+        )
 
 
 @span
