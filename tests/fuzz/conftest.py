@@ -6,8 +6,8 @@ import os
 import kerases
 import pytest
 from backends.conftest import INSTALLED, record_versions  # noqa: F401
+from comparing import ALONE, SPLIT, WHOLE
 from operations import Operations
-from trial import OUTCOMES
 
 from compat.testing import keras_under_test
 from compat.testing.models import clear_session
@@ -64,13 +64,13 @@ def pytest_terminal_summary(terminalreporter, config):
         "{:.0f} s of CPU, {} programs, {} steps: {}".format(
             sum(os.times()[:4]),
             len(outcomes),
-            sum(outcome.steps for _, outcome in outcomes),
-            ", ".join("{} {}".format(kinds[kind], kind) for kind in OUTCOMES if kinds[kind]),
+            sum(len(program.steps) for program, _ in outcomes),
+            ", ".join("{} {}".format(count, kind) for kind, count in kinds.most_common()),
         )
     )
     reasons = collections.defaultdict(list)
     for program, outcome in outcomes:
-        if outcome.kind != "same":
+        if outcome.kind not in (SPLIT, WHOLE, ALONE):
             key = outcome.kind, program.subject or "plain", outcome.reason[:110]
             reasons[key].append(program.seed)
     for key in sorted(reasons):

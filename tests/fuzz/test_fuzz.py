@@ -9,6 +9,7 @@ compares the first steps with one device itself, and what it finds counts as lou
 import random
 import re
 
+import comparing
 import numpy as np
 import pytest
 import trial
@@ -24,13 +25,13 @@ def test_same_as_one_device_or_loud(keras, operations, pytestconfig, seed):
     outcome = trial.attempt(program, keras)
     pytestconfig.fuzz_outcomes.append((program, outcome))
     print(program)
-    expected = {"same"}
+    expected = {comparing.SPLIT, comparing.WHOLE, comparing.ALONE}
     if program.subject in trial.MAY_REFUSE:
-        expected |= {"refused", "verified"}
+        expected.add(comparing.REFUSED)
     if program.subject == "operation":
-        expected.add("unusable")  # it takes a matrix, but not one of unknown rows
+        expected.add(comparing.UNUSABLE)  # it takes a matrix, but not one of unknown rows
     if "nothing may depend on how many there are" in outcome.reason:
-        expected.add("refused")  # MXNet, where the graph itself has the batch's size
+        expected.add(comparing.REFUSED)  # MXNet, where the graph itself has the batch's size
     assert outcome.kind in expected, outcome.reason
 
 
@@ -76,26 +77,26 @@ def test_program_leaves_out_what_a_keras_lacks():
     assert not any(part in text for part in ("Dot", "stateful", "Adam"))
 
 
-@pytest.mark.parametrize("floatx", sorted(trial.TOLERANCES))
+@pytest.mark.parametrize("floatx", sorted(comparing.TOLERANCES))
 def test_differences_are_seen(floatx):
-    tolerance = trial.TOLERANCES[floatx]
+    tolerance = comparing.TOLERANCES[floatx]
     start, end = np.zeros(3), np.ones(3)
     expected = [("weights", [start]), ("loss", [np.array([2.0])]), ("weights", [end])]
-    trial.compare(expected, expected, tolerance)
+    comparing.compare(expected, expected, tolerance)
     for place, (what, (values,)) in enumerate(expected):
         for wrong in (values + 5 * tolerance, values[:0]):
             found = list(expected)
             found[place] = (what, [wrong])
-            with pytest.raises(trial.Different):
-                trial.compare(expected, found, tolerance)
+            with pytest.raises(comparing.Different):
+                comparing.compare(expected, found, tolerance)
 
 
 @pytest.mark.parametrize(
     "error, kind",
     [
-        (compat.UnsupportedError("no"), "refused"),
-        (compat.ResultsDifferError("no"), "verified"),
-        (ValueError("no"), "crashed"),
+        (compat.UnsupportedError("no"), comparing.REFUSED),
+        (compat.ResultsDifferError("no"), comparing.REFUSED),
+        (ValueError("no"), comparing.CRASH),
     ],
 )
 def test_errors_on_several_devices_alone(keras, monkeypatch, error, kind):
@@ -117,4 +118,4 @@ def test_other_numbers_on_several_devices(keras, monkeypatch):
     programs = [Program(seed, lacks(keras), None) for seed in range(1, 9)]
     # First those with a fit(), and of these the smaller ones.
     programs.sort(key=lambda each: ("model.fit" not in str(each), len(each.lines)))
-    assert any(trial.attempt(program, keras).kind == "differs" for program in programs)
+    assert any(trial.attempt(program, keras).kind == comparing.SILENT for program in programs)

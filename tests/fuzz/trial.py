@@ -1,26 +1,12 @@
 """Run a program on one device and on several, and say what became of it."""
 
-import collections
-import warnings
-
 import kerases
 import numpy as np
 import parts
-from comparing import TOLERANCES, Different, compare
+from comparing import TOLERANCES, verdict
 from kerases import variables
 
 import compat
-from compat import errors
-
-#: What can become of a program. The same numbers; or other ones, and loud: an error of compat's
-#: ("refused"), of its comparison with one device ("verified"), a warning. "unrepeatable": one
-#: device itself does not get the same numbers twice; "unusable": it cannot run the program.
-#: "crashed": an error of the framework's, on several devices alone; "differs": silently.
-OUTCOMES = (
-    "same", "refused", "verified", "warned", "unrepeatable", "unusable", "crashed", "differs",
-)  # fmt: skip
-
-Outcome = collections.namedtuple("Outcome", "kind reason steps")
 
 #: Subjects that a backend may not be able to divide: there loud is as good as right.
 MAY_REFUSE = ("across rows", "row counts", "state", "loss in a layer", "loss of the model",
@@ -151,37 +137,6 @@ class Run:
 
 
 def attempt(program, keras):
-    """Run a program both ways; its outcome."""
+    """Run a program both ways; the verdict."""
     tolerance = TOLERANCES[keras.backend.floatx()]
-    steps = len(program.steps)
-    try:
-        expected = Run(program, keras, parallel=False).go()
-        compare(expected, expected, tolerance)
-    except Exception as error:
-        return Outcome("unusable", _text(error), steps)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", errors.CompatWarning)
-        try:
-            found = Run(program, keras, parallel=True).go()
-            compare(expected, found, tolerance)
-            return Outcome("same", "", steps)
-        except errors.ResultsDifferError as error:
-            return Outcome("verified", _text(error), steps)
-        except errors.CompatError as error:
-            return Outcome("refused", _text(error), steps)
-        except Different as error:
-            difference = str(error)
-        except Exception as error:
-            return Outcome("crashed", _text(error), steps)
-    try:
-        compare(expected, Run(program, keras, parallel=False).go(), tolerance)
-    except Different as error:
-        return Outcome("unrepeatable", str(error), steps)
-    texts = [str(w.message) for w in caught if isinstance(w.message, errors.CompatWarning)]
-    if texts:
-        return Outcome("warned", "; ".join(texts) + ": " + difference, steps)
-    return Outcome("differs", difference, steps)
-
-
-def _text(error):
-    return "{}: {}".format(type(error).__name__, str(error)[:600])
+    return verdict(lambda parallel: Run(program, keras, parallel).go(), tolerance)

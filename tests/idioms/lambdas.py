@@ -5,10 +5,12 @@ from kit import WIDTH, Setup
 
 # Each row by itself ------------------------------------------------------------------------------
 
-
-@model("Lambda: arithmetic")
-def arithmetic(kit):
-    return kit.around(lambda x: 2.0 * x / (1.0 + kit.ops.exp(-x)))
+#: Functions of the operations and a value, in a Lambda layer.
+EACH_ROW = {
+    "Lambda: arithmetic": lambda o, x: 2.0 * x / (1.0 + o.exp(-x)),
+    "Lambda: random, reparametrized": lambda o, x: x + o.random(x, 0.0),
+    "Lambda: K.switch on each row": lambda o, x: o.where(o.greater(x, 0.1), x, 0.5 * x),
+}
 
 
 @model("Lambda: distance of two inputs")
@@ -65,21 +67,11 @@ def tied(kit):
     return _setup(kit, x, kit.apply(lambda c: kit.ops.similar(c, encoder.kernel), code))
 
 
-@model("Lambda: random, reparametrized")
-def reparametrized(kit):
-    return kit.around(lambda x: x + kit.ops.random(x, 0.0))
-
-
 @model("Lambda: map_fn over rows")
 def mapped(kit):
     if kit.is_3:
         return kit.around(lambda x: kit.ops.vectorized_map(lambda r: r * kit.ops.sum(r), x))
     return kit.around(lambda x: kit.ops.map_fn(lambda r: r * kit.ops.sum(r), x))
-
-
-@model("Lambda: K.switch on each row")
-def switched_rows(kit):
-    return kit.around(lambda x: kit.ops.where(kit.ops.greater(x, 0.1), x, 0.5 * x))
 
 
 @model("gradient reversal")
@@ -90,10 +82,17 @@ def reversal(kit):
 
 # Rows that depend on each other ------------------------------------------------------------------
 
-
-@model("Lambda: less the mean of the batch")
-def centred(kit):
-    return kit.around(lambda x: x - kit.ops.mean(x, axis=0, keepdims=True))
+ACROSS = {
+    "Lambda: less the mean of the batch": lambda o, x: x - o.mean(x, axis=0, keepdims=True),
+    "Lambda: softmax over the batch": lambda o, x: o.over_rows(x, o.softmax),
+    "Lambda: attention between rows": lambda o, x: o.matmul(o.softmax(o.similar(x, x)), x),
+    "Lambda: rows shifted by one": lambda o, x: o.concatenate([x[1:], x[:1]], axis=0),
+    "Lambda: mixup with the rows reversed": lambda o, x: 0.7 * x + 0.3 * o.flip(x, 0),
+    "Lambda: cumulative sum over rows": lambda o, x: o.cumsum(x, axis=0),
+    "Lambda: divided by the number of rows": lambda o, x: x / o.rows(x),
+    "Lambda: the first row added to all": lambda o, x: x + x[:1],
+    "Lambda: transposed and reshaped": lambda o, x: o.reshape(o.transpose(x), (-1, 6)),
+}
 
 
 @model("gradient of a fixed length")
@@ -114,46 +113,6 @@ def fixed_length_of_weight(kit):
         return kit.ops.matmul(x, kit.with_gradient(kernel, kit.ops.unit_in_all))
 
     return kit.with_layer(kit.layer(call, build))
-
-
-@model("Lambda: softmax over the batch")
-def softmax(kit):
-    return kit.around(lambda x: kit.ops.over_rows(x, kit.ops.softmax))
-
-
-@model("Lambda: attention between rows")
-def between_rows(kit):
-    return kit.around(lambda x: kit.ops.matmul(kit.ops.softmax(kit.ops.similar(x, x)), x))
-
-
-@model("Lambda: rows shifted by one")
-def shifted(kit):
-    return kit.around(lambda x: kit.ops.concatenate([x[1:], x[:1]], axis=0))
-
-
-@model("Lambda: mixup with the rows reversed")
-def mixup(kit):
-    return kit.around(lambda x: 0.7 * x + 0.3 * kit.ops.flip(x, 0))
-
-
-@model("Lambda: cumulative sum over rows")
-def cumulative(kit):
-    return kit.around(lambda x: kit.ops.cumsum(x, axis=0))
-
-
-@model("Lambda: divided by the number of rows")
-def by_rows(kit):
-    return kit.around(lambda x: x / kit.ops.rows(x))
-
-
-@model("Lambda: the first row added to all")
-def first_row(kit):
-    return kit.around(lambda x: x + x[:1])
-
-
-@model("Lambda: transposed and reshaped")
-def transposed(kit):
-    return kit.around(lambda x: kit.ops.reshape(kit.ops.transpose(x), (-1, 6)))
 
 
 @model("Lambda: virtual batches of six")
@@ -211,3 +170,11 @@ def graph(kit):
 
 def _setup(kit, inputs, hidden):
     return Setup(kit.model(inputs, kit.dense(hidden, 2, None)))
+
+
+def _around(function):
+    return lambda kit: kit.around(lambda x: function(kit.ops, x))
+
+
+for _name, _function in list(EACH_ROW.items()) + list(ACROSS.items()):
+    model(_name)(_around(_function))

@@ -13,9 +13,19 @@ from compat.testing import DEVICES
 
 
 class Native:
-    """A framework's tensors. ``run(make, parallel)`` trains what ``make(self)`` describes."""
+    """A framework's tensors. ``run(make, parallel)`` trains what ``make(self)`` describes.
+
+    What it does not define is the framework's, by the name that ``renamed`` gives it.
+    """
 
     floatx = "float64"
+    renamed = {}  # type: dict
+
+    def __getattr__(self, name):
+        return getattr(self.F, self.renamed.get(name, name))
+
+    def less(self, x, y):
+        return x - y
 
     def run(self, describe, parallel):
         """Train a module with a hidden layer, which is followed by the idiom's function."""
@@ -35,14 +45,14 @@ class Native:
 
 
 class TensorFlow(Native):
+    renamed = {"stop": "stop_gradient"}
+
     def __init__(self):
         import tensorflow as tf
 
-        self.tf = tf
+        self.F = self.tf = tf
         self.mean, self.sum = self._reduce("mean"), self._reduce("sum")
-        self.exp, self.log, self.square, self.abs = tf.exp, tf.math.log, tf.square, tf.abs
-        self.matmul, self.transpose, self.softmax = tf.matmul, tf.transpose, tf.nn.softmax
-        self.stop = tf.stop_gradient
+        self.log, self.softmax = tf.math.log, tf.nn.softmax
 
     def _reduce(self, name):
         function = getattr(self.tf, "reduce_" + name)
@@ -59,9 +69,6 @@ class TensorFlow(Native):
 
     def positive(self, x):
         return self.tf.cast(x > 0, x.dtype)
-
-    def less(self, x, y):
-        return x - y
 
     def with_gradient(self, x, function):
         return self.tf.custom_gradient(lambda y: (self.tf.identity(y), function))(x)
@@ -117,12 +124,12 @@ class TensorFlow(Native):
 
 
 class Torch(Native):
+    renamed = {"stop": "detach", "transpose": "t"}
+
     def __init__(self):
         import torch
 
-        self.torch = torch
-        self.exp, self.log, self.square, self.abs = torch.exp, torch.log, torch.square, torch.abs
-        self.matmul = torch.matmul
+        self.F = self.torch = torch
 
     def mean(self, x, axis=None):
         return x.mean() if axis is None else x.mean(axis, keepdim=True)
@@ -132,12 +139,6 @@ class Torch(Native):
 
     def softmax(self, x, axis=-1):
         return x.softmax(axis)
-
-    def transpose(self, x):
-        return x.t()
-
-    def stop(self, x):
-        return x.detach()
 
     def flip(self, x):
         return x.flip(0)
@@ -150,9 +151,6 @@ class Torch(Native):
 
     def positive(self, x):
         return (x > 0).to(x.dtype)
-
-    def less(self, x, y):
-        return x - y
 
     def with_gradient(self, x, function):
         class Turned(self.torch.autograd.Function):
@@ -216,17 +214,13 @@ class Torch(Native):
 
 class Gluon(Native):
     floatx = "float32"
+    renamed = {"stop": "BlockGrad", "matmul": "dot"}
 
     def __init__(self):
         import mxnet as mx
 
         self.mx = mx
         self.F = mx.nd  # or mx.sym, where a block is traced
-
-    renamed = {"stop": "BlockGrad", "matmul": "dot"}
-
-    def __getattr__(self, name):
-        return getattr(self.F, self.renamed.get(name, name))
 
     def mean(self, x, axis=None):
         return x.mean() if axis is None else x.mean(axis=axis, keepdims=True)
@@ -335,29 +329,24 @@ def _loss(function, **options):
     return function, lambda loss: loss, options
 
 
-@native("native: loop of one's own")
-def plain(o):
-    return _rows(o, lambda h: h * 2.0)
+#: What is done with the hidden values, of those that take one expression; it keeps the rows.
+FUNCTIONS = {
+    "loop of one's own": lambda o, h: h * 2.0,
+    "less the mean of the batch": lambda o, h: o.less(h, o.mean(h, axis=0)),
+    "attention between rows": lambda o, h: o.matmul(o.softmax(o.matmul(h, o.transpose(h))), h),
+    "rows reversed": lambda o, h: h + 0.5 * o.flip(h),
+    "gradient reversal": lambda o, h: o.with_gradient(h, lambda gradient: gradient * -0.5),
+    "divided by the number of rows": lambda o, h: h / o.rows(h),
+    "transposed and back": lambda o, h: o.transpose(o.exp(o.transpose(h))),
+}
 
 
-@native("native: less the mean of the batch")
-def centred(o):
-    return _rows(o, lambda h: o.less(h, o.mean(h, axis=0)))
+def _of(function):
+    return lambda o: _rows(o, lambda h: function(o, h))
 
 
-@native("native: attention between rows")
-def attention(o):
-    return _rows(o, lambda h: o.matmul(o.softmax(o.matmul(h, o.transpose(h))), h))
-
-
-@native("native: rows reversed")
-def reversed_rows(o):
-    return _rows(o, lambda h: h + 0.5 * o.flip(h))
-
-
-@native("native: gradient reversal")
-def reversal(o):
-    return _rows(o, lambda h: o.with_gradient(h, lambda gradient: gradient * -0.5))
+for _name, _function in FUNCTIONS.items():
+    native("native: " + _name)(_of(_function))
 
 
 @native("native: gradient less its mean over the batch")
@@ -366,16 +355,6 @@ def centred_back(o):
         return o.less(gradient, o.mean(gradient, axis=0))
 
     return _rows(o, lambda h: o.with_gradient(h, centred))
-
-
-@native("native: divided by the number of rows")
-def by_rows(o):
-    return _rows(o, lambda h: h / o.rows(h))
-
-
-@native("native: transposed and back")
-def there_and_back(o):
-    return _rows(o, lambda h: o.transpose(o.exp(o.transpose(h))))
 
 
 @native("native: loss over the batch outside")
