@@ -116,41 +116,44 @@ class TestDevice:
         assert np.abs(results[0]).max() > 0
         assert largest_difference(results[:1], results[1:]) < 1e-6
 
-    def test_a_value_that_many_layers_of_several_devices_use(self, keras):
-        """More than eight gradients: MXNet's own sum of them leaves some out, silently."""
-        layers = keras.layers
+    def check_trained(self, keras, build):
+        """Train what this makes of an input on one device and on several, and compare."""
         inputs, targets = np.random.RandomState(0).normal(size=(2, 16, 4))
         results = []
         for device in (anywhere, compat.device):
-            image = layers.Input(shape=(4,))
+            image = keras.layers.Input(shape=(4,))
+            model = initialise(keras.models.Model(image, build(image, device)))
+            model.compile(optimizer(keras, "sgd"), "mse")
+            model.fit(inputs, targets, epochs=3, verbose=0)
+            results.append(model.get_weights())
+        assert largest_difference(*results) < 1e-5
+
+    def test_a_value_that_many_layers_of_several_devices_use(self, keras):
+        """More than eight gradients: MXNet's own sum of them leaves some out, silently."""
+        layers = keras.layers
+
+        def build(image, device):
             shared = layers.Dense(4, activation="tanh")
             x = shared(image)
             parts = []
             for number in range(15):
                 with device(number % 3):
                     parts.append(layers.Dense(4, activation="tanh")(shared(x)))
-            model = initialise(keras.models.Model(image, layers.add(parts)))
-            model.compile(optimizer(keras, "sgd"), "mse")
-            model.fit(inputs, targets, epochs=3, verbose=0)
-            results.append(model.get_weights())
-        assert largest_difference(*results) < 1e-5
+            return layers.add(parts)
+
+        self.check_trained(keras, build)
 
     @span
-    def test_batchnorm_and_dropout_learn_there(self, keras):
+    def test_batchnorm_learns_there(self, keras):
         layers = keras.layers
-        inputs, targets = np.random.RandomState(0).normal(size=(2, 16, 4))
-        results = []
-        for device in (anywhere, compat.device):
-            image = layers.Input(shape=(4,))
+
+        def build(image, device):
             with device(2):
                 x = layers.BatchNormalization(momentum=0.5)(layers.Dense(4)(image))
             with device(1):
-                x = layers.Dense(4)(x)
-            model = initialise(keras.models.Model(image, x))
-            model.compile(optimizer(keras, "sgd"), "mse")
-            model.fit(inputs, targets, epochs=3, verbose=0)
-            results.append(model.get_weights())
-        assert largest_difference(*results) < 1e-5
+                return layers.Dense(4)(x)
+
+        self.check_trained(keras, build)
 
     def test_averages_on_two_devices_are_refused(self, keras):
         layers = keras.layers
@@ -168,14 +171,17 @@ class TestDevice:
             "of it. Call the layer inside one compat.device() only.".format(shared.moving_mean.name)
         )
 
-    def test_not_with_replicas(self, keras):
-        model = compiled(keras, tweets(keras, compat.device, unroll=True))
+    def check_not_with_replicas(self, name, call):
         with pytest.raises(compat.UnsupportedError) as error:
-            compat.parallelize(model)
+            call()
         assert str(error.value) == (
             "Parts of the model {} were placed by compat.device(), which parallelize() on "
-            "several devices would undo. Use one of the two.".format(model.name)
+            "several devices would undo. Use one of the two.".format(name)
         )
+
+    def test_not_with_replicas(self, keras):
+        model = compiled(keras, tweets(keras, compat.device, unroll=True))
+        self.check_not_with_replicas(model.name, lambda: compat.parallelize(model))
 
     def test_not_with_replicas_of_a_subclass_either(self, keras):
         class Placed(keras.models.Model):
@@ -189,12 +195,8 @@ class TestDevice:
 
         model = compat.parallelize(Placed())
         model.compile("sgd", "mse")
-        with pytest.raises(compat.UnsupportedError) as error:
-            model.train_on_batch(np.ones((8, 4)), np.ones((8, 1)))
-        assert str(error.value) == (
-            "Parts of the model {} were placed by compat.device(), which parallelize() on "
-            "several devices would undo. Use one of the two.".format("placed")
-        )
+        batch = np.ones((8, 4)), np.ones((8, 1))
+        self.check_not_with_replicas("placed", lambda: model.train_on_batch(*batch))
 
     @pytest.mark.parametrize("name", ["sgd", "adam"])
     def test_what_was_built_outside_moves_alone(self, keras, name):

@@ -96,6 +96,22 @@ def difference(first, second):
     return max(np.abs(a - b).max() for a, b in zip(first, second))
 
 
+def shards_of(inputs):
+    """The rows that each replica has, if any."""
+    parts = [inputs[slice(*split_rows.bounds(len(inputs), 3, i))] for i in range(3)]
+    return [part for part in parts if len(part)]
+
+
+def running_statistics(inputs):
+    """A mean and a variance after one step, with momentum 0.75: of shards, weighted by size."""
+    shards = shards_of(inputs)
+    mean, variance = [
+        sum(statistic(shard, axis=0) * len(shard) for shard in shards) / len(inputs)
+        for statistic in (np.mean, np.var)
+    ]
+    return 0.25 * mean, 0.75 + 0.25 * variance
+
+
 def every_context(net):
     return list(net.collect_params().values())[0].list_ctx()
 
@@ -358,20 +374,12 @@ def test_batchnorm_by_numbers(mx, rows, tmp_path):
     with mx.autograd.record():
         out = net(mx.nd.array(inputs))
     out.backward()
-    shards = [inputs[slice(*split_rows.bounds(rows, 3, i))] for i in range(3)]
-    shards = [shard for shard in shards if len(shard)]
-    normed = [(s - s.mean(axis=0)) / np.sqrt(s.var(axis=0) + 1e-5) for s in shards]
+    normed = [(s - s.mean(axis=0)) / np.sqrt(s.var(axis=0) + 1e-5) for s in shards_of(inputs)]
     np.testing.assert_allclose(out.asnumpy(), np.concatenate(normed), rtol=1e-3, atol=1e-4)
-    mean = sum(shard.mean(axis=0) * len(shard) for shard in shards) / rows
-    variance = sum(shard.var(axis=0) * len(shard) for shard in shards) / rows
     net.save_parameters(str(tmp_path / "net"))  # what is saved are the united ones
     values = mx.nd.load(str(tmp_path / "net"))
-    np.testing.assert_allclose(
-        values["0.running_mean"].asnumpy(), 0.25 * mean, rtol=1e-4, atol=1e-6
-    )
-    np.testing.assert_allclose(
-        values["0.running_var"].asnumpy(), 0.75 + 0.25 * variance, rtol=1e-4, atol=1e-6
-    )
+    saved = [values["0.running_" + name].asnumpy() for name in ("mean", "var")]
+    np.testing.assert_allclose(saved, running_statistics(inputs), rtol=1e-4, atol=1e-6)
     for parameter in (norm.running_mean, norm.running_var):
         arrays = [array.asnumpy() for array in parameter.list_data()]
         assert all((array == arrays[0]).all() for array in arrays)

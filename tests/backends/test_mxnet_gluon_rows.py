@@ -9,7 +9,15 @@ import compat
 from compat.testing import in_span, span
 
 from . import test_mxnet_gluon
-from .test_mxnet_gluon import data, difference, every_context, initialise, trainer, weights
+from .test_mxnet_gluon import (
+    data,
+    difference,
+    every_context,
+    initialise,
+    running_statistics,
+    trainer,
+    weights,
+)
 
 mx = test_mxnet_gluon.mx  # the fixture
 pytestmark = pytest.mark.row("Gluon Block")
@@ -82,13 +90,15 @@ class Around:
         return found
 
 
-def one_contexts_numbers(mx, *args, **options):
+def one_contexts_numbers(mx, *args, has_predicted=False, **options):
     """Train on one context and on three, compare, and return the warnings and the net."""
     expected = Around(mx, *args, **options).results()
     model = Around(mx, *args, **options)
     net = compat.parallelize(model.net)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", compat.CompatWarning)
+        if has_predicted:
+            net(array(mx, 13))
         found = model.results()
     assert difference(expected, found) < 1e-5
     return [str(w.message) for w in caught if issubclass(w.category, compat.CompatWarning)], net
@@ -168,37 +178,6 @@ def test_random_blocks(mx):
     assert texts == []
 
 
-@pytest.mark.parametrize("hybridize", [False, True])
-@span
-def test_what_computes_each_row_by_itself_is_taken(mx, hybridize):
-    """Among it what looks like more: means along other axes, time before rows, whole arrays."""
-
-    def function(F, x, memory):
-        steps = F.swapaxes(F.reshape(x, shape=(-1, 4, 2)), 0, 1)
-        lengths = F.mean(F.ones_like(x), axis=1) * 2
-        masked = F.SequenceMask(steps, lengths, use_sequence_length=True)
-        back = F.reshape(F.swapaxes(masked, 0, 1), shape=(-1, 8))
-        found = F.dot(F.softmax(F.dot(back, memory, transpose_b=True)), memory)
-        table = F.slice_like(F.reshape(F.arange(64), (8, 8)), x, axes=(1,))  # by its shape
-        found = found + F.broadcast_mul(F.ones_like(x), F.slice_axis(table, axis=0, begin=1, end=2))
-        if hasattr(F.contrib, "arange_like"):
-            found = F.broadcast_add(found, F.contrib.arange_like(x, axis=1))
-        centred = F.broadcast_sub(found, F.mean(found, axis=1, keepdims=True))
-        return F.softmax(F.concat(centred, x, dim=1))
-
-    results = []
-    for parallel in (False, True):
-        block = block_of(mx, function)
-        if parallel:
-            compat.parallelize(block)
-        block.initialize()
-        if hybridize:
-            block.hybridize()
-        # The last batch has as many rows as the memory, which stays whole.
-        results.append([block(array(mx, rows), array(mx, 11)).asnumpy() for rows in (13, 2, 11)])
-    assert difference(*results) < 1e-6
-
-
 def test_operations_across_rows_of_mxnets_numpy(mx):
     """``mx.np`` came with MXNet 1.6; it may hold for the whole process, so it is switched off."""
     if not hasattr(mx, "np"):
@@ -259,12 +238,14 @@ def with_gradient(mx, function):
     return lambda F, x: Own()(x)
 
 
+@pytest.mark.parametrize("has_predicted", [False, True])
 @pytest.mark.parametrize("hybrid", [False, True])
 @pytest.mark.parametrize("name", in_span(sorted(BACK), ["of length 1"]))
-def test_gradients_of_ones_own(mx, name, hybrid):
+def test_gradients_of_ones_own(mx, name, hybrid, has_predicted):
     """With symbols, MXNet would end the process, or leave the gradient out."""
     function, mixes = BACK[name]
-    texts, net = one_contexts_numbers(mx, with_gradient(mx, function), hybrid=hybrid)
+    function = with_gradient(mx, function)
+    texts, net = one_contexts_numbers(mx, function, hybrid=hybrid, has_predicted=has_predicted)
     assert texts == ([GRADIENT.format(net.name) + WHOLE] if mixes else [])
 
 
@@ -281,19 +262,6 @@ def test_gradients_within_a_block(mx):
 
     block = block_of(mx, function)
     assert whole(mx, block, (array(mx, 13),), (array(mx, 7),)) == []
-
-
-@pytest.mark.parametrize("hybrid", [False, True])
-def test_gradients_of_ones_own_in_a_block_that_has_predicted(mx, hybrid):
-    function = with_gradient(mx, BACK["of length 1"][0])
-    expected = Around(mx, function, hybrid=hybrid).results()
-    model = Around(mx, function, hybrid=hybrid)
-    net = compat.parallelize(model.net)
-    net(array(mx, 13))
-    with pytest.warns(compat.CompatWarning) as caught:
-        found = model.results()
-    assert difference(expected, found) < 1e-5
-    assert [str(w.message) for w in caught] == [GRADIENT.format(net.name) + WHOLE]
 
 
 def test_results_without_a_gradient_are_left_out_of_account(mx):
@@ -333,6 +301,9 @@ def test_an_array_that_was_split_and_now_has_other_rows(mx, hybrid):
         block = block_of(mx, each, hybrid)
         args = [(array(mx, rows), array(mx, 13)) for rows in (13, 11, 13)]
         assert len(whole(mx, block, *args)) == 1
+    # One that was whole stays so.
+    args = [(array(mx, rows), array(mx, 13)) for rows in (11, 2, 13)]
+    assert whole(mx, block_of(mx, rowwise, hybrid), *args) == []
 
 
 def test_products_with_a_matrix_of_pairs_of_rows(mx):
@@ -448,20 +419,24 @@ def counting(mx, kind):
     return Counting()
 
 
+def counted(mx, kind, parallel, training):
+    """The block, and what all contexts have of its state after some calls."""
+    block = counting(mx, kind)
+    if parallel:
+        compat.parallelize(block)
+    block.initialize()
+    for rows in (13, 2, 1, 13):
+        with mx.autograd.record() if training else mx.autograd.pause():
+            loss = block(array(mx, rows)).sum()
+        if training:
+            loss.backward()
+    return block, [a.asscalar() for a in block.collect_params()[block.state.name].list_data()]
+
+
 @pytest.mark.parametrize("kind", ["steps, set", "steps, in place", "nothing"])
 @span
 def test_step_counters_count_once(mx, kind):
-    counts = []
-    for parallel in (False, True):
-        block = counting(mx, kind)
-        if parallel:
-            compat.parallelize(block)
-        block.initialize()
-        for rows in (13, 2, 1, 13):
-            with mx.autograd.record():
-                loss = block(array(mx, rows)).sum()
-            loss.backward()
-        counts.append([a.asscalar() for a in block.collect_params()[block.state.name].list_data()])
+    counts = [counted(mx, kind, parallel, training=True)[1] for parallel in (False, True)]
     assert counts == [[0 if kind == "nothing" else 4], [counts[0][0]] * 3]
 
 
@@ -469,20 +444,11 @@ def test_step_counters_count_once(mx, kind):
 @pytest.mark.parametrize("training", [False, True])
 def test_states_that_depend_on_rows_run_whole(mx, kind, training):
     """All contexts then have one context's state."""
-    found = []
-    for parallel in (False, True):
-        block = counting(mx, kind)
-        if parallel:
-            compat.parallelize(block)
-        block.initialize()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always", compat.CompatWarning)
-            for rows in (13, 2):
-                with mx.autograd.record() if training else mx.autograd.pause():
-                    block(array(mx, rows))
-        state = block.collect_params()[block.state.name]
-        found.append([a.asscalar() for a in state.list_data()])
-    assert max(abs(value - found[0][0]) for value in found[1]) < 1e-4
+    _, (expected,) = counted(mx, kind, False, training)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", compat.CompatWarning)
+        block, found = counted(mx, kind, True, training)
+    assert max(abs(value - expected) for value in found) < 1e-4
     operation = "that sets the parameter {!r}".format(block.state.name)
     texts = [str(w.message) for w in caught if issubclass(w.category, compat.CompatWarning)]
     assert texts == [MIXED.format(operation, block.name) + WHOLE]
@@ -509,6 +475,13 @@ def test_running_statistics_behind_an_operation_across_rows(mx):
             np.testing.assert_allclose(each.asnumpy(), expected.asnumpy(), atol=1e-5)
 
 
+def add_statistics(block):
+    """Running statistics of its own, for a block of the user's."""
+    options = {"shape": (8,), "grad_req": "null", "differentiable": False}
+    block.mean = block.params.get("mean", init="zeros", **options)
+    block.var = block.params.get("var", init="ones", **options)
+
+
 def test_running_statistics_of_operations(mx):
     """Of an imported graph and of a block of the user's: known by their operation, BatchNorm."""
 
@@ -518,11 +491,7 @@ def test_running_statistics_of_operations(mx):
             with self.name_scope():
                 for name, value in (("gamma", "ones"), ("beta", "zeros")):
                     setattr(self, name, self.params.get(name, shape=(8,), init=value))
-                for name, value in (("mean", "zeros"), ("var", "ones")):
-                    own = self.params.get(
-                        name, shape=(8,), init=value, grad_req="null", differentiable=False
-                    )
-                    setattr(self, name, own)
+                add_statistics(self)
 
         def hybrid_forward(self, F, x, gamma, beta, mean, var):
             return F.BatchNorm(x, gamma, beta, mean, var, momentum=0.75, fix_gamma=False)
@@ -532,8 +501,7 @@ def test_running_statistics_of_operations(mx):
         return mx.gluon.SymbolBlock(symbol, mx.sym.var("data"))
 
     inputs = data(61)[0] * 3 + 1
-    shards = [inputs[:20], inputs[20:40], inputs[40:]]
-    expected = sum(len(shard) * shard.mean(axis=0) for shard in shards) / 61 * 0.25
+    expected, _ = running_statistics(inputs)
     for block in (Own(), imported()):
         compat.parallelize(block).initialize()
         block(mx.nd.array(inputs))
@@ -554,11 +522,7 @@ def test_states_that_a_backward_pass_sets_by_rows_are_refused(mx):
         def __init__(self):
             super(Own, self).__init__()
             with self.name_scope():
-                for name, value in (("mean", "zeros"), ("var", "ones")):
-                    own = self.params.get(
-                        name, shape=(8,), init=value, grad_req="null", differentiable=False
-                    )
-                    setattr(self, name, own)
+                add_statistics(self)
 
         def forward(self, x):
             one = mx.nd.ones(8, ctx=x.context)

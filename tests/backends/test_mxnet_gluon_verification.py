@@ -13,6 +13,7 @@ from compat._configuration import registry
 from compat._rows import split_rows
 from compat.testing import in_span, span
 
+from . import test_mxnet_gluon
 from .test_mxnet_gluon import (
     DEVICES,
     convolutional,
@@ -26,15 +27,8 @@ from .test_mxnet_gluon import (
     weights,
 )
 
+mx = test_mxnet_gluon.mx  # the fixture
 pytestmark = pytest.mark.row("Gluon Block")
-
-
-@pytest.fixture(scope="module")
-def mx():
-    compat.configure_gpu(simulate=3)
-    import mxnet
-
-    return mxnet
 
 
 def verified(net, steps=1):

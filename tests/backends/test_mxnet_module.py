@@ -11,17 +11,11 @@ from compat._configuration import registry
 from compat._rows import split_rows
 from compat.testing import in_span, span
 
-from .test_mxnet_gluon import DEVICES, data
+from . import test_mxnet_gluon
+from .test_mxnet_gluon import DEVICES, data, difference, running_statistics
 
+mx = test_mxnet_gluon.mx  # the fixture
 pytestmark = pytest.mark.row("MXNet Module")
-
-
-@pytest.fixture(scope="module")
-def mx():
-    compat.configure_gpu(simulate=3)
-    import mxnet
-
-    return mxnet
 
 
 def symbol(mx, **softmax):
@@ -71,11 +65,6 @@ def step(mx, module, rows):
 def weights(module):
     arguments, states = module.get_params()
     return [held[name].asnumpy() for held in (arguments, states) for name in sorted(held)]
-
-
-def difference(first, second):
-    assert len(first) == len(second)
-    return max(np.abs(a - b).max() for a, b in zip(first, second))
 
 
 @span
@@ -200,15 +189,11 @@ def test_batchnorm_by_numbers(mx, rows):
     module.init_params()
     inputs = data(rows)[0] * 3 + 1
     module.forward_backward(mx.io.DataBatch([mx.nd.array(inputs)], [mx.nd.array(inputs)]))
-    shards = [inputs[slice(*split_rows.bounds(rows, 3, i))] for i in range(3)]
-    shards = [shard for shard in shards if len(shard)]
-    for name, first, statistic in (("mean", 0, np.mean), ("var", 1, np.var)):
-        new = sum(statistic(shard, axis=0) * len(shard) for shard in shards) / rows
-        for arrays in module._exec_group.aux_arrays:
-            assert all((array.asnumpy() == arrays[0].asnumpy()).all() for array in arrays)
-        names = module._exec_group.aux_names
-        running = module._exec_group.aux_arrays[names.index("norm_moving_" + name)][0].asnumpy()
-        np.testing.assert_allclose(running, 0.75 * first + 0.25 * new, rtol=1e-4, atol=1e-6)
+    group = module._exec_group
+    for name, expected in zip(("mean", "var"), running_statistics(inputs)):
+        first, *others = group.aux_arrays[group.aux_names.index("norm_moving_" + name)]
+        np.testing.assert_allclose(first.asnumpy(), expected, rtol=1e-4, atol=1e-6)
+        assert all((array.asnumpy() == first.asnumpy()).all() for array in others)
 
 
 def test_after_bind_it_is_bound_anew_and_keeps_its_parameters(mx):
@@ -318,31 +303,42 @@ def test_what_computes_across_rows_runs_whole(mx, name, bound_first):
     assert done == [13, 0, 0]
 
 
+def custom(mx, name, forward=lambda x: x, backward=lambda gradient: gradient, states=()):
+    """An operation of one's own for symbols: functions of its input and of what comes back.
+
+    Arguments:
+        states: names of numbers that it keeps, which ``forward`` is given, too.
+    """
+
+    class Own(mx.operator.CustomOp):
+        def forward(self, is_train, req, in_data, out_data, aux):
+            self.assign(out_data[0], req[0], forward(in_data[0], *aux))
+
+        def backward(self, req, out_grad, in_data, out_data, in_grad, aux):
+            self.assign(in_grad[0], req[0], backward(out_grad[0]))
+
+    @mx.operator.register(name)
+    class Properties(mx.operator.CustomOpProp):
+        def list_auxiliary_states(self):
+            return list(states)
+
+        def infer_shape(self, in_shape):
+            return in_shape, [in_shape[0]], [(1,) for _ in states]
+
+        def create_operator(self, context, shapes, types):
+            return Own()
+
+    return lambda x, **options: mx.sym.Custom(x, op_type=name, **options)
+
+
 @span
 def test_operations_without_a_rule_are_tried(mx):
     """Before there is a batch, with random numbers."""
 
-    class Operation(mx.operator.CustomOp):
-        def __init__(self, mixes):
-            super().__init__()
-            self.mixes = mixes
-
-        def forward(self, is_train, req, in_data, out_data, aux):
-            x = in_data[0]
-            mean = x.mean(axis=0, keepdims=True) if self.mixes else 1
-            self.assign(out_data[0], req[0], x - mean)
-
-    @mx.operator.register("compat_module")
-    class Prop(mx.operator.CustomOpProp):
-        def __init__(self, mixes):
-            super().__init__(need_top_grad=True)
-            self.mixes = mixes == "True"
-
-        def create_operator(self, context, shapes, types):
-            return Operation(self.mixes)
-
     for mixes in (False, True):
-        net = mx.sym.Custom(mx.sym.var("data"), op_type="compat_module", mixes=mixes, name="own")
+        mean = (lambda x: x.mean(axis=0, keepdims=True)) if mixes else (lambda x: 1)
+        own = custom(mx, "compat_module_%d" % mixes, lambda x, mean=mean: x - mean(x))
+        net = own(mx.sym.var("data"), name="own")
         module = compat.parallelize(mx.mod.Module(net, label_names=None))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("ignore")  # of SciPy, which MXNet imports
@@ -351,34 +347,17 @@ def test_operations_without_a_rule_are_tried(mx):
         module.init_params()
         inputs = data(13)[0]
         module.forward(mx.io.DataBatch([mx.nd.array(inputs)], None))
-        expected = inputs - (inputs.mean(axis=0, keepdims=True) if mixes else 1)
+        expected = inputs - mean(inputs)
         np.testing.assert_allclose(module.get_outputs()[0].asnumpy(), expected, atol=1e-6)
         assert len(caught) == mixes
         assert len(module._exec_group.execs) == (1 if mixes else 3)
 
 
-def custom(mx, name, backward):
-    """A symbol's operation of one's own: its input, with the gradient that a function makes."""
-
-    class Own(mx.operator.CustomOp):
-        def forward(self, is_train, req, in_data, out_data, aux):
-            self.assign(out_data[0], req[0], in_data[0])
-
-        def backward(self, req, out_grad, in_data, out_data, in_grad, aux):
-            self.assign(in_grad[0], req[0], backward(out_grad[0]))
-
-    @mx.operator.register(name)
-    class Properties(mx.operator.CustomOpProp):
-        def create_operator(self, context, shapes, types):
-            return Own()
-
-    return lambda *args: mx.sym.Custom(*args, op_type=name)
-
-
 @pytest.mark.parametrize("mixes", [True, False])
 def test_gradients_of_ones_own(mx, mixes):
     function = (lambda g: g / mx.nd.norm(g)) if mixes else (lambda g: -0.5 * g)
-    own, results, texts = custom(mx, "compat_own_{}".format(mixes), function), [], []
+    own = custom(mx, "compat_own_%d" % mixes, backward=function)
+    results, texts = [], []
     for parallel in (False, True):
         x = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=4, name="a")
         module = mx.mod.Module(mx.sym.SoftmaxOutput(own(x), name="softmax"))

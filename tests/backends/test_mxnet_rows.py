@@ -1,5 +1,6 @@
 """What models on MXNet may compute of the rows of a batch, and of what came before."""
 
+import functools
 import warnings
 
 import numpy as np
@@ -10,6 +11,7 @@ from compat._configuration import registry
 from compat.testing import in_span, initialise, keras_under_test, optimizer, span
 
 from . import graph_cases
+from .test_mxnet_module import custom
 
 
 @pytest.fixture(scope="module")
@@ -117,19 +119,6 @@ def test_predicts_with_the_weights_of_now(keras, kind):
     )
 
 
-@span
-def test_predicts_with_the_weights_of_now_without_compile(keras):
-    inputs = np.random.RandomState(0).normal(size=(13, 5, 5, 2))
-    plain, model = [initialise(convolutional(keras, "Conv2D")) for _ in range(2)]
-    compat.parallelize(model)
-    for factor in (1, -2):
-        for each in (plain, model):
-            each.set_weights([factor * weight for weight in each.get_weights()])
-        np.testing.assert_allclose(
-            plain.predict(inputs), model.predict(inputs), rtol=1e-4, atol=1e-5
-        )
-
-
 def test_executors_are_bound_once_for_each_shape(keras):
     model = compat.parallelize(initialise(convolutional(keras, "Conv2D")))
     model.compile("sgd", "mse")
@@ -142,20 +131,6 @@ def test_executors_are_bound_once_for_each_shape(keras):
 
 
 # Across rows ------------------------------------------------------------------------------------
-
-
-@span
-@pytest.mark.parametrize("name", ["mean", "softmax"])
-def test_what_computes_across_rows_gets_all_of_them(keras, name):
-    function = graph_cases.across_rows(keras.backend)[name]
-    texts = graph_cases.one_devices_numbers(keras, lambda: graph_cases.model_of(keras, function))
-    assert len(texts) == 1
-    begin, _, end = texts[0].partition(" computes")
-    assert begin.startswith("The operation ")
-    assert end == (
-        " across the rows of a batch, of which each device has a part. It, and all that follows "
-        "from it, runs on cpu(0) with the whole batch."
-    )
 
 
 @pytest.mark.parametrize("kind", ["positions", "looked up", "loop"])
@@ -234,17 +209,6 @@ def test_states_are_those_of_one_device(keras, kind):
     assert bool(texts) == (kind != "steps")
 
 
-@span
-def test_losses_that_are_sums(keras):
-    K = keras.backend
-    assert not graph_cases.one_devices_numbers(keras, lambda: graph_cases.with_added_loss(keras))
-    graph_cases.one_devices_numbers(
-        keras,
-        lambda: graph_cases.model_of(keras, lambda x: x * 1.0),
-        loss=lambda y, p: 0.1 * K.sum(K.square(y - p)),
-    )
-
-
 # What is not known, what has other rows -----------------------------------------------------------
 
 WHOLE = (
@@ -262,37 +226,21 @@ def test_operations_without_a_rule_are_tried(keras, kind):
     """Of the user's own: it is divided, or left to the first device; so is one with a state."""
     import mxnet as mx
 
-    class Operation(mx.operator.CustomOp):
-        def forward(self, is_train, req, in_data, out_data, aux):
-            x = in_data[0]
-            if kind == "mixed":
-                x = x - x.mean(axis=0, keepdims=True)
-            if kind == "state":
-                aux[0][:] += x.sum()
-                x = x + 0.01 * aux[0]
-            self.assign(out_data[0], req[0], x)
+    def centred(x):
+        return x - x.mean(axis=0, keepdims=True)
 
-        def backward(self, req, out_grad, in_data, out_data, in_grad, aux):
-            x = out_grad[0]
-            if kind == "mixed":
-                x = x - x.mean(axis=0, keepdims=True)
-            self.assign(in_grad[0], req[0], x)
+    def counting(x, count):
+        count[:] += x.sum()
+        return x + 0.01 * count
 
-    @mx.operator.register("compat_{}".format(kind))
-    class Prop(mx.operator.CustomOpProp):
-        def list_auxiliary_states(self):
-            return ["count"] if kind == "state" else []
-
-        def infer_shape(self, in_shape):
-            return in_shape, [in_shape[0]], [(1,)] if kind == "state" else []
-
-        def create_operator(self, context, shapes, types):
-            return Operation()
-
-    def function(x):
-        return mx.sym.Custom(x, op_type="compat_{}".format(kind), name="own_" + kind)
-
-    texts = graph_cases.one_devices_numbers(keras, lambda: lambda_model(keras, function, "own"))
+    functions = {
+        "rows": {},
+        "mixed": {"forward": centred, "backward": centred},
+        "state": {"forward": counting, "states": ["count"]},
+    }
+    own = custom(mx, "compat_" + kind, **functions[kind])
+    build = functools.partial(lambda_model, keras, lambda x: own(x, name="own_" + kind), "own")
+    texts = graph_cases.one_devices_numbers(keras, build)
     reason = {
         "state": "computes across the rows of a batch, of which each device has a part.",
         "mixed": "gives other numbers for three rows of a batch together than for two of them and "
@@ -345,14 +293,6 @@ def test_shapes_for_one_number_of_rows_run_whole(keras):
     assert texts == [unknown("fixed")]
 
 
-def test_strict_makes_it_an_error(keras, monkeypatch):
-    monkeypatch.setattr(compat._runtime.process.process.configuration.settings, "strict", True)
-    model = graph_cases.model_of(keras, graph_cases.across_rows(keras.backend)["mean"])
-    compat.parallelize(model).compile("sgd", "mse")
-    with pytest.raises(compat.UnsupportedError, match="computes across the rows of a batch"):
-        model.train_on_batch(np.ones((13, 8)), np.ones((13, 4)))
-
-
 @pytest.mark.parametrize("kind", ["target", "state", "channels_first"])
 def test_what_has_rows_that_keras_does_not_feed(keras, kind):
     """MXNet's text of a number of rows that compat made up was shown."""
@@ -383,22 +323,6 @@ def test_what_has_rows_that_keras_does_not_feed(keras, kind):
             model.train_on_batch(inputs, targets)
         results.append(model.get_weights())
         random = np.random.RandomState(0)
-    for one, several in zip(*results):
-        np.testing.assert_allclose(one, several, atol=1e-5)
-
-
-def test_sparse_matrices_of_scipy(keras):
-    sparse = pytest.importorskip("scipy.sparse")
-    inputs = sparse.random(13, 8, 0.5, "csr", "float32", np.random.RandomState(0))
-    results = []
-    for parallel in (False, True):
-        first = keras.layers.Input(shape=(8,), sparse=True)
-        model = initialise(keras.models.Model(first, keras.layers.Dense(4)(first)))
-        if parallel:
-            compat.parallelize(model)
-        model.compile(optimizer(keras, "sgd"), "mse")
-        model.train_on_batch(inputs, np.ones((13, 4)))
-        results.append([model.predict_on_batch(inputs)] + model.get_weights())
     for one, several in zip(*results):
         np.testing.assert_allclose(one, several, atol=1e-5)
 
