@@ -9,6 +9,11 @@ Tensor = collections.namedtuple("Tensor", "name shape masked")
 Tensor.__new__.__defaults__ = (False,)
 
 
+def call_of(kind, *arguments):
+    """The text of a call; empty arguments are none."""
+    return "{}({})".format(kind, ", ".join(str(a) for a in arguments if a != ""))
+
+
 class Drawing:
     """Draws from a seed, and writes down layers.
 
@@ -38,7 +43,7 @@ class Drawing:
 
     def layer(self, kind, arguments, shape, *tensors, **options):
         """Write down one more layer, applied to these tensors; the tensor that comes out."""
-        text = "{}({})".format(kind, ", ".join(str(a) for a in arguments if a != ""))
+        text = call_of(kind, *arguments)
         masked = options.pop("masked", False)
         return self.apply(text, shape, *tensors, masked=masked, **options)
 

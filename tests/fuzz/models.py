@@ -7,7 +7,7 @@ printed (see parts.py for the names that are not Keras' own), and so are its ste
 import collections
 
 import numpy as np
-from drawing import Drawing, Tensor
+from drawing import Drawing, Tensor, call_of
 from kerases import SIMULATED as DEVICES
 
 # One input or output of a model: ``kind`` says which values it takes.
@@ -184,18 +184,13 @@ class Program(Drawing):
                          "repeat")  # fmt: skip
         if kind == "nested":
             inner = "n{}".format(len(self.tensors))
-            self.lines.append(
-                "{} = Sequential([Dense({}, input_shape={}), Dense({})])".format(
-                    inner, ", ".join(str(a) for a in dense if a != ""), tensor.shape, width
-                )
-            )
+            first = call_of("Dense", *dense, "input_shape={}".format(tensor.shape))
+            self.lines.append("{} = Sequential([{}, Dense({})])".format(inner, first, width))
             return self._twice(inner, (width,), tensor)
         if kind == "shared":
             shared = "s{}".format(len(self.tensors))
             dense[0] = tensor.shape[0]
-            self.lines.append(
-                "{} = Dense({})".format(shared, ", ".join(str(a) for a in dense if a != ""))
-            )
+            self.lines.append("{} = {}".format(shared, call_of("Dense", *dense)))
             return self._twice(shared, tensor.shape, tensor)
         if kind == "frozen":
             return self.layer("Dense", dense + ["trainable=False"], (width,), tensor)
@@ -231,9 +226,8 @@ class Program(Drawing):
         if self.chance(0.3):
             options.append("go_backwards=True")
         elif "Bidirectional" not in self.lacks and self.chance(0.3):
-            text = "{}({})".format(kind, ", ".join(str(o) for o in options if o != ""))
             shape = shape[:-1] + (2 * width,)
-            return self.layer("Bidirectional", [text], shape, tensor)
+            return self.layer("Bidirectional", [call_of(kind, *options)], shape, tensor)
         return self.layer(kind, options, shape, tensor)
 
     def _sequence(self, tensor):
@@ -310,8 +304,8 @@ class Program(Drawing):
             sequential = place and sequences and loss in ("mse", "binary_crossentropy")
             if sequential and self.chance(0.7):
                 source = self.pick(*sequences)
-                text = "Dense({})".format(", ".join(str(d) for d in dense))
-                output = self.layer("TimeDistributed", [text, name], source.shape[:1] + (units,),
+                arguments = [call_of("Dense", *dense), name]
+                output = self.layer("TimeDistributed", arguments, source.shape[:1] + (units,),
                                     source, masked=source.masked)  # fmt: skip
             else:
                 source = self.pick(*vectors) if place and vectors else joined
