@@ -19,7 +19,6 @@ from compat._ranks import Job
 from compat._rows import split_rows
 from compat.testing import (
     CASES,
-    SPAN_TRIALS,
     ParallelContract,
     in_span,
     initialise,
@@ -120,8 +119,6 @@ class TestMXNet(ParallelContract):
             models.append(model)
         self.close(models[0].get_weights(), models[1].get_weights())
 
-    # Last partial batches, metrics ------------------------------------------------------------
-
     def test_compiled_models_train_to_the_numbers_of_one_device(self, keras, automatic):
         """One model: two that share layers train copies of the weights, also on one device."""
         inputs, targets = CASES["dense"].data(61)
@@ -139,21 +136,6 @@ class TestMXNet(ParallelContract):
         model = self.build(keras, "dense")
         self.check_left_alone(model, "it is compiled with context=['cpu(0)'].", context=["cpu(0)"])
         assert getattr(model, "_compat_replicas", None) is None
-
-    @span
-    @pytest.mark.parametrize("name, optimizer_name", SPAN_TRIALS)
-    def test_last_partial_batches(self, keras, name, optimizer_name):
-        plain = self.compiled(keras, name, optimizer_name)
-        parallel = self.compiled(keras, name, optimizer_name, parallel=True)
-        start = plain.get_weights()
-        for batch in (64, 61, 16):
-            for last in (13, 2, 1):
-                inputs, targets = CASES[name].data(batch + last)
-                for model in (plain, parallel):
-                    model.set_weights(start)
-                    model.fit(inputs, targets, batch_size=batch, epochs=3, shuffle=False, verbose=0)
-                assert largest_difference(start, plain.get_weights()) > 1e-3
-                self.close(plain.get_weights(), parallel.get_weights(), 2e-6)
 
     @span
     def test_losses_and_metrics_reported(self, keras):
@@ -389,20 +371,6 @@ class TestMXNet(ParallelContract):
         assert [str(e.arg_dict[model.inputs[0].name].context) for e in executors(model)] == [
             "cpu(2)"
         ]
-
-    @span
-    def test_executors_hold_shards_and_gradients_on_their_contexts(self, keras):
-        model = self.compiled(keras, "conv", parallel=True)
-        model.train_on_batch(*CASES["conv"].data(61))
-        phase = model._compat_replicas.phases["train"]
-        trainable = {weight.name for weight in model.trainable_weights}
-        for index, body in enumerate(phase.bodies):
-            assert body.outputs[0].shape[0] == [20, 20, 21][index]
-            assert set(body.grad_dict) >= trainable
-            for name in trainable:
-                assert str(body.grad_dict[name].context) == "cpu({})".format(index)
-                assert np.abs(body.grad_dict[name].asnumpy()).max() > 0
-        assert not trainable & set(phase.head.arg_dict)  # it computes the loss alone
 
     def test_compiled_again_keeps_weights(self, keras):
         inputs, targets = CASES["dense"].data(45)

@@ -119,6 +119,19 @@ def test_predicts_with_the_weights_of_now(keras, kind):
     )
 
 
+@span
+def test_predicts_with_the_weights_of_now_without_compile(keras):
+    inputs = np.random.RandomState(0).normal(size=(13, 5, 5, 2))
+    plain, model = [initialise(convolutional(keras, "Conv2D")) for _ in range(2)]
+    compat.parallelize(model)
+    for factor in (1, -2):
+        for each in (plain, model):
+            each.set_weights([factor * weight for weight in each.get_weights()])
+        np.testing.assert_allclose(
+            plain.predict(inputs), model.predict(inputs), rtol=1e-4, atol=1e-5
+        )
+
+
 def test_executors_are_bound_once_for_each_shape(keras):
     model = compat.parallelize(initialise(convolutional(keras, "Conv2D")))
     model.compile("sgd", "mse")

@@ -316,22 +316,6 @@ def test_imported_theano_reports_it_too(tmp_path):
     assert ask_theano("import", sample, tmp_path) == [[]] * IMPORTS
 
 
-def test_texts_as_theano_splits_them():
-    split = theano_flags.split_flags
-    assert split("device=cpu,floatX=float32") == [("device", "cpu"), ("floatX", "float32")]
-    assert split(r"gcc.cxxflags=-I/a\,b,openmp=1") == [("gcc.cxxflags", "-I/a,b"), ("openmp", "1")]
-    assert split("""a='x,"y"',b="x,'y'" """) == [("a", 'x,"y"'), ("b", "x,'y'")]
-    assert split("device = cpu") == [("device ", " cpu")]
-    assert split("openmp,,device=cpu # and, so on") == [("openmp", None), ("device", "cpu")]
-    assert theano_flags.parse_flags("mode=a,mode=b,mode") == {"mode": "b"}
-    merge = theano_flags.merge_flags
-    assert merge("", {"device": "cpu"}) == "device=cpu"
-    assert merge("device=gpu0,openmp,mode=a,mode=b", {"device": "cpu"}) == (
-        "device=cpu,openmp,mode=b"
-    )
-    assert merge("cxx='a,b' # why", {"x": "#"}) == r"cxx=a\,b,x=\#"
-
-
 # Writing a file -------------------------------------------------------------------------------
 
 OLD = """\
