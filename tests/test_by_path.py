@@ -1,11 +1,11 @@
 """A ``compat`` of the user's own, where ``python -m`` and scripts look first."""
 
 import os
-import subprocess
 import sys
 
 import pytest
 from conftest import ROOT
+from outcomes import ended
 
 from compat import errors
 from compat._commands import verify_script
@@ -27,15 +27,7 @@ def folder(tmp_path):
 
 
 def finished(folder, *command, **environ):
-    completed = subprocess.run(
-        command,
-        cwd=str(folder),
-        env=dict(os.environ, **dict({"PYTHONPATH": ROOT}, **environ)),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        universal_newlines=True,
-    )
-    return completed.returncode, completed.stdout, completed.stderr
+    return ended(command, environ, cwd=str(folder))
 
 
 def note(script, path):

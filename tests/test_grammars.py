@@ -164,7 +164,9 @@ def written_hosts(draw):
     hosts = [
         (
             draw.choice(["", "ann@", "j.doe-2@"])
-            + draw.choice(["node{}", "gpu-{}.example.org", "10.0.0.{}", "_x{}"]).format(n),
+            + draw.choice(["node{}", "gpu-{}.example.org", "g{}.a.", "10.0.0.{}", "_x{}"]).format(
+                n
+            ),
             draw.randint(1, 9),
         )
         for n in range(size)

@@ -6,6 +6,7 @@ import socket
 import zlib
 
 import pytest
+from outcomes import raised
 
 import compat
 from compat._configuration import device_choice, gpu_selection
@@ -236,6 +237,10 @@ REFUSED = {
 }  # fmt: skip
 
 
+def error_of(call, *arguments):
+    return raised(compat.RankError, call, *arguments)
+
+
 def four(place):
     return place.rank, place.size, place.local_rank, place.local_size
 
@@ -253,9 +258,7 @@ def test_joined(launcher):
 @pytest.mark.parametrize("launcher", sorted(REFUSED))
 def test_refused(launcher):
     environ, text = REFUSED[launcher]
-    with pytest.raises(compat.RankError) as error:
-        launchers.launched(environ)
-    assert str(error.value) == text.format(**environ)
+    assert error_of(launchers.launched, environ) == text.format(**environ)
     assert launchers.launched(dict(environ, COMPAT_ALONE="1")) is None
 
 
@@ -327,9 +330,7 @@ def test_alone(environ):
     ],
 )
 def test_contradictions_are_errors(launcher, text):
-    with pytest.raises(compat.RankError) as error:
-        launchers.launched(environment(text))
-    assert str(error.value) == (
+    assert error_of(launchers.launched, environment(text)) == (
         "The environment of {} contradicts itself: {}. Ranks count from 0 and are fewer than the "
         "size. Start the script with its launcher again, or set COMPAT_ALONE=1 to train "
         "alone.".format(launcher, text.replace(" ", ", "))
@@ -349,9 +350,7 @@ def test_contradictions_are_errors(launcher, text):
     ],
 )
 def test_what_is_no_place_is_an_error(name, environ):
-    with pytest.raises(compat.RankError) as error:
-        launchers.launched(environ)
-    assert str(error.value) == (
+    assert error_of(launchers.launched, environ) == (
         "{}={} does not tell the rank of this process in a way that compat understands. Set "
         "COMPAT_RANK, COMPAT_SIZE, COMPAT_LOCAL_RANK and COMPAT_LOCAL_SIZE instead, or "
         "COMPAT_ALONE=1 to train alone.".format(name, environ[name])
@@ -425,9 +424,7 @@ def test_a_cluster_by_index():
     place = launchers.launched(worker("worker", 1, worker={"1": "b:1", "0": "a:1"}))
     assert four(place) == (1, 2, 0, 1)
     environ = worker("worker", 1, worker={"1": "b:1"})
-    with pytest.raises(compat.RankError) as error:
-        launchers.launched(environ)
-    assert str(error.value) == SPARSE.format(**environ)
+    assert error_of(launchers.launched, environ) == SPARSE.format(**environ)
 
 
 def test_the_evaluator_is_no_rank_and_never_the_chief(monkeypatch):
@@ -457,9 +454,7 @@ def test_the_evaluator_is_no_rank_and_never_the_chief(monkeypatch):
     ],
 )
 def test_a_tf_config_that_no_rank_can_have_is_an_error(environ, problem):
-    with pytest.raises(compat.RankError) as error:
-        launchers.launched(environ)
-    assert str(error.value) == (
+    assert error_of(launchers.launched, environ) == (
         'TF_CONFIG={} is not understood: {}. Use JSON such as {{"cluster": {{"worker": '
         '["host1:2222", "host2:2222"]}}, "task": {{"type": "worker", "index": 0}}}}, or set '
         "COMPAT_ALONE=1 to train alone.".format(environ["TF_CONFIG"], problem)
@@ -494,9 +489,7 @@ def test_ranks_of_one_machine_meet_on_its_loopback_interface():
 @pytest.mark.parametrize("address", ["node1", "node1:", ":29500", "node1:70000", "node1:http"])
 def test_an_address_that_is_none_is_an_error(address):
     environ = dict(JOINED["JAX's variables"][0], JAX_COORDINATOR_ADDRESS=address)
-    with pytest.raises(compat.RankError) as error:
-        rendezvous.find(launchers.launched(environ), environ)
-    assert str(error.value) == (
+    assert error_of(rendezvous.find, launchers.launched(environ), environ) == (
         "JAX_COORDINATOR_ADDRESS is {!r}, which is not a host and a port. Use the host name or "
         "address of rank 0's machine and a free port there, such as node1:29500.".format(address)
     )
@@ -504,9 +497,7 @@ def test_an_address_that_is_none_is_an_error(address):
 
 def test_two_variables_that_are_no_address_are_an_error():
     environ = environment("RANK=0 WORLD_SIZE=2 MASTER_ADDR=node1 MASTER_PORT=http")
-    with pytest.raises(compat.RankError) as error:
-        rendezvous.find(launchers.launched(environ), environ)
-    assert str(error.value) == (
+    assert error_of(rendezvous.find, launchers.launched(environ), environ) == (
         "MASTER_ADDR and MASTER_PORT are 'node1:http', which is not a host and a port. Use the "
         "host name or address of rank 0's machine and a free port there, such as node1:29500."
     )
@@ -516,9 +507,8 @@ def test_an_unknown_rendezvous_is_an_error(monkeypatch):
     environ = environment("PMI_RANK=1 PMI_SIZE=2 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2")
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(compat.RankError) as error:
-        rendezvous.require(launchers.launched(environ), "torch.distributed")
-    assert str(error.value) == (
+    place = launchers.launched(environ)
+    assert error_of(rendezvous.require, place, "torch.distributed") == (
         "This process is rank 1 of 2 (mpiexec), but nothing tells torch.distributed where the "
         "rendezvous is. Set MASTER_ADDR to the host name or address of rank 0's machine and "
         "MASTER_PORT to a free port there, the same for all ranks; or start the script with compat "
@@ -547,9 +537,8 @@ def test_a_port_that_is_taken_is_an_error():
         taken.bind(("127.0.0.1", 0))
         taken.listen(1)
         port = taken.getsockname()[1]
-        with pytest.raises(compat.RankError) as error:
-            rendezvous.listen(place, "127.0.0.1", port)
-    assert str(error.value) == (
+        told = error_of(rendezvous.listen, place, "127.0.0.1", port)
+    assert told == (
         "This process is rank 0 of 2 (srun), and it cannot listen at 127.0.0.1:{}, the rendezvous "
         "of the ranks: Address already in use. Set MASTER_ADDR and MASTER_PORT to another host or "
         "port, the same for all ranks.".format(port)

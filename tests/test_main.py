@@ -16,6 +16,7 @@ from unittest import mock
 import numpy.random  # noqa: F401  (here, since the fixture site hides site-packages)
 import pytest
 from conftest import ROOT, Toy
+from outcomes import ended, raised
 
 import compat
 from compat import __main__, _verification
@@ -26,14 +27,7 @@ pytestmark = pytest.mark.usefixtures("process")
 
 def command(*arguments):
     """``python -m compat`` in a Python without site-packages, so without any backend."""
-    completed = subprocess.run(
-        [sys.executable, "-S", "-m", "compat"] + list(arguments),
-        env=dict(os.environ, PYTHONPATH=ROOT, COLUMNS="80"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        universal_newlines=True,
-    )
-    return completed.returncode, completed.stdout, completed.stderr
+    return ended([sys.executable, "-S", "-m", "compat"] + list(arguments), {"COLUMNS": "80"})
 
 
 def here(*arguments):
@@ -46,6 +40,13 @@ def here(*arguments):
             except SystemExit as error:
                 status = error.code
     return status, out.getvalue(), err.getvalue()
+
+
+def refused(*arguments):
+    """What a command says of arguments that it does not take; it prints and does nothing."""
+    status, out, err = here(*arguments)
+    assert (status, out) == (2, "")
+    return err
 
 
 def test_standard_output_that_nobody_reads():
@@ -83,10 +84,8 @@ def test_test_where_no_backend_is_installed():
 
 @pytest.mark.parametrize("number", ["1", "0", "-3", "two", "2.5"])
 def test_test_needs_two_devices(number):
-    status, out, err = here("test", "--devices=" + number)
-    assert (status, out) == (2, "")
     what = "argument --devices: '{}' is not a number of devices, 2 or more".format(number)
-    assert err.endswith("compat test: error: {}\n".format(what))
+    assert refused("test", "--devices=" + number).endswith("compat test: error: {}\n".format(what))
 
 
 @pytest.mark.parametrize(
@@ -98,9 +97,8 @@ def test_test_needs_two_devices(number):
     ],
 )
 def test_test_as_ranks(arguments, said):
-    status, out, err = here("test", *arguments)
-    assert (status, out) == (2, "")
-    assert err.endswith("compat test: error: argument -n: {}\n".format(said))
+    text = "compat test: error: argument -n: {}\n".format(said)
+    assert refused("test", *arguments).endswith(text)
 
 
 def test_test_of_a_module(monkeypatch):
@@ -280,26 +278,20 @@ def test_test_needs_as_many_devices_as_were_asked_for(verified_toy, monkeypatch)
     from compat._commands import selftest
 
     monkeypatch.setattr(verified_toy, "devices", lambda: ["cpu:0"])
-    with pytest.raises(compat.DevicesNotFoundError) as error:
-        selftest.run(3, simulate=True)
-    assert str(error.value) == (
+    assert raised(compat.DevicesNotFoundError, selftest.run, 3, simulate=True) == (
         "3 devices are needed for the comparison, but the framework shows cpu:0."
     )
 
 
 def test_test_of_a_script_that_is_not_there():
-    status, out, err = here("test", "missing.py")
-    assert (status, out) == (2, "")
-    assert err == (
+    assert refused("test", "missing.py") == (
         "compat test: there is no file missing.py. Give the path of a script, or -m and the name "
         "of a module; what follows are its own arguments.\n"
     )
 
 
 def test_a_command_is_needed_and_told():
-    status, out, err = here()
-    assert (status, out) == (2, "")
-    assert err.endswith(
+    assert refused().endswith(
         "compat: error: a command is needed: env, run, test, machines, pins, tox or unwrap\n"
     )
 

@@ -2,13 +2,13 @@
 
 import configparser
 import os
-import shutil
 
 import pytest
 from conftest import ROOT
+from outcomes import raised
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
-from test_main import command, here
+from test_main import command, here, refused
 
 import compat
 from compat._commands import pins, specifiers
@@ -112,14 +112,14 @@ NAMES = (
     ],
 )
 def test_what_has_no_pins(arguments, text):
-    assert here("pins", *arguments) == (2, "", "compat pins: {}\n".format(text))
+    assert refused("pins", *arguments) == "compat pins: {}\n".format(text)
 
 
 def test_a_version_that_is_none():
-    status, out, err = here("pins", "jax", "--python", "new")
-    assert (status, out) == (2, "")
     what = "argument --python: 'new' is not a version of Python, such as 3.7"
-    assert err.endswith("compat pins: error: {}\n".format(what))
+    assert refused("pins", "jax", "--python", "new").endswith(
+        "compat pins: error: {}\n".format(what)
+    )
 
 
 def test_help():
@@ -146,43 +146,28 @@ Requires-Dist: theano ; extra == 'theano'
 
 
 @pytest.fixture
-def installed(tmp_path, monkeypatch, run):
-    """Run ``compat pins`` of a copy with this metadata; no other is on the path."""
-    shutil.copytree(
-        os.path.join(ROOT, "compat"),
-        str(tmp_path / "compat"),
-        ignore=shutil.ignore_patterns("__pycache__", "testing", "engines"),
-    )
+def installed(tmp_path, monkeypatch):
+    """The pins of a copy of this package with this metadata, which is what pip leaves."""
 
     def pins_of(metadata):
-        if metadata is not None:
-            folder = tmp_path / "keras_gpu_compat-0.1.0.dist-info"
-            folder.mkdir()
-            text = "Metadata-Version: 2.1\nName: keras-gpu-compat\n" + metadata + "\nA text.\n"
-            (folder / "METADATA").write_text(text)
-        program = """\
-            import sys
-            sys.path.insert(0, sys.argv[1])
-            from compat import errors
-            from compat._commands import pins
-            try:
-                print(" ".join(pins.pins("tf_keras", (3, 11))))
-            except errors.CompatError as error:
-                print(type(error).__name__, error)
-        """
-        return run(program, str(tmp_path)).rstrip("\n")
+        folder = tmp_path / "keras_gpu_compat-0.1.0.dist-info"
+        folder.mkdir()
+        text = "Metadata-Version: 2.1\nName: keras-gpu-compat\n" + metadata + "\nA text.\n"
+        (folder / "METADATA").write_text(text)
+        return pins.pins("tf_keras", (3, 11))
 
+    monkeypatch.setattr(pins, "__file__", str(tmp_path / "compat" / "_commands" / "pins.py"))
     return pins_of
 
 
 @pytest.mark.parametrize("metadata", [NEW, OLD])
 def test_metadata_of_an_installed_package(installed, metadata):
-    assert installed(metadata) == "keras>=2.2.4,<2.4 numpy==1"
+    assert installed(metadata) == ["keras>=2.2.4,<2.4", "numpy==1"]
 
 
 def test_a_copy_without_metadata(installed, tmp_path):
-    assert installed(None) == (
-        "NotInstalledError the pins are in the metadata of keras-gpu-compat, which {} does not "
+    assert raised(compat.NotInstalledError, pins.pins, "tf_keras", (3, 11)) == (
+        "the pins are in the metadata of keras-gpu-compat, which {} does not "
         "have. Install it with pip, not by copying its files.".format(tmp_path)
     )
 
@@ -196,16 +181,17 @@ def test_a_copy_without_metadata(installed, tmp_path):
     ],
 )
 def test_a_marker_that_is_not_understood(installed, marker):
-    assert installed("Requires-Dist: numpy==1; " + marker) == (
-        "UnsupportedError the marker {!r} of 'numpy==1' is not understood: `compat pins` reads "
+    assert raised(compat.UnsupportedError, installed, "Requires-Dist: numpy==1; " + marker) == (
+        "the marker {!r} of 'numpy==1' is not understood: `compat pins` reads "
         "comparisons of python_version and extra, joined by `and`. Install this version of "
         "keras-gpu-compat anew; if that does not help, please report it.".format(marker)
     )
 
 
 def test_a_requirement_that_is_not_understood(installed):
-    assert installed('Requires-Dist: numpy @ file:///tmp/n ; extra == "tf-keras"') == (
-        "UnsupportedError the requirement 'numpy @ file:///tmp/n' in the metadata of "
+    line = 'Requires-Dist: numpy @ file:///tmp/n ; extra == "tf-keras"'
+    assert raised(compat.UnsupportedError, installed, line) == (
+        "the requirement 'numpy @ file:///tmp/n' in the metadata of "
         "keras-gpu-compat is not understood. Install this version of it anew; if that does not "
         "help, please report it."
     )

@@ -8,10 +8,10 @@ installs it by hand; without it the tests here fail.
 import json
 import os
 import shutil
-import subprocess
 import sys
 
 import pytest
+from outcomes import ended
 
 import compat
 from compat._configuration import registry
@@ -114,28 +114,7 @@ print(configuration)
 
 def command(name, *arguments):
     """``compat`` with this backend, in a process of its own that has ended."""
-    return subprocess.run(
-        [sys.executable, "-m", "compat", name, "--backend=numpy"] + list(map(str, arguments)),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        universal_newlines=True,
-    )
-
-
-def test_commands_take_a_script_for_it(tmp_path):
-    """``compat test``: verified on three devices, then as two ranks."""
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    completed = command("test", script)
-    assert completed.returncode == 0, completed.stdout + completed.stderr
-    report, _, verdict = completed.stdout.partition("-" * 72)
-    assert "backend    numpy (" in report
-    assert "numpy.seterr(all='raise')" in report
-    assert "compat test: train.py on 3 simulated devices of numpy" in verdict
-    assert "verified: 3 training steps, 1 prediction step" in verdict
-    assert "cpu:0 2 + 3, cpu:1 2 + 3, cpu:2 2 + 3" in verdict
-    assert "The same on several devices." in verdict
-    assert "As 2 ranks: all ended well, with the same weights." in verdict
+    return ended([sys.executable, "-m", "compat", name, "--backend=numpy"] + list(arguments))
 
 
 @pytest.mark.parametrize(
@@ -148,18 +127,22 @@ def test_commands_take_a_script_for_it(tmp_path):
 def test_a_script_that_trains_nothing(tmp_path, status, said):
     script = tmp_path / "train.py"
     script.write_text("import compat, sys; sys.exit({} * (compat.size() > 1))".format(status))
-    completed = command("test", script)
-    assert completed.returncode == 1
-    assert completed.stdout == "\n" + "-" * 72 + (
+    assert command("test", script)[:2] == (
+        1,
         "\n"
+        + "-" * 72
+        + "\n"
         "compat test: train.py on 3 simulated devices of numpy\n"
         "\n"
         "Nothing was verified: the script ran no step of a model that compat.parallelize() was "
         "given after compat.configure_gpu().\n"
         "Nothing was compared on several devices.\n"
         "\n"
-        "As 2 ranks: {}\n".format(said)
+        "As 2 ranks: {}\n".format(said),
     )
+
+
+RANKS = "As 2 ranks: all ended well, with the same weights."
 
 
 @pytest.mark.parametrize(
@@ -170,18 +153,26 @@ def test_a_script_that_trains_nothing(tmp_path, status, said):
         ("compat.rank() == 5", (0, 0), (True, True)),
     ],
 )
-def test_a_script_that_fails_after_training(tmp_path, condition, statuses, verdicts):
-    """What was compared before is told apart from how the script ended."""
+def test_a_script_is_verified_on_three_devices_and_then_as_two_ranks(
+    tmp_path, condition, statuses, verdicts
+):
+    """What was compared is told apart from how the script ended."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT + "\nraise SystemExit(3 * ({}))".format(condition))
-    completed = command("test", "--json", script)
-    assert completed.returncode == any(statuses)
-    told = json.loads(completed.stdout)
+    status, out, err = command("test", "--json", script)
+    assert status == any(statuses)
+    told = json.loads(out)
     assert (told["simulated"]["status"], told["ranks"]["status"]) == statuses
     assert (told["simulated"]["same"], told["ranks"]["same"]) == verdicts
     assert told["same"] == next((each for each in (False, None) if each in verdicts), True)
-    assert "The same on several devices.\n" in completed.stderr
-    assert ("The script ended with exit status 3.\n" in completed.stderr) == bool(statuses[0])
+    said, _, verdict = err.partition("-" * 72)
+    assert "backend    numpy (" in said and "numpy.seterr(all='raise')" in said
+    assert "compat test: train.py on 3 simulated devices of numpy" in verdict
+    assert "verified: 3 training steps, 1 prediction step" in verdict
+    assert "cpu:0 2 + 3, cpu:1 2 + 3, cpu:2 2 + 3" in verdict
+    assert "The same on several devices.\n" in verdict
+    assert ("The script ended with exit status 3.\n" in verdict) == bool(statuses[0])
+    assert (RANKS in verdict) == (not any(statuses))
 
 
 CONFIGURED = "import compat; compat.configure_gpu()\n"
@@ -212,9 +203,9 @@ OVER_NONE = (
 def test_simulated_devices_that_nothing_is_divided_over(tmp_path, options, script, said):
     path = tmp_path / "script.py"
     path.write_text(script)
-    completed = command("run", "--simulate", "3", *(options + [path]))
-    assert completed.returncode == 0, completed.stderr
-    last = completed.stderr.splitlines()[-1]
+    status, _, err = command("run", "--simulate", "3", *(options + [path]))
+    assert status == 0, err
+    last = err.splitlines()[-1]
     if said is None:
         assert "CPU devices stand in for GPUs" in last
     else:
@@ -232,10 +223,9 @@ def test_processes_that_the_script_starts_find_its_functions(tmp_path, method):
         "    with multiprocessing.get_context({!r}).Pool(2) as pool:\n"
         "        print(pool.map(twice, range(3)))\n".format(method)
     )
-    completed = command("run", "--simulate", "3", script)
-    assert (completed.returncode, completed.stdout) == (0, "[0, 2, 4]\n"), completed.stderr
-    # Said once, by the script's own process.
-    assert completed.stderr.count("--simulate had no effect") == 1
+    status, out, err = command("run", "--simulate", "3", script)
+    assert (status, out) == (0, "[0, 2, 4]\n"), err
+    assert err.count("--simulate had no effect") == 1  # said by the script's own process
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -248,14 +238,13 @@ def test_a_folder_or_an_archive_runs_on_simulated_devices_too(tmp_path, packed):
         "import sys, beside\nprint(__name__, beside.value, sys.argv[1:])\n"
     )
     program = shutil.make_archive(str(folder), "zip", str(folder)) if packed else str(folder)
-    completed = command("run", "--simulate", "3", program, "a")
-    assert (completed.returncode, completed.stdout) == (0, "__main__ 7 ['a']\n"), completed.stderr
+    status, out, err = command("run", "--simulate", "3", program, "a")
+    assert (status, out) == (0, "__main__ 7 ['a']\n"), err
 
 
 def test_without_keras_the_test_of_keras_says_so():
-    completed = command("test")
-    assert completed.returncode != 0
-    assert "No Keras that runs on numpy is installed" in completed.stderr
+    status, _, err = command("test")
+    assert status != 0 and "No Keras that runs on numpy is installed" in err
 
 
 def test_strategies_and_placed_parts_are_refused_in_its_name():

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 from conftest import ROOT
-from test_main import here
+from outcomes import ended
+from test_main import refused
 
 import compat
 from compat._commands import run_script
@@ -33,21 +34,8 @@ def script(tmp_path):
     return str(path)
 
 
-def start(*arguments, **options):
-    return subprocess.Popen(
-        [sys.executable, "-m", "compat", "run"] + list(arguments),
-        env=dict(os.environ, PYTHONPATH=ROOT, **options),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        universal_newlines=True,
-    )
-
-
-def finished(*arguments, **options):
-    process = start(*arguments, **options)
-    out, err = process.communicate("typed")
-    return process.returncode, out, err
+def finished(*arguments, **environ):
+    return ended((sys.executable, "-m", "compat", "run") + arguments, environ, input="typed")
 
 
 def test_script_gets_devices_arguments_and_input(machine, script):
@@ -93,11 +81,8 @@ def test_one_gpu_that_is_not_there(machine, script):
     assert err.splitlines()[-2:] == [
         "compat run: --gpus 2 was asked for, but there is no GPU 2: 2 GPUs are visible. "
         "Going on with CPU.",
-        "compat run: "
-        + (
-            "--gpus {0} means the GPU with id {0}; ids count from 0. Several are named one "
-            "by one, such as --gpus 0,1, and --gpus cpu means none.".format("2")
-        ),
+        "compat run: --gpus 2 means the GPU with id 2; ids count from 0. Several are named one "
+        "by one, such as --gpus 0,1, and --gpus cpu means none.",
     ]
 
 
@@ -163,38 +148,36 @@ def test_interpreter_by_name_on_the_path(toy, tmp_path, monkeypatch):
 
 
 def test_what_cannot_be_started(script):
-    status, out, err = here("run", "--python=python0.9", "--backend=theano", script)
-    assert (status, out) == (2, "")
-    assert err == (
+    assert refused("run", "--python=python0.9", "--backend=theano", script) == (
         "compat run: --python=python0.9: there is no such program. Give the path of an "
         "interpreter, or a name that is on the PATH, such as python2.7.\n"
     )
-    status, out, err = here("run", "--python", sys.executable, script)
-    assert (status, out) == (2, "")
-    assert err == (
+    assert refused("run", "--python", sys.executable, script) == (
         "compat run: compat does not look into {}, and nothing says which backend the script uses "
         "there. Pass --backend, such as --backend=theano, or set KERAS_BACKEND.\n".format(
             sys.executable
         )
     )
-    status, out, err = here("run", "--gpus=two", "--backend=theano", script)
-    assert (status, out) == (2, "")
-    assert "--gpus two is not understood" in err and "--gpus free:2" in err
-    assert "gpus=" not in err and "[]" not in err
+    said = refused("run", "--gpus=two", "--backend=theano", script)
+    assert "--gpus two is not understood" in said and "--gpus free:2" in said
+    assert "gpus=" not in said and "[]" not in said
     for arguments in (), ("-m",), ("-m", "-n", "2"):
-        status, out, err = here("run", "--backend=theano", *arguments)
-        assert (status, out) == (2, "")
-        assert err.startswith("usage: compat run [options] script.py [its arguments]\n")
-        assert "a script is needed" in err or "the name of a module is needed" in err
-    status, out, err = here("run", "--backend=theano", "missing.py")
-    assert (status, out) == (2, "")
-    assert err == (
+        said = refused("run", "--backend=theano", *arguments)
+        assert said.startswith("usage: compat run [options] script.py [its arguments]\n")
+        assert "a script is needed" in said or "the name of a module is needed" in said
+    assert refused("run", "--backend=theano", "missing.py") == (
         "compat run: there is no file missing.py. Give the path of a script, or -m and the name "
         "of a module; what follows are its own arguments.\n"
     )
-    status, out, err = here("run", "--ranks=2", script)
-    assert (status, out) == (2, "")
-    assert err.endswith("compat run: error: unrecognized arguments: --ranks=2\n")
+    assert refused("run", "--ranks=2", script).endswith(
+        "compat run: error: unrecognized arguments: --ranks=2\n"
+    )
+    assert refused("run", "-n", "2", "--max-restarts", "-1", script).endswith(
+        "argument --max-restarts: '-1' is not a number of restarts, 0 or more\n"
+    )
+    assert refused("run", "--simulate", "0", script).endswith(
+        "argument --simulate: '0' is not a number of devices, 1 or more\n"
+    )
 
 
 HOLDS = """\
@@ -212,9 +195,16 @@ def test_idle_gpu_stays_claimed_while_the_script_runs(machine, tmp_path):
     path = tmp_path / "script.py"
     path.write_text(HOLDS)
     jobs = []
+    command = [sys.executable, "-m", "compat", "run", "--gpus=free:1", "--backend=theano"]
+    pipes = dict.fromkeys(["stdin", "stdout", "stderr"], subprocess.PIPE)
     for _ in range(2):
         jobs.append(
-            start("--gpus=free:1", "--backend=theano", "--python", sys.executable, str(path))
+            subprocess.Popen(
+                command + ["--python", sys.executable, str(path)],
+                env=dict(os.environ, PYTHONPATH=ROOT),
+                universal_newlines=True,
+                **pipes,
+            )
         )
         answer = jobs[-1].stdout.readline()
         assert answer == "['{}']\n".format(len(jobs) - 1)
@@ -227,9 +217,7 @@ def test_parallelize_wants_an_interpreter_that_compat_runs_in(script, tmp_path):
     python.write_text("#!/bin/sh\nprintf 2.7.18\n")
     python.chmod(0o755)
     options = "--parallelize", "--backend=theano", "--python={}".format(python)
-    status, out, err = here("run", *(options + (script,)))
-    assert (status, out) == (2, "")
-    assert err.endswith(
+    assert refused("run", *(options + (script,))).endswith(
         "compat run: --parallelize runs inside the script's interpreter, which must be Python 3.6 "
         "or later; {} is Python 2.7.18. Leave --parallelize out, or use a newer one.\n".format(
             python
@@ -244,32 +232,21 @@ def test_simulated_devices_are_for_the_scripts_configure_gpu(tmp_path):
     status, out, err = finished("--simulate", "3", *(options + (str(script),)))
     assert (status, out) == (0, "3\n")
     assert "compat run: COMPAT_SIMULATE=3: CPU devices stand in for GPUs\n" in err
-    status, out, err = here("run", "--simulate", "0", script)
-    assert (status, out) == (2, "")
-    assert err.endswith("argument --simulate: '0' is not a number of devices, 1 or more\n")
 
 
-@pytest.mark.parametrize(
-    "arguments, options",
-    [
-        (["--simulate", "3"], ["--simulate"]),
-        (["--report", "--epochs", "5", "--simulate=3"], ["--report", "--simulate"]),
-        (["--timeline=a.json", "--log-dir", "logs", "--log-dir=x"], ["--timeline", "--log-dir"]),
-        (["--gpus=2", "--backend=mxnet", "--quiet", "--simulated", "-n", "run"], []),
-    ],
-)
-def test_an_option_after_the_script_is_pointed_out(script, arguments, options):
-    """Not those that scripts have themselves."""
-    _, out, err = finished(
-        "--backend=theano", "--python=" + sys.executable, script, *arguments
-    )  # fmt: skip
+def test_options_after_the_script_are_pointed_out(script):
+    """Not those that scripts have themselves, nor what is no option of ours."""
+    arguments = ["--report", "--epochs", "5", "--simulate=3", "--log-dir", "logs", "--log-dir=x"]
+    arguments += ["--gpus=2", "--backend=mxnet", "--quiet", "--simulated", "-n", "run"]
+    options = "--backend=theano", "--python=" + sys.executable, script
+    _, out, err = finished(*(options + tuple(arguments)))
     assert "{}\n".format(arguments) in out
     text = (
         "compat run: {0} comes after the script's name, so the script gets it; compat run's "
         "own {0} comes before that name"
     )
     told = [line for line in err.splitlines() if " comes after " in line]
-    assert told == [text.format(option) for option in options]
+    assert told == list(map(text.format, ["--report", "--simulate", "--log-dir"]))
 
 
 @pytest.mark.parametrize("command", ["run", "test"])
@@ -277,9 +254,7 @@ def test_an_option_after_the_script_is_pointed_out(script, arguments, options):
 def test_a_notebook_is_refused(tmp_path, monkeypatch, command, name):
     monkeypatch.chdir(tmp_path)
     (tmp_path / name.split()[-1]).write_text('{"cells": []}')
-    assert here(command, "--backend=theano", *name.split()) == (
-        2,
-        "",
+    assert refused(command, "--backend=theano", *name.split()) == (
         "compat {}: {} is a notebook, which Python cannot run. Make a script of it with `jupyter "
         "nbconvert --to script`, or call compat.configure_gpu() in its first cell.\n".format(
             command, name.split()[-1]
@@ -322,9 +297,7 @@ def test_logs_that_cannot_be_written_are_told_before_anything_is_started(tmp_pat
     path = tmp_path / "script.py"
     path.write_text("open(__file__ + '.ran', 'w')")
     options = "--backend=jax", "--python", sys.executable, "-n", "2", "--log-dir", str(path)
-    status, out, err = here("run", *(options + (path,)))
-    assert (status, out) == (2, "")
-    assert err.endswith(
+    assert refused("run", *(options + (path,))).endswith(
         "compat run: --log-dir {0}: {0} cannot be written: File exists. Name a folder in which you "
         "may make files.\n".format(path)
     )
@@ -332,27 +305,16 @@ def test_logs_that_cannot_be_written_are_told_before_anything_is_started(tmp_pat
 
 
 @pytest.mark.parametrize(
-    "option, value, sizes",
-    [
-        ("--quiet", [], [None]),
-        ("--log-dir", ["x"], [None, 1]),
-        ("--max-restarts", ["1"], [None, 1]),
-    ],
+    "options",
+    ["--quiet", "--log-dir x", "--log-dir x -n 1", "--max-restarts 1", "--max-restarts 1 -n 1"],
 )
-def test_what_only_ranks_can_have(script, option, value, sizes):
-    for size in sizes:
-        ranks = [] if size is None else ["-n", str(size)]
-        assert here("run", "--backend=theano", option, *(value + ranks + [script])) == (
-            2,
-            "",
-            "compat run: {0} is for a script that runs as several ranks, and this one runs alone. "
-            "Add -n with 2 or more, or --hosts, or leave {0} out.\n".format(option),
-        )
+def test_what_only_ranks_can_have(script, options):
+    assert refused("run", "--backend=theano", *(options.split() + [script])) == (
+        "compat run: {0} is for a script that runs as several ranks, and this one runs alone. "
+        "Add -n with 2 or more, or --hosts, or leave {0} out.\n".format(options.split()[0])
+    )
 
 
 def test_what_is_the_same_alone(script):
     options = "--backend=theano", "--python", sys.executable
     assert finished("-n", "1", "--quiet", "--max-restarts", "0", *(options + (script,)))[0] == 7
-    status, out, err = here("run", "-n", "2", "--max-restarts", "-1", script)
-    assert (status, out) == (2, "")
-    assert err.endswith("argument --max-restarts: '-1' is not a number of restarts, 0 or more\n")

@@ -9,10 +9,11 @@ import warnings
 
 import numpy as np
 import pytest
+from outcomes import raised
+from thread_ranks import Threads, together
 
 import compat
 from compat._ranks import agreement, own_place
-from compat._ranks import engines as _engines
 from compat._ranks.launchers import LAUNCHERS
 from compat._runtime.process import process as own_process
 
@@ -273,21 +274,17 @@ def test_threads_may_share_the_part_of_an_iterator(as_rank):
     assert agreement.part_in(alone).checksum_at(100) == part.checksum_at(100) != 0
 
 
+OTHER_BATCHES = (
+    "shard(batch_size={}) was given batches of {} rows. Leave batch_size out: what comes in "
+    "batches has its own."
+)
+
+
 @pytest.mark.parametrize(
     "make, batch_size, message",
     [
-        (
-            lambda: Items(8, 9),
-            4,
-            "shard(batch_size=4) was given batches of 8 rows. Leave batch_size out: what comes in "
-            "batches has its own.",
-        ),
-        (
-            lambda: generate(10),
-            4,
-            "shard(batch_size=4) was given batches of 5 rows. Leave batch_size out: what comes in "
-            "batches has its own.",
-        ),
+        (lambda: Items(8, 9), 4, OTHER_BATCHES.format(4, 8)),
+        (lambda: generate(10), 4, OTHER_BATCHES.format(4, 5)),
         (
             lambda: Items(20),
             2,
@@ -313,9 +310,8 @@ def test_threads_may_share_the_part_of_an_iterator(as_rank):
 )
 def test_what_cannot_be_split_is_an_error(as_rank, make, batch_size, message):
     as_rank(0)
-    with pytest.raises(compat.InvalidArgumentError) as error:
-        list(compat.shard(make(), batch_size))
-    assert str(error.value) == message
+    shard = compat.shard
+    assert raised(compat.InvalidArgumentError, lambda: list(shard(make(), batch_size))) == message
 
 
 def test_only_the_last_item_may_be_small(as_rank):
@@ -326,58 +322,13 @@ def test_only_the_last_item_may_be_small(as_rank):
             return np.arange(2 if index == 1 else 5)
 
     part = compat.shard(Small(20))
-    with pytest.raises(compat.InvalidArgumentError) as error:
-        part[1]
-    assert str(error.value) == (
+    assert raised(compat.InvalidArgumentError, part.__getitem__, 1) == (
         "Item 1 of Small has 2 rows, which are too few for one on each of 3 ranks; only the last "
         "item is left out then. Give all others one row per rank or more."
     )
 
 
 # What ranks compare -------------------------------------------------------------------------------
-
-
-class Others(_engines.Engine):
-    """Rank 0's engine, where the other rank runs in a thread of its own."""
-
-    shared = None  # type: dict
-
-    def sum(self, values):
-        self.shared[self.place.rank] = values
-        self.meet.wait(20)
-        sums = [sum(pair) for pair in zip(*self.shared.values())]
-        self.meet.wait(20)
-        return sums
-
-
-@pytest.fixture
-def together(as_rank):
-    """Run a function of each of two ranks' engines, in two threads; give what they raise."""
-
-    def together(function):
-        engines = []
-        for number in range(2):
-            as_rank(number, 2)
-            engine = Others(own_place())
-            engines.append(engine)
-        meet, shared, raised = threading.Barrier(2), {}, {}
-        for engine in engines:
-            engine.meet, engine.shared = meet, shared
-
-        def run(engine):
-            try:
-                raised[engine.place.rank] = function(engine)
-            except compat.RankError as error:
-                raised[engine.place.rank] = str(error)
-
-        threads = [threading.Thread(target=run, args=(engine,)) for engine in engines]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return [raised[number] for number in range(2)]
-
-    return together
 
 
 def differs(name):
@@ -403,7 +354,7 @@ def begun(engine, *sources):
     return agreed
 
 
-def test_fit_begins_with_the_same_batches(as_rank, together):
+def test_fit_begins_with_the_same_batches(as_rank):
     same = parts(as_rank, Items(20), Items(20))
     other = parts(as_rank, generate(20), generate(20, 10))
 
@@ -411,7 +362,7 @@ def test_fit_begins_with_the_same_batches(as_rank, together):
         def function(engine):
             begun(engine, *[source[engine.place.rank] for source in sources])
 
-        return together(function)
+        return together(2, function)
 
     assert begin(same) == begin(same, [None, None]) == begin([1, 1], same) == [None, None]
     assert begin(other) == [differs("generator")] * 2
@@ -422,7 +373,7 @@ def test_fit_begins_with_the_same_batches(as_rank, together):
     assert [x.tolist() for x, _ in other[0]][0] == [0, 1, 2]
 
 
-def test_a_rank_whose_generator_is_behind_catches_up(as_rank, together):
+def test_a_rank_whose_generator_is_behind_catches_up(as_rank):
     """Keras drops the batches that it has taken ahead when fit() ends."""
     both = parts(as_rank, generate(100), generate(100))
     for _ in range(4):
@@ -431,7 +382,7 @@ def test_a_rank_whose_generator_is_behind_catches_up(as_rank, together):
     def function(engine):
         begun(engine, both[engine.place.rank])
 
-    assert together(function) == [None, None]
+    assert together(2, function) == [None, None]
     assert [next(part)[0].tolist() for part in both] == [[20, 21, 22], [23, 24]]
 
 
@@ -458,7 +409,7 @@ def test_threads_of_an_earlier_fit_draw_no_more(as_rank):
 
 
 @pytest.mark.parametrize("make", [Items, generate])
-def test_epochs_end_with_the_same_batches(as_rank, together, make):
+def test_epochs_end_with_the_same_batches(as_rank, make):
     """Other ones than at first: an unseeded shuffle, for example, at the end of an epoch."""
 
     class Shuffled(Items):
@@ -493,22 +444,20 @@ def test_epochs_end_with_the_same_batches(as_rank, together, make):
             if make is not generate:
                 part.on_epoch_end()
 
-    assert together(function) == [differs(name)] * 2
+    assert together(2, function) == [differs(name)] * 2
 
 
 @pytest.mark.row("compat.barrier()")
-def test_barrier(as_rank, together, monkeypatch):
+def test_barrier(as_rank, monkeypatch):
     assert compat.barrier() is None
     as_rank(1, 2)
-    with pytest.raises(compat.RankError) as error:
-        compat.barrier()
-    assert str(error.value) == (
+    assert raised(compat.RankError, compat.barrier) == (
         "compat.barrier() was called before the ranks have joined, so none can wait for the "
         "others. Call it after compat.parallelize(), which joins them."
     )
     asked = []
-    engine = Others(own_place())
+    engine = Threads(own_place(), None, None)
     monkeypatch.setattr(engine, "sum", lambda values: asked.append(values) or values)
-    own_process.engines[Others] = engine
+    own_process.engines[Threads] = engine
     assert compat.barrier() is None
     assert len(asked) == 1

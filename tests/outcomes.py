@@ -1,0 +1,32 @@
+"""What calls and programs come to, for tests that compare what they say."""
+
+import os
+import subprocess
+
+import pytest
+from conftest import ROOT
+
+
+def raised(kind, call, *arguments, **options):
+    """The text of the error of this kind that a call raises."""
+    with pytest.raises(kind) as error:
+        call(*arguments, **options)
+    return str(error.value)
+
+
+def ended(command, environ=(), **options):
+    """The exit status of a program that finds this package, and what it printed to each stream.
+
+    Arguments:
+        environ: variables that differ.
+        options: as ``subprocess.run()`` takes them.
+    """
+    done = subprocess.run(
+        list(map(str, command)),
+        env=dict(os.environ, **dict({"PYTHONPATH": ROOT}, **dict(environ))),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        universal_newlines=True,
+        **options,
+    )
+    return done.returncode, done.stdout, done.stderr
