@@ -4,7 +4,6 @@ import os
 import subprocess
 
 import pytest
-from conftest import ROOT
 
 
 def raised(kind, call, *arguments, **options):
@@ -15,7 +14,7 @@ def raised(kind, call, *arguments, **options):
 
 
 def ended(command, environ=(), **options):
-    """The exit status of a program that finds this package, and what it printed to each stream.
+    """The exit status of a program, and what it printed to each stream.
 
     Arguments:
         environ: variables that differ.
@@ -23,7 +22,7 @@ def ended(command, environ=(), **options):
     """
     done = subprocess.run(
         list(map(str, command)),
-        env=dict(os.environ, **dict({"PYTHONPATH": ROOT}, **dict(environ))),
+        env=dict(os.environ, **dict(environ)),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         universal_newlines=True,

@@ -27,7 +27,7 @@ def folder(tmp_path):
 
 
 def finished(folder, *command, **environ):
-    return ended(command, environ, cwd=str(folder))
+    return ended(command, dict({"PYTHONPATH": ROOT}, **environ), cwd=str(folder))
 
 
 def note(script, path):

@@ -16,8 +16,11 @@ from compat._ranks.place import Place
 DOCS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "docs", "launchers.md")
 
 
-def environment(text):
-    return dict(pair.split("=", 1) for pair in text.split())
+def environment(variables, **changes):
+    """Variables, in a text or a dictionary, with others besides or in their place."""
+    if isinstance(variables, str):
+        variables = dict(pair.split("=", 1) for pair in variables.split())
+    return dict(variables, **changes)
 
 
 def port_of(job):
@@ -39,11 +42,12 @@ def pool(kind, index, *hosts, **more):
 
 
 # The third of four tasks of a step on two nodes, the first of the second node's two.
-SRUN = environment(
+SRUN = (
     "SLURM_JOB_ID=77 SLURM_STEP_ID=1 SLURM_PROCID=2 SLURM_LOCALID=0 SLURM_NODEID=1 "
     "SLURM_NTASKS=4 SLURM_STEP_NUM_TASKS=4 SLURM_STEP_TASKS_PER_NODE=2(x2) "
     "SLURM_STEP_NUM_NODES=2 SLURM_STEP_NODELIST=gpu[07-08]"
 )
+SECOND = "RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2"
 FOUR = "{0}RANK=5 {0}SIZE=8 {0}LOCAL_RANK=1 {0}LOCAL_SIZE=4"
 TORCH = "RANK=1 WORLD_SIZE=2 MASTER_ADDR=job-master-0 MASTER_PORT=23456"
 
@@ -51,116 +55,87 @@ TORCH = "RANK=1 WORLD_SIZE=2 MASTER_ADDR=job-master-0 MASTER_PORT=23456"
 # (rank, size, local rank, local size), what compat calls it, and the rendezvous.
 JOINED = {
     "compat run": (
-        dict(environment(FOUR.format("COMPAT_")), COMPAT_RENDEZVOUS="node1:45001"),
+        FOUR.format("COMPAT_") + " COMPAT_RENDEZVOUS=node1:45001",
         (5, 8, 1, 4), "compat run", ("node1", 45001),
     ),
-    "horovodrun": (environment(FOUR.format("HOROVOD_")), (5, 8, 1, 4), "horovodrun", None),
+    "horovodrun": (FOUR.format("HOROVOD_"), (5, 8, 1, 4), "horovodrun", None),
     "torchrun": (
-        environment(
-            "RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4 GROUP_RANK=1 MASTER_ADDR=node1 "
-            "MASTER_PORT=29500 TORCHELASTIC_USE_AGENT_STORE=True"
-        ),
+        "RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4 GROUP_RANK=1 MASTER_ADDR=node1 "
+        "MASTER_PORT=29500 TORCHELASTIC_USE_AGENT_STORE=True",
         (5, 8, 1, 4), "torchrun", ("node1", 29501),
     ),
     "Ray TorchTrainer": (
-        environment(
-            "RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 NODE_RANK=1 MASTER_ADDR=10.0.0.1 "
-            "MASTER_PORT=40001"
-        ),
+        SECOND + " NODE_RANK=1 MASTER_ADDR=10.0.0.1 MASTER_PORT=40001",
         (3, 4, 1, 2), "torchrun", ("10.0.0.1", 40001),
     ),
     "Spark TorchDistributor": (
-        environment(
-            "RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 "
-            "MASTER_PORT=40001"
-        ),
+        SECOND + " MASTER_ADDR=10.0.0.1 MASTER_PORT=40001",
         (3, 4, 1, 2), "torchrun", ("10.0.0.1", 40001),
     ),
     "SageMaker torch_distributed": (
-        dict(
-            environment(
-                "RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 MASTER_ADDR=algo-1 "
-                "MASTER_PORT=7777 SM_CURRENT_HOST=algo-2 SM_NUM_GPUS=2"
-            ),
-            SM_HOSTS='["algo-1","algo-2"]',
-        ),
+        SECOND + " MASTER_ADDR=algo-1 MASTER_PORT=7777 SM_CURRENT_HOST=algo-2 SM_NUM_GPUS=2 "
+        'SM_HOSTS=["algo-1","algo-2"]',
         (3, 4, 1, 2), "torchrun", ("algo-1", 7777),
     ),
     "DeepSpeed": (
-        environment(
-            "RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_SIZE=4 CROSS_RANK=1 CROSS_SIZE=2 "
-            "MASTER_ADDR=node1 MASTER_PORT=29500"
-        ),
+        "RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_SIZE=4 CROSS_RANK=1 CROSS_SIZE=2 "
+        "MASTER_ADDR=node1 MASTER_PORT=29500",
         (5, 8, 1, 4), "deepspeed", ("node1", 29500),
     ),
     "mpirun (Open MPI)": (
-        environment(
-            FOUR.format("OMPI_COMM_WORLD_") + " PMIX_RANK=5 PMIX_NAMESPACE=993722369 "
-            "OMPI_MCA_orte_hnp_uri=993722368.0;tcp://10.0.0.7:48641;tcp6://[fd00::2]:46497"
-        ),
+        FOUR.format("OMPI_COMM_WORLD_") + " PMIX_RANK=5 PMIX_NAMESPACE=993722369 "
+        "OMPI_MCA_orte_hnp_uri=993722368.0;tcp://10.0.0.7:48641;tcp6://[fd00::2]:46497",
         (5, 8, 1, 4), "mpirun", ("10.0.0.7", port_of("993722369")),
     ),
     "Kubeflow MPIJob": (
-        environment(
-            FOUR.format("OMPI_COMM_WORLD_") + " OMPI_MCA_orte_keep_fqdn_hostnames=true "
-            "OMPI_MCA_orte_default_hostfile=/etc/mpi/hostfile K_MPI_JOB_ROLE=worker "
-            "KUBERNETES_SERVICE_HOST=10.96.0.1 MASTER_ADDR=job-worker-0.job MASTER_PORT=29500"
-        ),
+        FOUR.format("OMPI_COMM_WORLD_") + " OMPI_MCA_orte_keep_fqdn_hostnames=true "
+        "OMPI_MCA_orte_default_hostfile=/etc/mpi/hostfile K_MPI_JOB_ROLE=worker "
+        "KUBERNETES_SERVICE_HOST=10.96.0.1 MASTER_ADDR=job-worker-0.job MASTER_PORT=29500",
         (5, 8, 1, 4), "mpirun", ("job-worker-0.job", 29500),
     ),
     "mpiexec (MPICH, Intel MPI)": (
-        environment("PMI_RANK=5 PMI_SIZE=8 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=4 PMI_FD=8"),
+        "PMI_RANK=5 PMI_SIZE=8 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=4 PMI_FD=8",
         (5, 8, 1, 4), "mpiexec", None,
     ),
     "Cray PALS": (
-        environment(
-            "PMI_RANK=5 PMI_SIZE=8 PMI_LOCAL_RANK=1 PMI_LOCAL_SIZE=8 PALS_RANKID=5 PALS_NODEID=0 "
-            "PALS_APID=ab12"
-        ),
+        "PMI_RANK=5 PMI_SIZE=8 PMI_LOCAL_RANK=1 PMI_LOCAL_SIZE=8 PALS_RANKID=5 PALS_NODEID=0 "
+        "PALS_APID=ab12",
         (5, 8, 1, 8), "PALS", ("127.0.0.1", port_of("ab12")),
     ),
-    "mpirun_rsh (MVAPICH2)": (
-        environment(FOUR.format("MV2_COMM_WORLD_")), (5, 8, 1, 4), "mpirun_rsh", None,
-    ),
-    "jsrun": (environment(FOUR.format("JSM_NAMESPACE_")), (5, 8, 1, 4), "jsrun", None),
+    "mpirun_rsh (MVAPICH2)": (FOUR.format("MV2_COMM_WORLD_"), (5, 8, 1, 4), "mpirun_rsh", None),
+    "jsrun": (FOUR.format("JSM_NAMESPACE_"), (5, 8, 1, 4), "jsrun", None),
     "srun": (SRUN, (2, 4, 0, 2), "srun", ("gpu07", port_of("77.1"))),
     "srun --mpi=pmi2": (
-        dict(SRUN, PMI_RANK="2", PMI_SIZE="4", PMI_JOBID="77.1", SLURM_MPI_TYPE="pmi2"),
+        SRUN + " PMI_RANK=2 PMI_SIZE=4 PMI_JOBID=77.1 SLURM_MPI_TYPE=pmi2",
         (2, 4, 0, 2), "srun", ("gpu07", port_of("77.1")),
     ),
     "srun --mpi=pmix": (
-        dict(SRUN, PMIX_RANK="2", PMIX_NAMESPACE="slurm.pmix.77.1", SLURM_MPI_TYPE="pmix"),
+        SRUN + " PMIX_RANK=2 PMIX_NAMESPACE=slurm.pmix.77.1 SLURM_MPI_TYPE=pmix",
         (2, 4, 0, 2), "srun", ("gpu07", port_of("77.1")),
     ),
     "Kubeflow PyTorchJob": (
-        environment(
-            TORCH + " PET_MASTER_ADDR=job-master-0 PET_MASTER_PORT=23456 PET_NNODES=2 "
-            "PET_NODE_RANK=1 PET_NPROC_PER_NODE=auto KUBERNETES_SERVICE_HOST=10.96.0.1"
-        ),
+        TORCH + " PET_MASTER_ADDR=job-master-0 PET_MASTER_PORT=23456 PET_NNODES=2 "
+        "PET_NODE_RANK=1 PET_NPROC_PER_NODE=auto KUBERNETES_SERVICE_HOST=10.96.0.1",
         (1, 2, 0, 1), "RANK", ("job-master-0", 23456),
     ),
     "Alibaba DLC": (
-        environment(TORCH + " NPROC_PER_NODE=1"), (1, 2, 0, 1), "RANK", ("job-master-0", 23456),
+        TORCH + " NPROC_PER_NODE=1", (1, 2, 0, 1), "RANK", ("job-master-0", 23456),
     ),
     "Lightning": (
-        environment("LOCAL_RANK=1 NODE_RANK=0 WORLD_SIZE=4 MASTER_ADDR=127.0.0.1 MASTER_PORT=5001"),
+        "LOCAL_RANK=1 NODE_RANK=0 WORLD_SIZE=4 MASTER_ADDR=127.0.0.1 MASTER_PORT=5001",
         (1, 4, 1, 2), "RANK", ("127.0.0.1", 5001),
     ),
     "Kubeflow JAXJob": (
-        environment(
-            "COORDINATOR_ADDRESS=job-worker-0 COORDINATOR_PORT=6666 NUM_PROCESSES=2 PROCESS_ID=1"
-        ),
+        "COORDINATOR_ADDRESS=job-worker-0 COORDINATOR_PORT=6666 NUM_PROCESSES=2 PROCESS_ID=1",
         (1, 2, 0, 1), "JAXJob", ("job-worker-0", 6666),
     ),
     "JAX's variables": (
-        environment("JAX_COORDINATOR_ADDRESS=node1:1234 JAX_NUM_PROCESSES=2 JAX_PROCESS_ID=1"),
+        "JAX_COORDINATOR_ADDRESS=node1:1234 JAX_NUM_PROCESSES=2 JAX_PROCESS_ID=1",
         (1, 2, 0, 1), "JAX's variables", ("node1", 1234),
     ),
     "Keras' variables": (
-        environment(
-            "KERAS_DISTRIBUTION_JOB_ADDRESSES=10.0.0.1:1234,10.0.0.2:2345,10.0.0.2:2346 "
-            "KERAS_DISTRIBUTION_NUM_PROCESSES=3 KERAS_DISTRIBUTION_PROCESS_ID=2"
-        ),
+        "KERAS_DISTRIBUTION_JOB_ADDRESSES=10.0.0.1:1234,10.0.0.2:2345,10.0.0.2:2346 "
+        "KERAS_DISTRIBUTION_NUM_PROCESSES=3 KERAS_DISTRIBUTION_PROCESS_ID=2",
         (2, 3, 1, 2), "Keras' variables", ("10.0.0.1", 1234),
     ),
     "TF_CONFIG": (
@@ -175,10 +150,11 @@ JOINED = {
         (1, 3, 0, 1), "CLUSTER_SPEC", ("cmle-0", 2222),
     ),
     "SageMaker script mode": (
-        dict(SM_HOSTS='["algo-2","algo-1"]', SM_CURRENT_HOST="algo-2", SM_NUM_GPUS="1"),
+        'SM_HOSTS=["algo-2","algo-1"] SM_CURRENT_HOST=algo-2 SM_NUM_GPUS=1',
         (1, 2, 0, 1), "SageMaker", ("algo-1", 7777),
     ),
 }  # fmt: skip
+JOINED = {name: (environment(row[0]),) + row[1:] for name, row in JOINED.items()}
 
 UNKNOWN = (
     "{}={} says that several processes train together, but nothing tells which of them this is: "
@@ -204,23 +180,21 @@ PARAMETER_SERVERS = (
 # Rows of what no process can be told its place by: the environment, and the error, with the
 # variables of the environment to be filled in.
 REFUSED = {
-    "Flux": (
-        environment("FLUX_TASK_RANK=5 FLUX_JOB_SIZE=8"), UNKNOWN.format("FLUX_JOB_SIZE", 8),
-    ),
-    "aprun": (environment("ALPS_APP_PE=1"), UNKNOWN.format("ALPS_APP_PE", 1)),
+    "Flux": ("FLUX_TASK_RANK=5 FLUX_JOB_SIZE=8", UNKNOWN.format("FLUX_JOB_SIZE", 8)),
+    "aprun": ("ALPS_APP_PE=1", UNKNOWN.format("ALPS_APP_PE", 1)),
     "Kubeflow TrainJob without torchrun": (
-        environment("PET_NNODES=2 PET_NODE_RANK=0 PET_NPROC_PER_NODE=1 PET_MASTER_ADDR=job-0"),
+        "PET_NNODES=2 PET_NODE_RANK=0 PET_NPROC_PER_NODE=1 PET_MASTER_ADDR=job-0",
         UNKNOWN.format("PET_NNODES", 2),
     ),
     "PyTorchJob with nprocPerNode, without torchrun": (
-        environment(TORCH + " PET_NNODES=2 PET_NODE_RANK=1 PET_NPROC_PER_NODE=8"),
+        TORCH + " PET_NNODES=2 PET_NODE_RANK=1 PET_NPROC_PER_NODE=8",
         WITHOUT_TORCHRUN.format("PET_NPROC_PER_NODE"),
     ),
     "Alibaba DLC with NPROC_PER_NODE, without torchrun": (
-        environment(TORCH + " NPROC_PER_NODE=8"), WITHOUT_TORCHRUN.format("NPROC_PER_NODE"),
+        TORCH + " NPROC_PER_NODE=8", WITHOUT_TORCHRUN.format("NPROC_PER_NODE"),
     ),
     "Lightning on its second node": (
-        environment("LOCAL_RANK=1 NODE_RANK=1 WORLD_SIZE=4"), UNKNOWN.format("WORLD_SIZE", 4),
+        "LOCAL_RANK=1 NODE_RANK=1 WORLD_SIZE=4", UNKNOWN.format("WORLD_SIZE", 4),
     ),
     "TF_CONFIG with a sparse cluster": (
         {"TF_CONFIG": '{"sparseCluster": {"worker": {"1": "a:1"}}, "task": {"type": "worker"}}'},
@@ -257,7 +231,7 @@ def test_joined(launcher):
 
 @pytest.mark.parametrize("launcher", sorted(REFUSED))
 def test_refused(launcher):
-    environ, text = REFUSED[launcher]
+    environ, text = environment(REFUSED[launcher][0]), REFUSED[launcher][1]
     assert error_of(launchers.launched, environ) == text.format(**environ)
     assert launchers.launched(dict(environ, COMPAT_ALONE="1")) is None
 
@@ -291,25 +265,25 @@ def test_part_of_a_launcher_never_makes_a_process_alone(launcher, names):
     "environ",
     [
         {},
-        environment("RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1"),
-        environment("RANK=0 WORLD_SIZE=1 MASTER_ADDR=localhost MASTER_PORT=1"),
+        "RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1",
+        "RANK=0 WORLD_SIZE=1 MASTER_ADDR=localhost MASTER_PORT=1",
         # A bare sbatch shell of four tasks, and a step of one task within it.
-        environment("SLURM_JOB_ID=77 SLURM_NTASKS=4 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0"),
-        environment("SLURM_NTASKS=4 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_STEP_NUM_TASKS=1"),
-        environment("NUM_PROCESSES=8 PROCESS_ID=1"),  # not JAXJob's
-        environment("PET_NNODES=1:1 PET_NODE_RANK=0"),
-        environment("LOCAL_RANK=0 NODE_RANK=0"),
+        "SLURM_JOB_ID=77 SLURM_NTASKS=4 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0",
+        "SLURM_NTASKS=4 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_STEP_NUM_TASKS=1",
+        "NUM_PROCESSES=8 PROCESS_ID=1",  # not JAXJob's
+        "PET_NNODES=1:1 PET_NODE_RANK=0",
+        "LOCAL_RANK=0 NODE_RANK=0",
         {"TF_CONFIG": ""},
         {"TF_CONFIG": "{}"},
         worker("worker", 0, worker=["a:1"]),
         worker("master", 0, master=["a:1"]),
-        dict(SM_HOSTS='["algo-1"]', SM_CURRENT_HOST="algo-1"),
+        'SM_HOSTS=["algo-1"] SM_CURRENT_HOST=algo-1',
         pool("workerpool0", 0, "a"),
         pool("workerpool3", 0, "a", "b", workerpool3=["c:2222"]),
     ],
 )
 def test_alone(environ):
-    assert launchers.launched(environ) is None
+    assert launchers.launched(environment(environ)) is None
 
 
 @pytest.mark.parametrize(
@@ -340,16 +314,17 @@ def test_contradictions_are_errors(launcher, text):
 @pytest.mark.parametrize(
     "name, environ",
     [
-        ("RANK", environment("RANK=one WORLD_SIZE=2")),
-        ("JAX_NUM_PROCESSES", environment("JAX_PROCESS_ID=0 JAX_NUM_PROCESSES=two")),
-        ("SM_HOSTS", environment("SM_HOSTS=algo-1,algo-2 SM_CURRENT_HOST=algo-1")),
-        ("SM_CURRENT_HOST", dict(SM_HOSTS='["algo-1","algo-2"]', SM_CURRENT_HOST="algo-3")),
-        ("CLUSTER_SPEC", {"CLUSTER_SPEC": "{"}),
+        ("RANK", "RANK=one WORLD_SIZE=2"),
+        ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID=0 JAX_NUM_PROCESSES=two"),
+        ("SM_HOSTS", "SM_HOSTS=algo-1,algo-2 SM_CURRENT_HOST=algo-1"),
+        ("SM_CURRENT_HOST", 'SM_HOSTS=["algo-1","algo-2"] SM_CURRENT_HOST=algo-3'),
+        ("CLUSTER_SPEC", "CLUSTER_SPEC={"),
         ("CLUSTER_SPEC", {"CLUSTER_SPEC": '{"cluster": {"workerpool0": ["a:1"]}}'}),
         ("CLUSTER_SPEC", pool("workerpool1", 1, "a", "b")),
     ],
 )
 def test_what_is_no_place_is_an_error(name, environ):
+    environ = environment(environ)
     assert error_of(launchers.launched, environ) == (
         "{}={} does not tell the rank of this process in a way that compat understands. Set "
         "COMPAT_RANK, COMPAT_SIZE, COMPAT_LOCAL_RANK and COMPAT_LOCAL_SIZE instead, or "
@@ -360,7 +335,7 @@ def test_what_is_no_place_is_an_error(name, environ):
 def test_what_runs_within_a_task_of_a_scheduler_comes_first():
     for launcher in ("compat run", "torchrun", "mpirun (Open MPI)", "JAX's variables", "TF_CONFIG"):
         environ, place, _, _ = JOINED[launcher]
-        assert four(launchers.launched(dict(SRUN, **environ))) == place
+        assert four(launchers.launched(environment(SRUN, **environ))) == place
 
 
 def test_ranks_by_number_alone_are_one_a_machine_or_all_on_this_one():
@@ -405,16 +380,11 @@ def test_first_of_hostlist(text, host):
 
 def test_tf_config_tells_the_place():
     """The chief is rank 0, workers on one machine are its local ranks."""
-    cluster = {"chief": ["a:1"], "worker": ["b:1", "a:2", "b:2"], "evaluator": ["a:9"]}
-    tasks = [("chief", 0), ("worker", 0), ("worker", 1), ("worker", 2)]
-    expected = [(0, 4, 0, 2), (1, 4, 0, 2), (2, 4, 1, 2), (3, 4, 1, 2)]
-    for first in ("chief", "master"):
-        named = {first if kind == "chief" else kind: part for kind, part in cluster.items()}
-        found = [
-            launchers.launched(worker(first if kind == "chief" else kind, index, **named))
-            for kind, index in tasks
-        ]
-        assert [four(place) for place in found] == expected
+    for chief in ("chief", "master"):
+        cluster = {chief: ["a:1"], "worker": ["b:1", "a:2", "b:2"], "evaluator": ["a:9"]}
+        tasks = (chief, 0), ("worker", 0), ("worker", 1), ("worker", 2)
+        places = [four(launchers.launched(worker(*task, **cluster))) for task in tasks]
+        assert places == [(0, 4, 0, 2), (1, 4, 0, 2), (2, 4, 1, 2), (3, 4, 1, 2)]
     place = launchers.launched(worker("worker", "1", worker=["[::1]:1", "[::1]:2"]))
     assert (place.rank, place.local_rank) == (1, 1)
 
@@ -465,41 +435,43 @@ def test_a_tf_config_that_no_rank_can_have_is_an_error(environ, problem):
 
 
 def test_what_the_user_sets_comes_before_what_the_launcher_tells():
-    place = launchers.launched(SRUN)
-    given = [
-        environment("MASTER_ADDR=node9 MASTER_PORT=1"),
-        environment("JAX_COORDINATOR_ADDRESS=node9:1"),
-    ]
-    for variables in given:
-        assert rendezvous.find(place, dict(SRUN, **variables)) == ("node9", 1)
+    place = launchers.launched(environment(SRUN))
+    for given in "MASTER_ADDR=node9 MASTER_PORT=1", "JAX_COORDINATOR_ADDRESS=node9:1":
+        assert rendezvous.find(place, environment(SRUN + " " + given)) == ("node9", 1)
 
 
 def test_ranks_of_one_machine_meet_on_its_loopback_interface():
-    step = dict(SRUN, SLURM_PROCID="0", SLURM_NODEID="0", SLURM_STEP_TASKS_PER_NODE="4")
+    step = environment(SRUN, SLURM_PROCID="0", SLURM_NODEID="0", SLURM_STEP_TASKS_PER_NODE="4")
     host, port = rendezvous.find(launchers.launched(step), step)
     assert (host, port) == ("127.0.0.1", port_of("77.1"))
     other = dict(step, SLURM_STEP_ID="2")  # of the same job, at the same time
     assert rendezvous.find(launchers.launched(other), other)[1] != port
-    environ = environment("RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2")
-    environ.update(environment("MASTER_ADDR=myself MASTER_PORT=29500"))
+    environ = environment(
+        "RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 MASTER_ADDR=myself MASTER_PORT=29500"
+    )
     place = launchers.launched(environ)
     assert rendezvous.find(place, environ) == ("127.0.0.1", 29500)
 
 
-@pytest.mark.parametrize("address", ["node1", "node1:", ":29500", "node1:70000", "node1:http"])
-def test_an_address_that_is_none_is_an_error(address):
-    environ = dict(JOINED["JAX's variables"][0], JAX_COORDINATOR_ADDRESS=address)
+@pytest.mark.parametrize(
+    "variables, address",
+    [
+        ("JAX_COORDINATOR_ADDRESS=node1", "node1"),
+        ("JAX_COORDINATOR_ADDRESS=node1:", "node1:"),
+        ("JAX_COORDINATOR_ADDRESS=:29500", ":29500"),
+        ("JAX_COORDINATOR_ADDRESS=node1:70000", "node1:70000"),
+        ("JAX_COORDINATOR_ADDRESS=node1:http", "node1:http"),
+        ("MASTER_ADDR=node1 MASTER_PORT=http", "node1:http"),
+    ],
+)
+def test_an_address_that_is_none_is_an_error(variables, address):
+    environ = environment("RANK=0 WORLD_SIZE=2 " + variables)
+    names = list(environment(variables))
     assert error_of(rendezvous.find, launchers.launched(environ), environ) == (
-        "JAX_COORDINATOR_ADDRESS is {!r}, which is not a host and a port. Use the host name or "
-        "address of rank 0's machine and a free port there, such as node1:29500.".format(address)
-    )
-
-
-def test_two_variables_that_are_no_address_are_an_error():
-    environ = environment("RANK=0 WORLD_SIZE=2 MASTER_ADDR=node1 MASTER_PORT=http")
-    assert error_of(rendezvous.find, launchers.launched(environ), environ) == (
-        "MASTER_ADDR and MASTER_PORT are 'node1:http', which is not a host and a port. Use the "
-        "host name or address of rank 0's machine and a free port there, such as node1:29500."
+        "{} {!r}, which is not a host and a port. Use the host name or address of rank 0's machine "
+        "and a free port there, such as node1:29500.".format(
+            " and ".join(names) + (" are" if names[1:] else " is"), address
+        )
     )
 
 
@@ -560,7 +532,7 @@ def choose(environ, gpus):
 @pytest.mark.parametrize("task", ["0", "1"])
 def test_a_gpu_that_the_scheduler_bound_is_no_shortage(task):
     """With --gpus-per-task each task sees one GPU, and often it is number 0 for all of them."""
-    step = dict(SRUN, SLURM_PROCID=task, SLURM_LOCALID=task, SLURM_NODEID="0")
+    step = environment(SRUN, SLURM_PROCID=task, SLURM_LOCALID=task, SLURM_NODEID="0")
     bound = dict(step, CUDA_VISIBLE_DEVICES="0", SLURM_STEP_GPUS="4,5")
     devices = choose(bound, 1)
     assert (devices.gpus, devices.shortage) == (("0",), None)

@@ -27,7 +27,8 @@ pytestmark = pytest.mark.usefixtures("process")
 
 def command(*arguments):
     """``python -m compat`` in a Python without site-packages, so without any backend."""
-    return ended([sys.executable, "-S", "-m", "compat"] + list(arguments), {"COLUMNS": "80"})
+    program = [sys.executable, "-S", "-m", "compat"]
+    return ended(program + list(arguments), {"PYTHONPATH": ROOT, "COLUMNS": "80"})
 
 
 def here(*arguments):

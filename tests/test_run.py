@@ -35,7 +35,8 @@ def script(tmp_path):
 
 
 def finished(*arguments, **environ):
-    return ended((sys.executable, "-m", "compat", "run") + arguments, environ, input="typed")
+    command = (sys.executable, "-m", "compat", "run") + arguments
+    return ended(command, dict(environ, PYTHONPATH=ROOT), input="typed")
 
 
 def test_script_gets_devices_arguments_and_input(machine, script):

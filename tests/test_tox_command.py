@@ -8,85 +8,37 @@ import subprocess
 
 import pytest
 from conftest import ROOT
+from outcomes import raised
 from test_files import fifo, kept, link
-from test_main import command, here
+from test_main import command, here, refused
 
 import compat
 from compat import errors
 from compat._commands import pins, python_requires, tox_ini
 from compat._configuration import verified
 
-TOX_INI = """\
-# Written by `compat tox` of keras-gpu-compat {version}: your tests on each backend of Keras, in the
-# versions with which keras-gpu-compat is tested. Yours to change.
-#
-#     pip install tox tox-uv
-#     tox run                          all rows whose Python is installed
-#     tox run -e py38-theano
-#     tox run -e py38-theano -- -k dense     a part of the tests
-#
-# Interpreters are found on the PATH. Where pyenv is installed, all of its interpreters are found,
-# whichever is active: toxfile.py sees to that. `pyenv install 3.7` adds one. A row whose Python is
-# missing is left out, and the report at the end says SKIP; where CI is set, toxfile.py makes that a
-# failure. It also gives each row a HOME of its own, so that nobody's ~/.keras/keras.json or
-# ~/.theanorc has a say in the tests.
-#
-# CNTK has no row: it needs libraries of OpenMPI, which no Python package has.
-[tox]
-requires =
-    tox>=4.57
-    # Makes environments for Python 3.6 and 3.7, which virtualenv no longer does.
-    tox-uv>=1.20
-env_list =
-    py38-theano
-    py37-tensorflow1
-skip_missing_interpreters = true
-
-[testenv]
-# Your package is imported from its folder. Installing it would install what it requires, which may
-# not be the versions below: `tensorflow` would come in addition to tensorflow-cpu. List under deps
-# what else it needs. If it has to be installed, since it is compiled for example, remove this line
-# and look at what tox installs.
-skip_install = true
-deps =
-    keras-gpu-compat
-    pytest
-# For pyenv's interpreters, which are asked for their versions.
-pass_env = PYENV_*
-set_env =
-    PYTHONPATH = {{tox_root}}
-    # Makes each configure_gpu() one of three simulated devices, on the CPU.
-    COMPAT_SIMULATE = 3
-    OMP_NUM_THREADS = 1
-    OPENBLAS_NUM_THREADS = 1
-commands = pytest {{posargs}}
-
-[testenv:py38-theano]
-deps =
-    {{[testenv]deps}}
-    theano==1.0.5
-    keras==2.3.1
-    numpy==1.21.6
-    scipy==1.7.3
-    h5py==2.10.0
-    setuptools<81
-set_env =
-    {{[testenv]set_env}}
-    KERAS_BACKEND = theano
-
-[testenv:py37-tensorflow1]
-deps =
-    {{[testenv]deps}}
-    tensorflow-cpu==1.15.0
-    keras>=2.2.4,<2.4
-    protobuf<3.21
-    h5py<3
-    numpy<1.19
-set_env =
-    {{[testenv]set_env}}
-    KERAS_BACKEND = tensorflow
-    TF_CPP_MIN_LOG_LEVEL = 2
-"""
+# The settings that all rows share; tox's environment `generated` runs what is written.
+SETTINGS = {
+    "tox": {
+        "requires": ["tox>=4.57", "tox-uv>=1.20"],
+        "env_list": ["py38-theano", "py37-tensorflow1"],
+        "skip_missing_interpreters": "true",
+    },
+    "testenv": {
+        "skip_install": "true",
+        "deps": ["keras-gpu-compat", "pytest"],
+        "pass_env": "PYENV_*",
+        "set_env": [
+            "PYTHONPATH = {tox_root}", "COMPAT_SIMULATE = 3", "OMP_NUM_THREADS = 1",
+            "OPENBLAS_NUM_THREADS = 1",
+        ],
+        "commands": "pytest {posargs}",
+    },
+}  # fmt: skip
+VARIABLES = {
+    "py38-theano": ["KERAS_BACKEND = theano"],
+    "py37-tensorflow1": ["KERAS_BACKEND = tensorflow", "TF_CPP_MIN_LOG_LEVEL = 2"],
+}
 
 WORKFLOW = """\
 # Written by `compat tox --ci` of keras-gpu-compat {version}: the rows of tox.ini, a job for each.
@@ -143,15 +95,25 @@ def tox(project, *arguments):
     return here("tox", "-o", project, *arguments)
 
 
-def rows(project):
-    """The rows of a tox.ini, in their order: the lines of each setting."""
+def settings(project, *sections):
+    """Sections of a tox.ini: the text of each setting, or its lines."""
     parser = configparser.RawConfigParser()
     parser.optionxform = str
     parser.read(str(project / "tox.ini"), encoding="utf-8")
     return {
-        name: {key: value.split("\n")[1:] for key, value in parser["testenv:" + name].items()}
-        for name in parser["tox"]["env_list"].split()
+        section: {
+            key: value.split("\n")[1:] if "\n" in value else value
+            for key, value in parser[section].items()
+        }
+        for section in sections
     }
+
+
+def rows(project):
+    """The rows of a tox.ini, in their order."""
+    names = settings(project, "tox")["tox"]["env_list"]
+    found = settings(project, *["testenv:" + name for name in names])
+    return dict(zip(names, found.values()))
 
 
 def test_files(project):
@@ -164,7 +126,12 @@ def test_files(project):
         "next   pip install tox tox-uv && tox run\n"
     )
     version = compat.__version__
-    assert (project / "tox.ini").read_text() == TOX_INI.format(version=version)
+    assert settings(project, *SETTINGS) == SETTINGS
+    for name, row in rows(project).items():
+        assert row["set_env"] == ["{[testenv]set_env}"] + VARIABLES[name]
+    text = (project / "tox.ini").read_text()
+    assert text.startswith("# Written by `compat tox` of keras-gpu-compat {}: ".format(version))
+    assert "\n#     tox run -e py38-theano -- -k dense     a part of the tests\n" in text
     written = (project / ".github" / "workflows" / "compat.yml").read_text()
     assert written == WORKFLOW.format(version=version)
     with open(os.path.join(ROOT, "compat", "_commands", "toxfile.py")) as file:
@@ -182,11 +149,7 @@ def test_rows_of_a_project_of_python_3_6_to_3_8(project):
     for name, row in rows(project).items():
         python, _, extra = name.partition("-")
         assert row["deps"] == ["{[testenv]deps}"] + pins.pins(extra, (3, int(python[3:]))), name
-        backend = {"py38-tensorflow": "tensorflow", "py37-tensorflow1": "tensorflow"}
-        assert row["set_env"][:2] == [
-            "{[testenv]set_env}",
-            "KERAS_BACKEND = " + backend.get(name, extra),
-        ]
+        assert row["set_env"][1] == "KERAS_BACKEND = " + extra.rstrip("1")
 
 
 def test_all_rows_of_a_project_without_limits(project):
@@ -213,9 +176,8 @@ def test_all_pythons_of_some_backends(project):
 def test_the_first_extra_that_a_project_allows(project):
     (project / "setup.cfg").write_text("[options]\npython_requires = ==3.7.*\n")
     assert tox(project)[0] == 0
-    assert list(rows(project)) == [
-        "py37-tensorflow23", "py37-tensorflow1", "py37-mxnet", "py37-theano"
-    ]  # fmt: skip
+    chosen = ["py37-tensorflow23", "py37-tensorflow1", "py37-mxnet", "py37-theano"]
+    assert list(rows(project)) == chosen
 
 
 def test_files_that_are_there_stay(project):
@@ -306,20 +268,19 @@ def test_what_is_there_is_written_to_and_stays(project):
 
 def test_nothing_is_written_where_one_file_cannot_be(tmp_path):
     (tmp_path / "folder").write_text("no folder")
-    with pytest.raises(errors.ConfigurationFileError) as error:
-        tox_ini.write(str(tmp_path), {"a": "1", os.path.join("folder", "b"): "2"})
-    problem = error.value.__context__
-    assert str(error.value) == (
+    text = (
         "the files cannot be written, so none was: {}. Make {} writable, or name another folder "
-        "with -o.".format(problem, tmp_path)
+        "with -o."
     )
+    kind, write = errors.ConfigurationFileError, tox_ini.write
+    problem = "[Errno 17] File exists: {!r}".format(str(tmp_path / "folder"))
+    told = raised(kind, write, str(tmp_path), {"a": "1", os.path.join("folder", "b"): "2"})
+    assert told == text.format(problem, tmp_path)
     assert os.listdir(str(tmp_path)) == ["folder"]
     (tmp_path / "a").mkdir()
-    with pytest.raises(errors.ConfigurationFileError) as error:
-        tox_ini.write(str(tmp_path), {"b": "1", "a": "2"}, force=True)
-    assert "none was: [Errno 21] Is a directory: {!r}. Make".format(str(tmp_path / "a")) in str(
-        error.value
-    )
+    problem = "[Errno 21] Is a directory: {!r}".format(str(tmp_path / "a"))
+    told = raised(kind, write, str(tmp_path), {"b": "1", "a": "2"}, force=True)
+    assert told == text.format(problem, tmp_path)
     assert sorted(os.listdir(str(tmp_path))) == ["a", "folder"]
 
 
@@ -392,10 +353,7 @@ NOT_FOR_TOX = (
             "setup.cfg does not allow.",
         ),
         (["--compat", "/no/such"], NO_REQUIREMENT.format("/no/such")),
-        (
-            ["--compat", "x\ncommands = evil"],
-            NOT_FOR_TOX.format("x\ncommands = evil"),
-        ),
+        (["--compat", "x\ncommands = evil"], NOT_FOR_TOX.format("x\ncommands = evil")),
         (["--compat", "{posargs}"], NOT_FOR_TOX.format("{posargs}")),
         (["--compat", "py37: keras-gpu-compat"], NO_REQUIREMENT.format("py37: keras-gpu-compat")),
         (["--compat=-rother.txt"], NO_REQUIREMENT.format("-rother.txt")),
@@ -410,24 +368,22 @@ NOT_FOR_TOX = (
 )
 def test_what_cannot_be_generated(project, arguments, text):
     before = sorted(os.listdir(str(project)))
-    assert tox(project, *arguments) == (2, "", "compat tox: {}\n".format(text))
+    assert refused("tox", "-o", project, *arguments) == "compat tox: {}\n".format(text)
     assert sorted(os.listdir(str(project))) == before
 
 
 def test_a_project_of_other_pythons(project):
     (project / "setup.cfg").write_text("[options]\npython_requires = >=3.14\n")
-    assert tox(project) == (
-        2,
-        "",
+    assert refused("tox", "-o", project) == (
         "compat tox: python_requires = >=3.14 in setup.cfg allows no Python that a backend is "
-        "tested on: none of 3.6, 3.7, 3.8, 3.11, 3.13.\n",
+        "tested on: none of 3.6, 3.7, 3.8, 3.11, 3.13.\n"
     )
 
 
 def test_no_names():
-    status, out, err = here("tox", "--backends", ",")
-    assert (status, out) == (2, "")
-    assert err.endswith("compat tox: error: argument --backends: ',' names no backend\n")
+    assert refused("tox", "--backends", ",").endswith(
+        "compat tox: error: argument --backends: ',' names no backend\n"
+    )
 
 
 def test_help():
@@ -531,7 +487,7 @@ def test_what_poetry_says_of_python(project, specifier, minors):
 )
 def test_what_poetry_says_is_quoted_as_written(project, specifier, text):
     (project / "pyproject.toml").write_text(POETRY.format(specifier))
-    assert tox(project) == (2, "", "compat tox: {}\n".format(text))
+    assert refused("tox", "-o", project) == "compat tox: {}\n".format(text)
 
 
 def test_python_requires_beside_text_in_another_encoding(tmp_path):
@@ -543,10 +499,9 @@ def test_python_requires_that_is_computed(project):
     (project / "setup.cfg").unlink()
     (project / "setup.py").write_text("setup(python_requires=PYTHON)")
     status, out, err = tox(project)
-    assert (status, out.splitlines()[1]) == (
-        0,
-        "rows   py311-tensorflow, py37-tensorflow1, py311-jax, py311-torch, py38-mxnet, "
-        "py38-theano",
+    assert status == 0
+    assert out.splitlines()[1] == (
+        "rows   py311-tensorflow, py37-tensorflow1, py311-jax, py311-torch, py38-mxnet, py38-theano"
     )
     assert err == (
         "compat tox: python_requires in setup.py is computed there and was not read: rows are "
@@ -556,15 +511,13 @@ def test_python_requires_that_is_computed(project):
 
 def test_python_requires_that_is_none(project):
     (project / "setup.cfg").write_text("[options]\npython_requires = ^3.6\n")
-    assert tox(project) == (
-        2,
-        "",
+    assert refused("tox", "-o", project) == (
         "compat tox: setup.cfg: '^3.6' in '^3.6' is no version specifier for Python. Write it as "
-        "in '>=3.6,<3.9'.\n",
+        "in '>=3.6,<3.9'.\n"
     )
     (project / "setup.cfg").write_text("python_requires = 3\n")
     path = str(project / "setup.cfg")
-    status, out, err = tox(project)
-    assert (status, out) == (2, "")
     problem = "File contains no section headers. file: {!r}, line: 1 'python_requires = 3\\n'"
-    assert err == "compat tox: {} cannot be read: {}\n".format(path, problem.format(path))
+    assert refused("tox", "-o", project) == (
+        "compat tox: {} cannot be read: {}\n".format(path, problem.format(path))
+    )

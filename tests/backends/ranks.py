@@ -4,12 +4,10 @@ import concurrent.futures
 import json
 import os
 import re
-import subprocess
 import sys
 
 import numpy as np
-
-import compat
+from outcomes import ended
 
 # What each program begins with, and ends with.
 BEGIN = """
@@ -527,15 +525,9 @@ def run_all(programs, folder, size, backend="tensorflow"):
     command = [sys.executable, "-m", "compat", "run", "--backend", backend, "--gpus", "cpu"]
     if size > 1:
         command += ["-n", str(size), "--timeout", "60"]
-    job = subprocess.run(
-        command + [script] + stems,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        universal_newlines=True,
-        timeout=500,
-    )
-    assert job.returncode == 0, job.stdout + job.stderr
-    said = [line.partition("SAID ") for line in job.stdout.split("\n") if "SAID " in line]
+    status, out, err = ended(command + [script] + stems, timeout=500)
+    assert status == 0, out + err
+    said = [line.partition("SAID ") for line in out.split("\n") if "SAID " in line]
     assert len(said) == size * len(stems)
     said.sort(key=lambda line: line[0])  # by rank
     found = {}
@@ -644,24 +636,16 @@ def check_restarts(jobs, folder):
 def refused_alone(program):
     """What a program dies of that mpirun has started, though Horovod knows no MPI."""
     place = {"RANK": "1", "SIZE": "2", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}
-    job = subprocess.run(
-        [sys.executable, "-c", BEGIN + program],
-        env=dict(os.environ, **{"OMPI_COMM_WORLD_" + name: place[name] for name in place}),
-        stderr=subprocess.PIPE,
-        universal_newlines=True,
-        timeout=300,
-    )
-    assert job.returncode == 1
-    return job.stderr.rstrip().split("\n")[-1]
+    environ = {"OMPI_COMM_WORLD_" + name: place[name] for name in place}
+    status, _, err = ended([sys.executable, "-c", BEGIN + program], environ, timeout=300)
+    assert status == 1
+    return err.rstrip().split("\n")[-1]
 
 
 def disagreement(size):
-    place = compat._ranks.place.Place(1, size, 1, size, "mpirun")
     return "compat.errors.RankError: " + (
-        "{} started this process as one of {}, but {} sees {}: each would train alone. "
-        "Start it with the launcher of {}, or with compat run -n {}.".format(
-            place.launcher, place.size, "Horovod", 1, "Horovod", place.size
-        )
+        "mpirun started this process as one of {0}, but Horovod sees 1: each would train alone. "
+        "Start it with the launcher of Horovod, or with compat run -n {0}.".format(size)
     )
 
 
@@ -792,13 +776,7 @@ def check_a_rank_that_is_stopped_before_it_joins(folder, backend):
     """In ``MPI_Init`` the other one cannot know which rank is missing."""
     begin = "import os, signal, compat\nif compat.rank(): os.kill(os.getpid(), signal.SIGSTOP)\n"
     said = what_a_failed_job_says(folder, backend, begin + TRAINS, size=2)
-    (verdict,) = [line for line in said.splitlines() if line.endswith("others were ended.")]
-    assert verdict in (
-        "compat run: rank 0 of 2 waited for rank 1, which failed, ended or did not come; the "
-        "others were ended.",
-        "compat run: rank 1 of 2 did not come to the others, which waited for it; the others were "
-        "ended.",
-    )
+    assert verdict(said) in (WAITED.format(0, 2, 1), DID_NOT_COME.format(1, 2))
 
 
 def what_a_failed_job_says(folder, backend, program, size=3, timeout=8):
@@ -806,27 +784,31 @@ def what_a_failed_job_says(folder, backend, program, size=3, timeout=8):
     script = folder / "script.py"
     script.write_text(program)
     command = [sys.executable, "-m", "compat", "run", "-n", str(size), "--timeout", str(timeout)]
-    done = subprocess.run(
-        command + ["--gpus", "cpu", "--backend", backend, str(script)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        universal_newlines=True,
-        timeout=200,
-    )
-    assert done.returncode == 1
-    return done.stderr
+    command += ["--gpus", "cpu", "--backend", backend, script]
+    status, _, err = ended(command, timeout=200)
+    assert status == 1
+    return err
+
+
+def verdict(said):
+    """What ``compat run`` says of the rank for which the job failed."""
+    (line,) = [line for line in said.splitlines() if line.endswith("; the others were ended.")]
+    return line
+
+
+DID_NOT_COME = (
+    "compat run: rank {} of {} did not come to the others, which waited for it; the others were "
+    "ended."
+)
+WAITED = (
+    "compat run: rank {} of {} waited for rank {}, which failed, ended or did not come; the others "
+    "were ended."
+)
 
 
 def check_stopped_rank_0(folder, backend, program=STOPPED):
     """It is named, though the others' questions to it, such as who waits as well, get no answer."""
     said = what_a_failed_job_says(folder, backend, program)
     assert ", but rank 0 failed, ended or did not come: " in said
-    (verdict,) = [line for line in said.splitlines() if line.endswith("others were ended.")]
-    assert verdict in (
-        "compat run: rank 0 of 3 did not come to the others, which waited for it; the others were "
-        "ended.",
-        "compat run: rank 1 of 3 waited for rank 0, which failed, ended or did not come; the "
-        "others were ended.",
-        "compat run: rank 2 of 3 waited for rank 0, which failed, ended or did not come; the "
-        "others were ended.",
-    )
+    found = verdict(said)
+    assert found in [DID_NOT_COME.format(0, 3)] + [WAITED.format(rank, 3, 0) for rank in (1, 2)]
