@@ -98,28 +98,12 @@ for path in sys.argv[1:]:
 """
 
 
-def _kill(pid):
-    os.kill(pid, signal.SIGKILL)
-
-
-def _stop(pid):
-    os.kill(pid, signal.SIGSTOP)
-
-
 def _slow(pid):
     for _ in range(STOPS):
         os.kill(pid, signal.SIGSTOP)
         time.sleep(1)
         os.kill(pid, signal.SIGCONT)
         time.sleep(0.2)
-
-
-def _interrupt(pid):
-    os.kill(pid, signal.SIGINT)
-
-
-def _exit(pid):
-    os.kill(pid, signal.SIGUSR1)
 
 
 def _fill_disk(pid):
@@ -142,11 +126,11 @@ def _on_the_switch(value):
 
 
 FAULTS = {
-    "kill": _kill,
-    "stop": _stop,
+    "kill": lambda pid: os.kill(pid, signal.SIGKILL),
+    "stop": lambda pid: os.kill(pid, signal.SIGSTOP),
     "slow": _slow,
-    "interrupt": _interrupt,
-    "exit": _exit,
+    "interrupt": lambda pid: os.kill(pid, signal.SIGINT),
+    "exit": lambda pid: os.kill(pid, signal.SIGUSR1),  # see the program
     "disk": _fill_disk,
     "network": _cut_network,
 }

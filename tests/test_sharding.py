@@ -124,20 +124,19 @@ def test_rows_of_tables_keep_their_index(as_rank, batch_size):
     assert table.values.tolist() == array.tolist() == [row - 100 for row in table.index]
 
 
+def check_parts(shards, whole, few, draw=list):
+    """A batch with too few rows is left out on all ranks."""
+    for make, expected, told in ((whole, PARTS, []), (few, [part[:4] for part in PARTS], [FEW])):
+        found, warned = shards(make, draw)
+        assert [of_x(batches) for batches in found] == expected
+        assert warned == [told] * SIZE
+
+
 @pytest.mark.row("shard() of a Sequence or PyDataset")
 def test_items_of_a_sequence_become_parts_of_them(shards):
-    found, warned = shards(lambda: Items(23), drawn)
-    assert [of_x(batches) for batches in found] == PARTS
+    check_parts(shards, lambda: Items(23), lambda: Items(22), drawn)
     found, _ = shards(lambda: Items(23), drawn, 5)
     assert [of_x(batches) for batches in found] == PARTS
-    assert warned == [[], [], []]
-
-
-@pytest.mark.row("shard() of a Sequence or PyDataset")
-def test_a_last_item_with_too_few_rows_is_left_out_on_all_ranks(shards):
-    found, warned = shards(lambda: Items(22), drawn)
-    assert [of_x(batches) for batches in found] == [rank[:4] for rank in PARTS]
-    assert warned == [[FEW]] * SIZE
 
 
 @pytest.mark.row("shard() of a Sequence or PyDataset")
@@ -234,23 +233,12 @@ def test_a_pydataset_may_have_no_end(as_rank):
 @pytest.mark.row("shard() of a generator")
 @pytest.mark.parametrize("kind", [lambda batches: batches, lambda batches: map(tuple, batches)])
 def test_batches_of_a_generator_become_parts_of_them(shards, kind):
-    found, warned = shards(lambda: kind(generate(23)))
-    assert [of_x(batches) for batches in found] == PARTS
-    assert warned == [[], [], []]
+    few = itertools.chain
+    check_parts(shards, lambda: kind(generate(23)), lambda: few(generate(2), kind(generate(20))))
     # A generator becomes one, which is all that Keras 3 takes.
     given = kind(generate(3))
     (types_of_part, *_), _ = shards(lambda: given, type)
     assert (types_of_part is types.GeneratorType) == (type(given) is types.GeneratorType)
-
-
-@pytest.mark.row("shard() of a generator")
-def test_a_batch_of_a_generator_with_too_few_rows_is_left_out_on_all_ranks(shards):
-    def make():
-        return itertools.chain(generate(2), generate(20))
-
-    found, warned = shards(make)
-    assert [of_x(batches) for batches in found] == [rank[:4] for rank in PARTS]
-    assert warned == [[FEW]] * SIZE
 
 
 def test_threads_may_share_the_part_of_an_iterator(as_rank):
@@ -408,43 +396,30 @@ def test_threads_of_an_earlier_fit_draw_no_more(as_rank):
         later.terminate()
 
 
-@pytest.mark.parametrize("make", [Items, generate])
-def test_epochs_end_with_the_same_batches(as_rank, make):
-    """Other ones than at first: an unseeded shuffle, for example, at the end of an epoch."""
+def test_epochs_end_with_the_same_batches(as_rank):
+    """Other ones than at first: an unseeded shuffle, for example, at the end of an epoch.
 
-    class Shuffled(Items):
-        def on_epoch_end(self):
-            self.rows = np.roll(self.rows, self.shift)
+    Those of a generator here, of a Sequence in the ranks' contract.
+    """
 
-    both = [Shuffled(20), Shuffled(20)]
-    both[0].shift, both[1].shift = 0, 1
-    name = "Shuffled"
-    if make is generate:
-        name = "generator"
+    def endless(shift):
+        rows = np.arange(20)
+        while True:
+            for start in range(0, 20, 5):
+                yield rows[start : start + 5]
+            rows = np.roll(rows, shift)
 
-        def endless(items):
-            while True:
-                for index in range(len(items)):
-                    yield items[index]
-                items.on_epoch_end()
-
-        both = [endless(items) for items in both]
-    both = parts(as_rank, *both)
+    both = parts(as_rank, endless(0), endless(1))
 
     def function(engine):
         part = both[engine.place.rank]
         agreed = begun(engine, part)
-        for epoch in range(2):
-            for index in range(4 + engine.place.rank):  # which takes one ahead
-                item = next(part) if make is generate else part[index % 4]
-                assert len(item[0]) in (2, 3)
+        for _ in range(2):
+            for _ in range(4 + engine.place.rank):  # which takes one ahead
+                assert len(next(part)) in (2, 3)
             agreed.epoch_ended([of_rank[0] for of_rank in engine.gather([agreed.position()])])
-            if epoch:
-                return "not told"
-            if make is not generate:
-                part.on_epoch_end()
 
-    assert together(2, function) == [differs(name)] * 2
+    assert together(2, function) == [differs("generator")] * 2
 
 
 @pytest.mark.row("compat.barrier()")

@@ -372,14 +372,6 @@ def test_what_cannot_be_generated(project, arguments, text):
     assert sorted(os.listdir(str(project))) == before
 
 
-def test_a_project_of_other_pythons(project):
-    (project / "setup.cfg").write_text("[options]\npython_requires = >=3.14\n")
-    assert refused("tox", "-o", project) == (
-        "compat tox: python_requires = >=3.14 in setup.cfg allows no Python that a backend is "
-        "tested on: none of 3.6, 3.7, 3.8, 3.11, 3.13.\n"
-    )
-
-
 def test_no_names():
     assert refused("tox", "--backends", ",").endswith(
         "compat tox: error: argument --backends: ',' names no backend\n"
@@ -470,23 +462,30 @@ def test_what_poetry_says_of_python(project, specifier, minors):
     assert allowed == [(3, minor) for minor in minors]
 
 
+NO_PYTHON = (
+    "python_requires = {} allows no Python that a backend is tested on: none of 3.6, 3.7, 3.8, "
+    "3.11, 3.13."
+)
+NO_SPECIFIER = "{} is no version specifier for Python. Write it as in '>=3.6,<3.9'."
+
+
 @pytest.mark.parametrize(
-    "specifier, text",
+    "file, specifier, text",
     [
+        ("setup.cfg", ">=3.14", NO_PYTHON.format(">=3.14 in setup.cfg")),
+        ("setup.cfg", "^3.6", "setup.cfg: " + NO_SPECIFIER.format("'^3.6' in '^3.6'")),
+        ("pyproject.toml", "~2.7", NO_PYTHON.format("~2.7 in pyproject.toml")),
         (
+            "pyproject.toml",
             "~2.7 || ^3.x",
-            "pyproject.toml: '^3.x' in '~2.7 || ^3.x' is no version specifier for Python. Write it "
-            "as in '>=3.6,<3.9'.",
-        ),
-        (
-            "~2.7",
-            "python_requires = ~2.7 in pyproject.toml allows no Python that a backend is tested "
-            "on: none of 3.6, 3.7, 3.8, 3.11, 3.13.",
+            "pyproject.toml: " + NO_SPECIFIER.format("'^3.x' in '~2.7 || ^3.x'"),
         ),
     ],
 )
-def test_what_poetry_says_is_quoted_as_written(project, specifier, text):
-    (project / "pyproject.toml").write_text(POETRY.format(specifier))
+def test_python_requires_that_no_row_has(project, file, specifier, text):
+    """What poetry says is quoted as written."""
+    form = POETRY if file == "pyproject.toml" else "[options]\npython_requires = {}\n"
+    (project / file).write_text(form.format(specifier))
     assert refused("tox", "-o", project) == "compat tox: {}\n".format(text)
 
 
@@ -509,15 +508,10 @@ def test_python_requires_that_is_computed(project):
     )
 
 
-def test_python_requires_that_is_none(project):
-    (project / "setup.cfg").write_text("[options]\npython_requires = ^3.6\n")
+def test_a_setup_cfg_that_cannot_be_read(project):
+    path = project / "setup.cfg"
+    path.write_text("python_requires = 3\n")
     assert refused("tox", "-o", project) == (
-        "compat tox: setup.cfg: '^3.6' in '^3.6' is no version specifier for Python. Write it as "
-        "in '>=3.6,<3.9'.\n"
-    )
-    (project / "setup.cfg").write_text("python_requires = 3\n")
-    path = str(project / "setup.cfg")
-    problem = "File contains no section headers. file: {!r}, line: 1 'python_requires = 3\\n'"
-    assert refused("tox", "-o", project) == (
-        "compat tox: {} cannot be read: {}\n".format(path, problem.format(path))
+        "compat tox: {0} cannot be read: File contains no section headers. file: '{0}', line: 1 "
+        "'python_requires = 3\\n'\n".format(path)
     )
