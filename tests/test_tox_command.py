@@ -463,22 +463,22 @@ def test_what_poetry_says_of_python(project, specifier, minors):
 
 
 NO_PYTHON = (
-    "python_requires = {} allows no Python that a backend is tested on: none of 3.6, 3.7, 3.8, "
+    "python_requires = {} in {} allows no Python that a backend is tested on: none of 3.6, 3.7, 3.8, "
     "3.11, 3.13."
 )
-NO_SPECIFIER = "{} is no version specifier for Python. Write it as in '>=3.6,<3.9'."
+NO_SPECIFIER = "{}: '{}' in '{}' is no version specifier for Python. Write it as in '>=3.6,<3.9'."
 
 
 @pytest.mark.parametrize(
     "file, specifier, text",
     [
-        ("setup.cfg", ">=3.14", NO_PYTHON.format(">=3.14 in setup.cfg")),
-        ("setup.cfg", "^3.6", "setup.cfg: " + NO_SPECIFIER.format("'^3.6' in '^3.6'")),
-        ("pyproject.toml", "~2.7", NO_PYTHON.format("~2.7 in pyproject.toml")),
+        ("setup.cfg", ">=3.14", NO_PYTHON.format(">=3.14", "setup.cfg")),
+        ("setup.cfg", "^3.6", NO_SPECIFIER.format("setup.cfg", "^3.6", "^3.6")),
+        ("pyproject.toml", "~2.7", NO_PYTHON.format("~2.7", "pyproject.toml")),
         (
             "pyproject.toml",
             "~2.7 || ^3.x",
-            "pyproject.toml: " + NO_SPECIFIER.format("'^3.x' in '~2.7 || ^3.x'"),
+            NO_SPECIFIER.format("pyproject.toml", "^3.x", "~2.7 || ^3.x"),
         ),
     ],
 )
