@@ -466,12 +466,11 @@ def test_ranks_of_one_machine_meet_on_its_loopback_interface():
 )
 def test_an_address_that_is_none_is_an_error(variables, address):
     environ = environment("RANK=0 WORLD_SIZE=2 " + variables)
-    names = list(environment(variables))
+    names = " and ".join(environment(variables))
+    verb = "are" if "MASTER" in names else "is"
     assert error_of(rendezvous.find, launchers.launched(environ), environ) == (
-        "{} {!r}, which is not a host and a port. Use the host name or address of rank 0's machine "
-        "and a free port there, such as node1:29500.".format(
-            " and ".join(names) + (" are" if names[1:] else " is"), address
-        )
+        "{} {} {!r}, which is not a host and a port. Use the host name or address of rank 0's "
+        "machine and a free port there, such as node1:29500.".format(names, verb, address)
     )
 
 
