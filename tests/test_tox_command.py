@@ -463,8 +463,8 @@ def test_what_poetry_says_of_python(project, specifier, minors):
 
 
 NO_PYTHON = (
-    "python_requires = {} in {} allows no Python that a backend is tested on: none of 3.6, 3.7, 3.8, "
-    "3.11, 3.13."
+    "python_requires = {} in {} allows no Python that a backend is tested on: none of 3.6, 3.7, "
+    "3.8, 3.11, 3.13."
 )
 NO_SPECIFIER = "{}: '{}' in '{}' is no version specifier for Python. Write it as in '>=3.6,<3.9'."
 
