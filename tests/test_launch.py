@@ -29,7 +29,7 @@ from compat._ranks.place import Place
 from compat._runtime import by_path
 
 # How many signals are sent at random moments: a job takes a quarter of a second of CPU.
-CASES = int(os.environ.get("COMPAT_TEST_CASES", 120 if sys.version_info >= (3, 13) else 30))
+CASES = int(os.environ.get("COMPAT_TEST_CASES", 300 if sys.version_info >= (3, 13) else 30))
 
 
 def _bare(command):

@@ -259,7 +259,7 @@ def test_a_notebook_is_refused(tmp_path, monkeypatch, command, name):
         "compat {}: {} is a notebook, which Python cannot run. Make a script of it with `jupyter "
         "nbconvert --to script`, or call compat.configure_gpu() in its first cell.\n".format(
             command, name.split()[-1]
-        ),
+        )
     )
 
 
