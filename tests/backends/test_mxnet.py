@@ -3,9 +3,7 @@
 import contextlib
 import functools
 import os
-import subprocess
 import sys
-import textwrap
 
 import numpy as np
 import pytest
@@ -16,7 +14,6 @@ from compat._configuration import registry
 from compat._configuration.device_choice import choose
 from compat._configuration.gpu_selection import parse_gpus
 from compat._ranks import Job
-from compat._rows import split_rows
 from compat.testing import (
     CASES,
     ParallelContract,
@@ -26,8 +23,11 @@ from compat.testing import (
     optimizer,
     span,
 )
+from compat.testing.models import fit_in_order
 
 from .interruptions import interrupted
+from .messages import refusal
+from .test_mxnet_gluon import running_statistics
 
 
 def executors(model):
@@ -99,38 +99,22 @@ class TestMXNet(ParallelContract):
             inputs[row, length:] = 0
         targets = random.normal(size=(45, 6, 2)).astype("float32")
         weights = random.uniform(size=(45, 6)).astype("float32")
-        models = []
+        layers, models = keras.layers, []
         for parallel in (False, True):
-            layers = keras.layers
             steps = layers.Input(shape=(6, 4))
             x = layers.LSTM(5, return_sequences=True, unroll=True)(layers.Masking()(steps))
             model = keras.models.Model(steps, layers.TimeDistributed(layers.Dense(2))(x))
-            initialise(model)
-            if parallel:
-                compat.parallelize(model)
-            model.compile(optimizer(keras, "sgd"), "mse")
+            self.ready(keras, model, parallel)
             with pytest.raises((RuntimeError, mxnet_error()), match="broadcast"):
                 model.train_on_batch(inputs, targets)
             model.compile(optimizer(keras, "sgd"), "mse", sample_weight_mode="temporal")
-            model.fit(
-                inputs, targets, batch_size=16, epochs=3, shuffle=False, verbose=0,
-                sample_weight=weights,
-            )  # fmt: skip
-            models.append(model)
-        self.close(models[0].get_weights(), models[1].get_weights())
+            fit_in_order(model, inputs, targets, epochs=3, sample_weight=weights)
+            models.append(model.get_weights())
+        self.close(*models)
 
-    def test_compiled_models_train_to_the_numbers_of_one_device(self, keras, automatic):
-        """One model: two that share layers train copies of the weights, also on one device."""
-        inputs, targets = CASES["dense"].data(61)
-        weights = []
-        for by_hand in (True, False):
-            model = self.build(keras, "dense")
-            if by_hand:
-                compat.parallelize(model, gpus=1)
-            model.compile(optimizer(keras, "sgd"), CASES["dense"].loss)
-            model.fit(inputs, targets, batch_size=13, epochs=2, shuffle=False, verbose=0)
-            weights.append(model.get_weights())
-        self.close(*weights)
+    # Two models that share layers train copies of the weights, also on one device; one is compared
+    # by test_a_script_without_compat_runs_on_all_devices.
+    test_compiled_models_train_to_the_numbers_of_one_device = None
 
     def test_a_context_of_the_script_is_kept(self, keras, automatic):
         model = self.build(keras, "dense")
@@ -198,7 +182,7 @@ class TestMXNet(ParallelContract):
         models = []
         for parallel in (False, True):
             model = self.ready(keras, build(), parallel, "mse", optimizer_name)
-            model.fit(inputs, targets, batch_size=16, epochs=3, shuffle=False, verbose=0)
+            fit_in_order(model, inputs, targets, epochs=3)
             models.append(model)
         self.close(models[0].get_weights(), model.get_weights())
         name = model.layers[0].embeddings.name
@@ -241,17 +225,10 @@ class TestMXNet(ParallelContract):
         model.compile(keras.optimizers.SGD(lr=0.0), "mse")
         inputs, targets = CASES["dense"].data(rows)
         model.train_on_batch(inputs * 3 + 1, targets)
-        shards = [
-            inputs[slice(*split_rows.bounds(rows, 3, i))] * 3 + 1
-            for i in range(3)
-            if split_rows.sizes(rows, 3)[i]
-        ]
-        mean = sum(shard.mean(axis=0) * len(shard) for shard in shards) / rows
-        variance = sum(shard.var(axis=0) * len(shard) for shard in shards) / rows
         by_name = dict(zip([w.name.split("/")[-1] for w in norm.weights], norm.get_weights()))
         moving = [v for n, v in sorted(by_name.items()) if n.startswith("moving")]
-        np.testing.assert_allclose(moving[0], 0.25 * mean, rtol=1e-4, atol=1e-6)
-        np.testing.assert_allclose(moving[1], 0.75 + 0.25 * variance, rtol=1e-4, atol=1e-6)
+        expected = running_statistics(inputs * 3 + 1)
+        np.testing.assert_allclose(moving, expected, rtol=1e-4, atol=1e-6)
         # The replicas hold the same averages, so that the next step starts from one state.
         replicas = model._compat_replicas
         for held in replicas.arrays[1:]:
@@ -328,7 +305,7 @@ class TestMXNet(ParallelContract):
         for devices in ([0], [1, 2], [2, 0], [1], [0, 1, 2], [0], [0, 1]):
             compat.parallelize(model, gpus=devices)
             for each in (plain, model):
-                each.fit(inputs, targets, batch_size=16, epochs=2, shuffle=False, verbose=0)
+                fit_in_order(each, inputs, targets, epochs=2)
             self.close(plain.get_weights(), model.get_weights())
             assert plain.optimizer.num_update == model.optimizer.num_update
 
@@ -377,7 +354,7 @@ class TestMXNet(ParallelContract):
         plain, model = self.compiled(keras, "dense"), self.compiled(keras, "dense", parallel=True)
         for _ in range(2):
             for each in (plain, model):
-                each.fit(inputs, targets, batch_size=16, epochs=1, shuffle=False, verbose=0)
+                fit_in_order(each, inputs, targets)
                 each.get_weights()  # plain Keras forgets what was not asked for
                 each.compile(optimizer(keras, "adam"), "mse")
         model.train_on_batch(inputs, targets)
@@ -388,25 +365,11 @@ class TestMXNet(ParallelContract):
         plain.train_on_batch(inputs, targets)
         self.close(plain.get_weights(), model.get_weights())
 
-    @span
-    def test_model_that_is_built_by_its_data(self, keras):
-        inputs, targets = CASES["dense"].data(45)
-        weights = []
-        for parallel in (False, True):
-            layers = keras.layers
-            model = keras.models.Sequential([layers.Dense(5), layers.Dense(4)])
-            if parallel:
-                compat.parallelize(model)
-            model.compile(optimizer(keras, "sgd"), "mse")
-            model.train_on_batch(inputs, targets)
-            initialise(model).fit(inputs, targets, batch_size=16, verbose=0, shuffle=False)
-            weights.append(model.get_weights())
-        self.close(*weights)
-        assert len(self.placement(model, inputs, targets)) == 3
-
-    def test_predicts_without_compile(self, keras):
-        inputs, _ = CASES["lstm"].data(13)
-        plain, parallel = self.build(keras, "lstm"), self.build(keras, "lstm")
+    @pytest.mark.parametrize("name", in_span(["lstm", "conv"], ["conv"]))
+    def test_predicts_without_compile(self, keras, name):
+        """With the weights of now: oneDNN's fused operations kept those of their first batch."""
+        inputs, _ = CASES[name].data(13)
+        plain, parallel = self.build(keras, name), self.build(keras, name)
         compat.parallelize(parallel)
         for seed in (1, 2):
             results = [initialise(m, seed).predict(inputs, batch_size=4) for m in (plain, parallel)]
@@ -415,14 +378,18 @@ class TestMXNet(ParallelContract):
         compat.parallelize(parallel, gpus=1)
         self.close(results[:1], [parallel.predict(inputs)], 1e-6)
 
-    # Subclassed models ------------------------------------------------------------------------
+    # Models that are built by their data ------------------------------------------------------
 
-    def subclassed(self, keras):
+    def unbuilt(self, keras, kind):
+        layers = keras.layers
+        if kind == "sequential":
+            return keras.models.Sequential([layers.Dense(6), layers.Dense(4, activation="softmax")])
+
         class Perceptron(keras.models.Model):
             def __init__(self):
                 super(Perceptron, self).__init__(name="perceptron")
-                self.hidden = keras.layers.Dense(6, activation="tanh")
-                self.out = keras.layers.Dense(4, activation="softmax")
+                self.hidden = layers.Dense(6, activation="tanh")
+                self.out = layers.Dense(4, activation="softmax")
 
             def call(self, x):
                 return self.out(self.hidden(x))
@@ -431,14 +398,21 @@ class TestMXNet(ParallelContract):
 
     @pytest.mark.row("subclassed models")
     @pytest.mark.parametrize(
-        "moment, optimizer_name",
-        in_span([("before", "adam"), ("after", "sgd")], [("before", "adam")]),
+        "kind, moment, optimizer_name",
+        in_span(
+            [
+                ("subclassed", "before", "adam"),
+                ("subclassed", "after", "sgd"),
+                ("sequential", "before", "sgd"),
+            ],
+            [("subclassed", "before", "adam"), ("sequential", "before", "sgd")],
+        ),
     )
-    def test_subclassed_models(self, keras, moment, optimizer_name):
+    def test_models_whose_shapes_come_with_data(self, keras, kind, moment, optimizer_name):
         inputs, targets = CASES["dense"].data(61)
         models = []
         for parallel in (False, True):
-            model = self.subclassed(keras)
+            model = self.unbuilt(keras, kind)
             if parallel and moment == "before":
                 assert compat.parallelize(model) is model
             model.compile(optimizer(keras, optimizer_name), "categorical_crossentropy")
@@ -475,7 +449,7 @@ class TestMXNet(ParallelContract):
             if parallel:
                 compat.parallelize(model)
             model.compile(optimizer(keras, "sgd"), "binary_crossentropy")
-            model.fit(inputs, targets, batch_size=16, epochs=3, shuffle=False, verbose=0)
+            fit_in_order(model, inputs, targets, epochs=3)
         self.close(looped.get_weights(), unrolled.get_weights())
         changed = [np.abs(a - b).max() for a, b in zip(start, looped.get_weights())]
         assert min(changed) > 1e-4, changed
@@ -506,14 +480,14 @@ class TestMXNet(ParallelContract):
         options = {"momentum": 0.9, "decay": 0.01} if name == "SGD" else {}
         model = compat.parallelize(self.build(keras, "dense"))
         model.compile(getattr(keras.optimizers, name)(**options), "mse")
-        model.fit(inputs, targets, batch_size=16, epochs=2, shuffle=False, verbose=0)
+        fit_in_order(model, inputs, targets, epochs=2)
         path = str(tmp_path / "model.h5")
         model.save(path)
         loaded = keras.models.load_model(path)
         loaded.save(path)  # nothing trained in between: the state is still there
         again = keras.models.load_model(path)
         for each in (model, loaded, again):
-            each.fit(inputs, targets, batch_size=16, epochs=1, shuffle=False, verbose=0)
+            fit_in_order(each, inputs, targets)
             self.close(model.get_weights(), each.get_weights(), 1e-6)
 
     @pytest.mark.parametrize("name", ["SGD", "Adam"])
@@ -526,14 +500,14 @@ class TestMXNet(ParallelContract):
         states, weights = [], [initialise(model).get_weights()]
         for _ in range(2):
             states.append(model.optimizer.get_weights())
-            model.fit(inputs, targets, batch_size=16, epochs=1, shuffle=False, verbose=0)
+            fit_in_order(model, inputs, targets)
             weights.append(model.get_weights())
         for moment in (1, 0):
             model.set_weights(weights[moment])
             model.optimizer.set_weights(states[moment])
             for place, value in enumerate(states[moment]):
                 np.testing.assert_array_equal(model.optimizer.get_weights()[place], value)
-            model.fit(inputs, targets, batch_size=16, epochs=1, shuffle=False, verbose=0)
+            fit_in_order(model, inputs, targets)
             self.close(weights[moment + 1], model.get_weights(), 1e-6)
 
     @span
@@ -546,9 +520,7 @@ class TestMXNet(ParallelContract):
             lambda: compat.parallelize(model),
             lambda: registry.load("mxnet").launcher(job),
         ):
-            with pytest.raises(compat.NotInstalledError) as error:
-                call()
-            assert str(error.value) == (
+            assert refusal(compat.NotInstalledError, call) == (
                 "Ranks of mxnet train together through Horovod, which is not installed. Build it "
                 "where mxnet is: HOROVOD_WITH_GLOO=1 HOROVOD_WITH_MXNET=1 pip install "
                 "--no-build-isolation --no-cache-dir horovod==0.28.1 (that needs a C++ compiler, "
@@ -560,22 +532,20 @@ class TestMXNet(ParallelContract):
 # Configuring, a process each ----------------------------------------------------------------------
 
 
-def run(script, tmp_path, **environ):
-    """Run a script in a new process; return what it printed. Keras' files go to ``tmp_path``."""
-    # Not what this process has configured.
-    own = {n: v for n, v in os.environ.items() if not n.startswith(("CUDA_", "MXNET_", "DMLC_"))}
-    environ = dict(own, HOME=str(tmp_path), KERAS_HOME=str(tmp_path / "keras"), **environ)
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)],
-        env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, universal_newlines=True,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+@pytest.fixture
+def alone(run, tmp_path, monkeypatch):
+    """Run a program in a process that has nothing of what this one has configured, nor its home."""
+    for name in list(os.environ):
+        if name.startswith(("CUDA_", "MXNET_", "DMLC_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("KERAS_HOME", str(tmp_path / "keras"))
+    return run
 
 
 @span
-def test_configured_before_mxnet_is_imported(tmp_path):
-    printed = run(
+def test_configured_before_mxnet_is_imported(alone):
+    printed = alone(
         """
         import os, sys
         import numpy as np
@@ -590,17 +560,17 @@ def test_configured_before_mxnet_is_imported(tmp_path):
         print(report)
         import keras
         from compat.testing import CASES, initialise, largest_difference, optimizer
+        from compat.testing.models import fit_in_order
 
         models = [initialise(CASES["dense"].build(keras)) for _ in range(2)]
         compat.parallelize(models[1])
         for model in models:
             model.compile(optimizer(keras, "adam"), "categorical_crossentropy")
             inputs, targets = CASES["dense"].data(61)
-            model.fit(inputs, targets, batch_size=16, epochs=3, shuffle=False, verbose=0)
+            fit_in_order(model, inputs, targets, epochs=3)
             assert all(w.dtype == "float64" for w in model.get_weights())
         assert largest_difference(*[model.get_weights() for model in models]) < 1e-13
-        """,
-        tmp_path,
+        """
     )
     applied = [
         "models not parallelized run on cpu(0)",
@@ -613,9 +583,9 @@ def test_configured_before_mxnet_is_imported(tmp_path):
     assert "keras.backend.set_floatx('float64')" in printed
 
 
-def test_configured_after_mxnet_was_imported(tmp_path):
+def test_configured_after_mxnet_was_imported(alone, tmp_path):
     """Devices still can be chosen then; what MXNet read at its import cannot."""
-    run(
+    alone(
         """
         import keras, mxnet
         import pytest
@@ -648,8 +618,7 @@ def test_configured_after_mxnet_was_imported(tmp_path):
         assert str(compat.parallelize(before, gpus=1)._context) == "[cpu(1)]"
         with keras.backend.Context("cpu"):
             assert str(built()._context) == "[cpu(0)]"
-        """.replace("model.h5", str(tmp_path / "model.h5")),
-        tmp_path,
+        """.replace("model.h5", str(tmp_path / "model.h5"))
     )
 
 
@@ -661,9 +630,9 @@ def two_gpus(folder):
     return "{}{}{}".format(folder, os.pathsep, os.environ["PATH"])
 
 
-def test_gpus_that_this_mxnet_cannot_use(tmp_path):
+def test_gpus_that_this_mxnet_cannot_use(alone, tmp_path):
     """Noticed at once, not by "simple_bind error" in the first fit; the driver lists two GPUs."""
-    printed = run(
+    printed = alone(
         """
         import warnings
         import numpy as np
@@ -685,7 +654,6 @@ def test_gpus_that_this_mxnet_cannot_use(tmp_path):
         model.compile("sgd", "mse")
         model.fit(np.ones((4, 3)), np.ones((4, 2)), verbose=0)
         """,
-        tmp_path,
         PATH=two_gpus(tmp_path),
     )
     assert [line for line in printed.splitlines() if line.startswith("warning: ")] == [
@@ -707,9 +675,9 @@ def test_gpus_that_this_mxnet_cannot_use(tmp_path):
         (2, "other GPUs stay visible: mxnet was imported before"),
     ],
 )
-def test_a_build_for_gpus_that_was_imported_before(tmp_path, gpus, applied):
+def test_a_build_for_gpus_that_was_imported_before(alone, tmp_path, gpus, applied):
     """As if of this one: what it finds of the driver's two GPUs."""
-    printed = run(
+    printed = alone(
         """
         import mxnet as mx
         import mxnet.runtime
@@ -720,7 +688,6 @@ def test_a_build_for_gpus_that_was_imported_before(tmp_path, gpus, applied):
         for line in compat.configure_gpu(gpus=[1]).applied:
             print(line)
         """.format(gpus),
-        tmp_path,
         PATH=two_gpus(tmp_path),
     )
     assert applied in printed.splitlines()
@@ -744,9 +711,7 @@ def test_environ_says_only_what_changes():
     assert backend.environ(settings, {}) == expected
     assert backend.environ(settings, expected) == {}
     settings = Settings(Devices(), options={"cpu_worker_threads": "two"})
-    with pytest.raises(compat.InvalidArgumentError) as error:
-        backend.environ(settings, {})
-    assert str(error.value) == (
+    assert refusal(compat.InvalidArgumentError, backend.environ, settings, {}) == (
         "cpu_worker_threads='two' is not understood. Use a number, 1 or more."
     )
 

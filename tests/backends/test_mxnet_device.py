@@ -18,6 +18,7 @@ from compat.testing import (
     span,
 )
 
+from .messages import refusal
 from .test_mxnet import executors
 
 pytestmark = pytest.mark.row("device()")
@@ -164,24 +165,20 @@ class TestDevice:
         with compat.device(1):
             y = shared(x)
         model = keras.models.Model(image, y)
-        with pytest.raises(compat.UnsupportedError) as error:
-            model.compile("sgd", "mse")
-        assert str(error.value) == (
+        assert refusal(compat.UnsupportedError, model.compile, "sgd", "mse") == (
             "{} is used on several devices, and MXNet would keep only what one of them computes "
             "of it. Call the layer inside one compat.device() only.".format(shared.moving_mean.name)
         )
 
-    def check_not_with_replicas(self, name, call):
-        with pytest.raises(compat.UnsupportedError) as error:
-            call()
-        assert str(error.value) == (
-            "Parts of the model {} were placed by compat.device(), which parallelize() on "
-            "several devices would undo. Use one of the two.".format(name)
-        )
+    REFUSED = (
+        "Parts of the model {} were placed by compat.device(), which parallelize() on several "
+        "devices would undo. Use one of the two."
+    )
 
     def test_not_with_replicas(self, keras):
         model = compiled(keras, tweets(keras, compat.device, unroll=True))
-        self.check_not_with_replicas(model.name, lambda: compat.parallelize(model))
+        told = refusal(compat.UnsupportedError, compat.parallelize, model)
+        assert told == self.REFUSED.format(model.name)
 
     def test_not_with_replicas_of_a_subclass_either(self, keras):
         class Placed(keras.models.Model):
@@ -196,7 +193,8 @@ class TestDevice:
         model = compat.parallelize(Placed())
         model.compile("sgd", "mse")
         batch = np.ones((8, 4)), np.ones((8, 1))
-        self.check_not_with_replicas("placed", lambda: model.train_on_batch(*batch))
+        told = refusal(compat.UnsupportedError, model.train_on_batch, *batch)
+        assert told == self.REFUSED.format("placed")
 
     @pytest.mark.parametrize("name", ["sgd", "adam"])
     def test_what_was_built_outside_moves_alone(self, keras, name):

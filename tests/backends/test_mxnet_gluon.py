@@ -96,6 +96,11 @@ def difference(first, second):
     return max(np.abs(a - b).max() for a, b in zip(first, second))
 
 
+def check_same(run, tolerance=1e-5):
+    """That ``run(parallel)`` gives the same arrays on one context and on several."""
+    assert difference(run(False), run(True)) < tolerance
+
+
 def shards_of(inputs):
     """The rows that each replica has, if any."""
     parts = [inputs[slice(*split_rows.bounds(len(inputs), 3, i))] for i in range(3)]
@@ -147,8 +152,8 @@ def test_trains_to_the_numbers_of_one_context(mx, build, optimizer, hybridize):
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "adagrad"])
 def test_sparse_gradients_of_an_embedding(mx, optimizer):
     """Words that several contexts look up count once."""
-    found = []
-    for parallel in (False, True):
+
+    def run(parallel):
         net = mx.gluon.nn.HybridSequential()
         net.add(mx.gluon.nn.Embedding(9, 4, sparse_grad=True))
         net.add(mx.gluon.nn.Dense(3))
@@ -161,8 +166,9 @@ def test_sparse_gradients_of_an_embedding(mx, optimizer):
                 loss = net(words[:rows]).square().sum(axis=1)
             loss.backward()
             steps.step(rows)
-        found.append(weights(net))
-    assert difference(*found) < 1e-6
+        return weights(net)
+
+    check_same(run, 1e-6)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
@@ -249,9 +255,8 @@ def test_report_says_what_each_context_did(mx):
 
 
 def test_gradients_reach_the_inputs(mx):
-    results = []
-    for parallel in (False, True):
-        net = dense(mx)
+    def run(parallel):
+        net, found = dense(mx), []
         initialise(mx, compat.parallelize(net) if parallel else net)
         for rows in (61, 2):
             inputs = mx.nd.array(data(rows)[0])
@@ -259,9 +264,11 @@ def test_gradients_reach_the_inputs(mx):
             with mx.autograd.record():
                 total = (net(inputs) ** 2).sum()
             total.backward()
-            results.append(inputs.grad.asnumpy())
-    assert np.abs(results[0]).max() > 0.1
-    assert difference(results[:2], results[2:]) < 1e-5
+            found.append(inputs.grad.asnumpy())
+        assert np.abs(found[0]).max() > 0.1
+        return found
+
+    check_same(run)
 
 
 @pytest.mark.parametrize("build", ["before", "after"])
@@ -339,8 +346,7 @@ def test_kvstores(mx, options, moment):
 
 
 def test_gradients_clipped_between_allreduce_and_update(mx):
-    results = []
-    for parallel in (False, True):
+    def run(parallel):
         net = initialise(mx, dense(mx))
         if parallel:
             compat.parallelize(net)
@@ -355,8 +361,9 @@ def test_gradients_clipped_between_allreduce_and_update(mx):
                 gradients = [p.grad(context) for p in net.collect_params().values()]
                 mx.gluon.utils.clip_global_norm(gradients, 1.0)
             steps.update(rows)
-        results.append(weights(net))
-    assert difference(*results) < 1e-5
+        return weights(net)
+
+    check_same(run)
 
 
 # Where mathematics forbids one context's numbers --------------------------------------------------

@@ -9,6 +9,7 @@ import compat
 from compat.testing import in_span, span
 
 from . import test_mxnet_gluon
+from .messages import told
 from .test_mxnet_gluon import (
     data,
     difference,
@@ -95,13 +96,12 @@ def one_contexts_numbers(mx, *args, has_predicted=False, **options):
     expected = Around(mx, *args, **options).results()
     model = Around(mx, *args, **options)
     net = compat.parallelize(model.net)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", compat.CompatWarning)
+    with told() as texts:
         if has_predicted:
             net(array(mx, 13))
         found = model.results()
     assert difference(expected, found) < 1e-5
-    return [str(w.message) for w in caught if issubclass(w.category, compat.CompatWarning)], net
+    return texts, net
 
 
 ACROSS = {
@@ -170,10 +170,9 @@ def test_random_blocks(mx):
         return x + F.random.normal(shape=x.shape)
 
     net = compat.parallelize(block_of(mx, plain, hybrid=False))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", compat.CompatWarning)
+    with told() as texts:
         assert net(array(mx, 13)).shape == (13, 8)
-    assert [str(w.message) for w in caught] == [UNKNOWN.format(net.name) + WHOLE]
+    assert texts == [UNKNOWN.format(net.name) + WHOLE]
     texts, _ = one_contexts_numbers(mx, noisy)
     assert texts == []
 
@@ -207,11 +206,10 @@ def whole(mx, block, *calls):
     """The block's results for the calls, those of one context; and the warnings."""
     expected = [block(*args).asnumpy() for args in calls]
     compat.parallelize(block)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", compat.CompatWarning)
+    with told() as texts:
         found = [block(*args).asnumpy() for args in calls]
     assert difference(expected, found) < 1e-5
-    return [str(w.message) for w in caught if issubclass(w.category, compat.CompatWarning)]
+    return texts
 
 
 GRADIENT = (
@@ -445,12 +443,10 @@ def test_step_counters_count_once(mx, kind):
 def test_states_that_depend_on_rows_run_whole(mx, kind, training):
     """All contexts then have one context's state."""
     _, (expected,) = counted(mx, kind, False, training)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", compat.CompatWarning)
+    with told() as texts:
         block, found = counted(mx, kind, True, training)
     assert max(abs(value - expected) for value in found) < 1e-4
     operation = "that sets the parameter {!r}".format(block.state.name)
-    texts = [str(w.message) for w in caught if issubclass(w.category, compat.CompatWarning)]
     assert texts == [MIXED.format(operation, block.name) + WHOLE]
 
 

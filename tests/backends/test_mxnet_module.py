@@ -1,7 +1,5 @@
 """``mx.mod.Module`` on several contexts: its calls give one context's numbers."""
 
-import warnings
-
 import numpy as np
 import pytest
 
@@ -12,7 +10,8 @@ from compat._rows import split_rows
 from compat.testing import in_span, span
 
 from . import test_mxnet_gluon
-from .test_mxnet_gluon import DEVICES, data, difference, running_statistics
+from .messages import refusal, told
+from .test_mxnet_gluon import DEVICES, check_same, data, difference, running_statistics
 
 mx = test_mxnet_gluon.mx  # the fixture
 pytestmark = pytest.mark.row("MXNet Module")
@@ -131,8 +130,9 @@ def test_report_says_what_each_context_did(mx):
 
 def test_gradients_of_inputs_and_added_gradients(mx):
     """``inputs_need_grad``, and ``grad_req="add"``, where an empty shard must add nothing."""
-    results = []
-    for parallel in (False, True):
+
+    def run(parallel):
+        found = []
         module = bound(mx, 61, parallel, inputs_need_grad=True, grad_req="add")
         for rows in (61, 2, 1):
             # What an input gradient was added to has another shape with each batch.
@@ -140,19 +140,20 @@ def test_gradients_of_inputs_and_added_gradients(mx):
                 for array in arrays:
                     array[:] = 0
             module.forward_backward(batch(mx, rows))
-            results.append(module.get_input_grads()[0].asnumpy())
-            assert results[-1].shape == (rows, 8)
+            found.append(module.get_input_grads()[0].asnumpy())
+            assert found[-1].shape == (rows, 8)
         for arrays in module._exec_group.grad_arrays:
-            results.append(sum(array.asnumpy() for array in arrays))
-    half = len(results) // 2
-    assert min(np.abs(result).max() for result in results) > 1e-3
-    assert difference(results[:half], results[half:]) < 1e-5
+            found.append(sum(array.asnumpy() for array in arrays))
+        assert min(np.abs(each).max() for each in found) > 1e-3
+        return found
+
+    check_same(run)
 
 
 def test_gradients_given_from_outside(mx):
     """A module without a loss of its own, as in a GAN."""
-    results = []
-    for parallel in (False, True):
+
+    def run(parallel):
         module = mx.mod.Module(symbol(mx).get_internals()["b_output"], label_names=None)
         if parallel:
             compat.parallelize(module)
@@ -163,8 +164,9 @@ def test_gradients_given_from_outside(mx):
             module.forward(mx.io.DataBatch([mx.nd.array(data(rows)[0])], None), is_train=True)
             module.backward([module.get_outputs()[0] ** 2])
             module.update()
-        results.append(weights(module))
-    assert difference(*results) < 1e-5
+        return weights(module)
+
+    check_same(run)
 
 
 @span
@@ -236,9 +238,7 @@ def test_saves_and_loads(mx, tmp_path):
 def test_with_an_optimizer_it_stays_where_it_is(mx):
     module = optimised(bound(mx, 61, parallel=False))
     before = dict(vars(module))
-    with pytest.raises(compat.UnsupportedError) as error:
-        compat.parallelize(module)
-    assert str(error.value) == (
+    assert refusal(compat.UnsupportedError, compat.parallelize, module) == (
         "This Module has an optimizer already, and MXNet numbers its state by device. Call "
         "parallelize() before fit() or init_optimizer()."
     )
@@ -274,9 +274,7 @@ def test_what_computes_across_rows_runs_whole(mx, name, bound_first):
     results = []
     for parallel in (False, True):
         module = mx.mod.Module(loss, label_names=labels)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("ignore")  # of SciPy, which MXNet imports
-            warnings.simplefilter("always", compat.CompatWarning)
+        with told() as texts:
             if parallel and not bound_first:
                 compat.parallelize(module)
             module.bind([("data", (61, 8))], shapes)
@@ -293,7 +291,7 @@ def test_what_computes_across_rows_runs_whole(mx, name, bound_first):
             found.append(module.get_outputs()[0].asnumpy())
         results.append(found + weights(module))
     assert difference(*results) < 1e-5
-    assert [str(w.message) for w in caught] == [
+    assert texts == [
         "The operation {} of 'Module' computes across the rows of a batch, of which each device "
         "has a part. The Module runs on cpu(0) with the whole batch.".format(name)
     ]
@@ -340,16 +338,14 @@ def test_operations_without_a_rule_are_tried(mx):
         own = custom(mx, "compat_module_%d" % mixes, lambda x, mean=mean: x - mean(x))
         net = own(mx.sym.var("data"), name="own")
         module = compat.parallelize(mx.mod.Module(net, label_names=None))
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("ignore")  # of SciPy, which MXNet imports
-            warnings.simplefilter("always", compat.CompatWarning)
+        with told() as texts:
             module.bind([("data", (13, 8))], for_training=False)
         module.init_params()
         inputs = data(13)[0]
         module.forward(mx.io.DataBatch([mx.nd.array(inputs)], None))
         expected = inputs - mean(inputs)
         np.testing.assert_allclose(module.get_outputs()[0].asnumpy(), expected, atol=1e-6)
-        assert len(caught) == mixes
+        assert len(texts) == mixes
         assert len(module._exec_group.execs) == (1 if mixes else 3)
 
 
@@ -357,12 +353,11 @@ def test_operations_without_a_rule_are_tried(mx):
 def test_gradients_of_ones_own(mx, mixes):
     function = (lambda g: g / mx.nd.norm(g)) if mixes else (lambda g: -0.5 * g)
     own = custom(mx, "compat_own_%d" % mixes, backward=function)
-    results, texts = [], []
-    for parallel in (False, True):
+
+    def run(parallel):
         x = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=4, name="a")
         module = mx.mod.Module(mx.sym.SoftmaxOutput(own(x), name="softmax"))
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always", compat.CompatWarning)
+        with told() as texts:
             if parallel:
                 compat.parallelize(module)
             module.bind([("data", (13, 8))], [("softmax_label", (13,))])
@@ -370,29 +365,31 @@ def test_gradients_of_ones_own(mx, mixes):
             module.init_params(arg_params={"a_weight": mx.nd.array(start)}, allow_missing=True)
             optimised(module)
             outputs = [step(mx, module, 13) for _ in range(3)]
-        texts += [str(w.message) for w in caught if w.category is compat.CompatWarning]
-        results.append(outputs + weights(module))
-    assert difference(*results) < 1e-5
-    assert len(texts) == mixes
-    assert all("has a gradient of its own that computes" in text for text in texts)
+        assert len(texts) == (parallel and mixes)
+        assert all("has a gradient of its own that computes" in text for text in texts)
+        return outputs + weights(module)
+
+    check_same(run)
 
 
 def test_rows_in_another_dimension(mx):
     """``layout`` says where: time first, and no operation across rows for that."""
-    shapes, results = [mx.io.DataDesc("data", (5, 13, 4), layout="TNC")], []
+    shapes = [mx.io.DataDesc("data", (5, 13, 4), layout="TNC")]
     net = mx.sym.softmax(mx.sym.square(mx.sym.var("data")), axis=0)
     net._set_attr(__layout__="TNC")
     inputs = np.random.RandomState(0).normal(size=(5, 13, 4))
-    for parallel in (False, True):
+
+    def run(parallel):
         module = mx.mod.Module(net, label_names=None)
         if parallel:
             compat.parallelize(module)
         module.bind(shapes, for_training=False)
         module.init_params()
         module.forward(mx.io.DataBatch([mx.nd.array(inputs)], None))
-        results.append(module.get_outputs()[0].asnumpy())
-    assert results[0].shape == (5, 13, 4)
-    assert difference(results[:1], results[1:]) < 1e-6
+        assert module.get_outputs()[0].shape == (5, 13, 4)
+        return [module.get_outputs()[0].asnumpy()]
+
+    check_same(run, 1e-6)
 
 
 @span
@@ -421,9 +418,7 @@ def test_bound_for_inference_it_takes_new_weights(mx):
 def test_other_modules_are_refused(mx):
     module = mx.mod.BucketingModule(lambda key: (symbol(mx), ["data"], ["softmax_label"]), 1)
     assert registry.load("mxnet").is_native(module)
-    with pytest.raises(compat.UnsupportedError) as error:
-        compat.parallelize(module)
-    assert str(error.value) == (
+    assert refusal(compat.UnsupportedError, compat.parallelize, module) == (
         "parallelize() runs an mx.mod.Module on several devices, not a {}. Give "
         "context=[...] to the {} itself.".format("BucketingModule", "BucketingModule")
     )

@@ -11,6 +11,8 @@ from compat._configuration import registry
 from compat.testing import in_span, initialise, keras_under_test, optimizer, span
 
 from . import graph_cases
+from .messages import told
+from .test_mxnet_gluon import check_same
 from .test_mxnet_module import custom
 
 
@@ -54,11 +56,9 @@ def test_a_model_of_a_fixed_batch_size(keras, fixed):
     random = np.random.RandomState(0)
     inputs, targets = random.normal(size=(14, 4, 3)), random.normal(size=(14, 2))
     plain, parallel = stateful(keras, fixed), stateful(keras, fixed)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with told() as texts:
         assert compat.parallelize(parallel) is parallel
-    said = [str(w.message) for w in caught if issubclass(w.category, compat.CompatWarning)]
-    assert said == fixed * [
+    assert texts == fixed * [
         "parallelize() leaves model {!r} on cpu(0): its batch size is fixed to 7, so its batches "
         "cannot be split. The numbers are those of one device, and so is the speed.".format(
             parallel.name
@@ -111,25 +111,6 @@ def test_predicts_with_the_weights_of_now(keras, kind):
     np.testing.assert_allclose(*histories, rtol=1e-4)
     np.testing.assert_allclose(plain.predict(inputs), model.predict(inputs), atol=1e-5)
     assert np.abs(before - model.predict(inputs)).max() > 1e-2
-    for each in (plain, model):
-        each.set_weights([2 * weight for weight in model.get_weights()])
-    np.testing.assert_allclose(plain.predict(inputs), model.predict(inputs), rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(
-        *[each.evaluate(inputs, targets, verbose=0) for each in (plain, model)], rtol=1e-4
-    )
-
-
-@span
-def test_predicts_with_the_weights_of_now_without_compile(keras):
-    inputs = np.random.RandomState(0).normal(size=(13, 5, 5, 2))
-    plain, model = [initialise(convolutional(keras, "Conv2D")) for _ in range(2)]
-    compat.parallelize(model)
-    for factor in (1, -2):
-        for each in (plain, model):
-            each.set_weights([factor * weight for weight in each.get_weights()])
-        np.testing.assert_allclose(
-            plain.predict(inputs), model.predict(inputs), rtol=1e-4, atol=1e-5
-        )
 
 
 def test_executors_are_bound_once_for_each_shape(keras):
@@ -287,13 +268,11 @@ def test_inputs_with_other_numbers_of_rows_run_whole(keras):
     model = keras.models.Model([queries, memory], whole([queries, memory]), name="memory")
     compat.parallelize(model).compile("sgd", "mse")
     first, second = [np.random.RandomState(n).normal(size=(n, 8)) for n in (6, 11)]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", compat.CompatWarning)
+    with told() as texts:
         for _ in range(2):
             found = model.predict_on_batch([first, second])
             np.testing.assert_allclose(found, first + second.mean(axis=0), atol=1e-6)
-    said = [str(w.message) for w in caught if issubclass(w.category, compat.CompatWarning)]
-    assert said == [WHOLE.format("memory", "", "s", ".")]
+    assert texts == [WHOLE.format("memory", "", "s", ".")]
 
 
 def test_shapes_for_one_number_of_rows_run_whole(keras):
@@ -310,11 +289,9 @@ def test_shapes_for_one_number_of_rows_run_whole(keras):
 def test_what_has_rows_that_keras_does_not_feed(keras, kind):
     """MXNet's text of a number of rows that compat made up was shown."""
     K, layers = keras.backend, keras.layers
-    random = np.random.RandomState(0)
-    results = []
-    for parallel in (False, True):
-        x = layers.Input(shape=(4, 3))
-        options = {}
+
+    def run(parallel):
+        random, x, options = np.random.RandomState(0), layers.Input(shape=(4, 3)), {}
         if kind == "state":
             states = [K.zeros((13, 5)), K.zeros((13, 5))]
             y = layers.LSTM(5, unroll=True)(x, initial_state=states)
@@ -334,16 +311,16 @@ def test_what_has_rows_that_keras_does_not_feed(keras, kind):
             warnings.simplefilter("ignore")
             model.compile(optimizer(keras, "sgd"), loss, **options)
             model.train_on_batch(inputs, targets)
-        results.append(model.get_weights())
-        random = np.random.RandomState(0)
-    for one, several in zip(*results):
-        np.testing.assert_allclose(one, several, atol=1e-5)
+        return model.get_weights()
+
+    check_same(run)
 
 
 def test_a_row_computed_for_an_empty_shard_gives_no_gradient(keras):
     """That of a loss layer comes from nowhere else, so no zeros from above take it away."""
-    mx, weights = pytest.importorskip("mxnet"), []
-    for parallel in (False, True):
+    import mxnet as mx
+
+    def run(parallel):
         model = initialise(lambda_model(keras, lambda x: mx.sym.make_loss(mx.sym.tanh(x))))
         if parallel:
             compat.parallelize(model)
@@ -351,13 +328,15 @@ def test_a_row_computed_for_an_empty_shard_gives_no_gradient(keras):
         random = np.random.RandomState(0)
         for rows in (2, 1, 4):
             model.train_on_batch(random.normal(size=(rows, 8)), random.normal(size=(rows, 4)))
-        weights.append(model.get_weights())
-    assert graph_cases.largest_difference(*weights) < 1e-6
+        return model.get_weights()
+
+    check_same(run, 1e-6)
 
 
 def test_rows_along_another_axis_of_the_output_run_whole(keras):
     """As where ``x[0]`` keeps its axis, which it does on keras-mxnet alone."""
-    mx = pytest.importorskip("mxnet")
+    import mxnet as mx
+
     texts = graph_cases.one_devices_numbers(
         keras, lambda: lambda_model(keras, lambda x: mx.sym.expand_dims(x, axis=0), "turned")
     )

@@ -5,6 +5,7 @@ import json
 import os
 import stat
 import sys
+import textwrap
 
 import numpy as np
 import pytest
@@ -18,6 +19,8 @@ from compat._configuration.gpu_selection import parse_gpus
 from compat._configuration.settings import Memory, Settings
 from compat.testing import CASES, DEVICES, ParallelContract, in_span, span
 from compat.testing.terminals import terminal
+
+from .messages import refusal
 
 # Keras takes TensorFlow, and Theano compiles with all its optimizations, where nothing is said.
 os.environ.setdefault("KERAS_BACKEND", "theano")
@@ -38,6 +41,32 @@ MISSING = (
 )
 
 
+#: What programs begin with that run in a process of their own.
+BEGIN = """\
+import json, os, sys, warnings
+
+def show(**named):
+    print("shown:" + json.dumps(named))
+
+def configured(**options):
+    "The configuration, and compat's warnings."
+    import compat
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", compat.CompatWarning)
+        configuration = compat.configure_gpu(**options)
+    return configuration, [w for w in caught if w.category is compat.CompatWarning]
+
+def refusal(**options):
+    "The error that the call of configure_gpu() ends with."
+    import compat
+    try:
+        compat.configure_gpu(**options)
+    except compat.CompatError as error:
+        return type(error).__name__ + ": " + str(error)
+
+"""
+
+
 @pytest.fixture
 def theano():
     return registry.load("theano")
@@ -55,8 +84,7 @@ def theano_process(run, tmp_path, monkeypatch):
         compiled = {"base_compiledir": COMPILED, "optimizer": optimizer}
         environ["THEANO_FLAGS"] = theano_flags.merge_flags(flags, compiled)
         environ.setdefault("HOME", str(tmp_path))
-        show = "import json, os, sys\ndef show(**named): print('shown:' + json.dumps(named))\n"
-        return json.loads(run(show + program, **environ).partition("shown:")[2])
+        return json.loads(run(BEGIN + textwrap.dedent(program), **environ).partition("shown:")[2])
 
     return theano_process
 
@@ -274,18 +302,14 @@ class TestTheano(ParallelContract):
     def test_input_of_ones_own_is_an_error(self, keras):
         tensor = keras.layers.Input(tensor=keras.backend.variable(np.ones((6, 4))))
         model = keras.models.Model(tensor, keras.layers.Dense(2)(tensor), name="mine")
-        with pytest.raises(compat.UnsupportedError) as caught:
-            compat.parallelize(model)
-        assert str(caught.value) == (
+        assert refusal(compat.UnsupportedError, compat.parallelize, model) == (
             "theano cannot run model 'mine' on several devices: an input of it is a tensor of the "
             "user's, Input(tensor=...), whose rows cannot be split. Give the model an "
             "Input(shape=...) and feed it."
         )
 
     def test_parts_of_a_model_cannot_be_placed(self, configuration):
-        with pytest.raises(compat.UnsupportedError) as caught:
-            compat.device(0)
-        assert str(caught.value) == (
+        assert refusal(compat.UnsupportedError, compat.device, 0) == (
             "theano cannot place parts of a model on a device of their own. Leave "
             "compat.device() out; parallelize() may run the whole model on several."
         )
@@ -361,7 +385,7 @@ class TestTheano(ParallelContract):
 def test_flags_before_the_import(theano_process, tmp_path):
     """The user's flags are kept, ours go before them, and Keras and Theano agree on floatX."""
     shown = theano_process(
-        """if True:
+        """
         import compat
         configuration = compat.configure_gpu(gpus=0, floatx="float64", memory=0.5)
         import theano, keras, numpy
@@ -418,12 +442,8 @@ def plugged(machine, gpus):
 def test_gpus_that_do_not_come_up_are_a_warning(theano_process, machine):
     """Theano itself logs an error and says that its device is cuda0."""
     shown = theano_process(
-        """if True:
-        import warnings
-        import compat
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always", compat.CompatWarning)
-            configuration = compat.configure_gpu(gpus=[2, 0], memory="2GiB")
+        """
+        configuration, warned = configured(gpus=[2, 0], memory="2GiB")
         import theano
         config = theano.config
         show(
@@ -431,9 +451,9 @@ def test_gpus_that_do_not_come_up_are_a_warning(theano_process, machine):
             variables=[configuration.environ[name] for name in sorted(configuration.environ)][:2],
             devices=configuration.devices,
             applied=configuration.applied,
-            warned=[str(w.message) for w in caught if w.category is compat.CompatWarning],
+            warned=[str(w.message) for w in warned],
             reported=configuration.warnings,
-            where=[w.filename for w in caught if w.category is compat.CompatWarning],
+            where=[w.filename for w in warned],
         )
         """,
         PATH=plugged(machine, 3),
@@ -481,16 +501,12 @@ def test_a_gpu_in_the_flags_is_not_given_up_in_silence(
     theano_process, machine, device, plug, environ, text
 ):
     shown = theano_process(
-        """if True:
-        import compat
-        import warnings
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always", compat.CompatWarning)
-            configuration = compat.configure_gpu()
+        """
+        configuration, warned = configured()
         import theano
         show(
             device=theano.config.device,
-            warned=[str(w.message) for w in caught if w.category is compat.CompatWarning],
+            warned=[str(w.message) for w in warned],
             reported=configuration.warnings,
         )
         """,
@@ -526,17 +542,14 @@ def test_opencls_gpus_in_the_flags_are_kept_unless_declined(flags):
 
 def test_a_gpu_that_does_not_come_up_is_an_error_if_strict(theano_process, machine):
     shown = theano_process(
-        """if True:
-        import compat
-        try:
-            compat.configure_gpu(gpus=1, strict=True)
-        except compat.DeviceFailedError as error:
-            show(text=str(error), flags=os.environ["THEANO_FLAGS"])
+        """
+        text = refusal(gpus=1, strict=True)
+        show(text=text, flags=os.environ["THEANO_FLAGS"])
         """,
         flags="device=cpu",
         PATH=plugged(machine, 1),
     )
-    assert shown["text"] == MISSING.format("cuda0")
+    assert shown["text"] == "DeviceFailedError: " + MISSING.format("cuda0")
     assert shown["flags"].startswith("device=cpu,")
 
 
@@ -560,7 +573,7 @@ def test_the_reason_is_theanos_own():
 
 # Devices --------------------------------------------------------------------------------------
 
-TRAIN_BOTH = """if True:
+TRAIN_BOTH = """
     import compat
     configuration = compat.configure_gpu(simulate={devices})
     import keras, numpy
@@ -636,7 +649,7 @@ def test_optimized_functions_do_the_same(theano_process):
 @span
 def test_after_the_import_what_theano_allows_is_set(theano_process):
     shown = theano_process(
-        """if True:
+        """
         import keras
         import compat, theano
         def operations():
@@ -645,13 +658,10 @@ def test_after_the_import_what_theano_allows_is_set(theano_process):
             return [type(n.op).__name__ + str(n.op) for n in made.maker.fgraph.toposort()]
         config = theano.config
         before = config.floatX, operations()
-        try:
-            compat.configure_gpu(
-                gpus=0, floatx="float64",
-                theano_flags={"base_compiledir": "/tmp/other", "compiledir": "/tmp/third"},
-            )
-        except compat.TooLateError as error:
-            late = str(error)
+        late = refusal(
+            gpus=0, floatx="float64",
+            theano_flags={"base_compiledir": "/tmp/other", "compiledir": "/tmp/third"},
+        )
         untouched = [config.floatX, keras.backend.floatx()]
         configuration = compat.configure_gpu(
             gpus=0, floatx="float64",
@@ -667,8 +677,8 @@ def test_after_the_import_what_theano_allows_is_set(theano_process):
         flags="linker=py",
     )
     assert shown["late"] == (
-        "configure_gpu() came too late for theano: base_compiledir and compiledir were fixed when "
-        "theano was imported{}.\n"
+        "TooLateError: configure_gpu() came too late for theano: base_compiledir and compiledir "
+        "were fixed when theano was imported{}.\n"
         "Call it before the first `import theano` or `import keras`."
     ).format(" (by keras.backend.theano_backend)" if ORDERED else "")
     assert shown["untouched"] == ["float32", "float32"] and shown["before"][0] == "float32"
@@ -690,18 +700,16 @@ def test_after_the_import_what_theano_allows_is_set(theano_process):
 @span
 def test_the_first_import_is_named(theano_process, machine):
     shown = theano_process(
-        """if True:
+        """
         from theano import tensor
-        import keras, compat
-        try:
-            compat.configure_gpu(gpus=1)
-        except compat.TooLateError as error:
-            show(late=str(error), variables=os.environ.get("CUDA_VISIBLE_DEVICES"))
+        import keras
+        show(late=refusal(gpus=1), variables=os.environ.get("CUDA_VISIBLE_DEVICES"))
         """,
         PATH=plugged(machine, 1),
     )
     assert shown["late"] == (
-        "configure_gpu() came too late for theano: device was fixed when theano was imported{}.\n"
+        "TooLateError: configure_gpu() came too late for theano: device was fixed when theano was "
+        "imported{}.\n"
         "Call it before the first `import theano` or `import keras`."
     ).format(" (by __main__)" if ORDERED else "")
     assert shown["variables"] is None
@@ -716,7 +724,7 @@ def test_persist_writes_the_file_that_wins_and_theano_reads_it(theano_process, t
     last.write_text("# mine\n[dnn]\nenabled = False  \n")
     last.chmod(0o600)
     shown = theano_process(
-        """if True:
+        """
         import compat
         options = {"theano_flags": {"gcc.cxxflags": "-DA=50%"}}
         show(applied=compat.configure_gpu(
@@ -738,7 +746,7 @@ def test_persist_writes_the_file_that_wins_and_theano_reads_it(theano_process, t
         "keras.backend.set_floatx('float64')",
     ]
     shown = theano_process(
-        """if True:
+        """
         from theano import config
         show(
             config=[config.device, config.contexts, config.floatX, config.gcc.cxxflags],
@@ -754,15 +762,12 @@ def test_a_file_that_theano_cannot_read_is_an_error_before_the_import(theano_pro
     path = tmp_path / ".theanorc"
     path.write_text("floatX = float32\n")
     shown = theano_process(
-        """if True:
-        import compat
-        try:
-            compat.configure_gpu(gpus=0, persist=True)
-        except compat.ConfigurationFileError as error:
-            show(text=str(error), imported="theano" in sys.modules)
+        """
+        show(text=refusal(gpus=0, persist=True), imported="theano" in sys.modules)
         """
     )
-    assert shown["text"].startswith("{} cannot be read: File contains no section".format(path))
+    told = "ConfigurationFileError: {} cannot be read: File contains no section".format(path)
+    assert shown["text"].startswith(told)
     assert not shown["imported"]
     assert path.read_text() == "floatX = float32\n"
 
@@ -837,9 +842,8 @@ def test_the_environment_before_the_import(theano, tmp_path):
 )
 def test_wrong_forms_of_theano_flags(theano, tmp_path, flags, problem):
     settings = Settings(Devices(), options={"theano_flags": flags})
-    with pytest.raises(compat.InvalidArgumentError) as caught:
-        theano.environ(settings, {"HOME": str(tmp_path)})
-    assert str(caught.value) == (
+    home = {"HOME": str(tmp_path)}
+    assert refusal(compat.InvalidArgumentError, theano.environ, settings, home) == (
         "theano_flags={!r} is not understood: {}. Use a dictionary of Theano's flags, such as "
         '{{"optimizer": "fast_compile", "openmp": True}}.'.format(flags, problem)
     )

@@ -8,9 +8,11 @@ from compat import _rows
 from compat._backends.theano.context_device import is_random
 from compat._configuration import registry
 from compat._rows import Sharded
+from compat._runtime.process import process
 from compat.testing import initialise, keras_under_test, span
 
 from . import graph_cases, test_theano
+from .messages import told
 
 profiles_not_printed = test_theano.profiles_not_printed
 
@@ -19,13 +21,6 @@ profiles_not_printed = test_theano.profiles_not_printed
 def keras():
     compat.configure_gpu(simulate=3)
     return keras_under_test()
-
-
-def two_inputs(keras, function, columns=8):
-    layers = keras.layers
-    first, second = layers.Input(shape=(8,)), layers.Input(shape=(columns,))
-    both = layers.Lambda(function, output_shape=(8,))([first, second])
-    return keras.models.Model([first, second], both, name="two")
 
 
 def graph_of(model):
@@ -203,9 +198,8 @@ def test_batches_of_other_sizes_are_tried_again(keras):
     batches = [random.normal(size=(12, steps, 3)) for steps in (4, 5, 4)]
     expected = [model.predict_on_batch(batch) for batch in batches]
     compat.parallelize(model)
-    with pytest.warns(compat.CompatWarning) as caught:
+    with told() as texts:
         found = [model.predict_on_batch(batch) for batch in batches]
-    texts = [str(w.message) for w in caught if w.category is compat.CompatWarning]
     assert len(texts) == 1 and texts[0].endswith("runs on cpu:0 with the whole batch.")
     for one, several in zip(expected, found):
         np.testing.assert_allclose(several, one, rtol=1e-5)
@@ -252,19 +246,13 @@ def test_a_trial_leaves_no_trace(keras):
 
 
 def test_strict_makes_it_an_error(keras, monkeypatch):
-    from compat._runtime.process import process
-
+    """Each time."""
     monkeypatch.setattr(process.configuration.settings, "strict", True)
-    function = softmax_of(own_softmax(), across=True)
-    model, line = named(keras, function)
+    model = named(keras, softmax_of(own_softmax(), across=True))[0]
     compat.parallelize(model)
     for _ in range(2):
-        with pytest.raises(compat.UnsupportedError) as error:
+        with pytest.raises(compat.UnsupportedError, match="gives other numbers for three rows"):
             model.predict_on_batch(np.random.RandomState(0).normal(size=(13, 8)))
-        across = _rows.Across("OwnSoftmax", "layer 'own'", line, "tried")
-        assert str(error.value).startswith(
-            _rows.Across.REASONS["tried"].format(across.described("net"))
-        )
 
 
 # What only the whole batch can be computed of ---------------------------------------------------
@@ -274,17 +262,19 @@ def assert_runs_whole(model, inputs, text):
     """A call of it is one device's; so is the next one, without a warning."""
     expected = model.predict_on_batch(inputs)
     compat.parallelize(model)
-    with pytest.warns(compat.CompatWarning) as caught:
+    with told() as texts:
         found = [model.predict_on_batch(inputs) for _ in range(2)]
-    assert [str(w.message) for w in caught if w.category is compat.CompatWarning] == [text]
+    assert texts == [text]
     for each in found:
         np.testing.assert_array_equal(each, expected)
 
 
 @span
 def test_inputs_with_other_numbers_of_rows_run_whole(keras):
-    K = keras.backend
-    model = two_inputs(keras, lambda p: K.dot(K.softmax(K.dot(p[0], K.transpose(p[1]))), p[1]))
+    K, layers = keras.backend, keras.layers
+    both = [layers.Input(shape=(8,)), layers.Input(shape=(8,))]
+    read = layers.Lambda(lambda p: K.dot(K.softmax(K.dot(p[0], K.transpose(p[1]))), p[1]), (8,))
+    model = keras.models.Model(both, read(both), name="two")
     inputs = [np.ones((6, 8)), np.ones((11, 8))]
     assert_runs_whole(model, inputs, whole(None, "two", reach="The model"))
 
