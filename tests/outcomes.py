@@ -1,16 +1,7 @@
-"""What calls and programs come to, for tests that compare what they say."""
+"""What programs come to, for tests that compare what they say."""
 
 import os
 import subprocess
-
-import pytest
-
-
-def raised(kind, call, *arguments, **options):
-    """The text of the error of this kind that a call raises."""
-    with pytest.raises(kind) as error:
-        call(*arguments, **options)
-    return str(error.value)
 
 
 def ended(command, environ=(), **options):

@@ -7,8 +7,8 @@ import sys
 import textwrap
 
 import pytest
-from conftest import ROOT
-from outcomes import ended, raised
+from conftest import ROOT, refusal
+from outcomes import ended
 from test_main import refused
 
 from compat import _ranks, errors
@@ -38,7 +38,7 @@ def test_all_ranks_on_this_machine():
     ],
 )
 def test_hosts_that_cannot_be_meant(text):
-    assert raised(errors.InvalidArgumentError, _ranks.parse_hosts, text) == (
+    assert refusal(errors.InvalidArgumentError, _ranks.parse_hosts, text) == (
         "--hosts {} is not understood. Use machines, by the names that all of them know, and how "
         "many ranks each is to run: --hosts first:4,second:4.".format(text)
     )
@@ -56,7 +56,7 @@ def test_names_that_ssh_or_a_shell_would_take_for_something_else(name):
         problem = " is not the name of a machine"
         if host.count(":") > 1:
             problem = " looks like an IPv6 address, and launchers take none"
-        assert raised(errors.InvalidArgumentError, _ranks.parse_hosts, text) == (
+        assert refusal(errors.InvalidArgumentError, _ranks.parse_hosts, text) == (
             "--hosts {}: {!r}{}. Use a name of letters, digits, '.', '-' and '_' that does not "
             "begin with '-', or an IPv4 address; user@name logs in as another user.".format(
                 text, host, problem
@@ -90,8 +90,8 @@ def test_launchers_that_take_no_users():
         "--hosts a,ann@b: {} takes no user@ in front of a machine. Name the user in ~/.ssh/config, "
         "as User under the machine's Host."
     )
-    assert raised(errors.InvalidArgumentError, mpi.launcher, job) == text.format("mpirun")
-    told = raised(errors.InvalidArgumentError, horovod.launcher, job, "mxnet")
+    assert refusal(errors.InvalidArgumentError, mpi.launcher, job) == text.format("mpirun")
+    told = refusal(errors.InvalidArgumentError, horovod.launcher, job, "mxnet")
     assert told == text.format("horovodrun")
 
 

@@ -18,8 +18,7 @@ import traceback
 
 import pytest
 import soak
-from conftest import ROOT
-from outcomes import raised
+from conftest import ROOT, refusal
 from test_main import refused
 
 from compat import errors
@@ -752,7 +751,7 @@ def test_logs_that_cannot_be_written_any_more_stop_no_job(job, tmp_path):
 
 
 def _refusal(folder):
-    return raised(errors.InvalidArgumentError, output.Logs, str(folder), 2, ["script.py"])
+    return refusal(errors.InvalidArgumentError, output.Logs, str(folder), 2, ["script.py"])
 
 
 def test_logs_that_cannot_be_written_at_all(tmp_path):

@@ -6,7 +6,7 @@ import socket
 import zlib
 
 import pytest
-from outcomes import raised
+from conftest import refusal
 
 import compat
 from compat._configuration import device_choice, gpu_selection
@@ -212,7 +212,7 @@ REFUSED = {
 
 
 def error_of(call, *arguments):
-    return raised(compat.RankError, call, *arguments)
+    return refusal(compat.RankError, call, *arguments)
 
 
 def four(place):

@@ -15,8 +15,8 @@ from unittest import mock
 
 import numpy.random  # noqa: F401  (here, since the fixture site hides site-packages)
 import pytest
-from conftest import ROOT, Toy
-from outcomes import ended, raised
+from conftest import ROOT, Toy, refusal
+from outcomes import ended
 
 import compat
 from compat import __main__, _verification
@@ -272,7 +272,7 @@ def test_test_needs_as_many_devices_as_were_asked_for(verified_toy, monkeypatch)
     from compat._commands import selftest
 
     monkeypatch.setattr(verified_toy, "devices", lambda: ["cpu:0"])
-    assert raised(compat.DevicesNotFoundError, selftest.run, 3, simulate=True) == (
+    assert refusal(compat.DevicesNotFoundError, selftest.run, 3, simulate=True) == (
         "3 devices are needed for the comparison, but the framework shows cpu:0."
     )
 

@@ -4,8 +4,7 @@ import configparser
 import os
 
 import pytest
-from conftest import ROOT
-from outcomes import raised
+from conftest import ROOT, refusal
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from test_main import command, here, refused
@@ -166,7 +165,7 @@ def test_metadata_of_an_installed_package(installed, metadata):
 
 
 def test_a_copy_without_metadata(installed, tmp_path):
-    assert raised(compat.NotInstalledError, pins.pins, "tf_keras", (3, 11)) == (
+    assert refusal(compat.NotInstalledError, pins.pins, "tf_keras", (3, 11)) == (
         "the pins are in the metadata of keras-gpu-compat, which {} does not "
         "have. Install it with pip, not by copying its files.".format(tmp_path)
     )
@@ -181,7 +180,7 @@ def test_a_copy_without_metadata(installed, tmp_path):
     ],
 )
 def test_a_marker_that_is_not_understood(installed, marker):
-    assert raised(compat.UnsupportedError, installed, "Requires-Dist: numpy==1; " + marker) == (
+    assert refusal(compat.UnsupportedError, installed, "Requires-Dist: numpy==1; " + marker) == (
         "the marker {!r} of 'numpy==1' is not understood: `compat pins` reads "
         "comparisons of python_version and extra, joined by `and`. Install this version of "
         "keras-gpu-compat anew; if that does not help, please report it.".format(marker)
@@ -190,7 +189,7 @@ def test_a_marker_that_is_not_understood(installed, marker):
 
 def test_a_requirement_that_is_not_understood(installed):
     line = 'Requires-Dist: numpy @ file:///tmp/n ; extra == "tf-keras"'
-    assert raised(compat.UnsupportedError, installed, line) == (
+    assert refusal(compat.UnsupportedError, installed, line) == (
         "the requirement 'numpy @ file:///tmp/n' in the metadata of "
         "keras-gpu-compat is not understood. Install this version of it anew; if that does not "
         "help, please report it."

@@ -3,8 +3,7 @@
 import os
 
 import pytest
-from conftest import Toy
-from outcomes import raised
+from conftest import Toy, refusal
 
 import compat
 from compat import _ranks
@@ -51,7 +50,7 @@ def test_batches_are_dealt_out(rank):
         rank(number, 3)
         sizes.append([compat.local_batch_size(batch) for batch in (3, 4, 64, 65, 66)])
     assert list(zip(*sizes)) == [(1, 1, 1), (2, 1, 1), (22, 21, 21), (22, 22, 21), (22, 22, 22)]
-    assert raised(compat.InvalidArgumentError, compat.local_batch_size, 2) == (
+    assert refusal(compat.InvalidArgumentError, compat.local_batch_size, 2) == (
         "A batch of 2 rows is too small for 3 ranks. Use 3 rows or more."
     )
 
@@ -104,7 +103,7 @@ def test_rows_are_dealt_out_evenly(rank):
 )
 def test_what_cannot_be_dealt_out_is_an_error(rank, data, message):
     rank(0, 2)
-    assert raised(compat.InvalidArgumentError, compat.shard, data) == message
+    assert refusal(compat.InvalidArgumentError, compat.shard, data) == message
 
 
 def test_timeout():
@@ -112,7 +111,7 @@ def test_timeout():
     assert _ranks.timeout({"COMPAT_TIMEOUT": "2.5"}) == 2.5
     for text in ("", "0", "-1", "soon", "nan", "inf", "1e10"):
         environ = {"COMPAT_TIMEOUT": text}
-        assert raised(compat.InvalidArgumentError, _ranks.timeout, environ) == (
+        assert refusal(compat.InvalidArgumentError, _ranks.timeout, environ) == (
             "COMPAT_TIMEOUT={} is not understood. Use a number of seconds above 0, at most 1e9: "
             "how long a rank waits for the others.".format(text)
         )
@@ -218,7 +217,7 @@ def test_parallelize_makes_the_model_one_of_the_ranks(ranked_toy, rank):
     assert compat.parallelize(model, gpus=2) is model
     assert model.place == "rank 1 of 2 (compat run)"
     assert compat.parallelize(lambda: model) is model
-    refused = raised(compat.UnsupportedError, compat.parallelize, Native, strategy="mirrored")
+    refused = refusal(compat.UnsupportedError, compat.parallelize, Native, strategy="mirrored")
     assert refused == (
         "compat cannot use strategy='mirrored' in rank 1 of 2 (compat run). Leave strategy out, or "
         "start the script without a launcher."
@@ -228,7 +227,7 @@ def test_parallelize_makes_the_model_one_of_the_ranks(ranked_toy, rank):
 def test_a_backend_without_ranks_never_trains_alone(ranked_toy, rank, monkeypatch):
     rank(1, 2)
     monkeypatch.delattr(RankedToy, "distribute")
-    assert raised(compat.UnsupportedError, compat.parallelize, Native()) == (
+    assert refusal(compat.UnsupportedError, compat.parallelize, Native()) == (
         "toy cannot train as one of several ranks yet. Start the script without a launcher (compat "
         "run without -n); parallelize() then uses the devices of one process."
     )
@@ -256,7 +255,7 @@ def test_steps_are_shared_by_rows(engine):
     engine.others = (30.0, 0.0, 0.0, 0.0)
     assert engine.share(10) == 0.25
     engine.others = (5.0, 1.0, 0.0, 0.0)
-    assert raised(compat.RankLostError, engine.share, 10) == (
+    assert refusal(compat.RankLostError, engine.share, 10) == (
         "Rank 1 of 3 has more batches, but rank 0 ran out of them after 1 batch. Give every rank "
         "the same number: compat.shard() does."
     )
@@ -277,7 +276,7 @@ def test_epochs_end_on_all_ranks_at_once(engine):
     engine.close()
     assert engine.steps == 0
     engine.others = (10.0, 0.0, 0.0, 1.0)
-    assert raised(compat.RankError, engine.close) == (
+    assert refusal(compat.RankError, engine.close) == (
         "Rank 1 of 3 ran out of batches after 0 batches, but rank 0 had more. Give every rank the "
         "same number: compat.shard() does."
     )
@@ -285,7 +284,7 @@ def test_epochs_end_on_all_ranks_at_once(engine):
 
 def test_another_size_than_the_launcher_s_is_an_error(engine):
     engine.check_size(3)
-    assert raised(compat.RankError, engine.check_size, 1) == (
+    assert refusal(compat.RankError, engine.check_size, 1) == (
         "compat run started this process as one of 3, but Together sees 1: each would train alone. "
         "Start it with the launcher of Together, or with compat run -n 3."
     )

@@ -9,7 +9,7 @@ import warnings
 
 import numpy as np
 import pytest
-from outcomes import raised
+from conftest import refusal
 from thread_ranks import Threads, together
 
 import compat
@@ -299,7 +299,7 @@ OTHER_BATCHES = (
 def test_what_cannot_be_split_is_an_error(as_rank, make, batch_size, message):
     as_rank(0)
     shard = compat.shard
-    assert raised(compat.InvalidArgumentError, lambda: list(shard(make(), batch_size))) == message
+    assert refusal(compat.InvalidArgumentError, lambda: list(shard(make(), batch_size))) == message
 
 
 def test_only_the_last_item_may_be_small(as_rank):
@@ -310,7 +310,7 @@ def test_only_the_last_item_may_be_small(as_rank):
             return np.arange(2 if index == 1 else 5)
 
     part = compat.shard(Small(20))
-    assert raised(compat.InvalidArgumentError, part.__getitem__, 1) == (
+    assert refusal(compat.InvalidArgumentError, part.__getitem__, 1) == (
         "Item 1 of Small has 2 rows, which are too few for one on each of 3 ranks; only the last "
         "item is left out then. Give all others one row per rank or more."
     )
@@ -426,7 +426,7 @@ def test_epochs_end_with_the_same_batches(as_rank):
 def test_barrier(as_rank, monkeypatch):
     assert compat.barrier() is None
     as_rank(1, 2)
-    assert raised(compat.RankError, compat.barrier) == (
+    assert refusal(compat.RankError, compat.barrier) == (
         "compat.barrier() was called before the ranks have joined, so none can wait for the "
         "others. Call it after compat.parallelize(), which joins them."
     )

@@ -7,8 +7,7 @@ import shutil
 import subprocess
 
 import pytest
-from conftest import ROOT
-from outcomes import raised
+from conftest import ROOT, refusal
 from test_files import fifo, kept, link
 from test_main import command, here, refused
 
@@ -274,12 +273,12 @@ def test_nothing_is_written_where_one_file_cannot_be(tmp_path):
     )
     kind, write = errors.ConfigurationFileError, tox_ini.write
     problem = "[Errno 17] File exists: {!r}".format(str(tmp_path / "folder"))
-    told = raised(kind, write, str(tmp_path), {"a": "1", os.path.join("folder", "b"): "2"})
+    told = refusal(kind, write, str(tmp_path), {"a": "1", os.path.join("folder", "b"): "2"})
     assert told == text.format(problem, tmp_path)
     assert os.listdir(str(tmp_path)) == ["folder"]
     (tmp_path / "a").mkdir()
     problem = "[Errno 21] Is a directory: {!r}".format(str(tmp_path / "a"))
-    told = raised(kind, write, str(tmp_path), {"b": "1", "a": "2"}, force=True)
+    told = refusal(kind, write, str(tmp_path), {"b": "1", "a": "2"}, force=True)
     assert told == text.format(problem, tmp_path)
     assert sorted(os.listdir(str(tmp_path))) == ["a", "folder"]
 
