@@ -188,6 +188,7 @@ def fits(results):
         if measured is not None:
             work, _, kind = row.title.rpartition(", ")
             cell = "{:.2f} ({:.2f})".format(median(measured["wall"]), median(measured["cpu"]))
+            cell += "" if is_met(row, measured) else ", goal {:.2f}".format(row.goal)
             found.setdefault((work, row.peer), {})[kind] = cell
             reason = row.reason.split(": ", 1)
             kinds += [kind] * (kind not in kinds)
