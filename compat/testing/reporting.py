@@ -49,7 +49,6 @@ class ReportContract(BackendContract):
         assert found["all_worked"] and found["verdict"] == report.verdict
         assert [each["rows"] for each in found["devices"]] == [2 * rows for rows in trained]
 
-    @span
     def test_report_says_which_device_got_no_rows(self, keras, configuration, counted_anew):
         model, inputs, targets = self.parallel_and_data(keras, "dense", 2)
         model.train_on_batch(inputs, targets)

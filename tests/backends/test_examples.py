@@ -12,8 +12,7 @@ import sys
 import numpy as np
 import pytest
 
-from compat.testing import DEVICES, in_span, span
-from compat.testing.spans import contract_of
+from compat.testing import DEVICES, in_span
 
 from .conftest import INSTALLED, IS_TENSORFLOW_20
 
@@ -35,7 +34,6 @@ TITLES = {
     "multi_output": "multi-output",
     "gan": "GAN",
 }
-SPAN = ("mlp",)
 #: Those whose first steps are verified, which tells where they ran. All would take too long.
 VERIFIED = ("mlp", "gan")
 LOOPS = ("lstm_text", "seq2seq")
@@ -56,12 +54,7 @@ NOT_BY_COMPAT = ["lstm_text", "seq2seq"] if IS_TENSORFLOW_20 else []
 def examples(names):
     """Parameters of tests, each with its row in docs/support.md."""
     row = "example: {}, on one device" if ONE_DEVICE else "example: {}"
-    return [
-        pytest.param(
-            name, marks=[pytest.mark.row(row.format(TITLES[name]))] + [span] * (name in SPAN)
-        )
-        for name in names
-    ]
+    return [pytest.param(name, marks=pytest.mark.row(row.format(TITLES[name]))) for name in names]
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +75,7 @@ def outcomes(request, tmp_path_factory):
         }
         found["several devices"] = run(folder, chosen, **simulated)
         unedited = [name for name in chosen if name in UNEDITED]
-        if unedited and contract_of(request.config) == "whole":
+        if unedited:
             options = {"with_compat": False, "command": PARALLELIZED}
             found["without compat in it"] = run(folder, unedited, **options)
     return found
