@@ -120,7 +120,7 @@ CASES = {case.name: case for case in _CASES}
 # Cases and optimizers: SGD shows the scale of a gradient, which Adam hides; Adam has more state,
 # whose updates are the same whatever computed the gradients.
 TRIALS = [(name, "sgd") for name in sorted(CASES)] + [("dense", "adam")]
-SPAN_TRIALS = [("multi", "sgd")]
+SPAN_TRIALS = [("dense", "adam"), ("multi", "sgd")]
 
 
 def initialise(model, seed=0):

@@ -62,7 +62,7 @@ class VerificationContract(BackendContract):
         optimizers = list(optimizers_of(keras))
         assert len(optimizers) > 5
         if contract_of(pytestconfig) == "span":
-            optimizers = optimizers[::6]  # all of them take half a minute
+            optimizers = optimizers[::3]  # all of them take half a minute
         inputs, targets = CASES["dense"].data(16)
         found = {}
         for name, make in optimizers:

@@ -177,7 +177,7 @@ class Unwrapping:
         "build, wrapper",
         in_span(
             [(branched, WRAPPERS[0])] + [(sequential, each) for each in WRAPPERS[1:]],
-            [(sequential, WRAPPERS[1])],
+            [(branched, WRAPPERS[0]), (sequential, WRAPPERS[1])],
         ),
     )
     def test_a_whole_model(self, keras, path, capsys, monkeypatch, wrapper, build):
