@@ -18,7 +18,7 @@ from interleaved import MARK
 
 import compat
 
-DEVICES = 2, 4, 8, 16
+DEVICES = sorted({works.size(number) for number in (2, 4, 8, 16)})
 ROWS = 64  # of each device: the activations that cross are few beside the weights
 
 

@@ -31,7 +31,8 @@ def build(torch, work):
         return parts
 
     if work == "dense":
-        parts, units = stack(2000, 2000, 2000, 1000, 500), 500
+        units = works.size(500)
+        parts = stack(*map(works.size, (2000, 2000, 2000, 1000)), units)
     elif work == "deep":
         parts, units = stack(*[128] * 101), 128
     else:

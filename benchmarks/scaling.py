@@ -17,7 +17,7 @@ from interleaved import MARK, measure
 import compat
 
 DEVICES = 1, 2, 3, 4
-BATCH = works.rows(1024)
+BATCH = works.size(1024)
 
 
 def main():

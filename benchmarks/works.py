@@ -5,19 +5,19 @@ import os
 import numpy as np
 
 
-def rows(measured):
-    """How many rows a batch has that is measured with so many: fewer in tests of the scripts."""
-    return min(measured, int(os.environ.get("BENCHMARKS_ROWS", measured)))
+def size(measured):
+    """How many rows or units are measured with so many: fewer in tests of the scripts."""
+    return min(measured, int(os.environ.get("BENCHMARKS_LARGEST", measured)))
 
 
 #: name -> shape of a row, rows of a batch of one device.
 WORKS = {
-    "dense": ((2000,), rows(512)),
-    "dense-128": ((2000,), rows(128)),
-    "deep": ((128,), rows(512)),
-    "conv": ((32, 32, 3), rows(64)),
-    "lstm": ((20, 32), rows(128)),
-    "small": ((32,), rows(16)),
+    "dense": ((size(2000),), size(512)),
+    "dense-128": ((size(2000),), size(128)),
+    "deep": ((128,), size(512)),
+    "conv": ((32, 32, 3), size(64)),
+    "lstm": ((20, 32), size(128)),
+    "small": ((32,), size(16)),
 }
 
 
@@ -26,7 +26,7 @@ def build(keras, work):
     layers, shape = keras.layers, {"input_shape": WORKS[work][0]}
 
     def dense(units, **more):
-        return layers.Dense(units, activation="relu", **more)
+        return layers.Dense(size(units), activation="relu", **more)
 
     if work in ("dense", "dense-128"):
         parts = [dense(2000, **shape), dense(2000), dense(1000), dense(500)]
@@ -36,15 +36,15 @@ def build(keras, work):
         parts = [dense(64, **shape), dense(64), dense(64)]
     elif work == "conv":
         parts = [
-            layers.Conv2D(32, (3, 3), activation="relu", **shape),
-            layers.Conv2D(32, (3, 3), activation="relu"),
+            layers.Conv2D(size(32), (3, 3), activation="relu", **shape),
+            layers.Conv2D(size(32), (3, 3), activation="relu"),
             layers.MaxPooling2D((2, 2)),
-            layers.Conv2D(64, (3, 3), activation="relu"),
+            layers.Conv2D(size(64), (3, 3), activation="relu"),
             layers.Flatten(),
             dense(128),
         ]
     else:
-        parts = [layers.LSTM(128, **shape)]
+        parts = [layers.LSTM(size(128), **shape)]
     model = keras.models.Sequential(parts + [layers.Dense(1)])
     random = np.random.RandomState(0)
     model.set_weights(

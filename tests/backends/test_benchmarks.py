@@ -28,7 +28,7 @@ def test_a_step_is_measured(command):
             + " --work small" * ("first_fit" in command)
         ),
         cwd=ROOT,
-        env=dict(os.environ, THEANO_FLAGS="gcc.cxxflags=-O0", BENCHMARKS_ROWS="8"),
+        env=dict(os.environ, THEANO_FLAGS="gcc.cxxflags=-O0", BENCHMARKS_LARGEST="8"),
         stdout=subprocess.PIPE,
         universal_newlines=True,
         timeout=TIMEOUT,
