@@ -22,7 +22,8 @@ class SavingContract(BackendContract):
             fit_in_order(each, inputs, targets, epochs=2)
         path = str(tmp_path / "model") + self.extension
         parallel.save(path)
-        for devices in [DEVICES] if contract_of(pytestconfig) == "span" else [DEVICES, 1]:
+        whole = contract_of(pytestconfig) == "whole"
+        for devices in [DEVICES, 1] if whole else [DEVICES]:
             loaded = keras.models.load_model(path)
             if devices > 1:
                 assert compat.parallelize(loaded) is loaded
@@ -31,7 +32,8 @@ class SavingContract(BackendContract):
         for each in models:  # saving has not disturbed the one that was saved
             fit_in_order(each, inputs, targets, epochs=2)
             self.close(plain.get_weights(), each.get_weights())
-        assert len(self.placement(models[2], inputs, targets)) == DEVICES
+        if whole:
+            assert len(self.placement(models[2], inputs, targets)) == DEVICES
 
     @span
     def test_weights_go_both_ways(self, keras, tmp_path):

@@ -111,7 +111,6 @@ class SeveralDevicesContract(TrainedModels, Contract):
         monkeypatch.setattr(_verification.Comparison, "compare", compare)
         return labels
 
-    @span
     def test_a_difference_is_found_and_the_model_left_as_it_was(self, configuration, monkeypatch):
         """Something that a step on several devices changes by a tenth too much."""
         inputs, targets = self.data(45)

@@ -37,10 +37,12 @@ TITLES = {
 #: Those whose first steps are verified, which tells where they ran. All would take too long.
 VERIFIED = ("mlp", "gan")
 LOOPS = ("lstm_text", "seq2seq")
-#: Left out, for time: Theano's convolutions and loops take minutes here. And Keras 3 on TensorFlow
-#: runs those that are unlike the others: TensorFlow's own Keras, JAX and torch run all.
+#: Left out, for time: Theano's convolutions and loops take minutes here, and each step of seq2seq
+#: is slow on TensorFlow 1. And Keras 3 on TensorFlow runs those that are unlike the others:
+#: TensorFlow's own Keras, JAX and torch run all.
 LEFT_OUT = {
     "theano": ("cnn",) + LOOPS,
+    "tensorflow1": ("seq2seq",),
     "tensorflow2": ("cnn", "siamese", "seq2seq", "multi_output") * (KERAS == "keras"),
 }.get(BACKEND.name, ())
 #: What also runs without its lines of compat, in the whole contract, on an old backend and a new

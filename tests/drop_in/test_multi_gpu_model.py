@@ -37,7 +37,6 @@ def fit(model, inputs, targets, batch=16, epochs=2):
 # As Keras' tests ------------------------------------------------------------------------------
 
 
-@span
 def test_simple_model(keras, contract):
     plain, template = compiled(keras, dense(keras)), dense(keras)
     parallel = compat.multi_gpu_model(template)
@@ -94,7 +93,6 @@ def test_multi_input_and_multi_output(keras, contract):
     "gpus, name",
     [(1, "gpus"), (-1, "gpus"), ([0], "len(gpus)")],
 )
-@span
 def test_fewer_than_two(keras, gpus, name):
     with pytest.raises(ValueError) as caught:
         compat.multi_gpu_model(dense(keras), gpus=gpus)
@@ -105,7 +103,6 @@ def test_fewer_than_two(keras, gpus, name):
 
 
 @pytest.mark.parametrize("gpus", [10, [0, 2, 4, 6, 8]])
-@span
 def test_invalid_devices(keras, gpus):
     with pytest.raises(ValueError) as caught:
         compat.multi_gpu_model(dense(keras), gpus=gpus)
