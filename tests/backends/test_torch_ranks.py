@@ -90,22 +90,40 @@ def test_ranks_in_different_calls_are_told_which(tmp_path, call):
     ranks.check_different_calls(tmp_path, "torch", call)
 
 
+# What a call is told: its error, or its warnings.
+TOLD = """
+import warnings
+import torch
+
+kept = []
+
+
+def told(call):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            call()
+        except compat.CompatError as error:
+            kept.append(error)  # and the frames that it went through
+            return type(error).__name__ + ": " + str(error)
+    return [str(w.message) for w in caught if issubclass(w.category, compat.CompatWarning)]
+"""
+
 SPLIT = """
-import keras, numpy as np, torch, warnings
+import keras, numpy as np
 model = keras.models.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)], name="model")
 model.compile("sgd", "mse")
 own = np.full((14, 4), compat.rank(), "float32")
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
+
+
+class Rows(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter([(row, row[:1]) for row in own])
+
+
+def fits():
     model.fit(own, own[:, :1], batch_size=7, verbose=0)
     model.fit(((own[:7], own[:7, :1]) for _ in range(3)), steps_per_epoch=2, verbose=0)
-
-
-    class Rows(torch.utils.data.IterableDataset):
-        def __iter__(self):
-            return iter([(row, row[:1]) for row in own])
-
-
     model.fit(torch.utils.data.DataLoader(Rows(), 7), verbose=0)
     # Not told, since they are the script's own choice.
     rows = torch.utils.data.TensorDataset(torch.tensor(own), torch.tensor(own[:, :1]))
@@ -114,13 +132,15 @@ with warnings.catch_warnings(record=True) as caught:
     model.fit(compat.shard(torch.utils.data.DataLoader(rows, 7)), verbose=0)
     batch = np.ones((7, 4)), np.ones((7, 1))
     model.fit(compat.shard(batch for _ in range(3)), steps_per_epoch=1, verbose=0)
-print("TOLD", [str(w.message) for w in caught if w.category is compat.CompatWarning])
+
+
+print("TOLD", told(fits))
 """
 
 
 def test_data_that_cannot_be_split_are_told(tmp_path):
     script = tmp_path / "script.py"
-    script.write_text("import compat\n" + SPLIT)
+    script.write_text("import compat\n" + TOLD + SPLIT)
     job = TestTorchRanks().run(2, str(script), before=["--parallelize"])
     assert job.status == 0, job.err
     told = [
@@ -141,16 +161,15 @@ def test_a_job_goes_on_from_its_checkpoint_after_a_rank_was_killed(tmp_path):
 
 # Modules in loops of their own ----------------------------------------------------------------
 
-BEGIN = """
-import copy, dataclasses, io, types, warnings
-import torch
+BEGIN = TOLD
+BEGIN += """
+import copy, dataclasses, io, types
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from compat._ranks.engines import buckets
 
 buckets.SIZES[:] = 16, 64  # bytes: even small models have several buckets
-
 
 
 def made(build):
@@ -168,7 +187,7 @@ def batches(x=x, y=y, batch=BATCH):
 
 def train(name, model, loss, optimizer=None, batches=batches, back=lambda loss: loss.backward()):
     optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
-    for number, (rows, targets) in enumerate(batches()):
+    for rows, targets in batches():
         optimizer.zero_grad()
         back(loss(rows, targets))
         optimizer.step()
@@ -183,18 +202,17 @@ def mse(model):
     return lambda rows, targets: ((model(rows) - targets) ** 2).mean()
 
 
-def stack():
-    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1))
+def stack(units=1):
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, units))
 
 
 class Module(nn.Module):
-    def __init__(self):
+    def __init__(self, units=1):
         super().__init__()
-        self.stack = stack()
+        self.stack = stack(units)
 
     def forward(self, x):
         return self.stack(x)
-
 """
 
 # Whatever calls the model, and whatever it returns.
@@ -203,15 +221,6 @@ CALLS = """
 class Output:
     prediction: torch.Tensor
     nothing: object = None
-
-
-class Returns(Module):
-    def forward(self, x):
-        return Output(super().forward(x))
-
-
-model = made(Returns)
-train("dataclass", model, lambda rows, targets: ((model(rows).prediction - targets) ** 2).mean())
 
 
 class Slotted:
@@ -259,11 +268,8 @@ def even():
     return list(batches())[:2]
 
 
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    model = made(Encodes)
-    train("another method", model, model.loss, batches=even)
-said["warned"] = [str(w.message) for w in caught if issubclass(w.category, compat.CompatWarning)]
+model = made(Encodes)
+said["warned"] = told(lambda: train("another method", model, model.loss, batches=even))
 
 
 def takes_nothing(rows, targets):
@@ -312,16 +318,6 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorData
 dataset = TensorDataset(torch.tensor(x), torch.tensor(y))
 
 
-def caught(call):
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        try:
-            call()
-        except (compat.InvalidArgumentError, compat.RankError) as error:
-            return str(error)
-    return [str(w.message) for w in found if w.category is compat.CompatWarning]
-
-
 def seeded():
     return torch.Generator().manual_seed(3)
 
@@ -360,7 +356,7 @@ def epochs(loader):
 
 
 errors = said["errors"] = []
-errors.append(caught(lambda: list(compat.shard(DataLoader(dataset, 8, shuffle=True)))))
+errors.append(told(lambda: list(compat.shard(DataLoader(dataset, 8, shuffle=True)))))
 
 loaders = {
     "in order": DataLoader(dataset, 8),
@@ -379,7 +375,7 @@ for name, loader in loaders.items():
 dense_model = compat.parallelize(keras.models.Sequential([dense(1, input_shape=(6,))]))
 dense_model.compile("sgd", "mse")
 torch.manual_seed(5 + compat.rank())
-history = dense_model.fit(compat.shard(loaders["shuffled"]), epochs=2, verbose=0).history["loss"]
+dense_model.fit(compat.shard(loaders["shuffled"]), epochs=2, verbose=0)
 weights["keras"] = dense_model.get_weights()
 
 if compat.size() > 1:
@@ -407,7 +403,7 @@ if compat.size() > 1:
         lambda: compat.shard(DataLoader(dataset, 8, sampler=DistributedSampler(dataset, 2, 0))),
         lambda: compat.shard(part),
     ):
-        errors.append(caught(call))
+        errors.append(told(call))
 """
 
 
@@ -422,27 +418,28 @@ def test_loaders_give_each_rank_its_part_of_one_process_s_batches(jobs):
         )
         left_out = "A batch of 1 rows is left out: they are too few for one on each of 2 ranks."
         no_numbers = (
-            "shard() cannot split the batches of this DataLoader: it does not choose rows by their "
-            "numbers (its dataset is an IterableDataset, or batch_size is None). Have the dataset "
-            "give each rank its part, with compat.rank() and compat.size()."
+            "InvalidArgumentError: shard() cannot split the batches of this DataLoader: it does "
+            "not choose rows by their numbers (its dataset is an IterableDataset, or batch_size is "
+            "None). Have the dataset give each rank its part, with compat.rank() and compat.size()."
         )
         assert each["errors"] == [
             [no_order.format("before they have joined")],
             [no_order.format("outside of the main thread")],
             [left_out],
             [left_out],
-            "DataLoader gives other batches on rank 1 of 2 than on rank 0. Each rank takes its "
-            "rows of the same batches, in the same order: seed what is shuffled or made at "
-            "random, with one seed for all ranks.",
+            "RankError: DataLoader gives other batches on rank 1 of 2 than on rank 0. Each rank "
+            "takes its rows of the same batches, in the same order: seed what is shuffled or made "
+            "at random, with one seed for all ranks.",
             no_numbers,
             no_numbers,
-            "A batch of 1 rows is too small for 2 ranks. Use 2 rows or more.",
-            "shard(batch_size=9) was given batches of 8 rows. Leave batch_size out: what comes in "
-            "batches has its own.",
-            "The sampler of the DataLoader given to shard() has rows for this rank alone already, "
-            "as a DistributedSampler has. Use the DataLoader as it is, or give it a sampler for "
-            "one process.",
-            "shard() was given what it has returned before: this rank's part. Call it once.",
+            "InvalidArgumentError: A batch of 1 rows is too small for 2 ranks. Use 2 rows or more.",
+            "InvalidArgumentError: shard(batch_size=9) was given batches of 8 rows. Leave "
+            "batch_size out: what comes in batches has its own.",
+            "InvalidArgumentError: The sampler of the DataLoader given to shard() has rows for "
+            "this rank alone already, as a DistributedSampler has. Use the DataLoader as it is, or "
+            "give it a sampler for one process.",
+            "InvalidArgumentError: shard() was given what it has returned before: this rank's "
+            "part. Call it once.",
         ]
 
 
@@ -658,24 +655,15 @@ labels[[12, 13, 14, 15]] = -100  # all of rank 1's in the second batch
 classes = torch.tensor([0.2, 1.0, 3.0, 0.5])
 
 
-class Classes(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.stack = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))
-
-    def forward(self, x):
-        return self.stack(x)
-
-
-class WithLoss(Classes):
+class WithLoss(Module):
     def forward(self, x, targets):
         logits = super().forward(x)
         return {"loss": F.cross_entropy(logits, targets), "logits": logits}
 
 
-class Normalised(Classes):
-    def __init__(self):
-        super().__init__()
+class Normalised(Module):
+    def __init__(self, units):
+        super().__init__(units)
         self.normalise = nn.BatchNorm1d(6, affine=False)
 
     def forward(self, x):
@@ -683,8 +671,8 @@ class Normalised(Classes):
         return super().forward(x)
 
 
-def of(loss, kind=Classes):
-    model = made(kind)
+def of(loss, kind=Module):
+    model = made(lambda: kind(4))
     return model, lambda rows, targets: loss(model(rows), targets)
 
 
@@ -712,7 +700,7 @@ cases = {
 for name in cases:
     train(name, *cases[name], batches=labelled)
 del weights["normalised"][5:]  # a moving variance is the mean of the ranks' variances
-model = made(WithLoss)
+model = made(lambda: WithLoss(4))
 train("own loss", model, lambda rows, targets: model(rows, targets)["loss"], batches=labelled)
 
 
@@ -721,10 +709,7 @@ def on_rank_0_alone(y, t):
 
 
 differ = of(on_rank_0_alone)
-try:
-    train("differ", *differ, batches=lambda: labelled()[:1])
-except compat.RankError as error:
-    said["error"] = str(error)
+said["error"] = told(lambda: train("differ", *differ, batches=lambda: labelled()[:1]))
 weights.pop("differ", None)
 """
 
@@ -732,8 +717,9 @@ weights.pop("differ", None)
 def test_losses_are_divided_by_the_targets_of_all_ranks(jobs):
     for each in ranks.check_same(jobs, "targets"):
         assert each["error"] == (
-            "Some ranks divide the loss of Classes by their targets that count, and others do not, "
-            "so that their gradients cannot be weighted. Have all ranks compute the same loss."
+            "RankError: Some ranks divide the loss of Module by their targets that count, and "
+            "others do not, so that their gradients cannot be weighted. Have all ranks compute the "
+            "same loss."
         )
 
 
@@ -747,12 +733,10 @@ chosen = torch.tensor(np.arange(21) > 1)  # not two rows of rank 0's, of the fir
 extra = row_weights, labels, chosen
 
 
-def told(name, loss, units=1, count=1):
-    model = made(lambda: nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, units)))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        train(name, model, lambda x, given: loss(model, x, *given), batches=lambda: parts(count))
-    said[name] = [str(w.message) for w in caught if w.category is compat.CompatWarning]
+def reduced(name, loss, units=1, count=1):
+    model, found = made(lambda: stack(units)), lambda: parts(count)
+    loss_of = lambda x, given: loss(model, x, *given)
+    said[name] = told(lambda: train(name, model, loss_of, batches=found))
 
 
 def parts(count):
@@ -779,11 +763,11 @@ def penalised(model, x, y, weight, label, mask):
 
 
 # What is one process's loss: nothing is told, and the numbers are the same.
-told("divided", divided, count=3)
-told("penalised", penalised, count=3)
-told("by length", lambda f, x, y, w, t, m: ((f(x) - y) ** 2).sum() / len(x), count=3)
-told("weighted", lambda f, x, y, w, t, m: ((f(x) - y) ** 2 * w).mean(), count=3)
-told("stacked", lambda f, x, y, w, t, m: torch.stack([F.mse_loss(f(x), y)] * 2).sum(), count=3)
+reduced("divided", divided, count=3)
+reduced("penalised", penalised, count=3)
+reduced("by length", lambda f, x, y, w, t, m: ((f(x) - y) ** 2).sum() / len(x), count=3)
+reduced("weighted", lambda f, x, y, w, t, m: ((f(x) - y) ** 2 * w).mean(), count=3)
+reduced("stacked", lambda f, x, y, w, t, m: torch.stack([F.mse_loss(f(x), y)] * 2).sum(), count=3)
 same = dict(weights)
 
 
@@ -793,30 +777,29 @@ def mixed(f, x, y, w, t, m):
     return part * F.cross_entropy(f(x), t) + (1 - part) * F.cross_entropy(f(x), t.flip(0))
 
 
-told("mixed", mixed, 4)
+reduced("mixed", mixed, 4)
 # What is not.
-told("row weights", lambda f, x, y, w, t, m: ((f(x) - y) ** 2 * w).sum() / w.sum())
-told("mask", lambda f, x, y, w, t, m: F.mse_loss(f(x)[m], y[m]))
-told("two parts", lambda f, x, y, w, t, m: F.mse_loss(f(x[m]), y[m]) + f(x).square().mean())
-told("root", lambda f, x, y, w, t, m: F.mse_loss(f(x), y).sqrt())
-told("terms", lambda f, x, y, w, t, m: F.cross_entropy(f(x), t, torch.arange(4.0)) + f(x).mean(), 4)
-told("sum", lambda f, x, y, w, t, m: F.mse_loss(f(x), y, reduction="sum"))
-told("within", lambda f, x, y, w, t, m: ((f(x) - y) ** 2 * (w / w.sum())).sum())
+reduced("row weights", lambda f, x, y, w, t, m: ((f(x) - y) ** 2 * w).sum() / w.sum())
+reduced("mask", lambda f, x, y, w, t, m: F.mse_loss(f(x)[m], y[m]))
+reduced("two parts", lambda f, x, y, w, t, m: F.mse_loss(f(x[m]), y[m]) + f(x).square().mean())
+reduced("root", lambda f, x, y, w, t, m: F.mse_loss(f(x), y).sqrt())
+numbers = torch.arange(4.0)
+reduced("terms", lambda f, x, y, w, t, m: F.cross_entropy(f(x), t, numbers) + f(x).mean(), 4)
+reduced("sum", lambda f, x, y, w, t, m: F.mse_loss(f(x), y, reduction="sum"))
+reduced("within", lambda f, x, y, w, t, m: ((f(x) - y) ** 2 * (w / w.sum())).sum())
 weights = same
 
 model = made(Module)
 taken = {name: parameter.detach() for name, parameter in model.named_parameters()}
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    torch.func.grad(lambda rows: model(rows).sum())(torch.ones(2, 6))  # of no parameter
-    said["of inputs"] = [str(w.message) for w in caught]
+by_inputs = torch.func.grad(lambda rows: model(rows).sum())  # of no parameter
+said["of inputs"] = told(lambda: by_inputs(torch.ones(2, 6)))
 
-    def loss_of(parameters):
-        return torch.func.functional_call(model, parameters, torch.ones(2, 6)).sum()
 
-    for _ in range(2):
-        torch.func.grad(loss_of)(taken)
-said["torch.func"] = [str(w.message) for w in caught if w.category is compat.CompatWarning]
+def loss_of(parameters):
+    return torch.func.functional_call(model, parameters, torch.ones(2, 6)).sum()
+
+
+said["torch.func"] = told(lambda: [torch.func.grad(loss_of)(taken) for _ in range(2)])
 """
 
 
@@ -856,58 +839,69 @@ def test_losses_that_are_not_one_processs_are_told(jobs):
 
 
 # Steps of Keras, verified: each as one process does it, of the rows of all ranks.
-VERIFIED = """
-import torch
-from compat import _verification
-from compat._runtime.process import process
-
-
+OWN_STEPS = TOLD
+OWN_STEPS += """
 def stack():
     hidden = dense(5, activation="tanh")
     return keras.Sequential([keras.layers.Input((6,)), hidden, dense(1)], name="stack")
 
 
 class Own(keras.Model):
-    def __init__(self, reduce):
+    "With steps of its own."
+
+    def __init__(self):
         super().__init__(name="own")
         self.stack = stack()
-        self.reduce = reduce
 
     def call(self, rows):
         return self.stack(rows)
 
-    def train_step(self, data):
-        rows, targets = data
+    def update(self, loss, count):
         self.zero_grad()
-        loss = self.reduce((self(rows) - targets) ** 2, rows[:, :1].abs())
         loss.backward()
         variables = self.trainable_weights
-        self.optimizer.apply([each.value.grad for each in variables], variables)
-        return {"loss": loss.detach()}
+        with torch.no_grad():
+            self.optimizer.apply([each.value.grad for each in variables], variables)
+        self._loss_tracker.update_state(loss, sample_weight=count)
+        return {"loss": self._loss_tracker.result()}
+"""
+
+VERIFIED = OWN_STEPS
+VERIFIED += """
+from compat import _verification
+from compat._runtime.process import process
+
+
+class Reduces(Own):
+    def __init__(self, reduce):
+        super().__init__()
+        self.reduce = reduce
+
+    def train_step(self, data):
+        rows, targets = data
+        loss = self.reduce((self(rows) - targets) ** 2, rows[:, :1].abs())
+        return self.update(loss, len(rows))
 
 
 def trained(name, build, verify=2):
     process.configuration.settings.verify = verify
     model = compat.parallelize(build())
     model.compile("adam", "mse")
-    try:
-        model.fit(inputs, targets, batch_size=rows, epochs=2, shuffle=False, verbose=0)
-    except compat.errors.ResultsDifferError as error:
-        said[name] = str(error)
+    said[name] = told(lambda: model.fit(inputs, targets, rows, 2, shuffle=False, verbose=0))
     return model.get_weights()
 
 
 weights["plain"] = trained("plain", stack, 0)
 weights["verified"] = trained("verified", stack)
-trained("mean", lambda: Own(lambda losses, weight: (losses * weight).mean()))
+trained("mean", lambda: Reduces(lambda losses, weight: (losses * weight).mean()))
 said["records"] = [[each.model, each.steps["train"]] for each in _verification.records()]
 said["largest"] = max(each.largest[0] for each in _verification.records())
 dropout = keras.layers.Dropout(0.5)
 trained("random", lambda: keras.Sequential([keras.layers.Input((6,)), dropout, dense(1)]))
 said["incomparable"] = _verification.records()[-1].incomparable["the train step"]
 # What no graph of autograd's tells.
-trained("within", lambda: Own(lambda losses, weight: (losses * weight / weight.mean()).mean()))
-trained("across", lambda: Own(lambda losses, weight: losses.std()))
+trained("within", lambda: Reduces(lambda losses, weight: (losses * weight / weight.mean()).mean()))
+trained("across", lambda: Reduces(lambda losses, weight: losses.std()))
 process.configuration.settings.verify = 0
 """
 
@@ -918,19 +912,20 @@ def test_steps_of_keras_are_verified_against_one_process(jobs_of_keras):
         np.testing.assert_array_equal(chief[key], other[key])
         np.testing.assert_array_equal(chief[key.replace("plain", "verified")], chief[key])
     text = (
-        "The first thing that differs when model 'own' does a training step as 2 ranks and as one "
-        "process is A, where rounding explains at most B. A loss or an operation that is no mean "
-        "over the rows of the batch: a sum, a mean over masked rows only, or one that compares "
-        "rows with one another. The model is as it was before the step. Change the model, or run "
-        "it by one process: COMPAT_ALONE=1; verify=0 goes on without looking."
+        "ResultsDifferError: The first thing that differs when model 'own' does a training step as "
+        "2 ranks and as one process is A, where rounding explains at most B. A loss or an "
+        "operation that is no mean over the rows of the batch: a sum, a mean over masked rows "
+        "only, or one that compares rows with one another. The model is as it was before the step. "
+        "Change the model, or run it by one process: COMPAT_ALONE=1; verify=0 goes on without "
+        "looking."
     )
     for each in said:
         assert each.pop("records") == [["stack", 2], ["own", 2]]
         assert 0 < each.pop("largest") < 1e-4
         assert each.pop("incomparable") == "it is random"
-        assert sorted(each) == ["across", "within"]
-        for found in each.values():
-            found = re.sub(" is (slot|weight) .*?, where", " is A, where", found)
+        assert sorted(name for name in each if each[name]) == ["across", "within"]
+        for name in ("across", "within"):
+            found = re.sub(" is (slot|weight) .*?, where", " is A, where", each[name])
             assert re.sub("most [^ ]*[.] A", "most B. A", found) == text
 
 
@@ -1043,10 +1038,8 @@ from compat._runtime.process import process
 engine.steps = 0
 model = made(Module)
 train("even", model, mse(model))
-try:
-    engine.close() if compat.rank() else mse(model)(*next(batches())).backward()
-except compat.RankError as error:
-    said["uneven"] = str(error)
+goes_on = lambda: mse(model)(*next(batches())).backward()
+said["uneven"] = told(engine.close if compat.rank() else goes_on)
 """
 
 
@@ -1068,19 +1061,16 @@ def test_gradients_leave_while_others_are_computed_and_each_is_sent_as_it_is_at_
 def test_a_rank_that_ends_while_another_has_more_batches_is_told(jobs):
     advice = "Give every rank the same number: compat.shard() does."
     assert [each["uneven"] for each in jobs[1]["uneven"][1]] == [
-        "Rank 0 of 2 has more batches, but rank 1 ran out of them after 3 batches. " + advice,
-        "Rank 1 of 2 ran out of batches after 3 batches, but rank 0 had more. " + advice,
+        "RankLostError: Rank 0 of 2 has more batches, but rank 1 ran out of them after 3 batches. "
+        + advice,
+        "RankError: Rank 1 of 2 ran out of batches after 3 batches, but rank 0 had more. " + advice,
     ]
 
 
 # Ranks that drift apart, each in another way. In one process they are all as good as any.
 DRIFTING = """
-def drifts(name, model, back, loss=None):
-    try:
-        for _ in range(3):
-            train(name, model, loss or mse(model), back=back)
-    except compat.RankError as error:
-        said[name] = str(error)
+def drifts(name, model, back=lambda loss: loss.backward()):
+    said[name] = told(lambda: [train(name, model, mse(model), back=back) for _ in range(3)])
     weights.clear()
 
 
@@ -1114,12 +1104,12 @@ def at_once(parameter):
 model = made(Module)
 for parameter in model.parameters():
     parameter.register_post_accumulate_grad_hook(at_once)
-drifts("update in the backward pass", model, lambda loss: loss.backward())
+drifts("update in the backward pass", model)
 
 model = made(Module)
 for parameter in model.parameters():
     nn.init.normal_(parameter)
-drifts("initial value", model, lambda loss: loss.backward())
+drifts("initial value", model)
 
 
 def skips(loss):
@@ -1143,20 +1133,17 @@ class Sums(Module):
 
 
 model = made(Sums)
-drifts("buffer", model, lambda loss: loss.backward())
+drifts("buffer", model)
 
-try:
-    compat.parallelize(nn.Linear(3, 2 + compat.rank()))
-except compat.RankError as error:
-    said["other shapes"] = str(error)
+said["other shapes"] = told(lambda: compat.parallelize(nn.Linear(3, 2 + compat.rank())))
 """
 
 
 def test_ranks_that_drift_apart_are_told_and_the_first_variable_is_named(jobs):
     _, said = jobs[1]["drifting"]
     drifted = (
-        "The ranks have drifted apart: {} the values of {} on rank 1 of 2 are not those of rank 0. "
-        "Ranks train to one process's numbers as long as these are the same. "
+        "RankError: The ranks have drifted apart: {} the values of {} on rank 1 of 2 are not those "
+        "of rank 0. Ranks train to one process's numbers as long as these are the same. "
     )
     buffer = drifted + (
         "Each rank computes this buffer from its own rows; of such buffers only the running "
@@ -1170,35 +1157,26 @@ def test_ranks_that_drift_apart_are_told_and_the_first_variable_is_named(jobs):
         "after parallelize(); code that depends on a rank's data, such as a step that is skipped."
     )
     assert said[1].pop("other shapes") == (
-        "Model 'Linear' has other weights on rank 1 than on rank 0: their number or their shapes "
-        "differ. Build the same model, and compile it with the same optimizer, on every rank."
+        "RankError: Model 'Linear' has other weights on rank 1 than on rank 0: their number or "
+        "their shapes differ. Build the same model, and compile it with the same optimizer, on "
+        "every rank."
     )
+    all_four, at_once = "'stack.0.weight' and 3 others", "before the first update"
     for one in said:
         assert one == {
-            "autograd.grad": drifted.format("after 1 step", "'stack.0.weight' and 3 others"),
-            "update by hand": drifted.format("after 1 step", "'stack.0.weight' and 3 others"),
-            "update in the backward pass": drifted.format(
-                "before the first update", "'stack.0.weight' and 3 others"
-            ),
-            "initial value": drifted.format(
-                "before the first update", "'stack.0.weight' and 3 others"
-            ),
-            "skipped": drifted.format("after 1 step", "'stack.0.weight' and 3 others"),
-            "buffer": buffer.format("before the first update", "'total'"),
+            "autograd.grad": drifted.format("after 1 step", all_four),
+            "update by hand": drifted.format("after 1 step", all_four),
+            "update in the backward pass": drifted.format(at_once, all_four),
+            "initial value": drifted.format(at_once, all_four),
+            "skipped": drifted.format("after 1 step", all_four),
+            "buffer": buffer.format(at_once, "'total'"),
         }
 
 
 # What ranks do not have in common.
 REFUSED = """
-kept = []
-
-
 def refusal(name, model, loss=None):
-    try:
-        train(name, model, loss or mse(model))
-    except compat.CompatError as error:
-        kept.append(error)  # and the frames that it went through
-        said[name] = type(error).__name__ + ": " + str(error)
+    said[name] = told(lambda: train(name, model, loss or mse(model)))
     weights.clear()
 
 
@@ -1231,6 +1209,7 @@ def test_what_ranks_do_not_have_in_common_is_an_error(jobs):
         "rows": "RankError: Some ranks have called Module with a batch in this backward pass, and "
         "others have not, so that their gradients cannot be weighted by rows. Have all ranks do "
         "the same.",
+        "nothing": [],
     }
 
 
@@ -1323,27 +1302,14 @@ def jobs(tmp_path_factory):
 
 # Keras ----------------------------------------------------------------------------------------
 
-KERAS = """
-import warnings
-import torch
-
-
-def trained(name, model, epochs=2):
+KERAS = OWN_STEPS
+KERAS += """
+def trained(name, model):
     assert compat.parallelize(model) is model
     model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse")
-    history = model.fit(inputs, targets, batch_size=rows, epochs=epochs, shuffle=False, verbose=0)
+    history = model.fit(inputs, targets, rows, 2, shuffle=False, verbose=0)
     weights[name] = model.get_weights()
     said[name] = history.history
-
-
-def stack():
-    return keras.models.Sequential([dense(5, activation="tanh", input_shape=(6,)), dense(1)])
-
-
-keras.config.set_dtype_policy("float64")
-model = stack()
-keras.config.set_dtype_policy("float32")
-trained("float64", model, epochs=1)
 """
 KERAS += ranks.NEAR_OVERFLOW
 KERAS += """
@@ -1360,77 +1326,36 @@ class Tracks(keras.layers.Layer):
         return x
 
 
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    model = keras.models.Sequential([Tracks(name="tracks"), stack()], name="own")
-    trained("tracks", model)
-said["warned"] = [str(w.message) for w in caught if issubclass(w.category, compat.CompatWarning)]
+model = keras.models.Sequential([Tracks(name="tracks"), stack()], name="own")
+said["warned"] = told(lambda: trained("tracks", model))
 
 
-class Parts(keras.Model):
+class Parts(Own):
     "Trains by its parts, and is never called itself."
 
-    def __init__(self):
-        super().__init__()
-        self.one, self.two = dense(4), dense(1)
-
     def train_step(self, data):
-        x, y = data
-        self.zero_grad()
-        loss = keras.ops.mean((self.two(self.one(x)) - y) ** 2)
-        loss.backward()
-        pairs = [(v.value.grad, v) for v in self.trainable_weights]
-        with torch.no_grad():
-            self.optimizer.apply_gradients(pairs)
-        self._loss_tracker.update_state(loss, sample_weight=x.shape[0])
-        return {"loss": self._loss_tracker.result()}
+        rows, targets = data
+        first, last = self.stack.layers
+        return self.update(keras.ops.mean((last(first(rows)) - targets) ** 2), len(rows))
 
-    def call(self, x):
-        said.setdefault("called", 0)
-        said["called"] += not x.is_meta
-        return self.two(self.one(x))
+    def call(self, rows):
+        said["called"] = said.get("called", 0) + (not rows.is_meta)
+        return super().call(rows)
 
 
-def parts():
-    model = Parts()
-    model.one.build((None, 6)), model.two.build((None, 4))
-    model.built = True
-    return model
-
-
-trained("parts", parts())
-
-
-class OneByOne(keras.Model):
+class OneByOne(Own):
     "Two backward passes in a step."
 
-    def __init__(self):
-        super().__init__()
-        self.stack = stack()
-
-    def call(self, x):
-        return self.stack(x)
-
     def train_step(self, data):
-        x, y = data
+        rows, targets = data
         for part in range(2):
-            self.zero_grad()
-            loss = keras.ops.mean((self(x)[:, 0] - y[:, 0] * part) ** 2)
-            loss.backward()
-            gradients = [v.value.grad for v in self.trainable_weights]
-            with torch.no_grad():
-                self.optimizer.apply(gradients, self.trainable_weights)
-        self._loss_tracker.update_state(loss, sample_weight=x.shape[0])
-        return {"loss": self._loss_tracker.result()}
+            loss = keras.ops.mean((self(rows)[:, 0] - targets[:, 0] * part) ** 2)
+            logs = self.update(loss, len(rows))
+        return logs
 
 
-def one_by_one():
-    model = OneByOne()
-    model.build((None, 6))
-    return model
-
-
-trained("one by one", one_by_one())
+trained("parts", Parts())
+trained("one by one", OneByOne())
 """
 
 
@@ -1451,20 +1376,8 @@ def test_keras_trains_in_every_precision_and_by_any_step(jobs_of_keras):
             assert each[name]["loss"] == pytest.approx(alone[name]["loss"], abs=1e-5)
 
 
-KERAS_REFUSED = """
-import warnings
-
-
-def outcome(call):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            call()
-        except compat.CompatError as error:
-            return type(error).__name__ + ": " + str(error)
-    return [str(w.message) for w in caught if issubclass(w.category, compat.CompatWarning)]
-
-
+KERAS_REFUSED = TOLD
+KERAS_REFUSED += """
 def compiled(loss="mse", **options):
     model = compat.parallelize(keras.models.Sequential([dense(1, input_shape=(6,))], name="net"))
     model.compile("sgd", loss, **options)
@@ -1484,15 +1397,13 @@ class Averaged(keras.metrics.Metric):
 
 
 model = compiled()
-said["split"] = outcome(
-    lambda: model.fit(inputs, targets, rows, validation_split=0.25, verbose=0)
-)
+said["split"] = told(lambda: model.fit(inputs, targets, rows, validation_split=0.25, verbose=0))
 model = compiled(keras.losses.MeanSquaredError(reduction="none"))
-said["none"] = outcome(lambda: model.fit(inputs, targets, rows, verbose=0))
+said["none"] = told(lambda: model.fit(inputs, targets, rows, verbose=0))
 model = compiled(metrics=[Averaged()])
-said["averaged"] = outcome(lambda: model.fit(inputs, targets, rows, verbose=0))
+said["averaged"] = told(lambda: model.fit(inputs, targets, rows, verbose=0))
 model = compiled(metrics=["mae"] * compat.rank())
-said["metrics"] = outcome(lambda: model.evaluate(inputs, targets, rows, verbose=0))
+said["metrics"] = told(lambda: model.evaluate(inputs, targets, rows, verbose=0))
 
 
 def ends_early():
@@ -1502,7 +1413,7 @@ def ends_early():
 
 # All ranks were told that an epoch has three batches.
 model = compiled()
-said["ends early"] = outcome(lambda: model.fit(ends_early(), steps_per_epoch=3, verbose=0))
+said["ends early"] = told(lambda: model.fit(ends_early(), steps_per_epoch=3, verbose=0))
 """
 
 
