@@ -9,17 +9,15 @@ import torch
 import compat
 from compat.testing import DEVICES
 
-from .test_torch import devices  # noqa: F401  (a fixture)
+from .test_torch import devices, placement  # noqa: F401  (a fixture)
 from .test_torch_merge import (
     FAILS,
     agree,
     computing,
     pair,
-    replicas,
     rows,
     same,
     same_gradients,
-    whole,
 )
 from .test_torch_verification import verified_module
 
@@ -145,27 +143,6 @@ def test_an_adjacency_of_as_many_rows_runs_whole(layout, within, verify):
     same_gradients(plain, parallel)
 
 
-def test_choosing_rows_of_the_batch_runs_whole():
-    backwards = lambda m, y: y[torch.arange(len(y)).flip(0)]  # noqa: E731
-
-    functions = {
-        "__getitem__": (backwards, lambda m, y: y[:2], lambda m, y: y[0]),
-        "flip": (lambda m, y: y.flip(0),),
-    }
-    for name in functions:
-        for function in functions[name]:
-            agree(computing(function), rows(6, 4), whole=whole(name, function))
-    agree(computing(lambda m, y: y[: len(y)]), rows(6, 4))
-
-
-def test_the_last_of_each_sequence():
-    def last(m, y, lengths):
-        return y[torch.arange(len(y)), lengths - 1], y.gather(1, (lengths - 1)[:, None, None])
-
-    lengths = torch.arange(ROWS) % 3 + 1
-    agree(computing(last), rows(ROWS, 3, 4), lengths)
-
-
 def test_what_holds_its_tensors_unseen_runs_on_one_device():
     class Batch:
         x = rows(ROWS, 4)
@@ -226,7 +203,7 @@ def test_compiled_modules(order):
         expected[1].backward()
         found[1].backward()
         same_gradients(plain, compiled)
-    assert replicas(lambda: compiled(rows(13, 4), targets)) == DEVICES
+    assert len(placement(lambda: compiled(rows(13, 4), targets))) == DEVICES
 
 
 def test_a_compiled_module_stays_compiled():

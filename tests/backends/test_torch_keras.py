@@ -176,7 +176,7 @@ LOSSES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("rows", [ROWS, 12, 2])
+@pytest.mark.parametrize("rows", [ROWS, 2])
 @pytest.mark.parametrize("name", sorted(LOSSES))
 def test_losses_that_layers_add(name, rows):
     agree(lambda: model_of(LOSSES[name]), rows)
@@ -190,12 +190,9 @@ def _count(layer, x):
     layer.mean.assign(0.9 * layer.mean + 0.1 * ops().mean(x, 0))
 
 
-@pytest.mark.parametrize("rows", [ROWS, 12])
-def test_counters_and_sums(rows):
-    zeros = [0.0] * 4
-    model = agree(
-        lambda: model_of(_count, steps=0, calls=0.0, seen=0.0, total=0.0, mean=zeros), rows
-    )
+def test_counters_and_sums():
+    zeros = {"calls": 0.0, "seen": 0.0, "total": 0.0, "mean": [0.0] * 4}
+    model = agree(lambda: model_of(_count, steps=0, **zeros))
     assert model.layers[0].steps.numpy() == 5  # three steps, an evaluation, and a call
 
 
@@ -236,7 +233,7 @@ def test_outputs_that_are_sequences(kind, steps):
         model = build()
         model.set_weights(plain.get_weights())
         compat.parallelize(model, gpus=gpus)
-        for count in (4, 5, 6, 8, 12):
+        for count in (4, 5, 12):
             batch = np.random.RandomState(count).normal(size=(count, 3)).astype("float32")
             expected, found = (each.predict(batch, verbose=0) for each in (plain, model))
             assert found.shape == (count, steps, 2)
