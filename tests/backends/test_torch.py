@@ -337,34 +337,26 @@ def test_a_metal_gpu_is_declined_before_keras_is_imported(machine_of):
 # Configuring, a process each ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("floatx", ["float64", "bfloat16"])
-def test_configuring(run, floatx):
+@pytest.mark.parametrize("gpus", [0, 2])
+def test_configuring_a_cpu_build(run, gpus):
+    """It goes on with the CPU, and says so where GPUs were asked for."""
     program = """
-        import compat
-        configuration = compat.configure_gpu(gpus=0, backend="torch", floatx="{0}")
-        import torch, keras, os
-        assert os.environ["KERAS_TORCH_DEVICE"] == "cpu"
-        assert torch.get_default_dtype() is torch.{0}
-        assert keras.backend.floatx() == "{0}" and keras.backend.backend() == "torch"
-        print(configuration.devices, configuration.applied[0])
-    """
-    printed = run(program.format(floatx)).splitlines()
-    assert printed == ["['cpu'] torch.set_default_dtype(torch.{})".format(floatx)]
-
-
-def test_a_cpu_build_goes_on_with_the_cpu_and_says_so(run):
-    out = run(
-        """
         import warnings, compat
+        settings = {{"gpus": {}, "backend": "torch", "floatx": "bfloat16", "memory": "grow"}}
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            configuration = compat.configure_gpu(gpus=2, backend="torch", memory="grow")
+            configuration = compat.configure_gpu(**settings)
+        import torch, keras, os  # after which it is late, but nothing would change
+        assert compat.configure_gpu(**settings) is configuration
+        assert os.environ["KERAS_TORCH_DEVICE"] == "cpu"
+        assert torch.get_default_dtype() is torch.bfloat16
+        assert keras.backend.floatx() == "bfloat16" and keras.backend.backend() == "torch"
+        print(configuration.devices, configuration.applied)
         print([str(w.message) for w in caught])
-        import keras  # after which it is late, but nothing would change
-        assert compat.configure_gpu(gpus=2, backend="torch", memory="grow") is configuration
-        """
-    )
-    assert "gpus=2 was asked for, but" in out and "Going on with" in out
+    """
+    configured, told = run(program.format(gpus)).splitlines()
+    assert configured.startswith("['cpu'] ['torch.set_default_dtype(torch.bfloat16)'")
+    assert told.count("gpus=2 was asked for, but") == told.count("Going on with") == gpus // 2
 
 
 SCRIPT_THAT_CONFIGURES = """\

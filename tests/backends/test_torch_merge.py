@@ -360,6 +360,31 @@ def test_a_loss_in_which_ignored_targets_come_later():
                 same(plain(rows(count, 4), labels), module(rows(count, 4), labels), 1e-12)
 
 
+def test_mixture_of_experts():
+    """Rows are gathered by a mask for each expert; the auxiliary loss is an attribute."""
+    nn = torch.nn
+
+    class Mixture(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.gate = nn.Linear(4, 3)
+            self.experts = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+
+        def forward(self, x):
+            weights = self.gate(x).softmax(-1)
+            chosen, out = weights.argmax(-1), torch.zeros_like(x)
+            for number, expert in enumerate(self.experts):
+                mine = chosen == number
+                out[mine] = expert(x[mine]) * weights[mine, number].unsqueeze(-1)
+            load = nn.functional.one_hot(chosen, 3).to(x.dtype).mean(0)
+            self.balance = 3 * (load * weights.mean(0)).sum()
+            return out, self.balance
+
+    module, (_, balance) = agree(Mixture(), rows(ROWS, 4))
+    torch.testing.assert_close(module.balance.detach(), balance.detach())
+
+
 @pytest.mark.parametrize("kind", ["linear", "convolution", "hook"])
 def test_spectral_normalization(kind):
     """Its vectors are turned once in a step, as on one device."""

@@ -171,17 +171,24 @@ def test_rows_that_cannot_be_found_run_whole():
 
 
 def test_a_transformer_that_takes_words():
-    """Its own forward has the embedding, and (time, rows) as its words."""
+    """Its own forward has the embedding, and (time, rows) as its words.
+
+    As in torch's tutorial, positions are in a buffer and the mask is in an attribute.
+    """
 
     class Translator(torch.nn.Transformer):
         def __init__(self):
             torch.manual_seed(0)
             super().__init__(SIZE, 2, 1, 1, 8, dropout=0.0)
             self.words, self.scores = torch.nn.Embedding(11, SIZE), torch.nn.Linear(SIZE, 11)
+            self.register_buffer("positions", torch.randn(50, 1, SIZE))
+            self.mask = None
 
         def forward(self, source, target):
-            mask = self.generate_square_subsequent_mask(len(target)).double()
-            hidden = super().forward(self.words(source), self.words(target), tgt_mask=mask)
+            if self.mask is None or len(self.mask) != len(target):
+                self.mask = self.generate_square_subsequent_mask(len(target)).double()
+            given = self.words(source) + self.positions[: source.size(0)]
+            hidden = super().forward(given, self.words(target), tgt_mask=self.mask)
             return self.scores(hidden)
 
     for count in (ROWS, TIME, 2):
