@@ -337,12 +337,11 @@ def test_a_metal_gpu_is_declined_before_keras_is_imported(machine_of):
 # Configuring, a process each ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("gpus", [0, 2])
-def test_configuring_a_cpu_build(run, gpus):
-    """It goes on with the CPU, and says so where GPUs were asked for."""
-    program = """
+def test_a_cpu_build_goes_on_with_the_cpu_and_says_so(run):
+    out = run(
+        """
         import warnings, compat
-        settings = {{"gpus": {}, "backend": "torch", "floatx": "bfloat16", "memory": "grow"}}
+        settings = dict(gpus=2, backend="torch", floatx="bfloat16", memory="grow")
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             configuration = compat.configure_gpu(**settings)
@@ -353,10 +352,11 @@ def test_configuring_a_cpu_build(run, gpus):
         assert keras.backend.floatx() == "bfloat16" and keras.backend.backend() == "torch"
         print(configuration.devices, configuration.applied)
         print([str(w.message) for w in caught])
-    """
-    configured, told = run(program.format(gpus)).splitlines()
+        """
+    )
+    configured, told = out.splitlines()
     assert configured.startswith("['cpu'] ['torch.set_default_dtype(torch.bfloat16)'")
-    assert told.count("gpus=2 was asked for, but") == told.count("Going on with") == gpus // 2
+    assert "gpus=2 was asked for, but" in told and "Going on with" in told
 
 
 SCRIPT_THAT_CONFIGURES = """\

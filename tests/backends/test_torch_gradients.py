@@ -32,11 +32,6 @@ def own_function(back):
     return Own
 
 
-def with_function(back):
-    """An autograd function of the rows."""
-    return lambda net, x: net.second(own_function(back).apply(net.first(x)))
-
-
 def with_function_of_a_weight(back):
     own = own_function(back)
     return lambda net, x: net.second(x @ own.apply(net.first.weight).t())
@@ -93,7 +88,6 @@ def line_of(text):
 
 #: The operation that a warning names.
 NAMED = {
-    with_function: "Own",
     with_function_of_a_weight: "Own",
     with_hook: "register_hook ({})".format(line_of("hidden.register_" + "hook")),
     with_hook_of_a_module: "BackwardHookFunction",
@@ -119,7 +113,7 @@ def test_checkpoints_of_torch_are_no_gradients_of_ones_own():
 
 
 def test_a_gradient_is_tried_where_the_first_call_had_none():
-    net = module(with_function, BACK["of length 1"][0]).double()
+    net = module(with_hook, BACK["of length 1"][0]).double()
     with torch.no_grad():
         compat.parallelize(net)(rows(13, 6))
     with pytest.warns(compat.CompatWarning, match="a gradient of its own"):

@@ -33,16 +33,16 @@ def each(module, names, *inputs, **options):
 def elementwise():
     F, bits = torch.nn.functional, [whole_numbers(9, 3, 4), whole_numbers(8, 3, 4)]
     two = [x(3, 4), x(3, 4, seed=1).abs() + 0.5]
-    yield from each(torch, "exp abs neg floor isnan sin round absolute negative square", x(3, 4))
+    yield from each(torch, "absolute negative", x(3, 4))
     yield from each(torch, "conj real imag", torch.complex(*two))
     yield from each(F, "relu hardswish logsigmoid softsign tanhshrink gelu silu", x(3, 4))
-    for shapes in [(3, 4), (3, 4)], [(3, 4), (4,)], [(3, 3), (3,)], [(3, 1), (3,)]:
+    for shapes in [(3, 4), (4,)], [(3, 1), (3,)]:  # others are those of said_by_torch()
         given = [x(*shape, seed=seed).abs() + 0.5 for seed, shape in enumerate(shapes)]
-        yield from each(torch, "add sub mul div maximum pow eq", *given)
+        yield from each(torch, "add maximum pow", *given)
     yield from each(
         torch,
         "divide floor_divide greater greater_equal isclose less less_equal multiply not_equal "
-        "subtract true_divide",
+        "subtract",
         *two,
     )
     yield "expand_as", [x(3, 1), x(3, 4)], lambda a, b: a.expand_as(b)
