@@ -145,15 +145,8 @@ def test_a_verified_step_takes_what_a_loader_gives(kind):
         collate_fn=lambda rows: kind(torch.stack(part) for part in zip(*rows)),
     )
 
-    class Model(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.dropout, self.dense = keras.layers.Dropout(0.5), keras.layers.Dense(2)
-
-        def call(self, x, training=False):
-            return self.dense(self.dropout(x, training=training))
-
-    model = compat.parallelize(Model())
+    layers = [keras.layers.Input((4,)), keras.layers.Dropout(0.5), keras.layers.Dense(2)]
+    model = compat.parallelize(keras.Sequential(layers))
     record = verified(registry.find("torch"), model)
     model.compile("sgd", "mse")
     model.fit(loader, verbose=0)

@@ -343,23 +343,6 @@ def test_a_choice_that_makes_no_difference_is_taken():
     agree(computing(forward), rows(ROWS, 4), mask)
 
 
-def test_a_loss_in_which_ignored_targets_come_later():
-    """Parts of 4 rows and of 5, flattened by their own number of rows."""
-
-    def forward(m, y, t):
-        y = y.view(y.size(0), 5, -1)
-        y = y.view(y.size(0), -1)
-        return F.cross_entropy(y.view(-1, y.size(-1)), t.view(-1), ignore_index=1)
-
-    for count in (12, ROWS):
-        plain, module = pair(forward)
-        for step in range(4):
-            labels = torch.full((count,), 2) if step == 0 else torch.arange(count) * step % 5
-            with warnings.catch_warnings():
-                warnings.simplefilter("error", compat.CompatWarning)
-                same(plain(rows(count, 4), labels), module(rows(count, 4), labels), 1e-12)
-
-
 def test_mixture_of_experts():
     """Rows are gathered by a mask for each expert; the auxiliary loss is an attribute."""
     nn = torch.nn

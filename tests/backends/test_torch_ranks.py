@@ -1055,13 +1055,18 @@ def test_gradients_leave_while_others_are_computed_and_each_is_sent_as_it_is_at_
         }
 
 
+def told_of_an_end(batches):
+    """What two ranks say where the second one ends first."""
+    texts = (
+        "RankLostError: Rank 0 of 2 has more batches, but rank 1 ran out of them after {} batches.",
+        "RankError: Rank 1 of 2 ran out of batches after {} batches, but rank 0 had more.",
+    )
+    advice = " Give every rank the same number: compat.shard() does."
+    return [text.format(batches) + advice for text in texts]
+
+
 def test_a_rank_that_ends_while_another_has_more_batches_is_told(jobs):
-    advice = "Give every rank the same number: compat.shard() does."
-    assert [each["uneven"] for each in jobs[1]["uneven"][1]] == [
-        "RankLostError: Rank 0 of 2 has more batches, but rank 1 ran out of them after 3 batches. "
-        + advice,
-        "RankError: Rank 1 of 2 ran out of batches after 3 batches, but rank 0 had more. " + advice,
-    ]
+    assert [each["uneven"] for each in jobs[1]["uneven"][1]] == told_of_an_end(3)
 
 
 # Ranks that drift apart, each in another way. In one process they are all as good as any.
@@ -1395,12 +1400,7 @@ said["ends early"] = told(lambda: model.fit(ends_early(), steps_per_epoch=3, ver
 
 def test_what_keras_computes_otherwise_than_in_one_process_is_told(jobs_of_keras):
     _, said = jobs_of_keras[1]["refused"]
-    advice = " Give every rank the same number: compat.shard() does."
-    assert [each.pop("ends early") for each in said] == [
-        "RankLostError: Rank 0 of 2 has more batches, but rank 1 ran out of them after 2 batches."
-        + advice,
-        "RankError: Rank 1 of 2 ran out of batches after 2 batches, but rank 0 had more." + advice,
-    ]
+    assert [each.pop("ends early") for each in said] == told_of_an_end(2)
     assert said[0] == said[1]
     assert said[0] == {
         "split": [
