@@ -180,7 +180,7 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("name", list(LOSSES))
-@pytest.mark.parametrize("count", [ROWS, 2])
+@pytest.mark.parametrize("count", [ROWS, 12, 2])
 def test_losses_that_forward_returns(name, count):
     agree(computing(LOSSES[name]), rows(ROWS, 4)[:count], targets()[:count])
 
