@@ -499,8 +499,11 @@ def of_keras_3(program):
 # Runs programs, each with names of its own.
 IN_TURN = """
 import runpy, sys
+from compat.testing.models import clear_session, keras_under_test
 
-for path in sys.argv[1:]:
+for place, path in enumerate(sys.argv[1:]):
+    if place:
+        clear_session(keras_under_test())
     sys.argv[1:] = [path]
     runpy.run_path(path + ".py", run_name="__main__")
 """

@@ -218,7 +218,7 @@ class RanksContract(Jobs):
 
     @span
     def test_ranks_exchange_once_before_and_once_after_the_steps(self, results):
-        """And the gradients of twenty small layers at once."""
+        """And the gradients of eight small layers at once."""
         for _, facts in results(2, "exchange"):
             fit, batch = self.exchanges
             assert facts["third"] <= fit and facts["batch"] <= batch, facts

@@ -15,7 +15,7 @@ import numpy as np
 import compat
 
 from ..._runtime.process import process
-from ..models import CASES, fit_in_order, initialise, keras_under_test, optimizer
+from ..models import CASES, clear_session, fit_in_order, initialise, keras_under_test, optimizer
 from . import exchanges, stopping
 from .faults import FAULTS, FAULTY
 from .unchanged import unchanged  # noqa: F401  # which main() calls
@@ -36,12 +36,18 @@ def main(folder, functions):
         functions: their names and what each is called with, as JSON.
     """
     compat.configure_gpu(gpus="cpu")
-    call(globals(), functions, keras_under_test(), folder)
+    keras = keras_under_test()
+    call(globals(), functions, keras, folder, lambda: clear_session(keras))
 
 
-def call(found, functions, first, folder):
-    """Call functions that are found by their names, and leave what they return in the folder."""
+def call(found, functions, first, folder, before=lambda: None):
+    """Call functions that are found by their names, and leave what they return in the folder.
+
+    Arguments:
+        before: called before each. A graph of Keras 2 takes the longer the more it has had.
+    """
     for name, arguments in json.loads(functions):
+        before()
         arrays, facts = found[name](first, folder, *arguments)
         stem = os.path.join(folder, "{}-{}-{}".format(name, compat.size(), compat.rank()))
         np.savez(stem, **arrays)
@@ -324,7 +330,7 @@ def exchange(keras, folder):
 
     def build():
         layers = [keras.layers.Dense(4, input_shape=(8,))]
-        layers += [keras.layers.Dense(4) for _ in range(19)]
+        layers += [keras.layers.Dense(4) for _ in range(7)]
         return initialise(keras.models.Sequential(layers))
 
     model = compat.parallelize(build)
