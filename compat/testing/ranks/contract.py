@@ -34,7 +34,7 @@ class RanksContract(Jobs):
     #: Whether Keras is to compute items of a Sequence in processes of its own, too.
     processes = False
     functions = ("train", "train_on", "batches")
-    last_fault = "short"
+    last_faults = {2: "short", 3: "kill"}
     #: Functions that train epochs, and go on from the file of the epoch before.
     going_on = ("go_on",)
     #: How many of the numbers of a batch are compared, of its loss and its metric.

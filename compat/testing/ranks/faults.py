@@ -39,11 +39,11 @@ _SHORT = (
     "compat.errors.RankError: Rank 1 of 2 ran out of batches after 3 batches, but rank 0 had "
     r"more. Give every rank the same number: compat.shard\(\) does."
 )
-# The first job mostly waits. A rank that is killed leaves two, since engines tell its neighbours
-# apart from others.
+# The first job mostly waits. A rank that is killed leaves two, one of them on its machine, since
+# engines tell its neighbours apart from others.
 FAILING_JOBS = [
     FailingJob("sleep", 2, False, "did not come to the others, which waited for it", 1, _WAITED),
-    FailingJob("kill", 3, False, "was killed by signal 9; the others were ended.", 128 + 9, None),
+    FailingJob("kill", 3, True, "was killed by signal 9; the others were ended.", 128 + 9, None),
     FailingJob("raise", 2, True, _FAILED, 1, "ValueError: this rank's data is bad"),
     FailingJob(
         "exit", 2, False, "ended (exit status 0) while others were still training", 1, _WAITED

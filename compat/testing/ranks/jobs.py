@@ -38,8 +38,8 @@ class Jobs(OfBackend):
     before = ()  # type: tuple
     #: The jobs that fail.
     failing_jobs = tuple(FAILING_JOBS)
-    #: The fault of theirs that ends the job of two ranks which train; the others have their own.
-    last_fault = ""
+    #: By the number of ranks, the fault of theirs that ends the job which trains.
+    last_faults = {}  # type: dict
     #: Whether the engine may abort a process whose peer has left, as Horovod 0.28 sometimes does.
     may_abort = False
     #: Seconds that ranks wait for each other in the tests of faults.
@@ -118,11 +118,11 @@ class Jobs(OfBackend):
             if size == 3:
                 trained(2)  # from whose files three ranks go on
             calls, options = self.calls(size), {"two_machines": size == 3, "before": self.before}
-            last, fails = calls[-1][0], size == 2 and bool(self.last_fault)
-            if fails:
-                calls = calls + [self.call_of_fault(self.last_fault)]
+            last, fault = calls[-1][0], self.last_faults.get(size)
+            if fault:
+                calls = calls + [self.call_of_fault(fault)]
             job = self.start(size, folder, *calls, **options)
-            assert job.status == int(fails), job.out + job.err
+            assert bool(job.status) == bool(fault), job.out + job.err
             done = os.path.join(folder, "{}-{}-0.json".format(last, size))  # before the fault
             assert os.path.exists(done), job.out + job.err
             if size > 1 and "--report" in self.before:
@@ -164,7 +164,7 @@ class Jobs(OfBackend):
 
     def fails(self, folder, job, trained):
         """The job, ended: it does so in time, and no process of it is left."""
-        if job.fault == self.last_fault:
+        if self.last_faults.get(job.size) == job.fault:
             ended = trained(job.size)
         else:
             call, limit = self.call_of_fault(job.fault), self.timeout + self.patience
@@ -185,10 +185,12 @@ class Jobs(OfBackend):
     @pytest.fixture(scope="class")
     def failed(self, tmp_path_factory, folder, trained):
         """Each failing job's folder and its end. While one waits, others run."""
+        for size in self.last_faults:
+            trained(size)
         found = {}
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
             for job in self.failing_jobs:
-                own = job.fault != self.last_fault
+                own = self.last_faults.get(job.size) != job.fault
                 place = str(tmp_path_factory.mktemp(job.fault)) if own else folder
                 found[job] = place, pool.submit(self.fails, place, job, trained)
             yield found
