@@ -112,17 +112,8 @@ def test_a_rank_that_leaves_is_named(tmp_path):
     ranks.check_a_rank_that_leaves(tmp_path, "cntk")
 
 
-def test_a_rank_that_fails_early_is_named(tmp_path):
-    ranks.check_a_rank_that_fails_early(tmp_path, "cntk")
-
-
 def test_a_rank_that_is_stopped_before_it_joins_is_named(tmp_path):
     ranks.check_a_rank_that_is_stopped_before_it_joins(tmp_path, "cntk")
-
-
-def test_ranks_in_different_calls_are_told_which(tmp_path):
-    """MPI adds up what is of one size, and ends the process without a word where sizes differ."""
-    ranks.check_different_calls(tmp_path, "cntk")
 
 
 def test_waits_of_its_own_learner_are_bounded(tmp_path):

@@ -255,11 +255,6 @@ def test_a_rank_that_leaves_is_named(tmp_path):
     ranks.check_a_rank_that_leaves(tmp_path, "mxnet")
 
 
-def test_mpirun_with_a_horovod_that_knows_no_mpi_is_an_error():
-    program = "compat.parallelize(keras.models.Sequential([keras.layers.Dense(1)]))"
-    assert ranks.refused_alone(program) == ranks.disagreement(2)
-
-
 @pytest.mark.row("shard() of iterators of MXNet and DataLoaders of Gluon")
 def test_iterators_give_each_rank_its_part_of_one_process_s_batches(jobs):
     said = ranks.check_same(jobs, "iterators")

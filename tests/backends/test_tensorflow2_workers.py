@@ -20,7 +20,7 @@ from compat._ranks.saving import written_by_rank_0
 from compat.testing import keras_under_test, span
 
 from . import ranks
-from .test_tensorflow2_horovod import WAYS, OnTensorFlow2, check_overlap, check_parts, jobs_of
+from .test_tensorflow2_horovod import WAYS, OnTensorFlow2, check_overlap, jobs_of
 
 
 @pytest.mark.row("ranks: MultiWorkerMirroredStrategy")
@@ -80,7 +80,8 @@ joined = compat.parallelize(lambda: keras.Sequential([dense(1)]), strategy="mirr
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory):
     """All after a first model, which was built by a function."""
-    return jobs_of(tmp_path_factory.mktemp("jobs"), WAYS + ROWS, JOIN)
+    more = {"own_losses": ranks.OWN_LOSSES, "drift": ranks.DRIFT}
+    return jobs_of(tmp_path_factory.mktemp("jobs"), WAYS + ROWS, JOIN, **more)
 
 
 @span
@@ -94,7 +95,10 @@ def test_own_train_steps_eager_steps_and_batches_train_to_the_same_numbers(jobs)
 
 @span
 def test_metrics_and_losses_are_those_of_all_rows_and_what_cannot_be_is_told(jobs):
-    check_parts(jobs)
+    ranks.check_metrics(jobs)
+    ranks.check_losses(jobs)
+    ranks.check_own_losses(jobs)
+    ranks.check_drift(jobs)
 
 
 def test_gradients_leave_in_buckets_while_others_are_computed(jobs):
