@@ -499,11 +499,11 @@ def of_keras_3(program):
 # Runs programs, each with names of its own.
 IN_TURN = """
 import runpy, sys
-from compat.testing.models import clear_session, keras_under_test
+from compat.testing.ranks.graphs import new_graph
 
 for place, path in enumerate(sys.argv[1:]):
     if place:
-        clear_session(keras_under_test())
+        new_graph()
     sys.argv[1:] = [path]
     runpy.run_path(path + ".py", run_name="__main__")
 """

@@ -15,9 +15,10 @@ import numpy as np
 import compat
 
 from ..._runtime.process import process
-from ..models import CASES, clear_session, fit_in_order, initialise, keras_under_test, optimizer
+from ..models import CASES, fit_in_order, initialise, keras_under_test, optimizer
 from . import exchanges, stopping
 from .faults import FAULTS, FAULTY
+from .graphs import new_graph
 from .unchanged import unchanged  # noqa: F401  # which main() calls
 
 # Rows of a batch of all ranks, and of the data: two whole batches and one of 13 rows.
@@ -36,16 +37,11 @@ def main(folder, functions):
         functions: their names and what each is called with, as JSON.
     """
     compat.configure_gpu(gpus="cpu")
-    keras = keras_under_test()
-    call(globals(), functions, keras, folder, lambda: clear_session(keras))
+    call(globals(), functions, keras_under_test(), folder, new_graph)
 
 
 def call(found, functions, first, folder, before=lambda: None):
-    """Call functions that are found by their names, and leave what they return in the folder.
-
-    Arguments:
-        before: called before each. A graph of Keras 2 takes the longer the more it has had.
-    """
+    """Call functions by their names, ``before`` first; leave what they return in the folder."""
     for name, arguments in json.loads(functions):
         before()
         arrays, facts = found[name](first, folder, *arguments)
