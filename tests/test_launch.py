@@ -231,31 +231,20 @@ def test_nobody_but_a_rank_that_listens_gets_the_port_of_the_rendezvous(finished
 
 
 def test_a_line_of_many_megabytes_costs_what_its_bytes_cost(finished):
-    """Eight times as long takes about eight times as long, not sixty-four times."""
-    program = "if rank == 0: sys.stdout.write('x' * {} * 2 ** 20)"
-    took = []
-    for megabytes in (1, 8):
-        began = time.monotonic()
-        status, out, _ = finished(program.format(megabytes))
-        took.append(time.monotonic() - began)
-        assert (status, len(out)) == (0, megabytes * 2**20 + len("[0] \n"))
-    assert took[1] < took[0] + 10
+    """The job ends within ``finished``'s seconds; the square of its bytes would take minutes."""
+    status, out, _ = finished("if rank == 0: sys.stdout.write('x' * 2 ** 23)")
+    assert (status, len(out)) == (0, 2**23 + len("[0] \n"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_rank_whose_own_process_gets_a_signal_is_named(finished, number):
+def test_a_rank_whose_own_process_gets_a_signal_is_named(finished):
     """As by ``kill``: a rank that is told to end takes its launcher for the sender."""
-    program = (
-        "time.sleep(0.5 * rank); os.kill(os.getppid(), {} if rank == 1 else 0); time.sleep(60)"
+    status, _, err = finished(
+        "time.sleep(0.5 * rank); os.kill(os.getppid(), 15 if rank == 1 else 0); time.sleep(60)"
     )
-    status, _, err = finished(program.format(int(number)))
-    heard = (
-        "no rank failed" if number == signal.SIGTERM else "nothing was heard of the end of rank 1"
-    )
-    assert status == 128 + number
+    assert status == 128 + signal.SIGTERM
     assert err == (
-        "Rank 1 was the first to end, with exit status {0}.\n"
-        "compat run: the launcher ended with exit status {0}; {1}.\n".format(128 + number, heard)
+        "Rank 1 was the first to end, with exit status 143.\n"
+        "compat run: the launcher ended with exit status 143; no rank failed.\n"
     )
 
 
@@ -381,16 +370,6 @@ def test_an_interrupt_that_comes_with_the_task_is_passed_on():
     assert told == "Rank 1 was the first to end, with exit status 130.\n"
 
 
-def test_a_launcher_that_fails_is_heard(tmp_path, capfd):
-    command = [sys.executable, "-c", "print('no such host'); import sys; sys.exit(5)"]
-    assert watching.launch(command, dict(os.environ), 2) == 5
-    assert capfd.readouterr().err == (
-        "no such host\n"
-        "compat run: the launcher ended with exit status 5; nothing was heard of the end of "
-        "ranks 0 and 1.\n"
-    )
-
-
 LEAVES_BEHIND = """
 import subprocess
 if rank == 1:
@@ -491,7 +470,7 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_a_signal_right_after_the_start_of_a_script_ends_all_of_it(tmp_path, name):
     """Not only the rank and its script, since the rank cannot handle the signal yet."""
     mark = str(tmp_path / "child")
@@ -876,9 +855,10 @@ def test_a_job_that_is_told_to_end_is_not_started_again(job, tmp_path):
 
 
 def test_a_launcher_that_cannot_start_the_ranks_is_not_started_again(capfd):
-    command = [sys.executable, "-c", "import sys; sys.exit(5)"]
+    command = [sys.executable, "-c", "print('no such host'); import sys; sys.exit(5)"]
     assert watching.launch(command, dict(os.environ), 2, max_restarts=3) == 5
     assert capfd.readouterr().err == (
+        "no such host\n"
         "compat run: the launcher ended with exit status 5; nothing was heard of the end of "
         "ranks 0 and 1. It is not restarted, since the next start would fail in the same way.\n"
     )

@@ -13,7 +13,6 @@ import sys
 import pytest
 from outcomes import ended
 
-import compat
 from compat._configuration import registry
 from compat._runtime.process import process
 from compat.testing import NativeContract, NativeModels
@@ -117,16 +116,9 @@ def command(name, *arguments):
     return ended([sys.executable, "-m", "compat", name, "--backend=numpy"] + list(arguments))
 
 
-@pytest.mark.parametrize(
-    "status, said",
-    [
-        (0, "all ended well, but nothing was compared: they trained no model together."),
-        (3, "NOT well, exit status 3 (see above)."),
-    ],
-)
-def test_a_script_that_trains_nothing(tmp_path, status, said):
+def test_a_script_that_trains_nothing(tmp_path):
     script = tmp_path / "train.py"
-    script.write_text("import compat, sys; sys.exit({} * (compat.size() > 1))".format(status))
+    script.write_text("import compat")
     assert command("test", script)[:2] == (
         1,
         "\n"
@@ -138,11 +130,12 @@ def test_a_script_that_trains_nothing(tmp_path, status, said):
         "given after compat.configure_gpu().\n"
         "Nothing was compared on several devices.\n"
         "\n"
-        "As 2 ranks: {}\n".format(said),
+        "As 2 ranks: all ended well, but nothing was compared: they trained no model together.\n",
     )
 
 
-RANKS = "As 2 ranks: all ended well, with the same weights."
+ALL_WELL = "As 2 ranks: all ended well, with the same weights.\n"
+NOT_WELL = "As 2 ranks: NOT well, exit status 3 (see above).\n"
 
 
 @pytest.mark.parametrize(
@@ -172,7 +165,7 @@ def test_a_script_is_verified_on_three_devices_and_then_as_two_ranks(
     assert "cpu:0 2 + 3, cpu:1 2 + 3, cpu:2 2 + 3" in verdict
     assert "The same on several devices.\n" in verdict
     assert ("The script ended with exit status 3.\n" in verdict) == bool(statuses[0])
-    assert (RANKS in verdict) == (not any(statuses))
+    assert (ALL_WELL in verdict, NOT_WELL in verdict) == (not statuses[1], bool(statuses[1]))
 
 
 CONFIGURED = "import compat; compat.configure_gpu()\n"
@@ -247,8 +240,3 @@ def test_without_keras_the_test_of_keras_says_so():
     assert status != 0 and "No Keras that runs on numpy is installed" in err
 
 
-def test_strategies_and_placed_parts_are_refused_in_its_name():
-    with pytest.raises(compat.UnsupportedError, match="numpy cannot build a model"):
-        BACKEND.build("mirrored", lambda: None, ["cpu:0"])
-    with pytest.raises(compat.UnsupportedError, match="numpy cannot place parts"):
-        BACKEND.device("cpu:0")

@@ -213,16 +213,15 @@ def test_idle_gpu_stays_claimed_while_the_script_runs(machine, tmp_path):
     assert [re.search("CUDA_VISIBLE_DEVICES=(.)", error).group(1) for error in errors] == ["0", "1"]
 
 
-def test_parallelize_wants_an_interpreter_that_compat_runs_in(script, tmp_path):
+@pytest.mark.parametrize("option", ["--parallelize", "--report"])
+def test_what_wants_an_interpreter_that_compat_runs_in(script, tmp_path, option):
     python = tmp_path / "python2.7"
     python.write_text("#!/bin/sh\nprintf 2.7.18\n")
     python.chmod(0o755)
-    options = "--parallelize", "--backend=theano", "--python={}".format(python)
+    options = option, "--backend=theano", "--python={}".format(python)
     assert refused("run", *(options + (script,))).endswith(
-        "compat run: --parallelize runs inside the script's interpreter, which must be Python 3.6 "
-        "or later; {} is Python 2.7.18. Leave --parallelize out, or use a newer one.\n".format(
-            python
-        )
+        "compat run: {0} runs inside the script's interpreter, which must be Python 3.6 or later; "
+        "{1} is Python 2.7.18. Leave {0} out, or use a newer one.\n".format(option, python)
     )
 
 

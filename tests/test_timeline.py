@@ -8,9 +8,13 @@ import os
 import sys
 
 import pytest
+from conftest import refusal
 from test_report import ended
 
+import compat
 from compat._runtime.operation_times import PARTS, Operation, activities, trace
+
+pytestmark = pytest.mark.usefixtures("process")
 
 # Two that overlap, one within another, one after a pause; another device begins and ends later.
 RAN = [
@@ -66,8 +70,18 @@ inputs, targets = np.ones((61, 8)), np.ones((61, 4))
 """
 
 
-def run(program, *command):
-    return ended([sys.executable, *(command or ("-c", BEGIN + program))], COMPAT_VERIFY="0")
+@pytest.fixture
+def train(monkeypatch):
+    """Train a network on three devices of this process, with the first rows of a batch."""
+    monkeypatch.setenv("COMPAT_VERIFY", "0")
+    names = {}
+    exec(BEGIN, names)
+    network = compat.parallelize(names["network"])
+    return lambda rows=61: network.train_on_batch(names["inputs"][:rows], names["targets"][:rows])
+
+
+def run(*command):
+    return ended([sys.executable, *command], COMPAT_VERIFY="0")
 
 
 def ran(path):
@@ -81,75 +95,54 @@ def ran(path):
     }
 
 
-def test_what_runs_within_is_written_also_where_the_block_fails(tmp_path):
-    path = tmp_path / "timeline.json"
-    status, out, err = run(
-        """
-compat.parallelize(network)
-network.train_on_batch(inputs, targets)
-try:
-    with compat.timeline({!r}):
-        network.train_on_batch(inputs, targets)
-        network.train_on_batch(inputs[:2], targets[:2])
+def test_what_runs_within_is_written_also_where_the_block_fails(train, tmp_path):
+    path = tmp_path / "timelines" / "timeline.json"
+    path.parent.mkdir()
+    train()
+    with pytest.raises(ZeroDivisionError), compat.timeline(str(path)):
+        train()
+        train(2)
         1 / 0
-except ZeroDivisionError:
-    network.outputs(inputs)
-    print([0 < each.busy <= 1 for each in compat.report().devices])
-    print(compat.report())
-""".format(str(path))
-    )
-    assert status == 0, err
-    expected, header, *_ = out.splitlines()
-    assert expected == "[True, True, True]"
-    assert header == "device  rows  in training  steps  busy"
+    train()
+    assert all(0 < each.busy <= 1 for each in compat.report().devices)
+    assert str(compat.report()).startswith("device  rows  in training  steps  busy\n")
     once, twice = ["gradients"], ["gradients", "gradients"]
     assert ran(path) == {"cpu:0": twice, "cpu:1": twice, "cpu:2": once}
-    assert os.listdir(str(tmp_path)) == ["timeline.json"]
+    assert os.listdir(str(path.parent)) == ["timeline.json"]
 
 
-def test_nothing_executed_is_told(tmp_path):
+def test_nothing_executed_is_told(train, tmp_path):
     path = tmp_path / "timeline.json"
-    status, out, err = run(
-        "with compat.timeline({!r}):\n    pass\nprint(compat.report().devices[0].busy)".format(
-            str(path)
-        )
-    )
-    assert (status, out) == (0, "None\n")
-    assert (
+    with pytest.warns(compat.CompatWarning) as caught, compat.timeline(str(path)):
+        pass
+    assert [str(warning.message) for warning in caught] == [
         "timeline({!r}): no configured device executed anything while it was recorded, so the "
         "timeline is empty. Train or call the model within the block.".format(str(path))
-    ) in err
+    ]
+    assert compat.report().devices[0].busy is None
     assert ran(path) == {"cpu:0": [], "cpu:1": [], "cpu:2": []}
 
 
-def test_one_at_a_time_and_only_where_it_can_be_written(tmp_path):
+def _refusal(path):
+    return refusal(compat.InvalidArgumentError, lambda: compat.timeline(path).__enter__())
+
+
+def test_one_at_a_time_and_only_where_it_can_be_written(train, tmp_path):
     first, second = str(tmp_path / "first.json"), str(tmp_path / "second.json")
-    nowhere = str(tmp_path / "nowhere" / "timeline.json")
-    status, out, err = run(
-        """
-path = {!r}
-try:
-    with compat.timeline({!r}), compat.timeline(path):
-        print("never")
-except ValueError as error:
-    print(error)
-with compat.timeline(path + ".later"):
-    network.train_on_batch(inputs, targets)
-""".format(second, first)
-    )
-    assert status == 0, err
-    assert out == (
-        "timeline({!r}): {} is being recorded, and a framework records one timeline at a time. "
-        "End that block first.\n".format(second, first)
-    )
-    assert sorted(os.listdir(str(tmp_path))) == ["first.json", "second.json.later"]
-    status, out, err = run("with compat.timeline({!r}): print('never')".format(nowhere))
-    assert (status, out) == (1, "")
-    assert err.endswith(
-        "InvalidArgumentError: timeline({!r}) cannot be written: No such file or directory. Name a "
-        "file in a folder that is there and that you may write to; nothing was started.\n".format(
-            nowhere
+    with compat.timeline(first):
+        train()
+        assert _refusal(second) == (
+            "timeline({!r}): {} is being recorded, and a framework records one timeline at a time. "
+            "End that block first.".format(second, first)
         )
+    assert not os.path.exists(second)
+    with compat.timeline(second):
+        train()
+    assert ran(first) == ran(second) == dict.fromkeys(["cpu:0", "cpu:1", "cpu:2"], ["gradients"])
+    nowhere = str(tmp_path / "nowhere" / "timeline.json")
+    assert _refusal(nowhere) == (
+        "timeline({!r}) cannot be written: No such file or directory. Name a file in a folder "
+        "that is there and that you may write to; nothing was started.".format(nowhere)
     )
 
 
@@ -178,7 +171,7 @@ def test_a_script_is_recorded_from_its_first_parallelized_model(script, tmp_path
     timeline = str(tmp_path / "timeline.json")
     page = tmp_path / "report.html"
     options = "--timeline", timeline, "--report-html", str(page)
-    status, out, err = run(None, *(COMMAND + options + (path,)))
+    status, out, err = run(*(COMMAND + options + (path,)))
     assert (status, out) == (0, "")
     assert page.read_text(encoding="utf-8").count(">busy ") == 3
     assert ran(timeline) == dict.fromkeys(["cpu:0", "cpu:1", "cpu:2"], ["gradients", "outputs"])
@@ -192,7 +185,7 @@ def test_a_script_is_recorded_from_its_first_parallelized_model(script, tmp_path
 
 def test_a_script_that_parallelizes_nothing_is_told(script, tmp_path):
     timeline = str(tmp_path / "timeline.json")
-    status, _, err = run(None, *(COMMAND + ("--timeline", timeline, script(""))))
+    status, _, err = run(*(COMMAND + ("--timeline", timeline, script(""))))
     assert status == 0
     assert (
         "compat run: --timeline {}: no model was parallelized, so nothing was recorded.\n".format(
@@ -214,7 +207,7 @@ def test_a_backend_that_records_none_is_told_before(tmp_path):
         "command = ['run', '--backend', 'numpy', '--timeline', {!r}, {!r}]\n"
         "sys.exit(__main__.main(command))".format(str(tmp_path / "timeline.json"), str(script))
     )
-    status, out, err = run(None, "-c", program)
+    status, out, err = run("-c", program)
     assert (status, out) == (2, "")
     assert err.endswith(
         "numpy cannot record when each device executes what. compat.report() "
