@@ -121,9 +121,7 @@ def test_a_script_that_trains_nothing(tmp_path):
     script.write_text("import compat")
     assert command("test", script)[:2] == (
         1,
-        "\n"
-        + "-" * 72
-        + "\n"
+        "\n" + "-" * 72 + "\n"
         "compat test: train.py on 3 simulated devices of numpy\n"
         "\n"
         "Nothing was verified: the script ran no step of a model that compat.parallelize() was "
@@ -238,5 +236,3 @@ def test_a_folder_or_an_archive_runs_on_simulated_devices_too(tmp_path, packed):
 def test_without_keras_the_test_of_keras_says_so():
     status, _, err = command("test")
     assert status != 0 and "No Keras that runs on numpy is installed" in err
-
-
