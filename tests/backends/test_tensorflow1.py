@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import textwrap
-import warnings
 
 import numpy as np
 import pytest
@@ -81,8 +80,8 @@ class TestTensorFlow1(ParallelContract):
     backend = "tensorflow1"
     in_sessions = True  # Keras runs in sessions
     product_in_timelines = "MatMul: "
-    # One product a step in place of eight, which take long to build: where these are the default,
-    # the stateful RNN has them.
+    # One product a step in place of eight, which take long to build: the examples have these, where
+    # they are the default.
     lstm_options = {"implementation": 2}
 
     @pytest.fixture(autouse=True)
@@ -121,13 +120,14 @@ class TestTensorFlow1(ParallelContract):
             model.train_on_batch(inputs[:, :4], np.full((13, 3), 9.0))
             steps = np.abs(model.get_weights()[-1] - before) / 0.01
             np.testing.assert_allclose(steps, 1, rtol=1e-2)
-        assert int(K.get_value(model.optimizer.iterations)) == 2
+        counts = [int(K.get_value(model.optimizer.iterations)) for _ in range(2)]
+        counts += [int(model.optimizer.get_weights()[0])]
+        assert counts == [2, 2, 2]  # reading does not count
         assert not unordered_reads(model)
 
-    @pytest.mark.parametrize("gpus", [None, 1])
-    def test_nadam_reads_its_schedule_before_it_is_set(self, keras, gpus):
+    def test_nadam_reads_its_schedule_before_it_is_set(self, keras):
         model = keras.models.Sequential([keras.layers.Dense(3, input_shape=(4,))])
-        compat.parallelize(model, gpus).compile(keras.optimizers.Nadam(), "mse")
+        compat.parallelize(model).compile(keras.optimizers.Nadam(), "mse")
         model.train_on_batch(np.ones((6, 4)), np.ones((6, 3)))
         assert not unordered_reads(model)
 
@@ -223,17 +223,9 @@ class TestTensorFlow1(ParallelContract):
 
         built(1)  # the first of a process also makes what all share
         plain, two, three = built(1), built(2), built(3)
-        assert [built(3), built(1)] == [three, plain]
+        assert built(3) == three
         assert two[1] == three[1] == {name: count + 5 for name, count in plain[1].items()}
         assert three[0] - two[0] <= plain[0]
-
-    @span
-    def test_reading_the_step_counter_does_not_count(self, keras):
-        model = self.compiled(keras, "dense", "adam", parallel=True)
-        model.train_on_batch(*CASES["dense"].data(13))
-        counts = [int(keras.backend.get_value(model.optimizer.iterations)) for _ in range(2)]
-        counts += [int(model.optimizer.get_weights()[0])]
-        assert counts == [1, 1, 1]
 
     def name(self, device):
         """What compat calls the device that TensorFlow's graphs name so."""
@@ -281,6 +273,13 @@ class TestTensorFlow1(ParallelContract):
             wrong += largest_difference(expected, model.get_weights()) > 1e-6
         assert wrong == 0
 
+    def check_nothing_undivided(self, model, ran):
+        """That a step ran no operation of the part of the graph that computes the whole batch."""
+        names = {node.name for nodes in ran.values() for node in nodes}
+        undivided = vars(model)["_compat_functions"]._replicas.part.operations
+        assert len(undivided) > 10
+        assert not names & {op.name for op in undivided}
+
     # What runs ------------------------------------------------------------------------------
 
     @span
@@ -297,41 +296,18 @@ class TestTensorFlow1(ParallelContract):
         compat.parallelize(model).compile("sgd", "categorical_crossentropy", ["accuracy"])
         inputs, targets = CASES["dense"].data(13)
         ran = self.ran(model, inputs, targets)
-        names = {node.name for nodes in ran.values() for node in nodes}
-        undivided = vars(model)["_compat_functions"]._replicas.part.operations
-        assert len(undivided) > 30
-        assert not names & {op.name for op in undivided}
+        self.check_nothing_undivided(model, ran)
         for index, device in enumerate(sorted(ran)):
             here = {
                 node.name.split("/")[0] for node in ran[device] if op_placement.is_product(node)
             }
             assert "replica_{}".format(index) in str(sorted(here))
 
-    @span
-    def test_each_moving_average_is_written_once_a_step(self, keras):
-        layers = keras.layers
-        writes = []
-        for devices in (1, DEVICES):
-            model = keras.models.Sequential(
-                [layers.BatchNormalization(input_shape=(8,)), layers.Dense(4)]
-            )
-            compat.parallelize(model, gpus=devices).compile("sgd", "mse")
-            ran = self.ran(model, *CASES["dense"].data(13))
-            writes.append(
-                sorted(node.op for nodes in ran.values() for node in nodes if "Assign" in node.op)
-            )
-        assert writes[0] == writes[1]
-
     def test_moving_variance_is_the_mean_of_the_replicas(self, keras):
         """After one step from the same start: each replica's rows as a batch of their own."""
-        layers = keras.layers
-        model = keras.models.Sequential([layers.BatchNormalization(momentum=0.5, input_shape=(8,))])
-        model.compile("sgd", "mse")
         inputs, _ = CASES["dense"].data(13)
-        start, shards = model.get_weights(), np.split(inputs, [4, 8])
-        alone = []
-        for shard in shards:
-            alone.append(self.moving_averages_after(keras, start, shard, 1))
+        start, shards = [np.full(8, each) for each in (1, 0, 0, 1)], np.split(inputs, [4, 8])
+        alone = [self.moving_averages_after(keras, start, shard, 1) for shard in shards]
         expected = [
             np.average(values, axis=0, weights=[len(shard) for shard in shards])
             for values in zip(*alone)
@@ -380,40 +356,6 @@ class TestTensorFlow1(ParallelContract):
         losses = [model.evaluate(inputs, targets, batch_size=13, verbose=0) for model in models]
         np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
 
-    def test_stateful_rnn_keeps_one_state_for_each_row(self, keras):
-        """As on one device: each replica reads and writes the states of its rows."""
-
-        def build():
-            layers = keras.layers
-            return keras.models.Sequential(
-                [
-                    layers.LSTM(5, stateful=True, batch_input_shape=(7, 3, 4)),
-                    layers.Dense(2),
-                ]
-            )
-
-        random = np.random.RandomState(1)
-        inputs = random.normal(size=(14, 3, 4)).astype("float32")
-        targets = random.normal(size=(14, 2)).astype("float32")
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", compat.CompatWarning)  # it would not be split
-            plain, parallel = self.train_both(keras, build, "mse", inputs, targets, batch=7)
-        for _ in range(2):  # states go on from call to call
-            self.close(
-                [plain.predict(inputs, batch_size=7)], [parallel.predict(inputs, batch_size=7)]
-            )
-        for model in (plain, parallel):
-            model.reset_states()
-        self.close([plain.predict(inputs, batch_size=7)], [parallel.predict(inputs, batch_size=7)])
-
-    def test_scalar_output_is_the_mean_by_rows(self, keras):
-        layers, K = keras.layers, keras.backend
-        inputs = layers.Input(shape=(8,))
-        mean = layers.Lambda(lambda x: K.mean(x), output_shape=())(inputs)
-        model = compat.parallelize(keras.models.Model(inputs, mean))
-        batch, _ = CASES["dense"].data(13)
-        np.testing.assert_allclose(whole_outputs(keras, model, batch), batch.mean(), rtol=1e-5)
-
     @span
     def test_model_that_is_built_by_its_first_batch(self, keras):
         inputs, targets = CASES["dense"].data(45)
@@ -456,9 +398,7 @@ class TestTensorFlow1(ParallelContract):
             _, model = self.train_both(keras, build, "mse", inputs, targets)
             ran = self.ran(model, inputs, targets)
             assert sorted(products(ran).values()) == [(2, 3)] * DEVICES
-            names = {node.name for nodes in ran.values() for node in nodes}
-            undivided = vars(model)["_compat_functions"]._replicas.part.operations
-            assert not names & {op.name for op in undivided}
+            self.check_nothing_undivided(model, ran)
 
         @span
         def test_custom_gradient_in_a_loop_is_refused(self, keras):
@@ -544,7 +484,7 @@ class TestTensorFlow1(ParallelContract):
         plain = siamese(None, None, None)
         model = siamese(0, 1, 2)
         for each in (plain, model):
-            each.fit(inputs, targets, batch_size=16, epochs=3, shuffle=False, verbose=0)
+            each.fit(inputs, targets, batch_size=16, epochs=1, shuffle=False, verbose=0)
         self.close(plain.get_weights(), model.get_weights(), 1e-6)
         self.close([plain.predict(inputs)], [model.predict(inputs)], 1e-6)
         devices = configuration.devices
@@ -861,21 +801,20 @@ def test_a_script_can_be_forked_where_there_is_no_gpu(simulate):
         configuration = compat.configure_gpu(simulate={})
         keras = keras_under_test()
 
-        def train(seed):
-            np.random.seed(seed)
+        def train():
             model = keras.models.Sequential([keras.layers.Dense(2, input_shape=(3,))])
             compat.parallelize(model).compile("sgd", "mse")
             model.train_on_batch(np.ones((7, 3)), np.ones((7, 2)))
             return compat.report().as_dict()["devices"]
 
-        with multiprocessing.get_context("fork").Pool(2) as pool:
-            for devices in pool.map_async(train, range(2)).get(120):
-                assert [each["device"] for each in devices] == configuration.devices
-                print([each["training_rows"] for each in devices])
+        with multiprocessing.get_context("fork").Pool(1) as pool:
+            devices = pool.apply_async(train).get(120)
+        assert [each["device"] for each in devices] == configuration.devices
+        print([each["training_rows"] for each in devices])
         """.format(simulate)
     )
     rows = [0] if simulate is None else [2, 2, 3]  # one device does as ever, uncounted
-    assert printed.splitlines()[-2:] == [str(rows)] * 2
+    assert printed.splitlines()[-1] == str(rows)
 
 
 # The session configuration of GPUs, which this machine need not have --------------------------

@@ -66,6 +66,13 @@ def warned(function):
     return [str(w.message) for w in caught if issubclass(w.category, compat.CompatWarning)]
 
 
+def trained(models, **options):
+    """The largest difference of ``train_both()``, and the texts of compat's warnings."""
+    differences = []
+    texts = warned(lambda: differences.append(train_both(models, **options)))
+    return differences[0], texts
+
+
 MIXED = "computes across the rows of a batch, of which each device has a part."
 
 
@@ -81,13 +88,6 @@ def assert_runs_whole(texts, model, operation, layer, why=MIXED):
     )
 
 
-def train_function(model):
-    """What Keras makes at the first training step: the graph is divided then."""
-    model = _keras.inner_model(model)
-    model._make_train_function()
-    return model.train_function
-
-
 def add_updates(layer, updates, inputs):
     if "inputs" in inspect.signature(layer.add_update).parameters:
         layer.add_update(updates, inputs)
@@ -95,31 +95,28 @@ def add_updates(layer, updates, inputs):
         layer.add_update(updates)
 
 
-def layer_with_state(keras, updates):
-    """A layer that passes its input on.
+def layer_of(keras, name, call, **state):
+    """A layer whose outputs have the shape of its inputs.
 
     Arguments:
-        updates: name of a variable -> its shape, and a function of it and of the layer's input
-            that gives the update.
+        call: takes the layer and the inputs, and gives the outputs.
+        state: name of a variable -> its shape.
     """
 
-    class WithState(keras.layers.Layer):
+    class Own(keras.layers.Layer):
         def build(self, input_shape):
-            self.state = {
-                name: self.add_weight(name=name, shape=shape, initializer="zeros", trainable=False)
-                for name, (shape, _) in sorted(updates.items())
-            }
+            for each, shape in sorted(state.items()):
+                options = {"initializer": "zeros", "trainable": False}
+                setattr(self, each, self.add_weight(name=each, shape=shape, **options))
             super().build(input_shape)
 
         def call(self, inputs):
-            for name, (_, update) in sorted(updates.items()):
-                add_updates(self, [update(self.state[name], inputs)], inputs)
-            return inputs
+            return call(self, inputs)
 
         def compute_output_shape(self, input_shape):
             return input_shape
 
-    return WithState(name="with_state")
+    return Own(name=name)
 
 
 def model_with(keras, layer):
@@ -156,10 +153,18 @@ def accumulating(K):
 def test_state_of_layers_is_computed_of_the_whole_batch(keras):
     """Sums add up, counters count once, means are means, and so is anything else."""
 
-    def build():
-        return model_with(keras, layer_with_state(keras, accumulating(keras.backend)))
+    states = sorted(accumulating(keras.backend).items())
 
-    models = plain, parallel = one_and_three(build)
+    def call(layer, inputs):
+        for name, (_, update) in states:
+            add_updates(layer, [update(getattr(layer, name), inputs)], inputs)
+        return inputs
+
+    def build():
+        shapes = {name: shape for name, (shape, _) in states}
+        return model_with(keras, layer_of(keras, "with_state", call, **shapes))
+
+    models = plain, _ = one_and_three(build)
     start = plain.get_weights()
     assert train_both(models) <= 1e-5
     changes = [abs(a - b).max() for a, b in zip(start, plain.get_weights())]
@@ -167,63 +172,38 @@ def test_state_of_layers_is_computed_of_the_whole_batch(keras):
     assert sorted(changes)[1] > 1e-3
 
 
-@span
 def test_state_that_the_outputs_need_the_statistics_of(keras):
     """A mean that each replica takes of its rows; the state's is of all rows."""
     K = keras.backend
 
-    class Centered(keras.layers.Layer):
-        def build(self, input_shape):
-            self.mean, self.rows, self.largest = [
-                self.add_weight(name=name, shape=(), initializer="zeros", trainable=False)
-                for name in ("mean", "rows", "largest")
-            ]
-            super().build(input_shape)
-
-        def call(self, x):
-            mean, rows = K.mean(x), K.cast(K.shape(x)[0], "float32")
-            largest = K.max(x)
-            updates = [
-                K.update(self.mean, mean),
-                K.update_add(self.rows, rows),
-                K.update(self.largest, K.exp(largest)),
-            ]
-            add_updates(self, updates, x)
-            return x - mean + 0 * rows / largest
-
-        def compute_output_shape(self, input_shape):
-            return input_shape
+    def call(layer, x):
+        mean, rows, largest = K.mean(x), K.cast(K.shape(x)[0], "float32"), K.max(x)
+        updates = [
+            K.update(layer.mean, mean),
+            K.update_add(layer.rows, rows),
+            K.update(layer.largest, K.exp(largest)),
+        ]
+        add_updates(layer, updates, x)
+        return x - mean + 0 * rows / largest
 
     def build():
         inputs = keras.layers.Input(shape=(4,))
-        return keras.models.Model(inputs, Centered()(inputs))
+        layer = layer_of(keras, "centered", call, mean=(), rows=(), largest=())
+        return keras.models.Model(inputs, layer(inputs))
 
-    plain, parallel = one_and_three(build)
-    batch = rows_of(13)
-    for model in (plain, parallel):
-        model.train_on_batch(batch, batch)
-    assert largest_difference(plain.get_weights(), parallel.get_weights()) <= 1e-6
+    assert train_both(one_and_three(build), steps=[13], columns=4) <= 1e-6
 
 
-@span
 def test_number_of_rows_that_the_outputs_need_too(keras):
     """A replica needs that of its rows, the state that of all."""
     K = keras.backend
 
-    class Counting(keras.layers.Layer):
-        def build(self, input_shape):
-            self.rows = self.add_weight(name="rows", shape=(), initializer="zeros", trainable=False)
-            super().build(input_shape)
+    def call(layer, x):
+        rows = K.shape(x)[0]
+        add_updates(layer, [K.update_add(layer.rows, K.cast(rows, "float32"))], x)
+        return K.reshape(x, (rows, 3))
 
-        def call(self, x):
-            rows = K.shape(x)[0]
-            add_updates(self, [K.update_add(self.rows, K.cast(rows, "float32"))], x)
-            return K.reshape(x, (rows, 3))
-
-        def compute_output_shape(self, input_shape):
-            return input_shape
-
-    models = one_and_three(lambda: model_with(keras, Counting(name="counting")))
+    models = one_and_three(lambda: model_with(keras, layer_of(keras, "counting", call, rows=())))
     start = models[1].get_weights()
     assert train_both(models) <= 1e-5
     changes = [after - before for after, before in zip(models[1].get_weights(), start)]
@@ -233,21 +213,11 @@ def test_number_of_rows_that_the_outputs_need_too(keras):
 def layer_that_waits(keras, value):
     """A layer that passes its input on when a variable has grown by a value, which it waits for."""
 
-    class Waiting(keras.layers.Layer):
-        def build(self, input_shape):
-            self.state = self.add_weight(
-                name="state", shape=(), initializer="zeros", trainable=False
-            )
-            super().build(input_shape)
+    def call(layer, x):
+        with tf.control_dependencies([keras.backend.update_add(layer.state, value(x))]):
+            return tf.identity(x)
 
-        def call(self, x):
-            with tf.control_dependencies([keras.backend.update_add(self.state, value(x))]):
-                return tf.identity(x)
-
-        def compute_output_shape(self, input_shape):
-            return input_shape
-
-    return Waiting(name="waiting")
+    return layer_of(keras, "waiting", call, state=())
 
 
 @pytest.mark.parametrize("what", in_span(["steps", "sum"], ["steps"]))
@@ -257,15 +227,13 @@ def test_write_that_a_call_waits_for_runs_once(keras, what):
     assert train_both(models) <= 1e-5
 
 
-@span
 def test_write_of_a_call_that_depends_on_rows_runs_whole(keras):
     def value(x):
         return tf.reduce_sum(tf.boolean_mask(x, x[:, 0] > 0))
 
     models = one_and_three(lambda: model_with(keras, layer_that_waits(keras, value)))
-    differences = []
-    texts = warned(lambda: differences.append(train_both(models)))
-    assert differences[0] <= 1e-5
+    difference, texts = trained(models)
+    assert difference <= 1e-5
     assert_runs_whole(texts, models[1], r"waiting\S*", "waiting")
 
 
@@ -276,15 +244,15 @@ def test_metrics_of_layers(keras):
         return  # it has none, or none that are means of batches
     K = keras.backend
 
-    class Measuring(keras.layers.Layer):
-        def call(self, x):
-            self.add_metric(K.sum(K.square(x), axis=1), name="squares", aggregation="mean")
-            return x
+    def call(layer, x):
+        layer.add_metric(K.sum(K.square(x), axis=1), name="squares", aggregation="mean")
+        return x
 
     def build():
         inputs = keras.layers.Input(shape=(4,))
         hidden = keras.layers.Dense(3, activation="tanh")(inputs)
-        model = keras.models.Model(inputs, keras.layers.Dense(2)(Measuring()(hidden)))
+        measured = layer_of(keras, "measuring", call)(hidden)
+        model = keras.models.Model(inputs, keras.layers.Dense(2)(measured))
         model.add_metric(K.max(hidden), name="largest", aggregation="mean")
         return model
 
@@ -312,7 +280,7 @@ def test_outputs_without_rows_are_computed_of_the_whole_batch(keras):
     def build():
         inputs = layers.Input(shape=(4,))
         hidden = layers.Dense(3, activation="tanh")(inputs)
-        functions = [K.sum, K.std, K.max, lambda x: K.dot(K.transpose(x), x)]
+        functions = [K.sum, K.mean, K.std, K.max, lambda x: K.dot(K.transpose(x), x)]
         outputs = [layers.Lambda(f, output_shape=())(hidden) for f in functions]
         return keras.models.Model(inputs, outputs + [hidden])
 
@@ -329,16 +297,14 @@ def test_outputs_without_rows_are_computed_of_the_whole_batch(keras):
         assert largest_difference(expected, result) <= 1e-5
 
 
-#: Besides those of tests/idioms, and the table of operations.
+#: One of those that tests/idioms and the table of operations have, and one besides.
 ACROSS_ROWS = {
     "similarity": lambda K, x: K.dot(K.dot(x, K.transpose(x)), x),
-    "centered": lambda K, x: x - K.mean(x, axis=0),
-    "softmax": lambda K, x: K.transpose(K.softmax(K.transpose(x))),
     "conditional": lambda K, x: K.in_train_phase(lambda: x - K.mean(x, axis=0), lambda: x),
 }
 
 
-@pytest.mark.parametrize("name", in_span(sorted(ACROSS_ROWS), ["similarity", "softmax"]))
+@pytest.mark.parametrize("name", in_span(sorted(ACROSS_ROWS), ["similarity"]))
 def test_layers_across_rows_see_the_whole_batch(keras, name):
     """They, and all after them, run undivided, which is said where it costs something."""
     K, layers = keras.backend, keras.layers
@@ -348,14 +314,9 @@ def test_layers_across_rows_see_the_whole_batch(keras, name):
         return model_with(keras, layer)
 
     models = one_and_three(build)
-    differences = []
-    texts = warned(lambda: differences.append(train_both(models)))
-    assert differences[0] <= 1e-6
+    difference, texts = trained(models)
+    assert difference <= 1e-6
     assert_runs_whole(texts, models[1], r"{}[_0-9]*/\S+".format(name), name)
-
-
-def scanned(x):
-    return tf.scan(lambda total, row: 0.5 * total + row, x)
 
 
 def summed_in_a_loop(x):
@@ -378,7 +339,7 @@ def of_numpy(x):
 
 
 #: TensorFlow 2 has another name for what ``paired`` calls.
-UNTOLD = [scanned, summed_in_a_loop, of_numpy] + [paired] * hasattr(tf, "segment_mean")
+UNTOLD = [summed_in_a_loop, of_numpy] + [paired] * hasattr(tf, "segment_mean")
 
 
 @pytest.mark.parametrize("function", UNTOLD)
@@ -391,15 +352,13 @@ def test_what_no_rule_knows_is_tried(keras, function):
         return result
 
     models = one_and_three(lambda: model_with(keras, keras.layers.Lambda(across, name=name)))
-    differences = []
-    texts = warned(lambda: differences.append(train_both(models)))
-    assert differences[0] <= 1e-5
+    difference, texts = trained(models)
+    assert difference <= 1e-5
     (text,) = texts
     assert " in {} (test_tensorflow1_rows.py, line ".format(name) in text
     assert "runs on /device:CPU:0 with the whole batch" in text
 
 
-@span
 def test_last_layer_across_rows_is_not_warned_of(keras):
     """All that is costly is divided."""
     K, layers = keras.backend, keras.layers
@@ -424,7 +383,7 @@ def test_last_layer_across_rows_is_not_warned_of(keras):
 
 
 def harmless(keras):
-    """Models whose outputs have each row computed from that row, but for BatchNorm's."""
+    """A model whose outputs have each row computed from that row, but for BatchNorm's."""
     K, layers = keras.backend, keras.layers
     inputs = layers.Input(shape=(6, 4))
     x = layers.Conv1D(5, 3, padding="same")(inputs)
@@ -435,7 +394,7 @@ def harmless(keras):
     scores = layers.Permute((2, 1))(layers.Dense(6, activation="softmax")(x))
     x = layers.Lambda(lambda ab: K.batch_dot(ab[0], ab[1]))([scores, x])
     x = layers.Lambda(lambda x: x / K.sqrt(K.sum(K.square(x), axis=-1, keepdims=True)))(x)
-    x = layers.Bidirectional(layers.GRU(3, return_sequences=True, implementation=2))(x)
+    x = layers.Bidirectional(layers.SimpleRNN(3, return_sequences=True))(x)
     x = layers.concatenate([layers.GlobalMaxPooling1D()(x), layers.GlobalAveragePooling1D()(x)])
     x = layers.Dense(8)(layers.BatchNormalization()(x))
     x = layers.Reshape((2, 2, 2))(x)
@@ -443,26 +402,22 @@ def harmless(keras):
     x = layers.Flatten()(layers.UpSampling2D()(x))
     inner_inputs = layers.Input(shape=(32,))
     inner = keras.models.Model(inner_inputs, layers.BatchNormalization()(inner_inputs))
-    yield keras.models.Model(inputs, layers.Dense(2)(inner(x)))
-    words = layers.Input(shape=(6,))
-    x = layers.Embedding(9, 4, mask_zero=True)(words)
-    x = layers.Dense(2)(layers.LSTM(3, implementation=2)(layers.Masking()(x)))
-    yield keras.models.Model(words, x)
+    return keras.models.Model(inputs, layers.Dense(2)(inner(x)))
 
 
 def test_no_false_alarms(keras):
-    """Of the contract's models no part runs undivided, either: that is seen where they run."""
-    for model in harmless(keras):
-        compat.parallelize(model).compile("sgd", "mse")
-        assert not warned(lambda: train_function(model))  # noqa: B023
+    """Of the contract's models and of idioms no part runs undivided, either: their tests see it."""
+    model = compat.parallelize(harmless(keras))
+    model.compile("sgd", "mse")
+    assert not warned(model._make_train_function)
 
 
 # A fixed number of rows -----------------------------------------------------------------------
 
 
-def fixed_recurrent(keras, x):
-    x = keras.layers.LSTM(3, return_sequences=True, implementation=2)(x)
-    return keras.layers.SimpleRNN(5)(x)
+def stateful(keras, x):
+    """Each replica keeps the states of its rows."""
+    return keras.layers.SimpleRNN(5, stateful=True)(x)
 
 
 def fixed_shapes(keras, x):
@@ -489,9 +444,9 @@ def test_gradients_that_replace_tensorflows(keras, mixes):
         layer = keras.layers.Lambda(identity, output_shape=(3,), name="replaced")
         return model_with(keras, layer)
 
-    models, differences = one_and_three(build), []
-    texts = warned(lambda: differences.append(train_both(models)))
-    assert differences[0] <= 1e-5
+    models = one_and_three(build)
+    difference, texts = trained(models)
+    assert difference <= 1e-5
     why = (
         "has a gradient of its own that computes, or may compute, across the rows of a batch, of "
         "which each device has a part."
@@ -502,51 +457,41 @@ def test_gradients_that_replace_tensorflows(keras, mixes):
         assert texts == []
 
 
-@pytest.mark.parametrize("hidden", in_span([fixed_recurrent, fixed_shapes], [fixed_shapes]))
+@pytest.mark.parametrize("hidden", in_span([stateful, fixed_shapes], [fixed_shapes]))
 def test_fixed_number_of_rows(keras, hidden):
-    layers = keras.layers
+    def build():
+        inputs = keras.layers.Input(batch_shape=(7, 2, 4))
+        return keras.models.Model(inputs, keras.layers.Dense(2)(hidden(keras, inputs)))
+
+    batch, targets = np.random.RandomState(3).normal(size=(7, 2, 4)), rows_of(7, 2)
     found = []
-    for parallel in (False, True):
-        inputs = layers.Input(batch_shape=(7, 2, 4))
-        model = keras.models.Model(inputs, layers.Dense(2)(hidden(keras, inputs)))
-        if parallel:
-            compat.parallelize(model)
-        initialise(model).compile("sgd", "mse")
-        batch = np.random.RandomState(3).normal(size=(7, 2, 4))
-        found.append(
-            [model.predict_on_batch(batch), np.array(model.test_on_batch(batch, rows_of(7, 2)))]
-        )
-        assert np.isfinite(model.train_on_batch(batch, rows_of(7, 2)))
+    for model in one_and_three(build):
+        outputs = [model.predict_on_batch(batch) for _ in range(2)]  # states go on
+        found.append(outputs + [np.array(model.test_on_batch(batch, targets))])
+        assert np.isfinite(model.train_on_batch(batch, targets))
     assert largest_difference(*found) <= 1e-5
 
 
 @pytest.mark.parametrize("mixes", [False, True])
 def test_fixed_number_of_rows_is_tried(keras, mixes):
     """With all of its rows: a loop over time, and one over rows, which no rule tells."""
-    layers, found = keras.layers, []
 
     def totals(x):
         if mixes:
             return tf.scan(lambda total, row: total + row, x)
         return tf.transpose(tf.scan(lambda total, step: total + step, tf.transpose(x)))
 
-    def check():
-        for parallel in (False, True):
-            inputs = layers.Input(batch_shape=(7, 4))
-            hidden = layers.Lambda(totals, output_shape=(4,))(layers.Dense(4)(inputs))
-            model = initialise(keras.models.Model(inputs, layers.Dense(2)(hidden)))
-            if parallel:
-                compat.parallelize(model)
-            model.compile("sgd", "mse")
-            losses = [model.train_on_batch(rows_of(7), rows_of(7, 2, seed=7)) for _ in range(2)]
-            found.append(model.get_weights() + [np.array(losses)])
+    def build():
+        layers = keras.layers
+        inputs = layers.Input(batch_shape=(7, 4))
+        hidden = layers.Lambda(totals, output_shape=(4,))(layers.Dense(4)(inputs))
+        return keras.models.Model(inputs, layers.Dense(2)(hidden))
 
-    texts = warned(check)
-    assert largest_difference(*found) <= 1e-5
+    difference, texts = trained(one_and_three(build), steps=(7, 7))
+    assert difference <= 1e-5
     assert len(texts) == mixes and all("runs on " in text for text in texts)
 
 
-@span
 def test_sparse_adjacency(keras):
     """A graph's edges between all rows, and K.function on a sparse input."""
     from scipy import sparse
@@ -556,15 +501,15 @@ def test_sparse_adjacency(keras):
         return  # there a sparse input fails on one device: see test_sparse_input
     random = np.random.RandomState(0)
     edges, nodes = sparse.csr_matrix(random.rand(13, 13)), rows_of(13)
-    found = []
-    for parallel in (False, True):
+
+    def build():
         inputs = [layers.Input(batch_shape=(None, None), sparse=True), layers.Input(shape=(4,))]
         hidden = layers.Dense(3, activation="tanh")(inputs[1])
         product = layers.Lambda(lambda ab: K.dot(ab[0], ab[1]), output_shape=(3,))
-        outputs = layers.Dense(2)(product([inputs[0], hidden]))
-        model = initialise(keras.models.Model(inputs, outputs))
-        model = compat.parallelize(model) if parallel else model
-        model.compile("sgd", "mse")
+        return keras.models.Model(inputs, layers.Dense(2)(product([inputs[0], hidden])))
+
+    found = []
+    for model in one_and_three(build):
         losses = [model.train_on_batch([edges, nodes], rows_of(13, 2)) for _ in range(2)]
         outputs = K.function(model.inputs, model.outputs)([edges, nodes])
         found.append([np.array(losses)] + outputs + model.get_weights())
@@ -574,11 +519,11 @@ def test_sparse_adjacency(keras):
 # Losses ---------------------------------------------------------------------------------------
 
 
-def variational_autoencoder(keras, encode, parallel):
+def variational_autoencoder(keras):
     """As in Keras' examples, without noise: the loss needs tensors that no output does."""
     K, layers = keras.backend, keras.layers
     inputs = layers.Input(shape=(6, 4))
-    hidden = encode(inputs)
+    hidden = layers.Dense(3, activation="tanh")(layers.Flatten()(inputs))
     mean, variance = layers.Dense(2)(hidden), layers.Dense(2)(hidden)
     code = layers.Lambda(lambda mv: mv[0] + 0.1 * K.exp(0.5 * mv[1]))([mean, variance])
     encoder = keras.models.Model(inputs, [mean, variance, code])
@@ -586,48 +531,26 @@ def variational_autoencoder(keras, encode, parallel):
     decoded = layers.Reshape((6, 4))(layers.Dense(24, activation="sigmoid")(codes))
     decoder = keras.models.Model(codes, decoded)
     outputs = decoder(encoder(inputs)[2])
-    model = initialise(keras.models.Model(inputs, outputs))
+    model = keras.models.Model(inputs, outputs)
     divergence = -0.5 * K.sum(1 + variance - K.square(mean) - K.exp(variance), axis=-1)
     loss = 24 * K.mean(K.square(inputs - outputs), axis=(1, 2)) + divergence
     model.add_loss(K.mean(loss))
-    if parallel:
-        compat.parallelize(model)
-    model.compile("sgd", loss=None) if keras.__name__ == "keras" else model.compile("sgd")
     return model
-
-
-def recurrent(keras, x):
-    return keras.layers.SimpleRNN(3)(x)
-
-
-def convolutional(keras, x):
-    return keras.layers.Flatten()(keras.layers.Conv1D(3, 2, activation="tanh")(x))
 
 
 if not _keras.wraps_a_model(keras_under_test().models.Sequential()):  # from 2.2: a loss alone
 
-    @pytest.mark.parametrize("encode", in_span([recurrent, convolutional], [convolutional]))
-    def test_parts_that_only_a_loss_needs_are_divided(keras, encode):
-        models = [
-            variational_autoencoder(keras, lambda x: encode(keras, x), parallel)
-            for parallel in (False, True)
-        ]
-        plain, parallel = models
+    @span
+    def test_parts_that_only_a_loss_needs_are_divided(keras):
+        models = plain, parallel = one_and_three(lambda: variational_autoencoder(keras), None)
         assert not warned(parallel._make_train_function)
         batches = [np.random.RandomState(n).uniform(size=(n, 6, 4)) for n in STEPS]
         losses = [[model.train_on_batch(batch, None) for batch in batches] for model in models]
         np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
         assert largest_difference(plain.get_weights(), parallel.get_weights()) <= 1e-5
-        undivided = [
-            op
-            for op in ancestors([parallel.total_loss], ())[0]
-            if op.type == "MatMul" and op not in replicas_of(parallel).part.operations
-        ]
-        assert not undivided
-
-
-def replicas_of(model):
-    return vars(model)["_compat_functions"]._replicas
+        part = vars(parallel)["_compat_functions"]._replicas.part.operations
+        needed = ancestors([parallel.total_loss], ())[0]
+        assert not [op for op in needed if op.type == "MatMul" and op not in part]
 
 
 @pytest.mark.parametrize("kind", sorted(graph_cases.OWN_FUNCTIONS))
@@ -635,20 +558,18 @@ def test_training_function_of_the_users_own(keras, kind):
     graph_cases.check_training_function_of_ones_own(keras, "tensorflow1", kind)
 
 
-@span
 def test_what_runs_whole_is_an_error_under_strict(keras, monkeypatch):
     monkeypatch.setattr(process.configuration.settings, "strict", True)
-    layer = keras.layers.Lambda(
-        lambda x: ACROSS_ROWS["centered"](keras.backend, x), name="centered"
-    )
+    similarity = ACROSS_ROWS["similarity"]
+    layer = keras.layers.Lambda(lambda x: similarity(keras.backend, x), name="similarity")
     _, parallel = one_and_three(lambda: model_with(keras, layer))
     with pytest.raises(compat.UnsupportedError) as raised:
         parallel.train_on_batch(rows_of(13), rows_of(13, 2))
     assert re.fullmatch(
-        r"The operation centered\S* \(Sub\) in centered \(test_tensorflow1_rows\.py, line \d+\) of "
-        r"'{}' {} It would have to run on /device:CPU:0 with the whole batch, which strict=True "
-        r"makes an error\. Compute it in the loss passed to compile\(\), which sees the whole "
-        r"batch; run the model on one device, with parallelize\(model, gpus=1\); or drop "
+        r"The operation similarity\S* \(MatMul\) in similarity \(test_tensorflow1_rows\.py, "
+        r"line \d+\) of '{}' {} It would have to run on /device:CPU:0 with the whole batch, which "
+        r"strict=True makes an error\. Compute it in the loss passed to compile\(\), which sees "
+        r"the whole batch; run the model on one device, with parallelize\(model, gpus=1\); or drop "
         r"strict=True\.".format(parallel.name, re.escape(MIXED)),
         str(raised.value),
     )
@@ -691,7 +612,6 @@ def model_of_two(keras, function, second=None):
     return compat.parallelize(initialise(model))
 
 
-@span
 def test_inputs_of_different_rows(keras):
     """Refused where each replica would take a part of both, right where it does not."""
     K = keras.backend
@@ -707,14 +627,15 @@ def test_inputs_of_different_rows(keras):
             ", ".join(sorted(map("{} has {}".format, names, (6, 3)))),
         )
     )
-    found = []
-    for parallel in (False, True):
+
+    def build():
         nodes, edges = keras.layers.Input(shape=(4,)), keras.layers.Input(batch_shape=(None, None))
         hidden = keras.layers.Dense(3, activation="tanh")(nodes)
         hidden = keras.layers.Lambda(lambda ab: K.dot(ab[0], ab[1]))([edges, hidden])
-        model = initialise(keras.models.Model([nodes, edges], keras.layers.Dense(2)(hidden)))
-        model = compat.parallelize(model) if parallel else model
-        model.compile("sgd", "mse")
+        return keras.models.Model([nodes, edges], keras.layers.Dense(2)(hidden))
+
+    found = []
+    for model in one_and_three(build):
         batch = [rows_of(13), rows_of(13, 13)]
         losses = [model.train_on_batch(batch, rows_of(13, 2)) for _ in range(2)]
         rectangular = [rows_of(13), rows_of(5, 13)]
@@ -759,59 +680,40 @@ def test_inputs_that_are_variables_are_refused(keras):
     )
 
 
-@span
 def test_what_a_loss_takes_of_a_loop_is_of_the_whole_batch(keras):
-    class Looping(keras.layers.Layer):
-        def call(self, x):
-            def step(count, total, rows):
-                return count + 1, total + tf.reduce_sum(rows), 0.5 * rows
+    def call(layer, x):
+        def step(count, total, rows):
+            return count + 1, total + tf.reduce_sum(rows), 0.5 * rows
 
-            _, total, rows = tf.while_loop(lambda count, *_: count < 3, step, [0, 0.0, x])
-            self.add_loss(0.01 * tf.square(total))
-            return rows
+        _, total, rows = tf.while_loop(lambda count, *_: count < 3, step, [0, 0.0, x])
+        layer.add_loss(0.01 * tf.square(total))
+        return rows
 
-        def compute_output_shape(self, input_shape):
-            return input_shape
-
-    models = one_and_three(lambda: model_with(keras, Looping(name="looping")))
+    models = one_and_three(lambda: model_with(keras, layer_of(keras, "looping", call)))
     assert train_both(models) <= 1e-5
 
 
-LOOPS = {
-    "scan": lambda x: tf.scan(lambda total, row: 0.5 * total + row, x),
-    "while_loop": lambda x: tf.while_loop(
-        lambda count, _: count < 3, lambda count, rows: [count + 1, 0.5 * rows + x], [0, x]
-    )[1],
-}
-
-
-@pytest.mark.parametrize("name", in_span(sorted(LOOPS), ["scan"]))
-def test_losses_with_a_loop(keras, name):
+@span
+def test_losses_with_a_loop(keras):
     def build():
         inputs = keras.layers.Input(shape=(4,))
         return keras.models.Model(inputs, keras.layers.Dense(2)(inputs))
 
     def loss(expected, found):
-        return keras.backend.sum(keras.backend.square(LOOPS[name](found) - expected))
+        totals = tf.scan(lambda total, row: 0.5 * total + row, found)
+        return keras.backend.sum(keras.backend.square(totals - expected))
 
-    models = one_and_three(build, loss)
-    assert train_both(models) <= 1e-5
+    assert train_both(one_and_three(build, loss)) <= 1e-5
 
 
-@span
 def test_products_that_a_loss_alone_needs_and_that_cannot_be_divided(keras):
-    class Selecting(keras.layers.Layer):
-        def call(self, x):
-            self.add_loss(tf.reduce_sum(tf.matmul(tf.ones((2, 3)), x, transpose_b=True)))
-            return x
+    def call(layer, x):
+        layer.add_loss(tf.reduce_sum(tf.matmul(tf.ones((2, 3)), x, transpose_b=True)))
+        return x
 
-        def compute_output_shape(self, input_shape):
-            return input_shape
-
-    models = one_and_three(lambda: model_with(keras, Selecting(name="selecting")))
-    differences = []
-    (text,) = warned(lambda: differences.append(train_both(models)))
-    assert differences[0] <= 1e-5
+    models = one_and_three(lambda: model_with(keras, layer_of(keras, "selecting", call)))
+    difference, (text,) = trained(models)
+    assert difference <= 1e-5
     assert re.fullmatch(
         r"A loss or an update of model '{}' needs operations that its outputs do not need and that "
         r"parallelize\(\) cannot divide, so they run on one device: selecting\S* \(MatMul\)\. To "

@@ -14,8 +14,6 @@ from compat.testing import CASES, DEVICES, initialise, optimizer, span
 
 from . import test_tensorflow1
 from .test_tensorflow1_rows import (  # noqa: F401  # run here, too
-    test_inputs_of_different_rows,
-    test_last_layer_across_rows_is_not_warned_of,
     test_layers_across_rows_see_the_whole_batch,
     test_losses_with_a_loop,
     test_outputs_without_rows_are_computed_of_the_whole_batch,
