@@ -100,8 +100,8 @@ def branched(keras):
         [layers.Dense(5, input_shape=(5,)), layers.BatchNormalization(), layers.Dense(5)]
     )
     inputs = layers.Input((4,))
-    hidden = layers.Dense(5, activation="tanh", trainable=False, name="block/hidden")(inputs)
-    hidden = encoder(hidden)
+    hidden = layers.BatchNormalization(name="block/norm")(inputs)
+    hidden = encoder(layers.Dense(5, activation="tanh", trainable=False)(hidden))
     hidden = layers.TimeDistributed(layers.Dense(2))(layers.Reshape((5, 1))(hidden))
     hidden = layers.Flatten()(hidden)
     outputs = [layers.Dense(3, name="first")(hidden), layers.Dense(3, name="second")(hidden)]
