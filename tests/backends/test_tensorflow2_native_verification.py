@@ -69,8 +69,7 @@ class Centred(Plain):
         return hidden @ self.last
 
 
-@span
-@pytest.mark.parametrize("recording", [True, False])
+@pytest.mark.parametrize("recording", in_span([True, False], [True]))
 def test_operation_across_rows_is_found(recording):
     model = compat.parallelize(Centred())
     start = [variable.numpy() for variable in parts_of(model)[1]]
@@ -154,7 +153,6 @@ def test_randomness_is_no_alarm():
     np.testing.assert_array_equal(*states)
 
 
-@span
 def test_parallelize_verifies_as_configured(monkeypatch):
     """No more on one device; calls within a tf.function are told of once."""
     monkeypatch.setattr(compat._runtime.process.process.configuration.settings, "verify", 1)

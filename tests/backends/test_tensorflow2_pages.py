@@ -24,6 +24,10 @@ def build_model():
 x, y = np.ones((61, 4), "float32"), np.ones((61, 3), "float32")
 model = build_model()
 """
+PARTS = """
+shared_lstm = keras.layers.LSTM(4)
+tweet_a, tweet_b = keras.Input((5, 2)), keras.Input((5, 2))
+"""
 
 
 def run(program, folder, **environ):
@@ -39,37 +43,26 @@ def run(program, folder, **environ):
     return completed.stdout
 
 
-def test_the_readme(tmp_path):
-    """Its first block, where its dots are the model and the data, also without the call."""
-    text = pages.fragment("README.md", "import compat")
-    program = text.replace("\n...\n", MODEL)
-    program += "print(compat.configure_gpu(gpus=2, memory='grow'))"
-    assert "devices    /cpu:0, /cpu:1\n" in run(program, tmp_path, COMPAT_SIMULATE="2")
+def test_the_readme_and_forms_of_parallelize(tmp_path):
+    """The README's first block, where its dots are the model and the data, and what goes on."""
+    program = pages.fragment("README.md", "import compat").replace("\n...\n", MODEL)
+    program += "print(compat.configure_gpu(gpus=2, memory='grow'))\n"
+    program += pages.fragment("docs/parallelize.md", "model = compat.parallelize(model)  ")
+    program += "assert replicas == [1, 1, 2], replicas\n" + PARTS
+    program += pages.fragment("docs/parallelize.md", "with compat.device(0)")
+    program += "print(keras.Model([tweet_a, tweet_b], merged).output_shape)\n"
+    printed = run(program, tmp_path, COMPAT_SIMULATE="2")
+    assert "devices    /cpu:0, /cpu:1\n" in printed
+    assert printed.splitlines()[-1] == "(None, 8)"
     assert (tmp_path / "model.h5").exists()
+
+
+def test_the_readme_without_the_call(tmp_path):
     automatic = pages.fragment("README.md", "compat.configure_gpu(gpus=2, parallelize=True)")
     program = "import compat\n" + automatic + MODEL
     program += "model.compile('sgd', 'mse')\nprint(compat.configure_gpu(gpus=2, parallelize=True))"
     report = run(program, tmp_path, COMPAT_SIMULATE="2")
     assert "sequential" in report and "on /cpu:0, /cpu:1" in report, report
-
-
-def test_forms_of_parallelize_and_parts_on_devices(tmp_path):
-    forms = pages.fragment("docs/parallelize.md", "model = compat.parallelize(model)  ")
-    parts = pages.fragment("docs/parallelize.md", "with compat.device(0)")
-    program = "\n".join(
-        [
-            "import compat",
-            "compat.configure_gpu(simulate=3)",
-            MODEL,
-            forms,
-            "assert replicas == [1, 1, 3], replicas",
-            "shared_lstm = keras.layers.LSTM(4)",
-            "tweet_a, tweet_b = keras.Input((5, 2)), keras.Input((5, 2))",
-            parts,
-            "print(keras.Model([tweet_a, tweet_b], merged).output_shape)",
-        ]
-    )
-    assert run(program, tmp_path).splitlines()[-1] == "(None, 8)"
 
 
 def test_quick_start(tmp_path):

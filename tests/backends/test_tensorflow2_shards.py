@@ -12,8 +12,6 @@ from compat.testing import span
 
 SIZE, BATCH = 3, 5
 
-pytestmark = span
-
 
 @pytest.fixture
 def shards(monkeypatch):
@@ -56,6 +54,7 @@ PARTS = [
 ]
 
 
+@span
 @pytest.mark.row("shard() of a tf.data dataset")
 @pytest.mark.parametrize("batch_size", [BATCH, None])
 @pytest.mark.parametrize(
@@ -73,6 +72,7 @@ def test_batches_become_this_ranks_parts_of_them(shards, make, batch_size):
     assert warned == [[], [], []]
 
 
+@span
 @pytest.mark.parametrize("make", [lambda: pairs(23).map(lambda x, y: x), generated])
 def test_rows_become_those_that_batches_are_parts_of(shards, make):
     """Whether the number of rows is known or not."""
@@ -104,6 +104,7 @@ def test_without_a_batch_size_all_ranks_get_equally_many_elements(shards, make):
     assert warned == [[] if make is generated else [text]] * SIZE
 
 
+@span
 def test_a_shuffle_that_differs_between_ranks_is_told(shards):
     tf.random.set_seed(None)  # other tests set one, which makes shuffles the same
     _, warned = shards(lambda: pairs(20).shuffle(20).batch(BATCH), BATCH)

@@ -77,13 +77,12 @@ class WithPenalty(Adversarial):
 
     def train_step(self, data):
         real, noise = data
-        for _ in range(2):
-            with tf.GradientTape() as tape:
-                fake = self.generator(noise, training=True)
-                d_loss = tf.reduce_mean(self.discriminator(fake, training=True))
-                d_loss -= tf.reduce_mean(self.discriminator(real, training=True))
-                d_loss += 10.0 * self.gradient_penalty(real, fake)
-            apply(self.d_optimizer, tape, d_loss, self.discriminator)
+        with tf.GradientTape() as tape:
+            fake = self.generator(noise, training=True)
+            d_loss = tf.reduce_mean(self.discriminator(fake, training=True))
+            d_loss -= tf.reduce_mean(self.discriminator(real, training=True))
+            d_loss += 10.0 * self.gradient_penalty(real, fake)
+        apply(self.d_optimizer, tape, d_loss, self.discriminator)
         with tf.GradientTape() as tape:
             fake = self.generator(noise, training=True)
             g_loss = -tf.reduce_mean(self.discriminator(fake, training=True))
