@@ -11,7 +11,6 @@ import subprocess
 import sys
 import textwrap
 import types
-import warnings
 
 import numpy as np
 import pytest
@@ -226,25 +225,6 @@ def test_inference_sets_no_state(keras):
     operations = function.graph.as_graph_def().node
     assert {op.device for op in operations} >= {"/device:CPU:%d" % i for i in range(DEVICES)}
     assert not [op.name for op in operations if "Assign" in op.op]
-
-
-def test_layer_normalization_is_divided(keras):
-    """tf.keras computes it by fused batch normalization, where each row is a channel."""
-    layers = keras.layers
-
-    def build():
-        hidden = layers.Dense(5, input_shape=ROWS.shape[1:])
-        return keras.models.Sequential([hidden, layers.LayerNormalization(), layers.Dense(4)])
-
-    models = pair(build)
-    for model in models:
-        model.compile("sgd", "mse")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", compat.CompatWarning)
-        for model in models:
-            model.fit(ROWS, TARGETS, batch_size=7, shuffle=False, verbose=0)
-    for expected, found in zip(*[model.get_weights() for model in models]):
-        np.testing.assert_allclose(expected, found, rtol=1e-5, atol=1e-6)
 
 
 class Normal:

@@ -45,7 +45,7 @@ for parallel in (False, True):
     model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
     if parallel:
         assert compat.parallelize(model) is model
-    for rows in (45, 44, 2):
+    for rows in (45, 2):
         model.fit(X[:rows], Y[:rows], batch_size=16, epochs=1, shuffle=False, verbose=0)
     models.append(model)
 print(max(abs(a - b).max() for a, b in zip(*(m.get_weights() for m in models))) < 2e-6)

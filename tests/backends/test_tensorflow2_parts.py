@@ -139,7 +139,7 @@ def test_native_model_trains_to_the_numbers_of_one_device(keras, build, eagerly)
 
 
 @pytest.mark.row("tf.Module and tf.function")
-@pytest.mark.parametrize("build", in_span([Plain, Decorated, function], [function]))
+@pytest.mark.parametrize("build", in_span([Plain, function], [function]))
 def test_native_model_runs_on_every_device(keras, build):
     model = compat.parallelize(build())
     rows, targets = tf.constant(ROWS), tf.constant(TARGETS)
@@ -205,7 +205,7 @@ def test_what_counts_is_saved_and_runs_elsewhere(keras, tmp_path):
 
 
 @pytest.mark.row("tf.Module and tf.function")
-@pytest.mark.parametrize("build", [Plain, Decorated, function])
+@pytest.mark.parametrize("build", [Plain, Decorated])
 def test_numpy_arrays_are_split_or_it_is_said(keras, build):
     """A tf.function makes tensors of them; to any other call they are what it is given."""
     model = build()

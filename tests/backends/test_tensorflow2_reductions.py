@@ -12,7 +12,7 @@ import compat
 from compat.testing import DEVICES, in_span, initialise, keras_under_test, span
 from compat.testing.spans import contract_of
 
-from .test_tensorflow2 import KERAS3, ROWS, TARGETS, TRAIN_STEP
+from .test_tensorflow2 import KERAS3, ROWS, TARGETS, TRAIN_STEP, pair
 
 keras_ = keras_under_test()
 Layer = keras_.layers.Layer
@@ -49,16 +49,28 @@ def adding(*losses):
     return keras_.models.Model(inputs, layers.Dense(4)(hidden), name="net")
 
 
-def trained(build, x=ROWS, y=TARGETS, batch_size=16, eagerly=False, parallel=(False, True)):
-    """Losses and weights of the plain model and of the parallel one."""
+def trained(
+    build,
+    x=ROWS,
+    y=TARGETS,
+    batch_size=16,
+    eagerly=False,
+    parallel=(False, True),
+    optimizer=None,
+    loss="mse",
+):
+    """Losses and weights of the plain model and of the parallel one; what optimizers keep, too."""
     results = []
     for is_parallel in parallel:
         model = initialise(build())
         if is_parallel:
             compat.parallelize(model)
-        model.compile(keras_.optimizers.SGD(0.01, momentum=0.9), "mse", run_eagerly=eagerly)
+        sgd = keras_.optimizers.SGD(0.01, momentum=0.9)
+        model.compile(optimizer or sgd, loss, run_eagerly=eagerly)
         history = model.fit(x, y, batch_size=batch_size, epochs=2, shuffle=False, verbose=0)
         results.append([np.array(history.history["loss"])] + model.get_weights())
+        if KERAS3:
+            results[-1] += [variable.numpy() for variable in model.optimizer.variables]
     return results
 
 
@@ -333,17 +345,15 @@ class Attending(keras_.Model):
 @pytest.mark.parametrize("known", in_span([True, False], [False]))
 def test_an_argument_with_other_rows_goes_whole_to_each_replica(keras, known):
     queries, memory = tf.constant(ROWS[:6]), tf.constant(ROWS[10:21])
-    results = []
-    for is_parallel in (False, True):
+    specs = [tf.TensorSpec((rows if known else None, 8)) for rows in (6, 11)]
+
+    def build():
         model = Attending()
         model(queries, memory=memory)
-        initialise(model)
-        if is_parallel:
-            compat.parallelize(model)
-        specs = [
-            tf.TensorSpec((6 if known else None, 8)),
-            tf.TensorSpec((11 if known else None, 8)),
-        ]
+        return model
+
+    results = []
+    for model in pair(build):
 
         @tf.function(input_signature=specs)
         def call(queries, memory, model=model):
@@ -355,13 +365,14 @@ def test_an_argument_with_other_rows_goes_whole_to_each_replica(keras, known):
 
 def test_a_constant_with_as_many_rows_is_no_data(keras):
     queries, table = tf.constant(ROWS[:8]), tf.constant(ROWS[10:18])
-    results = []
-    for is_parallel in (False, True):
+
+    def build():
         model = Attending()
         model(queries, memory=table)
-        initialise(model)
-        if is_parallel:
-            compat.parallelize(model)
+        return model
+
+    results = []
+    for model in pair(build):
         outputs = tf.function(lambda rows, model=model: model(rows, memory=table))(queries)
         results.append([outputs.numpy()])
     same(results)
@@ -510,13 +521,13 @@ class Embedding(keras_.Model):
 if TRAIN_STEP and not KERAS3:  # which take no such batches
 
     def test_ragged_batches_train_and_predict_as_on_one_device(keras):
-        results = []
-        for is_parallel in (False, True):
+        def build():
             model = Embedding()
             model(ragged(3))
-            initialise(model)
-            if is_parallel:
-                compat.parallelize(model)
+            return model
+
+        results = []
+        for model in pair(build):
             model.compile(keras.optimizers.SGD(0.1), "mse")
             data = tf.data.Dataset.from_tensor_slices((ragged(45), TARGETS)).batch(16)
             model.fit(data, epochs=2, verbose=0)
@@ -528,11 +539,14 @@ if TRAIN_STEP and not KERAS3:  # which take no such batches
 # What the trace shows besides -----------------------------------------------------------------
 
 
-def test_batch_normalization_is_divided(keras):
+def test_normalization_is_divided(keras):
+    """tf.keras computes that of layers by that of fused batches, where each row is a channel."""
+
     def build():
         layers = keras.layers
         inputs = layers.Input((8,))
-        outputs = layers.Dense(4, activity_regularizer="l2")(layers.BatchNormalization()(inputs))
+        hidden = layers.Dense(5)(layers.BatchNormalization()(inputs))
+        outputs = layers.Dense(4, activity_regularizer="l2")(layers.LayerNormalization()(hidden))
         return keras.models.Model(inputs, outputs)
 
     with is_divided():
@@ -653,18 +667,14 @@ def test_rows_that_several_devices_look_up_count_once(keras, optimizer):
             return self.last(keras.ops.tanh(self.table(x)))
 
     batch = tf.sparse.from_dense(ROWS * (ROWS > 0.5))
-    results = []
-    for is_parallel in (False, True):
+
+    def build():
         model = Summing()
         model(tf.sparse.slice(batch, [0, 0], [2, 8]))
-        initialise(model)
-        if is_parallel:
-            compat.parallelize(model)
-        model.compile(optimizer, "mse")
-        data = tf.data.Dataset.from_tensor_slices((batch, TARGETS)).batch(16)
-        model.fit(data, epochs=2, verbose=0)
-        results.append(model.get_weights() + [v.numpy() for v in model.optimizer.variables])
-    same(results)
+        return model
+
+    data = tf.data.Dataset.from_tensor_slices((batch, TARGETS)).batch(16)
+    same(trained(build, data, None, None, optimizer=optimizer))
 
 
 @pytest.mark.skipif(not KERAS3, reason="the others sum up what there is of a row")
@@ -697,18 +707,13 @@ def test_rows_that_every_device_looks_up_count_once(keras, kind, eagerly):
             found = tf.gather(table + 0 if kind == "read" else table, places)
             return x[:, :, None] * (tf.reduce_sum(found, 1) if kind == "distances" else found)
 
-    results = []
-    for is_parallel in (False, True):
+    def build():
         inputs = keras.layers.Input((8,))
         outputs = keras.layers.Dense(4)(keras.layers.Flatten()(Positions()(inputs)))
-        model = keras.models.Model(inputs, outputs)
-        initialise(model)
-        if is_parallel:
-            compat.parallelize(model)
-        model.compile("sgd" if kind == "drawn" else "adam", "mse", run_eagerly=eagerly)
-        model.fit(ROWS, TARGETS, batch_size=16, epochs=2, shuffle=False, verbose=0)
-        results.append(model.get_weights() + [v.numpy() for v in model.optimizer.variables])
-    same(results)
+        return keras.models.Model(inputs, outputs)
+
+    optimizer = "sgd" if kind == "drawn" else "adam"
+    same(trained(build, eagerly=eagerly, optimizer=optimizer))
 
 
 @pytest.mark.skipif(not KERAS3, reason="the others sum up what there is of a row")
@@ -725,18 +730,15 @@ def test_a_table_of_what_is_in_the_batch_and_of_all_that_there_is(keras):
             return keras.ops.matmul(user, keras.ops.transpose(self.items(keras.ops.arange(9))))
 
     seen = (np.arange(45 * 3).reshape(45, 3) % 9).astype("int32")
-    results = []
-    for is_parallel in (False, True):
+
+    def build():
         model = Scores()
         model(seen[:2])
-        initialise(model)
-        if is_parallel:
-            compat.parallelize(model)
-        model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-        with runs_whole("table") if is_parallel else warnings.catch_warnings():
-            model.fit(seen, seen[:, 0], batch_size=16, epochs=2, shuffle=False, verbose=0)
-        results.append(model.get_weights())
-    same(results)
+        return model
+
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    with runs_whole("table"):
+        same(trained(build, seen, seen[:, 0], optimizer="adam", loss=loss))
 
 
 def test_what_divides_by_the_number_of_rows_is_named(keras):
