@@ -12,6 +12,7 @@ from compat._configuration import registry
 from compat._rows import split_rows
 from compat.testing import DEVICES, in_span, span
 
+from .messages import told
 from .test_tensorflow2 import ROWS, TARGETS
 from .test_tensorflow2_parts import (
     Decorated,
@@ -163,12 +164,10 @@ def test_parallelize_verifies_as_configured(monkeypatch):
     model = compat.parallelize(compat.parallelize(Centred()), gpus=1)
     model(rows)
     model = compat.parallelize(Plain())
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with told() as texts:
         for _ in range(2):
             tf.function(step_of(model))(rows, targets)
-    told = [str(w.message) for w in caught if issubclass(w.category, compat.CompatWarning)]
-    assert told == [
+    assert texts == [
         "verify=1: model 'plain' is called within a tf.function, where there are no numbers to "
         "compare yet, so those calls are not verified. Call it once outside, within a "
         "tf.GradientTape for its gradients: model(batch)."

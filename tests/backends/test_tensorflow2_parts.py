@@ -6,7 +6,6 @@ import functools
 import inspect
 import subprocess
 import sys
-import warnings
 
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ from compat._backends.tensorflow2.op_placement import BACKWARD, PRODUCTS, execut
 from compat._rows import split_rows
 from compat.testing import DEVICES, in_span, initialise, keras_under_test, largest_difference, span
 
+from .messages import told
 from .test_tensorflow2 import (
     KERAS3,
     ROWS,
@@ -211,11 +211,9 @@ def test_numpy_arrays_are_split_or_it_is_said(keras, build):
     model = build()
     compat.parallelize(model)
     model(tf.constant(ROWS))  # its first call, traced and perhaps verified
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with told() as said:
         found = products(executed(tf.function(lambda: model(ROWS))))
         model(ROWS)
-    said = [str(w.message) for w in caught if w.category is compat.CompatWarning]
     if build is Plain:
         assert said == [
             "A call of the parallelized Plain was given numpy arrays, which are not split, so it "
@@ -369,9 +367,9 @@ def test_placed_model_is_saved_as_a_plain_one(keras, placed, tmp_path):
 @pytest.mark.row("device()")
 def test_replicas_run_parts_placed_before_and_say_so(keras):
     model, plain = shared_lstm(keras, True), shared_lstm(keras, False)
-    with pytest.warns(compat.CompatWarning) as record:
+    with told() as texts:
         compat.parallelize(model)
-    assert [str(w.message) for w in record if w.category is compat.CompatWarning] == [
+    assert texts == [
         "Parts of tweets were placed on /cpu:0, /cpu:1, /cpu:2 by device(), but parallelize() runs "
         "all of it on each of /cpu:0, /cpu:1, /cpu:2. Leave out one of the two; "
         "parallelize(model, gpus=1) puts the parts back."
@@ -449,8 +447,6 @@ def test_mirrored_function_that_builds_no_model(keras):
 def test_models_without_keras_are_verified_or_it_is_said(keras, monkeypatch):
     """Which TensorFlow 2.0 cannot do."""
     monkeypatch.setattr(compat._runtime.process.process.configuration.settings, "verify", 1)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with told() as texts:
         compat.parallelize(Plain())
-    told = [str(w.message) for w in caught if "cannot compare" in str(w.message)]
-    assert bool(told) == (not TRAIN_STEP)
+    assert any("cannot compare" in text for text in texts) == (not TRAIN_STEP)

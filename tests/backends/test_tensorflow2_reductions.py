@@ -12,6 +12,7 @@ import compat
 from compat.testing import DEVICES, in_span, initialise, keras_under_test, span
 from compat.testing.spans import contract_of
 
+from .messages import told
 from .test_tensorflow2 import KERAS3, ROWS, TARGETS, TRAIN_STEP, pair
 
 keras_ = keras_under_test()
@@ -150,10 +151,8 @@ def masked_mean(x):
 @contextlib.contextmanager
 def runs_whole(why="mixed"):
     """Within, one model says that it runs with the whole batch on one device."""
-    with warnings.catch_warnings(record=True) as record:
-        warnings.simplefilter("always")
-        yield
-    texts = [str(w.message) for w in record if w.category is compat.CompatWarning]
+    with told() as texts:
+        yield texts
     assert len(texts) == 1 and re.fullmatch(WHY[why] + ON_ONE, texts[0]), texts
 
 
@@ -748,10 +747,7 @@ def test_what_divides_by_the_number_of_rows_is_named(keras):
     model = keras.models.Model(inputs, keras.layers.Dense(4)(shares(inputs)))
     expected = model(ROWS).numpy()
     compat.parallelize(model)
-    with warnings.catch_warnings(record=True) as record:
-        warnings.simplefilter("always")
+    with runs_whole() as texts:
         found = model(ROWS).numpy()
-    texts = [str(w.message) for w in record if w.category is compat.CompatWarning]
-    assert len(texts) == 1 and re.fullmatch(WHY["mixed"] + ON_ONE, texts[0]), texts
     assert re.match(r"The operation shares\S* \(RealDiv\)", texts[0]), texts
     np.testing.assert_allclose(found, expected, atol=1e-6)

@@ -10,6 +10,8 @@ import compat
 from compat._ranks.launchers import LAUNCHERS
 from compat.testing import span
 
+from .messages import refusal
+
 SIZE, BATCH = 3, 5
 
 
@@ -117,20 +119,17 @@ def test_a_shuffle_that_differs_between_ranks_is_told(shards):
 
 
 def test_what_cannot_be_told_or_does_not_fit_is_an_error(shards):
-    with pytest.raises(compat.InvalidArgumentError) as error:
-        shards(lambda: pairs(20).batch(4), BATCH)
-    assert str(error.value) == (
+    assert refusal(compat.InvalidArgumentError, shards, lambda: pairs(20).batch(4), BATCH) == (
         "shard(batch_size=5) was given a dataset in batches of 4. Give its own batch size, or "
         "shard the dataset before its batch()."
     )
-    with pytest.raises(compat.InvalidArgumentError) as error:
-        shards(lambda: pairs(20).batch(2), None)
-    assert str(error.value) == "A batch of 2 rows is too small for 3 ranks. Use 3 rows or more."
+    assert (
+        refusal(compat.InvalidArgumentError, shards, lambda: pairs(20).batch(2), None)
+        == "A batch of 2 rows is too small for 3 ranks. Use 3 rows or more."
+    )
     batches = (np.ones((rows, 2)) for rows in (3, 4))
     unknown = tf.data.Dataset.from_generator(lambda: batches, tf.float32, tf.TensorShape([None, 2]))
-    with pytest.raises(compat.InvalidArgumentError) as error:
-        shards(lambda: unknown, BATCH)
-    assert str(error.value) == (
+    assert refusal(compat.InvalidArgumentError, shards, lambda: unknown, BATCH) == (
         "shard() cannot tell whether the elements of this dataset are rows or batches: the length "
         "of their first axis is not known. Batches: call its unbatch() before. Rows: call shard() "
         "after batch(), or without batch_size."
