@@ -11,8 +11,9 @@ import pytest
 import compat
 from compat._backends.mxnet.op_placement import products as placement
 from compat._configuration import registry
-from compat._configuration.device_choice import choose
+from compat._configuration.device_choice import Devices, choose
 from compat._configuration.gpu_selection import parse_gpus
+from compat._configuration.settings import Settings, parse_memory
 from compat._ranks import Job
 from compat.testing import (
     CASES,
@@ -62,7 +63,7 @@ class TestMXNet(ParallelContract):
         parallel.train_on_batch(inputs, targets)
         step = functools.partial(parallel.train_on_batch, inputs[:13], targets[:13])
         count = interrupted(step, lambda calls: False)
-        for number in range(1, count, count // 40):
+        for number in range(1, count, count // 15):
             parallel.train_on_batch(inputs, targets)
             with contextlib.suppress(KeyboardInterrupt):
                 interrupted(step, lambda calls, number=number: len(calls) == number)
@@ -91,24 +92,24 @@ class TestMXNet(ParallelContract):
         """As the contract's, with a weight for each step: the plain model can do no other.
 
         keras-mxnet on MXNet 1.9 does not know that such a loss has two dimensions, and
-        multiplies it, (16, 6), by the weights of 16 samples.
+        multiplies it, (16, 3), by the weights of 16 samples.
         """
         random = np.random.RandomState(5)
-        inputs = random.normal(size=(45, 6, 4)).astype("float32")
-        for row, length in enumerate(random.randint(1, 7, size=45)):
+        inputs = random.normal(size=(45, 3, 4)).astype("float32")
+        for row, length in enumerate(random.randint(1, 4, size=45)):
             inputs[row, length:] = 0
-        targets = random.normal(size=(45, 6, 2)).astype("float32")
-        weights = random.uniform(size=(45, 6)).astype("float32")
+        targets = random.normal(size=(45, 3, 2)).astype("float32")
+        weights = random.uniform(size=(45, 3)).astype("float32")
         layers, models = keras.layers, []
         for parallel in (False, True):
-            steps = layers.Input(shape=(6, 4))
+            steps = layers.Input(shape=(3, 4))
             x = layers.LSTM(5, return_sequences=True, unroll=True)(layers.Masking()(steps))
             model = keras.models.Model(steps, layers.TimeDistributed(layers.Dense(2))(x))
             self.ready(keras, model, parallel)
             with pytest.raises((RuntimeError, mxnet_error()), match="broadcast"):
                 model.train_on_batch(inputs, targets)
             model.compile(optimizer(keras, "sgd"), "mse", sample_weight_mode="temporal")
-            fit_in_order(model, inputs, targets, epochs=3, sample_weight=weights)
+            fit_in_order(model, inputs, targets, sample_weight=weights)
             models.append(model.get_weights())
         self.close(*models)
 
@@ -216,7 +217,7 @@ class TestMXNet(ParallelContract):
 
     # Where mathematics forbids one device's numbers -------------------------------------------
 
-    @pytest.mark.parametrize("rows", in_span([61, 16, 2], [61]))
+    @pytest.mark.parametrize("rows", in_span([61, 2], [61]))
     def test_batchnorm_by_numbers(self, keras, rows):
         """Each shard by its own statistics; one update of the averages, weighted by size."""
         layers = keras.layers
@@ -265,20 +266,19 @@ class TestMXNet(ParallelContract):
             assert 0.4 < (masks[first] == masks[second]).mean() < 0.6
         assert all(0.4 < mask.mean() < 0.6 for mask in masks)
 
-    @pytest.mark.parametrize("rows", [16, 2])
-    @pytest.mark.parametrize("unroll", [True, False])
+    @pytest.mark.parametrize("rows, unroll", [(16, True), (2, False)])
     def test_stateful_rnn_keeps_the_states_of_each_row(self, keras, rows, unroll):
         """Against the plain model unrolled: keras-mxnet fails on a stateful one that is not."""
 
         def build(unroll):
             layers = keras.layers
             lstm = layers.LSTM(
-                5, stateful=True, unroll=unroll, implementation=2, batch_input_shape=(rows, 6, 4)
+                5, stateful=True, unroll=unroll, implementation=2, batch_input_shape=(rows, 3, 4)
             )
             return keras.models.Sequential([lstm, layers.Dense(2)])
 
         random = np.random.RandomState(5)
-        inputs, targets = random.normal(size=(48, 6, 4)), random.normal(size=(48, 2))
+        inputs, targets = random.normal(size=(3 * rows, 3, 4)), random.normal(size=(3 * rows, 2))
         results = []
         for parallel in (False, True):
             model = initialise(build(unroll or not parallel))
@@ -302,10 +302,10 @@ class TestMXNet(ParallelContract):
         """That of SGD in the contract, too."""
         inputs, targets = CASES["dense"].data(61)
         plain, model = [self.compiled(keras, "dense", "adam") for _ in range(2)]
-        for devices in ([0], [1, 2], [2, 0], [1], [0, 1, 2], [0], [0, 1]):
+        for devices in ([0], [1, 2], [1], [0, 1, 2]):
             compat.parallelize(model, gpus=devices)
             for each in (plain, model):
-                fit_in_order(each, inputs, targets, epochs=2)
+                fit_in_order(each, inputs, targets)
             self.close(plain.get_weights(), model.get_weights())
             assert plain.optimizer.num_update == model.optimizer.num_update
 
@@ -365,11 +365,11 @@ class TestMXNet(ParallelContract):
         plain.train_on_batch(inputs, targets)
         self.close(plain.get_weights(), model.get_weights())
 
-    @pytest.mark.parametrize("name", in_span(["lstm", "conv"], ["conv"]))
-    def test_predicts_without_compile(self, keras, name):
+    @span
+    def test_predicts_without_compile(self, keras):
         """With the weights of now: oneDNN's fused operations kept those of their first batch."""
-        inputs, _ = CASES[name].data(13)
-        plain, parallel = self.build(keras, name), self.build(keras, name)
+        inputs, _ = CASES["conv"].data(13)
+        plain, parallel = self.build(keras, "conv"), self.build(keras, "conv")
         compat.parallelize(parallel)
         for seed in (1, 2):
             results = [initialise(m, seed).predict(inputs, batch_size=4) for m in (plain, parallel)]
@@ -472,15 +472,13 @@ class TestMXNet(ParallelContract):
             first.predict(inputs), self.compiled(keras, "dense").predict(inputs), rtol=1e-6
         )
 
-    @pytest.mark.parametrize(
-        "name", in_span(["SGD", "Adam", "Nadam", "RMSprop", "Adagrad", "Adadelta"], ["Adam"])
-    )
+    @pytest.mark.parametrize("name", in_span(["SGD", "Adam", "Nadam", "RMSprop"], ["Adam"]))
     def test_optimizer_state_is_saved(self, keras, name, tmp_path):
         inputs, targets = CASES["dense"].data(45)
         options = {"momentum": 0.9, "decay": 0.01} if name == "SGD" else {}
         model = compat.parallelize(self.build(keras, "dense"))
         model.compile(getattr(keras.optimizers, name)(**options), "mse")
-        fit_in_order(model, inputs, targets, epochs=2)
+        fit_in_order(model, inputs, targets)
         path = str(tmp_path / "model.h5")
         model.save(path)
         loaded = keras.models.load_model(path)
@@ -490,14 +488,11 @@ class TestMXNet(ParallelContract):
             fit_in_order(each, inputs, targets)
             self.close(model.get_weights(), each.get_weights(), 1e-6)
 
-    @pytest.mark.parametrize("name", ["SGD", "Adam"])
-    def test_optimizer_state_is_set_while_a_model_trains(self, keras, name):
+    def test_optimizer_state_is_set_while_a_model_trains(self, keras):
         """Ranks take rank 0's so, which may be none."""
         inputs, targets = CASES["dense"].data(45)
-        options = {"momentum": 0.9, "decay": 0.01} if name == "SGD" else {}
-        model = self.build(keras, "dense")
-        model.compile(getattr(keras.optimizers, name)(**options), "mse")
-        states, weights = [], [initialise(model).get_weights()]
+        model = self.compiled(keras, "dense", "adam")
+        states, weights = [], [model.get_weights()]
         for _ in range(2):
             states.append(model.optimizer.get_weights())
             fit_in_order(model, inputs, targets)
@@ -622,16 +617,11 @@ def test_configured_after_mxnet_was_imported(alone, tmp_path):
     )
 
 
-def two_gpus(folder):
-    """PATH with a driver in this folder that lists two GPUs."""
-    driver = folder / "nvidia-smi"
-    driver.write_text('#!/bin/sh\nfor i in 0 1; do echo "$i, GPU-$i, A100, 40000, 0, 0"; done\n')
-    driver.chmod(0o755)
-    return "{}{}{}".format(folder, os.pathsep, os.environ["PATH"])
-
-
 def test_gpus_that_this_mxnet_cannot_use(alone, tmp_path):
     """Noticed at once, not by "simple_bind error" in the first fit; the driver lists two GPUs."""
+    driver = tmp_path / "nvidia-smi"
+    driver.write_text('#!/bin/sh\nfor i in 0 1; do echo "$i, GPU-$i, A100, 40000, 0, 0"; done\n')
+    driver.chmod(0o755)
     printed = alone(
         """
         import warnings
@@ -654,7 +644,7 @@ def test_gpus_that_this_mxnet_cannot_use(alone, tmp_path):
         model.compile("sgd", "mse")
         model.fit(np.ones((4, 3)), np.ones((4, 2)), verbose=0)
         """,
-        PATH=two_gpus(tmp_path),
+        PATH=str(tmp_path) + os.pathsep + os.environ["PATH"],
     )
     assert [line for line in printed.splitlines() if line.startswith("warning: ")] == [
         "warning: memory=4096 MiB per GPU was asked for, but mxnet limits GPU memory by no size. "
@@ -675,29 +665,22 @@ def test_gpus_that_this_mxnet_cannot_use(alone, tmp_path):
         (2, "other GPUs stay visible: mxnet was imported before"),
     ],
 )
-def test_a_build_for_gpus_that_was_imported_before(alone, tmp_path, gpus, applied):
+def test_a_build_for_gpus_that_was_imported_before(imitate, monkeypatch, gpus, applied):
     """As if of this one: what it finds of the driver's two GPUs."""
-    printed = alone(
-        """
-        import mxnet as mx
-        import mxnet.runtime
-        import compat
+    import mxnet as mx
+    import mxnet.runtime
 
-        mx.runtime.Features.is_enabled = lambda self, name: True
-        mx.context.num_gpus = lambda: {}
-        for line in compat.configure_gpu(gpus=[1]).applied:
-            print(line)
-        """.format(gpus),
-        PATH=two_gpus(tmp_path),
-    )
-    assert applied in printed.splitlines()
+    backend = registry.load("mxnet")
+    monkeypatch.setitem(backend.kept, "names", [])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    imitate(mx.runtime.Features, "is_enabled", lambda self, feature_name: True)
+    imitate(mx.context, "num_gpus", lambda: gpus)
+    lines, _ = backend.configure(Settings(Devices(["1"], [1])))
+    assert applied in lines
 
 
 @span
 def test_environ_says_only_what_changes():
-    from compat._configuration.device_choice import Devices
-    from compat._configuration.settings import Settings, parse_memory
-
     backend = registry.load("mxnet")
     settings = Settings(
         Devices(["3", "1"], [3, 1]), parse_memory(0.9), options={"gpu_worker_threads": 4}

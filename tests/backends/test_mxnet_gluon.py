@@ -125,9 +125,20 @@ def contexts(net):
     return [[str(c) for c in p.list_ctx()] for p in net.collect_params().values()]
 
 
-@pytest.mark.parametrize("hybridize", [False, True])
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-@pytest.mark.parametrize("build", in_span([dense, convolutional, recurrent], [dense]))
+@pytest.mark.parametrize(
+    "build, optimizer, hybridize",
+    in_span(
+        [
+            (dense, "sgd", True),
+            (dense, "adam", False),
+            (convolutional, "sgd", False),
+            (convolutional, "sgd", True),
+            (recurrent, "sgd", False),
+            (recurrent, "sgd", True),
+        ],
+        [(dense, "sgd", True), (dense, "adam", False)],
+    ),
+)
 def test_trains_to_the_numbers_of_one_context(mx, build, optimizer, hybridize):
     nets = []
     for parallel in (False, True):
@@ -149,7 +160,7 @@ def test_trains_to_the_numbers_of_one_context(mx, build, optimizer, hybridize):
     assert difference([plain(inputs).asnumpy()], [parallel(inputs).asnumpy()]) < 1e-5
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adagrad"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
 def test_sparse_gradients_of_an_embedding(mx, optimizer):
     """Words that several contexts look up count once."""
 
@@ -171,25 +182,24 @@ def test_sparse_gradients_of_an_embedding(mx, optimizer):
     check_same(run, 1e-6)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("moment", ["before", "between", "after", "training"])
-def test_trainer_made_before_or_after(mx, moment, optimizer):
+def test_trainer_made_before_or_after(mx, moment):
     """And in the middle of training, with the optimizer's state; and back to one context."""
     plain, net = initialise(mx, dense(mx)), initialise(mx, dense(mx))
     if moment == "before":  # parallelize() comes before the Trainer
         compat.parallelize(net)
-    steps = trainer(mx, net, optimizer)
+    steps = trainer(mx, net, "adam")
     if moment == "between":
         compat.parallelize(net)
     if moment == "after":
         net(mx.nd.array(data(4)[0]))
         compat.parallelize(net)
-    plain_steps = trainer(mx, plain, optimizer)
+    plain_steps = trainer(mx, plain, "adam")
     for devices in ([0], [0, 1, 2], [2, 1], [1]):
         if devices != [0] or moment == "training":
             compat.parallelize(net, gpus=devices)
         for each, its in ((plain, plain_steps), (net, steps)):
-            train(mx, each, its)
+            train(mx, each, its, (61, 2))
         assert difference(weights(plain), weights(net)) < 1e-5
     assert contexts(net)[0] == ["cpu(1)"]
     assert not [name for name in vars(net) if name.startswith("_compat")]
@@ -324,9 +334,7 @@ def test_trainer_state_is_saved_and_loaded(mx, tmp_path):
     assert difference(weights(plain), weights(net)) < 1e-5
 
 
-@pytest.mark.parametrize(
-    "options", [{"kvstore": None}, {"update_on_kvstore": True}, {"kvstore": "local"}]
-)
+@pytest.mark.parametrize("options", [{"kvstore": None}, {"update_on_kvstore": True}])
 @pytest.mark.parametrize("moment", ["before", "training"])
 def test_kvstores(mx, options, moment):
     """Also without one, where MXNet would sum no gradients over the contexts."""
@@ -369,7 +377,7 @@ def test_gradients_clipped_between_allreduce_and_update(mx):
 # Where mathematics forbids one context's numbers --------------------------------------------------
 
 
-@pytest.mark.parametrize("rows", in_span([61, 16, 2], [61]))
+@pytest.mark.parametrize("rows", in_span([61, 2], [61]))
 def test_batchnorm_by_numbers(mx, rows, tmp_path):
     """Each shard by its own statistics; one step of the running ones, weighted by shard size."""
     norm = mx.gluon.nn.BatchNorm(momentum=0.75, in_channels=8)

@@ -106,16 +106,13 @@ def one_contexts_numbers(mx, *args, has_predicted=False, **options):
 
 ACROSS = {
     "mean": lambda F, x: F.broadcast_sub(x, F.mean(x, axis=0, keepdims=True)),
-    "softmax": lambda F, x: F.softmax(x, axis=0),
     "dot": lambda F, x: F.dot(F.softmax(F.dot(x, x, transpose_b=True)), x),
     "take": lambda F, x: F.take(x, F.sum(F.abs(x), axis=1)),
-    "l2normalization": lambda F, x: F.transpose(F.L2Normalization(F.transpose(x))),
-    "topk": lambda F, x: x * F.topk(x, axis=0, k=1, ret_typ="mask"),
 }
 
 
 @pytest.mark.parametrize("hybridize", [False, True])
-@pytest.mark.parametrize("name", in_span(sorted(ACROSS), ["mean", "softmax"]))
+@pytest.mark.parametrize("name", in_span(sorted(ACROSS), ["mean"]))
 def test_operations_across_rows_run_whole(mx, name, hybridize):
     texts, net = one_contexts_numbers(mx, ACROSS[name], hybridize=hybridize)
     operation = "{}_{}0".format(net[1].name, name)
@@ -126,7 +123,7 @@ def test_operations_across_rows_run_whole(mx, name, hybridize):
     assert [a.rows - b for a, b in zip(compat.report().devices, before)] == [13, 0, 0]
 
 
-@pytest.mark.parametrize("name", in_span(sorted(ACROSS), ["mean"]))
+@pytest.mark.parametrize("name", in_span(["mean", "take"], ["mean"]))
 def test_blocks_that_are_not_traced_are_tried(mx, name):
     texts, net = one_contexts_numbers(mx, ACROSS[name], hybrid=False)
     assert texts == [TRIED.format(net.name) + WHOLE]
@@ -185,10 +182,8 @@ def test_operations_across_rows_of_mxnets_numpy(mx):
     mx.npx.set_np()
     try:
         for function in (
-            lambda F, x: x - F.np.mean(x),
             lambda F, x: x - F.np.mean(x, axis=0),
             lambda F, x: F.npx.softmax(x, axis=0),
-            lambda F, x: F.np.cumsum(x, axis=0),
         ):
             inputs = mx.np.array(np.random.RandomState(0).normal(size=(13, 8)))
             block = block_of(mx, function)

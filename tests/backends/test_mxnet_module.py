@@ -97,8 +97,9 @@ def test_fit_gives_the_numbers_of_one_context(mx):
     assert [str(context) for context in module._context] == DEVICES
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-@pytest.mark.parametrize("first", in_span([64, 61, 2, 1], [61]))
+@pytest.mark.parametrize(
+    "first, optimizer", in_span([(64, "sgd"), (61, "adam"), (1, "sgd")], [(61, "adam")])
+)
 def test_steps_of_any_size(mx, first, optimizer):
     """Bound to one size, and given others; less rows than contexts, too."""
     modules = [optimised(bound(mx, first, parallel), optimizer) for parallel in (False, True)]
@@ -251,20 +252,19 @@ def losses(mx):
     sym = mx.sym
     plain = symbol(mx).get_internals()["b_output"]
     label = sym.var("softmax_label")
-    softmax = sym.softmax(plain, axis=0, name="over_rows")
     centred = sym.broadcast_sub(plain, sym.mean(plain, axis=0, keepdims=True, name="mean_of_rows"))
     return {
         "softmax": symbol(mx, normalization="batch"),
         "mean_loss": sym.MakeLoss(sym.mean(plain * plain), name="mean_loss"),
-        "total": sym.MakeLoss(sym.sum(sym.square(plain)), name="total"),
         "mean_of_rows": sym.SoftmaxOutput(centred, label, name="softmax"),
-        "over_rows": sym.SoftmaxOutput(softmax * 3, label, name="softmax"),
     }
 
 
-@pytest.mark.parametrize("bound_first", [False, True])
 @pytest.mark.parametrize(
-    "name", in_span(["softmax", "mean_loss", "total", "mean_of_rows", "over_rows"], ["softmax"])
+    "name, bound_first",
+    in_span(
+        [("softmax", False), ("mean_loss", True), ("mean_of_rows", False)], [("softmax", False)]
+    ),
 )
 def test_what_computes_across_rows_runs_whole(mx, name, bound_first):
     """With one context's numbers, for batches of any size, and a warning."""
