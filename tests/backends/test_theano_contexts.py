@@ -23,6 +23,7 @@ os.environ["THEANO_FLAGS"] = os.environ["THEANO_FLAGS"].replace(
     test_theano.IN_PYTHON, test_theano.COMPILING
 )
 os.environ["CUDA_LAUNCH_BLOCKING"] = "1"  # without it Theano does not profile
+os.environ["POCL_EXTRA_BUILD_FLAGS"] = "-cl-opt-disable"  # kernels compile in a quarter of the time
 # Fixtures:
 profiles_not_printed = test_theano.profiles_not_printed
 theano_process = test_theano.theano_process
@@ -47,16 +48,14 @@ class InNumpy:
         self.weights = weights
 
     def outputs(self, inputs):
-        kernel, last_kernel, bias = self.weights
-        hidden = np.tanh(inputs @ kernel)
-        return hidden, hidden @ last_kernel + bias
+        hidden = inputs @ self.weights[0]
+        return hidden, hidden @ self.weights[1]
 
     def step(self, inputs, targets):
         """One of SGD with momentum; the loss before it."""
         hidden, outputs = self.outputs(inputs)
         back = 2 * (outputs - targets) / targets.size
-        back_hidden = back @ self.weights[1].T * (1 - hidden**2)
-        gradients = [inputs.T @ back_hidden, hidden.T @ back, back.sum(axis=0)]
+        gradients = [inputs.T @ back @ self.weights[1].T, hidden.T @ back]
         self.velocities = [0.9 * v - 0.05 * g for v, g in zip(self.velocities, gradients)]
         self.weights = [weight + v for weight, v in zip(self.weights, self.velocities)]
         return np.mean((outputs - targets) ** 2)
@@ -82,9 +81,9 @@ class OnContexts(test_theano.TestTheano):
     def compiled(self, keras, name, optimizer_name="sgd", parallel=False):
         if self.model is None:
             # Of few different operations; random weights would be the GPUs' work, too.
-            layers, zeros = keras.layers, {"kernel_initializer": "zeros"}
-            hidden = layers.Dense(6, activation="tanh", use_bias=False, input_shape=(8,), **zeros)
-            model = keras.models.Sequential([hidden, layers.Dense(4, **zeros)], name=name)
+            layers, few = keras.layers, {"kernel_initializer": "zeros", "use_bias": False}
+            both = [layers.Dense(6, input_shape=(8,), **few), layers.Dense(4, **few)]
+            model = keras.models.Sequential(both, name=name)
             self.model = self.ready(keras, model)
         weights = initialise(self.model).get_weights()
         if not parallel:
@@ -105,7 +104,6 @@ class TestContexts:
     """
 
     contract = OnContexts()
-    cases = ["dense"]
 
     @pytest.fixture(scope="class")
     def configuration(self):
@@ -124,25 +122,21 @@ class TestContexts:
         assert not configuration.warnings  # the flags are asked for, if they name no CUDA GPU
         assert compat.configure_gpu(theano_flags=FLAGS) is configuration
 
-    @pytest.mark.parametrize("name", cases)
-    def test_trains_to_the_numbers_of_one_device(self, keras, name):
-        self.contract.test_trains_to_the_numbers_of_one_device(keras, BATCHES, name, "sgd")
+    def test_trains_to_the_numbers_of_one_device(self, keras):
+        self.contract.test_trains_to_the_numbers_of_one_device(keras, BATCHES, "dense", "sgd")
 
-    @pytest.mark.parametrize("name", cases)
-    def test_evaluates_and_predicts_what_one_device_does(self, keras, name):
-        self.contract.test_evaluates_and_predicts_what_one_device_does(keras, BATCHES, name)
+    def test_evaluates_and_predicts_what_one_device_does(self, keras):
+        self.contract.test_evaluates_and_predicts_what_one_device_does(keras, BATCHES, "dense")
 
-    @pytest.mark.parametrize("name", cases)
-    def test_forward_and_backward_run_on_every_device(self, keras, configuration, name):
-        self.contract.test_forward_and_backward_run_on_every_device(keras, configuration, name)
+    def test_forward_and_backward_run_on_every_device(self, keras, configuration):
+        self.contract.test_forward_and_backward_run_on_every_device(keras, configuration, "dense")
 
     @pytest.mark.parametrize("samples", sorted(SHARDS))
     def test_batch_is_split_evenly(self, keras, samples):
         self.contract.test_batch_is_split_evenly(keras, samples)
 
-    @pytest.mark.parametrize("layer", ["SimpleRNN", "LSTM"])
-    def test_unrolled_loop(self, keras, configuration, layer):
-        self.contract.test_unrolled_loop(keras, configuration, layer)
+    def test_unrolled_loop(self, keras, configuration):
+        self.contract.test_unrolled_loop(keras, configuration)
 
     def test_default_context_is_the_first_again(self, keras):
         """Each device's functions are made, and run, while its context is the default one."""
