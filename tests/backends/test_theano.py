@@ -17,7 +17,7 @@ from compat._configuration import detection, packages, registry
 from compat._configuration.device_choice import Devices, choose
 from compat._configuration.gpu_selection import parse_gpus
 from compat._configuration.settings import Memory, Settings
-from compat.testing import CASES, DEVICES, ParallelContract, in_span, span
+from compat.testing import CASES, DEVICES, ParallelContract, span
 from compat.testing.terminals import terminal
 
 from .messages import refusal
@@ -29,7 +29,7 @@ RECORDING = "profile=True,profiling.destination={},allow_gc=False".format(os.dev
 # They run Theano's implementations in Python, which takes a third of the time that it takes to
 # compile those in C; test_compiled_functions_do_the_same takes them.
 IN_PYTHON = "optimizer=fast_compile,optimizer_excluding=conv_gemm:AbstractConvCheck,cxx="
-COMPILING = "gcc.cxxflags=-O0"
+COMPILING = "gcc.cxxflags=-O0 -g0"
 os.environ.setdefault("THEANO_FLAGS", ",".join([IN_PYTHON, RECORDING]))
 
 # Whether the order of sys.modules tells who imported a module.
@@ -225,12 +225,12 @@ class TestTheano(ParallelContract):
             model.reset_states()
         self.close(*[[model.predict(inputs, batch_size=7)] for model in models])
 
-    @pytest.mark.parametrize("layer", in_span(["SimpleRNN", "LSTM"], ["SimpleRNN"]))
-    def test_unrolled_loop(self, keras, configuration, layer):
+    @span
+    def test_unrolled_loop(self, keras, configuration):
         """Its products are those of the function itself."""
 
         def build():
-            loop = getattr(keras.layers, layer)(3, unroll=True, input_shape=(2, 4))
+            loop = keras.layers.SimpleRNN(3, unroll=True, input_shape=(2, 4))
             return keras.models.Sequential([loop, keras.layers.Dense(2)])
 
         random = np.random.RandomState(1)
@@ -478,28 +478,7 @@ def test_gpus_that_do_not_come_up_are_a_warning(theano_process, machine):
     assert set(shown["where"]) <= {"-c", "<string>"}  # the caller's line
 
 
-@pytest.mark.parametrize(
-    "device, plug, environ, text",
-    [
-        (
-            "cuda1",
-            0,
-            {},
-            "Theano's flags say device=cuda1, but compat chose CPU, so device=cpu was set. `compat "
-            "env` tells which GPUs are visible.",
-        ),
-        (
-            "opencl0:0",
-            1,
-            {"CUDA_VISIBLE_DEVICES": ""},
-            "Theano's flags say device=opencl0:0, but compat chose CPU, so device=cpu was set. For "
-            'a device that is no CUDA GPU pass theano_flags={"device": "opencl0:0"}.',
-        ),
-    ],
-)
-def test_a_gpu_in_the_flags_is_not_given_up_in_silence(
-    theano_process, machine, device, plug, environ, text
-):
+def test_a_gpu_in_the_flags_is_not_given_up_in_silence(theano_process, machine):
     shown = theano_process(
         """
         configuration, warned = configured()
@@ -510,18 +489,28 @@ def test_a_gpu_in_the_flags_is_not_given_up_in_silence(
             reported=configuration.warnings,
         )
         """,
-        flags="device={},FloatX=float32,bogus=1".format(device),
-        **dict(environ, PATH=plugged(machine, plug)),
+        flags="device=cuda1,FloatX=float32,bogus=1",
+        PATH=plugged(machine, 0),
     )
     assert shown["device"] == "cpu"
     assert (
         shown["warned"]
         == shown["reported"]
         == [
-            text,
+            "Theano's flags say device=cuda1, but compat chose CPU, so device=cpu was set. `compat "
+            "env` tells which GPUs are visible.",
             "FloatX=float32: Theano 1.0.5 has no flag FloatX, and ignores it. Did you mean floatX?",
         ]
     )
+
+
+def test_a_device_that_is_no_cuda_gpu_is_not_given_up_in_silence(theano, machine):
+    machine.plug(1)
+    hidden = choose(parse_gpus(None), None, {"CUDA_VISIBLE_DEVICES": ""})
+    assert theano.overruled(Settings(hidden), {"THEANO_FLAGS": "device=opencl0:0"}) == [
+        "Theano's flags say device=opencl0:0, but compat chose CPU, so device=cpu was set. For "
+        'a device that is no CUDA GPU pass theano_flags={"device": "opencl0:0"}.'
+    ]
 
 
 @pytest.mark.parametrize("flags", ["device=opencl0:0", "contexts=a->opencl0:0;b->opencl0:1"])
@@ -630,8 +619,7 @@ def test_compiled_functions_do_the_same(theano_process):
 def test_optimized_functions_do_the_same(theano_process):
     """With all of Theano's optimizations, as users have it: operations overwrite their inputs."""
     program = """
-    for kind in (layers.GRU, layers.LSTM):
-        train(kind(4, implementation=2, input_shape=(5, 3)), layers.Dense(2))
+    train(layers.LSTM(4, implementation=2, input_shape=(5, 3)), layers.Dense(2))
     show(differences=differences)
     """
     shown = theano_process(
@@ -697,7 +685,6 @@ def test_after_the_import_what_theano_allows_is_set(theano_process):
     ]
 
 
-@span
 def test_the_first_import_is_named(theano_process, machine):
     shown = theano_process(
         """
@@ -772,28 +759,22 @@ def test_a_file_that_theano_cannot_read_is_an_error_before_the_import(theano_pro
     assert path.read_text() == "floatX = float32\n"
 
 
-def test_persist_numbers_gpus_as_without_compat(theano, tmp_path):
-    """CUDA_VISIBLE_DEVICES of this process does not go into the file."""
-    settings = Settings(Devices(["7"], [2]), persist=True)
-    assert theano._flags(settings, {"HOME": str(tmp_path)}, [2]) == {"device": "cuda2"}
-
-
 # What is asked, in Theano's words -------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "version, one, several",
     [
-        ("0.8.2", {"device": "gpu0", "lib.cnmem": "0.5"}, "gpu0"),
-        ("0.9.0", {"device": "cuda0", "gpuarray.preallocate": "0.5"}, "cuda0"),
-        ("1.0.5", {"device": "cuda0", "gpuarray.preallocate": "0.5"}, "cuda0"),
+        ("0.8.2", {"device": "gpu2", "lib.cnmem": "0.5"}, "gpu0"),
+        ("0.9.0", {"device": "cuda2", "gpuarray.preallocate": "0.5"}, "cuda0"),
+        ("1.0.5", {"device": "cuda2", "gpuarray.preallocate": "0.5"}, "cuda0"),
     ],
 )
 def test_names_by_version(theano, tmp_path, monkeypatch, version, one, several):
     monkeypatch.setattr(detection, "installed_version", lambda backend: version)
     environ = {"HOME": str(tmp_path)}
     settings = Settings(Devices(["5"], [5]), memory=Memory(fraction=0.5))
-    assert theano._flags(settings, environ, [0]) == one
+    assert theano._flags(settings, environ, [2]) == one
     flags = theano._flags(Settings(Devices(["5", "1"], [5, 1])), environ, [0, 1])
     contexts = {"contexts": "dev0->cuda0;dev1->cuda1"} if several == "cuda0" else {}
     assert flags == dict({"device": several}, **contexts)
@@ -834,10 +815,8 @@ def test_the_environment_before_the_import(theano, tmp_path):
         ("optimizer=None", "it is a str"),
         ({"floatX": "float32"}, "floatX is set by floatx="),
         ({"a b": "1"}, "'a b' is no name of a flag"),
-        ({3: "1"}, "3 is no name of a flag"),
         ({"mode": None}, "None is neither a number, True, False, nor one line of text"),
         ({"mode": "a\nb"}, "'a\\nb' is neither a number, True, False, nor one line of text"),
-        ({"mode": " a"}, "' a' is neither a number, True, False, nor one line of text"),
     ],
 )
 def test_wrong_forms_of_theano_flags(theano, tmp_path, flags, problem):
@@ -873,21 +852,14 @@ def test_nothing_is_wrong(problems):
 
 @span
 def test_flags_that_theano_ignores_or_refuses(problems, theano):
-    version = theano.import_framework().__version__
+    unknown = "Theano {} has no flag".format(theano.import_framework().__version__)
     flags = "FloatX=float32,optimiser=fast_run,gpuarray.prealocate=1,bogus=1"
-    meant = {"FloatX": "floatX", "optimiser": "optimizer"}
-    meant.update({"gpuarray.prealocate": "gpuarray.preallocate", "bogus": None})
     assert problems(THEANO_FLAGS=flags) == [
-        str(
-            "{}={}: Theano {} has no flag {}, and ignores it.{}".format(
-                name,
-                value,
-                version,
-                name,
-                " Did you mean {}?".format(meant[name]) if meant[name] else "",
-            )
-        )
-        for name, value in (flag.split("=") for flag in flags.split(","))
+        "FloatX=float32: {} FloatX, and ignores it. Did you mean floatX?".format(unknown),
+        "optimiser=fast_run: {} optimiser, and ignores it. Did you mean optimizer?".format(unknown),
+        "gpuarray.prealocate=1: {} gpuarray.prealocate, and ignores it. Did you mean "
+        "gpuarray.preallocate?".format(unknown),
+        "bogus=1: {} bogus, and ignores it.".format(unknown),
     ]
     assert problems(THEANO_FLAGS="device=CPU,exception_verbosity=hi,floatX=float31") == [
         "device=CPU: Theano takes cpu, cuda0 or opencl0:0. For example: "
@@ -910,23 +882,19 @@ def test_the_flags_read_from_the_file_are_theanos(theano):
 
 
 def test_a_device_that_cannot_be_brought_up(problems, machine, tmp_path, monkeypatch):
-    without_pygpu = [
-        str(
-            "device={}: Theano needs the package pygpu for it, which is not installed, and goes "
-            "on with the CPU. Install libgpuarray and pygpu 0.7, in a conda environment: conda "
-            "install pygpu=0.7".format("cuda0")
-        )
-    ]
     if importlib.util.find_spec("pygpu") is None:
-        assert problems(THEANO_FLAGS="device=cuda0") == without_pygpu
+        assert problems(THEANO_FLAGS="device=cuda0") == [
+            "device=cuda0: Theano needs the package pygpu for it, which is not installed, and goes "
+            "on with the CPU. Install libgpuarray and pygpu 0.7, in a conda environment: conda "
+            "install pygpu=0.7"
+        ]
     path = os.environ["PATH"]
     (tmp_path / "pygpu.py").write_text("raise ImportError('imported')")
     monkeypatch.setattr(sys, "path", [str(tmp_path)] + sys.path)
     importlib.invalidate_caches()
     assert problems(THEANO_FLAGS="device=cuda0") == [
-        "device={}: no GPU is visible, and Theano goes on with the CPU. To say so: {}".format(
-            "cuda0", overruling("device=cpu")
-        )
+        "device=cuda0: no GPU is visible, and Theano goes on with the CPU. To say so: "
+        + overruling("device=cpu")
     ]
     machine.plug(1)
     assert problems(THEANO_FLAGS="device=cuda0", PATH=path) == []
@@ -973,12 +941,3 @@ def test_what_is_wrong_in_files(problems, tmp_path):
     found = problems(THEANORC=str(path))
     assert len(found) == 1
     assert found[0].startswith("{} cannot be read: File contains no section".format(path))
-
-
-def test_the_files_of_a_report_are_those_that_exist(tmp_path):
-    environ = {"HOME": str(tmp_path), "THEANORC": "~/a:~/b"}
-    (tmp_path / "b").write_text("[global]\ndevice = cpu\n")
-    flags = theano_flags.Flags(environ)
-    assert flags.files == [str(tmp_path / "b")]
-    assert list(flags.spelled_as(())) == [("device", "cpu")]
-    assert flags.get("device") == "cpu" and flags.get("floatX") is None
