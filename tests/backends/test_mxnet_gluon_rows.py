@@ -135,7 +135,6 @@ LOSSES = {
     "sum": (lambda F, x: F.sum(F.square(x)) * 0.1, None),
     "mean": (lambda F, x: F.mean(F.square(x)) + 0.5 * F.mean(x), None),
     "norm": (lambda F, x: F.norm(x), "norm"),
-    "square of the mean": (lambda F, x: F.square(F.mean(x)), "mean"),
 }
 
 
