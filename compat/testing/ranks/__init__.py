@@ -8,9 +8,9 @@ A backend's test file is mostly one subclass::
         backend = "mybackend"
 
 Run it as ``compat.testing``'s. All that trains and compares runs in one job for each number of
-ranks: two on this machine and three on two machines, and a fault ends it. Each other fault is a job
-of its own. Most of the time goes into starting processes that import a framework, so that no job
-has more ranks than it needs.
+ranks: two on this machine and three on two machines, each ended by a fault. Each other fault is a
+job of its own. Most of the time goes into starting processes that import a framework, so that no
+job has more ranks than it needs.
 
 ``NativeRanksContract`` is the same for models of the framework's own kind.
 """

@@ -1,9 +1,9 @@
-"""Graphs of Keras 2, in which all takes the longer the more models they have had."""
+"""A new graph for Keras 2, where building a model takes longer the more were built before it."""
 
 from ..models import clear_session, keras_under_test
 
 
 def new_graph():
-    """Leave the graph with the models so far; other Kerases have none."""
+    """Leave the models built so far behind; Keras 3 has no graph to leave."""
     if not hasattr(keras_under_test(), "ops"):
         clear_session(keras_under_test())
