@@ -540,16 +540,17 @@ if TRAIN_STEP and not KERAS3:  # which take no such batches
 
 def test_normalization_is_divided(keras):
     """tf.keras computes that of layers by that of fused batches, where each row is a channel."""
+    layers = keras.layers
 
-    def build():
-        layers = keras.layers
+    def build(normalized):
         inputs = layers.Input((8,))
-        hidden = layers.Dense(5)(layers.BatchNormalization()(inputs))
-        outputs = layers.Dense(4, activity_regularizer="l2")(layers.LayerNormalization()(hidden))
+        hidden = normalized()(layers.Dense(5)(inputs))
+        outputs = layers.Dense(4, activity_regularizer="l2")(hidden)
         return keras.models.Model(inputs, outputs)
 
     with is_divided():
-        trained(build, parallel=[True])
+        same(trained(lambda: build(layers.LayerNormalization)))
+        trained(lambda: build(layers.BatchNormalization), parallel=[True])
 
 
 @tf.custom_gradient
