@@ -273,11 +273,15 @@ class TestTensorFlow1(ParallelContract):
             wrong += largest_difference(expected, model.get_weights()) > 1e-6
         assert wrong == 0
 
-    def check_nothing_undivided(self, model, ran):
-        """That a step ran no operation of the part of the graph that computes the whole batch."""
+    def check_nothing_undivided(self, model, ran, more_than=0):
+        """That a step ran no operation of the part of the graph that computes the whole batch.
+
+        Arguments:
+            more_than: that part has more operations than these.
+        """
         names = {node.name for nodes in ran.values() for node in nodes}
         undivided = vars(model)["_compat_functions"]._replicas.part.operations
-        assert len(undivided) > 2 * len(model.layers)
+        assert len(undivided) > more_than
         assert not names & {op.name for op in undivided}
 
     # What runs ------------------------------------------------------------------------------
@@ -296,7 +300,7 @@ class TestTensorFlow1(ParallelContract):
         compat.parallelize(model).compile("sgd", "categorical_crossentropy", ["accuracy"])
         inputs, targets = CASES["dense"].data(13)
         ran = self.ran(model, inputs, targets)
-        self.check_nothing_undivided(model, ran)
+        self.check_nothing_undivided(model, ran, more_than=30)
         for index, device in enumerate(sorted(ran)):
             here = {
                 node.name.split("/")[0] for node in ran[device] if op_placement.is_product(node)

@@ -122,7 +122,8 @@ class Jobs(OfBackend):
             if fault:
                 calls = calls + [self.call_of_fault(fault)]
             job = self.start(size, folder, *calls, **options)
-            assert bool(job.status) == bool(fault), job.out + job.err
+            expected = {each.fault: each.status for each in FAILING_JOBS}[fault] if fault else 0
+            assert job.status == expected, job.out + job.err
             done = os.path.join(folder, "{}-{}-0.json".format(last, size))  # before the fault
             assert os.path.exists(done), job.out + job.err
             if size > 1 and "--report" in self.before:
