@@ -59,14 +59,18 @@ exit {status}
 def pytest_collection_modifyitems(config, items):
     """Tests marked ``gpu`` run where they are asked for, ``-m gpu``, and fail without a GPU.
 
-    The rows that tests are marked with go to the results, for tests/support_table.py.
+    Those marked ``slow`` run where COMPAT_TEST_SLOW is set, and with ``-m slow``. The rows that
+    tests are marked with go to the results, for tests/support_table.py.
     """
     for item in items:
         item.user_properties += [("row", mark.args[0]) for mark in item.iter_markers("row")]
-    if "gpu" not in config.getoption("-m"):
-        hardware = [item for item in items if item.get_closest_marker("gpu")]
-        config.hook.pytest_deselected(items=hardware)
-        items[:] = [item for item in items if item not in hardware]
+    selected = config.getoption("-m")
+    runs_slow = "slow" in selected or os.environ.get("COMPAT_TEST_SLOW", "0") != "0"
+    left_out = [] if "gpu" in selected else ["gpu"]
+    left_out += [] if runs_slow else ["slow"]
+    deselected = {i for i in items if any(i.get_closest_marker(mark) for mark in left_out)}
+    config.hook.pytest_deselected(items=[item for item in items if item in deselected])
+    items[:] = [item for item in items if item not in deselected]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -22,7 +22,8 @@ Run it with the environment variable ``COMPAT_TEST_KERAS`` set to the Keras unde
 for TensorFlow 2 in v1 mode. Needs pytest and numpy.
 
 Every test is the whole contract. ``-m span`` runs the span contract, a part that takes about a
-minute and sees what differs between versions of one backend; register the marker in your pytest's
+minute and sees what differs between versions of one backend; ``-m "not slow"`` leaves out what
+takes long and is tested in fewer cases besides. Register both markers in your pytest's
 configuration.
 """
 
@@ -43,7 +44,7 @@ from .models import (
 )
 from .native import NativeContract, NativeModels
 from .parallel import ParallelContract
-from .spans import contract_of, in_span, span
+from .spans import contract_of, in_span, slow, span
 
 __all__ = [
     "BATCHES",
@@ -64,5 +65,6 @@ __all__ = [
     "keras_under_test",
     "largest_difference",
     "optimizer",
+    "slow",
     "span",
 ]

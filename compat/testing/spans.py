@@ -1,9 +1,11 @@
-"""The span contract: the part of the contract that rows of another version of a backend run."""
+"""The parts of the contract: what rows of another version of a backend run, and what takes long."""
 
 import pytest
 
 #: Marks the tests of the span contract.
 span = pytest.mark.span
+#: Marks tests that take long, and whose subject other tests cover in fewer cases.
+slow = pytest.mark.slow
 
 
 def contract_of(config):
