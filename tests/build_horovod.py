@@ -3,12 +3,13 @@
     python tests/build_horovod.py FOLDER
 
 The framework is TensorFlow or MXNet, whichever is installed. FOLDER keeps the wheels, for other
-environments and later runs: no registry has any. A build takes 35 to 55 CPU-seconds. pip's own
-cache would not tell frameworks apart, so it is left out.
+environments and later runs: no registry has any. A build takes 35 to 55 CPU-seconds on a fast
+machine. pip's own cache would not tell frameworks apart, so it is left out.
 """
 
 import fcntl
 import glob
+import hashlib
 import importlib
 import importlib.util
 import os
@@ -70,7 +71,8 @@ def wheel(folder):
     """The path of the wheel, which is built if it is not there."""
     (framework,) = filter(importlib.util.find_spec, FRAMEWORKS)
     version = importlib.import_module(framework).__version__
-    name = "python{}.{}-{}{}".format(*sys.version_info[:2], framework, version)
+    recipe = hashlib.sha256(repr((HOROVOD, sorted(BUILD.items()), TOOLCHAIN)).encode()).hexdigest()
+    name = "python{}.{}-{}{}-{}".format(*sys.version_info[:2], framework, version, recipe[:8])
     target = os.path.join(folder, name)
     os.makedirs(target, exist_ok=True)
     with open(target + ".lock", "w") as lock:
