@@ -27,9 +27,6 @@ from compat._ranks.launch.watching import Ended
 from compat._ranks.place import Place
 from compat._runtime import by_path
 
-# How many signals are sent at random moments: a job takes a quarter of a second of CPU.
-CASES = int(os.environ.get("COMPAT_TEST_CASES", 300 if sys.version_info >= (3, 13) else 30))
-
 
 def _bare(command):
     """Without installed packages, which a job needs none of: it starts in half the time."""
@@ -827,7 +824,7 @@ def test_the_exit_status_is_that_of_the_last_start(finished, tmp_path):
     [
         ("import argparse; argparse.ArgumentParser().error('no')", 2),
         ("import missing_module", 1),
-        ("    nothing = = 1", 1),
+        pytest.param("    nothing = = 1", 1, marks=pytest.mark.slow),
     ],
 )
 def test_a_script_that_cannot_run_is_not_started_again(finished, program, expected):
@@ -942,18 +939,18 @@ VERDICTS = {
 }
 
 
-def _jobs():
+def _jobs(cases):
     """How many ranks each job has, and the signals to its processes: SIGSTOP leaves it for more.
 
     Each process gets each signal, in a random order, and then all of them do again.
     """
     draw, size, signals, pairs = random.Random("signals"), 3, [], []
-    for case in range(CASES):
+    for case in range(cases):
         pairs = pairs or draw.sample(list(itertools.product(TARGETS, SIGNALS)), 30)
         target, number = pairs.pop()
         moment = draw.choice([0, draw.uniform(0, 0.2), draw.uniform(0, 2)])
         signals.append((target, draw.randrange(size), number, moment))
-        if number != signal.SIGSTOP or case == CASES - 1:
+        if number != signal.SIGSTOP or case == cases - 1:
             yield size, signals
             size, signals = draw.choice([2, 3]), []
 
@@ -1014,10 +1011,14 @@ def _signalled(folder, size, signals):
     return "\n".join(sent + ["status {}".format(process.returncode), err, out[-500:]] + left)
 
 
-def test_signals_at_random_moments(tmp_path):
+@pytest.mark.parametrize("cases", [30, pytest.param(300, marks=pytest.mark.slow)])
+def test_signals_at_random_moments(tmp_path, cases):
     """To any process of a job."""
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        jobs = [pool.submit(_signalled, tmp_path / str(n), *job) for n, job in enumerate(_jobs())]
+        jobs = [
+            pool.submit(_signalled, tmp_path / str(number), *job)
+            for number, job in enumerate(_jobs(cases))
+        ]
         wrong = [job.result() for job in jobs]
     assert not any(wrong), "\n".join(filter(None, wrong))
 
