@@ -33,6 +33,12 @@ def tree(source):
     return ast.parse(source)
 
 
+@functools.lru_cache(None)
+def nodes(parsed):
+    """All nodes of a tree, which takes longer than to parse it."""
+    return list(ast.walk(parsed))
+
+
 def template(node):
     """What a text is, an f-string as ``str.format()`` would take it; None of other constants."""
     if isinstance(node, ast.JoinedStr):
@@ -52,25 +58,25 @@ def template(node):
 
 def text_nodes(parsed):
     """The nodes of all texts, an f-string as a whole."""
-    strings = [node for node in ast.walk(parsed) if isinstance(node, ast.JoinedStr)]
+    strings = [node for node in nodes(parsed) if isinstance(node, ast.JoinedStr)]
     parts = {part for node in strings for part in ast.walk(node) if part is not node}
     kinds = "Constant", "Str", "JoinedStr"
-    return [node for node in ast.walk(parsed) if type(node).__name__ in kinds and node not in parts]
+    return [node for node in nodes(parsed) if type(node).__name__ in kinds and node not in parts]
 
 
 @functools.lru_cache(None)
 def texts(source):
     """The texts in a source, without docstrings."""
-    parsed = ast.parse(source)
+    parsed = tree(source)
     docstrings = {
         node.body[0].value
-        for node in ast.walk(parsed)
+        for node in nodes(parsed)
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
         and node.body
         and isinstance(node.body[0], ast.Expr)
     }
-    nodes = [node for node in text_nodes(parsed) if node not in docstrings]
-    return [text for text in map(template, nodes) if text is not None]
+    found = [template(node) for node in text_nodes(parsed) if node not in docstrings]
+    return [text for text in found if text is not None]
 
 
 def is_sentence(text):

@@ -1,9 +1,7 @@
 """How compat writes files: what is there stays what it is. docs/reliability.md has the table."""
 
-import ast
 import errno
 import os
-import re
 import stat
 import subprocess
 import sys
@@ -12,7 +10,6 @@ import types
 
 import pytest
 from conftest import ROOT
-from sources import MODULES, tree
 
 from compat._ranks import ranked_method, saving
 from compat._runtime import safe_files
@@ -253,38 +250,3 @@ def test_a_folder_in_a_file_s_place_is_an_error_and_stays(tmp_path):
     with pytest.raises(IsADirectoryError):
         ranked().save(str(tmp_path / "model.keras"))
     assert (tmp_path / "model.keras" / "notes.txt").read_text() == "old"
-
-
-# How the rest is written -----------------------------------------------------------------------
-
-# What does not write with compat._runtime.safe_files.written(), and how it writes.
-OTHERS = {
-    "compat._runtime.safe_files": "has it",
-    "compat._ranks.saving": "a temporary folder beside the model",
-    "compat._ranks.launch.output": "logs, which are appended to",
-    "compat._configuration.idle": "locks of GPUs",
-    "compat._backends.theano.theanorc": "the lock of .theanorc",
-}
-TEMPORARY = {
-    "compat._backends.jax.timeline", "compat._backends.mxnet.op_placement",
-    "compat._backends.tensorflow2.timeline", "compat._commands.verify_script",
-    "compat._ranks.launch.rank_process", "compat._commands.pytest_plugin.child",
-    "compat._commands.pytest_plugin.own_process", "compat._commands.machines",
-}  # fmt: skip  # into temporary folders of their own
-
-
-def test_all_else_is_written_in_one_way():
-    found = set()
-    for module, (_, source) in MODULES.items():
-        calls = [node for node in ast.walk(tree(source)) if isinstance(node, ast.Call)]
-        for call in calls:
-            name = getattr(call.func, "id", getattr(call.func, "attr", ""))
-            if (
-                name in ("rename", "mkstemp", "mkdtemp", "TemporaryDirectory")
-                or (name == "replace" and "'os'" in ast.dump(call.func))
-                or (name == "open" and re.search("'[rb]*[wax+][b+]*'", ast.dump(call)))
-                or "os.O_CREAT" in source
-            ):
-                found.add(module)
-    found = {each for each in found if not each.startswith("compat.testing")}
-    assert found - {"compat.__main__"} - TEMPORARY == set(OTHERS)

@@ -5,7 +5,7 @@ import collections
 import functools
 import re
 
-from sources import MODULES, texts, tree
+from sources import MODULES, nodes, texts, tree
 
 # From the top to the ground. A module imports from its own room and from those below it. Rooms on
 # one line do not import each other.
@@ -93,6 +93,7 @@ def _imported(module):
                     yield name.name
 
 
+@functools.lru_cache(None)
 def _level(module):
     """The line of ``ROOMS`` that a module belongs to, and its room."""
     module = UPPER_FLOORS.get(module, module)
@@ -195,7 +196,7 @@ def test_no_module_outside_of_backends_and_engines_imports_a_framework():
 def test_no_two_classes_have_the_same_name():
     owners = collections.defaultdict(list)
     for module, (_, source) in sorted(MODULES.items()):
-        for node in ast.walk(tree(source)):
+        for node in nodes(tree(source)):
             if isinstance(node, ast.ClassDef):
                 owners[node.name].append(module)
     assert {name: found for name, found in owners.items() if len(found) > 1} == {}
@@ -216,7 +217,7 @@ def test_an_import_of_compat_within_a_function_says_why():
     silent = []
     for module, (_, source) in MODULES.items():
         lines = source.split("\n")
-        for function in ast.walk(tree(source)):
+        for function in nodes(tree(source)):
             if isinstance(function, ast.FunctionDef):
                 for node in _statements(function):
                     if isinstance(node, ast.ImportFrom) and node.level:
@@ -228,3 +229,38 @@ def test_an_import_of_compat_within_a_function_says_why():
                         if not any("#" in line for line in lines[first : last + 1]):
                             silent.append((module, lines[node.lineno - 1].strip()))
     assert not silent
+
+
+# How files are written --------------------------------------------------------------------------
+
+# What does not write with compat._runtime.safe_files.written(), and how it writes.
+OTHERS = {
+    "compat._runtime.safe_files": "has it",
+    "compat._ranks.saving": "a temporary folder beside the model",
+    "compat._ranks.launch.output": "logs, which are appended to",
+    "compat._configuration.idle": "locks of GPUs",
+    "compat._backends.theano.theanorc": "the lock of .theanorc",
+}
+TEMPORARY = {
+    "compat._backends.jax.timeline", "compat._backends.mxnet.op_placement",
+    "compat._backends.tensorflow2.timeline", "compat._commands.verify_script",
+    "compat._ranks.launch.rank_process", "compat._commands.pytest_plugin.child",
+    "compat._commands.pytest_plugin.own_process", "compat._commands.machines",
+}  # fmt: skip  # into temporary folders of their own
+
+
+def test_all_files_are_written_in_one_way():
+    """That of tests/test_files.py."""
+    found = set()
+    for module, (_, source) in MODULES.items():
+        for call in (node for node in nodes(tree(source)) if isinstance(node, ast.Call)):
+            name = getattr(call.func, "id", getattr(call.func, "attr", ""))
+            if (
+                name in ("rename", "mkstemp", "mkdtemp", "TemporaryDirectory")
+                or (name == "replace" and "'os'" in ast.dump(call.func))
+                or (name == "open" and re.search("'[rb]*[wax+][b+]*'", ast.dump(call)))
+                or "os.O_CREAT" in source
+            ):
+                found.add(module)
+    found = {each for each in found if not each.startswith("compat.testing")}
+    assert found - {"compat.__main__"} - TEMPORARY == set(OTHERS)
