@@ -22,7 +22,7 @@ from compat._configuration import registry
 from compat._configuration.device_choice import choose
 from compat._configuration.gpu_selection import parse_gpus
 from compat._configuration.settings import Memory, Settings
-from compat.testing import CASES, DEVICES, ParallelContract, largest_difference
+from compat.testing import CASES, DEVICES, ParallelContract, largest_difference, slow
 
 from .verification_cases import verified
 
@@ -372,7 +372,7 @@ print(__name__, sys.argv[1:])
 """
 
 
-@pytest.mark.parametrize("as_module", [False, True])
+@pytest.mark.parametrize("as_module", [False, pytest.param(True, marks=slow)])
 def test_a_script_that_configures_is_told_what_took_precedence(tmp_path, as_module):
     """And it runs as Python runs one: its name, its arguments, its folder."""
     (tmp_path / "beside.py").write_text("")

@@ -180,7 +180,7 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("name", list(LOSSES))
-@pytest.mark.parametrize("count", [ROWS, 12, 2])
+@pytest.mark.parametrize("count", [ROWS, 2])
 def test_losses_that_forward_returns(name, count):
     agree(computing(LOSSES[name]), rows(ROWS, 4)[:count], targets()[:count])
 
@@ -250,8 +250,9 @@ def _changed_afterwards(y):
     return total
 
 
-@pytest.mark.parametrize("count", [ROWS, 2])
-@pytest.mark.parametrize("name", sorted(WHOLE))
+@pytest.mark.parametrize(
+    "name, count", [(name, ROWS) for name in sorted(WHOLE)] + [("centred", 2), ("fft", 2)]
+)
 def test_what_takes_the_whole_batch_runs_whole(name, count):
     function, operation, why = WHOLE[name]
     agree(computing(function), rows(count, 4), whole=whole(operation, function, why))

@@ -20,7 +20,7 @@ def recurrent(name, **options):
 
 
 @pytest.mark.parametrize("batch_first", [False, True])
-@pytest.mark.parametrize("name, count", [("LSTM", ROWS), ("LSTM", TIME), ("GRU", 2), ("RNN", ROWS)])
+@pytest.mark.parametrize("name, count", [("LSTM", TIME), ("GRU", 2), ("RNN", ROWS)])
 def test_recurrent_layers(name, batch_first, count):
     shape = (count, TIME) if batch_first else (TIME, count)
     state = rows(4, count, 6)
@@ -65,8 +65,7 @@ def test_packed_within_a_module(enforce_sorted):
     agree(Classifier(), rows(ROWS, TIME, SIZE), lengths)
 
 
-@pytest.mark.parametrize("batch_first", [False, True])
-@pytest.mark.parametrize("count", [ROWS, TIME])
+@pytest.mark.parametrize("batch_first, count", [(False, TIME), (False, ROWS), (True, ROWS)])
 def test_attention(batch_first, count):
     torch.manual_seed(0)
     shape = (count, TIME, SIZE) if batch_first else (TIME, count, SIZE)
@@ -81,8 +80,7 @@ def test_attention(batch_first, count):
     agree(module, x, x, x, attn_mask=rows(count * 2, TIME, TIME), need_weights=False)
 
 
-@pytest.mark.parametrize("batch_first", [False, True])
-@pytest.mark.parametrize("count", [ROWS, TIME])
+@pytest.mark.parametrize("batch_first, count", [(False, TIME), (True, ROWS)])
 def test_transformers(batch_first, count):
     nn = torch.nn
     torch.manual_seed(0)
@@ -116,7 +114,7 @@ def language_model():
     return LanguageModel()
 
 
-@pytest.mark.parametrize("count", [ROWS, TIME, 2])
+@pytest.mark.parametrize("count", [TIME, 2])
 def test_a_language_model_with_time_first(count):
     words = torch.arange(TIME * count).view(TIME, count) % 11
     state = rows(2, count, 6)
@@ -127,7 +125,7 @@ def test_a_language_model_with_time_first(count):
         same(plain(words, (state, state)), module(words, (state, state)), 1e-12)
 
 
-@pytest.mark.parametrize("shape", [(ROWS, TIME), (TIME, TIME), (2, 9)])
+@pytest.mark.parametrize("shape", [(TIME, TIME), (2, 9)])
 def test_rows_first_around_a_layer_with_time_first(shape):
     class Transposing(torch.nn.Module):
         def __init__(self):
@@ -191,7 +189,7 @@ def test_a_transformer_that_takes_words():
             hidden = super().forward(given, self.words(target), tgt_mask=self.mask)
             return self.scores(hidden)
 
-    for count in (ROWS, TIME, 2):
+    for count in (TIME, 2):
         source = torch.arange(TIME * count).view(TIME, count) % 11
         agree(Translator(), source, source[:4] * 3 % 11, atol=1e-10)
 

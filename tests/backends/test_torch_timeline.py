@@ -1,9 +1,7 @@
-"""``compat.timeline()`` on torch: modules, an own profiler, ranks."""
+"""``compat.timeline()`` on torch: modules, and an own profiler."""
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -52,29 +50,3 @@ def test_a_profiler_that_is_recording_is_left_alone(tmp_path):
     )
     assert any(event.name == "aten::sum" for event in profile.events())
     assert not os.listdir(str(tmp_path))
-
-
-SCRIPT = """\
-import torch
-import compat
-compat.configure_gpu()
-model = compat.parallelize(torch.nn.Linear(8, 4))
-for _ in range(3):
-    model(torch.ones(6, 8)).sum().backward()
-"""
-
-
-def test_each_rank_has_a_file(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "compat", "run", "--backend=torch", "--gpus=cpu", "-n2"]
-    subprocess.run(
-        command + ["--timeline", str(tmp_path / "timeline.json"), str(script)],
-        env=dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)),
-        check=True,
-        stderr=subprocess.PIPE,
-    )
-    for rank in range(2):
-        found = ran(tmp_path / "timeline.rank{}.json".format(rank))
-        assert list(found) == ["rank {}: cpu".format(rank)]
-        assert found["rank {}: cpu".format(rank)].count("aten::linear") == 3

@@ -123,8 +123,8 @@ def test_a_step_interrupted_anywhere_leaves_nothing_behind(steps):
         return lambda calls: calls[-1] is ends and calls.count(ends) == number
 
     count = interrupted(functools.partial(made(), rows), lambda calls: False)
-    points = [after(each) for each in range(1, count, count // 12)]
-    points += [at_end(each) for each in range(1, 40, 3)]
+    points = [after(each) for each in range(1, count, count // 6)]
+    points += [at_end(each) for each in range(1, 40, 6)]
     for point in points:
         net = made()
         with contextlib.suppress(KeyboardInterrupt):
