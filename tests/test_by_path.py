@@ -63,7 +63,7 @@ def test_installed_command(folder):
     assert (status, out[:7]) == (0, "compat ")
 
 
-@pytest.mark.parametrize("shadows", ["file", "package"])
+@pytest.mark.parametrize("shadows", ["file", pytest.param("package", marks=pytest.mark.slow)])
 def test_ranks(folder, shadows):
     """The current folder, the first of PYTHONPATH and the script's own are all the user's."""
     if shadows == "package":

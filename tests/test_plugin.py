@@ -139,7 +139,7 @@ NOT_WELL = "As 2 ranks: NOT well, exit status 3 (see above).\n"
 @pytest.mark.parametrize(
     "condition, statuses, verdicts",
     [
-        ("True", (3, 3), (True, None)),  # for a reason of its own
+        pytest.param("True", (3, 3), (True, None), marks=pytest.mark.slow),  # for its own reason
         ("compat.size() > 1", (0, 3), (True, False)),
         ("compat.rank() == 5", (0, 0), (True, True)),
     ],
@@ -186,9 +186,14 @@ OVER_NONE = (
             + WITH_PARALLELIZE,
         ),
         ([], CONFIGURED, OVER_NONE + WITH_PARALLELIZE),
-        (["--parallelize"], "", OVER_NONE.replace("given", "compiled or given")),
+        pytest.param(
+            ["--parallelize"],
+            "",
+            OVER_NONE.replace("given", "compiled or given"),
+            marks=pytest.mark.slow,
+        ),
         ([], PARALLELIZED, None),
-        (["--simulate=1"], CONFIGURED, None),
+        pytest.param(["--simulate=1"], CONFIGURED, None, marks=pytest.mark.slow),
     ],
 )
 def test_simulated_devices_that_nothing_is_divided_over(tmp_path, options, script, said):
@@ -203,7 +208,7 @@ def test_simulated_devices_that_nothing_is_divided_over(tmp_path, options, scrip
         assert last == "compat run: " + said
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.parametrize("method", ["spawn", pytest.param("fork", marks=pytest.mark.slow)])
 def test_processes_that_the_script_starts_find_its_functions(tmp_path, method):
     script = tmp_path / "script.py"
     script.write_text(
@@ -219,7 +224,7 @@ def test_processes_that_the_script_starts_find_its_functions(tmp_path, method):
     assert err.count("--simulate had no effect") == 1  # said by the script's own process
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_folder_or_an_archive_runs_on_simulated_devices_too(tmp_path, packed):
     """With a ``__main__.py``, as Python runs them."""
     folder = tmp_path / "program"

@@ -183,19 +183,15 @@ def test_a_script_is_recorded_from_its_first_parallelized_model(script, tmp_path
     assert table[-1] == "All 3 devices worked: 40 to 42 rows each."
 
 
-def test_each_rank_has_a_file(script, tmp_path):
-    path = script("compat.parallelize(network)\nnetwork.train_on_batch(inputs, targets)\n")
-    with open(path) as file:
-        program = file.read().replace(", simulate=3", "")
-    with open(path, "w") as file:
-        file.write(program)
+def test_each_rank_has_a_file(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(BEGIN.replace(", simulate=3", "") + "compat.parallelize(network)\n")
     timeline = str(tmp_path / "timeline.json")
-    command = COMMAND[:-1] + ("-n2", "--gpus=cpu", "--timeline", timeline, path)
-    status, _, err = run(*command)
+    status, _, err = run(*(COMMAND[:-1] + ("-n2", "--timeline", timeline, str(path))))
     assert status == 0, err
     for rank in range(2):
         found = ran(tmp_path / "timeline.rank{}.json".format(rank))
-        assert found == {"rank {}: cpu:0".format(rank): ["gradients"]}
+        assert list(found) == ["rank {}: cpu:0".format(rank)]
 
 
 def test_a_script_that_parallelizes_nothing_is_told(script, tmp_path):
