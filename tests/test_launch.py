@@ -277,7 +277,7 @@ def _ready(process):
     assert [process.stdout.readline()[3:] for _ in range(2)] == [b" ready\n"] * 2
 
 
-@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize("elsewhere", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_ctrl_c_reaches_each_rank_once_and_all_may_save(job, elsewhere):
     """Rank 0 ends at once, which must not end rank 1 before it has saved."""
     process = job(SAVES.format(0.7), elsewhere=elsewhere)
@@ -467,7 +467,7 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("name", [pytest.param("SIGINT", marks=pytest.mark.slow), "SIGTERM"])
 def test_a_signal_right_after_the_start_of_a_script_ends_all_of_it(tmp_path, name):
     """Not only the rank and its script, since the rank cannot handle the signal yet."""
     mark = str(tmp_path / "child")

@@ -64,30 +64,6 @@ class TestTorch(ParallelContract):
 
     # What is special to Keras on torch --------------------------------------------------------
 
-    @pytest.mark.row("subclassed models")
-    def test_subclassed_model(self, keras):
-        class Mine(keras.Model):
-            def __init__(self):
-                super().__init__()
-                self.hidden = keras.layers.Dense(6, activation="relu")
-                self.classes = keras.layers.Dense(4, activation="softmax")
-
-            def call(self, inputs, training=False):
-                assert training in (True, False)
-                return self.classes(self.hidden(inputs["rows"]))
-
-        rows, targets = CASES["dense"].data(61)
-
-        def build():
-            model = Mine()
-            model({"rows": rows[:1]})
-            return model
-
-        _, parallel = self.train_both(
-            keras, build, "categorical_crossentropy", {"rows": rows}, targets
-        )
-        assert len(self.placement(parallel, {"rows": rows}, targets)) == DEVICES
-
     def test_dropout_masks_of_replicas_differ(self, keras):
         model = keras.models.Sequential(
             [keras.layers.Input((500,)), keras.layers.Dropout(0.5, seed=1)]
@@ -215,13 +191,6 @@ class TestModule:
         assert all(parameter.grad is None for parameter in loaded.parameters())
         assert all(map(torch.equal, before, loaded.parameters()))
         assert compat.parallelize(clone, gpus=1).forward.__self__ is clone
-
-    def test_other_devices_and_back(self, devices):
-        module = network()
-        for gpus, names in (([2, 0], ["cpu:0", "cpu:2"]), (1, []), ([1], ["cpu:1"]), ([0], [])):
-            assert compat.parallelize(module, gpus=gpus) is module
-            assert sorted(placement(lambda: train(module, steps=1))) == names
-        assert "forward" not in vars(module)
 
     @pytest.mark.parametrize("rows", [5, 3, 2])
     def test_batch_normalization_of_small_batches(self, devices, rows):

@@ -155,21 +155,18 @@ def targets(ignored=()):
 F = torch.nn.functional
 CLASS_WEIGHTS = torch.linspace(0.1, 2.0, 5, dtype=torch.float64)
 LOSSES = {
-    "mean": lambda m, y, t: F.cross_entropy(y, t),
     "ignored": lambda m, y, t: F.cross_entropy(y, t, ignore_index=1),
     "class weights": lambda m, y, t: (F.cross_entropy(y, t, weight=CLASS_WEIGHTS), y),
     "smoothed": lambda m, y, t: F.cross_entropy(y, t, label_smoothing=0.1, ignore_index=3),
     "by rows": lambda m, y, t: y.pow(2).sum() / y.shape[0],
     "by rows and not": lambda m, y, t: y.pow(2).sum() / len(y) + 0.1 * y.sum(),
     "inverse": lambda m, y, t: y.pow(2).sum() * (1.0 / len(y)),
-    "by elements": lambda m, y, t: y.pow(2).sum() / y.numel(),
     "by a mask": lambda m, y, t: (y.sum(1) * (t > 1)).sum() / (t > 1).sum().clamp(min=1),
     "selected": lambda m, y, t: y[t > 1].pow(2).mean(),
     "combined": lambda m, y, t: 0.5 * y.mean() + 2 * y.sum() + m.layer.weight.norm(),
     "in place": lambda m, y, t: torch.zeros((), dtype=y.dtype).add_(y.sum()).mul_(2),
     "not linear": lambda m, y, t: y.mean().exp() * y.pow(2).mean().sqrt() + y.norm(),
     "vectors": lambda m, y, t: (y.mean(0), y.sum(0, keepdim=True), y.amax(0), y.max()),
-    "covariance": lambda m, y, t: (y.T @ y / len(y)).pow(2).sum(),
     "of weights": lambda m, y, t: m.layer.weight.pow(2).sum(),
     "sequences": lambda m, y, t: F.cross_entropy(
         y[:, None].expand(-1, 3, -1).reshape(-1, 5), t[:, None].expand(-1, 3).reshape(-1)
