@@ -16,7 +16,6 @@ from outcomes import ended
 from compat._configuration import registry
 from compat._runtime.process import process
 from compat.testing import NativeContract, NativeModels
-from compat.testing.ranks import NativeRanksContract
 
 try:
     import compat_numpy
@@ -84,13 +83,6 @@ class TestNumpy(Networks, NativeContract):
         for device, _, rows in self.record(model, inputs, targets):
             sizes.setdefault(device, rows)
         return list(sizes.values())
-
-
-class TestNumpyRanks(Networks, NativeRanksContract):
-    """By its name, which is enough where the backend is found by it."""
-
-    backend = "numpy"
-    timeout = 5
 
 
 SCRIPT = """\
