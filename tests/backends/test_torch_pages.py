@@ -7,6 +7,7 @@ import numpy as np
 import pages
 import pytest
 
+from compat.testing import slow
 from compat.testing.ranks import RanksContract
 
 
@@ -14,6 +15,7 @@ def test_quick_start(tmp_path):
     assert pages.run("docs/quickstart.md", tmp_path, pages.ENVIRON, ["The script", "torch"]) == 2
 
 
+@slow  # ranks that divide a DataLoader: test_torch_ranks.py
 def test_moving_from_accelerate(tmp_path):
     count = pages.run(
         "docs/migration-from-others.md",

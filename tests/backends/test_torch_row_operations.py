@@ -1,6 +1,7 @@
 """torch: each line of the table of functions, proved by computing with a batch and its parts."""
 
 # ruff: noqa: B008 (a function for a case, which may be called after the next one is made)
+import functools
 import itertools
 import operator
 
@@ -339,6 +340,10 @@ class Case:
         self.inputs = [value.numpy() if hasattr(value, "numpy") else value for value in inputs]
         self.tensors = [place for place, value in enumerate(inputs) if hasattr(value, "numpy")]
         self.whole = self.computed(self.inputs)
+        self.split = functools.lru_cache(None)(self._split)
+
+    def _split(self, place, placement):
+        return rows.split(self.inputs[place], placement)
 
     def followed(self, values, placements, count):
         """The results, tagged."""
@@ -379,7 +384,7 @@ class Case:
     def parts(self, placements):
         split = [[value] * 2 for value in self.inputs]
         for place, placement in zip(self.tensors, placements):
-            split[place] = rows.split(self.inputs[place], placement)
+            split[place] = self.split(place, placement)
         return [list(part) for part in zip(*split)]
 
     def prove(self, name, found):
