@@ -172,60 +172,7 @@ def test_normalising_a_constant_column_is_no_false_alarm(keras):
     assert list(record.incomparable) == ["weight {}".format(model.layers[2].gamma.path)]
 
 
-def test_stateful_layer_with_a_fixed_batch_size_is_divided(keras):
-    def build():
-        layers = keras.layers
-        inputs = layers.Input(batch_shape=(4, 3, 2))
-        return keras.Model(inputs, layers.Dense(1)(layers.LSTM(3, stateful=True)(inputs)))
-
-    random = np.random.RandomState(2)
-    inputs, targets = random.normal(size=(8, 3, 2)), random.normal(size=(8, 1))
-    models = pair(build)
-    for model in models:
-        model.compile(keras.optimizers.SGD(0.1), "mse")
-        fit_in_order(model, inputs, targets, 4, epochs=2)
-    assert_same(models)
-    results = [model.predict(inputs, batch_size=4, verbose=0) for model in models]
-    np.testing.assert_allclose(results[0], results[1], atol=1e-6)
-
-
 @pytest.mark.row("subclassed models")
-def test_subclassed_model_with_a_loss_of_its_own(keras):
-    """Dictionaries in and out, an output without rows, a loss added."""
-    layers = keras.layers
-
-    class Model(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.hidden, self.last = layers.Dense(6, activation="tanh"), layers.Dense(4)
-
-        def call(self, inputs, training=None):
-            hidden = self.hidden(inputs["rows"])
-            self.add_loss(0.1 * keras.ops.mean(hidden * hidden))
-            return {"rows": self.last(hidden), "mean": keras.ops.mean(hidden)}
-
-        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-            loss = keras.ops.mean((y_pred["rows"] - y) ** 2) + y_pred["mean"]
-            return loss + sum(self.losses)
-
-    def build():
-        model = Model()
-        model({"rows": ROWS[:1]})
-        return model
-
-    models, losses = pair(build), []
-    for model in models:
-        model.compile(keras.optimizers.SGD(0.1))
-        losses.append(fit_in_order(model, {"rows": ROWS}, TARGETS, epochs=2).history["loss"])
-    np.testing.assert_allclose(*losses, rtol=1e-5)
-    assert_same(models)
-    found = executed(models[1], {"rows": ROWS}, TARGETS)
-    assert sorted(found) == ["cpu:0", "cpu:1", "cpu:2"]
-    for ran in found.values():
-        assert any(o.is_forward for o in ran) and any(o.is_backward for o in ran)
-        assert not any(len(ROWS) in o.dimensions for o in ran)
-
-
 @pytest.mark.parametrize("parts", ["models", "layers"])
 def test_step_that_calls_the_parts_of_a_model_runs_on_several_devices(keras, parts):
     """As those of GANs and autoencoders do; its step never calls the model itself."""
