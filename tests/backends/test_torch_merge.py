@@ -155,9 +155,7 @@ def targets(ignored=()):
 F = torch.nn.functional
 CLASS_WEIGHTS = torch.linspace(0.1, 2.0, 5, dtype=torch.float64)
 LOSSES = {
-    "ignored": lambda m, y, t: F.cross_entropy(y, t, ignore_index=1),
     "class weights": lambda m, y, t: (F.cross_entropy(y, t, weight=CLASS_WEIGHTS), y),
-    "smoothed": lambda m, y, t: F.cross_entropy(y, t, label_smoothing=0.1, ignore_index=3),
     "by rows": lambda m, y, t: y.pow(2).sum() / y.shape[0],
     "by rows and not": lambda m, y, t: y.pow(2).sum() / len(y) + 0.1 * y.sum(),
     "inverse": lambda m, y, t: y.pow(2).sum() * (1.0 / len(y)),
@@ -167,7 +165,6 @@ LOSSES = {
     "in place": lambda m, y, t: torch.zeros((), dtype=y.dtype).add_(y.sum()).mul_(2),
     "not linear": lambda m, y, t: y.mean().exp() * y.pow(2).mean().sqrt() + y.norm(),
     "vectors": lambda m, y, t: (y.mean(0), y.sum(0, keepdim=True), y.amax(0), y.max()),
-    "of weights": lambda m, y, t: m.layer.weight.pow(2).sum(),
     "sequences": lambda m, y, t: F.cross_entropy(
         y[:, None].expand(-1, 3, -1).reshape(-1, 5), t[:, None].expand(-1, 3).reshape(-1)
     ),
@@ -341,31 +338,6 @@ def test_a_choice_that_makes_no_difference_is_taken():
     agree(computing(forward), rows(ROWS, 4), mask)
 
 
-def test_mixture_of_experts():
-    """Rows are gathered by a mask for each expert; the auxiliary loss is an attribute."""
-    nn = torch.nn
-
-    class Mixture(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.gate = nn.Linear(4, 3)
-            self.experts = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
-
-        def forward(self, x):
-            weights = self.gate(x).softmax(-1)
-            chosen, out = weights.argmax(-1), torch.zeros_like(x)
-            for number, expert in enumerate(self.experts):
-                mine = chosen == number
-                out[mine] = expert(x[mine]) * weights[mine, number].unsqueeze(-1)
-            load = nn.functional.one_hot(chosen, 3).to(x.dtype).mean(0)
-            self.balance = 3 * (load * weights.mean(0)).sum()
-            return out, self.balance
-
-    module, (_, balance) = agree(Mixture(), rows(ROWS, 4))
-    torch.testing.assert_close(module.balance.detach(), balance.detach())
-
-
 @pytest.mark.parametrize("kind", ["linear", "convolution", "hook"])
 def test_spectral_normalization(kind):
     """Its vectors are turned once in a step, as on one device."""
@@ -421,11 +393,6 @@ def _extremes(self, y):
     return scaled
 
 
-def _histogram(self, y):
-    self.counts.index_add_(0, y.argmax(1), torch.ones(len(y), dtype=y.dtype))
-    return y
-
-
 def _attributes(self, y):
     self.calls = getattr(self, "calls", 0) + 1
     self.rows_seen = getattr(self, "rows_seen", 0) + len(y)
@@ -438,7 +405,6 @@ STATES = {
     "counters": (_counters, {"steps": 0, "calls": 0.0, "seen": 0, "total": 0.0}),
     "averages of the user's": (_averages, {"mean": [0.0] * 5, "power": [0.0] * 5}),
     "extremes": (_extremes, {"least": [0.1] * 5, "most": [-0.1] * 5}),
-    "histogram": (_histogram, {"counts": [0.0] * 5}),
     "unchanged": (lambda m, y: (y * m.scale)[:, m.order], {"scale": [2.0] * 5, "order": [1, 0]}),
 }
 

@@ -80,21 +80,6 @@ def test_attention(batch_first, count):
     agree(module, x, x, x, attn_mask=rows(count * 2, TIME, TIME), need_weights=False)
 
 
-@pytest.mark.parametrize("batch_first, count", [(False, TIME), (True, ROWS)])
-def test_transformers(batch_first, count):
-    nn = torch.nn
-    torch.manual_seed(0)
-    shape = (count, TIME, SIZE) if batch_first else (TIME, count, SIZE)
-    x = rows(*shape)
-    causal = nn.Transformer.generate_square_subsequent_mask(TIME).double()
-    options = dict(batch_first=batch_first, dropout=0.0, dim_feedforward=8)
-    agree(nn.Transformer(SIZE, 2, 1, 1, **options), x, x + 1, tgt_mask=causal, atol=1e-10)
-    layer = nn.TransformerEncoderLayer(SIZE, 2, **options)
-    agree(nn.TransformerEncoder(layer, 1), x, mask=causal, atol=1e-10)
-    decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(SIZE, 2, **options), 1)
-    agree(decoder, x, x, tgt_mask=causal, atol=1e-10)
-
-
 def language_model():
     """Time first throughout, as pytorch/examples' word_language_model."""
 
