@@ -32,7 +32,7 @@ class OnTorch(RanksContract):
 
 
 def test_moving_from_horovod(tmp_path):
-    """That two ranks end as one process does, with such changes: ``compat.testing.ranks``."""
+    """On two ranks, which end with the same; as one process does: ``compat.testing.ranks``."""
     program = pages.fragment(
         "docs/migration-from-others.md", "import compat\n\ncompat.configure_gpu()\n\nimport keras\n"
     )
