@@ -13,7 +13,7 @@ import sysconfig
 import numpy
 from setuptools import Extension, setup
 
-EXTENSIONS = ("gpuarray", "blas", "_elemwise", "collectives")
+EXTENSIONS = ("gpuarray", "blas", "_elemwise")  # Theano needs no collectives
 
 
 def main(target):
@@ -35,7 +35,7 @@ def main(target):
                 include_dirs=[numpy.get_include()],
                 libraries=["gpuarray"],
                 define_macros=[("GPUARRAY_SHARED", None)],
-                extra_compile_args=["-O1", "-w"],
+                extra_compile_args=["-O0", "-g0", "-w"],
             )
             for name in EXTENSIONS
         ],

@@ -278,11 +278,10 @@ def comments_and_order(path):
 
 # Reading and writing agree with Theano --------------------------------------------------------
 
-COMBINATIONS = 110
+COMBINATIONS = 60
 IMPORTS = 3
 
 
-@span
 def test_theano_reports_what_compat_reads_and_writes(tmp_path):
     claims, refused = [], []
     for seed in range(COMBINATIONS):
@@ -293,13 +292,14 @@ def test_theano_reports_what_compat_reads_and_writes(tmp_path):
     assert len(claims) > 2 * COMBINATIONS
     assert not wrong, wrong[:3]
     # Where compat refuses to read, Theano does so, too.
-    assert len(refused) > 5
+    assert len(refused) > 3
     refusals = ["ValueError", "MissingSectionHeaderError", "DuplicateSectionError", "ParsingError"]
     refusals += ["DuplicateOptionError", "UnicodeDecodeError"]
     for answer, (environ, _) in zip(answers[len(claims) :], refused):
         assert answer and answer[0] in refusals, (answer, environ)
 
 
+@span
 def test_imported_theano_reports_it_too(tmp_path):
     """A sample of the same with nothing but `import theano`, of each kind of claim."""
     sample = []
@@ -574,8 +574,8 @@ def test_defaults_do_not_begin_to_hold_in_a_new_section(rc, tmp_path, elsewhere)
     assert own in rc.read_text()
 
 
-# Kills a child before and after each call of a function written in C that may ask the system for
-# something: nothing else changes a file. Prints how many there were.
+# Kills a child before each call of a function written in C that may ask the system for something:
+# nothing else changes a file. Prints how many there were.
 KILL = """
 import os, sys
 from compat._backends.theano import theanorc
@@ -594,7 +594,7 @@ def killed(at):
     if child == 0:
         seen = [0]
         def count(frame, event, argument):
-            if event in ("c_call", "c_return") and is_system_call(argument):
+            if event == "c_call" and is_system_call(argument):
                 seen[0] += 1
                 if seen[0] == at:
                     os._exit(1)
@@ -630,7 +630,7 @@ def test_a_crash_leaves_the_old_file_or_the_new_one(rc, tmp_path):
     rc.symlink_to(tmp_path / "dotfiles" / "theanorc")
     command = [sys.executable, "-c", KILL, str(rc), repr(FLAGS), NEW]
     output = subprocess.check_output(command, env=dict(os.environ, PYTHONPATH=ROOT))
-    assert int(output) > 100
+    assert int(output) > 50
 
 
 @pytest.mark.parametrize("at, left", [(1, []), (3, [".theanorc.before-compat"])])
@@ -656,7 +656,7 @@ WRITE_MANY = """
 import sys
 from compat._backends.theano import theanorc
 path, name = sys.argv[1:]
-for number in range(15):
+for number in range(8):
     theanorc.write(path, {"%s.o%d" % (name, number): str(number), "last": name})
 """
 
@@ -666,15 +666,15 @@ def test_processes_that_write_at_once_lose_nothing(rc):
         subprocess.Popen(
             [sys.executable, "-c", WRITE_MANY, str(rc), name], env=dict(os.environ, PYTHONPATH=ROOT)
         )
-        for name in "abcd"
+        for name in "abc"
     ]
     while any(writer.poll() is None for writer in writers):
         parser = configparser.ConfigParser()
         parser.read(str(rc))  # a reader never sees half a file
         assert parser.get("blas", "ldflags") == "-lopenblas  -lm"
-    assert [writer.returncode for writer in writers] == [0] * 4
+    assert [writer.returncode for writer in writers] == [0] * 3
     parser = configparser.ConfigParser()
     parser.read(str(rc))
-    for name in "abcd":
-        assert parser.items(name) == [("o%d" % n, str(n)) for n in range(15)]
+    for name in "abc":
+        assert parser.items(name) == [("o%d" % n, str(n)) for n in range(8)]
     assert names(rc) == [".theanorc", ".theanorc.before-compat"]

@@ -20,7 +20,9 @@ profiles_not_printed = test_theano.profiles_not_printed
 @pytest.fixture(scope="module")
 def keras():
     compat.configure_gpu(simulate=3)
-    return keras_under_test()
+    with pytest.MonkeyPatch.context() as patch:
+        test_theano.few_streams(patch)
+        yield keras_under_test()
 
 
 def graph_of(model):
