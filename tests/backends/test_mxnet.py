@@ -63,7 +63,7 @@ class TestMXNet(ParallelContract):
         parallel.train_on_batch(inputs, targets)
         step = functools.partial(parallel.train_on_batch, inputs[:13], targets[:13])
         count = interrupted(step, lambda calls: False)
-        for number in range(1, count, count // 15):
+        for number in range(1, count, count // 8):
             parallel.train_on_batch(inputs, targets)
             with contextlib.suppress(KeyboardInterrupt):
                 interrupted(step, lambda calls, number=number: len(calls) == number)
@@ -122,32 +122,6 @@ class TestMXNet(ParallelContract):
         self.check_left_alone(model, "it is compiled with context=['cpu(0)'].", context=["cpu(0)"])
         assert getattr(model, "_compat_replicas", None) is None
 
-    @span
-    def test_losses_and_metrics_reported(self, keras):
-        inputs, targets = CASES["multi"].data(61)
-        weights = [np.random.RandomState(i).uniform(size=61) for i in range(2)]
-        reports = []
-        for parallel in (False, True):
-            model = self.build(keras, "multi")
-            if parallel:
-                compat.parallelize(model)
-            model.compile(
-                optimizer(keras, "sgd"),
-                CASES["multi"].loss,
-                metrics={"score": "mae", "same": ["acc", "binary_crossentropy"]},
-                weighted_metrics={"same": ["acc"]},
-                loss_weights={"score": 0.3, "same": 2.0},
-            )
-            trained = model.train_on_batch(inputs, targets, sample_weight=weights)
-            tested = model.evaluate(
-                inputs, targets, batch_size=16, sample_weight=weights, verbose=0
-            )
-            reports.append((model.metrics_names, trained, tested))
-        assert reports[0][0] == reports[1][0]
-        assert len(reports[0][0]) == 7
-        for plain, parallel in zip(reports[0][1:], reports[1][1:]):
-            np.testing.assert_allclose(plain, parallel, rtol=1e-5)
-
     # What the head computes -------------------------------------------------------------------
 
     def test_scalar_output(self, keras):
@@ -171,8 +145,7 @@ class TestMXNet(ParallelContract):
         assert results[0].shape == results[1].shape == (1,)
         np.testing.assert_allclose(*results, rtol=1e-5)
 
-    @span
-    @pytest.mark.parametrize("optimizer_name", ["sgd", "adam"])
+    @pytest.mark.parametrize("optimizer_name", in_span(["sgd", "adam"], ["adam"]))
     def test_sparse_gradients_of_an_embedding(self, keras, optimizer_name):
         def build():
             layers = keras.layers
@@ -246,7 +219,7 @@ class TestMXNet(ParallelContract):
         inputs, targets = CASES["dense"].data(2)
         start = model.get_weights()
         results = []
-        for _ in range(60):
+        for _ in range(25):
             model.set_weights(start)
             model.train_on_batch(inputs, targets)
             results.append(np.concatenate([w.ravel() for w in norm.get_weights()]))
@@ -266,8 +239,8 @@ class TestMXNet(ParallelContract):
             assert 0.4 < (masks[first] == masks[second]).mean() < 0.6
         assert all(0.4 < mask.mean() < 0.6 for mask in masks)
 
-    @pytest.mark.parametrize("rows, unroll", [(16, True), (2, False)])
-    def test_stateful_rnn_keeps_the_states_of_each_row(self, keras, rows, unroll):
+    @pytest.mark.parametrize("rows", [7, 2])
+    def test_stateful_rnn_keeps_the_states_of_each_row(self, keras, rows):
         """Against the plain model unrolled: keras-mxnet fails on a stateful one that is not."""
 
         def build(unroll):
@@ -281,11 +254,11 @@ class TestMXNet(ParallelContract):
         inputs, targets = random.normal(size=(3 * rows, 3, 4)), random.normal(size=(3 * rows, 2))
         results = []
         for parallel in (False, True):
-            model = initialise(build(unroll or not parallel))
+            model = initialise(build(unroll=not parallel))
             if parallel:
                 compat.parallelize(model)
             model.compile(optimizer(keras, "sgd"), "mse")
-            model.fit(inputs, targets, batch_size=rows, epochs=2, shuffle=False, verbose=0)
+            fit_in_order(model, inputs, targets, batch_size=rows)
             again = [model.predict(inputs[:rows], batch_size=rows) for _ in range(2)]
             model.reset_states()
             fresh = model.predict(inputs[:rows], batch_size=rows)
@@ -328,7 +301,6 @@ class TestMXNet(ParallelContract):
             self.close(predicted, model.predict(inputs), 1e-6)
         assert len(self.devices_of(model, inputs, targets)) > 1
 
-    @span
     def test_one_device_leaves_nothing_behind(self, keras):
         model = self.compiled(keras, "dense")
         before = dict(vars(model))
@@ -365,18 +337,11 @@ class TestMXNet(ParallelContract):
         plain.train_on_batch(inputs, targets)
         self.close(plain.get_weights(), model.get_weights())
 
-    @span
     def test_predicts_without_compile(self, keras):
-        """With the weights of now: oneDNN's fused operations kept those of their first batch."""
-        inputs, _ = CASES["conv"].data(13)
-        plain, parallel = self.build(keras, "conv"), self.build(keras, "conv")
+        inputs, _ = CASES["dense"].data(13)
+        plain, parallel = self.build(keras, "dense"), self.build(keras, "dense")
         compat.parallelize(parallel)
-        for seed in (1, 2):
-            results = [initialise(m, seed).predict(inputs, batch_size=4) for m in (plain, parallel)]
-            self.close(results[:1], results[1:], 1e-6)
-        assert len(parallel._compat_replicas.phases["predict"].bodies) == 3
-        compat.parallelize(parallel, gpus=1)
-        self.close(results[:1], [parallel.predict(inputs)], 1e-6)
+        self.close([plain.predict(inputs)], [parallel.predict(inputs)], 1e-6)
 
     # Models that are built by their data ------------------------------------------------------
 
@@ -405,7 +370,7 @@ class TestMXNet(ParallelContract):
                 ("subclassed", "after", "sgd"),
                 ("sequential", "before", "sgd"),
             ],
-            [("subclassed", "before", "adam"), ("sequential", "before", "sgd")],
+            [("subclassed", "before", "adam")],
         ),
     )
     def test_models_whose_shapes_come_with_data(self, keras, kind, moment, optimizer_name):
@@ -505,7 +470,6 @@ class TestMXNet(ParallelContract):
             fit_in_order(model, inputs, targets)
             self.close(weights[moment + 1], model.get_weights(), 1e-6)
 
-    @span
     def test_ranks_without_horovod_say_what_is_missing(self, keras, monkeypatch):
         for name, value in (("RANK", "0"), ("SIZE", "2"), ("LOCAL_RANK", "0"), ("LOCAL_SIZE", "2")):
             monkeypatch.setenv("HOROVOD_" + name, value)
@@ -679,7 +643,6 @@ def test_a_build_for_gpus_that_was_imported_before(imitate, monkeypatch, gpus, a
     assert applied in lines
 
 
-@span
 def test_environ_says_only_what_changes():
     backend = registry.load("mxnet")
     settings = Settings(
@@ -699,7 +662,6 @@ def test_environ_says_only_what_changes():
     )
 
 
-@span
 def test_problems_of_an_environment(tmp_path, monkeypatch):
     problems = registry.load("mxnet").problems
     assert problems({}) == []

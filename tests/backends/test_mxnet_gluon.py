@@ -311,7 +311,6 @@ def test_saves_and_loads(mx, tmp_path):
     assert contexts(net)[0] == DEVICES
 
 
-@span
 def test_trainer_state_is_saved_and_loaded(mx, tmp_path):
     path = str(tmp_path / "states")
     plain, net = initialise(mx, dense(mx)), compat.parallelize(initialise(mx, dense(mx)))
@@ -471,7 +470,6 @@ def test_one_device_changes_nothing(mx):
     assert contexts(net) == [["cpu(0)"]] * 4
 
 
-@span
 def test_a_function_that_builds_a_block(mx):
     net = compat.parallelize(lambda: dense(mx, hybrid=False))
     net.initialize()

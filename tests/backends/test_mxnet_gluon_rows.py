@@ -173,29 +173,6 @@ def test_random_blocks(mx):
     assert texts == []
 
 
-def test_operations_across_rows_of_mxnets_numpy(mx):
-    """``mx.np`` came with MXNet 1.6; it may hold for the whole process, so it is switched off."""
-    if not hasattr(mx, "np"):
-        assert mx.__version__ < "1.6"
-        return
-    mx.npx.set_np()
-    try:
-        for function in (
-            lambda F, x: x - F.np.mean(x, axis=0),
-            lambda F, x: F.npx.softmax(x, axis=0),
-        ):
-            inputs = mx.np.array(np.random.RandomState(0).normal(size=(13, 8)))
-            block = block_of(mx, function)
-            expected = block(inputs).asnumpy()
-            with pytest.warns(compat.CompatWarning, match="computes across the rows"):
-                found = compat.parallelize(block)(inputs).asnumpy()
-            np.testing.assert_allclose(found, expected, rtol=1e-5)
-        rowwise = compat.parallelize(block_of(mx, lambda F, x: F.npx.softmax(x) - 1))
-        assert rowwise(mx.np.ones((13, 8))).shape == (13, 8)
-    finally:
-        mx.npx.reset_np()
-
-
 def whole(mx, block, *calls):
     """The block's results for the calls, those of one context; and the warnings."""
     expected = [block(*args).asnumpy() for args in calls]
@@ -334,26 +311,6 @@ def test_one_number_for_a_batch_of_few_rows_too(mx, rows, hybrid):
     assert texts == ([] if hybrid else [TRIED.format(block.name) + WHOLE])
     rowwise = compat.parallelize(block_of(mx, lambda F, x: F.mean(x, axis=1), hybrid))
     assert rowwise(array(mx, rows)).shape == (rows,)
-
-
-@pytest.mark.parametrize("layout", ["TNC", "NTC"])
-def test_cells_unrolled_with_time_first(mx, layout):
-    """The cells take a step at a time; unrolled, ``layout`` says where the rows are."""
-
-    class Unrolled(mx.gluon.HybridBlock):
-        def __init__(self):
-            super(Unrolled, self).__init__()
-            with self.name_scope():
-                self.cell = mx.gluon.rnn.LSTMCell(5, input_size=6)
-
-        def hybrid_forward(self, F, x):
-            return self.cell.unroll(4, x, layout=layout, merge_outputs=True)[0]
-
-    shape = (13, 4, 6) if layout == "NTC" else (4, 13, 6)
-    inputs = mx.nd.array(np.random.RandomState(0).normal(size=shape))
-    block = Unrolled()
-    block.initialize()
-    assert len(whole(mx, block, (inputs,))) == (layout == "TNC")
 
 
 def test_time_first(mx):

@@ -89,7 +89,6 @@ class Counted:
         return Block()
 
 
-@span
 def test_states_inputs_gradients_and_parts_unused(mx):
     """What autograd recorded before the block is left alone, and gradients that add up."""
     found = []
@@ -201,7 +200,6 @@ def test_randomness_and_batch_normalization_are_no_alarm(mx, monkeypatch, record
             assert difference(*nets) < 1e-5
 
 
-@span
 def test_parallelize_verifies_as_configured(mx, monkeypatch):
     """And no more on one device; the trial has made all parameters by then."""
     monkeypatch.setattr(compat._runtime.process.process.configuration.settings, "verify", 1)

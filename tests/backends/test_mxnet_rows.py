@@ -8,7 +8,7 @@ import pytest
 
 import compat
 from compat._configuration import registry
-from compat.testing import in_span, initialise, keras_under_test, optimizer, span
+from compat.testing import initialise, keras_under_test, optimizer, span
 
 from . import graph_cases
 from .messages import told
@@ -75,26 +75,21 @@ def test_a_model_of_a_fixed_batch_size(keras, fixed):
 # Weights that change between predictions --------------------------------------------------------
 
 
-def convolutional(keras, kind):
+def convolutional(keras):
     layers = keras.layers
-    if kind == "Conv1D":
-        first = [layers.Reshape((25, 2), input_shape=(5, 5, 2)), layers.Conv1D(3, 2)]
-    elif kind == "Conv2D":
-        first = [layers.Conv2D(3, 2, padding="same", activation="relu", input_shape=(5, 5, 2))]
-    else:
-        first = [layers.DepthwiseConv2D(2, input_shape=(5, 5, 2))]
-    return keras.models.Sequential(first + [layers.Flatten(), layers.Dense(1)])
+    first = layers.Conv2D(3, 2, padding="same", activation="relu", input_shape=(5, 5, 2))
+    return keras.models.Sequential([first, layers.Flatten(), layers.Dense(1)])
 
 
-@pytest.mark.parametrize("kind", in_span(["Conv1D", "Conv2D", "DepthwiseConv2D"], ["Conv2D"]))
-def test_predicts_with_the_weights_of_now(keras, kind):
+@span
+def test_predicts_with_the_weights_of_now(keras):
     """oneDNN's fused operations kept those of their first batch, on the first device."""
     random = np.random.RandomState(0)
     inputs = random.normal(size=(13, 5, 5, 2)).astype("float32")
     targets = random.normal(size=(13, 1)).astype("float32")
-    model = initialise(convolutional(keras, kind))
+    model = initialise(convolutional(keras))
     # Plain models are bound for training, and never had the fault.
-    plain = initialise(convolutional(keras, kind))
+    plain = initialise(convolutional(keras))
     compat.parallelize(model)
     for each in (plain, model):
         each.compile(optimizer(keras, "sgd"), "mse")
@@ -112,7 +107,7 @@ def test_predicts_with_the_weights_of_now(keras, kind):
 
 
 def test_executors_are_bound_once_for_each_shape(keras):
-    model = compat.parallelize(initialise(convolutional(keras, "Conv2D")))
+    model = compat.parallelize(initialise(convolutional(keras)))
     model.compile("sgd", "mse")
     inputs, targets = np.ones((13, 5, 5, 2)), np.ones((13, 1))
     model.predict(inputs)
@@ -125,26 +120,15 @@ def test_executors_are_bound_once_for_each_shape(keras):
 # Across rows ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["positions", "looked up", "loop"])
-def test_mxnets_own_operations_across_rows(keras, kind):
+def test_a_loop_over_rows(keras):
     import mxnet as mx
 
     def function(x):
-        if kind == "positions":
-            count = mx.sym.sum(mx.sym.slice_axis(mx.sym.ones_like(x), axis=1, begin=0, end=1))
-            places = mx.sym.contrib.arange_like(x, axis=0)
-            places = mx.sym.broadcast_div(places, count)
-            return mx.sym.broadcast_add(x, mx.sym.expand_dims(places, axis=1))
-        if kind == "loop":
-            sums, _ = mx.sym.contrib.foreach(
-                lambda row, total: (row + total, row + total), x, mx.sym.zeros((5,))
-            )
-            return 0.1 * sums
-        return mx.sym.take(x, mx.sym.sum(mx.sym.abs(x), axis=1))
+        sums, _ = mx.sym.contrib.foreach(
+            lambda row, total: (row + total, row + total), x, mx.sym.zeros((5,))
+        )
+        return 0.1 * sums
 
-    if kind == "positions" and not hasattr(mx.sym.contrib, "arange_like"):
-        assert mx.__version__ < "1.6"
-        return
     graph_cases.one_devices_numbers(keras, lambda: lambda_model(keras, function))
 
 
@@ -257,7 +241,6 @@ def test_a_rule_that_is_wrong_is_found_by_the_trial(keras, monkeypatch):
     assert len(texts) == 1 and "gives other numbers for three rows of a batch together" in texts[0]
 
 
-@span
 def test_inputs_with_other_numbers_of_rows_run_whole(keras):
     """A model that reads a memory. keras-mxnet alone refuses it."""
     layers, K = keras.layers, keras.backend

@@ -31,7 +31,7 @@ theano_process = test_theano.theano_process
 
 # Uneven, and fewer rows than devices: kernels compile for each size. In the tests of shards these
 # devices train on batches of other sizes.
-BATCHES = [(61, 122), (2, 6)]
+BATCHES = [(7, 14), (2, 6)]
 
 
 class InNumpy:
@@ -126,7 +126,7 @@ class TestContexts:
         self.contract.test_trains_to_the_numbers_of_one_device(keras, BATCHES, "dense", "sgd")
 
     def test_evaluates_and_predicts_what_one_device_does(self, keras):
-        self.contract.test_evaluates_and_predicts_what_one_device_does(keras, BATCHES, "dense")
+        self.contract.test_evaluates_and_predicts_what_one_device_does(keras, BATCHES[:1], "dense")
 
     def test_forward_and_backward_run_on_every_device(self, keras, configuration):
         self.contract.test_forward_and_backward_run_on_every_device(keras, configuration, "dense")
@@ -147,6 +147,7 @@ class TestContexts:
         weights = keras.backend.variable(np.ones((2, 3)))
         assert weights.container.value.context.dev == CONTEXTS[0]
 
+    @pytest.mark.slow
     def test_loop_is_run_on_no_other_device(self, keras):
         """Theano's Scan, which moves whole to GPUs, fails on OpenCL, and in compat's hands, too."""
         options = dict.fromkeys(["kernel_initializer", "recurrent_initializer"], "zeros")

@@ -126,16 +126,6 @@ def test_layers_of_keras_compute_row_by_row(keras):
         assert cuts == [(output, 0) for output in model.outputs], name
 
 
-@span
-@pytest.mark.parametrize("kind", ["steps", "sum"])
-def test_states_are_those_of_one_device(keras, kind):
-    texts = graph_cases.one_devices_numbers(
-        keras, lambda: graph_cases.totals(keras, kind), rows=(13, 2)
-    )
-    assert bool(texts) == (kind != "steps")
-
-
-@span
 def test_outputs_that_are_sums(keras):
     K = keras.backend
     layers = keras.layers
@@ -272,7 +262,6 @@ def assert_runs_whole(model, inputs, text):
         np.testing.assert_array_equal(each, expected)
 
 
-@span
 def test_inputs_with_other_numbers_of_rows_run_whole(keras):
     K, layers = keras.backend, keras.layers
     both = [layers.Input(shape=(8,)), layers.Input(shape=(8,))]
