@@ -60,7 +60,7 @@ def test_layers_before_stay_on_their_devices(keras):
 def recurrent(layers):
     return [
         [layers.Masking(input_shape=(5, 3)), layers.LSTM(4, return_sequences=True), layers.GRU(2)],
-        [layers.Bidirectional(layers.LSTM(4, unroll=True), input_shape=(5, 3)), layers.Dense(2)],
+        [layers.Bidirectional(layers.LSTM(4, unroll=True), input_shape=(2, 3)), layers.Dense(2)],
         [layers.ConvLSTM2D(2, 2, input_shape=(3, 5, 5, 2))],
         [
             layers.TimeDistributed(layers.Dense(4), input_shape=(None, 3)),
@@ -97,7 +97,7 @@ def all_others(layers):
             layers.PReLU(),
         ],
         [
-            layers.SeparableConv2D(4, 3, input_shape=(8, 8, 3)),
+            layers.SeparableConv2D(4, 3, input_shape=(5, 5, 3)),
             layers.Conv2DTranspose(2, 3, strides=2, padding="same"),
             layers.Cropping2D(),
             layers.LocallyConnected2D(2, 3),
