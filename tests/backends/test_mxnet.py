@@ -271,17 +271,6 @@ class TestMXNet(ParallelContract):
 
     # Between plain and parallel ---------------------------------------------------------------
 
-    def test_optimizer_state_moves_along(self, keras):
-        """That of SGD in the contract, too."""
-        inputs, targets = CASES["dense"].data(61)
-        plain, model = [self.compiled(keras, "dense", "adam") for _ in range(2)]
-        for devices in ([0], [1, 2], [1], [0, 1, 2]):
-            compat.parallelize(model, gpus=devices)
-            for each in (plain, model):
-                fit_in_order(each, inputs, targets)
-            self.close(plain.get_weights(), model.get_weights())
-            assert plain.optimizer.num_update == model.optimizer.num_update
-
     def test_it_is_exported_to_mxnet(self, keras, tmp_path):
         """With the weights that it has then, each time."""
         import mxnet as mx

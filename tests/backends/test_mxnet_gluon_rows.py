@@ -272,13 +272,6 @@ def test_an_array_that_was_split_and_now_has_other_rows(mx, hybrid):
     assert whole(mx, block_of(mx, rowwise, hybrid), *args) == []
 
 
-def test_products_with_a_matrix_of_pairs_of_rows(mx):
-    """A graph's nodes, and the matrix of their edges."""
-    block = block_of(mx, lambda F, x, edges: F.dot(edges, x), hybrid=False)
-    texts = whole(mx, block, (array(mx, 13), array(mx, 13, 13)))
-    assert texts == [UNKNOWN.format(block.name) + WHOLE]
-
-
 def test_shapes_that_change_later_run_whole(mx):
     """What a shard cannot compute, and the trial did not see."""
 
