@@ -184,5 +184,6 @@ def test_device_in_theanorc(theano_process, tmp_path):
         show(devices=devices, warned=[str(w.message) for w in caught
                                       if w.category is compat.CompatWarning])
     """
-    assert theano_process(program.format("")) == {"devices": CONTEXTS[:1], "warned": []}
+    named = theano_process(program.format(""), flags="")  # GPUs need a compiler
+    assert named == {"devices": CONTEXTS[:1], "warned": []}
     assert theano_process(program.format("gpus=0")) == {"devices": ["cpu"], "warned": []}
