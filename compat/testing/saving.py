@@ -15,14 +15,18 @@ class SavingContract(BackendContract):
 
     @span
     def test_save_and_load_model_with_optimizer_state(self, keras, tmp_path, pytestconfig):
-        """What several devices saved goes on as if nothing had been, on several and on one."""
-        inputs, targets = CASES["multi"].data(48)
-        plain, parallel = models = self.both(keras, "multi")
-        for each in models:
-            fit_in_order(each, inputs, targets, epochs=2)
-        path = str(tmp_path / "model") + self.extension
-        parallel.save(path)
+        """What a callback saved of several goes on as if nothing had been, on several and on one.
+
+        With the optimizer that keeps most, or with a model of several inputs and outputs.
+        """
         whole = contract_of(pytestconfig) == "whole"
+        name, optimizer_name = ("multi", "sgd") if whole else ("dense", "adam")
+        inputs, targets = CASES[name].data(48)
+        plain, parallel = models = self.both(keras, name, optimizer_name)
+        path = str(tmp_path / "model") + self.extension
+        fit_in_order(plain, inputs, targets)
+        checkpoint = keras.callbacks.ModelCheckpoint(path)
+        fit_in_order(parallel, inputs, targets, callbacks=[checkpoint])
         for devices in [DEVICES, 1] if whole else [DEVICES]:
             loaded = keras.models.load_model(path)
             if devices > 1:
@@ -30,10 +34,8 @@ class SavingContract(BackendContract):
             self.close(plain.get_weights(), loaded.get_weights())
             models.append(loaded)
         for each in models:  # saving has not disturbed the one that was saved
-            fit_in_order(each, inputs, targets, epochs=2)
+            fit_in_order(each, inputs, targets)
             self.close(plain.get_weights(), each.get_weights())
-        if whole:
-            assert len(self.placement(models[2], inputs, targets)) == DEVICES
 
     @span
     def test_weights_go_both_ways(self, keras, tmp_path):
@@ -45,17 +47,6 @@ class SavingContract(BackendContract):
             source.save_weights(path)
             target.load_weights(path)
             self.close(source.get_weights(), target.get_weights(), 1e-12)
-
-    def test_checkpoint_and_resume(self, keras, tmp_path):
-        inputs, targets = CASES["dense"].data(45)
-        expected, model = self.both(keras, "dense")
-        fit_in_order(expected, inputs, targets, epochs=4)
-        path = str(tmp_path / "checkpoint") + self.extension
-        checkpoint = keras.callbacks.ModelCheckpoint(path)
-        fit_in_order(model, inputs, targets, epochs=2, callbacks=[checkpoint])
-        resumed = compat.parallelize(keras.models.load_model(path))
-        fit_in_order(resumed, inputs, targets, epochs=4, initial_epoch=2)
-        self.close(expected.get_weights(), resumed.get_weights())
 
     def test_it_is_freed_once_nobody_holds_it(self, keras):
         """What a process trains one after the other must not fill its memory."""
