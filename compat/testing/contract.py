@@ -170,7 +170,7 @@ class Contract(OfBackend):
 class BackendContract(Contract):
     """Subclass this in the test file of a backend for Keras, and set the attributes below."""
 
-    #: Keyword arguments of the LSTM layer, for backends with a trap there.
+    #: Keyword arguments of recurrent layers, for backends with a trap there.
     lstm_options = {}  # type: dict
     #: The endings of files of whole models, and of weights.
     extension, weights_extension = ".h5", ".weights.h5"
@@ -184,7 +184,7 @@ class BackendContract(Contract):
     def build(self, keras, name):
         """A model of the zoo with known weights, not compiled."""
         case = CASES[name]
-        options = self.lstm_options if name == "lstm" else {}
+        options = self.lstm_options if name in ("lstm", "simplernn") else {}
         return initialise(case.build(keras, **options))
 
     def compiled(self, keras, name, optimizer_name="sgd", parallel=False):

@@ -12,7 +12,7 @@ from .models import CASES, DEVICES, SHARDS, fit_in_order, keras_under_test, opti
 from .reporting import ReportContract
 from .saving import SavingContract
 from .several import SeveralDevicesContract
-from .spans import in_span, span
+from .spans import in_span, slow, span
 from .training import TrainingContract
 from .verification import VerificationContract
 
@@ -83,7 +83,11 @@ class ParallelContract(
 
     # Really on three devices ------------------------------------------------------------------
 
-    @pytest.mark.parametrize("name", in_span(sorted(CASES), ["lstm"]))
+    @pytest.mark.parametrize(
+        "name",
+        in_span(["conv", "simplernn"], ["simplernn"])
+        + [pytest.param(name, marks=slow) for name in ("dense", "lstm", "multi")],
+    )
     def test_forward_and_backward_run_on_every_device(self, keras, configuration, name):
         step = self.parallel_and_data(keras, name, 61)
         self.check_placement(self.placement(*step), configuration)

@@ -15,9 +15,9 @@ from .models import CASES, clear_session, fit_in_order, initialise, optimizer, o
 from .spans import contract_of, slow, span
 from .terminals import terminal
 
-
-#: The optimizer whose state is most unlike a variable for each weight.
-NADAM = "Nadam "
+#: Names of optimizers: the one that keeps most besides a value for each weight, and others that
+#: are least like it.
+MANY_SLOTS, OTHERS = "Nadam ", "RMSprop |LossScale"
 
 
 class VerificationContract(BackendContract):
@@ -62,7 +62,14 @@ class VerificationContract(BackendContract):
         bar = printed[-1]
         assert " - loss: " in bar and " - val_loss: " in bar and "compat: " not in bar
 
-    @pytest.mark.parametrize("which", [pytest.param(NADAM, marks=span), pytest.param("", marks=slow)])
+    @pytest.mark.parametrize(
+        "which",
+        [
+            pytest.param(MANY_SLOTS, marks=span),
+            OTHERS,
+            pytest.param("", marks=slow),
+        ],
+    )
     def test_leaves_no_trace_whatever_the_optimizer(self, keras, which):
         """Weights to the bit, after a verified step and one that is not."""
         optimizers = [each for each in optimizers_of(keras) if re.match(which, each[0])]
