@@ -13,7 +13,8 @@ environment that is run begins by removing its own, and a run of selected tests
 (``tox run -e py311-torch -- tests/backends -k masked``) leaves none; see toxfile.py.
 
 --write updates the pages' tables from the results. Environments without a result keep their rows,
-and are named; in docs/idioms.md, where environments are columns, their columns.
+and are named; in docs/idioms.md, where environments are columns, their columns, and what was not
+run in an environment stays as it is.
 """
 
 import configparser
@@ -201,10 +202,11 @@ def verdicts():
 def idiom_table(results):
     """The table of docs/idioms.md: one row for each idiom, one column for each environment."""
     found = verdicts()
-    found.update((name, result.verdicts) for name, result in results.items() if result.verdicts)
+    for name, result in results.items():
+        if result.verdicts:
+            found[name] = dict(found.get(name, {}), **result.verdicts)
     columns = [name for name, _ in environments() if name in found]
-    ran = [each.verdicts for each in results.values() if each.verdicts] or list(found.values())
-    idioms = sorted(set().union(*ran))
+    idioms = sorted(set().union(*found.values()))
     return markdown(
         ["idiom"] + columns,
         [[idiom] + [found[name].get(idiom, "") for name in columns] for idiom in idioms],

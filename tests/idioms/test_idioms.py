@@ -1,9 +1,10 @@
 """Idioms do on three simulated devices what they do on one: split, or whole, or refused.
 
-    python -m pytest tests/idioms -k "loss and negatives"
+    COMPAT_TEST_SLOW=1 python -m pytest tests/idioms -k "loss and negatives"
 
 docs/idioms.md has the verdicts, as support_table.py writes them from the results of this test. A
-difference without a warning, or an error that is not compat's, is never accepted.
+difference without a warning, or an error that is not compat's, is never accepted. Environments
+whose tests take long share the idioms: each is run in one that can run it, and is slow in others.
 """
 
 import os
@@ -21,12 +22,29 @@ from comparing import ALONE, REFUSED, SPLIT, TOLERANCES, UNUSABLE, WHOLE, verdic
 from kerases import is_keras_3
 from kit import Kit
 
+from compat.testing import slow
 from compat.testing.models import clear_session
 
 NOT_HERE, ONE_DEVICE = "-", "one device"
 #: What compat sees nothing of: computed outside of the model, and right, on one device.
 OUTSIDE = ("K.function with an optimizer's updates",)
-EXPECTED = support_table.verdicts().get(os.environ.get("TOX_ENV_NAME"))
+ENVIRONMENT = os.environ.get("TOX_ENV_NAME")
+VERDICTS = support_table.verdicts()
+EXPECTED = VERDICTS.get(ENVIRONMENT)
+#: Environments that share the idioms.
+SHARING = (
+    ("py37-tensorflow1-keras224", "py37-theano"),
+    ("py311-tensorflow", "py311-keras3", "py311-jax"),
+)
+
+
+def idioms():
+    """Parameters of the test: all idioms, and whether another environment's turn makes one slow."""
+    (sharing,) = [each for each in SHARING if ENVIRONMENT in each] or [()]
+    for place, name in enumerate(IDIOMS):
+        able = [each for each in sharing if VERDICTS[each].get(name, NOT_HERE) != NOT_HERE]
+        others = ENVIRONMENT in able and able[place % len(able)] != ENVIRONMENT
+        yield pytest.param(name, marks=[slow] * others)
 
 
 def found(name, keras):
@@ -51,7 +69,11 @@ def found(name, keras):
     return {UNUSABLE: NOT_HERE, **outside}.get(kind, kind), reason
 
 
-@pytest.mark.parametrize("name", IDIOMS)
+def test_the_page_has_no_other_idioms():
+    assert not EXPECTED or set(EXPECTED) <= set(IDIOMS)
+
+
+@pytest.mark.parametrize("name", idioms())
 def test_same_as_one_device_or_loud(keras, record_property, name):
     kind, reason = found(name, keras)
     record_property("verdict", "{}: {}".format(kind, name))
