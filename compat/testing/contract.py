@@ -193,7 +193,17 @@ class BackendContract(Contract):
 
     def both(self, keras, name, optimizer_name="sgd"):
         """A model on one device, and its equal on all."""
-        return [self.compiled(keras, name, optimizer_name, parallel) for parallel in (False, True)]
+        loss, models = CASES[name].loss, [self.build(keras, name) for _ in range(2)]
+        return self.both_ready(keras, models, loss, optimizer_name)
+
+    def both_ready(self, keras, models, loss="mse", optimizer_name="sgd"):
+        """Two equal models, compiled, the second one on all devices."""
+        for parallel, model in enumerate(models):
+            self.ready(keras, model, parallel, loss, optimizer_name)
+        if hasattr(keras, "ops") and keras.backend.backend() == "tensorflow":
+            # XLA would compile its step for each size of a batch; on several devices it does not.
+            models[0].compile(optimizer(keras, optimizer_name), loss, jit_compile=False)
+        return models
 
     def parallel_and_data(self, keras, name, rows):
         """A model on all devices, and inputs and targets of so many rows."""

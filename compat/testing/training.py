@@ -60,10 +60,9 @@ class TrainingContract(BackendContract):
 
     def train_both(self, keras, build, loss, inputs, targets, batch=16, **options):
         """Train one model plain and one parallel from the same weights, and compare."""
-        models = []
-        for parallel in (False, True):
-            models.append(self.ready(keras, build(), parallel, loss))
-            fit_in_order(models[-1], inputs, targets, batch, **options)
+        models = self.both_ready(keras, [build() for _ in range(2)], loss)
+        for model in models:
+            fit_in_order(model, inputs, targets, batch, **options)
         self.close(models[0].get_weights(), models[1].get_weights())
         return models
 
