@@ -137,7 +137,6 @@ class TrainingContract(BackendContract):
 
     # Ways to train ----------------------------------------------------------------------------
 
-    @span
     def test_train_on_batch_and_validation_data(self, keras):
         inputs, targets = CASES["dense"].data(39)
         models = self.both(keras, "dense")

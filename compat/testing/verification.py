@@ -90,7 +90,6 @@ class VerificationContract(BackendContract):
             found[name] = record.steps["train"], largest_difference(*trained)
         assert found == dict.fromkeys(found, (1, 0.0))
 
-    @span
     def test_random_numbers_are_those_without_verification(self, keras):
         """Of dropout, of numpy, and of what shuffles the rows."""
         inputs, targets = CASES["dense"].data(16)
@@ -160,7 +159,6 @@ class VerificationContract(BackendContract):
                 model.train_on_batch(inputs, targets)
         self.close(models[0].get_weights(), models[1].get_weights())
 
-    @span
     def test_operation_across_rows_is_right_or_found(self, keras):
         """Each row less the mean of all rows of the batch, which no replica sees."""
         K = keras.ops if hasattr(keras, "ops") else keras.backend
