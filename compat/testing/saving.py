@@ -15,7 +15,7 @@ class SavingContract(BackendContract):
 
     @span
     def test_save_and_load_model_with_optimizer_state(self, keras, tmp_path, pytestconfig):
-        """What a callback saved of several goes on as if nothing had been, on several and on one."""
+        """What a callback saved of several devices goes on as if nothing had been, on one, too."""
         whole = contract_of(pytestconfig) == "whole"
         name = "multi" if whole else "dense"
         inputs, targets = CASES[name].data(48)
@@ -55,7 +55,6 @@ class SavingContract(BackendContract):
         gc.collect()
         assert reference() is None
 
-    @span
     def test_json_and_clone_are_plain_models(self, keras):
         plain, parallel = self.build(keras, "multi"), self.build(keras, "multi")
         compat.parallelize(parallel)

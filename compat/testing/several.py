@@ -11,7 +11,6 @@ from .._verification.verification import given_moved
 from ..backend import Verification
 from .contract import Contract
 from .models import CASES, DEVICES
-from .spans import span
 
 
 class TrainedModels:
@@ -78,7 +77,6 @@ class SeveralDevicesContract(TrainedModels, Contract):
                 # The step that was recorded has trained, too.
                 self.train(plain, inputs, targets)
 
-    @span
     def test_trained_before(self, configuration):
         """What the optimizer keeps stays as it is."""
         plain, model = self.plain(), self.plain()
