@@ -25,8 +25,6 @@ import numpy as np
 
 from compat import __main__
 
-#: How many are tried in the tests.
-CASES = 300
 #: Seconds of CPU until a case counts as hanging.
 PATIENCE = 1.5
 

@@ -15,10 +15,10 @@ from compat._runtime.process import process
 from compat.testing import (
     CASES,
     DEVICES,
-    in_span,
     initialise,
     keras_under_test,
     largest_difference,
+    slow,
     span,
 )
 
@@ -149,7 +149,6 @@ def accumulating(K):
     }
 
 
-@span
 def test_state_of_layers_is_computed_of_the_whole_batch(keras):
     """Sums add up, counters count once, means are means, and so is anything else."""
 
@@ -220,7 +219,7 @@ def layer_that_waits(keras, value):
     return layer_of(keras, "waiting", call, state=())
 
 
-@pytest.mark.parametrize("what", in_span(["steps", "sum"], ["steps"]))
+@pytest.mark.parametrize("what", ["steps", "sum"])
 def test_write_that_a_call_waits_for_runs_once(keras, what):
     value = {"steps": lambda x: 1.0, "sum": keras.backend.sum}[what]
     models = one_and_three(lambda: model_with(keras, layer_that_waits(keras, value)))
@@ -304,7 +303,7 @@ ACROSS_ROWS = {
 }
 
 
-@pytest.mark.parametrize("name", in_span(sorted(ACROSS_ROWS), ["similarity"]))
+@pytest.mark.parametrize("name", sorted(ACROSS_ROWS))
 def test_layers_across_rows_see_the_whole_batch(keras, name):
     """They, and all after them, run undivided, which is said where it costs something."""
     K, layers = keras.backend, keras.layers
@@ -338,11 +337,7 @@ def of_numpy(x):
     return tf.matmul(tf.stop_gradient(tf.reshape(result, (tf.shape(x)[0],) * 2)), x)
 
 
-#: TensorFlow 2 has another name for what ``paired`` calls.
-UNTOLD = [summed_in_a_loop, of_numpy] + [paired] * hasattr(tf, "segment_mean")
-
-
-@pytest.mark.parametrize("function", UNTOLD)
+@pytest.mark.parametrize("function", [of_numpy, paired, pytest.param(summed_in_a_loop, marks=slow)])
 def test_what_no_rule_knows_is_tried(keras, function):
     name = function.__name__
 
@@ -394,7 +389,7 @@ def harmless(keras):
     scores = layers.Permute((2, 1))(layers.Dense(6, activation="softmax")(x))
     x = layers.Lambda(lambda ab: K.batch_dot(ab[0], ab[1]))([scores, x])
     x = layers.Lambda(lambda x: x / K.sqrt(K.sum(K.square(x), axis=-1, keepdims=True)))(x)
-    x = layers.Bidirectional(layers.SimpleRNN(3, return_sequences=True))(x)
+    x = layers.SimpleRNN(3, return_sequences=True, go_backwards=True)(x)
     x = layers.concatenate([layers.GlobalMaxPooling1D()(x), layers.GlobalAveragePooling1D()(x)])
     x = layers.Dense(8)(layers.BatchNormalization()(x))
     x = layers.Reshape((2, 2, 2))(x)
@@ -415,13 +410,7 @@ def test_no_false_alarms(keras):
 # A fixed number of rows -----------------------------------------------------------------------
 
 
-def stateful(keras, x):
-    """Each replica keeps the states of its rows."""
-    return keras.layers.SimpleRNN(5, stateful=True)(x)
-
-
 def fixed_shapes(keras, x):
-    """tf.shape() and tf.zeros_like() are constants here."""
     K, layers = keras.backend, keras.layers
     x = layers.Lambda(lambda x: K.concatenate([x, K.zeros_like(x) + 0.5]))(x)
     x = layers.Lambda(lambda x: K.reshape(x, (K.shape(x)[0], 16)))(x)
@@ -457,17 +446,18 @@ def test_gradients_that_replace_tensorflows(keras, mixes):
         assert texts == []
 
 
-@pytest.mark.parametrize("hidden", in_span([stateful, fixed_shapes], [fixed_shapes]))
-def test_fixed_number_of_rows(keras, hidden):
+def test_fixed_number_of_rows(keras):
+    """tf.shape() and tf.zeros_like() are constants then."""
+
     def build():
         inputs = keras.layers.Input(batch_shape=(7, 2, 4))
-        return keras.models.Model(inputs, keras.layers.Dense(2)(hidden(keras, inputs)))
+        return keras.models.Model(inputs, keras.layers.Dense(2)(fixed_shapes(keras, inputs)))
 
     batch, targets = np.random.RandomState(3).normal(size=(7, 2, 4)), rows_of(7, 2)
     found = []
     for model in one_and_three(build):
-        outputs = [model.predict_on_batch(batch) for _ in range(2)]  # states go on
-        found.append(outputs + [np.array(model.test_on_batch(batch, targets))])
+        outputs = model.predict_on_batch(batch)
+        found.append([outputs, np.array(model.test_on_batch(batch, targets))])
         assert np.isfinite(model.train_on_batch(batch, targets))
     assert largest_difference(*found) <= 1e-5
 
@@ -540,7 +530,6 @@ def variational_autoencoder(keras):
 
 if not _keras.wraps_a_model(keras_under_test().models.Sequential()):  # from 2.2: a loss alone
 
-    @span
     def test_parts_that_only_a_loss_needs_are_divided(keras):
         models = plain, parallel = one_and_three(lambda: variational_autoencoder(keras), None)
         assert not warned(parallel._make_train_function)
@@ -553,7 +542,10 @@ if not _keras.wraps_a_model(keras_under_test().models.Sequential()):  # from 2.2
         assert not [op for op in needed if op.type == "MatMul" and op not in part]
 
 
-@pytest.mark.parametrize("kind", sorted(graph_cases.OWN_FUNCTIONS))
+@pytest.mark.parametrize(
+    "kind",
+    ["function", pytest.param("object", marks=slow), pytest.param("partial", marks=slow)],
+)
 def test_training_function_of_the_users_own(keras, kind):
     graph_cases.check_training_function_of_ones_own(keras, "tensorflow1", kind)
 
@@ -644,7 +636,6 @@ def test_inputs_of_different_rows(keras):
     assert largest_difference(*found) <= 1e-5
 
 
-@span
 def test_inputs_that_are_tensors_of_different_rows(keras):
     three = tf.identity(keras.backend.variable(rows_of(3)))
     model = model_of_two(keras, lambda ab: ab[0] + 0 * ab[1], three)
@@ -693,7 +684,6 @@ def test_what_a_loss_takes_of_a_loop_is_of_the_whole_batch(keras):
     assert train_both(models) <= 1e-5
 
 
-@span
 def test_losses_with_a_loop(keras):
     def build():
         inputs = keras.layers.Input(shape=(4,))

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 import compat
 from compat._configuration import registry
-from compat.testing import CASES, DEVICES, initialise, keras_under_test, largest_difference
+from compat.testing import CASES, DEVICES, initialise, keras_under_test, largest_difference, slow
 
 from . import graph_cases
 from .verification_cases import verified
@@ -73,7 +73,14 @@ def grouping(keras):
     return Groups(Groups(keras.optimizers.Adam()))
 
 
-@pytest.mark.parametrize("make", [graph_cases.accumulating, wrapping, grouping])
+@pytest.mark.parametrize(
+    "make",
+    [
+        graph_cases.accumulating,
+        pytest.param(wrapping, marks=slow),
+        pytest.param(grouping, marks=slow),
+    ],
+)
 def test_state_that_an_optimizer_does_not_list(keras, make):
     graph_cases.check_state_that_an_optimizer_does_not_list(keras, backend, make)
 

@@ -14,11 +14,7 @@ from compat.testing import CASES, DEVICES, initialise, optimizer, span
 
 from . import test_tensorflow1
 from .test_tensorflow1_rows import (  # noqa: F401  # run here, too
-    test_layers_across_rows_see_the_whole_batch,
-    test_losses_with_a_loop,
     test_outputs_without_rows_are_computed_of_the_whole_batch,
-    test_state_of_layers_is_computed_of_the_whole_batch,
-    test_write_that_a_call_waits_for_runs_once,
     three_devices,
 )
 
@@ -31,11 +27,6 @@ class TestV1Mode(test_tensorflow1.TestTensorFlow1):
     # TensorFlow 2.15 writes what ends in ".weights.h5" in Keras 3's way, which fails in v1 mode.
     weights_extension = ".h5"
     prelude = "import tensorflow\ntensorflow.compat.v1.disable_v2_behavior()\n"
-
-    @span
-    def test_test_command_compares_step_by_step(self):
-        """The names of devices are not those of TensorFlow 1."""
-        super().test_test_command_compares_step_by_step()
 
     def name(self, device):
         """/device:CPU:1 is /cpu:1."""
@@ -52,7 +43,6 @@ class TestV1Mode(test_tensorflow1.TestTensorFlow1):
             return tf.keras.models.Sequential(
                 [
                     layers.Masking(input_shape=(4, 3)),
-                    layers.GRU(5, return_sequences=True),
                     layers.LSTM(5),
                     layers.Dense(2, activation=tf.nn.swish),
                 ]
