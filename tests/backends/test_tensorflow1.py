@@ -121,7 +121,7 @@ class TestTensorFlow1(ParallelContract):
         inputs = CASES["dense"].data(13)[0][:, :4]
         for _ in range(2):
             before = model.get_weights()[-1]
-            model.fit(inputs, np.full((13, 3), 9.0), batch_size=13, verbose=0)
+            model.fit(inputs, np.full((13, 3), 9.0), batch_size=13, epochs=1, verbose=0)
             steps = np.abs(model.get_weights()[-1] - before) / 0.01
             np.testing.assert_allclose(steps, 1, rtol=1e-2)
         counts = [int(K.get_value(model.optimizer.iterations)) for _ in range(2)]
