@@ -680,6 +680,7 @@ def test_what_a_loss_takes_of_a_loop_is_of_the_whole_batch(keras):
     assert train_both(models) <= 1e-5
 
 
+@slow  # the test before it has a loop, too
 def test_losses_with_a_loop(keras):
     def build():
         inputs = keras.layers.Input(shape=(4,))

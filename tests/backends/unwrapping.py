@@ -182,8 +182,8 @@ class Unwrapping:
     @pytest.mark.parametrize(
         "build, wrapper",
         in_span(
-            [(branched, WRAPPERS[0])] + [(sequential, each) for each in WRAPPERS[1:]],
-            [(branched, WRAPPERS[0])],
+            [(branched, WRAPPERS[0])] + [(sequential, each) for each in WRAPPERS],
+            [(sequential, WRAPPERS[0])],
         ),
     )
     def test_a_whole_model(self, keras, path, capsys, monkeypatch, wrapper, build):
