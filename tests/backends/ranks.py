@@ -127,7 +127,6 @@ compat.parallelize(masked)  # before all others
 compiled("masked", masked(), (sequences, wanted), loss="mse")
 compiled("weighted", weighted(), (x, y), zeros, loss="mse")
 if REDUCTIONS:
-    compiled("sum", weighted(), (x, y), loss=keras.losses.Huber(reduction="sum"))
     compiled("both", two_outputs(), ([sequences, x], [wanted, y]), loss_weights=[0.5, 0.2],
              loss=["mse", keras.losses.Huber(reduction="sum")])
 """
@@ -137,7 +136,7 @@ def check_losses(jobs):
     """Weights and losses as one process has them, from what the LOSSES program left."""
     said = check_same(jobs, "losses")
     _, (alone,) = jobs[0]["losses"]
-    for name in ("masked", "weighted", "sum", "both"):
+    for name in ("masked", "weighted", "both"):
         assert said[0].get(name) == said[1].get(name)
         for key, values in alone.get(name, {}).items():
             np.testing.assert_allclose(said[0][name][key], values, rtol=1e-4, err_msg=name + key)
@@ -282,7 +281,7 @@ for name, options in losses:
     except (AttributeError, TypeError):  # this Keras has none, or none with an axis
         continue
     own["of Keras"][name] = outcome(None, loss, labels, activation="sigmoid")
-if hasattr(keras.losses, "dice"):
+if hasattr(keras, "ops") and keras.config.backend() == "torch":
     own["of Keras"]["dice"] = outcome(None, "dice", labels, activation="sigmoid")
 """
 
@@ -809,9 +808,8 @@ WAITED = (
 )
 
 
-def check_stopped_rank_0(folder, backend, program=STOPPED):
-    """It is named, though the others' questions to it, such as who waits as well, get no answer."""
-    said = what_a_failed_job_says(folder, backend, program)
+def check_stopped_rank_0(folder, backend, program):
+    """It is named, though the other's questions to it, such as who waits as well, get no answer."""
+    said = what_a_failed_job_says(folder, backend, program, size=2)
     assert ", but rank 0 failed, ended or did not come: " in said
-    found = verdict(said)
-    assert found in [DID_NOT_COME.format(0, 3)] + [WAITED.format(rank, 3, 0) for rank in (1, 2)]
+    assert verdict(said) in (DID_NOT_COME.format(0, 2), WAITED.format(1, 2, 0))

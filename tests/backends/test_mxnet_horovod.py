@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from compat.testing import slow
 from compat.testing.ranks import RanksContract
 
 from . import ranks
@@ -251,6 +252,7 @@ def test_models_of_mxnets_own_are_refused(jobs):
         )
 
 
+@slow  # without a last word, as Theano's
 def test_a_rank_that_leaves_is_named(tmp_path):
     ranks.check_a_rank_that_leaves(tmp_path, "mxnet")
 

@@ -13,6 +13,7 @@ from compat._configuration import device_choice, gpu_selection
 from compat._configuration.settings import Settings
 from compat._ranks import launchers
 from compat._ranks.launch import watching
+from compat.testing import slow
 from compat.testing.ranks import RanksContract
 
 from . import ranks
@@ -151,7 +152,14 @@ print("done")
             "did not come: its script has ended. Look at what rank 1 printed. (COMPAT_TIMEOUT, or "
             "compat run --timeout, sets how many seconds ranks wait.)",
         ),
-        ("time.sleep(100)", 2, "but rank 1 failed, ended or did not come: 2 seconds are over."),
+        pytest.param(
+            *(
+                "time.sleep(100)",
+                2,
+                "but rank 1 failed, ended or did not come: 2 seconds are over.",
+            ),
+            marks=slow,  # as the contract's
+        ),
     ],
 )
 def test_rank_that_fails_ends_the_job(tmp_path, fault, timeout, said):
@@ -209,6 +217,7 @@ def test_a_rank_that_fails_early_is_named(tmp_path):
     ranks.check_a_rank_that_fails_early(tmp_path, "theano")
 
 
+@slow  # as one that does not start
 def test_a_rank_that_is_stopped_before_it_joins_is_named(tmp_path):
     ranks.check_a_rank_that_is_stopped_before_it_joins(tmp_path, "theano")
 

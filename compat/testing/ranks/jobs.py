@@ -20,13 +20,19 @@ import pytest
 from ..._commands import machines
 from ..._verification import largest_difference
 from ..contract import OfBackend
-from ..spans import in_span
+from ..spans import contract_of, in_span, slow
 from .faults import FAILING_JOBS, FAULTY
 from .programs import read
 
 SIZES = (2, 3)
 # A job that has ended.
 Finished = collections.namedtuple("Finished", "status out err")
+
+
+def failing(slowly):
+    """The jobs that fail, for ``parametrize``: those with some of the faults are slow."""
+    marks = {job: [slow] if job.fault in slowly else [] for job in FAILING_JOBS}
+    return [pytest.param(job, marks=marks[job]) for job in FAILING_JOBS]
 
 
 class Jobs(OfBackend):
@@ -36,14 +42,12 @@ class Jobs(OfBackend):
     functions = ("train",)  # type: tuple
     #: Options of ``compat run`` for the jobs that train.
     before = ()  # type: tuple
-    #: The jobs that fail.
-    failing_jobs = tuple(FAILING_JOBS)
     #: By the number of ranks, the fault of theirs that ends the job which trains.
     last_faults = {}  # type: dict
     #: Whether the engine may abort a process whose peer has left, as Horovod 0.28 sometimes does.
     may_abort = False
     #: Seconds that ranks wait for each other in the tests of faults.
-    timeout = 20
+    timeout = 12
     #: How much longer than that a fault may take to end a job, starting Python included.
     patience = 100
 
@@ -52,8 +56,15 @@ class Jobs(OfBackend):
         raise NotImplementedError
 
     def calls(self, size):
-        """What so many ranks do: the name of a function and a list of arguments each."""
+        """What so many ranks do: the name of a function and a list of arguments each.
+
+        A third item is the name of the results, where that is another one.
+        """
         raise NotImplementedError
+
+    def calls_in_span(self, size):
+        """Those that the span contract needs."""
+        return self.calls(size)
 
     def call_of_fault(self, fault):
         """What ranks do of which one has a fault."""
@@ -107,23 +118,26 @@ class Jobs(OfBackend):
         return Finished(process.returncode, out, err)
 
     @pytest.fixture(scope="class")
-    def trained(self, folder):
+    def trained(self, folder, request):
         """The ended job of each size, which leaves its results in the folder.
 
         Three ranks are on two machines.
         """
 
+        whole = contract_of(request.config) == "whole"
+
         @functools.lru_cache(None)
         def trained(size):
-            if size == 3:
-                trained(2)  # from whose files three ranks go on
-            calls, options = self.calls(size), {"two_machines": size == 3, "before": self.before}
+            if whole and size != 2:
+                trained(2 if size == 3 else 3)  # from whose files this one goes on
+            calls = self.calls(size) if whole else self.calls_in_span(size)
+            options = {"two_machines": size == 3, "before": self.before}
             last, fault = calls[-1][0], self.last_faults.get(size)
             if fault:
                 calls = calls + [self.call_of_fault(fault)]
             job = self.start(size, folder, *calls, **options)
             expected = {each.fault: each.status for each in FAILING_JOBS}[fault] if fault else 0
-            assert job.status == expected, job.out + job.err
+            assert job.status == expected or self.aborted(job, fault), job.out + job.err
             done = os.path.join(folder, "{}-{}-0.json".format(last, size))  # before the fault
             assert os.path.exists(done), job.out + job.err
             if size > 1 and "--report" in self.before:
@@ -184,24 +198,29 @@ class Jobs(OfBackend):
         assert not left
 
     @pytest.fixture(scope="class")
-    def failed(self, tmp_path_factory, folder, trained):
-        """Each failing job's folder and its end. While one waits, others run."""
+    def failed(self, request, tmp_path_factory, folder, trained):
+        """The end of each failing job that is tested. While one waits, others run."""
         for size in self.last_faults:
             trained(size)
+        items = [item for item in request.session.items if request.node in item.listchain()]
+        tests = [item.callspec.params for item in items if hasattr(item, "callspec")]
         found = {}
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
-            for job in self.failing_jobs:
+            for job in [test["job"] for test in tests if "job" in test]:
                 own = self.last_faults.get(job.size) != job.fault
                 place = str(tmp_path_factory.mktemp(job.fault)) if own else folder
-                found[job] = place, pool.submit(self.fails, place, job, trained)
+                found[job] = pool.submit(self.fails, place, job, trained)
             yield found
+
+    def aborted(self, ended, fault):
+        return self.may_abort and fault == "exit" and ended.status == 128 + signal.SIGABRT
 
     def check_failed(self, failed, job):
         """That a fault has ended the job, and that the rank was named."""
-        ended = failed[job][1].result()
+        ended = failed[job].result()
         report = ended.err[ended.err.rindex("compat run: rank") :]
         assert "rank {} of {} {}".format(FAULTY, job.size, job.said) in report
-        if self.may_abort and ended.status == 128 + signal.SIGABRT and job.fault == "exit":
+        if self.aborted(ended, job.fault):
             assert "compat run: then rank 0 of 2 was killed by signal 6" in ended.err
             return
         assert ended.status == job.status

@@ -15,8 +15,9 @@ import numpy as np
 import compat
 
 from ..._runtime.process import process
-from ..models import CASES, fit_in_order, initialise, keras_under_test, optimizer
+from ..models import fit_in_order, initialise, keras_under_test, optimizer
 from . import exchanges, stopping
+from .cases import CASES
 from .faults import FAULTS, FAULTY
 from .graphs import new_graph
 from .unchanged import unchanged  # noqa: F401  # which main() calls
@@ -27,7 +28,7 @@ BATCH, ROWS = 61, 135
 SCRIPT = "import sys\nfrom compat.testing.ranks import programs\nprograms.main(*sys.argv[1:])\n"
 
 # Of ``go_on``, by number of ranks: the epochs that are trained, from the first to before the last.
-STAGES = {1: (0, 3), 2: (0, 1), 3: (1, 2)}
+STAGES = {2: (0, 1), 3: (1, 2)}
 
 
 def main(folder, functions):
@@ -41,10 +42,14 @@ def main(folder, functions):
 
 
 def call(found, functions, first, folder, before=lambda: None):
-    """Call functions by their names, ``before`` first; leave what they return in the folder."""
-    for name, arguments in json.loads(functions):
+    """Call functions by their names, ``before`` first; leave what they return in the folder.
+
+    That is by the function's name, or by another one that follows its arguments.
+    """
+    for name, arguments, *other in json.loads(functions):
         before()
         arrays, facts = found[name](first, folder, *arguments)
+        name = (other or [name])[0]
         stem = os.path.join(folder, "{}-{}-{}".format(name, compat.size(), compat.rank()))
         np.savez(stem, **arrays)
         with open(stem + ".json", "w") as file:
@@ -74,25 +79,23 @@ def _weights(model, prefix="weight"):
     return {"{}-{}".format(prefix, place): w for place, w in enumerate(model.get_weights())}
 
 
-def _start(keras, name, options):
+def _start(keras, name):
     """A model with known weights on rank 0, and other ones on each other rank."""
-    return initialise(CASES[name].build(keras, **options), seed=compat.rank())
+    return initialise(CASES[name].build(keras), seed=compat.rank())
 
 
-def train(keras, folder, trials, lstm_options):
+def train(keras, folder, trials):
     """Train every case: two epochs, and then one more.
 
     Arguments:
         trials: pairs of a case and an optimizer.
-        lstm_options: of the LSTM layer.
     """
     arrays, facts = {}, {}
     for number, (name, optimizer_name) in enumerate(trials):
-        options = lstm_options if name == "lstm" else {}
         before = number % 2 == 0  # parallelized before it is compiled, or after
 
         def build():
-            return _start(keras, name, options)  # noqa: B023  # called at once
+            return _start(keras, name)  # noqa: B023  # called at once
 
         model = compat.parallelize(build) if before else build()
         model.compile(optimizer(keras, optimizer_name), CASES[name].loss)
@@ -112,7 +115,7 @@ def train_on(keras, folder, extension):
     inputs, targets = CASES["dense"].data(ROWS)
 
     def build():
-        model = _start(keras, "dense", {})
+        model = _start(keras, "dense")
         model.compile(optimizer(keras, "sgd"), CASES["dense"].loss, metrics=["accuracy"])
         # As if rank 0 had loaded a checkpoint, and the others started anew.
         if compat.is_chief():
@@ -176,7 +179,7 @@ def train_on(keras, folder, extension):
     history = fit_in_order(model, x, y, rows.stop, 3, callbacks=callbacks)
     facts["stopped"].append(len(history.history["loss"]))
     if hasattr(keras.callbacks, "SwapEMAWeights"):
-        averages = compat.parallelize(_start(keras, "dense", {}))
+        averages = compat.parallelize(_start(keras, "dense"))
         averages.compile(keras.optimizers.SGD(0.05, use_ema=True), CASES["dense"].loss)
         _fit(averages, "dense", 2, callbacks=[keras.callbacks.SwapEMAWeights(swap_on_epoch=True)])
         arrays.update(_weights(averages, "averages"))
@@ -202,10 +205,10 @@ def go_on(keras, folder, optimizer_name, extension, first, last, others=()):
 
     Arguments:
         first, last: the first epoch, and the one before which training stops.
-        others: files to load besides.
+        others: files in the folder to load besides.
     """
-    for path in others:
-        keras.models.load_model(path)
+    for name in others:
+        keras.models.load_model(os.path.join(folder, name))
 
     def file_of(epoch, size):
         return os.path.join(folder, "epoch-{}-of-{}{}".format(epoch, size, extension))
@@ -213,7 +216,7 @@ def go_on(keras, folder, optimizer_name, extension, first, last, others=()):
     def build():
         if first:
             return keras.models.load_model(file_of(first, first + 1))
-        model = _start(keras, "dense", {})
+        model = _start(keras, "dense")
         model.compile(optimizer(keras, optimizer_name), CASES["dense"].loss)
         return model
 
@@ -274,7 +277,7 @@ def batches(keras, folder, processes):
             if compat.size() > 1:
                 yield inputs[:1], targets[:1]  # which ranks leave out
 
-    model = compat.parallelize(lambda: _start(keras, "dense", {}))
+    model = compat.parallelize(lambda: _start(keras, "dense"))
     model.compile(optimizer(keras, "sgd"), CASES["dense"].loss)
     fit = model.fit_generator if hasattr(model, "fit_generator") else model.fit
 
@@ -290,12 +293,9 @@ def batches(keras, folder, processes):
 
     arrays, facts = {}, {}
     rows = np.arange(ROWS)
-    trials = [
-        ("sequence", Items(rows, 7), {}),
-        # tf.keras may end an epoch twice then, in one process.
-        ("threads", Items(rows), {"workers": 2}),
-        ("generator", draw(3), {}),
-    ]
+    trials = [("sequence", Items(rows, 7), {}), ("generator", draw(3), {})]
+    if not in_fit:  # Keras 2 has computed them in a thread
+        trials.append(("threads", Items(rows), {"workers": 2}))
     if processes:
         trials += [("processes", Items(rows), {"workers": 2, "use_multiprocessing": True})]
     for name, source, options in trials:
@@ -353,7 +353,7 @@ def mixed(keras, folder, policies):
     for policy in policies:
         keras.mixed_precision.set_global_policy(policy)
         try:
-            model = compat.parallelize(lambda: _start(keras, "multi", {}))
+            model = compat.parallelize(lambda: _start(keras, "multi"))
         finally:
             keras.mixed_precision.set_global_policy("float32")
         model.compile(optimizer(keras, "sgd"), CASES["multi"].loss)
@@ -383,7 +383,7 @@ def _loss_scale(optimizer):
 
 def fail(keras, folder, fault, extension):
     """Train, save after each batch, and have one rank fail at its third batch."""
-    model = compat.parallelize(lambda: _start(keras, "dense", {}))
+    model = compat.parallelize(lambda: _start(keras, "dense"))
     model.compile(optimizer(keras, "sgd"), CASES["dense"].loss)
 
     class Fault(keras.callbacks.Callback):  # type: ignore  # whichever Keras it is
