@@ -5,8 +5,10 @@ import os
 import pages
 import pytest
 
-from compat.testing import keras_under_test, span
+from compat.testing import contract_of, keras_under_test, slow, span
 from compat.testing.ranks import RanksContract
+from compat.testing.ranks.faults import name_of
+from compat.testing.ranks.jobs import failing
 
 from . import ranks
 
@@ -26,6 +28,11 @@ class TestTensorFlow1Horovod(RanksContract):
     compared = 4
     if KERAS:
         trials = tuple(trial for trial in RanksContract.trials if "adam" not in trial)
+
+    # TensorFlow 2's engine is the same.
+    @pytest.mark.parametrize("job", failing(slowly=["raise", "short", "sleep"]), ids=name_of)
+    def test_fault_ends_the_job_and_names_the_rank(self, failed, job):
+        self.check_failed(failed, job)
 
 
 WAYS = """
@@ -106,19 +113,25 @@ said["stateful"] = [str(w.message) for w in caught if w.category is compat.Compa
 """
 
 
+# Its optimizers train in the contract, and its metrics and losses on TensorFlow 2.
+long = (lambda test: test) if KERAS else slow
+
+
 @pytest.fixture(scope="module")
-def jobs(tmp_path_factory):
+def jobs(tmp_path_factory, request):
     """What one process and two ranks left of the programs above and of those for all backends."""
     programs = {"stateful": STATEFUL} if STATELESS else {"metrics": ranks.METRICS}
     programs["losses"] = "REDUCTIONS = False\n" + ranks.LOSSES
-    programs.update(started=STARTED, own_losses=ranks.OWN_LOSSES, drift=ranks.DRIFT)
-    programs["ways"] = WAYS + ranks.GENERATOR
+    programs.update(started=STARTED, ways=WAYS + ranks.GENERATOR)
+    if contract_of(request.config) == "whole":
+        programs.update(own_losses=ranks.OWN_LOSSES, drift=ranks.DRIFT)
     folder = tmp_path_factory.mktemp("jobs")
     return ranks.run_both(programs, folder, ranks_alone=["stateful", "own_losses", "drift"])
 
 
+@long
 @span
-def test_metrics_and_losses_are_those_of_all_rows_and_what_cannot_be_is_told(jobs):
+def test_metrics_and_losses_are_those_of_all_rows(jobs):
     if STATELESS:
         (warning,) = jobs[1]["stateful"][1][0]["stateful"]
         assert warning.startswith("Metric 'hits' is the mean of the ranks' values")
@@ -127,10 +140,14 @@ def test_metrics_and_losses_are_those_of_all_rows_and_what_cannot_be_is_told(job
         ranks.check_metrics(jobs)
     ranks.check_losses(jobs)
     ranks.check_same(jobs, "started")
+
+
+def test_losses_and_ranks_that_cannot_be_right_are_told(jobs):
     ranks.check_own_losses(jobs)
     ranks.check_drift(jobs)
 
 
+@long
 @span
 def test_any_optimizer_and_generators_train_to_the_same_numbers(jobs):
     said = ranks.check_same(jobs, "ways")
@@ -161,11 +178,16 @@ def test_eager_execution_is_refused(tmp_path):
     assert said == [{"refused": text}] * 2
 
 
-def test_page_of_one_gpu_to_many(tmp_path):
-    """With three ranks, and machines, where the page has more."""
-    fewer = [("-n 8", "-n 3"), ("machines 4", "machines 3"), (",node4:1", "")]
-    assert pages.run("docs/scaling.md", tmp_path, os.environ, changes=fewer) == 9
+FIRST = ["1. The script as it is", "2. One line for the GPU", "3. Eight GPUs, one process"]
+FIRST.append("4. Eight GPUs, one process for each")
+FEWER = [("-n 8", "-n 2"), ("machines 4", "machines 2"), (",node3:1,node4:1", "")]
 
 
-def test_evaluation_on_one_rank_is_named_by_its_line(tmp_path):
-    ranks.check_evaluation_on_one_rank(tmp_path, "tensorflow")
+@pytest.mark.parametrize(
+    "sections, commands, changes",
+    [(FIRST, 5, FEWER[:1]), pytest.param(None, 9, FEWER, marks=slow)],
+    ids=["to ranks", "all"],
+)
+def test_page_of_one_gpu_to_many(tmp_path, sections, commands, changes):
+    """With two ranks, and machines, where the page has more."""
+    assert pages.run("docs/scaling.md", tmp_path, os.environ, sections, changes) == commands
