@@ -2,8 +2,8 @@
 
 import pytest
 
-from compat.testing import keras_under_test, span
-from compat.testing.ranks import POLICIES, RanksContract
+from compat.testing import keras_under_test, slow
+from compat.testing.ranks import RanksContract
 
 from . import ranks
 
@@ -14,7 +14,7 @@ class OnTensorFlow2(RanksContract):
     """What is the same on both engines."""
 
     backend = "tensorflow2"
-    policies = tuple(POLICIES)
+    policies = ("mixed_float16",)
     extension = ".keras" if KERAS3 else ".h5"
     # Keras 3 counts each batch once in the losses of single outputs, on each rank.
     compared = 4 if KERAS3 else 9
@@ -177,30 +177,14 @@ buckets.SIZES[:] = sizes
 """
 
 
-def jobs_of(folder, ways, begin="", **more):
-    """What one process and two ranks leave of programs, on either engine.
-
-    Arguments:
-        ways: a program that trains in other ways.
-        begin: the first lines of each program.
-        more: programs that only ranks run.
-    """
-    programs = {"metrics": ranks.METRICS, "losses": "REDUCTIONS = True\n" + ranks.LOSSES}
-    programs.update(more)
-    if KERAS3:
-        programs = {name: ranks.of_keras_3(program) for name, program in programs.items()}
-    programs.update(overlap=OVERLAP, ways=ways)
-    programs = {name: begin + program for name, program in programs.items()}
-    return ranks.run_both(programs, folder, ranks_alone=["overlap"] + list(more))
-
-
-def check_overlap(jobs, upstream):
+def check_overlap(said, upstream):
     """No rank waits for another before its backward pass, nor between steps.
 
     Arguments:
+        said: what the ranks said.
         upstream: how many of the backward pass' five products each exchange comes after.
     """
-    for one in jobs[1]["overlap"][1]:
+    for one in said:
         assert one == {
             "between": [],
             "exchanged first": [],
@@ -210,86 +194,15 @@ def check_overlap(jobs, upstream):
         }
 
 
-@pytest.fixture(scope="module")
-def jobs(tmp_path_factory):
-    return jobs_of(tmp_path_factory.mktemp("jobs"), WAYS)
-
-
-def test_metrics_and_losses_are_those_of_all_rows(jobs):
-    ranks.check_metrics(jobs)
-    ranks.check_losses(jobs)
-
-
-def test_own_train_steps_eager_steps_and_batches_train_to_the_same_numbers(jobs):
-    said = ranks.check_same(jobs, "ways")
+@slow  # as with workers, where metrics and losses are compared, too
+def test_own_train_steps_eager_steps_and_batches_train_to_the_same_numbers(tmp_path):
+    said = ranks.check_same(ranks.run_both({"ways": WAYS}, tmp_path), "ways")
     assert said[0] == said[1]
 
 
-def test_gradients_leave_in_buckets_while_others_are_computed(jobs):
-    check_overlap(jobs, [0, 1, 1, 2, 2, 3])
-
-
-REFUSED = """
-import tensorflow as tf
-
-
-def refusal(call):
-    try:
-        call()
-    except compat.CompatError as error:
-        return str(error)
-
-
-def loop():
-    with tf.GradientTape() as tape:
-        loss = tf.reduce_mean(model(x) - y)
-
-
-class Alone(keras.Model):
-    def train_step(self, data):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(self(data[0]) - data[1])
-        for variable, gradient in zip(self.weights, tape.gradient(loss, self.weights)):
-            variable.assign_sub(gradient)
-        return {"loss": loss}
-
-
-model = compat.parallelize(keras.Sequential([dense(1, input_shape=(6,))], name="looped"))
-said["loop"] = refusal(loop)
-model.predict(x, verbose=0)
-model.compile("sgd", "mse", jit_compile=True)
-said["xla"] = refusal(lambda: model.fit(inputs, targets, verbose=0))
-source = keras.Input((6,))
-alone = compat.parallelize(Alone(source, keras.layers.Dense(1)(source), name="alone"))
-alone.compile("sgd", "mse")
-weights["alone"] = alone.get_weights()
-said["alone"] = refusal(lambda: alone.fit(inputs, targets, batch_size=rows, verbose=0))
-weights["alone, after"] = alone.get_weights()
-said["native"] = refusal(lambda: compat.parallelize(tf.function(lambda x: x)))
-"""
-
-
-@span
-def test_nothing_trains_alone(tmp_path):
-    (arrays, _), (said, _) = ranks.run(REFUSED, tmp_path, 2)
-    for place in range(2):
-        key = "-{}".format(place)
-        assert (arrays["alone" + key] == arrays["alone, after" + key]).all()
-    loop = (
-        "tensorflow2 cannot train 'looped' as one of several ranks in a "
-        "loop of your own around tf.GradientTape. Put the step into the model's train_step(), "
-        "and call fit() or train_on_batch()."
-    )
-    assert loop in said.pop("loop")  # Keras adds where it was
-    assert said == {
-        "xla": "tensorflow2 cannot train as one of several ranks under "
-        "jit_compile=True: XLA compiles no messages. Compile the model with jit_compile=False.",
-        "alone": "tensorflow2 cannot train 'alone' as one of several ranks: its "
-        "train_step applies gradients by no optimizer that is an attribute of the model. "
-        "Have train_step do that, with the optimizer given to compile() for example.",
-        "native": "tensorflow2 cannot train a model without Keras as one of several "
-        "ranks. Use a Keras model, or start the script without a launcher.",
-    }
+def test_gradients_leave_in_buckets_while_others_are_computed(tmp_path):
+    _, said = ranks.run(OVERLAP, tmp_path, 2)
+    check_overlap(said, [0, 1, 1, 2, 2, 3])
 
 
 def test_mpirun_with_a_horovod_that_knows_no_mpi_is_an_error():
